@@ -1,0 +1,43 @@
+"""Errors a user can cause, and the one line each of them prints.
+
+Everything a user can get wrong (a missing file, an unknown recipe key, a port in use) is a
+``UserError``: *what* was wrong, *where*, and *what to do*. The CLI prints it as one panel and exits
+with code 2. Anything else that escapes is a bug in optkit and exits with code 1.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """A mistake the user can fix.
+
+    Args:
+        what: the problem, in one sentence without a trailing period.
+        where: file, key or argument it was found in.
+        fix: what to do about it.
+    """
+
+    def __init__(self, what: str, *, where: str | None = None, fix: str | None = None) -> None:
+        self.what, self.where, self.fix = what, where, fix
+        super().__init__(self.line())
+
+    def line(self) -> str:
+        """The whole message on one line: ``where: what. fix.``"""
+        parts = [f"{self.where}: {self.what}" if self.where else self.what]
+        if self.fix:
+            parts.append(self.fix)
+        return ". ".join(part.rstrip(".") for part in parts) + "."
+
+
+class UnsupportedModel(UserError):
+    """A model that optkit refuses, with the reason."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """``did you mean 'x'?`` for the closest known word, else the list of all known words."""
+    words = sorted(known)
+    close = difflib.get_close_matches(word, words, n=1)
+    return f"did you mean '{close[0]}'?" if close else "known: " + ", ".join(words)

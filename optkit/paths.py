@@ -1,0 +1,50 @@
+"""Where optkit keeps what it can make again: one private directory.
+
+``OPTKIT_CACHE`` overrides the default ``$XDG_CACHE_HOME/optkit``. The directory may come to hold
+compiled code, so it must belong to this user alone (mode 0700) and must not be a symlink.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from optkit.errors import UserError
+
+
+def cache_root() -> Path:
+    """The cache directory, created with mode 0700 when missing.
+
+    Raises:
+        UserError: it is a symlink, belongs to someone else, or others can write to it.
+    """
+    override = os.environ.get("OPTKIT_CACHE")
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "optkit"
+    return private_dir(Path(override) if override else default)
+
+
+def cache_dir(name: str) -> Path:
+    """The subdirectory ``name`` of the cache, created when missing."""
+    return private_dir(cache_root() / name)
+
+
+def private_dir(path: Path) -> Path:
+    """Create ``path`` for this user alone, or check that an existing one is."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)
+    info = path.lstat()
+    problem = None
+    if stat.S_ISLNK(info.st_mode):
+        problem = "is a symlink"
+    elif info.st_uid != os.getuid():
+        problem = f"belongs to uid {info.st_uid}, not to you"
+    elif info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        problem = "can be written by other users"
+    if problem:
+        raise UserError(
+            f"the cache directory {problem}",
+            where=str(path),
+            fix="set OPTKIT_CACHE to a directory that only you can write (chmod 700)",
+        )
+    return path
