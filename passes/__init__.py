@@ -1,0 +1,1 @@
+"""The pass table: one pass a file, one row here."""

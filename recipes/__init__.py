@@ -1,0 +1,1 @@
+"""Recipes that ship with optkit: one YAML each."""
