@@ -1,0 +1,8 @@
+"""stub"""
+
+from pathlib import Path
+from typing import Any
+
+
+def validate_checkpoint(directory: Path) -> Any:
+    return None

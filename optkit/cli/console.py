@@ -1,0 +1,56 @@
+"""What the terminal shows: results on stdout, everything else on stderr.
+
+Only results go to stdout, so ``optkit ... --json | jq`` works and a progress line never ends up in a file.
+rich turns colour and cursor movement off by itself when the stream is not a terminal.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.text import Text
+
+from optkit.errors import UserError
+
+stdout = Console(highlight=False, soft_wrap=True)
+stderr = Console(stderr=True, highlight=False)
+
+
+def error_panel(error: UserError) -> None:
+    """One panel on stderr: what was wrong, where, and what to do."""
+    rows = [Text(error.what, style="bold")]
+    if error.where:
+        rows.append(Text.assemble(("where  ", "dim"), error.where))
+    if error.fix:
+        rows.append(Text.assemble(("fix    ", "dim"), error.fix))
+    stderr.print(Panel(Group(*rows), title="error", title_align="left", border_style="red"))
+
+
+def bug_panel(error: BaseException) -> None:
+    """One short panel for an exception that is not the user's doing."""
+    text = Text(f"{type(error).__name__}: {error}"[:500])
+    text.append("\nThis is a bug in optkit. Rerun with --debug for the traceback.", style="bold")
+    stderr.print(Panel(text, title="internal error", title_align="left", border_style="red"))
+
+
+def print_json(data: Any) -> None:
+    """``data`` as indented JSON on stdout, never wrapped or coloured."""
+    stdout.file.write(json.dumps(data, indent=2, ensure_ascii=False, default=str) + "\n")
+
+
+@contextmanager
+def spinner(text: str) -> Iterator[Callable[[str], None]]:
+    """A spinner on stderr while the body runs; the yielded function replaces its text.
+
+    Without a terminal each text is printed once, as a line.
+    """
+    if not stderr.is_terminal:
+        yield lambda line: stderr.print(Text(line, style="dim"))
+        return
+    with stderr.status(text) as status:
+        yield lambda line: status.update(line)

@@ -1,0 +1,100 @@
+"""The ``optkit`` command: one table of commands, and one place where errors become exit codes.
+
+Exit codes: 0 done, 1 a bug in optkit, 2 something the user can fix (also wrong usage), 130 interrupted;
+commands add their own meanings above 2 (a missed SLO, a failed verification) and say so in their help.
+
+The command modules are cheap to import: torch and transformers are imported inside the functions, so
+``optkit --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from typing import Annotated, NoReturn
+
+import typer
+
+from optkit import __version__
+from optkit.cli import console, recipe
+from optkit.errors import UserError
+
+COMMANDS = {
+    "optimize": "optkit.cli.optimize:optimize",
+    "serve": "optkit.cli.serve:serve",
+    "bench": "optkit.cli.bench:bench",
+    "inspect": "optkit.cli.inspect:inspect",
+    "verify": "optkit.cli.verify:verify",
+    "eval": "optkit.cli.eval:eval",
+    "doctor": "optkit.cli.doctor:doctor",
+}
+
+app = typer.Typer(
+    name="optkit",
+    help="Compile a language model for time to first token, serve it, and prove it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        console.stdout.print(f"optkit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks. May stand anywhere.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
+    ] = False,
+) -> None:
+    """Compile a language model for time to first token, serve it, and prove it."""
+
+
+def _register() -> None:
+    for name, place in COMMANDS.items():
+        module, function = place.split(":")
+        if importlib.util.find_spec(module):
+            app.command(name)(getattr(importlib.import_module(module), function))
+    app.add_typer(recipe.app, name="recipe")
+
+
+_register()
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line and return its exit code."""
+    debug = "--debug" in arguments
+    try:
+        app([word for word in arguments if word != "--debug"], prog_name="optkit")
+    except SystemExit as done:
+        return done.code if isinstance(done.code, int) else int(done.code is not None)
+    except KeyboardInterrupt:
+        console.stderr.print("interrupted")
+        return 130
+    except UserError as error:
+        if debug:
+            console.stderr.print_exception()
+        console.error_panel(error)
+        return 2
+    except Exception as error:  # noqa: BLE001 - the last line of defence
+        if debug:
+            console.stderr.print_exception()
+        console.bug_panel(error)
+        return 1
+    return 0
+
+
+def main() -> NoReturn:
+    """Entry point of the ``optkit`` script."""
+    sys.exit(run(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

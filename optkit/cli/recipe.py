@@ -1,0 +1,129 @@
+"""``optkit recipe``: list, show, check and start recipes."""
+
+from __future__ import annotations
+
+import importlib.resources
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from optkit.cli import console
+from optkit.errors import UserError
+from optkit.recipe import (
+    Accept,
+    Recipe,
+    ResolvedPass,
+    format_bytes,
+    list_recipes,
+    load_recipe,
+    parse_recipe,
+    recipe_json_schema,
+)
+
+app = typer.Typer(help="List, show, check and start recipes.", no_args_is_help=True)
+
+Name = Annotated[str, typer.Argument(help="A shipped recipe's name or a YAML file.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", help="Override one key, as in passes.int8.lm_head=false.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
+
+
+@app.command("list")
+def list_(as_json: Json = False) -> None:
+    """List the recipes that ship with optkit."""
+    recipes = list_recipes()
+    if as_json:
+        console.print_json([_summary(recipe) for recipe in recipes])
+        return
+    table = Table("recipe", "target", "passes", "description", box=None, pad_edge=False)
+    for recipe in recipes:
+        names = ", ".join(entry.name for entry in recipe.passes) or "(none)"
+        table.add_row(recipe.name, recipe.target, names, Text(recipe.description))
+    console.stdout.print(table, soft_wrap=False)
+
+
+def _summary(recipe: Recipe) -> dict[str, Any]:
+    passes = [entry.name for entry in recipe.passes]
+    return {"name": recipe.name, "target": recipe.target, "description": recipe.description, "passes": passes}
+
+
+@app.command()
+def show(name: Name, set_: Overrides = None, as_json: Json = False) -> None:
+    """Print a recipe with every default written out."""
+    recipe = load_recipe(name, set_ or [])
+    if as_json:
+        console.print_json(recipe.to_data())
+    else:
+        console.stdout.print(Text(recipe.to_yaml().rstrip()))
+
+
+@app.command()
+def check(name: Name, set_: Overrides = None, as_json: Json = False) -> None:
+    """Validate a recipe, its passes' options included, and print what would run."""
+    recipe = load_recipe(name, set_ or [])
+    resolved = recipe.resolve_passes()
+    if as_json:
+        plans = [_plan(row) for row in resolved]
+        console.print_json({"valid": True, "recipe": recipe.to_data(), "passes": plans})
+        return
+    for line in _plan_lines(recipe, resolved):
+        console.stdout.print(Text(line))
+
+
+def _plan(row: ResolvedPass) -> dict[str, Any]:
+    options = row.config.model_dump(mode="json")
+    accept = row.entry.accept.model_dump(mode="json", exclude_none=True)
+    return {"name": row.entry.name, "options": options, "accept": accept}
+
+
+def _plan_lines(recipe: Recipe, resolved: list[ResolvedPass]) -> list[str]:
+    work, size = recipe.workload, recipe.runtime
+    prompts = ", ".join(map(str, work.prompt_tokens))
+    lines = [
+        f"{recipe.name} for {recipe.target}: {recipe.description}",
+        f"workload  prompts of {prompts} tokens, {work.output_tokens} out, batch {work.batch}",
+        f"runtime   {size.max_num_seqs} sequences, KV cache {format_bytes(size.kv_cache_bytes)}",
+    ]
+    for number, row in enumerate(resolved, 1):
+        options = ", ".join(f"{key}={value}" for key, value in _plan(row)["options"].items())
+        bounds = _bounds(row.entry.accept, "   keep if ")
+        lines.append(f"{number:>3}. {row.entry.name:<20} {options}{bounds}".rstrip())
+    if not resolved:
+        lines.append("no passes: the model is captured and served as it is")
+    whole = _bounds(recipe.accept, "whole     ")
+    return [*lines, whole] if whole else lines
+
+
+def _bounds(accept: Accept, prefix: str) -> str:
+    bounds = accept.model_dump(exclude_none=True)
+    return prefix + ", ".join(f"{key} {value}" for key, value in bounds.items()) if bounds else ""
+
+
+@app.command()
+def new(
+    name: Annotated[str, typer.Argument(help="Name of the recipe; writes NAME.yaml.")],
+    directory: Annotated[Path, typer.Option("--dir", help="Where to write it.")] = Path("."),
+) -> None:
+    """Write a commented starter recipe."""
+    text = (importlib.resources.files("optkit.recipes") / "_starter.yaml").read_text(encoding="utf-8")
+    text = text.replace("NAME", name)
+    parse_recipe(text, f"recipe new {name}")
+    path = directory / f"{name}.yaml"
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError as error:
+        raise UserError("there is already a file of that name", where=str(path)) from error
+    except OSError as error:
+        raise UserError(f"cannot write: {error.strerror}", where=str(path)) from error
+    console.stdout.print(f"wrote {path}; next: optkit recipe check {path}")
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of a recipe, for editors."""
+    console.print_json(recipe_json_schema())

@@ -1,0 +1,54 @@
+"""The passes' side of a recipe: unknown passes, each pass's own options, and their JSON Schema.
+
+Importing a pass may import torch, so nothing here is needed to read, list or show a recipe.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from optkit.errors import UserError, nearest
+from optkit.recipe import PassEntry, ResolvedPass
+from optkit.recipe_errors import explain
+from optkit.yaml_source import Document
+
+
+def resolve_entry(entry: PassEntry, document: Document) -> ResolvedPass:
+    """Look the pass up in the table and validate ``entry.config`` with its ``Config``."""
+    from optkit import passes
+
+    path = ("passes", entry.name)
+    if entry.name not in passes.PASSES:
+        fix = nearest(entry.name, passes.PASSES)
+        raise UserError(f"unknown pass '{entry.name}'", where=document.where(path), fix=fix)
+    pass_class = passes.load(entry.name)
+    model: type[BaseModel] = pass_class.Config
+    try:
+        config = model.model_validate(copy.deepcopy(entry.config))
+    except ValidationError as error:
+        raise explain(error, document, path, [*model.model_fields, "accept"]) from error
+    return ResolvedPass(entry, pass_class, config)
+
+
+def passes_schema(definitions: dict[str, Any]) -> dict[str, Any]:
+    """Schema of the ``passes`` mapping; the passes' definitions are added to ``definitions``."""
+    schema: dict[str, Any] = {"type": "object", "default": {}, "description": "The pipeline, in this order."}
+    try:
+        from optkit import passes
+
+        models = {name: passes.load(name).Config for name in passes.PASSES}
+    except ImportError:  # without torch: any pass, any options
+        return schema | {"additionalProperties": {"type": ["object", "null"]}}
+    properties = {name: _options_schema(name, model, definitions) for name, model in models.items()}
+    return schema | {"properties": properties, "additionalProperties": False}
+
+
+def _options_schema(name: str, model: type[BaseModel], definitions: dict[str, Any]) -> dict[str, Any]:
+    options = model.model_json_schema(ref_template=f"#/$defs/{name}.{{model}}")
+    for key, value in options.pop("$defs", {}).items():
+        definitions[f"{name}.{key}"] = value
+    options.setdefault("properties", {})["accept"] = {"$ref": "#/$defs/Accept"}
+    return {"anyOf": [options, {"type": "null"}]}
