@@ -1,1 +1,55 @@
-"""Kernels: reference.py is the spec of each dialect op; select() picks the implementation."""
+"""Kernels: what runs each dialect op on each target. One explicit table, best first.
+
+``reference.py`` is the spec. ``select(op, target)`` gives the first kernel in ``TABLE`` that supports the target,
+else None, which means the reference itself. A graph node can pin a kernel by name (the ``flash_attention``
+pass does); ``"reference"`` pins the spec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from optkit.target import Target
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """An implementation of a dialect op with the reference's signature.
+
+    ``pack`` maps weight tensors (by argument position) to the packed tensors that ``fn`` wants in their place;
+    packing happens once, at load.
+    """
+
+    op: str
+    name: str
+    fn: Callable[..., Any]
+    supports: Callable[[Target], bool]
+    pack: Callable[[dict[int, Tensor]], dict[int, Tensor]] | None = None
+
+
+def table() -> tuple[Kernel, ...]:
+    """All kernels, best first for each op. Imported on use, so that importing this package stays cheap."""
+    from optkit.kernels.cpu import onednn, sdpa
+
+    return (*onednn.KERNELS, *sdpa.KERNELS)
+
+
+def select(op: str, target: Target | None, pinned: str | None = None) -> Kernel | None:
+    """The kernel for ``op`` on ``target``; None means the reference.
+
+    Raises:
+        LookupError: ``pinned`` names no kernel of this op that runs on the target.
+    """
+    if target is None or pinned == "reference":
+        return None
+    candidates = [kernel for kernel in table() if kernel.op == op and kernel.supports(target)]
+    if pinned is not None:
+        candidates = [kernel for kernel in candidates if kernel.name == pinned]
+        if not candidates:
+            raise LookupError(f"no kernel '{pinned}' for {op} on {target.name}")
+    return candidates[0] if candidates else None

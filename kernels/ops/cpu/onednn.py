@@ -1,0 +1,80 @@
+"""int8 linear layers on x86 through oneDNN, as PyTorch ships it.
+
+``onednn.qlinear_pointwise`` takes per-channel weight scales but only one activation scale. Per-token scales are
+applied afterwards: the call runs with activation scale 1 and zero point 128, and its float result is multiplied
+row by row. Weights are packed once (``qlinear_prepack``) for u8 activations; s8 would repack on every call.
+Integer accumulation is exact, so the only rounding is in the two scales.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from optkit.kernels import Kernel
+from optkit.kernels.reference import ACTIVATION_ZERO_POINT
+
+if TYPE_CHECKING:
+    from optkit.target import Target
+
+
+def pack(weights: dict[int, Tensor]) -> dict[int, Tensor]:
+    """Argument 2, the int8 weight [N, K], in oneDNN's blocked layout; argument 3, its scales, as a vector."""
+    packed = torch.ops.onednn.qlinear_prepack(weights[2].contiguous(), None)
+    return {2: packed, 3: weights[3].reshape(-1).contiguous()}
+
+
+def linear_w8a8(
+    q: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """See ``reference.linear_w8a8``; ``weight`` is packed."""
+    zeros = zero_points(weight_scale.numel())
+    out = torch.ops.onednn.qlinear_pointwise(
+        q,
+        1.0,
+        ACTIVATION_ZERO_POINT,
+        weight,
+        weight_scale,
+        zeros,
+        None,
+        1.0,
+        0,
+        torch.float32,
+        "none",
+        [],
+        "",
+    )
+    out.mul_(scale)
+    return out if bias is None else out.add_(bias)
+
+
+_zero_points: dict[int, Tensor] = {}
+
+
+def zero_points(count: int) -> Tensor:
+    """Weight zero points, all zero: symmetric int8. Kept, because the call wants a tensor every time."""
+    if count not in _zero_points:
+        _zero_points[count] = torch.zeros(count, dtype=torch.int32)
+    return _zero_points[count]
+
+
+def quantize_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
+    """See ``reference.quantize_per_token``, with fewer passes over memory."""
+    low, high = torch.aminmax(x, dim=-1, keepdim=True)
+    absmax = torch.maximum(high, low.neg_())
+    inverse = torch.where(absmax > 0, 127.0 / absmax, absmax)
+    q = (x * inverse).round_().add_(ACTIVATION_ZERO_POINT).to(torch.uint8)
+    return q, absmax.mul_(1 / 127.0)
+
+
+def has_int8(target: Target) -> bool:
+    """AVX512-VNNI or AVX-VNNI; older CPUs saturate in 16 bits and would need 7-bit activations."""
+    return target.kind == "cpu" and bool({"avx512_vnni", "avx_vnni"} & set(target.isa))
+
+
+KERNELS = (
+    Kernel("linear_w8a8", "onednn", linear_w8a8, has_int8, pack),
+    Kernel("quantize_per_token", "torch", quantize_per_token, lambda target: target.kind == "cpu"),
+)

@@ -1,0 +1,81 @@
+"""Paged attention on the CPU by PyTorch's flash attention, one sequence of the ragged batch at a time.
+
+A sequence whose tokens are all new attends to the K and V at hand, causal, without reading the cache back. A
+sequence with a prefix reads its blocks: as a view when they are consecutive, by a gather otherwise. Flash
+attention on the CPU reads grouped KV heads natively and never builds the score matrix, so memory stays linear.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from optkit.kernels import Kernel
+from optkit.kernels.reference import causal_mask, write_kv
+
+if TYPE_CHECKING:
+    from optkit.target import Target
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """See ``reference.attention``. No soft-cap."""
+    if softcap:
+        raise ValueError("the sdpa kernel has no soft-cap; the flash_attention pass skips such layers")
+    write_kv(k, v, k_cache, v_cache, slot_mapping)
+    starts, lengths = query_start.tolist(), seq_lens.tolist()
+    pieces = []
+    for s, length in enumerate(lengths):
+        rows = slice(starts[s], starts[s + 1])
+        count = starts[s + 1] - starts[s]
+        if count == length:
+            keys, values = k[rows], v[rows]
+        else:
+            blocks = block_tables[s]
+            keys, values = read_kv(k_cache, blocks, length), read_kv(v_cache, blocks, length)
+        pieces.append(attend(q[rows], keys, values, scale, window))
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def read_kv(cache: Tensor, blocks: Tensor, length: int) -> Tensor:
+    """The first ``length`` tokens of a sequence: a view when its blocks are consecutive."""
+    used = -(-length // cache.shape[1])
+    ids = blocks[:used].tolist()
+    if ids[-1] - ids[0] == used - 1 and all(b - a == 1 for a, b in zip(ids, ids[1:], strict=False)):
+        return cache[ids[0] : ids[0] + used].flatten(0, 1)[:length]
+    return cache.index_select(0, blocks[:used]).flatten(0, 1)[:length]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
+    """Flash attention of one sequence: q [Tq, H, D] are the last Tq of k's Tk positions; gives [Tq, H, Dv]."""
+    tq, tk = q.shape[0], k.shape[0]
+    windowed = 0 < window < tk
+    causal = tq == tk and not windowed
+    mask = None if causal or (tq == 1 and not windowed) else causal_mask(tq, tk, window, q.device)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(0, 1)[None],
+        k.transpose(0, 1)[None],
+        v.transpose(0, 1)[None],
+        attn_mask=mask,
+        is_causal=causal and tq > 1,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return out[0].transpose(0, 1)
+
+
+KERNELS = (Kernel("attention", "sdpa", attention, lambda target: target.kind == "cpu"),)

@@ -1,0 +1,201 @@
+"""The spec: every dialect op in plain PyTorch.
+
+These functions define what an op means; a faster kernel is right when it agrees with the function of
+the same name here. They run on any device and under ``torch.device("meta")`` (shapes only), which is
+how the verifier and the cost model learn shapes.
+
+Layout rules: activations are token-major, ``[T, ...]`` for the T tokens of the flattened batch;
+a linear weight is ``[N, K]`` (out, in); attention takes ``[T, H, D]``; the KV pool of a layer is
+``[blocks, block_size, Hkv, D]``. Arithmetic is float32 unless an op says otherwise.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ACTIVATION_ZERO_POINT = 128
+
+
+def embedding(weight: Tensor, ids: Tensor) -> Tensor:
+    """Rows of ``weight`` [V, K] for ``ids`` [...] int64, as [..., K]."""
+    return F.embedding(ids, weight)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias``: [..., K] and [N, K] give [..., N]."""
+    return F.linear(x, weight, bias)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:
+    """``x / sqrt(mean(x^2) + eps) * (weight + offset)`` over the last dimension (arXiv 1910.07467).
+
+    ``offset=1`` is Gemma's form, whose weights are stored around zero.
+    """
+    normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    if weight is None:
+        return normed
+    return (weight + offset if offset else weight) * normed
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """The residual addition and the norm that reads it, in one op: ``(rms_norm(s), s)`` with ``s = residual + x``."""
+    total = residual + x
+    return rms_norm(total, weight, eps, offset), total
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """Layer normalization over the last dimension (arXiv 1607.06450)."""
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def rope_table(positions: Tensor, inv_freq: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [T, D] for ``positions`` [T] and ``inv_freq`` [D/2]; the two halves of D repeat."""
+    angles = positions.to(torch.float32)[:, None] * inv_freq
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos() * scale, angles.sin() * scale
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding, rotate-half form (arXiv 2104.09864): x [T, H, D], cos and sin [T, D]."""
+    half = x.shape[-1] // 2
+    rotated = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+    return x * cos[:, None] + rotated * sin[:, None]
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """SwiGLU's product, ``silu(gate) * up`` (arXiv 2002.05202)."""
+    return F.silu(gate) * up
+
+
+def gelu_mul(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
+    """GEGLU's product, ``gelu(gate) * up`` (arXiv 2002.05202)."""
+    return F.gelu(gate, approximate=approximate) * up
+
+
+def silu_mul_packed(gate_up: Tensor) -> Tensor:
+    """``silu_mul`` of the two halves of [..., 2F], as a fused gate/up projection leaves them."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return silu_mul(gate, up)
+
+
+def gelu_mul_packed(gate_up: Tensor, approximate: str = "none") -> Tensor:
+    """``gelu_mul`` of the two halves of [..., 2F]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gelu_mul(gate, up, approximate)
+
+
+def select_rows(x: Tensor, index: Tensor) -> Tensor:
+    """Rows ``index`` [L] of x [T, ...]."""
+    return x.index_select(0, index)
+
+
+def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """Mixture-of-experts product: rows of x [M, K], sorted by expert, times weight [E, K, N] of their expert.
+
+    ``offsets`` [E] int32 holds the end row of each expert's group.
+    """
+    out = x.new_zeros(x.shape[0], weight.shape[-1])
+    if x.device.type == "meta":
+        return out
+    start = 0
+    for expert, end in enumerate(offsets.tolist()):
+        if end > start:
+            out[start:end] = x[start:end] @ weight[expert]
+        start = end
+    return out
+
+
+def quantize_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Symmetric dynamic int8 per row of x [T, K]: ``(q, scale)`` with q [T, K] uint8, scale [T, 1] float32.
+
+    ``x ~ (q - 128) * scale``, ``scale = absmax / 127``. q is stored unsigned with zero point 128 because
+    x86 multiplies u8 by s8 (``vpdpbusd``); the value is plain symmetric int8. A row of zeros has scale 0.
+    """
+    absmax = x.abs().amax(dim=-1, keepdim=True)
+    scale = absmax / 127.0
+    inverse = torch.where(absmax > 0, 127.0 / absmax, torch.zeros_like(absmax))
+    q = torch.round(x * inverse) + ACTIVATION_ZERO_POINT
+    return q.to(torch.uint8), scale
+
+
+def linear_w8a8(
+    q: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """``((q - 128) @ weight.T) * scale * weight_scale + bias`` with exact integer accumulation.
+
+    q [T, K] uint8, scale [T, 1], weight [N, K] int8, weight_scale [N, 1]; gives [T, N] float32.
+    The product is taken in float64, which holds every int32 accumulator exactly.
+    """
+    accumulator = (q.to(torch.float64) - ACTIVATION_ZERO_POINT) @ weight.to(torch.float64).T
+    out = accumulator.to(torch.float32) * scale * weight_scale.reshape(-1)
+    return out if bias is None else out + bias
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """Causal attention of a ragged batch over the paged KV cache, which it first writes.
+
+    q [T, H, D], k [T, Hkv, D], v [T, Hkv, Dv]; the cache and batch tensors are described in
+    docs/architecture.md. Query head h reads KV head ``h // (H // Hkv)``. ``window`` > 0 limits a token to
+    the last ``window`` positions including its own; ``softcap`` > 0 squashes scores to
+    ``softcap * tanh(s / softcap)``. Gives [T, H, Dv]. Mutates ``k_cache`` and ``v_cache``.
+    """
+    out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+    if q.device.type == "meta":
+        return out
+    write_kv(k, v, k_cache, v_cache, slot_mapping)
+    starts, lengths = query_start.tolist(), seq_lens.tolist()
+    for s, length in enumerate(lengths):
+        rows = slice(starts[s], starts[s + 1])
+        keys = gather_kv(k_cache, block_tables[s], length)
+        values = gather_kv(v_cache, block_tables[s], length)
+        out[rows] = attend(q[rows], keys, values, scale, window, softcap)
+    return out
+
+
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Store K and V of the new tokens at their slots (``block * block_size + offset``)."""
+    k_cache.flatten(0, 1).index_copy_(0, slot_mapping, k)
+    v_cache.flatten(0, 1).index_copy_(0, slot_mapping, v)
+
+
+def gather_kv(cache: Tensor, blocks: Tensor, length: int) -> Tensor:
+    """The first ``length`` tokens [length, Hkv, D] of a sequence from its blocks."""
+    used = -(-length // cache.shape[1])
+    return cache.index_select(0, blocks[:used]).flatten(0, 1)[:length]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float) -> Tensor:
+    """Attention of the last Tq tokens of one sequence: q [Tq, H, D] over k, v [Tk, Hkv, ...]."""
+    tq, heads, tk, kv_heads = q.shape[0], q.shape[1], k.shape[0], k.shape[1]
+    k = k.repeat_interleave(heads // kv_heads, dim=1)
+    v = v.repeat_interleave(heads // kv_heads, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~causal_mask(tq, tk, window, q.device), float("-inf"))
+    return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), v)
+
+
+def causal_mask(tq: int, tk: int, window: int, device: torch.device) -> Tensor:
+    """[Tq, Tk] bool, True where the query may look: the queries are the last Tq of Tk positions."""
+    query = torch.arange(tk - tq, tk, device=device)[:, None]
+    key = torch.arange(tk, device=device)[None]
+    mask = key <= query
+    return mask & (query - key < window) if window > 0 else mask

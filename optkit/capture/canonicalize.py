@@ -1,0 +1,448 @@
+"""From flattened aten to the dialect: a flat list of named rewrites, run in order.
+
+Each rewrite is a function ``Graph -> int`` that says how many sites it changed. What no rewrite recognizes
+stays a listed aten op and still runs, so a missed idiom costs speed, not correctness.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from optkit.graph.ir import Graph, Origin, Weight
+from optkit.kernels import reference
+
+aten = torch.ops.aten
+IDENTITY_OPS = (aten.clone.default, aten.alias.default, aten.type_as.default, aten._to_copy.default)
+GELU_TANH_SCALE = 0.7978845608028654  # sqrt(2 / pi)
+
+
+def canonicalize(graph: Graph) -> Graph:
+    """Raise idioms to dialect ops, in place; returns the graph."""
+    for rewrite in REWRITES:
+        rewrite(graph)
+        graph.prune()
+    while sum(rewrite(graph) for rewrite in CLEANUPS):
+        graph.prune()
+    fold_constants(graph)
+    graph.prune()
+    return graph
+
+
+# -- small helpers ---------------------------------------------------------------------------------------
+
+
+def replace(old: fx.Node, new: Any) -> None:
+    """Make every reader of ``old`` read ``new``; a node keeps the shape notes of what it replaces."""
+    if isinstance(new, fx.Node) and "shape" not in new.meta:
+        new.meta.update({k: old.meta[k] for k in ("shape", "dtype") if k in old.meta})
+    old.replace_all_uses_with(new)
+
+
+def is_call(node: Any, *targets: Any) -> bool:
+    return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
+
+
+def operands(node: Any, target: Any, first: Callable[[Any], bool]) -> tuple[Any, Any] | None:
+    """The two arguments of a commutative call, the one that satisfies ``first`` in front."""
+    if not is_call(node, target) or len(node.args) < 2:
+        return None
+    a, b = node.args[0], node.args[1]
+    if first(a):
+        return a, b
+    return (b, a) if first(b) else None
+
+
+def emit(graph: Graph, before: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    with graph.fx.inserting_before(before):
+        return graph.fx.call_function(target, args, kwargs)
+
+
+def is_last_dim(node: fx.Node, dim: Any) -> bool:
+    dims = list(dim) if isinstance(dim, (list, tuple)) else [dim]
+    return len(dims) == 1 and (dims[0] == -1 or dims[0] == len(node.meta.get("shape", ())) - 1)
+
+
+# -- rewrites --------------------------------------------------------------------------------------------
+
+
+def drop_identities(graph: Graph) -> int:
+    """Casts to the dtype a value already has, and copies: the graph is functional."""
+    count = 0
+    for node in graph.calls(*IDENTITY_OPS):
+        source = node.args[0]
+        if source.meta.get("dtype") is not None and source.meta["dtype"] == node.meta.get("dtype"):
+            replace(node, source)
+            count += 1
+    return count
+
+
+def raise_linear(graph: Graph) -> int:
+    """``aten.linear`` and ``addmm`` with a [in, out] weight (Conv1D) become ``linear`` with [out, in]."""
+    count = 0
+    for node in graph.calls(aten.linear.default, aten.addmm.default):
+        if node.target is aten.linear.default:
+            new = emit(graph, node, reference.linear, *node.args)
+        else:
+            bias, x, weight = node.args
+            if not (isinstance(weight, fx.Node) and weight.op == "get_attr"):
+                continue
+            transpose_weight(graph, str(weight.target))
+            new = emit(graph, node, reference.linear, x, weight, bias)
+        replace(node, new)
+        count += 1
+    return count
+
+
+def transpose_weight(graph: Graph, name: str) -> None:
+    """Store a Conv1D weight as [out, in] from here on; its origin remembers."""
+    weight = graph.weights[name]
+    if weight.origin is not None and not weight.origin.transposed:
+        graph.weights[name] = Weight(
+            weight.value.T.contiguous(), Origin(weight.origin.parts, transposed=True)
+        )
+
+
+def raise_embedding(graph: Graph) -> int:
+    nodes = list(graph.calls(aten.embedding.default))
+    for node in nodes:
+        replace(node, emit(graph, node, reference.embedding, node.args[0], node.args[1]))
+    return len(nodes)
+
+
+def raise_layer_norm(graph: Graph) -> int:
+    count = 0
+    for node in graph.calls(aten.layer_norm.default):
+        x, shape, weight, bias, eps = (*node.args, *[None] * 5)[:5]
+        if len(shape) == 1:
+            epsilon = eps if eps is not None else 1e-5
+            replace(node, emit(graph, node, reference.layer_norm, x, weight, bias, epsilon))
+            count += 1
+    return count
+
+
+def raise_rms_norm(graph: Graph) -> int:
+    """``x * rsqrt(mean(x^2) + eps)``, with its weight (or ``1 + weight``, Gemma) where one follows."""
+    count = 0
+    for root in graph.calls(aten.rsqrt.default):
+        found = match_rms(root)
+        if found is None:
+            continue
+        x, eps, normed = found
+        weight, offset, last = match_scale(graph, normed)
+        new = emit(graph, last, reference.rms_norm, x, weight, eps, **({"offset": offset} if offset else {}))
+        replace(last, new)
+        count += 1
+    return count
+
+
+def match_rms(root: fx.Node) -> tuple[fx.Node, float, fx.Node] | None:
+    added = operands(root.args[0], aten.add.Tensor, lambda a: is_call(a, aten.mean.dim))
+    if added is None or not isinstance(added[1], float):
+        return None
+    mean, eps = added
+    square = mean.args[0]
+    if not (is_call(square, aten.pow.Tensor_Scalar) and square.args[1] == 2):
+        return None
+    if not (is_last_dim(square, mean.args[1]) and mean.args[2:] == (True,)):
+        return None
+    x = square.args[0]
+    for user in root.users:
+        if is_call(user, aten.mul.Tensor) and set(user.args) == {x, root}:
+            return x, eps, user
+    return None
+
+
+def match_scale(graph: Graph, normed: fx.Node) -> tuple[Any, float, fx.Node]:
+    """The weight that multiplies a normalized value: (weight, offset, node to replace)."""
+    if len(normed.users) == 1:
+        user = next(iter(normed.users))
+        pair = operands(user, aten.mul.Tensor, lambda a: a is normed)
+        if pair is not None:
+            scale = pair[1]
+            if is_vector_weight(graph, scale):
+                return scale, 0.0, user
+            shifted = operands(scale, aten.add.Tensor, lambda a: is_vector_weight(graph, a))
+            if shifted is not None and isinstance(shifted[1], (int, float)):
+                return shifted[0], float(shifted[1]), user
+    return None, 0.0, normed
+
+
+def is_vector_weight(graph: Graph, node: Any) -> bool:
+    weight = graph.weight_of(node)
+    return weight is not None and weight.value.ndim == 1
+
+
+def raise_gelu_tanh(graph: Graph) -> int:
+    """GPT-2's written-out tanh approximation of GELU (arXiv 1606.08415)."""
+    count = 0
+    for node in graph.calls(aten.tanh.default):
+        found = match_gelu_tanh(node)
+        if found is not None:
+            x, last = found
+            replace(last, emit(graph, last, aten.gelu.default, x, approximate="tanh"))
+            count += 1
+    return count
+
+
+def match_gelu_tanh(tanh: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    inner = operands(tanh.args[0], aten.mul.Tensor, lambda a: is_call(a, aten.add.Tensor))
+    if inner is None or inner[1] != GELU_TANH_SCALE:
+        return None
+    summed = operands(inner[0], aten.add.Tensor, lambda a: not is_call(a, aten.mul.Tensor))
+    if summed is None:
+        return None
+    x, cube = summed
+    if not (is_call(cube, aten.mul.Tensor) and is_call(cube.args[0], aten.pow.Tensor_Scalar)):
+        return None
+    plus_one = next(iter(tanh.users))
+    last = next(iter(plus_one.users), None)
+    half = operands(last, aten.mul.Tensor, lambda a: a is plus_one)
+    return (
+        (x, last) if half is not None and is_call(half[1], aten.mul.Tensor) and half[1].args[0] is x else None
+    )
+
+
+def raise_gated(graph: Graph) -> int:
+    """``silu(gate) * up`` and ``gelu(gate) * up``."""
+    count = 0
+    for node in graph.calls(aten.mul.Tensor):
+        for act, target in ((aten.silu.default, reference.silu_mul), (aten.gelu.default, reference.gelu_mul)):
+            pair = operands(node, aten.mul.Tensor, lambda a, act=act: is_call(a, act) and len(a.users) == 1)
+            if pair is not None and isinstance(pair[1], fx.Node):
+                replace(node, emit(graph, node, target, pair[0].args[0], pair[1], **pair[0].kwargs))
+                count += 1
+                break
+    return count
+
+
+def raise_rope_table(graph: Graph) -> int:
+    """Cosines and sines of ``positions x inv_freq``; both halves equal, maybe scaled (YaRN)."""
+    count = 0
+    for item, target in enumerate((aten.cos.default, aten.sin.default)):
+        for node in graph.calls(target):
+            source = match_angles(graph, node.args[0])
+            if source is None:
+                continue
+            last, scale = scaled(node)
+            with graph.fx.inserting_before(node):
+                table = graph.fx.call_function(reference.rope_table, (*source, scale))
+                new = graph.fx.call_function(operator.getitem, (table, item))
+            replace(last, new)
+            count += 1
+    return count
+
+
+def match_angles(graph: Graph, angles: Any) -> tuple[fx.Node, fx.Node] | None:
+    if not is_call(angles, aten.cat.default) or not is_last_dim(angles, angles.args[1]):
+        return None
+    first, second = (*angles.args[0], None)[:2]
+    if first is not second:
+        return None
+    product = operands(first, aten.mul.Tensor, lambda a: is_vector_weight(graph, a))
+    if product is None:
+        return None
+    column = product[1].args[0] if is_call(product[1], aten._to_copy.default) else product[1]
+    if is_call(column, aten.unsqueeze.default) and column.args[0].name == "positions":
+        return column.args[0], product[0]
+    return None
+
+
+def scaled(node: fx.Node) -> tuple[fx.Node, float]:
+    users = list(node.users)
+    if len(users) == 1 and is_call(users[0], aten.mul.Tensor) and isinstance(users[0].args[1], float):
+        return users[0], users[0].args[1]
+    return node, 1.0
+
+
+def raise_rope(graph: Graph) -> int:
+    """``x * cos + rotate_half(x) * sin`` on [H, T, D] becomes ``rope`` on [T, H, D] between transposes."""
+    count = 0
+    for node in graph.calls(aten.add.Tensor):
+        found = match_rope(node)
+        if found is not None:
+            x, cos, sin = found
+            rows = emit(graph, node, aten.transpose.int, x, 0, 1)
+            rotated = emit(graph, node, reference.rope, rows, cos, sin)
+            replace(node, emit(graph, node, aten.transpose.int, rotated, 0, 1))
+            count += 1
+    return count
+
+
+def match_rope(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
+    for straight, turned in ((node.args[0], node.args[1]), (node.args[1], node.args[0])):
+        right = operands(turned, aten.mul.Tensor, lambda a: is_call(a, aten.cat.default))
+        if right is None:
+            continue
+        x = rotate_half_source(right[0])
+        left = operands(straight, aten.mul.Tensor, lambda a, x=x: a is x)
+        if x is None or left is None or len(x.meta.get("shape", ())) != 3:
+            continue
+        tables = [
+            t.args[0] for t in (left[1], right[1]) if is_call(t, aten.unsqueeze.default) and t.args[1] == 0
+        ]
+        if len(tables) == 2 and all(len(t.meta.get("shape", ())) == 2 for t in tables):
+            return x, tables[0], tables[1]
+    return None
+
+
+def rotate_half_source(cat: fx.Node) -> fx.Node | None:
+    """x of ``cat(-x[half:], x[:half])``."""
+    pieces = cat.args[0]
+    if len(pieces) != 2 or not is_call(pieces[0], aten.neg.default):
+        return None
+    upper, lower = pieces[0].args[0], pieces[1]
+    if not (is_call(upper, aten.slice.Tensor) and is_call(lower, aten.slice.Tensor)):
+        return None
+    x = upper.args[0]
+    size = (x.meta.get("shape") or (0,))[-1]
+    halves = lower.args[2:4] == (0, size // 2) and upper.args[2] == size // 2 and upper.args[3] >= size
+    same = lower.args[0] is x and is_last_dim(x, upper.args[1]) and is_last_dim(x, lower.args[1])
+    return x if same and halves else None
+
+
+def raise_select_rows(graph: Graph) -> int:
+    count = 0
+    for node in graph.calls(aten.index.Tensor):
+        x, index = node.args
+        if len(index) == 1 and isinstance(index[0], fx.Node) and index[0].name == "logits_index":
+            replace(node, emit(graph, node, reference.select_rows, x, index[0]))
+            count += 1
+    return count
+
+
+# -- cleanups, repeated until nothing changes ------------------------------------------------------------
+
+
+def cancel_transposes(graph: Graph) -> int:
+    count = 0
+    for node in graph.calls(aten.transpose.int):
+        source = node.args[0]
+        if is_call(source, aten.transpose.int) and set(source.args[1:]) == set(node.args[1:]):
+            replace(node, source.args[0])
+            count += 1
+    return count
+
+
+def hoist_transposes(graph: Graph) -> int:
+    """``transpose(op(x))`` is ``op(transpose(x))`` for ops on the last dimension: meets RoPE's transposes."""
+    count = 0
+    for node in graph.calls(aten.transpose.int):
+        source = node.args[0]
+        if set(node.args[1:]) == {0, 1} and is_last_dim_op(source):
+
+            def turned(x: fx.Node, node: fx.Node = node) -> fx.Node:
+                new = emit(graph, node, aten.transpose.int, x, 0, 1)
+                note_transposed(x, new)
+                return new
+
+            inputs = {i for i in source.all_input_nodes if len(i.meta.get("shape", ())) == 3}
+            args = fx.map_arg(source.args, lambda a, s=inputs: turned(a) if a in s else a)
+            new = emit(graph, node, source.target, *args, **source.kwargs)
+            note_transposed(source, new)
+            replace(node, new)
+            count += 1
+    return count
+
+
+def is_last_dim_op(node: Any) -> bool:
+    if len(getattr(node, "meta", {}).get("shape", ())) != 3:
+        return False
+    if is_call(node, reference.rms_norm, reference.layer_norm):
+        return True
+    if is_call(node, aten.slice.Tensor, aten.cat.default) and len(node.args) > 1:
+        return is_last_dim(node, node.args[1])
+    return False
+
+
+def note_transposed(source: fx.Node, new: fx.Node) -> None:
+    a, b, *rest = source.meta["shape"]
+    new.meta.update(shape=(b, a, *rest), dtype=source.meta.get("dtype"))
+
+
+def fold_reshapes(graph: Graph) -> int:
+    """Views that change nothing go; a view of a view is one view."""
+    count = 0
+    for node in graph.calls(aten.view.default, aten.reshape.default):
+        source, sizes = node.args
+        shape = source.meta.get("shape")
+        same = shape is not None and shape == node.meta.get("shape") and shape.count(None) <= 1
+        if same:
+            replace(node, source)
+            count += 1
+        elif is_call(source, aten.view.default, aten.reshape.default) and not has_nodes(sizes):
+            node.replace_input_with(source, source.args[0])
+            count += 1
+        elif node.target is aten.view.default:
+            node.target = aten.reshape.default
+            count += 1
+    return count
+
+
+def has_nodes(sizes: Any) -> bool:
+    return any(isinstance(size, fx.Node) for size in sizes)
+
+
+def merge_equal_nodes(graph: Graph) -> int:
+    """Common subexpressions: every op but attention is pure."""
+    seen: dict[Any, fx.Node] = {}
+    count = 0
+    for node in list(graph.fx.nodes):
+        if node.op == "placeholder" or node.op == "output" or node.target is reference.attention:
+            continue
+        key = repr((node.op, str(node.target), node.args, sorted(node.kwargs.items())))
+        first = seen.setdefault(key, node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.fx.erase_node(node)
+            count += 1
+    return count
+
+
+def fold_constants(graph: Graph, largest: int = 1 << 16) -> int:
+    """Evaluate small expressions of weights alone; the results are constants of the graph."""
+    count = 0
+    for node in list(graph.fx.nodes):
+        inputs = node.all_input_nodes
+        known = [graph.weight_of(i) for i in inputs]
+        if node.op != "call_function" or not inputs or None in known or is_dialect_linear(node):
+            continue
+        if sum(w.value.numel() for w in known if w) > largest:
+            continue
+        values = dict(zip(inputs, (w.value for w in known if w), strict=True))
+        result = node.target(*fx.map_arg(node.args, values.get), **fx.map_arg(node.kwargs, values.get))
+        if isinstance(result, Tensor):
+            name = f"constants.{node.name}"
+            graph.weights[name] = Weight(result, None)
+            replace(node, graph.weight_node(name, node))
+            count += 1
+    return count
+
+
+def is_dialect_linear(node: fx.Node) -> bool:
+    return node.target in (reference.linear, reference.embedding)
+
+
+REWRITES: tuple[Callable[[Graph], int], ...] = (
+    drop_identities,
+    merge_equal_nodes,
+    raise_linear,
+    raise_embedding,
+    raise_layer_norm,
+    raise_rms_norm,
+    raise_gelu_tanh,
+    raise_gated,
+    raise_rope_table,
+    raise_rope,
+    raise_select_rows,
+)
+CLEANUPS: tuple[Callable[[Graph], int], ...] = (
+    cancel_transposes,
+    hoist_transposes,
+    fold_reshapes,
+    merge_equal_nodes,
+)

@@ -1,0 +1,144 @@
+"""torch.export of the Hugging Face model itself, and the checks around it.
+
+``capture_directory`` loads a checked checkpoint, exports it with a dynamic token count, flattens the batch
+dimension away, raises idioms to the dialect, and then proves the result: the graph's dense logits must agree
+with the model's own on a prompt of another length. What can't be captured is refused with the reason.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from optkit.capture import boundary
+from optkit.capture.canonicalize import canonicalize
+from optkit.capture.flatten import Captured, flatten
+from optkit.errors import UnsupportedModel
+from optkit.graph.ir import Graph
+
+DYNAMIC_ROPE = {"dynamic", "longrope"}
+SAMPLE_TOKENS = 24
+
+
+def capture_directory(directory: Path, *, weights: bool = True) -> Graph:
+    """Capture the model of a checked HF directory.
+
+    ``weights=False`` builds it on the meta device: the same graph without reading a tensor, for dry runs.
+
+    Raises:
+        UnsupportedModel: the model can't be captured; the message says why.
+    """
+    boundary.register()
+    options: dict[str, Any] = {"attn_implementation": boundary.NAME, "dtype": torch.float32}
+    try:
+        if weights:
+            model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, **options)
+        else:
+            config = AutoConfig.from_pretrained(directory, local_files_only=True)
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config, **options)
+    except ValueError as error:
+        raise UnsupportedModel(first_line(error), where=str(directory)) from error
+    return capture(model)
+
+
+def capture(model: Any) -> Graph:
+    """Capture a causal LM whose attention implementation is optkit's boundary."""
+    config = model.config.get_text_config()
+    refuse_unsupported(config)
+    model.eval()
+    exported = export(model)
+    graph = canonicalize(flatten(Captured(exported, model, config)))
+    if next(model.parameters()).device.type != "meta":
+        check_capture(graph, model)
+    return graph
+
+
+def refuse_unsupported(config: Any) -> None:
+    """Refuse what is known not to be expressible before spending time on it."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    tables = [rope] + [value for value in rope.values() if isinstance(value, dict)]
+    kinds = {table.get("rope_type") for table in tables} & DYNAMIC_ROPE
+    if kinds:
+        raise UnsupportedModel(
+            f"RoPE type '{kinds.pop()}' changes its frequencies with the sequence length, "
+            "so tokens in the KV cache would need to be rotated again",
+            where=config.model_type,
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModel(
+            "it is an encoder-decoder model, optkit serves decoders", where=config.model_type
+        )
+
+
+class LogitsOf(torch.nn.Module):
+    """The exported signature: token ids and positions of one sequence, rows that need logits."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, logits_index: Tensor) -> Tensor:
+        out = self.model(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            logits_to_keep=logits_index,
+            use_cache=False,
+            return_dict=True,
+        )
+        return out.logits
+
+
+def export(model: Any) -> torch.export.ExportedProgram:
+    """Export with dynamic token and logits-row counts; functional aten IR, nothing decomposed further."""
+    device = next(model.parameters()).device
+    with device:
+        ids = torch.arange(SAMPLE_TOKENS)[None] % 7 + 1
+        positions = torch.arange(SAMPLE_TOKENS)[None]
+        rows = torch.tensor([5, SAMPLE_TOKENS - 1, 7])
+    limit = max(int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 0), 64)
+    tokens = torch.export.Dim("T", min=2, max=limit)
+    shapes = ({1: tokens}, {1: tokens}, {0: torch.export.Dim("L", min=1, max=limit)})
+    logging.getLogger("torch.export").setLevel(logging.ERROR)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        try:
+            program = torch.export.export(
+                LogitsOf(model), (ids, positions, rows), dynamic_shapes=shapes, strict=False
+            )
+            return program.run_decompositions({})
+        except UnsupportedModel:
+            raise
+        except Exception as error:
+            raise UnsupportedModel(
+                f"torch.export can't trace it: {first_line(error)}", where=model.config.model_type
+            ) from error
+
+
+def check_capture(graph: Graph, model: Any, tolerance: float = 1e-3) -> None:
+    """Compare the graph with the model on a prompt of another length than it was exported at."""
+    from optkit.graph.dense import dense_logits
+
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, graph.meta.vocab_size, (SAMPLE_TOKENS + 13,), generator=generator)
+    with torch.no_grad():
+        expected = model(input_ids=ids[None], use_cache=False).logits[0]
+    error = (dense_logits(graph, ids) - expected).abs().max().item()
+    limit = tolerance * max(1.0, expected.abs().max().item())
+    if not error <= limit:
+        raise UnsupportedModel(
+            f"the captured graph's logits differ from the model's by {error:.2e} (allowed {limit:.0e})",
+            where=graph.meta.model_type,
+        )
+
+
+def first_line(error: BaseException) -> str:
+    """The first non-empty line of an error's text, for a one-line message."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:200] if lines else type(error).__name__

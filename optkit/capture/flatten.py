@@ -1,0 +1,365 @@
+"""From the exported program's ``[1, T, ...]`` to the flattened token batch's ``[T, ...]``.
+
+The export runs one sequence, so every activation has a leading dimension of 1. Each node is copied with that
+dimension dropped (the value is then called *flat*): dimension arguments shift by one, views lose their first
+size, everything elementwise needs no change. A node whose rule doesn't apply gets its inputs unsqueezed and its
+output squeezed again, so an op without a rule is slower, never wrong. Views take their sizes from the exported
+shapes with -1 for the token count: the graph that results holds no shape arithmetic.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from optkit.errors import UnsupportedModel
+from optkit.graph.ir import BATCH_INPUTS, Graph, GraphMeta, KVSpec, Origin, Part, Weight
+from optkit.graph.ops import op_name
+from optkit.kernels import reference
+
+aten = torch.ops.aten
+
+ELEMENTWISE = {
+    aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.add.Scalar, aten.mul.Scalar,
+    aten.sub.Scalar, aten.div.Scalar, aten.rsub.Scalar, aten.neg.default, aten.pow.Tensor_Scalar,
+    aten.rsqrt.default, aten.sqrt.default, aten.exp.default, aten.log.default, aten.abs.default,
+    aten.cos.default, aten.sin.default, aten.tanh.default, aten.sigmoid.default, aten.silu.default,
+    aten.gelu.default, aten.relu.default, aten.softplus.default, aten.clamp.default, aten.maximum.default,
+    aten.minimum.default, aten.where.self, aten.reciprocal.default, aten._to_copy.default,
+    aten.type_as.default, aten.clone.default, aten.alias.default, aten.zeros_like.default, aten.ones_like.default,
+    aten.empty_like.default, aten.floor_divide.default,
+}  # fmt: skip
+
+# Position of the dimension argument, and its default where the op has one.
+DIM_ARGUMENT: dict[Any, tuple[int, Any]] = {
+    aten.unsqueeze.default: (1, None),
+    aten.squeeze.dim: (1, None),
+    aten.slice.Tensor: (1, 0),
+    aten.select.int: (1, None),
+    aten.cat.default: (1, 0),
+    aten.stack.default: (1, 0),
+    aten.split.Tensor: (2, 0),
+    aten.split_with_sizes.default: (2, 0),
+    aten.softmax.int: (1, None),
+    aten.mean.dim: (1, None),
+    aten.sum.dim_IntList: (1, None),
+    aten.topk.default: (2, -1),
+    aten.sort.default: (1, -1),
+    aten.cumsum.default: (1, None),
+    aten.repeat_interleave.self_int: (2, None),
+    aten.amax.default: (1, None),
+}
+ADDS_DIMENSION = {aten.unsqueeze.default, aten.stack.default}
+SIZE_OPS = {aten.view.default, aten.reshape.default, aten.expand.default}
+ROW_OPS = {aten.linear.default, aten.layer_norm.default}  # act on the last dimension of their first argument
+DROPPED = {aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten._assert_async.msg}
+
+
+@dataclass(frozen=True)
+class Captured:
+    """An exported program with the model it came from, for names of weights and the configuration."""
+
+    program: torch.export.ExportedProgram
+    model: Any
+    config: Any
+
+
+def flatten(captured: Captured) -> Graph:
+    """Copy the exported graph into a ``Graph`` over the flattened token batch."""
+    return Flattener(captured).run()
+
+
+class Flattener:
+    """Copies node by node; ``new`` maps exported nodes to copies, ``flat`` holds those without the batch dimension."""
+
+    def __init__(self, captured: Captured) -> None:
+        self.captured = captured
+        self.graph = fx.Graph()
+        self.new: dict[fx.Node, Any] = {}
+        self.flat: set[fx.Node] = set()
+        self.weights: dict[str, Weight] = {}
+        self.kv_specs: list[KVSpec] = []
+        self.inputs = {name: self.graph.placeholder(name) for name in BATCH_INPUTS}
+        self.last_input = self.inputs["logits_index"]
+
+    def run(self) -> Graph:
+        signature = self.captured.program.graph_signature
+        names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers,
+                 **signature.inputs_to_lifted_tensor_constants}  # fmt: skip
+        users = iter(("input_ids", "positions", "logits_index"))
+        for node in self.captured.program.graph.nodes:
+            if node.op == "placeholder":
+                if node.name in names:
+                    self.new[node] = self.weight(names[node.name])
+                else:
+                    self.user_input(node, next(users))
+            elif node.op == "call_function":
+                self.call(node)
+            elif node.op == "output":
+                self.graph.output(self.new[node.args[0][0]])
+        return self.finish()
+
+    def finish(self) -> Graph:
+        if not self.kv_specs:
+            raise UnsupportedModel(
+                "its attention doesn't go through transformers' attention interface, so the KV cache can't be wired",
+                where=self.captured.config.model_type,
+            )
+        config = self.captured.config
+        meta = GraphMeta(
+            model_type=config.model_type,
+            vocab_size=int(config.vocab_size),
+            max_model_len=int(getattr(config, "max_position_embeddings", 0) or 2048),
+            kv_specs=tuple(self.kv_specs),
+            input_embedding=self.embedding_name,
+            output_embedding=self.head_name,
+        )
+        graph = Graph(self.graph, self.weights, meta)
+        graph.prune()
+        return graph
+
+    # -- inputs and weights ------------------------------------------------------------------------------
+
+    def user_input(self, node: fx.Node, name: str) -> None:
+        self.new[node] = self.inputs[name]
+        self.inputs[name].meta.update(shape=(None,), dtype=torch.int64)
+        if name != "logits_index":
+            self.flat.add(node)
+
+    def weight(self, exported_name: str) -> fx.Node:
+        """A ``get_attr`` node; tied weights get the input embedding's name, as checkpoints store them."""
+        model = self.captured.model
+        program = self.captured.program
+        name = exported_name.removeprefix("model.")
+        value = program.state_dict.get(exported_name, program.constants.get(exported_name))
+        embedding = model.get_input_embeddings().weight
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        if parameters.get(name) is embedding:
+            name = self.embedding_name
+        in_checkpoint = name in parameters
+        if name not in self.weights:
+            detached = value.detach()
+            origin = (
+                Origin((Part(name, detached.shape[0] if detached.ndim else 1),)) if in_checkpoint else None
+            )
+            self.weights[name] = Weight(detached, origin)
+        node = self.graph.create_node("get_attr", name, name=name.replace(".", "_"))
+        node.meta.update(shape=tuple(value.shape), dtype=value.dtype)
+        return node
+
+    @property
+    def embedding_name(self) -> str:
+        return self.module_path(self.captured.model.get_input_embeddings()) + ".weight"
+
+    @property
+    def head_name(self) -> str:
+        return self.module_path(self.captured.model.get_output_embeddings())
+
+    def module_path(self, module: Any) -> str:
+        return next(name for name, m in self.captured.model.named_modules() if m is module)
+
+    # -- calls -------------------------------------------------------------------------------------------
+
+    def call(self, node: fx.Node) -> None:
+        if node.target in DROPPED:
+            return
+        if node.target is torch.ops.optkit.attention.default:
+            self.attention(node)
+        elif str(node.target).startswith("transformers.grouped_mm"):
+            self.copy(node, reference.grouped_mm, node.args)
+        elif node.target is operator.getitem:
+            self.getitem(node)
+        elif not isinstance(node.meta.get("val"), (Tensor, tuple, list)):
+            self.scalar(node)
+        else:
+            self.tensor_call(node)
+
+    def tensor_call(self, node: fx.Node) -> None:
+        if op_name(node.target) is None:
+            raise UnsupportedModel(
+                f"it uses the op {node.target}, which is not on optkit's list",
+                where=self.captured.config.model_type,
+            )
+        args = self.shifted_arguments(node)
+        if args is None:
+            self.wrapped(node)
+        else:
+            self.copy(node, node.target, args)
+
+    def shifted_arguments(self, node: fx.Node) -> tuple[Any, ...] | None:
+        """The arguments for flat inputs, or None when the node needs wrapping."""
+        flat_inputs = [a for a in node.all_input_nodes if a in self.flat]
+        out_flat = is_flat_shape(node)
+        if node.target in SIZE_OPS:
+            return (node.args[0], sizes_of(node, out_flat))
+        if not flat_inputs and not out_flat:
+            return node.args
+        if node.target is aten.transpose.int or node.target in DIM_ARGUMENT:
+            return self.shifted_dims(node, out_flat)
+        if node.target in ELEMENTWISE:
+            return node.args if self.broadcasts(node, out_flat) else None
+        if node.target is aten.embedding.default:
+            return node.args
+        if node.target is aten.index.Tensor:
+            return self.shifted_index(node)
+        if node.target in ROW_OPS and node.args[0] in self.flat and len(flat_inputs) == 1:
+            return node.args
+        return None
+
+    def broadcasts(self, node: fx.Node, out_flat: bool) -> bool:
+        """True when the flat inputs still broadcast to the flat output's rank."""
+        ranks = [rank(a) - (a in self.flat) for a in node.all_input_nodes if rank(a) is not None]
+        return max(ranks) == rank(node) - out_flat
+
+    def shifted_dims(self, node: fx.Node, out_flat: bool) -> tuple[Any, ...] | None:
+        first = node.args[0]
+        tensors = list(first) if isinstance(first, (list, tuple)) else [first]
+        if len({t in self.flat for t in tensors}) > 1 or (tensors[0] in self.flat) != out_flat:
+            return None
+        ndim = rank(tensors[0]) + (node.target in ADDS_DIMENSION)
+        positions = [1, 2] if node.target is aten.transpose.int else [DIM_ARGUMENT[node.target][0]]
+        args = list(node.args)
+        if not out_flat:
+            return tuple(args)
+        for position in positions:
+            dims = args[position] if position < len(args) else DIM_ARGUMENT[node.target][1]
+            shifted = shift(dims, ndim)
+            if shifted is None:
+                return None
+            args += [None] * (position + 1 - len(args))
+            args[position] = shifted
+        return tuple(args)
+
+    def shifted_index(self, node: fx.Node) -> tuple[Any, ...] | None:
+        """``x[:, rows]`` with x flat is ``x[rows]``."""
+        x, index = node.args[0], node.args[1]
+        if x in self.flat and index[0] is None and not any(i in self.flat for i in index if i is not None):
+            return (x, list(index[1:]))
+        return None
+
+    def wrapped(self, node: fx.Node) -> None:
+        """Run a node without a rule on the original shapes."""
+
+        def lift(arg: fx.Node) -> Any:
+            new = self.new[arg]
+            return self.graph.call_function(aten.unsqueeze.default, (new, 0)) if arg in self.flat else new
+
+        args = fx.map_arg(node.args, lift)
+        kwargs = fx.map_arg(portable_kwargs(node), lift)
+        out = self.graph.call_function(node.target, args, kwargs)
+        if is_flat_shape(node) and isinstance(node.meta["val"], Tensor):
+            out = self.graph.call_function(aten.select.int, (out, 0, 0))
+            self.flat.add(node)
+        self.new[node] = out
+        self.note_shape(node, out)
+
+    def getitem(self, node: fx.Node) -> None:
+        """One output of a multi-output op; those of a wrapped op still have the batch dimension."""
+        source = node.args[0]
+        new = self.graph.call_function(operator.getitem, (self.new[source], node.args[1]))
+        if is_flat_shape(node):
+            self.flat.add(node)
+            if source not in self.flat:
+                new = self.graph.call_function(aten.select.int, (new, 0, 0))
+        self.new[node] = new
+        self.note_shape(node, new)
+
+    def copy(self, node: fx.Node, target: Any, args: tuple[Any, ...]) -> None:
+        new_args = fx.map_arg(args, lambda a: self.new[a])
+        kwargs = fx.map_arg(portable_kwargs(node), lambda a: self.new[a])
+        self.new[node] = self.graph.call_function(target, new_args, kwargs)
+        if is_flat_shape(node):
+            self.flat.add(node)
+        self.note_shape(node, self.new[node])
+
+    def note_shape(self, node: fx.Node, new: fx.Node) -> None:
+        """Static sizes (None where dynamic) and dtype, which canonicalization looks at."""
+        value = node.meta.get("val")
+        if isinstance(value, Tensor):
+            sizes = list(value.shape)[int(node in self.flat) :]
+            new.meta["shape"] = tuple(s if isinstance(s, int) else None for s in sizes)
+            new.meta["dtype"] = value.dtype
+
+    def scalar(self, node: fx.Node) -> None:
+        """Symbolic sizes and their arithmetic; a flat tensor's dimension moves down by one."""
+        args = list(node.args)
+        if node.target is aten.sym_size.int:
+            args[1] = args[1] - (args[0] in self.flat)
+        elif node.target not in (operator.mul, operator.add):
+            raise UnsupportedModel(
+                f"it computes {node.target} on sizes", where=self.captured.config.model_type
+            )
+        self.new[node] = self.graph.call_function(node.target, tuple(fx.map_arg(args, lambda a: self.new[a])))
+
+    def new_input(self, name: str) -> fx.Node:
+        with self.graph.inserting_after(self.last_input):
+            self.last_input = self.graph.placeholder(name)
+        return self.last_input
+
+    def attention(self, node: fx.Node) -> None:
+        """Wire the KV pool and the batch metadata to the attention node of a layer."""
+        q, k, v, scale, window, softcap, layer = node.args
+        rows = [self.graph.call_function(aten.transpose.int, (self.new[x], 0, 1)) for x in (q, k, v)]
+        kv, k_dim, v_dim = (
+            int(k.meta["val"].shape[1]),
+            int(k.meta["val"].shape[3]),
+            int(v.meta["val"].shape[3]),
+        )
+        self.kv_specs.append(KVSpec(layer, kv, k_dim, v_dim))
+        k_cache = self.new_input(f"k_cache_{layer}")
+        v_cache = self.new_input(f"v_cache_{layer}")
+        batch = [self.inputs[n] for n in ("slot_mapping", "query_start", "seq_lens", "block_tables")]
+        options = {"scale": scale, "window": window, "softcap": softcap}
+        out = self.graph.call_function(reference.attention, (*rows, k_cache, v_cache, *batch), options)
+        out.meta["kernel"] = "reference"
+        self.new[node] = out
+        self.flat.add(node)
+        self.note_shape(node, out)
+
+
+def is_flat_shape(node: fx.Node) -> bool:
+    """A value with a leading dimension of exactly 1 and at least two dimensions is kept without it.
+
+    A multi-output node is flat when all its outputs are.
+    """
+    value = node.meta.get("val")
+    values = value if isinstance(value, (tuple, list)) else [value]
+    return all(
+        isinstance(v, Tensor) and v.ndim >= 2 and isinstance(v.shape[0], int) and v.shape[0] == 1
+        for v in values
+    )
+
+
+def rank(node: fx.Node) -> Any:
+    value = node.meta.get("val")
+    return value.ndim if isinstance(value, Tensor) else None
+
+
+def shift(dims: Any, ndim: int) -> Any:
+    """Dimensions of [1, ...] as dimensions of [...]; None when the dropped one is meant."""
+    if isinstance(dims, (list, tuple)):
+        shifted = [shift(d, ndim) for d in dims]
+        return None if None in shifted else shifted
+    if dims < 0:
+        return None if dims == -ndim else dims  # counted from the end, nothing moves
+    return None if dims == 0 else dims - 1
+
+
+def sizes_of(node: fx.Node, out_flat: bool) -> list[Any]:
+    """Static sizes of a view with -1 for the one dynamic dimension; the original arguments if there are more."""
+    shape = list(node.meta["val"].shape)[int(out_flat) :]
+    dynamic = [i for i, size in enumerate(shape) if not isinstance(size, int)]
+    if len(dynamic) > 1 or node.target is aten.expand.default:
+        return list(node.args[1])[int(out_flat) :]
+    return [-1 if i in dynamic else size for i, size in enumerate(shape)]
+
+
+def portable_kwargs(node: fx.Node) -> dict[str, Any]:
+    """Keyword arguments without device and layout, which belong to the executor."""
+    return {
+        k: v for k, v in node.kwargs.items() if k not in ("device", "pin_memory", "layout", "memory_format")
+    }

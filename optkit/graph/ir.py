@@ -1,0 +1,154 @@
+"""Graph: what capture produces, passes rewrite and the runtime lowers.
+
+A ``Graph`` is a ``torch.fx.Graph`` over the dialect of ``optkit.graph.ops`` and a weight store. Weights are
+``get_attr`` nodes whose target is the weight's name; the batch inputs of docs/architecture.md are
+placeholders; the one output is the logits. Passes are ordinary FX rewrites.
+
+Each weight knows its *origin*: which tensors of the checkpoint it is made of. A fused q/k/v projection is
+three checkpoint tensors, row after row; so fusing copies nothing on disk, and the artifact keeps the names
+that transformers and vLLM expect. ``Origin.split`` is the inverse of ``Origin.build``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+BATCH_INPUTS = (
+    "input_ids",
+    "positions",
+    "slot_mapping",
+    "query_start",
+    "seq_lens",
+    "block_tables",
+    "logits_index",
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """``rows`` rows of a weight come from the checkpoint tensor ``name``."""
+
+    name: str
+    rows: int
+
+
+@dataclass(frozen=True)
+class Origin:
+    """How a weight is made from checkpoint tensors: stacked along dimension 0, then maybe transposed.
+
+    ``transposed`` marks Conv1D checkpoints (GPT-2), which store linear weights as [in, out].
+    """
+
+    parts: tuple[Part, ...]
+    transposed: bool = False
+
+    def build(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The weight, from the checkpoint tensors it names."""
+        values = [tensors[part.name] for part in self.parts]
+        value = values[0] if len(values) == 1 else torch.cat(values)
+        return value.T if self.transposed else value
+
+    def split(self, value: Tensor) -> dict[str, Tensor]:
+        """The checkpoint tensors that ``build`` would make ``value`` from."""
+        if self.transposed:
+            value = value.T
+        pieces = value.split([part.rows for part in self.parts]) if len(self.parts) > 1 else (value,)
+        return {part.name: piece.contiguous() for part, piece in zip(self.parts, pieces, strict=True)}
+
+    def renamed(self, old: str, new: str) -> Origin:
+        """The origin of a companion tensor: ``.weight`` to ``.weight_scale``, say."""
+        return Origin(tuple(Part(p.name.removesuffix(old) + new, p.rows) for p in self.parts))
+
+
+@dataclass
+class Weight:
+    """A tensor of the graph. ``origin`` is None for constants that are in no checkpoint (RoPE frequencies)."""
+
+    value: Tensor
+    origin: Origin | None
+
+
+@dataclass(frozen=True)
+class KVSpec:
+    """The KV pool one attention layer needs: [blocks, block_size, num_kv_heads, head_dim] and v_head_dim."""
+
+    layer: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+
+
+@dataclass(frozen=True)
+class GraphMeta:
+    """What the runtime and the artifact must know of the model besides its nodes."""
+
+    model_type: str
+    vocab_size: int
+    max_model_len: int
+    kv_specs: tuple[KVSpec, ...]
+    input_embedding: str  # weight name of the token embedding
+    output_embedding: str  # module name of the head, even where its weight is tied
+
+
+@dataclass
+class Graph:
+    """A model as a graph. ``plan`` holds execution choices that change no math (compiled regions)."""
+
+    fx: fx.Graph
+    weights: dict[str, Weight]
+    meta: GraphMeta
+    plan: dict[str, Any] = field(default_factory=dict)
+
+    def clone(self) -> Graph:
+        """A graph that can be rewritten without touching this one; tensors are shared, never changed in place."""
+        graph = fx.Graph()
+        out = graph.graph_copy(self.fx, val_map := {})
+        graph.output(out)
+        for old, new in val_map.items():
+            new.meta = dict(old.meta)
+        return Graph(
+            graph, {k: replace(w) for k, w in self.weights.items()}, self.meta, copy.deepcopy(self.plan)
+        )
+
+    def weight_of(self, node: Any) -> Weight | None:
+        """The weight a node reads, or None when the node is no weight."""
+        if isinstance(node, fx.Node) and node.op == "get_attr":
+            return self.weights.get(str(node.target))
+        return None
+
+    def calls(self, *targets: Any) -> Iterator[fx.Node]:
+        """The call nodes of the given targets, in execution order."""
+        for node in list(self.fx.nodes):
+            if node.op == "call_function" and node.target in targets:
+                yield node
+
+    def weight_node(self, name: str, before: fx.Node) -> fx.Node:
+        """A new ``get_attr`` node for weight ``name`` in front of ``before``."""
+        with self.fx.inserting_before(before):
+            return self.fx.create_node("get_attr", name, name=name.replace(".", "_"))
+
+    def prune(self) -> None:
+        """Remove nodes nothing reads, then weights no node reads."""
+        for node in reversed(list(self.fx.nodes)):
+            if node.op in ("call_function", "get_attr") and not node.users:
+                self.fx.erase_node(node)
+        used = {str(node.target) for node in self.fx.nodes if node.op == "get_attr"}
+        self.weights = {name: weight for name, weight in self.weights.items() if name in used}
+
+    def num_bytes(self) -> int:
+        """Bytes of all weights, tied tensors counted once."""
+        storages = {w.value.untyped_storage().data_ptr(): w.value for w in self.weights.values()}
+        if any(w.value.device.type == "meta" for w in self.weights.values()):
+            return sum(w.value.nbytes for w in self.weights.values())
+        return sum(value.nbytes for value in storages.values())
+
+
+def module_name(weight_name: str) -> str:
+    """The module a weight belongs to: ``model.layers.0.mlp.up_proj`` for ``....up_proj.weight``."""
+    return weight_name.rpartition(".")[0]

@@ -1,0 +1,84 @@
+"""Lowering: each op of a graph becomes the kernel that runs it, and the graph becomes a Python function.
+
+``lower`` picks a kernel per node (``kernels.select``, or the kernel a pass pinned), lets kernels pack
+their weights once, and compiles the FX graph to straight-line Python: no interpreter at run time, values freed
+after their last use. Regions named in ``graph.plan["compile"]`` are compiled by ``optkit.graph.regions``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from optkit import kernels
+from optkit.graph.ir import Graph, KVSpec
+from optkit.graph.ops import op_name
+
+if TYPE_CHECKING:
+    from optkit.target import Target
+
+
+class Executable:
+    """A lowered graph: call it with the batch inputs of docs/architecture.md, get logits [L, V] float32."""
+
+    def __init__(self, module: fx.GraphModule, graph: Graph, chosen: dict[str, str]) -> None:
+        self.module = module
+        self.inputs = tuple(str(n.target) for n in module.graph.nodes if n.op == "placeholder")
+        self.kv_specs: list[KVSpec] = list(graph.meta.kv_specs)
+        self.vocab_size = graph.meta.vocab_size
+        self.max_model_len = graph.meta.max_model_len
+        self.kernels = chosen
+
+    @torch.inference_mode()
+    def __call__(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        return self.module(*[inputs[name] for name in self.inputs])
+
+
+def lower(graph: Graph, target: Target | None = None) -> Executable:
+    """Make ``graph`` executable on ``target``; without a target every op runs its reference."""
+    working = graph.clone()
+    root = nn.Module()
+    chosen: dict[str, str] = {}
+    names: dict[str, str] = {}
+    for node in list(working.fx.nodes):
+        if node.op == "call_function":
+            kernel = kernel_of(node, target)
+            if kernel is not None:
+                chosen[node.name] = kernel.name
+                bind(working, node, kernel)
+    working.prune()
+    for node in working.fx.nodes:
+        if node.op == "get_attr":
+            name = str(node.target)
+            if name not in names:
+                names[name] = f"w{len(names)}"
+                root.register_buffer(names[name], working.weights[name].value)
+            node.target = names[name]
+    module = fx.GraphModule(root, working.fx)
+    return Executable(module, graph, chosen)
+
+
+def kernel_of(node: fx.Node, target: Target | None) -> kernels.Kernel | None:
+    """The kernel for a dialect op: the pinned one, else the best for the target, else None (as it is)."""
+    name = op_name(node.target)
+    if name is None:
+        raise ValueError(f"{node.name}: {node.target} is not an op of the dialect")
+    pinned = node.meta.get("kernel")
+    return kernels.select(name, target, pinned=pinned)
+
+
+def bind(graph: Graph, node: fx.Node, kernel: kernels.Kernel) -> None:
+    """Point ``node`` at the kernel; a packing kernel gets its weight arguments packed into new weights."""
+    node.target = kernel.fn
+    if kernel.pack is None:
+        return
+    weights = {i: graph.weights[str(a.target)].value for i, a in enumerate(node.args) if graph.weight_of(a)}
+    args = list(node.args)
+    for position, value in kernel.pack(weights).items():
+        name = f"packed.{node.name}.{position}"
+        graph.weights[name] = type(graph.weights[str(node.args[position].target)])(value, None)
+        args[position] = graph.weight_node(name, node)
+    node.args = tuple(args)

@@ -1,0 +1,69 @@
+"""Tiny random-weight models of many architectures, built offline from their configuration class."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+
+SPECIFIC: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 8},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "gemma2": {"head_dim": 16, "sliding_window": 8},
+    "gemma3_text": {"head_dim": 16, "sliding_window": 8, "num_hidden_layers": 7},
+    "phi": {},
+    "phi3": {},
+    "olmo2": {},
+    "gpt_neox": {},
+    "gpt2": GPT2,
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    "granite": {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_scaling": 3.0},
+    "starcoder2": {},
+    "stablelm": {},
+    "smollm3": {"num_hidden_layers": 4},
+    "cohere2": {"sliding_window": 8, "num_hidden_layers": 4},
+    "glm4": {"head_dim": 16},
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": MOE,
+}
+
+
+def tiny_config(name: str, **overrides: Any) -> Any:
+    """The configuration of a tiny ``name`` model."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(name, **{**COMMON, **SPECIFIC[name], **overrides})
+
+
+def tiny_model(name: str, attention: str = "eager", **overrides: Any) -> Any:
+    """A float32 model with random weights; biases and norms are random too, so that none can be dropped unseen."""
+    from transformers import AutoModelForCausalLM
+
+    config = tiny_config(name, **overrides)
+    config._attn_implementation = attention
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+            else:
+                parameter.mul_(4.0)  # scores far from uniform, so that masks and windows matter
+    return model
