@@ -18,7 +18,7 @@ from optkit.yaml_source import Document
 
 def resolve_entry(entry: PassEntry, document: Document) -> ResolvedPass:
     """Look the pass up in the table and validate ``entry.config`` with its ``Config``."""
-    from optkit import passes
+    from optkit import passes  # type: ignore[attr-defined]
 
     path = ("passes", entry.name)
     if entry.name not in passes.PASSES:
@@ -37,7 +37,7 @@ def passes_schema(definitions: dict[str, Any]) -> dict[str, Any]:
     """Schema of the ``passes`` mapping; the passes' definitions are added to ``definitions``."""
     schema: dict[str, Any] = {"type": "object", "default": {}, "description": "The pipeline, in this order."}
     try:
-        from optkit import passes
+        from optkit import passes  # type: ignore[attr-defined]
 
         models = {name: passes.load(name).Config for name in passes.PASSES}
     except ImportError:  # without torch: any pass, any options

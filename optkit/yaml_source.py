@@ -111,8 +111,10 @@ def parse(text: str, label: str) -> Document:
 
 def dump(data: Any) -> str:
     """YAML text in the order of ``data``, short lists on one line."""
-    style = {"sort_keys": False, "allow_unicode": True, "default_flow_style": None, "width": 100}
-    return yaml.dump(data, Dumper=_Dumper, **style)
+    text: str = yaml.dump(
+        data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=None, width=100
+    )
+    return text
 
 
 def _lines(node: yaml.Node, path: KeyPath, label: str) -> Iterator[tuple[KeyPath, int]]:
