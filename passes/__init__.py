@@ -1,1 +1,44 @@
-"""The pass table: one pass a file, one row here."""
+"""The pass table: one pass a file, one row here. A row is ``name: "module:Class"``, imported on use.
+
+Passes from other packages come through the entry-point group ``optkit.passes``.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING
+
+from optkit.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from optkit.passes.base import Pass
+
+PASSES: dict[str, str] = {
+    "fuse_qkv": "optkit.passes.fuse_qkv:FuseQKV",
+    "fuse_gate_up": "optkit.passes.fuse_gate_up:FuseGateUp",
+    "fuse_add_rms_norm": "optkit.passes.fuse_add_rms_norm:FuseAddRMSNorm",
+    "int8": "optkit.passes.int8:Int8",
+    "flash_attention": "optkit.passes.flash_attention:FlashAttention",
+    "compile": "optkit.passes.compile:Compile",
+}
+
+
+def names() -> list[str]:
+    """Every known pass, built in and installed."""
+    return [*PASSES, *(e.name for e in entry_points(group="optkit.passes") if e.name not in PASSES)]
+
+
+def load(name: str) -> type[Pass]:
+    """The class of pass ``name``.
+
+    Raises:
+        UserError: no such pass; names the nearest.
+    """
+    if name in PASSES:
+        module, _, attribute = PASSES[name].partition(":")
+        return getattr(import_module(module), attribute)
+    for entry in entry_points(group="optkit.passes"):
+        if entry.name == name:
+            return entry.load()
+    raise UserError(f"there is no pass '{name}'", fix=nearest(name, names()))

@@ -8,7 +8,7 @@ after their last use. Regions named in ``graph.plan["compile"]`` are compiled by
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, fx, nn

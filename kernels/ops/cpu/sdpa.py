@@ -10,13 +10,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
-
 from optkit.kernels import Kernel
 from optkit.kernels.reference import causal_mask, write_kv
+from torch import Tensor
 
 if TYPE_CHECKING:
-    from optkit.target import Target
+    pass
 
 
 def attention(

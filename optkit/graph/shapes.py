@@ -1,0 +1,91 @@
+"""Shapes of every value, learned by running the graph on the meta device at a concrete batch.
+
+The dialect's references are its shape rules: running them on meta tensors costs microseconds a node and can't
+drift from what they compute. Sizes depend on the batch, so the batch is explicit: a ``Point``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from optkit.graph.ir import Graph
+
+
+@dataclass(frozen=True)
+class Point:
+    """One step's batch: ``tokens`` new tokens in all, over ``sequences`` that are ``context`` long after the step.
+
+    A prefill of n tokens is ``Point(n, 1, n)``; a decode of a batch of b is ``Point(b, b, context)``.
+    """
+
+    tokens: int
+    sequences: int = 1
+    context: int = 1
+
+    @property
+    def label(self) -> str:
+        return f"decode@{self.context}" if self.tokens == self.sequences else f"prefill {self.tokens}"
+
+
+def infer_shapes(graph: Graph, point: Point, block_size: int = 16) -> dict[fx.Node, Any]:
+    """Meta tensors for every node's value at ``point``.
+
+    Raises:
+        ShapeError: a node's inputs don't fit its op; names the node.
+    """
+    return MetaRun(graph, point, block_size).values
+
+
+class ShapeError(Exception):
+    """A node whose inputs don't fit."""
+
+
+class MetaRun:
+    """Runs the graph on meta tensors, node by node."""
+
+    def __init__(self, graph: Graph, point: Point, block_size: int) -> None:
+        self.graph = graph
+        self.inputs = meta_inputs(graph, point, block_size)
+        self.values: dict[fx.Node, Any] = {}
+        with torch.device("meta"):
+            for node in graph.fx.nodes:
+                if node.op != "output":
+                    self.values[node] = self.value(node)
+
+    def value(self, node: fx.Node) -> Any:
+        if node.op == "placeholder":
+            return self.inputs[str(node.target)]
+        if node.op == "get_attr":
+            return self.graph.weights[str(node.target)].value.to("meta")
+        args = fx.map_arg(node.args, self.values.__getitem__)
+        kwargs = fx.map_arg(node.kwargs, self.values.__getitem__)
+        try:
+            return node.target(*args, **kwargs)
+        except (RuntimeError, IndexError, ValueError, TypeError) as error:
+            shapes = [tuple(a.shape) if isinstance(a, Tensor) else a for a in args]
+            raise ShapeError(f"{node.name}: {str(error).splitlines()[0]} (arguments {shapes})") from error
+
+
+def meta_inputs(graph: Graph, point: Point, block_size: int) -> dict[str, Tensor]:
+    """The batch inputs of docs/architecture.md as meta tensors."""
+    blocks = -(-point.context // block_size)
+    long = {"dtype": torch.int64, "device": "meta"}
+    int32 = {"dtype": torch.int32, "device": "meta"}
+    inputs = {
+        "input_ids": torch.empty(point.tokens, **long),
+        "positions": torch.empty(point.tokens, **long),
+        "slot_mapping": torch.empty(point.tokens, **long),
+        "query_start": torch.empty(point.sequences + 1, **int32),
+        "seq_lens": torch.empty(point.sequences, **int32),
+        "block_tables": torch.empty(point.sequences, blocks, **int32),
+        "logits_index": torch.empty(point.sequences, **long),
+    }
+    for spec in graph.meta.kv_specs:
+        pool = (blocks * point.sequences, block_size, spec.num_kv_heads)
+        inputs[f"k_cache_{spec.layer}"] = torch.empty(*pool, spec.head_dim, device="meta")
+        inputs[f"v_cache_{spec.layer}"] = torch.empty(*pool, spec.v_head_dim, device="meta")
+    return inputs

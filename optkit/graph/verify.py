@@ -1,0 +1,81 @@
+"""The verifier: what must be true of a graph after every pass. Run by the driver, not by passes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx
+
+from optkit.graph.ir import BATCH_INPUTS, Graph
+from optkit.graph.ops import op_name
+from optkit.graph.shapes import Point, ShapeError, infer_shapes
+from optkit.kernels import reference
+
+
+class VerifyError(Exception):
+    """A graph that breaks an invariant; the message names the node."""
+
+
+def verify(graph: Graph) -> None:
+    """Check structure, weights, attention wiring, and shapes at a prefill and at a decode batch.
+
+    Raises:
+        VerifyError: the first broken invariant.
+    """
+    check_nodes(graph)
+    check_weights(graph)
+    check_attention(graph)
+    for point in (Point(5, 2, 5), Point(2, 2, 33)):
+        check_shapes(graph, point)
+
+
+def check_nodes(graph: Graph) -> None:
+    """Closed op list, inputs known, arguments defined before use, one output."""
+    seen: set[fx.Node] = set()
+    inputs = set(BATCH_INPUTS) | {f"{c}_cache_{s.layer}" for s in graph.meta.kv_specs for c in "kv"}
+    for node in graph.fx.nodes:
+        for argument in node.all_input_nodes:
+            if argument not in seen:
+                raise VerifyError(f"{node.name} reads {argument.name} before it is computed")
+        if node.op == "placeholder" and str(node.target) not in inputs:
+            raise VerifyError(f"unknown graph input {node.target}")
+        if node.op == "call_function" and op_name(node.target) is None:
+            raise VerifyError(f"{node.name} calls {node.target}, which is not on the op list")
+        if node.op not in ("placeholder", "get_attr", "call_function", "output"):
+            raise VerifyError(f"{node.name} is a {node.op} node")
+        seen.add(node)
+    if sum(node.op == "output" for node in graph.fx.nodes) != 1:
+        raise VerifyError("a graph has exactly one output")
+
+
+def check_weights(graph: Graph) -> None:
+    """Every weight read exists, every weight kept is read, origins account for all rows."""
+    used = {str(node.target) for node in graph.fx.nodes if node.op == "get_attr"}
+    for name in sorted(used ^ set(graph.weights)):
+        raise VerifyError(f"weight {name} is {'missing' if name in used else 'never read'}")
+    for name, weight in graph.weights.items():
+        if weight.origin is None:
+            continue
+        rows = weight.value.shape[1 if weight.origin.transposed else 0] if weight.value.ndim else 1
+        if sum(part.rows for part in weight.origin.parts) != rows:
+            raise VerifyError(f"weight {name} has {rows} rows, its origin {weight.origin} does not")
+
+
+def check_attention(graph: Graph) -> None:
+    """Exactly one attention op a layer, on that layer's own pool."""
+    pools = [(str(n.args[3]), str(n.args[4])) for n in graph.calls(reference.attention)]
+    expected = sorted((f"k_cache_{s.layer}", f"v_cache_{s.layer}") for s in graph.meta.kv_specs)
+    if sorted(pools) != expected:
+        raise VerifyError(f"attention ops use the pools {sorted(pools)}, the layers have {expected}")
+
+
+def check_shapes(graph: Graph, point: Point) -> None:
+    """Every op accepts its inputs at ``point``, and the output is float32 [L, V]."""
+    try:
+        values = infer_shapes(graph, point)
+    except ShapeError as error:
+        raise VerifyError(str(error)) from error
+    output = next(node for node in graph.fx.nodes if node.op == "output")
+    logits = values[output.args[0]]
+    expected = (point.sequences, graph.meta.vocab_size)
+    if not isinstance(logits, Tensor) or tuple(logits.shape) != expected or logits.dtype != torch.float32:
+        raise VerifyError(f"the output is {tuple(logits.shape)} {logits.dtype}, not float32 {expected}")

@@ -1,0 +1,96 @@
+"""What a pass is: it finds sites (``check``) and rewrites them (``apply``); the driver does the rest.
+
+``check`` is pure and says for each place it looked at whether it will change it, or why not. ``apply`` rewrites
+the graph it was checked on, in place: the driver hands it a clone. A pass neither measures nor decides.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict
+
+if TYPE_CHECKING:
+    from optkit.graph.ir import Graph
+    from optkit.target import Target
+
+
+class Config(BaseModel):
+    """Options of a pass: frozen, unknown keys refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Stage(enum.IntEnum):
+    """Where in a recipe a pass belongs; a recipe out of this order is refused."""
+
+    FUSE = 1
+    QUANTIZE = 2
+    ATTENTION = 3
+    COMPILE = 4
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place the pass will change: a readable name and the nodes it needs."""
+
+    name: str
+    nodes: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Skip:
+    """A place the pass looked at and leaves alone, with the reason."""
+
+    site: str
+    reason: str
+
+
+@dataclass
+class Plan:
+    """The result of ``check``."""
+
+    sites: list[Site] = field(default_factory=list)
+    skips: list[Skip] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class PassResult:
+    """The result of ``apply``: how many sites changed, and numbers worth recording."""
+
+    changed: int
+    stats: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PassContext:
+    """What a pass may look at besides the graph."""
+
+    target: Target
+
+
+class Pass(ABC):
+    """One optimization. ``name`` is its row in the table and its key in recipes.
+
+    ``exact`` passes change no value beyond float rounding: the driver holds them to a tight numeric bound
+    even where the recipe names none.
+    """
+
+    name: ClassVar[str]
+    stage: ClassVar[Stage]
+    exact: ClassVar[bool] = True
+    Config: ClassVar[type[Config]] = Config
+
+    def __init__(self, config: Any = None) -> None:
+        self.config = config if config is not None else self.Config()
+
+    @abstractmethod
+    def check(self, graph: Graph, ctx: PassContext) -> Plan:
+        """Sites the pass will change and those it skips, with reasons. Does not touch the graph."""
+
+    @abstractmethod
+    def apply(self, graph: Graph, plan: Plan, ctx: PassContext) -> PassResult:
+        """Rewrite the sites of ``plan``, which ``check`` made for this very graph."""

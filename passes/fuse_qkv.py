@@ -1,0 +1,54 @@
+"""fuse_qkv: the q, k and v projections of a layer become one matrix product.
+
+Three products with the same input read it three times and start three kernels; one product of their stacked
+weights does neither. Outputs are column slices. Exact: every output element is the same dot product.
+"""
+
+from __future__ import annotations
+
+import torch
+from optkit.kernels import reference
+from optkit.passes.base import Pass, PassContext, PassResult, Plan, Site, Skip, Stage
+from optkit.passes.rewrite import can_stack, out_features, site_name, split_columns, stack_linears
+from torch import fx
+
+from optkit.graph.ir import Graph
+
+aten = torch.ops.aten
+THROUGH = {reference.rope, reference.rms_norm, reference.layer_norm, aten.reshape.default, aten.transpose.int}
+
+
+class FuseQKV(Pass):
+    name = "fuse_qkv"
+    stage = Stage.FUSE
+
+    def check(self, graph: Graph, ctx: PassContext) -> Plan:
+        plan = Plan()
+        for node in graph.calls(reference.attention):
+            sources = [projection(x) for x in node.args[:3]]
+            name = f"attention {node.name}"
+            if None in sources or len(set(sources)) < 3:
+                plan.skips.append(Skip(name, "q, k and v are not three separate projections"))
+                continue
+            linears = tuple(s for s in sources if s is not None)
+            reason = can_stack(graph, linears)
+            if reason:
+                plan.skips.append(Skip(name, reason))
+            else:
+                plan.sites.append(Site(site_name(graph, linears[0]).rpartition(".")[0], linears))
+        return plan
+
+    def apply(self, graph: Graph, plan: Plan, ctx: PassContext) -> PassResult:
+        for site in plan.sites:
+            ordered = sorted(site.nodes, key=list(graph.fx.nodes).index)
+            fused = stack_linears(graph, ordered, f"{site.name}.qkv_proj")
+            split_columns(graph, fused, ordered, [out_features(graph, linear) for linear in ordered])
+            graph.prune()
+        return PassResult(len(plan.sites))
+
+
+def projection(node: fx.Node) -> fx.Node | None:
+    """The linear an attention input comes from, through reshapes, norms and RoPE."""
+    while isinstance(node, fx.Node) and node.target in THROUGH:
+        node = node.args[0]
+    return node if isinstance(node, fx.Node) and node.target is reference.linear else None
