@@ -8,9 +8,16 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
+
+if TYPE_CHECKING:
+    import torch
+
+
+class EngineRefusal(ValueError):
+    """A request the engine will never be able to serve; the message is the reason, fit for the client."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,7 +75,14 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     iteration_tokens: int = 0
 
 
-@dataclass
+@dataclass(frozen=True)
+class Failure:
+    """Stands in a step's results for the token of a request that failed; ``message`` goes to the client."""
+
+    message: str
+
+
+@dataclass(eq=False)
 class Sequence:
     """A request inside the engine: its tokens so far and how many of them have KV.
 
@@ -83,6 +97,15 @@ class Sequence:
     @property
     def num_prompt(self) -> int:
         return len(self.request.prompt_ids)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - len(self.request.prompt_ids)
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that have no KV yet."""
+        return len(self.token_ids) - self.num_computed
 
     @property
     def output_ids(self) -> list[int]:
@@ -119,7 +142,8 @@ class Runner(Protocol):
     vocab_size: int
     block_size: int
     num_blocks: int
+    kv_bytes: int  # memory of the KV pool
 
-    def execute(self, batch: Batch) -> object:
-        """Logits [items with needs_logits, vocab_size] float32 (a torch.Tensor), in batch order."""
+    def execute(self, batch: Batch) -> torch.Tensor:
+        """Logits [items with needs_logits, vocab_size] float32, in batch order."""
         ...

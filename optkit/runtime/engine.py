@@ -1,0 +1,118 @@
+"""Engine: schedule, execute, sample, update.
+
+``step`` is the whole runtime. Everything around it is about one promise: a request can fail only itself. If
+the model raises on a batch, each item is run alone, and the one that raises again is the one that fails;
+running an item twice is harmless, since it writes the same KV into its own slots. A NaN row is the
+sampler's to catch. What escapes ``step`` is a fault of the device or a bug of optkit, and ends the engine process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from optkit.runtime.kv_cache import memory_plan
+from optkit.runtime.sampler import sample
+from optkit.runtime.scheduler import Scheduler, SchedulerConfig
+from optkit.runtime.types import (
+    Batch,
+    EngineRefusal,
+    EngineRequest,
+    EngineStats,
+    Failure,
+    FinishReason,
+    Runner,
+    SamplingParams,
+    TokenOutput,
+)
+
+logger = logging.getLogger(__name__)
+
+MODEL_FAILED = Failure("the model failed on this request")
+
+
+class Engine:
+    """Serves requests on one runner, one ``step`` at a time."""
+
+    def __init__(self, runner: Runner, config: SchedulerConfig) -> None:
+        if (runner.num_blocks, runner.block_size) != (config.num_blocks, config.block_size):
+            raise ValueError("the runner's KV pool and the scheduler's config disagree")
+        self.runner, self.config = runner, config
+        self.scheduler = Scheduler(config)
+        self._ids = itertools.count()
+
+    def step(self) -> list[TokenOutput]:
+        """Compute the next tokens of whoever is due."""
+        batch = self.scheduler.schedule()
+        results = self._run(batch) if batch.items else []
+        return self.scheduler.update(batch, results)
+
+    def _run(self, batch: Batch) -> list[int | Failure | None]:
+        """For each item its token, None if its prompt goes on, or its failure."""
+        try:
+            logits = self.runner.execute(batch)
+            tokens = iter(sample(logits, [item.seq for item in batch.items if item.needs_logits]))
+            return [next(tokens) if item.needs_logits else None for item in batch.items]
+        except torch.AcceleratorError:
+            raise  # the device is gone for everyone
+        except Exception:
+            logger.exception("a batch of %d sequences failed", len(batch.items))
+            if len(batch.items) == 1:
+                return [MODEL_FAILED]
+            return [self._run(Batch((item,)))[0] for item in batch.items]
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Queue a request; ``EngineRefusal`` if it can never be served."""
+        wrong = [
+            t
+            for t in request.prompt_ids + request.sampling.stop_token_ids
+            if not 0 <= t < self.runner.vocab_size
+        ]
+        if wrong:
+            raise EngineRefusal(f"token {wrong[0]} is not in the vocabulary of {self.runner.vocab_size}")
+        self.scheduler.add(request)
+
+    def abort(self, request_id: str) -> TokenOutput | None:
+        """Drop a request and free its KV; None if it is not here (any more)."""
+        return self.scheduler.abort(request_id)
+
+    def stats(self) -> EngineStats:
+        return self.scheduler.stats()
+
+    def info(self) -> dict[str, Any]:
+        """What the API process must know: the limits and the memory plan."""
+        c = self.config
+        plan = memory_plan(c.num_blocks, c.block_size, self.runner.kv_bytes, c.max_model_len)
+        return asdict(c) | {"vocab_size": self.runner.vocab_size, "memory_plan": asdict(plan)}
+
+    def generate(
+        self, prompts: Seq[Seq[int]], sampling: SamplingParams | Seq[SamplingParams]
+    ) -> list[list[int]]:
+        """Output tokens of each prompt; for tests and measurement in this process, without other requests.
+
+        Raises RuntimeError when a request fails, EngineRefusal when one can never be served.
+        """
+        params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
+        texts: dict[str, list[int]] = {}
+        for prompt, p in zip(prompts, params, strict=True):
+            name = f"generate-{next(self._ids)}"
+            self.add_request(
+                EngineRequest(request_id=name, prompt_ids=tuple(prompt), sampling=p, arrival=time.monotonic())
+            )
+            texts[name] = []
+        while self.has_work:
+            for output in self.step():
+                if output.finish_reason is FinishReason.ERROR:
+                    raise RuntimeError(output.error)
+                texts[output.request_id] += output.token_ids
+        return list(texts.values())

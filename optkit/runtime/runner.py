@@ -1,0 +1,98 @@
+"""ModelRunner: a scheduled batch becomes the flattened token batch, and the executable runs it.
+
+The inputs are those of docs/architecture.md. They are computed with numpy over all sequences at once, since at one
+token per sequence the Python around the model is a visible part of a step, and handed to torch without a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from optkit.runtime.kv_cache import KVSpec, allocate, block_bytes
+from optkit.runtime.types import Batch
+
+
+class Executable(Protocol):
+    """A lowered graph (``optkit.graph.lower.Executable``)."""
+
+    @property
+    def kv_specs(self) -> Sequence[KVSpec]: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def __call__(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor: ...
+
+
+class ModelRunner:
+    """Runs batches on ``model`` with its own KV pool of ``num_blocks`` blocks."""
+
+    def __init__(
+        self,
+        model: Executable,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.model, self.device = model, torch.device(device)
+        self.num_blocks, self.block_size, self.vocab_size = num_blocks, block_size, model.vocab_size
+        self.kv_bytes = num_blocks * block_bytes(model.kv_specs, block_size, dtype)
+        k_caches, v_caches = allocate(model.kv_specs, num_blocks, block_size, dtype, device)
+        self.kv_pools: dict[str, torch.Tensor] = {}
+        for spec, k, v in zip(model.kv_specs, k_caches, v_caches, strict=True):
+            self.kv_pools |= {f"k_cache_{spec.layer}": k, f"v_cache_{spec.layer}": v}
+
+    @torch.inference_mode()
+    def execute(self, batch: Batch) -> torch.Tensor:
+        """Logits [items with needs_logits, vocab_size] float32, in batch order."""
+        arrays = batch_inputs(batch, self.block_size)
+        count = len(arrays["logits_index"])
+        if count == 0:  # kernels need not handle zero rows: compute one and drop it
+            arrays["logits_index"] = np.array([batch.num_tokens - 1], dtype=np.int64)
+        inputs = {name: torch.from_numpy(array).to(self.device) for name, array in arrays.items()}
+        return self.model(inputs | self.kv_pools)[:count]
+
+
+def batch_inputs(batch: Batch, block_size: int) -> dict[str, np.ndarray]:
+    """The flattened token batch of docs/architecture.md, without the KV pools."""
+    items = batch.items
+    starts = np.array([item.seq.num_computed for item in items], dtype=np.int64)  # [S]
+    counts = np.array([item.num_new for item in items], dtype=np.int64)  # [S]
+    query_start = np.zeros(len(items) + 1, dtype=np.int64)
+    np.cumsum(counts, out=query_start[1:])
+    rows = np.repeat(np.arange(len(items)), counts)  # [T]
+    positions = np.arange(query_start[-1]) + (starts - query_start[:-1])[rows]  # [T]
+    tables = block_tables(batch, block_size)
+    return {
+        "input_ids": new_tokens(batch),
+        "positions": positions,
+        "slot_mapping": tables[rows, positions // block_size].astype(np.int64) * block_size
+        + positions % block_size,
+        "query_start": query_start.astype(np.int32),
+        "seq_lens": (starts + counts).astype(np.int32),
+        "block_tables": tables,
+        "logits_index": query_start[1:][[item.needs_logits for item in items]] - 1,
+    }
+
+
+def new_tokens(batch: Batch) -> np.ndarray:
+    """The tokens to compute, sequence after sequence: [T] int64."""
+    ids: list[int] = []
+    for item in batch.items:
+        start = item.seq.num_computed
+        ids += item.seq.token_ids[start : start + item.num_new]
+    return np.array(ids, dtype=np.int64)
+
+
+def block_tables(batch: Batch, block_size: int) -> np.ndarray:
+    """[S, B] int32, padded with 0; only blocks that hold tokens up to this step."""
+    used = [-(-(item.seq.num_computed + item.num_new) // block_size) for item in batch.items]
+    tables = np.zeros((len(used), max(used)), dtype=np.int32)
+    for row, (item, count) in enumerate(zip(batch.items, used, strict=True)):
+        tables[row, :count] = item.seq.block_table[:count]
+    return tables

@@ -1,0 +1,104 @@
+"""Fakes for tests: an engine without a model, whose output depends on every token and on where its KV lies."""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+from typing import Any
+
+import numpy as np
+import torch
+
+from optkit.errors import UserError
+from optkit.runtime.engine import Engine
+from optkit.runtime.scheduler import SchedulerConfig
+from optkit.runtime.types import Batch, ScheduledSequence
+
+EMPTY = -1
+
+
+class FakeRunner:
+    """Logits are a hash of the sequence's tokens *as read back through its block table*.
+
+    A token written to a wrong slot, a block given to two sequences, a chunk skipped or computed from a wrong
+    position: each changes the output, so comparing with a solo run checks all KV bookkeeping.
+
+    ``script``: always answer with these tokens, in turn. ``poison_token``: a prompt with it makes ``execute``
+    raise. ``nan_token``: a prompt with it gets NaN logits. ``die_token``: a prompt with it ends the process.
+    """
+
+    kv_bytes = 0
+
+    def __init__(
+        self,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        vocab_size: int = 64,
+        step_delay: float = 0.0,
+        script: list[int] | None = None,
+        poison_token: int | None = None,
+        nan_token: int | None = None,
+        die_token: int | None = None,
+    ) -> None:
+        self.num_blocks, self.block_size, self.vocab_size = num_blocks, block_size, vocab_size
+        self.step_delay, self.script = step_delay, script
+        self.poison_token, self.nan_token, self.die_token = poison_token, nan_token, die_token
+        self.slots = np.full(num_blocks * block_size, EMPTY, dtype=np.int64)
+        self.batches: list[Batch] = []
+
+    def execute(self, batch: Batch) -> torch.Tensor:
+        time.sleep(self.step_delay)
+        self.batches.append(batch)
+        seen = [self._write_and_read(item) for item in batch.items]
+        rows = [
+            self._logits(item, ids) for item, ids in zip(batch.items, seen, strict=True) if item.needs_logits
+        ]
+        return torch.stack(rows) if rows else torch.zeros(0, self.vocab_size)
+
+    def _write_and_read(self, item: ScheduledSequence) -> np.ndarray:
+        seq, end = item.seq, item.seq.num_computed + item.num_new
+        positions = np.arange(end)
+        table = np.array(seq.block_table)
+        slots = table[positions // self.block_size] * self.block_size + positions % self.block_size
+        self.slots[slots[seq.num_computed :]] = seq.token_ids[seq.num_computed : end]
+        if self.poison_token in seq.token_ids:
+            raise RuntimeError("poisoned")
+        if self.die_token in seq.token_ids:
+            os._exit(9)
+        return self.slots[slots]
+
+    def _logits(self, item: ScheduledSequence, ids: np.ndarray) -> torch.Tensor:
+        if self.nan_token in item.seq.token_ids:
+            return torch.full((self.vocab_size,), float("nan"))
+        logits = torch.from_numpy(
+            np.random.default_rng(zlib.crc32(ids.tobytes())).standard_normal(
+                self.vocab_size, dtype=np.float32
+            )
+        )
+        if self.script:
+            logits[self.script[item.seq.num_output % len(self.script)]] = 1e4
+        return logits
+
+
+def fake_engine(artifact_dir: str = "", options: dict[str, Any] | None = None) -> Engine:
+    """An ``Engine`` on a ``FakeRunner``; the factory ``tests.fakes:fake_engine`` of the engine process.
+
+    ``options`` are fields of ``SchedulerConfig`` and arguments of ``FakeRunner``, and for the process tests
+    ``load_error``: "user" or "bug", ``load_delay``: seconds.
+    """
+    options = dict(options or {})
+    time.sleep(options.pop("load_delay", 0))
+    match options.pop("load_error", None):
+        case "user":
+            raise UserError("the artifact is broken", where=artifact_dir, fix="build it again")
+        case "bug":
+            raise KeyError("weights")
+    config = SchedulerConfig(
+        max_num_seqs=options.pop("max_num_seqs", 8),
+        max_num_batched_tokens=options.pop("max_num_batched_tokens", 32),
+        max_model_len=options.pop("max_model_len", 64),
+        block_size=options.get("block_size", 4),
+        num_blocks=options.get("num_blocks", 64),
+    )
+    return Engine(FakeRunner(**options), config)

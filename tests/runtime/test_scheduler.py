@@ -1,0 +1,195 @@
+"""Scheduler: budgets, order, finishing, refusals."""
+
+from __future__ import annotations
+
+import pytest
+
+from optkit.runtime.scheduler import Scheduler, SchedulerConfig
+from optkit.runtime.types import Batch, EngineRefusal, EngineRequest, Failure, FinishReason, SamplingParams
+
+
+def make(**overrides: int) -> Scheduler:
+    limits = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 16,
+        "max_model_len": 64,
+        "block_size": 4,
+        "num_blocks": 64,
+    }
+    return Scheduler(SchedulerConfig(**limits | overrides))
+
+
+def add(scheduler: Scheduler, name: str, num_prompt: int, max_tokens: int = 8, **sampling: object) -> None:
+    params = SamplingParams(max_tokens=max_tokens, **sampling)
+    scheduler.add(EngineRequest(request_id=name, prompt_ids=(1,) * num_prompt, sampling=params, arrival=0.0))
+
+
+def plan(batch: Batch) -> list[tuple[str, int]]:
+    return [(item.seq.request.request_id, item.num_new) for item in batch.items]
+
+
+def advance(scheduler: Scheduler, token: int = 5) -> list[tuple[str, int]]:
+    """One step in which every sampled token is ``token``; returns what was scheduled."""
+    batch = scheduler.schedule()
+    scheduler.update(batch, [token if item.needs_logits else None for item in batch.items])
+    scheduler.check()
+    return plan(batch)
+
+
+def test_a_long_prompt_is_chunked_and_never_stalls_a_decode() -> None:
+    scheduler = make()
+    add(scheduler, "short", 3)
+    assert advance(scheduler) == [("short", 3)]
+    add(scheduler, "long", 40)
+    assert advance(scheduler) == [("short", 1), ("long", 15)]
+    assert advance(scheduler) == [("short", 1), ("long", 15)]
+    assert advance(scheduler) == [("short", 1), ("long", 10)]
+    assert advance(scheduler) == [("short", 1), ("long", 1)]
+
+
+def test_chunks_go_to_the_oldest_prompt_first() -> None:
+    scheduler = make()
+    add(scheduler, "a", 20)
+    add(scheduler, "b", 20)
+    assert advance(scheduler) == [("a", 16)]
+    assert advance(scheduler) == [("a", 4), ("b", 12)]
+    assert advance(scheduler) == [("a", 1), ("b", 8)]
+
+
+def test_at_most_max_num_seqs_run() -> None:
+    scheduler = make(max_num_seqs=2)
+    for name in "abc":
+        add(scheduler, name, 1, max_tokens=2)
+    assert advance(scheduler) == [("a", 1), ("b", 1)]
+    assert advance(scheduler) == [("a", 1), ("b", 1)]
+    assert advance(scheduler) == [("c", 1)]
+
+
+def test_the_youngest_is_preempted_and_recomputed_with_its_output() -> None:
+    scheduler = make(num_blocks=5, block_size=4)
+    add(scheduler, "old", 4, max_tokens=13)
+    advance(scheduler)
+    add(scheduler, "young", 4, max_tokens=8)
+    while not scheduler.num_preemptions:
+        advance(scheduler)
+    assert [seq.request.request_id for seq in scheduler.running] == ["old"]
+    young = scheduler.waiting[0]
+    generated = len(young.token_ids)
+    assert generated > 4 and young.num_computed == 0 and not young.block_table
+    while young in scheduler.waiting:
+        last = advance(scheduler)
+    assert ("young", generated) in last
+
+
+def test_freed_blocks_admit_the_head_of_the_queue_first() -> None:
+    scheduler = make(num_blocks=4, block_size=4)
+    add(scheduler, "a", 12, max_tokens=1)
+    add(scheduler, "b", 16, max_tokens=1)
+    add(scheduler, "c", 1, max_tokens=1)
+    assert advance(scheduler) == [("a", 12)]  # c would fit, but b came first
+    assert advance(scheduler) == [("b", 16)]
+    assert advance(scheduler) == [("c", 1)]
+    assert not scheduler.has_work
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "max_tokens", "reason"),
+    [
+        (0, 1, "the prompt is empty"),
+        (1, 0, "max_tokens must be at least 1"),
+        (64, 1, "leaves no room"),
+        (33, 1, "need 33 tokens of KV cache; there are 32"),
+        (1, 33, "need 33 tokens of KV cache; there are 32"),
+    ],
+)
+def test_requests_that_can_never_fit_are_refused(num_prompt: int, max_tokens: int, reason: str) -> None:
+    scheduler = make(num_blocks=8, block_size=4)
+    with pytest.raises(EngineRefusal, match=reason):
+        add(scheduler, "r", num_prompt, max_tokens)
+    assert not scheduler.has_work
+    scheduler.check()
+
+
+@pytest.mark.parametrize(("num_prompt", "max_tokens"), [(32, 1), (1, 32)])
+def test_the_largest_request_that_fits_is_served(num_prompt: int, max_tokens: int) -> None:
+    scheduler = make(num_blocks=8, block_size=4)
+    add(scheduler, "r", num_prompt, max_tokens)
+    seq = scheduler.waiting[0]
+    while scheduler.has_work:
+        assert advance(scheduler)
+    assert seq.num_output == max_tokens
+    assert scheduler.blocks.num_free == 8
+
+
+def test_an_id_in_use_is_refused() -> None:
+    scheduler = make()
+    add(scheduler, "r", 1)
+    with pytest.raises(EngineRefusal, match="'r' is being served"):
+        add(scheduler, "r", 1)
+
+
+@pytest.mark.parametrize("bad", [{"num_blocks": 0}, {"max_num_seqs": 17}])
+def test_limits_that_cannot_work_are_refused(bad: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        make(**bad)
+
+
+def finish(scheduler: Scheduler, tokens: list[int]) -> tuple[list[int], FinishReason | None]:
+    """Feed ``tokens`` to the only sequence until it ends."""
+    emitted: list[int] = []
+    for token in tokens:
+        batch = scheduler.schedule()
+        (output,) = scheduler.update(batch, [token])
+        emitted += output.token_ids
+        if output.finish_reason:
+            return emitted, output.finish_reason
+    return emitted, None
+
+
+def test_a_stop_token_ends_and_is_not_emitted() -> None:
+    scheduler = make()
+    add(scheduler, "r", 3, stop_token_ids=(7, 9))
+    assert finish(scheduler, [5, 6, 9, 5]) == ([5, 6], FinishReason.STOP)
+    assert scheduler.blocks.num_used == 0
+
+
+def test_max_tokens_ends_with_the_last_token() -> None:
+    scheduler = make()
+    add(scheduler, "r", 3, max_tokens=2)
+    assert finish(scheduler, [5, 6, 7]) == ([5, 6], FinishReason.LENGTH)
+
+
+def test_a_full_context_ends() -> None:
+    scheduler = make(max_model_len=5)
+    add(scheduler, "r", 3, max_tokens=100)
+    assert finish(scheduler, [5, 6, 7]) == ([5, 6], FinishReason.LENGTH)
+
+
+def test_a_failure_ends_its_request_only() -> None:
+    scheduler = make()
+    add(scheduler, "a", 3)
+    add(scheduler, "b", 3)
+    a, b = scheduler.update(scheduler.schedule(), [Failure("broken"), 5])
+    assert (a.request_id, a.finish_reason, a.error, a.token_ids) == ("a", FinishReason.ERROR, "broken", ())
+    assert (b.request_id, b.finish_reason, b.token_ids) == ("b", None, (5,))
+    scheduler.check()
+
+
+def test_results_of_an_aborted_request_are_dropped() -> None:
+    scheduler = make()
+    add(scheduler, "a", 3)
+    batch = scheduler.schedule()
+    scheduler.abort("a")
+    add(scheduler, "a", 3)  # the same id again is another request
+    assert scheduler.update(batch, [5]) == []
+    assert scheduler.waiting[0].num_computed == 0
+
+
+def test_stats_follow_the_queues() -> None:
+    scheduler = make(max_num_seqs=1)
+    add(scheduler, "a", 5)
+    add(scheduler, "b", 5)
+    advance(scheduler)
+    stats = scheduler.stats()
+    assert (stats.num_running, stats.num_waiting, stats.iteration_tokens) == (1, 1, 5)
+    assert (stats.kv_blocks_used, stats.kv_blocks_total) == (2, 64)
