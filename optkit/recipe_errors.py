@@ -30,7 +30,7 @@ def apply_override(document: Document, override: str) -> None:
     Raises:
         UserError: no ``=``, a path that does not exist, or a pass that is not in the recipe.
     """
-    label = f"--set {override}"
+    label = "--set " + "".join(letter if letter.isprintable() else "?" for letter in override)
     dotted, equals, text = override.partition("=")
     path = tuple(dotted.strip().split("."))
     if not equals or not all(path):
@@ -74,7 +74,7 @@ def _check_pass(passes: Any, path: tuple[str, ...], label: str) -> None:
 def explain(
     error: ValidationError, document: Document, prefix: KeyPath = (), known: Iterable[str] = ()
 ) -> UserError:
-    """The first complaint of ``error`` as a ``UserError`` with place, key and what is allowed.
+    """The most telling complaint of ``error`` as a ``UserError`` with place, key and what is allowed.
 
     Args:
         error: from validating ``document.data`` or the part of it at ``prefix``.
@@ -82,7 +82,9 @@ def explain(
         prefix: path of the validated part.
         known: keys allowed there, for a model that is not part of the recipe schema.
     """
-    first = error.errors(include_url=False, include_context=False)[0]
+    complaints = error.errors(include_url=False, include_context=False)
+    unknown = [complaint for complaint in complaints if complaint["type"] == "extra_forbidden"]
+    first = (unknown or complaints)[0]  # a misspelt key explains a missing one
     path = prefix + _written_path(first["loc"], document.data)
     where, dotted = document.where(path), ".".join(map(str, path))
     if first["type"] == "extra_forbidden":

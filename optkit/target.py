@@ -25,7 +25,6 @@ from optkit.paths import cache_dir
 
 ISA_FLAGS = ("sse4_2", "avx", "avx2", "fma", "avx512f", "avx512bw", "avx512_vnni", "avx_vnni", "avx512_bf16")
 ISA_EXTRA = ("amx_tile", "amx_int8", "amx_bf16", "asimd", "asimddp", "i8mm", "sve")
-GiB = 1024**3
 
 
 @dataclass(frozen=True)
@@ -59,50 +58,28 @@ class Target:
         return self.kind
 
 
+def _gpu(name: str, capability: str, cores: int, gigabytes: int, tera: dict[str, float]) -> Target:
+    """A data sheet row; ``tera`` is in 1e12 per second."""
+    rates = {key: value * 1e12 for key, value in tera.items()}
+    return Target(
+        name,
+        "cuda",
+        (capability,),
+        cores,
+        gigabytes * 10**9,
+        **rates,
+        source="datasheet",  # type: ignore[arg-type]
+    )
+
+
+_HOPPER = {"fp32_flops": 67.0, "int8_ops": 1979.0, "bf16_flops": 989.0, "fp8_flops": 1979.0}
+_AMPERE = {"fp32_flops": 19.5, "int8_ops": 624.0, "bf16_flops": 312.0, "fp8_flops": 0.0}
+
 # NVIDIA data sheets, SXM parts, dense. fp32 is the CUDA cores' rate, without TF32.
 DATASHEETS = {
-    row.name: row
-    for row in (
-        Target(
-            "cuda-h100",
-            "cuda",
-            ("sm_90",),
-            132,
-            80 * GiB,
-            67e12,
-            1979e12,
-            989e12,
-            1979e12,
-            3.35e12,
-            "datasheet",
-        ),
-        Target(
-            "cuda-h200",
-            "cuda",
-            ("sm_90",),
-            132,
-            141 * 10**9,
-            67e12,
-            1979e12,
-            989e12,
-            1979e12,
-            4.8e12,
-            "datasheet",
-        ),
-        Target(
-            "cuda-a100",
-            "cuda",
-            ("sm_80",),
-            108,
-            80 * GiB,
-            19.5e12,
-            624e12,
-            312e12,
-            0.0,
-            2.039e12,
-            "datasheet",
-        ),
-    )
+    "cuda-h100": _gpu("cuda-h100", "sm_90", 132, 80, _HOPPER | {"memory_bandwidth": 3.35}),
+    "cuda-h200": _gpu("cuda-h200", "sm_90", 132, 141, _HOPPER | {"memory_bandwidth": 4.8}),
+    "cuda-a100": _gpu("cuda-a100", "sm_80", 108, 80, _AMPERE | {"memory_bandwidth": 2.039}),
 }
 
 
@@ -121,8 +98,9 @@ def get_target(name: str) -> Target:
 
 def detect(refresh: bool = False) -> Target:
     """This machine's CPU with measured ceilings, from the cache unless ``refresh``."""
-    key = {"cpu": cpu_model(), "isa": cpu_isa(), "cores": usable_cores(), "torch": _torch_version()}
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    key = [cpu_model(), cpu_isa(), usable_cores(), threads, _torch_version()]
+    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
     file = cache_dir("targets") / f"cpu-{digest}.json"
     target = None if refresh else _read_cached(file)
     if target is None:

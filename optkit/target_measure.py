@@ -60,7 +60,7 @@ def int8_ops() -> float:
         packed = torch.ops.onednn.qlinear_prepack(weight, None)
         rows = torch.full((ROWS, INNER), 129, dtype=torch.uint8)
         scales, zeros = torch.ones(COLUMNS), torch.zeros(COLUMNS, dtype=torch.int32)
-        tail = (packed, scales, zeros, None, 1.0, 0, torch.float32, "none", [], "")
+        tail: tuple[Any, ...] = (packed, scales, zeros, None, 1.0, 0, torch.float32, "none", [], "")
         return OPERATIONS / best_time(lambda: torch.ops.onednn.qlinear_pointwise(rows, 1.0, 128, *tail))
 
 

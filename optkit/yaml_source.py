@@ -50,6 +50,14 @@ class _Loader(yaml.SafeLoader):
 class _Dumper(yaml.SafeDumper):
     yaml_implicit_resolvers = _RESOLVERS
 
+    def represent_str(self, text: str) -> yaml.ScalarNode:
+        """Quote and escape the Unicode line breaks, which a plain scalar would fold into a space."""
+        style = '"' if set("\x85\u2028\u2029") & set(text) else None
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
+
 
 @dataclass(eq=False)
 class Document:
@@ -137,5 +145,7 @@ def _check_key(key: yaml.Node, seen: dict[str, int], where: str) -> None:
     if not isinstance(key, yaml.ScalarNode) or key.tag != "tag:yaml.org,2002:str":
         shown = getattr(key, "value", "")
         raise UserError(f"a key must be a plain word, got {shown!r:.60}", where=where)
+    if not key.value.isprintable() or not 0 < len(key.value) <= 128:
+        raise UserError(f"not a key: {key.value!r:.60}", where=where)
     if key.value in seen:
         raise UserError(f"the key '{key.value}' is already set on line {seen[key.value]}", where=where)
