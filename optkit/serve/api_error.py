@@ -1,0 +1,77 @@
+"""Errors as OpenAI clients expect them: a status and ``{"error": {message, type, param, code}}``.
+
+Messages are fixed strings plus numbers the client sent or may know. The text of an internal exception never
+leaves the server: it goes to the log under a short id, and the client gets the id.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+
+import msgspec
+from starlette.responses import Response
+
+log = logging.getLogger("optkit.serve")
+
+TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+
+class ApiError(Exception):
+    """A request that is answered with an error.
+
+    Args:
+        message: one sentence for the client.
+        param: the request field at fault.
+        code: machine-readable reason, such as ``context_length_exceeded``.
+        status: HTTP status.
+        retry_after: seconds after which trying again makes sense.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        status: int = 400,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message, self.param, self.code = message, param, code
+        self.status, self.retry_after = status, retry_after
+
+    def body(self) -> bytes:
+        """The JSON error body."""
+        kind = TYPES.get(self.status) or ("server_error" if self.status >= 500 else "invalid_request_error")
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return msgspec.json.encode({"error": error})
+
+    def response(self) -> Response:
+        headers = {}
+        if self.retry_after is not None:
+            headers = {"Retry-After": str(self.retry_after), "retry-after-ms": str(self.retry_after * 1000)}
+        return Response(self.body(), self.status, headers, "application/json")
+
+
+def unsupported(param: str, message: str | None = None) -> ApiError:
+    """A field whose meaning this server does not implement: refused, never silently dropped."""
+    return ApiError(message or f"'{param}' is not supported", param=param, code="unsupported_parameter")
+
+
+def internal_error(error: BaseException | str) -> ApiError:
+    """Log ``error`` under a fresh id and return what the client may know of it."""
+    error_id = uuid.uuid4().hex[:12]
+    trace = error if isinstance(error, BaseException) else None
+    log.error("error %s: %s", error_id, printable(str(error)), exc_info=trace)
+    return ApiError(f"internal error, id {error_id}", code="internal_error", status=500)
+
+
+def printable(text: str, limit: int = 300) -> str:
+    """``text`` for a log line: control characters escaped, so that nobody can forge a line."""
+    return text[:limit].encode("unicode_escape").decode("ascii")

@@ -1,0 +1,56 @@
+"""What the HTTP side needs to know about the engine, and the settings of a server.
+
+``Engine`` is the face of ``optkit.runtime.process.EngineClient``; tests put a fake behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from optkit.runtime.types import EngineRequest, EngineStats, TokenOutput
+
+
+class Engine(Protocol):
+    """An engine that can be asked for tokens."""
+
+    @property
+    def stats(self) -> EngineStats: ...
+
+    @property
+    def info(self) -> dict[str, Any]: ...
+
+    @property
+    def is_healthy(self) -> bool: ...
+
+    def generate(self, request: EngineRequest) -> AsyncGenerator[TokenOutput, None]:
+        """Outputs until one has a ``finish_reason``. Closing or cancelling it aborts the request."""
+        ...
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """Limits and names of one server.
+
+    Attributes:
+        model_names: names clients may ask for; the first one is reported.
+        max_model_len: prompt and generated tokens of one sequence together.
+        max_running: sequences the engine runs at once (``max_num_seqs``).
+        max_queue: sequences that may wait beyond those; more are answered 429.
+        api_key: bearer token, or None for an open (loopback) server.
+        allowed_hosts: accepted ``Host`` names; None accepts any. Names stop DNS rebinding on loopback.
+        ttft_slo_s: the recipe's promise in seconds, a bucket edge of the TTFT histogram.
+        block_size: tokens of a KV block, for ``vllm:cache_config_info``.
+    """
+
+    model_names: tuple[str, ...]
+    max_model_len: int
+    max_running: int = 16
+    max_queue: int = 256
+    api_key: str | None = None
+    allowed_hosts: frozenset[str] | None = None
+    ttft_slo_s: float | None = None
+    block_size: int | None = None
+    max_body_bytes: int = 2 * 1024 * 1024
+    body_timeout_s: float = 30.0
