@@ -1,0 +1,84 @@
+"""Targets: data sheet rows, detection, and a cache that can be wrong without harm."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from optkit import target
+from optkit.errors import UserError
+from optkit.target import DATASHEETS, Target, detect, get_target
+
+
+@pytest.fixture
+def fast_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Ceilings without measuring; the list counts how often they were asked for."""
+    from optkit import target_measure
+
+    calls: list[int] = []
+    monkeypatch.setenv("OPTKIT_CACHE", str(tmp_path / "cache"))
+    for name in ("fp32_flops", "int8_ops", "bf16_flops"):
+        monkeypatch.setattr(target_measure, name, lambda: 1e9)
+    monkeypatch.setattr(target_measure, "memory_bandwidth", lambda: float(len(calls) or calls.append(1) or 1))
+    return calls
+
+
+@pytest.mark.parametrize("name", sorted(DATASHEETS))
+def test_data_sheet_rows_are_consistent(name: str) -> None:
+    row = get_target(name)
+    assert row.name == name
+    assert row.device == "cuda"
+    assert row.source == "datasheet"
+    assert row.int8_ops == 2 * row.bf16_flops or row.int8_ops == pytest.approx(2 * row.bf16_flops, rel=0.01)
+    assert row.memory_bandwidth < row.fp32_flops
+
+
+def test_an_unknown_target_names_the_nearest() -> None:
+    with pytest.raises(UserError, match="did you mean 'cuda-h100'"):
+        get_target("cuda-h10")
+
+
+def test_detection_is_cached(fast_measurements: list[int]) -> None:
+    first = detect()
+    assert first == get_target("cpu")
+    assert fast_measurements == [1]
+    assert first.kind == "cpu"
+    assert first.cores >= 1
+    assert first.memory_bytes > 1 << 28
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"name": "cpu"}', '{"isa": 3}', "\x00"])
+def test_a_damaged_cache_entry_is_measured_again(
+    fast_measurements: list[int], tmp_path: Path, content: str
+) -> None:
+    expected = detect()
+    (entry,) = (tmp_path / "cache" / "targets").iterdir()
+    entry.write_text(content)
+    assert detect() == expected
+    assert json.loads(entry.read_text())["name"] == "cpu"
+
+
+def test_another_machine_is_another_entry(
+    fast_measurements: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    detect()
+    monkeypatch.setattr(target, "cpu_model", lambda: "another CPU")
+    detect()
+    assert len(list((tmp_path / "cache" / "targets").iterdir())) == 2
+
+
+def test_a_machine_without_proc_still_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target, "_cpuinfo", dict)
+    assert target.cpu_model()
+    assert target.cpu_isa() == ()
+
+
+def test_measured_ceilings_are_plausible() -> None:
+    here = detect()
+    assert isinstance(here, Target)
+    assert here.source == "measured"
+    assert 1e8 < here.memory_bandwidth < 1e13
+    assert 1e8 < here.fp32_flops < 1e15
+    assert 1e8 < here.int8_ops < 1e16
