@@ -21,8 +21,8 @@ def resolve_entry(entry: PassEntry, document: Document) -> ResolvedPass:
     from optkit import passes  # type: ignore[attr-defined]
 
     path = ("passes", entry.name)
-    if entry.name not in passes.PASSES:
-        fix = nearest(entry.name, passes.PASSES)
+    if entry.name not in passes.names():
+        fix = nearest(entry.name, passes.names())
         raise UserError(f"unknown pass '{entry.name}'", where=document.where(path), fix=fix)
     pass_class = passes.load(entry.name)
     model: type[BaseModel] = pass_class.Config
@@ -39,8 +39,11 @@ def passes_schema(definitions: dict[str, Any]) -> dict[str, Any]:
     try:
         from optkit import passes  # type: ignore[attr-defined]
 
-        models = {name: passes.load(name).Config for name in passes.PASSES}
-    except ImportError:  # without torch: any pass, any options
+        models = {name: passes.load(name).Config for name in passes.names()}
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("optkit"):
+            raise
+        # Without torch: any pass, any options.
         return schema | {"additionalProperties": {"type": ["object", "null"]}}
     properties = {name: _options_schema(name, model, definitions) for name, model in models.items()}
     return schema | {"properties": properties, "additionalProperties": False}
