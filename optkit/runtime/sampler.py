@@ -120,6 +120,8 @@ def nucleus(probs: Tensor, top_p: float) -> Tensor:
 def draw(probs: Tensor, u: float) -> int:
     """The token at which the cumulative probability passes ``u`` in [0, 1)."""
     mass = probs.double().cumsum(0)
+    if not 0.0 < float(mass[-1]) < float("inf"):
+        raise ValueError("the probabilities are not numbers")
     token = int(torch.searchsorted(mass, u * mass[-1], right=True))
     return token if token < len(probs) else int(probs.nonzero()[-1])
 

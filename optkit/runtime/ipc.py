@@ -1,0 +1,112 @@
+"""Messages between the API process and the engine process, and how they travel.
+
+A frame is a 4-byte big-endian length and that many bytes of msgpack. Every message is a tagged
+``msgspec.Struct``, so decoding checks types and can build nothing else; never pickle, which runs code. The pipe is
+a socket pair inherited by the child: no port, no file, nobody else can connect. A frame over ``MAX_FRAME`` bytes
+or one that does not decode is a ``ProtocolError`` and ends the connection; the sizes below are far from it.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import msgspec
+
+from optkit.runtime.types import EngineRequest, EngineStats, TokenOutput
+
+MAX_FRAME = 32 * 2**20  # a prompt of a million tokens is 5 MB
+HEADER = struct.Struct(">I")
+
+
+class ProtocolError(Exception):
+    """The peer sent something that is no message."""
+
+
+class Add(msgspec.Struct, frozen=True, tag="add"):
+    request: EngineRequest
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    request_id: str
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """Leave now; requests in flight are dropped."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """The model is loaded. ``info`` is ``Engine.info()`` and ``load_seconds``."""
+
+    info: dict[str, Any]
+
+
+class Step(msgspec.Struct, frozen=True, tag="step"):
+    """What a step produced, and the gauges after it."""
+
+    outputs: tuple[TokenOutput, ...]
+    stats: EngineStats
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+    """The worker is idle and alive. A busy one sends ``Step``."""
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """Loading failed. ``is_user_error``: the fields are those of a ``UserError``; else ``what`` is all there is."""
+
+    what: str
+    where: str | None = None
+    fix: str | None = None
+    is_user_error: bool = False
+
+
+ToWorker = Add | Abort | Shutdown
+FromWorker = Ready | Step | Heartbeat | Failed
+
+to_worker = msgspec.msgpack.Decoder(ToWorker)
+from_worker = msgspec.msgpack.Decoder(FromWorker)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def frame(message: ToWorker | FromWorker) -> bytes:
+    """The bytes of one message on the pipe."""
+    body = _encoder.encode(message)
+    if len(body) > MAX_FRAME:
+        raise ProtocolError(f"a message of {len(body)} bytes is larger than {MAX_FRAME}")
+    return HEADER.pack(len(body)) + body
+
+
+def body_length(header: bytes | bytearray) -> int:
+    """The length a frame header announces."""
+    (length,) = HEADER.unpack(header)
+    if length > MAX_FRAME:
+        raise ProtocolError(f"a frame of {length} bytes is larger than {MAX_FRAME}")
+    return int(length)
+
+
+class FrameReader:
+    """Cuts a byte stream into messages for the worker: feed what arrived, get the messages it completes."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[ToWorker]:
+        self._buffer += data
+        messages = []
+        while (body := self._next_body()) is not None:
+            try:
+                messages.append(to_worker.decode(body))
+            except msgspec.MsgspecError as error:
+                raise ProtocolError(str(error)) from None
+        return messages
+
+    def _next_body(self) -> bytes | None:
+        if len(self._buffer) < HEADER.size:
+            return None
+        end = HEADER.size + body_length(self._buffer[: HEADER.size])
+        if len(self._buffer) < end:
+            return None
+        body = bytes(self._buffer[HEADER.size : end])
+        del self._buffer[:end]
+        return body

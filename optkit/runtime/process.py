@@ -1,0 +1,241 @@
+"""EngineClient: the API process's side of the engine process.
+
+``start`` spawns the worker (``optkit.runtime.worker``) with one end of a socket pair and waits until the model is
+loaded. ``generate`` is an async iterator of ``TokenOutput``; leaving it early, by ``break`` with ``aclose`` or
+by cancellation, aborts the request and so frees its KV. When the worker dies, whatever the cause, the pipe
+closes and every open stream ends with an ERROR output: a client is told, never left hanging. The client
+does not restart the worker; a new ``EngineClient`` does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import msgspec
+
+from optkit.errors import UserError
+from optkit.runtime import ipc
+from optkit.runtime.types import EngineRequest, EngineStats, FinishReason, TokenOutput
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_FACTORY = "optkit.runtime.load:load_engine"
+STOP_SECONDS = 2.0  # each for leaving by itself and for SIGTERM; then SIGKILL
+ENGINE_DIED = "the engine died"
+ENGINE_STOPPED = "the engine was stopped"
+
+
+class EngineDied(RuntimeError):
+    """The engine process ended before it was ready."""
+
+
+class EngineClient:
+    """Starts, feeds and stops one engine process. Use it from one event loop.
+
+    Args:
+        artifact_dir: what the factory loads.
+        options: JSON-able options of the factory.
+        factory: ``module:function`` called in the worker as ``function(artifact_dir, options) -> Engine``.
+        threads: compute threads of the worker; 0 is one per core.
+        silence_seconds: without a message for so long (a step that hangs), ``is_healthy`` is False.
+    """
+
+    def __init__(
+        self,
+        artifact_dir: str,
+        options: Mapping[str, Any] | None = None,
+        *,
+        factory: str = DEFAULT_FACTORY,
+        threads: int = 0,
+        silence_seconds: float = 60.0,
+    ) -> None:
+        self.artifact_dir, self.options = artifact_dir, dict(options or {})
+        self.factory, self.threads, self.silence_seconds = factory, threads, silence_seconds
+        self.info: dict[str, Any] = {}
+        self._stats = EngineStats()
+        self._streams: dict[str, asyncio.Queue[TokenOutput]] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._alive = self._stopping = False
+        self._last_message = 0.0
+
+    async def start(self, timeout: float = 3600.0) -> dict[str, Any]:
+        """Spawn the worker and wait until it is ready; returns its info.
+
+        Raises UserError if the artifact is at fault, EngineDied if the worker failed, TimeoutError.
+        """
+        if self._process is not None:
+            raise RuntimeError("an EngineClient starts once")
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = self._spawn(theirs.fileno())
+        self._reader, self._writer = await asyncio.open_connection(sock=ours)
+        try:
+            self.info = await asyncio.wait_for(self._wait_until_ready(), timeout)
+        except BaseException:
+            await self.stop()
+            raise
+        self._alive = True
+        self._reading = asyncio.create_task(self._read())
+        return self.info
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[TokenOutput]:
+        """The outputs of ``request`` as they come; the last one has a ``finish_reason``."""
+        name = request.request_id
+        if name in self._streams:
+            raise ValueError(f"a request with the id {name!r} is being served")
+        if not self._alive:
+            yield self._death(name)
+            return
+        stream = self._streams[name] = asyncio.Queue()
+        try:
+            await self._send(ipc.Add(request))
+            while True:
+                output = await stream.get()
+                if output.finish_reason:
+                    del self._streams[name]
+                    yield output
+                    return
+                yield output
+        finally:
+            if self._streams.get(name) is stream:  # left early
+                del self._streams[name]
+                self._post(ipc.Abort(name))
+
+    async def abort(self, request_id: str) -> None:
+        """End a request: its stream gets an ABORT output, its KV is freed. Nothing happens if it is gone."""
+        await self._send(ipc.Abort(request_id))
+
+    @property
+    def stats(self) -> EngineStats:
+        """The gauges of the engine, as of its last message."""
+        return self._stats
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    @property
+    def is_healthy(self) -> bool:
+        """The worker is ready, alive and has been heard of lately."""
+        return self._alive and time.monotonic() - self._last_message < self.silence_seconds
+
+    async def wait_dead(self) -> None:
+        """Return when a started worker has gone."""
+        if self._reading is not None:
+            await asyncio.wait([self._reading])
+
+    async def stop(self) -> None:
+        """End the worker within 5 seconds, whatever it is doing, and every open stream with it."""
+        if self._process is None:
+            return
+        self._stopping = True
+        self._post(ipc.Shutdown())
+        await asyncio.to_thread(end_process, self._process)
+        if self._reading is not None:
+            await asyncio.wait([self._reading])
+        self._writer.close()
+        with contextlib.suppress(ConnectionError):
+            await self._writer.wait_closed()
+
+    def _spawn(self, fd: int) -> subprocess.Popen[bytes]:
+        # -P keeps the current directory out of the worker's import path; only the tests' factories live there
+        path = ["-P"] if self.factory.startswith("optkit.") else []
+        arguments = {
+            "--fd": fd,
+            "--parent": os.getpid(),
+            "--factory": self.factory,
+            "--artifact": self.artifact_dir,
+            "--options": json.dumps(self.options),
+            "--threads": self.threads,
+        }
+        command = [sys.executable, *path, "-m", "optkit.runtime.worker"]
+        command += [f"{name}={value}" for name, value in arguments.items()]
+        return subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL, stdout=2)
+
+    async def _wait_until_ready(self) -> dict[str, Any]:
+        try:
+            message = await self._receive()
+        except (EOFError, ConnectionError):
+            code = await asyncio.to_thread(end_process, self._process)
+            raise EngineDied(f"the engine process ended with code {code} while it was loading") from None
+        match message:
+            case ipc.Ready(info):
+                return info
+            case ipc.Failed(what, where, fix, is_user_error=True):
+                raise UserError(what, where=where, fix=fix)
+            case ipc.Failed(what):
+                raise EngineDied(f"the engine failed to load: {what}")
+        raise EngineDied("the engine broke the protocol")
+
+    async def _receive(self) -> ipc.FromWorker:
+        length = ipc.body_length(await self._reader.readexactly(ipc.HEADER.size))
+        message = ipc.from_worker.decode(await self._reader.readexactly(length))
+        self._last_message = time.monotonic()
+        return message
+
+    async def _read(self) -> None:
+        """Hand outputs to their streams until the pipe closes."""
+        try:
+            while True:
+                message = await self._receive()
+                if isinstance(message, ipc.Step):
+                    self._dispatch(message)
+        except (EOFError, ConnectionError):
+            pass  # the worker has gone, by order or by accident
+        except (ipc.ProtocolError, msgspec.MsgspecError):
+            logger.exception("the engine broke the protocol")
+        finally:
+            self._end_streams()
+
+    def _dispatch(self, step: ipc.Step) -> None:
+        self._stats = step.stats
+        for output in step.outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is not None:
+                stream.put_nowait(output)
+
+    def _end_streams(self) -> None:
+        self._alive = False
+        self._stats = EngineStats()
+        if not self._stopping and self._process is not None:
+            logger.error("the engine process died; %d requests failed", len(self._streams))
+            self._process.kill()  # it may only have broken the protocol
+        for name, stream in self._streams.items():
+            stream.put_nowait(self._death(name))
+
+    def _death(self, request_id: str) -> TokenOutput:
+        error = ENGINE_STOPPED if self._stopping else ENGINE_DIED
+        return TokenOutput(request_id=request_id, token_ids=(), finish_reason=FinishReason.ERROR, error=error)
+
+    def _post(self, message: ipc.ToWorker) -> None:
+        """Queue a message without waiting; a worker that has gone needs none."""
+        if self._process is not None and not self._writer.is_closing():
+            self._writer.write(ipc.frame(message))
+
+    async def _send(self, message: ipc.ToWorker) -> None:
+        self._post(message)
+        with contextlib.suppress(ConnectionError):  # the reading side reports the death
+            await self._writer.drain()
+
+
+def end_process(process: subprocess.Popen[bytes] | None) -> int | None:
+    """Wait for the process to leave, then make it; returns its exit code. Blocks at most 4 seconds and a kill."""
+    if process is None:
+        return None
+    for insist in (process.terminate, process.kill):
+        try:
+            return process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            insist()
+    return process.wait()

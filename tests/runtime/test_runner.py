@@ -1,0 +1,123 @@
+"""ModelRunner and the KV pools: the flattened token batch, and a small attention model through it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from optkit.runtime.engine import Engine
+from optkit.runtime.kv_cache import KVSpec, allocate, block_bytes, blocks_for_bytes, memory_plan
+from optkit.runtime.runner import ModelRunner, batch_inputs
+from optkit.runtime.scheduler import SchedulerConfig
+from optkit.runtime.types import Batch, EngineRequest, SamplingParams, ScheduledSequence, Sequence
+
+VOCAB = 32
+
+
+def item(num_prompt: int, num_computed: int, num_new: int, table: list[int]) -> ScheduledSequence:
+    ids = tuple(100 * num_prompt + i for i in range(num_prompt))
+    request = EngineRequest(
+        request_id=str(num_prompt), prompt_ids=ids, sampling=SamplingParams(max_tokens=1), arrival=0.0
+    )
+    return ScheduledSequence(Sequence(request, list(ids), num_computed, table), num_new)
+
+
+def test_the_flattened_token_batch() -> None:
+    batch = Batch((item(6, 5, 1, [9, 2]), item(9, 3, 4, [7, 1, 4]), item(2, 0, 2, [0])))
+    inputs = batch_inputs(batch, block_size=4)
+    wanted = {
+        "input_ids": [605, 903, 904, 905, 906, 200, 201],
+        "positions": [5, 3, 4, 5, 6, 0, 1],
+        "slot_mapping": [9, 31, 4, 5, 6, 0, 1],
+        "query_start": [0, 1, 5, 7],
+        "seq_lens": [6, 7, 2],
+        "block_tables": [[9, 2], [7, 1], [0, 0]],
+        "logits_index": [0, 6],
+    }
+    assert {name: array.tolist() for name, array in inputs.items()} == wanted
+    int32 = {"query_start", "seq_lens", "block_tables"}
+    assert {name for name, array in inputs.items() if array.dtype == np.int32} == int32
+    assert {name for name, array in inputs.items() if array.dtype == np.int64} == set(wanted) - int32
+
+
+class TinyAttention:
+    """Two layers of single-head attention over the paged pools, written for clarity."""
+
+    def __init__(self) -> None:
+        self.vocab_size = VOCAB
+        self.kv_specs = [KVSpec(0, 1, 8, 8), KVSpec(1, 1, 8, 4)]
+        g = torch.Generator().manual_seed(0)
+        self.embedding = torch.randn(VOCAB, 8, generator=g)
+        self.head = torch.randn(12, VOCAB, generator=g)
+        self.rows: list[int] = []
+
+    def __call__(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        angle = inputs["positions"][:, None] * torch.arange(1, 9) / 8
+        hidden = self.embedding[inputs["input_ids"]] + angle.sin()
+        first = self.attend(0, hidden, hidden, inputs)
+        second = self.attend(1, first, first[:, :4], inputs)
+        self.rows.append(len(inputs["logits_index"]))
+        return (torch.cat([first, second], 1) @ self.head)[inputs["logits_index"]]
+
+    def attend(
+        self, layer: int, x: torch.Tensor, v: torch.Tensor, inputs: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        k_cache, v_cache = inputs[f"k_cache_{layer}"], inputs[f"v_cache_{layer}"]
+        k_cache.view(-1, k_cache.shape[-1])[inputs["slot_mapping"]] = x
+        v_cache.view(-1, v_cache.shape[-1])[inputs["slot_mapping"]] = v
+        out = torch.empty(len(x), v.shape[1])
+        for s, length in enumerate(inputs["seq_lens"].tolist()):
+            rows = slice(int(inputs["query_start"][s]), int(inputs["query_start"][s + 1]))
+            table = inputs["block_tables"][s].long()
+            k, values = k_cache[table].flatten(0, 2)[:length], v_cache[table].flatten(0, 2)[:length]
+            scores = x[rows] @ k.T
+            future = torch.arange(length) > inputs["positions"][rows, None]
+            out[rows] = scores.masked_fill(future, float("-inf")).softmax(-1) @ values
+        return out
+
+
+def tiny_engine(num_blocks: int, **limits: int) -> Engine:
+    config = SchedulerConfig(
+        **{"max_num_seqs": 6, "max_num_batched_tokens": 7, "max_model_len": 64, "block_size": 4} | limits,
+        num_blocks=num_blocks,
+    )
+    runner = ModelRunner(TinyAttention(), num_blocks, config.block_size)
+    for pool in runner.kv_pools.values():
+        pool.fill_(float("nan"))  # reading a slot nobody wrote shows
+    return Engine(runner, config)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_chunks_batches_and_preemption_do_not_change_the_outputs(temperature: float) -> None:
+    prompts = [[(7 * i + j) % VOCAB for j in range(3 * i + 1)] for i in range(6)]
+    sampling = [SamplingParams(max_tokens=12, temperature=temperature, seed=i) for i in range(6)]
+    roomy = tiny_engine(16, max_num_batched_tokens=64, block_size=16)
+    wanted = [roomy.generate([p], s)[0] for p, s in zip(prompts, sampling, strict=True)]
+    engine = tiny_engine(11)
+    assert engine.generate(prompts, sampling) == wanted
+    assert engine.stats().num_preemptions > 0
+    assert len({tuple(tokens) for tokens in wanted}) > 1
+
+
+def test_a_chunk_without_logits_never_asks_the_model_for_zero_rows() -> None:
+    engine = tiny_engine(16)
+    engine.generate([list(range(20))], SamplingParams(max_tokens=2, temperature=0.0))
+    assert engine.runner.model.rows == [1, 1, 1, 1]
+
+
+def test_pools_have_the_shapes_of_their_specs() -> None:
+    k, v = allocate([KVSpec(0, 2, 8, 4), KVSpec(1, 1, 6, 6)], 5, 16, torch.float16)
+    assert [tuple(t.shape) for t in k + v] == [(5, 16, 2, 8), (5, 16, 1, 6), (5, 16, 2, 4), (5, 16, 1, 6)]
+    assert {t.dtype for t in k + v} == {torch.float16}
+
+
+def test_memory_arithmetic_agrees_with_the_allocation() -> None:
+    specs = [KVSpec(0, 2, 8, 4), KVSpec(1, 1, 6, 6)]
+    k, v = allocate(specs, 5, 16, torch.float16)
+    total = sum(t.nbytes for t in k + v)
+    assert 5 * block_bytes(specs, 16, torch.float16) == total
+    assert blocks_for_bytes(specs, 16, total, torch.float16) == 5
+    assert blocks_for_bytes(specs, 16, total - 1, torch.float16) == 4
+    plan = memory_plan(5, 16, total, sequence_length=33)
+    assert (plan.num_tokens, plan.num_sequences, plan.num_bytes) == (80, 1, total)
