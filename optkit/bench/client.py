@@ -1,0 +1,142 @@
+"""The load generator: sends a workload to an OpenAI-compatible server and writes down what came back, when.
+
+Requests go to ``/v1/completions`` as token ids, so every server sees exactly the same prompt and no chat template or
+tokenizer stands between; ``temperature`` 0 and ``ignore_eos`` make every request produce exactly its output length.
+One asyncio loop in one process: enough for the tens of streams of a CPU server, and one clock. The cost is
+that a client on the server's machine competes for its cores, for both sides alike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import httpx
+
+from optkit.bench.records import Chunk, RequestRecord, clock
+from optkit.bench.workload import Request, Workload
+
+TIMEOUT = httpx.Timeout(600.0, connect=10.0)
+
+
+def run_workload(url: str, model: str, workload: Workload, api_key: str | None = None) -> list[RequestRecord]:
+    """Send all of ``workload`` to ``url`` (``http://host:port``) and return one record per request, in order."""
+    return asyncio.run(_run(url, model, workload, api_key))
+
+
+async def _run(url: str, model: str, workload: Workload, api_key: str | None) -> list[RequestRecord]:
+    limit = workload.config.max_concurrency or len(workload.requests)
+    slots = asyncio.Semaphore(limit)
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    pool = httpx.Limits(max_connections=limit, max_keepalive_connections=limit)
+    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT, limits=pool, headers=headers) as http:
+        start = clock()
+        tasks = [_paced(http, model, request, start, slots) for request in workload.requests]
+        return list(await asyncio.gather(*tasks))
+
+
+async def _paced(
+    http: httpx.AsyncClient, model: str, request: Request, start: float, slots: asyncio.Semaphore
+) -> RequestRecord:
+    """Wait for the arrival and a free slot, then send. The semaphore is first come, first served."""
+    due = start + request.arrival
+    await asyncio.sleep(max(0.0, due - clock()))
+    async with slots:
+        record = await send(http, model, request)
+    record.scheduled = due
+    return record
+
+
+async def send(http: httpx.AsyncClient, model: str, request: Request) -> RequestRecord:
+    """Stream one completion. A failure is in ``record.error``, with the times up to it."""
+    record = RequestRecord(index=request.index, send=clock())
+    try:
+        async with http.stream("POST", "/v1/completions", json=body(model, request)) as response:
+            record.headers = clock()
+            if response.status_code != 200:
+                text = (await response.aread()).decode(errors="replace")
+                record.error = f"HTTP {response.status_code}: {text[:300]}"
+                return record
+            await _read(response, record)
+    except (httpx.HTTPError, ValueError) as error:
+        record.error = f"{type(error).__name__}: {error}"
+    return record
+
+
+def body(model: str, request: Request) -> dict[str, Any]:
+    """The JSON of one request."""
+    return {
+        "model": model,
+        "prompt": list(request.prompt_ids),
+        "max_tokens": request.output_len,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }
+
+
+async def _read(response: httpx.Response, record: RequestRecord) -> None:
+    """Fill ``record`` from the event stream; a stream that ends without [DONE] is a failure."""
+    counted = 0
+    async for data in _events(response):
+        now = clock()
+        if data == "[DONE]":
+            record.done = now
+            break
+        event = json.loads(data)
+        if event.get("error"):
+            raise ValueError(f"error in the stream: {event['error']}")
+        usage = event.get("usage") or {}
+        if event.get("choices"):
+            text = _text(event["choices"][0])
+            total = usage.get("completion_tokens", counted + bool(text))
+            record.chunks.append(Chunk(now, total - counted, empty=not text))
+            counted = total
+        _take_usage(record, usage)
+    if record.done is None:
+        record.error = "the stream ended without [DONE]"
+    elif record.first_token is None:
+        record.error = "the stream held no text"
+
+
+async def _events(response: httpx.Response) -> AsyncIterator[str]:
+    """The data of each server-sent event. (The servers measured here send one data line an event.)"""
+    async for line in response.aiter_lines():
+        if line.startswith("data:"):
+            yield line[5:].strip()
+
+
+def _text(choice: dict[str, Any]) -> str:
+    delta = choice.get("delta") or {}
+    return choice.get("text") or delta.get("content") or delta.get("reasoning_content") or ""
+
+
+def _take_usage(record: RequestRecord, usage: dict[str, Any]) -> None:
+    if not usage:
+        return
+    record.prompt_tokens = usage.get("prompt_tokens", record.prompt_tokens)
+    record.output_tokens = usage.get("completion_tokens", record.output_tokens)
+    details = usage.get("prompt_tokens_details") or {}
+    record.cached_tokens = details.get("cached_tokens") or record.cached_tokens
+
+
+def problems(records: Sequence[RequestRecord], workload: Workload) -> list[str]:
+    """What makes records not comparable: wrong prompt or output lengths, cache hits."""
+    lines = []
+    for record, request in zip(records, workload.requests, strict=True):
+        if not record.ok:
+            continue
+        if record.prompt_tokens not in (None, len(request.prompt_ids)):
+            lines.append(
+                f"request {record.index}: prompt {record.prompt_tokens}, sent {len(request.prompt_ids)}"
+            )
+        if record.tokens != request.output_len:
+            lines.append(
+                f"request {record.index}: {record.tokens} output tokens, asked for {request.output_len}"
+            )
+        if record.cached_tokens:
+            lines.append(f"request {record.index}: {record.cached_tokens} prompt tokens came from a cache")
+    return lines

@@ -1,0 +1,78 @@
+"""What the client saw of each request: raw times, so that every tool's metrics can be computed afterwards.
+
+All times are seconds on one monotonic clock (``time.perf_counter``) of one process; only differences mean
+something. A record keeps every chunk of the stream, because tools disagree on which chunk is the "first token"
+(see ``optkit.bench.metrics``). Metrics are functions of records and never the other way round.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+clock = time.perf_counter
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One SSE event that carried a choice. ``tokens``: new tokens in it; 1 if the server does not say."""
+
+    time: float
+    tokens: int
+    empty: bool = False  # no text in it: a role-only chunk, the last one, or half of a multi-byte character
+
+
+@dataclass
+class RequestRecord:
+    """One request from send to the end of its stream. ``None`` is "did not happen"."""
+
+    index: int
+    send: float
+    scheduled: float | None = None  # the workload's arrival; send - scheduled is the wait for a free client
+    headers: float | None = None
+    chunks: list[Chunk] = field(default_factory=list)
+    done: float | None = None
+    prompt_tokens: int | None = None  # from the server's usage
+    output_tokens: int | None = None  # from the server's usage, else the sum over chunks
+    cached_tokens: int = 0  # prompt tokens that came from a prefix cache
+    error: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None and self.done is not None and self.first_token is not None
+
+    @property
+    def first_chunk(self) -> float | None:
+        return self.chunks[0].time if self.chunks else None
+
+    @property
+    def first_token(self) -> float | None:
+        """Time of the first chunk with text."""
+        return next((chunk.time for chunk in self.chunks if not chunk.empty), None)
+
+    @property
+    def last_token(self) -> float | None:
+        return next((chunk.time for chunk in reversed(self.chunks) if not chunk.empty), None)
+
+    @property
+    def tokens(self) -> int:
+        """Output tokens: the server's count, else one a non-empty chunk."""
+        if self.output_tokens is not None:
+            return self.output_tokens
+        return sum(chunk.tokens for chunk in self.chunks if not chunk.empty)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> RequestRecord:
+        return cls(**{**data, "chunks": [Chunk(**chunk) for chunk in data["chunks"]]})
+
+
+def span(records: Iterable[RequestRecord]) -> float:
+    """Seconds from the first send to the last event of any request; 0 without requests."""
+    records = list(records)
+    times = [t for r in records for t in (r.send, r.done, r.chunks[-1].time if r.chunks else None)]
+    return max(t for t in times if t is not None) - min(r.send for r in records) if records else 0.0

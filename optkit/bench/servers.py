@@ -1,0 +1,150 @@
+"""Starting and stopping the servers under measurement.
+
+Each server is a subprocess in a session of its own, and is stopped through its process group: the engine process it
+may have started goes with it, on success, on error, on Ctrl-C and on SIGTERM. Its output goes to a temporary file,
+whose end is shown if the server does not come up.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+import httpx
+
+from optkit.errors import UserError
+
+HOST = "127.0.0.1"
+START_TIMEOUT = 600.0  # seconds; loading a large model from a slow disk takes minutes
+STOP_TIMEOUT = 10.0
+
+
+def free_port() -> int:
+    """A TCP port nobody listens on at this moment."""
+    with socket.socket() as sock:
+        sock.bind((HOST, 0))
+        return int(sock.getsockname()[1])
+
+
+def optkit_command(artifact: Path, port: int) -> list[str]:
+    return [
+        sys.executable,
+        "-m",
+        "optkit.cli.main",
+        "serve",
+        str(artifact),
+        "--host",
+        HOST,
+        "--port",
+        str(port),
+    ]
+
+
+def transformers_command(directory: Path, port: int) -> list[str]:
+    return [sys.executable, "-m", "optkit.bench.transformers_server", str(directory), "--port", str(port)]
+
+
+@contextmanager
+def running(command: Sequence[str], port: int, timeout: float = START_TIMEOUT) -> Iterator[str]:
+    """Run ``command`` until the body is done; yields its URL once ``/health`` answers 200.
+
+    Raises:
+        UserError: the server exited, or was not healthy within ``timeout`` seconds.
+    """
+    with tempfile.TemporaryFile() as log, _sigterm_exits():
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+        try:
+            url = f"http://{HOST}:{port}"
+            _wait_healthy(process, url, log, timeout)
+            yield url
+        finally:
+            stop(process)
+
+
+def _wait_healthy(process: subprocess.Popen[bytes], url: str, log: IO[bytes], timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while not healthy(url):
+        if process.poll() is not None:
+            raise UserError(
+                f"the server exited with code {process.returncode}: {_tail(log)}", where=_name(process)
+            )
+        if time.monotonic() > deadline:
+            raise UserError(f"not healthy after {timeout:g} s: {_tail(log)}", where=_name(process))
+        time.sleep(0.1)
+
+
+def healthy(url: str) -> bool:
+    """True when ``/health`` answers 200."""
+    try:
+        return httpx.get(f"{url}/health", timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def model_name(url: str) -> str:
+    """The id of the first model a server lists."""
+    try:
+        response = httpx.get(f"{url}/v1/models", timeout=10)
+        return str(response.raise_for_status().json()["data"][0]["id"])
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, IndexError, TypeError) as error:
+        fix = "start the server, or check the URL (without /v1)"
+        raise UserError(f"no OpenAI-compatible server: {error}", where=url, fix=fix) from error
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """SIGTERM to the whole group, SIGKILL to what is left; the group is gone when this returns."""
+    try:
+        _signal_group(process, signal.SIGTERM)
+        process.wait(STOP_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        pass  # the SIGKILL below
+    finally:
+        _signal_group(process, signal.SIGKILL)
+        process.wait()
+
+
+def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """The group outlives its leader while a member lives, so the leader's pid stays its name."""
+    try:
+        os.killpg(process.pid, number)
+    except ProcessLookupError:
+        return
+
+
+@contextmanager
+def _sigterm_exits() -> Iterator[None]:
+    """SIGTERM becomes SystemExit inside the body, so that ``finally`` runs. Signals belong to the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, _exit)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _exit(number: int, _frame: Any) -> NoReturn:
+    sys.exit(128 + number)
+
+
+def _tail(log: IO[bytes], size: int = 1500) -> str:
+    end = log.seek(0, os.SEEK_END)
+    log.seek(max(0, end - size))
+    return log.read().decode(errors="replace").strip() or "it printed nothing"
+
+
+def _name(process: subprocess.Popen[bytes]) -> str:
+    return " ".join(map(str, process.args)) if isinstance(process.args, list) else str(process.args)

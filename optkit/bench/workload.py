@@ -1,0 +1,132 @@
+"""The requests of a benchmark: prompts of an exact length, and when each is sent.
+
+Prompts are token ids cut from the shipped evaluation text: real language, so that speculative or early-exit tricks
+see realistic tokens, and exactly ``input_len`` long on every side. Each prompt starts with a word of its own,
+so no two share even their first block and a prefix cache cannot help; rounds use different prompts for the
+same reason. Everything follows from the seed: both sides get the same ids at the same offsets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from optkit.errors import UserError
+
+
+class Encoder(Protocol):
+    def __call__(self, text: str, add_special_tokens: bool = ...) -> Any: ...
+
+
+@dataclass(frozen=True)
+class WorkloadConfig:
+    """What to send. ``request_rate`` None is a closed loop: ``max_concurrency`` clients that never pause.
+
+    With a rate (requests a second) arrivals are a Poisson process, an open loop; ``max_concurrency`` then bounds
+    the requests in flight, None leaves them unbounded.
+    """
+
+    num_prompts: int = 16
+    input_len: int = 512
+    output_len: int = 64
+    max_concurrency: int | None = 1
+    request_rate: float | None = None
+    seed: int = 0
+
+    def check(self) -> None:
+        for name in ("num_prompts", "input_len", "output_len", "max_concurrency", "request_rate"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise UserError(f"{name} must be positive, not {value}", where="workload")
+        if self.request_rate is None and self.max_concurrency is None:
+            raise UserError(
+                "neither a request rate nor a concurrency", where="workload", fix="give one of them"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt and the second (after the start of the run) at which it may be sent."""
+
+    index: int
+    prompt_ids: tuple[int, ...]
+    output_len: int
+    arrival: float
+
+
+@dataclass(frozen=True)
+class Workload:
+    config: WorkloadConfig
+    requests: tuple[Request, ...]
+
+
+def load_tokenizer(directory: str) -> Any:
+    """The transformers tokenizer of a local model directory."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+
+
+def text_ids(tokenizer: Encoder) -> list[int]:
+    """The shipped evaluation text as token ids, without special tokens."""
+    from optkit.data import load_text
+
+    return list(tokenizer(load_text("evaluation"), add_special_tokens=False).input_ids)
+
+
+def build(config: WorkloadConfig, ids: Sequence[int], round_: int = 0) -> Workload:
+    """The workload of one round. Rounds differ in prompts; sides of a round do not.
+
+    Args:
+        config: lengths, count, arrivals, seed.
+        ids: tokens to cut prompts from (``text_ids``).
+        round_: which round of the run.
+
+    Raises:
+        UserError: a number is not positive, or there is not enough text.
+    """
+    config.check()
+    prompts = _prompts(config, ids, round_)
+    arrivals = _arrivals(config, round_)
+    rows = zip(prompts, arrivals, strict=True)
+    requests = tuple(Request(i, prompt, config.output_len, at) for i, (prompt, at) in enumerate(rows))
+    return Workload(config, requests)
+
+
+def _prompts(config: WorkloadConfig, ids: Sequence[int], round_: int) -> list[tuple[int, ...]]:
+    """Slices at random places, each led by a token that no other prompt of any round starts with.
+
+    The leading tokens are distinct tokens of the text, in an order that depends on the seed alone.
+    """
+    if len(ids) < config.input_len:
+        raise UserError(
+            f"the text has {len(ids)} tokens, a prompt needs {config.input_len}", where="input_len"
+        )
+    leads = np.random.default_rng(config.seed).permutation(np.unique(np.asarray(ids)))
+    first = round_ * config.num_prompts
+    if first + config.num_prompts > len(leads):
+        raise UserError(
+            f"only {len(leads)} distinct prompts can be made", where="num_prompts", fix="ask for fewer"
+        )
+    places = np.random.default_rng([config.seed, round_, 1]).integers(
+        0, len(ids) - config.input_len + 1, config.num_prompts
+    )
+    return [
+        (int(lead), *ids[place + 1 : place + config.input_len])
+        for lead, place in zip(leads[first : first + config.num_prompts], places, strict=True)
+    ]
+
+
+def _arrivals(config: WorkloadConfig, round_: int) -> list[float]:
+    """Seconds after the start: exponential gaps at ``request_rate``, or all 0 in a closed loop."""
+    if config.request_rate is None:
+        return [0.0] * config.num_prompts
+    generator = np.random.default_rng([config.seed, round_, 2])
+    gaps = generator.exponential(1 / config.request_rate, config.num_prompts)
+    return [float(at) for at in gaps.cumsum() - gaps[0]]
