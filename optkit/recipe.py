@@ -166,11 +166,11 @@ class Recipe(_Section):
         """Load each pass and validate its options with the pass's ``Config``.
 
         Raises:
-            UserError: unknown pass, unknown option or bad value, with file and line.
+            UserError: unknown pass, unknown option, bad value or order, with file and line.
         """
-        from optkit.recipe_passes import resolve_entry
+        from optkit.recipe_passes import resolve_entries
 
-        return [resolve_entry(entry, self._document) for entry in self.passes]
+        return resolve_entries(self.passes, self._document)
 
     def to_data(self) -> dict[str, Any]:
         """The YAML form as plain dicts, with every default written out."""

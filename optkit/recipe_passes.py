@@ -6,6 +6,8 @@ Importing a pass may import torch, so nothing here is needed to read, list or sh
 from __future__ import annotations
 
 import copy
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -14,6 +16,19 @@ from optkit.errors import UserError, nearest
 from optkit.recipe import PassEntry, ResolvedPass
 from optkit.recipe_errors import explain
 from optkit.yaml_source import Document
+
+
+def resolve_entries(entries: Sequence[PassEntry], document: Document) -> list[ResolvedPass]:
+    """Resolve every entry and check that their stages come in order (fuse, quantize, attention, compile)."""
+    resolved = [resolve_entry(entry, document) for entry in entries]
+    for before, after in itertools.pairwise(resolved):
+        if after.pass_class.stage < before.pass_class.stage:
+            raise UserError(
+                f"'{after.entry.name}' must come before '{before.entry.name}'",
+                where=document.where(("passes", after.entry.name)),
+                fix="the order is: fusions, quantization, attention, compile",
+            )
+    return resolved
 
 
 def resolve_entry(entry: PassEntry, document: Document) -> ResolvedPass:

@@ -44,10 +44,12 @@ class EmptyConfig(BaseModel):
 
 
 class FakeInt8:
+    stage = 2
     Config = Int8Config
 
 
 class FakeFuse:
+    stage = 1
     Config = EmptyConfig
 
 
@@ -228,6 +230,7 @@ def test_resolve_gives_each_pass_its_config() -> None:
         ("  int8:", "  int9:", ["r.yaml:10", "unknown pass 'int9'", "did you mean 'int8'"]),
         ("lm_head", "lm_hed", ["r.yaml:11", "'passes.int8.lm_hed'", "did you mean 'lm_head'"]),
         ("lm_head: true", "bits: 16", ["r.yaml:11", "passes.int8.bits", "less than or equal to 8", "16"]),
+        ("accept: {min_top1", "  fuse_qkv: {}\naccept: {min_top1", ["already set on line 9"]),
         ("fuse_qkv: {}", "fuse_qkv: {x: 1}", ["r.yaml:9", "'passes.fuse_qkv.x'", "accept"]),
     ],
 )
@@ -235,6 +238,12 @@ def test_resolve_checks_names_and_options(old: str, new: str, parts: list[str]) 
     line = message(TEXT.replace(old, new), resolve=True)
     for part in parts:
         assert part in line
+
+
+@pytest.mark.usefixtures("pass_table")
+def test_passes_out_of_order_are_refused() -> None:
+    text = TEXT.replace("  fuse_qkv: {}\n", "").replace("accept: {min", "  fuse_qkv: {}\naccept: {min")
+    assert "r.yaml:12: 'fuse_qkv' must come before 'int8'" in message(text, resolve=True)
 
 
 @pytest.mark.usefixtures("pass_table")

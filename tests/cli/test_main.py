@@ -1,0 +1,117 @@
+"""The command line: exit codes, panels, and a help text that does not wait for torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer import Typer
+
+from optkit import __version__
+from optkit.cli import main
+from optkit.errors import UserError
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> dict[str, BaseException]:
+    """An app whose one command raises what the test puts into the dict."""
+    box: dict[str, BaseException] = {}
+    app = Typer(add_completion=False, pretty_exceptions_enable=False)
+
+    @app.callback()
+    def root() -> None:
+        pass
+
+    @app.command()
+    def fail() -> None:
+        raise box["error"]
+
+    monkeypatch.setattr(main, "app", app)
+    return box
+
+
+def test_help_lists_the_commands_without_torch() -> None:
+    code = (
+        "import sys; from optkit.cli.main import run; code = run(['--help']);"
+        "heavy = {'torch', 'transformers', 'numpy', 'fastapi', 'safetensors'} & set(sys.modules);"
+        "sys.exit(f'imported: {heavy}' if heavy else code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    for command in ("recipe", "doctor"):
+        assert command in done.stdout
+
+
+def test_listing_recipes_does_not_import_torch() -> None:
+    code = (
+        "import sys; from optkit.cli.main import run; code = run(['recipe', 'list']);"
+        "sys.exit('imported torch' if 'torch' in sys.modules else code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["--version"]) == 0
+    assert capsys.readouterr().out == f"optkit {__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [["nonsense"], ["recipe", "shw"], ["recipe", "show"], ["--nope"]])
+def test_wrong_usage_is_exit_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(arguments) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert "Traceback" not in output.err
+
+
+def test_a_user_error_is_one_panel_and_exit_code_2(
+    failing: dict[str, BaseException], capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing["error"] = UserError("no [bold]such file", where="a.yaml:3", fix="look again")
+    assert main.run(["fail"]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    for part in ("no [bold]such file", "a.yaml:3", "look again"):
+        assert part in output.err
+    assert "Traceback" not in output.err
+
+
+def test_a_bug_is_a_short_panel_and_exit_code_1(
+    failing: dict[str, BaseException], capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing["error"] = KeyError("secret")
+    assert main.run(["fail"]) == 1
+    error = capsys.readouterr().err
+    assert "bug in optkit" in error
+    assert "--debug" in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("arguments", [["--debug", "fail"], ["fail", "--debug"]])
+def test_debug_shows_the_traceback_wherever_it_stands(
+    arguments: list[str], failing: dict[str, BaseException], capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing["error"] = KeyError("secret")
+    assert main.run(arguments) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_an_interrupt_is_130(failing: dict[str, BaseException]) -> None:
+    failing["error"] = KeyboardInterrupt()
+    assert main.run(["fail"]) == 130
+
+
+def test_doctor_reports_plain_data(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["doctor", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["optkit"] == __version__
+    assert facts["packages"]["torch"]
+    assert facts["target"]["source"] == "measured"
+    assert main.run(["doctor"]) == 0
+    assert "ceilings" in capsys.readouterr().out

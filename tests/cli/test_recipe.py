@@ -1,0 +1,87 @@
+"""``optkit recipe``: list, show, check, new, schema."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from optkit.cli.main import run
+from optkit.recipe import load_recipe, parse_recipe, shipped_names
+
+Output = pytest.CaptureFixture[str]
+
+
+def test_list(capsys: Output) -> None:
+    assert run(["recipe", "list"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in shipped_names())
+    assert run(["recipe", "list", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in rows] == shipped_names()
+    assert "int8" in next(row["passes"] for row in rows if row["name"] == "ttft-cpu")
+
+
+def test_show_prints_yaml_that_loads(capsys: Output) -> None:
+    assert run(["recipe", "show", "ttft-cpu", "--set", "runtime.max_num_seqs=4"]) == 0
+    shown = parse_recipe(capsys.readouterr().out)
+    assert shown == load_recipe("ttft-cpu", ["runtime.max_num_seqs=4"])
+    assert run(["recipe", "show", "ttft-cpu", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == load_recipe("ttft-cpu").to_data()
+
+
+def test_check_prints_what_would_run(capsys: Output) -> None:
+    assert run(["recipe", "check", "ttft-cpu", "--set", "passes.int8.lm_head=false"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.index("1. fuse_qkv") < shown.index("4. int8") < shown.index("5. flash_attention")
+    assert "lm_head=False" in shown
+    assert "max_kld 0.01" in shown
+
+
+def test_check_without_passes_says_so(capsys: Output) -> None:
+    assert run(["recipe", "check", "baseline"]) == 0
+    assert "no passes" in capsys.readouterr().out
+
+
+def test_check_as_json(capsys: Output) -> None:
+    assert run(["recipe", "check", "ttft-cpu", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["valid"] is True
+    int8 = next(row for row in result["passes"] if row["name"] == "int8")
+    assert int8["options"]["lm_head"] is True
+    assert int8["accept"] == {"max_kld": 0.01}
+
+
+def test_check_finds_a_bad_option(capsys: Output) -> None:
+    assert run(["recipe", "check", "ttft-cpu", "--set", "passes.int8.lm_hed=true"]) == 2
+    error = capsys.readouterr().err
+    assert "lm_hed" in error
+    assert "did you mean 'lm_head'" in error
+
+
+def test_new_writes_a_recipe_that_checks(tmp_path: Path, capsys: Output) -> None:
+    assert run(["recipe", "new", "mine", "--dir", str(tmp_path)]) == 0
+    path = tmp_path / "mine.yaml"
+    assert "#" in path.read_text()
+    assert run(["recipe", "check", str(path)]) == 0
+    assert "mine for cpu" in capsys.readouterr().out
+
+
+def test_new_overwrites_nothing_and_refuses_odd_names(tmp_path: Path, capsys: Output) -> None:
+    (tmp_path / "mine.yaml").write_text("precious")
+    assert run(["recipe", "new", "mine", "--dir", str(tmp_path)]) == 2
+    assert (tmp_path / "mine.yaml").read_text() == "precious"
+    assert run(["recipe", "new", "../Mine", "--dir", str(tmp_path)]) == 2
+    assert run(["recipe", "new", "other", "--dir", str(tmp_path / "nowhere")]) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.yaml"]
+    assert "already" in capsys.readouterr().err
+
+
+def test_schema_knows_the_passes(capsys: Output) -> None:
+    assert run(["recipe", "schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert "int8" in schema["properties"]["passes"]["properties"]
+    jsonschema = pytest.importorskip("jsonschema")
+    for name in shipped_names():
+        jsonschema.validate(load_recipe(name).to_data(), schema)

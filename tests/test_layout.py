@@ -1,0 +1,152 @@
+"""What must stay true of the repository: its layout, cheap imports, and no code that runs data."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = sorted(path for folder in ("optkit", "passes", "kernels") for path in (ROOT / folder).rglob("*.py"))
+BANNED_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+BANNED_CALLS = {
+    "eval",
+    "exec",
+    "torch.load",
+    "torch.export.load",
+    "torch.package.PackageImporter",
+    "torch.jit.load",
+    "numpy.load",
+    "np.load",
+    "yaml.load",
+    "yaml.load_all",
+    "yaml.full_load",
+    "yaml.unsafe_load",
+    "os.system",
+}
+INPUT_MODULES = (
+    "checkpoint",
+    "safetensors_header",
+    "model_source",
+    "recipe",
+    "yaml_source",
+    "artifact",
+    "hf_layout",
+)
+
+
+def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
+    """Every call with its dotted name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func), node
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Every imported module."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+
+
+def violations(tree: ast.AST) -> list[str]:
+    """Banned imports and calls in ``tree``."""
+    found = [f"import {name}" for name in imports(tree) if name.split(".")[0] in BANNED_MODULES]
+    for name, node in calls(tree):
+        if name in BANNED_CALLS:
+            found.append(f"line {node.lineno}: {name}")
+        for keyword in node.keywords:
+            if keyword.arg == "trust_remote_code" and getattr(keyword.value, "value", None) is not False:
+                found.append(f"line {node.lineno}: trust_remote_code")
+            if keyword.arg == "weights_only" and getattr(keyword.value, "value", None) is not True:
+                found.append(f"line {node.lineno}: weights_only")
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_source_file_can_run_data_as_code(path: Path) -> None:
+    assert violations(ast.parse(path.read_text())) == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pickle",
+        "from marshal import loads",
+        "torch.load('x')",
+        "eval('1')",
+        "yaml.load(text, Loader=L)",
+        "f(trust_remote_code=True)",
+        "f(trust_remote_code=flag)",
+    ],
+)
+def test_the_scan_finds_what_it_looks_for(code: str) -> None:
+    assert violations(ast.parse(code))
+
+
+def test_the_scan_leaves_a_model_in_eval_mode_alone() -> None:
+    assert violations(ast.parse("model.eval(); yaml.safe_load(t); f(trust_remote_code=False)")) == []
+
+
+def test_input_is_never_validated_with_assert() -> None:
+    serve = (ROOT / "optkit" / "serve").glob("*.py")
+    modules = [path for path in (ROOT / "optkit").glob("*.py") if path.stem.startswith(INPUT_MODULES)]
+    assert len(modules) >= 7
+    for path in [*modules, *serve]:
+        lines = [
+            node.lineno for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Assert)
+        ]
+        assert lines == [], f"{path.name} uses assert on lines {lines}"
+
+
+def test_kernels_is_no_package_of_its_own() -> None:
+    """With an ``__init__.py`` it would shadow the Hugging Face package ``kernels`` from the repository root."""
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+def test_importing_optkit_is_cheap() -> None:
+    code = "import sys, optkit; sys.exit(str({'torch', 'transformers', 'numpy', 'pydantic'} & set(sys.modules) or ''))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stderr.strip() == ""
+
+
+def test_importing_the_recipe_and_its_neighbours_needs_no_torch() -> None:
+    modules = "optkit.recipe, optkit.checkpoint, optkit.model_source, optkit.target, optkit.cli.main"
+    code = f"import sys, {modules}; sys.exit('torch' if 'torch' in sys.modules else 0)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def package_folders() -> dict[str, Path]:
+    """Package name to folder, as pyproject.toml maps them."""
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    mapping = tools["package-dir"]
+    folders = {}
+    for package in tools["packages"]:
+        root = max((known for known in mapping if f"{package}.".startswith(f"{known}.")), key=len)
+        folders[package] = ROOT / mapping[root] / package[len(root) :].strip(".").replace(".", "/")
+    return folders
+
+
+def test_every_listed_package_is_there() -> None:
+    missing = [
+        package for package, folder in package_folders().items() if not (folder / "__init__.py").is_file()
+    ]
+    assert missing == []
+
+
+def test_every_package_that_is_there_is_listed() -> None:
+    roots = [ROOT / "optkit", ROOT / "passes", ROOT / "kernels" / "ops", ROOT / "recipes"]
+    present = {init.parent for root in roots for init in root.rglob("__init__.py")}
+    assert present == set(package_folders().values())
