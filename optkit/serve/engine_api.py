@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,8 +24,8 @@ class Engine(Protocol):
     @property
     def is_healthy(self) -> bool: ...
 
-    def generate(self, request: EngineRequest) -> AsyncGenerator[TokenOutput, None]:
-        """Outputs until one has a ``finish_reason``. Closing or cancelling it aborts the request."""
+    def generate(self, request: EngineRequest) -> AsyncIterator[TokenOutput]:
+        """Outputs until one has a ``finish_reason``. It is an async generator; closing or cancelling it aborts."""
         ...
 
 

@@ -123,7 +123,7 @@ class GenerationRequest(BaseModel):
             top_k=max(self.top_k or 0, 0),
             min_p=self.min_p or 0.0,
             seed=self.seed,
-            min_tokens=min(self.min_tokens or 0, max_tokens),
+            min_tokens=self.min_tokens or 0,
             stop_token_ids=stops,
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
@@ -163,7 +163,7 @@ class ChatRequest(GenerationRequest):
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Count | None = None
-    chat_template_kwargs: Annotated[dict[str, Scalar], Field(max_length=16)] = {}
+    chat_template_kwargs: Annotated[dict[str, Scalar], Field(max_length=16)] | None = None
 
     @property
     def token_limit(self) -> int | None:

@@ -1,0 +1,86 @@
+"""Where the server listens, and who may reach it.
+
+Loopback is the default, and any other address needs an API key: a server that answers everybody on the
+network must be a decision. The key comes from a file or the environment, never from the command line, which
+every user of the machine can read.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+from optkit.errors import UserError
+
+API_KEY_VARIABLE = "OPTKIT_API_KEY"
+
+
+def is_loopback(host: str) -> bool:
+    """True when only this machine can reach ``host``."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def refuse_exposure(host: str, api_key: str | None) -> None:
+    """Raise UserError if others could reach the server without a key."""
+    if api_key is None and not is_loopback(host):
+        what = f"refusing to listen on {host} without an API key"
+        raise UserError(
+            what, where="--host", fix=f"set {API_KEY_VARIABLE} or --api-key-file, or use 127.0.0.1"
+        )
+
+
+def read_api_key(file: Path | None, environment: Mapping[str, str] = os.environ) -> str | None:
+    """The key from ``file`` or from OPTKIT_API_KEY; None if there is neither.
+
+    Raises:
+        UserError: the file cannot be read, or the key is no printable ASCII word.
+    """
+    key = environment.get(API_KEY_VARIABLE)
+    if file is not None:
+        try:
+            key = file.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError("the API key file cannot be read", where=str(file)) from error
+    if key is None:
+        return None
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        where = str(file) if file else API_KEY_VARIABLE
+        raise UserError("an API key is one word of printable ASCII characters", where=where)
+    return key
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket that does not listen yet.
+
+    Raises:
+        UserError: the port is in use or not ours to take, or the host is not an address of this machine.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+    except (OSError, OverflowError) as error:
+        sock.close()
+        raise _bind_error(host, port, error) from error
+    return sock
+
+
+def _bind_error(host: str, port: int, error: Exception) -> UserError:
+    number = error.errno if isinstance(error, OSError) else None
+    if number == errno.EADDRINUSE:
+        return UserError(
+            f"port {port} is in use", where="--port", fix="stop its owner, or choose another port"
+        )
+    if number == errno.EACCES:
+        return UserError(
+            f"no permission to listen on port {port}", where="--port", fix="choose a port above 1023"
+        )
+    return UserError(f"cannot listen on {host}:{port}: {error}", where="--host")

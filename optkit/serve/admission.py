@@ -1,0 +1,42 @@
+"""A bounded number of sequences in the server, with an answer for those beyond it.
+
+A queue without a bound turns overload into timeouts for everybody. Here a request takes one slot per prompt
+before any work is done for it (also before tokenization), and keeps them until its last byte is sent; when
+there are not enough, the answer is 429 at once, with the time after which to come back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from optkit.serve.api_error import ApiError
+
+RETRY_SECONDS = 1
+
+
+class Admission:
+    """``capacity`` slots, handed out without waiting. Single-threaded: one event loop uses it."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.used = capacity, 0
+
+    @contextmanager
+    def slots(self, count: int) -> Iterator[None]:
+        """Hold ``count`` slots for the body.
+
+        Raises:
+            ApiError: 400 if they could never be had, 429 if they cannot be had now.
+        """
+        if count > self.capacity:
+            raise ApiError(
+                f"at most {self.capacity} prompts fit this server", param="prompt", code="too_many_prompts"
+            )
+        if self.used + count > self.capacity:
+            message = "the server is at capacity; try again later"
+            raise ApiError(message, code="rate_limit_exceeded", status=429, retry_after=RETRY_SECONDS)
+        self.used += count
+        try:
+            yield
+        finally:
+            self.used -= count

@@ -1,0 +1,138 @@
+"""The HTTP application: routes, and nothing that takes a decision about tokens.
+
+=============================  ==============================================================
+``POST /v1/chat/completions``  messages in, one answer
+``POST /v1/completions``       prompts in, one answer each
+``GET /v1/models``             the served names, with ``max_model_len``
+``GET /health/live``           the event loop answers
+``GET /health/ready``          the engine is alive and the server is not shutting down; also ``/health``, ``/ping``
+``GET /metrics``               Prometheus text
+``GET /version``
+=============================  ==============================================================
+
+Health comes from the engine's heartbeat and never generates a token: a check that does is red under load
+and costs the users their latency.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+from optkit.serve.admission import Admission
+from optkit.serve.api_error import ApiError, internal_error
+from optkit.serve.engine_api import Engine, ServeSettings
+from optkit.serve.guard import Guard
+from optkit.serve.json_body import read_json
+from optkit.serve.metrics import Metrics
+from optkit.serve.prompts import PromptReader
+from optkit.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest, parse_request
+from optkit.serve.reply import Reply, Service
+from optkit.serve.tokenizer import Tokenizer
+from optkit.version import VERSION
+
+Body = TypeVar("Body", bound=GenerationRequest)
+
+
+def create_app(engine: Engine, tokenizer: Tokenizer, settings: ServeSettings) -> FastAPI:
+    """The application in front of ``engine``.
+
+    ``app.state.draining`` set to True makes the server not ready and refuses new work with 503.
+    """
+    metrics = Metrics(settings.model_names[0], lambda: engine.stats, settings.ttft_slo_s, settings.block_size)
+    prompts = PromptReader(tokenizer, settings.max_model_len)
+    admission = Admission(settings.max_running + settings.max_queue)
+    service = Service(engine, prompts, metrics, admission, settings)
+    app = FastAPI(title="optkit", version=VERSION, openapi_url=None, lifespan=_lifespan)
+    app.state.service, app.state.draining = service, False
+    _add_errors(app)
+    _add_generation(app, service)
+    _add_models(app, settings)
+    _add_health(app, service)
+    app.add_middleware(Guard, settings=settings)
+    return app
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    yield
+    app.state.service.prompts.close()
+
+
+def _add_generation(app: FastAPI, service: Service) -> None:
+    async def reply(http: Request, kind: type[Body]) -> Response:
+        arrival = time.monotonic()
+        if app.state.draining:
+            raise ApiError("the server is shutting down", code="server_shutdown", status=503, retry_after=5)
+        settings = service.settings
+        data = await read_json(http, settings.max_body_bytes, settings.body_timeout_s)
+        request = parse_request(kind, data)
+        service.check(request)
+        return Reply(service, request, arrival)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(http: Request) -> Response:
+        return await reply(http, ChatRequest)
+
+    @app.post("/v1/completions")
+    async def completions(http: Request) -> Response:
+        return await reply(http, CompletionRequest)
+
+
+def _add_models(app: FastAPI, settings: ServeSettings) -> None:
+    created = int(time.time())
+
+    def card(name: str) -> dict[str, object]:
+        fixed = {"object": "model", "created": created, "owned_by": "optkit", "root": settings.model_names[0]}
+        return {"id": name, **fixed, "max_model_len": settings.max_model_len}
+
+    @app.get("/v1/models")
+    async def models() -> JSONResponse:
+        return JSONResponse({"object": "list", "data": [card(name) for name in settings.model_names]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> JSONResponse:
+        if name not in settings.model_names:
+            raise ApiError("no such model", param="model", code="model_not_found", status=404)
+        return JSONResponse(card(name))
+
+
+def _add_health(app: FastAPI, service: Service) -> None:
+    async def ready() -> JSONResponse:
+        is_ready = service.engine.is_healthy and not app.state.draining
+        return JSONResponse({"status": "ready" if is_ready else "not ready"}, 200 if is_ready else 503)
+
+    for path in ("/health", "/health/ready", "/ping"):
+        app.add_api_route(path, ready, methods=["GET"])
+
+    @app.get("/health/live")
+    async def live() -> JSONResponse:
+        return JSONResponse({"status": "live"})
+
+    @app.get("/version")
+    async def version() -> JSONResponse:
+        return JSONResponse({"version": VERSION})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _add_errors(app: FastAPI) -> None:
+    async def api_error(_http: Request, error: Exception) -> Response:
+        return error.response() if isinstance(error, ApiError) else internal_error(error).response()
+
+    async def http_error(_http: Request, error: Exception) -> Response:
+        status = error.status_code if isinstance(error, HTTPException) else 500
+        message = {404: "no such path", 405: "this method is not allowed here"}.get(status, "bad request")
+        return ApiError(message, code="not_found" if status == 404 else None, status=status).response()
+
+    app.add_exception_handler(ApiError, api_error)
+    app.add_exception_handler(HTTPException, http_error)
+    app.add_exception_handler(Exception, api_error)

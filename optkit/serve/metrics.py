@@ -1,0 +1,203 @@
+"""Prometheus metrics under vLLM's names, which dashboards, gateways and autoscalers already read.
+
+All times come from one monotonic clock. TTFT starts when the request has arrived, before tokenization, and
+ends when its first token is about to be written to the client. Counters move with what clients are sent, so
+they agree with the ``usage`` of the answers to the token. Gauges are read from the engine at scrape time.
+
+The recipe's TTFT promise is an edge of the TTFT buckets: "95 % within 700 ms" is then read off exactly
+instead of interpolated between 0.5 and 0.75. Not offered, because the API process cannot see when a
+request leaves the engine's queue: ``request_queue_time``, ``..prefill_time``, ``..inference_time``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from optkit.runtime.types import EngineStats, FinishReason
+from optkit.version import VERSION
+
+TTFT_EDGES = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+TOKEN_EDGES = (
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    40.0,
+)
+REQUEST_EDGES = (
+    0.3,
+    0.5,
+    0.8,
+    1.0,
+    1.5,
+    2.0,
+    2.5,
+    5.0,
+    10.0,
+    15.0,
+    20.0,
+    30.0,
+    40.0,
+    60.0,
+    120.0,
+    240.0,
+    960.0,
+)
+COUNT_EDGES = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+
+LABELS = ("model_name", "engine")
+
+
+class Metrics:
+    """All metrics of one server, on a registry of their own.
+
+    Args:
+        model_name: value of the ``model_name`` label.
+        stats: the engine's gauges, now.
+        ttft_slo_s: the recipe's promise in seconds.
+        block_size: tokens of a KV block, if known.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        stats: Callable[[], EngineStats],
+        ttft_slo_s: float | None = None,
+        block_size: int | None = None,
+    ) -> None:
+        self.registry = CollectorRegistry()
+        self._values = (model_name, "0")
+        ttft = tuple(sorted({*TTFT_EDGES, *([ttft_slo_s] if ttft_slo_s else [])}))
+        self.ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", ttft)
+        self.itl = self._histogram("inter_token_latency_seconds", "Between two tokens.", TOKEN_EDGES)
+        self.tpot = self._histogram(
+            "request_time_per_output_token_seconds",
+            "(last - first token) / (tokens - 1), per request.",
+            TOKEN_EDGES,
+        )
+        self.e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", REQUEST_EDGES)
+        self.decode = self._histogram("request_decode_time_seconds", "First to last token.", REQUEST_EDGES)
+        self.prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", COUNT_EDGES)
+        self.generation = self._histogram("request_generation_tokens", "Generated tokens.", COUNT_EDGES)
+        self.max_tokens = self._histogram(
+            "request_params_max_tokens", "max_tokens of a request.", COUNT_EDGES
+        )
+        self.n = self._histogram("request_params_n", "n of a request.", (1.0, 2.0, 5.0, 10.0, 20.0))
+        self.prompt_total = self._counter("prompt_tokens", "Prompt tokens processed.")
+        self.generation_total = self._counter("generation_tokens", "Tokens generated.")
+        self.finished = self._finished_counters()
+        self._info(block_size)
+        self.registry.register(_EngineGauges(stats, self._values))
+
+    def render(self) -> bytes:
+        """The exposition text."""
+        return generate_latest(self.registry)
+
+    def sequence(self, arrival: float, num_prompt: int, max_tokens: int) -> SequenceMetrics:
+        """Begin to observe one sequence that arrived at ``arrival`` (``time.monotonic()``)."""
+        return SequenceMetrics(self, arrival, num_prompt, max_tokens)
+
+    def _histogram(self, name: str, text: str, edges: Sequence[float]) -> Histogram:
+        metric = Histogram(f"vllm:{name}", text, LABELS, buckets=edges, registry=self.registry)
+        return metric.labels(*self._values)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(f"vllm:{name}", text, LABELS, registry=self.registry).labels(*self._values)
+
+    def _finished_counters(self) -> dict[FinishReason, Counter]:
+        labels = (*LABELS, "finished_reason")
+        metric = Counter("vllm:request_success", "Finished requests.", labels, registry=self.registry)
+        return {reason: metric.labels(*self._values, reason.value) for reason in FinishReason}
+
+    def _info(self, block_size: int | None) -> None:
+        labels = ("block_size", "engine")
+        info = Gauge(
+            "vllm:cache_config_info", "How the KV cache is laid out.", labels, registry=self.registry
+        )
+        info.labels(str(block_size), "0").set(1)
+        version = Gauge("optkit:build_info", "The running version.", ("version",), registry=self.registry)
+        version.labels(VERSION).set(1)
+
+
+class SequenceMetrics:
+    """Observes one sequence; ``tokens`` for each engine output, then ``finish`` once."""
+
+    def __init__(self, metrics: Metrics, arrival: float, num_prompt: int, max_tokens: int) -> None:
+        self._metrics, self._arrival = metrics, arrival
+        self._num_prompt, self._max_tokens = num_prompt, max_tokens
+        self._first = self._last = 0.0
+        self.num_tokens = 0
+
+    def tokens(self, count: int) -> None:
+        """``count`` new tokens have come."""
+        now = time.monotonic()
+        if self.num_tokens == 0:
+            self._metrics.ttft.observe(now - self._arrival)
+            self._metrics.prompt_total.inc(self._num_prompt)
+            self._first = now
+        else:
+            self._metrics.itl.observe(now - self._last)
+        self._last = now
+        self.num_tokens += count
+        self._metrics.generation_total.inc(count)
+
+    def finish(self, reason: FinishReason) -> None:
+        """The sequence is over, for whatever reason."""
+        metrics, now = self._metrics, time.monotonic()
+        metrics.finished[reason].inc()
+        if self.num_tokens == 0 and reason in (FinishReason.STOP, FinishReason.LENGTH):
+            metrics.prompt_total.inc(self._num_prompt)
+        metrics.e2e.observe(now - self._arrival)
+        metrics.prompt.observe(self._num_prompt)
+        metrics.generation.observe(self.num_tokens)
+        metrics.max_tokens.observe(self._max_tokens)
+        metrics.n.observe(1)
+        if self.num_tokens:
+            metrics.decode.observe(self._last - self._first)
+        if self.num_tokens > 1:
+            metrics.tpot.observe((self._last - self._first) / (self.num_tokens - 1))
+
+
+class _EngineGauges(Collector):
+    """The engine's own numbers, read when somebody scrapes."""
+
+    def __init__(self, stats: Callable[[], EngineStats], labels: Sequence[str]) -> None:
+        self._stats, self._labels = stats, labels
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats()
+        used = stats.kv_blocks_used / stats.kv_blocks_total if stats.kv_blocks_total else 0.0
+        yield self._gauge("num_requests_running", "Sequences in the running batch.", stats.num_running)
+        yield self._gauge("num_requests_waiting", "Sequences waiting to run.", stats.num_waiting)
+        yield self._gauge("kv_cache_usage_perc", "KV blocks in use, 0 to 1.", used)
+        preemptions = CounterMetricFamily("vllm:num_preemptions", "Preempted sequences.", labels=LABELS)
+        preemptions.add_metric(self._labels, stats.num_preemptions)
+        yield preemptions
+
+    def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(f"vllm:{name}", text, labels=LABELS)
+        family.add_metric(self._labels, value)
+        return family
+
+    def describe(self) -> Iterable[Metric]:
+        return []

@@ -1,0 +1,130 @@
+"""Requests to token ids that fit the context.
+
+Short prompts are tokenized on the event loop, because a hop to a thread costs more than the work. Long ones
+go to a small thread pool, so that the streams of others keep flowing, and a text that cannot fit is refused
+by its length in bytes before it is tokenized at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from optkit.serve.api_error import ApiError
+from optkit.serve.chat_template import TemplateFailure
+from optkit.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from optkit.serve.tokenizer import Tokenizer
+
+INLINE_CHARS = 4096  # about a millisecond of tokenization
+RESERVED = frozenset(["messages", "tools", "documents", "add_generation_prompt", "chat_template"])
+COMPLETION_TOKENS = 16  # OpenAI's default for completions
+
+Result = TypeVar("Result")
+
+
+class PromptReader:
+    """Turns requests into lists of token ids.
+
+    Args:
+        tokenizer: of the served model.
+        max_model_len: tokens of prompt and answer together.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, max_model_len: int) -> None:
+        self.tokenizer, self.max_model_len = tokenizer, max_model_len
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
+
+    async def read(self, request: GenerationRequest) -> list[list[int]]:
+        """Token ids of each prompt of ``request``.
+
+        Raises:
+            ApiError: 400, for everything that is wrong with a prompt.
+        """
+        if isinstance(request, ChatRequest):
+            return [await self._chat(request)]
+        if isinstance(request, CompletionRequest):
+            return [await self._prompt(prompt) for prompt in request.prompt]
+        raise TypeError(type(request).__name__)
+
+    async def _chat(self, request: ChatRequest) -> list[int]:
+        size = sum(len(message.content) for message in request.messages)
+        text = await self._run(size, functools.partial(self.render, request))
+        return self._check_ids(await self._encode(text, "messages", add_special_tokens=False), "messages")
+
+    def render(self, request: ChatRequest) -> str:
+        """The messages as one text."""
+        template = self.tokenizer.chat_template
+        if template is None:
+            message = "this model has no chat template; use /v1/completions"
+            raise ApiError(message, param="messages", code="no_chat_template")
+        reserved = RESERVED | set(template.special_tokens)
+        for name in (request.chat_template_kwargs or {}).keys() & reserved:
+            raise ApiError(f"'{name}' cannot be set here", param="chat_template_kwargs", code="invalid_value")
+        messages = [message.for_template() for message in request.messages]
+        try:
+            return template.render(messages, **(request.chat_template_kwargs or {}))
+        except TemplateFailure as failure:
+            raise ApiError(str(failure), param="messages", code="template_error") from failure
+
+    async def _prompt(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            return self._check_ids(await self._encode(prompt, "prompt", add_special_tokens=True), "prompt")
+        return self._check_ids(prompt, "prompt")
+
+    async def _encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
+        if not text:
+            raise ApiError("the prompt is empty", param=param, code="empty_prompt")
+        if len(text) > self.max_model_len:  # only then can it be too long
+            self._refuse_hopeless(text, param)
+        work = functools.partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        return await self._run(len(text), work)
+
+    async def _run(self, size: int, work: Callable[[], Result]) -> Result:
+        if size <= INLINE_CHARS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def _refuse_hopeless(self, text: str, param: str) -> None:
+        fewest = len(text.encode()) // self.tokenizer.longest_token
+        if fewest > self.max_model_len:
+            message = f"the prompt has at least {fewest} tokens, but max_model_len is {self.max_model_len}"
+            raise ApiError(message, param=param, code="context_length_exceeded")
+
+    def _check_ids(self, ids: list[int], param: str) -> list[int]:
+        if not ids:
+            raise ApiError("the prompt is empty", param=param, code="empty_prompt")
+        if min(ids) < 0 or max(ids) >= self.tokenizer.vocab_size:
+            message = f"token ids must be in [0, {self.tokenizer.vocab_size})"
+            raise ApiError(message, param=param, code="invalid_token_id")
+        return ids
+
+    def token_budget(self, request: GenerationRequest, num_prompt: int) -> int:
+        """How many tokens to generate after a prompt of ``num_prompt`` tokens.
+
+        Raises:
+            ApiError: 400, prompt and answer do not fit ``max_model_len`` together.
+        """
+        room, asked = self.max_model_len - num_prompt, request.token_limit
+        param = "messages" if isinstance(request, ChatRequest) else "prompt"
+        if room < max(asked or 1, 1):
+            wanted = "" if asked is None else f" and max_tokens is {asked}"
+            message = f"the prompt has {num_prompt} tokens{wanted}, but max_model_len is {self.max_model_len}"
+            raise ApiError(message, param=param, code="context_length_exceeded")
+        default = room if isinstance(request, ChatRequest) else min(COMPLETION_TOKENS, room)
+        budget = asked or default
+        if (request.min_tokens or 0) > budget:
+            message = f"min_tokens is {request.min_tokens}, but at most {budget} tokens are generated"
+            raise ApiError(message, param="min_tokens", code="invalid_value")
+        return budget
+
+    def check_stop_ids(self, request: GenerationRequest) -> None:
+        """Refuse stop ids that are no tokens of the model."""
+        if max(request.stop_token_ids or (0,)) >= self.tokenizer.vocab_size:
+            message = f"token ids must be in [0, {self.tokenizer.vocab_size})"
+            raise ApiError(message, param="stop_token_ids", code="invalid_token_id")
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)

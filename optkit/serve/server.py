@@ -1,0 +1,245 @@
+"""The server process: a socket, an engine process, an event loop, and a clean end.
+
+Order of the start: refuse to be exposed without a key, take the port, and only then load. So a port in use
+costs no waiting. The port is bound but does not listen before the engine is ready: until then clients are
+refused, and nobody hangs.
+
+Order of the end, on the first SIGINT or SIGTERM: not ready, no new connections, streams in flight may finish
+(2 s after Ctrl-C, ``shutdown_timeout`` after SIGTERM), what is left ends with an error event, the engine process
+stops. A second signal kills the engine and leaves at once. If the engine dies, every stream is told, and the
+server ends with exit code 1 for its supervisor to restart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+
+from optkit.serve.address import bind, is_loopback, refuse_exposure
+from optkit.serve.app import create_app
+from optkit.serve.chat_template import check_template
+from optkit.serve.engine_api import ServeSettings
+from optkit.serve.guard import LOOPBACK
+from optkit.serve.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from optkit.artifact import Artifact
+    from optkit.runtime.process import EngineClient
+
+log = logging.getLogger("optkit.serve")
+
+CTRL_C_SECONDS = 2  # for streams in flight; the engine gets what is left of five seconds
+ENGINE_OPTIONS = (
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "kv_cache_bytes",
+    "trust_artifact_code",
+)
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """What ``optkit serve`` was asked for; None leaves the artifact's recipe its say."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    kv_cache_bytes: int | None = None
+    trust_artifact_code: bool | None = None
+    served_model_names: tuple[str, ...] = ()
+    api_key: str | None = None
+    max_queue: int = 256
+    threads: int = 0
+    shutdown_timeout: int = 25
+
+    def for_engine(self) -> dict[str, Any]:
+        """The options that are the engine's to read."""
+        values = {name: getattr(self, name) for name in ENGINE_OPTIONS}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+def run(artifact: Path, options: ServeOptions, announce: Callable[[str], None] | None = None) -> int:
+    """Serve ``artifact`` until a signal; returns the exit code.
+
+    Args:
+        announce: gets the one line that says where the server listens; standard output by default.
+
+    Raises:
+        UserError: exposed without a key, port taken, or an artifact that cannot be served.
+    """
+    refuse_exposure(options.host, options.api_key)
+    with bind(options.host, options.port) as sock:
+        from optkit.artifact import Artifact
+
+        opened = Artifact.open(artifact)
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            return runner.run(_Server(opened, options, sock, announce or _print_line).run())
+
+
+# -- the process ------------------------------------------------------------------------------------
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn without its signal handlers: ``_Server`` has them from before the load until after the end."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
+        yield
+
+
+class _Server:
+    """One run of the server."""
+
+    def __init__(
+        self, artifact: Artifact, options: ServeOptions, sock: socket.socket, announce: Callable[[str], None]
+    ) -> None:
+        self._artifact, self._options, self._sock, self._announce = artifact, options, sock, announce
+        self._client: EngineClient | None = None
+        self._uvicorn: _Uvicorn | None = None
+        self._main: asyncio.Task[Any] | None = None
+        self._signals = 0
+        self._engine_died = False
+
+    async def run(self) -> int:
+        from optkit.runtime.process import EngineClient
+
+        self._main = asyncio.current_task()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal, number)
+        directory = str(self._artifact.directory)
+        self._client = EngineClient(directory, self._options.for_engine(), threads=self._options.threads)
+        try:
+            await self._load_and_serve(self._client)
+        except asyncio.CancelledError:
+            if not self._signals:
+                raise
+        finally:
+            await self._client.stop()
+        return 1 if self._engine_died else 0
+
+    async def _load_and_serve(self, client: EngineClient) -> None:
+        tokenizer, info = await self._load(client)
+        app = create_app(client, tokenizer, self._settings(info))
+        gc.freeze()  # what is loaded by now is never garbage
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            ws="none",
+            timeout_graceful_shutdown=self._options.shutdown_timeout,
+        )
+        self._uvicorn = _Uvicorn(config)
+        watch = asyncio.create_task(self._watch(client))
+        ready = asyncio.create_task(self._announce_ready(info))
+        await self._uvicorn.serve(sockets=[self._sock])
+        watch.cancel()
+        ready.cancel()
+
+    async def _load(self, client: EngineClient) -> tuple[Tokenizer, Mapping[str, Any]]:
+        """The tokenizer loads while the engine process loads the weights."""
+        engine = asyncio.create_task(client.start())
+        try:
+            tokenizer = await asyncio.to_thread(self._load_tokenizer)
+            return tokenizer, await engine
+        finally:
+            engine.cancel()
+            await asyncio.gather(engine, return_exceptions=True)
+
+    def _load_tokenizer(self) -> Tokenizer:
+        tokenizer = Tokenizer.from_directory(self._artifact.directory)
+        if tokenizer.chat_template is not None:
+            check_template(tokenizer.chat_template)
+        return tokenizer
+
+    def _settings(self, info: Mapping[str, Any]) -> ServeSettings:
+        options, ttft_ms = self._options, self._artifact.recipe.slo.ttft_ms
+        guarded = options.api_key is not None or not is_loopback(options.host)
+        return ServeSettings(
+            model_names=options.served_model_names or (self._artifact.name,),
+            max_model_len=servable_length(info),
+            max_running=info["max_num_seqs"],
+            max_queue=options.max_queue,
+            api_key=options.api_key,
+            allowed_hosts=None if guarded else LOOPBACK | {options.host},
+            ttft_slo_s=ttft_ms / 1000 if ttft_ms else None,
+            block_size=info["block_size"],
+        )
+
+    async def _announce_ready(self, info: Mapping[str, Any]) -> None:
+        while not (self._uvicorn and self._uvicorn.started):
+            await asyncio.sleep(0.005)
+        host, port = self._sock.getsockname()[:2]
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self._announce(f"{self._artifact.name} ready at {url} ({describe_memory(info)})")
+
+    async def _watch(self, client: EngineClient) -> None:
+        """End the server when the engine has died by itself."""
+        await client.wait_dead()
+        if not self._signals and self._uvicorn:
+            log.error("the engine process died; the server ends")
+            self._engine_died = self._uvicorn.should_exit = True
+
+    def _on_signal(self, number: int) -> None:
+        self._signals += 1
+        if self._uvicorn is None:
+            if self._main:
+                self._main.cancel()
+        elif self._signals == 1:
+            self._uvicorn.config.app.state.draining = True  # type: ignore[union-attr]
+            if number == signal.SIGINT:
+                self._uvicorn.config.timeout_graceful_shutdown = CTRL_C_SECONDS
+            self._uvicorn.should_exit = True
+        if self._signals > 1:
+            self._leave_at_once()
+
+    def _leave_at_once(self) -> None:
+        if self._uvicorn:
+            self._uvicorn.force_exit = True
+        if self._client and self._client.pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._client.pid, signal.SIGKILL)
+
+
+def servable_length(info: Mapping[str, Any]) -> int:
+    """Tokens of the longest sequence that both the model and the KV pool can hold."""
+    return min(info["max_model_len"], info["num_blocks"] * info["block_size"])
+
+
+def describe_memory(info: Mapping[str, Any]) -> str:
+    """The memory plan in words."""
+    plan = info["memory_plan"]
+    size = plan["num_bytes"] / 2**20
+    room = f"{plan['num_sequences']} sequences of {plan['sequence_length']} tokens at once"
+    return f"KV cache {size:.0f} MiB, {plan['num_tokens']} tokens: {room}; up to {info['max_num_seqs']} run together"
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
+
+
+def _print_line(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()

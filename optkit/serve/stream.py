@@ -1,0 +1,133 @@
+"""Server-sent events as OpenAI clients read them.
+
+Rules (they are what makes a client's TTFT and inter-token latency true):
+
+- nothing is sent before the first token: ``role`` travels with the first content, not ahead of it;
+- one chunk per token, as far as the text allows (half a character is no text);
+- the last chunk of a choice has its ``finish_reason``; then, if asked, one usage chunk with ``choices: []``;
+  then ``[DONE]``. With ``include_usage`` all other chunks say ``usage: null``, or the running count with
+  ``continuous_usage_stats``;
+- an error after the first byte is an event with the error body, and ``[DONE]`` still ends the stream.
+
+This runs once per token per client, so a chunk is two constant byte strings around one JSON string; there
+is no model object and no dict in between.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from optkit.serve.api_error import ApiError
+from optkit.serve.generation import Delta
+
+DONE = b"data: [DONE]\n\n"
+
+encode = msgspec.json.encode
+
+
+@dataclass(frozen=True)
+class ReplyHead:
+    """What all chunks of one answer share."""
+
+    reply_id: str
+    created: int
+    model: str
+    is_chat: bool
+
+
+def usage(num_prompt: int, num_completion: int) -> dict[str, int]:
+    """OpenAI's ``usage`` object."""
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_completion,
+        "total_tokens": num_prompt + num_completion,
+    }
+
+
+class ChunkWriter:
+    """Writes the events of one answer.
+
+    Args:
+        head: id, model, kind.
+        prompt_lengths: tokens of each prompt, by choice index.
+        include_usage: send the final usage chunk.
+        continuous: also send the running usage in every chunk.
+    """
+
+    def __init__(
+        self,
+        head: ReplyHead,
+        prompt_lengths: list[int],
+        include_usage: bool = False,
+        continuous: bool = False,
+    ) -> None:
+        kind = "chat.completion.chunk" if head.is_chat else "text_completion"
+        shared = {"id": head.reply_id, "object": kind, "created": head.created, "model": head.model}
+        self._begin = b"data: " + encode(shared)[:-1] + b',"choices":['
+        self._is_chat, self._prompt_lengths = head.is_chat, prompt_lengths
+        self._include_usage, self._continuous = include_usage, include_usage and continuous
+        self._counts = [0] * len(prompt_lengths)
+        self._started = [False] * len(prompt_lengths)
+
+    def chunk(self, delta: Delta) -> bytes:
+        """The event for one delta."""
+        self._counts[delta.choice] = delta.num_tokens
+        finish = b"null" if delta.finish_reason is None else encode(delta.finish_reason.value)
+        choice = b'{"index":%d,%b,"logprobs":null,"finish_reason":%b}' % (
+            delta.choice,
+            self._text(delta),
+            finish,
+        )
+        return self._begin + choice + b"]" + self._running_usage(delta) + b"}\n\n"
+
+    def last(self) -> bytes:
+        """The usage event, if asked for, and the end of the stream."""
+        if not self._include_usage:
+            return DONE
+        total = encode(usage(sum(self._prompt_lengths), sum(self._counts)))
+        return self._begin + b'],"usage":' + total + b"}\n\n" + DONE
+
+    def _text(self, delta: Delta) -> bytes:
+        text = encode(delta.text)
+        if not self._is_chat:
+            return b'"text":' + text
+        if not self._started[delta.choice]:
+            self._started[delta.choice] = True
+            return b'"delta":{"role":"assistant","content":' + text + b"}"
+        return b'"delta":{"content":' + text + b"}" if delta.text else b'"delta":{}'
+
+    def _running_usage(self, delta: Delta) -> bytes:
+        if not self._include_usage:
+            return b""
+        if not self._continuous:
+            return b',"usage":null'
+        return b',"usage":' + encode(usage(self._prompt_lengths[delta.choice], delta.num_tokens))
+
+
+def error_event(error: ApiError) -> bytes:
+    """The error body as an event, and the end of the stream."""
+    return b"data: " + error.body() + b"\n\n" + DONE
+
+
+def whole_reply(head: ReplyHead, prompt_lengths: list[int], answers: list[Delta]) -> bytes:
+    """The JSON body of an answer that is not streamed."""
+    return encode(
+        {
+            "id": head.reply_id,
+            "object": "chat.completion" if head.is_chat else "text_completion",
+            "created": head.created,
+            "model": head.model,
+            "choices": [_choice(head, answer) for answer in answers],
+            "usage": usage(sum(prompt_lengths), sum(answer.num_tokens for answer in answers)),
+        }
+    )
+
+
+def _choice(head: ReplyHead, answer: Delta) -> dict[str, object]:
+    reason = answer.finish_reason.value if answer.finish_reason else None
+    content: dict[str, object] = {"text": answer.text}
+    if head.is_chat:
+        content = {"message": {"role": "assistant", "content": answer.text, "refusal": None}}
+    return {"index": answer.choice, **content, "logprobs": None, "finish_reason": reason}
