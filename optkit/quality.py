@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -43,6 +44,14 @@ class ModuleLogits:
 
     def __init__(self, module: Any) -> None:
         self.module = module
+
+    @classmethod
+    def load(cls, directory: Path) -> ModuleLogits:
+        """The model of a local Hugging Face directory, in float32."""
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
+        return cls(model.eval())
 
     @torch.inference_mode()
     def logits(self, windows: Sequence[Sequence[int]]) -> Iterator[Tensor]:

@@ -1,0 +1,110 @@
+"""The client against scripted streams: what is recorded, in which order, and how failures look."""
+
+import re
+
+import pytest
+from starlette.responses import JSONResponse
+
+from optkit.bench.client import problems, run_workload
+from optkit.bench.workload import WorkloadConfig, build
+from tests.bench.fake_server import FakeServer, normal, text, usage
+
+IDS = list(range(1000))
+
+
+def workload(**changes):
+    return build(WorkloadConfig(**{"num_prompts": 3, "input_len": 8, "output_len": 4, **changes}), IDS)
+
+
+def run(script, **changes):
+    server, load = FakeServer(script), workload(**changes)
+    with server.run() as url:
+        return server, load, run_workload(url, "m", load)
+
+
+def test_a_normal_stream():
+    server, load, records = run(normal)
+    assert [tuple(body["prompt"]) for body in server.bodies] == [r.prompt_ids for r in load.requests]
+    assert all(
+        body["ignore_eos"] and body["temperature"] == 0 and body["max_tokens"] == 4 for body in server.bodies
+    )
+    for r in records:
+        assert r.ok and r.tokens == r.output_tokens == 4 and r.prompt_tokens == 8 and len(r.chunks) == 4
+        times = [r.scheduled, r.send, r.headers, *(c.time for c in r.chunks), r.done]
+        assert times == sorted(times)
+    assert problems(records, load) == []
+
+
+def test_the_first_token_is_the_first_chunk_with_text():
+    role = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}
+    first = {"choices": [{"index": 0, "delta": {"content": "a"}}]}
+    _, _, records = run(lambda _: [role, 0.05, first, 0.05, text("b"), text(""), "[DONE]"], num_prompts=1)
+    (r,) = records
+    assert [c.empty for c in r.chunks] == [True, False, False, True]
+    assert r.first_chunk < r.first_token == r.chunks[1].time < r.last_token == r.chunks[2].time < r.done
+    assert r.tokens == 2  # no usage: chunks with text are counted
+
+
+def test_running_usage_counts_tokens_of_a_chunk():
+    def script(_):
+        for words, total in (("a", 1), ("", 2), ("bc", 4)):
+            yield text(words) | {"usage": {"prompt_tokens": 8, "completion_tokens": total}}
+        yield "[DONE]"
+
+    _, _, (r,) = run(script, num_prompts=1)
+    assert [c.tokens for c in r.chunks] == [1, 1, 2] and r.tokens == 4
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        (lambda _: JSONResponse({"error": {"message": "too long"}}, 400), "HTTP 400.*too long"),
+        (lambda _: [text("a")], r"without \[DONE\]"),
+        (lambda _: ["{broken"], "JSONDecodeError"),
+        (lambda _: [text("a"), {"error": {"message": "engine died"}}], "engine died"),
+        (lambda _: [text(""), "[DONE]"], "no text"),
+    ],
+)
+def test_failures_are_records(script, message):
+    _, load, records = run(script)
+    assert len(records) == 3
+    for r in records:
+        assert not r.ok
+        assert re.search(message, r.error)
+    assert problems(records, load) == []
+
+
+def test_no_server_is_a_failed_record():
+    (r,) = run_workload("http://127.0.0.1:9", "m", workload(num_prompts=1))
+    assert "ConnectError" in r.error
+
+
+@pytest.mark.parametrize("limit", [1, 2, 5])
+def test_closed_loop_reaches_and_keeps_its_concurrency(limit):
+    def script(_):
+        yield text("a")
+        for _ in range(1000):  # hold the stream until as many are open as may be
+            if server.most_active >= limit:
+                break
+            yield 0.005
+        yield "[DONE]"
+
+    server, load = FakeServer(script), workload(num_prompts=6, max_concurrency=limit)
+    with server.run() as url:
+        assert all(r.ok for r in run_workload(url, "m", load))
+    assert server.most_active == limit
+
+
+def test_open_loop_sends_in_order_and_not_before_the_arrival():
+    _, load, records = run(normal, num_prompts=6, request_rate=50.0, max_concurrency=None)
+    for r, request in zip(records, load.requests, strict=True):
+        assert r.send >= r.scheduled == pytest.approx(records[0].scheduled + request.arrival)
+
+
+def test_problems_name_wrong_lengths_and_cache_hits():
+    _, load, records = run(lambda body: [text("a"), usage(7, 3, cached=5), "[DONE]"], num_prompts=1)
+    assert [line.split(": ", 1)[1] for line in problems(records, load)] == [
+        "prompt 7, sent 8",
+        "3 output tokens, asked for 4",
+        "5 prompt tokens came from a cache",
+    ]
