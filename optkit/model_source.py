@@ -28,6 +28,7 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,6 +172,7 @@ def _slug(name: str) -> str:
 
 def _convert(file: Path, digest: str, target: Path) -> None:
     """Write the Hugging Face form of ``file`` to ``target``, all or nothing."""
+    _sweep(target.parent)
     temporary = Path(tempfile.mkdtemp(prefix=".converting-", dir=target.parent))
     try:
         written = temporary / "model"
@@ -179,6 +181,13 @@ def _convert(file: Path, digest: str, target: Path) -> None:
         _publish(written, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _sweep(models: Path) -> None:
+    """Remove what a killed conversion left behind more than a day ago."""
+    for leftover in models.glob(".converting-*"):
+        if time.time() - leftover.stat().st_mtime > 86400:
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _write_converted(file: Path, digest: str, temporary: Path, written: Path) -> None:

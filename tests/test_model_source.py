@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -169,6 +170,16 @@ def test_a_concurrent_conversion_is_fine(
     monkeypatch.setattr(model_source, "_write_converted", slower)
     assert resolve(str(gguf)).directory.is_dir()
     assert not list((private_cache / "models").glob(".converting-*"))
+
+
+def test_leftovers_of_a_killed_conversion_are_removed_after_a_day(gguf: Path, private_cache: Path) -> None:
+    old, running = (private_cache / "models" / f".converting-{name}" for name in ("old", "running"))
+    for folder in (old, running):
+        folder.mkdir()
+    os.utime(old, (0, 0))
+    resolve(str(gguf))
+    assert not old.exists()
+    assert running.exists()
 
 
 def test_a_gguf_that_transformers_cannot_read_is_a_user_error(tmp_path: Path, private_cache: Path) -> None:
