@@ -65,6 +65,7 @@ class EngineClient:
         self._stats = EngineStats()
         self._streams: dict[str, asyncio.Queue[TokenOutput]] = {}
         self._process: subprocess.Popen[bytes] | None = None
+        self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
         self._alive = self._stopping = False
         self._last_message = 0.0
@@ -79,14 +80,14 @@ class EngineClient:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = self._spawn(theirs.fileno())
-        self._reader, self._writer = await asyncio.open_connection(sock=ours)
         try:
-            self.info = await asyncio.wait_for(self._wait_until_ready(), timeout)
+            reader, self._writer = await asyncio.open_connection(sock=ours)
+            self.info = await asyncio.wait_for(self._wait_until_ready(reader), timeout)
         except BaseException:
             await self.stop()
             raise
         self._alive = True
-        self._reading = asyncio.create_task(self._read())
+        self._reading = asyncio.create_task(self._read(reader))
         return self.info
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[TokenOutput]:
@@ -144,9 +145,10 @@ class EngineClient:
         await asyncio.to_thread(end_process, self._process)
         if self._reading is not None:
             await asyncio.wait([self._reading])
-        self._writer.close()
-        with contextlib.suppress(ConnectionError):
-            await self._writer.wait_closed()
+        if self._writer is not None:
+            self._writer.close()
+            with contextlib.suppress(ConnectionError):
+                await self._writer.wait_closed()
 
     def _spawn(self, fd: int) -> subprocess.Popen[bytes]:
         # -P keeps the current directory out of the worker's import path; only the tests' factories live there
@@ -163,9 +165,9 @@ class EngineClient:
         command += [f"{name}={value}" for name, value in arguments.items()]
         return subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL, stdout=2)
 
-    async def _wait_until_ready(self) -> dict[str, Any]:
+    async def _wait_until_ready(self, reader: asyncio.StreamReader) -> dict[str, Any]:
         try:
-            message = await self._receive()
+            message = await self._receive(reader)
         except (EOFError, ConnectionError):
             code = await asyncio.to_thread(end_process, self._process)
             raise EngineDied(f"the engine process ended with code {code} while it was loading") from None
@@ -178,17 +180,17 @@ class EngineClient:
                 raise EngineDied(f"the engine failed to load: {what}")
         raise EngineDied("the engine broke the protocol")
 
-    async def _receive(self) -> ipc.FromWorker:
-        length = ipc.body_length(await self._reader.readexactly(ipc.HEADER.size))
-        message = ipc.from_worker.decode(await self._reader.readexactly(length))
+    async def _receive(self, reader: asyncio.StreamReader) -> ipc.FromWorker:
+        length = ipc.body_length(await reader.readexactly(ipc.HEADER.size))
+        message = ipc.from_worker.decode(await reader.readexactly(length))
         self._last_message = time.monotonic()
         return message
 
-    async def _read(self) -> None:
+    async def _read(self, reader: asyncio.StreamReader) -> None:
         """Hand outputs to their streams until the pipe closes."""
         try:
             while True:
-                message = await self._receive()
+                message = await self._receive(reader)
                 if isinstance(message, ipc.Step):
                     self._dispatch(message)
         except (EOFError, ConnectionError):
@@ -220,13 +222,14 @@ class EngineClient:
 
     def _post(self, message: ipc.ToWorker) -> None:
         """Queue a message without waiting; a worker that has gone needs none."""
-        if self._process is not None and not self._writer.is_closing():
+        if self._writer is not None and not self._writer.is_closing():
             self._writer.write(ipc.frame(message))
 
     async def _send(self, message: ipc.ToWorker) -> None:
         self._post(message)
-        with contextlib.suppress(ConnectionError):  # the reading side reports the death
-            await self._writer.drain()
+        if self._writer is not None:
+            with contextlib.suppress(ConnectionError):  # the reading side reports the death
+                await self._writer.drain()
 
 
 def end_process(process: subprocess.Popen[bytes] | None) -> int | None:

@@ -29,13 +29,15 @@ def run(
         engine.add_request(r)
     tokens: dict[str, list[int]] = {r.request_id: [] for r in requests}
     ends = {}
-    while engine.has_work:
+    for _ in range(1000):
         for out in engine.step():
             tokens[out.request_id] += out.token_ids
             if out.finish_reason:
                 ends[out.request_id] = (out.finish_reason, out.error)
         engine.scheduler.check()
-    return {name: (tokens[name], *ends[name]) for name in tokens}
+        if not engine.has_work:
+            return {name: (tokens[name], *ends[name]) for name in tokens}
+    raise AssertionError("the engine makes no progress")
 
 
 def solo(r: EngineRequest, max_model_len: int = 64) -> tuple[list[int], FinishReason | None, str | None]:
@@ -136,7 +138,7 @@ class EngineMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
-        for _ in range(5000):
+        for _ in range(1000):
             if not self.engine.has_work:
                 break
             self.step()
