@@ -21,6 +21,7 @@ is complete or absent; two conversions at once waste time and harm nothing.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import json
@@ -186,8 +187,9 @@ def _convert(file: Path, digest: str, target: Path) -> None:
 def _sweep(models: Path) -> None:
     """Remove what a killed conversion left behind more than a day ago."""
     for leftover in models.glob(".converting-*"):
-        if time.time() - leftover.stat().st_mtime > 86400:
-            shutil.rmtree(leftover, ignore_errors=True)
+        with contextlib.suppress(FileNotFoundError):  # another process just finished with it
+            if time.time() - leftover.stat().st_mtime > 86400:
+                shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _write_converted(file: Path, digest: str, temporary: Path, written: Path) -> None:

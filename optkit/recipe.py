@@ -135,8 +135,10 @@ class ResolvedPass(NamedTuple):
 
 def _pass_entries(value: Any) -> Any:
     """The YAML mapping ``name: {options, accept}`` to pass entries, in the order written."""
-    if not isinstance(value, dict):
+    if isinstance(value, list | tuple) and all(isinstance(entry, PassEntry) for entry in value):
         return value
+    if not isinstance(value, dict):
+        raise ValueError("needs a mapping of pass names to options, in order; {} for none")
     for name, body in value.items():
         if not isinstance(body, dict | None):
             raise ValueError(f"'{name}' needs a mapping of options, such as {{}}, got {body!r:.60}")

@@ -6,6 +6,7 @@ pydantic says *what* is wrong and at which path of the data; the ``Document`` kn
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -92,8 +93,14 @@ def explain(
         return UserError(f"unknown key '{dotted}'", where=where, fix=nearest(str(path[-1]), candidates))
     if first["type"] == "missing":
         return UserError(f"the key '{dotted}' is missing", where=where)
-    message = first["msg"].removeprefix("Value error, ")
+    message = _plain(first["msg"])
     return UserError(f"{dotted}: {message}, got {first['input']!r:.80}" if dotted else message, where=where)
+
+
+def _plain(message: str) -> str:
+    """pydantic's message without the words of Python's type system."""
+    message = message.removeprefix("Value error, ").replace("a valid tuple", "a list")
+    return re.sub(r"a valid dictionary( or instance of \w+)?", "a mapping of keys to values", message)
 
 
 def _section_of(path: KeyPath) -> type[BaseModel]:
