@@ -7,7 +7,7 @@ an underscore, no loader, no globals beyond those that published templates use (
 messages give the same text.
 
 A sandbox does not stop a program that loops or allocates. A Python thread cannot be killed, but a process
-can: ``check_template`` renders the template once in a child with limited CPU time and memory, and the
+can: ``check_template`` compiles and renders the template once in a child with limited CPU time and memory, and the
 server refuses to start with a template that does not survive it. Templates in requests are never accepted.
 """
 
@@ -18,7 +18,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 from datetime import datetime
-from typing import Any
+from functools import cached_property
+from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -29,9 +30,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from optkit.errors import UserError
 
 MAX_RENDERED_CHARS = 8 * 1024 * 1024
+MAX_POWER_BITS = 4096
 CHILD_CPU_SECONDS = 2
 CHILD_MEMORY_BYTES = 1024**3
-REFUSED, FAILED = 3, 4  # exit codes of the child
+REFUSED, FAILED, BROKEN = 3, 4, 5  # exit codes of the child
 
 
 class TemplateFailure(Exception):
@@ -39,7 +41,9 @@ class TemplateFailure(Exception):
 
 
 class ChatTemplate:
-    """A compiled chat template.
+    """A chat template, compiled at the first use.
+
+    Compiling is part of the danger: Jinja computes constant expressions then. So ``check_template`` comes first.
 
     Args:
         source: the Jinja text.
@@ -48,8 +52,11 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: dict[str, str] | None = None) -> None:
         self.source, self.special_tokens = source, special_tokens or {}
+
+    @cached_property
+    def _template(self) -> jinja2.Template:
         try:
-            self._template = _environment().from_string(source)
+            return _environment().from_string(self.source)
         except jinja2.TemplateError as error:
             raise UserError(f"the chat template does not compile: {error}", where="chat_template") from error
 
@@ -61,8 +68,9 @@ class ChatTemplate:
         """
         names = {"add_generation_prompt": True, "tools": None, "documents": None}
         names |= self.special_tokens | variables
+        template = self._template
         try:
-            return _join(self._template.generate(messages=messages, **names))
+            return _join(template.generate(messages=messages, **names))
         except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise TemplateFailure(_reason(error)) from error
 
@@ -97,11 +105,15 @@ class _Environment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(["*", "**"])
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**" and (abs(right) > 64 or abs(left) > 2**32):
+        if operator == "**" and _length(left).bit_length() * _length(right) > MAX_POWER_BITS:
             raise SecurityError("power too large")
         if operator == "*" and _length(left) * _length(right) > MAX_RENDERED_CHARS:
             raise SecurityError("product too large")
         return super().call_binop(context, operator, left, right)
+
+    def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
+        """Raise at once; Jinja's own answer is an undefined value that prints as nothing."""
+        raise SecurityError(f"access to {attribute!r} is unsafe")
 
 
 def _length(value: Any) -> int:
@@ -168,12 +180,12 @@ TRIAL = [{"role": "user", "content": "Hello"}]
 
 
 def check_template(template: ChatTemplate, timeout_s: float = 20.0) -> None:
-    """Render ``template`` once in a child with 2 s of CPU time and 1 GiB of memory.
+    """Compile and render ``template`` once in a child with 2 s of CPU time and 1 GiB of memory.
 
     A template that merely dislikes the trial messages passes: it will answer requests with 400.
 
     Raises:
-        UserError: it ran too long, took too much memory or tried to leave the sandbox.
+        UserError: it does not compile, ran too long, took too much memory or tried to leave the sandbox.
     """
     command = [sys.executable, "-m", "optkit.serve.chat_template"]
     work = json.dumps({"source": template.source, "special_tokens": template.special_tokens})
@@ -185,6 +197,8 @@ def check_template(template: ChatTemplate, timeout_s: float = 20.0) -> None:
         raise _refused("does not finish") from None
     if done.returncode == REFUSED:
         raise _refused("tries to leave its sandbox")
+    if done.returncode == BROKEN:
+        raise _refused("does not compile")
     if done.returncode not in (0, FAILED):
         raise _refused("takes too much time or memory")
 
@@ -206,6 +220,8 @@ def _trial() -> int:
         ChatTemplate(work["source"], work["special_tokens"]).render(TRIAL)
     except TemplateFailure as failure:
         return REFUSED if isinstance(failure.__cause__, SecurityError) else FAILED
+    except UserError:
+        return BROKEN
     return 0
 
 
