@@ -28,13 +28,24 @@ def environment() -> dict[str, Any]:
         "isa": list(cpu_isa()),
         "cores": usable_cores(),
         "memory_bytes": memory_bytes(),
+        "load_average": load_average(),  # before any server of ours started
         "threads_env": {k: v for k, v in os.environ.items() if k in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")},
     }
 
 
 def load_average() -> float:
-    """The 1-minute load average; above the number of measured threads, someone else is on the machine."""
+    """The 1-minute load average."""
     return os.getloadavg()[0]
+
+
+def busy(environment: dict[str, Any]) -> str | None:
+    """A warning if others used more than a quarter of the machine when the run began.
+
+    Thread teams that share cores with strangers slow down far more than in proportion: on 2 cores at load 7 one
+    and the same forward was seen to take 20 times as long. Ratios survive that badly and latencies not at all.
+    """
+    load, cores = environment.get("load_average", 0.0), environment.get("cores", 1)
+    return f"the machine was busy: load average {load:.1f} on {cores} cores" if load > 0.25 * cores else None
 
 
 def _version(name: str) -> str | None:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from optkit.bench import client, servers, workload
-from optkit.bench.environment import environment, load_average
+from optkit.bench.environment import busy, environment, load_average
 from optkit.bench.metrics import Slo, slo_misses, summarize
 from optkit.bench.records import RequestRecord
 from optkit.errors import UserError
@@ -40,6 +40,7 @@ class Side:
     name: str
     command: Callable[[int], list[str]] | None = None
     url: str | None = None
+    api_key: str | None = None
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,10 @@ class BenchResult:
         return slo_misses(self.records(self.sides[0]), self.slo)
 
     def problems(self) -> list[str]:
-        """Why numbers may not be comparable: wrong lengths, cache hits, failures."""
-        lines = [f"{t.side} round {t.round}: {line}" for t in self.turns for line in t.problems]
+        """Why numbers may not be comparable: a busy machine, wrong lengths, cache hits, failures."""
+        warning = busy(self.environment)
+        lines = [warning] if warning else []
+        lines += [f"{t.side} round {t.round}: {line}" for t in self.turns for line in t.problems]
         for t in self.turns:
             lines += [
                 f"{t.side} round {t.round}: request {r.index} failed: {r.error}"
@@ -143,17 +146,27 @@ def run_bench(
     names = [side.name for side in sides]
     result = BenchResult(config, names, [], slo or Slo(), definitions, environment())
     with ExitStack() as stack:
-        urls = {side.name: _start(side, stack, progress) for side in sides}
-        models = {name: servers.model_name(url) for name, url in urls.items()}
-        for name in names:
+        running = [_Running(side, _start(side, stack, progress)) for side in sides]
+        for side in running:
             if warmup:
-                progress(f"{name}: warm-up")
-                client.run_workload(urls[name], models[name], warmup)
+                progress(f"{side.name}: warm-up")
+                side.run(warmup)
         for round_, load in enumerate(workloads):
-            for name in names:
-                progress(f"round {round_ + 1} of {rounds}: {name}")
-                result.turns.append(_turn(name, round_, urls[name], models[name], load))
+            for side in running:
+                progress(f"round {round_ + 1} of {rounds}: {side.name}")
+                result.turns.append(_turn(side, round_, load))
     return result
+
+
+class _Running:
+    """A side whose server is up."""
+
+    def __init__(self, side: Side, url: str) -> None:
+        self.name, self.url, self.api_key = side.name, url, side.api_key
+        self.model = servers.model_name(url, side.api_key)
+
+    def run(self, load: workload.Workload) -> list[RequestRecord]:
+        return client.run_workload(self.url, self.model, load, self.api_key)
 
 
 def warmups(config: workload.WorkloadConfig, ids: Sequence[int], count: int) -> workload.Workload | None:
@@ -175,11 +188,11 @@ def _start(side: Side, stack: ExitStack, progress: Progress) -> str:
     return stack.enter_context(servers.running(side.command(port), port))
 
 
-def _turn(name: str, round_: int, url: str, model: str, load: workload.Workload) -> Turn:
+def _turn(side: _Running, round_: int, load: workload.Workload) -> Turn:
     time.sleep(SETTLE)
     average = load_average()
-    records = client.run_workload(url, model, load)
-    return Turn(name, round_, average, records, client.problems(records, load))
+    records = side.run(load)
+    return Turn(side.name, round_, average, records, client.problems(records, load))
 
 
 # -- sides ------------------------------------------------------------------------------------------

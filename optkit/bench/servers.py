@@ -25,6 +25,7 @@ import httpx
 from optkit.errors import UserError
 
 HOST = "127.0.0.1"
+API_KEY = "OPTKIT_API_KEY"  # the environment variable of `optkit serve` and of `optkit bench --url`
 START_TIMEOUT = 600.0  # seconds; loading a large model from a slow disk takes minutes
 STOP_TIMEOUT = 10.0
 
@@ -62,15 +63,21 @@ def running(command: Sequence[str], port: int, timeout: float = START_TIMEOUT) -
         UserError: the server exited, or was not healthy within ``timeout`` seconds.
     """
     with tempfile.TemporaryFile() as log, _sigterm_exits():
-        process = subprocess.Popen(
-            command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
-        )
+        process = _spawn(command, log)
         try:
             url = f"http://{HOST}:{port}"
             _wait_healthy(process, url, log, timeout)
             yield url
         finally:
             stop(process)
+
+
+def _spawn(command: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+    """Start in a session of its own, without the user's API key: this server answers nobody but us."""
+    variables = {name: value for name, value in os.environ.items() if name != API_KEY}
+    return subprocess.Popen(
+        command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True, env=variables
+    )
 
 
 def _wait_healthy(process: subprocess.Popen[bytes], url: str, log: IO[bytes], timeout: float) -> None:
@@ -93,10 +100,11 @@ def healthy(url: str) -> bool:
         return False
 
 
-def model_name(url: str) -> str:
+def model_name(url: str, api_key: str | None = None) -> str:
     """The id of the first model a server lists."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        response = httpx.get(f"{url}/v1/models", timeout=10)
+        response = httpx.get(f"{url}/v1/models", headers=headers, timeout=10)
         return str(response.raise_for_status().json()["data"][0]["id"])
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, IndexError, TypeError) as error:
         fix = "start the server, or check the URL (without /v1)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,7 +25,8 @@ def _bounds_help(option: str) -> str:
 def bench(
     artifact: Annotated[Path | None, typer.Argument(help="Artifact to serve and measure.")] = None,
     url: Annotated[
-        str | None, typer.Option(help="Measure a server that already runs, http://host:port.")
+        str | None,
+        typer.Option(help="Measure a server that already runs, http://host:port. Its key: OPTKIT_API_KEY."),
     ] = None,
     baseline: Annotated[
         str | None,
@@ -128,12 +130,17 @@ def _milliseconds(number: str, text: str) -> float:
 
 def _sides(artifact: Path | None, url: str | None, baseline: str | None, tell: Progress) -> list[Side]:
     from optkit.bench.run import Side, artifact_side, baseline_sides
+    from optkit.bench.servers import API_KEY
 
     if (artifact is None) == (url is None):
         raise UserError("give an ARTIFACT or --url, and not both", where="optkit bench")
     if artifact is not None and not artifact.is_dir():
         raise UserError("no such artifact", where=str(artifact), fix="optkit optimize MODEL -o DIR makes one")
-    first = Side("server", url=url) if artifact is None else artifact_side(artifact)
+    first = (
+        Side("server", url=url, api_key=os.environ.get(API_KEY))
+        if artifact is None
+        else artifact_side(artifact)
+    )
     return [first, *(baseline_sides(baseline, tell) if baseline else [])]
 
 

@@ -22,10 +22,12 @@ class FakeServer:
     def __init__(self, script):
         self.script = script
         self.bodies = []
+        self.headers = []
         self.active = self.most_active = 0
 
     async def complete(self, request):
         body = await request.json()
+        self.headers.append(request.headers)
         self.bodies.append(body)
         answer = self.script(body)
         return answer if isinstance(answer, Response) else StreamingResponse(self.stream(answer))
@@ -69,7 +71,7 @@ class FakeServer:
             thread.join(10)
 
 
-def text(words, tokens=1):
+def text(words):
     """A chunk with text."""
     return {"choices": [{"index": 0, "text": words}]}
 

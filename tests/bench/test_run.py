@@ -21,6 +21,7 @@ CONFIG = WorkloadConfig(num_prompts=2, input_len=6, output_len=3)
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(bench_run, "SETTLE", 0.0)
+    monkeypatch.setattr("optkit.bench.environment.load_average", lambda: 0.0)
     monkeypatch.setattr(bench_run.workload, "load_tokenizer", lambda directory: None)
     monkeypatch.setattr(bench_run.workload, "text_ids", lambda tokenizer: list(range(500)))
 
@@ -60,6 +61,14 @@ def test_failures_show_as_problems():
         result = run_bench([Side("a", url=url)], CONFIG, "", rounds=1, num_warmups=0, slo=Slo(ttft=1000))
     assert len(result.problems()) == 2 and "a round 0: request 0 failed" in result.problems()[0]
     assert result.slo_misses() == ["p95 ttft inf ms > 1000 ms"]
+
+
+def test_a_busy_machine_is_a_problem():
+    result = made()
+    result.environment = {"load_average": 3.0, "cores": 2}
+    assert result.problems() == ["the machine was busy: load average 3.0 on 2 cores"]
+    result.environment = {"load_average": 0.4, "cores": 2}
+    assert result.problems() == []
 
 
 def test_medians_and_ratios_are_over_rounds():
@@ -146,3 +155,12 @@ def test_mistakes_exit_with_2(no_model, words):
 def test_url_alone_needs_a_tokenizer(capsys):
     assert main.run(["bench", "--url", "http://127.0.0.1:9"]) == 2
     assert "tokenizer" in capsys.readouterr().err
+
+
+def test_the_api_key_goes_to_the_url_and_nowhere_else(no_model, monkeypatch):
+    monkeypatch.setenv("OPTKIT_API_KEY", "secret")
+    server = FakeServer(normal)
+    with server.run() as url:
+        words = ["bench", "--url", url, "--num-prompts", "1", "--rounds", "1", "--num-warmups", "0", "--json"]
+        assert main.run([*words, "--input-len", "4", "--output-len", "1"]) == 0
+    assert {h.get("authorization") for h in server.headers} == {"Bearer secret"}

@@ -102,6 +102,17 @@ def test_a_server_that_dies_shows_its_last_words():
         pass
 
 
+def test_the_users_api_key_is_not_handed_on(monkeypatch):
+    monkeypatch.setenv("OPTKIT_API_KEY", "secret")
+    shows = [
+        sys.executable,
+        "-c",
+        "import os, sys; sys.exit('key: ' + os.environ.get('OPTKIT_API_KEY', 'none'))",
+    ]
+    with pytest.raises(UserError, match="key: none"), running(shows, free_port(), timeout=30):
+        pass
+
+
 def test_a_server_that_never_answers_is_given_up_and_stopped():
     silent = [sys.executable, "-c", "import time; time.sleep(600)"]
     with pytest.raises(UserError, match="not healthy after"), running(silent, free_port(), timeout=0.3):
