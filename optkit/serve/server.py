@@ -85,13 +85,23 @@ def run(artifact: Path, options: ServeOptions, announce: Callable[[str], None] |
     refuse_exposure(options.host, options.api_key)
     with bind(options.host, options.port) as sock:
         from optkit.artifact import Artifact
+        from optkit.runtime.process import EngineClient
 
         opened = Artifact.open(artifact)
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            return runner.run(_Server(opened, options, sock, announce or _print_line).run())
+        client = EngineClient(str(opened.directory), options.for_engine(), threads=options.threads)
+        return serve(opened, client, options, sock, announce or _print_line)
 
 
-# -- the process ------------------------------------------------------------------------------------
+def serve(
+    artifact: Artifact,
+    client: EngineClient,
+    options: ServeOptions,
+    sock: socket.socket,
+    announce: Callable[[str], None],
+) -> int:
+    """Start ``client``, serve it on the bound ``sock`` until a signal, stop it; returns the exit code."""
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(_Server(artifact, client, options, sock, announce).run())
 
 
 class _Uvicorn(uvicorn.Server):
@@ -106,26 +116,27 @@ class _Server:
     """One run of the server."""
 
     def __init__(
-        self, artifact: Artifact, options: ServeOptions, sock: socket.socket, announce: Callable[[str], None]
+        self,
+        artifact: Artifact,
+        client: EngineClient,
+        options: ServeOptions,
+        sock: socket.socket,
+        announce: Callable[[str], None],
     ) -> None:
-        self._artifact, self._options, self._sock, self._announce = artifact, options, sock, announce
-        self._client: EngineClient | None = None
+        self._artifact, self._client, self._options = artifact, client, options
+        self._sock, self._announce = sock, announce
         self._uvicorn: _Uvicorn | None = None
         self._main: asyncio.Task[Any] | None = None
         self._signals = 0
         self._engine_died = False
 
     async def run(self) -> int:
-        from optkit.runtime.process import EngineClient
-
         self._main = asyncio.current_task()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
-        directory = str(self._artifact.directory)
-        self._client = EngineClient(directory, self._options.for_engine(), threads=self._options.threads)
         try:
-            await self._load_and_serve(self._client)
+            await self._load_and_serve()
         except asyncio.CancelledError:
             if not self._signals:
                 raise
@@ -133,9 +144,9 @@ class _Server:
             await self._client.stop()
         return 1 if self._engine_died else 0
 
-    async def _load_and_serve(self, client: EngineClient) -> None:
-        tokenizer, info = await self._load(client)
-        app = create_app(client, tokenizer, self._settings(info))
+    async def _load_and_serve(self) -> None:
+        tokenizer, info = await self._load()
+        app = create_app(self._client, tokenizer, self._settings(info))
         gc.freeze()  # what is loaded by now is never garbage
         config = uvicorn.Config(
             app,
@@ -148,15 +159,15 @@ class _Server:
             timeout_graceful_shutdown=self._options.shutdown_timeout,
         )
         self._uvicorn = _Uvicorn(config)
-        watch = asyncio.create_task(self._watch(client))
+        watch = asyncio.create_task(self._watch())
         ready = asyncio.create_task(self._announce_ready(info))
         await self._uvicorn.serve(sockets=[self._sock])
         watch.cancel()
         ready.cancel()
 
-    async def _load(self, client: EngineClient) -> tuple[Tokenizer, Mapping[str, Any]]:
+    async def _load(self) -> tuple[Tokenizer, Mapping[str, Any]]:
         """The tokenizer loads while the engine process loads the weights."""
-        engine = asyncio.create_task(client.start())
+        engine = asyncio.create_task(self._client.start())
         try:
             tokenizer = await asyncio.to_thread(self._load_tokenizer)
             return tokenizer, await engine
@@ -191,9 +202,9 @@ class _Server:
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._announce(f"{self._artifact.name} ready at {url} ({describe_memory(info)})")
 
-    async def _watch(self, client: EngineClient) -> None:
+    async def _watch(self) -> None:
         """End the server when the engine has died by itself."""
-        await client.wait_dead()
+        await self._client.wait_dead()
         if not self._signals and self._uvicorn:
             log.error("the engine process died; the server ends")
             self._engine_died = self._uvicorn.should_exit = True
@@ -214,7 +225,7 @@ class _Server:
     def _leave_at_once(self) -> None:
         if self._uvicorn:
             self._uvicorn.force_exit = True
-        if self._client and self._client.pid:
+        if self._client.pid:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._client.pid, signal.SIGKILL)
 

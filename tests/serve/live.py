@@ -1,0 +1,74 @@
+"""A real server process on a loopback port: uvicorn, an engine process with a fake model, a tiny tokenizer.
+
+Run as a program it serves; ``LiveServer`` starts it and waits for the line that says where.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+
+from tests.serve.fakes import TEMPLATE, TEXT, fast_tokenizer
+
+PATIENCE = 60.0
+END = fast_tokenizer().token_to_id("<|im_end|>")
+SCRIPT = [*fast_tokenizer().encode(TEXT).ids, END]
+
+
+class LiveServer:
+    """The server process. ``engine`` are options of ``tests.fakes.fake_engine``."""
+
+    def __init__(self, shutdown_timeout: int = 25, wait: bool = True, **engine: Any) -> None:
+        self._directory = tempfile.TemporaryDirectory()
+        root = Path(self._directory.name)
+        (root / "tokenizer.json").write_text(fast_tokenizer().to_str())
+        config = {"chat_template": TEMPLATE, "eos_token": "<|im_end|>"}
+        (root / "tokenizer_config.json").write_text(json.dumps(config))
+        defaults = {"vocab_size": 512, "num_blocks": 512, "max_model_len": 512, "script": SCRIPT}
+        work = {"directory": str(root), "engine": defaults | engine, "shutdown_timeout": shutdown_timeout}
+        command = [sys.executable, "-m", "tests.serve.live", json.dumps(work)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self.url = ""
+        if wait:
+            self.line = self.process.stdout.readline()  # type: ignore[union-attr]
+            self.url = self.line.split(" ready at ")[1].split()[0]
+
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.process.stdout.close()  # type: ignore[union-attr]
+        self._directory.cleanup()
+
+    def __enter__(self) -> LiveServer:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.stop()
+
+
+def main() -> int:
+    from optkit.runtime.process import EngineClient
+    from optkit.serve.address import bind
+    from optkit.serve.server import ServeOptions, _print_line, serve
+
+    work = json.loads(sys.argv[1])
+    recipe = SimpleNamespace(slo=SimpleNamespace(ttft_ms=700))
+    artifact: Any = SimpleNamespace(directory=Path(work["directory"]), name="tiny", recipe=recipe)
+    client = EngineClient("", work["engine"], factory="tests.fakes:fake_engine", threads=1)
+    options = ServeOptions(port=0, shutdown_timeout=work["shutdown_timeout"])
+    with bind(options.host, options.port) as sock:
+        return serve(artifact, client, options, sock, _print_line)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""The whole server over a socket, asked by the unmodified ``openai`` client."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+
+from tests.serve.fakes import TEXT
+from tests.serve.live import SCRIPT, LiveServer
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LiveServer]:
+    with LiveServer() as live:
+        yield live
+
+
+@pytest.fixture
+def client(server: LiveServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as api:
+        yield api
+
+
+def test_ready_line_has_url_and_memory_plan(server: LiveServer) -> None:
+    assert server.line.startswith("tiny ready at http://127.0.0.1:")
+    assert "KV cache" in server.line and "2048 tokens" in server.line
+
+
+def test_models(client: openai.OpenAI) -> None:
+    [model] = client.models.list().data
+    assert model.id == "tiny"
+    assert model.max_model_len == 512
+
+
+def test_chat(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model="tiny", messages=HELLO, temperature=0)
+    assert answer.choices[0].message.content == TEXT
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None and answer.usage.completion_tokens == len(SCRIPT) - 1
+
+
+def test_chat_stream_with_usage(client: openai.OpenAI) -> None:
+    options = {"include_usage": True}
+    stream = client.chat.completions.create(
+        model="tiny", messages=HELLO, temperature=0, stream=True, stream_options=options, max_tokens=5
+    )
+    *chunks, last = list(stream)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert TEXT.startswith(text) and text
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert all(chunk.usage is None for chunk in chunks)
+    assert last.choices == [] and last.usage is not None and last.usage.completion_tokens == 5
+
+
+def test_completions(client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model="tiny", prompt=["a", "b"], temperature=0, max_tokens=100, stop="how"
+    )
+    assert [choice.text for choice in answer.choices] == ["Hello there, "] * 2
+    stream = client.completions.create(
+        model="tiny", prompt=[1, 2], temperature=0, max_tokens=100, stream=True
+    )
+    assert "".join(chunk.choices[0].text for chunk in stream) == TEXT
+
+
+def test_errors_are_the_client_s_own_types(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=100_000)
+    assert caught.value.param == "messages" and caught.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="tiny", messages=HELLO, n=2)
+    assert caught.value.param == "n"
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(model="gpt-4", messages=HELLO)
+
+
+def test_guidellm_s_fields(server: LiveServer) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"model": "tiny", "messages": HELLO, "max_completion_tokens": 7, "ignore_eos": True, "stop": None}
+    answer = httpx.post(
+        f"{server.url}/v1/chat/completions", json={**body, "stream": True, "stream_options": options}
+    )
+    assert answer.status_code == 200
+    last = json.loads(answer.text.strip().split("\n\n")[-2].removeprefix("data: "))
+    assert last["usage"]["completion_tokens"] == 7
+
+
+def test_metrics_have_the_promise_and_the_engine(server: LiveServer) -> None:
+    text = httpx.get(f"{server.url}/metrics").text
+    assert 'vllm:time_to_first_token_seconds_bucket{engine="0",le="0.7",model_name="tiny"}' in text
+    assert 'vllm:cache_config_info{block_size="4",engine="0"} 1.0' in text
+
+
+def test_foreign_host_name_is_refused(server: LiveServer) -> None:
+    assert httpx.get(f"{server.url}/v1/models", headers={"host": "evil.example"}).status_code == 403
+
+
+def test_closed_connection_frees_the_engine() -> None:
+    with LiveServer(step_delay=0.02, max_model_len=2000, num_blocks=600, script=SCRIPT[:-1]) as live:
+        body = {"messages": HELLO, "stream": True}
+        with httpx.stream("POST", f"{live.url}/v1/chat/completions", json=body) as answer:
+            next(answer.iter_text())
+            assert gauge(live, "vllm:num_requests_running") == 1
+        deadline = time.monotonic() + 30
+        while gauge(live, "vllm:num_requests_running") or gauge(live, "vllm:kv_cache_usage_perc"):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert gauge(live, "vllm:request_success_total", 'finished_reason="abort"') == 1
+
+
+def gauge(live: LiveServer, name: str, label: str = "") -> float:
+    lines = httpx.get(f"{live.url}/metrics").text.splitlines()
+    [line] = [line for line in lines if line.startswith(name + "{") and label in line]
+    return float(line.split()[-1])
