@@ -21,6 +21,9 @@ from optkit.errors import UserError
 from optkit.graph.ir import Graph, GraphMeta, KVSpec, Origin, Part, Weight
 from optkit.graph.ops import OPS, op_name
 
+# (weight name, its origin or None for a constant, the dtype the graph expects) -> the tensor
+WeightLoader = Callable[[str, Origin | None, torch.dtype], Tensor]
+
 FORMAT = "optkit-graph"
 VERSION = 1
 
@@ -87,9 +90,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def graph_from_json(
-    text: str, load: Callable[[str, Origin | None], Tensor], where: str = "graph.json"
+    text: str, load: WeightLoader, where: str = "graph.json"
 ) -> Graph:
-    """Rebuild a graph; ``load(name, origin)`` supplies each weight.
+    """Rebuild a graph; ``load(name, origin, dtype)`` supplies each weight.
 
     Raises:
         UserError: not a graph file of this version, or it names an op, input or weight that does not exist.
@@ -110,7 +113,7 @@ def graph_from_json(
 class Reader:
     """Builds the graph; every lookup goes through a table of what was declared before."""
 
-    def __init__(self, data: Mapping[str, Any], load: Callable[[str, Origin | None], Tensor]) -> None:
+    def __init__(self, data: Mapping[str, Any], load: WeightLoader) -> None:
         self.data = data
         self.fx = fx.Graph()
         self.nodes: dict[str, fx.Node] = {}
@@ -155,13 +158,13 @@ class Reader:
 
 
 def decode_weight(
-    name: str, entry: Mapping[str, Any], load: Callable[[str, Origin | None], Tensor]
+    name: str, entry: Mapping[str, Any], load: WeightLoader
 ) -> Weight:
     origin = None
     if not entry.get("constant"):
         parts = tuple(Part(str(part), int(rows)) for part, rows in entry["from"])
         origin = Origin(parts, bool(entry.get("transposed", False)))
-    value = load(name, origin)
+    value = load(name, origin, decode_dtype(entry["dtype"]))
     if list(value.shape) != entry["shape"] or dtype_name(value.dtype) != entry["dtype"]:
         raise ValueError(
             f"weight {name} is {list(value.shape)} {value.dtype}, not {entry['shape']} {entry['dtype']}"

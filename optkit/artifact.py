@@ -1,0 +1,254 @@
+"""The artifact: a directory that plain transformers and vLLM load, plus ``optkit/``.
+
+``optkit/manifest.json`` lists every file with its sha256 and size; ``graph.json`` is the optimized graph,
+``constants.safetensors`` what is in no checkpoint, ``recipe.yaml`` the resolved recipe, ``report.html`` and
+``report.json`` what was measured. Writing goes to a temporary directory beside the target, is flushed, then
+renamed: there is never half an artifact. Opening checks every hash before anything is loaded, and loads data
+only: an artifact holds no code (docs/artifact.md).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from optkit.errors import UserError
+from optkit.recipe import Recipe, parse_recipe
+
+if TYPE_CHECKING:
+    from optkit.graph.ir import Graph
+    from optkit.graph.lower import Executable
+
+FORMAT, SCHEMA_VERSION = "optkit-artifact", 1
+INTERNAL = "optkit"
+MANIFEST = "optkit/manifest.json"
+SAFE_PATH = re.compile(r"(?:optkit/)?[A-Za-z0-9._-]{1,128}", re.ASCII)
+CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """An opened artifact. ``manifest`` is the parsed manifest; hashes were checked by ``open``."""
+
+    directory: Path
+    manifest: Mapping[str, Any]
+
+    @staticmethod
+    def open(directory: Path | str, *, verify: bool = True) -> Artifact:
+        """Open and check an artifact.
+
+        Raises:
+            UserError: not an artifact, of an unknown schema version, or a file is missing, extra or changed.
+        """
+        path = Path(directory)
+        manifest = read_manifest(path)
+        artifact = Artifact(path, manifest)
+        if verify:
+            for problem in problems(path, manifest):
+                raise UserError(problem, where=str(path), fix="make the artifact again; do not serve this one")
+        return artifact
+
+    @property
+    def name(self) -> str:
+        return str(self.manifest["name"])
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        file = self.directory / INTERNAL / "recipe.yaml"
+        return parse_recipe(file.read_text("utf-8"), label=str(file))
+
+    def graph(self) -> Graph:
+        """The optimized graph, with weights mapped from the artifact's files."""
+        from safetensors.torch import load_file
+
+        from optkit.checkpoint import validate_checkpoint
+        from optkit.checkpoint_tensors import TensorFiles, build
+        from optkit.graph.serialize import graph_from_json
+
+        tensors = TensorFiles(self.directory, validate_checkpoint(self.directory))
+        constants = load_file(self.directory / INTERNAL / "constants.safetensors")
+        file = self.directory / INTERNAL / "graph.json"
+        return graph_from_json(
+            file.read_text("utf-8"),
+            lambda name, origin, dtype: constants[name] if origin is None else build(origin, tensors, dtype),
+            where=str(file),
+        )
+
+    def executable(self) -> Executable:
+        """The graph lowered for the machine at hand."""
+        from optkit.graph.lower import lower
+        from optkit.target import get_target
+
+        return lower(self.graph(), get_target(self.recipe.target))
+
+
+# -- reading ---------------------------------------------------------------------------------------------
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """The manifest of an artifact directory, its shape checked.
+
+    Raises:
+        UserError: the directory is no artifact, or the manifest is damaged or of another version.
+    """
+    file = directory / MANIFEST
+    if not directory.is_dir():
+        raise UserError("there is no such directory", where=str(directory), fix="give the path of an artifact")
+    if not file.is_file() or file.is_symlink():
+        raise UserError(
+            f"it is not an optkit artifact (no {MANIFEST})",
+            where=str(directory),
+            fix="make one with: optkit optimize MODEL --recipe ttft-cpu -o DIR",
+        )
+    try:
+        manifest = json.loads(file.read_bytes())
+        known = manifest["format"] == FORMAT and manifest["schema_version"] == SCHEMA_VERSION
+        entries = {str(k): (str(v["sha256"]), int(v["bytes"])) for k, v in manifest["files"].items()}
+        str(manifest["name"])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"the manifest is damaged ({type(error).__name__})", where=str(file)) from error
+    if not known:
+        raise UserError(f"this optkit reads artifacts of schema version {SCHEMA_VERSION}", where=str(file))
+    for name in entries:
+        if not SAFE_PATH.fullmatch(name) or name == MANIFEST:
+            raise UserError(f"the manifest names a file outside the artifact: {name!r:.80}", where=str(file))
+    return manifest
+
+
+def is_artifact(directory: Path) -> bool:
+    """True when ``directory`` has a readable artifact manifest."""
+    try:
+        read_manifest(directory)
+    except UserError:
+        return False
+    return True
+
+
+def problems(directory: Path, manifest: Mapping[str, Any]) -> Iterator[str]:
+    """Every difference between the files and the manifest: missing, extra, not a plain file, changed."""
+    listed = manifest["files"]
+    found = dict(walk(directory))
+    found.pop(MANIFEST, None)
+    for name in sorted(set(found) - set(listed)):
+        yield f"{name} is not in the manifest"
+    for name in sorted(listed):
+        if name not in found:
+            yield f"{name} is missing"
+        elif not stat.S_ISREG(found[name].st_mode):
+            yield f"{name} is not a regular file"
+        elif found[name].st_size != listed[name]["bytes"]:
+            yield f"{name} has {found[name].st_size} bytes, the manifest says {listed[name]['bytes']}"
+        elif sha256_file(directory / name) != listed[name]["sha256"]:
+            yield f"{name} was changed (sha256 differs from the manifest)"
+
+
+def walk(directory: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """Relative names of all files below ``directory``, links not followed."""
+    for root, folders, files in os.walk(directory):
+        for name in [*files, *(f for f in folders if (Path(root) / f).is_symlink())]:
+            path = Path(root) / name
+            yield path.relative_to(directory).as_posix(), path.lstat()
+
+
+def sha256_file(file: Path) -> str:
+    digest = hashlib.sha256()
+    descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
+    with os.fdopen(descriptor, "rb") as stream:
+        while chunk := stream.read(CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+# -- writing ---------------------------------------------------------------------------------------------
+
+
+def check_output(out: Path, *, force: bool) -> None:
+    """Refuse an output path that would overwrite something, before any work is done.
+
+    Raises:
+        UserError: ``out`` exists and ``force`` is false, or ``out`` exists and is not an artifact.
+    """
+    if not out.exists() and not out.is_symlink():
+        return
+    if not out.is_dir() or out.is_symlink() or (any(out.iterdir()) and not is_artifact(out)):
+        raise UserError(
+            "it exists and is not an optkit artifact, so it will not be replaced",
+            where=str(out),
+            fix="choose another output directory",
+        )
+    if any(out.iterdir()) and not force:
+        raise UserError("it exists", where=str(out), fix="pass --force to replace this artifact")
+
+
+@contextmanager
+def staging(out: Path, *, force: bool) -> Iterator[Path]:
+    """A temporary directory beside ``out`` that becomes ``out`` when the block ends well, and vanishes otherwise."""
+    check_output(out, force=force)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    remove_abandoned(out)
+    directory = Path(tempfile.mkdtemp(prefix=staging_prefix(out), dir=out.parent))
+    try:
+        yield directory
+        flush(directory)
+        publish(directory, out)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def staging_prefix(out: Path) -> str:
+    return f".{out.name}.optkit-tmp-{os.getpid()}-"
+
+
+def remove_abandoned(out: Path) -> None:
+    """Remove staging directories of runs that were killed."""
+    for left in out.parent.glob(f".{out.name}.optkit-tmp-*"):
+        pid = left.name.split("optkit-tmp-")[1].split("-")[0]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def flush(directory: Path) -> None:
+    """fsync every file and directory, so that the rename publishes complete data."""
+    for root, _, files in os.walk(directory):
+        for path in [*(Path(root) / f for f in files), Path(root)]:
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
+
+
+def publish(directory: Path, out: Path) -> None:
+    """Rename into place. An artifact that is replaced moves aside first and comes back if the rename fails."""
+    directory.chmod(0o755)
+    if not out.exists():
+        directory.rename(out)
+        return
+    aside = Path(tempfile.mkdtemp(prefix=staging_prefix(out), dir=out.parent))
+    aside.rmdir()
+    out.rename(aside)
+    try:
+        directory.rename(out)
+    except OSError:
+        aside.rename(out)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def write_manifest(directory: Path, content: Mapping[str, Any]) -> None:
+    """Hash everything in ``directory`` and write the manifest, last."""
+    files = {
+        name: {"sha256": sha256_file(directory / name), "bytes": info.st_size}
+        for name, info in sorted(walk(directory))
+    }
+    manifest = {"format": FORMAT, "schema_version": SCHEMA_VERSION, **content, "files": files}
+    (directory / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=False) + "\n", "utf-8")

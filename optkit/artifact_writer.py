@@ -1,0 +1,61 @@
+"""Writes an artifact: the model, the graph, the recipe, the records; then the manifest, last."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+
+from optkit.artifact import INTERNAL, staging, write_manifest
+from optkit.checkpoint_tensors import constants
+from optkit.graph.ir import Graph
+from optkit.graph.serialize import graph_to_json
+from optkit.hf_layout import write_model
+from optkit.model_source import ModelSource
+from optkit.recipe import Recipe
+from optkit.records import RunRecord
+from optkit.report import report_html
+from optkit.target import Target
+
+
+def write_artifact(
+    out: Path,
+    graph: Graph,
+    source: ModelSource,
+    recipe: Recipe,
+    run: RunRecord,
+    target: Target,
+    environment: dict[str, str],
+    *,
+    force: bool,
+) -> None:
+    """Write everything to a staging directory and publish it as ``out``."""
+    with staging(out, force=force) as directory:
+        internal = directory / INTERNAL
+        internal.mkdir()
+        write_model(graph, source.directory, directory)
+        save_file(constants(graph), internal / "constants.safetensors")
+        report = {"model": source.name, "recipe": recipe.name, "target": asdict(target), **run.to_dict()}
+        texts = {
+            "graph.json": graph_to_json(graph),
+            "recipe.yaml": recipe.to_yaml(),
+            "report.json": json.dumps(report, indent=1) + "\n",
+            "report.html": report_html(report),
+        }
+        for name, text in texts.items():
+            (internal / name).write_text(text, "utf-8")
+        write_manifest(directory, manifest(source, recipe, run, environment))
+
+
+def manifest(source: ModelSource, recipe: Recipe, run: RunRecord, environment: dict[str, str]) -> dict[str, Any]:
+    """The manifest's content besides the file list."""
+    return {
+        "name": source.name,
+        "source": {"name": source.name, "digest": source.digest},
+        "recipe": recipe.to_data(),
+        "passes": [{"name": r.name, "decision": r.decision, "reason": r.reason} for r in run.passes],
+        "environment": environment,
+    }

@@ -1,0 +1,63 @@
+"""Keep or roll back: bounds against evidence, with the reason in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import geometric_mean
+
+from optkit.recipe import Accept
+from optkit.records import PassRecord
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a decision looks at: quality against the source, speed against before, weight bytes after."""
+
+    kld: float
+    top1: float
+    ppl_ratio: float
+    speedup: float
+    memory_bytes: int
+
+    @staticmethod
+    def of(record: PassRecord) -> Evidence:
+        from math import exp
+
+        quality = record.quality
+        prefills = [label for label in record.measured if label.startswith("prefill")]
+        return Evidence(
+            kld=quality["kl_mean"]["value"],
+            top1=quality["top1_agreement"]["value"],
+            ppl_ratio=exp(quality["ln_ppl_ratio"]["value"]),
+            speedup=geometric_mean(record.speedup(label) for label in prefills),
+            memory_bytes=record.weight_bytes[1],
+        )
+
+
+def decide(bounds: Accept, evidence: Evidence) -> tuple[bool, str]:
+    """(kept, reason). The reason of a roll-back names every bound that was missed and by how much."""
+    missed = list(misses(bounds, evidence))
+    if missed:
+        return False, "; ".join(missed)
+    return True, f"prefill {evidence.speedup:.2f}x, KL {evidence.kld:.2g}, top-1 {evidence.top1:.1%}"
+
+
+def misses(bounds: Accept, evidence: Evidence) -> list[str]:
+    """Each missed bound as a phrase."""
+    found = []
+    upper = (
+        ("mean KL divergence", evidence.kld, bounds.max_kld, ".2g"),
+        ("perplexity ratio", evidence.ppl_ratio, bounds.max_ppl_ratio, ".4f"),
+        ("weight bytes", evidence.memory_bytes, bounds.max_memory_bytes, ",d"),
+    )
+    lower = (
+        ("top-1 agreement", evidence.top1, bounds.min_top1, ".2%"),
+        ("prefill speedup", evidence.speedup, bounds.min_speedup, ".3f"),
+    )
+    for name, value, bound, form in upper:
+        if bound is not None and not value <= bound:
+            found.append(f"{name} {value:{form}} is above {bound:{form}}")
+    for name, value, bound, form in lower:
+        if bound is not None and not value >= bound:
+            found.append(f"{name} {value:{form}} is below {bound:{form}}")
+    return found

@@ -1,0 +1,95 @@
+"""Writes a graph as a Hugging Face model directory: what transformers and vLLM load.
+
+Tensors keep their checkpoint names. Quantized layers are compressed-tensors ``int-quantized``: int8 ``weight``
+and ``weight_scale`` [N, 1], described by ``quantization_config`` in config.json. An output head that was tied to
+the embedding and is now quantized becomes a tensor of its own, so the config unties it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from optkit.checkpoint import validate_checkpoint
+from optkit.checkpoint_tensors import TensorFiles, changed_tensors, save_shards
+from optkit.graph.ir import Graph
+from optkit.kernels import reference
+
+# Files of the source that describe text, not weights; each is copied if it is there.
+TEXT_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "generation_config.json",
+    "LICENSE",
+    "README.md",
+)
+
+
+def write_model(graph: Graph, source: Path, directory: Path) -> None:
+    """Write config, tokenizer files and tensors of ``graph``, whose checkpoint is ``source``, to ``directory``."""
+    info = validate_checkpoint(source)
+    files = TensorFiles(source, info)
+    changed = changed_tensors(graph, files)
+    tensors = {name: files[name] for name in files.names() - set(changed)} | changed
+    placed = save_shards(tensors, directory)
+    if len(set(placed.values())) > 1:
+        index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": placed}
+        write_json(directory / "model.safetensors.index.json", index)
+    write_json(directory / "config.json", model_config(graph, info.config))
+    for name in TEXT_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, directory / name)
+
+
+def model_config(graph: Graph, config: dict[str, Any]) -> dict[str, Any]:
+    """config.json of the optimized model."""
+    quantized = set(modules(graph, reference.linear_w8a8, 2))
+    if not quantized:
+        return config
+    config = {**config, "quantization_config": int8_config(sorted(set(modules(graph, reference.linear, 1))))}
+    if graph.meta.output_embedding in quantized:
+        config["tie_word_embeddings"] = False
+    return config
+
+
+def modules(graph: Graph, op: Any, position: int) -> list[str]:
+    """Checkpoint modules whose weight is argument ``position`` of an ``op``, fused ones spelled out."""
+    names = []
+    for node in graph.calls(op):
+        weight = graph.weight_of(node.args[position])
+        if weight is None or weight.origin is None:
+            continue
+        tied = str(node.args[position].target) == graph.meta.input_embedding
+        parts = [part.name.rpartition(".")[0] for part in weight.origin.parts]
+        names += [graph.meta.output_embedding] if tied else parts
+    return names
+
+
+def int8_config(ignore: list[str]) -> dict[str, Any]:
+    """compressed-tensors' description of W8A8: per-channel weights, dynamic per-token activations."""
+    common = {"num_bits": 8, "type": "int", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**common, "strategy": "channel", "dynamic": False},
+        "input_activations": {**common, "strategy": "token", "dynamic": True},
+        "format": "int-quantized",
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ignore,
+    }
+
+
+def write_json(file: Path, content: Any) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", "utf-8")

@@ -1,0 +1,268 @@
+"""The driver: runs a recipe's passes over a captured model, proves each, and writes the artifact.
+
+For each pass, in the recipe's order: check, predict (roofline before and after), apply, verify (graph and
+numerics), measure (paired, through the runtime), keep or roll back by the recipe's bounds, record. Passes know none
+of this. A pass that breaks the graph is a bug: the driver writes a reproducer and names the pass.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from optkit import artifact
+from optkit.checkpoint import validate_checkpoint
+from optkit.decision import Evidence, decide
+from optkit.errors import UserError
+from optkit.graph.cost import predict_seconds
+from optkit.graph.ir import Graph
+from optkit.graph.lower import lower
+from optkit.graph.serialize import graph_to_json
+from optkit.graph.verify import VerifyError, verify
+from optkit.measure import measure_pair, workload_points
+from optkit.model_source import ModelSource, resolve
+from optkit.passes.base import Pass, PassContext, Plan
+from optkit.paths import cache_dir
+from optkit.quality import QualityReport, RuntimeLogits, compare, evaluation_windows
+from optkit.recipe import Accept, Recipe, ResolvedPass, load_recipe
+from optkit.records import PassRecord, RunRecord
+from optkit.states import States, compiler_digest, state_key
+from optkit.target import Target, get_target
+from optkit.version import VERSION
+
+Progress = Callable[[str], None]
+EXACT_BOUNDS = Accept(max_kld=1e-6, min_top1=0.999)
+EXACT_TOKENS, PASS_TOKENS, FINAL_TOKENS = 512, 4096, 20480
+
+
+class PassFailed(Exception):
+    """A pass broke the graph; the message names it and the reproducer."""
+
+
+@dataclass
+class Pipeline:
+    """One run: a source model, a recipe, a target. ``graph`` and ``records`` grow pass by pass."""
+
+    source: ModelSource
+    recipe: Recipe
+    target: Target
+    tell: Progress
+    final_tokens: int = FINAL_TOKENS
+
+    def run(self) -> tuple[Graph, RunRecord]:
+        """Capture, run every pass, judge the whole; resumes from finished steps."""
+        passes = self.recipe.resolve_passes()
+        self.states = States(self.source.directory)
+        self.steps: list[Any] = []
+        self.reference = graph = self.capture()
+        records: list[PassRecord] = []
+        for resolved in passes:
+            self.steps.append([resolved.entry.name, resolved.config.model_dump(), resolved.entry.accept.model_dump()])
+            graph, record = self.resumed(lambda g=graph, r=resolved: self.run_pass(g, r))
+            records.append(PassRecord.from_dict(record))
+            self.tell(f"{resolved.entry.name}: {records[-1].decision}, {records[-1].reason}")
+        return self.judge(graph, records)
+
+    def capture(self) -> Graph:
+        from optkit.capture import capture_directory
+
+        def work() -> tuple[Graph, dict[str, Any]]:
+            self.tell("capturing the model with torch.export")
+            return capture_directory(self.source.directory), {}
+
+        return self.resumed(work)[0]
+
+    def resumed(self, work: Callable[[], tuple[Graph, dict[str, Any]]]) -> tuple[Graph, dict[str, Any]]:
+        """The finished state of the steps so far, from the cache or by ``work``."""
+        key = state_key(self.determinants())
+        found = self.states.load(key)
+        if found is None:
+            found = work()
+            self.states.save(key, *found)
+        return found
+
+    def determinants(self) -> dict[str, Any]:
+        """Everything that decides the outcome of the steps so far."""
+        data = self.recipe.to_data()
+        return {
+            "source": self.source.digest,
+            "steps": self.steps,
+            "settings": {k: data[k] for k in ("workload", "runtime", "accept")} if self.steps else None,
+            "target": [self.target.name, *self.target.isa],
+            "versions": environment(),
+            "compiler": compiler_digest(),
+        }
+
+    def run_pass(self, graph: Graph, resolved: ResolvedPass) -> tuple[Graph, dict[str, Any]]:
+        """One pass: check, predict, apply, verify, measure, keep or roll back, record."""
+        optimization: Pass = resolved.pass_class(resolved.config)
+        context = PassContext(self.target)
+        candidate = graph.clone()
+        plan = optimization.check(candidate, context)
+        record = PassRecord.planned(optimization.name, resolved.config.model_dump(), plan)
+        if not plan.sites:
+            return graph, record.decided("skipped", "no site to change").to_dict()
+        self.tell(f"{optimization.name}: rewriting {len(plan.sites)} sites")
+        result = self.apply(optimization, candidate, plan, context)
+        record.changed, record.stats = result.changed, result.stats
+        record.predicted = self.predict(graph, candidate)
+        before, after = lower(graph, self.target), lower(candidate, self.target)
+        self.tell(f"{optimization.name}: measuring speed")
+        record.measured = paired(*measure_pair(before, after, self.recipe))
+        record.weight_bytes = [graph.num_bytes(), candidate.num_bytes()]
+        quality = self.quality(after, EXACT_TOKENS if optimization.exact else PASS_TOKENS, optimization.name)
+        record.quality = quality.to_dict()
+        bounds = bounds_for(optimization, resolved.entry.accept, self.recipe.accept)
+        kept, reason = decide(bounds, Evidence.of(record))
+        record.decided("kept" if kept else "rolled back", reason)
+        return (candidate if kept else graph), record.to_dict()
+
+    def apply(self, optimization: Pass, graph: Graph, plan: Plan, context: PassContext) -> Any:
+        """Apply and verify; what a pass breaks is written down as a reproducer."""
+        text = graph_to_json(graph)
+        try:
+            result = optimization.apply(graph, plan, context)
+            verify(graph)
+        except Exception as error:
+            place = self.write_reproducer(optimization.name, text)
+            kind = "broke the graph" if isinstance(error, VerifyError) else "failed"
+            raise PassFailed(f"pass {optimization.name} {kind}: {error} (reproducer: {place})") from error
+        return result
+
+    def write_reproducer(self, name: str, graph_text: str) -> Path:
+        """The graph the pass was given, the recipe and the versions."""
+        place = cache_dir("reproducers") / f"{name}-{state_key(self.determinants())[:12]}"
+        place.mkdir(exist_ok=True)
+        (place / "graph.json").write_text(graph_text, "utf-8")
+        (place / "recipe.yaml").write_text(self.recipe.to_yaml(), "utf-8")
+        (place / "versions.json").write_text(json.dumps(environment(), indent=1), "utf-8")
+        return place
+
+    def predict(self, before: Graph, after: Graph) -> dict[str, list[float]]:
+        """Roofline seconds before and after, by workload point."""
+        return {
+            point.label: [predict_seconds(g, point, self.target) for g in (before, after)]
+            for point in workload_points(self.recipe)
+        }
+
+    def quality(self, candidate: Any, tokens: int, name: str) -> QualityReport:
+        """The candidate against the source model, both through the runtime, on held-out text."""
+        from optkit.bench.workload import load_tokenizer
+
+        self.tell(f"{name}: measuring quality on {tokens} tokens")
+        windows = evaluation_windows(load_tokenizer(str(self.source.directory)), tokens)
+        reference = RuntimeLogits(lower(self.fast_reference(), self.target), self.recipe.runtime.block_size)
+        return compare(reference, RuntimeLogits(candidate, self.recipe.runtime.block_size), windows)
+
+    def fast_reference(self) -> Graph:
+        """The source model's graph; attention stays the reference kernel, so nothing is taken for granted."""
+        return self.reference
+
+    def judge(self, graph: Graph, records: list[PassRecord]) -> tuple[Graph, RunRecord]:
+        """Quality and bounds of the whole; while a bound is missed, the last inexact pass is undone."""
+        while True:
+            run = RunRecord(records, self.whole(graph, records))
+            kept, reason = decide(self.recipe.accept, Evidence.of(run.whole)) if run.whole else (True, "no pass")
+            inexact = [r for r in records if r.decision == "kept" and not r.exact]
+            if kept or not inexact:
+                return graph, run
+            self.tell(f"the whole misses a bound: {reason}; undoing {inexact[-1].name}")
+            inexact[-1].decided("rolled back", f"the whole missed a bound: {reason}")
+            graph = self.replay(records)
+
+    def replay(self, records: list[PassRecord]) -> Graph:
+        """The graph of the passes that are still kept."""
+        graph = self.reference.clone()
+        resolved = {r.entry.name: r for r in self.recipe.resolve_passes()}
+        for record in records:
+            if record.decision == "kept":
+                optimization = resolved[record.name].pass_class(resolved[record.name].config)
+                self.apply(optimization, graph, optimization.check(graph, PassContext(self.target)), PassContext(self.target))
+        return graph
+
+    def whole(self, graph: Graph, records: list[PassRecord]) -> PassRecord | None:
+        """Speed, memory and quality of the result against the source, as one record."""
+        kept = [record.name for record in records if record.decision == "kept"]
+        if not kept:
+            return None
+        self.steps = [*self.steps, ["whole", kept, self.final_tokens]]
+
+        def work() -> tuple[Graph, dict[str, Any]]:
+            record = PassRecord.planned("whole", {}, Plan())
+            before, after = lower(self.reference, self.target), lower(graph, self.target)
+            self.tell("whole: measuring speed")
+            record.predicted = self.predict(self.reference, graph)
+            record.measured = paired(*measure_pair(before, after, self.recipe))
+            record.weight_bytes = [self.reference.num_bytes(), graph.num_bytes()]
+            record.quality = self.quality(after, self.final_tokens, "whole").to_dict()
+            return graph, record.decided("kept", "").to_dict()
+
+        return PassRecord.from_dict(self.resumed(work)[1])
+
+
+def bounds_for(optimization: Pass, own: Accept, recipe: Accept) -> Accept:
+    """A pass's bounds: its own, then the recipe's; an exact pass has a tight numeric bound besides."""
+    values = recipe.model_dump(exclude={"min_speedup", "max_memory_bytes"}) | own.model_dump(exclude_none=True)
+    if optimization.exact:
+        values |= EXACT_BOUNDS.model_dump(exclude_none=True)
+    return Accept(**values)
+
+
+def paired(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """Both sides' timings by workload point."""
+    return {label: [before[label].to_dict(), after[label].to_dict()] for label in before}
+
+
+def environment() -> dict[str, str]:
+    """Versions that results depend on."""
+    import transformers
+
+    versions = {"optkit": VERSION, "torch": torch.__version__, "transformers": transformers.__version__}
+    return versions | {"python": platform.python_version(), "machine": platform.machine()}
+
+
+def optimize(
+    model: str,
+    recipe: Recipe | str,
+    out: Path,
+    *,
+    force: bool = False,
+    tell: Progress = lambda text: None,
+    final_tokens: int = FINAL_TOKENS,
+) -> RunRecord:
+    """Optimize ``model`` by ``recipe`` into the artifact directory ``out``.
+
+    Raises:
+        UserError: model, recipe or output can't be used; nothing is written.
+        PassFailed: a pass broke the graph (a bug in the pass).
+    """
+    from optkit.artifact_writer import write_artifact
+
+    recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
+    recipe.resolve_passes()
+    artifact.check_output(out, force=force)
+    source = resolve(model, tell)
+    validate_checkpoint(source.directory)
+    target = runnable_target(recipe)
+    graph, run = Pipeline(source, recipe, target, tell, final_tokens).run()
+    tell(f"writing {out}")
+    write_artifact(out, graph, source, recipe, run, target, environment(), force=force)
+    return run
+
+
+def runnable_target(recipe: Recipe) -> Target:
+    """The recipe's target, which must be this machine: passes are proved by running them."""
+    target = get_target(recipe.target)
+    if target.kind == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            f"recipe {recipe.name} is for {target.name} and this machine has no CUDA GPU",
+            where="optkit optimize",
+            fix="add --dry-run to see its plan and predictions here, or use a CPU recipe such as ttft-cpu",
+        )
+    return target

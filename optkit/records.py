@@ -1,0 +1,83 @@
+"""What happened to each pass: the record that goes into the manifest, the report and the terminal."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from optkit.passes.base import Plan
+
+
+@dataclass
+class PassRecord:
+    """One pass of one run. Times in seconds; pairs are [before, after].
+
+    Attributes:
+        decision: ``kept``, ``rolled back`` or ``skipped``; ``reason`` says why in words.
+        skips: places the pass left alone, with reasons (each reason once, with its count).
+        predicted: roofline seconds [before, after] by workload point.
+        measured: timings [before, after] by workload point.
+        quality: a ``QualityReport`` against the source model, as a dict.
+    """
+
+    name: str
+    config: dict[str, Any]
+    sites: list[str]
+    skips: list[dict[str, Any]]
+    exact: bool = True
+    changed: int = 0
+    stats: dict[str, Any] = field(default_factory=dict)
+    predicted: dict[str, list[float]] = field(default_factory=dict)
+    measured: dict[str, Any] = field(default_factory=dict)
+    weight_bytes: list[int] = field(default_factory=list)
+    quality: dict[str, Any] = field(default_factory=dict)
+    decision: str = ""
+    reason: str = ""
+
+    @staticmethod
+    def planned(name: str, config: dict[str, Any], plan: Plan) -> PassRecord:
+        """A record of what ``check`` found."""
+        return PassRecord(name, config, [s.name for s in plan.sites], grouped_skips(plan))
+
+    def decided(self, decision: str, reason: str) -> PassRecord:
+        self.decision, self.reason = decision, reason
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> PassRecord:
+        known = {f.name for f in fields(PassRecord)}
+        return PassRecord(**{key: value for key, value in data.items() if key in known})
+
+    def speedup(self, label: str) -> float:
+        """Measured time before over time after."""
+        before, after = self.measured[label]
+        return before["median"] / after["median"]
+
+    def predicted_speedup(self, label: str) -> float:
+        before, after = self.predicted[label]
+        return before / after
+
+
+@dataclass
+class RunRecord:
+    """All passes of a run, and the whole against the source model (None when nothing was kept)."""
+
+    passes: list[PassRecord]
+    whole: PassRecord | None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "passes": [record.to_dict() for record in self.passes],
+            "whole": self.whole.to_dict() if self.whole else None,
+        }
+
+
+def grouped_skips(plan: Plan) -> list[dict[str, Any]]:
+    """Skips by reason: thirty layers that say the same are one line."""
+    reasons: dict[str, list[str]] = {}
+    for skip in plan.skips:
+        reasons.setdefault(skip.reason, []).append(skip.site)
+    return [{"reason": reason, "count": len(sites), "first": sites[0]} for reason, sites in reasons.items()]

@@ -1,0 +1,106 @@
+"""Finished pipeline steps, kept by content so that an interrupted run resumes and a repeated one is quick.
+
+A state is the graph after a step and the step's record. Its key is a hash of everything that determines it: the
+source model, the steps so far with their options and bounds, the workload, the target, the versions and optkit's
+own compiler sources. On disk it is ``graph.json``, the tensors that differ from the source, and the record;
+written aside and renamed, so a state is whole or absent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+
+from optkit.checkpoint import validate_checkpoint
+from optkit.checkpoint_tensors import TensorFiles, build, changed_tensors, constants
+from optkit.graph.ir import Graph
+from optkit.graph.serialize import graph_from_json, graph_to_json
+from optkit.paths import cache_dir
+
+KEEP = 24  # states; the oldest beyond this are removed
+
+
+class States:
+    """The state cache of one source checkpoint."""
+
+    def __init__(self, source: Path) -> None:
+        self.root = cache_dir("states")
+        self.source = TensorFiles(source, validate_checkpoint(source))
+
+    def load(self, key: str) -> tuple[Graph, dict[str, Any]] | None:
+        """The graph and record of state ``key``, or None when it was not finished."""
+        directory = self.root / key
+        if not (directory / "record.json").is_file():
+            return None
+        os.utime(directory)
+        changed, kept = load_file(directory / "changed.safetensors"), load_file(directory / "constants.safetensors")
+        tensors = Overlay(self.source, changed)
+        graph = graph_from_json(
+            (directory / "graph.json").read_text("utf-8"),
+            lambda name, origin, dtype: kept[name] if origin is None else build(origin, tensors, dtype),
+            where=str(directory / "graph.json"),
+        )
+        return graph, json.loads((directory / "record.json").read_text("utf-8"))
+
+    def save(self, key: str, graph: Graph, record: Mapping[str, Any]) -> None:
+        """Keep a finished step."""
+        temporary = Path(tempfile.mkdtemp(prefix=".tmp-", dir=self.root))
+        try:
+            (temporary / "graph.json").write_text(graph_to_json(graph), "utf-8")
+            save_file(changed_tensors(graph, self.source), temporary / "changed.safetensors")
+            save_file(constants(graph), temporary / "constants.safetensors")
+            (temporary / "record.json").write_text(json.dumps(record), "utf-8")
+            if not (self.root / key).exists():
+                temporary.rename(self.root / key)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        self.remove_oldest()
+
+    def remove_oldest(self) -> None:
+        states = sorted((p for p in self.root.iterdir() if p.is_dir()), key=lambda p: p.stat().st_mtime)
+        for state in states[:-KEEP]:
+            shutil.rmtree(state, ignore_errors=True)
+
+
+class Overlay(Mapping[str, Any]):
+    """Changed tensors in front of the source's."""
+
+    def __init__(self, source: TensorFiles, changed: Mapping[str, Any]) -> None:
+        self.source, self.changed = source, changed
+
+    def __getitem__(self, name: str) -> Any:
+        return self.changed[name] if name in self.changed else self.source[name]
+
+    def __iter__(self) -> Any:
+        return iter(self.source.names() | set(self.changed))
+
+    def __len__(self) -> int:
+        return len(self.source.names() | set(self.changed))
+
+
+def state_key(parts: Mapping[str, Any]) -> str:
+    """The key of a state: sha256 of its determinants, as canonical JSON."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def compiler_digest() -> str:
+    """A hash of the sources that decide what a pipeline step produces."""
+    import optkit.capture
+    import optkit.graph
+    import optkit.kernels
+    import optkit.passes
+
+    digest = hashlib.sha256()
+    for package in (optkit.capture, optkit.graph, optkit.kernels, optkit.passes):
+        for file in sorted(Path(package.__path__[0]).rglob("*")):
+            if file.suffix in (".py", ".cpp", ".h"):
+                digest.update(file.read_bytes())
+    return digest.hexdigest()
