@@ -90,11 +90,7 @@ class BlockManager:
     def _next(self, table: list[int]) -> int:
         """The block after the table's last one if it can be had, else any."""
         block = table[-1] + 1
-        if block < self.num_blocks:
-            state = self._state[block]
-            if state == FREE or (state == HELD and block < self._held_until.get(table[0], 0)):
-                return block
-        return self._any()
+        return block if block < self.num_blocks and self._state[block] != USED else self._any()
 
     def _any(self) -> int:
         """A free block that nobody hopes for, else the last held one."""

@@ -146,7 +146,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.engine.stats().kv_blocks_used == 0
 
 
-EngineMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+EngineMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 TestEngineMachine = EngineMachine.TestCase
 
 

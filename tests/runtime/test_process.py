@@ -29,6 +29,7 @@ from tests.fakes import fake_engine
 
 FACTORY = "tests.fakes:fake_engine"
 PATIENCE = 30.0
+LONG = 3000  # tokens: with a step of 50 ms they outlast PATIENCE
 
 
 def client(factory: str = FACTORY, artifact: str = "", **options: Any) -> EngineClient:
@@ -103,21 +104,21 @@ def test_leaving_a_stream_aborts_its_request() -> None:
                 return
 
     async def scenario(engine: EngineClient) -> None:
-        await first_token(engine, request("left", [1], max_tokens=60))
-        cancelled = asyncio.create_task(collect(engine, request("cancelled", [2], max_tokens=60)))
+        await first_token(engine, request("left", [1], max_tokens=LONG))
+        cancelled = asyncio.create_task(collect(engine, request("cancelled", [2], max_tokens=LONG)))
         await eventually(lambda: engine.stats.num_running > 0)
         cancelled.cancel()
         await eventually(lambda: engine.stats.num_running == engine.stats.kv_blocks_used == 0)
-        aborted = asyncio.create_task(collect(engine, request("aborted", [3], max_tokens=60)))
+        aborted = asyncio.create_task(collect(engine, request("aborted", [3], max_tokens=LONG)))
         await eventually(lambda: engine.stats.num_running == 1)
         await engine.abort("aborted")
         assert (await aborted)[-1].finish_reason is FinishReason.ABORT
-        (refused,) = await collect(engine, request("refused", [1] * 64))
+        (refused,) = await collect(engine, request("refused", [1] * 4000))
         assert refused.finish_reason is FinishReason.ERROR and "no room to answer" in (refused.error or "")
         assert len(await collect(engine, request("after", [4], max_tokens=2))) == 2
         assert engine.stats.kv_blocks_used == 0
 
-    with_engine(scenario, step_delay=0.05)
+    with_engine(scenario, step_delay=0.05, num_blocks=2000, max_model_len=4000)
 
 
 @pytest.mark.parametrize("cause", ["kill", "crash", "garbage"])

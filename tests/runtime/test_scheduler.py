@@ -71,11 +71,14 @@ def test_the_youngest_is_preempted_and_recomputed_with_its_output() -> None:
     add(scheduler, "old", 4, max_tokens=13)
     advance(scheduler)
     add(scheduler, "young", 4, max_tokens=8)
+    advance(scheduler)
+    add(scheduler, "late", 16, max_tokens=1)
     while not scheduler.num_preemptions:
         advance(scheduler)
     assert [seq.request.request_id for seq in scheduler.running] == ["old"]
     young = scheduler.waiting[0]
     generated = len(young.token_ids)
+    assert young.request.request_id == "young", "the newcomer overtook it"
     assert generated > 4 and young.num_computed == 0 and not young.block_table
     while young in scheduler.waiting:
         last = advance(scheduler)
@@ -91,6 +94,17 @@ def test_freed_blocks_admit_the_head_of_the_queue_first() -> None:
     assert advance(scheduler) == [("b", 16)]
     assert advance(scheduler) == [("c", 1)]
     assert not scheduler.has_work
+
+
+def test_admission_leaves_running_sequences_room_to_grow() -> None:
+    """Else the newcomer would be preempted, and its prompt computed twice, at the next token of the old one."""
+    scheduler = make(num_blocks=3, block_size=4)
+    add(scheduler, "a", 4, max_tokens=2)
+    add(scheduler, "b", 8, max_tokens=1)
+    assert advance(scheduler) == [("a", 4)]
+    assert advance(scheduler) == [("a", 1)]
+    assert advance(scheduler) == [("b", 8)]
+    assert scheduler.num_preemptions == 0
 
 
 @pytest.mark.parametrize(
