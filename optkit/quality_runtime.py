@@ -22,6 +22,7 @@ class Model(Protocol):
 
     kv_specs: Any
     vocab_size: int
+    max_model_len: int
 
     def __call__(self, inputs: dict[str, Tensor]) -> Tensor: ...
 
@@ -39,6 +40,11 @@ class RuntimeLogits:
     def __init__(self, model: Model, block_size: int = 16, chunk: int = 128, decode: int = 8) -> None:
         self.model, self.block_size, self.chunk, self.decode = model, block_size, chunk, decode
         self._pools: tuple[int, dict[str, Tensor]] = (0, {})
+
+    @property
+    def max_length(self) -> int:
+        """The longest window that the model has positions for."""
+        return self.model.max_model_len
 
     def logits(self, windows: Sequence[Sequence[int]]) -> Iterator[Tensor]:
         for first in range(0, len(windows), 2):

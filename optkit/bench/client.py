@@ -18,6 +18,7 @@ import httpx
 from optkit.bench.records import Chunk, RequestRecord, clock
 from optkit.bench.workload import Request, Workload
 
+MALFORMED = (ValueError, TypeError, KeyError, IndexError, AttributeError)  # of a stream that is not OpenAI's
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 
 
@@ -31,7 +32,9 @@ async def _run(url: str, model: str, workload: Workload, api_key: str | None) ->
     slots = asyncio.Semaphore(limit)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     pool = httpx.Limits(max_connections=limit, max_keepalive_connections=limit)
-    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT, limits=pool, headers=headers) as http:
+    async with httpx.AsyncClient(
+        base_url=url, timeout=TIMEOUT, limits=pool, headers=headers, trust_env=False
+    ) as http:
         start = clock()
         tasks = [_paced(http, model, request, start, slots) for request in workload.requests]
         return list(await asyncio.gather(*tasks))
@@ -60,7 +63,7 @@ async def send(http: httpx.AsyncClient, model: str, request: Request) -> Request
                 record.error = f"HTTP {response.status_code}: {text[:300]}"
                 return record
             await _read(response, record)
-    except (httpx.HTTPError, ValueError) as error:
+    except (httpx.HTTPError, *MALFORMED) as error:
         record.error = f"{type(error).__name__}: {error}"
     return record
 
@@ -103,10 +106,17 @@ async def _read(response: httpx.Response, record: RequestRecord) -> None:
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[str]:
-    """The data of each server-sent event. (The servers measured here send one data line an event.)"""
-    async for line in response.aiter_lines():
-        if line.startswith("data:"):
-            yield line[5:].strip()
+    """The data of each server-sent event. (The servers measured here send one data line an event.)
+
+    Lines end at a newline byte and nowhere else: httpx's own line iterator also splits at U+2028 and its like,
+    which may stand unescaped in JSON text.
+    """
+    rest = b""
+    async for piece in response.aiter_bytes():
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield line[5:].strip().decode()
 
 
 def _text(choice: dict[str, Any]) -> str:

@@ -95,7 +95,7 @@ def _wait_healthy(process: subprocess.Popen[bytes], url: str, log: IO[bytes], ti
 def healthy(url: str) -> bool:
     """True when ``/health`` answers 200."""
     try:
-        return httpx.get(f"{url}/health", timeout=5).status_code == 200
+        return httpx.get(f"{url}/health", timeout=5, trust_env=False).status_code == 200
     except httpx.TransportError:
         return False
 
@@ -104,7 +104,7 @@ def model_name(url: str, api_key: str | None = None) -> str:
     """The id of the first model a server lists."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        response = httpx.get(f"{url}/v1/models", headers=headers, timeout=10)
+        response = httpx.get(f"{url}/v1/models", headers=headers, timeout=10, trust_env=False)
         return str(response.raise_for_status().json()["data"][0]["id"])
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, IndexError, TypeError) as error:
         fix = "start the server, or check the URL (without /v1)"

@@ -34,12 +34,12 @@ def eval_command(
     a change. As a guide for small models, int8 stays below 0.01 nats and above
     97 % agreement, 4 bits below 0.08 nats. Four times the tokens halve the errors.
     """
-    from optkit.quality import compare, evaluation_windows
+    from optkit.quality import compare
 
     with console.spinner("loading") as tell:
         candidate = _runtime(artifact)
         reference, directory = _reference(baseline, tell)
-        windows = evaluation_windows(_tokenizer(artifact, directory), tokens)
+        windows = _windows(_tokenizer(artifact, directory), tokens, min(512, candidate.max_length))
         tell(f"scoring {len(windows)} windows of {len(windows[0])} tokens")
         report = compare(reference, candidate, windows)
     if as_json:
@@ -49,6 +49,15 @@ def eval_command(
 
 
 eval = eval_command
+
+
+def _windows(tokenizer: Any, tokens: int, length: int) -> list[list[int]]:
+    from optkit.quality import evaluation_windows
+
+    try:
+        return evaluation_windows(tokenizer, tokens, length)
+    except ValueError as error:
+        raise UserError(str(error), where="--tokens", fix="ask for fewer") from error
 
 
 def _runtime(artifact: Path) -> Any:

@@ -61,6 +61,8 @@ def test_running_usage_counts_tokens_of_a_chunk():
         (lambda _: JSONResponse({"error": {"message": "too long"}}, 400), "HTTP 400.*too long"),
         (lambda _: [text("a")], r"without \[DONE\]"),
         (lambda _: ["{broken"], "JSONDecodeError"),
+        (lambda _: ["[1]"], "AttributeError"),
+        (lambda _: [{"choices": "x"}], "AttributeError"),
         (lambda _: [text("a"), {"error": {"message": "engine died"}}], "engine died"),
         (lambda _: [text(""), "[DONE]"], "no text"),
     ],
@@ -72,6 +74,18 @@ def test_failures_are_records(script, message):
         assert not r.ok
         assert re.search(message, r.error)
     assert problems(records, load) == []
+
+
+def test_unicode_line_separators_do_not_cut_an_event():
+    raw = '{"choices": [{"index": 0, "text": "a\u2028b\u0085c"}]}'
+    _, _, (r,) = run(lambda _: [raw, "[DONE]"], num_prompts=1)
+    assert r.ok and len(r.chunks) == 1
+
+
+def test_a_proxy_of_the_environment_is_not_used(monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")
+    assert all(r.ok for r in run(normal)[2])
 
 
 def test_no_server_is_a_failed_record():

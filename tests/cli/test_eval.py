@@ -13,6 +13,8 @@ from optkit.quality import windows
 class Noisy:
     """Logits that favour the true next token, plus noise."""
 
+    max_length = 600
+
     def __init__(self, noise):
         self.noise = noise
 
@@ -29,7 +31,9 @@ def fakes(monkeypatch, tmp_path):
     monkeypatch.setattr(eval_module, "_reference", lambda baseline, tell: (Noisy(0.0), tmp_path))
     monkeypatch.setattr(eval_module, "_tokenizer", lambda artifact, source: None)
     cut = windows([i % 50 for i in range(4096)], 512, 4)
-    monkeypatch.setattr("optkit.quality.evaluation_windows", lambda tokenizer, tokens: cut)
+    monkeypatch.setattr(
+        "optkit.quality.evaluation_windows", lambda tokenizer, tokens, length: cut if length == 512 else None
+    )
 
 
 def test_json(capsys):
@@ -48,3 +52,11 @@ def test_table(capsys):
 
 def test_the_baseline_is_required():
     assert main.run(["eval", "artifact"]) == 2
+
+
+def test_more_tokens_than_there_are_is_a_user_error(monkeypatch):
+    def short(tokenizer, tokens, length):
+        raise ValueError("too short")
+
+    monkeypatch.setattr("optkit.quality.evaluation_windows", short)
+    assert main.run(["eval", "artifact", "--baseline", "model", "--tokens", "900000"]) == 2
