@@ -107,7 +107,8 @@ def test_closed_connection_frees_the_engine() -> None:
     with LiveServer(step_delay=0.02, max_model_len=2000, num_blocks=600, script=SCRIPT[:-1]) as live:
         body = {"messages": HELLO, "stream": True}
         with httpx.stream("POST", f"{live.url}/v1/chat/completions", json=body) as answer:
-            next(answer.iter_text())
+            parts = answer.iter_text()  # kept: a dropped iterator closes the response
+            next(parts)
             assert gauge(live, "vllm:num_requests_running") == 1
         deadline = time.monotonic() + 30
         while gauge(live, "vllm:num_requests_running") or gauge(live, "vllm:kv_cache_usage_perc"):
