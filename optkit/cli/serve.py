@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Annotated
 
@@ -61,7 +62,8 @@ def serve(
         typer.Option(
             "--trust-artifact-code",
             rich_help_panel=LOADING,
-            help="Load compiled code that comes with the artifact. It runs as you: only for artifacts you built.",
+            help="Allow compiled code that comes with an artifact. Artifacts of this version hold data only, so "
+            "there is nothing to allow yet; the option says so and changes nothing.",
         ),
     ] = False,
     served_model_name: Annotated[
@@ -108,7 +110,6 @@ def serve(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         kv_cache_bytes=_bytes(kv_cache_bytes),
-        trust_artifact_code=trust_artifact_code or None,
         served_model_names=tuple(served_model_name or ()),
         api_key=read_api_key(api_key_file),
         max_queue=max_queue,
@@ -116,6 +117,10 @@ def serve(
         shutdown_timeout=shutdown_timeout,
     )
     _log_to_stderr()
+    if trust_artifact_code:
+        logging.getLogger("optkit.serve").warning(
+            "--trust-artifact-code: artifacts hold no code, nothing to trust"
+        )
     raise typer.Exit(run(artifact, options))
 
 
@@ -137,6 +142,4 @@ def _bytes(text: str | None) -> int | None:
 
 
 def _log_to_stderr() -> None:
-    import logging
-
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")

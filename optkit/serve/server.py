@@ -41,13 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("optkit.serve")
 
 CTRL_C_SECONDS = 2  # for streams in flight; the engine gets what is left of five seconds
-ENGINE_OPTIONS = (
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "kv_cache_bytes",
-    "trust_artifact_code",
-)
+ENGINE_OPTIONS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_bytes")
 
 
 @dataclass(frozen=True)
@@ -60,7 +54,6 @@ class ServeOptions:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     kv_cache_bytes: int | None = None
-    trust_artifact_code: bool | None = None
     served_model_names: tuple[str, ...] = ()
     api_key: str | None = None
     max_queue: int = 256
