@@ -149,6 +149,26 @@ def test_error_before_the_first_token_is_a_status(stream: bool) -> None:
     assert "secret" not in answer.text and "0x" not in answer.text
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_failing_prompt_ends_the_request_and_aborts_its_siblings(stream: bool) -> None:
+    engine = FailingOnce()
+    engine.delay = 0.005
+    app = tiny_app(engine)
+    request = {"prompt": [[1], [2], [3]], "max_tokens": 100, "stream": stream}
+    answer = post(app, COMPLETIONS, request)
+    assert "internal_error" in answer.text
+    assert len(engine.aborted) == 2
+    assert app.state.service.admission.used == 0
+
+
+class FailingOnce(FakeEngine):
+    """Fails the request whose prompt is token 2, after three tokens."""
+
+    def _outputs(self, request: Any) -> Any:
+        self.fail_after = 3 if request.prompt_ids == (2,) else None
+        return super()._outputs(request)
+
+
 # -- stop strings and stop ids ----------------------------------------------------------------------
 
 
