@@ -1,0 +1,171 @@
+"""``optkit inspect``: what is in an artifact, and why.
+
+Everything shown comes from the artifact's own files, whose hashes are checked first. Texts from files are
+printed as they are, but never as terminal commands or markup (``printable``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from optkit.cli import console
+from optkit.errors import UserError
+
+if TYPE_CHECKING:
+    from optkit.artifact import Artifact
+    from optkit.recipe import Accept
+    from optkit.records import PassRecord, RunRecord
+
+
+def inspect(
+    artifact: Annotated[Path, typer.Argument(help="Artifact directory.")],
+    graph: Annotated[bool, typer.Option("--graph", help="List the graph, one op a line.")] = False,
+    tokens: Annotated[
+        int, typer.Option("--tokens", help="Prompt length whose shapes --graph shows.", min=1, max=1 << 20)
+    ] = 512,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
+) -> None:
+    """Show an artifact's passes, decisions, bounds and files; with --graph its ops and kernels.
+
+    With --graph each line is an op, its arguments, the shape of its result
+    for a prompt of --tokens tokens, and in <> the kernel that runs it on this
+    machine. Ops without one are plain torch.
+
+    Example: optkit inspect artifact/ --graph | grep linear
+    """
+    from optkit.artifact import Artifact
+
+    opened = Artifact.open(artifact)
+    run = load_run(opened)
+    lines = list(graph_lines(opened, tokens)) if graph else None
+    if as_json:
+        console.print_json(facts(opened, run) | ({"graph": lines} if lines is not None else {}))
+    elif lines is not None:
+        for line in lines:
+            show(line)
+    else:
+        show_artifact(opened, run)
+
+
+# -- what there is to show -------------------------------------------------------------------------------
+
+
+def load_run(artifact: Artifact) -> RunRecord:
+    """The records of report.json.
+
+    Raises:
+        UserError: the file is missing or no report.
+    """
+    from optkit.records import PassRecord, RunRecord
+
+    file = artifact.directory / "optkit" / "report.json"
+    try:
+        data = json.loads(file.read_text("utf-8"))
+        whole = PassRecord.from_dict(data["whole"]) if data["whole"] else None
+        return RunRecord([PassRecord.from_dict(entry) for entry in data["passes"]], whole)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"the report can't be read ({type(error).__name__})", where=str(file)) from error
+
+
+def facts(artifact: Artifact, run: RunRecord) -> dict[str, Any]:
+    """Everything ``inspect`` shows besides the graph, as plain data."""
+    keys = ("name", "source", "recipe", "environment", "files")
+    known = {key: artifact.manifest[key] for key in keys if key in artifact.manifest}
+    return known | run.to_dict() | {"bounds": list(bounds(artifact, run))}
+
+
+def bounds(artifact: Artifact, run: RunRecord) -> Iterator[dict[str, Any]]:
+    """Each bound of the recipe beside what was measured: the passes' own, then those of the whole."""
+    own = {entry.name: entry.accept for entry in artifact.recipe.passes}
+    for record in run.passes:
+        if record.name in own:
+            yield from compared(record.name, own[record.name], record)
+    if run.whole:
+        yield from compared("whole", artifact.recipe.accept, run.whole)
+
+
+def compared(scope: str, accept: Accept, record: PassRecord) -> Iterator[dict[str, Any]]:
+    """The bounds of ``accept`` that are set; ``measured`` is None for a pass that was not measured."""
+    from optkit.decision import Evidence
+
+    evidence = Evidence.of(record) if record.measured and record.quality else None
+    for bound, limit in accept.model_dump(exclude_none=True).items():
+        measured = getattr(evidence, bound.removeprefix("max_").removeprefix("min_"), None)
+        yield {"of": scope, "bound": bound, "limit": limit, "measured": measured}
+
+
+def graph_lines(artifact: Artifact, tokens: int) -> Iterator[str]:
+    """The listing of graph.json with the kernels that this machine would run."""
+    from optkit.graph.listing import list_graph
+    from optkit.graph.lower import lower
+    from optkit.graph.shapes import Point
+    from optkit.target import get_target
+
+    graph = artifact.graph()
+    kernels = lower(graph, get_target(artifact.recipe.target)).kernels
+    return list_graph(graph, Point(tokens, 1, tokens), kernels)
+
+
+# -- showing it ------------------------------------------------------------------------------------------
+
+
+def show_artifact(artifact: Artifact, run: RunRecord) -> None:
+    from optkit.report import run_table
+
+    recipe, manifest = artifact.recipe, artifact.manifest
+    versions = ", ".join(f"{key} {value}" for key, value in manifest.get("environment", {}).items())
+    show(f"{artifact.name} by {recipe.name}, for {recipe.target}")
+    show(f"source  sha256 {manifest.get('source', {}).get('digest', 'unknown')}")
+    show(f"made by {versions}")
+    show_table(run_table(run))
+    for line in reasons(run):
+        show(line)
+    show_table(bounds_table(list(bounds(artifact, run))))
+    show_table(files_table(manifest["files"]))
+
+
+def reasons(run: RunRecord) -> Iterator[str]:
+    """Why each pass was decided so, and what it left alone."""
+    for record in run.passes:
+        yield f"{record.name}: {record.decision}, {record.reason}"
+        for skip in record.skips:
+            yield f"    leaves {skip['count']} alone: {skip['reason']} (first: {skip['first']})"
+
+
+def bounds_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table("bound", "limit", "measured", box=None, pad_edge=False)
+    for row in rows:
+        measured = "not measured" if row["measured"] is None else f"{row['measured']:.6g}"
+        table.add_row(f"{row['of']} {row['bound']}", f"{row['limit']:.6g}", measured)
+    return table
+
+
+def files_table(files: dict[str, Any]) -> Table:
+    table = Table("file", "bytes", "sha256", box=None, pad_edge=False)
+    for name, entry in files.items():
+        table.add_row(Text(name), f"{entry['bytes']:,}", entry["sha256"][:16])
+    total = sum(entry["bytes"] for entry in files.values())
+    table.add_row("all", f"{total:,}", "")
+    return table
+
+
+def show_table(table: Table) -> None:
+    if table.row_count:
+        console.stdout.print()
+        console.stdout.print(table, soft_wrap=False)
+
+
+def show(line: str) -> None:
+    console.stdout.print(Text(printable(line)))
+
+
+def printable(text: str) -> str:
+    """``text`` with control characters spelled out, so that a file name can't command a terminal."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

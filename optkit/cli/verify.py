@@ -1,0 +1,71 @@
+"""``optkit verify``: is an artifact what its manifest says, and does its graph hold?
+
+First the hashes: every file, whatever is extra, missing, changed or not a plain file. Only when all agree is
+anything loaded: the recipe, then graph.json with its weights, which must pass the graph verifier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from optkit.cli import console
+from optkit.cli.inspect import show
+
+if TYPE_CHECKING:
+    from optkit.artifact import Artifact
+
+DIFFERS = 3
+
+
+def verify(
+    artifact: Annotated[Path, typer.Argument(help="Artifact directory.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
+) -> None:
+    """Check every hash of an artifact, then that its graph loads and holds.
+
+    Exit codes: 0 all is well, 2 it is not an artifact (or its manifest is
+    damaged), 3 something differs; every difference is listed.
+    """
+    from optkit.artifact import Artifact, read_manifest
+
+    opened = Artifact(artifact, read_manifest(artifact))
+    with console.spinner(f"checking {artifact}"):
+        found = list(file_problems(opened)) or list(content_problems(opened))
+    count = len(opened.manifest["files"])
+    if as_json:
+        console.print_json({"artifact": str(artifact), "ok": not found, "files": count, "problems": found})
+    for line in (
+        [] if as_json else found or [f"{artifact}: {count} files and the graph are as they should be"]
+    ):
+        show(line)
+    if found:
+        raise typer.Exit(DIFFERS)
+
+
+def file_problems(artifact: Artifact) -> Iterator[str]:
+    """Differences between the files and the manifest; a file that can't be read is one."""
+    from optkit.artifact import problems
+
+    try:
+        yield from problems(artifact.directory, artifact.manifest)
+    except OSError as error:
+        yield f"{error.filename or artifact.directory} can't be read: {error.strerror}"
+
+
+def content_problems(artifact: Artifact) -> Iterator[str]:
+    """The first reason why the recipe or the graph can't be used."""
+    from safetensors import SafetensorError
+
+    from optkit.errors import UserError
+    from optkit.graph.verify import VerifyError
+    from optkit.graph.verify import verify as verify_graph
+
+    try:
+        _ = artifact.recipe
+        verify_graph(artifact.graph())
+    except (UserError, VerifyError, SafetensorError, OSError, ValueError, RecursionError) as error:
+        yield str(error)
