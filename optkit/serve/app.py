@@ -1,14 +1,14 @@
 """The HTTP application: routes, and nothing that takes a decision about tokens.
 
-=============================  ==============================================================
+=============================  =================================================================
 ``POST /v1/chat/completions``  messages in, one answer
 ``POST /v1/completions``       prompts in, one answer each
 ``GET /v1/models``             the served names, with ``max_model_len``
-``GET /health/live``           the event loop answers
-``GET /health/ready``          the engine is alive and the server is not shutting down; also ``/health``, ``/ping``
+``GET /health/live``           the event loop answers and the engine's heart beats: restart it if not
+``GET /health/ready``          live, and not shutting down; also ``/health`` and ``/ping``
 ``GET /metrics``               Prometheus text
 ``GET /version``
-=============================  ==============================================================
+=============================  =================================================================
 
 Health comes from the engine's heartbeat and never generates a token: a check that does is red under load
 and costs the users their latency.
@@ -104,16 +104,18 @@ def _add_models(app: FastAPI, settings: ServeSettings) -> None:
 
 
 def _add_health(app: FastAPI, service: Service) -> None:
+    def status(good: bool, word: str) -> JSONResponse:
+        return JSONResponse({"status": word if good else f"not {word}"}, 200 if good else 503)
+
     async def ready() -> JSONResponse:
-        is_ready = service.engine.is_healthy and not app.state.draining
-        return JSONResponse({"status": "ready" if is_ready else "not ready"}, 200 if is_ready else 503)
+        return status(service.engine.is_healthy and not app.state.draining, "ready")
 
     for path in ("/health", "/health/ready", "/ping"):
         app.add_api_route(path, ready, methods=["GET"])
 
     @app.get("/health/live")
     async def live() -> JSONResponse:
-        return JSONResponse({"status": "live"})
+        return status(service.engine.is_healthy, "live")
 
     @app.get("/version")
     async def version() -> JSONResponse:

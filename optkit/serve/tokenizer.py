@@ -70,8 +70,8 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """UTF-8 bytes of the longest token: a text of N bytes has at least N / longest_token tokens."""
-        return max(map(len, self._fast.get_vocab(with_added_tokens=True)), default=1)
+        """Bytes of the longest token, or more: a text of N bytes has at least N / longest_token tokens."""
+        return max((len(token.encode()) for token in self._fast.get_vocab(with_added_tokens=True)), default=1)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of ``text``."""
