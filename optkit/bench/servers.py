@@ -149,9 +149,11 @@ def _exit(number: int, _frame: Any) -> NoReturn:
 
 
 def _tail(log: IO[bytes], size: int = 1500) -> str:
+    """The end of what the server printed, on one line and without the frames of error panels."""
     end = log.seek(0, os.SEEK_END)
     log.seek(max(0, end - size))
-    return log.read().decode(errors="replace").strip() or "it printed nothing"
+    words = log.read().decode(errors="replace").translate(dict.fromkeys(map(ord, "╭╮╰╯│─"), " ")).split()
+    return " ".join(words) or "it printed nothing"
 
 
 def _name(process: subprocess.Popen[bytes]) -> str:

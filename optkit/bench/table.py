@@ -5,53 +5,63 @@ from __future__ import annotations
 from rich.table import Table
 
 from optkit.bench.metrics import DEFINITIONS
-from optkit.bench.run import BenchResult
+from optkit.bench.result import BenchResult, Key
 
-Row = tuple[str, tuple[str, ...]]
+NAMES = {
+    "output_throughput": "output tok/s",
+    "request_throughput": "requests/s",
+    "goodput": "goodput req/s",
+    "slo_attainment": "SLO share",
+}
+ENOUGH_FOR_P99 = 100  # requests a round
 
 
-def rows(result: BenchResult) -> list[Row]:
-    """(label, path into a round's summary) for every line."""
-    lines: list[Row] = []
-    for name in DEFINITIONS[result.definitions]:
-        label = name.upper().replace("_", " ")
-        lines += [(f"{label} p{q} ms", ("latency_ms", name, f"p{q}")) for q in (50, 95, 99)]
-    lines += [("output tok/s", ("output_throughput",)), ("requests/s", ("request_throughput",))]
-    if result.slo.bounds():
-        lines += [("goodput requests/s", ("goodput",)), ("SLO attainment", ("slo_attainment",))]
-    return [*lines, ("failed requests", ("failed",))]
+def rows(result: BenchResult) -> list[tuple[str, Key]]:
+    """(label, number) for every line; p99 only where a round has enough requests to take it from."""
+    keys = [k for k in result.numbers() if k[-1] != "p99" or result.config.num_prompts >= ENOUGH_FOR_P99]
+    return [*((_label(key), key) for key in keys), ("failed", ("failed",))]
+
+
+def _label(key: Key) -> str:
+    return NAMES.get(key[0]) or f"{key[1].upper().replace('_', ' ')} {key[2]} ms"
 
 
 def table(result: BenchResult) -> Table:
-    """Medians over rounds with quartiles; ``a / b`` is the median within-round ratio."""
+    """One column a side, and for each other side the ratio of the candidate to it."""
     first, *others = result.sides
-    columns = [first, *(text for side in others for text in (side, f"{first} / {side}"))]
-    grid = Table("", *columns, box=None, pad_edge=False)
+    grid = Table(box=None, pad_edge=False)
+    grid.add_column("", no_wrap=True)
+    for name in [first, *(text for side in others for text in (side, f"x {side}"))]:
+        grid.add_column(name, justify="right", overflow="fold")
     for label, path in rows(result):
         cells = [_cell(result.statistic(first, path))]
         for side in others:
-            cells += [_cell(result.statistic(side, path)), _cell(result.ratio(side, path), "x")]
+            cells += [_cell(result.statistic(side, path)), _cell(result.ratio(side, path))]
         grid.add_row(label, *cells)
     return grid
 
 
 def legend(result: BenchResult) -> list[str]:
     """What the numbers mean, one line each."""
-    count = len(result.rounds(result.sides[0]))
+    count, (first, *others) = len(result.rounds(result.sides[0])), result.sides
     lines = [
-        f"median [quartiles] over {count} interleaved rounds of {result.config.num_prompts} requests; "
-        "percentiles interpolate linearly; failed requests are left out of latencies and are SLO misses",
+        f"median ±half the interquartile range over {count} interleaved rounds of {result.config.num_prompts} "
+        "requests; percentiles interpolate linearly; failed requests are not in latencies and are SLO misses",
     ]
+    if others:
+        lines.append(
+            f"x {others[0]}: {first} / {others[0]}, taken within each round; latencies: below 1 is faster"
+        )
     lines += [f"{name}: {metric.formula}" for name, metric in DEFINITIONS[result.definitions].items()]
     return lines
 
 
-def _cell(value: dict[str, float] | None, unit: str = "") -> str:
+def _cell(value: dict[str, float] | None) -> str:
     if value is None:
         return "-"
-    median, low, high = (_number(value[key]) for key in ("median", "q1", "q3"))
-    return f"{median}{unit}" if low == high else f"{median}{unit} [{low}, {high}]"
+    half = (value["q3"] - value["q1"]) / 2
+    return _number(value["median"]) + (f" ±{_number(half, 2)}" if half else "")
 
 
-def _number(value: float) -> str:
-    return f"{value:.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
+def _number(value: float, digits: int = 3) -> str:
+    return f"{value:.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.{digits}g}"

@@ -13,7 +13,8 @@ from optkit.errors import UserError, nearest
 
 if TYPE_CHECKING:
     from optkit.bench.metrics import Slo
-    from optkit.bench.run import BenchResult, Progress, Side
+    from optkit.bench.result import BenchResult
+    from optkit.bench.run import Progress, Side
 
 SLO_MISSED = 1
 

@@ -7,7 +7,8 @@ import pytest
 from optkit.bench import run as bench_run
 from optkit.bench.metrics import Slo
 from optkit.bench.records import Chunk, RequestRecord
-from optkit.bench.run import BenchResult, Side, Turn, run_bench, spread
+from optkit.bench.result import BenchResult, Turn, spread
+from optkit.bench.run import Side, run_bench
 from optkit.bench.table import legend, rows, table
 from optkit.bench.workload import WorkloadConfig
 from optkit.cli import main
@@ -86,6 +87,7 @@ def test_slo_looks_at_the_candidate_only():
 def test_a_saved_result_comes_back(tmp_path):
     made().save(tmp_path / "deep" / "result.json")
     data = json.loads((tmp_path / "deep" / "result.json").read_text())
+    assert data["comparison"]["latency_ms.ttft.p50"]["ratio"]["b"]["median"] == pytest.approx(1 / 3)
     again = BenchResult.from_dict(data)
     assert again == made()
     again.definitions = "guidellm"
@@ -95,7 +97,7 @@ def test_a_saved_result_comes_back(tmp_path):
 def test_the_table_has_a_row_per_number_and_a_formula_per_metric():
     result = made()
     assert table(result).row_count == len(rows(result))
-    assert [c.header for c in table(result).columns] == ["", "a", "b", "a / b"]
+    assert [c.header for c in table(result).columns] == ["", "a", "b", "x b"]
     assert any("(done - first) / (n - 1)" in line for line in legend(result))
 
 

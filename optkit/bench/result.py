@@ -1,0 +1,152 @@
+"""What a paired run measured: raw turns, and the medians and ratios that follow from them.
+
+The raw records are the result; everything else is computed when asked, so a saved file can be read under
+another tool's definitions or another SLO. The candidate is the first side. A ratio is candidate / other within one
+round, then the median over rounds: drift of the machine between rounds cancels.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from optkit.bench.environment import busy
+from optkit.bench.metrics import DEFINITIONS, PERCENTILES, Slo, slo_misses, summarize
+from optkit.bench.records import RequestRecord
+from optkit.bench.workload import WorkloadConfig
+
+SCHEMA = 1
+RATES = ("output_throughput", "request_throughput")
+GOODPUT = ("goodput", "slo_attainment")
+
+Key = tuple[str, ...]  # a number inside a round's summary, such as ("latency_ms", "ttft", "p50")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One round of one side."""
+
+    side: str
+    round: int
+    load_average: float
+    records: list[RequestRecord]
+    problems: list[str]
+
+
+@dataclass
+class BenchResult:
+    """Everything that was measured. ``sides[0]`` is the candidate; ratios are candidate / other."""
+
+    config: WorkloadConfig
+    sides: list[str]
+    turns: list[Turn] = field(default_factory=list)
+    slo: Slo = field(default_factory=Slo)
+    definitions: str = "optkit"
+    environment: dict[str, Any] = field(default_factory=dict)
+
+    def rounds(self, side: str) -> list[dict[str, Any]]:
+        """The summary of each round of ``side``, in order."""
+        return [summarize(t.records, self.slo, self.definitions) for t in self.turns if t.side == side]
+
+    def records(self, side: str) -> list[RequestRecord]:
+        return [record for t in self.turns if t.side == side for record in t.records]
+
+    def slo_misses(self) -> list[str]:
+        """Bounds that the candidate's p95 over all rounds misses, one line each."""
+        return slo_misses(self.records(self.sides[0]), self.slo)
+
+    def problems(self) -> list[str]:
+        """Why numbers may not be comparable: a busy machine, wrong lengths, cache hits, failures."""
+        warning = busy(self.environment)
+        lines = [warning] if warning else []
+        lines += [f"{t.side} round {t.round}: {line}" for t in self.turns for line in t.problems]
+        for t in self.turns:
+            lines += [
+                f"{t.side} round {t.round}: request {r.index} failed: {r.error}"
+                for r in t.records
+                if not r.ok
+            ]
+        return lines
+
+    def statistic(self, side: str, path: Sequence[str]) -> dict[str, float] | None:
+        """Median and quartiles over rounds of one number of the summaries, e.g. ("latency_ms", "ttft", "p50")."""
+        return spread([_at(summary, path) for summary in self.rounds(side)])
+
+    def ratio(self, other: str, path: Sequence[str]) -> dict[str, float] | None:
+        """Median and quartiles of candidate / other, each ratio taken within a round."""
+        pairs = zip(self.rounds(self.sides[0]), self.rounds(other), strict=True)
+        return spread([_divide(_at(a, path), _at(b, path)) for a, b in pairs])
+
+    def numbers(self) -> list[Key]:
+        """Every number that is compared, as its place in a round's summary."""
+        latencies = [("latency_ms", m, f"p{q}") for m in DEFINITIONS[self.definitions] for q in PERCENTILES]
+        rates = RATES + (GOODPUT if self.slo.bounds() else ())
+        return [*latencies, *((name,) for name in rates)]
+
+    def comparison(self) -> dict[str, dict[str, Any]]:
+        """{number: {side: spread, "ratio": {other: spread}}}, what README tables are made from."""
+        others = self.sides[1:]
+        return {
+            ".".join(key): {side: self.statistic(side, key) for side in self.sides}
+            | {"ratio": {side: self.ratio(side, key) for side in others}}
+            for key in self.numbers()
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Raw records and what follows from them, as JSON data."""
+        return {
+            "schema": SCHEMA,
+            "environment": self.environment,
+            "workload": self.config.to_dict(),
+            "slo_ms": self.slo.bounds(),
+            "slo_misses": self.slo_misses(),
+            "problems": self.problems(),
+            "definitions": self.definitions,
+            "comparison": self.comparison(),
+            "sides": {side: {"rounds": self.rounds(side)} for side in self.sides},
+            "turns": [_turn_to_dict(turn) for turn in self.turns],
+        }
+
+    def save(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> BenchResult:
+        """Read a saved result; its metrics can then be computed under other definitions."""
+        config = WorkloadConfig(**data["workload"])
+        turns = [_turn_from_dict(turn) for turn in data["turns"]]
+        slo, names = Slo(**data["slo_ms"]), list(data["sides"])
+        return cls(config, names, turns, slo, data["definitions"], data["environment"])
+
+
+def spread(values: Sequence[float | None]) -> dict[str, float] | None:
+    """Median and quartiles; None if a round has no value."""
+    if not values or any(value is None for value in values):
+        return None
+    q1, median, q3 = np.percentile(np.array(values, dtype=float), (25, 50, 75))
+    return {"median": float(median), "q1": float(q1), "q3": float(q3)}
+
+
+def _divide(a: float | None, b: float | None) -> float | None:
+    return a / b if a is not None and b else None
+
+
+def _at(summary: dict[str, Any], path: Sequence[str]) -> float | None:
+    value: Any = summary
+    for key in path:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def _turn_to_dict(turn: Turn) -> dict[str, Any]:
+    return {**vars(turn), "records": [record.to_dict() for record in turn.records]}
+
+
+def _turn_from_dict(data: dict[str, Any]) -> Turn:
+    return Turn(**{**data, "records": [RequestRecord.from_dict(r) for r in data["records"]]})
