@@ -103,16 +103,16 @@ def table(report: QualityReport) -> Table:
 
 
 def _lines(report: QualityReport) -> list[tuple[str, str]]:
-    def text(estimate: Estimate, scale: float = 1.0, digits: int = 4) -> str:
-        return f"{estimate.value * scale:.{digits}f} ± {estimate.stderr * scale:.{digits}f}"
+    def text(estimate: Estimate, scale: float = 1.0, form: str = ".3g") -> str:
+        return f"{estimate.value * scale:{form}} ± {estimate.stderr * scale:.2g}"
 
-    percentiles = f"{report.kl_median:.5f} / {report.kl_p99:.5f} / {report.kl_max:.5f}"
+    percentiles = f"{report.kl_median:.3g} / {report.kl_p99:.3g} / {report.kl_max:.3g}"
     return [
         ("scored positions", f"{report.tokens} in {report.windows} windows"),
-        ("mean KL(source || artifact), nats", text(report.kl_mean, digits=5)),
+        ("mean KL(source || artifact), nats", text(report.kl_mean)),
         ("median / p99 / max KL, nats", percentiles),
-        ("top-1 agreement, %", text(report.top1_agreement, 100, 2)),
-        ("perplexity, source", text(report.reference_ppl, digits=3)),
-        ("perplexity, artifact", text(report.ppl, digits=3)),
-        ("ln(PPL artifact / PPL source), paired", text(report.ln_ppl_ratio, digits=5)),
+        ("top-1 agreement, %", text(report.top1_agreement, 100, ".2f")),
+        ("perplexity, source", text(report.reference_ppl, form=".3f")),
+        ("perplexity, artifact", text(report.ppl, form=".3f")),
+        ("ln(PPL artifact / PPL source), paired", text(report.ln_ppl_ratio)),
     ]
