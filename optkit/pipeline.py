@@ -110,7 +110,7 @@ class Pipeline:
             return graph, record.decided("skipped", "no site to change").to_dict()
         self.tell(f"{optimization.name}: rewriting {len(plan.sites)} sites")
         result = self.apply(optimization, candidate, plan, context)
-        record.changed, record.stats = result.changed, result.stats
+        record.changed, record.stats, record.exact = result.changed, result.stats, optimization.exact
         record.predicted = self.predict(graph, candidate)
         before, after = lower(graph, self.target), lower(candidate, self.target)
         self.tell(f"{optimization.name}: measuring speed")

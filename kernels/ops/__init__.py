@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 class Kernel:
     """An implementation of a dialect op with the reference's signature.
 
-    ``pack`` maps weight tensors (by argument position) to the packed tensors that ``fn`` wants in their place;
-    packing happens once, at load.
+    ``accepts`` says whether the kernel handles given weight tensors (by argument position); None means all.
+    ``pack`` maps weight tensors to the packed tensors that ``fn`` wants in their place; packing happens once,
+    at load.
     """
 
     op: str
@@ -30,6 +31,7 @@ class Kernel:
     fn: Callable[..., Any]
     supports: Callable[[Target], bool]
     pack: Callable[[dict[int, Tensor]], dict[int, Tensor]] | None = None
+    accepts: Callable[[dict[int, Tensor]], bool] | None = None
 
 
 def table() -> tuple[Kernel, ...]:
@@ -39,8 +41,10 @@ def table() -> tuple[Kernel, ...]:
     return (*onednn.KERNELS, *sdpa.KERNELS)
 
 
-def select(op: str, target: Target | None, pinned: str | None = None) -> Kernel | None:
-    """The kernel for ``op`` on ``target``; None means the reference.
+def select(
+    op: str, target: Target | None, pinned: str | None = None, weights: dict[int, Tensor] | None = None
+) -> Kernel | None:
+    """The kernel for ``op`` on ``target``, given the weights of a site where known; None means the reference.
 
     Raises:
         LookupError: ``pinned`` names no kernel of this op that runs on the target.
@@ -48,6 +52,8 @@ def select(op: str, target: Target | None, pinned: str | None = None) -> Kernel 
     if target is None or pinned == "reference":
         return None
     candidates = [kernel for kernel in table() if kernel.op == op and kernel.supports(target)]
+    if weights is not None:
+        candidates = [k for k in candidates if k.accepts is None or k.accepts(weights)]
     if pinned is not None:
         candidates = [kernel for kernel in candidates if kernel.name == pinned]
         if not candidates:

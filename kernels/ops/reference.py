@@ -109,29 +109,37 @@ def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return out
 
 
-def quantize_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Symmetric dynamic int8 per row of x [T, K]: ``(q, scale)`` with q [T, K] uint8, scale [T, 1] float32.
+def quantize_per_token(x: Tensor, group_size: int = 0) -> tuple[Tensor, Tensor]:
+    """Symmetric dynamic int8 of x [T, K], a scale for each token and group: ``(q, scale)``.
 
-    ``x ~ (q - 128) * scale``, ``scale = absmax / 127``. q is stored unsigned with zero point 128 because
-    x86 multiplies u8 by s8 (``vpdpbusd``); the value is plain symmetric int8. A row of zeros has scale 0.
+    q [T, K] uint8, scale [T, G] float32 with G = K / group_size groups of consecutive channels, or 1 when
+    ``group_size`` is 0. ``x ~ (q - 128) * scale`` and ``scale = absmax / 127`` of the group. q is stored unsigned
+    with zero point 128 because x86 multiplies u8 by s8 (``vpdpbusd``); the value is plain symmetric int8. A group
+    of zeros has scale 0.
     """
-    absmax = x.abs().amax(dim=-1, keepdim=True)
-    scale = absmax / 127.0
+    groups = x.reshape(x.shape[0], -1, group_size or x.shape[-1])  # [T, G, g]
+    absmax = groups.abs().amax(dim=-1, keepdim=True)
     inverse = torch.where(absmax > 0, 127.0 / absmax, torch.zeros_like(absmax))
-    q = torch.round(x * inverse) + ACTIVATION_ZERO_POINT
-    return q.to(torch.uint8), scale
+    q = torch.round(groups * inverse) + ACTIVATION_ZERO_POINT
+    return q.to(torch.uint8).reshape(x.shape), absmax[..., 0] / 127.0
 
 
 def linear_w8a8(
     q: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """``((q - 128) @ weight.T) * scale * weight_scale + bias`` with exact integer accumulation.
+    """``sum over groups g of ((q_g - 128) @ weight_g.T) * scale_g * weight_scale_g``, plus bias.
 
-    q [T, K] uint8, scale [T, 1], weight [N, K] int8, weight_scale [N, 1]; gives [T, N] float32.
-    The product is taken in float64, which holds every int32 accumulator exactly.
+    q [T, K] uint8, scale [T, G], weight [N, K] int8, weight_scale [N, G], with K / G channels to a group (G = 1:
+    per token and per output channel); gives [T, N] float32. Products accumulate exactly within a group: in
+    float64 here, which holds every int32 accumulator. Groups are added in float32, in order.
     """
-    accumulator = (q.to(torch.float64) - ACTIVATION_ZERO_POINT) @ weight.to(torch.float64).T
-    out = accumulator.to(torch.float32) * scale * weight_scale.reshape(-1)
+    groups = scale.shape[1]
+    left = (q.to(torch.float64) - ACTIVATION_ZERO_POINT).unflatten(1, (groups, -1))  # [T, G, g]
+    right = weight.to(torch.float64).unflatten(1, (groups, -1))  # [N, G, g]
+    out = torch.zeros(q.shape[0], weight.shape[0], dtype=torch.float32, device=q.device)
+    for g in range(groups):
+        accumulator = (left[:, g] @ right[:, g].T).to(torch.float32)
+        out += accumulator * scale[:, g : g + 1] * weight_scale[:, g]
     return out if bias is None else out + bias
 
 

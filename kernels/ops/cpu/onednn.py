@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from optkit.kernels import Kernel
+from optkit.kernels import reference
 from optkit.kernels.reference import ACTIVATION_ZERO_POINT
 from torch import Tensor
 
@@ -28,7 +29,7 @@ def pack(weights: dict[int, Tensor]) -> dict[int, Tensor]:
 def linear_w8a8(
     q: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """See ``reference.linear_w8a8``; ``weight`` is packed."""
+    """See ``reference.linear_w8a8``; ``weight`` is packed, one scale a token and output channel."""
     zeros = zero_points(weight_scale.numel())
     out = torch.ops.onednn.qlinear_pointwise(
         q,
@@ -59,8 +60,10 @@ def zero_points(count: int) -> Tensor:
     return _zero_points[count]
 
 
-def quantize_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_per_token(x: Tensor, group_size: int = 0) -> tuple[Tensor, Tensor]:
     """See ``reference.quantize_per_token``, with fewer passes over memory."""
+    if group_size:
+        return reference.quantize_per_token(x, group_size)
     low, high = torch.aminmax(x, dim=-1, keepdim=True)
     absmax = torch.maximum(high, low.neg_())
     inverse = torch.where(absmax > 0, 127.0 / absmax, absmax)
@@ -73,7 +76,12 @@ def has_int8(target: Target) -> bool:
     return target.kind == "cpu" and bool({"avx512_vnni", "avx_vnni"} & set(target.isa))
 
 
+def one_scale_a_row(weights: dict[int, Tensor]) -> bool:
+    """oneDNN has per-channel weight scales, none per group of channels."""
+    return weights[3].shape[1] == 1
+
+
 KERNELS = (
-    Kernel("linear_w8a8", "onednn", linear_w8a8, has_int8, pack),
+    Kernel("linear_w8a8", "onednn", linear_w8a8, has_int8, pack, accepts=one_scale_a_row),
     Kernel("quantize_per_token", "torch", quantize_per_token, lambda target: target.kind == "cpu"),
 )

@@ -7,6 +7,7 @@ attention on the CPU reads grouped KV heads natively and never builds the score 
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import torch
@@ -54,7 +55,7 @@ def read_kv(cache: Tensor, blocks: Tensor, length: int) -> Tensor:
     """The first ``length`` tokens of a sequence: a view when its blocks are consecutive."""
     used = -(-length // cache.shape[1])
     ids = blocks[:used].tolist()
-    if ids[-1] - ids[0] == used - 1 and all(b - a == 1 for a, b in zip(ids, ids[1:], strict=False)):
+    if ids[-1] - ids[0] == used - 1 and all(b - a == 1 for a, b in itertools.pairwise(ids)):
         return cache[ids[0] : ids[0] + used].flatten(0, 1)[:length]
     return cache.index_select(0, blocks[:used]).flatten(0, 1)[:length]
 

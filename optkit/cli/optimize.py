@@ -1,0 +1,92 @@
+"""``optkit optimize``: compile a model by a recipe into an artifact."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from optkit.cli import console
+
+if TYPE_CHECKING:
+    from optkit.recipe import Recipe
+
+
+def optimize(
+    model: Annotated[
+        str, typer.Argument(help="A local HF directory, a .gguf file, a Hub id, or smollm2-135m.")
+    ],
+    recipe: Annotated[str, typer.Option("--recipe", "-r", help="A shipped recipe's name, or a YAML file.")],
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Directory to write the artifact to.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="Change one value: passes.int8.lm_head=false. Repeatable.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing artifact.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan and the predictions; load no weights, write nothing.")
+    ] = False,
+    quality_tokens: Annotated[
+        int, typer.Option(help="Held-out tokens the whole is judged on.", min=1024)
+    ] = 20480,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False,
+) -> None:
+    """Compile a model by a recipe, prove every step, write an artifact.
+
+    Each pass of the recipe is checked, predicted, applied, verified, measured
+    through the runtime, and kept only if it meets the recipe's bounds. An
+    interrupted run resumes: finished steps are kept in the cache.
+
+    Example: optkit optimize smollm2-135m --recipe ttft-cpu -o artifact/
+    """
+    from optkit.recipe import load_recipe
+
+    loaded = load_recipe(recipe, overrides or [])
+    if dry_run:
+        _dry_run(model, loaded, as_json)
+        return
+    path = out or Path(f"{loaded.name}-artifact")
+    with console.spinner("starting") as tell:
+        from optkit.pipeline import optimize as run_pipeline
+
+        run = run_pipeline(model, loaded, path, force=force, tell=tell, final_tokens=quality_tokens)
+    if as_json:
+        console.print_json({"artifact": str(path), **run.to_dict()})
+        return
+    from optkit.report import run_table
+
+    console.stdout.print(run_table(run))
+    console.stdout.print(f"wrote {path}\nnext: optkit serve {path}")
+
+
+def _dry_run(model: str, recipe: Recipe, as_json: bool) -> None:
+    from optkit.dry_run import dry_run
+
+    with console.spinner("planning") as tell:
+        plan = dry_run(model, recipe, tell)
+    if as_json:
+        console.print_json(plan)
+        return
+    for entry in plan["passes"]:
+        console.stdout.print(_plan_line(entry))
+        for skip in entry["skips"]:
+            console.stdout.print(f"    skips {skip['count']}x: {skip['reason']} (first: {skip['first']})", style="dim")
+    console.stdout.print(_prediction_table(plan))
+    console.stdout.print(f"target {plan['target']['name']}, ceilings {plan['target']['source']}", style="dim")
+
+
+def _plan_line(entry: dict[str, Any]) -> str:
+    return f"{entry['name']}: {len(entry['sites'])} sites"
+
+
+def _prediction_table(plan: dict[str, Any]) -> Any:
+    """Roofline milliseconds of each step, after each pass."""
+    from rich.table import Table
+
+    labels = list(plan["baseline"])
+    grid = Table("", *labels, title="predicted, ms", title_justify="left")
+    grid.add_row("as captured", *(f"{plan['baseline'][label] * 1e3:.2f}" for label in labels))
+    for entry in plan["passes"]:
+        cells = (f"{entry['predicted'][label][1] * 1e3:.2f}" for label in labels)
+        grid.add_row(f"+ {entry['name']}", *cells)
+    return grid

@@ -1,0 +1,51 @@
+"""The plan without the work: which sites each pass would change, and what the roofline predicts.
+
+The model is built on the meta device, so no weight is read and a model for a GPU that is not here can be
+planned. Passes run on that graph in order, exactly as they would; only measuring and judging are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from optkit.graph.cost import predict_seconds
+from optkit.graph.verify import verify
+from optkit.measure import workload_points
+from optkit.model_source import resolve
+from optkit.passes.base import PassContext
+from optkit.recipe import Recipe
+from optkit.records import PassRecord
+from optkit.target import get_target
+
+
+def dry_run(model: str, recipe: Recipe, tell: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+    """The plan of ``recipe`` on ``model``: per pass its sites, skips and predicted seconds [before, after]."""
+    from optkit.capture import capture_directory
+
+    resolved = recipe.resolve_passes()
+    source = resolve(model, tell)
+    target = get_target(recipe.target)
+    tell("capturing the model without weights")
+    graph = capture_directory(source.directory, weights=False)
+    points = workload_points(recipe)
+    baseline = {point.label: predict_seconds(graph, point, target) for point in points}
+    passes, previous = [], baseline
+    for item in resolved:
+        optimization = item.pass_class(item.config)
+        plan = optimization.check(graph, PassContext(target))
+        record = PassRecord.planned(optimization.name, item.config.model_dump(), plan)
+        record.changed = optimization.apply(graph, plan, PassContext(target)).changed
+        verify(graph)
+        after = {point.label: predict_seconds(graph, point, target) for point in points}
+        record.predicted = {label: [previous[label], after[label]] for label in after}
+        passes.append(record.to_dict())
+        previous = after
+    return {
+        "model": source.name,
+        "recipe": recipe.name,
+        "target": asdict(target),
+        "baseline": baseline,
+        "passes": passes,
+    }
