@@ -1,0 +1,93 @@
+"""``optkit inspect``: passes, bounds, files, the graph with its kernels."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from optkit.artifact import MANIFEST, write_manifest
+from optkit.cli.inspect import printable
+from optkit.cli.main import run
+from tests.sample_artifact import fake_artifact, int8_record, real_artifact, sample_run
+
+Output = pytest.CaptureFixture[str]
+RECIPE = """\
+schema_version: 1
+name: small
+target: cuda-h100
+passes:
+  int8: {accept: {max_kld: 0.01, min_speedup: 1.5}}
+  fuse_qkv: {accept: {min_speedup: 1.0}}
+accept: {max_kld: 0.02, max_memory_bytes: 200MB}
+"""
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Path:
+    return real_artifact(tmp_path / "artifact", tmp_path / "source", RECIPE, sample_run())
+
+
+def test_it_shows_passes_reasons_bounds_and_files(made: Path, capsys: Output) -> None:
+    assert run(["inspect", str(made)]) == 0
+    shown = capsys.readouterr().out
+    for expected in (
+        "small by small, for cuda-h100",
+        "int8: kept, prefill 2.00x",
+        "leaves 3 alone: on the ignore list (first: down_proj)",
+        "flash_attention: rolled back, prefill speedup 0.900 is below 1.000",
+        "whole max_memory_bytes",
+        "model.safetensors",
+        "optkit/graph.json",
+    ):
+        assert expected in shown
+
+
+def test_json_has_the_records_and_each_bound_with_what_was_measured(made: Path, capsys: Output) -> None:
+    assert run(["inspect", str(made), "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["passes"][0] == int8_record().to_dict()
+    assert data["recipe"]["name"] == "small"
+    bounds = {(row["of"], row["bound"]): (row["limit"], row["measured"]) for row in data["bounds"]}
+    assert bounds == {
+        ("int8", "max_kld"): (0.01, 0.004),
+        ("int8", "min_speedup"): (1.5, pytest.approx(2.0)),
+        ("fuse_qkv", "min_speedup"): (1.0, None),
+        ("whole", "max_kld"): (0.02, 0.004),
+        ("whole", "max_memory_bytes"): (200_000_000, 100_000_000),
+    }
+
+
+def test_the_graph_is_listed_with_shapes_at_the_asked_length(made: Path, capsys: Output) -> None:
+    assert run(["inspect", str(made), "--graph", "--tokens", "5"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [
+        "embedding = embedding(embed.weight, input_ids)  # [5, 8]",
+        "select_rows = select_rows(embedding, logits_index)  # [1, 8]",
+        "linear = linear(select_rows, lm_head.weight)  # [1, 8]",
+    ]
+    assert run(["inspect", str(made), "--graph", "--tokens", "5", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["graph"] == lines
+
+
+def test_a_changed_artifact_is_not_shown(made: Path, capsys: Output) -> None:
+    (made / "config.json").write_text("{}")
+    assert run(["inspect", str(made)]) == 2
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "{", '{"passes": [1], "whole": null}', '{"passes": [{}], "whole": null}']
+)
+def test_an_unreadable_report_is_a_user_error(tmp_path: Path, capsys: Output, text: str) -> None:
+    made = fake_artifact(tmp_path / "artifact")
+    (made / "optkit" / "report.json").write_text(text)
+    (made / MANIFEST).unlink()
+    write_manifest(made, {"name": "fake"})
+    assert run(["inspect", str(made)]) == 2
+    assert "the report can't be read" in capsys.readouterr().err
+
+
+def test_control_characters_are_spelled_out() -> None:
+    assert printable("a\x1b[2J\n\x9b\u202e é") == "a\\x1b[2J\\n\\x9b\\u202e é"
