@@ -14,14 +14,14 @@ from __future__ import annotations
 from collections import Counter
 from typing import Annotated, Any
 
-from optkit.kernels import reference
-from optkit.passes.base import Config, Pass, PassContext, PassResult, Plan, Site, Skip, Stage
 from pydantic import Field, field_validator
 from torch import fx
 
 from optkit.graph.ir import Graph, Weight
 from optkit.graph.ops import op_name
-from optkit.graph.regions import Region, call_nodes, shapes, structure
+from optkit.graph.regions import Region, call_nodes, shapes, structure, why_not
+from optkit.kernels import reference
+from optkit.passes.base import Config, Pass, PassContext, PassResult, Plan, Site, Skip, Stage
 
 MAX_BUCKETS = 8
 PLAN = "compile"
@@ -153,9 +153,13 @@ def check_attention(layers: dict[int, list[fx.Node]]) -> None:
 def plan_layers(graph: Graph, layers: dict[int, list[fx.Node]]) -> Plan:
     """The largest group of equal layers as sites; the others skipped, with what sets them apart."""
     values = shapes(graph)
+    other = shapes(graph, 1)
     structures = {i: structure(Region.of(nodes), values) for i, nodes in layers.items()}
     chosen = Counter(structures.values()).most_common(1)[0][0]
     model = next(i for i in layers if structures[i] == chosen)
+    reason = why_not(Region.of(layers[model]), values, other)
+    if reason:
+        return Plan(skips=[Skip(f"layer {index}", reason) for index in layers])
     plan = Plan()
     for index, nodes in layers.items():
         if structures[index] == chosen:

@@ -1,0 +1,77 @@
+"""Opaque ops: kernels that a compiler calls but does not look into.
+
+A kernel may pack its weights, loop over sequences in Python, or call C++ by address; none of that can be traced.
+Registered as a PyTorch operator (``torch.ops.optkit.*``) it becomes a black box with a schema and a shape rule.
+Both come from the op's reference: the schema from its signature, the shapes from running it on the meta device.
+Where a kernel packed a weight, the shape rule is shown the weight as it was.
+
+An operator is registered once for each kernel and shape of packed weight, and lives as long as the process.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+Shapes = Mapping[int, Tensor]  # argument position -> meta tensor of the weight before packing
+
+# What an op writes to besides its result.
+MUTATED = {"attention": ("k_cache", "v_cache")}
+
+_operators: dict[Any, Any] = {}
+_library: list[torch.library.Library] = []
+
+
+def operator(reference: Callable[..., Any], kernel: Callable[..., Any], unpacked: Shapes) -> Any:
+    """The operator that runs ``kernel``, with the signature and the shapes of ``reference``."""
+    shapes = tuple((i, tuple(t.shape), t.dtype) for i, t in sorted(unpacked.items()))
+    key = (reference, kernel, shapes)
+    if key not in _operators:
+        module = re.sub(r"\W", "_", kernel.__module__.rpartition(".")[2])
+        name = f"{module}_{reference.__name__}_{len(_operators)}"
+        register(name, reference, kernel, dict(unpacked))
+        _operators[key] = getattr(torch.ops.optkit, name).default
+    return _operators[key]
+
+
+def register(name: str, reference: Callable[..., Any], kernel: Callable[..., Any], unpacked: Shapes) -> None:
+    library = optkit_library()
+    mutated = MUTATED.get(reference.__name__, ())
+    library.define(name + torch.library.infer_schema(reference, mutates_args=mutated))
+    library.impl(name, contiguous(kernel), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"optkit::{name}", shape_rule(reference, unpacked), lib=library)
+
+
+def optkit_library() -> torch.library.Library:
+    """The operator namespace ``optkit``, made on first use: importing this module registers nothing."""
+    if not _library:
+        _library.append(torch.library.Library("optkit", "FRAGMENT"))
+    return _library[0]
+
+
+def contiguous(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel with results laid out as the shape rule says: contiguous. Most already are."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        out = kernel(*args, **kwargs)
+        return out.contiguous() if isinstance(out, Tensor) else tuple(t.contiguous() for t in out)
+
+    return run
+
+
+def shape_rule(reference: Callable[..., Any], unpacked: Shapes) -> Callable[..., Any]:
+    """Shapes and dtypes of the results, for symbolic sizes too."""
+
+    def rule(*args: Any, **kwargs: Any) -> Any:
+        device = args[0].device
+        shown = [unpacked.get(i, argument) for i, argument in enumerate(args)]
+        shown = tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), shown)
+        out = reference(*shown, **kwargs)
+        return tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device=device), out)
+
+    return rule
