@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from optkit import kernels
 from optkit.graph.ir import Graph, KVSpec
 from optkit.graph.ops import op_name
+from optkit.graph.regions import RegionLowering
 
 if TYPE_CHECKING:
     from optkit.target import Target
@@ -43,6 +44,7 @@ def lower(graph: Graph, target: Target | None = None) -> Executable:
     root = nn.Module()
     chosen: dict[str, str] = {}
     names: dict[str, str] = {}
+    regions = RegionLowering(working)
     for node in list(working.fx.nodes):
         if node.op == "call_function":
             kernel = kernel_of(node, target)
@@ -57,6 +59,7 @@ def lower(graph: Graph, target: Target | None = None) -> Executable:
                 names[name] = f"w{len(names)}"
                 root.register_buffer(names[name], working.weights[name].value)
             node.target = names[name]
+    regions.install(root)
     module = fx.GraphModule(root, working.fx)
     return Executable(module, graph, chosen)
 
