@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from optkit.kernels import reference
 from safetensors.torch import save_file
 from torch import fx
 
 from optkit.artifact import INTERNAL, write_manifest
 from optkit.graph.ir import Graph, GraphMeta, Origin, Part, Weight
+from optkit.kernels import reference
 from optkit.records import PassRecord, RunRecord
 from optkit.target import DATASHEETS
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from optkit.passes.base import Plan, Site, Skip
 
+from optkit.passes.base import Plan, Site, Skip
 from optkit.records import PassRecord, grouped_skips
 from tests.sample_artifact import int8_record, sample_run
 
