@@ -1,0 +1,30 @@
+// Instruction sets: which exist, and which one the kernels use in this process.
+//
+// A kernel has one entry point with a C ABI. It switches on `isa()` and calls the variant of that name: functions
+// compiled for more than the baseline carry OPTKIT_AVX2 or OPTKIT_AVX512. All variants of a kernel give the same
+// bits, so the choice is never visible in results.
+#pragma once
+
+#if defined(__x86_64__)
+#define OPTKIT_X86 1
+#include <immintrin.h>
+#define OPTKIT_AVX2 __attribute__((target("avx2,fma")))
+#define OPTKIT_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma")))
+#else
+#define OPTKIT_X86 0
+#endif
+
+// C ABI: what ctypes finds. Everything else in the library is hidden.
+#define OPTKIT_API extern "C" __attribute__((visibility("default")))
+
+// Inlined into the caller, whose instruction set it is then compiled for.
+#define OPTKIT_INLINE inline __attribute__((always_inline))
+
+namespace optkit {
+
+enum class Isa { portable = 0, avx2 = 1, avx512_vnni = 2 };
+
+// The best this CPU has, unless optkit_set_isa chose another.
+Isa isa();
+
+}  // namespace optkit

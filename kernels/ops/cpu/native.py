@@ -1,0 +1,93 @@
+"""The native CPU kernels: finds and loads ``_native*.so``, which setup.py built, and declares its functions.
+
+Plain C ABI: pointers and sizes as integers, no torch headers, so it builds in seconds and does not depend on torch's
+version. It is loaded on first use and **after torch**, whose ``libgomp.so.1`` then serves both: one OpenMP pool, so
+kernels and torch's own ops don't compete for cores. Every parallel function takes the number of threads
+as its last argument; pass ``threads()``.
+
+``OPTKIT_CPU_ISA`` = ``avx512_vnni``, ``avx2`` or ``portable`` overrides the instruction set, which is otherwise the
+best that the CPU has. Nothing is ever compiled here: without the file optkit runs on the other kernels.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from pathlib import Path
+
+import torch
+
+from optkit.errors import UserError, nearest
+
+ISAS = ("portable", "avx2", "avx512_vnni")  # in the order of dispatch.h
+
+# A pointer is passed as the integer of ``data_ptr()``; 0 is null. ``None`` gives nothing back.
+POINTER, LONG, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "optkit_isa": (INT, ()),
+    "optkit_set_isa": (INT, (INT,)),
+}
+
+threads = torch.get_num_threads
+
+
+def available() -> bool:
+    """True where the native kernels can be called."""
+    return missing_reason() is None
+
+
+@functools.cache
+def missing_reason() -> str | None:
+    """Why there are no native kernels, or None when there are."""
+    try:
+        library()
+    except OSError as error:
+        return str(error)
+    return None
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The loaded library with typed functions.
+
+    Raises:
+        OSError: it was not built, or does not load.
+        UserError: ``OPTKIT_CPU_ISA`` names no instruction set of this CPU.
+    """
+    files = sorted(Path(__file__).parent.glob("_native*.so"))
+    if not files:
+        raise OSError("the native kernels were not built: install optkit with a C++ compiler at hand")
+    loaded = ctypes.CDLL(str(files[0]))
+    for name, (result, arguments) in PROTOTYPES.items():
+        if not hasattr(loaded, name):
+            raise OSError(
+                f"{files[0].name} is older than its sources ({name} is not in it): install optkit again"
+            )
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, arguments
+    wanted = os.environ.get("OPTKIT_CPU_ISA")
+    if wanted:
+        choose_isa(loaded, wanted)
+    return loaded
+
+
+def isa() -> str:
+    """The instruction set in use."""
+    return ISAS[library().optkit_isa()]
+
+
+def set_isa(name: str | None) -> None:
+    """Use instruction set ``name`` from now on, or the best for None.
+
+    Raises:
+        UserError: unknown, or not on this CPU.
+    """
+    choose_isa(library(), name)
+
+
+def choose_isa(loaded: ctypes.CDLL, name: str | None) -> None:
+    if name is not None and name not in ISAS:
+        raise UserError(f"unknown instruction set '{name}'", where="OPTKIT_CPU_ISA", fix=nearest(name, ISAS))
+    if loaded.optkit_set_isa(-1 if name is None else ISAS.index(name)):
+        raise UserError(f"this CPU has no {name}", where="OPTKIT_CPU_ISA")
