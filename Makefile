@@ -106,15 +106,21 @@ soak: $(VENV)/.test $(VENV)/.model
 
 chaos: soak
 
+# All three run, whatever the others say.
+lint: $(VENV)/.lint .typecheck
+	@status=0; \
+	$(BIN)/ruff check . || status=1; \
+	$(BIN)/ruff format --check . || status=1; \
+	(cd .typecheck && MYPYPATH=. ../$(BIN)/mypy --config-file ../pyproject.toml \
+	    --cache-dir ../.mypy_cache -p optkit) || status=1; \
+	exit $$status
+
 # mypy looks for packages by folder, so passes/, kernels/ops/ and recipes/ are linked to where they are imported.
-lint: $(VENV)/.lint
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	@rm -rf .typecheck && mkdir -p .typecheck/optkit
-	@for entry in optkit/*; do ln -s "../../$$entry" .typecheck/optkit/; done
-	@for name in passes recipes; do ln -s "../../$$name" .typecheck/optkit/; done
-	@ln -s ../../kernels/ops .typecheck/optkit/kernels
-	cd .typecheck && MYPYPATH=. ../$(BIN)/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache -p optkit
+.typecheck: FORCE
+	@rm -rf $@ && mkdir -p $@/optkit
+	@for entry in optkit/*; do ln -s "../../$$entry" $@/optkit/; done
+	@for name in passes recipes; do ln -s "../../$$name" $@/optkit/; done
+	@ln -s ../../kernels/ops $@/optkit/kernels
 
 format: $(VENV)/.lint
 	$(BIN)/ruff check --fix .

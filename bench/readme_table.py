@@ -59,7 +59,7 @@ def block(stem: str, data: dict[str, Any]) -> str:
         if values:
             lines.append(f"| {label} | " + " | ".join(cell(values, side) for side in sides) + " |")
     if data["problems"]:
-        lines += ["", f"The run gave {len(data['problems'])} warnings; the file lists them."]
+        lines += ["", f"Warnings of this run: {len(data['problems'])}; the file lists them."]
     return "\n".join(lines)
 
 

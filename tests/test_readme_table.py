@@ -1,0 +1,76 @@
+"""bench/readme_table.py: the README's numbers come from saved results, and the committed README is up to date."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def script() -> Any:
+    spec = importlib.util.spec_from_file_location("readme_table", ROOT / "bench" / "readme_table.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def spread(value: float) -> dict[str, float]:
+    return {"median": value, "q1": value * 0.9, "q3": value * 1.1}
+
+
+def saved(**changes: Any) -> dict[str, Any]:
+    """What ``optkit bench --save-result`` writes, without the raw records."""
+    environment = {"cores": 2, "cpu": "Some CPU", "load_average": 0.1}
+    ttft = {"optkit": spread(150.0), "baseline": spread(600.0), "ratio": {"baseline": spread(0.25)}}
+    return {
+        "environment": environment | {"packages": {"torch": "2.13.0", "transformers": "5.23.0"}},
+        "workload": {
+            "num_prompts": 8,
+            "input_len": 512,
+            "output_len": 64,
+            "max_concurrency": 1,
+            "request_rate": None,
+        },
+        "comparison": {
+            "latency_ms.ttft.p50": ttft,
+            "latency_ms.tpot.p50": {"optkit": None, "baseline": None, "ratio": {"baseline": None}},
+        },
+        "sides": {"optkit": {}, "baseline": {}},
+        "problems": [],
+    } | changes
+
+
+def test_the_committed_readme_is_up_to_date() -> None:
+    assert script().main(["--check"]) == 0
+
+
+def test_a_result_becomes_a_table(tmp_path: Path) -> None:
+    (tmp_path / "some-cpu-512.json").write_text(json.dumps(saved(problems=["busy"])))
+    text = script().section(tmp_path)
+    assert "**512 tokens in, 64 out, 8 requests a round, 1 at a time** on 2 cores of Some CPU" in text
+    assert "| TTFT p50, ms | 150 [135, 165] | 600 [540, 660] (0.25) |" in text
+    assert "| TPOT p50, ms | - | - |" in text
+    assert "Warnings of this run: 1" in text
+
+
+def test_only_benchmark_results_are_quoted(tmp_path: Path) -> None:
+    for name in ("demo.json", "local.json"):
+        (tmp_path / name).write_text(json.dumps(saved()))
+    (tmp_path / "kernels.json").write_text('{"linear": 1}')
+    (tmp_path / "list.json").write_text("[]")
+    assert script().section(tmp_path) == script().NOTHING
+
+
+def test_only_what_is_between_the_markers_changes() -> None:
+    table = script()
+    readme = f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n"
+    assert table.rewritten(readme, "new") == f"before\n{table.BEGIN}\nnew\n{table.END}\nafter\n"
+    with pytest.raises(SystemExit):
+        table.rewritten("no markers", "new")
