@@ -102,14 +102,21 @@ def compared(scope: str, accept: Accept, record: PassRecord) -> Iterator[dict[st
 
 
 def graph_lines(artifact: Artifact, tokens: int) -> Iterator[str]:
-    """The listing of graph.json with the kernels that this machine would run."""
+    """The listing of graph.json with the kernels that this machine would run.
+
+    Raises:
+        UserError: the graph asks for a kernel that this machine does not have.
+    """
     from optkit.graph.listing import list_graph
     from optkit.graph.lower import lower
     from optkit.graph.shapes import Point
     from optkit.target import get_target
 
     graph = artifact.graph()
-    kernels = lower(graph, get_target(artifact.recipe.target)).kernels
+    try:
+        kernels = lower(graph, get_target(artifact.recipe.target)).kernels
+    except LookupError as error:
+        raise UserError(f"it can't run on this machine: {error}", where=str(artifact.directory)) from error
     return list_graph(graph, Point(tokens, 1, tokens), kernels)
 
 
