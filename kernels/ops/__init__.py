@@ -36,9 +36,9 @@ class Kernel:
 
 def table() -> tuple[Kernel, ...]:
     """All kernels, best first for each op. Imported on use, so that importing this package stays cheap."""
-    from optkit.kernels.cpu import onednn, sdpa
+    from optkit.kernels.cpu import int8, onednn, sdpa
 
-    return (*onednn.KERNELS, *sdpa.KERNELS)
+    return (*int8.KERNELS, *onednn.KERNELS, *sdpa.KERNELS)
 
 
 def select(

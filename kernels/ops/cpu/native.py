@@ -27,6 +27,10 @@ POINTER, LONG, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctype
 PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "optkit_isa": (INT, ()),
     "optkit_set_isa": (INT, (INT,)),
+    "optkit_w8_bytes": (LONG, (LONG,) * 3),
+    "optkit_pack_w8": (None, (POINTER,) * 2 + (LONG,) * 3 + (INT,)),
+    "optkit_linear_w8a8": (None, (POINTER, LONG) + (POINTER,) * 5 + (LONG,) * 4 + (INT,)),
+    "optkit_quantize_per_token": (None, (POINTER, LONG, POINTER, POINTER) + (LONG,) * 3 + (INT,)),
 }
 
 threads = torch.get_num_threads

@@ -1,0 +1,135 @@
+// int8 linear layers: packing, the loop over panels and rows, and the portable variant.
+//
+// The weight [N, K] is packed into panels of 32 output channels, each [K/4][32][4]: one step of a panel is two
+// AVX-512 registers whose lanes are output channels, and vpdpbusd adds the products of 4 input channels into each
+// lane. Within a panel memory is read strictly forward, and panels follow each other, so decode streams the weight.
+// N is padded to whole panels and K to whole steps with zeros, which add nothing.
+//
+// Activations are u8 with zero point 128 (vpdpbusd is u8 x s8). `(q - 128) . w = q . w - 128 * sum(w)`: accumulators
+// start at the second term, `offset`, which is computed here.
+//
+// Arithmetic, the same in every variant so that all give the same bits: int32 sums are exact in any order; then,
+// group by group in order, `sum = fma(float(accumulator), scale * weight_scale, sum)`; then the bias is added.
+// Nothing depends on which rows are computed together, by which thread, or in which tile.
+#include "int8.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "dispatch.h"
+
+namespace optkit {
+
+void linear_portable(const Linear& p, int64_t panel, int64_t row, int64_t rows) {
+    const int64_t first = panel * PANEL, columns = std::min(PANEL, p.n - first);
+    for (int64_t m = row; m < row + rows; ++m) {
+        const uint8_t* q = p.q + m * p.q_stride;
+        const int8_t* w = p.weight + panel * p.steps * STEP_BYTES;
+        float sum[PANEL] = {};
+        for (int64_t g = 0; g < p.groups; ++g) {
+            const int64_t at = (panel * p.groups + g) * PANEL;
+            int32_t accumulator[PANEL];
+            std::memcpy(accumulator, p.offset + at, sizeof accumulator);
+            for (int64_t s = 0; s < p.group_steps; ++s, q += STEP, w += STEP_BYTES)
+                for (int64_t c = 0; c < PANEL; ++c)
+                    for (int64_t k = 0; k < STEP; ++k) accumulator[c] += q[k] * w[c * STEP + k];
+            const float scale = p.scale[m * p.groups + g];
+            for (int64_t c = 0; c < PANEL; ++c)
+                sum[c] = std::fma(static_cast<float>(accumulator[c]), scale * p.weight_scale[at + c], sum[c]);
+        }
+        for (int64_t c = 0; c < columns; ++c)
+            p.out[m * p.n + first + c] = p.bias ? sum[c] + p.bias[first + c] : sum[c];
+    }
+}
+
+namespace {
+
+using Variant = void (*)(const Linear&, int64_t, int64_t, int64_t);
+
+Variant variant() {
+#if OPTKIT_X86
+    if (isa() == Isa::avx512_vnni) return linear_avx512;
+    if (isa() == Isa::avx2) return linear_avx2;
+#endif
+    return linear_portable;
+}
+
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// How the output is cut into tasks of `rows` x `panels`. Threads take them as they get free.
+struct Tasks {
+    int64_t rows, panels, across, count;
+
+    // Rows of a task stay in L2 while each panel passes; panels are grouped until a task is worth handing out.
+    Tasks(int64_t m, int64_t all_panels, int64_t k, int threads) {
+        constexpr int64_t L2_BYTES = 384 << 10, TASK_BYTES = 2 << 20;
+        rows = divide_up(m, divide_up(m * k, L2_BYTES));
+        panels = std::max<int64_t>(1, TASK_BYTES / ((rows + 8) * PANEL * k));
+        panels = std::min(panels, divide_up(all_panels, threads));
+        across = divide_up(all_panels, panels);
+        if (across < threads) rows = std::min(rows, divide_up(m, threads));
+        count = divide_up(m, rows) * across;
+    }
+};
+
+void run(const Linear& p, int64_t m, int64_t k, int threads) {
+    const int64_t all_panels = divide_up(p.n, PANEL);
+    const Tasks tasks(m, all_panels, k, threads);
+    const Variant rows_of_panel = variant();
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1 && tasks.count > 1)
+    for (int64_t task = 0; task < tasks.count; ++task) {
+        const int64_t row = task / tasks.across * tasks.rows, panel = task % tasks.across * tasks.panels;
+        const int64_t rows = std::min(tasks.rows, m - row), end = std::min(panel + tasks.panels, all_panels);
+        for (int64_t i = panel; i < end; ++i) rows_of_panel(p, i, row, rows);
+    }
+}
+
+// One panel of `weight` [n, k] from output channel `first` on: its steps and its offsets.
+void pack_panel(const int8_t* weight, int64_t first, int64_t n, int64_t k, int64_t groups, int8_t* packed,
+                int32_t* offset) {
+    const int64_t steps = divide_up(k, STEP), group = steps * STEP / groups;
+    for (int64_t c = 0; c < PANEL; ++c) {
+        const int8_t* row = weight + (first + c) * k;
+        int32_t sum = 0;
+        for (int64_t i = 0; i < steps * STEP; ++i) {
+            const int8_t value = first + c < n && i < k ? row[i] : 0;
+            packed[i / STEP * STEP_BYTES + c * STEP + i % STEP] = value;
+            sum += value;
+            if ((i + 1) % group == 0) {
+                offset[i / group * PANEL + c] = -128 * sum;
+                sum = 0;
+            }
+        }
+    }
+}
+
+}  // namespace
+}  // namespace optkit
+
+using namespace optkit;
+
+// Bytes of the packed weight: all panels' steps, then all panels' offsets.
+OPTKIT_API int64_t optkit_w8_bytes(int64_t n, int64_t k, int64_t groups) {
+    return divide_up(n, PANEL) * (divide_up(k, STEP) * STEP_BYTES + groups * PANEL * int64_t{4});
+}
+
+// Pack `weight` int8 [n, k] into `blob` of optkit_w8_bytes(n, k, groups) bytes.
+OPTKIT_API void optkit_pack_w8(const int8_t* weight, int8_t* blob, int64_t n, int64_t k, int64_t groups, int threads) {
+    const int64_t panels = divide_up(n, PANEL), bytes = divide_up(k, STEP) * STEP_BYTES;
+    auto* offset = reinterpret_cast<int32_t*>(blob + panels * bytes);
+#pragma omp parallel for num_threads(threads)
+    for (int64_t i = 0; i < panels; ++i)
+        pack_panel(weight, i * PANEL, n, k, groups, blob + i * bytes, offset + i * groups * PANEL);
+}
+
+// reference.linear_w8a8 of q [m, k] with rows `q_stride` apart, k a multiple of 4 (and of 4 * groups): out [m, n].
+// `bias` may be null. `weight_scale` is [panels][groups][32].
+OPTKIT_API void optkit_linear_w8a8(const uint8_t* q, int64_t q_stride, const float* scale, const int8_t* blob,
+                                   const float* weight_scale, const float* bias, float* out, int64_t m, int64_t n,
+                                   int64_t k, int64_t groups, int threads) {
+    const int64_t steps = k / STEP;
+    const auto* offset = reinterpret_cast<const int32_t*>(blob + divide_up(n, PANEL) * steps * STEP_BYTES);
+    const Linear p{q, q_stride, scale, blob, offset, weight_scale, bias, out, n, steps, groups, steps / groups};
+    if (m > 0 && n > 0) run(p, m, k, threads);
+}

@@ -1,0 +1,96 @@
+"""int8 linear layers and activation quantization by optkit's native kernels (int8.cpp, quantize.cpp).
+
+A row's result has the same bits whatever the batch it is in, the number of threads and the instruction set.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from optkit.kernels import Kernel
+from optkit.kernels.cpu import native
+
+if TYPE_CHECKING:
+    from optkit.target import Target
+
+PANEL, STEP = 32, 4  # of the packed layout, as in int8.h
+
+
+def pack(weights: dict[int, Tensor]) -> dict[int, Tensor]:
+    """The weight [N, K] int8 and its scales [N, G] in the native layout.
+
+    Argument 2 becomes a uint8 blob whose first dimension is N, so that the kernel knows it, and whose rows mean
+    nothing; argument 3 becomes float32 [panels, G, 32], padded with zeros.
+    """
+    weight, scale = weights[2].contiguous(), weights[3].to(torch.float32)
+    (n, k), groups = weight.shape, scale.shape[1]
+    library = native.library()
+    size = library.optkit_w8_bytes(n, k, groups)
+    blob = torch.zeros(n, -(-size // n), dtype=torch.uint8)
+    library.optkit_pack_w8(weight.data_ptr(), blob.data_ptr(), n, k, groups, native.threads())
+    padded = F.pad(scale, (0, 0, 0, -n % PANEL))
+    return {2: blob, 3: padded.unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()}
+
+
+def linear_w8a8(
+    q: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """See ``reference.linear_w8a8``; ``weight`` and ``weight_scale`` are packed."""
+    m, k = q.shape
+    n = weight.shape[0]
+    if k % STEP:
+        q, k = F.pad(q, (0, -k % STEP)), k + -k % STEP
+    elif q.stride(1) != 1:
+        q = q.contiguous()
+    if not scale.is_contiguous():
+        scale = scale.contiguous()
+    out = torch.empty((m, n))
+    native.library().optkit_linear_w8a8(
+        q.data_ptr(),
+        q.stride(0),
+        scale.data_ptr(),
+        weight.data_ptr(),
+        weight_scale.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        m,
+        n,
+        k,
+        weight_scale.shape[1],
+        native.threads(),
+    )
+    return out
+
+
+def quantize_per_token(x: Tensor, group_size: int = 0) -> tuple[Tensor, Tensor]:
+    """See ``reference.quantize_per_token``; equal to the bit."""
+    rows, columns = x.shape
+    if x.stride(1) != 1 or x.dtype != torch.float32:
+        x = x.to(torch.float32).contiguous()
+    group = group_size or columns
+    q = torch.empty((rows, columns), dtype=torch.uint8)
+    scale = torch.empty((rows, columns // group))
+    native.library().optkit_quantize_per_token(
+        x.data_ptr(), x.stride(0), q.data_ptr(), scale.data_ptr(), rows, columns, group, native.threads()
+    )
+    return q, scale
+
+
+def supports(target: Target) -> bool:
+    return target.kind == "cpu" and native.available()
+
+
+def whole_steps(weights: dict[int, Tensor]) -> bool:
+    """Several groups must each be a whole number of steps; a single one may have any length."""
+    groups = weights[3].shape[1]
+    return groups == 1 or weights[2].shape[1] % (STEP * groups) == 0
+
+
+KERNELS = (
+    Kernel("linear_w8a8", "native", linear_w8a8, supports, pack, accepts=whole_steps),
+    Kernel("quantize_per_token", "native", quantize_per_token, supports),
+)

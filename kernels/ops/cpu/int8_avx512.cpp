@@ -1,0 +1,171 @@
+// int8 linear layers with AVX512-VNNI; see int8.cpp for the layout and the arithmetic.
+//
+// A tile is R rows x one panel, its int32 accumulators in 2 R registers. One step loads the panel's two registers,
+// broadcasts 4 bytes of each row and issues 2 R vpdpbusd. With one scale a row R goes to 12 (24 accumulators). With
+// group scales the float sums need registers too, so R goes to 6.
+#include "dispatch.h"
+#include "int8.h"
+
+#if OPTKIT_X86
+
+namespace optkit {
+namespace {
+
+template <int R>
+struct Accumulators {
+    __m512i v[R][2];
+};
+
+OPTKIT_AVX512 OPTKIT_INLINE __m512i broadcast(const uint8_t* q) {
+    int32_t four;
+    __builtin_memcpy(&four, q, sizeof four);
+    return _mm512_set1_epi32(four);
+}
+
+// One step: 4 input channels of R rows. Rows are addressed in threes from R/3 pointers (x86 has q + stride * 2).
+template <int R>
+OPTKIT_AVX512 OPTKIT_INLINE void step(Accumulators<R>& a, const uint8_t* const* q, int64_t stride, int64_t k,
+                                      const int8_t* w) {
+    const __m512i w0 = _mm512_loadu_si512(w), w1 = _mm512_loadu_si512(w + 64);
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+        const __m512i x = broadcast(q[r / 3] + stride * (r % 3) + k);
+        a.v[r][0] = _mm512_dpbusd_epi32(a.v[r][0], x, w0);
+        a.v[r][1] = _mm512_dpbusd_epi32(a.v[r][1], x, w1);
+    }
+}
+
+template <int R>
+OPTKIT_AVX512 OPTKIT_INLINE void start(Accumulators<R>& a, __m512i left, __m512i right) {
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) a.v[r][0] = left, a.v[r][1] = right;
+}
+
+// Few rows leave vpdpbusd waiting for itself: every other step goes to a second set, added at the end (exact).
+template <int R>
+constexpr int sets = R == 1 ? 4 : R <= 3 ? 2 : 1;
+
+// The steps of one group.
+template <int R>
+OPTKIT_AVX512 OPTKIT_INLINE void accumulate(Accumulators<R>& a, const uint8_t* q, int64_t stride, const int8_t* w,
+                                            int64_t steps) {
+    constexpr int S = sets<R>;
+    const uint8_t* rows[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) rows[i] = q + 3 * i * stride;
+    Accumulators<R> more[S];
+#pragma GCC unroll 4
+    for (int s = 1; s < S; ++s) start<R>(more[s], _mm512_setzero_si512(), _mm512_setzero_si512());
+    int64_t k = 0;
+    constexpr int UNROLL = S > 1 ? S : 4;
+    for (; k + UNROLL <= steps; k += UNROLL, w += UNROLL * STEP_BYTES) {
+#pragma GCC unroll 4
+        for (int s = 0; s < UNROLL; ++s)
+            step<R>(s % S ? more[s % S] : a, rows, stride, s * STEP, w + s * STEP_BYTES);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) rows[i] += UNROLL * STEP;
+    }
+    for (; k < steps; ++k, w += STEP_BYTES) {
+        step<R>(a, rows, stride, 0, w);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) rows[i] += STEP;
+    }
+#pragma GCC unroll 4
+    for (int s = 1; s < S; ++s)
+#pragma GCC unroll 3
+        for (int r = 0; r < R; ++r) {
+            a.v[r][0] = _mm512_add_epi32(a.v[r][0], more[s].v[r][0]);
+            a.v[r][1] = _mm512_add_epi32(a.v[r][1], more[s].v[r][1]);
+        }
+}
+
+template <int R>
+struct Sums {
+    __m512 v[R][2];
+};
+
+// Add one group's accumulators, scaled.
+template <int R>
+OPTKIT_AVX512 OPTKIT_INLINE void add_scaled(Sums<R>& sum, const Accumulators<R>& a, const float* scale, int64_t groups,
+                                            const float* weight_scale) {
+    const __m512 w0 = _mm512_loadu_ps(weight_scale), w1 = _mm512_loadu_ps(weight_scale + 16);
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+        const __m512 s = _mm512_set1_ps(scale[r * groups]);
+        sum.v[r][0] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(a.v[r][0]), _mm512_mul_ps(s, w0), sum.v[r][0]);
+        sum.v[r][1] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(a.v[r][1]), _mm512_mul_ps(s, w1), sum.v[r][1]);
+    }
+}
+
+template <int R>
+OPTKIT_AVX512 OPTKIT_INLINE void store(const Sums<R>& sum, const Linear& p, int64_t panel, int64_t row) {
+    const int64_t first = panel * PANEL, columns = p.n - first;
+    const __mmask16 m0 = columns >= 16 ? 0xffff : (1u << columns) - 1;
+    const __mmask16 m1 = columns >= 32 ? 0xffff : columns <= 16 ? 0 : (1u << (columns - 16)) - 1;
+    float* out = p.out + row * p.n + first;
+    const __m512 b0 = p.bias ? _mm512_maskz_loadu_ps(m0, p.bias + first) : _mm512_setzero_ps();
+    const __m512 b1 = p.bias ? _mm512_maskz_loadu_ps(m1, p.bias + first + 16) : _mm512_setzero_ps();
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {  // sums are never -0, so that adding no bias changes nothing
+        _mm512_mask_storeu_ps(out + r * p.n, m0, _mm512_add_ps(sum.v[r][0], b0));
+        _mm512_mask_storeu_ps(out + r * p.n + 16, m1, _mm512_add_ps(sum.v[r][1], b1));
+    }
+}
+
+template <int R>
+OPTKIT_AVX512 void tile(const Linear& p, int64_t panel, int64_t row) {
+    const uint8_t* q = p.q + row * p.q_stride;
+    const int8_t* w = p.weight + panel * p.steps * STEP_BYTES;
+    const float* scale = p.scale + row;
+    const int64_t at = panel * PANEL;
+    Accumulators<R> a;
+    start<R>(a, _mm512_loadu_si512(p.offset + at), _mm512_loadu_si512(p.offset + at + 16));
+    accumulate<R>(a, q, p.q_stride, w, p.steps);
+    Sums<R> sum{};
+    add_scaled<R>(sum, a, scale, 1, p.weight_scale + at);
+    store<R>(sum, p, panel, row);
+}
+
+template <int R>
+OPTKIT_AVX512 void grouped_tile(const Linear& p, int64_t panel, int64_t row) {
+    const uint8_t* q = p.q + row * p.q_stride;
+    const int8_t* w = p.weight + panel * p.steps * STEP_BYTES;
+    const float* scale = p.scale + row * p.groups;
+    Sums<R> sum{};
+    for (int64_t g = 0; g < p.groups; ++g) {
+        const int64_t at = (panel * p.groups + g) * PANEL;
+        Accumulators<R> a;
+        start<R>(a, _mm512_loadu_si512(p.offset + at), _mm512_loadu_si512(p.offset + at + 16));
+        accumulate<R>(a, q, p.q_stride, w, p.group_steps);
+        add_scaled<R>(sum, a, scale + g, p.groups, p.weight_scale + at);
+        q += p.group_steps * STEP;
+        w += p.group_steps * STEP_BYTES;
+    }
+    store<R>(sum, p, panel, row);
+}
+
+using Tile = void (*)(const Linear&, int64_t, int64_t);
+constexpr int ROWS = 12, GROUPED_ROWS = 6;
+constexpr Tile TILES[ROWS] = {tile<1>, tile<2>, tile<3>, tile<4>,  tile<5>,  tile<6>,
+                              tile<7>, tile<8>, tile<9>, tile<10>, tile<11>, tile<12>};
+constexpr Tile GROUPED_TILES[GROUPED_ROWS] = {grouped_tile<1>, grouped_tile<2>, grouped_tile<3>,
+                                              grouped_tile<4>, grouped_tile<5>, grouped_tile<6>};
+
+}  // namespace
+
+void linear_avx512(const Linear& p, int64_t panel, int64_t row, int64_t rows) {
+    const bool grouped = p.groups > 1;
+    const int64_t most = grouped ? GROUPED_ROWS : ROWS;
+    const Tile* tiles = grouped ? GROUPED_TILES : TILES;
+    // As few tiles as possible, of nearly equal height.
+    for (int64_t left = (rows + most - 1) / most; left > 0; --left) {
+        const int64_t now = (rows + left - 1) / left;
+        tiles[now - 1](p, panel, row);
+        row += now;
+        rows -= now;
+    }
+}
+
+}  // namespace optkit
+
+#endif

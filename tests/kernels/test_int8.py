@@ -1,0 +1,231 @@
+"""The native int8 kernels against their reference, and against themselves: same bits in every batch, by any number
+of threads, on every instruction set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from optkit import kernels
+from optkit.errors import UserError
+from optkit.kernels import reference
+from optkit.kernels.cpu import int8, native
+from optkit.target import DATASHEETS
+
+pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.missing_reason()))
+
+SETTINGS = settings(deadline=None, max_examples=150)
+
+
+def usable_isas() -> list[str]:
+    if not native.available():
+        return []
+    usable = []
+    for name in native.ISAS:
+        try:
+            native.set_isa(name)
+        except UserError:
+            continue
+        usable.append(name)
+    native.set_isa(None)
+    return usable
+
+
+ISAS = usable_isas()
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    if native.available():
+        native.set_isa(None)
+
+
+@st.composite
+def layers(draw: st.DrawFn) -> tuple[int, int, int, int, int]:
+    """M, K, N, group size (0: none), seed."""
+    group = draw(st.sampled_from([0, 0, 4, 32, 64]))
+    k = draw(st.integers(1, 1600)) if group == 0 else group * draw(st.integers(1, 1600 // group))
+    return draw(st.integers(1, 70)), k, draw(st.integers(1, 300)), group, draw(st.integers(0, 2**31))
+
+
+def weights_of(n: int, k: int, group: int) -> tuple[Tensor, Tensor]:
+    """Weights at both ends of the range, where 16-bit sums would saturate."""
+    weight = torch.randint(-128, 128, (n, k), dtype=torch.int8)
+    weight[torch.rand(n, k) < 0.2] = -128
+    return weight, torch.rand(n, k // group if group else 1) * 0.01
+
+
+def poisoned(size: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+    """In place of ``torch.empty``: what a kernel forgets to write shows."""
+    return torch.full(size, float("nan") if dtype.is_floating_point else 77, dtype=dtype)
+
+
+def native_linear(q: Tensor, scale: Tensor, packed: dict[int, Tensor], bias: Tensor | None = None) -> Tensor:
+    with mock.patch.object(torch, "empty", poisoned):
+        return int8.linear_w8a8(q, scale, packed[2], packed[3], bias)
+
+
+def native_quantize(x: Tensor, group: int = 0) -> tuple[Tensor, Tensor]:
+    with mock.patch.object(torch, "empty", poisoned):
+        return int8.quantize_per_token(x, group)
+
+
+def error_bound(q: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
+    """Rounding of float32: a few units in the last place of the sum of the groups' magnitudes."""
+    groups = scale.shape[1]
+    left = (q.double() - 128).unflatten(1, (groups, -1)) * scale[..., None]
+    right = weight.double().unflatten(1, (groups, -1)) * weight_scale[..., None]
+    parts = torch.einsum("mgk,ngk->gmn", left, right)
+    return (parts.abs().sum(0) + 1) * (groups + 4) * 2.0**-23
+
+
+@SETTINGS
+@given(layers(), st.booleans(), st.integers(1, 4))
+def test_linear(layer: tuple[int, int, int, int, int], biased: bool, threads: int) -> None:
+    m, k, n, group, seed = layer
+    torch.manual_seed(seed)
+    torch.set_num_threads(threads)
+    q, scale = reference.quantize_per_token(torch.randn(m, k), group)
+    weight, weight_scale = weights_of(n, k, group)
+    bias = torch.randn(n) if biased else None
+    packed = int8.pack({2: weight, 3: weight_scale})
+    expected = reference.linear_w8a8(q, scale, weight, weight_scale, bias)
+    outputs = []
+    for isa in ISAS:
+        native.set_isa(isa)
+        outputs.append(native_linear(q, scale, packed, bias))
+    assert ((outputs[0] - expected).abs() <= error_bound(q, scale, weight, weight_scale)).all()
+    assert all(torch.equal(outputs[0], other) for other in outputs[1:])
+
+
+@pytest.mark.parametrize("group", [0, 32, 64])
+@pytest.mark.parametrize("isa", ISAS)
+def test_linear_is_batch_invariant(isa: str, group: int) -> None:
+    """A row's result has the same bits alone, in any chunk, and by any number of threads."""
+    native.set_isa(isa)
+    torch.manual_seed(0)
+    rows = 37 if isa == "portable" else 600  # more than one block of rows
+    q, scale = reference.quantize_per_token(torch.randn(rows, 1536), group)
+    packed = int8.pack(dict(zip((2, 3), weights_of(100, 1536, group), strict=True)))
+    torch.set_num_threads(1)
+    whole = native_linear(q, scale, packed)
+    for threads in (1, 2, 3, 4):
+        torch.set_num_threads(threads)
+        assert torch.equal(native_linear(q, scale, packed), whole)
+        for size in (1, 2, 3, 5, 8, 13, 30):
+            chunk = slice(threads, threads + size)
+            assert torch.equal(native_linear(q[chunk], scale[chunk], packed), whole[chunk])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_extremes_do_not_saturate(isa: str) -> None:
+    native.set_isa(isa)
+    q = torch.full((3, 1600), 255, dtype=torch.uint8)
+    weight = torch.full((33, 1600), -128, dtype=torch.int8)
+    packed = int8.pack({2: weight, 3: torch.ones(33, 1)})
+    assert (native_linear(q, torch.ones(3, 1), packed) == -128.0 * 127 * 1600).all()
+
+
+def test_strided_rows() -> None:
+    """Rows of a wider matrix are read in place; other layouts are copied."""
+    q, scale = reference.quantize_per_token(torch.randn(9, 128), 32)
+    weight, weight_scale = weights_of(40, 64, 32)
+    packed = int8.pack({2: weight, 3: weight_scale})
+    expected = native_linear(q[:, :64].contiguous(), scale[:, :2].contiguous(), packed)
+    assert torch.equal(native_linear(q[:, :64], scale[:, :2], packed), expected)
+    transposed = q[:, :64].t().contiguous().t()
+    assert torch.equal(native_linear(transposed, scale[:, :2], packed), expected)
+
+
+def test_no_rows() -> None:
+    packed = int8.pack(dict(zip((2, 3), weights_of(40, 64, 0), strict=True)))
+    assert native_linear(torch.empty(0, 64, dtype=torch.uint8), torch.empty(0, 1), packed).shape == (0, 40)
+    q, scale = int8.quantize_per_token(torch.empty(0, 64), 32)
+    assert q.shape == (0, 64) and scale.shape == (0, 2)
+
+
+@SETTINGS
+@given(layers(), st.integers(1, 4), st.floats(-44, 37))
+def test_quantize(layer: tuple[int, int, int, int, int], threads: int, exponent: float) -> None:
+    m, k, _, group, seed = layer
+    torch.manual_seed(seed)
+    torch.set_num_threads(threads)
+    x = torch.randn(m, k) * 10.0**exponent
+    x[torch.rand(m, k) < 0.3] = 0
+    q, scale = reference.quantize_per_token(x, group)
+    for isa in ISAS:
+        native.set_isa(isa)
+        got_q, got_scale = native_quantize(x, group)
+        assert torch.equal(got_q, q)
+        assert torch.equal(got_scale, scale)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_quantize_rounds_half_to_even(isa: str) -> None:
+    native.set_isa(isa)
+    x = torch.arange(-254, 255)[None] / 2  # every half from -127 to 127; the scale is 1
+    q, scale = native_quantize(x)
+    assert scale.item() == 1
+    assert torch.equal(q, (x.round() + 128).to(torch.uint8))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("group", [0, 32])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_not_a_number_stays_in_its_row(isa: str, group: int, bad: float) -> None:
+    native.set_isa(isa)
+    torch.manual_seed(0)
+    x = torch.randn(5, 96)
+    x[2, 40] = bad
+    q, scale = native_quantize(x, group)
+    _, expected_scale = reference.quantize_per_token(x, group)
+    torch.testing.assert_close(scale, expected_scale, rtol=0, atol=0, equal_nan=True)
+    weight, weight_scale = weights_of(40, 96, group)
+    out = native_linear(q, scale, int8.pack({2: weight, 3: weight_scale}))
+    assert not out[2].isfinite().any()
+    assert out[[0, 1, 3, 4]].isfinite().all()
+
+
+def test_quantize_strided_and_half() -> None:
+    x = torch.randn(7, 256)
+    for view in (x[:, 32:160], x.t()[:64], x.half()):
+        expected = reference.quantize_per_token(view.float().contiguous(), 0)
+        assert all(torch.equal(a, b) for a, b in zip(int8.quantize_per_token(view), expected, strict=True))
+
+
+def test_what_it_accepts() -> None:
+    def accepts(k: int, groups: int) -> bool:
+        return int8.whole_steps({2: torch.empty(8, k), 3: torch.empty(8, groups)})
+
+    assert accepts(30, 1) and accepts(64, 2) and accepts(12, 3)
+    assert not accepts(30, 2) and not accepts(30, 3)
+
+
+def test_not_on_a_gpu() -> None:
+    target = DATASHEETS["cuda-h100"]
+    assert not any(kernel.supports(target) for kernel in int8.KERNELS)
+    assert kernels.select("linear_w8a8", target) is None
+
+
+def test_unknown_instruction_set() -> None:
+    with pytest.raises(UserError, match="did you mean 'avx2'"):
+        native.set_isa("avx")
+
+
+def test_one_openmp_runtime() -> None:
+    """The kernels share torch's threads instead of bringing a second pool."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        pytest.skip("no /proc")
+    native.library()
+    assert len({line.split()[-1] for line in maps.read_text().splitlines() if "libgomp" in line}) == 1
