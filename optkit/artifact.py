@@ -56,7 +56,9 @@ class Artifact:
         artifact = Artifact(path, manifest)
         if verify:
             for problem in problems(path, manifest):
-                raise UserError(problem, where=str(path), fix="make the artifact again; do not serve this one")
+                raise UserError(
+                    problem, where=str(path), fix="make the artifact again; do not serve this one"
+                )
         return artifact
 
     @property
@@ -104,7 +106,9 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     """
     file = directory / MANIFEST
     if not directory.is_dir():
-        raise UserError("there is no such directory", where=str(directory), fix="give the path of an artifact")
+        raise UserError(
+            "there is no such directory", where=str(directory), fix="give the path of an artifact"
+        )
     if not file.is_file() or file.is_symlink():
         raise UserError(
             f"it is not an optkit artifact (no {MANIFEST})",
@@ -116,7 +120,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         known = manifest["format"] == FORMAT and manifest["schema_version"] == SCHEMA_VERSION
         entries = {str(k): (str(v["sha256"]), int(v["bytes"])) for k, v in manifest["files"].items()}
         str(manifest["name"])
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise UserError(f"the manifest is damaged ({type(error).__name__})", where=str(file)) from error
     if not known:
         raise UserError(f"this optkit reads artifacts of schema version {SCHEMA_VERSION}", where=str(file))
@@ -141,7 +145,7 @@ def problems(directory: Path, manifest: Mapping[str, Any]) -> Iterator[str]:
     found = dict(walk(directory))
     found.pop(MANIFEST, None)
     for name in sorted(set(found) - set(listed)):
-        yield f"{name} is not in the manifest"
+        yield f"{name!r} is not in the manifest"
     for name in sorted(listed):
         if name not in found:
             yield f"{name} is missing"

@@ -50,7 +50,9 @@ def write_artifact(
         write_manifest(directory, manifest(source, recipe, run, environment))
 
 
-def manifest(source: ModelSource, recipe: Recipe, run: RunRecord, environment: dict[str, str]) -> dict[str, Any]:
+def manifest(
+    source: ModelSource, recipe: Recipe, run: RunRecord, environment: dict[str, str]
+) -> dict[str, Any]:
     """The manifest's content besides the file list."""
     return {
         "name": source.name,

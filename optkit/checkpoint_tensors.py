@@ -7,8 +7,9 @@ is the source with the changed tensors put over it; a cached pipeline state is t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -22,15 +23,21 @@ from optkit.graph.ir import Graph, Origin
 MAX_SHARD_BYTES = 4 << 30
 
 
-class TensorFiles:
+class TensorFiles(Mapping[str, Tensor]):
     """Lazy, memory-mapped access to the tensors of a checked checkpoint directory."""
 
     def __init__(self, directory: Path, info: CheckpointInfo) -> None:
         self.directory, self.info = directory, info
-        self.files: dict[str, safe_open] = {}
+        self.files: dict[str, Any] = {}
 
     def names(self) -> set[str]:
         return set(self.info.tensors)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.info.tensors)
+
+    def __len__(self) -> int:
+        return len(self.info.tensors)
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.info.tensors:

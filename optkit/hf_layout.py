@@ -1,7 +1,7 @@
 """Writes a graph as a Hugging Face model directory: what transformers and vLLM load.
 
 Tensors keep their checkpoint names. Quantized layers are compressed-tensors ``int-quantized``: int8 ``weight``
-and ``weight_scale`` [N, 1], described by ``quantization_config`` in config.json. An output head that was tied to
+and ``weight_scale`` [N, G], described by ``quantization_config`` in config.json. An output head that was tied to
 the embedding and is now quantized becomes a tensor of its own, so the config unties it.
 """
 
@@ -54,7 +54,8 @@ def model_config(graph: Graph, config: dict[str, Any]) -> dict[str, Any]:
     quantized = set(modules(graph, reference.linear_w8a8, 2))
     if not quantized:
         return config
-    config = {**config, "quantization_config": int8_config(sorted(set(modules(graph, reference.linear, 1))))}
+    ignore = sorted(set(modules(graph, reference.linear, 1)))
+    config = {**config, "quantization_config": int8_config(ignore, int8_group_size(graph))}
     if graph.meta.output_embedding in quantized:
         config["tie_word_embeddings"] = False
     return config
@@ -73,12 +74,23 @@ def modules(graph: Graph, op: Any, position: int) -> list[str]:
     return names
 
 
-def int8_config(ignore: list[str]) -> dict[str, Any]:
-    """compressed-tensors' description of W8A8: per-channel weights, dynamic per-token activations."""
+def int8_group_size(graph: Graph) -> int:
+    """Channels that share a scale in the graph's int8 layers; 0 for per-channel weights and per-token activations."""
+    for node in graph.calls(reference.linear_w8a8):
+        weight, scale = (graph.weights[str(node.args[i].target)].value for i in (2, 3))
+        return 0 if scale.shape[1] == 1 else weight.shape[1] // scale.shape[1]
+    return 0
+
+
+def int8_config(ignore: list[str], group_size: int) -> dict[str, Any]:
+    """compressed-tensors' description of W8A8: per-channel or grouped weights, dynamic activations."""
     common = {"num_bits": 8, "type": "int", "symmetric": True}
+    weights: dict[str, Any] = {"strategy": "channel"}
+    if group_size:
+        weights = {"strategy": "group", "group_size": group_size}
     group = {
         "targets": ["Linear"],
-        "weights": {**common, "strategy": "channel", "dynamic": False},
+        "weights": {**common, **weights, "dynamic": False},
         "input_activations": {**common, "strategy": "token", "dynamic": True},
         "format": "int-quantized",
     }

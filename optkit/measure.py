@@ -11,7 +11,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from optkit.graph.lower import Executable
 from optkit.graph.shapes import Point
@@ -20,7 +19,7 @@ from optkit.runtime.runner import ModelRunner
 from optkit.runtime.types import Batch, EngineRequest, SamplingParams, ScheduledSequence
 from optkit.runtime.types import Sequence as EngineSequence
 
-ROUNDS = 5
+ROUNDS = 3
 SETTLE_SECONDS = 0.4  # a timing shorter than this is repeated until it adds up
 
 
@@ -49,7 +48,9 @@ def workload_points(recipe: Recipe) -> list[Point]:
     return [*prefills, Point(workload.batch, workload.batch, longest + 1)]
 
 
-def measure_pair(before: Executable, after: Executable, recipe: Recipe) -> tuple[dict[str, Timing], dict[str, Timing]]:
+def measure_pair(
+    before: Executable, after: Executable, recipe: Recipe
+) -> tuple[dict[str, Timing], dict[str, Timing]]:
     """Timings of both executables at every workload point, by ``Point.label``."""
     results: tuple[dict[str, Timing], dict[str, Timing]] = ({}, {})
     for point in workload_points(recipe):
@@ -86,8 +87,10 @@ def step_function(model: Executable, point: Point, recipe: Recipe) -> Callable[[
     per_sequence = -(-(point.context + 1) // block)
     runner = ModelRunner(model, per_sequence * point.sequences, block)
     if point.tokens == point.sequences:
-        batch = Batch(tuple(scheduled(i, point.context, point.context - 1, per_sequence) for i in range(point.sequences)))
-        return lambda: discard(runner.execute(batch))
+        decodes = (
+            scheduled(i, point.context, point.context - 1, per_sequence) for i in range(point.sequences)
+        )
+        return runs(runner, [Batch(tuple(decodes))])
     budget = recipe.runtime.max_num_batched_tokens
     sizes = [min(budget, point.tokens - start) for start in range(0, point.tokens, budget)]
     starts = range(0, point.tokens, budget)
@@ -95,7 +98,17 @@ def step_function(model: Executable, point: Point, recipe: Recipe) -> Callable[[
         Batch((ScheduledSequence(sequence(0, point.tokens, start, per_sequence), size),))
         for start, size in zip(starts, sizes, strict=True)
     ]
-    return lambda: [discard(runner.execute(batch)) for batch in batches] and None
+    return runs(runner, batches)
+
+
+def runs(runner: ModelRunner, batches: Sequence[Batch]) -> Callable[[], None]:
+    """A function that executes ``batches`` in order and drops the logits."""
+
+    def step() -> None:
+        for batch in batches:
+            runner.execute(batch)
+
+    return step
 
 
 def scheduled(index: int, length: int, computed: int, blocks: int) -> ScheduledSequence:
@@ -110,7 +123,3 @@ def sequence(index: int, length: int, computed: int, blocks: int) -> EngineSeque
     )
     table = list(range(index * blocks, (index + 1) * blocks))
     return EngineSequence(request, tokens, num_computed=computed, block_table=table)
-
-
-def discard(_: Any) -> None:
-    """Drop a result; the timing is of computing it."""

@@ -11,6 +11,7 @@ import json
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from optkit.model_source import ModelSource, resolve
 from optkit.passes.base import Pass, PassContext, Plan
 from optkit.paths import cache_dir
 from optkit.quality import QualityReport, RuntimeLogits, compare, evaluation_windows
+from optkit.quality import windows as text_windows
 from optkit.recipe import Accept, Recipe, ResolvedPass, load_recipe
 from optkit.records import PassRecord, RunRecord
 from optkit.states import States, compiler_digest, state_key
@@ -63,8 +65,10 @@ class Pipeline:
         self.reference = graph = self.capture()
         records: list[PassRecord] = []
         for resolved in passes:
-            self.steps.append([resolved.entry.name, resolved.config.model_dump(), resolved.entry.accept.model_dump()])
-            graph, record = self.resumed(lambda g=graph, r=resolved: self.run_pass(g, r))
+            self.steps.append(
+                [resolved.entry.name, resolved.config.model_dump(), resolved.entry.accept.model_dump()]
+            )
+            graph, record = self.resumed(partial(self.run_pass, graph, resolved))
             records.append(PassRecord.from_dict(record))
             self.tell(f"{resolved.entry.name}: {records[-1].decision}, {records[-1].reason}")
         return self.judge(graph, records)
@@ -102,7 +106,7 @@ class Pipeline:
     def run_pass(self, graph: Graph, resolved: ResolvedPass) -> tuple[Graph, dict[str, Any]]:
         """One pass: check, predict, apply, verify, measure, keep or roll back, record."""
         optimization: Pass = resolved.pass_class(resolved.config)
-        context = PassContext(self.target)
+        context = self.context()
         candidate = graph.clone()
         plan = optimization.check(candidate, context)
         record = PassRecord.planned(optimization.name, resolved.config.model_dump(), plan)
@@ -122,6 +126,19 @@ class Pipeline:
         kept, reason = decide(bounds, Evidence.of(record))
         record.decided("kept" if kept else "rolled back", reason)
         return (candidate if kept else graph), record.to_dict()
+
+    def context(self) -> PassContext:
+        """What passes may look at: the target, and the shipped calibration text in windows of 512 tokens."""
+        from optkit.bench.workload import load_tokenizer
+        from optkit.data import load_text
+
+        def calibration(tokens: int) -> list[list[int]]:
+            ids = load_tokenizer(str(self.source.directory))(
+                load_text("calibration"), add_special_tokens=False
+            )
+            return text_windows(ids.input_ids, 512, -(-tokens // 512))
+
+        return PassContext(self.target, calibration)
 
     def apply(self, optimization: Pass, graph: Graph, plan: Plan, context: PassContext) -> Any:
         """Apply and verify; what a pass breaks is written down as a reproducer."""
@@ -168,7 +185,9 @@ class Pipeline:
         """Quality and bounds of the whole; while a bound is missed, the last inexact pass is undone."""
         while True:
             run = RunRecord(records, self.whole(graph, records))
-            kept, reason = decide(self.recipe.accept, Evidence.of(run.whole)) if run.whole else (True, "no pass")
+            kept, reason = (
+                decide(self.recipe.accept, Evidence.of(run.whole)) if run.whole else (True, "no pass")
+            )
             inexact = [r for r in records if r.decision == "kept" and not r.exact]
             if kept or not inexact:
                 return graph, run
@@ -183,7 +202,7 @@ class Pipeline:
         for record in records:
             if record.decision == "kept":
                 optimization = resolved[record.name].pass_class(resolved[record.name].config)
-                self.apply(optimization, graph, optimization.check(graph, PassContext(self.target)), PassContext(self.target))
+                self.apply(optimization, graph, optimization.check(graph, self.context()), self.context())
         return graph
 
     def whole(self, graph: Graph, records: list[PassRecord]) -> PassRecord | None:
@@ -208,7 +227,9 @@ class Pipeline:
 
 def bounds_for(optimization: Pass, own: Accept, recipe: Accept) -> Accept:
     """A pass's bounds: its own, then the recipe's; an exact pass has a tight numeric bound besides."""
-    values = recipe.model_dump(exclude={"min_speedup", "max_memory_bytes"}) | own.model_dump(exclude_none=True)
+    values = recipe.model_dump(exclude={"min_speedup", "max_memory_bytes"}) | own.model_dump(
+        exclude_none=True
+    )
     if optimization.exact:
         values |= EXACT_BOUNDS.model_dump(exclude_none=True)
     return Accept(**values)

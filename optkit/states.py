@@ -41,7 +41,10 @@ class States:
         if not (directory / "record.json").is_file():
             return None
         os.utime(directory)
-        changed, kept = load_file(directory / "changed.safetensors"), load_file(directory / "constants.safetensors")
+        changed, kept = (
+            load_file(directory / "changed.safetensors"),
+            load_file(directory / "constants.safetensors"),
+        )
         tensors = Overlay(self.source, changed)
         graph = graph_from_json(
             (directory / "graph.json").read_text("utf-8"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -28,9 +29,10 @@ class Stage(enum.IntEnum):
     """Where in a recipe a pass belongs; a recipe out of this order is refused."""
 
     FUSE = 1
-    QUANTIZE = 2
-    ATTENTION = 3
-    COMPILE = 4
+    SMOOTH = 2
+    QUANTIZE = 3
+    ATTENTION = 4
+    COMPILE = 5
 
 
 @dataclass(frozen=True)
@@ -67,9 +69,19 @@ class PassResult:
 
 @dataclass(frozen=True)
 class PassContext:
-    """What a pass may look at besides the graph."""
+    """What a pass may look at besides the graph.
+
+    ``calibration`` gives windows of token ids of the shipped calibration text, at least so many tokens in all.
+    """
 
     target: Target
+    calibration: Callable[[int], list[list[int]]] | None = None
+
+    def calibration_windows(self, tokens: int) -> list[list[int]]:
+        """Calibration text; a pass that needs it and has none is a mistake of the caller."""
+        if self.calibration is None:
+            raise ValueError("this pass needs calibration text, and the context has none")
+        return self.calibration(tokens)
 
 
 class Pass(ABC):
@@ -85,7 +97,7 @@ class Pass(ABC):
     Config: ClassVar[type[Config]] = Config
 
     def __init__(self, config: Any = None) -> None:
-        self.config = config if config is not None else self.Config()
+        self.config: Any = config if config is not None else self.Config()
 
     @abstractmethod
     def check(self, graph: Graph, ctx: PassContext) -> Plan:

@@ -7,11 +7,11 @@ softmax is a reordering of the sum, not an approximation.
 
 from __future__ import annotations
 
-from optkit.kernels import reference, select
-from optkit.passes.base import Pass, PassContext, PassResult, Plan, Site, Skip, Stage
 from torch import fx
 
 from optkit.graph.ir import Graph
+from optkit.kernels import reference, select
+from optkit.passes.base import Pass, PassContext, PassResult, Plan, Site, Skip, Stage
 
 
 class FlashAttention(Pass):

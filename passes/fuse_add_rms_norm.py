@@ -9,11 +9,11 @@ from __future__ import annotations
 import operator
 
 import torch
-from optkit.kernels import reference
-from optkit.passes.base import Pass, PassContext, PassResult, Plan, Site, Skip, Stage
 from torch import fx
 
 from optkit.graph.ir import Graph
+from optkit.kernels import reference
+from optkit.passes.base import Pass, PassContext, PassResult, Plan, Site, Skip, Stage
 
 ADD = torch.ops.aten.add.Tensor
 

@@ -7,12 +7,12 @@ weights does neither. Outputs are column slices. Exact: every output element is 
 from __future__ import annotations
 
 import torch
-from optkit.kernels import reference
-from optkit.passes.base import Pass, PassContext, PassResult, Plan, Site, Skip, Stage
-from optkit.passes.rewrite import can_stack, out_features, site_name, split_columns, stack_linears
 from torch import fx
 
 from optkit.graph.ir import Graph
+from optkit.kernels import reference
+from optkit.passes.base import Pass, PassContext, PassResult, Plan, Site, Skip, Stage
+from optkit.passes.rewrite import can_stack, out_features, site_name, split_columns, stack_linears
 
 aten = torch.ops.aten
 THROUGH = {reference.rope, reference.rms_norm, reference.layer_norm, aten.reshape.default, aten.transpose.int}

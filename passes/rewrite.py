@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from optkit.kernels import reference
 from torch import fx
 
 from optkit.graph.ir import Graph, Origin, Weight
+from optkit.kernels import reference
 
 aten = torch.ops.aten
 
@@ -24,8 +24,8 @@ def stack_linears(graph: Graph, linears: Sequence[fx.Node], name: str) -> fx.Nod
     first = linears[0]
     arguments: list[Any] = [first.args[0]]
     for position in (1, 2):
-        nodes = [linear.args[position] if len(linear.args) > position else None for linear in linears]
-        if nodes[0] is not None:
+        nodes = [linear.args[position] for linear in linears if len(linear.args) > position]
+        if nodes and nodes[0] is not None:
             suffix = ".weight" if position == 1 else ".bias"
             stack_weights(graph, [str(node.target) for node in nodes], name + suffix)
             arguments.append(graph.weight_node(name + suffix, first))

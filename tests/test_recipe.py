@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import optkit.passes
 import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field
 
+import optkit.passes
 from optkit.errors import UserError
 from optkit.recipe import Accept, PassEntry, Recipe, load_recipe, parse_recipe, recipe_json_schema
 

@@ -34,8 +34,8 @@ def dense_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float, layer: int
 ) -> Tensor:
     """Causal attention of one whole sequence: q [1, H, T, D], k and v [1, Hkv, T, D]; gives [1, T, H, Dv]."""
-    rows = [x[0].transpose(0, 1) for x in (q, k, v)]
-    return reference.attend(*rows, scale, window, softcap).contiguous()[None]
+    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+    return reference.attend(q, k, v, scale, window, softcap).contiguous()[None]
 
 
 @dense_attention.register_fake

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -207,12 +208,17 @@ def match_gelu_tanh(tanh: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     )
 
 
+def is_lone_call(target: Any, node: Any) -> bool:
+    """A call of ``target`` with a single reader."""
+    return is_call(node, target) and len(node.users) == 1
+
+
 def raise_gated(graph: Graph) -> int:
     """``silu(gate) * up`` and ``gelu(gate) * up``."""
     count = 0
     for node in graph.calls(aten.mul.Tensor):
         for act, target in ((aten.silu.default, reference.silu_mul), (aten.gelu.default, reference.gelu_mul)):
-            pair = operands(node, aten.mul.Tensor, lambda a, act=act: is_call(a, act) and len(a.users) == 1)
+            pair = operands(node, aten.mul.Tensor, partial(is_lone_call, act))
             if pair is not None and isinstance(pair[1], fx.Node):
                 replace(node, emit(graph, node, target, pair[0].args[0], pair[1], **pair[0].kwargs))
                 count += 1
@@ -279,7 +285,7 @@ def match_rope(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
         if right is None:
             continue
         x = rotate_half_source(right[0])
-        left = operands(straight, aten.mul.Tensor, lambda a, x=x: a is x)
+        left = operands(straight, aten.mul.Tensor, partial(operator.is_, x))
         if x is None or left is None or len(x.meta.get("shape", ())) != 3:
             continue
         tables = [

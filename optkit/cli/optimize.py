@@ -18,13 +18,17 @@ def optimize(
         str, typer.Argument(help="A local HF directory, a .gguf file, a Hub id, or smollm2-135m.")
     ],
     recipe: Annotated[str, typer.Option("--recipe", "-r", help="A shipped recipe's name, or a YAML file.")],
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Directory to write the artifact to.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Directory to write the artifact to.")
+    ] = None,
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="Change one value: passes.int8.lm_head=false. Repeatable.")
+        list[str] | None,
+        typer.Option("--set", help="Change one value: passes.int8.lm_head=false. Repeatable."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing artifact.")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the plan and the predictions; load no weights, write nothing.")
+        bool,
+        typer.Option("--dry-run", help="Print the plan and the predictions; load no weights, write nothing."),
     ] = False,
     quality_tokens: Annotated[
         int, typer.Option(help="Held-out tokens the whole is judged on.", min=1024)
@@ -70,7 +74,9 @@ def _dry_run(model: str, recipe: Recipe, as_json: bool) -> None:
     for entry in plan["passes"]:
         console.stdout.print(_plan_line(entry))
         for skip in entry["skips"]:
-            console.stdout.print(f"    skips {skip['count']}x: {skip['reason']} (first: {skip['first']})", style="dim")
+            console.stdout.print(
+                f"    skips {skip['count']}x: {skip['reason']} (first: {skip['first']})", style="dim"
+            )
     console.stdout.print(_prediction_table(plan))
     console.stdout.print(f"target {plan['target']['name']}, ceilings {plan['target']['source']}", style="dim")
 

@@ -108,7 +108,8 @@ class Graph:
     def clone(self) -> Graph:
         """A graph that can be rewritten without touching this one; tensors are shared, never changed in place."""
         graph = fx.Graph()
-        out = graph.graph_copy(self.fx, val_map := {})
+        val_map: dict[fx.Node, fx.Node] = {}
+        out = graph.graph_copy(self.fx, val_map)
         graph.output(out)
         for old, new in val_map.items():
             new.meta = dict(old.meta)

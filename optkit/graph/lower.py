@@ -47,7 +47,7 @@ def lower(graph: Graph, target: Target | None = None) -> Executable:
     regions = RegionLowering(working)
     for node in list(working.fx.nodes):
         if node.op == "call_function":
-            kernel = kernel_of(node, target)
+            kernel = kernel_of(working, node, target)
             if kernel is not None:
                 chosen[node.name] = kernel.name
                 bind(working, node, kernel)
@@ -64,13 +64,13 @@ def lower(graph: Graph, target: Target | None = None) -> Executable:
     return Executable(module, graph, chosen)
 
 
-def kernel_of(node: fx.Node, target: Target | None) -> kernels.Kernel | None:
+def kernel_of(graph: Graph, node: fx.Node, target: Target | None) -> kernels.Kernel | None:
     """The kernel for a dialect op: the pinned one, else the best for the target, else None (as it is)."""
     name = op_name(node.target)
     if name is None:
         raise ValueError(f"{node.name}: {node.target} is not an op of the dialect")
     pinned = node.meta.get("kernel")
-    return kernels.select(name, target, pinned=pinned)
+    return kernels.select(name, target, pinned=pinned, weights=weight_arguments(graph, node))
 
 
 def bind(graph: Graph, node: fx.Node, kernel: kernels.Kernel) -> None:
@@ -78,10 +78,15 @@ def bind(graph: Graph, node: fx.Node, kernel: kernels.Kernel) -> None:
     node.target = kernel.fn
     if kernel.pack is None:
         return
-    weights = {i: graph.weights[str(a.target)].value for i, a in enumerate(node.args) if graph.weight_of(a)}
+    weights = weight_arguments(graph, node)
     args = list(node.args)
     for position, value in kernel.pack(weights).items():
         name = f"packed.{node.name}.{position}"
         graph.weights[name] = type(graph.weights[str(node.args[position].target)])(value, None)
         args[position] = graph.weight_node(name, node)
     node.args = tuple(args)
+
+
+def weight_arguments(graph: Graph, node: fx.Node) -> dict[int, Tensor]:
+    """The weight tensors among a node's arguments, by position."""
+    return {i: graph.weights[str(a.target)].value for i, a in enumerate(node.args) if graph.weight_of(a)}

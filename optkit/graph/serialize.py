@@ -89,9 +89,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 # -- reading ---------------------------------------------------------------------------------------------
 
 
-def graph_from_json(
-    text: str, load: WeightLoader, where: str = "graph.json"
-) -> Graph:
+def graph_from_json(text: str, load: WeightLoader, where: str = "graph.json") -> Graph:
     """Rebuild a graph; ``load(name, origin, dtype)`` supplies each weight.
 
     Raises:
@@ -145,7 +143,7 @@ class Reader:
             return [self.decode(item) for item in value]
         if isinstance(value, dict):
             ((kind, content),) = value.items()
-            return {"dtype": decode_dtype, "str": str, "float": float}[kind](content)
+            return LITERALS[kind](content)
         return value
 
     def weight(self, name: str) -> fx.Node:
@@ -157,9 +155,7 @@ class Reader:
         return self.weight_nodes[name]
 
 
-def decode_weight(
-    name: str, entry: Mapping[str, Any], load: WeightLoader
-) -> Weight:
+def decode_weight(name: str, entry: Mapping[str, Any], load: WeightLoader) -> Weight:
     origin = None
     if not entry.get("constant"):
         parts = tuple(Part(str(part), int(rows)) for part, rows in entry["from"])
@@ -177,3 +173,6 @@ def decode_dtype(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"dtype {name}")
     return dtype
+
+
+LITERALS: dict[str, Callable[[Any], Any]] = {"dtype": decode_dtype, "str": str, "float": float}

@@ -73,8 +73,8 @@ class MetaRun:
 def meta_inputs(graph: Graph, point: Point, block_size: int) -> dict[str, Tensor]:
     """The batch inputs of docs/architecture.md as meta tensors."""
     blocks = -(-point.context // block_size)
-    long = {"dtype": torch.int64, "device": "meta"}
-    int32 = {"dtype": torch.int32, "device": "meta"}
+    long: dict[str, Any] = {"dtype": torch.int64, "device": "meta"}
+    int32: dict[str, Any] = {"dtype": torch.int32, "device": "meta"}
     inputs = {
         "input_ids": torch.empty(point.tokens, **long),
         "positions": torch.empty(point.tokens, **long),

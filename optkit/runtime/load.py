@@ -57,7 +57,8 @@ def scheduler_config(model: Executable, recipe: Recipe, options: Mapping[str, An
     asked = options.get("max_model_len", runtime.max_model_len) or model.max_model_len
     if asked > model.max_model_len:
         raise UserError(
-            f"the model's context is {model.max_model_len} tokens, {asked} were asked for", where="max_model_len"
+            f"the model's context is {model.max_model_len} tokens, {asked} were asked for",
+            where="max_model_len",
         )
     return SchedulerConfig(
         max_num_seqs=int(options.get("max_num_seqs", runtime.max_num_seqs)),

@@ -7,9 +7,9 @@ import shlex
 from pathlib import Path
 
 import pytest
-from optkit.passes import PASSES
 
 from optkit.cli.main import run
+from optkit.passes import PASSES
 from optkit.recipe import Accept, parse_recipe
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "recipes.md").read_text()

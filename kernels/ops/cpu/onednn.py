@@ -11,10 +11,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from optkit.kernels import Kernel
-from optkit.kernels import reference
-from optkit.kernels.reference import ACTIVATION_ZERO_POINT
 from torch import Tensor
+
+from optkit.kernels import Kernel, reference
+from optkit.kernels.reference import ACTIVATION_ZERO_POINT
 
 if TYPE_CHECKING:
     from optkit.target import Target

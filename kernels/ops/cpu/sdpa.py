@@ -11,9 +11,10 @@ import itertools
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
+
 from optkit.kernels import Kernel
 from optkit.kernels.reference import causal_mask, write_kv
-from torch import Tensor
 
 if TYPE_CHECKING:
     pass

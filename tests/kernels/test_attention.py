@@ -1,0 +1,212 @@
+"""The native attention kernel against the spec, on ragged batches of chunks over scattered blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from optkit.kernels import reference
+from optkit.kernels.cpu import native
+
+pytestmark = pytest.mark.skipif(not native.available(), reason="the native kernels were not built")
+
+if native.available():
+    from optkit.kernels.cpu.attention import attention
+
+AVAILABLE = [name for name in native.ISAS if native.available() and not native.library().optkit_set_isa(native.ISAS.index(name))]
+if native.available():
+    native.set_isa(None)
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    """Threads and instruction set as they were."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    native.set_isa(None)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Prompts of ``lengths`` tokens, of which ``prefixes`` are in the cache already."""
+
+    lengths: tuple[int, ...]
+    prefixes: tuple[int, ...]
+    kv_heads: int = 2
+    group: int = 2
+    dim: int = 16
+    v_dim: int = 16
+    block: int = 4
+    window: int = 0
+    softcap: float = 0.0
+    seed: int = 0
+
+
+class World:
+    """Random K, V and Q of whole prompts, and NaN-poisoned pools whose blocks interleave in random order."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        generator = torch.Generator().manual_seed(case.seed)
+        heads, kv = case.kv_heads * case.group, case.kv_heads
+        width = heads * case.dim + kv * (case.dim + case.v_dim)
+        self.q, self.k, self.v = [], [], []
+        for length in case.lengths:
+            fused = torch.randn(length, width + 3, generator=generator)[:, :width]  # rows further apart than wide
+            q, k, v = fused.split([heads * case.dim, kv * case.dim, kv * case.v_dim], dim=1)
+            self.q.append(q.unflatten(1, (heads, case.dim)) * 2)
+            self.k.append(k.unflatten(1, (kv, case.dim)))
+            self.v.append(v.unflatten(1, (kv, case.v_dim)))
+        blocks = [-(-length // case.block) for length in case.lengths]
+        order = torch.randperm(sum(blocks) + 2, generator=generator)
+        self.tables = torch.zeros(len(blocks), max(blocks) + 1, dtype=torch.int32)
+        for s, (count, first) in enumerate(zip(blocks, [sum(blocks[:i]) for i in range(len(blocks))], strict=True)):
+            self.tables[s, :count] = order[first : first + count]
+        pool = (len(order), case.block, kv)
+        self.k_cache = torch.full((*pool, case.dim), float("nan"))
+        self.v_cache = torch.full((*pool, case.v_dim), float("nan"))
+
+    def slots(self, s: int, start: int, stop: int) -> torch.Tensor:
+        positions = torch.arange(start, stop)
+        return self.tables[s].long()[positions // self.case.block] * self.case.block + positions % self.case.block
+
+    def fill(self, s: int, stop: int) -> None:
+        """Put the first ``stop`` tokens of a sequence in the cache."""
+        slots = self.slots(s, 0, stop)
+        reference.write_kv(self.k[s][:stop], self.v[s][:stop], self.k_cache, self.v_cache, slots)
+
+    def call(self, kernel, chunks: list[tuple[int, int, int]]) -> torch.Tensor:
+        """One call for chunks (sequence, start, stop), which sees and changes the pools."""
+        fused = [
+            torch.cat([rows[s][a:b].flatten(1) for rows in (self.q, self.k, self.v)], dim=1) for s, a, b in chunks
+        ]
+        heads, kv, case = self.case.kv_heads * self.case.group, self.case.kv_heads, self.case
+        q, k, v = torch.cat(fused).split([heads * case.dim, kv * case.dim, kv * case.v_dim], dim=1)
+        counts = torch.tensor([0] + [b - a for _, a, b in chunks])
+        return kernel(
+            q.unflatten(1, (heads, case.dim)),
+            k.unflatten(1, (kv, case.dim)),
+            v.unflatten(1, (kv, case.v_dim)),
+            self.k_cache,
+            self.v_cache,
+            torch.cat([self.slots(*chunk) for chunk in chunks]),
+            counts.cumsum(0).to(torch.int32),
+            torch.tensor([b for _, _, b in chunks], dtype=torch.int32),
+            self.tables[[s for s, _, _ in chunks]],
+            case.dim**-0.5,
+            case.window,
+            case.softcap,
+        )
+
+
+@st.composite
+def cases(draw: st.DrawFn, longest: int = 150) -> Case:
+    count = draw(st.integers(1, 5))
+    lengths = tuple(draw(st.integers(1, longest)) for _ in range(count))
+    prefixes = tuple(draw(st.one_of(st.just(0), st.just(n - 1), st.integers(0, n - 1))) for n in lengths)
+    group, kv_heads = draw(st.sampled_from([(1, 2), (2, 2), (3, 3), (4, 1), (7, 1)]))
+    dim = draw(st.sampled_from([8, 16, 24, 40, 64, 80, 128]))
+    return Case(
+        lengths,
+        prefixes,
+        kv_heads,
+        group,
+        dim,
+        draw(st.sampled_from([dim, dim, 8, 48])),
+        draw(st.sampled_from([1, 4, 16, 48])),
+        draw(st.sampled_from([0, 0, 1, 5, 64, 100])),
+        draw(st.sampled_from([0.0, 0.0, 2.0, 30.0])),
+        draw(st.integers(0, 1000)),
+    )
+
+
+@settings(max_examples=120, deadline=None)
+@given(cases(), st.integers(1, 4), st.sampled_from(AVAILABLE or ["portable"]))
+def test_agrees_with_the_reference(case: Case, threads: int, isa: str) -> None:
+    native.set_isa(isa)
+    torch.set_num_threads(threads)
+    world, twin = World(case), World(case)
+    chunks = list(zip(range(len(case.lengths)), case.prefixes, case.lengths, strict=True))
+    for s, start, _ in chunks:
+        world.fill(s, start)
+        twin.fill(s, start)
+    out = world.call(attention, chunks)
+    torch.testing.assert_close(out, twin.call(reference.attention, chunks), rtol=1e-5, atol=3e-6)
+    assert torch.equal(world.k_cache.nan_to_num(7.0), twin.k_cache.nan_to_num(7.0))
+    assert torch.equal(world.v_cache.nan_to_num(7.0), twin.v_cache.nan_to_num(7.0))
+
+
+def rows_alone(case: Case, s: int, isa: str) -> torch.Tensor:
+    """All rows of a sequence from one call that has only this sequence, on one thread."""
+    native.set_isa(isa)
+    torch.set_num_threads(1)
+    world = World(case)
+    return world.call(attention, [(s, 0, case.lengths[s])])
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases(longest=420), st.integers(1, 4), st.sampled_from(AVAILABLE or ["portable"]), st.data())
+def test_rows_do_not_depend_on_batch_chunks_or_threads(case: Case, threads: int, isa: str, data: st.DataObject) -> None:
+    alone = [rows_alone(case, s, isa) for s in range(len(case.lengths))]
+    torch.set_num_threads(threads)
+    world = World(case)
+    done = [0] * len(case.lengths)
+    while any(d < n for d, n in zip(done, case.lengths, strict=True)):
+        chunks = []
+        for s, length in enumerate(case.lengths):
+            if done[s] < length:
+                size = data.draw(st.sampled_from([1, 3, 64, 100, 257, 400]))
+                # Near the end in single tokens: decode must give prefill's bits.
+                stop = min(done[s] + size, length)
+                chunks.append((s, done[s], stop))
+        out = world.call(attention, chunks)
+        for (s, start, stop), rows in zip(chunks, out.split([b - a for _, a, b in chunks]), strict=True):
+            assert torch.equal(rows, alone[s][start:stop])
+            done[s] = stop
+
+
+@pytest.mark.parametrize("isa", AVAILABLE)
+@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize("window", [0, 300])
+def test_decode_over_several_splits_gives_prefill_bits(isa: str, threads: int, window: int) -> None:
+    case = Case((1100, 700, 257), (1099, 699, 256), kv_heads=3, group=3, dim=64, v_dim=64, block=16, window=window)
+    alone = [rows_alone(case, s, isa)[-1] for s in range(3)]
+    torch.set_num_threads(threads)
+    world = World(case)
+    for s, prefix in enumerate(case.prefixes):
+        world.fill(s, prefix)
+    out = world.call(attention, [(s, n - 1, n) for s, n in enumerate(case.lengths)])
+    assert torch.equal(out, torch.stack(alone))
+
+
+def test_avx2_and_avx512_agree_to_the_bit() -> None:
+    if not {"avx2", "avx512_vnni"} <= set(AVAILABLE):
+        pytest.skip("this CPU has not both")
+    case = Case((300, 70), (0, 0), kv_heads=2, group=3, dim=40, v_dim=24, block=16, window=90, softcap=20.0)
+    for s in range(2):
+        assert torch.equal(rows_alone(case, s, "avx2"), rows_alone(case, s, "avx512_vnni"))
+
+
+def test_extreme_scores_stay_finite() -> None:
+    case = Case((90,), (0,), dim=8, v_dim=8)
+    world, twin = World(case), World(case)
+    for w in (world, twin):
+        w.q[0] = w.q[0] * 1e4
+    out = world.call(attention, [(0, 0, 90)])
+    assert torch.isfinite(out).all()
+    torch.testing.assert_close(out, twin.call(reference.attention, [(0, 0, 90)]), rtol=1e-2, atol=1e-2)
+
+
+def test_half_precision_runs_the_reference() -> None:
+    case = Case((9,), (0,))
+    world, twin = World(case), World(case)
+    for w in (world, twin):
+        w.q, w.k, w.v = ([t.bfloat16() for t in rows] for rows in (w.q, w.k, w.v))
+        w.k_cache, w.v_cache = w.k_cache.bfloat16(), w.v_cache.bfloat16()
+    assert torch.equal(world.call(attention, [(0, 0, 9)]), twin.call(reference.attention, [(0, 0, 9)]))
