@@ -130,6 +130,11 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     return manifest
 
 
+def printable(text: str) -> str:
+    """``text`` with control characters escaped: file names are somebody else's data."""
+    return text.encode("unicode_escape").decode("ascii")
+
+
 def is_artifact(directory: Path) -> bool:
     """True when ``directory`` has a readable artifact manifest."""
     try:
@@ -145,7 +150,7 @@ def problems(directory: Path, manifest: Mapping[str, Any]) -> Iterator[str]:
     found = dict(walk(directory))
     found.pop(MANIFEST, None)
     for name in sorted(set(found) - set(listed)):
-        yield f"{name!r} is not in the manifest"
+        yield f"{name} is not in the manifest"
     for name in sorted(listed):
         if name not in found:
             yield f"{name} is missing"

@@ -19,14 +19,14 @@ from optkit.yaml_source import Document
 
 
 def resolve_entries(entries: Sequence[PassEntry], document: Document) -> list[ResolvedPass]:
-    """Resolve every entry and check that their stages come in order (fuse, quantize, attention, compile)."""
+    """Resolve every entry and check that their stages come in order (fuse, smooth, quantize, attention, compile)."""
     resolved = [resolve_entry(entry, document) for entry in entries]
     for before, after in itertools.pairwise(resolved):
         if after.pass_class.stage < before.pass_class.stage:
             raise UserError(
                 f"'{after.entry.name}' must come before '{before.entry.name}'",
                 where=document.where(("passes", after.entry.name)),
-                fix="the order is: fusions, quantization, attention, compile",
+                fix="the order is: fusions, smoothing, quantization, attention, compile",
             )
     return resolved
 

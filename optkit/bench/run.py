@@ -131,9 +131,11 @@ def baseline_artifact(model: str) -> Path:
     from optkit.model_source import resolve
     from optkit.paths import cache_dir
     from optkit.pipeline import optimize
+    from optkit.states import compiler_digest, state_key
 
     source = resolve(model)
-    path = cache_dir("baselines") / f"{source.name}-{source.digest[:16]}-{__version__}"
+    key = state_key({"source": source.digest, "compiler": compiler_digest(), "version": __version__})
+    path = cache_dir("baselines") / f"{source.name}-{key}"
     if not path.is_dir():
         optimize(model, "baseline", path)
     return path

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from optkit.bench.result import BenchResult
     from optkit.bench.run import Progress, Side
 
-SLO_MISSED = 1
+SLO_MISSED = 3
 
 
 def _bounds_help(option: str) -> str:
@@ -50,7 +50,7 @@ def bench(
     num_warmups: Annotated[int, typer.Option(help="Requests a side before the first round.", min=0)] = 2,
     goodput: Annotated[str | None, typer.Option(help=_bounds_help("--goodput"))] = None,
     slo: Annotated[
-        str | None, typer.Option(help=_bounds_help("--slo") + " Exit code 1 if the p95 misses one.")
+        str | None, typer.Option(help=_bounds_help("--slo") + " Exit code 3 if the p95 misses one.")
     ] = None,
     definitions: Annotated[
         str, typer.Option(help="Whose formulas: optkit, vllm, aiperf, guidellm or llmperf.")

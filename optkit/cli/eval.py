@@ -48,9 +48,6 @@ def eval_command(
     console.stdout.print(table(report), soft_wrap=False)
 
 
-eval = eval_command
-
-
 def _windows(tokenizer: Any, tokens: int, length: int) -> list[list[int]]:
     from optkit.quality import evaluation_windows
 

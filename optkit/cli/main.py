@@ -10,7 +10,6 @@ The command modules are cheap to import: torch and transformers are imported ins
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 from collections.abc import Sequence
 from typing import Annotated, NoReturn
@@ -27,7 +26,7 @@ COMMANDS = {
     "bench": "optkit.cli.bench:bench",
     "inspect": "optkit.cli.inspect:inspect",
     "verify": "optkit.cli.verify:verify",
-    "eval": "optkit.cli.eval:eval",
+    "eval": "optkit.cli.eval:eval_command",
     "doctor": "optkit.cli.doctor:doctor",
 }
 
@@ -60,8 +59,7 @@ def _options(
 def _register() -> None:
     for name, place in COMMANDS.items():
         module, function = place.split(":")
-        if importlib.util.find_spec(module):
-            app.command(name)(getattr(importlib.import_module(module), function))
+        app.command(name)(getattr(importlib.import_module(module), function))
     app.add_typer(recipe.app, name="recipe")
 
 
