@@ -11,10 +11,19 @@
 namespace optkit {
 namespace {
 
+// Not __m512i, which is 64-bit lanes to gcc: it would copy every accumulator in every step.
+using Lanes = int32_t __attribute__((vector_size(64)));
+
 template <int R>
 struct Accumulators {
-    __m512i v[R][2];
+    Lanes v[R][2];
 };
+
+OPTKIT_AVX512 OPTKIT_INLINE Lanes load(const int32_t* p) { return reinterpret_cast<Lanes>(_mm512_loadu_si512(p)); }
+
+OPTKIT_AVX512 OPTKIT_INLINE Lanes dot(Lanes a, __m512i q, __m512i w) {
+    return reinterpret_cast<Lanes>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(a), q, w));
+}
 
 OPTKIT_AVX512 OPTKIT_INLINE __m512i broadcast(const uint8_t* q) {
     int32_t four;
@@ -30,13 +39,13 @@ OPTKIT_AVX512 OPTKIT_INLINE void step(Accumulators<R>& a, const uint8_t* const* 
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
         const __m512i x = broadcast(q[r / 3] + stride * (r % 3) + k);
-        a.v[r][0] = _mm512_dpbusd_epi32(a.v[r][0], x, w0);
-        a.v[r][1] = _mm512_dpbusd_epi32(a.v[r][1], x, w1);
+        a.v[r][0] = dot(a.v[r][0], x, w0);
+        a.v[r][1] = dot(a.v[r][1], x, w1);
     }
 }
 
 template <int R>
-OPTKIT_AVX512 OPTKIT_INLINE void start(Accumulators<R>& a, __m512i left, __m512i right) {
+OPTKIT_AVX512 OPTKIT_INLINE void start(Accumulators<R>& a, Lanes left, Lanes right) {
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) a.v[r][0] = left, a.v[r][1] = right;
 }
@@ -55,7 +64,7 @@ OPTKIT_AVX512 OPTKIT_INLINE void accumulate(Accumulators<R>& a, const uint8_t* q
     for (int i = 0; i < 4; ++i) rows[i] = q + 3 * i * stride;
     Accumulators<R> more[S];
 #pragma GCC unroll 4
-    for (int s = 1; s < S; ++s) start<R>(more[s], _mm512_setzero_si512(), _mm512_setzero_si512());
+    for (int s = 1; s < S; ++s) start<R>(more[s], Lanes{}, Lanes{});
     int64_t k = 0;
     constexpr int UNROLL = S > 1 ? S : 4;
     for (; k + UNROLL <= steps; k += UNROLL, w += UNROLL * STEP_BYTES) {
@@ -74,10 +83,12 @@ OPTKIT_AVX512 OPTKIT_INLINE void accumulate(Accumulators<R>& a, const uint8_t* q
     for (int s = 1; s < S; ++s)
 #pragma GCC unroll 3
         for (int r = 0; r < R; ++r) {
-            a.v[r][0] = _mm512_add_epi32(a.v[r][0], more[s].v[r][0]);
-            a.v[r][1] = _mm512_add_epi32(a.v[r][1], more[s].v[r][1]);
+            a.v[r][0] += more[s].v[r][0];
+            a.v[r][1] += more[s].v[r][1];
         }
 }
+
+OPTKIT_AVX512 OPTKIT_INLINE __m512 to_float(Lanes a) { return _mm512_cvtepi32_ps(reinterpret_cast<__m512i>(a)); }
 
 template <int R>
 struct Sums {
@@ -92,8 +103,8 @@ OPTKIT_AVX512 OPTKIT_INLINE void add_scaled(Sums<R>& sum, const Accumulators<R>&
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
         const __m512 s = _mm512_set1_ps(scale[r * groups]);
-        sum.v[r][0] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(a.v[r][0]), _mm512_mul_ps(s, w0), sum.v[r][0]);
-        sum.v[r][1] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(a.v[r][1]), _mm512_mul_ps(s, w1), sum.v[r][1]);
+        sum.v[r][0] = _mm512_fmadd_ps(to_float(a.v[r][0]), _mm512_mul_ps(s, w0), sum.v[r][0]);
+        sum.v[r][1] = _mm512_fmadd_ps(to_float(a.v[r][1]), _mm512_mul_ps(s, w1), sum.v[r][1]);
     }
 }
 
@@ -112,14 +123,26 @@ OPTKIT_AVX512 OPTKIT_INLINE void store(const Sums<R>& sum, const Linear& p, int6
     }
 }
 
+// Fetch the lines that `store` will write, while there is time: otherwise stores wait for them one after another.
+template <int R>
+OPTKIT_AVX512 OPTKIT_INLINE void expect(const Linear& p, int64_t panel, int64_t row) {
+    const float* out = p.out + row * p.n + panel * PANEL;
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+        __builtin_prefetch(out + r * p.n, 1);
+        __builtin_prefetch(out + r * p.n + 16, 1);
+    }
+}
+
 template <int R>
 OPTKIT_AVX512 void tile(const Linear& p, int64_t panel, int64_t row) {
     const uint8_t* q = p.q + row * p.q_stride;
     const int8_t* w = p.weight + panel * p.steps * STEP_BYTES;
     const float* scale = p.scale + row;
     const int64_t at = panel * PANEL;
+    expect<R>(p, panel, row);
     Accumulators<R> a;
-    start<R>(a, _mm512_loadu_si512(p.offset + at), _mm512_loadu_si512(p.offset + at + 16));
+    start<R>(a, load(p.offset + at), load(p.offset + at + 16));
     accumulate<R>(a, q, p.q_stride, w, p.steps);
     Sums<R> sum{};
     add_scaled<R>(sum, a, scale, 1, p.weight_scale + at);
@@ -131,11 +154,12 @@ OPTKIT_AVX512 void grouped_tile(const Linear& p, int64_t panel, int64_t row) {
     const uint8_t* q = p.q + row * p.q_stride;
     const int8_t* w = p.weight + panel * p.steps * STEP_BYTES;
     const float* scale = p.scale + row * p.groups;
+    expect<R>(p, panel, row);
     Sums<R> sum{};
     for (int64_t g = 0; g < p.groups; ++g) {
         const int64_t at = (panel * p.groups + g) * PANEL;
         Accumulators<R> a;
-        start<R>(a, _mm512_loadu_si512(p.offset + at), _mm512_loadu_si512(p.offset + at + 16));
+        start<R>(a, load(p.offset + at), load(p.offset + at + 16));
         accumulate<R>(a, q, p.q_stride, w, p.group_steps);
         add_scaled<R>(sum, a, scale + g, p.groups, p.weight_scale + at);
         q += p.group_steps * STEP;
