@@ -41,7 +41,7 @@ $(VENV)/.made:
 	@touch $@
 
 # --no-build-isolation: the setuptools just pinned builds optkit, no other one is fetched.
-$(VENV)/.run: $(VENV)/.made pyproject.toml constraints.txt
+$(VENV)/.run: $(VENV)/.made pyproject.toml setup.py constraints.txt $(wildcard kernels/ops/cpu/*.cpp kernels/ops/cpu/*.h)
 	@echo "installing optkit, torch and transformers into $(VENV) (a few minutes, once)"
 	@$(INSTALL) --no-build-isolation -e '.[serve,formats]'
 	@touch $@

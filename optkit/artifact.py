@@ -56,9 +56,8 @@ class Artifact:
         artifact = Artifact(path, manifest)
         if verify:
             for problem in problems(path, manifest):
-                raise UserError(
-                    problem, where=str(path), fix="make the artifact again; do not serve this one"
-                )
+                fix = "make the artifact again; do not serve this one"
+                raise UserError(printable(problem), where=str(path), fix=fix)
         return artifact
 
     @property

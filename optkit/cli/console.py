@@ -13,12 +13,21 @@ from typing import Any
 
 from rich.console import Console, Group
 from rich.panel import Panel
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.text import Text
 
 from optkit.errors import UserError
 
 stdout = Console(highlight=False, soft_wrap=True)
 stderr = Console(stderr=True, highlight=False)
+DESCRIPTION = TextColumn("{task.description}", markup=False)
 
 
 def error_panel(error: UserError) -> None:
@@ -41,6 +50,37 @@ def bug_panel(error: BaseException) -> None:
 def print_json(data: Any) -> None:
     """``data`` as indented JSON on stdout, never wrapped or coloured."""
     stdout.file.write(json.dumps(data, indent=2, ensure_ascii=False, default=str) + "\n")
+
+
+@contextmanager
+def stages(total: int) -> Iterator[Callable[[str], None]]:
+    """A progress bar over ``total`` stages on stderr; the yielded function says what is going on.
+
+    A text reads ``stage: detail``; the bar moves on when the stage changes. Without a terminal each text is printed
+    as a line.
+    """
+    if not stderr.is_terminal:
+        yield lambda line: stderr.print(Text(line, style="dim"))
+        return
+    columns = (
+        SpinnerColumn(),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        DESCRIPTION,
+    )
+    with Progress(*columns, console=stderr, transient=True) as progress:
+        task = progress.add_task("", total=total)
+        seen: list[str] = []
+
+        def tell(line: str) -> None:
+            stage = line.partition(":")[0]
+            if seen and seen[-1] != stage:
+                progress.advance(task)
+            seen.append(stage)
+            progress.update(task, description=line)
+
+        yield tell
 
 
 @contextmanager

@@ -12,6 +12,8 @@ from optkit.cli import console
 if TYPE_CHECKING:
     from optkit.recipe import Recipe
 
+FIXED_STAGES = 4  # model, capture, the whole, writing
+
 
 def optimize(
     model: Annotated[
@@ -50,16 +52,18 @@ def optimize(
         _dry_run(model, loaded, as_json)
         return
     path = out or Path(f"{loaded.name}-artifact")
-    with console.spinner("starting") as tell:
+    with console.stages(len(loaded.passes) + FIXED_STAGES) as tell:
         from optkit.pipeline import optimize as run_pipeline
 
         run = run_pipeline(model, loaded, path, force=force, tell=tell, final_tokens=quality_tokens)
     if as_json:
         console.print_json({"artifact": str(path), **run.to_dict()})
         return
-    from optkit.report import run_table
+    from optkit.report import run_table, summary_lines
 
-    console.stdout.print(run_table(run))
+    console.stdout.print(run_table(run), soft_wrap=False)
+    for line in summary_lines(run):
+        console.stdout.print(line)
     console.stdout.print(f"wrote {path}\nnext: optkit serve {path}")
 
 
