@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import fx
 
 from optkit.graph.ir import Graph
-from optkit.kernels import reference, select
+from optkit.kernels import Kernel, reference, select
 from optkit.passes.base import Pass, PassContext, PassResult, Plan, Site, Skip, Stage
 
 
@@ -20,21 +20,27 @@ class FlashAttention(Pass):
 
     def check(self, graph: Graph, ctx: PassContext) -> Plan:
         plan = Plan()
-        kernel = select("attention", ctx.target)
         for node in graph.calls(reference.attention):
-            if kernel is None:
-                plan.skips.append(Skip(node.name, f"no flash attention kernel for {ctx.target.name}"))
-            elif node.kwargs.get("softcap"):
-                plan.skips.append(Skip(node.name, f"the {kernel.name} kernel has no soft-cap"))
-            else:
+            if best_kernel(node, ctx) is not None:
                 plan.sites.append(Site(node.name, (node,)))
+            elif node.kwargs.get("softcap"):
+                plan.skips.append(
+                    Skip(node.name, f"no flash attention kernel with soft-cap for {ctx.target.name}")
+                )
+            else:
+                plan.skips.append(Skip(node.name, f"no flash attention kernel for {ctx.target.name}"))
         return plan
 
     def apply(self, graph: Graph, plan: Plan, ctx: PassContext) -> PassResult:
-        kernel = select("attention", ctx.target)
-        if kernel is None:
-            return PassResult(0)
+        chosen = {}
         for site in plan.sites:
-            node: fx.Node = site.nodes[0]
-            node.meta["kernel"] = kernel.name
-        return PassResult(len(plan.sites), {"kernel": kernel.name})
+            node = site.nodes[0]
+            kernel = best_kernel(node, ctx)
+            assert kernel is not None, "a site of the plan has a kernel"
+            node.meta["kernel"] = chosen["kernel"] = kernel.name
+        return PassResult(len(plan.sites), chosen)
+
+
+def best_kernel(node: fx.Node, ctx: PassContext) -> Kernel | None:
+    """The best kernel for the target that handles this site's window and soft-cap."""
+    return select("attention", ctx.target, options=node.kwargs)

@@ -7,7 +7,7 @@ pass does); ``"reference"`` pins the spec.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ class Kernel:
 
     ``accepts`` says whether the kernel handles given weight tensors (by argument position); None means all.
     ``pack`` maps weight tensors to the packed tensors that ``fn`` wants in their place; packing happens once,
-    at load.
+    at load. ``handles`` says whether it runs a site with given keyword arguments; None means all.
     """
 
     op: str
@@ -32,19 +32,26 @@ class Kernel:
     supports: Callable[[Target], bool]
     pack: Callable[[dict[int, Tensor]], dict[int, Tensor]] | None = None
     accepts: Callable[[dict[int, Tensor]], bool] | None = None
+    handles: Callable[[Mapping[str, Any]], bool] | None = None
 
 
 def table() -> tuple[Kernel, ...]:
     """All kernels, best first for each op. Imported on use, so that importing this package stays cheap."""
-    from optkit.kernels.cpu import int8, onednn, sdpa
+    from optkit.kernels.cpu import attention, int8, onednn, pointwise, sdpa
 
-    return (*int8.KERNELS, *onednn.KERNELS, *sdpa.KERNELS)
+    return (*int8.KERNELS, *onednn.KERNELS, *attention.KERNELS, *sdpa.KERNELS, *pointwise.KERNELS)
 
 
 def select(
-    op: str, target: Target | None, pinned: str | None = None, weights: dict[int, Tensor] | None = None
+    op: str,
+    target: Target | None,
+    pinned: str | None = None,
+    weights: dict[int, Tensor] | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Kernel | None:
-    """The kernel for ``op`` on ``target``, given the weights of a site where known; None means the reference.
+    """The kernel for ``op`` on ``target``, given the weights and keyword arguments of a site where known.
+
+    None means the reference.
 
     Raises:
         LookupError: ``pinned`` names no kernel of this op that runs on the target.
@@ -54,6 +61,8 @@ def select(
     candidates = [kernel for kernel in table() if kernel.op == op and kernel.supports(target)]
     if weights is not None:
         candidates = [k for k in candidates if k.accepts is None or k.accepts(weights)]
+    if options is not None:
+        candidates = [k for k in candidates if k.handles is None or k.handles(options)]
     if pinned is not None:
         candidates = [kernel for kernel in candidates if kernel.name == pinned]
         if not candidates:

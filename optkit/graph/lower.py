@@ -70,7 +70,8 @@ def kernel_of(graph: Graph, node: fx.Node, target: Target | None) -> kernels.Ker
     if name is None:
         raise ValueError(f"{node.name}: {node.target} is not an op of the dialect")
     pinned = node.meta.get("kernel")
-    return kernels.select(name, target, pinned=pinned, weights=weight_arguments(graph, node))
+    weights = weight_arguments(graph, node)
+    return kernels.select(name, target, pinned=pinned, weights=weights, options=node.kwargs)
 
 
 def bind(graph: Graph, node: fx.Node, kernel: kernels.Kernel) -> None:

@@ -10,17 +10,29 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from optkit.errors import UserError
 from optkit.kernels import reference
 from optkit.kernels.cpu import native
+from optkit.kernels.cpu.attention import attention
 
-pytestmark = pytest.mark.skipif(not native.available(), reason="the native kernels were not built")
+pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.missing_reason()))
 
-if native.available():
-    from optkit.kernels.cpu.attention import attention
 
-AVAILABLE = [name for name in native.ISAS if native.available() and not native.library().optkit_set_isa(native.ISAS.index(name))]
-if native.available():
+def usable_isas() -> list[str]:
+    if not native.available():
+        return ["portable"]
+    usable = []
+    for name in native.ISAS:
+        try:
+            native.set_isa(name)
+        except UserError:
+            continue
+        usable.append(name)
     native.set_isa(None)
+    return usable
+
+
+ISAS = usable_isas()
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +41,8 @@ def restored() -> Iterator[None]:
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
-    native.set_isa(None)
+    if native.available():
+        native.set_isa(None)
 
 
 @dataclass(frozen=True)
@@ -58,7 +71,9 @@ class World:
         width = heads * case.dim + kv * (case.dim + case.v_dim)
         self.q, self.k, self.v = [], [], []
         for length in case.lengths:
-            fused = torch.randn(length, width + 3, generator=generator)[:, :width]  # rows further apart than wide
+            fused = torch.randn(length, width + 3, generator=generator)[
+                :, :width
+            ]  # rows further apart than wide
             q, k, v = fused.split([heads * case.dim, kv * case.dim, kv * case.v_dim], dim=1)
             self.q.append(q.unflatten(1, (heads, case.dim)) * 2)
             self.k.append(k.unflatten(1, (kv, case.dim)))
@@ -66,7 +81,9 @@ class World:
         blocks = [-(-length // case.block) for length in case.lengths]
         order = torch.randperm(sum(blocks) + 2, generator=generator)
         self.tables = torch.zeros(len(blocks), max(blocks) + 1, dtype=torch.int32)
-        for s, (count, first) in enumerate(zip(blocks, [sum(blocks[:i]) for i in range(len(blocks))], strict=True)):
+        for s, (count, first) in enumerate(
+            zip(blocks, [sum(blocks[:i]) for i in range(len(blocks))], strict=True)
+        ):
             self.tables[s, :count] = order[first : first + count]
         pool = (len(order), case.block, kv)
         self.k_cache = torch.full((*pool, case.dim), float("nan"))
@@ -74,7 +91,10 @@ class World:
 
     def slots(self, s: int, start: int, stop: int) -> torch.Tensor:
         positions = torch.arange(start, stop)
-        return self.tables[s].long()[positions // self.case.block] * self.case.block + positions % self.case.block
+        return (
+            self.tables[s].long()[positions // self.case.block] * self.case.block
+            + positions % self.case.block
+        )
 
     def fill(self, s: int, stop: int) -> None:
         """Put the first ``stop`` tokens of a sequence in the cache."""
@@ -84,7 +104,8 @@ class World:
     def call(self, kernel, chunks: list[tuple[int, int, int]]) -> torch.Tensor:
         """One call for chunks (sequence, start, stop), which sees and changes the pools."""
         fused = [
-            torch.cat([rows[s][a:b].flatten(1) for rows in (self.q, self.k, self.v)], dim=1) for s, a, b in chunks
+            torch.cat([rows[s][a:b].flatten(1) for rows in (self.q, self.k, self.v)], dim=1)
+            for s, a, b in chunks
         ]
         heads, kv, case = self.case.kv_heads * self.case.group, self.case.kv_heads, self.case
         q, k, v = torch.cat(fused).split([heads * case.dim, kv * case.dim, kv * case.v_dim], dim=1)
@@ -127,7 +148,7 @@ def cases(draw: st.DrawFn, longest: int = 150) -> Case:
 
 
 @settings(max_examples=120, deadline=None)
-@given(cases(), st.integers(1, 4), st.sampled_from(AVAILABLE or ["portable"]))
+@given(cases(), st.integers(1, 4), st.sampled_from(ISAS))
 def test_agrees_with_the_reference(case: Case, threads: int, isa: str) -> None:
     native.set_isa(isa)
     torch.set_num_threads(threads)
@@ -151,8 +172,10 @@ def rows_alone(case: Case, s: int, isa: str) -> torch.Tensor:
 
 
 @settings(max_examples=40, deadline=None)
-@given(cases(longest=420), st.integers(1, 4), st.sampled_from(AVAILABLE or ["portable"]), st.data())
-def test_rows_do_not_depend_on_batch_chunks_or_threads(case: Case, threads: int, isa: str, data: st.DataObject) -> None:
+@given(cases(longest=420), st.integers(1, 4), st.sampled_from(ISAS), st.data())
+def test_rows_do_not_depend_on_batch_chunks_or_threads(
+    case: Case, threads: int, isa: str, data: st.DataObject
+) -> None:
     alone = [rows_alone(case, s, isa) for s in range(len(case.lengths))]
     torch.set_num_threads(threads)
     world = World(case)
@@ -171,11 +194,13 @@ def test_rows_do_not_depend_on_batch_chunks_or_threads(case: Case, threads: int,
             done[s] = stop
 
 
-@pytest.mark.parametrize("isa", AVAILABLE)
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("threads", [1, 2, 4])
 @pytest.mark.parametrize("window", [0, 300])
 def test_decode_over_several_splits_gives_prefill_bits(isa: str, threads: int, window: int) -> None:
-    case = Case((1100, 700, 257), (1099, 699, 256), kv_heads=3, group=3, dim=64, v_dim=64, block=16, window=window)
+    case = Case(
+        (1100, 700, 257), (1099, 699, 256), kv_heads=3, group=3, dim=64, v_dim=64, block=16, window=window
+    )
     alone = [rows_alone(case, s, isa)[-1] for s in range(3)]
     torch.set_num_threads(threads)
     world = World(case)
@@ -186,7 +211,7 @@ def test_decode_over_several_splits_gives_prefill_bits(isa: str, threads: int, w
 
 
 def test_avx2_and_avx512_agree_to_the_bit() -> None:
-    if not {"avx2", "avx512_vnni"} <= set(AVAILABLE):
+    if not {"avx2", "avx512_vnni"} <= set(ISAS):
         pytest.skip("this CPU has not both")
     case = Case((300, 70), (0, 0), kv_heads=2, group=3, dim=40, v_dim=24, block=16, window=90, softcap=20.0)
     for s in range(2):

@@ -8,7 +8,8 @@ attention on the CPU reads grouped KV heads natively and never builds the score 
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ def attention(
 ) -> Tensor:
     """See ``reference.attention``. No soft-cap."""
     if softcap:
-        raise ValueError("the sdpa kernel has no soft-cap; the flash_attention pass skips such layers")
+        raise ValueError("the sdpa kernel has no soft-cap; select() passes it over for such sites")
     write_kv(k, v, k_cache, v_cache, slot_mapping)
     starts, lengths = query_start.tolist(), seq_lens.tolist()
     pieces = []
@@ -79,4 +80,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor
     return out[0].transpose(0, 1)
 
 
-KERNELS = (Kernel("attention", "sdpa", attention, lambda target: target.kind == "cpu"),)
+def no_softcap(options: Mapping[str, Any]) -> bool:
+    return not options.get("softcap")
+
+
+KERNELS = (Kernel("attention", "sdpa", attention, lambda target: target.kind == "cpu", handles=no_softcap),)

@@ -1,0 +1,145 @@
+"""Paged attention and the pointwise ops: the native kernels against PyTorch's, at the shapes of SmolLM2-135M.
+
+    python bench/kernels/attention.py [--rounds 20] [--isa avx2] [--only prefill,decode,pointwise]
+
+Prefill is one sequence of T new tokens; decode is one new token for each of B sequences with the given context, their
+blocks scattered over the pool. Kernels are measured in turn, round by round, and the figure is the fastest round:
+other load only ever adds time. Pools rotate over copies larger than the last-level cache in decode (``cold``), since
+in a model each layer's pool comes from memory; ``warm`` uses one pool. Prints microseconds and one line of JSON with
+the load average before and after.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable
+from itertools import cycle
+from typing import Any
+
+import torch
+
+from optkit.kernels import reference
+from optkit.kernels.cpu import attention, native, pointwise, sdpa
+
+HEADS, KV_HEADS, DIM, BLOCK = 9, 3, 64, 16
+COLD_BYTES = 96 << 20  # several times the last-level cache a virtual machine gets
+ROUND_SECONDS = 0.01
+Calls = dict[str, Callable[[], Any]]
+
+
+def batch(
+    sequences: int, new: int, context: int, cold: bool
+) -> Callable[[Callable[..., Any]], Callable[[], Any]]:
+    """Calls of an attention kernel on ``sequences`` of ``context`` tokens, the last ``new`` of them now."""
+    heads, blocks = HEADS * DIM, -(-context // BLOCK)
+    q, k, v = torch.randn(sequences * new, heads + 2 * KV_HEADS * DIM).split(
+        [heads, KV_HEADS * DIM, KV_HEADS * DIM], 1
+    )
+    tables = torch.randperm(sequences * blocks).view(sequences, blocks).to(torch.int32)
+    positions = torch.arange(context - new, context)
+    slots = (tables[:, positions // BLOCK].long() * BLOCK + positions % BLOCK).flatten()
+    pool = (sequences * blocks, BLOCK, KV_HEADS, DIM)
+    size = 8 * sequences * blocks * BLOCK * KV_HEADS * DIM
+    copies = min(64, -(-COLD_BYTES // size)) if cold else 1
+    pools = cycle([(torch.randn(pool), torch.randn(pool)) for _ in range(copies)])
+    rest = (
+        slots,
+        torch.arange(sequences + 1, dtype=torch.int32) * new,
+        torch.full((sequences,), context, dtype=torch.int32),
+        tables,
+        DIM**-0.5,
+    )
+    q, k, v = q.unflatten(1, (HEADS, DIM)), k.unflatten(1, (KV_HEADS, DIM)), v.unflatten(1, (KV_HEADS, DIM))
+    return lambda kernel: lambda: kernel(q, k, v, *next(pools), *rest)
+
+
+def attention_calls(with_reference: bool, *shape: Any) -> Calls:
+    call = batch(*shape)
+    calls = {"native": call(attention.attention), "sdpa": call(sdpa.attention)}
+    return calls | ({"reference": call(reference.attention)} if with_reference else {})
+
+
+def prefill() -> dict[str, Calls]:
+    cases = {f"prefill {t}": attention_calls(True, 1, t, t, False) for t in (128, 512, 1024, 1900)}
+    return cases | {"chunk 128 of 1024": attention_calls(True, 1, 128, 1024, False)}
+
+
+def decode() -> dict[str, Calls]:
+    return {
+        f"decode {context} x {size} {'cold' if cold else 'warm'}": attention_calls(
+            True, size, 1, context, cold
+        )
+        for context in (128, 512, 1900)
+        for size in (1, 8)
+        for cold in (False, True)
+    }
+
+
+def pointwise_ops() -> dict[str, Calls]:
+    """Each op by the kernel and by its reference."""
+    cases = {}
+    for t in (1, 8, 512):
+        for k in (576, 1536):
+            x, y, w, packed = torch.randn(t, k), torch.randn(t, k), torch.randn(k), torch.randn(t, 2 * k)
+            arguments: dict[str, tuple[Any, ...]] = {
+                "rms_norm": (x, w, 1e-5),
+                "add_rms_norm": (x, y, w, 1e-5),
+                "layer_norm": (x, w, w, 1e-5),
+                "silu_mul_packed": (packed,),
+                "gelu_mul_packed": (packed, "tanh"),
+            }
+            if k == 576:
+                arguments["rope"] = (x.view(t, HEADS, DIM), torch.randn(t, DIM), torch.randn(t, DIM))
+            for name, args in arguments.items():
+                cases[f"{name} {t} x {k}"] = {
+                    "native": lambda f=getattr(pointwise, name), a=args: f(*a),
+                    "reference": lambda f=getattr(reference, name), a=args: f(*a),
+                }
+    return cases
+
+
+GROUPS = {"prefill": prefill, "decode": decode, "pointwise": pointwise_ops}
+
+
+def seconds(call: Callable[[], Any], calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - start) / calls
+
+
+def measure(kernels: Calls, rounds: int) -> dict[str, float]:
+    """Seconds a call of each, the fastest of interleaved rounds."""
+    best = {name: min(seconds(call, 2) for _ in range(3)) for name, call in kernels.items()}
+    calls = {name: max(1, int(ROUND_SECONDS / time)) for name, time in best.items()}
+    for _ in range(rounds):
+        for name, call in kernels.items():
+            best[name] = min(best[name], seconds(call, calls[name]))
+    return best
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--isa", choices=native.ISAS)
+    parser.add_argument("--only", default=",".join(GROUPS))
+    arguments = parser.parse_args()
+    native.set_isa(arguments.isa)
+    torch.manual_seed(0)
+    load = [os.getloadavg()[0]]
+    results = {}
+    for group in arguments.only.split(","):
+        for name, kernels in GROUPS[group]().items():
+            results[name] = measure(kernels, arguments.rounds)
+            cells = " | ".join(f"{kernel} {time * 1e6:9.1f} us" for kernel, time in results[name].items())
+            print(f"{name:26} | {cells}", flush=True)
+    load.append(os.getloadavg()[0])
+    print(json.dumps({"isa": native.isa(), "threads": native.threads(), "load": load, "results": results}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Paged attention by optkit's native kernel (attention.cpp): cache write, ragged batch, window and soft-cap in a call.
+
+Nothing is gathered and no mask is built: the kernel follows the block tables. An output row has the same bits
+whatever the batch it is in, the chunks its prompt was cut into and the number of threads: tiles of 64 and splits of
+256 keys lie at fixed absolute positions and are added in order, in prefill and decode alike. The price is that
+decode, whose few rows would rather take dot products along D, transposes the keys as prefill does.
+
+AVX-512 and AVX2 give the same bits too; the portable variant, without fused multiply-add, differs by rounding.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from optkit.kernels import Kernel, reference
+from optkit.kernels.cpu import native
+
+if TYPE_CHECKING:
+    from optkit.target import Target
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """See ``reference.attention``. q, k and v may have any strides; float32 (else the reference runs)."""
+    if q.dtype is not torch.float32 or k_cache.dtype is not torch.float32:
+        return reference.attention(
+            q,
+            k,
+            v,
+            k_cache,
+            v_cache,
+            slot_mapping,
+            query_start,
+            seq_lens,
+            block_tables,
+            scale,
+            window,
+            softcap,
+        )
+    tokens, heads, dim = q.shape
+    kv_heads, v_dim = v.shape[1], v.shape[2]
+    q_token, q_head, q_step = q.stride()
+    k_token, k_head, k_step = k.stride()
+    v_token, v_head, v_step = v.stride()
+    if q_step != 1 or k_step != 1 or v_step != 1:
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        (q_token, q_head, _), (k_token, k_head, _), (v_token, v_head, _) = q.stride(), k.stride(), v.stride()
+    out = torch.empty((tokens, heads, v_dim))
+    native.library().optkit_attention(
+        q.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        out.data_ptr(),
+        slot_mapping.data_ptr(),
+        query_start.data_ptr(),
+        seq_lens.data_ptr(),
+        block_tables.data_ptr(),
+        tokens,
+        seq_lens.shape[0],
+        block_tables.shape[1],
+        k_cache.shape[1],
+        q_token,
+        q_head,
+        k_token,
+        k_head,
+        v_token,
+        v_head,
+        heads,
+        kv_heads,
+        dim,
+        v_dim,
+        window,
+        scale,
+        softcap,
+        native.threads(),
+    )
+    return out
+
+
+def supports(target: Target) -> bool:
+    return target.kind == "cpu" and native.available()
+
+
+KERNELS = (Kernel("attention", "native", attention, supports),)
