@@ -2,14 +2,16 @@
 
 Nodes are listed in execution order as ``op(arguments)``. Arguments are JSON: ``"%name"`` reads a node or input,
 ``"@name"`` a weight, ``{"dtype": "float32"}`` a dtype, ``{"str": ...}`` text. Ops are looked up in the closed list
-of ``optkit.graph.ops``; anything else is refused. Tensors are not here: the ``weights`` table says which
-checkpoint tensors each weight is made of.
+of ``optkit.graph.ops``, inputs in that of docs/architecture.md; anything else is refused. Names and keywords get
+into the Python code that lowering generates, so they must be identifiers. Tensors are not here: the ``weights``
+table says which checkpoint tensors each weight is made of.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import keyword
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,7 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from optkit.errors import UserError
-from optkit.graph.ir import Graph, GraphMeta, KVSpec, Origin, Part, Weight
+from optkit.graph.ir import BATCH_INPUTS, Graph, GraphMeta, KVSpec, Origin, Part, Weight
 from optkit.graph.ops import OPS, op_name
 
 # (weight name, its origin or None for a constant, the dtype the graph expects) -> the tensor
@@ -88,6 +90,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 # -- reading ---------------------------------------------------------------------------------------------
 
+# What Python raises on a value of another kind than expected or a number beyond any size, and torch (with nesting
+# without end) as a RuntimeError: tensors that don't stack, say.
+DAMAGE = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RuntimeError)
+
 
 def graph_from_json(text: str, load: WeightLoader, where: str = "graph.json") -> Graph:
     """Rebuild a graph; ``load(name, origin, dtype)`` supplies each weight.
@@ -104,7 +110,7 @@ def graph_from_json(text: str, load: WeightLoader, where: str = "graph.json") ->
                 fix="optimize the model again with this version of optkit",
             )
         return Reader(data, load).graph()
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except DAMAGE as error:
         raise UserError(f"it is damaged ({type(error).__name__}: {error})", where=where) from error
 
 
@@ -119,32 +125,45 @@ class Reader:
         self.weights = {name: decode_weight(name, entry, load) for name, entry in data["weights"].items()}
 
     def graph(self) -> Graph:
-        for name in self.data["inputs"]:
-            self.nodes[name] = self.fx.placeholder(name)
+        meta = decode_meta(self.data["meta"])
+        self.inputs(meta)
         for entry in self.data["nodes"]:
             self.call(entry)
         self.fx.output(self.decode(self.data["output"]))
-        meta = dict(self.data["meta"])
-        meta["kv_specs"] = tuple(KVSpec(**spec) for spec in meta["kv_specs"])
-        return Graph(self.fx, self.weights, GraphMeta(**meta), dict(self.data["plan"]))
+        return Graph(self.fx, self.weights, meta, dict(self.data["plan"]))
+
+    def inputs(self, meta: GraphMeta) -> None:
+        known = {*BATCH_INPUTS, *(f"{c}_cache_{spec.layer}" for spec in meta.kv_specs for c in "kv")}
+        for name in self.data["inputs"]:
+            if name not in known or name in self.nodes:
+                raise ValueError(f"input {name!r:.80}")
+            self.nodes[name] = self.fx.placeholder(name)
 
     def call(self, entry: Mapping[str, Any]) -> None:
-        args = tuple(self.decode(list(entry["args"])))
-        kwargs = {key: self.decode(value) for key, value in entry.get("kwargs", {}).items()}
-        node = self.fx.create_node("call_function", OPS[entry["op"]], args, kwargs, name=entry["name"])
+        name = entry["name"]
+        args = tuple(self.decode(checked(entry["args"], list)))
+        kwargs = {identifier(key): self.decode(value) for key, value in entry.get("kwargs", {}).items()}
+        if name in self.nodes:
+            raise ValueError(f"two values are called {name}")
+        node = self.fx.create_node("call_function", OPS[entry["op"]], args, kwargs, name=identifier(name))
         if "kernel" in entry:
-            node.meta["kernel"] = str(entry["kernel"])
-        self.nodes[entry["name"]] = node
+            node.meta["kernel"] = checked(entry["kernel"], str)
+        self.nodes[name] = node
 
     def decode(self, value: Any) -> Any:
         if isinstance(value, str):
-            return self.weight(value[1:]) if value.startswith("@") else self.nodes[value[1:]]
+            return self.weight(value[1:]) if value.startswith("@") else self.node(value)
         if isinstance(value, list):
             return [self.decode(item) for item in value]
         if isinstance(value, dict):
             ((kind, content),) = value.items()
             return LITERALS[kind](content)
         return value
+
+    def node(self, reference: str) -> fx.Node:
+        if not reference.startswith("%"):
+            raise ValueError(f"{reference!r:.80} names neither a value nor a weight")
+        return self.nodes[reference[1:]]
 
     def weight(self, name: str) -> fx.Node:
         if name not in self.weight_nodes:
@@ -153,6 +172,30 @@ class Reader:
             node = self.fx.create_node("get_attr", name, name=name.replace(".", "_"))
             self.weight_nodes[name] = node
         return self.weight_nodes[name]
+
+
+def identifier(name: Any) -> str:
+    """``name``, which is about to be part of generated code."""
+    if not (isinstance(name, str) and name.isascii() and name.isidentifier() and not keyword.iskeyword(name)):
+        raise ValueError(f"{name!r:.80} is no identifier")
+    return name
+
+
+def checked(value: Any, kind: type) -> Any:
+    """``value``, of exactly this type."""
+    if type(value) is not kind:
+        raise TypeError(f"{value!r:.80} is no {kind.__name__}")
+    return value
+
+
+def decode_meta(data: Mapping[str, Any]) -> GraphMeta:
+    """The meta data, every field of its type."""
+    specs = tuple(
+        KVSpec(**{key: checked(value, int) for key, value in spec.items()}) for spec in data["kv_specs"]
+    )
+    numbers = ("vocab_size", "max_model_len")
+    fields = {k: checked(v, int if k in numbers else str) for k, v in data.items() if k != "kv_specs"}
+    return GraphMeta(kv_specs=specs, **fields)
 
 
 def decode_weight(name: str, entry: Mapping[str, Any], load: WeightLoader) -> Weight:
