@@ -1,0 +1,97 @@
+"""Captured graphs of tiny models for tests: captured once, cloned for whoever rewrites them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optkit.capture import boundary, capture
+from optkit.graph.dense import dense_inputs
+from optkit.graph.ir import Graph
+from optkit.graph.lower import lower
+from optkit.passes import load
+from optkit.passes.base import PassContext, Plan
+from optkit.target import Target, cpu_isa
+from tests.architectures import tiny_model
+from tests.ragged import ragged_logits
+
+TARGET = Target("cpu", "cpu", cpu_isa(), 2, 1 << 33, 1e11, 4e11, 0.0, 0.0, 1e10, "measured")
+
+
+def calibration(tokens: int) -> list[list[int]]:
+    """Windows of 32 arbitrary ids, ``tokens`` in all."""
+    generator = torch.Generator().manual_seed(5)
+    return torch.randint(3, 128, (tokens // 32, 32), generator=generator).tolist()
+
+
+CONTEXT = PassContext(TARGET, calibration)
+
+
+def captured(name: str, **overrides: Any) -> Graph:
+    """A tiny model's graph, of its own."""
+    return source(name, tuple(sorted(overrides.items()))).clone()
+
+
+@functools.cache
+def source(name: str, overrides: tuple[tuple[str, Any], ...]) -> Graph:
+    boundary.register()
+    return capture(tiny_model(name, attention=boundary.NAME, **dict(overrides)))
+
+
+def checked(graph: Graph, name: str, **options: Any) -> tuple[Any, Plan]:
+    """Pass ``name`` and its plan for ``graph``."""
+    pass_class = load(name)
+    optimization = pass_class(pass_class.Config(**options))
+    return optimization, optimization.check(graph, CONTEXT)
+
+
+def apply(graph: Graph, name: str, **options: Any) -> Plan:
+    """Run pass ``name`` on ``graph``; gives the plan it followed."""
+    optimization, plan = checked(graph, name, **options)
+    assert optimization.apply(graph, plan, CONTEXT).changed == len(plan.sites)
+    return plan
+
+
+def reasons(plan: Plan) -> set[str]:
+    return {skip.reason for skip in plan.skips}
+
+
+def random_ids(lengths: Sequence[int], vocabulary: int = 128) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, vocabulary, (n,), generator=generator) for n in lengths]
+
+
+def dense(graph: Graph, ids: Tensor, target: Target | None = None) -> Tensor:
+    """Logits [T, V] of one sequence; without a target by the reference kernels."""
+    return lower(graph, target)(dense_inputs([len(ids)], ids, graph.meta.kv_specs))
+
+
+def assert_same_logits(before: Graph, after: Graph, target: Target | None = None) -> None:
+    """Equal up to float rounding: one dense sequence, and three ragged ones in scattered blocks."""
+    first, *prompts = random_ids((37, 29, 7, 41))
+    expected = dense(before, first)
+    tolerance = {"atol": 2e-4 * max(1.0, expected.abs().max().item()) / 10, "rtol": 1e-4}
+    torch.testing.assert_close(dense(after, first, target), expected, **tolerance)
+    for prompt, logits in zip(prompts, ragged_logits(lower(after, target), prompts), strict=True):
+        torch.testing.assert_close(logits, dense(before, prompt), **tolerance)
+
+
+def assert_origins_invert(graph: Graph) -> None:
+    """``Origin.build`` of what ``Origin.split`` gives is the weight, for every checkpoint weight."""
+    for name, weight in graph.weights.items():
+        if weight.origin is not None:
+            rebuilt = weight.origin.build(weight.origin.split(weight.value))
+            assert torch.equal(rebuilt, weight.value), name
+
+
+def checkpoint(graph: Graph) -> dict[str, Tensor]:
+    """The checkpoint tensors that the graph's weights are made of."""
+    tensors: dict[str, Tensor] = {}
+    for weight in graph.weights.values():
+        if weight.origin is not None:
+            tensors |= weight.origin.split(weight.value)
+    return tensors
