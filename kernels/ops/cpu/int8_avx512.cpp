@@ -31,14 +31,27 @@ OPTKIT_AVX512 OPTKIT_INLINE __m512i broadcast(const uint8_t* q) {
     return _mm512_set1_epi32(four);
 }
 
+// Where a tile asks for the next panel, `step` bytes per step of its own, so that memory works while it computes.
+struct Ahead {
+    const int8_t* at;
+    int64_t step;
+};
+
 // One step: 4 input channels of R rows. Rows are addressed in threes from R/3 pointers (x86 has q + stride * 2).
-template <int R>
+// With ZERO_POINT the last row is not read: it is 128 everywhere.
+template <int R, bool AHEAD, bool ZERO_POINT>
 OPTKIT_AVX512 OPTKIT_INLINE void step(Accumulators<R>& a, const uint8_t* const* q, int64_t stride, int64_t k,
-                                      const int8_t* w) {
+                                      const int8_t* w, Ahead& ahead) {
+    if (AHEAD) {
+        _mm_prefetch(ahead.at, _MM_HINT_T1);
+        _mm_prefetch(ahead.at + 64, _MM_HINT_T1);
+        ahead.at += ahead.step;
+    }
     const __m512i w0 = _mm512_loadu_si512(w), w1 = _mm512_loadu_si512(w + 64);
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
-        const __m512i x = broadcast(q[r / 3] + stride * (r % 3) + k);
+        const bool ones = ZERO_POINT && r == R - 1;
+        const __m512i x = ones ? _mm512_set1_epi8(-128) : broadcast(q[r / 3] + stride * (r % 3) + k);
         a.v[r][0] = dot(a.v[r][0], x, w0);
         a.v[r][1] = dot(a.v[r][1], x, w1);
     }
@@ -55,9 +68,9 @@ template <int R>
 constexpr int sets = R == 1 ? 4 : R <= 3 ? 2 : 1;
 
 // The steps of one group.
-template <int R>
+template <int R, bool AHEAD, bool ZERO_POINT = false>
 OPTKIT_AVX512 OPTKIT_INLINE void accumulate(Accumulators<R>& a, const uint8_t* q, int64_t stride, const int8_t* w,
-                                            int64_t steps) {
+                                            int64_t steps, Ahead& ahead) {
     constexpr int S = sets<R>;
     const uint8_t* rows[4];
 #pragma GCC unroll 4
@@ -70,12 +83,12 @@ OPTKIT_AVX512 OPTKIT_INLINE void accumulate(Accumulators<R>& a, const uint8_t* q
     for (; k + UNROLL <= steps; k += UNROLL, w += UNROLL * STEP_BYTES) {
 #pragma GCC unroll 4
         for (int s = 0; s < UNROLL; ++s)
-            step<R>(s % S ? more[s % S] : a, rows, stride, s * STEP, w + s * STEP_BYTES);
+            step<R, AHEAD, ZERO_POINT>(s % S ? more[s % S] : a, rows, stride, s * STEP, w + s * STEP_BYTES, ahead);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) rows[i] += UNROLL * STEP;
     }
     for (; k < steps; ++k, w += STEP_BYTES) {
-        step<R>(a, rows, stride, 0, w);
+        step<R, AHEAD, ZERO_POINT>(a, rows, stride, 0, w, ahead);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) rows[i] += STEP;
     }
@@ -134,8 +147,8 @@ OPTKIT_AVX512 OPTKIT_INLINE void expect(const Linear& p, int64_t panel, int64_t 
     }
 }
 
-template <int R>
-OPTKIT_AVX512 void tile(const Linear& p, int64_t panel, int64_t row) {
+template <int R, bool AHEAD>
+OPTKIT_AVX512 void tile(const Linear& p, int64_t panel, int64_t row, Ahead ahead) {
     const uint8_t* q = p.q + row * p.q_stride;
     const int8_t* w = p.weight + panel * p.steps * STEP_BYTES;
     const float* scale = p.scale + row;
@@ -143,14 +156,32 @@ OPTKIT_AVX512 void tile(const Linear& p, int64_t panel, int64_t row) {
     expect<R>(p, panel, row);
     Accumulators<R> a;
     start<R>(a, load(p.offset + at), load(p.offset + at + 16));
-    accumulate<R>(a, q, p.q_stride, w, p.steps);
+    accumulate<R, AHEAD>(a, q, p.q_stride, w, p.steps, ahead);
     Sums<R> sum{};
     add_scaled<R>(sum, a, scale, 1, p.weight_scale + at);
     store<R>(sum, p, panel, row);
 }
 
+// Few rows wait for memory, and with small groups the offsets are a tenth of it. So they are computed from the
+// weights at hand, as one more row of activations, rather than read.
+constexpr int OFFSET_ROWS = 4;
+
 template <int R>
-OPTKIT_AVX512 void grouped_tile(const Linear& p, int64_t panel, int64_t row) {
+OPTKIT_AVX512 OPTKIT_INLINE void accumulate_group(Accumulators<R>& a, const uint8_t* q, int64_t stride, const int8_t* w,
+                                                  int64_t steps) {
+    Accumulators<R + 1> b;
+    start<R + 1>(b, Lanes{}, Lanes{});
+    Ahead none{};
+    accumulate<R + 1, false, true>(b, q, stride, w, steps, none);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+        a.v[r][0] = b.v[r][0] - b.v[R][0];
+        a.v[r][1] = b.v[r][1] - b.v[R][1];
+    }
+}
+
+template <int R, bool AHEAD>
+OPTKIT_AVX512 void grouped_tile(const Linear& p, int64_t panel, int64_t row, Ahead ahead) {
     const uint8_t* q = p.q + row * p.q_stride;
     const int8_t* w = p.weight + panel * p.steps * STEP_BYTES;
     const float* scale = p.scale + row * p.groups;
@@ -159,8 +190,12 @@ OPTKIT_AVX512 void grouped_tile(const Linear& p, int64_t panel, int64_t row) {
     for (int64_t g = 0; g < p.groups; ++g) {
         const int64_t at = (panel * p.groups + g) * PANEL;
         Accumulators<R> a;
-        start<R>(a, load(p.offset + at), load(p.offset + at + 16));
-        accumulate<R>(a, q, p.q_stride, w, p.group_steps);
+        if (!AHEAD && R <= OFFSET_ROWS) {
+            accumulate_group<R>(a, q, p.q_stride, w, p.group_steps);
+        } else {
+            start<R>(a, load(p.offset + at), load(p.offset + at + 16));
+            accumulate<R, AHEAD>(a, q, p.q_stride, w, p.group_steps, ahead);
+        }
         add_scaled<R>(sum, a, scale + g, p.groups, p.weight_scale + at);
         q += p.group_steps * STEP;
         w += p.group_steps * STEP_BYTES;
@@ -168,23 +203,34 @@ OPTKIT_AVX512 void grouped_tile(const Linear& p, int64_t panel, int64_t row) {
     store<R>(sum, p, panel, row);
 }
 
-using Tile = void (*)(const Linear&, int64_t, int64_t);
+using Tile = void (*)(const Linear&, int64_t, int64_t, Ahead);
 constexpr int ROWS = 12, GROUPED_ROWS = 6;
-constexpr Tile TILES[ROWS] = {tile<1>, tile<2>, tile<3>, tile<4>,  tile<5>,  tile<6>,
-                              tile<7>, tile<8>, tile<9>, tile<10>, tile<11>, tile<12>};
-constexpr Tile GROUPED_TILES[GROUPED_ROWS] = {grouped_tile<1>, grouped_tile<2>, grouped_tile<3>,
-                                              grouped_tile<4>, grouped_tile<5>, grouped_tile<6>};
+
+// By height. Tiles of several to a panel are at least half as high as the highest, and look ahead.
+constexpr Tile TILES[2][ROWS] = {
+    {tile<1, false>, tile<2, false>, tile<3, false>, tile<4, false>, tile<5, false>, tile<6, false>, tile<7, false>,
+     tile<8, false>, tile<9, false>, tile<10, false>, tile<11, false>, tile<12, false>},
+    {nullptr, nullptr, nullptr, nullptr, nullptr, tile<6, true>, tile<7, true>, tile<8, true>, tile<9, true>,
+     tile<10, true>, tile<11, true>, tile<12, true>}};
+constexpr Tile GROUPED_TILES[2][GROUPED_ROWS] = {
+    {grouped_tile<1, false>, grouped_tile<2, false>, grouped_tile<3, false>, grouped_tile<4, false>,
+     grouped_tile<5, false>, grouped_tile<6, false>},
+    {nullptr, nullptr, grouped_tile<3, true>, grouped_tile<4, true>, grouped_tile<5, true>, grouped_tile<6, true>}};
 
 }  // namespace
 
 void linear_avx512(const Linear& p, int64_t panel, int64_t row, int64_t rows) {
     const bool grouped = p.groups > 1;
     const int64_t most = grouped ? GROUPED_ROWS : ROWS;
-    const Tile* tiles = grouped ? GROUPED_TILES : TILES;
-    // As few tiles as possible, of nearly equal height.
-    for (int64_t left = (rows + most - 1) / most; left > 0; --left) {
+    // As few tiles as possible, of nearly equal height. One alone is read as fast as memory gives; of several only
+    // the first would wait for memory, so each asks for its share of the next panel.
+    const int64_t count = (rows + most - 1) / most;
+    const Tile* tiles = grouped ? GROUPED_TILES[count > 1] : TILES[count > 1];
+    Ahead ahead{p.weight + (panel + 1) * p.steps * STEP_BYTES, STEP_BYTES / count};
+    for (int64_t left = count; left > 0; --left) {
         const int64_t now = (rows + left - 1) / left;
-        tiles[now - 1](p, panel, row);
+        tiles[now - 1](p, panel, row, ahead);
+        ahead.at += ahead.step * p.steps;
         row += now;
         rows -= now;
     }
