@@ -62,6 +62,7 @@ class Pipeline:
         passes = self.recipe.resolve_passes()
         self.states = States(self.source.directory)
         self.steps: list[Any] = []
+        self.rounded = False  # a kept pass changed values, so exactness can't be seen any more
         self.reference = graph = self.capture()
         records: list[PassRecord] = []
         for resolved in passes:
@@ -70,6 +71,7 @@ class Pipeline:
             )
             graph, record = self.resumed(partial(self.run_pass, graph, resolved))
             records.append(PassRecord.from_dict(record))
+            self.rounded |= records[-1].decision == "kept" and not records[-1].exact
             self.tell(f"{resolved.entry.name}: {records[-1].decision}, {records[-1].reason}")
         return self.judge(graph, records)
 
@@ -120,9 +122,10 @@ class Pipeline:
         self.tell(f"{optimization.name}: measuring speed")
         record.measured = paired(*measure_pair(before, after, self.recipe))
         record.weight_bytes = [graph.num_bytes(), candidate.num_bytes()]
-        quality = self.quality(after, EXACT_TOKENS if optimization.exact else PASS_TOKENS, optimization.name)
+        exact = optimization.exact and not self.rounded
+        quality = self.quality(after, EXACT_TOKENS if exact else PASS_TOKENS, optimization.name)
         record.quality = quality.to_dict()
-        bounds = bounds_for(optimization, resolved.entry.accept, self.recipe.accept)
+        bounds = bounds_for(exact, resolved.entry.accept, self.recipe.accept)
         kept, reason = decide(bounds, Evidence.of(record))
         record.decided("kept" if kept else "rolled back", reason)
         return (candidate if kept else graph), record.to_dict()
@@ -225,12 +228,16 @@ class Pipeline:
         return PassRecord.from_dict(self.resumed(work)[1])
 
 
-def bounds_for(optimization: Pass, own: Accept, recipe: Accept) -> Accept:
-    """A pass's bounds: its own, then the recipe's; an exact pass has a tight numeric bound besides."""
+def bounds_for(exact: bool, own: Accept, recipe: Accept) -> Accept:
+    """A pass's bounds: its own, then the recipe's; an exact pass has a tight numeric bound besides.
+
+    After a quantizer was kept no pass counts as exact: a last-bit difference flips roundings downstream, and the
+    noise is as large as the quantizer's own. Such a pass is held to the recipe's bounds against the source model.
+    """
     values = recipe.model_dump(exclude={"min_speedup", "max_memory_bytes"}) | own.model_dump(
         exclude_none=True
     )
-    if optimization.exact:
+    if exact:
         values |= EXACT_BOUNDS.model_dump(exclude_none=True)
     return Accept(**values)
 
