@@ -62,7 +62,7 @@ def check_weights(graph: Graph) -> None:
 
 def check_attention(graph: Graph) -> None:
     """Exactly one attention op a layer, on that layer's own pool."""
-    pools = [(str(n.args[3]), str(n.args[4])) for n in graph.calls(reference.attention)]
+    pools = [tuple(str(a) for a in n.args[3:5]) for n in graph.calls(reference.attention)]
     expected = sorted((f"k_cache_{s.layer}", f"v_cache_{s.layer}") for s in graph.meta.kv_specs)
     if sorted(pools) != expected:
         raise VerifyError(f"attention ops use the pools {sorted(pools)}, the layers have {expected}")
@@ -75,7 +75,10 @@ def check_shapes(graph: Graph, point: Point) -> None:
     except ShapeError as error:
         raise VerifyError(str(error)) from error
     output = next(node for node in graph.fx.nodes if node.op == "output")
-    logits = values[output.args[0]]
+    source = output.args[0]
+    logits = values[source] if isinstance(source, fx.Node) else None
     expected = (point.sequences, graph.meta.vocab_size)
-    if not isinstance(logits, Tensor) or tuple(logits.shape) != expected or logits.dtype != torch.float32:
+    if not isinstance(logits, Tensor):
+        raise VerifyError(f"the output {source} is not one tensor")
+    if tuple(logits.shape) != expected or logits.dtype != torch.float32:
         raise VerifyError(f"the output is {tuple(logits.shape)} {logits.dtype}, not float32 {expected}")
