@@ -122,17 +122,34 @@ Sums part_of(const Problem& p, const Item& item, float* parts, int64_t split) {
     return sums_at(p, parts + (split - first_split(p, item)) * sums_size(p, rows), rows);
 }
 
-// Where the keys and values of `count` tokens from position `begin` lie, in scratch.keys and scratch.values.
-void locate(const Problem& p, const Item& item, int64_t begin, int count, Scratch& scratch) {
+// Calls visit(j, row) for `count` tokens from position `begin`: row of the pool, counting heads.
+template <class Visit>
+OPTKIT_INLINE void each_key(const Problem& p, const Item& item, int64_t begin, int count, Visit visit) {
     const int32_t* table = p.tables + item.sequence * p.table_stride;
     int64_t block = begin / p.block_size, offset = begin % p.block_size;
     for (int j = 0; j < count; ++block, offset = 0) {
         int64_t row = (table[block] * p.block_size + offset) * p.kv_heads + item.kv_head;
-        for (; j < count && offset < p.block_size; ++j, ++offset, row += p.kv_heads) {
-            scratch.keys[j] = p.k_cache + row * p.dim;
-            scratch.values[j] = p.v_cache + row * p.v_dim;
-        }
+        for (; j < count && offset < p.block_size; ++j, ++offset, row += p.kv_heads) visit(j, row);
     }
+}
+
+// Where the keys and values of `count` tokens from position `begin` lie, in scratch.keys and scratch.values.
+void locate(const Problem& p, const Item& item, int64_t begin, int count, Scratch& scratch) {
+    each_key(p, item, begin, count, [&](int j, int64_t row) {
+        scratch.keys[j] = p.k_cache + row * p.dim;
+        scratch.values[j] = p.v_cache + row * p.v_dim;
+    });
+}
+
+// Start loading the tile at `begin` into the second-level cache. A head's part of a token is too short for the
+// hardware to see the pattern, and decode has too little arithmetic to wait behind.
+void prefetch(const Problem& p, const Item& item, int64_t begin) {
+    const int64_t left = item.position + item.count - begin;
+    if (left <= 0) return;
+    each_key(p, item, begin, static_cast<int>(left < kTile ? left : kTile), [&](int, int64_t row) {
+        for (int d = 0; d < p.dim; d += kLanes) __builtin_prefetch(p.k_cache + row * p.dim + d, 0, 2);
+        for (int d = 0; d < p.v_dim; d += kLanes) __builtin_prefetch(p.v_cache + row * p.v_dim + d, 0, 2);
+    });
 }
 
 #if OPTKIT_X86

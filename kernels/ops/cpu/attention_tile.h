@@ -208,6 +208,7 @@ OPTKIT_TARGET inline void attend_tile(const Problem& p, const Item& item, int64_
     const int count = static_cast<int>(end < kTile ? end : kTile);
     const int rows = item.count * p.group;
     locate(p, item, begin, count, scratch);
+    if (rows <= kRows) prefetch(p, item, begin + kTile);
     pack_keys(p, count, scratch);
     if (rows > kRows || p.v_dim % kLanes) pack_values(p, count, scratch);
     for (int row = 0; row < rows; row += kRows) {

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from optkit.target import Target
 
 SILU, GELU, GELU_TANH = 0, 1, 2  # of optkit_gated
+FLOAT32, ROW_MAJOR = torch.float32, torch.contiguous_format
 GELUS = {"none": GELU, "tanh": GELU_TANH}
 
 
@@ -26,7 +27,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) 
     if not all_float32(x, weight):
         return reference.rms_norm(x, weight, eps, offset)
     x, rows, width, stride = as_rows(x)
-    out = torch.empty(x.shape)
+    out = torch.empty_like(x, memory_format=ROW_MAJOR)
     native.library().optkit_rms_norm(
         x.data_ptr(),
         0,
@@ -52,7 +53,7 @@ def add_rms_norm(
         return reference.add_rms_norm(x, residual, weight, eps, offset)
     x, rows, width, stride = as_rows(x)
     residual, _, _, residual_stride = as_rows(residual)
-    out, total = torch.empty(x.shape), torch.empty(x.shape)
+    out, total = torch.empty_like(x, memory_format=ROW_MAJOR), torch.empty_like(x, memory_format=ROW_MAJOR)
     native.library().optkit_rms_norm(
         x.data_ptr(),
         residual.data_ptr(),
@@ -75,7 +76,7 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     if not all_float32(x, weight, bias):
         return reference.layer_norm(x, weight, bias, eps)
     x, rows, width, stride = as_rows(x)
-    out = torch.empty(x.shape)
+    out = torch.empty_like(x, memory_format=ROW_MAJOR)
     native.library().optkit_layer_norm(
         x.data_ptr(),
         pointer(weight),
@@ -94,7 +95,7 @@ def gated(gate: Tensor, up: Tensor, activation: int) -> Tensor:
     """``act(gate) * up`` of float32 tensors of one shape."""
     gate, rows, width, gate_stride = as_rows(gate)
     up, _, _, up_stride = as_rows(up)
-    out = torch.empty(gate.shape)
+    out = torch.empty_like(gate, memory_format=ROW_MAJOR)
     native.library().optkit_gated(
         gate.data_ptr(),
         up.data_ptr(),
@@ -178,15 +179,20 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def as_rows(x: Tensor) -> tuple[Tensor, int, int, int]:
     """x as rows of neighbouring elements: ``(x, rows, width, distance between rows)``, copied where it must be."""
-    width = x.shape[-1]
-    if x.dim() == 2 and x.stride(1) == 1:
-        return x, x.shape[0], width, x.stride(0)
-    x = x.contiguous()
+    if x.dim() == 2:
+        rows, width = x.shape
+        stride, step = x.stride()
+        if step == 1:
+            return x, rows, width, stride
+    x, width = x.contiguous(), x.shape[-1]
     return x, x.numel() // width, width, width
 
 
 def all_float32(*tensors: Tensor | None) -> bool:
-    return all(t is None or t.dtype is torch.float32 for t in tensors)
+    for tensor in tensors:  # noqa: SIM110 - a generator costs more than all the rest of a small call
+        if tensor is not None and tensor.dtype is not FLOAT32:
+            return False
+    return True
 
 
 def pointer(tensor: Tensor | None) -> int:
