@@ -11,7 +11,7 @@ from glob import glob
 from setuptools import Extension, setup
 
 FOLDER = "kernels/ops/cpu"
-FLAGS = ["-O3", "-std=c++17", "-fopenmp", "-ffp-contract=off", "-fvisibility=hidden"]
+FLAGS = ["-O3", "-g0", "-std=c++17", "-fopenmp", "-ffp-contract=off", "-fvisibility=hidden"]
 
 setup(
     ext_modules=[

@@ -2,9 +2,9 @@
 
     python bench/kernels/int8.py [--rounds 20] [--shapes 576x960,...] [--rows 1,4,8,64,512] [--isa avx2]
 
-Kernels are measured in turn, round by round, and the figure is the fastest round: other load only ever adds time.
-Weights rotate over copies larger than the last-level cache when M is small, since in a model each
-layer's weights come from memory. Prints Gop/s (a multiply and an add are two), GB/s of weights and scales, and
+All row counts and kernels of a shape take turns, round by round, and the figure is the tenth percentile of all
+calls: other load only ever adds time. Weights rotate over copies larger than the last-level cache, since in a model
+each layer's weights come from memory. Prints Gop/s (a multiply and an add are two), GB/s of weights and scales, and
 one line of JSON with the load average before and after.
 """
 
@@ -14,10 +14,11 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import cycle
 
 import torch
+from torch import Tensor
 
 from optkit.kernels import reference
 from optkit.kernels.cpu import int8, native, onednn
@@ -28,12 +29,19 @@ COLD_BYTES = 96 << 20  # several times the last-level cache a virtual machine ge
 ROUND_SECONDS = 0.004
 
 
-def runner(module, m: int, k: int, n: int, group: int) -> Callable[[], None]:
-    """A call of the layer with the next copy of its weights."""
+KERNELS = {"onednn": (onednn, 0), "native": (int8, 0), "native-g64": (int8, 64), "native-g32": (int8, 32)}
+
+
+def layers(module, k: int, n: int, group: int) -> Iterator[dict[int, Tensor]]:
+    """Packed weights without end: copies of one layer, one after another."""
     weight = torch.randint(-128, 128, (n, k), dtype=torch.int8)
     scale = torch.rand(n, k // group if group else 1)
-    copies = 1 if m > 64 else max(1, min(64, COLD_BYTES // weight.numel()))
-    packed = cycle([module.pack({2: weight, 3: scale}) for _ in range(copies)])
+    copies = max(1, min(64, COLD_BYTES // weight.numel()))
+    return cycle([module.pack({2: weight, 3: scale}) for _ in range(copies)])
+
+
+def runner(module, packed: Iterator[dict[int, Tensor]], m: int, k: int, group: int) -> Callable[[], None]:
+    """A call of the layer with the next copy of its weights."""
     q, s = reference.quantize_per_token(torch.randn(m, k), group)
 
     def call() -> None:
@@ -43,31 +51,26 @@ def runner(module, m: int, k: int, n: int, group: int) -> Callable[[], None]:
     return call
 
 
-def seconds(call: Callable[[], None], calls: int) -> float:
+def seconds(call: Callable[[], None]) -> float:
     start = time.perf_counter()
-    for _ in range(calls):
-        call()
-    return (time.perf_counter() - start) / calls
+    call()
+    return time.perf_counter() - start
 
 
-def measure(kernels: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
-    """Seconds a call of each, the fastest of interleaved rounds."""
-    best = {name: min(seconds(call, 2) for _ in range(3)) for name, call in kernels.items()}
-    calls = {name: max(1, int(ROUND_SECONDS / time)) for name, time in best.items()}
+def measure_shape(k: int, n: int, rows: list[int], rounds: int) -> dict[tuple[int, str], float]:
+    """Seconds a call for each number of rows and kernel."""
+    calls = {}
+    for name, (module, group) in KERNELS.items():
+        packed = layers(module, k, n, group)
+        calls |= {(m, name): runner(module, packed, m, k, group) for m in rows}
+    times: dict[tuple[int, str], list[float]] = {key: [] for key in calls}
     for _ in range(rounds):
-        for name, call in kernels.items():
-            best[name] = min(best[name], seconds(call, calls[name]))
-    return best
-
-
-def shape_row(m: int, k: int, n: int, rounds: int) -> dict[str, float]:
-    kernels = {
-        "onednn": runner(onednn, m, k, n, 0),
-        "native": runner(int8, m, k, n, 0),
-        "native-g64": runner(int8, m, k, n, 64),
-        "native-g32": runner(int8, m, k, n, 32),
-    }
-    return measure(kernels, rounds)
+        for key, call in calls.items():
+            call()  # wakes the threads
+            spent = len(times[key])
+            while sum(times[key][spent:]) < ROUND_SECONDS:
+                times[key].append(seconds(call))
+    return {key: sorted(all_calls)[len(all_calls) // 10] for key, all_calls in times.items()}
 
 
 def streamed_bytes(name: str, k: int, n: int) -> int:
@@ -77,7 +80,7 @@ def streamed_bytes(name: str, k: int, n: int) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--shapes", default=",".join(f"{k}x{n}" for k, n in SHAPES))
     parser.add_argument("--rows", default=",".join(map(str, ROWS)))
     parser.add_argument("--isa", choices=native.ISAS)
@@ -86,9 +89,11 @@ def main() -> None:
     torch.manual_seed(0)
     load = [os.getloadavg()[0]]
     results = []
+    rows = [int(m) for m in arguments.rows.split(",")]
     for k, n in (tuple(map(int, shape.split("x"))) for shape in arguments.shapes.split(",")):
-        for m in map(int, arguments.rows.split(",")):
-            row = shape_row(m, k, n, arguments.rounds)
+        times = measure_shape(k, n, rows, arguments.rounds)
+        for m in rows:
+            row = {name: times[m, name] for name in KERNELS}
             results.append({"m": m, "k": k, "n": n, "seconds": row})
             cells = [
                 f"{name} {2 * m * k * n / time / 1e9:6.0f} Gop/s {streamed_bytes(name, k, n) / time / 1e9:5.1f} GB/s"
