@@ -1,0 +1,271 @@
+"""int8: which layers, how close, the same between kernels, and what stays on disk."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from optkit.graph.ir import Graph
+from optkit.graph.lower import lower
+from optkit.graph.verify import verify
+from optkit.kernels import reference
+from optkit.passes.base import PassContext
+from optkit.passes.int8 import Int8, Int8Config, matches, quantize_weight
+from optkit.target import DATASHEETS
+from tests.graphs import (
+    TARGET,
+    apply,
+    assert_origins_invert,
+    captured,
+    checked,
+    checkpoint,
+    dense,
+    random_ids,
+    reasons,
+)
+from tests.ragged import ragged_logits
+
+HEAD = "the output head stays in float (lm_head: false)"
+EXPERTS = "mixture-of-experts weights stay in float"
+LISTED = "on the ignore list"
+
+
+def relative_error(value: Tensor, expected: Tensor) -> float:
+    return float((value - expected).norm() / expected.norm())
+
+
+def quantized(name: str, **options: object) -> Graph:
+    graph = captured(name)
+    apply(graph, "int8", **options)
+    return graph
+
+
+@pytest.mark.parametrize("group_size", [0, 32])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "phi3", "mixtral"])
+def test_close_to_float(name: str, group_size: int) -> None:
+    graph = quantized(name, group_size=group_size)
+    verify(graph)
+    assert_origins_invert(graph)
+    (ids,) = random_ids([24])
+    error = relative_error(dense(graph, ids), dense(captured(name), ids))
+    assert 1e-4 < error < 0.15
+
+
+def test_groups_are_closer_than_channels() -> None:
+    (ids,) = random_ids([24])
+    expected = dense(captured("llama"), ids)
+    coarse, fine = (relative_error(dense(quantized("llama", group_size=g), ids), expected) for g in (0, 32))
+    assert fine < coarse
+
+
+@pytest.mark.parametrize("group_size", [0, 32])
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_kernels_agree_and_ragged_is_dense(name: str, group_size: int) -> None:
+    """Between kernels a value may round to the next of 255 steps, so far less than quantizing itself."""
+    graph, before = quantized(name, group_size=group_size), captured(name)
+    prompts = random_ids((29, 7, 41))
+    fast = lower(graph, TARGET)
+    assert any(n.startswith("linear_w8a8") for n in fast.kernels)
+    for prompt, ragged in zip(prompts, ragged_logits(fast, prompts), strict=True):
+        expected, exact = dense(graph, prompt), dense(before, prompt)
+        loss = relative_error(expected, exact)
+        assert relative_error(dense(graph, prompt, TARGET), expected) < 0.3 * loss
+        assert relative_error(ragged, expected) < 0.3 * loss
+
+
+def test_one_layer_is_the_same_in_every_kernel() -> None:
+    """From equal inputs the kernel chosen here gives what the reference gives, up to float rounding."""
+    graph = quantized("llama")
+    output = next(n for n in graph.fx.nodes if n.op == "output")
+    output.args = (next(graph.calls(reference.linear_w8a8)),)
+    graph.prune()
+    (ids,) = random_ids([17])
+    torch.testing.assert_close(dense(graph, ids, TARGET), dense(graph, ids), atol=1e-5, rtol=1e-5)
+
+
+def test_sites_and_skips_of_llama() -> None:
+    _, plan = checked(captured("llama"), "int8")
+    assert len(plan.sites) == 14
+    assert [(skip.site, skip.reason) for skip in plan.skips] == [("lm_head", HEAD)]
+    _, plan = checked(captured("llama"), "int8", lm_head=True)
+    assert [site.name for site in plan.sites][-1] == "lm_head"
+    assert not plan.skips
+
+
+def test_weights_shrink_to_a_quarter() -> None:
+    graph = captured("llama")
+    optimization, plan = checked(graph, "int8")
+    result = optimization.apply(graph, plan, PassContext(TARGET))
+    products = 2 * (64 * 192 + 3 * 64 * 96)
+    scales = 2 * 4 * (64 + 32 + 32 + 64 + 96 + 96 + 64)
+    before, after = result.stats["weight_bytes_before"], result.stats["weight_bytes_after"]
+    assert before - after == 3 * products - scales
+
+
+def test_shared_inputs_are_quantized_once() -> None:
+    graph = quantized("llama")
+    assert len(list(graph.calls(reference.linear_w8a8))) == 14
+    assert len(list(graph.calls(reference.quantize_per_token))) == 8
+
+
+def test_fused_projections_keep_their_names_on_disk() -> None:
+    plain, fused = captured("llama"), captured("llama")
+    apply(plain, "int8")
+    for name in ("fuse_qkv", "fuse_gate_up", "int8"):
+        apply(fused, name)
+    verify(fused)
+    first, second = checkpoint(plain), checkpoint(fused)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(second[key], value) for key, value in first.items())
+    assert "model.layers.0.self_attn.k_proj.weight_scale" in first
+
+
+def test_conv1d_is_refused_with_the_reason() -> None:
+    _, plan = checked(captured("gpt2"), "int8")
+    assert not plan.sites
+    transposed = [skip for skip in plan.skips if "transposed" in skip.reason]
+    assert len(transposed) == 8
+
+
+def test_experts_stay_in_float() -> None:
+    graph = captured("mixtral")
+    _, plan = checked(graph, "int8")
+    assert {skip.site for skip in plan.skips if skip.reason == EXPERTS} == {
+        f"experts {n.name}" for n in graph.calls(reference.grouped_mm)
+    }
+    assert "model.layers.0.self_attn.o_proj" in [site.name for site in plan.sites]
+
+
+def test_biases_are_kept() -> None:
+    graph = quantized("qwen2")
+    first = next(graph.calls(reference.linear_w8a8))
+    assert str(first.args[4].target) == "model.layers.0.self_attn.q_proj.bias"
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt2"])
+def test_a_tied_head_leaves_the_embedding_alone(name: str) -> None:
+    graph = captured(name)
+    embedding = graph.meta.input_embedding
+    before = graph.weights[embedding].value.clone()
+    plan = apply(graph, "int8", lm_head=True)
+    assert "lm_head" in [site.name for site in plan.sites]
+    verify(graph)
+    assert torch.equal(graph.weights[embedding].value, before)
+    origin = graph.weights["lm_head.weight"].origin
+    assert origin is not None
+    assert [(p.name, p.rows) for p in origin.parts] == [("lm_head.weight", 128)]
+    tensors = checkpoint(graph)
+    assert tensors[embedding].dtype == torch.float32
+    assert tensors["lm_head.weight"].dtype == torch.int8
+    assert tensors["lm_head.weight_scale"].shape == (128, 1)
+
+
+# -- what to ignore --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pattern", "count"),
+    [
+        ("model.layers.0.mlp.up_proj", 1),
+        ("up_proj", 2),
+        ("mlp.up_proj", 2),
+        ("proj", 0),
+        ("_proj", 0),
+        ("re:.*up_proj", 2),
+        (r"re:model\.layers\.0\.", 7),
+        ("re:up_proj", 0),
+        ("re:.*", 14),
+        ("model.layers.0", 0),
+    ],
+)
+def test_ignore(pattern: str, count: int) -> None:
+    _, plan = checked(captured("llama"), "int8", ignore=[pattern])
+    ignored = [skip for skip in plan.skips if skip.reason == LISTED]
+    assert (len(ignored), len(plan.sites)) == (count, 14 - count)
+
+
+def test_ignoring_one_part_of_a_fused_layer_ignores_it() -> None:
+    graph = captured("llama")
+    apply(graph, "fuse_qkv")
+    _, plan = checked(graph, "int8", ignore=["k_proj"])
+    assert [skip.site for skip in plan.skips if skip.reason == LISTED] == [
+        "model.layers.0.self_attn.qkv_proj",
+        "model.layers.1.self_attn.qkv_proj",
+    ]
+
+
+def test_the_fused_name_can_be_ignored_too() -> None:
+    graph = captured("llama")
+    apply(graph, "fuse_qkv")
+    _, plan = checked(graph, "int8", ignore=["model.layers.1.self_attn.qkv_proj"])
+    assert [s.site for s in plan.skips if s.reason == LISTED] == ["model.layers.1.self_attn.qkv_proj"]
+
+
+def test_ignored_layers_keep_their_weights() -> None:
+    graph = quantized("llama", ignore=["down_proj"])
+    assert graph.weights["model.layers.0.mlp.down_proj.weight"].value.dtype == torch.float32
+    assert graph.weights["model.layers.0.mlp.up_proj.weight"].value.dtype == torch.int8
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "expected"),
+    [
+        ("lm_head", "lm_head", True),
+        ("head", "lm_head", False),
+        ("q_proj", "a.q_proj", True),
+        ("re:a", "ab", True),
+        ("re:b", "ab", False),
+        ("re:a$", "ab", False),
+    ],
+)
+def test_matches(pattern: str, name: str, expected: bool) -> None:
+    assert matches(pattern, name) is expected
+
+
+# -- groups, targets, options ----------------------------------------------------------------------------
+
+
+def test_a_group_that_does_not_divide() -> None:
+    _, plan = checked(captured("llama"), "int8", group_size=64)
+    down = "its 96 input channels are not a multiple of the group size 64"
+    assert {skip.site for skip in plan.skips if skip.reason == down} == {
+        f"model.layers.{i}.mlp.down_proj" for i in (0, 1)
+    }
+    assert len(plan.sites) == 12
+
+
+def test_no_kernel_for_the_target() -> None:
+    plan = Int8(Int8Config()).check(captured("llama"), PassContext(DATASHEETS["cuda-h100"]))
+    assert not plan.sites
+    assert HEAD in reasons(plan)
+    assert any("no int8 kernel on cuda-h100" in reason for reason in reasons(plan))
+
+
+def test_a_cpu_without_int8_units_can_still_take_the_portable_kernel_or_says_why() -> None:
+    bare = dataclasses.replace(TARGET, isa=())
+    plan = Int8(Int8Config(group_size=32)).check(captured("llama"), PassContext(bare))
+    assert plan.sites or any("no int8 kernel with groups of 32" in reason for reason in reasons(plan))
+
+
+@pytest.mark.parametrize("options", [{"group_size": 16}, {"bits": 4}, {"ignore": "lm_head"}])
+def test_options_are_closed(options: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        Int8Config(**options)
+
+
+@pytest.mark.parametrize("group_size", [0, 8])
+def test_weights_round_to_the_nearest_step(group_size: int) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(6, 24)
+    weight[2] = 0
+    q, scale = quantize_weight(weight, group_size)
+    assert q.dtype == torch.int8 and q.shape == weight.shape
+    assert scale.shape == (6, 24 // (group_size or 24))
+    steps = scale.repeat_interleave(group_size or 24, 1)
+    assert ((q * steps - weight).abs() <= steps / 2 + 1e-6).all()
+    assert torch.equal(q[2], torch.zeros(24, dtype=torch.int8))
+    assert q.unflatten(1, (scale.shape[1], -1)).abs().amax(2)[[0, 1, 3, 4, 5]].eq(127).all()
