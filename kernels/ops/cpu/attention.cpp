@@ -27,7 +27,8 @@ constexpr int kTile = 64;
 constexpr int kSplit = 256;
 constexpr int kMaxRows = 192;     // rows of an item: enough to pay for transposing the keys
 constexpr int kSplitRows = 24;    // items of at most so many rows may be cut along the keys
-constexpr int64_t kWorkAThread = 200'000;  // multiply-adds for which waking another thread pays
+constexpr int64_t kWorkAThread = 1'500'000;  // multiply-adds for which waking another thread pays: 30 us or so
+constexpr int64_t kWritesAThread = 65'536;   // the same for floats written to the cache
 constexpr float kLog2e = 1.44269504089f;
 
 alignas(64) constexpr float kLaneIndex[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -201,7 +202,7 @@ struct Task {
 struct Schedule {
     std::vector<Item> items;
     std::vector<Task> tasks;
-    std::vector<int> cut;         // items that are cut along the keys
+    std::vector<int> left;        // of each item: splits to do, where it is cut along the keys
     std::vector<size_t> parts;    // of each item: where its partial sums start
     size_t parts_size;
     int64_t max_rows, work;
@@ -232,20 +233,20 @@ void add_tasks(const Problem& p, int item, bool may_cut, Schedule& schedule) {
     schedule.max_rows = rows > schedule.max_rows ? rows : schedule.max_rows;
     schedule.work += keys * (rows + 8) * (p.dim + p.v_dim);  // 8: moving keys costs about as much as so many rows
     schedule.parts.push_back(schedule.parts_size);
+    schedule.left.push_back(static_cast<int>(to - from + 1));
     if (!may_cut || rows > kSplitRows || from == to) {
         schedule.tasks.push_back({item, -1});
         return;
     }
     for (int64_t split = from; split <= to; ++split) schedule.tasks.push_back({item, split});
     schedule.parts_size += (to - from + 1) * sums_size(p, rows);
-    schedule.cut.push_back(item);
 }
 
 Schedule& plan(const Problem& p, int threads) {
     thread_local Schedule schedule;
     schedule.items.clear();
     schedule.tasks.clear();
-    schedule.cut.clear();
+    schedule.left.clear();
     schedule.parts.clear();
     schedule.parts_size = schedule.max_rows = schedule.work = 0;
     const int tokens = tokens_an_item(p, threads);
@@ -264,10 +265,13 @@ void write_kv(const Problem& p, int64_t token) {
     }
 }
 
-void run_task(const Problem& p, const Schedule& s, const Functions& f, const Task& task, float* parts, Scratch& scratch) {
+// Runs a task. Whoever finishes the last split of an item adds up its parts, in their order: no thread waits.
+void run_task(const Problem& p, Schedule& s, const Functions& f, const Task& task, float* parts, Scratch& scratch) {
     const Item& item = s.items[task.item];
     if (task.split < 0) return f.all(p, item, scratch);
-    f.part(p, item, task.split, part_of(p, item, parts + s.parts[task.item], task.split), scratch);
+    parts += s.parts[task.item];
+    f.part(p, item, task.split, part_of(p, item, parts, task.split), scratch);
+    if (__atomic_sub_fetch(&s.left[task.item], 1, __ATOMIC_ACQ_REL) == 0) f.merge(p, item, parts, scratch);
 }
 
 void run_alone(const Problem& p, const Schedule& s, const Functions& f) {
@@ -276,21 +280,23 @@ void run_alone(const Problem& p, const Schedule& s, const Functions& f) {
     for (const Item& item : s.items) f.all(p, item, scratch);
 }
 
-void run_together(const Problem& p, const Schedule& s, const Functions& f, int threads) {
+// One parallel region with one barrier, two where there is much to write first: on a machine with other work each
+// barrier may wait for a thread that isn't running.
+void run_together(const Problem& p, Schedule& s, const Functions& f, int threads) {
     thread_local Buffer parts_buffer;
     float* parts = s.parts_size ? parts_buffer.at_least(s.parts_size) : nullptr;
-    const int tasks = static_cast<int>(s.tasks.size()), cut = static_cast<int>(s.cut.size());
+    const int tasks = static_cast<int>(s.tasks.size());
+    const bool write_alone = p.tokens * p.kv_heads * (p.dim + p.v_dim) < kWritesAThread;
+    for (int64_t t = 0; write_alone && t < p.tokens; ++t) write_kv(p, t);
 #pragma omp parallel num_threads(threads)
     {
         Scratch scratch = scratch_of_thread(p, s.max_rows);
+        if (!write_alone) {
 #pragma omp for schedule(static)
-        for (int64_t t = 0; t < p.tokens; ++t) write_kv(p, t);
-#pragma omp for schedule(dynamic, 1)
-        for (int i = 0; i < tasks; ++i) run_task(p, s, f, s.tasks[i], parts, scratch);
-        if (cut) {
-#pragma omp for schedule(static)
-            for (int i = 0; i < cut; ++i) f.merge(p, s.items[s.cut[i]], parts + s.parts[s.cut[i]], scratch);
+            for (int64_t t = 0; t < p.tokens; ++t) write_kv(p, t);
         }
+#pragma omp for schedule(dynamic, 1) nowait
+        for (int i = 0; i < tasks; ++i) run_task(p, s, f, s.tasks[i], parts, scratch);
     }
 }
 
@@ -312,7 +318,7 @@ OPTKIT_API void optkit_attention(const float* q, const float* k, const float* v,
                        seq_lens,  tables,     tokens, sequences, table_width, block_size, q_token,  q_head,
                        k_token,   k_head,     v_token, v_head, heads / kv_heads, kv_heads, dim,    v_dim,
                        width,     window > 0 ? window : 0, scale, softcap};
-    const Schedule& schedule = plan(p, threads);
+    Schedule& schedule = plan(p, threads);
     const int64_t useful = 1 + schedule.work / kWorkAThread;
     if (useful < threads) threads = static_cast<int>(useful);
     if (threads > 1)
