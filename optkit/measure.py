@@ -88,14 +88,17 @@ def step_function(model: Executable, point: Point, recipe: Recipe) -> Callable[[
     runner = ModelRunner(model, per_sequence * point.sequences, block)
     if point.tokens == point.sequences:
         decodes = (
-            scheduled(i, point.context, point.context - 1, per_sequence) for i in range(point.sequences)
+            ScheduledSequence(
+                sequence(i, point.context, point.context - 1, per_sequence, model.vocab_size), 1
+            )
+            for i in range(point.sequences)
         )
         return runs(runner, [Batch(tuple(decodes))])
     budget = recipe.runtime.max_num_batched_tokens
     sizes = [min(budget, point.tokens - start) for start in range(0, point.tokens, budget)]
     starts = range(0, point.tokens, budget)
     batches = [
-        Batch((ScheduledSequence(sequence(0, point.tokens, start, per_sequence), size),))
+        Batch((ScheduledSequence(sequence(0, point.tokens, start, per_sequence, model.vocab_size), size),))
         for start, size in zip(starts, sizes, strict=True)
     ]
     return runs(runner, batches)
@@ -111,13 +114,9 @@ def runs(runner: ModelRunner, batches: Sequence[Batch]) -> Callable[[], None]:
     return step
 
 
-def scheduled(index: int, length: int, computed: int, blocks: int) -> ScheduledSequence:
-    return ScheduledSequence(sequence(index, length, computed, blocks), length - computed)
-
-
-def sequence(index: int, length: int, computed: int, blocks: int) -> EngineSequence:
+def sequence(index: int, length: int, computed: int, blocks: int, vocabulary: int) -> EngineSequence:
     """A sequence of ``length`` arbitrary tokens, ``computed`` of them already in its own KV blocks."""
-    tokens = [(7 + 13 * i + index) % 1000 + 3 for i in range(length)]
+    tokens = [((7 + 13 * i + index) % 1000 + 3) % vocabulary for i in range(length)]
     request = EngineRequest(
         request_id=str(index), prompt_ids=tuple(tokens), sampling=SamplingParams(max_tokens=1), arrival=0.0
     )
