@@ -1,0 +1,421 @@
+"""The driver from a model directory to an artifact: kept, rolled back, resumed, broken, interrupted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from optkit import data, measure, passes, pipeline
+from optkit import target as targets
+from optkit.artifact import Artifact
+from optkit.decision import Evidence
+from optkit.errors import UserError
+from optkit.graph.ir import Graph
+from optkit.graph.lower import lower
+from optkit.graph.serialize import graph_to_json
+from optkit.kernels import reference
+from optkit.passes.base import Pass, PassContext, PassResult, Plan, Site, Stage
+from optkit.pipeline import PassFailed, optimize
+from optkit.recipe import Recipe, parse_recipe
+from optkit.records import RunRecord
+from optkit.states import States
+from tests.architectures import tiny_model
+from tests.graphs import TARGET, dense, random_ids
+from tests.serve.fakes import fast_tokenizer
+
+VOCABULARY = 320
+HEAD = """
+schema_version: 1
+name: test
+workload: {prompt_tokens: [24, 40], output_tokens: 4, batch: 2}
+runtime: {block_size: 8, max_num_batched_tokens: 32, kv_cache_bytes: 1MiB}
+"""
+TTFT_CPU = """
+passes:
+  fuse_qkv: {}
+  fuse_gate_up: {}
+  fuse_add_rms_norm: {}
+  smoothquant: {tokens: 512}
+  int8: {}
+  flash_attention: {}
+"""
+
+
+def recipe(text: str) -> Recipe:
+    return parse_recipe(HEAD + text)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face directory: a tiny llama and a byte-level tokenizer."""
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    tiny_model("llama", vocab_size=VOCABULARY, max_position_embeddings=1024).save_pretrained(directory)
+    (directory / "tokenizer.json").write_text(fast_tokenizer().to_str())
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One cache for the tests of this file, so that the model is captured once."""
+    return tmp_path_factory.mktemp("cache") / "optkit"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch, shared_cache: Path) -> Iterator[None]:
+    """Little text, one repeat of each timing, no measuring of the machine, one thread."""
+    load_text = data.load_text
+    monkeypatch.setenv("OPTKIT_CACHE", str(shared_cache))
+    monkeypatch.setattr(data, "load_text", lambda name: load_text(name)[:6000])
+    monkeypatch.setattr(measure, "SETTLE_SECONDS", 0)
+    monkeypatch.setattr(pipeline, "PASS_TOKENS", 512)
+    monkeypatch.setattr(targets, "detect", lambda refresh=False: TARGET)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def run(source: Path, out: Path, text: str, **options: Any) -> RunRecord:
+    return optimize(str(source), recipe(text), out, final_tokens=1024, **options)
+
+
+def transformers_logits(directory: Path, ids: Tensor) -> Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
+    with torch.no_grad():
+        return model.eval()(ids[None], use_cache=False).logits[0]
+
+
+def decisions(record: RunRecord) -> dict[str, str]:
+    return {r.name: r.decision for r in record.passes}
+
+
+def relative_error(value: Tensor, expected: Tensor) -> float:
+    return float((value - expected).norm() / expected.norm())
+
+
+IDS = random_ids([31], VOCABULARY)[0]
+
+
+def test_baseline_is_the_model_itself(source: Path, tmp_path: Path) -> None:
+    record = run(source, tmp_path / "out", "passes: {}")
+    assert record.passes == [] and record.whole is None
+    artifact = Artifact.open(tmp_path / "out")
+    expected = transformers_logits(source, IDS)
+    assert torch.equal(transformers_logits(artifact.directory, IDS), expected)
+    torch.testing.assert_close(dense(artifact.graph(), IDS), expected, atol=1e-4, rtol=1e-4)
+    assert not (artifact.directory / "pytorch_model.bin").exists()
+    assert (artifact.directory / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+
+
+def test_a_whole_recipe(source: Path, tmp_path: Path) -> None:
+    told: list[str] = []
+    record = run(source, tmp_path / "out", TTFT_CPU, tell=told.append)
+    assert decisions(record) == dict.fromkeys(
+        ("fuse_qkv", "fuse_gate_up", "fuse_add_rms_norm", "smoothquant", "int8", "flash_attention"), "kept"
+    )
+    assert record.whole is not None
+    assert list(record.whole.measured) == ["prefill 24", "prefill 40", "decode@41"]
+    assert list(record.whole.predicted) == list(record.whole.measured)
+    assert record.whole.weight_bytes[1] < record.whole.weight_bytes[0]
+    assert 0 < Evidence.of(record.whole).kld < 0.1
+    assert any("writing" in line for line in told)
+
+    artifact = Artifact.open(tmp_path / "out")
+    assert [p["decision"] for p in artifact.manifest["passes"]] == ["kept"] * 6
+    expected = transformers_logits(source, IDS)
+    assert relative_error(lower_dense(artifact), expected) < 0.1
+    assert artifact.recipe == recipe(TTFT_CPU)
+
+
+def lower_dense(artifact: Artifact) -> Tensor:
+    return dense(artifact.graph(), IDS, TARGET)
+
+
+def test_an_int8_artifact_in_transformers(source: Path, tmp_path: Path) -> None:
+    """Weights are the same numbers; activations are rounded by the other library's rule, so within the loss."""
+    pytest.importorskip("compressed_tensors")
+    run(source, tmp_path / "out", TTFT_CPU)
+    expected, ours = transformers_logits(source, IDS), lower_dense(Artifact.open(tmp_path / "out"))
+    theirs = transformers_logits(tmp_path / "out", IDS)
+    loss = relative_error(ours, expected)
+    assert loss > 1e-3
+    assert relative_error(theirs, expected) < 2 * loss
+    assert relative_error(theirs, ours) < 2 * loss
+
+
+def test_exact_passes_alone_change_no_tensor(source: Path, tmp_path: Path) -> None:
+    run(source, tmp_path / "out", "passes: {fuse_qkv: {}, fuse_gate_up: {}, fuse_add_rms_norm: {}}")
+    assert torch.equal(transformers_logits(tmp_path / "out", IDS), transformers_logits(source, IDS))
+    graph = Artifact.open(tmp_path / "out").graph()
+    assert len(list(graph.calls(reference.linear))) == 2 * 4 + 1
+    torch.testing.assert_close(dense(graph, IDS), transformers_logits(source, IDS), atol=1e-4, rtol=1e-4)
+
+
+def test_int8_beyond_its_bound_is_rolled_back(source: Path, tmp_path: Path) -> None:
+    record = run(source, tmp_path / "out", "passes: {fuse_qkv: {}, int8: {accept: {max_kld: 1.0e-9}}}")
+    assert decisions(record) == {"fuse_qkv": "kept", "int8": "rolled back"}
+    assert "mean KL divergence" in record.passes[1].reason
+    assert "above 1e-09" in record.passes[1].reason
+    artifact = Artifact.open(tmp_path / "out")
+    assert artifact.manifest["passes"][1]["reason"] == record.passes[1].reason
+    graph = artifact.graph()
+    assert not list(graph.calls(reference.linear_w8a8))
+    expected = transformers_logits(source, IDS)
+    torch.testing.assert_close(dense(graph, IDS), expected, atol=1e-4, rtol=1e-4)
+    assert torch.equal(transformers_logits(artifact.directory, IDS), expected)
+
+
+def test_a_bound_of_the_whole_undoes_the_inexact_pass(source: Path, tmp_path: Path) -> None:
+    """int8 passes its own looser bound; the whole misses the recipe's, so int8 goes and the fusion stays."""
+    text = "passes: {fuse_qkv: {}, int8: {accept: {max_kld: 10.0}}}\naccept: {max_kld: 1.0e-6}"
+    record = run(source, tmp_path / "out", text)
+    assert decisions(record) == {"fuse_qkv": "kept", "int8": "rolled back"}
+    assert "the whole missed a bound" in record.passes[1].reason
+    assert record.whole is not None and Evidence.of(record.whole).kld <= 1e-6
+    graph = Artifact.open(tmp_path / "out").graph()
+    assert not list(graph.calls(reference.linear_w8a8))
+    assert "model.layers.0.self_attn.qkv_proj.weight" in graph.weights
+
+
+def test_a_pass_without_a_site_is_skipped(source: Path, tmp_path: Path) -> None:
+    record = run(source, tmp_path / "out", "passes: {int8: {ignore: ['re:.*']}}")
+    (only,) = record.passes
+    assert (only.decision, only.reason, only.sites) == ("skipped", "no site to change", [])
+    assert {skip["reason"] for skip in only.skips} == {
+        "on the ignore list",
+        "the output head stays in float (lm_head: false)",
+    }
+    assert record.whole is None
+
+
+# -- resuming --------------------------------------------------------------------------------------------
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was worked on: "capture", and the name of each pass that was run."""
+    work: list[str] = []
+    import optkit.capture
+
+    capture, run_pass = optkit.capture.capture_directory, pipeline.Pipeline.run_pass
+
+    def capturing(*args: Any, **options: Any) -> Graph:
+        work.append("capture")
+        return capture(*args, **options)
+
+    def passing(self: Any, graph: Graph, resolved: Any) -> Any:
+        work.append(resolved.entry.name)
+        return run_pass(self, graph, resolved)
+
+    monkeypatch.setattr(optkit.capture, "capture_directory", capturing)
+    monkeypatch.setattr(pipeline.Pipeline, "run_pass", passing)
+    return work
+
+
+def test_a_second_run_resumes(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPTKIT_CACHE", str(tmp_path / "cache"))
+    work = counted(monkeypatch)
+    text = "passes: {fuse_qkv: {}, int8: {}}"
+    first = run(source, tmp_path / "one", text)
+    assert work == ["capture", "fuse_qkv", "int8"]
+    second = run(source, tmp_path / "two", text)
+    assert work == ["capture", "fuse_qkv", "int8"]
+    assert second.to_dict() == first.to_dict()
+    one, two = (Artifact.open(tmp_path / name).graph() for name in ("one", "two"))
+    assert graph_to_json(one) == graph_to_json(two)
+    assert all(torch.equal(weight.value, two.weights[name].value) for name, weight in one.weights.items())
+
+    run(source, tmp_path / "three", "passes: {fuse_qkv: {}, int8: {group_size: 32}}")
+    assert work[3:] == ["int8"]
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPTKIT_CACHE", str(tmp_path / "cache"))
+    out = tmp_path / "here" / "out"
+    text = "passes: {fuse_qkv: {}, fuse_gate_up: {}}"
+    with monkeypatch.context() as patch:
+        interrupt(patch, pipeline, "measure_pair", calls=1)
+        with pytest.raises(KeyboardInterrupt):
+            run(source, out, text)
+    assert not out.parent.exists() or list(out.parent.iterdir()) == []
+    assert not list((tmp_path / "cache" / "states").glob(".tmp-*"))
+    work = counted(monkeypatch)
+    assert decisions(run(source, out, text)) == {"fuse_qkv": "kept", "fuse_gate_up": "kept"}
+    assert work == ["fuse_gate_up"]
+
+
+def interrupt(patch: pytest.MonkeyPatch, module: Any, name: str, calls: int = 0) -> None:
+    """Let ``module.name`` raise KeyboardInterrupt after so many calls."""
+    original: Callable[..., Any] = getattr(module, name)
+    left = [calls]
+
+    def stand_in(*args: Any, **options: Any) -> Any:
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        return original(*args, **options)
+
+    patch.setattr(module, name, stand_in)
+
+
+def test_an_interrupt_while_writing_leaves_nothing(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from optkit import artifact_writer
+
+    out = tmp_path / "here" / "out"
+    with monkeypatch.context() as patch:
+        interrupt(patch, artifact_writer, "report_html")
+        with pytest.raises(KeyboardInterrupt):
+            run(source, out, "passes: {}")
+    assert list(out.parent.iterdir()) == []
+    run(source, out, "passes: {}")
+    Artifact.open(out)
+
+
+def test_an_interrupt_while_saving_a_state_leaves_none(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from optkit import states
+
+    monkeypatch.setenv("OPTKIT_CACHE", str(tmp_path / "cache"))
+    interrupt(monkeypatch, states, "save_file", calls=1)
+    with pytest.raises(KeyboardInterrupt):
+        run(source, tmp_path / "out", "passes: {}")
+    assert list((tmp_path / "cache" / "states").iterdir()) == []
+
+
+# -- what goes wrong -------------------------------------------------------------------------------------
+
+
+class Breaks(Pass):
+    """Gives the first projection a weight of another layer's shape."""
+
+    name = "breaks"
+    stage = Stage.FUSE
+
+    def check(self, graph: Graph, ctx: PassContext) -> Plan:
+        return Plan([Site("everything", ())])
+
+    def apply(self, graph: Graph, plan: Plan, ctx: PassContext) -> PassResult:
+        node = next(graph.calls(reference.linear))
+        node.args = (node.args[0], next(iter(graph.calls(reference.silu_mul))).args[0].args[1])
+        return PassResult(1)
+
+
+class Raises(Breaks):
+    name = "raises"
+
+    def apply(self, graph: Graph, plan: Plan, ctx: PassContext) -> PassResult:
+        graph.fx.erase_node(next(n for n in graph.fx.nodes if n.op == "output"))
+        raise ZeroDivisionError("in the middle")
+
+
+class Wrong(Breaks):
+    """Claims to be exact and is not: no graph invariant is broken, only the numbers are."""
+
+    name = "wrong"
+
+    def apply(self, graph: Graph, plan: Plan, ctx: PassContext) -> PassResult:
+        for norm in graph.calls(reference.rms_norm):
+            norm.args = (*norm.args[:2], 0.5)
+        return PassResult(1)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [(Breaks, "pass breaks broke the graph"), (Raises, "pass raises failed: in the middle")],
+)
+def test_a_broken_pass_is_named_and_reproducible(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: type[Pass], message: str
+) -> None:
+    monkeypatch.setitem(passes.PASSES, row.name, f"{__name__}:{row.__name__}")
+    with pytest.raises(PassFailed, match=message) as failure:
+        run(source, tmp_path / "out", f"passes: {{fuse_qkv: {{}}, {row.name}: {{}}}}")
+    place = Path(str(failure.value).split("reproducer: ")[1].rstrip(")"))
+    assert {file.name for file in place.iterdir()} == {"graph.json", "recipe.yaml", "versions.json"}
+    given = json.loads((place / "graph.json").read_text())
+    assert "model.layers.0.self_attn.qkv_proj.weight" in given["weights"]
+    assert row.name in (place / "recipe.yaml").read_text()
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_wrong_exact_pass_is_rolled_back(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(passes.PASSES, "wrong", f"{__name__}:Wrong")
+    record = run(source, tmp_path / "out", "passes: {wrong: {}}")
+    assert decisions(record) == {"wrong": "rolled back"}
+    assert "mean KL divergence" in record.passes[0].reason
+    assert torch.equal(transformers_logits(tmp_path / "out", IDS), transformers_logits(source, IDS))
+
+
+@pytest.fixture
+def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that takes time may begin."""
+    for name in ("resolve", "runnable_target", "Pipeline"):
+        monkeypatch.setattr(pipeline, name, lambda *args, **options: pytest.fail("work began"))
+
+
+@pytest.mark.usefixtures("no_work")
+def test_an_output_that_exists_is_refused_before_any_work(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    for force in (False, True):
+        with pytest.raises(UserError, match="not an optkit artifact"):
+            run(source, out, "passes: {}", force=force)
+    assert [file.name for file in out.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.usefixtures("no_work")
+@pytest.mark.parametrize("text", ["passes: {fuse_qvk: {}}", "passes: {int8: {group: 3}}"])
+def test_a_bad_recipe_is_refused_before_any_work(source: Path, tmp_path: Path, text: str) -> None:
+    with pytest.raises(UserError):
+        run(source, tmp_path / "out", text)
+
+
+def test_an_artifact_is_replaced_only_by_force(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run(source, out, "passes: {}")
+    manifest = (out / "optkit" / "manifest.json").read_bytes()
+    with pytest.raises(UserError, match="--force"):
+        run(source, out, "passes: {fuse_qkv: {}}")
+    assert (out / "optkit" / "manifest.json").read_bytes() == manifest
+    run(source, out, "passes: {fuse_qkv: {}}", force=True)
+    assert Artifact.open(out).manifest["passes"][0]["name"] == "fuse_qkv"
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_recipe_for_a_gpu_that_is_not_here(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="dry-run"):
+        run(source, tmp_path / "out", "target: cuda-h100\npasses: {}")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_state_keeps_graph_and_tensors(source: Path, tmp_path: Path) -> None:
+    """What a resumed run continues from is, to the bit, what the interrupted one had."""
+    run(source, tmp_path / "out", TTFT_CPU)
+    graph = Artifact.open(tmp_path / "out").graph()
+    states = States(source)
+    states.save("0" * 32, graph, {"name": "kept"})
+    found = states.load("0" * 32)
+    assert found is not None and found[1] == {"name": "kept"}
+    assert graph_to_json(found[0]) == graph_to_json(graph)
+    assert all(torch.equal(found[0].weights[name].value, w.value) for name, w in graph.weights.items())
+    assert lower(found[0], TARGET).kernels == lower(graph, TARGET).kernels
+    assert states.load("1" * 32) is None
