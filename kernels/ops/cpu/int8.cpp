@@ -61,14 +61,16 @@ int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 struct Tasks {
     int64_t rows, panels, across, count;
 
-    // Rows of a task stay in L2 while each panel passes; panels are grouped until a task is worth handing out.
+    // Rows of a task stay in L2 while each panel passes. Panels of a task are neighbours, and as many as make it worth
+    // handing out: cores that write the same pages in turns slow each other down. All threads get equally many.
     Tasks(int64_t m, int64_t all_panels, int64_t k, int threads) {
-        constexpr int64_t L2_BYTES = 384 << 10, TASK_BYTES = 2 << 20;
-        rows = divide_up(m, divide_up(m * k, L2_BYTES));
-        panels = std::max<int64_t>(1, TASK_BYTES / ((rows + 8) * PANEL * k));
-        panels = std::min(panels, divide_up(all_panels, threads));
+        constexpr int64_t L2_BYTES = 384 << 10, MOST_ROWS = 128, TASK_WORK = 32 << 20;
+        rows = divide_up(m, std::max(divide_up(m * k, L2_BYTES), divide_up(m, MOST_ROWS)));
+        const int64_t work = all_panels * PANEL * k * (rows + 8);  // a panel is fetched in the time of 8 rows
+        across = std::min(all_panels, divide_up(divide_up(work, TASK_WORK), threads) * threads);
+        panels = divide_up(all_panels, across);
         across = divide_up(all_panels, panels);
-        if (across < threads) rows = std::min(rows, divide_up(m, threads));
+        if (across < threads) rows = std::min(rows, divide_up(m, divide_up(threads, across)));
         count = divide_up(m, rows) * across;
     }
 };
