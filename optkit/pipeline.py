@@ -35,6 +35,7 @@ from optkit.quality import QualityReport, RuntimeLogits, compare, evaluation_win
 from optkit.quality import windows as text_windows
 from optkit.recipe import Accept, Recipe, ResolvedPass, load_recipe
 from optkit.records import PassRecord, RunRecord
+from optkit.runtime.allocator import keep_buffers
 from optkit.states import States, compiler_digest, state_key
 from optkit.target import Target, get_target
 from optkit.version import VERSION
@@ -277,6 +278,7 @@ def optimize(
     """
     from optkit.artifact_writer import write_artifact
 
+    keep_buffers()  # as the engine does: what is measured is what is served
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
     recipe.resolve_passes()
     artifact.check_output(out, force=force)
