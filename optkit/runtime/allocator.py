@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
-KEEP_BYTES = 1 << 30
+KEEP_BYTES = 1 << 25  # the largest mmap threshold glibc accepts
 
 
 def keep_buffers() -> bool:
