@@ -30,5 +30,6 @@ def page_faults(mode: str) -> int:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc only")
 def test_large_buffers_are_reused():
-    assert page_faults("keep") < 100
-    assert page_faults("default") > 1000  # the control: without it every op faults its pages again
+    pages = 512 * 3072 * 4 // 4096
+    assert page_faults("keep") <= 3 * pages  # the first copy's, and some slack
+    assert page_faults("default") >= 15 * pages  # the control: without it every op faults its pages again
