@@ -76,15 +76,21 @@ class Artifact:
         from optkit.checkpoint import validate_checkpoint
         from optkit.checkpoint_tensors import TensorFiles, build
         from optkit.graph.serialize import graph_from_json
+        from optkit.graph.verify import VerifyError, verify
 
         tensors = TensorFiles(self.directory, validate_checkpoint(self.directory))
         constants = load_file(self.directory / INTERNAL / "constants.safetensors")
         file = self.directory / INTERNAL / "graph.json"
-        return graph_from_json(
+        graph = graph_from_json(
             file.read_text("utf-8"),
             lambda name, origin, dtype: constants[name] if origin is None else build(origin, tensors, dtype),
             where=str(file),
         )
+        try:
+            verify(graph)  # kernels take raw pointers: shapes are checked before anything runs
+        except VerifyError as error:
+            raise UserError(f"the graph is invalid: {error}", where=str(file)) from error
+        return graph
 
     def executable(self) -> Executable:
         """The graph lowered for the machine at hand."""

@@ -35,7 +35,6 @@ from optkit.quality import QualityReport, RuntimeLogits, compare, evaluation_win
 from optkit.quality import windows as text_windows
 from optkit.recipe import Accept, Recipe, ResolvedPass, load_recipe
 from optkit.records import PassRecord, RunRecord
-from optkit.runtime.allocator import keep_buffers
 from optkit.states import States, compiler_digest, state_key
 from optkit.target import Target, get_target
 from optkit.version import VERSION
@@ -141,7 +140,8 @@ class Pipeline:
             ids = load_tokenizer(str(self.source.directory))(
                 load_text("calibration"), add_special_tokens=False
             )
-            return text_windows(ids.input_ids, 512, -(-tokens // 512))
+            length = self.window_length()
+            return text_windows(ids.input_ids, length, -(-tokens // length))
 
         return PassContext(self.target, calibration)
 
@@ -178,9 +178,14 @@ class Pipeline:
         from optkit.bench.workload import load_tokenizer
 
         self.tell(f"{name}: measuring quality on {tokens} tokens")
-        windows = evaluation_windows(load_tokenizer(str(self.source.directory)), tokens)
+        tokenizer = load_tokenizer(str(self.source.directory))
+        windows = evaluation_windows(tokenizer, tokens, self.window_length())
         reference = RuntimeLogits(lower(self.fast_reference(), self.target), self.recipe.runtime.block_size)
         return compare(reference, RuntimeLogits(candidate, self.recipe.runtime.block_size), windows)
+
+    def window_length(self) -> int:
+        """Tokens of a window of text: 512, or the whole context of a model that has less."""
+        return min(512, self.reference.meta.max_model_len)
 
     def fast_reference(self) -> Graph:
         """The source model's graph with PyTorch's attention: exact, none of our kernels, a third faster."""
@@ -244,7 +249,9 @@ def bounds_for(exact: bool, own: Accept, recipe: Accept) -> Accept:
         exclude_none=True
     )
     if exact:
-        values |= EXACT_BOUNDS.model_dump(exclude_none=True)
+        tight = EXACT_BOUNDS.max_kld or 0.0
+        values["max_kld"] = min(tight, tight if values["max_kld"] is None else values["max_kld"])
+        values["min_top1"] = max(EXACT_BOUNDS.min_top1 or 0.0, values["min_top1"] or 0.0)
     return Accept(**values)
 
 
@@ -278,7 +285,6 @@ def optimize(
     """
     from optkit.artifact_writer import write_artifact
 
-    keep_buffers()  # as the engine does: what is measured is what is served
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
     recipe.resolve_passes()
     artifact.check_output(out, force=force)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from optkit import kernels
+from optkit.errors import UserError
 from optkit.graph.ir import Graph, KVSpec
 from optkit.graph.ops import op_name
 from optkit.graph.regions import RegionLowering
@@ -71,7 +72,11 @@ def kernel_of(graph: Graph, node: fx.Node, target: Target | None) -> kernels.Ker
         raise ValueError(f"{node.name}: {node.target} is not an op of the dialect")
     pinned = node.meta.get("kernel")
     weights = weight_arguments(graph, node)
-    return kernels.select(name, target, pinned=pinned, weights=weights, options=node.kwargs)
+    try:
+        return kernels.select(name, target, pinned=pinned, weights=weights, options=node.kwargs)
+    except LookupError as error:
+        fix = "optkit doctor says what is missing; or optimize the model again on this machine"
+        raise UserError(str(error), where=node.name, fix=fix) from error
 
 
 def bind(graph: Graph, node: fx.Node, kernel: kernels.Kernel) -> None:

@@ -15,7 +15,6 @@ from optkit.artifact import Artifact
 from optkit.errors import UserError
 from optkit.graph.lower import Executable
 from optkit.recipe import Recipe
-from optkit.runtime.allocator import keep_buffers
 from optkit.runtime.engine import Engine
 from optkit.runtime.kv_cache import block_bytes, blocks_for_bytes
 from optkit.runtime.runner import ModelRunner
@@ -35,7 +34,6 @@ def load_engine(artifact_dir: str, options: Mapping[str, Any]) -> Engine:
         UserError: the artifact can't be loaded, or the KV budget holds not even one sequence.
     """
     os.environ.setdefault("ONEDNN_CACHE_CONTEXT_UNSAFE", "1")  # weights never move: skip primitive rebuilds
-    keep_buffers()
     artifact = Artifact.open(artifact_dir, verify=False)
     model = artifact.executable()
     config = scheduler_config(model, artifact.recipe, {k: v for k, v in options.items() if v is not None})
