@@ -44,7 +44,7 @@ class TensorFiles(Mapping[str, Tensor]):
             raise UserError(f"tensor '{name}' is missing", where=str(self.directory))
         file = str(self.info.tensors[name].file)
         if file not in self.files:
-            self.files[file] = safe_open(self.directory / file, framework="pt")
+            self.files[file] = safe_open(file, framework="pt")
         return self.files[file].get_tensor(name)
 
 

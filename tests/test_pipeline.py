@@ -419,3 +419,11 @@ def test_a_state_keeps_graph_and_tensors(source: Path, tmp_path: Path) -> None:
     assert all(torch.equal(found[0].weights[name].value, w.value) for name, w in graph.weights.items())
     assert lower(found[0], TARGET).kernels == lower(graph, TARGET).kernels
     assert states.load("1" * 32) is None
+
+
+def test_an_artifact_opens_by_a_relative_path(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(source, tmp_path / "here", "passes: {}")
+    monkeypatch.chdir(tmp_path)
+    assert Artifact.open(Path("here")).graph().meta.model_type == "llama"
