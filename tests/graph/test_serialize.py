@@ -216,9 +216,9 @@ HOSTILE = st.one_of(
     st.floats(),
     st.text(max_size=8),
     st.sampled_from(["%input_ids", "@lm_head.weight", "__class__", "x=1/0", "linear", "getitem", "../../x"]),
-    st.just([]),
-    st.just({}),
-    st.just([[[]]]),
+    st.builds(list),
+    st.builds(dict),
+    st.builds(lambda: [[[]]]),  # fresh each time: a later mutation may change it
     st.dictionaries(
         st.sampled_from(["dtype", "str", "float", "name", "op"]), st.text(max_size=5), max_size=2
     ),
