@@ -14,6 +14,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +95,9 @@ def state_key(parts: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
+@cache
 def compiler_digest() -> str:
-    """A hash of the sources that decide what a pipeline step produces."""
+    """A hash of the sources that decide what a pipeline step produces; read once a process."""
     import optkit.capture
     import optkit.graph
     import optkit.kernels

@@ -12,27 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optkit import kernels
-from optkit.errors import UserError
 from optkit.kernels import reference
 from optkit.kernels.cpu import native
 from optkit.kernels.cpu.attention import attention
 from optkit.target import DATASHEETS
+from tests.kernels.isas import usable_isas
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.missing_reason()))
-
-
-def usable_isas() -> list[str]:
-    if not native.available():
-        return ["portable"]
-    usable = []
-    for name in native.ISAS:
-        try:
-            native.set_isa(name)
-        except UserError:
-            continue
-        usable.append(name)
-    native.set_isa(None)
-    return usable
 
 
 ISAS = usable_isas()

@@ -18,24 +18,11 @@ from optkit.errors import UserError
 from optkit.kernels import reference
 from optkit.kernels.cpu import int8, native
 from optkit.target import DATASHEETS
+from tests.kernels.isas import usable_isas
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.missing_reason()))
 
 SETTINGS = settings(deadline=None, max_examples=150)
-
-
-def usable_isas() -> list[str]:
-    if not native.available():
-        return []
-    usable = []
-    for name in native.ISAS:
-        try:
-            native.set_isa(name)
-        except UserError:
-            continue
-        usable.append(name)
-    native.set_isa(None)
-    return usable
 
 
 ISAS = usable_isas()

@@ -11,27 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from optkit.errors import UserError
 from optkit.kernels import reference
 from optkit.kernels.cpu import native, pointwise
+from tests.kernels.isas import usable_isas
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.missing_reason()))
 
 SETTINGS = settings(deadline=None, max_examples=60)
-
-
-def usable_isas() -> list[str]:
-    if not native.available():
-        return ["portable"]
-    usable = []
-    for name in native.ISAS:
-        try:
-            native.set_isa(name)
-        except UserError:
-            continue
-        usable.append(name)
-    native.set_isa(None)
-    return usable
 
 
 ISAS = st.sampled_from(usable_isas())
