@@ -75,7 +75,9 @@ struct Tasks {
     }
 };
 
-void run(const Linear& p, int64_t m, int64_t k, int threads) {
+}  // namespace
+
+void linear_w8a8(const Linear& p, int64_t m, int64_t k, int threads) {
     const int64_t all_panels = divide_up(p.n, PANEL);
     const Tasks tasks(m, all_panels, k, threads);
     const Variant rows_of_panel = variant();
@@ -86,6 +88,8 @@ void run(const Linear& p, int64_t m, int64_t k, int threads) {
         for (int64_t i = panel; i < end; ++i) rows_of_panel(p, i, row, rows);
     }
 }
+
+namespace {
 
 // One panel of `weight` [n, k] from output channel `first` on: its steps and its offsets.
 void pack_panel(const int8_t* weight, int64_t first, int64_t n, int64_t k, int64_t groups, int8_t* packed,
@@ -133,5 +137,5 @@ OPTKIT_API void optkit_linear_w8a8(const uint8_t* q, int64_t q_stride, const flo
     const int64_t steps = k / STEP;
     const auto* offset = reinterpret_cast<const int32_t*>(blob + divide_up(n, PANEL) * steps * STEP_BYTES);
     const Linear p{q, q_stride, scale, blob, offset, weight_scale, bias, out, n, steps, groups, steps / groups};
-    if (m > 0 && n > 0) run(p, m, k, threads);
+    if (m > 0 && n > 0) linear_w8a8(p, m, k, threads);
 }

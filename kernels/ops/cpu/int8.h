@@ -29,4 +29,7 @@ void linear_portable(const Linear& p, int64_t panel, int64_t row, int64_t rows);
 void linear_avx2(const Linear& p, int64_t panel, int64_t row, int64_t rows);
 void linear_avx512(const Linear& p, int64_t panel, int64_t row, int64_t rows);
 
+// All of it: rows [0, m). `k` is 4 * steps.
+void linear_w8a8(const Linear& p, int64_t m, int64_t k, int threads);
+
 }  // namespace optkit
