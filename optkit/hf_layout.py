@@ -17,6 +17,9 @@ from optkit.checkpoint_tensors import TensorFiles, changed_tensors, save_shards
 from optkit.graph.ir import Graph
 from optkit.kernels import reference
 
+# The int8 ops, and which argument is the weight; its scales follow it.
+INT8_OPS = {reference.linear_w8a8: 2, reference.linear_w8a16: 1}
+
 # Files of the source that describe text, not weights; each is copied if it is there.
 TEXT_FILES = (
     "tokenizer.json",
@@ -51,12 +54,13 @@ def write_model(graph: Graph, source: Path, directory: Path) -> None:
 
 def model_config(graph: Graph, config: dict[str, Any]) -> dict[str, Any]:
     """config.json of the optimized model."""
-    quantized = set(modules(graph, reference.linear_w8a8, 2))
-    if not quantized:
+    w8a8, w8a16 = (set(modules(graph, op, position)) for op, position in INT8_OPS.items())
+    if not w8a8 | w8a16:
         return config
     ignore = sorted(set(modules(graph, reference.linear, 1)))
-    config = {**config, "quantization_config": int8_config(ignore, int8_group_size(graph))}
-    if graph.meta.output_embedding in quantized:
+    groups = int8_groups(int8_group_size(graph), sorted(w8a8), sorted(w8a16))
+    config = {**config, "quantization_config": int8_config(ignore, groups)}
+    if graph.meta.output_embedding in w8a8 | w8a16:
         config["tie_word_embeddings"] = False
     return config
 
@@ -76,29 +80,38 @@ def modules(graph: Graph, op: Any, position: int) -> list[str]:
 
 def int8_group_size(graph: Graph) -> int:
     """Channels that share a scale in the graph's int8 layers; 0 for per-channel weights and per-token activations."""
-    for node in graph.calls(reference.linear_w8a8):
-        weight, scale = (graph.weights[str(node.args[i].target)].value for i in (2, 3))
-        return 0 if scale.shape[1] == 1 else weight.shape[1] // scale.shape[1]
+    for op, position in INT8_OPS.items():
+        for node in graph.calls(op):
+            weight, scale = (graph.weights[str(node.args[position + i].target)].value for i in (0, 1))
+            return 0 if scale.shape[1] == 1 else weight.shape[1] // scale.shape[1]
     return 0
 
 
-def int8_config(ignore: list[str], group_size: int) -> dict[str, Any]:
-    """compressed-tensors' description of W8A8: per-channel or grouped weights, dynamic activations."""
+def int8_groups(group_size: int, w8a8: list[str], w8a16: list[str]) -> dict[str, Any]:
+    """The config groups of int8 layers: those with int8 activations, and those with int8 weights only.
+
+    Where there are both, ``Linear`` stands for the first and the second are named, which weighs more.
+    """
     common = {"num_bits": 8, "type": "int", "symmetric": True}
-    weights: dict[str, Any] = {"strategy": "channel"}
-    if group_size:
-        weights = {"strategy": "group", "group_size": group_size}
-    group = {
-        "targets": ["Linear"],
-        "weights": {**common, **weights, "dynamic": False},
-        "input_activations": {**common, "strategy": "token", "dynamic": True},
-        "format": "int-quantized",
-    }
+    strategy = {"strategy": "group", "group_size": group_size} if group_size else {"strategy": "channel"}
+    weights = {**common, **strategy, "dynamic": False}
+    activations = {**common, "strategy": "token", "dynamic": True}
+    both = {"weights": weights, "format": "int-quantized"}
+    groups = []
+    if w8a8:
+        groups.append({"targets": ["Linear"], **both, "input_activations": activations})
+    if w8a16:
+        groups.append({"targets": w8a16 if w8a8 else ["Linear"], **both})
+    return {f"group_{i}": group for i, group in enumerate(groups)}
+
+
+def int8_config(ignore: list[str], groups: dict[str, Any]) -> dict[str, Any]:
+    """compressed-tensors' description of int8 layers: per-channel or grouped weights, dynamic activations."""
     return {
         "quant_method": "compressed-tensors",
         "format": "int-quantized",
         "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
+        "config_groups": groups,
         "ignore": ignore,
     }
 

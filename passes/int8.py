@@ -1,11 +1,12 @@
-"""int8: linear layers in W8A8, per-channel weights and dynamic per-token activations.
+"""int8: linear layers in W8A8 (or W8A16), per-channel weights and dynamic per-token activations.
 
 Each weight row and each activation row gets its own symmetric scale, ``absmax / 127``; products accumulate
 exactly in int32 and are scaled back once (the scheme of LLM.int8(), arXiv 2208.07339, without outlier columns,
 and of ZeroQuant, arXiv 2206.01861). With ``group_size`` every run of so many channels has scales of its own,
 which keeps one outlier channel from costing the whole row its resolution. Compute-bound prefill gains from the
 int8 units, memory-bound decode from weights of a quarter the size. Activations that several layers read are
-quantized once.
+quantized once. Layers on the ``weight_only`` list keep their activations (W8A16): right for the output head, whose
+few rows cost nothing and whose errors nothing after it forgives.
 
 On disk the weights are compressed-tensors ``int-quantized``: ``weight`` int8 and ``weight_scale`` [N, G].
 """
@@ -30,6 +31,10 @@ class Int8Config(Config):
     lm_head: bool = Field(False, description="quantize the output head too")
     group_size: Literal[0, 32, 64, 128] = Field(
         0, description="channels that share a scale; 0 is one scale a token and output channel"
+    )
+    weight_only: list[str] = Field(
+        default_factory=list,
+        description="modules whose activations stay as they are (W8A16): names as in ignore",
     )
     ignore: list[str] = Field(
         default_factory=list,
@@ -59,24 +64,24 @@ class Int8(Pass):
     def why_not(self, graph: Graph, node: fx.Node, name: str, ctx: PassContext) -> str | None:
         if name == graph.meta.output_embedding and not self.config.lm_head:
             return "the output head stays in float (lm_head: false)"
-        members = [part.name.rpartition(".")[0] for part in origin_of(graph, node)] + [name]
-        if any(matches(pattern, member) for pattern in self.config.ignore for member in members):
+        if listed(self.config.ignore, graph, node, name):
             return "on the ignore list"
         weight = graph.weight_of(node.args[1])
         if weight is None or weight.origin is None or weight.value.dtype != torch.float32:
             return "its weight is not a float32 checkpoint tensor"
         if weight.origin.transposed:
             return "its checkpoint stores the weight transposed, which the int8 format does not express"
-        return self.kernel_lacks(weight.value, ctx)
+        return self.kernel_lacks(weight.value, listed(self.config.weight_only, graph, node, name), ctx)
 
-    def kernel_lacks(self, weight: Tensor, ctx: PassContext) -> str | None:
+    def kernel_lacks(self, weight: Tensor, weight_only: bool, ctx: PassContext) -> str | None:
         """Why no kernel runs this layer in int8 here, or None. Only shapes are looked at."""
         group = self.config.group_size or weight.shape[1]
         if weight.shape[1] % group:
             return f"its {weight.shape[1]} input channels are not a multiple of the group size {group}"
         scales = torch.empty(weight.shape[0], weight.shape[1] // group, device="meta")
         int8 = torch.empty(weight.shape, dtype=torch.int8, device="meta")
-        if select("linear_w8a8", ctx.target, weights={2: int8, 3: scales}) is None:
+        op, position = ("linear_w8a16", 1) if weight_only else ("linear_w8a8", 2)
+        if select(op, ctx.target, weights={position: int8, position + 1: scales}) is None:
             groups = f" with groups of {group}" if self.config.group_size else ""
             return f"no int8 kernel{groups} on {ctx.target.name} (optkit doctor says what is missing)"
         return None
@@ -94,12 +99,16 @@ class Int8(Pass):
     def rewrite(self, graph: Graph, site: Site, quantized: dict[Any, tuple[fx.Node, fx.Node]]) -> None:
         (node,) = site.nodes
         x, weight_node, *bias = node.args
-        if x not in quantized:
+        weight_only = listed(self.config.weight_only, graph, node, site.name)
+        if x not in quantized and not weight_only:
             quantized[x] = quantize_input(graph, x, self.config.group_size)
         name = add_weights(graph, str(weight_node.target), site.name, self.config.group_size)
         weight, scale = (graph.weight_node(n, node) for n in (f"{name}.weight", f"{name}.weight_scale"))
         with graph.fx.inserting_before(node):
-            out = graph.fx.call_function(reference.linear_w8a8, (*quantized[x], weight, scale, *bias))
+            if weight_only:
+                out = graph.fx.call_function(reference.linear_w8a16, (x, weight, scale, *bias))
+            else:
+                out = graph.fx.call_function(reference.linear_w8a8, (*quantized[x], weight, scale, *bias))
         node.replace_all_uses_with(out)
 
 
@@ -141,6 +150,12 @@ def quantize_weight(weight: Tensor, group_size: int = 0) -> tuple[Tensor, Tensor
 def origin_of(graph: Graph, node: fx.Node) -> tuple[Part, ...]:
     weight = graph.weight_of(node.args[1])
     return weight.origin.parts if weight is not None and weight.origin is not None else ()
+
+
+def listed(patterns: list[str], graph: Graph, node: fx.Node, name: str) -> bool:
+    """True when one of ``patterns`` names site ``name`` or a module that was fused into it."""
+    members = [part.name.rpartition(".")[0] for part in origin_of(graph, node)] + [name]
+    return any(matches(pattern, member) for pattern in patterns for member in members)
 
 
 def matches(pattern: str, name: str) -> bool:

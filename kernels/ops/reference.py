@@ -143,6 +143,15 @@ def linear_w8a8(
     return out if bias is None else out + bias
 
 
+def linear_w8a16(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Weight-only int8: ``x @ (weight * weight_scale).T``, plus bias.
+
+    x [T, K] float32, weight [N, K] int8, weight_scale [N, G] with K / G channels to a group; gives [T, N] float32.
+    """
+    scaled = weight.unflatten(1, (weight_scale.shape[1], -1)) * weight_scale[..., None]
+    return F.linear(x, scaled.flatten(1), bias)
+
+
 def attention(
     q: Tensor,
     k: Tensor,

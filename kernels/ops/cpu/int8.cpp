@@ -43,17 +43,15 @@ void linear_portable(const Linear& p, int64_t panel, int64_t row, int64_t rows) 
     }
 }
 
-namespace {
-
-using Variant = void (*)(const Linear&, int64_t, int64_t, int64_t);
-
-Variant variant() {
+LinearRows linear_rows() {
 #if OPTKIT_X86
     if (isa() == Isa::avx512_vnni) return linear_avx512;
     if (isa() == Isa::avx2) return linear_avx2;
 #endif
     return linear_portable;
 }
+
+namespace {
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -80,7 +78,7 @@ struct Tasks {
 void linear_w8a8(const Linear& p, int64_t m, int64_t k, int threads) {
     const int64_t all_panels = divide_up(p.n, PANEL);
     const Tasks tasks(m, all_panels, k, threads);
-    const Variant rows_of_panel = variant();
+    const LinearRows rows_of_panel = linear_rows();
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1 && tasks.count > 1)
     for (int64_t task = 0; task < tasks.count; ++task) {
         const int64_t row = task / tasks.across * tasks.rows, panel = task % tasks.across * tasks.panels;
