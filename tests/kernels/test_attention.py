@@ -47,6 +47,7 @@ class Case:
     block: int = 4
     window: int = 0
     softcap: float = 0.0
+    int8: bool = False
     seed: int = 0
 
 
@@ -75,8 +76,13 @@ class World:
         ):
             self.tables[s, :count] = order[first : first + count]
         pool = (len(order), case.block, kv)
-        self.k_cache = torch.full((*pool, case.dim), float("nan"))
-        self.v_cache = torch.full((*pool, case.v_dim), float("nan"))
+        self.k_cache, self.v_cache = (self.poisoned(*pool, dim) for dim in (case.dim, case.v_dim))
+
+    def poisoned(self, *shape: int) -> torch.Tensor:
+        """A pool full of NaN; of bytes 0xff for int8, which are NaN as a scale."""
+        if self.case.int8:
+            return torch.full((*shape[:-1], shape[-1] + reference.KV_SCALE_BYTES), -1, dtype=torch.int8)
+        return torch.full(shape, float("nan"))
 
     def slots(self, s: int, start: int, stop: int) -> torch.Tensor:
         positions = torch.arange(start, stop)
@@ -120,8 +126,8 @@ def cases(draw: st.DrawFn, longest: int = 150) -> Case:
     count = draw(st.integers(1, 5))
     lengths = tuple(draw(st.integers(1, longest)) for _ in range(count))
     prefixes = tuple(draw(st.one_of(st.just(0), st.just(n - 1), st.integers(0, n - 1))) for n in lengths)
-    group, kv_heads = draw(st.sampled_from([(1, 2), (2, 2), (3, 3), (4, 1), (7, 1)]))
-    dim = draw(st.sampled_from([8, 16, 24, 40, 64, 80, 128]))
+    group, kv_heads = draw(st.sampled_from([(1, 2), (2, 2), (3, 3), (4, 1), (7, 1), (8, 1)]))
+    dim = draw(st.sampled_from([5, 8, 16, 24, 40, 64, 80, 96, 128]))
     return Case(
         lengths,
         prefixes,
@@ -132,6 +138,7 @@ def cases(draw: st.DrawFn, longest: int = 150) -> Case:
         draw(st.sampled_from([1, 4, 16, 48])),
         draw(st.sampled_from([0, 0, 1, 5, 64, 100])),
         draw(st.sampled_from([0.0, 0.0, 2.0, 30.0])),
+        draw(st.booleans()),
         draw(st.integers(0, 1000)),
     )
 

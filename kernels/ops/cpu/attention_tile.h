@@ -6,6 +6,7 @@
 //   Scratch.q      [rows / kRows][D][kRows]  scaled queries, so that one step of the product reads kRows neighbours
 //   Scratch.k      [D][64]                   the tile's keys, transposed: a vector holds 16 keys
 //   Scratch.v      [64][Dv to 16]            the tile's values, or pointers into the cache where a copy doesn't pay
+//   Scratch.k_scale, v_scale [64]            scales of an int8 tile, whose keys and values are still in whole numbers
 //   Scratch.scores [kRows][64]
 //   Sums           [rows][Dv to 16], m, l    unnormalized output, largest score and sum of weights of each row
 
@@ -53,8 +54,9 @@ OPTKIT_TARGET void score_block(const float* q, const float* k, int dim, int vecs
 }
 
 // out[r][0..16 NV) = out[r] * rescale[r] + sum over keys of weight[r][key] * v[key], keys in order.
-template <int R, int NV>
-OPTKIT_TARGET void weigh_tile(const float* weights, const float* rescale, const float* const* v, int64_t column,
+// The values are float or int8.
+template <class Value, int R, int NV>
+OPTKIT_TARGET void weigh_tile(const float* weights, const float* rescale, const char* const* v, int64_t column,
                               int start, int stop, float* out, int64_t out_stride) {
     S::Vec acc[R][NV];
 #pragma GCC unroll 8
@@ -63,7 +65,7 @@ OPTKIT_TARGET void weigh_tile(const float* weights, const float* rescale, const 
         for (int n = 0; n < NV; ++n)
             acc[r][n] = S::mul(S::load(out + r * out_stride + n * kLanes), S::all(rescale[r]));
     for (int j = start; j < stop; ++j) {
-        const float* row = v[j] + column;
+        const Value* row = reinterpret_cast<const Value*>(v[j]) + column;
         S::Vec value[NV];
 #pragma GCC unroll 8
         for (int n = 0; n < NV; ++n) value[n] = S::load(row + n * kLanes);
@@ -80,12 +82,21 @@ OPTKIT_TARGET void weigh_tile(const float* weights, const float* rescale, const 
         for (int n = 0; n < NV; ++n) S::store(out + r * out_stride + n * kLanes, acc[r][n]);
 }
 
-template <int R, int NV = S::tile_vecs>
-OPTKIT_TARGET void weigh_block(const float* weights, const float* rescale, const float* const* v, int64_t column,
+template <class Value, int R, int NV = S::tile_vecs>
+OPTKIT_TARGET void weigh_block(const float* weights, const float* rescale, const char* const* v, int64_t column,
                                int start, int stop, float* out, int64_t width) {
     for (; width - column >= NV * kLanes; column += NV * kLanes)
-        weigh_tile<R, NV>(weights, rescale, v, column, start, stop, out + column, width);
-    if constexpr (NV > 1) weigh_block<R, NV - 1>(weights, rescale, v, column, start, stop, out, width);
+        weigh_tile<Value, R, NV>(weights, rescale, v, column, start, stop, out + column, width);
+    if constexpr (NV > 1) weigh_block<Value, R, NV - 1>(weights, rescale, v, column, start, stop, out, width);
+}
+
+// Each key's scores, or weights, times its scale.
+OPTKIT_TARGET inline void scale_keys(float* scores, int rows, int vecs, const float* scale) {
+    for (int r = 0; r < rows; ++r)
+        for (int n = 0; n < vecs * kLanes; n += kLanes) {
+            float* s = scores + r * kTile + n;
+            S::store(s, S::mul(S::load(s), S::load(scale + n)));
+        }
 }
 
 OPTKIT_TARGET inline void soft_cap(float* scores, int rows, int vecs, float cap) {
@@ -138,24 +149,26 @@ OPTKIT_TARGET inline void mask_block(const Problem& p, const Block& block, float
     }
 }
 
-template <int R>
+template <class Value, int R>
 OPTKIT_TARGET void attend_rows(const Problem& p, const Block& block, Scratch& scratch, const Sums& sums) {
     float rescale[kRows];
     score_block<R>(block.q, scratch.k, p.dim, block.vecs, scratch.scores);
+    if (p.int8_cache) scale_keys(scratch.scores, R, block.vecs, scratch.k_scale);
     if (p.softcap > 0) soft_cap(scratch.scores, R, block.vecs, p.softcap);
     mask_block(p, block, scratch.scores);
     for (int r = 0; r < R; ++r) {
         const int row = block.first_row + r;
         rescale[r] = softmax_row(scratch.scores + r * kTile, block.vecs, sums.m[row], sums.l[row]);
     }
+    if (p.int8_cache) scale_keys(scratch.scores, R, block.vecs, scratch.v_scale);
     float* out = sums.out + block.first_row * p.width;
-    weigh_block<R>(scratch.scores, rescale, scratch.values, 0, block.start, block.stop, out, p.width);
+    weigh_block<Value, R>(scratch.scores, rescale, scratch.values, 0, block.start, block.stop, out, p.width);
 }
 
-template <int R = kRows>
+template <class Value, int R = kRows>
 OPTKIT_TARGET void attend_block(const Problem& p, const Block& block, Scratch& scratch, const Sums& sums) {
-    if (block.rows == R) return attend_rows<R>(p, block, scratch, sums);
-    if constexpr (R > 1) attend_block<R - 1>(p, block, scratch, sums);
+    if (block.rows == R) return attend_rows<Value, R>(p, block, scratch, sums);
+    if constexpr (R > 1) attend_block<Value, R - 1>(p, block, scratch, sums);
 }
 
 // scratch.q from the item's queries.
@@ -171,34 +184,55 @@ OPTKIT_TARGET inline void pack_queries(const Problem& p, const Item& item, Scrat
     }
 }
 
-// scratch.k from `count` keys; the rest of the last vector is zero.
-OPTKIT_TARGET inline void pack_keys(const Problem& p, int count, Scratch& scratch) {
+// scratch.k from `count` keys of float or int8; the rest of the last vector is zero.
+template <class Value>
+OPTKIT_TARGET void pack_keys(const Problem& p, int count, Scratch& scratch) {
+    constexpr int step = 16 / sizeof(Value);  // values of a key in the 16 bytes that are moved at once
     for (int j = 0; j < count; j += kLanes) {
-        const float* rows[kLanes];
-        for (int i = 0; i < kLanes; ++i) rows[i] = j + i < count ? scratch.keys[j + i] : scratch.zeros;
+        const char* rows[kLanes];
+        for (int i = 0; i < kLanes; ++i)
+            rows[i] = j + i < count ? scratch.keys[j + i] : reinterpret_cast<const char*>(scratch.zeros);
         float* to = scratch.k + j;
         int d = 0;
-        for (; d + 4 <= p.dim; d += 4, to += 4 * kTile) {
-            S::Vec columns[4];
-            S::transpose_16x4(rows, columns);
-            for (int c = 0; c < 4; ++c) S::store(to + c * kTile, columns[c]);
-            for (auto& row : rows) row += 4;
+        for (; d + step <= p.dim; d += step, to += step * kTile) {
+            S::Vec columns[step];
+            S::transpose(rows, columns);
+            for (int c = 0; c < step; ++c) S::store(to + c * kTile, columns[c]);
+            for (auto& row : rows) row += 16;
         }
-        for (; d < p.dim; ++d, to += kTile)
-            for (int i = 0; i < kLanes; ++i) to[i] = *rows[i]++;
+        for (int c = 0; d < p.dim; ++d, ++c, to += kTile)
+            for (int i = 0; i < kLanes; ++i) to[i] = reinterpret_cast<const Value*>(rows[i])[c];
     }
 }
 
-// scratch.v from `count` values, each padded with zeros to whole vectors.
-OPTKIT_TARGET inline void pack_values(const Problem& p, int count, Scratch& scratch) {
+// scratch.v from `count` values of float or int8, each padded with zeros to whole vectors.
+template <class Value>
+OPTKIT_TARGET void pack_values(const Problem& p, int count, Scratch& scratch) {
     for (int j = 0; j < count; ++j) {
-        const float* from = scratch.values[j];
+        const Value* from = reinterpret_cast<const Value*>(scratch.values[j]);
         float* to = scratch.v + j * p.width;
         int d = 0;
         for (; d + kLanes <= p.v_dim; d += kLanes) S::store(to + d, S::load(from + d));
         if (d < p.v_dim) S::store(to + d, S::load_some(from + d, p.v_dim - d));
-        scratch.values[j] = to;
+        scratch.values[j] = reinterpret_cast<const char*>(to);
     }
+}
+
+// Scales of `count` keys and values of an int8 cache; those of the rest of the last vector are zero.
+OPTKIT_TARGET inline void load_scales(const Problem& p, int count, Scratch& scratch) {
+    for (int j = 0; j < count; ++j) {
+        std::memcpy(scratch.k_scale + j, scratch.keys[j] + p.dim, sizeof(float));
+        std::memcpy(scratch.v_scale + j, scratch.values[j] + p.v_dim, sizeof(float));
+    }
+    for (int j = count; j % kLanes; ++j) scratch.k_scale[j] = scratch.v_scale[j] = 0.0f;
+}
+
+// The tile at scratch.keys and scratch.values, of float or int8: what the rows need of it, in scratch.
+template <class Value>
+OPTKIT_TARGET void load_tile(const Problem& p, int count, bool copy_values, Scratch& scratch) {
+    if (p.int8_cache) load_scales(p, count, scratch);
+    pack_keys<Value>(p, count, scratch);
+    if (copy_values) pack_values<Value>(p, count, scratch);
 }
 
 // All rows of the item against the tile of keys that starts at `begin`.
@@ -209,8 +243,9 @@ OPTKIT_TARGET inline void attend_tile(const Problem& p, const Item& item, int64_
     const int rows = item.count * p.group;
     locate(p, item, begin, count, scratch);
     if (rows <= kRows) prefetch(p, item, begin + kTile);
-    pack_keys(p, count, scratch);
-    if (rows > kRows || p.v_dim % kLanes) pack_values(p, count, scratch);
+    const bool copy_values = rows > kRows || p.v_dim % kLanes;
+    p.int8_cache ? load_tile<int8_t>(p, count, copy_values, scratch) : load_tile<float>(p, count, copy_values, scratch);
+    const auto attend = p.int8_cache && !copy_values ? attend_block<int8_t> : attend_block<float>;
     for (int row = 0; row < rows; row += kRows) {
         Block block;
         block.q = scratch.q + row * p.dim;
@@ -222,7 +257,7 @@ OPTKIT_TARGET inline void attend_tile(const Problem& p, const Item& item, int64_
         const int64_t start = p.window ? block.first - p.window + 1 : 0;
         block.start = start > 0 ? static_cast<int>(start < kTile ? start : kTile) : 0;
         block.vecs = (block.stop + kLanes - 1) / kLanes;
-        if (block.start < block.stop) attend_block(p, block, scratch, sums);
+        if (block.start < block.stop) attend(p, block, scratch, sums);
     }
 }
 
@@ -291,3 +326,27 @@ OPTKIT_TARGET inline void merge_parts(const Problem& p, const Item& item, float*
         merge(p, item, part_of(p, item, parts, split), scratch.total);
     finish(p, item, scratch.total);
 }
+
+// One head of a new token into its row of the pool.
+OPTKIT_TARGET inline void write_row(const Problem& p, const float* from, int dim, char* to) {
+    if (!p.int8_cache) {
+        std::memcpy(to, from, dim * sizeof(float));
+        return;
+    }
+    float scale;
+    quantize_group(from, dim, reinterpret_cast<uint8_t*>(to), &scale);
+    for (int d = 0; d < dim; ++d) to[d] ^= '\x80';  // from zero point 128 to 0
+    std::memcpy(to + dim, &scale, sizeof scale);
+}
+
+// K and V of a new token into its slot.
+OPTKIT_TARGET inline void write_kv(const Problem& p, int64_t token) {
+    const int64_t slot = p.slots[token] * p.kv_heads;
+    char *k_cache = static_cast<char*>(p.k_cache), *v_cache = static_cast<char*>(p.v_cache);
+    for (int h = 0; h < p.kv_heads; ++h) {
+        write_row(p, p.k + token * p.k_token + h * p.k_head, p.dim, k_cache + (slot + h) * p.k_row);
+        write_row(p, p.v + token * p.v_token + h * p.v_head, p.v_dim, v_cache + (slot + h) * p.v_row);
+    }
+}
+
+inline Functions functions() { return {write_kv, attend_all, attend_part, merge_parts}; }
