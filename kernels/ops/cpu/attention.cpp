@@ -42,7 +42,8 @@ constexpr float kLog2e = 1.44269504089f;
 alignas(64) constexpr float kLaneIndex[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 struct Problem : AttentionArgs {
-    int group, width;      // query heads of a KV head; v_dim to whole vectors
+    int group;             // query heads of a KV head
+    int depth, width;      // dim to whole words of an int8 key, v_dim to whole vectors
     int64_t k_row, v_row;  // bytes of one head of a token in the pools
 };
 
@@ -91,8 +92,8 @@ Sums sums_at(const Problem& p, float* at, int64_t rows) {
 
 Scratch scratch_of_thread(const Problem& p, int64_t rows) {
     thread_local Buffer buffer;
-    const size_t sizes[] = {rows * size_t(p.dim), size_t(p.dim) * kTile, size_t(kTile) * p.width, 6 * kTile,
-                            kTile,                kTile,                 size_t(p.dim),           sums_size(p, rows),
+    const size_t sizes[] = {rows * size_t(p.depth), size_t(p.depth) * kTile, size_t(kTile) * p.width, 6 * kTile,
+                            kTile,                  kTile,                   size_t(p.depth),         sums_size(p, rows),
                             sums_size(p, rows)};
     constexpr int count = sizeof sizes / sizeof *sizes;
     size_t total = 0;
@@ -103,7 +104,7 @@ Scratch scratch_of_thread(const Problem& p, int64_t rows) {
         parts[i] = at;
         at += (sizes[i] + kLanes - 1) / kLanes * kLanes;
     }
-    std::memset(parts[6], 0, p.dim * sizeof(float));
+    std::memset(parts[6], 0, p.depth * sizeof(float));
     return {parts[0], parts[1], parts[2], parts[3], parts[4], parts[5], parts[6],
             sums_at(p, parts[7], rows), sums_at(p, parts[8], rows), {}, {}};
 }
@@ -154,11 +155,12 @@ OPTKIT_INLINE void prefetch_row(const void* pool, int64_t row, int64_t bytes) {
 }
 
 // Start loading the tile at `begin` into the second-level cache. A head's part of a token is too short for the
-// hardware to see the pattern, and decode has too little arithmetic to wait behind.
-void prefetch(const Problem& p, const Item& item, int64_t begin) {
+// hardware to see the pattern, and decode has too little arithmetic to wait behind. Inlined, since GCC takes a function
+// that only prefetches for one without effect and drops its calls.
+OPTKIT_INLINE void prefetch(const Problem& p, const Item& item, int64_t begin) {
     const int64_t left = item.position + item.count - begin;
     if (left <= 0) return;
-    each_key(p, item, begin, static_cast<int>(left < kTile ? left : kTile), [&](int, int64_t row) {
+    each_key(p, item, begin, static_cast<int>(left < kTile ? left : kTile), [&](int, int64_t row) __attribute__((always_inline)) {
         prefetch_row(p.k_cache, row, p.k_row);
         prefetch_row(p.v_cache, row, p.v_row);
     });
@@ -280,6 +282,7 @@ Problem problem_of(const AttentionArgs& args) {
     static_cast<AttentionArgs&>(p) = args;
     p.window = args.window > 0 ? args.window : 0;
     p.group = args.heads / args.kv_heads;
+    p.depth = args.int8_cache ? (args.dim + 3) / 4 * 4 : args.dim;
     p.width = (args.v_dim + kLanes - 1) / kLanes * kLanes;
     p.k_row = args.int8_cache ? args.dim + sizeof(float) : args.dim * sizeof(float);
     p.v_row = args.int8_cache ? args.v_dim + sizeof(float) : args.v_dim * sizeof(float);

@@ -6,7 +6,9 @@
 //   Scratch.q      [rows / kRows][D][kRows]  scaled queries, so that one step of the product reads kRows neighbours
 //   Scratch.k      [D][64]                   the tile's keys, transposed: a vector holds 16 keys
 //   Scratch.v      [64][Dv to 16]            the tile's values, or pointers into the cache where a copy doesn't pay
-//   Scratch.k_scale, v_scale [64]            scales of an int8 tile, whose keys and values are still in whole numbers
+//   Scratch.k_scale, v_scale [64]            scales of an int8 tile, whose numbers stay whole numbers throughout
+// An int8 tile becomes floats where many rows use it. For few it is used as it is: a word of Scratch.k, [D / 4][64] then,
+// is four numbers of a key. Either way the same numbers are multiplied in the same order.
 //   Scratch.scores [kRows][64]
 //   Sums           [rows][Dv to 16], m, l    unnormalized output, largest score and sum of weights of each row
 
@@ -22,24 +24,35 @@ struct Block {
     int start, stop;      // keys that any row may see
 };
 
-// scores[r][0..16 NV) = q[.][r] . k[.][0..16 NV), each a chain over D in order.
-template <int R, int NV>
-OPTKIT_TARGET void score_tile(const float* q, const float* k, int dim, float* scores) {
+// acc[r][n] += q[c][r] * number c of each word of key[n], for all c of a word.
+template <class Value, int R, int NV, int C = 0>
+OPTKIT_TARGET OPTKIT_INLINE void score_words(const float* q, const S::Vec (&words)[NV], S::Vec (&acc)[R][NV]) {
+    S::Vec key[NV];
+#pragma GCC unroll 8
+    for (int n = 0; n < NV; ++n) key[n] = S::number<Value, C>(words[n]);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+        const S::Vec query = S::all(q[r]);
+#pragma GCC unroll 8
+        for (int n = 0; n < NV; ++n) acc[r][n] = S::fma(query, key[n], acc[r][n]);
+    }
+    if constexpr ((C + 1) * sizeof(Value) < sizeof(float)) score_words<Value, R, NV, C + 1>(q + R, words, acc);
+}
+
+// scores[r][0..16 NV) = q[.][r] . k[.][0..16 NV), each a chain over D in order. A word of k is a float or four int8.
+template <class Value, int R, int NV>
+OPTKIT_TARGET void score_tile(const float* q, const float* k, int depth, float* scores) {
+    constexpr int step = sizeof(float) / sizeof(Value);
     S::Vec acc[R][NV];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
         for (int n = 0; n < NV; ++n) acc[r][n] = S::all(0.0f);
-    for (int d = 0; d < dim; ++d, q += R, k += kTile) {
-        S::Vec key[NV];
+    for (int d = 0; d < depth; d += step, q += step * R, k += kTile) {
+        S::Vec words[NV];
 #pragma GCC unroll 8
-        for (int n = 0; n < NV; ++n) key[n] = S::load(k + n * kLanes);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-            const S::Vec query = S::all(q[r]);
-#pragma GCC unroll 8
-            for (int n = 0; n < NV; ++n) acc[r][n] = S::fma(query, key[n], acc[r][n]);
-        }
+        for (int n = 0; n < NV; ++n) words[n] = S::load(k + n * kLanes);
+        score_words<Value>(q, words, acc);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
@@ -47,10 +60,11 @@ OPTKIT_TARGET void score_tile(const float* q, const float* k, int dim, float* sc
         for (int n = 0; n < NV; ++n) S::store(scores + r * kTile + n * kLanes, acc[r][n]);
 }
 
-template <int R, int NV = S::tile_vecs>
-OPTKIT_TARGET void score_block(const float* q, const float* k, int dim, int vecs, float* scores) {
-    for (; vecs >= NV; vecs -= NV, k += NV * kLanes, scores += NV * kLanes) score_tile<R, NV>(q, k, dim, scores);
-    if constexpr (NV > 1) score_block<R, NV - 1>(q, k, dim, vecs, scores);
+template <class Value, int R, int NV = S::tile_vecs>
+OPTKIT_TARGET void score_block(const float* q, const float* k, int depth, int vecs, float* scores) {
+    for (; vecs >= NV; vecs -= NV, k += NV * kLanes, scores += NV * kLanes)
+        score_tile<Value, R, NV>(q, k, depth, scores);
+    if constexpr (NV > 1) score_block<Value, R, NV - 1>(q, k, depth, vecs, scores);
 }
 
 // out[r][0..16 NV) = out[r] * rescale[r] + sum over keys of weight[r][key] * v[key], keys in order.
@@ -152,7 +166,7 @@ OPTKIT_TARGET inline void mask_block(const Problem& p, const Block& block, float
 template <class Value, int R>
 OPTKIT_TARGET void attend_rows(const Problem& p, const Block& block, Scratch& scratch, const Sums& sums) {
     float rescale[kRows];
-    score_block<R>(block.q, scratch.k, p.dim, block.vecs, scratch.scores);
+    score_block<Value, R>(block.q, scratch.k, p.depth, block.vecs, scratch.scores);
     if (p.int8_cache) scale_keys(scratch.scores, R, block.vecs, scratch.k_scale);
     if (p.softcap > 0) soft_cap(scratch.scores, R, block.vecs, p.softcap);
     mask_block(p, block, scratch.scores);
@@ -179,30 +193,44 @@ OPTKIT_TARGET inline void pack_queries(const Problem& p, const Item& item, Scrat
         const int block = row / kRows * kRows, in_block = rows - block < kRows ? rows - block : kRows;
         const int64_t token = item.token + row / p.group, head = item.kv_head * p.group + row % p.group;
         const float* from = p.q + token * p.q_token + head * p.q_head;
-        float* to = scratch.q + block * p.dim + row - block;
+        float* to = scratch.q + block * p.depth + row - block;
         for (int d = 0; d < p.dim; ++d) to[d * in_block] = from[d] * scale;
+        for (int d = p.dim; d < p.depth; ++d) to[d * in_block] = 0.0f;
     }
 }
 
-// scratch.k from `count` keys of float or int8; the rest of the last vector is zero.
-template <class Value>
-OPTKIT_TARGET void pack_keys(const Problem& p, int count, Scratch& scratch) {
-    constexpr int step = 16 / sizeof(Value);  // values of a key in the 16 bytes that are moved at once
+// scratch.k from `count` keys, word by word; the rest of the last vector is zero. The last word of an int8 key may hold
+// bytes of its scale: whole numbers like the others, which meet zeros of the query.
+OPTKIT_TARGET inline void pack_keys(const Problem& p, int count, Scratch& scratch) {
+    const int words = p.int8_cache ? p.depth / 4 : p.depth;
     for (int j = 0; j < count; j += kLanes) {
         const char* rows[kLanes];
         for (int i = 0; i < kLanes; ++i)
             rows[i] = j + i < count ? scratch.keys[j + i] : reinterpret_cast<const char*>(scratch.zeros);
         float* to = scratch.k + j;
-        int d = 0;
-        for (; d + step <= p.dim; d += step, to += step * kTile) {
-            S::Vec columns[step];
+        int w = 0;
+        for (; w + 4 <= words; w += 4, to += 4 * kTile) {
+            S::Vec columns[4];
             S::transpose(rows, columns);
-            for (int c = 0; c < step; ++c) S::store(to + c * kTile, columns[c]);
-            for (auto& row : rows) row += 16;
+            for (int c = 0; c < 4; ++c) S::store(to + c * kTile, columns[c]);
+            for (auto& row : rows) row += 4 * sizeof(float);
         }
-        for (int c = 0; d < p.dim; ++d, ++c, to += kTile)
-            for (int i = 0; i < kLanes; ++i) to[i] = reinterpret_cast<const Value*>(rows[i])[c];
+        for (; w < words; ++w, to += kTile)
+            for (int i = 0; i < kLanes; ++i, rows[i - 1] += sizeof(float)) std::memcpy(to + i, rows[i], sizeof(float));
     }
+}
+
+// The int8 of scratch.k as floats, from the last word to the first, since each becomes four.
+OPTKIT_TARGET inline void widen_keys(const Problem& p, int count, Scratch& scratch) {
+    for (int w = p.depth / 4 - 1; w >= 0; --w)
+        for (int j = 0; j < count; j += kLanes) {
+            const S::Vec words = S::load(scratch.k + w * kTile + j);
+            float* to = scratch.k + 4 * w * kTile + j;
+            S::store(to, S::number<int8_t, 0>(words));
+            S::store(to + kTile, S::number<int8_t, 1>(words));
+            S::store(to + 2 * kTile, S::number<int8_t, 2>(words));
+            S::store(to + 3 * kTile, S::number<int8_t, 3>(words));
+        }
 }
 
 // scratch.v from `count` values of float or int8, each padded with zeros to whole vectors.
@@ -227,14 +255,6 @@ OPTKIT_TARGET inline void load_scales(const Problem& p, int count, Scratch& scra
     for (int j = count; j % kLanes; ++j) scratch.k_scale[j] = scratch.v_scale[j] = 0.0f;
 }
 
-// The tile at scratch.keys and scratch.values, of float or int8: what the rows need of it, in scratch.
-template <class Value>
-OPTKIT_TARGET void load_tile(const Problem& p, int count, bool copy_values, Scratch& scratch) {
-    if (p.int8_cache) load_scales(p, count, scratch);
-    pack_keys<Value>(p, count, scratch);
-    if (copy_values) pack_values<Value>(p, count, scratch);
-}
-
 // All rows of the item against the tile of keys that starts at `begin`.
 OPTKIT_TARGET inline void attend_tile(const Problem& p, const Item& item, int64_t begin, Scratch& scratch,
                                       const Sums& sums) {
@@ -243,12 +263,15 @@ OPTKIT_TARGET inline void attend_tile(const Problem& p, const Item& item, int64_
     const int rows = item.count * p.group;
     locate(p, item, begin, count, scratch);
     if (rows <= kRows) prefetch(p, item, begin + kTile);
-    const bool copy_values = rows > kRows || p.v_dim % kLanes;
-    p.int8_cache ? load_tile<int8_t>(p, count, copy_values, scratch) : load_tile<float>(p, count, copy_values, scratch);
-    const auto attend = p.int8_cache && !copy_values ? attend_block<int8_t> : attend_block<float>;
+    pack_keys(p, count, scratch);
+    if (p.int8_cache) load_scales(p, count, scratch);
+    const bool as_it_is = rows <= kRows && p.v_dim % kLanes == 0;
+    if (p.int8_cache && !as_it_is) widen_keys(p, count, scratch);
+    if (!as_it_is) p.int8_cache ? pack_values<int8_t>(p, count, scratch) : pack_values<float>(p, count, scratch);
+    const auto attend = p.int8_cache && as_it_is ? attend_block<int8_t> : attend_block<float>;
     for (int row = 0; row < rows; row += kRows) {
         Block block;
-        block.q = scratch.q + row * p.dim;
+        block.q = scratch.q + row * p.depth;
         block.rows = rows - row < kRows ? rows - row : kRows;
         block.first_row = row;
         block.first = item.position + row / p.group - begin;

@@ -61,7 +61,7 @@ struct Avx512 {
         c = _mm_max_ps(c, _mm_movehl_ps(c, c));
         return _mm_cvtss_f32(_mm_max_ss(c, _mm_movehdup_ps(c)));
     }
-    // 16 bytes of each of 16 rows, transposed: out[c] = (rows[0][c], ..., rows[15][c]) for its four floats or 16 int8.
+    // Four words of 16 rows, transposed: out[c] = (word c of rows[0], ..., of rows[15]).
     OP void transpose(const char* const* rows, Vec (&out)[4]) {
         const __m512 a = quads(rows, 0), b = quads(rows, 1), c = quads(rows, 2), d = quads(rows, 3);
         const __m512 ab0 = _mm512_unpacklo_ps(a, b), ab1 = _mm512_unpackhi_ps(a, b);
@@ -71,17 +71,12 @@ struct Avx512 {
         out[2] = _mm512_shuffle_ps(ab1, cd1, 0x44);
         out[3] = _mm512_shuffle_ps(ab1, cd1, 0xee);
     }
-    OP void transpose(const char* const* rows, Vec (&out)[16]) {
-        Vec fours[4];
-        transpose(rows, fours);
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) {
-            const __m512i bytes = _mm512_castps_si512(fours[i]);
-            out[4 * i] = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(bytes, 24), 24));
-            out[4 * i + 1] = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(bytes, 16), 24));
-            out[4 * i + 2] = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(bytes, 8), 24));
-            out[4 * i + 3] = _mm512_cvtepi32_ps(_mm512_srai_epi32(bytes, 24));
-        }
+    // Number c of each word: a word is one float, or four int8.
+    template <class Value, int c>
+    OP Vec number(Vec words) {
+        if constexpr (sizeof(Value) == sizeof(float)) return words;
+        const __m512i at_top = _mm512_slli_epi32(_mm512_castps_si512(words), 24 - 8 * c);
+        return _mm512_cvtepi32_ps(_mm512_srai_epi32(at_top, 24));
     }
 
   private:
@@ -163,16 +158,10 @@ struct Avx2 {
         transpose_8x4(rows + 8, hi);
         for (int i = 0; i < 4; ++i) out[i] = {lo[i], hi[i]};
     }
-    OP void transpose(const char* const* rows, Vec (&out)[16]) {
-        Vec fours[4];
-        transpose(rows, fours);
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) {
-            out[4 * i] = {byte<24>(fours[i].lo), byte<24>(fours[i].hi)};
-            out[4 * i + 1] = {byte<16>(fours[i].lo), byte<16>(fours[i].hi)};
-            out[4 * i + 2] = {byte<8>(fours[i].lo), byte<8>(fours[i].hi)};
-            out[4 * i + 3] = {byte<0>(fours[i].lo), byte<0>(fours[i].hi)};
-        }
+    template <class Value, int c>
+    OP Vec number(Vec words) {
+        if constexpr (sizeof(Value) == sizeof(float)) return words;
+        return {byte<24 - 8 * c>(words.lo), byte<24 - 8 * c>(words.hi)};
     }
 
   private:
@@ -181,8 +170,8 @@ struct Avx2 {
     }
     // The int8 that is `left` bits from the top of each lane.
     template <int left>
-    OP __m256 byte(__m256 fours) {
-        return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(_mm256_castps_si256(fours), left), 24));
+    OP __m256 byte(__m256 words) {
+        return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(_mm256_castps_si256(words), left), 24));
     }
     OP __m256 scaled(__m256 a, __m256 n) {
         const __m256i shifted = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);
@@ -271,18 +260,22 @@ struct Portable {
         for (const float x : lane) top = top < x ? x : top;
         return top;
     }
-    OP void transpose(const char* const* rows, Vec (&out)[4]) { transpose_as<float>(rows, out); }
-    OP void transpose(const char* const* rows, Vec (&out)[16]) { transpose_as<std::int8_t>(rows, out); }
-
-  private:
-    template <class Value>
-    OP void transpose_as(const char* const* rows, Vec* out) {
+    OP void transpose(const char* const* rows, Vec (&out)[4]) {
         for (int i = 0; i < kLanes; ++i)
-            for (int c = 0; c < static_cast<int>(16 / sizeof(Value)); ++c) {
-                Value value;
-                std::memcpy(&value, rows[i] + c * sizeof value, sizeof value);
-                out[c].q[i / 4][i % 4] = value;
+            for (int c = 0; c < 4; ++c) {
+                float word;
+                std::memcpy(&word, rows[i] + c * sizeof word, sizeof word);
+                out[c].q[i / 4][i % 4] = word;
             }
+    }
+    template <class Value, int c>
+    OP Vec number(Vec words) {
+        if constexpr (sizeof(Value) == sizeof(float)) return words;
+        Value value[kLanes][sizeof(float) / sizeof(Value)];
+        std::memcpy(value, &words, sizeof value);
+        float lane[kLanes];
+        for (int i = 0; i < kLanes; ++i) lane[i] = value[i][c];
+        return load(lane);
     }
 };
 #undef OP
