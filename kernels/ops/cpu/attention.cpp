@@ -139,12 +139,19 @@ OPTKIT_INLINE void each_key(const Problem& p, const Item& item, int64_t begin, i
     }
 }
 
-// Where the keys and values of `count` tokens from position `begin` lie, in scratch.keys and scratch.values.
+// Where the keys and values of `count` tokens from position `begin` lie, in scratch.keys and scratch.values, and the
+// scales of int8 ones; those of the rest of the last vector are zero.
 void locate(const Problem& p, const Item& item, int64_t begin, int count, Scratch& scratch) {
     each_key(p, item, begin, count, [&](int j, int64_t row) {
-        scratch.keys[j] = static_cast<const char*>(p.k_cache) + row * p.k_row;
-        scratch.values[j] = static_cast<const char*>(p.v_cache) + row * p.v_row;
+        const char* key = static_cast<const char*>(p.k_cache) + row * p.k_row;
+        const char* value = static_cast<const char*>(p.v_cache) + row * p.v_row;
+        scratch.keys[j] = key;
+        scratch.values[j] = value;
+        if (!p.int8_cache) return;
+        std::memcpy(scratch.k_scale + j, key + p.dim, sizeof(float));
+        std::memcpy(scratch.v_scale + j, value + p.v_dim, sizeof(float));
     });
+    for (int j = count; j % kLanes; ++j) scratch.k_scale[j] = scratch.v_scale[j] = 0.0f;
 }
 
 OPTKIT_INLINE void prefetch_row(const void* pool, int64_t row, int64_t bytes) {

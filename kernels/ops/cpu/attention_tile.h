@@ -246,15 +246,6 @@ OPTKIT_TARGET void pack_values(const Problem& p, int count, Scratch& scratch) {
     }
 }
 
-// Scales of `count` keys and values of an int8 cache; those of the rest of the last vector are zero.
-OPTKIT_TARGET inline void load_scales(const Problem& p, int count, Scratch& scratch) {
-    for (int j = 0; j < count; ++j) {
-        std::memcpy(scratch.k_scale + j, scratch.keys[j] + p.dim, sizeof(float));
-        std::memcpy(scratch.v_scale + j, scratch.values[j] + p.v_dim, sizeof(float));
-    }
-    for (int j = count; j % kLanes; ++j) scratch.k_scale[j] = scratch.v_scale[j] = 0.0f;
-}
-
 // All rows of the item against the tile of keys that starts at `begin`.
 OPTKIT_TARGET inline void attend_tile(const Problem& p, const Item& item, int64_t begin, Scratch& scratch,
                                       const Sums& sums) {
@@ -264,7 +255,6 @@ OPTKIT_TARGET inline void attend_tile(const Problem& p, const Item& item, int64_
     locate(p, item, begin, count, scratch);
     if (rows <= kRows) prefetch(p, item, begin + kTile);
     pack_keys(p, count, scratch);
-    if (p.int8_cache) load_scales(p, count, scratch);
     const bool as_it_is = rows <= kRows && p.v_dim % kLanes == 0;
     if (p.int8_cache && !as_it_is) widen_keys(p, count, scratch);
     if (!as_it_is) p.int8_cache ? pack_values<int8_t>(p, count, scratch) : pack_values<float>(p, count, scratch);
@@ -292,6 +282,7 @@ OPTKIT_TARGET inline void attend_split(const Problem& p, const Item& item, int64
     const int64_t split_stop = (split + 1) * kSplit;
     int64_t begin = split * kSplit;
     if (begin < seen) begin = seen / kTile * kTile;
+    if (item.count * p.group <= kRows) prefetch(p, item, begin);
     for (; begin < split_stop && begin < stop; begin += kTile) attend_tile(p, item, begin, scratch, sums);
 }
 
