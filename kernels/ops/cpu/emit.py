@@ -42,7 +42,9 @@ def quantized_buffers(b: Builder, like: View, wanted: Quantization | None) -> tu
 
 def embedding(b: Builder, weight: Tensor, ids: View) -> Result:
     out = b.buffer(ids.rows, weight.shape[1:])
-    b.call("gather_rows", weight, ids, out, Size(ids.rows), weight.shape[0], weight.stride(0) * weight.itemsize)
+    b.call(
+        "gather_rows", weight, ids, out, Size(ids.rows), weight.shape[0], weight.stride(0) * weight.itemsize
+    )
     return (out,)
 
 
@@ -119,7 +121,18 @@ def gated(b: Builder, gate: View, up: View, activation: int, quantized: Quantiza
     out = b.buffer(gate.rows, gate.shape) if quantized is None or quantized.keep else None
     q, scale, group = quantized_buffers(b, gate, quantized)
     b.call(
-        "gated", gate, up, out, Size(gate.rows), gate.width, gate.row_stride, up.row_stride, activation, q, scale, group
+        "gated",
+        gate,
+        up,
+        out,
+        Size(gate.rows),
+        gate.width,
+        gate.row_stride,
+        up.row_stride,
+        activation,
+        q,
+        scale,
+        group,
     )
     return out, q, scale
 
@@ -199,6 +212,7 @@ def attention(
         "attention", q, k, v, k_cache, v_cache, out, slot_mapping, query_start, seq_lens, block_tables,
         Size(q.rows), Size(SEQUENCES), Size(TABLE_WIDTH), Size(BLOCK_SIZE), q.row_stride, dim, k.row_stride, dim,
         v.row_stride, v_dim, heads, kv_heads, dim, v_dim, window, float(scale), float(softcap),
+        int(k_cache.dtype is torch.int8),
     )  # fmt: skip
     return (out,)
 
