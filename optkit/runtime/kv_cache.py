@@ -1,8 +1,9 @@
 """KV cache: the memory of the pools, and how much of it a machine can afford.
 
 Each attention layer has two pools, K [blocks, block_size, Hkv, D] and V [blocks, block_size, Hkv, Dv], of the dtype
-its spec says (an int8 row is four bytes longer, its scale). All layers share one block numbering, so a block of KV is one row in *every* pool. Pools are allocated once, at
-start: the largest cost after the weights is known before the first request, and nothing grows while serving.
+its spec says (an int8 row is four bytes longer, its scale). All layers share one block numbering, so a block of KV
+is one row in *every* pool. Pools are allocated once, at start: the largest cost after the weights is known before the
+first request, and nothing grows while serving.
 """
 
 from __future__ import annotations

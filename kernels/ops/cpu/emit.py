@@ -42,9 +42,7 @@ def quantized_buffers(b: Builder, like: View, wanted: Quantization | None) -> tu
 
 def embedding(b: Builder, weight: Tensor, ids: View) -> Result:
     out = b.buffer(ids.rows, weight.shape[1:])
-    b.call(
-        "gather_rows", weight, ids, out, Size(ids.rows), weight.shape[0], weight.stride(0) * weight.itemsize
-    )
+    b.call("gather_rows", weight, ids, out, Size(ids.rows), weight.shape[0], weight.stride(0) * weight.itemsize)
     return (out,)
 
 
@@ -121,18 +119,7 @@ def gated(b: Builder, gate: View, up: View, activation: int, quantized: Quantiza
     out = b.buffer(gate.rows, gate.shape) if quantized is None or quantized.keep else None
     q, scale, group = quantized_buffers(b, gate, quantized)
     b.call(
-        "gated",
-        gate,
-        up,
-        out,
-        Size(gate.rows),
-        gate.width,
-        gate.row_stride,
-        up.row_stride,
-        activation,
-        q,
-        scale,
-        group,
+        "gated", gate, up, out, Size(gate.rows), gate.width, gate.row_stride, up.row_stride, activation, q, scale, group
     )
     return out, q, scale
 
