@@ -1,7 +1,7 @@
 // Paged attention in float32, over a float32 or int8 KV cache: reference.attention in one call, cache write included.
 //
 // Work is cut into items: some query tokens of one sequence under one KV head, so keys and values are read once for
-// all query heads of the group. Within an item attention_tile.h runs the online softmax (arXiv 2205.14135) over tiles of
+// Work is cut into items: some query tokens of one sequence under one KV head, so keys and values are read once for
 // keys.
 //
 // Batch invariance. The bits of an output row depend on its query and on the keys and values of its sequence
@@ -12,9 +12,9 @@
 //   - every row, prefill or decode, sums each split from nothing and adds the splits first to last.
 // So one split is also the unit of parallel work when there are few queries, at no loss of invariance.
 //
-// An int8 cache holds rows of D int8 and their scale. The integers are floats exactly, so the tile computes with them as
-// they are: a key's scale multiplies its scores, a value's scale multiplies its weights. Every token is attended through
-// the cache, those of this call too, so chunks don't show here either.
+// An int8 cache holds rows of D int8 and their scale. The integers are floats exactly, so the tile computes with them
+// as they are: a key's scale multiplies its scores, a value's scale multiplies its weights. Every token is attended
+// through the cache, those of this call too, so chunks don't show here either.
 #include "attention.h"
 
 #include <omp.h>
@@ -92,9 +92,8 @@ Sums sums_at(const Problem& p, float* at, int64_t rows) {
 
 Scratch scratch_of_thread(const Problem& p, int64_t rows) {
     thread_local Buffer buffer;
-    const size_t sizes[] = {rows * size_t(p.depth), size_t(p.depth) * kTile, size_t(kTile) * p.width, 6 * kTile,
-                            kTile,                  kTile,                   size_t(p.depth),         sums_size(p, rows),
-                            sums_size(p, rows)};
+    const size_t depth = p.depth, width = p.width, sums = sums_size(p, rows);
+    const size_t sizes[] = {rows * depth, depth * kTile, width * kTile, 6 * kTile, kTile, kTile, depth, sums, sums};
     constexpr int count = sizeof sizes / sizeof *sizes;
     size_t total = 0;
     for (size_t size : sizes) total += (size + kLanes - 1) / kLanes * kLanes;
@@ -104,9 +103,10 @@ Scratch scratch_of_thread(const Problem& p, int64_t rows) {
         parts[i] = at;
         at += (sizes[i] + kLanes - 1) / kLanes * kLanes;
     }
-    std::memset(parts[6], 0, p.depth * sizeof(float));
-    return {parts[0], parts[1], parts[2], parts[3], parts[4], parts[5], parts[6],
-            sums_at(p, parts[7], rows), sums_at(p, parts[8], rows), {}, {}};
+    std::memset(parts[6], 0, depth * sizeof(float));
+    return {parts[0], parts[1], parts[2], parts[3],
+            parts[4], parts[5], parts[6], sums_at(p, parts[7], rows),
+            sums_at(p, parts[8], rows), {}, {}};
 }
 
 void clear(const Problem& p, const Item& item, const Sums& sums) {
@@ -162,12 +162,13 @@ OPTKIT_INLINE void prefetch_row(const void* pool, int64_t row, int64_t bytes) {
 }
 
 // Start loading the tile at `begin` into the second-level cache. A head's part of a token is too short for the
-// hardware to see the pattern, and decode has too little arithmetic to wait behind. Inlined, since GCC takes a function
-// that only prefetches for one without effect and drops its calls.
+// hardware to see the pattern, and decode has too little arithmetic to wait behind. All of it is inlined, since GCC
+// takes a function that only prefetches for one without effect and drops its calls.
 OPTKIT_INLINE void prefetch(const Problem& p, const Item& item, int64_t begin) {
     const int64_t left = item.position + item.count - begin;
     if (left <= 0) return;
-    each_key(p, item, begin, static_cast<int>(left < kTile ? left : kTile), [&](int, int64_t row) __attribute__((always_inline)) {
+    const int count = static_cast<int>(left < kTile ? left : kTile);
+    each_key(p, item, begin, count, [&](int, int64_t row) __attribute__((always_inline)) {
         prefetch_row(p.k_cache, row, p.k_row);
         prefetch_row(p.v_cache, row, p.v_row);
     });

@@ -7,8 +7,8 @@
 //   Scratch.k      [D][64]                   the tile's keys, transposed: a vector holds 16 keys
 //   Scratch.v      [64][Dv to 16]            the tile's values, or pointers into the cache where a copy doesn't pay
 //   Scratch.k_scale, v_scale [64]            scales of an int8 tile, whose numbers stay whole numbers throughout
-// An int8 tile becomes floats where many rows use it. For few it is used as it is: a word of Scratch.k, [D / 4][64] then,
-// is four numbers of a key. Either way the same numbers are multiplied in the same order.
+// An int8 tile becomes floats where many rows use it. For few it is used as it is: a word of Scratch.k, [D / 4][64]
+// then, is four numbers of a key. Either way the same numbers are multiplied in the same order.
 //   Scratch.scores [kRows][64]
 //   Sums           [rows][Dv to 16], m, l    unnormalized output, largest score and sum of weights of each row
 

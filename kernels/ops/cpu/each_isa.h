@@ -4,8 +4,8 @@
 //     #include "each_isa.h"
 //
 // The body finds OPTKIT_TARGET and S (simd.h) and the functions of vector_math.h, and ends with a function
-// `functions()` that gives its entry points. `functions_in_use()` is that of the instruction set in use. Includes itself
-// nothing but text, so it has no include guard; include it inside namespace optkit, at most once a source file.
+// `functions()` that gives its entry points; `functions_in_use()` gives those for the instruction set in use. Included
+// inside namespace optkit, once a source file; no include guard, since it is text and declares nothing by itself.
 
 #if OPTKIT_X86
 namespace avx512 {
