@@ -1,8 +1,8 @@
 // Paged attention in float32, over a float32 or int8 KV cache: reference.attention in one call, cache write included.
 //
 // Work is cut into items: some query tokens of one sequence under one KV head, so keys and values are read once for
-// Work is cut into items: some query tokens of one sequence under one KV head, so keys and values are read once for
-// keys.
+// all query heads of the group. Within an item attention_tile.h runs the online softmax (arXiv 2205.14135) over tiles
+// of keys.
 //
 // Batch invariance. The bits of an output row depend on its query and on the keys and values of its sequence
 // only, not on what else is in the batch, how the prompt was cut into chunks, or how many threads there are:
