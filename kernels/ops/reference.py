@@ -212,7 +212,8 @@ def quantize_kv(x: Tensor) -> Tensor:
 def dequantize_kv(rows: Tensor) -> Tensor:
     """The float32 K or V [..., D] that rows [..., D + 4] of an int8 pool stand for."""
     values, scale = rows.split([rows.shape[-1] - KV_SCALE_BYTES, KV_SCALE_BYTES], dim=-1)
-    return values.to(torch.float32) * scale.contiguous().view(torch.float32)
+    aligned = scale.clone(memory_format=torch.contiguous_format)  # it may lie at any byte
+    return values.to(torch.float32) * aligned.view(torch.float32)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float) -> Tensor:
