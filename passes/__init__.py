@@ -21,6 +21,7 @@ PASSES: dict[str, str] = {
     "smoothquant": "optkit.passes.smoothquant:SmoothQuant",
     "int8": "optkit.passes.int8:Int8",
     "flash_attention": "optkit.passes.flash_attention:FlashAttention",
+    "kv_int8": "optkit.passes.kv_int8:KVInt8",
     "compile": "optkit.passes.compile:Compile",
 }
 
