@@ -18,6 +18,7 @@ PASSES: dict[str, str] = {
     "fuse_qkv": "optkit.passes.fuse_qkv:FuseQKV",
     "fuse_gate_up": "optkit.passes.fuse_gate_up:FuseGateUp",
     "fuse_add_rms_norm": "optkit.passes.fuse_add_rms_norm:FuseAddRMSNorm",
+    "prune_rows": "optkit.passes.prune_rows:PruneRows",
     "smoothquant": "optkit.passes.smoothquant:SmoothQuant",
     "int8": "optkit.passes.int8:Int8",
     "flash_attention": "optkit.passes.flash_attention:FlashAttention",
