@@ -1,0 +1,308 @@
+// Linear layers with int4 weights and int8 activations: packing, unpacking, and the loop over panels and rows.
+//
+// A weight is `code * scale + minimum` with code 0 .. 15 and a scale and minimum for each output channel and group of
+// input channels, or, symmetric, `(code - 8) * scale`. So a layer is
+//
+//     sum over groups of scale_x * (scale * sum((q - 128) * code) + minimum * sum(q - 128))
+//
+// whose inner sums are exact integers, the second one the same for all output channels: computed once a call (`sums`).
+//
+// The weight is packed into panels of 32 output channels as in int8.cpp, two steps to a byte: byte j of a pair of steps
+// holds byte j of the first step in its low half and byte j of the second in its high half. A panel is a sequence of
+// records, one a group: 32 scales, 32 minimums, the steps. So decode reads memory strictly forward, in one stream.
+//
+// Many rows: a panel is unpacked to int8 into scratch memory, once for each block of rows, and the int8 tiles do the
+// rest. Few rows with AVX512-VNNI: a tile of its own unpacks in registers (int4_avx512.cpp), since the weights then pass
+// only once. Both add the same integers and then the same floats in the same order (int8.cpp), so they give the same
+// bits.
+#include "int4.h"
+
+#include <cstring>
+
+#include "dispatch.h"
+#include "scratch.h"
+
+namespace optkit {
+namespace {
+
+constexpr int64_t FEW_ROWS = 8;  // up to here unpacking in registers is faster than through memory
+
+// -- rows ------------------------------------------------------------------------------------------------
+
+// What the tiles want of the activations; pieces of a thread's scratch memory.
+struct Rows {
+    float* scale;      // [M][groups]
+    float* sums;       // [M][groups]: scale * sum of the group's (q - 128)
+    int32_t* start;    // [M][groups]: where accumulators of few rows start
+    uint8_t* signed_q; // [M][k]: q - 128 as s8; null for many rows
+};
+
+Rows rows_in(void* memory, int64_t m, int64_t groups, bool few) {
+    auto* scale = static_cast<float*>(memory);
+    float* sums = scale + m * groups;
+    auto* start = reinterpret_cast<int32_t*>(sums + m * groups);
+    return {scale, sums, start, few ? reinterpret_cast<uint8_t*>(start + m * groups) : nullptr};
+}
+
+int64_t rows_bytes(int64_t m, int64_t groups, int64_t k, bool few) { return m * (groups * 12 + (few ? k : 0)); }
+
+OPTKIT_INLINE int32_t sum_of(const uint8_t* q, int64_t n) {
+    int32_t sum = 0;
+    for (int64_t i = 0; i < n; ++i) sum += q[i];
+    return sum;
+}
+
+OPTKIT_INLINE void prepare_row(const LinearW4A8& p, const Rows& rows, int64_t m) {
+    const int64_t group = p.group_steps * STEP, k = p.groups * group, shared = p.groups / p.scale_groups;
+    const uint8_t* q = p.q + m * p.q_stride;
+    for (int64_t g = 0; g < p.groups; ++g) {
+        const int32_t sum = (group == 32 ? sum_of(q + g * group, 32) : sum_of(q + g * group, group)) - 128 * group;
+        const float scale = p.scale[m * p.scale_groups + g / shared];
+        rows.scale[m * p.groups + g] = scale;
+        rows.sums[m * p.groups + g] = scale * static_cast<float>(sum);
+        rows.start[m * p.groups + g] = p.layout.minimum ? 0 : -8 * sum;
+    }
+    if (!rows.signed_q) return;
+    for (int64_t i = 0; i < k; ++i) rows.signed_q[m * k + i] = q[i] ^ 0x80;
+}
+
+// -- panels ----------------------------------------------------------------------------------------------
+
+// Exactly the number that `half`, an IEEE binary16, stands for. Subnormals go by a subtraction, not by way of float32
+// subnormals, which some processes flush to zero.
+OPTKIT_INLINE float to_float(uint16_t half) {
+    const uint32_t magnitude = static_cast<uint32_t>(half & 0x7fff) << 13, sign = static_cast<uint32_t>(half & 0x8000) << 16;
+    const uint32_t normal = magnitude + (112u << 23), shifted = magnitude + (113u << 23), one = 113u << 23;
+    float value, subnormal, base;
+    std::memcpy(&value, &normal, sizeof value);
+    std::memcpy(&subnormal, &shifted, sizeof subnormal);
+    std::memcpy(&base, &one, sizeof base);
+    value = magnitude < (1u << 23) ? subnormal - base : value;
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    bits |= sign;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+OPTKIT_INLINE void widen(const uint8_t* from, bool half, float* to) {
+    if (!half) {
+        std::memcpy(to, from, PANEL * sizeof(float));
+        return;
+    }
+    uint16_t values[PANEL];
+    std::memcpy(values, from, sizeof values);
+    for (int64_t c = 0; c < PANEL; ++c) to[c] = to_float(values[c]);
+}
+
+// A panel unpacked; pieces of a thread's scratch memory.
+struct Unpacked {
+    int8_t* weight;   // [steps][PANEL][STEP]
+    int32_t* offset;  // [groups][PANEL]
+    float* scale;     // [groups][PANEL]
+    float* minimum;   // [groups][PANEL]
+};
+
+Unpacked unpacked_in(void* memory, int64_t groups, int64_t k) {
+    auto* weight = static_cast<int8_t*>(memory);
+    auto* offset = reinterpret_cast<int32_t*>(weight + k * PANEL);
+    auto* scale = reinterpret_cast<float*>(offset + groups * PANEL);
+    return {weight, offset, scale, scale + groups * PANEL};
+}
+
+int64_t unpacked_bytes(int64_t groups, int64_t k) { return (k + groups * 12) * PANEL; }
+
+// One group's weights: codes, or code - 8 with `zero` 8; and their sums times -128.
+OPTKIT_INLINE void unpack_codes(const uint8_t* codes, int64_t steps, uint8_t zero, int8_t* weight, int32_t* offset) {
+    int16_t sums[STEP_BYTES] = {};
+    for (int64_t s = 0; s < steps; s += 2, codes += STEP_BYTES, weight += 2 * STEP_BYTES)
+        for (int64_t j = 0; j < STEP_BYTES; ++j) {
+            const auto low = static_cast<int8_t>((codes[j] & 15) - zero);
+            const auto high = static_cast<int8_t>((codes[j] >> 4) - zero);
+            weight[j] = low;
+            weight[STEP_BYTES + j] = high;
+            sums[j] += static_cast<int8_t>(low + high);
+        }
+    for (int64_t c = 0; c < PANEL; ++c)
+        offset[c] = -128 * (sums[4 * c] + sums[4 * c + 1] + sums[4 * c + 2] + sums[4 * c + 3]);
+}
+
+OPTKIT_INLINE void unpack_panel(const LinearW4A8& p, const uint8_t* records, const Unpacked& to) {
+    const int64_t group = p.group_steps * STEP_BYTES;
+    const uint8_t zero = p.layout.minimum ? 0 : 8;
+    for (int64_t g = 0; g < p.groups; ++g, records += p.layout.size(p.group_steps)) {
+        widen(records, p.layout.half, to.scale + g * PANEL);
+        if (p.layout.minimum) widen(records + p.layout.row(), p.layout.half, to.minimum + g * PANEL);
+        unpack_codes(records + p.layout.codes(), p.group_steps, zero, to.weight + g * group, to.offset + g * PANEL);
+    }
+}
+
+// -- variants: the same source, vectorized for each instruction set ---------------------------------------
+
+using Prepare = void (*)(const LinearW4A8&, const Rows&, int64_t);
+using Unpack = void (*)(const LinearW4A8&, const uint8_t*, const Unpacked&);
+
+void prepare_portable(const LinearW4A8& p, const Rows& rows, int64_t m) { prepare_row(p, rows, m); }
+void unpack_portable(const LinearW4A8& p, const uint8_t* records, const Unpacked& to) { unpack_panel(p, records, to); }
+#if OPTKIT_X86
+OPTKIT_AVX2 void prepare_avx2(const LinearW4A8& p, const Rows& rows, int64_t m) { prepare_row(p, rows, m); }
+OPTKIT_AVX2 void unpack_avx2(const LinearW4A8& p, const uint8_t* records, const Unpacked& to) {
+    unpack_panel(p, records, to);
+}
+OPTKIT_AVX512 void prepare_avx512(const LinearW4A8& p, const Rows& rows, int64_t m) { prepare_row(p, rows, m); }
+OPTKIT_AVX512 void unpack_avx512(const LinearW4A8& p, const uint8_t* records, const Unpacked& to) {
+    unpack_panel(p, records, to);
+}
+#endif
+
+struct Functions {
+    Prepare prepare;
+    Unpack unpack;
+    bool in_registers;  // there is a tile for few rows
+};
+
+Functions functions() {
+#if OPTKIT_X86
+    if (isa() == Isa::avx512_vnni) return {prepare_avx512, unpack_avx512, true};
+    if (isa() == Isa::avx2) return {prepare_avx2, unpack_avx2, false};
+#endif
+    return {prepare_portable, unpack_portable, false};
+}
+
+// -- the loop --------------------------------------------------------------------------------------------
+
+// Panels [from, to) for rows [row, row + rows), by way of scratch memory.
+void by_unpacking(const LinearW4A8& p, const Linear& view, const Functions& f, int64_t k, int64_t from, int64_t to,
+                  int64_t row, int64_t rows) {
+    thread_local Scratch scratch;
+    const Unpacked unpacked = unpacked_in(scratch.at_least(unpacked_bytes(p.groups, k)), p.groups, k);
+    const int64_t record = p.layout.size(p.group_steps), bytes = p.groups * record;
+    const Variant tiles = linear_variant();
+    for (int64_t i = from; i < to; ++i) {
+        const uint8_t* records = p.weight + i * bytes;
+        f.unpack(p, records, unpacked);
+        const float* minimum = p.layout.minimum ? unpacked.minimum : nullptr;
+        const Panel panel{i * PANEL, unpacked.weight, unpacked.offset, unpacked.scale, minimum,
+                          records + bytes, record / p.group_steps};
+        tiles(view, panel, row, rows);
+    }
+}
+
+void in_registers(const LinearW4A8& p, const Linear& view, const int32_t* start, int64_t from, int64_t to, int64_t row,
+                  int64_t rows) {
+#if OPTKIT_X86
+    const int64_t bytes = p.groups * p.layout.size(p.group_steps);
+    for (int64_t i = from; i < to; ++i)
+        linear_w4a8_avx512(view, start, p.weight + i * bytes, p.layout, i * PANEL, row, rows);
+#endif
+}
+
+// The layer as the tiles see it.
+Linear view_of(const LinearW4A8& p, const Rows& rows, int64_t k) {
+    Linear view{};
+    view.q = rows.signed_q ? rows.signed_q : p.q;
+    view.q_stride = rows.signed_q ? k : p.q_stride;
+    view.scale = rows.scale, view.sums = rows.sums;
+    view.bias = p.bias, view.out = p.out, view.n = p.n;
+    view.steps = p.groups * p.group_steps, view.groups = p.groups, view.group_steps = p.group_steps;
+    return view;
+}
+
+}  // namespace
+
+void linear_w4a8(const LinearW4A8& p, int64_t m, int64_t k, int threads) {
+    thread_local Scratch scratch;
+    const Functions f = functions();
+    const int64_t all_panels = divide_up(p.n, PANEL);
+    const Tasks tasks(m, all_panels, k, threads);
+    const bool few = f.in_registers && m <= FEW_ROWS;
+    const Rows rows = rows_in(scratch.at_least(rows_bytes(m, p.groups, k, few)), m, p.groups, few);
+    const Linear view = view_of(p, rows, k);
+    const bool prepare_alone = m <= FEW_ROWS;  // a barrier costs more
+    for (int64_t i = 0; prepare_alone && i < m; ++i) f.prepare(p, rows, i);
+#pragma omp parallel num_threads(threads) if (threads > 1 && tasks.count > 1)
+    {
+        if (!prepare_alone) {
+#pragma omp for schedule(static)
+            for (int64_t i = 0; i < m; ++i) f.prepare(p, rows, i);
+        }
+#pragma omp for schedule(dynamic, 1) nowait
+        for (int64_t task = 0; task < tasks.count; ++task) {
+            const int64_t row = task / tasks.across * tasks.rows, from = task % tasks.across * tasks.panels;
+            const int64_t here = std::min(tasks.rows, m - row), to = std::min(from + tasks.panels, all_panels);
+            if (few)
+                in_registers(p, view, rows.start, from, to, row, here);
+            else
+                by_unpacking(p, view, f, k, from, to, row, here);
+        }
+    }
+}
+
+namespace {
+
+// -- packing ---------------------------------------------------------------------------------------------
+
+// A weight as the graph holds it.
+struct Source {
+    const uint8_t* codes;    // [n][k / 2], the even channel of a pair in the low half
+    const uint8_t* scale;    // [n][groups], float16 or float32
+    const uint8_t* minimum;  // the same, or null
+    int64_t n, k, groups;
+};
+
+uint8_t code_at(const Source& w, int64_t channel, int64_t i) {
+    if (channel >= w.n) return 0;
+    const uint8_t two = w.codes[channel * (w.k / 2) + i / 2];
+    return i % 2 ? two >> 4 : two & 15;
+}
+
+// The 32 scales or minimums of a group.
+void pack_row(const uint8_t* values, const Source& w, int64_t first, int64_t g, int64_t size, uint8_t* packed) {
+    std::memset(packed, 0, PANEL * size);
+    for (int64_t c = 0; c < std::min(PANEL, w.n - first); ++c)
+        std::memcpy(packed + c * size, values + ((first + c) * w.groups + g) * size, size);
+}
+
+void pack_record(const Source& w, RecordLayout layout, int64_t first, int64_t g, uint8_t* packed) {
+    const int64_t size = layout.half ? 2 : 4, group = w.k / w.groups;
+    pack_row(w.scale, w, first, g, size, packed);
+    if (layout.minimum) pack_row(w.minimum, w, first, g, size, packed + layout.row());
+    uint8_t* codes = packed + layout.codes();
+    for (int64_t pair = 0; pair < group / (2 * STEP); ++pair)
+        for (int64_t j = 0; j < STEP_BYTES; ++j) {
+            const int64_t channel = first + j / STEP, i = g * group + pair * 2 * STEP + j % STEP;
+            codes[pair * STEP_BYTES + j] = code_at(w, channel, i) | code_at(w, channel, i + STEP) << 4;
+        }
+}
+
+}  // namespace
+}  // namespace optkit
+
+using namespace optkit;
+
+// Bytes of a packed weight [n, k]. `half` and `minimum` are 0 or 1, see RecordLayout.
+OPTKIT_API int64_t optkit_w4_bytes(int64_t n, int64_t k, int64_t groups, int half, int minimum) {
+    const RecordLayout layout{half != 0, minimum != 0};
+    return divide_up(n, PANEL) * groups * layout.size(k / groups / STEP);
+}
+
+// Pack codes [n, k / 2], two to a byte, and their scales [n, groups] into `blob` of optkit_w4_bytes bytes. `minimum` is
+// null for symmetric weights.
+OPTKIT_API void optkit_pack_w4(const uint8_t* codes, const uint8_t* scale, const uint8_t* minimum, uint8_t* blob,
+                               int64_t n, int64_t k, int64_t groups, int half, int threads) {
+    const Source w{codes, scale, minimum, n, k, groups};
+    const RecordLayout layout{half != 0, minimum != nullptr};
+    const int64_t size = layout.size(k / groups / STEP), records = divide_up(n, PANEL) * groups;
+#pragma omp parallel for num_threads(threads)
+    for (int64_t i = 0; i < records; ++i) pack_record(w, layout, i / groups * PANEL, i % groups, blob + i * size);
+}
+
+// reference.linear_w4a8 of q [m, k] with rows `q_stride` apart, groups a multiple of 8 channels: out [m, n]. `scale` is
+// [m, scale_groups], `bias` may be null.
+OPTKIT_API void optkit_linear_w4a8(const uint8_t* q, int64_t q_stride, const float* scale, const uint8_t* blob,
+                                   const float* bias, float* out, int64_t m, int64_t n, int64_t k, int64_t groups,
+                                   int64_t scale_groups, int half, int minimum, int threads) {
+    const LinearW4A8 p{q,    q_stride, scale, scale_groups, blob, {half != 0, minimum != 0}, bias, out, n, groups,
+                       k / groups / STEP};
+    if (m > 0 && n > 0) linear_w4a8(p, m, k, threads);
+}

@@ -1,0 +1,40 @@
+// The int4 linear layer: what its variants share. See int4.cpp for the layout.
+#pragma once
+
+#include "int8.h"
+
+namespace optkit {
+
+// Scales and minimums of one group of one panel, then its weights. Sizes in bytes.
+struct RecordLayout {
+    bool half;     // scales and minimums are float16, else float32
+    bool minimum;  // asymmetric: there are minimums
+
+    int64_t row() const { return PANEL * (half ? 2 : 4); }  // of scales, or of minimums
+    int64_t codes() const { return row() * (minimum ? 2 : 1); }  // where the weights start
+    int64_t size(int64_t group_steps) const { return codes() + group_steps * (STEP_BYTES / 2); }
+};
+
+struct LinearW4A8 {
+    const uint8_t* q;       // [M][q_stride], zero point 128
+    int64_t q_stride;       // at least k
+    const float* scale;     // [M][scale_groups]
+    int64_t scale_groups;   // divides groups
+    const uint8_t* weight;  // [panels][groups] records
+    RecordLayout layout;
+    const float* bias;      // [n] or null
+    float* out;             // [M][n]
+    int64_t n;
+    int64_t groups;
+    int64_t group_steps;    // even
+};
+
+// All of it: rows [0, m). `k` is 4 * groups * group_steps.
+void linear_w4a8(const LinearW4A8& p, int64_t m, int64_t k, int threads);
+
+// For few rows, unpacking in registers: out[row .. row + rows) of the panel whose records start at `records` and whose
+// first output channel is `first`. `p.q` holds q - 128 as s8 and `start` [M][groups] the accumulators' initial values.
+void linear_w4a8_avx512(const Linear& p, const int32_t* start, const uint8_t* records, RecordLayout layout,
+                        int64_t first, int64_t row, int64_t rows);
+
+}  // namespace optkit
