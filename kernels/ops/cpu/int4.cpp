@@ -25,7 +25,7 @@
 namespace optkit {
 namespace {
 
-constexpr int64_t FEW_ROWS = 8;  // up to here unpacking in registers is faster than through memory
+constexpr int64_t FEW_ROWS = 36;  // up to here unpacking in registers is faster than through memory
 
 // -- rows ------------------------------------------------------------------------------------------------
 
@@ -95,14 +95,6 @@ OPTKIT_INLINE void widen(const uint8_t* from, bool half, float* to) {
     for (int64_t c = 0; c < PANEL; ++c) to[c] = to_float(values[c]);
 }
 
-// A panel unpacked; pieces of a thread's scratch memory.
-struct Unpacked {
-    int8_t* weight;   // [steps][PANEL][STEP]
-    int32_t* offset;  // [groups][PANEL]
-    float* scale;     // [groups][PANEL]
-    float* minimum;   // [groups][PANEL]
-};
-
 Unpacked unpacked_in(void* memory, int64_t groups, int64_t k) {
     auto* weight = static_cast<int8_t*>(memory);
     auto* offset = reinterpret_cast<int32_t*>(weight + k * PANEL);
@@ -137,7 +129,7 @@ OPTKIT_INLINE void unpack_panel(const LinearW4A8& p, const uint8_t* records, con
     }
 }
 
-// -- variants: the same source, vectorized for each instruction set ---------------------------------------
+// -- variants --------------------------------------------------------------------------------------------
 
 using Prepare = void (*)(const LinearW4A8&, const Rows&, int64_t);
 using Unpack = void (*)(const LinearW4A8&, const uint8_t*, const Unpacked&);
@@ -150,9 +142,6 @@ OPTKIT_AVX2 void unpack_avx2(const LinearW4A8& p, const uint8_t* records, const 
     unpack_panel(p, records, to);
 }
 OPTKIT_AVX512 void prepare_avx512(const LinearW4A8& p, const Rows& rows, int64_t m) { prepare_row(p, rows, m); }
-OPTKIT_AVX512 void unpack_avx512(const LinearW4A8& p, const uint8_t* records, const Unpacked& to) {
-    unpack_panel(p, records, to);
-}
 #endif
 
 struct Functions {

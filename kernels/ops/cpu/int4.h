@@ -32,6 +32,16 @@ struct LinearW4A8 {
 // All of it: rows [0, m). `k` is 4 * groups * group_steps.
 void linear_w4a8(const LinearW4A8& p, int64_t m, int64_t k, int threads);
 
+// A panel unpacked: what `Panel` points to, in a thread's scratch memory.
+struct Unpacked {
+    int8_t* weight;
+    int32_t* offset;
+    float* scale;
+    float* minimum;
+};
+
+void unpack_avx512(const LinearW4A8& p, const uint8_t* records, const Unpacked& to);
+
 // For few rows, unpacking in registers: out[row .. row + rows) of the panel whose records start at `records` and whose
 // first output channel is `first`. `p.q` holds q - 128 as s8 and `start` [M][groups] the accumulators' initial values.
 void linear_w4a8_avx512(const Linear& p, const int32_t* start, const uint8_t* records, RecordLayout layout,
