@@ -20,6 +20,7 @@ PASSES: dict[str, str] = {
     "fuse_add_rms_norm": "optkit.passes.fuse_add_rms_norm:FuseAddRMSNorm",
     "smoothquant": "optkit.passes.smoothquant:SmoothQuant",
     "int8": "optkit.passes.int8:Int8",
+    "w4a8": "optkit.passes.w4a8:W4A8",
     "flash_attention": "optkit.passes.flash_attention:FlashAttention",
     "compile": "optkit.passes.compile:Compile",
 }

@@ -163,6 +163,7 @@ def linear_w4a8(
     Sums over a group are exact: in float64 here, which holds every int32. Groups are added in float32, in order, each
     its products and then its minimum times the sum of its activations.
     """
+    check_int4(q, scale, weight, weight_scale, weight_minimum, bias)
     groups = weight_scale.shape[1]
     left = (q.to(torch.float64) - ACTIVATION_ZERO_POINT).unflatten(1, (groups, -1))  # [T, G, g]
     right = unpack_int4(weight).to(torch.float64).unflatten(1, (groups, -1))  # [N, G, g]
@@ -177,6 +178,32 @@ def linear_w4a8(
             sums = left[:, g].sum(dim=1, keepdim=True).to(torch.float32)
             out += sums * scale[:, g : g + 1] * weight_minimum[:, g].to(torch.float32)
     return out if bias is None else out + bias
+
+
+def check_int4(
+    q: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    weight_minimum: Tensor | None,
+    bias: Tensor | None,
+) -> None:
+    """What kernels that take raw pointers rely on, and what broadcasting would let pass.
+
+    Raises:
+        ValueError: a tensor has another shape or type than ``linear_w4a8`` says.
+    """
+    (n, words), groups, activation_groups = weight.shape, weight_scale.shape[1], scale.shape[1]
+    if weight.dtype != torch.int32 or words * INT4_PER_WORD != q.shape[1]:
+        raise ValueError(f"{q.shape[1]} channels need int4 codes in {q.shape[1] // INT4_PER_WORD} int32")
+    if q.shape[1] % groups or groups % activation_groups or scale.shape[0] != q.shape[0]:
+        raise ValueError(
+            f"{groups} weight and {activation_groups} activation groups of {q.shape[1]} channels"
+        )
+    if any(t is not None and t.shape != (n, groups) for t in (weight_scale, weight_minimum)):
+        raise ValueError(f"scales and minimums must be [{n}, {groups}]")
+    if bias is not None and bias.shape != (n,):
+        raise ValueError(f"the bias must be [{n}]")
 
 
 def pack_int4(codes: Tensor) -> Tensor:

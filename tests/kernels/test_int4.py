@@ -112,6 +112,30 @@ def test_reference_is_a_product_of_dequantized_values(asymmetric: bool, activati
     torch.testing.assert_close(dequantized.double(), weight, atol=1e-7, rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("position", "value"),
+    [
+        (0, torch.zeros(5, 184, dtype=torch.uint8)),
+        (1, torch.ones(4, 6)),
+        (1, torch.ones(5, 4)),
+        (2, torch.zeros(10, 24, dtype=torch.uint8)),
+        (2, torch.zeros(10, 23, dtype=torch.int32)),
+        (3, torch.ones(1, 6)),
+        (3, torch.ones(10, 5)),
+        (4, torch.ones(1, 6)),
+        (5, torch.ones(1)),
+    ],
+)
+def test_shapes_that_would_broadcast_are_refused(position: int, value: Tensor) -> None:
+    layer = Layer(192, 10, 32)
+    q, scale = reference.quantize_per_token(torch.randn(5, 192), 32)
+    arguments = [q, scale, layer.weight, layer.scale, layer.minimum, torch.zeros(10)]
+    reference.linear_w4a8(*arguments)
+    arguments[position] = value
+    with pytest.raises(ValueError):
+        reference.linear_w4a8(*arguments)
+
+
 # -- the kernel ------------------------------------------------------------------------------------------
 
 
