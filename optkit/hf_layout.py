@@ -1,8 +1,9 @@
 """Writes a graph as a Hugging Face model directory: what transformers and vLLM load.
 
-Tensors keep their checkpoint names. Quantized layers are compressed-tensors ``int-quantized``: int8 ``weight``
-and ``weight_scale`` [N, G], described by ``quantization_config`` in config.json. An output head that was tied to
-the embedding and is now quantized becomes a tensor of its own, so the config unties it.
+Tensors keep their checkpoint names. Quantized layers are in the formats of compressed-tensors, ``int-quantized`` (int8
+``weight`` and ``weight_scale`` [N, G]) and ``pack-quantized`` (int4_layout.py), described by ``quantization_config`` in
+config.json. An output head that was tied to the embedding and is now quantized becomes a tensor of its own, so
+the config unties it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any
 from optkit.checkpoint import validate_checkpoint
 from optkit.checkpoint_tensors import TensorFiles, changed_tensors, save_shards
 from optkit.graph.ir import Graph
-from optkit.kernels import reference
+from optkit.int4_layout import model_tensors
+from optkit.quantization_config import quantization_config, quantized_modules
 
 # Files of the source that describe text, not weights; each is copied if it is there.
 TEXT_FILES = (
@@ -38,7 +40,8 @@ def write_model(graph: Graph, source: Path, directory: Path) -> None:
     info = validate_checkpoint(source)
     files = TensorFiles(source, info)
     changed = changed_tensors(graph, files)
-    tensors = {name: files[name] for name in files.names() - set(changed)} | changed
+    kept = {name: files[name] for name in files.names() - set(changed)}
+    tensors = model_tensors(graph, kept | changed)
     placed = save_shards(tensors, directory)
     if len(set(placed.values())) > 1:
         index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": placed}
@@ -51,56 +54,12 @@ def write_model(graph: Graph, source: Path, directory: Path) -> None:
 
 def model_config(graph: Graph, config: dict[str, Any]) -> dict[str, Any]:
     """config.json of the optimized model."""
-    quantized = set(modules(graph, reference.linear_w8a8, 2))
-    if not quantized:
-        return config
-    ignore = sorted(set(modules(graph, reference.linear, 1)))
-    config = {**config, "quantization_config": int8_config(ignore, int8_group_size(graph))}
-    if graph.meta.output_embedding in quantized:
-        config["tie_word_embeddings"] = False
+    quantization = quantization_config(graph)
+    if quantization is not None:
+        config = {**config, "quantization_config": quantization}
+    if graph.meta.output_embedding in quantized_modules(graph):
+        config = {**config, "tie_word_embeddings": False}
     return config
-
-
-def modules(graph: Graph, op: Any, position: int) -> list[str]:
-    """Checkpoint modules whose weight is argument ``position`` of an ``op``, fused ones spelled out."""
-    names = []
-    for node in graph.calls(op):
-        weight = graph.weight_of(node.args[position])
-        if weight is None or weight.origin is None:
-            continue
-        tied = str(node.args[position].target) == graph.meta.input_embedding
-        parts = [part.name.rpartition(".")[0] for part in weight.origin.parts]
-        names += [graph.meta.output_embedding] if tied else parts
-    return names
-
-
-def int8_group_size(graph: Graph) -> int:
-    """Channels that share a scale in the graph's int8 layers; 0 for per-channel weights and per-token activations."""
-    for node in graph.calls(reference.linear_w8a8):
-        weight, scale = (graph.weights[str(node.args[i].target)].value for i in (2, 3))
-        return 0 if scale.shape[1] == 1 else weight.shape[1] // scale.shape[1]
-    return 0
-
-
-def int8_config(ignore: list[str], group_size: int) -> dict[str, Any]:
-    """compressed-tensors' description of W8A8: per-channel or grouped weights, dynamic activations."""
-    common = {"num_bits": 8, "type": "int", "symmetric": True}
-    weights: dict[str, Any] = {"strategy": "channel"}
-    if group_size:
-        weights = {"strategy": "group", "group_size": group_size}
-    group = {
-        "targets": ["Linear"],
-        "weights": {**common, **weights, "dynamic": False},
-        "input_activations": {**common, "strategy": "token", "dynamic": True},
-        "format": "int-quantized",
-    }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized",
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": ignore,
-    }
 
 
 def write_json(file: Path, content: Any) -> None:
