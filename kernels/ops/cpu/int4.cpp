@@ -29,22 +29,20 @@ constexpr int64_t FEW_ROWS = 36;  // up to here unpacking in registers is faster
 
 // -- rows ------------------------------------------------------------------------------------------------
 
-// What the tiles want of the activations; pieces of a thread's scratch memory.
+// What the tiles want of some activations; pieces of a thread's scratch memory.
 struct Rows {
-    float* scale;      // [M][groups]
-    float* sums;       // [M][groups]: scale * sum of the group's (q - 128)
-    int32_t* start;    // [M][groups]: where accumulators of few rows start
-    uint8_t* signed_q; // [M][k]: q - 128 as s8; null for many rows
+    float* scale;       // [rows][groups]
+    float* sums;        // [rows][groups]: scale * sum of the group's (q - 128)
+    int32_t* start;     // [rows][groups]: where accumulators of few rows start
+    uint8_t* signed_q;  // [rows][k]: q - 128 as s8; null for many rows
 };
 
-Rows rows_in(void* memory, int64_t m, int64_t groups, bool few) {
-    auto* scale = static_cast<float*>(memory);
-    float* sums = scale + m * groups;
-    auto* start = reinterpret_cast<int32_t*>(sums + m * groups);
-    return {scale, sums, start, few ? reinterpret_cast<uint8_t*>(start + m * groups) : nullptr};
+Rows rows_in(Scratch& scratch, int64_t rows, int64_t groups, int64_t k, bool few) {
+    auto* scale = static_cast<float*>(scratch.at_least(rows * (groups * 12 + (few ? k : 0))));
+    float* sums = scale + rows * groups;
+    auto* start = reinterpret_cast<int32_t*>(sums + rows * groups);
+    return {scale, sums, start, few ? reinterpret_cast<uint8_t*>(start + rows * groups) : nullptr};
 }
-
-int64_t rows_bytes(int64_t m, int64_t groups, int64_t k, bool few) { return m * (groups * 12 + (few ? k : 0)); }
 
 OPTKIT_INLINE int32_t sum_of(const uint8_t* q, int64_t n) {
     int32_t sum = 0;
@@ -52,18 +50,23 @@ OPTKIT_INLINE int32_t sum_of(const uint8_t* q, int64_t n) {
     return sum;
 }
 
-OPTKIT_INLINE void prepare_row(const LinearW4A8& p, const Rows& rows, int64_t m) {
+OPTKIT_INLINE void prepare_row(const LinearW4A8& p, int64_t m, const Rows& to, int64_t row) {
     const int64_t group = p.group_steps * STEP, k = p.groups * group, shared = p.groups / p.scale_groups;
     const uint8_t* q = p.q + m * p.q_stride;
     for (int64_t g = 0; g < p.groups; ++g) {
         const int32_t sum = (group == 32 ? sum_of(q + g * group, 32) : sum_of(q + g * group, group)) - 128 * group;
         const float scale = p.scale[m * p.scale_groups + g / shared];
-        rows.scale[m * p.groups + g] = scale;
-        rows.sums[m * p.groups + g] = scale * static_cast<float>(sum);
-        rows.start[m * p.groups + g] = p.layout.minimum ? 0 : -8 * sum;
+        to.scale[row * p.groups + g] = scale;
+        to.sums[row * p.groups + g] = scale * static_cast<float>(sum);
+        to.start[row * p.groups + g] = p.layout.minimum ? 0 : -8 * sum;
     }
-    if (!rows.signed_q) return;
-    for (int64_t i = 0; i < k; ++i) rows.signed_q[m * k + i] = q[i] ^ 0x80;
+    if (!to.signed_q) return;
+    for (int64_t i = 0; i < k; ++i) to.signed_q[row * k + i] = q[i] ^ 0x80;
+}
+
+// Rows [m, m + count) of the layer become rows [0, count).
+OPTKIT_INLINE void prepare_rows(const LinearW4A8& p, int64_t m, int64_t count, const Rows& to) {
+    for (int64_t row = 0; row < count; ++row) prepare_row(p, m + row, to, row);
 }
 
 // -- panels ----------------------------------------------------------------------------------------------
@@ -131,17 +134,21 @@ OPTKIT_INLINE void unpack_panel(const LinearW4A8& p, const uint8_t* records, con
 
 // -- variants --------------------------------------------------------------------------------------------
 
-using Prepare = void (*)(const LinearW4A8&, const Rows&, int64_t);
+using Prepare = void (*)(const LinearW4A8&, int64_t, int64_t, const Rows&);
 using Unpack = void (*)(const LinearW4A8&, const uint8_t*, const Unpacked&);
 
-void prepare_portable(const LinearW4A8& p, const Rows& rows, int64_t m) { prepare_row(p, rows, m); }
+void prepare_portable(const LinearW4A8& p, int64_t m, int64_t count, const Rows& to) { prepare_rows(p, m, count, to); }
 void unpack_portable(const LinearW4A8& p, const uint8_t* records, const Unpacked& to) { unpack_panel(p, records, to); }
 #if OPTKIT_X86
-OPTKIT_AVX2 void prepare_avx2(const LinearW4A8& p, const Rows& rows, int64_t m) { prepare_row(p, rows, m); }
+OPTKIT_AVX2 void prepare_avx2(const LinearW4A8& p, int64_t m, int64_t count, const Rows& to) {
+    prepare_rows(p, m, count, to);
+}
 OPTKIT_AVX2 void unpack_avx2(const LinearW4A8& p, const uint8_t* records, const Unpacked& to) {
     unpack_panel(p, records, to);
 }
-OPTKIT_AVX512 void prepare_avx512(const LinearW4A8& p, const Rows& rows, int64_t m) { prepare_row(p, rows, m); }
+OPTKIT_AVX512 void prepare_avx512(const LinearW4A8& p, int64_t m, int64_t count, const Rows& to) {
+    prepare_rows(p, m, count, to);
+}
 #endif
 
 struct Functions {
@@ -160,41 +167,45 @@ Functions functions() {
 
 // -- the loop --------------------------------------------------------------------------------------------
 
-// Panels [from, to) for rows [row, row + rows), by way of scratch memory.
-void by_unpacking(const LinearW4A8& p, const Linear& view, const Functions& f, int64_t k, int64_t from, int64_t to,
-                  int64_t row, int64_t rows) {
-    thread_local Scratch scratch;
-    const Unpacked unpacked = unpacked_in(scratch.at_least(unpacked_bytes(p.groups, k)), p.groups, k);
-    const int64_t record = p.layout.size(p.group_steps), bytes = p.groups * record;
+// Prepared rows, of which the first is the layer's row `m`, as the tiles see them: a layer of its own.
+Linear view_of(const LinearW4A8& p, int64_t m, const Rows& rows) {
+    Linear view{};
+    view.q = rows.signed_q ? rows.signed_q : p.q + m * p.q_stride;
+    view.q_stride = rows.signed_q ? p.groups * p.group_steps * STEP : p.q_stride;
+    view.scale = rows.scale, view.sums = rows.sums;
+    view.bias = p.bias, view.out = p.out + m * p.n, view.n = p.n;
+    view.steps = p.groups * p.group_steps, view.groups = p.groups, view.group_steps = p.group_steps;
+    return view;
+}
+
+// Panels [from, to) for rows [m, m + count), by way of scratch memory. Every task prepares its rows itself: that is
+// little beside the products, and a barrier after a common preparation may wait for a thread that isn't running.
+void by_unpacking(const LinearW4A8& p, const Functions& f, int64_t from, int64_t to, int64_t m, int64_t count) {
+    thread_local Scratch row_scratch, panel_scratch;
+    const int64_t k = p.groups * p.group_steps * STEP, record = p.layout.size(p.group_steps), bytes = p.groups * record;
+    const Rows rows = rows_in(row_scratch, count, p.groups, k, false);
+    const Unpacked unpacked = unpacked_in(panel_scratch.at_least(unpacked_bytes(p.groups, k)), p.groups, k);
+    const Linear view = view_of(p, m, rows);
     const Variant tiles = linear_variant();
+    f.prepare(p, m, count, rows);
     for (int64_t i = from; i < to; ++i) {
         const uint8_t* records = p.weight + i * bytes;
         f.unpack(p, records, unpacked);
         const float* minimum = p.layout.minimum ? unpacked.minimum : nullptr;
         const Panel panel{i * PANEL, unpacked.weight, unpacked.offset, unpacked.scale, minimum,
                           records + bytes, record / p.group_steps};
-        tiles(view, panel, row, rows);
+        tiles(view, panel, 0, count);
     }
 }
 
-void in_registers(const LinearW4A8& p, const Linear& view, const int32_t* start, int64_t from, int64_t to, int64_t row,
-                  int64_t rows) {
+// The same for few rows, which `view` and `start` hold prepared.
+void in_registers(const LinearW4A8& p, const Linear& view, const int32_t* start, int64_t from, int64_t to, int64_t m,
+                  int64_t count) {
 #if OPTKIT_X86
     const int64_t bytes = p.groups * p.layout.size(p.group_steps);
     for (int64_t i = from; i < to; ++i)
-        linear_w4a8_avx512(view, start, p.weight + i * bytes, p.layout, i * PANEL, row, rows);
+        linear_w4a8_avx512(view, start, p.weight + i * bytes, p.layout, i * PANEL, m, count);
 #endif
-}
-
-// The layer as the tiles see it.
-Linear view_of(const LinearW4A8& p, const Rows& rows, int64_t k) {
-    Linear view{};
-    view.q = rows.signed_q ? rows.signed_q : p.q;
-    view.q_stride = rows.signed_q ? k : p.q_stride;
-    view.scale = rows.scale, view.sums = rows.sums;
-    view.bias = p.bias, view.out = p.out, view.n = p.n;
-    view.steps = p.groups * p.group_steps, view.groups = p.groups, view.group_steps = p.group_steps;
-    return view;
 }
 
 }  // namespace
@@ -205,25 +216,17 @@ void linear_w4a8(const LinearW4A8& p, int64_t m, int64_t k, int threads) {
     const int64_t all_panels = divide_up(p.n, PANEL);
     const Tasks tasks(m, all_panels, k, threads);
     const bool few = f.in_registers && m <= FEW_ROWS;
-    const Rows rows = rows_in(scratch.at_least(rows_bytes(m, p.groups, k, few)), m, p.groups, few);
-    const Linear view = view_of(p, rows, k);
-    const bool prepare_alone = m <= FEW_ROWS;  // a barrier costs more
-    for (int64_t i = 0; prepare_alone && i < m; ++i) f.prepare(p, rows, i);
-#pragma omp parallel num_threads(threads) if (threads > 1 && tasks.count > 1)
-    {
-        if (!prepare_alone) {
-#pragma omp for schedule(static)
-            for (int64_t i = 0; i < m; ++i) f.prepare(p, rows, i);
-        }
-#pragma omp for schedule(dynamic, 1) nowait
-        for (int64_t task = 0; task < tasks.count; ++task) {
-            const int64_t row = task / tasks.across * tasks.rows, from = task % tasks.across * tasks.panels;
-            const int64_t here = std::min(tasks.rows, m - row), to = std::min(from + tasks.panels, all_panels);
-            if (few)
-                in_registers(p, view, rows.start, from, to, row, here);
-            else
-                by_unpacking(p, view, f, k, from, to, row, here);
-        }
+    const Rows rows = few ? rows_in(scratch, m, p.groups, k, true) : Rows{};
+    const Linear view = view_of(p, 0, rows);
+    if (few) f.prepare(p, 0, m, rows);
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1 && tasks.count > 1)
+    for (int64_t task = 0; task < tasks.count; ++task) {
+        const int64_t row = task / tasks.across * tasks.rows, from = task % tasks.across * tasks.panels;
+        const int64_t count = std::min(tasks.rows, m - row), to = std::min(from + tasks.panels, all_panels);
+        if (few)
+            in_registers(p, view, rows.start, from, to, row, count);
+        else
+            by_unpacking(p, f, from, to, row, count);
     }
 }
 
