@@ -12,7 +12,7 @@
 // records, one a group: 32 scales, 32 minimums, the steps. So decode reads memory strictly forward, in one stream.
 //
 // Many rows: a panel is unpacked to int8 into scratch memory, once for each block of rows, and the int8 tiles do the
-// rest. Few rows with AVX512-VNNI: a tile of its own unpacks in registers (int4_avx512.cpp), since the weights then pass
+// rest. Few rows: tiles of their own unpack in registers (int4_avx512.cpp, int4_avx2.cpp), since the weights then pass
 // only once. Both add the same integers and then the same floats in the same order (int8.cpp), so they give the same
 // bits.
 #include "int4.h"
@@ -71,33 +71,6 @@ OPTKIT_INLINE void prepare_rows(const LinearW4A8& p, int64_t m, int64_t count, c
 
 // -- panels ----------------------------------------------------------------------------------------------
 
-// Exactly the number that `half`, an IEEE binary16, stands for. Subnormals go by a subtraction, not by way of float32
-// subnormals, which some processes flush to zero.
-OPTKIT_INLINE float to_float(uint16_t half) {
-    const uint32_t magnitude = static_cast<uint32_t>(half & 0x7fff) << 13, sign = static_cast<uint32_t>(half & 0x8000) << 16;
-    const uint32_t normal = magnitude + (112u << 23), shifted = magnitude + (113u << 23), one = 113u << 23;
-    float value, subnormal, base;
-    std::memcpy(&value, &normal, sizeof value);
-    std::memcpy(&subnormal, &shifted, sizeof subnormal);
-    std::memcpy(&base, &one, sizeof base);
-    value = magnitude < (1u << 23) ? subnormal - base : value;
-    uint32_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    bits |= sign;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-OPTKIT_INLINE void widen(const uint8_t* from, bool half, float* to) {
-    if (!half) {
-        std::memcpy(to, from, PANEL * sizeof(float));
-        return;
-    }
-    uint16_t values[PANEL];
-    std::memcpy(values, from, sizeof values);
-    for (int64_t c = 0; c < PANEL; ++c) to[c] = to_float(values[c]);
-}
-
 Unpacked unpacked_in(void* memory, int64_t groups, int64_t k) {
     auto* weight = static_cast<int8_t*>(memory);
     auto* offset = reinterpret_cast<int32_t*>(weight + k * PANEL);
@@ -154,15 +127,15 @@ OPTKIT_AVX512 void prepare_avx512(const LinearW4A8& p, int64_t m, int64_t count,
 struct Functions {
     Prepare prepare;
     Unpack unpack;
-    bool in_registers;  // there is a tile for few rows
+    FewRows few_rows;  // null: there is no tile for few rows
 };
 
 Functions functions() {
 #if OPTKIT_X86
-    if (isa() == Isa::avx512_vnni) return {prepare_avx512, unpack_avx512, true};
-    if (isa() == Isa::avx2) return {prepare_avx2, unpack_avx2, false};
+    if (isa() == Isa::avx512_vnni) return {prepare_avx512, unpack_avx512, linear_w4a8_avx512};
+    if (isa() == Isa::avx2) return {prepare_avx2, unpack_avx2, linear_w4a8_avx2};
 #endif
-    return {prepare_portable, unpack_portable, false};
+    return {prepare_portable, unpack_portable, nullptr};
 }
 
 // -- the loop --------------------------------------------------------------------------------------------
@@ -199,13 +172,10 @@ void by_unpacking(const LinearW4A8& p, const Functions& f, int64_t from, int64_t
 }
 
 // The same for few rows, which `view` and `start` hold prepared.
-void in_registers(const LinearW4A8& p, const Linear& view, const int32_t* start, int64_t from, int64_t to, int64_t m,
-                  int64_t count) {
-#if OPTKIT_X86
+void in_registers(const LinearW4A8& p, FewRows tiles, const Linear& view, const int32_t* start, int64_t from,
+                  int64_t to, int64_t m, int64_t count) {
     const int64_t bytes = p.groups * p.layout.size(p.group_steps);
-    for (int64_t i = from; i < to; ++i)
-        linear_w4a8_avx512(view, start, p.weight + i * bytes, p.layout, i * PANEL, m, count);
-#endif
+    for (int64_t i = from; i < to; ++i) tiles(view, start, p.weight + i * bytes, p.layout, i * PANEL, m, count);
 }
 
 }  // namespace
@@ -215,7 +185,7 @@ void linear_w4a8(const LinearW4A8& p, int64_t m, int64_t k, int threads) {
     const Functions f = functions();
     const int64_t all_panels = divide_up(p.n, PANEL);
     const Tasks tasks(m, all_panels, k, threads);
-    const bool few = f.in_registers && m <= FEW_ROWS;
+    const bool few = f.few_rows && m <= FEW_ROWS;
     const Rows rows = few ? rows_in(scratch, m, p.groups, k, true) : Rows{};
     const Linear view = view_of(p, 0, rows);
     if (few) f.prepare(p, 0, m, rows);
@@ -224,7 +194,7 @@ void linear_w4a8(const LinearW4A8& p, int64_t m, int64_t k, int threads) {
         const int64_t row = task / tasks.across * tasks.rows, from = task % tasks.across * tasks.panels;
         const int64_t count = std::min(tasks.rows, m - row), to = std::min(from + tasks.panels, all_panels);
         if (few)
-            in_registers(p, view, rows.start, from, to, row, count);
+            in_registers(p, f.few_rows, view, rows.start, from, to, row, count);
         else
             by_unpacking(p, f, from, to, row, count);
     }

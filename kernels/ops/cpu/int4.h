@@ -1,6 +1,9 @@
 // The int4 linear layer: what its variants share. See int4.cpp for the layout.
 #pragma once
 
+#include <cstring>
+
+#include "dispatch.h"
 #include "int8.h"
 
 namespace optkit {
@@ -44,7 +47,39 @@ void unpack_avx512(const LinearW4A8& p, const uint8_t* records, const Unpacked& 
 
 // For few rows, unpacking in registers: out[row .. row + rows) of the panel whose records start at `records` and whose
 // first output channel is `first`. `p.q` holds q - 128 as s8 and `start` [M][groups] the accumulators' initial values.
+using FewRows = void (*)(const Linear& p, const int32_t* start, const uint8_t* records, RecordLayout layout,
+                         int64_t first, int64_t row, int64_t rows);
+void linear_w4a8_avx2(const Linear& p, const int32_t* start, const uint8_t* records, RecordLayout layout,
+                      int64_t first, int64_t row, int64_t rows);
 void linear_w4a8_avx512(const Linear& p, const int32_t* start, const uint8_t* records, RecordLayout layout,
                         int64_t first, int64_t row, int64_t rows);
+
+// Exactly the number that `half`, an IEEE binary16, stands for. Subnormals go by a subtraction, not by way of float32
+// subnormals, which some processes flush to zero.
+OPTKIT_INLINE float to_float(uint16_t half) {
+    const uint32_t magnitude = static_cast<uint32_t>(half & 0x7fff) << 13, sign = static_cast<uint32_t>(half & 0x8000) << 16;
+    const uint32_t normal = magnitude + (112u << 23), shifted = magnitude + (113u << 23), one = 113u << 23;
+    float value, subnormal, base;
+    std::memcpy(&value, &normal, sizeof value);
+    std::memcpy(&subnormal, &shifted, sizeof subnormal);
+    std::memcpy(&base, &one, sizeof base);
+    value = magnitude < (1u << 23) ? subnormal - base : value;
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    bits |= sign;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+// The 32 scales or minimums of a record at `from`.
+OPTKIT_INLINE void widen(const uint8_t* from, bool half, float* to) {
+    if (!half) {
+        std::memcpy(to, from, PANEL * sizeof(float));
+        return;
+    }
+    uint16_t values[PANEL];
+    std::memcpy(values, from, sizeof values);
+    for (int64_t c = 0; c < PANEL; ++c) to[c] = to_float(values[c]);
+}
 
 }  // namespace optkit

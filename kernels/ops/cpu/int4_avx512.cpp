@@ -106,7 +106,7 @@ OPTKIT_AVX512 OPTKIT_INLINE Lanes unpack_two_steps(Lanes sums, const uint8_t* at
     return dot(dot(sums, zero_point, first), zero_point, second);
 }
 
-OPTKIT_AVX512 OPTKIT_INLINE void widen(const uint8_t* at, bool half, float* to) {
+OPTKIT_AVX512 OPTKIT_INLINE void widen_row(const uint8_t* at, bool half, float* to) {
     _mm512_storeu_ps(to, widened(at, half, 0));
     _mm512_storeu_ps(to + 16, widened(at, half, 1));
 }
@@ -121,8 +121,8 @@ OPTKIT_AVX512 void unpack_avx512(const LinearW4A8& p, const uint8_t* records, co
     const __m512i zero = _mm512_set1_epi8(layout.minimum ? 0 : 8);
     int8_t* weight = to.weight;
     for (int64_t g = 0; g < p.groups; ++g, records += layout.size(p.group_steps)) {
-        widen(records, layout.half, to.scale + g * PANEL);
-        if (layout.minimum) widen(records + layout.row(), layout.half, to.minimum + g * PANEL);
+        widen_row(records, layout.half, to.scale + g * PANEL);
+        if (layout.minimum) widen_row(records + layout.row(), layout.half, to.minimum + g * PANEL);
         const uint8_t* codes = records + layout.codes();
         Lanes left{}, right{};
         for (int64_t s = 0; s < p.group_steps; s += 2, codes += STEP_BYTES, weight += 2 * STEP_BYTES) {
