@@ -72,8 +72,7 @@ class LinearQuantization(Pass):
     def why_not(self, graph: Graph, node: fx.Node, name: str, ctx: PassContext) -> str | None:
         if name == graph.meta.output_embedding and not self.config.lm_head:
             return "the output head stays in float (lm_head: false)"
-        members = [part.name.rpartition(".")[0] for part in origin_of(graph, node)] + [name]
-        if any(matches(pattern, member) for pattern in self.config.ignore for member in members):
+        if listed(self.config.ignore, graph, node, name):
             return "on the ignore list"
         weight = graph.weight_of(node.args[1])
         if weight is None or weight.origin is None or weight.value.dtype != torch.float32:
@@ -131,6 +130,12 @@ def add_weights(graph: Graph, source: str, site: str, tensors: Mapping[str, Tens
 def origin_of(graph: Graph, node: fx.Node) -> tuple[Part, ...]:
     weight = graph.weight_of(node.args[1])
     return weight.origin.parts if weight is not None and weight.origin is not None else ()
+
+
+def listed(patterns: list[str], graph: Graph, node: fx.Node, name: str) -> bool:
+    """True when one of ``patterns`` names site ``name`` or a module that was fused into it."""
+    members = [part.name.rpartition(".")[0] for part in origin_of(graph, node)] + [name]
+    return any(matches(pattern, member) for pattern in patterns for member in members)
 
 
 def matches(pattern: str, name: str) -> bool:

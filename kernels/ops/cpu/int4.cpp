@@ -159,7 +159,7 @@ void by_unpacking(const LinearW4A8& p, const Functions& f, int64_t from, int64_t
     const Rows rows = rows_in(row_scratch, count, p.groups, k, false);
     const Unpacked unpacked = unpacked_in(panel_scratch.at_least(unpacked_bytes(p.groups, k)), p.groups, k);
     const Linear view = view_of(p, m, rows);
-    const Variant tiles = linear_variant();
+    const LinearRows tiles = linear_rows();
     f.prepare(p, m, count, rows);
     for (int64_t i = from; i < to; ++i) {
         const uint8_t* records = p.weight + i * bytes;

@@ -47,7 +47,7 @@ void linear_portable(const Linear& p, const Panel& panel, int64_t row, int64_t r
     }
 }
 
-Variant linear_variant() {
+LinearRows linear_rows() {
 #if OPTKIT_X86
     if (isa() == Isa::avx512_vnni) return linear_avx512;
     if (isa() == Isa::avx2) return linear_avx2;
@@ -55,20 +55,16 @@ Variant linear_variant() {
     return linear_portable;
 }
 
-namespace {
-
 Panel panel_of(const Linear& p, int64_t i) {
     const int64_t group = i * p.groups * PANEL, bytes = p.steps * STEP_BYTES;
     const int8_t* weight = p.weight + i * bytes;
     return {i * PANEL, weight, p.offset + group, p.weight_scale + group, nullptr, weight + bytes, STEP_BYTES};
 }
 
-}  // namespace
-
 void linear_w8a8(const Linear& p, int64_t m, int64_t k, int threads) {
     const int64_t all_panels = divide_up(p.n, PANEL);
     const Tasks tasks(m, all_panels, k, threads);
-    const Variant rows_of_panel = linear_variant();
+    const LinearRows rows_of_panel = linear_rows();
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1 && tasks.count > 1)
     for (int64_t task = 0; task < tasks.count; ++task) {
         const int64_t row = task / tasks.across * tasks.rows, panel = task % tasks.across * tasks.panels;

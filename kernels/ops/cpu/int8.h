@@ -32,14 +32,17 @@ struct Panel {
     int64_t next_step;
 };
 
+// Panel `i` of an int8 weight.
+Panel panel_of(const Linear& p, int64_t i);
+
 // out[row .. row + rows) of one panel. Each row's result depends on nothing but that row.
-using Variant = void (*)(const Linear&, const Panel&, int64_t row, int64_t rows);
+using LinearRows = void (*)(const Linear&, const Panel&, int64_t row, int64_t rows);
 void linear_portable(const Linear& p, const Panel& panel, int64_t row, int64_t rows);
 void linear_avx2(const Linear& p, const Panel& panel, int64_t row, int64_t rows);
 void linear_avx512(const Linear& p, const Panel& panel, int64_t row, int64_t rows);
 
-// The fastest of them here.
-Variant linear_variant();
+// The variant of the instruction set in use.
+LinearRows linear_rows();
 
 // All of it: rows [0, m). `k` is 4 * steps.
 void linear_w8a8(const Linear& p, int64_t m, int64_t k, int threads);
