@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -62,12 +63,27 @@ def running(command: Sequence[str], port: int, timeout: float = START_TIMEOUT) -
     Raises:
         UserError: the server exited, or was not healthy within ``timeout`` seconds.
     """
+    with started(command, port, timeout) as server:
+        yield server.url
+
+
+@dataclass(frozen=True)
+class Server:
+    """A healthy server and its process, the leader of a process group of its own."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+
+
+@contextmanager
+def started(command: Sequence[str], port: int, timeout: float = START_TIMEOUT) -> Iterator[Server]:
+    """``running`` for callers that look at the process too."""
     with tempfile.TemporaryFile() as log, _sigterm_exits():
         process = _spawn(command, log)
         try:
             url = f"http://{HOST}:{port}"
             _wait_healthy(process, url, log, timeout)
-            yield url
+            yield Server(url, process)
         finally:
             stop(process)
 

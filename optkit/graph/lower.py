@@ -2,7 +2,8 @@
 
 ``lower`` picks a kernel per node (``kernels.select``, or the kernel a pass pinned), lets kernels pack
 their weights once, and compiles the FX graph to straight-line Python: no interpreter at run time, values freed
-after their last use. Regions named in ``graph.plan["compile"]`` are compiled by ``optkit.graph.regions``.
+after their last use. Stretches of native kernels become programs (``optkit.graph.programs``), regions named in
+``graph.plan["compile"]`` are compiled by ``optkit.graph.regions``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from optkit.graph.ops import op_name
 from optkit.graph.regions import RegionLowering
 
 if TYPE_CHECKING:
+    from optkit.graph.programs import Programs
     from optkit.target import Target
 
 
@@ -39,20 +41,25 @@ class Executable:
         return self.module(*[inputs[name] for name in self.inputs])
 
 
-def lower(graph: Graph, target: Target | None = None) -> Executable:
-    """Make ``graph`` executable on ``target``; without a target every op runs its reference."""
+def lower(graph: Graph, target: Target | None = None, *, programs: bool = True) -> Executable:
+    """Make ``graph`` executable on ``target``; without a target every op runs its reference.
+
+    ``programs=False`` leaves every kernel call to Python, for comparison; results are the same to the bit.
+    """
     working = graph.clone()
     root = nn.Module()
-    chosen: dict[str, str] = {}
-    names: dict[str, str] = {}
     regions = RegionLowering(working)
-    for node in list(working.fx.nodes):
-        if node.op == "call_function":
-            kernel = kernel_of(working, node, target)
-            if kernel is not None:
-                chosen[node.name] = kernel.name
-                bind(working, node, kernel)
+    calls = [node for node in working.fx.nodes if node.op == "call_function"]
+    picked = {node: kernel for node in calls if (kernel := kernel_of(working, node, target))}
+    chosen = {node.name: kernel.name for node, kernel in picked.items()}
+    native = native_programs(working, picked) if programs and target and target.kind == "cpu" else None
+    for node, kernel in picked.items():
+        bind(working, node, kernel)
+    if native is not None:
+        chosen |= {node.name: "native" for node in native.ops}
+        native.install()
     working.prune()
+    names: dict[str, str] = {}
     for node in working.fx.nodes:
         if node.op == "get_attr":
             name = str(node.target)
@@ -63,6 +70,17 @@ def lower(graph: Graph, target: Target | None = None) -> Executable:
     regions.install(root)
     module = fx.GraphModule(root, working.fx)
     return Executable(module, graph, chosen)
+
+
+def native_programs(graph: Graph, picked: Mapping[fx.Node, kernels.Kernel]) -> Programs | None:
+    """The parts of ``graph`` that run as programs, or None: compiled regions were chosen because they are faster."""
+    from optkit.graph.programs import Programs
+    from optkit.kernels.cpu import native
+
+    if "compile" in graph.plan or not native.available():
+        return None
+    able = {node for node in graph.fx.nodes if node not in picked and node.meta.get("kernel") is None}
+    return Programs(graph, able | {node for node, kernel in picked.items() if kernel.name == "native"})
 
 
 def kernel_of(graph: Graph, node: fx.Node, target: Target | None) -> kernels.Kernel | None:

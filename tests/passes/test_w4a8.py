@@ -7,6 +7,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from optkit.graph.dense import dense_inputs
 from optkit.graph.ir import Graph
 from optkit.graph.lower import lower
 from optkit.graph.verify import VerifyError, verify
@@ -173,3 +174,14 @@ def test_the_verifier_sees_damaged_weights(suffix: str) -> None:
     weight.value = weight.value[:, :1].contiguous()
     with pytest.raises(VerifyError, match="linear_w4a8"):
         verify(graph)
+
+
+@pytest.mark.parametrize("options", [{}, {"symmetric": True}, {"activation_group_size": 0}])
+def test_a_program_gives_the_same_bits(options: dict[str, object]) -> None:
+    graph = quantized("qwen2", **options)
+    (ids,) = random_ids([41])
+    inputs = [dense_inputs([len(ids)], ids, graph.meta.kv_specs) for _ in range(2)]
+    fast, plain = lower(graph, TARGET), lower(graph, TARGET, programs=False)
+    called = {str(n.target) for n in fast.module.graph.nodes if n.op == "call_function"}
+    assert not any("linear_w4a8" in name for name in called)
+    assert torch.equal(fast(inputs[0]), plain(inputs[1]))

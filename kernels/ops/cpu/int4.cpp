@@ -181,6 +181,7 @@ void in_registers(const LinearW4A8& p, FewRows tiles, const Linear& view, const 
 }  // namespace
 
 void linear_w4a8(const LinearW4A8& p, int64_t m, int64_t k, int threads) {
+    if (m == 0 || p.n == 0) return;
     thread_local Scratch scratch;
     const Functions f = functions();
     const int64_t all_panels = divide_up(p.n, PANEL);
@@ -266,5 +267,5 @@ OPTKIT_API void optkit_linear_w4a8(const uint8_t* q, int64_t q_stride, const flo
                                    int64_t scale_groups, int half, int minimum, int threads) {
     const LinearW4A8 p{q,    q_stride, scale, scale_groups, blob, {half != 0, minimum != 0}, bias, out, n, groups,
                        k / groups / STEP};
-    if (m > 0 && n > 0) linear_w4a8(p, m, k, threads);
+    linear_w4a8(p, m, k, threads);
 }

@@ -62,6 +62,7 @@ Panel panel_of(const Linear& p, int64_t i) {
 }
 
 void linear_w8a8(const Linear& p, int64_t m, int64_t k, int threads) {
+    if (m == 0 || p.n == 0) return;
     const int64_t all_panels = divide_up(p.n, PANEL);
     const Tasks tasks(m, all_panels, k, threads);
     const LinearRows rows_of_panel = linear_rows();
@@ -121,5 +122,5 @@ OPTKIT_API void optkit_linear_w8a8(const uint8_t* q, int64_t q_stride, const flo
     const int64_t steps = k / STEP;
     const auto* offset = reinterpret_cast<const int32_t*>(blob + divide_up(n, PANEL) * steps * STEP_BYTES);
     const Linear p{q, q_stride, scale, blob, offset, weight_scale, bias, out, n, steps, groups, steps / groups};
-    if (m > 0 && n > 0) linear_w8a8(p, m, k, threads);
+    linear_w8a8(p, m, k, threads);
 }

@@ -47,4 +47,7 @@ LinearRows linear_rows();
 // All of it: rows [0, m). `k` is 4 * steps.
 void linear_w8a8(const Linear& p, int64_t m, int64_t k, int threads);
 
+// All of it: rows [0, m). `k` is 4 * steps.
+void linear_w8a8(const Linear& p, int64_t m, int64_t k, int threads);
+
 }  // namespace optkit

@@ -31,9 +31,26 @@ OPTKIT_TARGET OPTKIT_INLINE void put(float* p, S::Vec a, int64_t lanes) {
     lanes >= kLanes ? S::store(p, a) : S::store_some(p, a, static_cast<int>(lanes));
 }
 
+OPTKIT_INLINE const float* input_row(const Norm& op, int64_t row) {
+    if (op.parts == 1) return op.x + row * op.x_stride;
+    return op.x + row / op.parts * op.x_stride + row % op.parts * op.width;
+}
+
+// Where an op writes its row: the output, or a scratch row that only `quantize_output` reads.
+template <class Op>
+OPTKIT_INLINE float* output_row(const Op& op, int64_t row) {
+    return op.out ? op.out + row * op.width : scratch_row(op.width);
+}
+
+template <class Op>
+OPTKIT_TARGET OPTKIT_INLINE void quantize_output(const Op& op, int64_t row, const float* out) {
+    const Quantized& to = op.quantized;
+    if (to.q) quantize_row(out, op.width, to.group, to.q + row * op.width, to.scale + row * (op.width / to.group));
+}
+
 OPTKIT_TARGET inline void rms_norm_row(const Norm& op, int64_t row) {
     const int64_t n = op.width;
-    const float* x = op.x + row * op.x_stride;
+    const float* x = input_row(op, row);
     if (op.residual) {
         float* total = op.total + row * n;
         const float* residual = op.residual + row * op.residual_stride;
@@ -42,26 +59,28 @@ OPTKIT_TARGET inline void rms_norm_row(const Norm& op, int64_t row) {
         x = total;
     }
     const S::Vec by = S::all(1.0f / sqrtf(row_sum<true>(x, n, 0.0f) / n + op.eps)), offset = S::all(op.offset);
-    float* out = op.out + row * n;
+    float* out = output_row(op, row);
     for (int64_t i = 0; i < n; i += kLanes) {
         S::Vec v = S::mul(get(x + i, n - i), by);
         if (op.weight) v = S::mul(S::add(get(op.weight + i, n - i), offset), v);
         put(out + i, v, n - i);
     }
+    quantize_output(op, row, out);
 }
 
 OPTKIT_TARGET inline void layer_norm_row(const Norm& op, int64_t row) {
     const int64_t n = op.width;
-    const float* x = op.x + row * op.x_stride;
+    const float* x = input_row(op, row);
     const float mean = row_sum<false>(x, n, 0.0f) / n;
     const S::Vec center = S::all(mean), by = S::all(1.0f / sqrtf(row_sum<true>(x, n, mean) / n + op.eps));
-    float* out = op.out + row * n;
+    float* out = output_row(op, row);
     for (int64_t i = 0; i < n; i += kLanes) {
         S::Vec v = S::mul(S::sub(get(x + i, n - i), center), by);
         if (op.weight) v = S::mul(v, get(op.weight + i, n - i));
         if (op.bias) v = S::add(v, get(op.bias + i, n - i));
         put(out + i, v, n - i);
     }
+    quantize_output(op, row, out);
 }
 
 // x / (1 + e^-x), from e^-|x|, which can't overflow.
@@ -86,12 +105,20 @@ template <Activation kind>
 OPTKIT_TARGET void gated_row(const Gated& op, int64_t row) {
     const int64_t n = op.width;
     const float *gate = op.gate + row * op.gate_stride, *up = op.up + row * op.up_stride;
-    float* out = op.out + row * n;
+    float* out = output_row(op, row);
     for (int64_t i = 0; i < n; i += kLanes) {
         const S::Vec x = get(gate + i, n - i);
         const S::Vec y = kind == Activation::silu ? silu(x) : kind == Activation::gelu ? gelu(x) : gelu_tanh(x);
         put(out + i, S::mul(y, get(up + i, n - i)), n - i);
     }
+    quantize_output(op, row, out);
+}
+
+OPTKIT_TARGET inline void add_row(const Add& op, int64_t row) {
+    const int64_t n = op.width;
+    const float *a = op.a + row * op.a_stride, *b = op.b + row * op.b_stride;
+    float* out = op.out + row * n;
+    for (int64_t i = 0; i < n; i += kLanes) put(out + i, S::add(get(a + i, n - i), get(b + i, n - i)), n - i);
 }
 
 // x cos + (-x2, x1) sin for one token: all its heads.
@@ -111,6 +138,6 @@ OPTKIT_TARGET inline void rope_row(const Rope& op, int64_t row) {
 }
 
 OPTKIT_TARGET inline RowFunctions row_functions() {
-    return {rms_norm_row, layer_norm_row, rope_row,
+    return {rms_norm_row, layer_norm_row, rope_row, add_row,
             {gated_row<Activation::silu>, gated_row<Activation::gelu>, gated_row<Activation::gelu_tanh>}};
 }

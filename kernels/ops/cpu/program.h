@@ -1,0 +1,33 @@
+// A program: kernel calls in order, which one C call runs for a whole step.
+//
+// A step of a small model is hundreds of kernel calls of microseconds each; calling them from Python costs as much
+// again. A program is made once by kernels/ops/cpu/program.py and holds, for each call, which op it is and where each
+// argument comes from. What changes between steps is few: the sizes of the batch (`sizes`), the tensors of the batch
+// (`inputs`) and where the working memory lies (`arenas`, one for each kind of row).
+#pragma once
+
+#include <cstdint>
+
+namespace optkit {
+
+// Where an argument comes from; the order is the Python side's too.
+enum class Source : int32_t {
+    constant = 0,  // `value` itself: a number, the bits of a float, or the address of a weight
+    size = 1,      // sizes[index] * value
+    input = 2,     // inputs[index] + offset
+    arena = 3,     // arenas[index] + sizes[index] * value + offset: buffers are laid out per row
+};
+
+struct Argument {
+    Source source;
+    int32_t index;
+    int64_t value;
+    int64_t offset;  // bytes
+};
+
+struct Call {
+    int32_t op;     // index into the table of program.cpp
+    int32_t first;  // of its arguments
+};
+
+}  // namespace optkit

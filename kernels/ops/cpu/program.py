@@ -1,0 +1,242 @@
+"""Programs: a run of native kernel calls that one C call executes (program.cpp).
+
+``Builder`` collects calls on *views* and ``build`` turns them into a ``Program``. A view is a matrix of the flattened
+batch: one row a token (or one a row of logits), a fixed shape per row. Its memory is a *buffer* of the program's
+own, an input tensor, or an output tensor. Buffers live in one arena: each has a place **per row**, so the plan is made
+once and holds for every batch size, and buffers whose lives do not overlap share their place. The arena grows to
+the largest batch seen and stays; a step allocates only its outputs.
+
+The order of arguments of each op is that of program.cpp.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from optkit.kernels.cpu import native
+
+ALIGN = 64  # bytes: a cache line, and the widest vector
+CONSTANT, SIZE, INPUT, ARENA = range(4)  # of program.h
+TOKENS, LOGITS, SEQUENCES, TABLE_WIDTH, BLOCK_SIZE = range(5)  # the sizes of a batch
+
+
+@dataclass(eq=False)
+class Buffer:
+    """Memory of ``row_bytes`` for each of the batch's ``rows`` (TOKENS or LOGITS)."""
+
+    rows: int
+    row_bytes: int
+    place: int = -1  # bytes per row, from the start of the arena
+    born: int = -1  # the call that writes it first
+    dies: int = -1  # the call that uses it last
+    output: int | None = None  # its number among the outputs, which are tensors of their own
+
+
+@dataclass(frozen=True)
+class View:
+    """Rows in a buffer, or in the input tensor of that number. Rows are dense: only their distance may be larger."""
+
+    memory: Buffer | int
+    rows: int
+    shape: tuple[int, ...]
+    row_stride: int  # elements from row to row
+    offset: int = 0  # elements from the start of the row
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def width(self) -> int:
+        """Elements of a row."""
+        return torch.Size(self.shape).numel()
+
+    def reshape(self, shape: Sequence[int]) -> View:
+        return replace(self, shape=tuple(shape))
+
+    def split(self, sizes: Sequence[int]) -> tuple[View, ...]:
+        """Parts of rows of one dimension."""
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        return tuple(
+            replace(self, shape=(size,), offset=self.offset + start)
+            for size, start in zip(sizes, starts, strict=True)
+        )
+
+
+@dataclass(frozen=True)
+class Size:
+    """One of the batch's sizes, ``times`` something, as an argument."""
+
+    index: int
+    times: int = 1
+
+
+Argument = View | Tensor | Size | int | float | None
+ARGUMENT, CALL = struct.Struct("=iiqq"), struct.Struct("=ii")
+
+
+class Builder:
+    """Collects the calls of a program."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, list[Argument]]] = []
+        self.buffers: list[Buffer] = []
+        self.outputs: list[View] = []
+        self.num_inputs = 0
+
+    def input(self, rows: int, shape: Sequence[int], dtype: torch.dtype) -> View:
+        """The next input tensor, [rows, *shape], contiguous."""
+        self.num_inputs += 1
+        return View(self.num_inputs - 1, rows, tuple(shape), torch.Size(shape).numel(), 0, dtype)
+
+    def buffer(self, rows: int, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> View:
+        """A new buffer, its rows dense."""
+        width = torch.Size(shape).numel()
+        size = width * dtype.itemsize
+        self.buffers.append(Buffer(rows, -(-size // ALIGN) * ALIGN))
+        return View(self.buffers[-1], rows, tuple(shape), width, 0, dtype)
+
+    def call(self, op: str, *arguments: Argument) -> None:
+        count = ctypes.c_int()
+        index = native.library().optkit_program_op(op.encode(), ctypes.addressof(count))
+        if index < 0 or count.value != len(arguments):
+            raise ValueError(f"{op} with {len(arguments)} arguments is not an op of programs")
+        for argument in arguments:
+            if isinstance(argument, View) and isinstance(argument.memory, Buffer):
+                buffer = argument.memory
+                buffer.born = len(self.calls) if buffer.born < 0 else buffer.born
+                buffer.dies = len(self.calls)
+        self.calls.append((index, list(arguments)))
+
+    def output(self, view: View) -> int:
+        """Make the buffer of ``view``, which must fill it, an output tensor; its number."""
+        buffer = view.memory
+        if not isinstance(buffer, Buffer) or view.offset or view.row_stride != view.width:
+            raise ValueError("only a whole buffer can be an output")
+        if buffer.output is None:
+            buffer.output = len(self.outputs)
+            self.outputs.append(view)
+        return buffer.output
+
+    def build(self) -> Program:
+        kept = [b for b in self.buffers if b.output is None]
+        return Program(self, [place([b for b in kept if b.rows == rows]) for rows in (TOKENS, LOGITS)])
+
+
+def place(buffers: Sequence[Buffer]) -> int:
+    """Give every buffer its place in an arena for buffers of these rows; gives the arena's bytes per row.
+
+    First fit, largest first: good enough, since a transformer's layers all ask for the same few buffers.
+    """
+    placed: list[Buffer] = []
+    for buffer in sorted(buffers, key=lambda b: -b.row_bytes):
+        alive = [b for b in placed if b.born <= buffer.dies and buffer.born <= b.dies]
+        at = 0
+        for other in sorted(alive, key=lambda b: b.place):
+            if at + buffer.row_bytes <= other.place:
+                break
+            at = max(at, other.place + other.row_bytes)
+        buffer.place = at
+        placed.append(buffer)
+    return max((b.place + b.row_bytes for b in placed), default=0)
+
+
+class Arena:
+    """Working memory that programs of one executable share; they run one after another."""
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8)
+
+    def address(self, size: int) -> int:
+        """The address of at least ``size`` bytes, on a cache line."""
+        if self.memory.numel() < size + ALIGN:
+            self.memory = torch.empty(size + ALIGN, dtype=torch.uint8)
+        return -(-self.memory.data_ptr() // ALIGN) * ALIGN
+
+
+class Program:
+    """Kernel calls for every batch size. Call it with the tensors that tell the sizes, then its inputs.
+
+    Not reentrant: the arena belongs to one step at a time.
+    """
+
+    __name__, __module__ = "program", __name__  # torch.fx names nodes and generated code after their target
+
+    def __init__(self, builder: Builder, bytes_per_row: Sequence[int]) -> None:
+        self.bytes_per_row, self.arena = tuple(bytes_per_row), Arena()
+        self.num_inputs, self.num_calls = builder.num_inputs, len(builder.calls)
+        self.outputs = [(view.rows, view.shape, view.dtype) for view in builder.outputs]
+        self._constants: list[Tensor] = []  # whose addresses the calls hold
+        calls, arguments = bytearray(), bytearray()
+        for op, values in builder.calls:
+            calls += CALL.pack(op, len(arguments) // ARGUMENT.size)
+            for value in values:
+                arguments += ARGUMENT.pack(*self._encode(value))
+        self._calls = ctypes.create_string_buffer(bytes(calls), len(calls))
+        self._arguments = ctypes.create_string_buffer(bytes(arguments), len(arguments))
+        self._sizes = (ctypes.c_int64 * 5)()
+        self._inputs = (ctypes.c_int64 * (self.num_inputs + len(self.outputs)))()
+        self._arenas = (ctypes.c_int64 * len(self.bytes_per_row))()
+
+    def _encode(self, value: Argument) -> tuple[int, int, int, int]:
+        """Source, index, value and offset of program.h."""
+        match value:
+            case View(memory=int(number)):
+                return INPUT, number, 0, value.offset * value.dtype.itemsize
+            case View(memory=Buffer(output=None) as buffer):
+                return ARENA, value.rows, buffer.place, value.offset * value.dtype.itemsize
+            case View(memory=Buffer() as buffer):
+                return INPUT, self.num_inputs + (buffer.output or 0), 0, value.offset * value.dtype.itemsize
+            case Size(index, times):
+                return SIZE, index, times, 0
+            case Tensor():
+                self._constants.append(value)
+                return CONSTANT, 0, value.data_ptr(), 0
+            case float():
+                return CONSTANT, 0, struct.unpack("=i", struct.pack("=f", value))[0], 0
+            case _:
+                return CONSTANT, 0, value or 0, 0
+
+    def __call__(
+        self,
+        input_ids: Tensor,
+        logits_index: Tensor,
+        seq_lens: Tensor,
+        block_tables: Tensor,
+        k_cache: Tensor,
+        *inputs: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Run all calls; gives the outputs.
+
+        Raises:
+            IndexError: a token id or a row to select does not exist.
+        """
+        sizes = (len(input_ids), len(logits_index), len(seq_lens), block_tables.shape[1], k_cache.shape[1])
+        self._sizes[:] = sizes
+        tensors = [t if t.is_contiguous() else t.contiguous() for t in inputs]  # KV pools always are
+        tensors += [torch.empty((sizes[rows], *shape), dtype=dtype) for rows, shape, dtype in self.outputs]
+        self._inputs[:] = [t.data_ptr() for t in tensors]
+        self._place_arenas(sizes)
+        failed = native.library().optkit_run_program(
+            ctypes.addressof(self._calls),
+            self.num_calls,
+            ctypes.addressof(self._arguments),
+            ctypes.addressof(self._sizes),
+            ctypes.addressof(self._inputs),
+            ctypes.addressof(self._arenas),
+            native.threads(),
+        )
+        if failed:
+            raise IndexError(f"an index is out of range in call {failed - 1} of the program")
+        return tuple(tensors[self.num_inputs :])
+
+    def _place_arenas(self, sizes: Sequence[int]) -> None:
+        """One after another in the shared memory: the buffers of tokens, then those of rows of logits."""
+        needed = [sizes[rows] * size for rows, size in enumerate(self.bytes_per_row)]
+        start = self.arena.address(sum(needed))
+        for i, size in enumerate(needed):
+            self._arenas[i] = start
+            start += size

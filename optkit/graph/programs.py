@@ -1,0 +1,242 @@
+"""Programs: the parts of a graph that one C call runs (optkit.kernels.cpu.program).
+
+Nodes whose kernel is native are gathered into *stages*: a stage is everything that can run before the next plain torch
+op has to. Stages alternate between torch (even) and native (odd), and each native stage becomes one call. A model
+whose every op has a native kernel is one stage: a step is one C call, after a torch op for the rotary angles. What
+only looks at rows differently (splits, reshapes) costs nothing: it is a view in the program.
+
+Quantization is fused here rather than by a pass, since it changes no bits: an op that can quantize its row while it
+has it does so, and its float result is only written if somebody else reads it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from optkit.graph.ir import Graph
+from optkit.graph.ops import op_name
+from optkit.graph.shapes import Point, infer_shapes
+from optkit.kernels.cpu.emit import EMITTERS, FUSES_QUANTIZATION, Quantization
+from optkit.kernels.cpu.program import LOGITS, TOKENS, Arena, Builder, View
+
+# No two sizes are equal, so that a first dimension tells what the rows are.
+PROBE, PROBE_BLOCK = Point(tokens=11, sequences=3, context=37), 5
+ROWS = {PROBE.tokens: TOKENS, PROBE.sequences: LOGITS}
+SPLITS = {"aten.split_with_sizes.default", "aten.split.Tensor"}
+RESHAPES = {"aten.reshape.default", "aten.view.default"}
+BATCH = ("input_ids", "logits_index", "seq_lens", "block_tables")  # they tell the sizes of a batch
+TYPES = (torch.float32, torch.int64, torch.int32, torch.uint8, torch.int8)
+# Arguments that the kernel packs into one tensor, whatever their types were.
+PACKED_TOGETHER = {"linear_w4a8": (2, 3, 4)}
+WORTH_IT = 4  # ops: a program of fewer gains nothing over calling their kernels
+
+
+class Programs:
+    """The native stages of ``graph``. Made before kernels are bound, installed after."""
+
+    def __init__(self, graph: Graph, native: set[fx.Node]) -> None:
+        """``native`` are the nodes whose kernel is native."""
+        self.graph, self.values = graph, infer_shapes(graph, PROBE, PROBE_BLOCK)
+        self.ops = {node: name for node in native if (name := op_name(node.target)) in EMITTERS}
+        self.sizes = {node: node.args[1] for node in graph.fx.nodes if op_name(node.target) in SPLITS}
+        self.stage: dict[fx.Node, int] = {}
+        self.stages: dict[int, list[fx.Node]] = {}
+        for node in graph.fx.nodes:
+            if node.op == "call_function":
+                self._assign(node)
+
+    def _assign(self, node: fx.Node) -> None:
+        latest = max((self.stage.get(n, 0) for n in node.all_input_nodes), default=0)
+        if self._is_native(node) or self._is_view(node, latest):
+            self.stage[node] = latest + 1 - latest % 2
+            self.stages.setdefault(self.stage[node], []).append(node)
+        else:
+            self.ops.pop(node, None)
+            self.stage[node] = latest + latest % 2
+
+    def _is_native(self, node: fx.Node) -> bool:
+        if op_name(node.target) == "aten.add.Tensor" and not self._adds_rows(node):
+            return False
+        packed = [node.args[i] for i in PACKED_TOGETHER.get(self.ops.get(node, ""), ())]
+        read = [a for a in node.all_input_nodes if a not in packed]
+        return node in self.ops and self._has_rows(node) and all(map(self._is_typed, read))
+
+    def _adds_rows(self, node: fx.Node) -> bool:
+        values = [self.values[a] for a in node.args if isinstance(a, fx.Node) and a.op == "call_function"]
+        return len(values) == 2 and values[0].shape == values[1].shape and not node.kwargs
+
+    def _is_view(self, node: fx.Node, latest: int) -> bool:
+        """A split, a reshape or a part of a result, of something native in the same stage."""
+        source = node.args[0] if node.args else None
+        if not isinstance(source, fx.Node) or latest % 2 == 0 or self.stage.get(source) != latest:
+            return False
+        if node.target is operator.getitem:
+            return True
+        value, name = self.values[source], op_name(node.target)
+        if name in SPLITS:
+            return value.dim() == 2 and (*node.args[2:], 0)[0] in (1, -1)
+        return name in RESHAPES and self.values[node].shape[0] == value.shape[0]
+
+    def _has_rows(self, node: fx.Node) -> bool:
+        """Its first result has one row a token, or one a row of logits."""
+        value = self.values[node]
+        value = value if isinstance(value, Tensor) else value[0]
+        return value.dim() > 0 and int(value.shape[0]) in ROWS
+
+    def _is_typed(self, node: fx.Node) -> bool:
+        value = self.values[node]
+        return not isinstance(value, Tensor) or value.dtype in TYPES
+
+    def install(self) -> int:
+        """Replace each native stage of the graph, in place, by a call; gives how many kernel calls they hold.
+
+        Kernels must be bound: their weights packed.
+        """
+        arena, calls = Arena(), 0
+        for _, nodes in sorted(self.stages.items()):
+            if sum(node in self.ops for node in nodes) >= WORTH_IT:
+                try:
+                    program, inputs, outputs = Segment(self, nodes).build()
+                except NotImplementedError:  # a shape that only the ops by themselves handle
+                    continue
+                program.arena = arena
+                calls += program.num_calls
+                self._replace(program, inputs, outputs)
+        if calls:
+            reorder(self.graph.fx)
+            self.graph.prune()
+        return calls
+
+    def _replace(self, program: Any, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> None:
+        """The values that others read now come from ``program``."""
+        graph = self.graph.fx
+        placeholders = {str(n.target): n for n in graph.nodes if n.op == "placeholder"}
+        pool = next(n for name, n in placeholders.items() if name.startswith("k_cache"))
+        batch = [placeholders[name] for name in BATCH]
+        with graph.inserting_before(graph.output_node()):
+            call = graph.call_function(program, (*batch, pool, *inputs))
+            parts = [graph.call_function(operator.getitem, (call, i)) for i in range(len(outputs))]
+        for node, part in zip(outputs, parts, strict=True):
+            self.values[part] = self.values[node]
+            node.replace_all_uses_with(part)
+
+
+class Segment:
+    """Turns the nodes of one native stage into a program."""
+
+    def __init__(self, owner: Programs, nodes: Sequence[fx.Node]) -> None:
+        self.owner, self.nodes, self.inside = owner, nodes, set(nodes)
+        self.builder = Builder()
+        self.views: dict[fx.Node, Any] = {}
+        self.inputs: list[fx.Node] = []
+
+    def build(self) -> tuple[Any, list[fx.Node], list[fx.Node]]:
+        """The program, the nodes it reads and the nodes it gives."""
+        outputs = self._outputs()
+        for node in self.nodes:
+            if node not in self.views:
+                self._emit(node)
+        for node in outputs:
+            self.builder.output(self.views[node])
+        return self.builder.build(), self.inputs, outputs
+
+    def _outputs(self) -> list[fx.Node]:
+        """What is read outside: whole results only. Views that are read outside are made again there."""
+        for node in reversed(self.nodes):
+            if node not in self.owner.ops and any(user not in self.inside for user in node.users):
+                if not is_result(node, self.owner.ops):
+                    self._copy_outside(node)
+        return [node for node in self.nodes if any(user not in self.inside for user in node.users)]
+
+    def _copy_outside(self, node: fx.Node) -> None:
+        graph = self.owner.graph.fx
+        with graph.inserting_after(node):
+            copy = graph.node_copy(node)
+        self.owner.values[copy] = self.owner.values[node]
+        node.replace_all_uses_with(copy, delete_user_cb=lambda user: user not in self.inside)
+
+    def _emit(self, node: fx.Node) -> None:
+        if node in self.owner.ops:
+            self._call(node)
+        elif node.target is operator.getitem:
+            self.views[node] = self.views[node.args[0]][node.args[1]]
+        elif node in self.owner.sizes:
+            sizes = [part.shape[-1] for part in self.owner.values[node]]
+            self.views[node] = self._view(node.args[0]).split(sizes)
+        else:
+            self.views[node] = self._view(node.args[0]).reshape(self.owner.values[node].shape[1:])
+
+    def _call(self, node: fx.Node) -> None:
+        emitter = EMITTERS[self.owner.ops[node]]
+        args = [self._argument(a) for a in node.args]
+        kwargs = {name: self._argument(a) for name, a in node.kwargs.items()}
+        reader = self._quantization_of(node)
+        if reader is None:
+            result = emitter(self.builder, *args, **kwargs)
+        else:
+            group = (*reader.args[1:], *reader.kwargs.values(), 0)[0]
+            wanted = Quantization(int(group), keep=len(list(self._readers(node))) > 1)
+            *result, q, scale = emitter(self.builder, *args, **kwargs, quantized=wanted)
+            self.views[reader] = (q, scale)
+        is_tuple = not isinstance(self.owner.values[node], Tensor)
+        self.views[node] = tuple(result) if is_tuple else result[0]
+
+    def _quantization_of(self, node: fx.Node) -> fx.Node | None:
+        """The one op that quantizes this op's first result, if it can be done on the way."""
+        if self.owner.ops[node] not in FUSES_QUANTIZATION:
+            return None
+        found = [r for r in self._readers(node) if self.owner.ops.get(r) == "quantize_per_token"]
+        return found[0] if len(found) == 1 and found[0] in self.inside else None
+
+    def _readers(self, node: fx.Node) -> Iterator[fx.Node]:
+        """Who reads the first result of ``node``."""
+        if isinstance(self.owner.values[node], Tensor):
+            yield from node.users
+        else:
+            for part in node.users:
+                if part.args[1] == 0:
+                    yield from part.users
+
+    def _argument(self, value: Any) -> Any:
+        if not isinstance(value, fx.Node):
+            return value
+        if value.op == "get_attr":
+            return self.owner.graph.weights[str(value.target)].value
+        return self._view(value)
+
+    def _view(self, node: Any) -> View:
+        if node not in self.views:
+            value = self.owner.values[node]
+            rows = ROWS.get(int(value.shape[0]), TOKENS)
+            self.views[node] = self.builder.input(rows, value.shape[1:], value.dtype)
+            self.inputs.append(node)
+        return self.views[node]
+
+
+def is_result(node: fx.Node, ops: Mapping[fx.Node, str]) -> bool:
+    """A part of a native op's several results: memory of its own, unlike other views."""
+    return node.target is operator.getitem and node.args[0] in ops
+
+
+def reorder(graph: fx.Graph) -> None:
+    """Move nodes so that each stands after what it reads, keeping the order where it is free."""
+    done: set[fx.Node] = set()
+    nodes = list(graph.nodes)
+    last = nodes[0]
+    pending = nodes
+    while pending:
+        later = []
+        for node in pending:
+            if all(n in done for n in node.all_input_nodes):
+                if node is not last:
+                    last.append(node)
+                last = node
+                done.add(node)
+            else:
+                later.append(node)
+        pending = later
