@@ -15,7 +15,7 @@ INSTALL := $(PIP) install -c constraints.txt
 SOURCES := $(shell find optkit passes kernels/ops recipes -name '*.py' -o -name '*.cpp' -o -name '*.yaml')
 RESULTS := bench/results
 
-.PHONY: help demo test lint format bench soak chaos clean artifact-verified FORCE
+.PHONY: help demo test lint format bench peers soak chaos clean artifact-verified FORCE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -25,6 +25,7 @@ help:
 	@echo "make lint     ruff and mypy"
 	@echo "make format   let ruff rewrite what 'make lint' would complain about"
 	@echo "make bench    the demo's comparison with enough requests to quote (ARGS='--input-len 1024')"
+	@echo "make peers    compare with llama.cpp, OpenVINO and vLLM, installed into .peers (4 GB; ARGS=--quick)"
 	@echo "make soak     the long tests"
 	@echo "make chaos    the long tests that kill processes (part of soak for now)"
 	@echo "make clean    remove .venv, the artifact and caches of this directory"
@@ -95,6 +96,10 @@ demo: artifact-verified
 bench: artifact-verified
 	@mkdir -p $(RESULTS)
 	$(OPTKIT) bench $(ARTIFACT) --baseline $(MODEL) --save-result $(RESULTS)/local.json $(ARGS)
+
+# Each engine gets an environment of its own under .peers.
+peers: artifact-verified
+	$(BIN)/python -m bench.peers --artifact $(RECIPE)=$(ARTIFACT) --model $(MODEL) $(ARGS)
 
 # -- checking ----------------------------------------------------------------------------------------------
 

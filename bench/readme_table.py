@@ -1,10 +1,11 @@
-"""Writes the README's "Measured" section from bench/results/*.json: no number there is typed by hand.
+"""Writes the README's generated sections from bench/results/*.json: no number there is typed by hand.
 
-    python bench/readme_table.py            # rewrite the section
-    python bench/readme_table.py --check    # exit code 1 if it is not up to date
+    python bench/readme_table.py            # rewrite the sections
+    python bench/readme_table.py --check    # exit code 1 if one is not up to date
 
-Each file is what ``optkit bench --save-result`` wrote; files of another form (kernel timings, say) are passed over, and
-so are demo.json and local.json, which ``make demo`` and ``make bench`` write on anybody's machine.
+Each file is what ``optkit bench --save-result`` or ``python -m bench.peers --save-result`` wrote, for the section
+between the markers of its name; files of another form (kernel timings, say) are passed over, and so are those that
+``make demo``, ``make bench`` and ``make peers`` write on anybody's machine.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-BEGIN, END = "<!-- measured:begin -->", "<!-- measured:end -->"
-NOT_QUOTED = {"demo.json", "local.json"}
+MEASURED, PEERS = "measured", "peers"  # the sections' markers
+NOT_QUOTED = {"demo.json", "local.json", "peers-local.json"}
 ROWS = {
     "TTFT p50, ms": "latency_ms.ttft.p50",
     "TTFT p95, ms": "latency_ms.ttft.p95",
@@ -32,18 +33,34 @@ LEGEND = (
 )
 
 
-def results(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(file stem, content) of every quotable result, by name."""
+PEERS_NOTHING = (
+    "No comparison with other engines has been committed yet. `make peers` makes one on your machine."
+)
+PEERS_LEGEND = (
+    "Every server answers the same prompts over HTTP, one server at a time, in interleaved rounds. Medians over "
+    "rounds, [quartiles]. What each engine runs with, and what not to believe: "
+    "[bench/README.md](bench/README.md#other-engines)."
+)
+
+
+def results(folder: Path, keys: set[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(file stem, content) of every quotable result that has ``keys``, by name."""
     for file in sorted(folder.glob("*.json")):
         data = json.loads(file.read_text("utf-8"))
-        if file.name not in NOT_QUOTED and isinstance(data, dict) and {"comparison", "workload"} <= set(data):
+        if file.name not in NOT_QUOTED and isinstance(data, dict) and keys <= set(data):
             yield file.stem, data
 
 
 def section(folder: Path) -> str:
-    """The text between the markers."""
-    blocks = [block(stem, data) for stem, data in results(folder)]
+    """The text of the section ``measured``."""
+    blocks = [block(stem, data) for stem, data in results(folder, {"comparison", "workload"})]
     return "\n\n".join([LEGEND, *blocks]) if blocks else NOTHING
+
+
+def peers_section(folder: Path) -> str:
+    """The text of the section ``peers``."""
+    blocks = [peers_block(stem, data) for stem, data in results(folder, {"figures", "servers"})]
+    return "\n\n".join([PEERS_LEGEND, *blocks]) if blocks else PEERS_NOTHING
 
 
 def block(stem: str, data: dict[str, Any]) -> str:
@@ -91,19 +108,75 @@ def number(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def rewritten(readme: str, text: str) -> str:
-    """``readme`` with what is between the markers replaced."""
-    before, begin, rest = readme.partition(BEGIN)
-    _, end, after = rest.partition(END)
+# -- peers ------------------------------------------------------------------------------------------
+
+
+def peers_block(stem: str, data: dict[str, Any]) -> str:
+    """A heading, a table of medians, a table of ratios for each artifact, versions, and who was left out."""
+    lines = [f"**{data['model']}** on {machine_line(data['environment'])} (`{stem}.json`)"]
+    if data["servers"]:
+        lines += ["", *peers_table(data["figures"], list(data["servers"]))]
+    for artifact in data["artifacts"]:
+        others = [name for name in data["servers"] if name != artifact]
+        if others:
+            lines += [
+                "",
+                f"`{artifact}` over each other server (below 1: less time, less memory, fewer tokens/s):",
+                "",
+            ]
+            lines += ratio_table(data["figures"], artifact, others)
+    versions = "; ".join(
+        f"{name}: {report['settings']['version']}" for name, report in data["servers"].items()
+    )
+    lines += ["", f"Versions: {versions}."] if versions else []
+    lines += [f"Not measured: {name} ({reason})" for name, reason in data["skipped"].items()]
+    if data["problems"]:
+        lines.append(f"Warnings of this run: {len(data['problems'])}; the file lists them.")
+    return "\n".join(lines)
+
+
+def peers_table(figures: list[dict[str, Any]], servers: list[str]) -> list[str]:
+    rows = [["", *servers], ["---"] * (len(servers) + 1)]
+    for row in figures:
+        label = f"{row['figure']}, {row['unit']}"
+        rows.append([label, *(spread_cell(row["servers"].get(name)) for name in servers)])
+    return [f"| {' | '.join(cells)} |" for cells in rows]
+
+
+def ratio_table(figures: list[dict[str, Any]], artifact: str, others: list[str]) -> list[str]:
+    rows = [["", *others], ["---"] * (len(others) + 1)]
+    for row in figures:
+        ratios = row["ratios"].get(artifact, {})
+        rows.append([row["figure"], *(f"{r['median']:.2f}" if (r := ratios.get(n)) else "-" for n in others)])
+    return [f"| {' | '.join(cells)} |" for cells in rows]
+
+
+def spread_cell(spread: dict[str, float] | None) -> str:
+    """``275 [271, 279]``; the median alone where there is no spread, as with one start."""
+    if spread is None:
+        return "-"
+    median, low, high = (number(spread[key]) for key in ("median", "q1", "q3"))
+    return median if low == high else f"{median} [{low}, {high}]"
+
+
+# -- the README -------------------------------------------------------------------------------------
+
+
+def rewritten(readme: str, name: str, text: str) -> str:
+    """``readme`` with what is between the markers of a section replaced."""
+    first, last = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    before, begin, rest = readme.partition(first)
+    _, end, after = rest.partition(last)
     if not begin or not end:
-        raise SystemExit(f"README.md lacks {BEGIN} or {END}")
-    return f"{before}{BEGIN}\n{text}\n{END}{after}"
+        raise SystemExit(f"README.md lacks {first} or {last}")
+    return f"{before}{begin}\n{text}\n{end}{after}"
 
 
 def main(arguments: list[str]) -> int:
-    file = ROOT / "README.md"
+    file, folder = ROOT / "README.md", ROOT / "bench" / "results"
     old = file.read_text("utf-8")
-    new = rewritten(old, section(ROOT / "bench" / "results"))
+    new = rewritten(old, MEASURED, section(folder))
+    new = rewritten(new, PEERS, peers_section(folder))
     if "--check" in arguments:
         return int(new != old)
     file.write_text(new, "utf-8")

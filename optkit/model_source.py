@@ -77,7 +77,7 @@ def resolve(model: str, progress: Progress | None = None) -> ModelSource:
     if path and path.is_file() and path.suffix.lower() == ".gguf":
         return _from_gguf(path.stem.lower(), path, tell)
     if model in ALIASES:
-        return _from_gguf(model, _packaged_gguf(model), tell)
+        return _from_gguf(model, packaged_gguf(model), tell)
     if path:
         raise UserError("a model is a directory or a .gguf file", where=model)
     if HUB_ID.fullmatch(model):
@@ -143,7 +143,7 @@ def _download(repo_id: str, tell: Progress) -> Path:
 # -- GGUF -------------------------------------------------------------------------------------------
 
 
-def _packaged_gguf(alias: str) -> Path:
+def packaged_gguf(alias: str) -> Path:
     """The GGUF file inside an installed package, found without importing the package."""
     package, install = ALIASES[alias]
     spec = importlib.util.find_spec(package)

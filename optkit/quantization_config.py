@@ -1,8 +1,8 @@
 """``quantization_config`` of config.json: compressed-tensors' description of a graph's quantized layers.
 
-int8 layers are ``int-quantized``, symmetric int4 ones ``pack-quantized``. With only one of them the group takes all
-linear layers but those it ignores; with both, each names its modules. The int4 group says nothing of activations:
-who reads the directory multiplies in float, closer to the source than the int8 activations of optkit's runtime, and by
+int8 layers are ``int-quantized``, symmetric int4 ones ``pack-quantized``. The first kind there is stands for all linear
+layers but those ignored; others name their modules, which weighs more. The int4 groups say nothing of activations: who
+reads the directory multiplies in float, closer to the source than the int8 activations of optkit's runtime, and by
 kernels that exist everywhere.
 """
 
@@ -14,6 +14,9 @@ from optkit.graph.ir import Graph
 from optkit.int4_layout import int4_modules
 from optkit.kernels import reference
 
+# The int8 ops, and which argument is the weight; its scales follow it.
+INT8_OPS = {reference.linear_w8a8: 2, reference.linear_w8a16: 1}
+
 
 def quantization_config(graph: Graph) -> dict[str, Any] | None:
     """The description, or None where nothing is stored quantized."""
@@ -22,9 +25,10 @@ def quantization_config(graph: Graph) -> dict[str, Any] | None:
         return None
     left = modules(graph, reference.linear, 1)
     left += [module.name for module in int4_modules(graph) if module.minimum is not None]
+    formats = {group["format"] for group in groups}
     return {
         "quant_method": "compressed-tensors",
-        "format": groups[0]["format"] if len(groups) == 1 else "mixed-precision",
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": {f"group_{i}": group for i, group in enumerate(groups)},
         "ignore": sorted(set(left)),
@@ -32,23 +36,26 @@ def quantization_config(graph: Graph) -> dict[str, Any] | None:
 
 
 def config_groups(graph: Graph) -> list[dict[str, Any]]:
-    """One group for all int8 layers, one for each group size of int4 layers."""
+    """Layers of int8 activations and weights, of int8 weights only, and of int4 weights by group size."""
     groups = []
-    int8 = modules(graph, reference.linear_w8a8, 2)
-    if int8:
-        groups.append({"targets": sorted(int8), **int8_scheme(int8_group_size(graph))})
+    for op, position in INT8_OPS.items():
+        names = modules(graph, op, position)
+        if names:
+            scheme = int8_scheme(int8_group_size(graph), activations=op is reference.linear_w8a8)
+            groups.append({"targets": sorted(names), **scheme})
     int4 = [module for module in int4_modules(graph) if module.minimum is None]
     for size in sorted({module.group_size for module in int4}):
-        names = sorted(module.name for module in int4 if module.group_size == size)
-        groups.append({"targets": names, **int4_scheme(size)})
-    if len(groups) == 1:
+        names = [module.name for module in int4 if module.group_size == size]
+        groups.append({"targets": sorted(names), **int4_scheme(size)})
+    if groups:
         groups[0]["targets"] = ["Linear"]
     return groups
 
 
 def quantized_modules(graph: Graph) -> set[str]:
     """Modules whose weight is quantized in the graph, however it is stored."""
-    return {*modules(graph, reference.linear_w8a8, 2), *(module.name for module in int4_modules(graph))}
+    int8 = (name for op, position in INT8_OPS.items() for name in modules(graph, op, position))
+    return {*int8, *(module.name for module in int4_modules(graph))}
 
 
 def modules(graph: Graph, op: Any, position: int) -> list[str]:
@@ -66,23 +73,21 @@ def modules(graph: Graph, op: Any, position: int) -> list[str]:
 
 def int8_group_size(graph: Graph) -> int:
     """Channels that share a scale in the graph's int8 layers; 0 for per-channel weights and per-token activations."""
-    for node in graph.calls(reference.linear_w8a8):
-        weight, scale = (graph.weights[str(node.args[i].target)].value for i in (2, 3))
-        return 0 if scale.shape[1] == 1 else weight.shape[1] // scale.shape[1]
+    for op, position in INT8_OPS.items():
+        for node in graph.calls(op):
+            weight, scale = (graph.weights[str(node.args[position + i].target)].value for i in (0, 1))
+            return 0 if scale.shape[1] == 1 else weight.shape[1] // scale.shape[1]
     return 0
 
 
-def int8_scheme(group_size: int) -> dict[str, Any]:
-    """W8A8: per-channel or grouped weights, dynamic activations."""
+def int8_scheme(group_size: int, activations: bool) -> dict[str, Any]:
+    """Per-channel or grouped int8 weights, with or without dynamic int8 activations."""
     common = {"num_bits": 8, "type": "int", "symmetric": True}
-    weights: dict[str, Any] = {"strategy": "channel"}
-    if group_size:
-        weights = {"strategy": "group", "group_size": group_size}
-    return {
-        "weights": {**common, **weights, "dynamic": False},
-        "input_activations": {**common, "strategy": "token", "dynamic": True},
-        "format": "int-quantized",
-    }
+    strategy = {"strategy": "group", "group_size": group_size} if group_size else {"strategy": "channel"}
+    scheme: dict[str, Any] = {"weights": {**common, **strategy, "dynamic": False}, "format": "int-quantized"}
+    if activations:
+        scheme["input_activations"] = {**common, "strategy": "token", "dynamic": True}
+    return scheme
 
 
 def int4_scheme(group_size: int) -> dict[str, Any]:

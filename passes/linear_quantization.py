@@ -23,6 +23,8 @@ from optkit.kernels import reference
 from optkit.passes.base import Config, Pass, PassContext, PassResult, Plan, Site, Skip, Stage
 from optkit.passes.rewrite import site_name
 
+WEIGHT_ONLY = (reference.linear_w8a16,)  # ops that take activations as they are
+
 
 class LinearQuantizationConfig(Config):
     lm_head: bool = Field(False, description="quantize the output head too")
@@ -38,18 +40,19 @@ class LinearQuantization(Pass):
     stage = Stage.QUANTIZE
     exact = False
     format: ClassVar[str]  # of the weights, for messages
+    tensors: ClassVar[tuple[str, ...]]  # what replaces a weight, in the order of the op's arguments
 
     @abstractmethod
-    def kernel_lacks(self, weight: Tensor, ctx: PassContext) -> str | None:
-        """Why no kernel runs this layer here, or None. Only shapes are looked at."""
+    def op_for(self, graph: Graph, node: fx.Node, name: str) -> Any:
+        """The op that replaces ``node``, a linear called ``name``."""
+
+    @abstractmethod
+    def kernel_lacks(self, weight: Tensor, op: Any, ctx: PassContext) -> str | None:
+        """Why no kernel runs this layer by ``op`` here, or None. Only shapes are looked at."""
 
     @abstractmethod
     def quantize(self, weight: Tensor) -> dict[str, Tensor]:
-        """The tensors that replace a float weight [N, K], by the last part of their name; rows stay rows."""
-
-    @abstractmethod
-    def call(self, q: fx.Node, scale: fx.Node, weights: Mapping[str, fx.Node], *bias: Any) -> tuple[Any, Any]:
-        """The op and its arguments, given nodes for the quantized activation and for what ``quantize`` gave."""
+        """The tensors that replace a float weight [N, K], by name; rows stay rows. What is absent becomes None."""
 
     @property
     @abstractmethod
@@ -79,7 +82,7 @@ class LinearQuantization(Pass):
             return "its weight is not a float32 checkpoint tensor"
         if weight.origin.transposed:
             return f"its checkpoint stores the weight transposed, which the {self.format} format does not express"
-        return self.kernel_lacks(weight.value, ctx)
+        return self.kernel_lacks(weight.value, self.op_for(graph, node, name), ctx)
 
     def apply(self, graph: Graph, plan: Plan, ctx: PassContext) -> PassResult:
         quantized: dict[Any, tuple[fx.Node, fx.Node]] = {}
@@ -94,14 +97,16 @@ class LinearQuantization(Pass):
     def rewrite(self, graph: Graph, site: Site, quantized: dict[Any, tuple[fx.Node, fx.Node]]) -> None:
         (node,) = site.nodes
         x, weight_node, *bias = node.args
-        if x not in quantized:
+        op = self.op_for(graph, node, site.name)
+        if op not in WEIGHT_ONLY and x not in quantized:
             quantized[x] = quantize_input(graph, x, self.activation_group_size)
+        inputs = (x,) if op in WEIGHT_ONLY else quantized[x]
         tensors = self.quantize(graph.weights[str(weight_node.target)].value)
         names = add_weights(graph, str(weight_node.target), site.name, tensors)
-        weights = {key: graph.weight_node(name, node) for key, name in names.items()}
-        op, arguments = self.call(*quantized[x], weights, *bias)
+        weights = [graph.weight_node(names[key], node) if key in names else None for key in self.tensors]
         with graph.fx.inserting_before(node):
-            node.replace_all_uses_with(graph.fx.call_function(op, arguments))
+            out = graph.fx.call_function(op, (*inputs, *weights, *bias))
+        node.replace_all_uses_with(out)
 
 
 def quantize_input(graph: Graph, x: fx.Node, group_size: int) -> tuple[fx.Node, fx.Node]:

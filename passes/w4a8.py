@@ -14,13 +14,13 @@ the same in the graph and on disk.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor, fx
 
+from optkit.graph.ir import Graph
 from optkit.kernels import reference, select
 from optkit.kernels.reference import INT4_PER_WORD, pack_int4
 from optkit.passes.base import PassContext
@@ -46,6 +46,7 @@ class W4A8Config(LinearQuantizationConfig):
 class W4A8(LinearQuantization):
     name = "w4a8"
     format = "int4"
+    tensors = ("weight_packed", "weight_scale", "weight_minimum")
     Config = W4A8Config
 
     @property
@@ -53,7 +54,10 @@ class W4A8(LinearQuantization):
         own = self.config.activation_group_size
         return self.config.group_size if own is None else own
 
-    def kernel_lacks(self, weight: Tensor, ctx: PassContext) -> str | None:
+    def op_for(self, graph: Graph, node: fx.Node, name: str) -> Any:
+        return reference.linear_w4a8
+
+    def kernel_lacks(self, weight: Tensor, op: Any, ctx: PassContext) -> str | None:
         (n, k), group = weight.shape, self.config.group_size
         for size in (group, self.activation_group_size or k):
             if k % size:
@@ -70,9 +74,3 @@ class W4A8(LinearQuantization):
         if result.minimum is not None:
             tensors["weight_minimum"] = result.minimum
         return tensors
-
-    def call(self, q: fx.Node, scale: fx.Node, weights: Mapping[str, fx.Node], *bias: Any) -> tuple[Any, Any]:
-        packed, weight_scale, minimum = (
-            weights.get(key) for key in ("weight_packed", "weight_scale", "weight_minimum")
-        )
-        return reference.linear_w4a8, (q, scale, packed, weight_scale, minimum, *bias)

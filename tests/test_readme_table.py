@@ -61,16 +61,17 @@ def test_a_result_becomes_a_table(tmp_path: Path) -> None:
 
 
 def test_only_benchmark_results_are_quoted(tmp_path: Path) -> None:
-    for name in ("demo.json", "local.json"):
-        (tmp_path / name).write_text(json.dumps(saved()))
+    for name in ("demo.json", "local.json", "peers-local.json"):
+        (tmp_path / name).write_text(json.dumps(saved(figures=[], servers={})))
     (tmp_path / "kernels.json").write_text('{"linear": 1}')
     (tmp_path / "list.json").write_text("[]")
     assert script().section(tmp_path) == script().NOTHING
+    assert script().peers_section(tmp_path) == script().PEERS_NOTHING
 
 
 def test_only_what_is_between_the_markers_changes() -> None:
     table = script()
-    readme = f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n"
-    assert table.rewritten(readme, "new") == f"before\n{table.BEGIN}\nnew\n{table.END}\nafter\n"
+    readme = "before\n<!-- x:begin -->\nold\n<!-- x:end -->\nafter\n"
+    assert table.rewritten(readme, "x", "new") == readme.replace("old", "new")
     with pytest.raises(SystemExit):
-        table.rewritten("no markers", "new")
+        table.rewritten("no markers", "x", "new")

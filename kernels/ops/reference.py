@@ -230,6 +230,15 @@ def dequantize_int4(weight: Tensor, weight_scale: Tensor, weight_minimum: Tensor
     return (codes * scale + weight_minimum.to(torch.float32)[..., None]).flatten(1)
 
 
+def linear_w8a16(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Weight-only int8: ``x @ (weight * weight_scale).T``, plus bias.
+
+    x [T, K] float32, weight [N, K] int8, weight_scale [N, G] with K / G channels to a group; gives [T, N] float32.
+    """
+    scaled = weight.unflatten(1, (weight_scale.shape[1], -1)) * weight_scale[..., None]
+    return F.linear(x, scaled.flatten(1), bias)
+
+
 def attention(
     q: Tensor,
     k: Tensor,

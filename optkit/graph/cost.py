@@ -121,6 +121,13 @@ def integer_linear(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], p
     return Cost(int8_ops=2.0 * out.numel() * k, weight_bytes=weights, activation_bytes=activations)
 
 
+def linear_w8a16(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point: Point) -> Cost:
+    """Activations of 16 bits are two int8 rows each."""
+    weights, activations = traffic(graph, node, values)
+    out, k = values[node], values[node.args[1]].shape[1]
+    return Cost(int8_ops=4.0 * out.numel() * k, weight_bytes=weights, activation_bytes=activations)
+
+
 def grouped_mm(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point: Point) -> Cost:
     """Each row meets one expert; at most all experts are read."""
     rows, k = values[node.args[0]].shape
@@ -149,6 +156,7 @@ RULES = {
     reference.linear: linear,
     reference.linear_w8a8: integer_linear,
     reference.linear_w4a8: integer_linear,
+    reference.linear_w8a16: linear_w8a16,
     reference.grouped_mm: grouped_mm,
     reference.attention: attention,
 }

@@ -163,17 +163,35 @@ def quantize_per_token(b: Builder, x: View, group_size: int = 0) -> Result:
     return q, scale
 
 
+def whole_steps(k: int) -> int:
+    if k % STEP:
+        raise NotImplementedError(f"{k} input channels are no whole steps")
+    return k
+
+
+def packed_offsets(weight: Tensor, k: int) -> Tensor:
+    """The end of a packed weight, after its panels."""
+    return weight.view(-1)[-(-weight.shape[0] // PANEL) * PANEL * whole_steps(k) :]
+
+
 def linear_w8a8(
     b: Builder, q: View, scale: View, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None
 ) -> Result:
-    n, k = weight.shape[0], q.width
-    if k % STEP:
-        raise NotImplementedError(f"{k} input channels are no whole steps")
-    out = b.buffer(q.rows, (n,))
-    offsets = weight.view(-1)[-(-n // PANEL) * PANEL * k :]  # what follows the panels
+    out = b.buffer(q.rows, (weight.shape[0],))
     b.call(
-        "linear_w8a8", q, q.row_stride, scale, weight, offsets, weight_scale, bias, out, Size(q.rows), k, n,
-        weight_scale.shape[1],
+        "linear_w8a8", q, q.row_stride, scale, weight, packed_offsets(weight, q.width), weight_scale, bias, out,
+        Size(q.rows), q.width, weight.shape[0], weight_scale.shape[1],
+    )  # fmt: skip
+    return (out,)
+
+
+def linear_w8a16(
+    b: Builder, x: View, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None
+) -> Result:
+    out = b.buffer(x.rows, (weight.shape[0],))
+    b.call(
+        "linear_w8a16", x, x.row_stride, weight, packed_offsets(weight, x.width), weight_scale, bias, out,
+        Size(x.rows), x.width, weight.shape[0], weight_scale.shape[1],
     )  # fmt: skip
     return (out,)
 
@@ -237,6 +255,7 @@ EMITTERS: dict[str, Callable[..., Result]] = {
         quantize_per_token,
         linear_w8a8,
         linear_w4a8,
+        linear_w8a16,
         attention,
     )
 } | {"aten.add.Tensor": add}

@@ -47,7 +47,12 @@ LinearRows linear_rows();
 // All of it: rows [0, m). `k` is 4 * steps.
 void linear_w8a8(const Linear& p, int64_t m, int64_t k, int threads);
 
-// All of it: rows [0, m). `k` is 4 * steps.
-void linear_w8a8(const Linear& p, int64_t m, int64_t k, int threads);
+// reference.linear_w8a16: out [m][n] of float activations x [m][x_stride]. See w8a16.cpp.
+struct WeightOnly {
+    const float* x;
+    int64_t x_stride;
+    Linear layer;  // all but q, q_stride and scale
+};
+void linear_w8a16(const WeightOnly& p, int64_t m, int64_t k, int threads);
 
 }  // namespace optkit

@@ -21,19 +21,25 @@ PANEL, STEP = 32, 4  # of the packed layout, as in int8.h
 
 
 def pack(weights: dict[int, Tensor]) -> dict[int, Tensor]:
-    """The weight [N, K] int8 and its scales [N, G] in the native layout.
+    """The weight [N, K] int8 and its scales [N, G], which follow it among the arguments, in the native layout.
 
-    Argument 2 becomes a uint8 blob whose first dimension is N, so that the kernel knows it, and whose rows mean
-    nothing; argument 3 becomes float32 [panels, G, 32], padded with zeros.
+    The weight becomes a uint8 blob whose first dimension is N, so that the kernel knows it, and whose rows mean
+    nothing; the scales become float32 [panels, G, 32], padded with zeros.
     """
-    weight, scale = weights[2].contiguous(), weights[3].to(torch.float32)
+    position = weight_position(weights)
+    weight, scale = weights[position].contiguous(), weights[position + 1].to(torch.float32)
     (n, k), groups = weight.shape, scale.shape[1]
     library = native.library()
     size = library.optkit_w8_bytes(n, k, groups)
     blob = torch.zeros(n, -(-size // n), dtype=torch.uint8)
     library.optkit_pack_w8(weight.data_ptr(), blob.data_ptr(), n, k, groups, native.threads())
     padded = F.pad(scale, (0, 0, 0, -n % PANEL))
-    return {2: blob, 3: padded.unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()}
+    return {position: blob, position + 1: padded.unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()}
+
+
+def weight_position(weights: dict[int, Tensor]) -> int:
+    """Where the int8 weight stands among the arguments."""
+    return next(i for i, tensor in sorted(weights.items()) if tensor.dtype == torch.int8)
 
 
 def linear_w8a8(
@@ -66,6 +72,28 @@ def linear_w8a8(
     return out
 
 
+def linear_w8a16(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """See ``reference.linear_w8a16``; ``weight`` and ``weight_scale`` are packed. Activations keep 16 bits (w8a16.cpp)."""
+    rows, k = x.shape
+    if x.stride(1) != 1 or x.dtype != torch.float32:
+        x = x.to(torch.float32).contiguous()
+    out = torch.empty((rows, weight.shape[0]))
+    native.library().optkit_linear_w8a16(
+        x.data_ptr(),
+        x.stride(0),
+        weight.data_ptr(),
+        weight_scale.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        rows,
+        weight.shape[0],
+        k,
+        weight_scale.shape[1],
+        native.threads(),
+    )
+    return out
+
+
 def quantize_per_token(x: Tensor, group_size: int = 0) -> tuple[Tensor, Tensor]:
     """See ``reference.quantize_per_token``; equal to the bit."""
     rows, columns = x.shape
@@ -86,11 +114,13 @@ def supports(target: Target) -> bool:
 
 def whole_steps(weights: dict[int, Tensor]) -> bool:
     """Several groups must each be a whole number of steps; a single one may have any length."""
-    groups = weights[3].shape[1]
-    return groups == 1 or weights[2].shape[1] % (STEP * groups) == 0
+    position = weight_position(weights)
+    groups = weights[position + 1].shape[1]
+    return groups == 1 or weights[position].shape[1] % (STEP * groups) == 0
 
 
 KERNELS = (
     Kernel("linear_w8a8", "native", linear_w8a8, supports, pack, accepts=whole_steps),
+    Kernel("linear_w8a16", "native", linear_w8a16, supports, pack, accepts=whole_steps),
     Kernel("quantize_per_token", "native", quantize_per_token, supports),
 )

@@ -33,6 +33,7 @@ PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "optkit_w4_bytes": (LONG, (LONG,) * 3 + (INT,) * 2),
     "optkit_pack_w4": (None, (POINTER,) * 4 + (LONG,) * 3 + (INT,) * 2),
     "optkit_linear_w4a8": (None, (POINTER, LONG) + (POINTER,) * 4 + (LONG,) * 5 + (INT,) * 3),
+    "optkit_linear_w8a16": (None, (POINTER, LONG) + (POINTER,) * 4 + (LONG,) * 4 + (INT,)),
     "optkit_quantize_per_token": (None, (POINTER, LONG, POINTER, POINTER) + (LONG,) * 3 + (INT,)),
     "optkit_attention": (None, (POINTER,) * 10 + (LONG,) * 10 + (INT,) * 4 + (LONG, FLOAT, FLOAT, INT)),
     "optkit_rms_norm": (None, (POINTER,) * 5 + (LONG,) * 4 + (FLOAT, FLOAT, INT)),

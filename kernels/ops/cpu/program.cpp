@@ -136,6 +136,19 @@ int run_linear_w4a8(Reader a, int threads) {
     return 0;
 }
 
+int run_linear_w8a16(Reader a, int threads) {
+    WeightOnly p{};
+    p.x = a, p.x_stride = a;
+    Linear& layer = p.layer;
+    layer.weight = a, layer.offset = a, layer.weight_scale = a, layer.bias = a, layer.out = a;
+    const int64_t rows = a, k = a;
+    layer.n = a, layer.groups = a;
+    layer.steps = k / STEP;
+    layer.group_steps = layer.steps / layer.groups;
+    linear_w8a16(p, rows, k, threads);
+    return 0;
+}
+
 int run_attention(Reader a, int threads) {
     const float *q = a, *k = a, *v = a;
     float *k_cache = a, *v_cache = a, *out = a;
@@ -164,6 +177,7 @@ constexpr Row OPS[] = {
     {"gated", 11, run_gated},          {"rope", 10, run_rope},         {"add", 7, run_add},
     {"quantize", 7, run_quantize},     {"linear_w8a8", 12, run_linear_w8a8},
     {"linear_w4a8", 13, run_linear_w4a8},
+    {"linear_w8a16", 11, run_linear_w8a16},
     {"attention", 27, run_attention},
 };
 constexpr int COUNT = sizeof OPS / sizeof OPS[0];

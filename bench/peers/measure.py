@@ -1,0 +1,157 @@
+"""Starting the servers and taking the rounds.
+
+Servers start one after the other; each start is timed to the first token, then the server is frozen until its turn.
+Rounds then go workload by workload and, within a workload, server by server (A B C, A B C, ...), so that what is
+compared ran within a minute or two of each other, and the machine's drift cancels in ratios taken within a round.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from bench.peers.peer import Model, Peer, Progress, reason
+from bench.peers.process_group import freeze, peak_memory, thaw
+from bench.peers.result import Measured, ServerReport
+from bench.peers.workloads import START, warmup
+from optkit.bench import client, servers, workload
+from optkit.bench.environment import environment, load_average
+from optkit.bench.records import clock
+from optkit.bench.result import BenchResult, Turn
+from optkit.bench.run import SETTLE
+from optkit.errors import UserError
+
+SLOW_START = 30.0  # seconds; a server that needs longer is started once and not once a round
+
+
+@dataclass
+class Live:
+    """A server that is up."""
+
+    name: str
+    server: servers.Server
+    model: str
+
+    @property
+    def group(self) -> int:
+        return self.server.process.pid
+
+    def send(self, load: workload.Workload) -> list[Any]:
+        return client.run_workload(self.server.url, self.model, load)
+
+    @contextmanager
+    def turn(self) -> Any:
+        """Let it run for the body; frozen otherwise. A server that has died shows in its requests."""
+        with suppress(ProcessLookupError):
+            thaw(self.group)
+        time.sleep(SETTLE)
+        try:
+            yield
+        finally:
+            with suppress(ProcessLookupError):
+                freeze(self.group)
+
+
+class Run:
+    """One run over all servers."""
+
+    def __init__(
+        self,
+        model: Model,
+        workloads: Mapping[str, workload.WorkloadConfig],
+        rounds: int,
+        ids: Sequence[int],
+        progress: Progress,
+    ) -> None:
+        self.model, self.workloads, self.rounds, self.ids, self.progress = (
+            model,
+            workloads,
+            rounds,
+            ids,
+            progress,
+        )
+
+    def measure(self, peers: Sequence[Peer], skipped: Mapping[str, str]) -> Measured:
+        """Start every peer, take every round, stop everything.
+
+        A peer that does not start is added to ``skipped``; one that dies later fails its requests.
+
+        Raises:
+            UserError: no server could be started.
+        """
+        measured = Measured(self.model.name, environment(), dict(skipped))
+        with ExitStack() as stack:
+            live = [server for peer in peers if (server := self._try_start(peer, stack, measured))]
+            if not live:
+                raise UserError("no server could be started", fix="the reasons are above")
+            names = [server.name for server in live]
+            measured.results = {
+                name: BenchResult(config, names, environment=measured.environment)
+                for name, config in self.workloads.items()
+            }
+            for round_ in range(self.rounds):
+                for name, config in self.workloads.items():
+                    load = workload.build(config, self.ids, round_)
+                    for server in live:
+                        self.progress(f"round {round_ + 1} of {self.rounds}, {name}: {server.name}")
+                        measured.results[name].turns.append(take(server, round_, load))
+            for server in live:
+                measured.servers[server.name].peak_memory = peak_memory(server.group)
+        return measured
+
+    def _try_start(self, peer: Peer, stack: ExitStack, measured: Measured) -> Live | None:
+        try:
+            return self._start(peer, stack, measured)
+        except UserError as error:
+            measured.skipped[peer.name] = reason(error)
+            self.progress(f"{peer.name}: skipped, {measured.skipped[peer.name]}")
+            return None
+
+    def _start(self, peer: Peer, stack: ExitStack, measured: Measured) -> Live:
+        """Start ``peer`` once a round, or once if that takes long; the last one stays, warmed up and frozen."""
+        seconds: list[float] = []
+        while True:
+            self.progress(f"{peer.name}: start {len(seconds) + 1}")
+            with ExitStack() as attempt:
+                live, taken = self._first_token(peer, attempt, len(seconds))
+                seconds.append(taken)
+                if len(seconds) < self.rounds and taken < SLOW_START:
+                    continue
+                settings = peer.settings(self.model, live.server.url)
+                measured.servers[peer.name] = ServerReport(settings, seconds)
+                self.progress(f"{peer.name}: warm-up")
+                for config in self.workloads.values():
+                    live.send(workload.build(warmup(config), self.ids))
+                stack.push(attempt.pop_all())
+            stack.callback(_thaw, live)
+            freeze(live.group)
+            return live
+
+    def _first_token(self, peer: Peer, stack: ExitStack, attempt: int) -> tuple[Live, float]:
+        """A started server, and the seconds from its process's start to its first token."""
+        port = servers.free_port()
+        command = peer.command(self.model, port)
+        begin = clock()
+        server = stack.enter_context(servers.started(command, port))
+        live = Live(peer.name, server, servers.model_name(server.url))
+        (record,) = live.send(workload.build(START, self.ids, attempt))
+        if record.first_token is None or not record.ok:
+            raise UserError(f"its first request failed: {record.error}", where=peer.name)
+        return live, record.first_token - begin
+
+
+def _thaw(live: Live) -> None:
+    """Before it is stopped: a frozen process does not hear SIGTERM."""
+    with suppress(ProcessLookupError):
+        thaw(live.group)
+
+
+def take(server: Live, round_: int, load: workload.Workload) -> Turn:
+    """One workload of one round on one server."""
+    with server.turn():
+        average = load_average()
+        records = server.send(load)
+    return Turn(server.name, round_, average, records, client.problems(records, load))

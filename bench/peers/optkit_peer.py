@@ -1,0 +1,33 @@
+"""optkit itself: ``optkit serve ARTIFACT`` with what the artifact's recipe says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from bench.peers.peer import Model, Peer
+from optkit.bench import servers
+from optkit.errors import UserError
+
+
+class Optkit(Peer):
+    """One artifact. Its settings are the recipe's; nothing is set for this benchmark."""
+
+    def __init__(self, name: str, artifact: Path) -> None:
+        self.name, self.artifact = name, artifact
+
+    def prepare(self, model: Model, progress: object) -> None:
+        if not (self.artifact / "optkit" / "manifest.json").is_file():
+            fix = "optkit optimize MODEL --recipe RECIPE -o DIR makes one"
+            raise UserError("no such artifact", where=str(self.artifact), fix=fix)
+
+    def command(self, model: Model, port: int) -> list[str]:
+        return servers.optkit_command(self.artifact, port)
+
+    def settings(self, model: Model, url: str) -> dict[str, Any]:
+        from optkit import __version__
+
+        recipe = json.loads((self.artifact / "optkit" / "manifest.json").read_text("utf-8"))["recipe"]
+        kept = {key: recipe[key] for key in ("name", "passes", "runtime")}
+        return {"version": f"optkit {__version__}", "recipe": kept}

@@ -1,0 +1,157 @@
+"""What every peer must say: how it is installed, which file it serves, how its server starts, what it runs with.
+
+A peer gets a virtual environment of its own under ``.peers/``, so that its pins never meet optkit's, and prepares its
+model there once. Both are reused: a stamp file holds the pins they were made from. Whatever goes wrong on the way is
+a ``UserError``, and the peer is then reported as skipped with that line as the reason.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from optkit.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+PEERS = ROOT / ".peers"
+MAX_MODEL_LEN = 2048  # tokens a sequence: the longest workload and its output fit
+MAX_CLIENTS = 8  # sequences at once in the largest workload
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Model:
+    """What all servers serve: the float checkpoint, and the GGUF it came from if it came from one."""
+
+    name: str
+    directory: Path
+    gguf: Path | None = None
+
+    @property
+    def cache(self) -> Path:
+        """Where the peers' conversions of this model lie."""
+        return PEERS / "models" / self.name
+
+    def need_gguf(self) -> Path:
+        if self.gguf is None:
+            raise UserError(
+                "this peer needs the model as a GGUF file", where=self.name, fix="add --gguf FILE"
+            )
+        return self.gguf
+
+
+class Peer(ABC):
+    """One column of the result."""
+
+    name: str
+
+    def install(self, progress: Progress) -> None:  # noqa: B027  (a peer that lives in optkit's own environment)
+        """Make the peer's virtual environment."""
+
+    def installed(self) -> bool:
+        return True
+
+    def prepare(self, model: Model, progress: Progress) -> None:  # noqa: B027  (serves the checkpoint as it is)
+        """Convert the model."""
+
+    @abstractmethod
+    def command(self, model: Model, port: int) -> list[str]:
+        """The server's command line; it must answer /health, /v1/models and /v1/completions."""
+
+    @abstractmethod
+    def settings(self, model: Model, url: str) -> dict[str, Any]:
+        """Version and the options that matter, read back from the running server where it tells."""
+
+
+@dataclass(frozen=True)
+class Venv:
+    """A virtual environment with pinned requirements."""
+
+    name: str
+    requirements: tuple[str, ...]
+    pip_options: tuple[str, ...] = ()
+    remove: tuple[str, ...] = ()  # dependencies that do harm; uninstalled again
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> Path:
+        return PEERS / self.name
+
+    @property
+    def python(self) -> str:
+        return str(self.folder / "bin" / "python")
+
+    @property
+    def recipe(self) -> str:
+        """What the stamp file holds: the environment is made again when this changes."""
+        variables = (f"{name}={value}" for name, value in self.env.items())
+        removed = (f"without {name}" for name in self.remove)
+        return "\n".join([*self.requirements, *self.pip_options, *removed, *variables, ""])
+
+    def made(self) -> bool:
+        stamp = self.folder / ".made"
+        return stamp.is_file() and stamp.read_text("utf-8") == self.recipe
+
+    def make(self, progress: Progress) -> None:
+        """Create the environment and install into it, at low priority.
+
+        Raises:
+            UserError: pip failed; the end of what it said is in the message.
+        """
+        if self.made():
+            return
+        progress(f"installing {' '.join(self.requirements)}")
+        run([sys.executable, "-m", "venv", "--clear", str(self.folder)])
+        pip = [self.python, "-m", "pip", "--disable-pip-version-check", "--no-input", "-q"]
+        run(["nice", "-n", "10", *pip, "install", *self.pip_options, *self.requirements], self.env)
+        if self.remove:
+            run([*pip, "uninstall", "-y", *self.remove])
+        (self.folder / ".made").write_text(self.recipe, "utf-8")
+
+
+def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> str:
+    """Standard output of ``command``; a UserError with the end of its output if it fails."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=os.environ | dict(env or {}), check=False
+        )
+    except OSError as error:
+        raise UserError(f"cannot run: {error.strerror}", where=command[0]) from error
+    if done.returncode:
+        lines = (done.stderr.strip() or done.stdout.strip() or "it printed nothing").splitlines()
+        raise UserError(
+            f"exit code {done.returncode}: {' '.join(lines[-3:])[-400:]}", where=public(command[0])
+        )
+    return done.stdout
+
+
+def reason(error: UserError, length: int = 300) -> str:
+    """Why a peer is skipped, in one short line: the beginning of the message, and its end, where the cause stands."""
+    text = public(f"{error.what}. {error.fix}" if error.fix else error.what)
+    return text if len(text) <= length else f"{text[: length // 4]} ... {text[-length * 3 // 4 :]}"
+
+
+def public(text: str) -> str:
+    """``text`` as it may be published: paths of this machine become relative."""
+    for path, name in (
+        (f"{ROOT}/", ""),
+        (str(ROOT), "."),
+        (sys.executable, "python"),
+        (str(Path.home()), "~"),
+    ):
+        text = text.replace(path, name)
+    return text
+
+
+def public_command(command: Sequence[str], model: Model) -> str:
+    """A server's command line without this machine's paths."""
+    words = " ".join(command).replace(sys.executable, "python")
+    words = words.replace(str(model.directory), "MODEL")
+    return public(words)

@@ -1,0 +1,113 @@
+"""What a run over all servers measured, and the figures that follow.
+
+The raw turns are kept per workload as ``optkit.bench.result.BenchResult``, so every number can be computed again. A
+ratio is an artifact's number over a peer's, taken within each round, then the median over rounds.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from bench.peers.workloads import FIGURES, MEMORY_FIGURE, START_FIGURE, Figure
+from optkit.bench.result import BenchResult, spread
+
+SCHEMA = 1
+MIB = 1 << 20
+
+
+@dataclass
+class ServerReport:
+    """One server: what it ran with, how long each start took, how much memory it had at most."""
+
+    settings: dict[str, Any]
+    start_seconds: list[float]
+    peak_memory: int = 0
+
+
+@dataclass
+class Measured:
+    """A whole run. ``artifacts`` are the names of optkit's own servers, the candidates of every ratio."""
+
+    model: str
+    environment: dict[str, Any]
+    skipped: dict[str, str] = field(default_factory=dict)
+    servers: dict[str, ServerReport] = field(default_factory=dict)
+    results: dict[str, BenchResult] = field(default_factory=dict)
+    artifacts: list[str] = field(default_factory=list)
+
+    def figures(self) -> list[dict[str, Any]]:
+        """One row a figure: ``servers`` {name: spread} and ``ratios`` {artifact: {other server: spread}}."""
+        rows = [self._figure(figure) for figure in FIGURES if figure.workload in self.results]
+        starts = {name: spread(report.start_seconds) for name, report in self.servers.items()}
+        memory = {name: spread([report.peak_memory / MIB]) for name, report in self.servers.items()}
+        rows.append(self._row(START_FIGURE, "s", starts))
+        rows.append(self._row(MEMORY_FIGURE, "MiB", memory))
+        return rows
+
+    def _figure(self, figure: Figure) -> dict[str, Any]:
+        result = self.results[figure.workload]
+        values = {side: result.statistic(side, figure.key) for side in result.sides}
+        ratios = {
+            artifact: {
+                other: replace(result, sides=[artifact, other]).ratio(other, figure.key)
+                for other in result.sides
+                if other != artifact
+            }
+            for artifact in self._measured_artifacts()
+        }
+        return {"figure": figure.label, "unit": figure.unit, "servers": values, "ratios": ratios}
+
+    def _row(self, label: str, unit: str, values: dict[str, Any]) -> dict[str, Any]:
+        """A figure that is not taken in rounds: the ratio of medians, without quartiles."""
+        ratios = {
+            artifact: {
+                other: spread([values[artifact]["median"] / value["median"]])
+                for other, value in values.items()
+                if other != artifact
+            }
+            for artifact in self._measured_artifacts()
+        }
+        return {"figure": label, "unit": unit, "servers": values, "ratios": ratios}
+
+    def _measured_artifacts(self) -> list[str]:
+        return [name for name in self.artifacts if name in self.servers]
+
+    def problems(self) -> list[str]:
+        """Why numbers may not be comparable; each result repeats the warning about the machine."""
+        lines = [line for result in self.results.values() for line in result.problems()]
+        return list(dict.fromkeys(lines))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            "kind": "peers",
+            "model": self.model,
+            "environment": self.environment,
+            "artifacts": self._measured_artifacts(),
+            "servers": {name: vars(report) for name, report in self.servers.items()},
+            "skipped": self.skipped,
+            "problems": self.problems(),
+            "figures": self.figures(),
+            "workloads": {name: self._raw(result) for name, result in self.results.items()},
+        }
+
+    def _raw(self, result: BenchResult) -> dict[str, Any]:
+        data = result.to_dict()
+        return {key: data[key] for key in ("workload", "definitions", "turns")}
+
+    def save(self, path: Path) -> None:
+        """Compact JSON with microseconds: there are thousands of chunk times."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(rounded(self.to_dict()), separators=(",", ":")) + "\n", "utf-8")
+
+
+def rounded(value: Any) -> Any:
+    """``value`` with every float at 6 digits after the point."""
+    if isinstance(value, float):
+        return round(value, 6)
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    return [rounded(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,67 @@
+"""The command line: which peers are chosen, and one line for every mistake."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.peers import __main__ as command
+from bench.peers.optkit_peer import Optkit
+from bench.peers.peer import Model
+from optkit.errors import UserError
+
+MODEL = Model("tiny", Path("nowhere"))
+
+
+def names(only: str | None, artifacts: list[str]) -> list[str]:
+    return [peer.name for peer in command.chosen(only, command.artifact_peers(artifacts))]
+
+
+def test_every_artifact_is_a_column_before_the_peers():
+    assert names(None, ["a=x", "b=y/"]) == ["a", "b", *command.DEFAULT]
+    assert names("vllm-w8a8,optkit", ["dir"]) == ["optkit", "vllm-w8a8"]
+    assert names("transformers-fp32", []) == ["transformers-fp32"]
+
+
+def test_a_peer_is_called_what_the_table_calls_it():
+    assert [make().name for make in command.PEERS.values()] == list(command.PEERS)
+
+
+@pytest.mark.parametrize(
+    ("only", "artifacts", "message"),
+    [
+        ("vllm", [], "did you mean"),
+        (None, [], "no artifact to measure"),
+        (None, ["x", "y"], "two artifacts have one name"),
+        (None, ["vllm-fp32=x"], "named like a peer"),
+    ],
+)
+def test_mistakes(only, artifacts, message):
+    with pytest.raises(UserError, match=message):
+        names(only, artifacts)
+
+
+def test_a_mistake_is_one_line_and_exit_code_2(capsys):
+    assert command.main(["--model", "smollm2-135m", "--only", "nobody"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_peer_that_is_not_ready_is_skipped_with_the_reason(tmp_path, capsys):
+    peers = [Optkit("a", tmp_path / "missing"), Optkit("b", tmp_path)]
+    (tmp_path / "optkit").mkdir()
+    (tmp_path / "optkit" / "manifest.json").write_text(json.dumps({}))
+    usable, skipped = command.ready(peers, MODEL, install=False)
+    assert [peer.name for peer in usable] == ["b"]
+    assert skipped["a"].startswith("no such artifact")
+    assert "a: skipped, no such artifact" in capsys.readouterr().err
+
+
+def test_without_install_a_missing_environment_is_a_reason(monkeypatch, tmp_path):
+    monkeypatch.setattr("bench.peers.peer.PEERS", tmp_path)
+    _, skipped = command.ready(
+        command.chosen("vllm-w8a8,llama.cpp-q8_0,openvino-q8_0", []), MODEL, install=False
+    )
+    assert set(skipped) == {"vllm-w8a8", "llama.cpp-q8_0", "openvino-q8_0"}
+    assert all("not installed" in why for why in skipped.values())

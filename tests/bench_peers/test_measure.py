@@ -1,0 +1,133 @@
+"""Rounds over real server processes: order, freezing, skipping, what is saved."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench import readme_table
+from bench.peers import measure, workloads
+from bench.peers.peer import Model, Peer
+from bench.peers.process_group import members, peak_memory
+from optkit.bench.workload import WorkloadConfig
+from optkit.errors import UserError
+
+SERVER = str(Path(__file__).with_name("completions_server.py"))
+MODEL = Model("tiny", Path("nowhere"))
+LOADS = {
+    "short": WorkloadConfig(num_prompts=2, input_len=6, output_len=3),
+    "clients": WorkloadConfig(num_prompts=3, input_len=4, output_len=2, max_concurrency=3),
+}
+
+
+class Fake(Peer):
+    def __init__(self, name: str, *words: str) -> None:
+        self.name, self.words = name, words
+
+    def command(self, model: Model, port: int) -> list[str]:
+        return [sys.executable, SERVER, str(port), *self.words]
+
+    def settings(self, model: Model, url: str) -> dict[str, str]:
+        return {"version": f"{self.name} 1"}
+
+
+class Broken(Fake):
+    def command(self, model: Model, port: int) -> list[str]:
+        return [sys.executable, "-c", "raise SystemExit('out of luck')"]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(measure, "SETTLE", 0.0)
+
+
+def measured(peers, rounds=2, skipped=None):
+    lines = []
+    run = measure.Run(MODEL, LOADS, rounds, range(500), lines.append)
+    return run.measure(peers, skipped or {}), lines
+
+
+def test_rounds_interleave_and_everything_is_recorded(tmp_path):
+    result, lines = measured([Fake("a"), Fake("b")], skipped={"c": "not installed"})
+    result.artifacts = ["a"]
+    turns = [(t.side, t.round) for t in result.results["short"].turns]
+    assert turns == [("a", 0), ("b", 0), ("a", 1), ("b", 1)]
+    assert all(t.load_average >= 0 and not t.problems for r in result.results.values() for t in r.turns)
+    assert [len(t.records) for t in result.results["clients"].turns] == [3] * 4
+    assert len(result.servers["a"].start_seconds) == 2 and result.servers["a"].peak_memory > 1 << 20
+    assert "round 2 of 2, clients: b" in lines
+    result.save(tmp_path / "peers.json")
+    data = json.loads((tmp_path / "peers.json").read_text())
+    assert data["skipped"] == {"c": "not installed"} and data["artifacts"] == ["a"]
+    assert len(data["workloads"]["short"]["turns"][0]["records"][0]["chunks"]) == 3
+    text = readme_table.peers_section(tmp_path)
+    assert "Not measured: c (not installed)" in text and "Versions: a: a 1; b: b 1." in text
+
+
+def test_a_server_that_does_not_start_or_answer_is_skipped_with_the_reason():
+    result, lines = measured([Broken("broken"), Fake("failing", "fail"), Fake("a")], rounds=1)
+    assert "out of luck" in result.skipped["broken"]
+    assert "HTTP 500" in result.skipped["failing"]
+    assert result.results["short"].sides == ["a"]
+    assert any(line.startswith("broken: skipped, ") for line in lines)
+
+
+def test_no_server_at_all_is_an_error():
+    with pytest.raises(UserError, match="no server could be started"):
+        measured([Broken("broken")])
+
+
+def test_idle_servers_are_frozen_and_none_is_left(monkeypatch):
+    states = []
+    original = measure.client.run_workload
+
+    def look(url, model, load):
+        states.append(sorted(state(pid) for pid in groups))
+        return original(url, model, load)
+
+    groups = []
+    started = measure.Run._first_token
+    monkeypatch.setattr(measure.client, "run_workload", look)
+
+    def remember(self, peer, stack, attempt):
+        live, seconds = started(self, peer, stack, attempt)
+        groups.append(live.group)
+        return live, seconds
+
+    monkeypatch.setattr(measure.Run, "_first_token", remember)
+    measured([Fake("a"), Fake("b")], rounds=1)
+    assert all("T" in seen for seen in states[-4:])  # one runs, the other is stopped
+    assert all(not list(members(group)) for group in groups)
+
+
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_memory_is_the_sum_over_the_group(tmp_path):
+    for pid, group, kib in (("10", 7, 100), ("11", 7, 50), ("12", 8, 1000)):
+        entry = tmp_path / pid
+        entry.mkdir()
+        (entry / "stat").write_text(f"{pid} (a (b) c) S 1 {group} 7 0")
+        (entry / "status").write_text(f"Name:\tx\nVmHWM:\t{kib} kB\n")
+    (tmp_path / "13").mkdir()  # ended between the listing and the reading
+    (tmp_path / "meminfo").write_text("")
+    assert peak_memory(7, tmp_path) == 150 * 1024
+
+
+def test_quick_sends_one_request_a_client():
+    counts = {name: config.num_prompts for name, config in workloads.quick(workloads.WORKLOADS).items()}
+    assert counts == {"short": 1, "medium": 1, "long": 1, "clients": 8}
+
+
+def test_warm_up_prompts_are_not_the_measured_ones():
+    for config in workloads.WORKLOADS.values():
+        assert workloads.warmup(config).seed != config.seed
+        assert workloads.warmup(config).input_len == config.input_len
+
+
+def test_every_figure_is_a_number_of_a_workload():
+    assert {figure.workload for figure in workloads.FIGURES} == set(workloads.WORKLOADS)

@@ -1,0 +1,157 @@
+"""Environments, command lines and what is published of them. Nothing is installed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from bench.peers import llama_cpp_peer, openvino_peer, peer
+from bench.peers.llama_cpp_peer import LlamaCpp, best
+from bench.peers.openvino_peer import OpenVino
+from bench.peers.openvino_server import printed_properties
+from bench.peers.optkit_peer import Optkit
+from bench.peers.transformers_peer import Transformers
+from bench.peers.vllm_peer import Vllm, quantize_w8a8
+from optkit.errors import UserError
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch):
+    monkeypatch.setattr(peer, "PEERS", tmp_path / ".peers")
+    made = peer.Model("tiny", tmp_path / "source")
+    made.cache.mkdir(parents=True)
+    return made
+
+
+def after(words, option):
+    return words[words.index(option) + 1]
+
+
+def test_llama_cpp_runs_with_the_fastest_trial(model, monkeypatch):
+    monkeypatch.setattr(llama_cpp_peer, "usable_cores", lambda: 2)
+    side = LlamaCpp("Q4_0")
+    side.binaries = Path("/bin")
+    side.trials_file(model).write_text(json.dumps({"seconds": {"on 128": 2.0, "off 512": 1.0}}))
+    words = side.command(model, 81)
+    assert words[0] == "/bin/llama-server"
+    assert (after(words, "--flash-attn"), after(words, "--ubatch-size")) == ("off", "512")
+    assert (after(words, "--threads"), after(words, "--port"), after(words, "--parallel")) == ("2", "81", "8")
+    assert int(after(words, "--ctx-size")) == 8 * peer.MAX_MODEL_LEN
+    LlamaCpp.forget_trials(model)
+    assert not side.trials_file(model).exists()
+
+
+def test_llama_bench_is_asked_for_every_pair(monkeypatch):
+    commands = []
+
+    def answer(command):
+        commands.append(command)
+        return json.dumps([{"samples_ns": [5e9, 4e9]}, {"samples_ns": [1e9, 2e9]}])
+
+    monkeypatch.setattr(llama_cpp_peer, "run", answer)
+    seconds = llama_cpp_peer.try_options(Path("/bin"), Path("m.gguf"))
+    assert seconds == {"off 128": 5.0, "off 512": 5.0, "on 128": 5.0, "on 512": 5.0}
+    assert [(after(c, "-fa"), after(c, "-ub")) for c in commands] == [
+        ("0", "128"),
+        ("0", "512"),
+        ("1", "128"),
+        ("1", "512"),
+    ]
+    with pytest.raises(UserError):
+        best({})
+
+
+def test_a_peer_that_needs_a_gguf_says_so(model):
+    with pytest.raises(UserError, match="--gguf"):
+        model.need_gguf()
+
+
+def test_openvino_serves_its_own_conversion(model):
+    words = OpenVino("Q8_0").command(model, 82)
+    assert words[1:] == [
+        *(str(openvino_peer.SERVER), str(model.cache / "openvino-Q8_0"), "--port", "82"),
+        *("--max-num-batched-tokens", str(openvino_peer.MAX_NUM_BATCHED_TOKENS)),
+    ]
+    assert openvino_peer.SERVER.is_file()
+
+
+def test_openvino_properties_are_read_from_its_log():
+    log = "  KV_CACHE_PRECISION: f16\nnoise\n  LOG_LEVEL: NONE\n  KV_CACHE_PRECISION: u8\n"
+    assert printed_properties(log) == {"KV_CACHE_PRECISION": "u8"}
+
+
+def test_vllm_serves_the_int8_checkpoint_or_the_source(model):
+    int8, fp32 = Vllm("w8a8").command(model, 83), Vllm("fp32").command(model, 83)
+    assert after(int8, "--model") == str(model.cache / "w8a8")
+    assert after(fp32, "--model") == str(model.directory)
+    assert int8[0] == "env" and "--no-enable-prefix-caching" in int8
+
+
+def test_w8a8_has_a_scale_a_row(tmp_path):
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    weight = torch.tensor([[1.0, -2.0], [0.5, 0.25], [0.0, 0.0]])
+    name = "model.layers.0.mlp.up_proj.weight"
+    others = {"model.norm.weight": torch.ones(2), "model.embed_tokens.weight": torch.ones(4, 2)}
+    save_file({name: weight, **others}, source / "model.safetensors")
+    (source / "config.json").write_text('{"model_type": "llama"}')
+    (source / "tokenizer.json").write_text("{}")
+    quantize_w8a8(source, target)
+    tensors = load_file(target / "model.safetensors")
+    scale = tensors[name.removesuffix("weight") + "weight_scale"]
+    assert tensors[name].dtype == torch.int8 and scale.shape == (3, 1)
+    assert torch.allclose(tensors[name] * scale, weight, atol=0.01)
+    assert tensors["model.embed_tokens.weight"].dtype == torch.float32
+    config = json.loads((target / "config.json").read_text())
+    assert config["quantization_config"]["format"] == "int-quantized" and config["model_type"] == "llama"
+    assert (target / "tokenizer.json").is_file()
+
+
+def test_optkit_and_transformers_are_started_by_optkit_bench(model, tmp_path):
+    assert Optkit("optkit", tmp_path).command(model, 84)[1:5] == [
+        "-m",
+        "optkit.cli.main",
+        "serve",
+        str(tmp_path),
+    ]
+    assert "optkit.bench.transformers_server" in Transformers().command(model, 85)
+
+
+def test_an_environment_is_made_once_for_each_set_of_pins(model, monkeypatch):
+    commands = []
+    monkeypatch.setattr(peer, "run", lambda command, env=None: commands.append((list(command), env)) or "")
+    venv = peer.Venv("x", ("a==1",), remove=("b",), env={"FLAG": "1"})
+    venv.folder.mkdir(parents=True)
+    assert not venv.made()
+    venv.make(lambda _line: None)
+    assert venv.made()
+    words = [command for command, _ in commands]
+    assert words[0][1:3] == ["-m", "venv"] and words[1][-1] == "a==1" and words[2][-2:] == ["-y", "b"]
+    assert commands[1][1] == {"FLAG": "1"}
+    venv.make(lambda _line: None)
+    assert len(commands) == 3
+    assert not peer.Venv("x", ("a==2",)).made()
+
+
+def test_a_failing_command_is_a_user_error():
+    with pytest.raises(UserError, match="exit code 3: bad luck"):
+        peer.run([sys.executable, "-c", "import sys; print('bad luck', file=sys.stderr); sys.exit(3)"])
+    with pytest.raises(UserError, match="cannot run"):
+        peer.run(["/no/such/program"])
+
+
+def test_nothing_published_names_a_path_of_this_machine(model):
+    words = [sys.executable, str(peer.ROOT / ".peers" / "x"), str(model.directory), str(Path.home() / "y")]
+    assert peer.public_command(words, model) == "python .peers/x MODEL ~/y"
+
+
+def test_a_reason_is_short_and_keeps_both_ends():
+    error = UserError("begin " + "x" * 1000 + " the cause")
+    assert peer.reason(error).startswith("begin") and peer.reason(error).endswith("the cause")
+    assert len(peer.reason(error)) < 320
+    assert peer.reason(UserError("no", fix="do")) == "no. do"

@@ -1,0 +1,83 @@
+"""Figures and ratios from turns, and the README's tables from figures."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench import readme_table
+from bench.peers.result import MIB, Measured, ServerReport, rounded
+from bench.peers.workloads import WORKLOADS
+from optkit.bench.records import Chunk, RequestRecord
+from optkit.bench.result import BenchResult, Turn
+
+
+def turn(side: str, round_: int, ttft: float) -> Turn:
+    chunks = [Chunk(ttft, 1), Chunk(ttft + 0.1, 1)]
+    return Turn(
+        side, round_, 0.1, [RequestRecord(0, 0.0, chunks=chunks, done=ttft + 0.1, output_tokens=2)], []
+    )
+
+
+def made() -> Measured:
+    """Two artifacts and a peer, whose TTFT in two rounds are 1 and 2, 2 and 2, 4 and 10 seconds."""
+    times = {"a": (1, 2), "b": (2, 2), "peer": (4, 10)}
+    turns = [turn(side, i, pair[i]) for i in range(2) for side, pair in times.items()]
+    environment = {"cores": 2, "cpu": "Some CPU", "load_average": 0.1}
+    environment |= {"packages": {"torch": "2", "transformers": "5"}}
+    servers = {
+        name: ServerReport({"version": f"{name} 1"}, [start], memory * MIB)
+        for name, start, memory in (("a", 2.0, 100), ("b", 2.0, 50), ("peer", 4.0, 400))
+    }
+    results = {"short": BenchResult(WORKLOADS["short"], list(times), turns, environment=environment)}
+    return Measured("tiny", environment, {"gone": "no wheel"}, servers, results, ["a", "b"])
+
+
+def row(name: str) -> dict:
+    return next(row for row in made().figures() if row["figure"].startswith(name))
+
+
+def test_ratios_are_taken_within_rounds_for_every_artifact():
+    ratios = row("TTFT, 128")["ratios"]
+    assert ratios["a"]["peer"]["median"] == pytest.approx((1 / 4 + 2 / 10) / 2)
+    assert ratios["b"]["peer"]["median"] == pytest.approx((2 / 4 + 2 / 10) / 2)
+    assert ratios["a"]["b"]["median"] == pytest.approx((1 / 2 + 1) / 2)
+    assert "a" not in ratios["a"]
+
+
+def test_medians_have_quartiles():
+    assert row("TTFT, 128")["servers"]["peer"] == {"median": 7000, "q1": 5500, "q3": 8500}
+
+
+def test_start_and_memory_are_figures_too():
+    assert row("process start")["ratios"]["a"]["peer"]["median"] == 0.5
+    assert row("peak")["servers"]["a"]["median"] == 100
+    assert row("peak")["ratios"]["b"]["peer"]["median"] == pytest.approx(1 / 8)
+
+
+def test_a_side_that_failed_has_no_number():
+    measured = made()
+    measured.results["short"].turns[2].records[0].error = "gone"
+    assert measured.figures()[0]["servers"]["peer"] is None
+    assert measured.figures()[0]["ratios"]["a"]["peer"] is None
+    assert any("peer round 0: request 0 failed" in line for line in measured.problems())
+    assert "| - |" in readme_table.peers_block("x", measured.to_dict())
+
+
+def test_an_artifact_that_was_skipped_is_no_candidate():
+    measured = made()
+    measured.artifacts = ["a", "lost"]
+    assert measured.to_dict()["artifacts"] == ["a"]
+
+
+def test_the_readme_shows_medians_ratios_versions_and_who_is_missing():
+    text = readme_table.peers_block("peers-x", made().to_dict())
+    assert "**tiny** on 2 cores of Some CPU" in text and "`peers-x.json`" in text
+    assert "|  | a | b | peer |" in text
+    assert "| TTFT, 128 tokens, ms | 1500 [1250, 1750] | 2000 | 7000 [5500, 8500] |" in text
+    assert "| TTFT, 128 tokens | 0.75 | 0.23 |" in text
+    assert "| peak resident memory | 2.00 | 0.25 |" in text
+    assert "Not measured: gone (no wheel)" in text
+
+
+def test_numbers_are_saved_with_microseconds():
+    assert rounded({"a": [0.12345678, 1], "b": None}) == {"a": [0.123457, 1], "b": None}
