@@ -1,10 +1,10 @@
 """The artifact: a directory that plain transformers and vLLM load, plus ``optkit/``.
 
 ``optkit/manifest.json`` lists every file with its sha256 and size; ``graph.json`` is the optimized graph,
-``constants.safetensors`` what is in no checkpoint, ``recipe.yaml`` the resolved recipe, ``report.html`` and
-``report.json`` what was measured. Writing goes to a temporary directory beside the target, is flushed, then
-renamed: there is never half an artifact. Opening checks every hash before anything is loaded, and loads data
-only: an artifact holds no code (docs/artifact.md).
+``constants.safetensors`` what is in no checkpoint, ``packed.safetensors`` weights in forms that only optkit reads,
+``recipe.yaml`` the resolved recipe, ``report.html`` and ``report.json`` what was measured. Writing goes to a
+temporary directory beside the target, is flushed, then renamed: there is never half an artifact. Opening checks every
+hash before anything is loaded, and loads data only: an artifact holds no code (docs/artifact.md).
 """
 
 from __future__ import annotations
@@ -74,13 +74,16 @@ class Artifact:
         from safetensors.torch import load_file
 
         from optkit.checkpoint import validate_checkpoint
-        from optkit.checkpoint_tensors import TensorFiles, build
+        from optkit.checkpoint_tensors import Overlay, TensorFiles, build
         from optkit.graph.serialize import graph_from_json
         from optkit.graph.verify import VerifyError, verify
+        from optkit.int4_layout import PACKED_FILE
 
-        tensors = TensorFiles(self.directory, validate_checkpoint(self.directory))
-        constants = load_file(self.directory / INTERNAL / "constants.safetensors")
-        file = self.directory / INTERNAL / "graph.json"
+        internal = self.directory / INTERNAL
+        packed = load_file(internal / PACKED_FILE) if (internal / PACKED_FILE).is_file() else {}
+        tensors = Overlay(TensorFiles(self.directory, validate_checkpoint(self.directory)), packed)
+        constants = load_file(internal / "constants.safetensors")
+        file = internal / "graph.json"
         graph = graph_from_json(
             file.read_text("utf-8"),
             lambda name, origin, dtype: constants[name] if origin is None else build(origin, tensors, dtype),

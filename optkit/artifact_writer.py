@@ -14,6 +14,7 @@ from optkit.checkpoint_tensors import constants
 from optkit.graph.ir import Graph
 from optkit.graph.serialize import graph_to_json
 from optkit.hf_layout import write_model
+from optkit.int4_layout import PACKED_FILE, runtime_tensors
 from optkit.model_source import ModelSource
 from optkit.recipe import Recipe
 from optkit.records import RunRecord
@@ -38,6 +39,9 @@ def write_artifact(
         internal.mkdir()
         write_model(graph, source.directory, directory)
         save_file(constants(graph), internal / "constants.safetensors")
+        packed = runtime_tensors(graph)
+        if packed:
+            save_file(packed, internal / PACKED_FILE)
         report = {"model": source.name, "recipe": recipe.name, "target": asdict(target), **run.to_dict()}
         texts = {
             "graph.json": graph_to_json(graph),

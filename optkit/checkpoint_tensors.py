@@ -48,6 +48,22 @@ class TensorFiles(Mapping[str, Tensor]):
         return self.files[file].get_tensor(name)
 
 
+class Overlay(Mapping[str, Tensor]):
+    """Some tensors in front of a checkpoint's; what is covered is not read."""
+
+    def __init__(self, source: TensorFiles, over: Mapping[str, Tensor]) -> None:
+        self.source, self.over = source, over
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.over[name] if name in self.over else self.source[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.source.names() | set(self.over))
+
+    def __len__(self) -> int:
+        return len(self.source.names() | set(self.over))
+
+
 def build(origin: Origin, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Tensor:
     """A weight from checkpoint tensors, contiguous, in the dtype the graph expects."""
     value = origin.build({part.name: tensors[part.name] for part in origin.parts})

@@ -21,7 +21,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 
 from optkit.checkpoint import validate_checkpoint
-from optkit.checkpoint_tensors import TensorFiles, build, changed_tensors, constants
+from optkit.checkpoint_tensors import Overlay, TensorFiles, build, changed_tensors, constants
 from optkit.graph.ir import Graph
 from optkit.graph.serialize import graph_from_json, graph_to_json
 from optkit.paths import cache_dir
@@ -72,22 +72,6 @@ class States:
         states = sorted((p for p in self.root.iterdir() if p.is_dir()), key=lambda p: p.stat().st_mtime)
         for state in states[:-KEEP]:
             shutil.rmtree(state, ignore_errors=True)
-
-
-class Overlay(Mapping[str, Any]):
-    """Changed tensors in front of the source's."""
-
-    def __init__(self, source: TensorFiles, changed: Mapping[str, Any]) -> None:
-        self.source, self.changed = source, changed
-
-    def __getitem__(self, name: str) -> Any:
-        return self.changed[name] if name in self.changed else self.source[name]
-
-    def __iter__(self) -> Any:
-        return iter(self.source.names() | set(self.changed))
-
-    def __len__(self) -> int:
-        return len(self.source.names() | set(self.changed))
 
 
 def state_key(parts: Mapping[str, Any]) -> str:

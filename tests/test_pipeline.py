@@ -165,6 +165,22 @@ def test_an_int8_artifact_in_transformers(source: Path, tmp_path: Path) -> None:
     assert relative_error(theirs, ours) < 2 * loss
 
 
+@pytest.mark.parametrize("symmetric", ["true", "false"])
+def test_int4_from_recipe_to_artifact_and_back(source: Path, tmp_path: Path, symmetric: str) -> None:
+    """Kept, written, read again; and the second run takes the finished step from the cache."""
+    text = f"passes: {{fuse_qkv: {{}}, w4a8: {{symmetric: {symmetric}}}}}\naccept: {{max_kld: 10.0}}"
+    for out in ("first", "second"):
+        record = run(source, tmp_path / out, text)
+        assert decisions(record) == {"fuse_qkv": "kept", "w4a8": "kept"}
+    first, second = (Artifact.open(tmp_path / out).graph() for out in ("first", "second"))
+    assert graph_to_json(first) == graph_to_json(second)
+    assert len(list(first.calls(reference.linear_w4a8))) == 2 * 5
+    expected = dense(first, IDS, TARGET)
+    assert torch.equal(dense(second, IDS, TARGET), expected)
+    loss = relative_error(expected, transformers_logits(source, IDS))
+    assert relative_error(transformers_logits(tmp_path / "first", IDS), expected) < 0.3 * loss
+
+
 def test_exact_passes_alone_change_no_tensor(source: Path, tmp_path: Path) -> None:
     run(source, tmp_path / "out", "passes: {fuse_qkv: {}, fuse_gate_up: {}, fuse_add_rms_norm: {}}")
     assert torch.equal(transformers_logits(tmp_path / "out", IDS), transformers_logits(source, IDS))

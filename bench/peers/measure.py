@@ -24,6 +24,7 @@ from optkit.bench.result import BenchResult, Turn
 from optkit.bench.run import SETTLE
 from optkit.errors import UserError
 
+AWAKE_TIMEOUT = 10.0  # seconds that a thawed server gets to be healthy again
 SLOW_START = 30.0  # seconds; a server that needs longer is started once and not once a round
 
 
@@ -47,12 +48,19 @@ class Live:
         """Let it run for the body; frozen otherwise. A server that has died shows in its requests."""
         with suppress(ProcessLookupError):
             thaw(self.group)
+        self._wait_healthy()
         time.sleep(SETTLE)
         try:
             yield
         finally:
             with suppress(ProcessLookupError):
                 freeze(self.group)
+
+    def _wait_healthy(self) -> None:
+        """A thawed server may take its own processes for dead until it has heard from them again."""
+        deadline = clock() + AWAKE_TIMEOUT
+        while not servers.healthy(self.server.url) and clock() < deadline:
+            time.sleep(0.05)
 
 
 class Run:

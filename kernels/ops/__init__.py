@@ -38,9 +38,16 @@ class Kernel:
 
 def table() -> tuple[Kernel, ...]:
     """All kernels, best first for each op. Imported on use, so that importing this package stays cheap."""
-    from optkit.kernels.cpu import attention, int8, onednn, pointwise, sdpa
+    from optkit.kernels.cpu import attention, int4, int8, onednn, pointwise, sdpa
 
-    return (*int8.KERNELS, *onednn.KERNELS, *attention.KERNELS, *sdpa.KERNELS, *pointwise.KERNELS)
+    return (
+        *int8.KERNELS,
+        *int4.KERNELS,
+        *onednn.KERNELS,
+        *attention.KERNELS,
+        *sdpa.KERNELS,
+        *pointwise.KERNELS,
+    )
 
 
 def select(

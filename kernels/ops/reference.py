@@ -18,6 +18,8 @@ from torch import Tensor
 
 ACTIVATION_ZERO_POINT = 128
 KV_SCALE_BYTES = 4  # of the float32 scale behind the values of an int8 KV row
+INT4_ZERO_POINT = 8  # the code that stands for 0 in symmetric int4
+INT4_PER_WORD = 8
 
 
 def embedding(weight: Tensor, ids: Tensor) -> Tensor:
@@ -144,6 +146,91 @@ def linear_w8a8(
         accumulator = (left[:, g] @ right[:, g].T).to(torch.float32)
         out += accumulator * scale[:, g : g + 1] * weight_scale[:, g]
     return out if bias is None else out + bias
+
+
+def linear_w4a8(
+    q: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    weight_minimum: Tensor | None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """``linear`` of int8 activations and int4 weights: q [T, K] uint8 and the rest give [T, N] float32.
+
+    weight [N, K / 8] int32 holds codes 0 .. 15 (see ``unpack_int4``), weight_scale [N, G] and weight_minimum [N, G]
+    are float32 or float16, with K / G channels to a group. A weight is ``code * weight_scale + weight_minimum``, or
+    ``(code - 8) * weight_scale`` where ``weight_minimum`` is None; an activation is ``(q - 128) * scale``. scale is
+    [T, Ga], and Ga divides G: an activation group is one weight group or several.
+
+    Sums over a group are exact: in float64 here, which holds every int32. Groups are added in float32, in order, each
+    its products and then its minimum times the sum of its activations.
+    """
+    check_int4(q, scale, weight, weight_scale, weight_minimum, bias)
+    groups = weight_scale.shape[1]
+    left = (q.to(torch.float64) - ACTIVATION_ZERO_POINT).unflatten(1, (groups, -1))  # [T, G, g]
+    right = unpack_int4(weight).to(torch.float64).unflatten(1, (groups, -1))  # [N, G, g]
+    scale = scale.repeat_interleave(groups // scale.shape[1], dim=1)  # [T, G]
+    weight_scale = weight_scale.to(torch.float32)
+    zero = INT4_ZERO_POINT if weight_minimum is None else 0
+    out = torch.zeros(q.shape[0], weight.shape[0], dtype=torch.float32, device=q.device)
+    for g in range(groups):
+        products = (left[:, g] @ (right[:, g] - zero).T).to(torch.float32)
+        out += products * (scale[:, g : g + 1] * weight_scale[:, g])
+        if weight_minimum is not None:
+            sums = left[:, g].sum(dim=1, keepdim=True).to(torch.float32)
+            out += sums * scale[:, g : g + 1] * weight_minimum[:, g].to(torch.float32)
+    return out if bias is None else out + bias
+
+
+def check_int4(
+    q: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    weight_minimum: Tensor | None,
+    bias: Tensor | None,
+) -> None:
+    """What kernels that take raw pointers rely on, and what broadcasting would let pass.
+
+    Raises:
+        ValueError: a tensor has another shape or type than ``linear_w4a8`` says.
+    """
+    (n, words), groups, activation_groups = weight.shape, weight_scale.shape[1], scale.shape[1]
+    if weight.dtype != torch.int32 or words * INT4_PER_WORD != q.shape[1]:
+        raise ValueError(f"{q.shape[1]} channels need int4 codes in {q.shape[1] // INT4_PER_WORD} int32")
+    if q.shape[1] % groups or groups % activation_groups or scale.shape[0] != q.shape[0]:
+        raise ValueError(
+            f"{groups} weight and {activation_groups} activation groups of {q.shape[1]} channels"
+        )
+    if any(t is not None and t.shape != (n, groups) for t in (weight_scale, weight_minimum)):
+        raise ValueError(f"scales and minimums must be [{n}, {groups}]")
+    if bias is not None and bias.shape != (n,):
+        raise ValueError(f"the bias must be [{n}]")
+
+
+def pack_int4(codes: Tensor) -> Tensor:
+    """Codes 0 .. 15 [N, K] as int32 [N, K / 8]: the i-th of eight channels in bits 4i to 4i + 3.
+
+    This is compressed-tensors' ``weight_packed`` of a 4-bit weight.
+    """
+    pairs = codes.to(torch.uint8).unflatten(1, (-1, 2))
+    return (pairs[..., 0] | pairs[..., 1] << 4).contiguous().view(torch.int32)
+
+
+def unpack_int4(packed: Tensor) -> Tensor:
+    """The codes [N, K] uint8 in ``packed`` [N, K / 8] int32."""
+    shifts = torch.arange(0, 4 * INT4_PER_WORD, 4, dtype=torch.int32, device=packed.device)
+    return (packed[..., None] >> shifts & 15).flatten(1).to(torch.uint8)
+
+
+def dequantize_int4(weight: Tensor, weight_scale: Tensor, weight_minimum: Tensor | None = None) -> Tensor:
+    """The float32 weight [N, K] that ``linear_w4a8`` multiplies by."""
+    codes = unpack_int4(weight).to(torch.float32).unflatten(1, (weight_scale.shape[1], -1))  # [N, G, g]
+    scale = weight_scale.to(torch.float32)[..., None]
+    if weight_minimum is None:
+        return ((codes - INT4_ZERO_POINT) * scale).flatten(1)
+    return (codes * scale + weight_minimum.to(torch.float32)[..., None]).flatten(1)
 
 
 def linear_w8a16(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -114,9 +114,10 @@ def linear(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point: Po
     return Cost(flops=2.0 * out.numel() * k, weight_bytes=weights, activation_bytes=activations)
 
 
-def linear_w8a8(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point: Point) -> Cost:
+def integer_linear(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point: Point) -> Cost:
+    """int8 products, whatever the weights are stored as."""
     weights, activations = traffic(graph, node, values)
-    out, k = values[node], values[node.args[2]].shape[1]
+    out, k = values[node], values[node.args[0]].shape[1]
     return Cost(int8_ops=2.0 * out.numel() * k, weight_bytes=weights, activation_bytes=activations)
 
 
@@ -153,7 +154,8 @@ def attention(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point:
 RULES = {
     reference.embedding: embedding,
     reference.linear: linear,
-    reference.linear_w8a8: linear_w8a8,
+    reference.linear_w8a8: integer_linear,
+    reference.linear_w4a8: integer_linear,
     reference.linear_w8a16: linear_w8a16,
     reference.grouped_mm: grouped_mm,
     reference.attention: attention,

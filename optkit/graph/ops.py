@@ -33,6 +33,7 @@ DIALECT: dict[str, Callable[..., Any]] = {
         reference.grouped_mm,
         reference.quantize_per_token,
         reference.linear_w8a8,
+        reference.linear_w4a8,
         reference.linear_w8a16,
         reference.attention,
     )

@@ -31,6 +31,8 @@ SPLITS = {"aten.split_with_sizes.default", "aten.split.Tensor"}
 RESHAPES = {"aten.reshape.default", "aten.view.default"}
 BATCH = ("input_ids", "logits_index", "seq_lens", "block_tables")  # they tell the sizes of a batch
 TYPES = (torch.float32, torch.int64, torch.int32, torch.uint8, torch.int8)
+# Arguments that the kernel packs into one tensor, whatever their types were.
+PACKED_TOGETHER = {"linear_w4a8": (2, 3, 4)}
 WORTH_IT = 4  # ops: a program of fewer gains nothing over calling their kernels
 
 
@@ -60,7 +62,9 @@ class Programs:
     def _is_native(self, node: fx.Node) -> bool:
         if op_name(node.target) == "aten.add.Tensor" and not self._adds_rows(node):
             return False
-        return node in self.ops and self._has_rows(node) and all(map(self._is_typed, node.all_input_nodes))
+        packed = [node.args[i] for i in PACKED_TOGETHER.get(self.ops.get(node, ""), ())]
+        read = [a for a in node.all_input_nodes if a not in packed]
+        return node in self.ops and self._has_rows(node) and all(map(self._is_typed, read))
 
     def _adds_rows(self, node: fx.Node) -> bool:
         values = [self.values[a] for a in node.args if isinstance(a, fx.Node) and a.op == "call_function"]

@@ -103,6 +103,16 @@ def test_idle_servers_are_frozen_and_none_is_left(monkeypatch):
     assert all(not list(members(group)) for group in groups)
 
 
+def test_a_thawed_server_is_asked_when_it_is_healthy_again(monkeypatch):
+    answers = iter([False, False, True])
+    monkeypatch.setattr(measure.servers, "healthy", lambda url: next(answers))
+    monkeypatch.setattr(measure, "thaw", lambda group: None)
+    monkeypatch.setattr(measure, "freeze", lambda group: None)
+    process = type("Process", (), {"pid": 1})
+    with measure.Live("a", measure.servers.Server("http://x", process), "m").turn():
+        assert next(answers, "all used") == "all used"
+
+
 def state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 

@@ -118,6 +118,16 @@ def test_int8_moves_work_and_shrinks_weights() -> None:
     assert after.kv_bytes == before.kv_bytes
 
 
+@pytest.mark.parametrize(("symmetric", "bits"), [(True, 4.5), (False, 5.0)])
+def test_int4_reads_its_bits_and_works_on_the_int8_units(symmetric: bool, bits: float) -> None:
+    graph, quantized = captured("llama"), captured("llama")
+    apply(quantized, "w4a8", symmetric=symmetric)
+    (q_proj, *_) = costs(quantized, reference.linear_w4a8, DECODE)
+    assert q_proj.weight_bytes == HIDDEN * HEADS * HEAD_DIM * bits / 8
+    assert q_proj.int8_ops == costs(graph, reference.linear, DECODE)[0].flops
+    assert q_proj.flops == 0
+
+
 @pytest.mark.parametrize("point", [Point(512, 1, 512), Point(1, 1, 512)])
 def test_int8_is_predicted_faster_where_products_dominate(point: Point) -> None:
     graph = captured("llama", hidden_size=512, intermediate_size=1024, num_hidden_layers=1)

@@ -46,6 +46,14 @@ def test_round_trip(name: str) -> None:
     assert_round_trip(captured(name))
 
 
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_round_trip_of_int4_weights(symmetric: bool) -> None:
+    graph = captured("llama")
+    apply(graph, "fuse_qkv")
+    apply(graph, "w4a8", symmetric=symmetric)
+    assert_round_trip(graph)
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_round_trip_of_an_optimized_graph(name: str) -> None:
     graph = captured(name)

@@ -14,7 +14,8 @@ from optkit.graph.lower import lower
 from optkit.graph.verify import verify
 from optkit.kernels import reference
 from optkit.passes.base import PassContext
-from optkit.passes.int8 import Int8, Int8Config, matches, quantize_weight
+from optkit.passes.int8 import Int8, Int8Config, quantize_weight
+from optkit.passes.linear_quantization import matches
 from optkit.target import DATASHEETS
 from tests.graphs import (
     TARGET,

@@ -196,6 +196,24 @@ def linear_w8a16(
     return (out,)
 
 
+def linear_w4a8(
+    b: Builder,
+    q: View,
+    scale: View,
+    weight: Tensor,
+    weight_scale: Tensor,
+    weight_minimum: Tensor | None,
+    bias: Tensor | None = None,
+) -> Result:
+    n, out = weight.shape[0], b.buffer(q.rows, (weight.shape[0],))
+    half = int(weight_scale.dtype == torch.float16)
+    b.call(
+        "linear_w4a8", q, q.row_stride, scale, weight, bias, out, Size(q.rows), q.width, n, weight_scale.shape[1],
+        scale.width, half, int(weight_minimum is not None),
+    )  # fmt: skip
+    return (out,)
+
+
 def attention(
     b: Builder,
     q: View,
@@ -237,6 +255,7 @@ EMITTERS: dict[str, Callable[..., Result]] = {
         rope,
         quantize_per_token,
         linear_w8a8,
+        linear_w4a8,
         linear_w8a16,
         attention,
     )

@@ -9,7 +9,8 @@
 // start at the second term, `offset`, which is computed here.
 //
 // Arithmetic, the same in every variant so that all give the same bits: int32 sums are exact in any order; then,
-// group by group in order, `sum = fma(float(accumulator), scale * weight_scale, sum)`; then the bias is added.
+// group by group in order, `sum = fma(float(accumulator), scale * weight_scale, sum)`, and for weights with minimums
+// (int4.cpp) `sum = fma(scale * sum of the activations, minimum, sum)`; then the bias is added.
 // Nothing depends on which rows are computed together, by which thread, or in which tile.
 #include "int8.h"
 
@@ -21,25 +22,28 @@
 
 namespace optkit {
 
-void linear_portable(const Linear& p, int64_t panel, int64_t row, int64_t rows) {
-    const int64_t first = panel * PANEL, columns = std::min(PANEL, p.n - first);
+void linear_portable(const Linear& p, const Panel& panel, int64_t row, int64_t rows) {
+    const int64_t columns = std::min(PANEL, p.n - panel.first);
     for (int64_t m = row; m < row + rows; ++m) {
         const uint8_t* q = p.q + m * p.q_stride;
-        const int8_t* w = p.weight + panel * p.steps * STEP_BYTES;
+        const int8_t* w = panel.weight;
         float sum[PANEL] = {};
         for (int64_t g = 0; g < p.groups; ++g) {
-            const int64_t at = (panel * p.groups + g) * PANEL;
+            const int64_t at = g * PANEL;
             int32_t accumulator[PANEL];
-            std::memcpy(accumulator, p.offset + at, sizeof accumulator);
+            std::memcpy(accumulator, panel.offset + at, sizeof accumulator);
             for (int64_t s = 0; s < p.group_steps; ++s, q += STEP, w += STEP_BYTES)
                 for (int64_t c = 0; c < PANEL; ++c)
                     for (int64_t k = 0; k < STEP; ++k) accumulator[c] += q[k] * w[c * STEP + k];
             const float scale = p.scale[m * p.groups + g];
             for (int64_t c = 0; c < PANEL; ++c)
-                sum[c] = std::fma(static_cast<float>(accumulator[c]), scale * p.weight_scale[at + c], sum[c]);
+                sum[c] = std::fma(static_cast<float>(accumulator[c]), scale * panel.weight_scale[at + c], sum[c]);
+            if (!panel.minimum) continue;
+            for (int64_t c = 0; c < PANEL; ++c)
+                sum[c] = std::fma(p.sums[m * p.groups + g], panel.minimum[at + c], sum[c]);
         }
-        for (int64_t c = 0; c < columns; ++c)
-            p.out[m * p.n + first + c] = p.bias ? sum[c] + p.bias[first + c] : sum[c];
+        float* out = p.out + m * p.n + panel.first;
+        for (int64_t c = 0; c < columns; ++c) out[c] = p.bias ? sum[c] + p.bias[panel.first + c] : sum[c];
     }
 }
 
@@ -51,31 +55,14 @@ LinearRows linear_rows() {
     return linear_portable;
 }
 
-namespace {
-
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// How the output is cut into tasks of `rows` x `panels`. Threads take them as they get free.
-struct Tasks {
-    int64_t rows, panels, across, count;
-
-    // Rows of a task stay in L2 while each panel passes. Panels of a task are neighbours, and as many as make it worth
-    // handing out: cores that write the same pages in turns slow each other down. All threads get equally many.
-    Tasks(int64_t m, int64_t all_panels, int64_t k, int threads) {
-        constexpr int64_t L2_BYTES = 384 << 10, MOST_ROWS = 128, TASK_WORK = 32 << 20;
-        rows = divide_up(m, std::max(divide_up(m * k, L2_BYTES), divide_up(m, MOST_ROWS)));
-        const int64_t work = all_panels * PANEL * k * (rows + 8);  // a panel is fetched in the time of 8 rows
-        across = std::min(all_panels, divide_up(divide_up(work, TASK_WORK), threads) * threads);
-        panels = divide_up(all_panels, across);
-        across = divide_up(all_panels, panels);
-        if (across < threads) rows = std::min(rows, divide_up(m, divide_up(threads, across)));
-        count = divide_up(m, rows) * across;
-    }
-};
-
-}  // namespace
+Panel panel_of(const Linear& p, int64_t i) {
+    const int64_t group = i * p.groups * PANEL, bytes = p.steps * STEP_BYTES;
+    const int8_t* weight = p.weight + i * bytes;
+    return {i * PANEL, weight, p.offset + group, p.weight_scale + group, nullptr, weight + bytes, STEP_BYTES};
+}
 
 void linear_w8a8(const Linear& p, int64_t m, int64_t k, int threads) {
+    if (m == 0 || p.n == 0) return;
     const int64_t all_panels = divide_up(p.n, PANEL);
     const Tasks tasks(m, all_panels, k, threads);
     const LinearRows rows_of_panel = linear_rows();
@@ -83,7 +70,7 @@ void linear_w8a8(const Linear& p, int64_t m, int64_t k, int threads) {
     for (int64_t task = 0; task < tasks.count; ++task) {
         const int64_t row = task / tasks.across * tasks.rows, panel = task % tasks.across * tasks.panels;
         const int64_t rows = std::min(tasks.rows, m - row), end = std::min(panel + tasks.panels, all_panels);
-        for (int64_t i = panel; i < end; ++i) rows_of_panel(p, i, row, rows);
+        for (int64_t i = panel; i < end; ++i) rows_of_panel(p, panel_of(p, i), row, rows);
     }
 }
 
@@ -135,5 +122,5 @@ OPTKIT_API void optkit_linear_w8a8(const uint8_t* q, int64_t q_stride, const flo
     const int64_t steps = k / STEP;
     const auto* offset = reinterpret_cast<const int32_t*>(blob + divide_up(n, PANEL) * steps * STEP_BYTES);
     const Linear p{q, q_stride, scale, blob, offset, weight_scale, bias, out, n, steps, groups, steps / groups};
-    if (m > 0 && n > 0) linear_w8a8(p, m, k, threads);
+    linear_w8a8(p, m, k, threads);
 }

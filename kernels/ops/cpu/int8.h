@@ -1,13 +1,9 @@
 // The int8 linear layer: what its variants share. See int8.cpp for the layout.
 #pragma once
 
-#include <cstdint>
+#include "panels.h"
 
 namespace optkit {
-
-constexpr int64_t PANEL = 32;            // output channels of a panel: two AVX-512 registers of int32
-constexpr int64_t STEP = 4;              // input channels of a step: what vpdpbusd adds up in one lane
-constexpr int64_t STEP_BYTES = PANEL * STEP;
 
 struct Linear {
     const uint8_t* q;       // [M][q_stride], zero point 128
@@ -22,15 +18,30 @@ struct Linear {
     int64_t steps;        // of the whole row
     int64_t groups;       // 1: one scale a row and output channel
     int64_t group_steps;  // steps / groups
+    const float* sums = nullptr;  // [M][groups]: scale * sum of the group's (q - 128), for panels with minimums
 };
 
+// What a tile reads of one panel. Of an int8 weight these are pieces of `Linear`, of an int4 weight unpacked ones.
+struct Panel {
+    int64_t first;              // its first output channel
+    const int8_t* weight;       // [steps][PANEL][STEP]
+    const int32_t* offset;      // [groups][PANEL]
+    const float* weight_scale;  // [groups][PANEL]
+    const float* minimum;       // [groups][PANEL], what weight 0 stands for; null: it is 0 everywhere
+    const void* next;           // memory to fetch meanwhile, `next_step` bytes for each step of this panel
+    int64_t next_step;
+};
+
+// Panel `i` of an int8 weight.
+Panel panel_of(const Linear& p, int64_t i);
+
 // out[row .. row + rows) of one panel. Each row's result depends on nothing but that row.
-void linear_portable(const Linear& p, int64_t panel, int64_t row, int64_t rows);
-void linear_avx2(const Linear& p, int64_t panel, int64_t row, int64_t rows);
-void linear_avx512(const Linear& p, int64_t panel, int64_t row, int64_t rows);
+using LinearRows = void (*)(const Linear&, const Panel&, int64_t row, int64_t rows);
+void linear_portable(const Linear& p, const Panel& panel, int64_t row, int64_t rows);
+void linear_avx2(const Linear& p, const Panel& panel, int64_t row, int64_t rows);
+void linear_avx512(const Linear& p, const Panel& panel, int64_t row, int64_t rows);
 
 // The variant of the instruction set in use.
-using LinearRows = void (*)(const Linear&, int64_t, int64_t, int64_t);
 LinearRows linear_rows();
 
 // All of it: rows [0, m). `k` is 4 * steps.

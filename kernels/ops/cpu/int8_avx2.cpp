@@ -58,35 +58,38 @@ OPTKIT_AVX2 OPTKIT_INLINE void store(const __m256 (&sum)[R][2], const Linear& p,
 }
 
 template <int R>
-OPTKIT_AVX2 void tile(const Linear& p, int64_t panel, int64_t half, int64_t row) {
+OPTKIT_AVX2 void tile(const Linear& p, const Panel& panel, int64_t half, int64_t row) {
     const uint8_t* q = p.q + row * p.q_stride;
-    const int8_t* w = p.weight + panel * p.steps * STEP_BYTES + half * HALF * STEP;
+    const int8_t* w = panel.weight + half * HALF * STEP;
     __m256 sum[R][2] = {};
     for (int64_t g = 0; g < p.groups; ++g) {
-        const int64_t at = (panel * p.groups + g) * PANEL + half * HALF;
+        const int64_t at = g * PANEL + half * HALF;
         __m256i a[R][4] = {};
         accumulate<R>(a, q, p.q_stride, w, p.group_steps);
 #pragma GCC unroll 2
         for (int c = 0; c < 2; ++c) {
-            const auto offset = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p.offset + at + c * 8));
-            const __m256 scales = _mm256_loadu_ps(p.weight_scale + at + c * 8);
+            const auto offset = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(panel.offset + at + c * 8));
+            const __m256 scales = _mm256_loadu_ps(panel.weight_scale + at + c * 8);
 #pragma GCC unroll 2
             for (int r = 0; r < R; ++r) {
                 const __m256i total = _mm256_add_epi32(offset, add_pairs(a[r][2 * c], a[r][2 * c + 1]));
                 const __m256 scale = _mm256_mul_ps(_mm256_set1_ps(p.scale[(row + r) * p.groups + g]), scales);
                 sum[r][c] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(total), scale, sum[r][c]);
+                if (!panel.minimum) continue;
+                const __m256 minimums = _mm256_loadu_ps(panel.minimum + at + c * 8);
+                sum[r][c] = _mm256_fmadd_ps(_mm256_set1_ps(p.sums[(row + r) * p.groups + g]), minimums, sum[r][c]);
             }
         }
         q += p.group_steps * STEP;
         w += p.group_steps * STEP_BYTES;
     }
-    store<R>(sum, p, row, panel * PANEL + half * HALF);
+    store<R>(sum, p, row, panel.first + half * HALF);
 }
 
 }  // namespace
 
-void linear_avx2(const Linear& p, int64_t panel, int64_t row, int64_t rows) {
-    for (int64_t half = 0; half < 2 && panel * PANEL + half * HALF < p.n; ++half) {
+void linear_avx2(const Linear& p, const Panel& panel, int64_t row, int64_t rows) {
+    for (int64_t half = 0; half < 2 && panel.first + half * HALF < p.n; ++half) {
         int64_t m = row;
         for (; m + ROWS <= row + rows; m += ROWS) tile<ROWS>(p, panel, half, m);
         if (m < row + rows) tile<1>(p, panel, half, m);

@@ -3,33 +3,12 @@
 // A tile is R rows x one panel, its int32 accumulators in 2 R registers. One step loads the panel's two registers,
 // broadcasts 4 bytes of each row and issues 2 R vpdpbusd. With one scale a row R goes to 12 (24 accumulators). With
 // group scales the float sums need registers too, so R goes to 6.
-#include "dispatch.h"
-#include "int8.h"
+#include "vnni_tile.h"
 
 #if OPTKIT_X86
 
 namespace optkit {
 namespace {
-
-// Not __m512i, which is 64-bit lanes to gcc: it would copy every accumulator in every step.
-using Lanes = int32_t __attribute__((vector_size(64)));
-
-template <int R>
-struct Accumulators {
-    Lanes v[R][2];
-};
-
-OPTKIT_AVX512 OPTKIT_INLINE Lanes load(const int32_t* p) { return reinterpret_cast<Lanes>(_mm512_loadu_si512(p)); }
-
-OPTKIT_AVX512 OPTKIT_INLINE Lanes dot(Lanes a, __m512i q, __m512i w) {
-    return reinterpret_cast<Lanes>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(a), q, w));
-}
-
-OPTKIT_AVX512 OPTKIT_INLINE __m512i broadcast(const uint8_t* q) {
-    int32_t four;
-    __builtin_memcpy(&four, q, sizeof four);
-    return _mm512_set1_epi32(four);
-}
 
 // Where a tile asks for the next panel, `step` bytes per step of its own, so that memory works while it computes.
 struct Ahead {
@@ -55,12 +34,6 @@ OPTKIT_AVX512 OPTKIT_INLINE void step(Accumulators<R>& a, const uint8_t* const* 
         a.v[r][0] = dot(a.v[r][0], x, w0);
         a.v[r][1] = dot(a.v[r][1], x, w1);
     }
-}
-
-template <int R>
-OPTKIT_AVX512 OPTKIT_INLINE void start(Accumulators<R>& a, Lanes left, Lanes right) {
-#pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) a.v[r][0] = left, a.v[r][1] = right;
 }
 
 // Few rows leave vpdpbusd waiting for itself: every other step goes to a second set, added at the end (exact).
@@ -101,65 +74,15 @@ OPTKIT_AVX512 OPTKIT_INLINE void accumulate(Accumulators<R>& a, const uint8_t* q
         }
 }
 
-OPTKIT_AVX512 OPTKIT_INLINE __m512 to_float(Lanes a) { return _mm512_cvtepi32_ps(reinterpret_cast<__m512i>(a)); }
-
-template <int R>
-struct Sums {
-    __m512 v[R][2];
-};
-
-// Add one group's accumulators, scaled.
-template <int R>
-OPTKIT_AVX512 OPTKIT_INLINE void add_scaled(Sums<R>& sum, const Accumulators<R>& a, const float* scale, int64_t groups,
-                                            const float* weight_scale) {
-    const __m512 w0 = _mm512_loadu_ps(weight_scale), w1 = _mm512_loadu_ps(weight_scale + 16);
-#pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) {
-        const __m512 s = _mm512_set1_ps(scale[r * groups]);
-        sum.v[r][0] = _mm512_fmadd_ps(to_float(a.v[r][0]), _mm512_mul_ps(s, w0), sum.v[r][0]);
-        sum.v[r][1] = _mm512_fmadd_ps(to_float(a.v[r][1]), _mm512_mul_ps(s, w1), sum.v[r][1]);
-    }
-}
-
-template <int R>
-OPTKIT_AVX512 OPTKIT_INLINE void store(const Sums<R>& sum, const Linear& p, int64_t panel, int64_t row) {
-    const int64_t first = panel * PANEL, columns = p.n - first;
-    const __mmask16 m0 = columns >= 16 ? 0xffff : (1u << columns) - 1;
-    const __mmask16 m1 = columns >= 32 ? 0xffff : columns <= 16 ? 0 : (1u << (columns - 16)) - 1;
-    float* out = p.out + row * p.n + first;
-    const __m512 b0 = p.bias ? _mm512_maskz_loadu_ps(m0, p.bias + first) : _mm512_setzero_ps();
-    const __m512 b1 = p.bias ? _mm512_maskz_loadu_ps(m1, p.bias + first + 16) : _mm512_setzero_ps();
-#pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) {  // sums are never -0, so that adding no bias changes nothing
-        _mm512_mask_storeu_ps(out + r * p.n, m0, _mm512_add_ps(sum.v[r][0], b0));
-        _mm512_mask_storeu_ps(out + r * p.n + 16, m1, _mm512_add_ps(sum.v[r][1], b1));
-    }
-}
-
-// Fetch the lines that `store` will write, while there is time: otherwise stores wait for them one after another.
-template <int R>
-OPTKIT_AVX512 OPTKIT_INLINE void expect(const Linear& p, int64_t panel, int64_t row) {
-    const float* out = p.out + row * p.n + panel * PANEL;
-#pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) {
-        __builtin_prefetch(out + r * p.n, 1);
-        __builtin_prefetch(out + r * p.n + 16, 1);
-    }
-}
-
 template <int R, bool AHEAD>
-OPTKIT_AVX512 void tile(const Linear& p, int64_t panel, int64_t row, Ahead ahead) {
-    const uint8_t* q = p.q + row * p.q_stride;
-    const int8_t* w = p.weight + panel * p.steps * STEP_BYTES;
-    const float* scale = p.scale + row;
-    const int64_t at = panel * PANEL;
-    expect<R>(p, panel, row);
+OPTKIT_AVX512 void tile(const Linear& p, const Panel& panel, int64_t row, Ahead ahead) {
+    expect<R>(p, panel.first, row);
     Accumulators<R> a;
-    start<R>(a, load(p.offset + at), load(p.offset + at + 16));
-    accumulate<R, AHEAD>(a, q, p.q_stride, w, p.steps, ahead);
+    start<R>(a, load(panel.offset), load(panel.offset + 16));
+    accumulate<R, AHEAD>(a, p.q + row * p.q_stride, p.q_stride, panel.weight, p.steps, ahead);
     Sums<R> sum{};
-    add_scaled<R>(sum, a, scale, 1, p.weight_scale + at);
-    store<R>(sum, p, panel, row);
+    add_scaled<R>(sum, a, p.scale + row, 1, load(panel.weight_scale), load(panel.weight_scale + 16));
+    store<R>(sum, p, panel.first, row);
 }
 
 // Few rows wait for memory, and with small groups the offsets are a tenth of it. So they are computed from the
@@ -180,30 +103,35 @@ OPTKIT_AVX512 OPTKIT_INLINE void accumulate_group(Accumulators<R>& a, const uint
     }
 }
 
-template <int R, bool AHEAD>
-OPTKIT_AVX512 void grouped_tile(const Linear& p, int64_t panel, int64_t row, Ahead ahead) {
+template <int R, bool AHEAD, bool MINIMUM>
+OPTKIT_AVX512 void grouped_tile(const Linear& p, const Panel& panel, int64_t row, Ahead ahead) {
     const uint8_t* q = p.q + row * p.q_stride;
-    const int8_t* w = p.weight + panel * p.steps * STEP_BYTES;
-    const float* scale = p.scale + row * p.groups;
-    expect<R>(p, panel, row);
+    const int8_t* w = panel.weight;
+    expect<R>(p, panel.first, row);
     Sums<R> sum{};
     for (int64_t g = 0; g < p.groups; ++g) {
-        const int64_t at = (panel * p.groups + g) * PANEL;
+        const int32_t* offset = panel.offset + g * PANEL;
+        const float* scale = panel.weight_scale + g * PANEL;
         Accumulators<R> a;
         if (!AHEAD && R <= OFFSET_ROWS) {
             accumulate_group<R>(a, q, p.q_stride, w, p.group_steps);
         } else {
-            start<R>(a, load(p.offset + at), load(p.offset + at + 16));
+            start<R>(a, load(offset), load(offset + 16));
             accumulate<R, AHEAD>(a, q, p.q_stride, w, p.group_steps, ahead);
         }
-        add_scaled<R>(sum, a, scale + g, p.groups, p.weight_scale + at);
+        const int64_t at = row * p.groups + g;
+        add_scaled<R>(sum, a, p.scale + at, p.groups, load(scale), load(scale + 16));
+        if (MINIMUM) {
+            const float* minimum = panel.minimum + g * PANEL;
+            add_minimums<R>(sum, p.sums + at, p.groups, load(minimum), load(minimum + 16));
+        }
         q += p.group_steps * STEP;
         w += p.group_steps * STEP_BYTES;
     }
-    store<R>(sum, p, panel, row);
+    store<R>(sum, p, panel.first, row);
 }
 
-using Tile = void (*)(const Linear&, int64_t, int64_t, Ahead);
+using Tile = void (*)(const Linear&, const Panel&, int64_t, Ahead);
 constexpr int ROWS = 12, GROUPED_ROWS = 6;
 
 // By height. Tiles of several to a panel are at least half as high as the highest, and look ahead.
@@ -212,21 +140,25 @@ constexpr Tile TILES[2][ROWS] = {
      tile<8, false>, tile<9, false>, tile<10, false>, tile<11, false>, tile<12, false>},
     {nullptr, nullptr, nullptr, nullptr, nullptr, tile<6, true>, tile<7, true>, tile<8, true>, tile<9, true>,
      tile<10, true>, tile<11, true>, tile<12, true>}};
+template <bool MINIMUM>
 constexpr Tile GROUPED_TILES[2][GROUPED_ROWS] = {
-    {grouped_tile<1, false>, grouped_tile<2, false>, grouped_tile<3, false>, grouped_tile<4, false>,
-     grouped_tile<5, false>, grouped_tile<6, false>},
-    {nullptr, nullptr, grouped_tile<3, true>, grouped_tile<4, true>, grouped_tile<5, true>, grouped_tile<6, true>}};
+    {grouped_tile<1, false, MINIMUM>, grouped_tile<2, false, MINIMUM>, grouped_tile<3, false, MINIMUM>,
+     grouped_tile<4, false, MINIMUM>, grouped_tile<5, false, MINIMUM>, grouped_tile<6, false, MINIMUM>},
+    {nullptr, nullptr, grouped_tile<3, true, MINIMUM>, grouped_tile<4, true, MINIMUM>, grouped_tile<5, true, MINIMUM>,
+     grouped_tile<6, true, MINIMUM>}};
 
 }  // namespace
 
-void linear_avx512(const Linear& p, int64_t panel, int64_t row, int64_t rows) {
-    const bool grouped = p.groups > 1;
+void linear_avx512(const Linear& p, const Panel& panel, int64_t row, int64_t rows) {
+    const bool grouped = p.groups > 1 || panel.minimum;
     const int64_t most = grouped ? GROUPED_ROWS : ROWS;
     // As few tiles as possible, of nearly equal height. One alone is read as fast as memory gives; of several only
     // the first would wait for memory, so each asks for its share of the next panel.
-    const int64_t count = (rows + most - 1) / most;
-    const Tile* tiles = grouped ? GROUPED_TILES[count > 1] : TILES[count > 1];
-    Ahead ahead{p.weight + (panel + 1) * p.steps * STEP_BYTES, STEP_BYTES / count};
+    const int64_t count = divide_up(rows, most);
+    const Tile* tiles = panel.minimum ? GROUPED_TILES<true>[count > 1] :
+                        grouped       ? GROUPED_TILES<false>[count > 1] :
+                                        TILES[count > 1];
+    Ahead ahead{static_cast<const int8_t*>(panel.next), panel.next_step / count};
     for (int64_t left = count; left > 0; --left) {
         const int64_t now = (rows + left - 1) / left;
         tiles[now - 1](p, panel, row, ahead);

@@ -8,7 +8,7 @@
 
 #include "attention.h"
 #include "dispatch.h"
-#include "int8.h"
+#include "int4.h"
 #include "pointwise.h"
 
 OPTKIT_API void optkit_quantize_per_token(const float* x, int64_t stride, uint8_t* q, float* scale, int64_t rows,
@@ -118,6 +118,18 @@ int run_linear_w8a8(Reader a, int threads) {
     return 0;
 }
 
+int run_linear_w4a8(Reader a, int threads) {
+    LinearW4A8 p;
+    p.q = a, p.q_stride = a, p.scale = a, p.weight = a, p.bias = a, p.out = a;
+    const int64_t rows = a, k = a;
+    p.n = a, p.groups = a, p.scale_groups = a;
+    const int half = a, minimum = a;
+    p.layout = {half != 0, minimum != 0};
+    p.group_steps = k / p.groups / STEP;
+    linear_w4a8(p, rows, k, threads);
+    return 0;
+}
+
 int run_linear_w8a16(Reader a, int threads) {
     WeightOnly p{};
     p.x = a, p.x_stride = a;
@@ -156,6 +168,7 @@ constexpr Row OPS[] = {
     {"gather_rows", 6, gather_rows},   {"rms_norm", 16, run_rms_norm}, {"layer_norm", 16, run_layer_norm},
     {"gated", 11, run_gated},          {"rope", 10, run_rope},         {"add", 7, run_add},
     {"quantize", 7, run_quantize},     {"linear_w8a8", 12, run_linear_w8a8},
+    {"linear_w4a8", 13, run_linear_w4a8},
     {"linear_w8a16", 11, run_linear_w8a16},
     {"attention", 28, run_attention},
 };

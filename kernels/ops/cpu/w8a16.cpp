@@ -20,8 +20,6 @@ namespace {
 constexpr float MOST = 32639.0f;  // 256 * 127 + 127
 constexpr int64_t ROWS = 64;      // of a task
 
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // The two rows of `x`, each `padded` long (past `columns` they are the zero point), and their scales.
 OPTKIT_INLINE void split_row(const float* x, int64_t columns, int64_t padded, int64_t group, uint8_t* high,
                              uint8_t* low, float* high_scale, float* low_scale) {
@@ -72,17 +70,16 @@ void (*split_variant())(const Split&, int64_t) {
 // One panel for output rows [row, row + rows): the int8 layer into `pairs`, then the sums of pairs.
 void run_panel(const Linear& p, LinearRows variant, int64_t panel, int64_t row, int64_t rows) {
     alignas(64) float pairs[2 * ROWS * PANEL];
-    const int64_t first = panel * PANEL, columns = std::min(PANEL, p.n - first), at = panel * p.groups * PANEL;
+    const int64_t first = panel * PANEL, columns = std::min(PANEL, p.n - first);
+    Panel weights = panel_of(p, panel);
+    weights.first = 0;  // of `pairs`
     Linear part = p;
     part.q += 2 * row * p.q_stride;
     part.scale += 2 * row * p.groups;
-    part.weight += panel * p.steps * STEP_BYTES;
-    part.offset += at;
-    part.weight_scale += at;
     part.bias = nullptr;
     part.out = pairs;
     part.n = columns;
-    variant(part, 0, 0, 2 * rows);
+    variant(part, weights, 0, 2 * rows);
     for (int64_t m = 0; m < rows; ++m) {
         const float *high = pairs + 2 * m * columns, *low = high + columns;
         float* out = p.out + (row + m) * p.n + first;

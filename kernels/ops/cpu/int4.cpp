@@ -1,0 +1,271 @@
+// Linear layers with int4 weights and int8 activations: packing, unpacking, and the loop over panels and rows.
+//
+// A weight is `code * scale + minimum` with code 0 .. 15 and a scale and minimum for each output channel and group of
+// input channels, or, symmetric, `(code - 8) * scale`. So a layer is
+//
+//     sum over groups of scale_x * (scale * sum((q - 128) * code) + minimum * sum(q - 128))
+//
+// whose inner sums are exact integers, the second one the same for all output channels: computed once a call (`sums`).
+//
+// The weight is packed into panels of 32 output channels as in int8.cpp, two steps to a byte: byte j of a pair of steps
+// holds byte j of the first step in its low half and byte j of the second in its high half. A panel is a sequence of
+// records, one a group: 32 scales, 32 minimums, the steps. So decode reads memory strictly forward, in one stream.
+//
+// Many rows: a panel is unpacked to int8 into scratch memory, once for each block of rows, and the int8 tiles do the
+// rest. Few rows: tiles of their own unpack in registers (int4_avx512.cpp, int4_avx2.cpp), since the weights then pass
+// only once. Both add the same integers and then the same floats in the same order (int8.cpp), so they give the same
+// bits.
+#include "int4.h"
+
+#include <cstring>
+
+#include "dispatch.h"
+#include "scratch.h"
+
+namespace optkit {
+namespace {
+
+constexpr int64_t FEW_ROWS = 36;  // up to here unpacking in registers is faster than through memory
+
+// -- rows ------------------------------------------------------------------------------------------------
+
+// What the tiles want of some activations; pieces of a thread's scratch memory.
+struct Rows {
+    float* scale;       // [rows][groups]
+    float* sums;        // [rows][groups]: scale * sum of the group's (q - 128)
+    int32_t* start;     // [rows][groups]: where accumulators of few rows start
+    uint8_t* signed_q;  // [rows][k]: q - 128 as s8; null for many rows
+};
+
+Rows rows_in(Scratch& scratch, int64_t rows, int64_t groups, int64_t k, bool few) {
+    auto* scale = static_cast<float*>(scratch.at_least(rows * (groups * 12 + (few ? k : 0))));
+    float* sums = scale + rows * groups;
+    auto* start = reinterpret_cast<int32_t*>(sums + rows * groups);
+    return {scale, sums, start, few ? reinterpret_cast<uint8_t*>(start + rows * groups) : nullptr};
+}
+
+OPTKIT_INLINE int32_t sum_of(const uint8_t* q, int64_t n) {
+    int32_t sum = 0;
+    for (int64_t i = 0; i < n; ++i) sum += q[i];
+    return sum;
+}
+
+OPTKIT_INLINE void prepare_row(const LinearW4A8& p, int64_t m, const Rows& to, int64_t row) {
+    const int64_t group = p.group_steps * STEP, k = p.groups * group, shared = p.groups / p.scale_groups;
+    const uint8_t* q = p.q + m * p.q_stride;
+    for (int64_t g = 0; g < p.groups; ++g) {
+        const int32_t sum = (group == 32 ? sum_of(q + g * group, 32) : sum_of(q + g * group, group)) - 128 * group;
+        const float scale = p.scale[m * p.scale_groups + g / shared];
+        to.scale[row * p.groups + g] = scale;
+        to.sums[row * p.groups + g] = scale * static_cast<float>(sum);
+        to.start[row * p.groups + g] = p.layout.minimum ? 0 : -8 * sum;
+    }
+    if (!to.signed_q) return;
+    for (int64_t i = 0; i < k; ++i) to.signed_q[row * k + i] = q[i] ^ 0x80;
+}
+
+// Rows [m, m + count) of the layer become rows [0, count).
+OPTKIT_INLINE void prepare_rows(const LinearW4A8& p, int64_t m, int64_t count, const Rows& to) {
+    for (int64_t row = 0; row < count; ++row) prepare_row(p, m + row, to, row);
+}
+
+// -- panels ----------------------------------------------------------------------------------------------
+
+Unpacked unpacked_in(void* memory, int64_t groups, int64_t k) {
+    auto* weight = static_cast<int8_t*>(memory);
+    auto* offset = reinterpret_cast<int32_t*>(weight + k * PANEL);
+    auto* scale = reinterpret_cast<float*>(offset + groups * PANEL);
+    return {weight, offset, scale, scale + groups * PANEL};
+}
+
+int64_t unpacked_bytes(int64_t groups, int64_t k) { return (k + groups * 12) * PANEL; }
+
+// One group's weights: codes, or code - 8 with `zero` 8; and their sums times -128.
+OPTKIT_INLINE void unpack_codes(const uint8_t* codes, int64_t steps, uint8_t zero, int8_t* weight, int32_t* offset) {
+    int16_t sums[STEP_BYTES] = {};
+    for (int64_t s = 0; s < steps; s += 2, codes += STEP_BYTES, weight += 2 * STEP_BYTES)
+        for (int64_t j = 0; j < STEP_BYTES; ++j) {
+            const auto low = static_cast<int8_t>((codes[j] & 15) - zero);
+            const auto high = static_cast<int8_t>((codes[j] >> 4) - zero);
+            weight[j] = low;
+            weight[STEP_BYTES + j] = high;
+            sums[j] += static_cast<int8_t>(low + high);
+        }
+    for (int64_t c = 0; c < PANEL; ++c)
+        offset[c] = -128 * (sums[4 * c] + sums[4 * c + 1] + sums[4 * c + 2] + sums[4 * c + 3]);
+}
+
+OPTKIT_INLINE void unpack_panel(const LinearW4A8& p, const uint8_t* records, const Unpacked& to) {
+    const int64_t group = p.group_steps * STEP_BYTES;
+    const uint8_t zero = p.layout.minimum ? 0 : 8;
+    for (int64_t g = 0; g < p.groups; ++g, records += p.layout.size(p.group_steps)) {
+        widen(records, p.layout.half, to.scale + g * PANEL);
+        if (p.layout.minimum) widen(records + p.layout.row(), p.layout.half, to.minimum + g * PANEL);
+        unpack_codes(records + p.layout.codes(), p.group_steps, zero, to.weight + g * group, to.offset + g * PANEL);
+    }
+}
+
+// -- variants --------------------------------------------------------------------------------------------
+
+using Prepare = void (*)(const LinearW4A8&, int64_t, int64_t, const Rows&);
+using Unpack = void (*)(const LinearW4A8&, const uint8_t*, const Unpacked&);
+
+void prepare_portable(const LinearW4A8& p, int64_t m, int64_t count, const Rows& to) { prepare_rows(p, m, count, to); }
+void unpack_portable(const LinearW4A8& p, const uint8_t* records, const Unpacked& to) { unpack_panel(p, records, to); }
+#if OPTKIT_X86
+OPTKIT_AVX2 void prepare_avx2(const LinearW4A8& p, int64_t m, int64_t count, const Rows& to) {
+    prepare_rows(p, m, count, to);
+}
+OPTKIT_AVX2 void unpack_avx2(const LinearW4A8& p, const uint8_t* records, const Unpacked& to) {
+    unpack_panel(p, records, to);
+}
+OPTKIT_AVX512 void prepare_avx512(const LinearW4A8& p, int64_t m, int64_t count, const Rows& to) {
+    prepare_rows(p, m, count, to);
+}
+#endif
+
+struct Functions {
+    Prepare prepare;
+    Unpack unpack;
+    FewRows few_rows;  // null: there is no tile for few rows
+};
+
+Functions functions() {
+#if OPTKIT_X86
+    if (isa() == Isa::avx512_vnni) return {prepare_avx512, unpack_avx512, linear_w4a8_avx512};
+    if (isa() == Isa::avx2) return {prepare_avx2, unpack_avx2, linear_w4a8_avx2};
+#endif
+    return {prepare_portable, unpack_portable, nullptr};
+}
+
+// -- the loop --------------------------------------------------------------------------------------------
+
+// Prepared rows, of which the first is the layer's row `m`, as the tiles see them: a layer of its own.
+Linear view_of(const LinearW4A8& p, int64_t m, const Rows& rows) {
+    Linear view{};
+    view.q = rows.signed_q ? rows.signed_q : p.q + m * p.q_stride;
+    view.q_stride = rows.signed_q ? p.groups * p.group_steps * STEP : p.q_stride;
+    view.scale = rows.scale, view.sums = rows.sums;
+    view.bias = p.bias, view.out = p.out + m * p.n, view.n = p.n;
+    view.steps = p.groups * p.group_steps, view.groups = p.groups, view.group_steps = p.group_steps;
+    return view;
+}
+
+// Panels [from, to) for rows [m, m + count), by way of scratch memory. Every task prepares its rows itself: that is
+// little beside the products, and a barrier after a common preparation may wait for a thread that isn't running.
+void by_unpacking(const LinearW4A8& p, const Functions& f, int64_t from, int64_t to, int64_t m, int64_t count) {
+    thread_local Scratch row_scratch, panel_scratch;
+    const int64_t k = p.groups * p.group_steps * STEP, record = p.layout.size(p.group_steps), bytes = p.groups * record;
+    const Rows rows = rows_in(row_scratch, count, p.groups, k, false);
+    const Unpacked unpacked = unpacked_in(panel_scratch.at_least(unpacked_bytes(p.groups, k)), p.groups, k);
+    const Linear view = view_of(p, m, rows);
+    const LinearRows tiles = linear_rows();
+    f.prepare(p, m, count, rows);
+    for (int64_t i = from; i < to; ++i) {
+        const uint8_t* records = p.weight + i * bytes;
+        f.unpack(p, records, unpacked);
+        const float* minimum = p.layout.minimum ? unpacked.minimum : nullptr;
+        const Panel panel{i * PANEL, unpacked.weight, unpacked.offset, unpacked.scale, minimum,
+                          records + bytes, record / p.group_steps};
+        tiles(view, panel, 0, count);
+    }
+}
+
+// The same for few rows, which `view` and `start` hold prepared.
+void in_registers(const LinearW4A8& p, FewRows tiles, const Linear& view, const int32_t* start, int64_t from,
+                  int64_t to, int64_t m, int64_t count) {
+    const int64_t bytes = p.groups * p.layout.size(p.group_steps);
+    for (int64_t i = from; i < to; ++i) tiles(view, start, p.weight + i * bytes, p.layout, i * PANEL, m, count);
+}
+
+}  // namespace
+
+void linear_w4a8(const LinearW4A8& p, int64_t m, int64_t k, int threads) {
+    if (m == 0 || p.n == 0) return;
+    thread_local Scratch scratch;
+    const Functions f = functions();
+    const int64_t all_panels = divide_up(p.n, PANEL);
+    const Tasks tasks(m, all_panels, k, threads);
+    const bool few = f.few_rows && m <= FEW_ROWS;
+    const Rows rows = few ? rows_in(scratch, m, p.groups, k, true) : Rows{};
+    const Linear view = view_of(p, 0, rows);
+    if (few) f.prepare(p, 0, m, rows);
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1 && tasks.count > 1)
+    for (int64_t task = 0; task < tasks.count; ++task) {
+        const int64_t row = task / tasks.across * tasks.rows, from = task % tasks.across * tasks.panels;
+        const int64_t count = std::min(tasks.rows, m - row), to = std::min(from + tasks.panels, all_panels);
+        if (few)
+            in_registers(p, f.few_rows, view, rows.start, from, to, row, count);
+        else
+            by_unpacking(p, f, from, to, row, count);
+    }
+}
+
+namespace {
+
+// -- packing ---------------------------------------------------------------------------------------------
+
+// A weight as the graph holds it.
+struct Source {
+    const uint8_t* codes;    // [n][k / 2], the even channel of a pair in the low half
+    const uint8_t* scale;    // [n][groups], float16 or float32
+    const uint8_t* minimum;  // the same, or null
+    int64_t n, k, groups;
+};
+
+uint8_t code_at(const Source& w, int64_t channel, int64_t i) {
+    if (channel >= w.n) return 0;
+    const uint8_t two = w.codes[channel * (w.k / 2) + i / 2];
+    return i % 2 ? two >> 4 : two & 15;
+}
+
+// The 32 scales or minimums of a group.
+void pack_row(const uint8_t* values, const Source& w, int64_t first, int64_t g, int64_t size, uint8_t* packed) {
+    std::memset(packed, 0, PANEL * size);
+    for (int64_t c = 0; c < std::min(PANEL, w.n - first); ++c)
+        std::memcpy(packed + c * size, values + ((first + c) * w.groups + g) * size, size);
+}
+
+void pack_record(const Source& w, RecordLayout layout, int64_t first, int64_t g, uint8_t* packed) {
+    const int64_t size = layout.half ? 2 : 4, group = w.k / w.groups;
+    pack_row(w.scale, w, first, g, size, packed);
+    if (layout.minimum) pack_row(w.minimum, w, first, g, size, packed + layout.row());
+    uint8_t* codes = packed + layout.codes();
+    for (int64_t pair = 0; pair < group / (2 * STEP); ++pair)
+        for (int64_t j = 0; j < STEP_BYTES; ++j) {
+            const int64_t channel = first + j / STEP, i = g * group + pair * 2 * STEP + j % STEP;
+            codes[pair * STEP_BYTES + j] = code_at(w, channel, i) | code_at(w, channel, i + STEP) << 4;
+        }
+}
+
+}  // namespace
+}  // namespace optkit
+
+using namespace optkit;
+
+// Bytes of a packed weight [n, k]. `half` and `minimum` are 0 or 1, see RecordLayout.
+OPTKIT_API int64_t optkit_w4_bytes(int64_t n, int64_t k, int64_t groups, int half, int minimum) {
+    const RecordLayout layout{half != 0, minimum != 0};
+    return divide_up(n, PANEL) * groups * layout.size(k / groups / STEP);
+}
+
+// Pack codes [n, k / 2], two to a byte, and their scales [n, groups] into `blob` of optkit_w4_bytes bytes. `minimum` is
+// null for symmetric weights.
+OPTKIT_API void optkit_pack_w4(const uint8_t* codes, const uint8_t* scale, const uint8_t* minimum, uint8_t* blob,
+                               int64_t n, int64_t k, int64_t groups, int half, int threads) {
+    const Source w{codes, scale, minimum, n, k, groups};
+    const RecordLayout layout{half != 0, minimum != nullptr};
+    const int64_t size = layout.size(k / groups / STEP), records = divide_up(n, PANEL) * groups;
+#pragma omp parallel for num_threads(threads)
+    for (int64_t i = 0; i < records; ++i) pack_record(w, layout, i / groups * PANEL, i % groups, blob + i * size);
+}
+
+// reference.linear_w4a8 of q [m, k] with rows `q_stride` apart, groups a multiple of 8 channels: out [m, n]. `scale` is
+// [m, scale_groups], `bias` may be null.
+OPTKIT_API void optkit_linear_w4a8(const uint8_t* q, int64_t q_stride, const float* scale, const uint8_t* blob,
+                                   const float* bias, float* out, int64_t m, int64_t n, int64_t k, int64_t groups,
+                                   int64_t scale_groups, int half, int minimum, int threads) {
+    const LinearW4A8 p{q,    q_stride, scale, scale_groups, blob, {half != 0, minimum != 0}, bias, out, n, groups,
+                       k / groups / STEP};
+    linear_w4a8(p, m, k, threads);
+}

@@ -1,0 +1,85 @@
+// The int4 linear layer: what its variants share. See int4.cpp for the layout.
+#pragma once
+
+#include <cstring>
+
+#include "dispatch.h"
+#include "int8.h"
+
+namespace optkit {
+
+// Scales and minimums of one group of one panel, then its weights. Sizes in bytes.
+struct RecordLayout {
+    bool half;     // scales and minimums are float16, else float32
+    bool minimum;  // asymmetric: there are minimums
+
+    int64_t row() const { return PANEL * (half ? 2 : 4); }  // of scales, or of minimums
+    int64_t codes() const { return row() * (minimum ? 2 : 1); }  // where the weights start
+    int64_t size(int64_t group_steps) const { return codes() + group_steps * (STEP_BYTES / 2); }
+};
+
+struct LinearW4A8 {
+    const uint8_t* q;       // [M][q_stride], zero point 128
+    int64_t q_stride;       // at least k
+    const float* scale;     // [M][scale_groups]
+    int64_t scale_groups;   // divides groups
+    const uint8_t* weight;  // [panels][groups] records
+    RecordLayout layout;
+    const float* bias;      // [n] or null
+    float* out;             // [M][n]
+    int64_t n;
+    int64_t groups;
+    int64_t group_steps;    // even
+};
+
+// All of it: rows [0, m). `k` is 4 * groups * group_steps.
+void linear_w4a8(const LinearW4A8& p, int64_t m, int64_t k, int threads);
+
+// A panel unpacked: what `Panel` points to, in a thread's scratch memory.
+struct Unpacked {
+    int8_t* weight;
+    int32_t* offset;
+    float* scale;
+    float* minimum;
+};
+
+void unpack_avx512(const LinearW4A8& p, const uint8_t* records, const Unpacked& to);
+
+// For few rows, unpacking in registers: out[row .. row + rows) of the panel whose records start at `records` and whose
+// first output channel is `first`. `p.q` holds q - 128 as s8 and `start` [M][groups] the accumulators' initial values.
+using FewRows = void (*)(const Linear& p, const int32_t* start, const uint8_t* records, RecordLayout layout,
+                         int64_t first, int64_t row, int64_t rows);
+void linear_w4a8_avx2(const Linear& p, const int32_t* start, const uint8_t* records, RecordLayout layout,
+                      int64_t first, int64_t row, int64_t rows);
+void linear_w4a8_avx512(const Linear& p, const int32_t* start, const uint8_t* records, RecordLayout layout,
+                        int64_t first, int64_t row, int64_t rows);
+
+// Exactly the number that `half`, an IEEE binary16, stands for. Subnormals go by a subtraction, not by way of float32
+// subnormals, which some processes flush to zero.
+OPTKIT_INLINE float to_float(uint16_t half) {
+    const uint32_t magnitude = static_cast<uint32_t>(half & 0x7fff) << 13, sign = static_cast<uint32_t>(half & 0x8000) << 16;
+    const uint32_t normal = magnitude + (112u << 23), shifted = magnitude + (113u << 23), one = 113u << 23;
+    float value, subnormal, base;
+    std::memcpy(&value, &normal, sizeof value);
+    std::memcpy(&subnormal, &shifted, sizeof subnormal);
+    std::memcpy(&base, &one, sizeof base);
+    value = magnitude < (1u << 23) ? subnormal - base : value;
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    bits |= sign;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+// The 32 scales or minimums of a record at `from`.
+OPTKIT_INLINE void widen(const uint8_t* from, bool half, float* to) {
+    if (!half) {
+        std::memcpy(to, from, PANEL * sizeof(float));
+        return;
+    }
+    uint16_t values[PANEL];
+    std::memcpy(values, from, sizeof values);
+    for (int64_t c = 0; c < PANEL; ++c) to[c] = to_float(values[c]);
+}
+
+}  // namespace optkit
