@@ -22,6 +22,7 @@ PASSES: dict[str, str] = {
     "int8": "optkit.passes.int8:Int8",
     "w4a8": "optkit.passes.w4a8:W4A8",
     "flash_attention": "optkit.passes.flash_attention:FlashAttention",
+    "kv_int8": "optkit.passes.kv_int8:KVInt8",
     "compile": "optkit.passes.compile:Compile",
 }
 

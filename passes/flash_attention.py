@@ -21,7 +21,7 @@ class FlashAttention(Pass):
     def check(self, graph: Graph, ctx: PassContext) -> Plan:
         plan = Plan()
         for node in graph.calls(reference.attention):
-            if best_kernel(node, ctx) is not None:
+            if best_kernel(graph, node, ctx) is not None:
                 plan.sites.append(Site(node.name, (node,)))
             elif node.kwargs.get("softcap"):
                 plan.skips.append(
@@ -35,12 +35,12 @@ class FlashAttention(Pass):
         chosen = {}
         for site in plan.sites:
             node = site.nodes[0]
-            kernel = best_kernel(node, ctx)
+            kernel = best_kernel(graph, node, ctx)
             assert kernel is not None, "a site of the plan has a kernel"
             node.meta["kernel"] = chosen["kernel"] = kernel.name
         return PassResult(len(plan.sites), chosen)
 
 
-def best_kernel(node: fx.Node, ctx: PassContext) -> Kernel | None:
-    """The best kernel for the target that handles this site's window and soft-cap."""
-    return select("attention", ctx.target, options=node.kwargs)
+def best_kernel(graph: Graph, node: fx.Node, ctx: PassContext) -> Kernel | None:
+    """The best kernel for the target that handles this site's window, soft-cap and KV pools."""
+    return select("attention", ctx.target, options=graph.site_options(node))

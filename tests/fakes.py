@@ -28,7 +28,7 @@ class FakeRunner:
     raise. ``nan_token``: a prompt with it gets NaN logits. ``die_token``: a prompt with it ends the process.
     """
 
-    kv_bytes = 0
+    kv_bytes, kv_dtype = 0, "float32"
 
     def __init__(
         self,

@@ -35,9 +35,9 @@ def kv_pools(model: Executable, blocks: int) -> dict[str, torch.Tensor]:
     """Pools full of NaN: a read of a slot nobody wrote shows in the logits."""
     pools = {}
     for spec in model.kv_specs:
-        shape = (blocks, BLOCK, spec.num_kv_heads)
-        pools[f"k_cache_{spec.layer}"] = torch.full((*shape, spec.head_dim), float("nan"))
-        pools[f"v_cache_{spec.layer}"] = torch.full((*shape, spec.v_head_dim), float("nan"))
+        for cache, pool in zip("kv", spec.pools(blocks, BLOCK), strict=True):
+            # bytes of 0xff are NaN as a float32, and as the scale of an int8 row
+            pools[f"{cache}_cache_{spec.layer}"] = pool.view(torch.uint8).fill_(255).view(pool.dtype)
     return pools
 
 

@@ -137,6 +137,18 @@ def test_a_whole_recipe(source: Path, tmp_path: Path) -> None:
     assert artifact.recipe == recipe(TTFT_CPU)
 
 
+def test_an_int8_kv_cache_is_in_the_graph_and_nowhere_else(source: Path, tmp_path: Path) -> None:
+    record = run(source, tmp_path / "out", "passes: {flash_attention: {}, kv_int8: {}}")
+    assert decisions(record) == {"flash_attention": "kept", "kv_int8": "kept"}
+    quality = record.passes[1].quality
+    assert quality is not None and quality["kl_mean"]["value"] > 0
+    artifact = Artifact.open(tmp_path / "out")
+    assert {spec.dtype for spec in artifact.graph().meta.kv_specs} == {"int8"}
+    assert {spec.dtype for spec in artifact.executable().kv_specs} == {"int8"}
+    assert "quantization_config" not in json.loads((artifact.directory / "config.json").read_text())
+    assert torch.equal(transformers_logits(artifact.directory, IDS), transformers_logits(source, IDS))
+
+
 def lower_dense(artifact: Artifact) -> Tensor:
     return dense(artifact.graph(), IDS, TARGET)
 

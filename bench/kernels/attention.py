@@ -5,7 +5,8 @@
 Prefill is one sequence of T new tokens; decode is one new token for each of B sequences with the given context, their
 blocks scattered over the pool. Kernels are measured in turn, round by round, and the figure is the fastest round:
 other load only ever adds time. Pools rotate over copies larger than the last-level cache in decode (``cold``), since
-in a model each layer's pool comes from memory; ``warm`` uses one pool. Prints microseconds and one line of JSON with
+in a model each layer's pool comes from memory; ``warm`` uses one pool. ``int8`` is the native kernel with int8
+pools. Prints microseconds and one line of JSON with
 the load average before and after.
 """
 
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 
+from optkit.graph.ir import KVSpec
 from optkit.kernels import reference
 from optkit.kernels.cpu import attention, native, pointwise, sdpa
 
@@ -31,7 +33,7 @@ Calls = dict[str, Callable[[], Any]]
 
 
 def batch(
-    sequences: int, new: int, context: int, cold: bool
+    sequences: int, new: int, context: int, cold: bool, dtype: str = "float32"
 ) -> Callable[[Callable[..., Any]], Callable[[], Any]]:
     """Calls of an attention kernel on ``sequences`` of ``context`` tokens, the last ``new`` of them now."""
     heads, blocks = HEADS * DIM, -(-context // BLOCK)
@@ -41,10 +43,9 @@ def batch(
     tables = torch.randperm(sequences * blocks).view(sequences, blocks).to(torch.int32)
     positions = torch.arange(context - new, context)
     slots = (tables[:, positions // BLOCK].long() * BLOCK + positions % BLOCK).flatten()
-    pool = (sequences * blocks, BLOCK, KV_HEADS, DIM)
-    size = 8 * sequences * blocks * BLOCK * KV_HEADS * DIM
-    copies = min(64, -(-COLD_BYTES // size)) if cold else 1
-    pools = cycle([(torch.randn(pool), torch.randn(pool)) for _ in range(copies)])
+    spec = KVSpec(0, KV_HEADS, DIM, DIM, dtype)
+    copies = min(256, -(-COLD_BYTES // (sequences * blocks * BLOCK * spec.token_bytes))) if cold else 1
+    pools = cycle([filled_pools(spec, sequences * blocks) for _ in range(copies)])
     rest = (
         slots,
         torch.arange(sequences + 1, dtype=torch.int32) * new,
@@ -56,9 +57,18 @@ def batch(
     return lambda kernel: lambda: kernel(q, k, v, *next(pools), *rest)
 
 
+def filled_pools(spec: KVSpec, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pools of random keys and values."""
+    pools = spec.pools(blocks, BLOCK)
+    k, v = torch.randn(2, blocks * BLOCK, KV_HEADS, DIM)
+    reference.write_kv(k, v, *pools, torch.arange(blocks * BLOCK))
+    return pools
+
+
 def attention_calls(with_reference: bool, *shape: Any) -> Calls:
     call = batch(*shape)
-    calls = {"native": call(attention.attention), "sdpa": call(sdpa.attention)}
+    calls = {"native": call(attention.attention), "int8": batch(*shape, "int8")(attention.attention)}
+    calls["sdpa"] = call(sdpa.attention)
     return calls | ({"reference": call(reference.attention)} if with_reference else {})
 
 

@@ -23,7 +23,8 @@ class Kernel:
 
     ``accepts`` says whether the kernel handles given weight tensors (by argument position); None means all.
     ``pack`` maps weight tensors to the packed tensors that ``fn`` wants in their place; packing happens once,
-    at load. ``handles`` says whether it runs a site with given keyword arguments; None means all.
+    at load. ``handles`` says whether it runs a site with given options
+    (``Graph.site_options``); None means all.
     """
 
     op: str
@@ -56,7 +57,7 @@ def select(
     weights: dict[int, Tensor] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Kernel | None:
-    """The kernel for ``op`` on ``target``, given the weights and keyword arguments of a site where known.
+    """The kernel for ``op`` on ``target``, given the weights and options of a site where known.
 
     None means the reference.
 

@@ -6,7 +6,8 @@ how the verifier and the cost model learn shapes.
 
 Layout rules: activations are token-major, ``[T, ...]`` for the T tokens of the flattened batch;
 a linear weight is ``[N, K]`` (out, in); attention takes ``[T, H, D]``; the KV pool of a layer is
-``[blocks, block_size, Hkv, D]``. Arithmetic is float32 unless an op says otherwise.
+``[blocks, block_size, Hkv, D]`` float32, or int8 with four more bytes a row (``quantize_kv``). Arithmetic is
+float32 unless an op says otherwise.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 ACTIVATION_ZERO_POINT = 128
 INT4_ZERO_POINT = 8  # the code that stands for 0 in symmetric int4
 INT4_PER_WORD = 8
+KV_SCALE_BYTES = 4  # of the float32 scale behind the values of an int8 KV row
 
 
 def embedding(weight: Tensor, ids: Tensor) -> Tensor:
@@ -119,7 +121,8 @@ def quantize_per_token(x: Tensor, group_size: int = 0) -> tuple[Tensor, Tensor]:
     with zero point 128 because x86 multiplies u8 by s8 (``vpdpbusd``); the value is plain symmetric int8. A group
     of zeros has scale 0.
     """
-    groups = x.reshape(x.shape[0], -1, group_size or x.shape[-1])  # [T, G, g]
+    size = group_size or x.shape[1]
+    groups = x.reshape(x.shape[0], x.shape[1] // size, size)  # [T, G, g]
     absmax = groups.abs().amax(dim=-1, keepdim=True)
     inverse = torch.where(absmax > 0, 127.0 / absmax, torch.zeros_like(absmax))
     q = torch.round(groups * inverse) + ACTIVATION_ZERO_POINT
@@ -259,6 +262,9 @@ def attention(
     docs/architecture.md. Query head h reads KV head ``h // (H // Hkv)``. ``window`` > 0 limits a token to
     the last ``window`` positions including its own; ``softcap`` > 0 squashes scores to
     ``softcap * tanh(s / softcap)``. Gives [T, H, Dv]. Mutates ``k_cache`` and ``v_cache``.
+
+    int8 pools hold rows of ``quantize_kv``. K and V of this call are attended as the cache has them, quantized, so
+    the result does not depend on how a prompt is cut into calls.
     """
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
     if q.device.type == "meta":
@@ -275,14 +281,35 @@ def attention(
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     """Store K and V of the new tokens at their slots (``block * block_size + offset``)."""
-    k_cache.flatten(0, 1).index_copy_(0, slot_mapping, k)
-    v_cache.flatten(0, 1).index_copy_(0, slot_mapping, v)
+    for rows, cache in ((k, k_cache), (v, v_cache)):
+        stored = quantize_kv(rows) if cache.dtype is torch.int8 else rows
+        cache.flatten(0, 1).index_copy_(0, slot_mapping, stored)
 
 
 def gather_kv(cache: Tensor, blocks: Tensor, length: int) -> Tensor:
     """The first ``length`` tokens [length, Hkv, D] of a sequence from its blocks."""
     used = -(-length // cache.shape[1])
-    return cache.index_select(0, blocks[:used]).flatten(0, 1)[:length]
+    rows = cache.index_select(0, blocks[:used]).flatten(0, 1)[:length]
+    return dequantize_kv(rows) if cache.dtype is torch.int8 else rows
+
+
+def quantize_kv(x: Tensor) -> Tensor:
+    """K or V [T, Hkv, D] float32 as rows [T, Hkv, D + 4] of an int8 pool.
+
+    Each token and head has its own scale, ``absmax / 127``, and lies in one piece: D int8 values and the four bytes of
+    the float32 scale. So a row is written and read without its neighbours, and a pool is one tensor.
+    """
+    q, scale = quantize_per_token(x.flatten(0, 1))
+    values = (q - ACTIVATION_ZERO_POINT).view(torch.int8)
+    scale = scale.flatten().view(torch.int8).view(len(values), KV_SCALE_BYTES)
+    return torch.cat((values, scale), dim=1).unflatten(0, x.shape[:2])
+
+
+def dequantize_kv(rows: Tensor) -> Tensor:
+    """The float32 K or V [..., D] that rows [..., D + 4] of an int8 pool stand for."""
+    values, scale = rows.split([rows.shape[-1] - KV_SCALE_BYTES, KV_SCALE_BYTES], dim=-1)
+    aligned = scale.clone(memory_format=torch.contiguous_format)  # it may lie at any byte
+    return values.to(torch.float32) * aligned.view(torch.float32)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float) -> Tensor:

@@ -147,7 +147,7 @@ def attention(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point:
         k_pool.shape[2] * k_pool.shape[3] + v_pool.shape[2] * v_pool.shape[3]
     ) * k_pool.element_size()
     kv = point.sequences * min(point.context, window + new) * per_token
-    flops = 2.0 * pairs * q.shape[1] * (q.shape[2] + v_pool.shape[3])
+    flops = 2.0 * pairs * q.shape[1] * (q.shape[2] + values[node.args[2]].shape[2])
     return Cost(flops=flops, kv_bytes=kv)
 
 

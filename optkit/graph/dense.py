@@ -32,9 +32,8 @@ def dense_inputs(
         "logits_index": torch.arange(len(ids)),
     }
     for spec in specs:
-        pool = (sum(blocks), block_size, spec.num_kv_heads)
-        inputs[f"k_cache_{spec.layer}"] = torch.zeros(*pool, spec.head_dim)
-        inputs[f"v_cache_{spec.layer}"] = torch.zeros(*pool, spec.v_head_dim)
+        k, v = spec.pools(sum(blocks), block_size)
+        inputs |= {f"k_cache_{spec.layer}": k, f"v_cache_{spec.layer}": v}
     return inputs
 
 

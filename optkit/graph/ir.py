@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from optkit.kernels.reference import KV_SCALE_BYTES
+
 BATCH_INPUTS = (
     "input_ids",
     "positions",
@@ -74,14 +76,45 @@ class Weight:
     origin: Origin | None
 
 
+# How KV pools store a token's head: the dtype, and the elements of a row besides the D values.
+KV_DTYPES = {"float32": (torch.float32, 0), "int8": (torch.int8, KV_SCALE_BYTES)}
+
+
 @dataclass(frozen=True)
 class KVSpec:
-    """The KV pool one attention layer needs: [blocks, block_size, num_kv_heads, head_dim] and v_head_dim."""
+    """The two KV pools of an attention layer: K [blocks, block_size, num_kv_heads, head_dim] and V, of v_head_dim.
+
+    ``dtype`` is a key of ``KV_DTYPES``. Rows of an int8 pool are four bytes longer: their scale
+    (``reference.quantize_kv``).
+    """
 
     layer: int
     num_kv_heads: int
     head_dim: int
     v_head_dim: int
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in KV_DTYPES:
+            raise ValueError(f"KV dtype {self.dtype!r:.80} is none of {', '.join(KV_DTYPES)}")
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in both pools."""
+        dtype, extra = KV_DTYPES[self.dtype]
+        return self.num_kv_heads * (self.head_dim + self.v_head_dim + 2 * extra) * dtype.itemsize
+
+    def pools(
+        self, num_blocks: int, block_size: int, device: torch.device | str = "cpu"
+    ) -> tuple[Tensor, Tensor]:
+        """Zeroed K and V pools."""
+        dtype, extra = KV_DTYPES[self.dtype]
+        shape = (num_blocks, block_size, self.num_kv_heads)
+        k, v = (
+            torch.zeros(*shape, dim + extra, dtype=dtype, device=device)
+            for dim in (self.head_dim, self.v_head_dim)
+        )
+        return k, v
 
 
 @dataclass(frozen=True)
@@ -128,6 +161,12 @@ class Graph:
         for node in list(self.fx.nodes):
             if node.op == "call_function" and node.target in targets:
                 yield node
+
+    def site_options(self, node: fx.Node) -> dict[str, Any]:
+        """What ``kernels.select`` is told of a call besides its weights: its keywords, and what its KV pools hold."""
+        pools = {f"k_cache_{spec.layer}": spec.dtype for spec in self.meta.kv_specs}
+        read = [pools[str(a.target)] for a in node.all_input_nodes if str(a.target) in pools]
+        return {**node.kwargs, **({"kv_dtype": read[0]} if read else {})}
 
     def weight_node(self, name: str, before: fx.Node) -> fx.Node:
         """A new ``get_attr`` node for weight ``name`` in front of ``before``."""

@@ -91,7 +91,7 @@ def kernel_of(graph: Graph, node: fx.Node, target: Target | None) -> kernels.Ker
     pinned = node.meta.get("kernel")
     weights = weight_arguments(graph, node)
     try:
-        return kernels.select(name, target, pinned=pinned, weights=weights, options=node.kwargs)
+        return kernels.select(name, target, pinned=pinned, weights=weights, options=graph.site_options(node))
     except LookupError as error:
         fix = "optkit doctor says what is missing; or optimize the model again on this machine"
         raise UserError(str(error), where=node.name, fix=fix) from error

@@ -191,7 +191,8 @@ def checked(value: Any, kind: type) -> Any:
 def decode_meta(data: Mapping[str, Any]) -> GraphMeta:
     """The meta data, every field of its type."""
     specs = tuple(
-        KVSpec(**{key: checked(value, int) for key, value in spec.items()}) for spec in data["kv_specs"]
+        KVSpec(**{k: checked(v, str if k == "dtype" else int) for k, v in spec.items()})
+        for spec in data["kv_specs"]
     )
     numbers = ("vocab_size", "max_model_len")
     fields = {k: checked(v, int if k in numbers else str) for k, v in data.items() if k != "kv_specs"}

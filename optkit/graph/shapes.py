@@ -85,7 +85,6 @@ def meta_inputs(graph: Graph, point: Point, block_size: int) -> dict[str, Tensor
         "logits_index": torch.empty(point.sequences, **long),
     }
     for spec in graph.meta.kv_specs:
-        pool = (blocks * point.sequences, block_size, spec.num_kv_heads)
-        inputs[f"k_cache_{spec.layer}"] = torch.empty(*pool, spec.head_dim, device="meta")
-        inputs[f"v_cache_{spec.layer}"] = torch.empty(*pool, spec.v_head_dim, device="meta")
+        k, v = spec.pools(blocks * point.sequences, block_size, "meta")
+        inputs |= {f"k_cache_{spec.layer}": k, f"v_cache_{spec.layer}": v}
     return inputs

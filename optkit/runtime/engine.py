@@ -92,8 +92,9 @@ class Engine:
     def info(self) -> dict[str, Any]:
         """What the API process must know: the limits and the memory plan."""
         c = self.config
-        plan = memory_plan(c.num_blocks, c.block_size, self.runner.kv_bytes, c.max_model_len)
-        return asdict(c) | {"vocab_size": self.runner.vocab_size, "memory_plan": asdict(plan)}
+        runner = self.runner
+        plan = memory_plan(c.num_blocks, c.block_size, runner.kv_bytes, c.max_model_len, runner.kv_dtype)
+        return asdict(c) | {"vocab_size": runner.vocab_size, "memory_plan": asdict(plan)}
 
     def generate(
         self, prompts: Seq[Seq[int]], sampling: SamplingParams | Seq[SamplingParams]

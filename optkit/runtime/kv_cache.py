@@ -1,8 +1,9 @@
 """KV cache: the memory of the pools, and how much of it a machine can afford.
 
-Each attention layer has two pools, K [blocks, block_size, Hkv, D] and V [blocks, block_size, Hkv, Dv]. All layers
-share one block numbering, so a block of KV is one row in *every* pool. Pools are allocated once, at
-start: the largest cost after the weights is known before the first request, and nothing grows while serving.
+Each attention layer has two pools, K [blocks, block_size, Hkv, D] and V [blocks, block_size, Hkv, Dv], of the dtype
+its spec says (an int8 row is four bytes longer, its scale). All layers share one block numbering, so a block of KV
+is one row in *every* pool. Pools are allocated once, at start: the largest cost after the weights is known before the
+first request, and nothing grows while serving.
 """
 
 from __future__ import annotations
@@ -14,49 +15,58 @@ import torch
 
 from optkit.graph.ir import KVSpec
 
-__all__ = ["KVSpec", "MemoryPlan", "allocate", "block_bytes", "blocks_for_bytes", "memory_plan"]
+__all__ = [
+    "KVSpec",
+    "MemoryPlan",
+    "allocate",
+    "block_bytes",
+    "blocks_for_bytes",
+    "dtype_label",
+    "memory_plan",
+]
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What a KV pool costs and holds. ``num_sequences`` of ``sequence_length`` tokens fit at once."""
+    """What a KV pool costs and holds. ``num_sequences`` of ``sequence_length`` tokens fit at once.
+
+    ``dtype`` is what it stores, for people (``dtype_label``).
+    """
 
     num_blocks: int
     num_tokens: int
     num_bytes: int
     sequence_length: int
     num_sequences: int
+    dtype: str
 
 
 def allocate(
-    specs: Sequence[KVSpec],
-    num_blocks: int,
-    block_size: int,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
+    specs: Sequence[KVSpec], num_blocks: int, block_size: int, device: torch.device | str = "cpu"
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Zeroed pools, one K and one V per spec. (On Linux the pages cost memory when first written.)"""
-
-    def pool(spec: KVSpec, head_dim: int) -> torch.Tensor:
-        return torch.zeros(num_blocks, block_size, spec.num_kv_heads, head_dim, dtype=dtype, device=device)
-
-    return [pool(s, s.head_dim) for s in specs], [pool(s, s.v_head_dim) for s in specs]
+    pools = [spec.pools(num_blocks, block_size, device) for spec in specs]
+    return [k for k, _ in pools], [v for _, v in pools]
 
 
-def block_bytes(specs: Sequence[KVSpec], block_size: int, dtype: torch.dtype = torch.float32) -> int:
+def block_bytes(specs: Sequence[KVSpec], block_size: int) -> int:
     """Bytes of one block over all layers."""
-    per_token = sum(spec.num_kv_heads * (spec.head_dim + spec.v_head_dim) for spec in specs)
-    return per_token * block_size * dtype.itemsize
+    return block_size * sum(spec.token_bytes for spec in specs)
 
 
-def blocks_for_bytes(
-    specs: Sequence[KVSpec], block_size: int, num_bytes: int, dtype: torch.dtype = torch.float32
-) -> int:
+def blocks_for_bytes(specs: Sequence[KVSpec], block_size: int, num_bytes: int) -> int:
     """How many blocks fit into ``num_bytes``; 0 if not even one does."""
-    return num_bytes // block_bytes(specs, block_size, dtype)
+    return num_bytes // block_bytes(specs, block_size)
 
 
-def memory_plan(num_blocks: int, block_size: int, num_bytes: int, sequence_length: int) -> MemoryPlan:
+def dtype_label(specs: Sequence[KVSpec]) -> str:
+    """What the pools hold, for people: "int8", or "float32 and int8" where layers differ."""
+    return " and ".join(sorted({spec.dtype for spec in specs}))
+
+
+def memory_plan(
+    num_blocks: int, block_size: int, num_bytes: int, sequence_length: int, dtype: str
+) -> MemoryPlan:
     """How many sequences of ``sequence_length`` tokens a pool of ``num_blocks`` blocks holds at once."""
     return MemoryPlan(
         num_blocks=num_blocks,
@@ -64,4 +74,5 @@ def memory_plan(num_blocks: int, block_size: int, num_bytes: int, sequence_lengt
         num_bytes=num_bytes,
         sequence_length=sequence_length,
         num_sequences=num_blocks // -(-sequence_length // block_size),
+        dtype=dtype,
     )

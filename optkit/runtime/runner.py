@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from optkit.runtime.kv_cache import KVSpec, allocate, block_bytes
+from optkit.runtime.kv_cache import KVSpec, allocate, block_bytes, dtype_label
 from optkit.runtime.types import Batch
 
 
@@ -36,13 +36,13 @@ class ModelRunner:
         model: Executable,
         num_blocks: int,
         block_size: int,
-        dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
         self.model, self.device = model, torch.device(device)
         self.num_blocks, self.block_size, self.vocab_size = num_blocks, block_size, model.vocab_size
-        self.kv_bytes = num_blocks * block_bytes(model.kv_specs, block_size, dtype)
-        k_caches, v_caches = allocate(model.kv_specs, num_blocks, block_size, dtype, device)
+        self.kv_bytes = num_blocks * block_bytes(model.kv_specs, block_size)
+        self.kv_dtype = dtype_label(model.kv_specs)
+        k_caches, v_caches = allocate(model.kv_specs, num_blocks, block_size, device)
         self.kv_pools: dict[str, torch.Tensor] = {}
         for spec, k, v in zip(model.kv_specs, k_caches, v_caches, strict=True):
             self.kv_pools |= {f"k_cache_{spec.layer}": k, f"v_cache_{spec.layer}": v}

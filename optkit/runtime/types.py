@@ -143,6 +143,7 @@ class Runner(Protocol):
     block_size: int
     num_blocks: int
     kv_bytes: int  # memory of the KV pool
+    kv_dtype: str  # what it stores, for people
 
     def execute(self, batch: Batch) -> torch.Tensor:
         """Logits [items with needs_logits, vocab_size] float32, in batch order."""

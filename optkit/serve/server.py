@@ -233,7 +233,8 @@ def describe_memory(info: Mapping[str, Any]) -> str:
     plan = info["memory_plan"]
     size = plan["num_bytes"] / 2**20
     room = f"{plan['num_sequences']} sequences of {plan['sequence_length']} tokens at once"
-    return f"KV cache {size:.0f} MiB, {plan['num_tokens']} tokens: {room}; up to {info['max_num_seqs']} run together"
+    kv_cache = f"KV cache {size:.0f} MiB of {plan['dtype']}, {plan['num_tokens']} tokens"
+    return f"{kv_cache}: {room}; up to {info['max_num_seqs']} run together"
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from optkit.graph.cost import DISPATCH_SECONDS, Cost, graph_cost, node_cost, predict_seconds
@@ -49,6 +51,18 @@ def test_attention_of_a_decode() -> None:
     (first, _) = costs(captured("llama"), reference.attention, DECODE)
     assert first.flops == 2 * 3 * 100 * HEADS * (HEAD_DIM + HEAD_DIM)
     assert first.kv_bytes == 3 * 100 * KV_HEADS * 2 * HEAD_DIM * 4
+
+
+def test_an_int8_cache_is_read_in_its_own_bytes() -> None:
+    """D numbers and four bytes of scale for each token, head, K and V; the arithmetic is the same."""
+    graph = captured("llama")
+    (before, _) = costs(graph, reference.attention, DECODE)
+    graph.meta = replace(
+        graph.meta, kv_specs=tuple(replace(spec, dtype="int8") for spec in graph.meta.kv_specs)
+    )
+    (after, _) = costs(graph, reference.attention, DECODE)
+    assert after.kv_bytes == 3 * 100 * KV_HEADS * 2 * (HEAD_DIM + 4)
+    assert after.flops == before.flops
 
 
 def test_grouped_queries_read_less() -> None:

@@ -22,7 +22,7 @@ from optkit.graph.verify import verify
 from tests.graphs import TARGET, apply, captured, checkpoint, dense, random_ids
 from tests.sample_artifact import small_graph
 
-ALL_PASSES = ("fuse_qkv", "fuse_gate_up", "fuse_add_rms_norm", "int8", "flash_attention")
+ALL_PASSES = ("fuse_qkv", "fuse_gate_up", "fuse_add_rms_norm", "int8", "flash_attention", "kv_int8")
 
 
 def read(text: str, graph: Graph) -> Graph:
@@ -172,6 +172,8 @@ DAMAGE: dict[str, Callable[[Any], Any]] = {
     "meta has another key": lambda d: d["meta"].update(code=1),
     "meta lacks a key": lambda d: d["meta"].pop("vocab_size"),
     "a pool has another key": lambda d: d["meta"]["kv_specs"][0].update(code=1),
+    "a pool of unknown dtype": lambda d: d["meta"]["kv_specs"][0].update(dtype="int7"),
+    "a pool's dtype is a list": lambda d: d["meta"]["kv_specs"][0].update(dtype=["int8"]),
     "pools are null": lambda d: d["meta"].update(kv_specs=None),
     "plan is a list": lambda d: d.update(plan=[1]),
     "another format": lambda d: d.update(format="other"),
@@ -189,6 +191,21 @@ def test_damage_is_a_user_error(name: str) -> None:
 
 def test_what_is_not_damaged_is_read() -> None:
     assert graph_to_json(read_small(small_text())) == small_text()
+
+
+def test_pools_keep_their_dtype() -> None:
+    data = json.loads(small_text())
+    data["meta"]["kv_specs"][0]["dtype"] = "int8"
+    graph = read_small(json.dumps(data))
+    assert graph.meta.kv_specs[0].dtype == "int8"
+    assert json.loads(graph_to_json(graph))["meta"] == data["meta"]
+
+
+def test_a_file_from_before_pools_had_a_dtype() -> None:
+    data = json.loads(small_text())
+    for spec in data["meta"]["kv_specs"]:
+        del spec["dtype"]
+    assert {spec.dtype for spec in read_small(json.dumps(data)).meta.kv_specs} == {"float32"}
 
 
 def test_a_later_version_says_what_to_do() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from optkit import kernels
 from optkit.kernels import reference
-from optkit.kernels.cpu import native
+from optkit.kernels.cpu import native, sdpa
 from optkit.kernels.cpu.attention import attention
 from optkit.target import DATASHEETS
 from tests.kernels.isas import usable_isas
@@ -47,6 +47,7 @@ class Case:
     block: int = 4
     window: int = 0
     softcap: float = 0.0
+    int8: bool = False
     seed: int = 0
 
 
@@ -75,8 +76,13 @@ class World:
         ):
             self.tables[s, :count] = order[first : first + count]
         pool = (len(order), case.block, kv)
-        self.k_cache = torch.full((*pool, case.dim), float("nan"))
-        self.v_cache = torch.full((*pool, case.v_dim), float("nan"))
+        self.k_cache, self.v_cache = (self.poisoned(*pool, dim) for dim in (case.dim, case.v_dim))
+
+    def poisoned(self, *shape: int) -> torch.Tensor:
+        """A pool full of NaN; of bytes 0xff for int8, which are NaN as a scale."""
+        if self.case.int8:
+            return torch.full((*shape[:-1], shape[-1] + reference.KV_SCALE_BYTES), -1, dtype=torch.int8)
+        return torch.full(shape, float("nan"))
 
     def slots(self, s: int, start: int, stop: int) -> torch.Tensor:
         positions = torch.arange(start, stop)
@@ -120,8 +126,8 @@ def cases(draw: st.DrawFn, longest: int = 150) -> Case:
     count = draw(st.integers(1, 5))
     lengths = tuple(draw(st.integers(1, longest)) for _ in range(count))
     prefixes = tuple(draw(st.one_of(st.just(0), st.just(n - 1), st.integers(0, n - 1))) for n in lengths)
-    group, kv_heads = draw(st.sampled_from([(1, 2), (2, 2), (3, 3), (4, 1), (7, 1)]))
-    dim = draw(st.sampled_from([8, 16, 24, 40, 64, 80, 128]))
+    group, kv_heads = draw(st.sampled_from([(1, 2), (2, 2), (3, 3), (4, 1), (7, 1), (8, 1)]))
+    dim = draw(st.sampled_from([5, 8, 16, 24, 40, 64, 80, 96, 128]))
     return Case(
         lengths,
         prefixes,
@@ -132,6 +138,7 @@ def cases(draw: st.DrawFn, longest: int = 150) -> Case:
         draw(st.sampled_from([1, 4, 16, 48])),
         draw(st.sampled_from([0, 0, 1, 5, 64, 100])),
         draw(st.sampled_from([0.0, 0.0, 2.0, 30.0])),
+        draw(st.booleans()),
         draw(st.integers(0, 1000)),
     )
 
@@ -188,9 +195,20 @@ def test_rows_do_not_depend_on_batch_chunks_or_threads(
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("threads", [1, 2, 4])
 @pytest.mark.parametrize("window", [0, 300])
-def test_decode_over_several_splits_gives_prefill_bits(isa: str, threads: int, window: int) -> None:
+@pytest.mark.parametrize("int8", [False, True])
+def test_decode_over_several_splits_gives_prefill_bits(
+    isa: str, threads: int, window: int, int8: bool
+) -> None:
     case = Case(
-        (1100, 700, 257), (1099, 699, 256), kv_heads=3, group=3, dim=64, v_dim=64, block=16, window=window
+        (1100, 700, 257),
+        (1099, 699, 256),
+        kv_heads=3,
+        group=3,
+        dim=64,
+        v_dim=64,
+        block=16,
+        window=window,
+        int8=int8,
     )
     alone = [rows_alone(case, s, isa)[-1] for s in range(3)]
     torch.set_num_threads(threads)
@@ -201,12 +219,59 @@ def test_decode_over_several_splits_gives_prefill_bits(isa: str, threads: int, w
     assert torch.equal(out, torch.stack(alone))
 
 
-def test_avx2_and_avx512_agree_to_the_bit() -> None:
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("dim", [40, 64])
+def test_avx2_and_avx512_agree_to_the_bit(dim: int, int8: bool) -> None:
     if not {"avx2", "avx512_vnni"} <= set(ISAS):
         pytest.skip("this CPU has not both")
-    case = Case((300, 70), (0, 0), kv_heads=2, group=3, dim=40, v_dim=24, block=16, window=90, softcap=20.0)
+    case = Case((300, 70), (0, 0), group=3, dim=dim, v_dim=48, block=16, window=90, softcap=20.0, int8=int8)
     for s in range(2):
         assert torch.equal(rows_alone(case, s, "avx2"), rows_alone(case, s, "avx512_vnni"))
+
+
+@settings(max_examples=30, deadline=None)
+@given(cases())
+def test_int8_is_close_to_float(case: Case) -> None:
+    """K and V are off by at most half a step, 1/254 of the largest number of their token and head."""
+    floats, int8 = World(replace(case, int8=False)), World(replace(case, int8=True))
+    chunks = [(s, 0, length) for s, length in enumerate(case.lengths)]
+    expected, out = (world.call(reference.attention, chunks) for world in (floats, int8))
+    assert 0 < (out - expected).norm() < 0.1 * expected.norm()
+    for pool, values in ((int8.k_cache, int8.k), (int8.v_cache, int8.v)):
+        for s, length in enumerate(case.lengths):
+            kept = reference.dequantize_kv(pool.flatten(0, 1)[int8.slots(s, 0, length)])
+            step = values[s].abs().amax(-1, keepdim=True) / 127
+            assert ((kept - values[s]).abs() <= step * 0.5001).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dim", [64, 40])
+def test_unusual_rows_of_an_int8_cache(isa: str, dim: int) -> None:
+    """Zeros, numbers near the ends of the range, NaN: a bad token spoils what attends to it and nothing before."""
+    native.set_isa(isa)
+    case = Case((40,), (0,), dim=dim, v_dim=dim, int8=True)
+    world, twin = World(case), World(case)
+    for w in (world, twin):
+        w.k[0][3], w.v[0][3] = 0.0, 0.0
+        w.v[0][4] *= 1e30
+        w.v[0][5] *= 1e-42
+        w.k[0][20, 0, 2] = float("nan")
+    out, expected = (
+        w.call(kernel, [(0, 0, 40)]) for w, kernel in ((world, attention), (twin, reference.attention))
+    )
+    torch.testing.assert_close(out[:20], expected[:20], rtol=1e-5, atol=1.5e-5)
+    assert torch.isfinite(out[:20]).all()
+    assert out[20:, : case.group].isnan().all() and torch.isfinite(out[20:, case.group :]).all()
+
+
+def test_an_int8_row_is_its_values_and_their_scale() -> None:
+    x = torch.randn(5, 3, 6, generator=torch.Generator().manual_seed(0))
+    rows = reference.quantize_kv(x)
+    assert rows.shape == (5, 3, 10) and rows.dtype is torch.int8
+    scale = rows[2, 1, 6:].contiguous().view(torch.float32)
+    assert scale == x[2, 1].abs().max() / 127
+    assert torch.equal(rows[2, 1, :6], (x[2, 1] / scale).round().to(torch.int8))
+    assert rows[..., :6].abs().amax(-1).eq(127).all()
 
 
 def test_extreme_scores_stay_finite() -> None:
@@ -226,6 +291,16 @@ def test_half_precision_runs_the_reference() -> None:
         w.q, w.k, w.v = ([t.bfloat16() for t in rows] for rows in (w.q, w.k, w.v))
         w.k_cache, w.v_cache = w.k_cache.bfloat16(), w.v_cache.bfloat16()
     assert torch.equal(world.call(attention, [(0, 0, 9)]), twin.call(reference.attention, [(0, 0, 9)]))
+
+
+def test_int8_pools_go_to_a_kernel_that_reads_them() -> None:
+    target = replace(DATASHEETS["cuda-h100"], kind="cpu")
+    kernel = kernels.select("attention", target, options={"kv_dtype": "int8"})
+    assert kernel is not None and kernel.name == "native"
+    with mock.patch.object(native, "available", lambda: False):
+        assert kernels.select("attention", target, options={"kv_dtype": "int8"}) is None
+    with pytest.raises(ValueError, match="int8"):
+        World(Case((9,), (0,), int8=True)).call(sdpa.attention, [(0, 0, 9)])
 
 
 def test_soft_cap_goes_to_a_kernel_that_has_it() -> None:

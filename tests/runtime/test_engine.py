@@ -199,6 +199,7 @@ def test_info_names_the_limits_and_the_memory_plan() -> None:
     assert info["max_model_len"] == 64 and info["vocab_size"] == VOCAB
     assert info["memory_plan"]["num_sequences"] == 2
     assert info["memory_plan"]["num_tokens"] == 132
+    assert info["memory_plan"]["dtype"] == "float32"
 
 
 def test_the_runner_and_the_scheduler_must_agree() -> None:

@@ -30,7 +30,7 @@ def client(server: LiveServer) -> Iterator[openai.OpenAI]:
 
 def test_ready_line_has_url_and_memory_plan(server: LiveServer) -> None:
     assert server.line.startswith("tiny ready at http://127.0.0.1:")
-    assert "KV cache" in server.line and "2048 tokens" in server.line
+    assert "KV cache" in server.line and "float32" in server.line and "2048 tokens" in server.line
 
 
 def test_models(client: openai.OpenAI) -> None:

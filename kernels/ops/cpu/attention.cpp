@@ -1,8 +1,8 @@
-// Paged attention in float32: reference.attention in one call, cache write included.
+// Paged attention in float32, over a float32 or int8 KV cache: reference.attention in one call, cache write included.
 //
 // Work is cut into items: some query tokens of one sequence under one KV head, so keys and values are read once for
-// all query heads of the group. Within an item attention_tile.h runs the online softmax (arXiv 2205.14135) over tiles of
-// keys.
+// all query heads of the group. Within an item attention_tile.h runs the online softmax (arXiv 2205.14135) over tiles
+// of keys.
 //
 // Batch invariance. The bits of an output row depend on its query and on the keys and values of its sequence
 // only, not on what else is in the batch, how the prompt was cut into chunks, or how many threads there are:
@@ -11,6 +11,12 @@
 //     order, whatever the number of rows in the register tile; masked keys add exact zeros;
 //   - every row, prefill or decode, sums each split from nothing and adds the splits first to last.
 // So one split is also the unit of parallel work when there are few queries, at no loss of invariance.
+//
+// An int8 cache holds rows of D int8 and their scale. The integers are floats exactly, so the tile computes with them
+// as they are: a key's scale multiplies its scores, a value's scale multiplies its weights. Every token is attended
+// through the cache, those of this call too, so chunks don't show here either.
+#include "attention.h"
+
 #include <omp.h>
 
 #include <cmath>
@@ -18,6 +24,7 @@
 #include <new>
 #include <vector>
 
+#include "quantize_row.h"
 #include "simd.h"
 
 namespace optkit {
@@ -27,22 +34,17 @@ constexpr int kTile = 64;
 constexpr int kSplit = 256;
 constexpr int kMaxRows = 192;     // rows of an item: enough to pay for transposing the keys
 constexpr int kSplitRows = 24;    // items of at most so many rows may be cut along the keys
+constexpr int kCutItems = 64;     // where there are more items they are parallel enough, and parts would cost memory
 constexpr int64_t kWorkAThread = 1'500'000;  // multiply-adds for which waking another thread pays: 30 us or so
 constexpr int64_t kWritesAThread = 65'536;   // the same for floats written to the cache
 constexpr float kLog2e = 1.44269504089f;
 
 alignas(64) constexpr float kLaneIndex[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
-struct Problem {
-    const float *q, *k, *v;
-    float *k_cache, *v_cache, *out;
-    const int64_t* slots;
-    const int32_t *query_start, *seq_lens, *tables;
-    int64_t tokens, sequences, table_stride, block_size;
-    int64_t q_token, q_head, k_token, k_head, v_token, v_head;  // strides in floats
-    int group, kv_heads, dim, v_dim, width;                     // width: v_dim to whole vectors
-    int64_t window;
-    float scale, softcap;
+struct Problem : AttentionArgs {
+    int group;             // query heads of a KV head
+    int depth, width;      // dim to whole words of an int8 key, v_dim to whole vectors
+    int64_t k_row, v_row;  // bytes of one head of a token in the pools
 };
 
 struct Item {
@@ -57,9 +59,9 @@ struct Sums {
 
 // What one thread needs for an item; see attention_tile.h for the layouts.
 struct Scratch {
-    float *q, *k, *v, *scores, *zeros;
+    float *q, *k, *v, *scores, *k_scale, *v_scale, *zeros;
     Sums part, total;
-    const float *keys[kTile], *values[kTile];
+    const char *keys[kTile], *values[kTile];
 };
 
 // Floats that live as long as the thread and grow rarely.
@@ -90,18 +92,21 @@ Sums sums_at(const Problem& p, float* at, int64_t rows) {
 
 Scratch scratch_of_thread(const Problem& p, int64_t rows) {
     thread_local Buffer buffer;
-    const size_t sizes[] = {rows * size_t(p.dim), size_t(p.dim) * kTile, size_t(kTile) * p.width, 6 * kTile,
-                            size_t(p.dim), sums_size(p, rows), sums_size(p, rows)};
+    const size_t depth = p.depth, width = p.width, sums = sums_size(p, rows);
+    const size_t sizes[] = {rows * depth, depth * kTile, width * kTile, 6 * kTile, kTile, kTile, depth, sums, sums};
+    constexpr int count = sizeof sizes / sizeof *sizes;
     size_t total = 0;
     for (size_t size : sizes) total += (size + kLanes - 1) / kLanes * kLanes;
     float* at = buffer.at_least(total);
-    float* parts[7];
-    for (int i = 0; i < 7; ++i) {
+    float* parts[count];
+    for (int i = 0; i < count; ++i) {
         parts[i] = at;
         at += (sizes[i] + kLanes - 1) / kLanes * kLanes;
     }
-    std::memset(parts[4], 0, p.dim * sizeof(float));
-    return {parts[0], parts[1], parts[2], parts[3], parts[4], sums_at(p, parts[5], rows), sums_at(p, parts[6], rows), {}, {}};
+    std::memset(parts[6], 0, depth * sizeof(float));
+    return {parts[0], parts[1], parts[2], parts[3],
+            parts[4], parts[5], parts[6], sums_at(p, parts[7], rows),
+            sums_at(p, parts[8], rows), {}, {}};
 }
 
 void clear(const Problem& p, const Item& item, const Sums& sums) {
@@ -126,7 +131,7 @@ Sums part_of(const Problem& p, const Item& item, float* parts, int64_t split) {
 // Calls visit(j, row) for `count` tokens from position `begin`: row of the pool, counting heads.
 template <class Visit>
 OPTKIT_INLINE void each_key(const Problem& p, const Item& item, int64_t begin, int count, Visit visit) {
-    const int32_t* table = p.tables + item.sequence * p.table_stride;
+    const int32_t* table = p.tables + item.sequence * p.table_width;
     int64_t block = begin / p.block_size, offset = begin % p.block_size;
     for (int j = 0; j < count; ++block, offset = 0) {
         int64_t row = (table[block] * p.block_size + offset) * p.kv_heads + item.kv_head;
@@ -134,64 +139,51 @@ OPTKIT_INLINE void each_key(const Problem& p, const Item& item, int64_t begin, i
     }
 }
 
-// Where the keys and values of `count` tokens from position `begin` lie, in scratch.keys and scratch.values.
+// Where the keys and values of `count` tokens from position `begin` lie, in scratch.keys and scratch.values, and the
+// scales of int8 ones; those of the rest of the last vector are zero.
 void locate(const Problem& p, const Item& item, int64_t begin, int count, Scratch& scratch) {
     each_key(p, item, begin, count, [&](int j, int64_t row) {
-        scratch.keys[j] = p.k_cache + row * p.dim;
-        scratch.values[j] = p.v_cache + row * p.v_dim;
+        const char* key = static_cast<const char*>(p.k_cache) + row * p.k_row;
+        const char* value = static_cast<const char*>(p.v_cache) + row * p.v_row;
+        scratch.keys[j] = key;
+        scratch.values[j] = value;
+        if (!p.int8_cache) return;
+        std::memcpy(scratch.k_scale + j, key + p.dim, sizeof(float));
+        std::memcpy(scratch.v_scale + j, value + p.v_dim, sizeof(float));
     });
+    for (int j = count; j % kLanes; ++j) scratch.k_scale[j] = scratch.v_scale[j] = 0.0f;
+}
+
+OPTKIT_INLINE void prefetch_row(const void* pool, int64_t row, int64_t bytes) {
+    constexpr uintptr_t kLine = 64;
+    const uintptr_t first = reinterpret_cast<uintptr_t>(pool) + row * bytes;
+    for (uintptr_t line = first & -kLine; line < first + bytes; line += kLine)
+        __builtin_prefetch(reinterpret_cast<const void*>(line), 0, 2);
 }
 
 // Start loading the tile at `begin` into the second-level cache. A head's part of a token is too short for the
-// hardware to see the pattern, and decode has too little arithmetic to wait behind.
-void prefetch(const Problem& p, const Item& item, int64_t begin) {
+// hardware to see the pattern, and decode has too little arithmetic to wait behind. All of it is inlined, since GCC
+// takes a function that only prefetches for one without effect and drops its calls.
+OPTKIT_INLINE void prefetch(const Problem& p, const Item& item, int64_t begin) {
     const int64_t left = item.position + item.count - begin;
     if (left <= 0) return;
-    each_key(p, item, begin, static_cast<int>(left < kTile ? left : kTile), [&](int, int64_t row) {
-        for (int d = 0; d < p.dim; d += kLanes) __builtin_prefetch(p.k_cache + row * p.dim + d, 0, 2);
-        for (int d = 0; d < p.v_dim; d += kLanes) __builtin_prefetch(p.v_cache + row * p.v_dim + d, 0, 2);
+    const int count = static_cast<int>(left < kTile ? left : kTile);
+    each_key(p, item, begin, count, [&](int, int64_t row) __attribute__((always_inline)) {
+        prefetch_row(p.k_cache, row, p.k_row);
+        prefetch_row(p.v_cache, row, p.v_row);
     });
 }
 
-#if OPTKIT_X86
-namespace avx512 {
-#define OPTKIT_TARGET OPTKIT_AVX512
-using S = Avx512;
-#include "vector_math.h"
-#include "attention_tile.h"
-#undef OPTKIT_TARGET
-}  // namespace avx512
-namespace avx2 {
-#define OPTKIT_TARGET OPTKIT_AVX2
-using S = Avx2;
-#include "vector_math.h"
-#include "attention_tile.h"
-#undef OPTKIT_TARGET
-}  // namespace avx2
-#endif
-namespace portable {
-#define OPTKIT_TARGET
-using S = Portable;
-#include "vector_math.h"
-#include "attention_tile.h"
-#undef OPTKIT_TARGET
-}  // namespace portable
-
+// The entry points of attention_tile.h.
 struct Functions {
+    void (*write)(const Problem&, int64_t);
     void (*all)(const Problem&, const Item&, Scratch&);
     void (*part)(const Problem&, const Item&, int64_t, const Sums&, Scratch&);
     void (*merge)(const Problem&, const Item&, float*, Scratch&);
 };
 
-Functions functions() {
-    switch (isa()) {
-#if OPTKIT_X86
-        case Isa::avx512_vnni: return {avx512::attend_all, avx512::attend_part, avx512::merge_parts};
-        case Isa::avx2: return {avx2::attend_all, avx2::attend_part, avx2::merge_parts};
-#endif
-        default: return {portable::attend_all, portable::attend_part, portable::merge_parts};
-    }
-}
+#define OPTKIT_BODY "attention_tile.h"
+#include "each_isa.h"
 
 // One entry of the queue: a whole item (split < 0), or one of its splits with the place of its partial sums.
 struct Task {
@@ -226,20 +218,24 @@ void add_items(const Problem& p, int sequence, int tokens, Schedule& schedule) {
     }
 }
 
-void add_tasks(const Problem& p, int item, bool may_cut, Schedule& schedule) {
-    const Item& it = schedule.items[item];
-    const int64_t rows = int64_t(it.count) * p.group, from = first_split(p, it), to = last_split(it);
-    const int64_t keys = it.position + it.count - first_key(p, it.position);
+// Tasks of the items `first` and on, which are the KV heads of the same queries. Where they are cut along the keys the
+// heads take turns: a token's heads are neighbours in memory.
+void add_tasks(const Problem& p, int first, bool may_cut, Schedule& schedule) {
+    const Item& item = schedule.items[first];
+    const int64_t rows = int64_t(item.count) * p.group, from = first_split(p, item), to = last_split(item);
+    const int64_t keys = item.position + item.count - first_key(p, item.position);
+    const bool cut = may_cut && rows <= kSplitRows && from < to;
     schedule.max_rows = rows > schedule.max_rows ? rows : schedule.max_rows;
-    schedule.work += keys * (rows + 8) * (p.dim + p.v_dim);  // 8: moving keys costs about as much as so many rows
-    schedule.parts.push_back(schedule.parts_size);
-    schedule.left.push_back(static_cast<int>(to - from + 1));
-    if (!may_cut || rows > kSplitRows || from == to) {
-        schedule.tasks.push_back({item, -1});
-        return;
+    // 8: moving keys costs about as much as so many rows
+    schedule.work += p.kv_heads * keys * (rows + 8) * (p.dim + p.v_dim);
+    for (int head = 0; head < p.kv_heads; ++head) {
+        schedule.left.push_back(static_cast<int>(to - from + 1));
+        schedule.parts.push_back(schedule.parts_size);
+        if (cut) schedule.parts_size += (to - from + 1) * sums_size(p, rows);
+        if (!cut) schedule.tasks.push_back({first + head, -1});
     }
-    for (int64_t split = from; split <= to; ++split) schedule.tasks.push_back({item, split});
-    schedule.parts_size += (to - from + 1) * sums_size(p, rows);
+    for (int64_t split = from; cut && split <= to; ++split)
+        for (int head = 0; head < p.kv_heads; ++head) schedule.tasks.push_back({first + head, split});
 }
 
 Schedule& plan(const Problem& p, int threads) {
@@ -252,17 +248,8 @@ Schedule& plan(const Problem& p, int threads) {
     const int tokens = tokens_an_item(p, threads);
     for (int s = 0; s < p.sequences; ++s) add_items(p, s, tokens, schedule);
     const int items = static_cast<int>(schedule.items.size());
-    const bool may_cut = threads > 1 && items < 8 * threads;
-    for (int i = 0; i < items; ++i) add_tasks(p, i, may_cut, schedule);
+    for (int i = 0; i < items; i += p.kv_heads) add_tasks(p, i, items <= kCutItems, schedule);
     return schedule;
-}
-
-void write_kv(const Problem& p, int64_t token) {
-    const int64_t slot = p.slots[token] * p.kv_heads;
-    for (int h = 0; h < p.kv_heads; ++h) {
-        std::memcpy(p.k_cache + (slot + h) * p.dim, p.k + token * p.k_token + h * p.k_head, p.dim * sizeof(float));
-        std::memcpy(p.v_cache + (slot + h) * p.v_dim, p.v + token * p.v_token + h * p.v_head, p.v_dim * sizeof(float));
-    }
 }
 
 // Runs a task. Whoever finishes the last split of an item adds up its parts, in their order: no thread waits.
@@ -274,55 +261,70 @@ void run_task(const Problem& p, Schedule& s, const Functions& f, const Task& tas
     if (__atomic_sub_fetch(&s.left[task.item], 1, __ATOMIC_ACQ_REL) == 0) f.merge(p, item, parts, scratch);
 }
 
-void run_alone(const Problem& p, const Schedule& s, const Functions& f) {
-    for (int64_t t = 0; t < p.tokens; ++t) write_kv(p, t);
+void run_alone(const Problem& p, Schedule& s, const Functions& f, float* parts) {
+    for (int64_t t = 0; t < p.tokens; ++t) f.write(p, t);
     Scratch scratch = scratch_of_thread(p, s.max_rows);
-    for (const Item& item : s.items) f.all(p, item, scratch);
+    for (const Task& task : s.tasks) run_task(p, s, f, task, parts, scratch);
 }
 
 // One parallel region with one barrier, two where there is much to write first: on a machine with other work each
 // barrier may wait for a thread that isn't running.
-void run_together(const Problem& p, Schedule& s, const Functions& f, int threads) {
-    thread_local Buffer parts_buffer;
-    float* parts = s.parts_size ? parts_buffer.at_least(s.parts_size) : nullptr;
+void run_together(const Problem& p, Schedule& s, const Functions& f, float* parts, int threads) {
     const int tasks = static_cast<int>(s.tasks.size());
     const bool write_alone = p.tokens * p.kv_heads * (p.dim + p.v_dim) < kWritesAThread;
-    for (int64_t t = 0; write_alone && t < p.tokens; ++t) write_kv(p, t);
+    for (int64_t t = 0; write_alone && t < p.tokens; ++t) f.write(p, t);
 #pragma omp parallel num_threads(threads)
     {
         Scratch scratch = scratch_of_thread(p, s.max_rows);
         if (!write_alone) {
 #pragma omp for schedule(static)
-            for (int64_t t = 0; t < p.tokens; ++t) write_kv(p, t);
+            for (int64_t t = 0; t < p.tokens; ++t) f.write(p, t);
         }
 #pragma omp for schedule(dynamic, 1) nowait
         for (int i = 0; i < tasks; ++i) run_task(p, s, f, s.tasks[i], parts, scratch);
     }
 }
 
+Problem problem_of(const AttentionArgs& args) {
+    Problem p;
+    static_cast<AttentionArgs&>(p) = args;
+    p.window = args.window > 0 ? args.window : 0;
+    p.group = args.heads / args.kv_heads;
+    p.depth = args.int8_cache ? (args.dim + 3) / 4 * 4 : args.dim;
+    p.width = (args.v_dim + kLanes - 1) / kLanes * kLanes;
+    p.k_row = args.int8_cache ? args.dim + sizeof(float) : args.dim * sizeof(float);
+    p.v_row = args.int8_cache ? args.v_dim + sizeof(float) : args.v_dim * sizeof(float);
+    return p;
+}
+
 }  // namespace
+
+void attention(const AttentionArgs& args, int threads) {
+    const Problem p = problem_of(args);
+    Schedule& schedule = plan(p, threads);
+    const int64_t useful = 1 + schedule.work / kWorkAThread;
+    if (useful < threads) threads = static_cast<int>(useful);
+    thread_local Buffer parts_buffer;
+    float* parts = schedule.parts_size ? parts_buffer.at_least(schedule.parts_size) : nullptr;
+    if (threads > 1)
+        run_together(p, schedule, functions_in_use(), parts, threads);
+    else
+        run_alone(p, schedule, functions_in_use(), parts);
+}
+
 }  // namespace optkit
 
-// See reference.attention. q [T, H, D], k [T, Hkv, D], v [T, Hkv, Dv] with the given strides in floats and contiguous
-// heads; everything else contiguous. Caches [blocks, block_size, Hkv, D or Dv]; tables [S, table_width].
-OPTKIT_API void optkit_attention(const float* q, const float* k, const float* v, float* k_cache, float* v_cache,
+// See reference.attention and AttentionArgs.
+OPTKIT_API void optkit_attention(const float* q, const float* k, const float* v, void* k_cache, void* v_cache,
                                  float* out, const int64_t* slots, const int32_t* query_start,
                                  const int32_t* seq_lens, const int32_t* tables, int64_t tokens, int64_t sequences,
                                  int64_t table_width, int64_t block_size, int64_t q_token, int64_t q_head,
                                  int64_t k_token, int64_t k_head, int64_t v_token, int64_t v_head, int heads,
                                  int kv_heads, int dim, int v_dim, int64_t window, float scale, float softcap,
-                                 int threads) {
-    using namespace optkit;
-    const int width = (v_dim + kLanes - 1) / kLanes * kLanes;
-    const Problem p = {q,         k,          v,      k_cache, v_cache, out,     slots,            query_start,
-                       seq_lens,  tables,     tokens, sequences, table_width, block_size, q_token,  q_head,
-                       k_token,   k_head,     v_token, v_head, heads / kv_heads, kv_heads, dim,    v_dim,
-                       width,     window > 0 ? window : 0, scale, softcap};
-    Schedule& schedule = plan(p, threads);
-    const int64_t useful = 1 + schedule.work / kWorkAThread;
-    if (useful < threads) threads = static_cast<int>(useful);
-    if (threads > 1)
-        run_together(p, schedule, functions(), threads);
-    else
-        run_alone(p, schedule, functions());
+                                 int int8_cache, int threads) {
+    optkit::attention({q,       k,       v,        k_cache,  v_cache,   out,         slots,      query_start, seq_lens,
+                       tables,  tokens,  sequences, table_width, block_size, q_token, q_head,    k_token,     k_head,
+                       v_token, v_head,  heads,    kv_heads, dim,       v_dim,       window,     scale,       softcap,
+                       int8_cache != 0},
+                      threads);
 }

@@ -6,6 +6,9 @@ whatever the batch it is in, the chunks its prompt was cut into and the number o
 decode, whose few rows would rather take dot products along D, transposes the keys as prefill does.
 
 AVX-512 and AVX2 give the same bits too; the portable variant, without fused multiply-add, differs by rounding.
+
+An int8 cache (``reference.quantize_kv``) is read as it is: four bytes of sixteen keys are transposed at a time, and the
+scales multiply scores and weights instead of keys and values. All of the above holds for it.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ def attention(
     softcap: float = 0.0,
 ) -> Tensor:
     """See ``reference.attention``. q, k and v may have any strides; float32 (else the reference runs)."""
-    if q.dtype is not torch.float32 or k_cache.dtype is not torch.float32:
+    if q.dtype is not torch.float32 or k_cache.dtype not in (torch.float32, torch.int8):
         return reference.attention(
             q,
             k,
@@ -89,6 +92,7 @@ def attention(
         window,
         scale,
         softcap,
+        k_cache.dtype is torch.int8,
         native.threads(),
     )
     return out

@@ -1,8 +1,9 @@
 // Instruction sets: which exist, and which one the kernels use in this process.
 //
 // A kernel has one entry point with a C ABI. It switches on `isa()` and calls the variant of that name: functions
-// compiled for more than the baseline carry OPTKIT_AVX2 or OPTKIT_AVX512. All variants of a kernel give the same
-// bits, so the choice is never visible in results.
+// compiled for more than the baseline carry OPTKIT_AVX2 or OPTKIT_AVX512. The AVX2 and AVX-512 variants of a kernel
+// give the same bits, and where sums are of integers the portable one does too. The float kernels (simd.h) use fused
+// multiply-add, which the baseline lacks: their portable variant differs from the others by rounding.
 #pragma once
 
 #if defined(__x86_64__)

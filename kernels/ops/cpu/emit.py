@@ -235,6 +235,7 @@ def attention(
         "attention", q, k, v, k_cache, v_cache, out, slot_mapping, query_start, seq_lens, block_tables,
         Size(q.rows), Size(SEQUENCES), Size(TABLE_WIDTH), Size(BLOCK_SIZE), q.row_stride, dim, k.row_stride, dim,
         v.row_stride, v_dim, heads, kv_heads, dim, v_dim, window, float(scale), float(softcap),
+        int(k_cache.dtype is torch.int8),
     )  # fmt: skip
     return (out,)
 

@@ -26,7 +26,7 @@ def pack(weights: dict[int, Tensor]) -> dict[int, Tensor]:
     The weight becomes a uint8 blob whose first dimension is N, so that the kernel knows it, and whose rows mean
     nothing; the scales become float32 [panels, G, 32], padded with zeros.
     """
-    position = weight_position(weights)
+    position = min(weights)
     weight, scale = weights[position].contiguous(), weights[position + 1].to(torch.float32)
     (n, k), groups = weight.shape, scale.shape[1]
     library = native.library()
@@ -35,11 +35,6 @@ def pack(weights: dict[int, Tensor]) -> dict[int, Tensor]:
     library.optkit_pack_w8(weight.data_ptr(), blob.data_ptr(), n, k, groups, native.threads())
     padded = F.pad(scale, (0, 0, 0, -n % PANEL))
     return {position: blob, position + 1: padded.unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()}
-
-
-def weight_position(weights: dict[int, Tensor]) -> int:
-    """Where the int8 weight stands among the arguments."""
-    return next(i for i, tensor in sorted(weights.items()) if tensor.dtype == torch.int8)
 
 
 def linear_w8a8(
@@ -114,7 +109,7 @@ def supports(target: Target) -> bool:
 
 def whole_steps(weights: dict[int, Tensor]) -> bool:
     """Several groups must each be a whole number of steps; a single one may have any length."""
-    position = weight_position(weights)
+    position = min(weights)
     groups = weights[position + 1].shape[1]
     return groups == 1 or weights[position].shape[1] % (STEP * groups) == 0
 

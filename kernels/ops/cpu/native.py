@@ -35,7 +35,7 @@ PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "optkit_linear_w4a8": (None, (POINTER, LONG) + (POINTER,) * 4 + (LONG,) * 5 + (INT,) * 3),
     "optkit_linear_w8a16": (None, (POINTER, LONG) + (POINTER,) * 4 + (LONG,) * 4 + (INT,)),
     "optkit_quantize_per_token": (None, (POINTER, LONG, POINTER, POINTER) + (LONG,) * 3 + (INT,)),
-    "optkit_attention": (None, (POINTER,) * 10 + (LONG,) * 10 + (INT,) * 4 + (LONG, FLOAT, FLOAT, INT)),
+    "optkit_attention": (None, (POINTER,) * 10 + (LONG,) * 10 + (INT,) * 4 + (LONG, FLOAT, FLOAT, INT, INT)),
     "optkit_rms_norm": (None, (POINTER,) * 5 + (LONG,) * 4 + (FLOAT, FLOAT, INT)),
     "optkit_layer_norm": (None, (POINTER,) * 4 + (LONG,) * 3 + (FLOAT, INT)),
     "optkit_gated": (None, (POINTER,) * 3 + (LONG,) * 4 + (INT,) * 2),

@@ -6,17 +6,11 @@
 
 #include <cstring>
 
+#include "attention.h"
 #include "dispatch.h"
 #include "int4.h"
 #include "pointwise.h"
 
-OPTKIT_API void optkit_attention(const float* q, const float* k, const float* v, float* k_cache, float* v_cache,
-                                 float* out, const int64_t* slots, const int32_t* query_start,
-                                 const int32_t* seq_lens, const int32_t* tables, int64_t tokens, int64_t sequences,
-                                 int64_t table_width, int64_t block_size, int64_t q_token, int64_t q_head,
-                                 int64_t k_token, int64_t k_head, int64_t v_token, int64_t v_head, int heads,
-                                 int kv_heads, int dim, int v_dim, int64_t window, float scale, float softcap,
-                                 int threads);
 OPTKIT_API void optkit_quantize_per_token(const float* x, int64_t stride, uint8_t* q, float* scale, int64_t rows,
                                           int64_t columns, int64_t group, int threads);
 
@@ -150,18 +144,16 @@ int run_linear_w8a16(Reader a, int threads) {
 }
 
 int run_attention(Reader a, int threads) {
-    const float *q = a, *k = a, *v = a;
-    float *k_cache = a, *v_cache = a, *out = a;
-    const int64_t* slots = a;
-    const int32_t *query_start = a, *seq_lens = a, *tables = a;
-    const int64_t tokens = a, sequences = a, table_width = a, block_size = a;
-    const int64_t q_token = a, q_head = a, k_token = a, k_head = a, v_token = a, v_head = a;
-    const int heads = a, kv_heads = a, dim = a, v_dim = a;
-    const int64_t window = a;
-    const float scale = a, softcap = a;
-    optkit_attention(q, k, v, k_cache, v_cache, out, slots, query_start, seq_lens, tables, tokens, sequences,
-                     table_width, block_size, q_token, q_head, k_token, k_head, v_token, v_head, heads, kv_heads, dim,
-                     v_dim, window, scale, softcap, threads);
+    AttentionArgs p;
+    p.q = a, p.k = a, p.v = a, p.k_cache = a, p.v_cache = a, p.out = a;
+    p.slots = a, p.query_start = a, p.seq_lens = a, p.tables = a;
+    p.tokens = a, p.sequences = a, p.table_width = a, p.block_size = a;
+    p.q_token = a, p.q_head = a, p.k_token = a, p.k_head = a, p.v_token = a, p.v_head = a;
+    p.heads = a, p.kv_heads = a, p.dim = a, p.v_dim = a;
+    p.window = a, p.scale = a, p.softcap = a;
+    const int int8_cache = a;
+    p.int8_cache = int8_cache;
+    attention(p, threads);
     return 0;
 }
 
@@ -178,7 +170,7 @@ constexpr Row OPS[] = {
     {"quantize", 7, run_quantize},     {"linear_w8a8", 12, run_linear_w8a8},
     {"linear_w4a8", 13, run_linear_w4a8},
     {"linear_w8a16", 11, run_linear_w8a16},
-    {"attention", 27, run_attention},
+    {"attention", 28, run_attention},
 };
 constexpr int COUNT = sizeof OPS / sizeof OPS[0];
 

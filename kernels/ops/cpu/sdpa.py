@@ -35,9 +35,11 @@ def attention(
     window: int = 0,
     softcap: float = 0.0,
 ) -> Tensor:
-    """See ``reference.attention``. No soft-cap."""
-    if softcap:
-        raise ValueError("the sdpa kernel has no soft-cap; select() passes it over for such sites")
+    """See ``reference.attention``. No soft-cap and no int8 pools."""
+    if softcap or k_cache.dtype is torch.int8:
+        raise ValueError(
+            "the sdpa kernel has no soft-cap and no int8 pools; select() passes it over for them"
+        )
     write_kv(k, v, k_cache, v_cache, slot_mapping)
     starts, lengths = query_start.tolist(), seq_lens.tolist()
     pieces = []
@@ -80,8 +82,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor
     return out[0].transpose(0, 1)
 
 
-def no_softcap(options: Mapping[str, Any]) -> bool:
-    return not options.get("softcap")
+def plain(options: Mapping[str, Any]) -> bool:
+    return not options.get("softcap") and options.get("kv_dtype") != "int8"
 
 
-KERNELS = (Kernel("attention", "sdpa", attention, lambda target: target.kind == "cpu", handles=no_softcap),)
+KERNELS = (Kernel("attention", "sdpa", attention, lambda target: target.kind == "cpu", handles=plain),)

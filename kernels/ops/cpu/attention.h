@@ -1,0 +1,28 @@
+// Paged attention over one layer's KV cache: the entry for callers in C++. attention.cpp has the kernel and says what
+// its results depend on; reference.attention is the spec.
+#pragma once
+
+#include <cstdint>
+
+namespace optkit {
+
+// Pointers to tensors of the flattened batch (docs/architecture.md). Rows of q, k and v lie as far apart as the strides
+// say, in floats, with the D of a head contiguous; everything else is contiguous.
+struct AttentionArgs {
+    const float *q, *k, *v;                             // [T, H, D], [T, Hkv, D], [T, Hkv, Dv]
+    void *k_cache, *v_cache;                            // [blocks, block_size, Hkv, D or Dv] float32, or int8 rows
+    float* out;                                         // [T, H, Dv]
+    const int64_t* slots;                               // [T]
+    const int32_t *query_start, *seq_lens, *tables;     // [S + 1], [S], [S, table_width]
+    int64_t tokens, sequences, table_width, block_size; // T, S
+    int64_t q_token, q_head, k_token, k_head, v_token, v_head;
+    int heads, kv_heads, dim, v_dim;                    // H, Hkv, D, Dv
+    int64_t window;                                     // 0: none
+    float scale, softcap;                               // softcap 0: none
+    bool int8_cache;                                    // rows of D int8 and their float32 scale: D + 4 bytes
+};
+
+// Writes K and V of the new tokens to the cache and attends, with at most so many threads.
+void attention(const AttentionArgs& args, int threads);
+
+}  // namespace optkit

@@ -1,0 +1,43 @@
+// Compiles a kernel body once for each instruction set:
+//
+//     #define OPTKIT_BODY "attention_tile.h"
+//     #include "each_isa.h"
+//
+// The body finds OPTKIT_TARGET and S (simd.h) and the functions of vector_math.h, and ends with a function
+// `functions()` that gives its entry points; `functions_in_use()` gives those for the instruction set in use. Included
+// inside namespace optkit, once a source file; no include guard, since it is text and declares nothing by itself.
+
+#if OPTKIT_X86
+namespace avx512 {
+#define OPTKIT_TARGET OPTKIT_AVX512
+using S = Avx512;
+#include "vector_math.h"
+#include OPTKIT_BODY
+#undef OPTKIT_TARGET
+}  // namespace avx512
+namespace avx2 {
+#define OPTKIT_TARGET OPTKIT_AVX2
+using S = Avx2;
+#include "vector_math.h"
+#include OPTKIT_BODY
+#undef OPTKIT_TARGET
+}  // namespace avx2
+#endif
+namespace portable {
+#define OPTKIT_TARGET
+using S = Portable;
+#include "vector_math.h"
+#include OPTKIT_BODY
+#undef OPTKIT_TARGET
+}  // namespace portable
+
+inline auto functions_in_use() {
+    switch (isa()) {
+#if OPTKIT_X86
+        case Isa::avx512_vnni: return avx512::functions();
+        case Isa::avx2: return avx2::functions();
+#endif
+        default: return portable::functions();
+    }
+}
+#undef OPTKIT_BODY

@@ -1,0 +1,125 @@
+"""Programs: where buffers lie, what the builder refuses, and that a program computes what its calls do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from optkit.kernels import reference
+from optkit.kernels.cpu import emit, native
+from optkit.kernels.cpu.program import LOGITS, TOKENS, Buffer, Builder, Program, View, place
+
+pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.missing_reason()))
+
+
+@st.composite
+def lives(draw: st.DrawFn) -> list[Buffer]:
+    buffers = []
+    for _ in range(draw(st.integers(0, 20))):
+        born = draw(st.integers(0, 30))
+        size = 64 * draw(st.integers(1, 9))
+        buffers.append(Buffer(TOKENS, size, born=born, dies=born + draw(st.integers(0, 12))))
+    return buffers
+
+
+@given(lives())
+def test_buffers_that_live_together_lie_apart(buffers: list[Buffer]) -> None:
+    total = place(buffers)
+    for i, a in enumerate(buffers):
+        assert 0 <= a.place <= total - a.row_bytes
+        for b in buffers[:i]:
+            together = a.born <= b.dies and b.born <= a.dies
+            apart = a.place + a.row_bytes <= b.place or b.place + b.row_bytes <= a.place
+            assert apart or not together
+
+
+def run(program: Program, tokens: int, *inputs: torch.Tensor, logits: int = 1) -> tuple[torch.Tensor, ...]:
+    batch = (
+        torch.zeros(tokens, dtype=torch.int64),
+        torch.zeros(logits, dtype=torch.int64),
+        torch.ones(1, dtype=torch.int32),
+        torch.zeros(1, 1, dtype=torch.int32),
+        torch.zeros(1, 16, 1, 8),
+    )
+    return program(*batch, *inputs)
+
+
+def mlp() -> tuple[Builder, View]:
+    """A norm, its gated activation and the sum with the input: buffers, views and a residual."""
+    b = Builder()
+    x = b.input(TOKENS, (64,), torch.float32)
+    normed, _, _ = emit.rms_norm(b, x, None, 1e-6)
+    assert normed is not None
+    gated, _, _ = emit.silu_mul_packed(b, normed)
+    assert gated is not None
+    (total,) = emit.add(b, gated, x.split([32, 32])[1])
+    assert total is not None
+    return b, total
+
+
+@pytest.mark.parametrize("tokens", [7, 1, 40, 3])
+def test_computes_what_its_calls_do(tokens: int) -> None:
+    b, total = mlp()
+    b.output(total)
+    x = torch.randn(tokens, 64)
+    (out,) = run(b.build(), tokens, x)
+    expected = reference.silu_mul_packed(reference.rms_norm(x, None, 1e-6)) + x[:, 32:]
+    torch.testing.assert_close(out, expected)
+
+
+def test_outputs_outlive_the_next_call() -> None:
+    b, total = mlp()
+    b.output(total)
+    program = b.build()
+    x = torch.randn(5, 64)
+    (first,) = run(program, 5, x)
+    kept = first.clone()
+    run(program, 9, torch.randn(9, 64))
+    assert torch.equal(first, kept)
+
+
+def test_an_index_out_of_range_is_an_error() -> None:
+    b = Builder()
+    ids = b.input(TOKENS, (), torch.int64)
+    (rows,) = emit.embedding(b, torch.randn(10, 16), ids)
+    assert rows is not None
+    b.output(rows)
+    program = b.build()
+    (out,) = run(program, 2, torch.tensor([9, 0]))
+    assert out.shape == (2, 16)
+    for bad in (10, -1):
+        with pytest.raises(IndexError, match="call 0"):
+            run(program, 2, torch.tensor([0, bad]))
+
+
+def test_the_builder_refuses_what_programs_do_not_have() -> None:
+    b = Builder()
+    with pytest.raises(ValueError, match="not an op of programs"):
+        b.call("softmax", 1)
+    with pytest.raises(ValueError, match="not an op of programs"):
+        b.call("rope", 1, 2)
+    x = b.buffer(TOKENS, (64,))
+    with pytest.raises(ValueError, match="whole buffer"):
+        b.output(x.split([32, 32])[1])
+
+
+def test_rows_of_logits_and_of_tokens_do_not_share_memory() -> None:
+    b = Builder()
+    x = b.input(TOKENS, (16,), torch.float32)
+    index = b.input(LOGITS, (), torch.int64)
+    normed, _, _ = emit.rms_norm(b, x, None, 1e-6)
+    assert normed is not None
+    (chosen,) = emit.select_rows(b, normed, index)
+    assert chosen is not None
+    again, _, _ = emit.rms_norm(b, chosen, None, 1e-6)
+    both, _, _ = emit.rms_norm(b, normed, None, 1e-6)
+    assert again is not None and both is not None
+    b.output(again)
+    b.output(both)
+    values, rows = torch.randn(6, 16), torch.tensor([5, 0, 3])
+    selected, every = run(b.build(), 6, values, rows, logits=3)
+    twice = reference.rms_norm(reference.rms_norm(values, None, 1e-6), None, 1e-6)
+    torch.testing.assert_close(every, twice)
+    assert torch.equal(selected, every[rows])
