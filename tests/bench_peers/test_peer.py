@@ -89,6 +89,7 @@ def test_vllm_serves_the_int8_checkpoint_or_the_source(model):
     int8, fp32 = Vllm("w8a8").command(model, 83), Vllm("fp32").command(model, 83)
     assert after(int8, "--model") == str(model.cache / "w8a8")
     assert after(fp32, "--model") == str(model.directory)
+    assert after(Vllm("bf16").command(model, 83), "--dtype") == "bfloat16"
     assert int8[0] == "env" and "--no-enable-prefix-caching" in int8
 
 
