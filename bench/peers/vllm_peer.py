@@ -1,4 +1,4 @@
-"""vLLM's CPU build with its own OpenAI server: W8A8 int8 (what it is fastest with) and float32.
+"""vLLM's CPU build with its own OpenAI server: W8A8 int8 (what it is fastest with), bfloat16 and float32.
 
 The int8 checkpoint is made here from the float one: symmetric weights with a scale a row, rounded to nearest;
 activations quantized per token at run time; the output layer left alone. That is llm-compressor's plain W8A8, stored
@@ -21,6 +21,7 @@ from bench.peers.peer import MAX_CLIENTS, MAX_MODEL_LEN, PEERS, Model, Peer, Pro
 from optkit.bench.servers import HOST
 
 VERSION = "0.32.0"
+DTYPES = {"w8a8": "float32", "bf16": "bfloat16", "fp32": "float32"}  # what is not int8 is computed in
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
 W8A8 = {
     "quant_method": "compressed-tensors",
@@ -84,7 +85,7 @@ class Vllm(Peer):
                 "vllm.entrypoints.openai.api_server",
             ),  # the `vllm` script wants another package
             *("--model", str(self.directory(model)), "--served-model-name", model.name),
-            *("--host", HOST, "--port", str(port), "--dtype", "float32"),
+            *("--host", HOST, "--port", str(port), "--dtype", DTYPES[self.weights]),
             *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(MAX_CLIENTS)),
             *("--max-num-batched-tokens", str(MAX_MODEL_LEN), "--no-enable-prefix-caching"),
         ]
