@@ -62,7 +62,11 @@ def row_by_row_before(select: fx.Node) -> list[fx.Node]:
             inside.add(node)
     inside.remove(select)
     # a part of several results is taken where they are: only tensors have rows to select
-    return [n for n in select.graph.nodes if n in inside and (n.target is not operator.getitem or n.args[0] in inside)]
+    return [
+        n
+        for n in select.graph.nodes
+        if n in inside and (n.target is not operator.getitem or n.args[0] in inside)
+    ]
 
 
 def is_row_by_row(node: fx.Node) -> bool:

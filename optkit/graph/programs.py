@@ -148,10 +148,16 @@ class Segment:
     def _outputs(self) -> list[fx.Node]:
         """What is read outside: whole results only. Views that are read outside are made again there."""
         for node in reversed(self.nodes):
-            if node not in self.owner.ops and any(user not in self.inside for user in node.users):
-                if not is_result(node, self.owner.ops):
-                    self._copy_outside(node)
-        return [node for node in self.nodes if any(user not in self.inside for user in node.users)]
+            if (
+                self._read_outside(node)
+                and node not in self.owner.ops
+                and not is_result(node, self.owner.ops)
+            ):
+                self._copy_outside(node)
+        return [node for node in self.nodes if self._read_outside(node)]
+
+    def _read_outside(self, node: fx.Node) -> bool:
+        return any(user not in self.inside for user in node.users)
 
     def _copy_outside(self, node: fx.Node) -> None:
         graph = self.owner.graph.fx
@@ -176,6 +182,7 @@ class Segment:
         args = [self._argument(a) for a in node.args]
         kwargs = {name: self._argument(a) for name, a in node.kwargs.items()}
         reader = self._quantization_of(node)
+        result: Sequence[Any]
         if reader is None:
             result = emitter(self.builder, *args, **kwargs)
         else:

@@ -52,7 +52,9 @@ def test_a_quantized_llama_is_one_program() -> None:
     (program,) = programs(executable)
     # embedding, norm; qkv, rope twice, attention, quantize, o, norm, gate_up, gated, down, norm a layer; rows, head
     assert program.num_calls == 2 + 2 * 11 + 2
-    others = [n.name for n in executable.module.graph.nodes if n.op == "call_function" and n.target is not program]
+    others = [
+        n.name for n in executable.module.graph.nodes if n.op == "call_function" and n.target is not program
+    ]
     assert [name for name in others if not name.startswith("getitem")] == ["rope_table"]
 
 

@@ -28,7 +28,9 @@ def last_logits(graph: Graph) -> torch.Tensor:
     return lower(graph, TARGET)(inputs | {"logits_index": torch.tensor([8, 9, 23])})
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "phi", "phi3", "gpt_neox", "opt", "olmo2", "granite"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen3", "gemma2", "phi", "phi3", "gpt_neox", "opt", "olmo2", "granite"]
+)
 def test_same_logits_from_fewer_rows(name: str) -> None:
     graph = captured(name)
     before = graph.clone()

@@ -42,7 +42,9 @@ def quantized_buffers(b: Builder, like: View, wanted: Quantization | None) -> tu
 
 def embedding(b: Builder, weight: Tensor, ids: View) -> Result:
     out = b.buffer(ids.rows, weight.shape[1:])
-    b.call("gather_rows", weight, ids, out, Size(ids.rows), weight.shape[0], weight.stride(0) * weight.itemsize)
+    b.call(
+        "gather_rows", weight, ids, out, Size(ids.rows), weight.shape[0], weight.stride(0) * weight.itemsize
+    )
     return (out,)
 
 
@@ -119,9 +121,25 @@ def gated(b: Builder, gate: View, up: View, activation: int, quantized: Quantiza
     out = b.buffer(gate.rows, gate.shape) if quantized is None or quantized.keep else None
     q, scale, group = quantized_buffers(b, gate, quantized)
     b.call(
-        "gated", gate, up, out, Size(gate.rows), gate.width, gate.row_stride, up.row_stride, activation, q, scale, group
+        "gated",
+        gate,
+        up,
+        out,
+        Size(gate.rows),
+        gate.width,
+        gate.row_stride,
+        up.row_stride,
+        activation,
+        q,
+        scale,
+        group,
     )
     return out, q, scale
+
+
+def halves(gate_up: View) -> tuple[View, View]:
+    gate, up = gate_up.split([gate_up.width // 2] * 2)
+    return gate, up
 
 
 def silu_mul(b: Builder, gate: View, up: View, quantized: Quantization | None = None) -> Result:
@@ -129,7 +147,8 @@ def silu_mul(b: Builder, gate: View, up: View, quantized: Quantization | None = 
 
 
 def silu_mul_packed(b: Builder, gate_up: View, quantized: Quantization | None = None) -> Result:
-    return gated(b, *gate_up.split([gate_up.width // 2] * 2), SILU, quantized)
+    gate, up = halves(gate_up)
+    return gated(b, gate, up, SILU, quantized)
 
 
 def gelu_mul(
@@ -141,7 +160,8 @@ def gelu_mul(
 def gelu_mul_packed(
     b: Builder, gate_up: View, approximate: str = "none", quantized: Quantization | None = None
 ) -> Result:
-    return gated(b, *gate_up.split([gate_up.width // 2] * 2), GELUS[approximate], quantized)
+    gate, up = halves(gate_up)
+    return gated(b, gate, up, GELUS[approximate], quantized)
 
 
 def rope(b: Builder, x: View, cos: View, sin: View) -> Result:

@@ -68,7 +68,7 @@ def linear_w8a8(
 
 
 def linear_w8a16(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """See ``reference.linear_w8a16``; ``weight`` and ``weight_scale`` are packed. Activations keep 16 bits (w8a16.cpp)."""
+    """See ``reference.linear_w8a16``; weights are packed, activations keep 16 bits (w8a16.cpp)."""
     rows, k = x.shape
     if x.stride(1) != 1 or x.dtype != torch.float32:
         x = x.to(torch.float32).contiguous()

@@ -197,8 +197,10 @@ class Program:
                 return CONSTANT, 0, value.data_ptr(), 0
             case float():
                 return CONSTANT, 0, struct.unpack("=i", struct.pack("=f", value))[0], 0
+            case int():
+                return CONSTANT, 0, value, 0
             case _:
-                return CONSTANT, 0, value or 0, 0
+                return CONSTANT, 0, 0, 0
 
     def __call__(
         self,
@@ -215,7 +217,7 @@ class Program:
             IndexError: a token id or a row to select does not exist.
         """
         sizes = (len(input_ids), len(logits_index), len(seq_lens), block_tables.shape[1], k_cache.shape[1])
-        self._sizes[:] = sizes
+        self._sizes[:] = list(sizes)
         tensors = [t if t.is_contiguous() else t.contiguous() for t in inputs]  # KV pools always are
         tensors += [torch.empty((sizes[rows], *shape), dtype=dtype) for rows, shape, dtype in self.outputs]
         self._inputs[:] = [t.data_ptr() for t in tensors]
