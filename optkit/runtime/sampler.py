@@ -20,6 +20,7 @@ import logging
 import random
 from collections.abc import Sequence as Seq
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,15 +38,27 @@ def sample(logits: Tensor, sequences: Seq[Sequence]) -> list[int | Failure]:
     """One token per row of ``logits`` [L, V] float32; row i belongs to ``sequences[i]``."""
     if not sequences:
         return []
-    best, argmax = logits.max(dim=-1)  # NaN anywhere in a row makes its max NaN
-    finite = torch.isfinite(best).tolist()
-    tokens: list[int | Failure] = list(argmax.tolist())
+    argmax, finite = best_tokens(logits)
+    tokens: list[int | Failure] = list(argmax)
     for row, seq in enumerate(sequences):
         if not finite[row]:
             tokens[row] = BAD_LOGITS
         elif not is_plain_greedy(seq):
             tokens[row] = sample_or_fail(logits[row], seq)
     return tokens
+
+
+def best_tokens(logits: Tensor) -> tuple[list[int], list[bool]]:
+    """The first largest logit of each row, and whether it is a finite number: NaN anywhere in a row comes out as NaN.
+
+    On the CPU by numpy, whose argmax takes a tenth of torch's time on a row.
+    """
+    if logits.device.type == "cpu":
+        rows = logits.numpy()
+        argmax = rows.argmax(axis=1)
+        return argmax.tolist(), np.isfinite(rows[np.arange(len(rows)), argmax]).tolist()
+    best, index = logits.max(dim=-1)
+    return index.tolist(), torch.isfinite(best).tolist()
 
 
 def is_plain_greedy(seq: Sequence) -> bool:
