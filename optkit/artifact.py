@@ -96,11 +96,16 @@ class Artifact:
         return graph
 
     def executable(self) -> Executable:
-        """The graph lowered for the machine at hand."""
+        """The graph lowered for the machine at hand. What is packed is not kept a second time."""
         from optkit.graph.lower import lower
+        from optkit.mapped_pages import drop_mapped_pages
         from optkit.target import get_target
 
-        return lower(self.graph(), get_target(self.recipe.target))
+        graph = self.graph()
+        drop_mapped_pages(self.directory)
+        executable = lower(graph, get_target(self.recipe.target), consume=True)
+        drop_mapped_pages(self.directory)
+        return executable
 
 
 # -- reading ---------------------------------------------------------------------------------------------

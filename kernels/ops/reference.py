@@ -24,6 +24,8 @@ INT4_PER_WORD = 8
 
 def embedding(weight: Tensor, ids: Tensor) -> Tensor:
     """Rows of ``weight`` [V, K] for ``ids`` [...] int64, as [..., K]."""
+    if ids.device.type == "meta":
+        return weight.new_empty((*ids.shape, *weight.shape[1:]))
     return F.embedding(ids, weight)
 
 
@@ -58,6 +60,9 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 
 def rope_table(positions: Tensor, inv_freq: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
     """Cosines and sines [T, D] for ``positions`` [T] and ``inv_freq`` [D/2]; the two halves of D repeat."""
+    if positions.device.type == "meta":
+        table = inv_freq.new_empty(positions.shape[0], 2 * inv_freq.shape[0])
+        return table, table
     angles = positions.to(torch.float32)[:, None] * inv_freq
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos() * scale, angles.sin() * scale

@@ -12,6 +12,7 @@ that transformers and vLLM expect. ``Origin.split`` is the inverse of ``Origin.b
 from __future__ import annotations
 
 import copy
+import mmap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -107,12 +108,11 @@ class KVSpec:
     def pools(
         self, num_blocks: int, block_size: int, device: torch.device | str = "cpu"
     ) -> tuple[Tensor, Tensor]:
-        """Zeroed K and V pools."""
+        """Zeroed K and V pools. On the CPU their pages cost memory only once they are written."""
         dtype, extra = KV_DTYPES[self.dtype]
         shape = (num_blocks, block_size, self.num_kv_heads)
         k, v = (
-            torch.zeros(*shape, dim + extra, dtype=dtype, device=device)
-            for dim in (self.head_dim, self.v_head_dim)
+            unwritten_zeros((*shape, dim + extra), dtype, device) for dim in (self.head_dim, self.v_head_dim)
         )
         return k, v
 
@@ -187,6 +187,14 @@ class Graph:
         if any(w.value.device.type == "meta" for w in self.weights.values()):
             return sum(w.value.nbytes for w in self.weights.values())
         return sum(value.nbytes for value in storages.values())
+
+
+def unwritten_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """``torch.zeros``, which would write every page, from pages that the kernel hands out as zeros when touched."""
+    size = torch.Size(shape).numel() * dtype.itemsize
+    if torch.device(device).type != "cpu" or size == 0:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)
 
 
 def module_name(weight_name: str) -> str:

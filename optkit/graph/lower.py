@@ -41,12 +41,15 @@ class Executable:
         return self.module(*[inputs[name] for name in self.inputs])
 
 
-def lower(graph: Graph, target: Target | None = None, *, programs: bool = True) -> Executable:
+def lower(
+    graph: Graph, target: Target | None = None, *, programs: bool = True, consume: bool = False
+) -> Executable:
     """Make ``graph`` executable on ``target``; without a target every op runs its reference.
 
     ``programs=False`` leaves every kernel call to Python, for comparison; results are the same to the bit.
+    ``consume=True`` uses ``graph`` up: each weight goes as soon as it is packed, so that no two copies are held.
     """
-    working = graph.clone()
+    working = graph if consume else graph.clone()
     root = nn.Module()
     regions = RegionLowering(working)
     calls = [node for node in working.fx.nodes if node.op == "call_function"]
@@ -108,7 +111,19 @@ def bind(graph: Graph, node: fx.Node, kernel: kernels.Kernel) -> None:
         name = f"packed.{node.name}.{position}"
         graph.weights[name] = type(graph.weights[str(node.args[position].target)])(value, None)
         args[position] = graph.weight_node(name, node)
+    replaced = [node.args[position] for position in weights]
     node.args = tuple(args)
+    for weight in replaced:
+        drop_unread(graph, weight)
+
+
+def drop_unread(graph: Graph, node: fx.Node) -> None:
+    """Remove a weight's node, and the weight, where nothing reads them any more."""
+    if node.users:
+        return
+    graph.fx.erase_node(node)
+    if not any(other.op == "get_attr" and other.target == node.target for other in graph.fx.nodes):
+        del graph.weights[str(node.target)]
 
 
 def weight_arguments(graph: Graph, node: fx.Node) -> dict[int, Tensor]:

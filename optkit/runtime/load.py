@@ -7,6 +7,8 @@ does not pay for first-use costs of the libraries below.
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -39,6 +41,7 @@ def load_engine(artifact_dir: str, options: Mapping[str, Any]) -> Engine:
     config = scheduler_config(model, artifact.recipe, {k: v for k, v in options.items() if v is not None})
     engine = Engine(ModelRunner(model, config.num_blocks, config.block_size), config)
     warm_up(engine)
+    trim_heap()
     return engine
 
 
@@ -67,6 +70,14 @@ def scheduler_config(model: Executable, recipe: Recipe, options: Mapping[str, An
         block_size=runtime.block_size,
         num_blocks=blocks,
     )
+
+
+def trim_heap() -> None:
+    """What packing the weights needed goes back to the system; glibc would keep it."""
+    gc.collect()
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 def warm_up(engine: Engine) -> None:
