@@ -1,7 +1,7 @@
 """Memory of mapped files: what was read once, to be packed, need not stay resident.
 
-A safetensors file is mapped whole, and its pages stay in memory while one tensor of it lives, which the embedding's does.
-Weights that are packed at load are read from there exactly once.
+A safetensors file is mapped whole, and its pages stay in memory while one tensor of it lives, which the embedding's
+does. Weights that are packed at load are read from there exactly once.
 """
 
 from __future__ import annotations
