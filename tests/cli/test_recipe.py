@@ -34,7 +34,7 @@ def test_show_prints_yaml_that_loads(capsys: Output) -> None:
 def test_check_prints_what_would_run(capsys: Output) -> None:
     assert run(["recipe", "check", "ttft-cpu", "--set", "passes.int8.lm_head=false"]) == 0
     shown = capsys.readouterr().out
-    assert shown.index("1. fuse_qkv") < shown.index("5. int8") < shown.index("6. flash_attention")
+    assert shown.index("1. fuse_qkv") < shown.index("6. int8") < shown.index("7. flash_attention")
     assert "lm_head=False" in shown
     assert "max_kld 0.01" in shown
 
