@@ -20,11 +20,10 @@
 #include <omp.h>
 
 #include <cmath>
-#include <cstdlib>
-#include <new>
 #include <vector>
 
 #include "quantize_row.h"
+#include "scratch.h"
 #include "simd.h"
 
 namespace optkit {
@@ -64,26 +63,6 @@ struct Scratch {
     const char *keys[kTile], *values[kTile];
 };
 
-// Floats that live as long as the thread and grow rarely.
-class Buffer {
-  public:
-    ~Buffer() { std::free(data_); }
-    float* at_least(size_t floats) {
-        if (floats > size_) {
-            std::free(data_);
-            size_ = 0;
-            data_ = static_cast<float*>(std::aligned_alloc(64, (floats * sizeof(float) + 63) / 64 * 64));
-            if (!data_) throw std::bad_alloc();
-            size_ = floats;
-        }
-        return data_;
-    }
-
-  private:
-    float* data_ = nullptr;
-    size_t size_ = 0;
-};
-
 size_t sums_size(const Problem& p, int64_t rows) { return rows * p.width + (2 * rows + kLanes - 1) / kLanes * kLanes; }
 
 Sums sums_at(const Problem& p, float* at, int64_t rows) {
@@ -91,13 +70,13 @@ Sums sums_at(const Problem& p, float* at, int64_t rows) {
 }
 
 Scratch scratch_of_thread(const Problem& p, int64_t rows) {
-    thread_local Buffer buffer;
+    thread_local GrowingMemory buffer;
     const size_t depth = p.depth, width = p.width, sums = sums_size(p, rows);
     const size_t sizes[] = {rows * depth, depth * kTile, width * kTile, 6 * kTile, kTile, kTile, depth, sums, sums};
     constexpr int count = sizeof sizes / sizeof *sizes;
     size_t total = 0;
     for (size_t size : sizes) total += (size + kLanes - 1) / kLanes * kLanes;
-    float* at = buffer.at_least(total);
+    float* at = buffer.at_least<float>(total);
     float* parts[count];
     for (int i = 0; i < count; ++i) {
         parts[i] = at;
@@ -304,8 +283,8 @@ void attention(const AttentionArgs& args, int threads) {
     Schedule& schedule = plan(p, threads);
     const int64_t useful = 1 + schedule.work / kWorkAThread;
     if (useful < threads) threads = static_cast<int>(useful);
-    thread_local Buffer parts_buffer;
-    float* parts = schedule.parts_size ? parts_buffer.at_least(schedule.parts_size) : nullptr;
+    thread_local GrowingMemory parts_buffer;
+    float* parts = schedule.parts_size ? parts_buffer.at_least<float>(schedule.parts_size) : nullptr;
     if (threads > 1)
         run_together(p, schedule, functions_in_use(), parts, threads);
     else

@@ -13,16 +13,11 @@ scales multiply scores and weights instead of keys and values. All of the above 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from optkit.kernels import Kernel, reference
 from optkit.kernels.cpu import native
-
-if TYPE_CHECKING:
-    from optkit.target import Target
 
 
 def attention(
@@ -98,8 +93,4 @@ def attention(
     return out
 
 
-def supports(target: Target) -> bool:
-    return target.kind == "cpu" and native.available()
-
-
-KERNELS = (Kernel("attention", "native", attention, supports),)
+KERNELS = (Kernel("attention", "native", attention, native.supports),)

@@ -37,8 +37,8 @@ struct Rows {
     uint8_t* signed_q;  // [rows][k]: q - 128 as s8; null for many rows
 };
 
-Rows rows_in(Scratch& scratch, int64_t rows, int64_t groups, int64_t k, bool few) {
-    auto* scale = static_cast<float*>(scratch.at_least(rows * (groups * 12 + (few ? k : 0))));
+Rows rows_in(GrowingMemory& scratch, int64_t rows, int64_t groups, int64_t k, bool few) {
+    auto* scale = reinterpret_cast<float*>(scratch.at_least<char>(rows * (groups * 12 + (few ? k : 0))));
     float* sums = scale + rows * groups;
     auto* start = reinterpret_cast<int32_t*>(sums + rows * groups);
     return {scale, sums, start, few ? reinterpret_cast<uint8_t*>(start + rows * groups) : nullptr};
@@ -154,10 +154,10 @@ Linear view_of(const LinearW4A8& p, int64_t m, const Rows& rows) {
 // Panels [from, to) for rows [m, m + count), by way of scratch memory. Every task prepares its rows itself: that is
 // little beside the products, and a barrier after a common preparation may wait for a thread that isn't running.
 void by_unpacking(const LinearW4A8& p, const Functions& f, int64_t from, int64_t to, int64_t m, int64_t count) {
-    thread_local Scratch row_scratch, panel_scratch;
+    thread_local GrowingMemory row_scratch, panel_scratch;
     const int64_t k = p.groups * p.group_steps * STEP, record = p.layout.size(p.group_steps), bytes = p.groups * record;
     const Rows rows = rows_in(row_scratch, count, p.groups, k, false);
-    const Unpacked unpacked = unpacked_in(panel_scratch.at_least(unpacked_bytes(p.groups, k)), p.groups, k);
+    const Unpacked unpacked = unpacked_in(panel_scratch.at_least<char>(unpacked_bytes(p.groups, k)), p.groups, k);
     const Linear view = view_of(p, m, rows);
     const LinearRows tiles = linear_rows();
     f.prepare(p, m, count, rows);
@@ -182,7 +182,7 @@ void in_registers(const LinearW4A8& p, FewRows tiles, const Linear& view, const 
 
 void linear_w4a8(const LinearW4A8& p, int64_t m, int64_t k, int threads) {
     if (m == 0 || p.n == 0) return;
-    thread_local Scratch scratch;
+    thread_local GrowingMemory scratch;
     const Functions f = functions();
     const int64_t all_panels = divide_up(p.n, PANEL);
     const Tasks tasks(m, all_panels, k, threads);

@@ -6,17 +6,12 @@ A row's result has the same bits whatever the batch it is in, the number of thre
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from optkit.kernels import Kernel
 from optkit.kernels.cpu import native
 from optkit.kernels.reference import INT4_PER_WORD
-
-if TYPE_CHECKING:
-    from optkit.target import Target
 
 PAIR = 8  # channels of two steps, which share bytes: groups are made of whole pairs
 
@@ -77,13 +72,9 @@ def linear_w4a8(
     return out
 
 
-def supports(target: Target) -> bool:
-    return target.kind == "cpu" and native.available()
-
-
 def whole_pairs(weights: dict[int, Tensor]) -> bool:
     """Every group must be whole pairs of steps."""
     return weights[2].shape[1] * INT4_PER_WORD % (PAIR * weights[3].shape[1]) == 0
 
 
-KERNELS = (Kernel("linear_w4a8", "native", linear_w4a8, supports, pack, accepts=whole_pairs),)
+KERNELS = (Kernel("linear_w4a8", "native", linear_w4a8, native.supports, pack, accepts=whole_pairs),)

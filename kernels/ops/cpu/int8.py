@@ -5,17 +5,12 @@ A row's result has the same bits whatever the batch it is in, the number of thre
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from optkit.kernels import Kernel
 from optkit.kernels.cpu import native
-
-if TYPE_CHECKING:
-    from optkit.target import Target
 
 PANEL, STEP = 32, 4  # of the packed layout, as in int8.h
 
@@ -103,10 +98,6 @@ def quantize_per_token(x: Tensor, group_size: int = 0) -> tuple[Tensor, Tensor]:
     return q, scale
 
 
-def supports(target: Target) -> bool:
-    return target.kind == "cpu" and native.available()
-
-
 def whole_steps(weights: dict[int, Tensor]) -> bool:
     """Several groups must each be a whole number of steps; a single one may have any length."""
     position = min(weights)
@@ -115,7 +106,7 @@ def whole_steps(weights: dict[int, Tensor]) -> bool:
 
 
 KERNELS = (
-    Kernel("linear_w8a8", "native", linear_w8a8, supports, pack, accepts=whole_steps),
-    Kernel("linear_w8a16", "native", linear_w8a16, supports, pack, accepts=whole_steps),
-    Kernel("quantize_per_token", "native", quantize_per_token, supports),
+    Kernel("linear_w8a8", "native", linear_w8a8, native.supports, pack, accepts=whole_steps),
+    Kernel("linear_w8a16", "native", linear_w8a16, native.supports, pack, accepts=whole_steps),
+    Kernel("quantize_per_token", "native", quantize_per_token, native.supports),
 )

@@ -15,10 +15,14 @@ import ctypes
 import functools
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from optkit.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from optkit.target import Target
 
 ISAS = ("portable", "avx2", "avx512_vnni")  # in the order of dispatch.h
 
@@ -50,6 +54,11 @@ threads = torch.get_num_threads
 def available() -> bool:
     """True where the native kernels can be called."""
     return missing_reason() is None
+
+
+def supports(target: Target) -> bool:
+    """True for targets on which the native kernels run."""
+    return target.kind == "cpu" and available()
 
 
 @functools.cache

@@ -5,9 +5,9 @@
 #include "pointwise.h"
 
 #include <cmath>
-#include <vector>
 
 #include "quantize_row.h"
+#include "scratch.h"
 #include "simd.h"
 
 namespace optkit {
@@ -15,11 +15,10 @@ namespace {
 
 constexpr int64_t kElementsAThread = 65'536;  // for which waking another thread pays: 10 us or so
 
-// Floats that live as long as the thread and grow rarely: a row that only its quantized form is wanted of.
+// A row that only its quantized form is wanted of.
 float* scratch_row(int64_t width) {
-    thread_local std::vector<float> row;
-    if (static_cast<int64_t>(row.size()) < width) row.resize(width);
-    return row.data();
+    thread_local GrowingMemory row;
+    return row.at_least<float>(width);
 }
 
 struct RowFunctions {
@@ -30,39 +29,8 @@ struct RowFunctions {
     void (*gated[3])(const Gated&, int64_t);
 };
 
-#if OPTKIT_X86
-namespace avx512 {
-#define OPTKIT_TARGET OPTKIT_AVX512
-using S = Avx512;
-#include "vector_math.h"
-#include "pointwise_rows.h"
-#undef OPTKIT_TARGET
-}  // namespace avx512
-namespace avx2 {
-#define OPTKIT_TARGET OPTKIT_AVX2
-using S = Avx2;
-#include "vector_math.h"
-#include "pointwise_rows.h"
-#undef OPTKIT_TARGET
-}  // namespace avx2
-#endif
-namespace portable {
-#define OPTKIT_TARGET
-using S = Portable;
-#include "vector_math.h"
-#include "pointwise_rows.h"
-#undef OPTKIT_TARGET
-}  // namespace portable
-
-RowFunctions row_functions() {
-    switch (isa()) {
-#if OPTKIT_X86
-        case Isa::avx512_vnni: return avx512::row_functions();
-        case Isa::avx2: return avx2::row_functions();
-#endif
-        default: return portable::row_functions();
-    }
-}
+#define OPTKIT_BODY "pointwise_rows.h"
+#include "each_isa.h"
 
 template <class Op>
 void each_row(void (*row)(const Op&, int64_t), const Op& op, int64_t rows, int64_t elements, int threads) {
@@ -79,24 +47,24 @@ void each_row(void (*row)(const Op&, int64_t), const Op& op, int64_t rows, int64
 }  // namespace
 
 void rms_norm(const Norm& op, int64_t rows, int threads) {
-    each_row(row_functions().rms_norm, op, rows, rows * op.width, threads);
+    each_row(functions_in_use().rms_norm, op, rows, rows * op.width, threads);
 }
 
 void layer_norm(const Norm& op, int64_t rows, int threads) {
-    each_row(row_functions().layer_norm, op, rows, rows * op.width, threads);
+    each_row(functions_in_use().layer_norm, op, rows, rows * op.width, threads);
 }
 
 void gated(const Gated& op, int64_t rows, Activation activation, int threads) {
     constexpr int64_t EXP = 4;  // an exp costs about 4 norms
-    each_row(row_functions().gated[static_cast<int>(activation)], op, rows, EXP * rows * op.width, threads);
+    each_row(functions_in_use().gated[static_cast<int>(activation)], op, rows, EXP * rows * op.width, threads);
 }
 
 void rope(const Rope& op, int64_t rows, int threads) {
-    each_row(row_functions().rope, op, rows, rows * op.heads * op.dim, threads);
+    each_row(functions_in_use().rope, op, rows, rows * op.heads * op.dim, threads);
 }
 
 void add(const Add& op, int64_t rows, int threads) {
-    each_row(row_functions().add, op, rows, rows * op.width, threads);
+    each_row(functions_in_use().add, op, rows, rows * op.width, threads);
 }
 
 }  // namespace optkit

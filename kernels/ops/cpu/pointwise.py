@@ -6,16 +6,11 @@ place, whatever the distance between rows; anything else is made so first, and o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from optkit.kernels import Kernel, reference
 from optkit.kernels.cpu import native
-
-if TYPE_CHECKING:
-    from optkit.target import Target
 
 SILU, GELU, GELU_TANH = 0, 1, 2  # of optkit_gated
 FLOAT32, ROW_MAJOR = torch.float32, torch.contiguous_format
@@ -200,12 +195,8 @@ def pointer(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def supports(target: Target) -> bool:
-    return target.kind == "cpu" and native.available()
-
-
 KERNELS = tuple(
-    Kernel(fn.__name__, "native", fn, supports)
+    Kernel(fn.__name__, "native", fn, native.supports)
     for fn in (
         rms_norm,
         add_rms_norm,

@@ -137,7 +137,7 @@ OPTKIT_TARGET inline void rope_row(const Rope& op, int64_t row) {
     }
 }
 
-OPTKIT_TARGET inline RowFunctions row_functions() {
+OPTKIT_TARGET inline RowFunctions functions() {
     return {rms_norm_row, layer_norm_row, rope_row, add_row,
             {gated_row<Activation::silu>, gated_row<Activation::gelu>, gated_row<Activation::gelu_tanh>}};
 }

@@ -7,22 +7,25 @@
 
 namespace optkit {
 
-class Scratch {
+class GrowingMemory {
 public:
-    Scratch() = default;
-    Scratch(const Scratch&) = delete;
-    Scratch& operator=(const Scratch&) = delete;
-    ~Scratch() { std::free(memory_); }
+    GrowingMemory() = default;
+    GrowingMemory(const GrowingMemory&) = delete;
+    GrowingMemory& operator=(const GrowingMemory&) = delete;
+    ~GrowingMemory() { std::free(memory_); }
 
-    // At least `bytes` bytes on a cache line of their own. What was there before is lost when it grows.
-    void* at_least(int64_t bytes) {
+    // At least `count` of T on a cache line of their own. What was there before is lost when it grows.
+    template <class T>
+    T* at_least(int64_t count) {
+        const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
         if (bytes > size_) {
             std::free(memory_);
+            memory_ = nullptr;
             size_ = (bytes + LINE - 1) / LINE * LINE;
             memory_ = std::aligned_alloc(LINE, size_);
             if (!memory_) throw std::bad_alloc();
         }
-        return memory_;
+        return static_cast<T*>(memory_);
     }
 
 private:

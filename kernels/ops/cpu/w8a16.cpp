@@ -8,11 +8,11 @@
 // The sum of the two rows is the last addition but for the bias, in that order: results depend on nothing but the row.
 #include <algorithm>
 #include <cstring>
-#include <vector>
 
 #include "dispatch.h"
 #include "int8.h"
 #include "quantize_row.h"
+#include "scratch.h"
 
 namespace optkit {
 namespace {
@@ -93,15 +93,14 @@ void run_panel(const Linear& p, LinearRows variant, int64_t panel, int64_t row, 
 }  // namespace
 
 void linear_w8a16(const WeightOnly& p, int64_t m, int64_t k, int threads) {
-    thread_local std::vector<uint8_t> q;
-    thread_local std::vector<float> scale;
+    thread_local GrowingMemory q_memory, scale_memory;
     Linear layer = p.layer;
     layer.q_stride = layer.steps * STEP;
-    q.resize(std::max<size_t>(q.size(), 2 * m * layer.q_stride));
-    scale.resize(std::max<size_t>(scale.size(), 2 * m * layer.groups));
-    layer.q = q.data();
-    layer.scale = scale.data();
-    const Split rows{p, k, layer.q_stride, q.data(), scale.data()};
+    auto* q = q_memory.at_least<uint8_t>(2 * m * layer.q_stride);
+    auto* scale = scale_memory.at_least<float>(2 * m * layer.groups);
+    layer.q = q;
+    layer.scale = scale;
+    const Split rows{p, k, layer.q_stride, q, scale};
     const auto split_one = split_variant();
     for (int64_t row = 0; row < m; ++row) split_one(rows, row);
 
