@@ -9,8 +9,8 @@ Opening a shared object runs it, so a directory is only used when
    private cache, over the record, this machine's id and the user. Nobody else can make one. Or the user said
    ``--trust-artifact-code``;
 2. **it fits**: the same torch, optkit, processor, and a layer with the same digest (``region_lowering``);
-3. **it is whole**: every file has the sha256 of the record. What was hashed is what is opened: the bytes go to the private
-   cache first.
+3. **it is whole**: every file has the sha256 of the record. What was hashed is what is opened: the bytes go to the
+   private cache first.
 
 Otherwise the uncompiled model runs, and the log says why. Nothing is ever compiled here.
 """
@@ -204,32 +204,38 @@ def cached(fit: Fit, plan: object) -> Path:
 
 
 def find_code(
-    graph: Graph, target: Target, native: Path | None, *, trust: bool = False
+    graph: Graph, target: Target, native: Path | None = None, *, trust: bool = False
 ) -> CompiledCode | None:
     """The compiled code that may run for ``graph``: the artifact's (in ``native``), else the cache's, else None.
 
-    Logs why an artifact's code is left alone.
+    Logs why code is left alone. Asking for a graph without a compile plan costs nothing.
     """
     if PLAN not in graph.plan:
         return None
     source = region_source(graph, target)
     fit = fit_of(source, target)
     shipped = CodeTier.read(native) if native else None
-    reason = "it has none" if shipped is None else refusal(shipped, fit, trust)
-    rebuilt = CodeTier.read(cached(fit, graph.plan[PLAN]))
+    reason = "there is none" if shipped is None else refusal(shipped, fit, trust)
     if shipped is not None and reason is None:
         return loaded(shipped, source)
-    if rebuilt is not None and refusal(rebuilt, fit, trust=False) is None:
+    rebuilt = CodeTier.read(cached(fit, graph.plan[PLAN]))
+    if rebuilt is not None and refusal(rebuilt, fit) is None:
         return loaded(rebuilt, source)
     log.warning(
-        "the artifact's compiled code is not used: %s. The model runs uncompiled; "
-        "'optkit rebuild' compiles it on this machine",
-        reason,
+        "compiled code is not used: %s. The model runs uncompiled; optkit rebuild compiles it here", reason
     )
     return None
 
 
-def refusal(tier: CodeTier, fit: Fit, trust: bool) -> str | None:
+def cached_tier(graph: Graph, target: Target) -> CodeTier | None:
+    """The code that was made for ``graph`` here, in the private cache."""
+    if PLAN not in graph.plan:
+        return None
+    tier = CodeTier.read(cached(fit_of(region_source(graph, target), target), graph.plan[PLAN]))
+    return tier if tier and tier.is_ours else None
+
+
+def refusal(tier: CodeTier, fit: Fit, trust: bool = False) -> str | None:
     """Why the code must not run, or None."""
     if not (trust or tier.is_ours):
         return "it was not built on this machine by this user (--trust-artifact-code runs it all the same)"

@@ -1,11 +1,11 @@
 """Prebuild: compile a planned layer before anything is served, time what was made, keep what is faster.
 
-The ``compile`` pass says which layers are alike. Here it is decided for which steps they get compiled code: the recipe's
-histogram of prompt lengths becomes a histogram of *steps* (chunks of prompts, and decodes), the uncompiled model is timed
-at each size, and ``graph.buckets`` finds the ranges that cost least. Then each bucket is compiled, and a *tail* for
-any number of tokens, and every one is timed against the uncompiled model, native programs included, through the
-runtime. A variant is kept if it is faster than all else that could run its steps. All times are recorded, of what
-is not kept too.
+The ``compile`` pass says which layers are alike. Here it is decided for which steps they get compiled code: the
+recipe's histogram of prompt lengths becomes a histogram of *steps* (chunks of prompts, and decodes), the uncompiled
+model is timed at each size, and ``graph.buckets`` finds the ranges that cost least. Then each bucket is compiled, and a
+*tail* for any number of tokens, and every one is timed against the uncompiled model, native programs included, through
+the runtime. A variant is kept if it is faster than all else that could run its steps. All times are recorded, of
+what is not kept too.
 
 What is kept goes to the private cache as a code tier (``optkit.code_tier``) and from there into the artifact.
 """
@@ -162,7 +162,9 @@ def planned(
             buckets = tuple(Bucket(int(first), int(last)) for first, last in plan["buckets"])
         tail = bool(plan["dynamic_tail"])
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"its compile plan is damaged ({type(error).__name__})", where="graph.json") from error
+        raise UserError(
+            f"its compile plan is damaged ({type(error).__name__})", where="graph.json"
+        ) from error
     if len(buckets) > MAX_PLANNED:
         raise UserError(f"its compile plan has {len(buckets)} buckets", where="graph.json")
     found = [Candidate(b.first, b.last) for b in buckets]

@@ -92,8 +92,9 @@ class _Section(BaseModel):
 class Workload(_Section):
     """What predict and measure use: prefill at each prompt length, then decode.
 
-    ``histogram`` says how often prompts of which length come, as pairs of tokens and weight, for what has to serve all of
-    them (buckets of compiled code). It may be finer than ``prompt_tokens``, each of which is measured after every pass.
+    ``histogram`` says how often prompts of which length come, as pairs of tokens and weight, for what has to serve
+    all of them (buckets of compiled code). It may be finer than ``prompt_tokens``, each of which is measured after
+    every pass.
     """
 
     prompt_tokens: PromptLengths = (128, 512)

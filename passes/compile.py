@@ -4,10 +4,10 @@ Between the matrix products of a layer lie chains of small ops (norm, quantize, 
 each chain into one loop over memory. Compiling the whole model generates the same loops once per layer and takes
 minutes; compiling one layer and calling it for all takes seconds (*regional* compilation). Exact up to rounding.
 
-Code is specialized by the number of tokens T in a step. By default up to ``max_buckets`` ranges of T are chosen by measured
-cost over the recipe's histogram of lengths; ``buckets`` names exact sizes instead. ``dynamic_tail`` adds code for every
-other T. The pass only records the plan; ``optkit.prebuild`` compiles it while the artifact is made, times each
-bucket and keeps those that beat the uncompiled path. Serving never compiles.
+Code is specialized by the number of tokens T in a step. By default up to ``max_buckets`` ranges of T are chosen by
+measured cost over the recipe's histogram of lengths; ``buckets`` names exact sizes instead. ``dynamic_tail`` adds code
+for every other T. The pass only records the plan; ``optkit.prebuild`` compiles it while the artifact is made, times
+each bucket and keeps those that beat the uncompiled path. Serving never compiles.
 """
 
 from __future__ import annotations

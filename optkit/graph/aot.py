@@ -1,13 +1,13 @@
 """Ahead-of-time compilation of a region: a shared object that runs without the compiler.
 
-AOTInductor turns the captured layer into C++ and that into a ``.so`` with a plain C interface; beside it lies a ``.json``
-that names the operators the code calls by their schema, which are our opaque ops (``optkit.graph.opaque``). Both
-are what ``AOTIModelContainerRunner`` of torch's C++ library reads: no archive, no pickle, no Python. ``.pt2`` packages
-and Inductor's own caches are not used, since both hold pickles.
+AOTInductor turns the captured layer into C++ and that into a ``.so`` with a plain C interface; beside it lies a
+``.json`` that names the operators the code calls by their schema, which are our opaque ops (``optkit.graph.opaque``).
+Both are what ``AOTIModelContainerRunner`` of torch's C++ library reads: no archive, no pickle, no Python. ``.pt2``
+packages and Inductor's own caches are not used, since both hold pickles.
 
 ``torch.compile`` and ``torch.export`` are not needed: the graph is already captured, so Inductor gets it directly,
-with what may vary spelled out as symbols. Code that relies on a condition over such sizes is refused: nothing could check
-it at run time.
+with what may vary spelled out as symbols. Code that relies on a condition over such sizes is refused: nothing could
+check it at run time.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ def generate(module: fx.GraphModule, arguments: Sequence[Argument], tokens: int 
     directory = tempfile.mkdtemp(prefix="aot-", dir=cache_dir("inductor"))
     options = {
         "aot_inductor.output_path": directory,
+        "aot_inductor.precompile_headers": False,  # pays off after more compilations than one artifact has
         "compile_threads": 1,
         "cpp.dynamic_threads": True,  # as many threads as torch has when it runs, not when it was compiled
     }
@@ -128,7 +129,9 @@ def example(mode: Any, argument: Argument, index: int, tokens: int | None) -> Te
     def kind(varies: bool, per_token: int) -> DimDynamic:
         if varies:
             return DimDynamic.DYNAMIC
-        return DimDynamic.DUCK if tokens is None and per_token else DimDynamic.STATIC  # DUCK: one symbol for T
+        return (
+            DimDynamic.DUCK if tokens is None and per_token else DimDynamic.STATIC
+        )  # DUCK: one symbol for T
 
     kinds = [kind(v, p) for v, p in zip(argument.varies, argument.per_token, strict=True)]
     value = torch.empty(argument.sizes(tokens or TAIL_TOKENS), dtype=argument.dtype, device=argument.device)

@@ -4,9 +4,9 @@ Code for a fixed number of tokens T also serves steps of fewer, padded up to T. 
 step sizes and costs each of them what a step of its upper end costs. Given how often each size occurs and what
 each costs, ``choose_buckets`` finds the ranges of least total cost by dynamic programming over the sorted sizes.
 
-The costs it is given are those of the uncompiled model: they are cheap to measure at every size, and what decides between
-ranges is how a step's time grows with T, which compiling changes little. Whether the code of a bucket is used at
-all is decided later, by timing it (``optkit.prebuild``).
+The costs it is given are those of the uncompiled model: they are cheap to measure at every size, and what decides
+between ranges is how a step's time grows with T, which compiling changes little. Whether the code of a bucket is used
+at all is decided later, by timing it (``optkit.prebuild``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ class Bucket:
 
     def __post_init__(self) -> None:
         if not 1 <= self.first <= self.last:
-            raise ValueError(f"a bucket serves at least one token, ascending, not {self.first} to {self.last}")
+            raise ValueError(
+                f"a bucket serves at least one token, ascending, not {self.first} to {self.last}"
+            )
 
 
 def choose_buckets(
@@ -46,7 +48,8 @@ def choose_buckets(
     total = [0.0]
     for size in sizes:
         total.append(total[-1] + weights[size])
-    best: list[tuple[float, tuple[int, ...]]] = [(0.0, (0,))] + [(float("inf"), (0,))] * len(sizes)
+    unserved: list[tuple[float, tuple[int, ...]]] = [(float("inf"), (0,))] * len(sizes)
+    best = [(0.0, (0,)), *unserved]
     for _ in range(min(max_buckets, len(sizes))):
         best = [
             min(

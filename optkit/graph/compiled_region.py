@@ -47,7 +47,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class Variant:
-    """Code for steps of ``first`` to ``last`` tokens, run at ``last``; ``last`` None is code for any number of tokens."""
+    """Code for steps of ``first`` to ``last`` tokens, run at ``last``; None is code for any number of tokens."""
 
     first: int
     last: int | None
@@ -60,9 +60,7 @@ class Variant:
 class CompiledRegion(nn.Module):
     """Calls the code of the step's number of tokens. ``variants`` in order of preference."""
 
-    def __init__(
-        self, arguments: Sequence[Argument], token_input: int, variants: Sequence[Variant]
-    ) -> None:
+    def __init__(self, arguments: Sequence[Argument], token_input: int, variants: Sequence[Variant]) -> None:
         super().__init__()
         self.token_input = token_input
         self.rows = [i for i, a in enumerate(arguments) if a.has_rows]
@@ -76,7 +74,9 @@ class CompiledRegion(nn.Module):
         tokens = args[self.token_input].shape[0]
         variant = next(v for v in self.variants if v.serves(tokens))
         inputs = list(args)
-        for i in self.moving:  # generated code has layouts built in; KV pools are contiguous where they are made
+        for (
+            i
+        ) in self.moving:  # generated code has layouts built in; KV pools are contiguous where they are made
             inputs[i] = inputs[i].contiguous()
         if variant.last in (None, tokens):
             return tuple(variant.code(inputs))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from operator import getitem
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from optkit.errors import UserError
 from optkit.graph.bind import bind, kernel_of
@@ -58,7 +58,7 @@ def region_source(graph: Graph, target: Target | None) -> RegionSource:
     """
     graph = graph.clone()
     values = [shapes(graph, batch) for batch in range(len(BATCHES))]
-    regions = planned_regions(graph, graph.plan[PLAN]["regions"])
+    regions = planned_regions(graph, planned_names(graph))
     check_regions(regions, values)
     nodes = regions[0].nodes
     unbound = [(node.target, node.args, dict(node.meta)) for node in nodes]
@@ -114,7 +114,9 @@ def argument(
     if weight is not None:
         size = tuple(weight.value.shape)
         none = (0,) * len(size)
-        return Argument(weight.value.dtype, weight.value.device, size, none, (False,) * len(size), weight.value)
+        return Argument(
+            weight.value.dtype, weight.value.device, size, none, (False,) * len(size), weight.value
+        )
     first, other, more = (batch[node] for batch in values)
     tokens = BATCHES[0][0].tokens
     per_token = tuple(b - a for a, b in zip(first.shape, more.shape, strict=True))
@@ -124,13 +126,21 @@ def argument(
     return Argument(first.dtype, device, base, per_token, varies)
 
 
-def install(graph: Graph, root: nn.Module, source: RegionSource, variants: Sequence[Variant]) -> CompiledRegion:
+def install(
+    graph: Graph, root: nn.Module, source: RegionSource, variants: Sequence[Variant]
+) -> CompiledRegion:
     """Replace each planned region of a bound graph by one call of a ``CompiledRegion`` that all share."""
     compiled = CompiledRegion(source.arguments, source.token_input, variants)
     root.add_module("region", compiled)
-    for region in planned_regions(graph, graph.plan[PLAN]["regions"]):
+    for region in planned_regions(graph, planned_names(graph)):
         call_region(graph.fx, Region.of(region.nodes))  # again: it may read the region before it
     return compiled
+
+
+def planned_names(graph: Graph) -> Any:
+    """The plan's layers as lists of op names; what is in a file may be anything."""
+    plan = graph.plan[PLAN]
+    return plan.get("regions") if isinstance(plan, dict) else None
 
 
 def planned_regions(graph: Graph, names: Sequence[Sequence[str]]) -> list[Region]:
