@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -87,6 +88,12 @@ def artifact(made: Path, tmp_path: Path) -> Path:
     return shutil.copytree(made, tmp_path / "artifact")
 
 
+@pytest.fixture
+def only_shipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No code in the cache that would do as well as the artifact's."""
+    monkeypatch.setattr(code_tier, "cached", lambda fit, plan: tmp_path / "nothing")
+
+
 def compiled(artifact: Path, **options) -> bool:
     return Artifact.open(artifact).executable(**options).compiled is not None
 
@@ -154,19 +161,19 @@ def test_another_users_key_does_not_fit(artifact: Path, monkeypatch, tmp_path):
     assert (tmp_path / "optkit/seal-key").stat().st_mode & 0o077 == 0
 
 
+@pytest.mark.usefixtures("only_shipped")
 def test_a_forged_record_is_not_ours(artifact: Path):
     """Whoever can write the artifact can write hashes, but no seal."""
     file = artifact / "optkit/native/code.json"
     record = json.loads(file.read_text())
     (artifact / "optkit/native/tail.so").write_bytes(b"\x7fELF evil")
-    import hashlib
-
     record["variants"][1]["files"]["tail.so"] = hashlib.sha256(b"\x7fELF evil").hexdigest()
     file.write_text(json.dumps(record))
     rewrite_manifest(artifact)
     assert not compiled(artifact)
 
 
+@pytest.mark.usefixtures("only_shipped")
 def test_a_changed_library_is_refused_by_its_hash(artifact: Path, caplog):
     library = artifact / "optkit/native/tail.so"
     library.write_bytes(library.read_bytes()[:-1] + b"!")
@@ -186,6 +193,7 @@ def rewrite_manifest(artifact: Path) -> None:
     write_manifest(artifact, {k: v for k, v in manifest.items() if k != "files"})
 
 
+@pytest.mark.usefixtures("only_shipped")
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"fit": 1}', '{"variants": [{"first": 0}]}'])
 def test_a_damaged_record_means_no_code(artifact: Path, damage: str, capsys):
     (artifact / "optkit/native/code.json").write_text(damage)
