@@ -36,18 +36,22 @@ from optkit.target import Target
 log = logging.getLogger(__name__)
 
 NOISE = 0.02  # a gain below this share is none
+ROUNDS = 5  # of compiled and uncompiled in alternation; a variant has to win each
 MAX_PLANNED = 64
 
 
 @dataclass
 class Candidate:
-    """Code for ``bucket`` (last None: the tail), with its times by step size. ``reason`` says why it is not kept."""
+    """Code for steps of ``first`` to ``last`` tokens (None: the tail). ``reason`` says why it is not kept.
+
+    ``seconds`` and ``uncompiled`` are the times of each round, by step size.
+    """
 
     first: int
     last: int | None
     variant: Variant | None = None
-    seconds: dict[int, float] = field(default_factory=dict)
-    uncompiled: dict[int, float] = field(default_factory=dict)
+    seconds: dict[int, list[float]] = field(default_factory=dict)
+    uncompiled: dict[int, list[float]] = field(default_factory=dict)
     reason: str = ""
 
     @property
@@ -59,17 +63,22 @@ class Candidate:
     def serves(self, tokens: int) -> bool:
         return self.first <= tokens and (self.last is None or tokens <= self.last)
 
-    def expected(self, seconds: Mapping[int, float], weights: Mapping[int, float]) -> float:
-        """Mean of ``seconds`` over the sizes timed, weighted by how often they occur."""
+    def expected(self, seconds: Mapping[int, list[float]], weights: Mapping[int, float]) -> list[float]:
+        """Mean of ``seconds`` over the sizes timed, weighted by how often they occur, of each round."""
         total = sum(weights.get(n, 1.0) for n in self.seconds)
-        return sum(seconds[n] * weights.get(n, 1.0) for n in self.seconds) / total
+        rounds = zip(*(seconds[n] for n in self.seconds), strict=True)
+        shares = [weights.get(n, 1.0) / total for n in self.seconds]
+        return [sum(s * share for s, share in zip(row, shares, strict=True)) for row in rounds]
+
+    def medians(self, weights: Mapping[int, float]) -> tuple[float, float]:
+        """Seconds of its steps, compiled and uncompiled."""
+        return median(self.expected(self.seconds, weights)), median(self.expected(self.uncompiled, weights))
 
     def row(self, weights: Mapping[int, float]) -> dict[str, Any]:
         """What the report shows of it."""
         row: dict[str, Any] = {"tokens": self.label, "kept": not self.reason, "reason": self.reason}
         if self.seconds:
-            row["compiled_seconds"] = self.expected(self.seconds, weights)
-            row["uncompiled_seconds"] = self.expected(self.uncompiled, weights)
+            row["compiled_seconds"], row["uncompiled_seconds"] = self.medians(weights)
         return row
 
 
@@ -206,22 +215,29 @@ def choose(
     """Time every candidate; those that are not faster get a reason. The tail first: buckets have to beat it too."""
     weights = {size: weight for size, (weight, _) in steps.items()}
     plain = lower(graph, target)
-    best: dict[int, float] = {}
+    best: dict[int, list[float]] = {}
     for candidate in sorted(candidates, key=lambda c: c.last is not None):
         if candidate.variant is None:
             continue
         model = lower(graph, target, code=CompiledCode(source, (candidate.variant,)))
         for size, point in timed_points(candidate, recipe, steps).items():
             pair = [step_function(m, point, recipe) for m in (plain, model)]
-            candidate.uncompiled[size], candidate.seconds[size] = map(median, interleaved(pair))
-        rival = {n: min(s, best.get(n, s)) for n, s in candidate.uncompiled.items()}
-        own, other = (candidate.expected(s, weights) for s in (candidate.seconds, rival))
-        if own < other * (1 - NOISE):
-            best |= {n: min(s, best.get(n, s)) for n, s in candidate.seconds.items()}
-        elif own < candidate.expected(candidate.uncompiled, weights) * (1 - NOISE):
-            candidate.reason = "the code for any number of tokens is as fast"
-        else:
+            candidate.uncompiled[size], candidate.seconds[size] = interleaved(pair, ROUNDS)
+        own, plainly, rival = (
+            candidate.expected(s, weights)
+            for s in (candidate.seconds, candidate.uncompiled, candidate.uncompiled | best)
+        )
+        if not wins(own, plainly):
             candidate.reason = "not faster than the uncompiled path"
+        elif not wins(own, rival):
+            candidate.reason = "the code for any number of tokens is as fast"
+        elif candidate.last is None:
+            best = dict(candidate.seconds)
+
+
+def wins(own: list[float], other: list[float]) -> bool:
+    """Faster by more than noise in every round: on a busy machine a median of few rounds is luck."""
+    return all(a < b * (1 - NOISE) for a, b in zip(own, other, strict=True))
 
 
 def timed_points(
@@ -246,7 +262,7 @@ def save(
         code_file(
             directory,
             (c.first, c.last),
-            (c.expected(c.seconds, weights), c.expected(c.uncompiled, weights)),
+            c.medians(weights),
         )
         for c in kept
     )

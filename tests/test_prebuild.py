@@ -77,7 +77,9 @@ def timed(monkeypatch):
 
         monkeypatch.setattr(module, "make", make)
         monkeypatch.setattr(module, "step_function", step)
-        monkeypatch.setattr(module, "interleaved", lambda steps: [[seconds[s]] * 3 for s in steps])
+        monkeypatch.setattr(
+            module, "interleaved", lambda steps, rounds=3: [[seconds[s]] * rounds for s in steps]
+        )
         return module.prebuild(graph, recipe(), TARGET), graph
 
     return run
@@ -119,6 +121,11 @@ def test_a_bucket_has_to_beat_the_tail(timed, tmp_path, monkeypatch):
         "any number": "",
     }
     assert graph.plan["compile"]["buckets"] == [[2, 2]] and graph.plan["compile"]["dynamic_tail"]
+
+
+def test_one_lost_round_is_enough_to_lose():
+    assert module.wins([1.0, 1.0, 1.0], [1.1, 1.1, 1.1])
+    assert not module.wins([1.0, 1.0, 1.0], [9.0, 9.0, 1.01])
 
 
 def test_nothing_faster_removes_the_plan(timed):
