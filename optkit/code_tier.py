@@ -5,8 +5,7 @@ form is used in an artifact (``optkit/native/``) and in the private cache, where
 
 Opening a shared object runs it, so a directory is only used when
 
-1. **it is ours**: ``code.json`` carries a seal, an HMAC-SHA256 (RFC 2104) under a random key that never leaves the
-   private cache, over the record, this machine's id and the user. Nobody else can make one. Or the user said
+1. **it is ours**: ``code.json`` carries the seal of this user on this machine (``optkit.seal``). Or the user said
    ``--trust-artifact-code``;
 2. **it fits**: the same torch, optkit, processor, and a layer with the same digest (``region_lowering``);
 3. **it is whole**: every file has the sha256 of the record. What was hashed is what is opened: the bytes go to the
@@ -18,12 +17,9 @@ Otherwise the uncompiled model runs, and the log says why. Nothing is ever compi
 from __future__ import annotations
 
 import hashlib
-import hmac
 import logging
 import os
-import secrets
 import shutil
-import socket
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -37,7 +33,8 @@ from optkit.graph.compiled_region import Variant
 from optkit.graph.ir import Graph
 from optkit.graph.lower import CompiledCode
 from optkit.graph.region_lowering import PLAN, RegionSource, region_source
-from optkit.paths import cache_dir, cache_root
+from optkit.paths import cache_dir
+from optkit.seal import is_sealed, seal
 from optkit.target import Target, cpu_model
 from optkit.version import VERSION
 
@@ -83,6 +80,10 @@ class CodeRecord(_Model):
     variants: tuple[CodeFile, ...] = Field(strict=False)
     seal: str = ""
 
+    def sealed_text(self) -> str:
+        """What the seal is of: everything else."""
+        return self.model_copy(update={"seal": ""}).model_dump_json()
+
 
 @dataclass(frozen=True)
 class CodeTier:
@@ -106,7 +107,7 @@ class CodeTier:
     @property
     def is_ours(self) -> bool:
         """Whether this user made it on this machine."""
-        return hmac.compare_digest(self.record.seal, seal(self.record))
+        return is_sealed(self.record.sealed_text(), self.record.seal)
 
     def misfit(self, fit: Fit) -> str | None:
         """The first thing it was made for that is otherwise here, in words."""
@@ -157,41 +158,6 @@ def fit_of(source: RegionSource, target: Target) -> Fit:
         isa=target.isa,
         layer=source.digest,
     )
-
-
-# -- the seal --------------------------------------------------------------------------------------------
-
-
-def seal(record: CodeRecord) -> str:
-    """The seal of ``record`` for this machine and user."""
-    content = record.model_copy(update={"seal": ""}).model_dump_json()
-    message = f"{machine_id()}\n{os.getuid()}\n{content}"
-    return hmac.new(seal_key(), message.encode(), hashlib.sha256).hexdigest()
-
-
-def machine_id() -> str:
-    """What tells this machine from others that share a home directory."""
-    for file in ("/etc/machine-id", "/var/lib/dbus/machine-id"):
-        try:
-            return Path(file).read_text("ascii").strip()
-        except (OSError, UnicodeDecodeError):
-            continue
-    return socket.gethostname()
-
-
-def seal_key() -> bytes:
-    """The key of this user's seals: 32 random bytes in the private cache, made on first use."""
-    file = cache_root() / "seal-key"
-    try:
-        descriptor, name = tempfile.mkstemp(prefix=".seal-key-", dir=file.parent)
-        with os.fdopen(descriptor, "wb") as stream:
-            stream.write(secrets.token_bytes(32))
-        os.link(name, file)  # whoever is first wins; the key appears whole
-    except FileExistsError:
-        pass
-    finally:
-        Path(name).unlink()
-    return file.read_bytes()
 
 
 # -- finding and loading ---------------------------------------------------------------------------------
@@ -280,7 +246,7 @@ def code_file(directory: Path, bucket: tuple[int, int | None], seconds: tuple[fl
 
 def publish(directory: Path, record: CodeRecord, place: Path) -> CodeTier:
     """Seal ``record`` and put its files from ``directory`` at ``place`` in the cache, whole or not at all."""
-    sealed = record.model_copy(update={"seal": seal(record)})
+    sealed = record.model_copy(update={"seal": seal(record.sealed_text())})
     tier = CodeTier(place, sealed)
     temporary = Path(tempfile.mkdtemp(prefix=".tmp-", dir=place.parent))
     try:

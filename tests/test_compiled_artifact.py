@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from optkit import code_tier, data, measure, pipeline, prebuild
+from optkit import code_tier, data, measure, pipeline, prebuild, seal
 from optkit import target as targets
 from optkit.artifact import Artifact, write_manifest
 from optkit.cli.main import run as cli
@@ -148,7 +148,7 @@ def test_serving_with_an_empty_path_compiles_nothing(made: Path, tmp_path: Path)
 
 
 def test_elsewhere_the_code_is_left_alone_unless_trusted(artifact: Path, monkeypatch, caplog, tmp_path):
-    monkeypatch.setattr(code_tier, "machine_id", lambda: "another machine")
+    monkeypatch.setattr(seal, "machine_id", lambda: "another machine")
     with caplog.at_level(logging.WARNING):
         assert not compiled(artifact)
     assert "not built on this machine by this user" in caplog.text
@@ -224,7 +224,7 @@ def test_code_for_other_versions_or_processors_does_not_fit(artifact: Path, monk
 def test_verify_and_inspect_say_whose_it_is(artifact: Path, monkeypatch, capsys):
     assert cli(["verify", str(artifact)]) == 0
     assert "2 compiled variants, built here, by you" in capsys.readouterr().out
-    monkeypatch.setattr(code_tier, "machine_id", lambda: "another machine")
+    monkeypatch.setattr(seal, "machine_id", lambda: "another machine")
     assert cli(["inspect", str(artifact)]) == 0
     shown = capsys.readouterr().out
     assert "elsewhere: it runs only with --trust-artifact-code" in shown
