@@ -1,8 +1,8 @@
 """Seals: how a file that was away is known to be this user's own work, done on this machine.
 
 HMAC-SHA256 (RFC 2104) under a random key that never leaves the private cache, over the text, the machine's id and the
-user's number. A path, a name or an id inside the file could be written by anybody; a seal cannot. The machine's id is part
-of it since a home directory may be shared between machines.
+user's number. A path, a name or an id inside the file could be written by anybody; a seal cannot. The machine's id is
+part of it since a home directory may be shared between machines.
 """
 
 from __future__ import annotations
