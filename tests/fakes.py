@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 import zlib
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 
 from optkit.errors import UserError
 from optkit.runtime.engine import Engine
+from optkit.runtime.offload import MemorySlots
 from optkit.runtime.scheduler import SchedulerConfig
 from optkit.runtime.types import Batch, ScheduledSequence
 
@@ -52,23 +54,32 @@ class FakeRunner:
         self.batches.append(batch)
         seen = [self._write_and_read(item) for item in batch.items]
         rows = [
-            self._logits(item, ids) for item, ids in zip(batch.items, seen, strict=True) if item.needs_logits
+            self._logits(item, ids[: len(ids) - after], len(item.draft) - after)
+            for item, ids in zip(batch.items, seen, strict=True)
+            for after in reversed(range(item.num_logits))
         ]
         return torch.stack(rows) if rows else torch.zeros(0, self.vocab_size)
+
+    def read_block(self, block: int) -> np.ndarray:
+        return self.slots[block * self.block_size : (block + 1) * self.block_size].view(np.uint8).copy()
+
+    def write_block(self, block: int, data: np.ndarray) -> None:
+        self.slots[block * self.block_size : (block + 1) * self.block_size] = data.view(np.int64)
 
     def _write_and_read(self, item: ScheduledSequence) -> np.ndarray:
         seq, end = item.seq, item.seq.num_computed + item.num_new
         positions = np.arange(end)
         table = np.array(seq.block_table)
         slots = table[positions // self.block_size] * self.block_size + positions % self.block_size
-        self.slots[slots[seq.num_computed :]] = seq.token_ids[seq.num_computed : end]
+        self.slots[slots[seq.num_computed :]] = item.new_tokens
         if self.poison_token in seq.token_ids:
             raise RuntimeError("poisoned")
         if self.die_token in seq.token_ids:
             os._exit(9)
         return self.slots[slots]
 
-    def _logits(self, item: ScheduledSequence, ids: np.ndarray) -> torch.Tensor:
+    def _logits(self, item: ScheduledSequence, ids: np.ndarray, num_ahead: int) -> torch.Tensor:
+        """After the tokens ``ids``, of which ``num_ahead`` are guesses."""
         if self.nan_token in item.seq.token_ids:
             return torch.full((self.vocab_size,), float("nan"))
         logits = torch.from_numpy(
@@ -77,7 +88,7 @@ class FakeRunner:
             )
         )
         if self.script:
-            logits[self.script[item.seq.num_output % len(self.script)]] = 1e4
+            logits[self.script[(item.seq.num_output + num_ahead) % len(self.script)]] = 1e4
         return logits
 
 
@@ -94,11 +105,9 @@ def fake_engine(artifact_dir: str = "", options: dict[str, Any] | None = None) -
             raise UserError("the artifact is broken", where=artifact_dir, fix="build it again")
         case "bug":
             raise KeyError("weights")
-    config = SchedulerConfig(
-        max_num_seqs=options.pop("max_num_seqs", 8),
-        max_num_batched_tokens=options.pop("max_num_batched_tokens", 32),
-        max_model_len=options.pop("max_model_len", 64),
-        block_size=options.get("block_size", 4),
-        num_blocks=options.get("num_blocks", 64),
-    )
-    return Engine(FakeRunner(**options), config)
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": 64, "block_size": 4, "num_blocks": 64}
+    names = {f.name for f in fields(SchedulerConfig)}
+    config = SchedulerConfig(**limits | {name: options.pop(name) for name in names & options.keys()})
+    runner = FakeRunner(num_blocks=config.num_blocks, block_size=config.block_size, **options)
+    slots = config.num_offload_slots
+    return Engine(runner, config, store=MemorySlots(slots, runner.read_block(0).nbytes) if slots else None)

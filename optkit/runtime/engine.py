@@ -11,15 +11,17 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
 from optkit.runtime.kv_cache import memory_plan
-from optkit.runtime.sampler import sample
-from optkit.runtime.scheduler import Scheduler, SchedulerConfig
+from optkit.runtime.offload import CorruptSlot, SlotStore
+from optkit.runtime.scheduler import Proposer, Result, Scheduler, SchedulerConfig
+from optkit.runtime.speculative import sample_batch
 from optkit.runtime.types import (
     Batch,
     EngineRefusal,
@@ -30,6 +32,7 @@ from optkit.runtime.types import (
     Runner,
     SamplingParams,
     TokenOutput,
+    Transfer,
 )
 
 logger = logging.getLogger(__name__)
@@ -40,25 +43,52 @@ MODEL_FAILED = Failure("the model failed on this request")
 class Engine:
     """Serves requests on one runner, one ``step`` at a time."""
 
-    def __init__(self, runner: Runner, config: SchedulerConfig) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        config: SchedulerConfig,
+        store: SlotStore | None = None,
+        proposer: Proposer | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         if (runner.num_blocks, runner.block_size) != (config.num_blocks, config.block_size):
             raise ValueError("the runner's KV pool and the scheduler's config disagree")
-        self.runner, self.config = runner, config
-        self.scheduler = Scheduler(config)
+        if config.num_offload_slots and store is None:
+            raise ValueError("there are offload slots, but no store for them")
+        self.runner, self.config, self.store = runner, config, store
+        self.scheduler = Scheduler(config, clock, proposer=proposer)
         self._ids = itertools.count()
 
     def step(self) -> list[TokenOutput]:
         """Compute the next tokens of whoever is due."""
-        batch = self.scheduler.schedule()
+        batch = self._transfer(self.scheduler.schedule())
         results = self._run(batch) if batch.items else []
         return self.scheduler.update(batch, results)
 
-    def _run(self, batch: Batch) -> list[int | Failure | None]:
-        """For each item its token, None if its prompt goes on, or its failure."""
+    def _transfer(self, batch: Batch) -> Batch:
+        """Copy KV between pool and store; the batch without the sequences whose KV could not be loaded."""
+        for transfer in batch.transfers:
+            try:
+                self._copy(transfer)
+            except (OSError, CorruptSlot):
+                logger.exception("KV of a block could not be %s", "saved" if transfer.save else "loaded")
+                self.scheduler.transfer_failed(transfer)
+        if not batch.transfers:
+            return batch
+        running = set(map(id, self.scheduler.running))
+        return replace(batch, items=tuple(item for item in batch.items if id(item.seq) in running))
+
+    def _copy(self, transfer: Transfer) -> None:
+        assert self.store is not None
+        if transfer.save:
+            self.store.write(transfer.slot, self.runner.read_block(transfer.block))
+        else:
+            self.runner.write_block(transfer.block, self.store.read(transfer.slot))
+
+    def _run(self, batch: Batch) -> list[Result]:
+        """For each item its tokens, None if its prompt goes on, or its failure."""
         try:
-            logits = self.runner.execute(batch)
-            tokens = iter(sample(logits, [item.seq for item in batch.items if item.needs_logits]))
-            return [next(tokens) if item.needs_logits else None for item in batch.items]
+            return sample_batch(batch, self.runner.execute(batch))
         except torch.AcceleratorError:
             raise  # the device is gone for everyone
         except Exception:
@@ -85,6 +115,10 @@ class Engine:
     def abort(self, request_id: str) -> TokenOutput | None:
         """Drop a request and free its KV; None if it is not here (any more)."""
         return self.scheduler.abort(request_id)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the KV that no running sequence holds, in the pool and offloaded."""
+        self.scheduler.reset_prefix_cache()
 
     def stats(self) -> EngineStats:
         return self.scheduler.stats()
