@@ -26,7 +26,7 @@ from optkit.runtime.engine import Engine
 from optkit.runtime.offload import CorruptSlot, MemorySlots
 from optkit.runtime.prefix_cache import PrefixCache, sha256
 from optkit.runtime.scheduler import SchedulerConfig
-from optkit.runtime.types import EngineRefusal, EngineRequest, FinishReason, SamplingParams, Sequence
+from optkit.runtime.types import Batch, EngineRefusal, EngineRequest, FinishReason, SamplingParams, Sequence
 from tests.fakes import FakeRunner
 from tests.runtime.test_engine import VOCAB, solo
 
@@ -213,23 +213,30 @@ class EngineMachine(RuleBasedStateMachine):
     def step(self) -> None:
         before = len(self.runner.batches)
         scheduler = self.engine.scheduler
-        first = min(scheduler.running + scheduler.waiting, key=lambda seq: seq.rank, default=None)
+        running, waiting = list(scheduler.running), list(scheduler.waiting)
         losses = scheduler.num_preemptions
         outputs = self.engine.step()
         self.clock.now += 0.01
-        if first is not None and scheduler.num_preemptions == losses:  # a failed load costs a step
-            batch = self.runner.batches[-1]
-            assert len(self.runner.batches) > before
-            assert batch.num_tokens <= self.config.max_num_batched_tokens
-            assert len(batch.items) <= self.config.max_num_seqs
-            if len(scheduler.running) < self.config.max_num_seqs:
-                assert first in [item.seq for item in batch.items], "the first in rank starved"
+        assert (len(self.runner.batches) > before) or not running + waiting or scheduler.num_preemptions > losses
+        if len(self.runner.batches) > before and not self.store.broken:
+            self._fair(self.runner.batches[-1], running, waiting)
         for out in outputs:
             self.tokens[out.request_id] += out.token_ids
             if out.finish_reason:
                 del self.requests[out.request_id]
                 got = (self.tokens[out.request_id], out.finish_reason, out.error)
                 assert got == self.wanted[out.request_id]
+
+    def _fair(self, batch: Batch, running: list[Sequence], waiting: list[Sequence]) -> None:
+        """The first in rank of those with blocks advances, and nobody who waits is overtaken by a later one."""
+        served = [item.seq for item in batch.items]
+        assert batch.num_tokens <= self.config.max_num_batched_tokens
+        assert len(served) <= self.config.max_num_seqs
+        first = min(seq.rank for seq in served)
+        assert all(first <= seq.rank for seq in running), "the first in rank starved"
+        admitted = [seq for seq in waiting if seq in served]
+        left = [seq for seq in waiting if seq not in served]
+        assert not admitted or not left or max(s.rank for s in admitted) < min(s.rank for s in left)
 
     @invariant()
     def consistent(self) -> None:
