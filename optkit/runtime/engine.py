@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from optkit.runtime.kv_cache import memory_plan
+from optkit.runtime.logprobs import LogprobRunner
 from optkit.runtime.sampler import sample
 from optkit.runtime.scheduler import Scheduler, SchedulerConfig
 from optkit.runtime.types import (
@@ -45,19 +46,23 @@ class Engine:
             raise ValueError("the runner's KV pool and the scheduler's config disagree")
         self.runner, self.config = runner, config
         self.scheduler = Scheduler(config)
+        self.logprobs = LogprobRunner(runner)
         self._ids = itertools.count()
 
     def step(self) -> list[TokenOutput]:
         """Compute the next tokens of whoever is due."""
         batch = self.scheduler.schedule()
         results = self._run(batch) if batch.items else []
-        return self.scheduler.update(batch, results)
+        return self.logprobs.attach(batch, self.scheduler.update(batch, results))
 
     def _run(self, batch: Batch) -> list[int | Failure | None]:
         """For each item its token, None if its prompt goes on, or its failure."""
         try:
-            logits = self.runner.execute(batch)
-            tokens = iter(sample(logits, [item.seq for item in batch.items if item.needs_logits]))
+            logits = self.logprobs.execute(batch)
+            due = [item for item in batch.items if item.needs_logits]
+            sampled = sample(logits, [item.seq for item in due])
+            self.logprobs.record(due, logits, sampled)
+            tokens = iter(sampled)
             return [next(tokens) if item.needs_logits else None for item in batch.items]
         except torch.AcceleratorError:
             raise  # the device is gone for everyone
@@ -75,7 +80,7 @@ class Engine:
         """Queue a request; ``EngineRefusal`` if it can never be served."""
         wrong = [
             t
-            for t in request.prompt_ids + request.sampling.stop_token_ids
+            for t in request.prompt_ids + request.sampling.named_tokens
             if not 0 <= t < self.runner.vocab_size
         ]
         if wrong:

@@ -49,7 +49,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> torch.Tensor:
-        """Logits [items with needs_logits, vocab_size] float32, in batch order."""
+        """Logits [sum of num_logits, vocab_size] float32, in batch order."""
         arrays = batch_inputs(batch, self.block_size)
         count = len(arrays["logits_index"])
         if count == 0:  # kernels need not handle zero rows: compute one and drop it
@@ -76,8 +76,14 @@ def batch_inputs(batch: Batch, block_size: int) -> dict[str, np.ndarray]:
         "query_start": query_start.astype(np.int32),
         "seq_lens": (starts + counts).astype(np.int32),
         "block_tables": tables,
-        "logits_index": query_start[1:][[item.needs_logits for item in items]] - 1,
+        "logits_index": last_rows(query_start[1:], np.array([item.num_logits for item in items])),
     }
+
+
+def last_rows(ends: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """The ``counts[i]`` rows before each of ``ends``, in order: [sum of counts] int64."""
+    first = np.cumsum(counts) - counts
+    return np.arange(counts.sum()) + np.repeat(ends - counts - first, counts)
 
 
 def new_tokens(batch: Batch) -> np.ndarray:

@@ -24,6 +24,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens of one request are chosen (names and meanings as in the OpenAI and vLLM APIs).
 
     ``temperature=0`` is greedy. ``top_k=0`` and ``min_p=0`` are off. ``seed`` makes sampling reproducible.
+    ``logprobs`` and ``prompt_logprobs`` say how many likely tokens to report at each generated or prompt position;
+    0 is the token itself only, None nothing. An empty ``allowed_token_ids`` allows every token.
     """
 
     max_tokens: int
@@ -37,6 +39,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    @property
+    def named_tokens(self) -> tuple[int, ...]:
+        """Every token id that the parameters mention."""
+        return self.stop_token_ids + self.allowed_token_ids + tuple(token for token, _ in self.logit_bias)
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,6 +66,17 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"  # this request failed; ``TokenOutput.error`` says why
 
 
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """The natural logarithm of a token's probability, and of the most likely ones at its position.
+
+    It is of the model's own distribution: before bias, penalties, temperature and filters.
+    """
+
+    token_id: int
+    logprob: float | None  # None: nothing precedes the first token of a prompt
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
+
+
 class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
     """What one engine step produced for one request."""
 
@@ -62,6 +84,10 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: tuple[int, ...]  # new tokens of this step; a stop token is not among them
     finish_reason: FinishReason | None = None
     error: str | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()  # of token_ids, and of the stop token after them, when asked for
+    prompt_logprobs: tuple[
+        TokenLogprob, ...
+    ] = ()  # of the next prompt tokens, from the second on, when asked for
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,6 +119,7 @@ class Sequence:
     token_ids: list[int]
     num_computed: int = 0
     block_table: list[int] = field(default_factory=list)
+    num_scored: int = 0  # prompt positions whose logprobs have been reported; a preemption leaves it alone
 
     @property
     def num_prompt(self) -> int:
@@ -118,11 +145,17 @@ class ScheduledSequence:
 
     seq: Sequence
     num_new: int
+    all_logits: bool = False  # logits of each of the new tokens, not just of the last one
 
     @property
     def needs_logits(self) -> bool:
         """True when this chunk reaches the sequence's last token, so that a token is sampled."""
         return self.seq.num_computed + self.num_new == len(self.seq.token_ids)
+
+    @property
+    def num_logits(self) -> int:
+        """How many of the new tokens, the last ones, get logits."""
+        return self.num_new if self.all_logits else int(self.needs_logits)
 
 
 @dataclass(frozen=True)
@@ -146,5 +179,5 @@ class Runner(Protocol):
     kv_dtype: str  # what it stores, for people
 
     def execute(self, batch: Batch) -> torch.Tensor:
-        """Logits [items with needs_logits, vocab_size] float32, in batch order."""
+        """Logits [sum of num_logits, vocab_size] float32, in batch order."""
         ...
