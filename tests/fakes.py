@@ -54,9 +54,9 @@ class FakeRunner:
         self.batches.append(batch)
         seen = [self._write_and_read(item) for item in batch.items]
         rows = [
-            self._logits(item, ids[: len(ids) - after], len(item.draft) - after)
+            self._logits(item, ids[: len(ids) - back], len(item.draft) - back)
             for item, ids in zip(batch.items, seen, strict=True)
-            for after in reversed(range(item.num_logits))
+            for back in reversed(range(item.num_logits))
         ]
         return torch.stack(rows) if rows else torch.zeros(0, self.vocab_size)
 
@@ -82,14 +82,15 @@ class FakeRunner:
         """After the tokens ``ids``, of which ``num_ahead`` are guesses."""
         if self.nan_token in item.seq.token_ids:
             return torch.full((self.vocab_size,), float("nan"))
-        logits = torch.from_numpy(
-            np.random.default_rng(zlib.crc32(ids.tobytes())).standard_normal(
-                self.vocab_size, dtype=np.float32
-            )
-        )
+        logits = self.logits_after(ids)
         if self.script:
             logits[self.script[(item.seq.num_output + num_ahead) % len(self.script)]] = 1e4
         return logits
+
+    def logits_after(self, ids: np.ndarray) -> torch.Tensor:
+        """Logits [V] for what follows the tokens ``ids``."""
+        random = np.random.default_rng(zlib.crc32(ids.tobytes()))
+        return torch.from_numpy(random.standard_normal(self.vocab_size, dtype=np.float32))
 
 
 def fake_engine(artifact_dir: str = "", options: dict[str, Any] | None = None) -> Engine:

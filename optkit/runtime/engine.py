@@ -19,9 +19,11 @@ from typing import Any
 import torch
 
 from optkit.runtime.kv_cache import memory_plan
+from optkit.runtime.logprobs import LogprobRunner
 from optkit.runtime.offload import CorruptSlot, SlotStore
+from optkit.runtime.sampler import sample
 from optkit.runtime.scheduler import Proposer, Result, Scheduler, SchedulerConfig
-from optkit.runtime.speculative import sample_batch
+from optkit.runtime.speculative import first_rows, verify
 from optkit.runtime.types import (
     Batch,
     EngineRefusal,
@@ -57,13 +59,14 @@ class Engine:
             raise ValueError("there are offload slots, but no store for them")
         self.runner, self.config, self.store = runner, config, store
         self.scheduler = Scheduler(config, clock, proposer=proposer)
+        self.logprobs = LogprobRunner(runner)
         self._ids = itertools.count()
 
     def step(self) -> list[TokenOutput]:
         """Compute the next tokens of whoever is due."""
         batch = self._transfer(self.scheduler.schedule())
         results = self._run(batch) if batch.items else []
-        return self.scheduler.update(batch, results)
+        return self.logprobs.attach(batch, self.scheduler.update(batch, results))
 
     def _transfer(self, batch: Batch) -> Batch:
         """Copy KV between pool and store; the batch without the sequences whose KV could not be loaded."""
@@ -88,7 +91,14 @@ class Engine:
     def _run(self, batch: Batch) -> list[Result]:
         """For each item its tokens, None if its prompt goes on, or its failure."""
         try:
-            return sample_batch(batch, self.runner.execute(batch))
+            logits = self.logprobs.execute(batch)
+            due = [item for item in batch.items if item.needs_logits]
+            rows = first_rows(due)
+            plain = logits if len(logits) == len(due) else logits[rows]
+            sampled = sample(plain, [item.seq for item in due])
+            self.logprobs.record(due, plain, sampled)
+            results = iter(verify(due, sampled, logits, rows))
+            return [next(results) if item.needs_logits else None for item in batch.items]
         except torch.AcceleratorError:
             raise  # the device is gone for everyone
         except Exception:
@@ -105,7 +115,7 @@ class Engine:
         """Queue a request; ``EngineRefusal`` if it can never be served."""
         wrong = [
             t
-            for t in request.prompt_ids + request.sampling.stop_token_ids
+            for t in request.prompt_ids + request.sampling.named_tokens
             if not 0 <= t < self.runner.vocab_size
         ]
         if wrong:

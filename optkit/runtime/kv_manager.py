@@ -67,7 +67,7 @@ class KVManager:
 
     def count(self, seq: Sequence) -> None:
         """Take the admission of a new sequence into the statistics; a preempted one was counted before."""
-        if self.cache is not None and seq.request.read_prefix_cache:
+        if self.cache is not None and seq.request.reads_prefix_cache:
             self.num_queries += len(seq.token_ids)
             self.num_hits += seq.num_computed
 
@@ -125,7 +125,7 @@ class KVManager:
 
     def _match(self, seq: Sequence) -> list[Node]:
         """The nodes of the longest prefix of ``seq`` whose KV is somewhere, but not of all its tokens."""
-        if self.cache is None or not seq.request.read_prefix_cache:
+        if self.cache is None or not seq.request.reads_prefix_cache:
             return []
         salt, size = seq.request.cache_salt, self.block_size
         nodes: list[Node] = []

@@ -224,6 +224,9 @@ class Scheduler:
 
     def _draft_limit(self, seq: Sequence) -> int:
         """The last token of a sequence needs no KV, and the sampled token always comes on top of the draft."""
+        sampling = seq.request.sampling
+        if sampling.logprobs is not None or sampling.prompt_logprobs is not None:
+            return 0  # they are reported a token a step
         return self._final_length(seq) - len(seq.token_ids) - 1
 
     def _make_room(self, seq: Sequence) -> bool:

@@ -12,44 +12,47 @@ KV of wrong guesses stays in its slots and is overwritten: ``num_computed`` neve
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 
 from torch import Tensor
 
 from optkit.runtime.sampler import sample
 from optkit.runtime.scheduler import Result
-from optkit.runtime.types import Batch, Failure, Sequence
+from optkit.runtime.types import Failure, ScheduledSequence
 
 
-def sample_batch(batch: Batch, logits: Tensor) -> list[Result]:
-    """What each item of ``batch`` gives for its rows of ``logits`` [sum of num_logits, V]."""
-    due = [item for item in batch.items if item.needs_logits]
-    firsts, row = [], 0
-    for item in due:
-        firsts.append(row)
+def first_rows(items: Seq[ScheduledSequence]) -> list[int]:
+    """The row of each item's last known token in the logits of a batch; those of its draft follow."""
+    rows, row = [], 0
+    for item in items:
+        rows.append(row)
         row += item.num_logits
-    plain = row == len(due)
-    tokens = sample(logits if plain else logits[firsts], [item.seq for item in due])
-    results: Iterator[Result] = iter(
-        token if isinstance(token, Failure) else verify(item.seq, item.draft, token, logits, first)
-        for item, token, first in zip(due, tokens, firsts, strict=True)
-    )
-    return [next(results) if item.needs_logits else None for item in batch.items]
+    return rows
 
 
-def verify(seq: Sequence, draft: tuple[int, ...], token: int, logits: Tensor, row: int) -> tuple[int, ...]:
-    """The right tokens of ``draft`` and the one after them.
+def verify(
+    items: Seq[ScheduledSequence], sampled: Seq[int | Failure], logits: Tensor, rows: Seq[int]
+) -> list[Result]:
+    """For each item the right tokens of its draft and the one after them, or its failure.
 
-    ``token`` was sampled from ``logits[row]``, the rows after it belong to the draft.
+    ``sampled[i]`` comes from ``logits[rows[i]]`` (``first_rows``), the last known token of ``items[i]``.
     """
-    tokens = [token]
+    return [
+        token if isinstance(token, Failure) else follow(item, token, logits[row + 1 : row + 1 + len(item.draft)])
+        for item, token, row in zip(items, sampled, rows, strict=True)
+    ]
+
+
+def follow(item: ScheduledSequence, token: int, logits: Tensor) -> tuple[int, ...]:
+    """``token`` and, as long as the draft says the same, what is sampled after it from ``logits`` [draft, V]."""
+    seq, tokens = item.seq, [token]
     length = len(seq.token_ids)
     try:
-        for guess in draft:
+        for row, guess in enumerate(item.draft):
             if tokens[-1] != guess or guess in seq.request.sampling.stop_token_ids:
                 break
             seq.token_ids.append(guess)  # the sampler looks at what came before
-            (following,) = sample(logits[row + len(tokens)][None], [seq])
+            (following,) = sample(logits[row : row + 1], [seq])
             if isinstance(following, Failure):
                 break  # it comes again as the first row of the next step, and what is right until here counts
             tokens.append(following)

@@ -35,6 +35,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens of one request are chosen (names and meanings as in the OpenAI and vLLM APIs).
 
     ``temperature=0`` is greedy. ``top_k=0`` and ``min_p=0`` are off. ``seed`` makes sampling reproducible.
+    ``logprobs`` and ``prompt_logprobs`` say how many likely tokens to report at each generated or prompt position;
+    0 is the token itself only, None nothing. An empty ``allowed_token_ids`` allows every token.
     """
 
     max_tokens: int
@@ -48,6 +50,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    @property
+    def named_tokens(self) -> tuple[int, ...]:
+        """Every token id that the parameters mention."""
+        return self.stop_token_ids + self.allowed_token_ids + tuple(token for token, _ in self.logit_bias)
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +68,6 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
         arrival: ``time.monotonic()`` in the API process, before tokenization.
         priority: a smaller one is served earlier, by policies that know of priorities.
         cache_salt: sequences of different salts share no KV.
-        read_prefix_cache: False computes the whole prompt, for requests that need the logits of all of it.
     """
 
     request_id: str
@@ -66,7 +76,11 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     arrival: float
     priority: int = 0
     cache_salt: str = ""
-    read_prefix_cache: bool = True
+
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """False for a request that needs the logits of its whole prompt: cached KV comes without."""
+        return self.sampling.prompt_logprobs is None
 
 
 class FinishReason(enum.StrEnum):
@@ -94,6 +108,15 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
     chunk_wait: float
     num_chunks: int
     cached_tokens: int
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """The natural logarithm of a token's probability, and of the most likely ones at its position.
+
+    It is of the model's own distribution: before bias, penalties, temperature and filters.
+    """
+
+    token_id: int
+    logprob: float | None  # None: nothing precedes the first token of a prompt
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
 
 
 class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,6 +124,8 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         token_ids: new tokens of this step; a stop token is not among them.
+        logprobs: of ``token_ids``, and of the stop token after them, when asked for.
+        prompt_logprobs: of the next prompt tokens, from the second on, when asked for.
         error: why the request failed, for the client.
         retry_after: seconds after which a request that was refused for lack of time may come again.
         first: with the first token (or an end without one).
@@ -112,6 +137,8 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
     retry_after: float | None = None
     first: FirstToken | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -191,6 +218,7 @@ class Sequence:
     nodes: list[Node] = field(default_factory=list)
     sealed: bool = False
     progress: Progress = field(default_factory=Progress)
+    num_scored: int = 0  # prompt positions whose logprobs have been reported; a preemption leaves it alone
 
     @property
     def num_prompt(self) -> int:
@@ -220,6 +248,7 @@ class ScheduledSequence:
     seq: Sequence
     num_new: int
     draft: tuple[int, ...] = ()
+    all_logits: bool = False  # logits of each of the new tokens, not just of the last one
 
     @property
     def needs_logits(self) -> bool:
@@ -228,7 +257,9 @@ class ScheduledSequence:
 
     @property
     def num_logits(self) -> int:
-        """How many of the new tokens, the last ones, get logits: the last known one and the draft."""
+        """How many of the new tokens, the last ones, get logits: the last known one and the draft, or all."""
+        if self.all_logits:
+            return self.num_new
         return 1 + len(self.draft) if self.needs_logits else 0
 
     @property

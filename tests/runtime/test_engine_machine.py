@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 from optkit.runtime.engine import Engine
 from optkit.runtime.offload import CorruptSlot, MemorySlots
 from optkit.runtime.prefix_cache import PrefixCache, sha256
-from optkit.runtime.scheduler import SchedulerConfig
+from optkit.runtime.scheduler import Scheduler, SchedulerConfig
 from optkit.runtime.types import Batch, EngineRefusal, EngineRequest, FinishReason, SamplingParams, Sequence
 from tests.fakes import FakeRunner
 from tests.runtime.test_engine import VOCAB, solo
@@ -86,6 +86,8 @@ def sampling_params() -> st.SearchStrategy[SamplingParams]:
         stop_token_ids=st.sampled_from([(), tuple(range(0, VOCAB, 8))]),
         repetition_penalty=st.sampled_from([1.0, 1.3]),
         presence_penalty=st.sampled_from([0.0, 0.5]),
+        logprobs=st.sampled_from([None, None, 1]),
+        prompt_logprobs=st.sampled_from([None, None, 0]),
     )
 
 
@@ -135,6 +137,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.store = UnreliableSlots(max(slots, 1), 8 * size)
         proposer = Guesser(self.answers) if guessing else None
         self.engine = Engine(self.runner, self.config, self.store, proposer, self.clock)
+        self.engine.scheduler.schedule = self._schedule
         if caching and weak:
             self.engine.scheduler.kv.cache = PrefixCache(size, lambda data: sha256(data)[:1])
         self.requests: dict[str, EngineRequest] = {}
@@ -149,7 +152,6 @@ class EngineMachine(RuleBasedStateMachine):
         sampling=sampling_params(),
         salt=st.sampled_from(["", "tenant"]),
         priority=st.integers(-1, 1),
-        read=st.booleans(),
     )
     def add(
         self,
@@ -159,7 +161,6 @@ class EngineMachine(RuleBasedStateMachine):
         sampling: SamplingParams,
         salt: str,
         priority: int,
-        read: bool,
     ) -> None:
         self.total += 1
         name, prompt = f"r{self.total}", (*stem[:cut], *tail)
@@ -170,7 +171,6 @@ class EngineMachine(RuleBasedStateMachine):
             arrival=self.clock.now,
             cache_salt=salt,
             priority=priority,
-            read_prefix_cache=read,
         )
         need = min(len(prompt) + sampling.max_tokens, MAX_LEN) - 1
         if need > self.config.num_blocks * self.config.block_size:
@@ -211,21 +211,24 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule()
     def step(self) -> None:
-        before = len(self.runner.batches)
         scheduler = self.engine.scheduler
         running, waiting = list(scheduler.running), list(scheduler.waiting)
         losses = scheduler.num_preemptions
         outputs = self.engine.step()
         self.clock.now += 0.01
-        assert (len(self.runner.batches) > before) or not running + waiting or scheduler.num_preemptions > losses
-        if len(self.runner.batches) > before and not self.store.broken:
-            self._fair(self.runner.batches[-1], running, waiting)
+        assert self.batch.items or not running + waiting or scheduler.num_preemptions > losses
+        if self.batch.items and not self.store.broken:
+            self._fair(self.batch, running, waiting)
         for out in outputs:
             self.tokens[out.request_id] += out.token_ids
             if out.finish_reason:
                 del self.requests[out.request_id]
                 got = (self.tokens[out.request_id], out.finish_reason, out.error)
                 assert got == self.wanted[out.request_id]
+
+    def _schedule(self) -> Batch:
+        self.batch = Scheduler.schedule(self.engine.scheduler)
+        return self.batch
 
     def _fair(self, batch: Batch, running: list[Sequence], waiting: list[Sequence]) -> None:
         """The first in rank of those with blocks advances, and nobody who waits is overtaken by a later one."""
