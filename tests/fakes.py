@@ -30,7 +30,10 @@ class FakeRunner:
     raise. ``nan_token``: a prompt with it gets NaN logits. ``die_token``: a prompt with it ends the process.
     """
 
-    kv_bytes, kv_dtype = 0, "float32"
+    kv_bytes, kv_dtype, weight_bytes = 0, "float32", 0
+
+    def workspace_bytes(self, num_tokens: int, num_rows: int) -> int:
+        return 0
 
     def __init__(
         self,

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from optkit.runtime.cost_model import CostModel
 from optkit.runtime.kv_cache import memory_plan
 from optkit.runtime.logprobs import LogprobRunner
 from optkit.runtime.offload import CorruptSlot, SlotStore
@@ -52,13 +53,14 @@ class Engine:
         store: SlotStore | None = None,
         proposer: Proposer | None = None,
         clock: Callable[[], float] = time.monotonic,
+        cost: CostModel | None = None,
     ) -> None:
         if (runner.num_blocks, runner.block_size) != (config.num_blocks, config.block_size):
             raise ValueError("the runner's KV pool and the scheduler's config disagree")
         if config.num_offload_slots and store is None:
             raise ValueError("there are offload slots, but no store for them")
         self.runner, self.config, self.store = runner, config, store
-        self.scheduler = Scheduler(config, clock, proposer=proposer)
+        self.scheduler = Scheduler(config, clock, cost, proposer)
         self.logprobs = LogprobRunner(runner)
         self._ids = itertools.count()
 
@@ -138,6 +140,8 @@ class Engine:
         c = self.config
         runner = self.runner
         plan = memory_plan(c.num_blocks, c.block_size, runner.kv_bytes, c.max_model_len, runner.kv_dtype)
+        workspace = runner.workspace_bytes(c.max_num_batched_tokens, c.max_num_seqs)
+        plan = replace(plan, weight_bytes=runner.weight_bytes, workspace_bytes=workspace)
         return asdict(c) | {"vocab_size": runner.vocab_size, "memory_plan": asdict(plan)}
 
     def generate(

@@ -40,7 +40,7 @@ class KVManager:
         self.cache, self.block_size = cache, block_size
         self.slots = SlotTable(num_slots if cache else 0)
         self.worth_saving: Callable[[Node], bool] = lambda node: True
-        self.num_queries = self.num_hits = self.num_saves = self.num_loads = 0
+        self.reset_counters()
         self._content: dict[int, Node] = {}  # block -> the node that says what is in it
         self._transfers: list[Transfer] = []
 
@@ -70,6 +70,10 @@ class KVManager:
         if self.cache is not None and seq.request.reads_prefix_cache:
             self.num_queries += len(seq.token_ids)
             self.num_hits += seq.num_computed
+
+    def reset_counters(self) -> None:
+        """Tokens looked up and found, blocks saved and loaded: since now."""
+        self.num_queries = self.num_hits = self.num_saves = self.num_loads = 0
 
     def grow(self, seq: Sequence, num_tokens: int, expected_tokens: int) -> bool:
         """Blocks for ``num_tokens`` tokens of ``seq``; False, and nothing changed, if there are too few."""

@@ -119,6 +119,10 @@ class EngineClient:
         """End a request: its stream gets an ABORT output, its KV is freed. Nothing happens if it is gone."""
         await self._send(ipc.Abort(request_id))
 
+    async def reset_prefix_cache(self) -> None:
+        """Have the engine forget the KV that no running sequence holds."""
+        await self._send(ipc.ResetPrefixCache())
+
     @property
     def stats(self) -> EngineStats:
         """The gauges of the engine, as of its last message."""

@@ -25,6 +25,11 @@ class Executable(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
+    @property
+    def weight_bytes(self) -> int: ...
+
+    def workspace_bytes(self, num_tokens: int, num_rows: int) -> int: ...
+
     def __call__(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor: ...
 
 
@@ -42,6 +47,7 @@ class ModelRunner:
         self.num_blocks, self.block_size, self.vocab_size = num_blocks, block_size, model.vocab_size
         self.kv_bytes = num_blocks * block_bytes(model.kv_specs, block_size)
         self.kv_dtype = dtype_label(model.kv_specs)
+        self.weight_bytes, self.workspace_bytes = model.weight_bytes, model.workspace_bytes
         k_caches, v_caches = allocate(model.kv_specs, num_blocks, block_size, device)
         self.kv_pools: dict[str, torch.Tensor] = {}
         for spec, k, v in zip(model.kv_specs, k_caches, v_caches, strict=True):

@@ -24,12 +24,13 @@ import heapq
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import Protocol
+from typing import Any, Protocol
 
 from optkit.runtime.cost_model import CostModel, StepShape, chunk_shape, step_shape
 from optkit.runtime.kv_manager import KVManager
 from optkit.runtime.policy import make_policy, promised_ttft
 from optkit.runtime.prefix_cache import PrefixCache
+from optkit.runtime.proposer import SpeculationStats
 from optkit.runtime.scheduler_config import SchedulerConfig
 from optkit.runtime.types import (
     Batch,
@@ -51,7 +52,9 @@ Result = tuple[int, ...] | Failure | None  # sampled tokens, why there are none,
 
 
 class Proposer(Protocol):
-    """Guesses what follows a sequence (``optkit.runtime.speculative``)."""
+    """Guesses what follows a sequence (``optkit.runtime.proposer``)."""
+
+    stats: SpeculationStats
 
     def propose(self, sequences: Seq[Sequence], limits: Seq[int]) -> list[tuple[int, ...]]:
         """For each sequence at most ``limits[i]`` tokens, or none."""
@@ -183,7 +186,18 @@ class Scheduler:
             prefix_cache_hits=kv.num_hits,
             offload_saves=kv.num_saves,
             offload_loads=kv.num_loads,
+            **self._speculation(),
         )
+
+    def _speculation(self) -> dict[str, Any]:
+        if self.proposer is None:
+            return {}
+        stats = self.proposer.stats
+        return {
+            "spec_decode_drafts": stats.num_drafts,
+            "spec_decode_draft_tokens": stats.num_draft_tokens,
+            "spec_decode_accepted_per_pos": tuple(stats.accepted_per_pos),
+        }
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""

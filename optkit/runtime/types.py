@@ -298,6 +298,11 @@ class Runner(Protocol):
     num_blocks: int
     kv_bytes: int  # memory of the KV pool
     kv_dtype: str  # what it stores, for people
+    weight_bytes: int
+
+    def workspace_bytes(self, num_tokens: int, num_rows: int) -> int:
+        """Memory that a step of ``num_tokens`` tokens and ``num_rows`` rows of logits works in, as far as is known."""
+        ...
 
     def execute(self, batch: Batch) -> torch.Tensor:
         """Logits [sum of num_logits, vocab_size] float32, in batch order."""

@@ -25,6 +25,7 @@ from hypothesis.stateful import (
 from optkit.runtime.engine import Engine
 from optkit.runtime.offload import CorruptSlot, MemorySlots
 from optkit.runtime.prefix_cache import PrefixCache, sha256
+from optkit.runtime.proposer import SpeculationStats
 from optkit.runtime.scheduler import Scheduler, SchedulerConfig
 from optkit.runtime.types import Batch, EngineRefusal, EngineRequest, FinishReason, SamplingParams, Sequence
 from tests.fakes import FakeRunner
@@ -48,7 +49,7 @@ class Guesser:
     """Proposes what the solo run says, and now and then something else."""
 
     def __init__(self, answers: dict[str, list[int]]) -> None:
-        self.answers = answers
+        self.answers, self.stats = answers, SpeculationStats()
 
     def propose(self, sequences: Seq[Sequence], limits: Seq[int]) -> list[tuple[int, ...]]:
         return [self.guess(seq)[: max(limit, 0)] for seq, limit in zip(sequences, limits, strict=True)]
