@@ -161,7 +161,7 @@ def test_echo_begins_with_the_prompt() -> None:
 @pytest.mark.parametrize("max_tokens", [0, 1])
 @pytest.mark.parametrize("script", [None, [EOS]])
 def test_scoring_a_prompt(max_tokens: int, script: list[int] | None) -> None:
-    """As scoring clients ask: one entry for each prompt token, and one for the single generated one, even a stop token."""
+    """As scoring clients ask: an entry for each prompt token, and one for the generated one, even a stop token."""
     ids = fast_tokenizer().encode(PROMPT).ids
     body = {"echo": True, "logprobs": 1, "max_tokens": max_tokens, "temperature": 0}
     engine: dict[str, Any] = {"script": script} if script else {}
