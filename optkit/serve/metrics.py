@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from optkit.runtime.types import EngineStats, FinishReason
+from optkit.runtime.types import EngineRequest, EngineStats, FinishReason
 from optkit.version import VERSION
 
 TTFT_EDGES = (
@@ -113,9 +113,9 @@ class Metrics:
         """The exposition text."""
         return generate_latest(self.registry)
 
-    def sequence(self, arrival: float, num_prompt: int, max_tokens: int) -> SequenceMetrics:
-        """Begin to observe one sequence that arrived at ``arrival`` (``time.monotonic()``)."""
-        return SequenceMetrics(self, arrival, num_prompt, max_tokens)
+    def sequence(self, request: EngineRequest, n: int = 1) -> SequenceMetrics:
+        """Begin to observe one of ``n`` choices of a prompt; 0: the prompt is counted with another one."""
+        return SequenceMetrics(self, request, n)
 
     def _histogram(self, name: str, text: str, edges: Sequence[float]) -> Histogram:
         metric = Histogram(f"vllm:{name}", text, LABELS, buckets=edges, registry=self.registry)
@@ -142,9 +142,10 @@ class Metrics:
 class SequenceMetrics:
     """Observes one sequence; ``tokens`` for each engine output, then ``finish`` once."""
 
-    def __init__(self, metrics: Metrics, arrival: float, num_prompt: int, max_tokens: int) -> None:
-        self._metrics, self._arrival = metrics, arrival
-        self._num_prompt, self._max_tokens = num_prompt, max_tokens
+    def __init__(self, metrics: Metrics, request: EngineRequest, n: int) -> None:
+        self._metrics, self._arrival, self._n = metrics, request.arrival, n
+        self._num_prompt = len(request.prompt_ids) if n else 0
+        self._max_tokens = request.sampling.max_tokens
         self._first = self._last = 0.0
         self.num_tokens = 0
 
@@ -168,10 +169,11 @@ class SequenceMetrics:
         if self.num_tokens == 0 and reason in (FinishReason.STOP, FinishReason.LENGTH):
             metrics.prompt_total.inc(self._num_prompt)
         metrics.e2e.observe(now - self._arrival)
-        metrics.prompt.observe(self._num_prompt)
         metrics.generation.observe(self.num_tokens)
         metrics.max_tokens.observe(self._max_tokens)
-        metrics.n.observe(1)
+        if self._n:
+            metrics.prompt.observe(self._num_prompt)
+            metrics.n.observe(self._n)
         if self.num_tokens:
             metrics.decode.observe(self._last - self._first)
         if self.num_tokens > 1:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -25,8 +25,9 @@ from optkit.serve.admission import Admission
 from optkit.serve.api_error import ApiError, internal_error
 from optkit.serve.engine_api import Engine, ServeSettings
 from optkit.serve.generation import Delta, Work, collect, generate_text, merge
+from optkit.serve.logprobs import ChatLogprobs, CompletionLogprobs, LogprobFormat
 from optkit.serve.metrics import Metrics
-from optkit.serve.prompts import PromptReader
+from optkit.serve.prompts import Prompt, PromptReader
 from optkit.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from optkit.serve.stream import ChunkWriter, ReplyHead, error_event, whole_reply
 
@@ -56,7 +57,7 @@ class Service:
         if request.model and request.model not in self.settings.model_names:
             message = "this model is not served here; GET /v1/models lists what is"
             raise ApiError(message, param="model", code="model_not_found", status=404)
-        self.prompts.check_stop_ids(request)
+        self.prompts.check_token_ids(request)
         if not self.engine.is_healthy:
             raise ApiError(
                 "the engine is not available", code="engine_unavailable", status=503, retry_after=5
@@ -90,44 +91,76 @@ class Reply(Response):
     async def _answer(self, send: Send) -> None:
         request = self._request
         count = len(request.prompt) if isinstance(request, CompletionRequest) else 1
-        with self._service.admission.slots(count):
+        with self._service.admission.slots(count * request.num_choices):
             prompts = await self._service.prompts.read(request)
-            works = [self._work(index, ids) for index, ids in enumerate(prompts)]
-            lengths = [len(ids) for ids in prompts]
+            works = [work for at, prompt in enumerate(prompts) for work in self._works(at, prompt)]
             deltas = merge([self._generate(work) for work in works])
+            formats = [self._logprob_format() for _ in works]
+            lengths = [len(prompt.ids) for prompt in prompts]
             if request.stream:
-                await self._stream(deltas, lengths, send)
+                await self._stream(deltas, lengths, formats, send)
             else:
-                await self._whole(deltas, lengths, send)
+                await self._whole(deltas, lengths, formats, send)
 
-    def _work(self, index: int, ids: list[int]) -> Work:
+    def _works(self, at: int, prompt: Prompt) -> Iterator[Work]:
+        """The ``n`` choices of the prompt number ``at``."""
         prompts, request = self._service.prompts, self._request
-        sampling = request.sampling(prompts.token_budget(request, len(ids)), prompts.tokenizer.eos_ids)
-        engine_request = EngineRequest(
-            request_id=f"{self._head.reply_id}-{index}",
-            prompt_ids=tuple(ids),
-            sampling=sampling,
-            arrival=self._arrival,
-        )
-        return Work(index, engine_request, request.stop)
+        budget, n = prompts.token_budget(request, len(prompt.ids)), request.num_choices
+        for j in range(n):
+            index = at * n + j
+            engine_request = EngineRequest(
+                request_id=f"{self._head.reply_id}-{index}",
+                prompt_ids=tuple(prompt.ids),
+                sampling=request.sampling(max(budget, 1), prompts.tokenizer.eos_ids, j),
+                arrival=self._arrival,
+            )
+            yield Work(
+                index=index,
+                request=engine_request,
+                stops=request.stop,
+                keep_stop=bool(request.include_stop_str_in_output),
+                skip_special=request.skip_special_tokens is not False,
+                echo=prompt.text if request.echoes else None,
+                prompt_only=budget == 0,
+                list_stop_token=not self._is_chat,
+                n=n if j == 0 else 0,
+            )
+
+    def _logprob_format(self) -> LogprobFormat | None:
+        if self._request.num_logprobs is None:
+            return None
+        texts = self._service.prompts.tokenizer.token_texts
+        return ChatLogprobs(texts) if self._is_chat else CompletionLogprobs(texts)
 
     def _generate(self, work: Work) -> AsyncGenerator[Delta, None]:
         service = self._service
         return generate_text(service.engine, service.prompts.tokenizer, service.metrics, work)
 
-    async def _whole(self, deltas: AsyncGenerator[Delta, None], lengths: list[int], send: Send) -> None:
-        answers = await collect(deltas, len(lengths))
-        body = whole_reply(self._head, lengths, answers)
+    async def _whole(
+        self,
+        deltas: AsyncGenerator[Delta, None],
+        lengths: list[int],
+        formats: list[LogprobFormat | None],
+        send: Send,
+    ) -> None:
+        answers = await collect(deltas, len(formats))
+        body = whole_reply(self._head, lengths, answers, formats)
         length = str(len(body)).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", length)]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    async def _stream(self, deltas: AsyncGenerator[Delta, None], lengths: list[int], send: Send) -> None:
+    async def _stream(
+        self,
+        deltas: AsyncGenerator[Delta, None],
+        lengths: list[int],
+        formats: list[LogprobFormat | None],
+        send: Send,
+    ) -> None:
         options = self._request.stream_options
         usage = options is not None and options.include_usage
         continuous = options is not None and options.continuous_usage_stats
-        writer = ChunkWriter(self._head, lengths, usage, continuous)
+        writer = ChunkWriter(self._head, lengths, formats, usage, continuous)
         events = _Events(send)
         try:
             async with aclosing(deltas):

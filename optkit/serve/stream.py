@@ -21,6 +21,7 @@ import msgspec
 
 from optkit.serve.api_error import ApiError
 from optkit.serve.generation import Delta
+from optkit.serve.logprobs import LogprobFormat
 
 DONE = b"data: [DONE]\n\n"
 
@@ -51,7 +52,8 @@ class ChunkWriter:
 
     Args:
         head: id, model, kind.
-        prompt_lengths: tokens of each prompt, by choice index.
+        prompt_lengths: tokens of each prompt; its choices follow each other.
+        formats: how the logprobs of each choice are written; None: not asked for.
         include_usage: send the final usage chunk.
         continuous: also send the running usage in every chunk.
     """
@@ -60,6 +62,7 @@ class ChunkWriter:
         self,
         head: ReplyHead,
         prompt_lengths: list[int],
+        formats: list[LogprobFormat | None],
         include_usage: bool = False,
         continuous: bool = False,
     ) -> None:
@@ -68,16 +71,18 @@ class ChunkWriter:
         self._begin = b"data: " + encode(shared)[:-1] + b',"choices":['
         self._is_chat, self._prompt_lengths = head.is_chat, prompt_lengths
         self._include_usage, self._continuous = include_usage, include_usage and continuous
-        self._counts = [0] * len(prompt_lengths)
-        self._started = [False] * len(prompt_lengths)
+        self._formats, self._n = formats, len(formats) // len(prompt_lengths)
+        self._counts = [0] * len(formats)
+        self._started = [False] * len(formats)
 
     def chunk(self, delta: Delta) -> bytes:
         """The event for one delta."""
         self._counts[delta.choice] = delta.num_tokens
         finish = b"null" if delta.finish_reason is None else encode(delta.finish_reason.value)
-        choice = b'{"index":%d,%b,"logprobs":null,"finish_reason":%b}' % (
+        choice = b'{"index":%d,%b,"logprobs":%b,"finish_reason":%b}' % (
             delta.choice,
             self._text(delta),
+            self._logprobs(delta),
             finish,
         )
         return self._begin + choice + b"]" + self._running_usage(delta) + b"}\n\n"
@@ -98,12 +103,16 @@ class ChunkWriter:
             return b'"delta":{"role":"assistant","content":' + text + b"}"
         return b'"delta":{"content":' + text + b"}" if delta.text else b'"delta":{}'
 
+    def _logprobs(self, delta: Delta) -> bytes:
+        form = self._formats[delta.choice]
+        return b"null" if form is None or not delta.logprobs else encode(form.write(delta.logprobs))
+
     def _running_usage(self, delta: Delta) -> bytes:
         if not self._include_usage:
             return b""
         if not self._continuous:
             return b',"usage":null'
-        return b',"usage":' + encode(usage(self._prompt_lengths[delta.choice], delta.num_tokens))
+        return b',"usage":' + encode(usage(self._prompt_lengths[delta.choice // self._n], delta.num_tokens))
 
 
 def error_event(error: ApiError) -> bytes:
@@ -111,7 +120,9 @@ def error_event(error: ApiError) -> bytes:
     return b"data: " + error.body() + b"\n\n" + DONE
 
 
-def whole_reply(head: ReplyHead, prompt_lengths: list[int], answers: list[Delta]) -> bytes:
+def whole_reply(
+    head: ReplyHead, prompt_lengths: list[int], answers: list[Delta], formats: list[LogprobFormat | None]
+) -> bytes:
     """The JSON body of an answer that is not streamed."""
     return encode(
         {
@@ -119,15 +130,16 @@ def whole_reply(head: ReplyHead, prompt_lengths: list[int], answers: list[Delta]
             "object": "chat.completion" if head.is_chat else "text_completion",
             "created": head.created,
             "model": head.model,
-            "choices": [_choice(head, answer) for answer in answers],
+            "choices": [_choice(head, answer, form) for answer, form in zip(answers, formats, strict=True)],
             "usage": usage(sum(prompt_lengths), sum(answer.num_tokens for answer in answers)),
         }
     )
 
 
-def _choice(head: ReplyHead, answer: Delta) -> dict[str, object]:
+def _choice(head: ReplyHead, answer: Delta, form: LogprobFormat | None) -> dict[str, object]:
     reason = answer.finish_reason.value if answer.finish_reason else None
     content: dict[str, object] = {"text": answer.text}
     if head.is_chat:
         content = {"message": {"role": "assistant", "content": answer.text, "refusal": None}}
-    return {"index": answer.choice, **content, "logprobs": None, "finish_reason": reason}
+    logprobs = form.write(answer.logprobs) if form else None
+    return {"index": answer.choice, **content, "logprobs": logprobs, "finish_reason": reason}
