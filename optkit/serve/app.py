@@ -4,8 +4,8 @@
 ``POST /v1/chat/completions``  messages in, one answer
 ``POST /v1/completions``       prompts in, one answer each
 ``GET /v1/models``             the served names, with ``max_model_len``
-``GET /health/live``           the event loop answers and the engine's heart beats: restart it if not
-``GET /health/ready``          live, and not shutting down; also ``/health`` and ``/ping``
+``GET /health/live``           the event loop answers, the engine's heart beats or it is being restarted
+``GET /health/ready``          the engine's heart beats, and no shutdown is going on; also ``/health``, ``/ping``
 ``GET /metrics``               Prometheus text
 ``GET /version``
 =============================  =================================================================
@@ -115,7 +115,7 @@ def _add_health(app: FastAPI, service: Service) -> None:
 
     @app.get("/health/live")
     async def live() -> JSONResponse:
-        return status(service.engine.is_healthy, "live")
+        return status(service.engine.is_healthy or service.engine.is_restarting, "live")
 
     @app.get("/version")
     async def version() -> JSONResponse:

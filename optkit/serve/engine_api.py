@@ -1,6 +1,6 @@
 """What the HTTP side needs to know about the engine, and the settings of a server.
 
-``Engine`` is the face of ``optkit.runtime.process.EngineClient``; tests put a fake behind it.
+``Engine`` is the face of ``optkit.serve.supervisor.EngineSupervisor``; tests put a fake behind it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,11 @@ class Engine(Protocol):
 
     @property
     def is_healthy(self) -> bool: ...
+
+    @property
+    def is_restarting(self) -> bool: ...
+
+    async def reset_prefix_cache(self) -> None: ...
 
     def generate(self, request: EngineRequest) -> AsyncIterator[TokenOutput]:
         """Outputs until one has a ``finish_reason``. It is an async generator; closing or cancelling it aborts."""

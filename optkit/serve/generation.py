@@ -8,11 +8,13 @@ that aborts the request and frees its KV.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
+from optkit.runtime.process import ENGINE_DIED, ENGINE_STOPPED
 from optkit.runtime.types import EngineRequest, FinishReason, TokenLogprob, TokenOutput
 from optkit.serve.api_error import ApiError, internal_error
 from optkit.serve.detokenizer import StopStrings
@@ -63,7 +65,7 @@ async def generate_text(
     """Deltas until one has a ``finish_reason``; outputs without new text are held until there is some, or the end.
 
     Raises:
-        ApiError: 500, the engine failed this request.
+        ApiError: 500 the engine failed this request, 503 it died, 429 it cannot keep its promise.
     """
     request = work.request
     observed = metrics.sequence(request, work.n)
@@ -130,6 +132,12 @@ class _Choice:
 
 
 def _raise_failure(output: TokenOutput) -> None:
+    if output.error in (ENGINE_DIED, ENGINE_STOPPED):
+        raise ApiError("the engine is gone; try again", code="engine_unavailable", status=503, retry_after=1)
+    if output.retry_after is not None:
+        seconds = max(1, math.ceil(output.retry_after))
+        message = "the server cannot answer in the promised time; try again later"
+        raise ApiError(message, code="rate_limit_exceeded", status=429, retry_after=seconds)
     if output.finish_reason is FinishReason.ERROR:
         raise internal_error(output.error or "the engine failed a request")
     if output.finish_reason is FinishReason.ABORT:
