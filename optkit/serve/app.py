@@ -7,6 +7,7 @@
 ``GET /health/live``           the event loop answers and the engine's heart beats: restart it if not
 ``GET /health/ready``          live, and not shutting down; also ``/health`` and ``/ping``
 ``GET /metrics``               Prometheus text
+``POST /reset_prefix_cache``   forget the KV of finished sequences
 ``GET /version``
 =============================  =================================================================
 
@@ -116,6 +117,11 @@ def _add_health(app: FastAPI, service: Service) -> None:
     @app.get("/health/live")
     async def live() -> JSONResponse:
         return status(service.engine.is_healthy, "live")
+
+    @app.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> Response:
+        await service.engine.reset_prefix_cache()
+        return Response(status_code=200)
 
     @app.get("/version")
     async def version() -> JSONResponse:
