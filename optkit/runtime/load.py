@@ -48,6 +48,8 @@ def load_engine(artifact_dir: str, options: Mapping[str, Any]) -> Engine:
     artifact = Artifact.open(artifact_dir, verify=False)
     model = artifact.executable()
     config, store = scheduler_config(model, artifact.recipe, given), None
+    if "kv_offload_dir" in given and "kv_offload_bytes" not in given:
+        raise UserError("it says where, and not how much", where="kv_offload_dir", fix="give --kv-offload-bytes")
     if "kv_offload_bytes" in given:
         config, store = offloading(config, model, given)
     cost = CostModel()
@@ -114,6 +116,8 @@ def speculator(cost: CostModel, options: Mapping[str, Any]) -> Speculator | None
     """Guesses as ``speculative_model`` says, or none."""
     if "speculative_model" not in options:
         return None
+    if options["speculative_model"] != "ngram":
+        raise UserError("no such method of guessing", where="speculative_model", fix="say ngram")
     lengths = Lengths(cost, options.get("num_speculative_tokens", NUM_SPECULATIVE_TOKENS))
     return Speculator(NgramProposer(), lengths)
 

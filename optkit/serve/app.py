@@ -7,6 +7,7 @@
 ``GET /health/live``           the event loop answers, the engine's heart beats or it is being restarted
 ``GET /health/ready``          the engine's heart beats, and no shutdown is going on; also ``/health``, ``/ping``
 ``GET /metrics``               Prometheus text
+``POST /reset_prefix_cache``   forget the KV of finished sequences
 ``GET /version``
 =============================  =================================================================
 
@@ -116,6 +117,11 @@ def _add_health(app: FastAPI, service: Service) -> None:
     @app.get("/health/live")
     async def live() -> JSONResponse:
         return status(service.engine.is_healthy or service.engine.is_restarting, "live")
+
+    @app.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> Response:
+        await service.engine.reset_prefix_cache()
+        return Response(status_code=200)
 
     @app.get("/version")
     async def version() -> JSONResponse:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 from optkit.runtime.process import ENGINE_DIED, ENGINE_STOPPED
-from optkit.runtime.types import EngineRequest, FinishReason, TokenLogprob, TokenOutput
+from optkit.runtime.types import EngineRequest, FinishReason, FirstToken, TokenLogprob, TokenOutput
 from optkit.serve.api_error import ApiError, internal_error
 from optkit.serve.detokenizer import StopStrings
 from optkit.serve.engine_api import Engine
@@ -31,6 +31,7 @@ class Delta(NamedTuple):
     num_tokens: int  # of the choice so far
     finish_reason: FinishReason | None
     logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens since the last delta, when asked for
+    first: FirstToken | None = None  # in the first delta
 
 
 @dataclass(frozen=True)
@@ -97,12 +98,16 @@ class _Choice:
         self._detokenizer = tokenizer.detokenizer(work.skip_special)
         self._stops = StopStrings(work.stops, work.keep_stop)
         self._echo, self._logprobs = work.echo or "", list[TokenLogprob]()
+        self._first: FirstToken | None = None
         if work.request.sampling.prompt_logprobs is not None:
             self._logprobs.append(TokenLogprob(work.request.prompt_ids[0], None))
 
     def push(self, output: TokenOutput, observed: SequenceMetrics) -> Delta | None:
         """What ``output`` makes of the choice; None when there is nothing to show yet."""
         _raise_failure(output)
+        if output.first:
+            self._first = output.first
+            observed.first_token(output.first)
         self._logprobs += output.prompt_logprobs
         if not output.token_ids and not output.finish_reason:
             return None  # a part of the prompt was scored
@@ -118,7 +123,8 @@ class _Choice:
     def _delta(self, piece: str, num_tokens: int, finish: FinishReason | None) -> Delta:
         text, self._echo = self._echo + piece, ""
         logprobs, self._logprobs = tuple(self._logprobs), []
-        return Delta(self._work.index, text, num_tokens, finish, logprobs)
+        first, self._first = self._first, None
+        return Delta(self._work.index, text, num_tokens, finish, logprobs, first)
 
     def _text(self, output: TokenOutput, num_tokens: int) -> tuple[str, FinishReason | None]:
         piece = self._detokenizer.push(output.token_ids) if output.token_ids else ""
@@ -135,9 +141,9 @@ def _raise_failure(output: TokenOutput) -> None:
     if output.error in (ENGINE_DIED, ENGINE_STOPPED):
         raise ApiError("the engine is gone; try again", code="engine_unavailable", status=503, retry_after=1)
     if output.retry_after is not None:
+        message = "the first token would come later than promised; try again later"
         seconds = max(1, math.ceil(output.retry_after))
-        message = "the server cannot answer in the promised time; try again later"
-        raise ApiError(message, code="rate_limit_exceeded", status=429, retry_after=seconds)
+        raise ApiError(message, code="ttft_slo_unreachable", status=429, retry_after=seconds)
     if output.finish_reason is FinishReason.ERROR:
         raise internal_error(output.error or "the engine failed a request")
     if output.finish_reason is FinishReason.ABORT:
@@ -195,6 +201,7 @@ async def collect(deltas: AsyncGenerator[Delta, None], count: int) -> list[Delta
         found[-1]._replace(
             text="".join(delta.text for delta in found),
             logprobs=tuple(entry for delta in found for entry in delta.logprobs),
+            first=found[0].first,
         )
         for found in parts
     ]

@@ -78,6 +78,9 @@ class GenerationRequest(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
+    priority: Annotated[int, Field(ge=-100, le=100)] | None = None
+    cache_salt: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")] | None = None
+    ttft_details: bool | None = None
 
     @property
     def token_limit(self) -> int | None:
@@ -212,6 +215,8 @@ def _check_together(request: GenerationRequest) -> None:
     """What one field alone does not show."""
     if request.stream_options and not request.stream:
         raise _invalid("stream_options", "'stream_options' needs 'stream': true")
+    if request.ttft_details and request.stream and not (request.stream_options or StreamOptions()).include_usage:
+        raise _invalid("ttft_details", "they are part of the usage: a stream needs 'include_usage': true")
     if request.best_of not in (None, request.num_choices):
         raise _invalid("best_of", "'best_of' must equal 'n': choices are not ranked")
     num_prompts = len(request.prompt) if isinstance(request, CompletionRequest) else 1

@@ -57,6 +57,9 @@ class Service:
         if request.model and request.model not in self.settings.model_names:
             message = "this model is not served here; GET /v1/models lists what is"
             raise ApiError(message, param="model", code="model_not_found", status=404)
+        if request.priority and self.settings.scheduling_policy == "fcfs":
+            message = "priorities need a server with --scheduling-policy slo"
+            raise ApiError(message, param="priority", code="unsupported_parameter")
         self.prompts.check_token_ids(request)
         if not self.engine.is_healthy:
             raise ApiError(
@@ -113,6 +116,8 @@ class Reply(Response):
                 prompt_ids=tuple(prompt.ids),
                 sampling=request.sampling(max(budget, 1), prompts.tokenizer.eos_ids, j),
                 arrival=self._arrival,
+                priority=request.priority or 0,
+                cache_salt=request.cache_salt or "",
             )
             yield Work(
                 index=index,
@@ -144,7 +149,7 @@ class Reply(Response):
         send: Send,
     ) -> None:
         answers = await collect(deltas, len(formats))
-        body = whole_reply(self._head, lengths, answers, formats)
+        body = whole_reply(self._head, lengths, answers, formats, bool(self._request.ttft_details))
         length = str(len(body)).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", length)]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -160,7 +165,8 @@ class Reply(Response):
         options = self._request.stream_options
         usage = options is not None and options.include_usage
         continuous = options is not None and options.continuous_usage_stats
-        writer = ChunkWriter(self._head, lengths, formats, usage, continuous)
+        details = bool(self._request.ttft_details)
+        writer = ChunkWriter(self._head, lengths, formats, usage, continuous, details)
         events = _Events(send)
         try:
             async with aclosing(deltas):

@@ -42,7 +42,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("optkit.serve")
 
 CTRL_C_SECONDS = 2  # for streams in flight; the engine gets what is left of five seconds
-ENGINE_OPTIONS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_bytes")
+ENGINE_OPTIONS = (
+    *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_bytes", "enable_prefix_caching"),
+    *("kv_offload_bytes", "kv_offload_dir", "scheduling_policy", "ttft_slo_ms", "tpot_slo_ms"),
+    *("enforce_ttft_slo", "speculative_model", "num_speculative_tokens"),
+)
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,15 @@ class ServeOptions:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     kv_cache_bytes: int | None = None
+    enable_prefix_caching: bool | None = None
+    kv_offload_bytes: int | None = None
+    kv_offload_dir: str | None = None
+    scheduling_policy: str | None = None
+    ttft_slo_ms: float | None = None
+    tpot_slo_ms: float | None = None
+    enforce_ttft_slo: bool | None = None
+    speculative_model: str | None = None
+    num_speculative_tokens: int | None = None
     served_model_names: tuple[str, ...] = ()
     api_key: str | None = None
     max_queue: int = 256
@@ -191,7 +204,8 @@ class _Server:
         return tokenizer
 
     def _settings(self, info: Mapping[str, Any]) -> ServeSettings:
-        options, ttft_ms = self._options, self._artifact.recipe.slo.ttft_ms
+        options = self._options
+        ttft_ms = options.ttft_slo_ms or self._artifact.recipe.slo.ttft_ms
         guarded = options.api_key is not None or not is_loopback(options.host)
         return ServeSettings(
             model_names=options.served_model_names or (self._artifact.name,),
@@ -202,6 +216,7 @@ class _Server:
             allowed_hosts=None if guarded else LOOPBACK | {options.host},
             ttft_slo_s=ttft_ms / 1000 if ttft_ms else None,
             block_size=info["block_size"],
+            scheduling_policy=info["policy"],
         )
 
     async def _announce_ready(self, info: Mapping[str, Any]) -> None:
@@ -248,8 +263,9 @@ def describe_memory(info: Mapping[str, Any]) -> str:
     plan = info["memory_plan"]
     size = plan["num_bytes"] / 2**20
     room = f"{plan['num_sequences']} sequences of {plan['sequence_length']} tokens at once"
+    weights, workspace = plan["weight_bytes"] / 2**20, plan["workspace_bytes"] / 2**20
     kv_cache = f"KV cache {size:.0f} MiB of {plan['dtype']}, {plan['num_tokens']} tokens"
-    return f"{kv_cache}: {room}; up to {info['max_num_seqs']} run together"
+    return f"weights {weights:.0f} MiB, workspace {workspace:.0f} MiB, {kv_cache}: {room}; up to {info['max_num_seqs']} run together"
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -66,11 +66,12 @@ class FakeEngine:
         self.fail_after: int | None = None
         self.gate: asyncio.Event | None = None
         self.is_healthy, self.is_restarting = True, False
+        self.resets = 0
         self.stats = EngineStats(num_running=2, num_waiting=3, kv_blocks_used=1, kv_blocks_total=4)
         self.info: dict[str, Any] = {}
 
     async def reset_prefix_cache(self) -> None:
-        self.requests.clear()
+        self.resets += 1
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[TokenOutput]:
         self.requests.append(request)
