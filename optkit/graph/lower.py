@@ -51,7 +51,9 @@ class Executable:
 
 def weight_bytes(graph: Graph) -> int:
     """Bytes of the weights, those that share memory counted once."""
-    tensors = {w.value.data_ptr(): w.value.nbytes for w in graph.weights.values() if isinstance(w.value, Tensor)}
+    tensors = {
+        w.value.data_ptr(): w.value.nbytes for w in graph.weights.values() if isinstance(w.value, Tensor)
+    }
     return sum(tensors.values())
 
 

@@ -35,7 +35,9 @@ class KVManager:
         num_slots: of the offload store; needs a ``cache``.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, cache: PrefixCache | None, num_slots: int = 0) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, cache: PrefixCache | None, num_slots: int = 0
+    ) -> None:
         self.blocks = BlockManager(num_blocks, block_size, self._keep, self._evict)
         self.cache, self.block_size = cache, block_size
         self.slots = SlotTable(num_slots if cache else 0)

@@ -222,7 +222,9 @@ class Scheduler:
                 ready.append(seq)
             index += 1
         drafts = self._drafts(ready)
-        return [ScheduledSequence(seq, 1 + len(draft), draft) for seq, draft in zip(ready, drafts, strict=True)]
+        return [
+            ScheduledSequence(seq, 1 + len(draft), draft) for seq, draft in zip(ready, drafts, strict=True)
+        ]
 
     def _drafts(self, sequences: list[Sequence]) -> list[tuple[int, ...]]:
         """What may follow each of ``sequences``; only as far as there are blocks that nobody else needs."""
@@ -353,9 +355,13 @@ class Scheduler:
     def _refuse_late(self, seq: Sequence, work: int) -> None:
         """Raise EngineOverload if the first token of ``seq`` is predicted to come after its deadline."""
         alone = self.cost.prefill_seconds(work)
-        ahead = [other for other in self.running + self.waiting if other.num_pending > 1 and other.rank < seq.rank]
+        ahead = [
+            other for other in self.running + self.waiting if other.num_pending > 1 and other.rank < seq.rank
+        ]
         wait = self.clock() - seq.request.arrival
-        wait += alone + sum(self.cost.prefill_seconds(self._work(other), other.num_computed) for other in ahead)
+        wait += alone + sum(
+            self.cost.prefill_seconds(self._work(other), other.num_computed) for other in ahead
+        )
         decodes = StepShape()
         for other in self.running:
             if other.num_pending == 1:

@@ -69,8 +69,9 @@ class ServeOptions:
     speculative_model: str | None = None
     num_speculative_tokens: int | None = None
     served_model_names: tuple[str, ...] = ()
-    api_key: str | None = None
+    api_keys: tuple[str, ...] = ()
     max_queue: int = 256
+    request_timeout: float = 600.0
     threads: int = 0
     shutdown_timeout: int = 25
 
@@ -95,7 +96,7 @@ def run(
     Raises:
         UserError: exposed without a key, port taken, or an artifact that cannot be served.
     """
-    refuse_exposure(options.host, options.api_key)
+    refuse_exposure(options.host, options.api_keys)
     with bind(options.host, options.port) as sock:
         from optkit.artifact import Artifact
         from optkit.runtime.process import EngineClient
@@ -206,13 +207,14 @@ class _Server:
     def _settings(self, info: Mapping[str, Any]) -> ServeSettings:
         options = self._options
         ttft_ms = options.ttft_slo_ms or self._artifact.recipe.slo.ttft_ms
-        guarded = options.api_key is not None or not is_loopback(options.host)
+        guarded = bool(options.api_keys) or not is_loopback(options.host)
         return ServeSettings(
             model_names=options.served_model_names or (self._artifact.name,),
             max_model_len=servable_length(info),
             max_running=info["max_num_seqs"],
             max_queue=options.max_queue,
-            api_key=options.api_key,
+            api_keys=options.api_keys,
+            request_timeout_s=options.request_timeout or None,
             allowed_hosts=None if guarded else LOOPBACK | {options.host},
             ttft_slo_s=ttft_ms / 1000 if ttft_ms else None,
             block_size=info["block_size"],

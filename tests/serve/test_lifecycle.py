@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from optkit.errors import UserError
-from optkit.serve.address import bind, is_loopback, read_api_key, refuse_exposure
+from optkit.serve.address import bind, is_loopback, read_api_keys, refuse_exposure
 from optkit.serve.server import ServeOptions, run
 from tests.serve.fakes import fast_tokenizer
 from tests.serve.live import PATIENCE, SCRIPT, LiveServer
@@ -161,7 +161,7 @@ def test_foreign_address_is_a_user_error() -> None:
 def test_others_may_not_reach_a_server_without_a_key(host: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="without an API key"):
         run(tmp_path, ServeOptions(host=host))
-    refuse_exposure(host, "key")
+    refuse_exposure(host, ["key"])
 
 
 def test_only_what_was_asked_reaches_the_engine() -> None:
@@ -179,12 +179,17 @@ def test_loopback_names() -> None:
 def test_api_key_sources(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text("from-file\n")
-    assert read_api_key(None, {}) is None
-    assert read_api_key(None, {"OPTKIT_API_KEY": "from-env"}) == "from-env"
-    assert read_api_key(file, {"OPTKIT_API_KEY": "from-env"}) == "from-file"
-    for bad in ("", "two words", "ключ", "a\nb"):
+    assert read_api_keys(None, {}) == ()
+    assert read_api_keys(None, {"OPTKIT_API_KEY": "from-env"}) == ("from-env",)
+    assert read_api_keys(file, {"OPTKIT_API_KEY": "from-env"}) == ("from-file",)
+    file.write_text("# whose key this is\none\n\n two \n")
+    assert read_api_keys(file, {}) == ("one", "two")
+    for bad in ("", "# nothing", "two words", "ключ", "\n".join(map(str, range(257)))):
         file.write_text(bad)
         with pytest.raises(UserError):
-            read_api_key(file, {})
+            read_api_keys(file, {})
+    for missing in ({"OPTKIT_API_KEY": ""}, {"OPTKIT_API_KEY": "a b"}):
+        with pytest.raises(UserError):
+            read_api_keys(None, missing)
     with pytest.raises(UserError):
-        read_api_key(tmp_path / "absent", {})
+        read_api_keys(tmp_path / "absent", {})
