@@ -73,7 +73,9 @@ def _generation(kind: type[GenerationRequest], answer: str, schemas: Schema) -> 
     schemas[kind.__name__] = schema
     content = {
         "application/json": {"schema": _ref(answer)},
-        "text/event-stream": {"schema": STRING},
+        "text/event-stream": {
+            "schema": _object({"data": STRING})
+        },  # of each event: a chunk in JSON, or [DONE]
     }
     return {
         "summary": (kind.__doc__ or "").splitlines()[0],

@@ -151,10 +151,15 @@ class PromptReader:
         return budget
 
     def check_token_ids(self, request: GenerationRequest) -> None:
-        """Refuse fields with ids that are no tokens of the model."""
+        """Refuse fields with ids that are no tokens of the model, or that leave no token to choose."""
         for name, ids in request.named_tokens.items():
             if max(ids, default=0) >= self.tokenizer.vocab_size:
                 raise self._bad_id(name)
+        allowed = set(request.allowed_token_ids or ())
+        stops = request.sampling(1, self.tokenizer.eos_ids).stop_token_ids
+        if request.min_tokens and allowed and allowed <= set(stops):
+            message = "min_tokens forbids every one of the allowed tokens"
+            raise ApiError(message, param="allowed_token_ids", code="invalid_value")
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -69,7 +69,7 @@ class GenerationRequest(BaseModel):
     ignore_eos: bool | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
     logit_bias: LogitBias | None = None
     allowed_token_ids: Annotated[list[Natural], Field(min_length=1, max_length=MAX_BIASES)] | None = None
     skip_special_tokens: bool | None = None

@@ -278,6 +278,8 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
     ({"allowed_token_ids": []}, "allowed_token_ids"),
     ({"allowed_token_ids": [302]}, "allowed_token_ids"),
+    ({"allowed_token_ids": [7], "stop_token_ids": [7, 8], "min_tokens": 1}, "allowed_token_ids"),
+    ({"repetition_penalty": 1e-300}, "repetition_penalty"),
     ({"bad_words": ["x"]}, "bad_words"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ({"truncate_prompt_tokens": 513}, "truncate_prompt_tokens"),

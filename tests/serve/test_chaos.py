@@ -67,8 +67,8 @@ async def leave_early(http: httpx.AsyncClient, dice: random.Random) -> None:
     await asyncio.gather(work, return_exceptions=True)
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=FULL)])
-def test_whoever_leaves_takes_everything_along(count: int) -> None:
+@pytest.mark.parametrize(("count", "patience"), [(60, 10), pytest.param(1000, 1, marks=FULL)])
+def test_whoever_leaves_takes_everything_along(count: int, patience: float) -> None:
     """In the queue, in prefill, between tokens, while preempted: within a second all blocks are free."""
     dice = random.Random(count)
     engine = {"step_delay": 0.003, "num_blocks": 128, "max_num_seqs": 8, "script": SCRIPT[:-1]}
@@ -81,7 +81,7 @@ def test_whoever_leaves_takes_everything_along(count: int) -> None:
                     await asyncio.gather(*(leave_early(http, dice) for _ in range(20)))
 
         asyncio.run(go())
-        assert seconds_until(lambda: not any(gauges(live).values())) < 1 + 2  # a second, and patience with a slow host
+        assert seconds_until(lambda: not any(gauges(live).values())) < 1 * patience
         assert httpx.post(f"{live.url}{COMPLETIONS}", json={"prompt": "x"}).status_code == 200
         assert [child.pid for child in live.children()] == pids
 
@@ -169,20 +169,21 @@ def test_sigterm_lets_sixteen_streams_finish(runs: int) -> None:
             assert not psutil.wait_procs(children, PATIENCE)[1]
 
 
-@pytest.mark.parametrize("runs", [1, pytest.param(20, marks=FULL)])
-def test_killed_engine_ends_sixteen_streams_and_comes_back(runs: int) -> None:
+@pytest.mark.parametrize(("runs", "patience"), [(1, 10), pytest.param(20, 1, marks=FULL)])
+def test_killed_engine_ends_sixteen_streams_and_comes_back(runs: int, patience: float) -> None:
+    """Within two seconds, and in 1.5 times a cold start; on a busy machine ``patience`` times that."""
     for _ in range(runs):
         start = time.monotonic()
         with LiveServer(step_delay=0.01, **LONG) as live:
             cold_start = time.monotonic() - start
             [worker] = live.children()
             streams = Streams(live, 16)
-            assert streams.run(worker.kill) < 2
+            assert streams.run(worker.kill) < 2 * patience
             for text in streams.texts:
                 *_, error, done = [event.removeprefix("data: ") for event in text.split("\n\n") if event]
                 assert json.loads(error)["error"]["code"] == "engine_unavailable"
                 assert done == "[DONE]"
             ready = f"{live.url}/health/ready"
             seconds = seconds_until(lambda ready=ready: httpx.get(ready).status_code == 200)
-            assert seconds < 1.5 * cold_start
+            assert seconds < 1.5 * cold_start * patience
             assert httpx.post(f"{live.url}{COMPLETIONS}", json={"prompt": "x"}).status_code == 200

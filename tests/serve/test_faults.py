@@ -27,7 +27,12 @@ def bodies() -> list[dict[str, Any]]:
     found = []
     for i in range(16):
         ids = [random_ids.randrange(20, 290) for _ in range(random_ids.randrange(3, 60))]
-        body = {"prompt": [BAD_TOKEN, *ids] if i == BAD else ids, "max_tokens": 24, "seed": i, "stream": i % 2 == 0}
+        body = {
+            "prompt": [BAD_TOKEN, *ids] if i == BAD else ids,
+            "max_tokens": 24,
+            "seed": i,
+            "stream": i % 2 == 0,
+        }
         never = {"logit_bias": {str(BAD_TOKEN): -100}}  # nobody generates it
         found.append(body | never | ({"logprobs": 1} if i % 3 else {}))
     return found
@@ -103,7 +108,9 @@ def clean() -> list[tuple[int, str]]:
     return answers(SteppedEngine(max_num_seqs=16))
 
 
-@pytest.mark.parametrize("breaks", [break_runner, break_logits, break_sampler, break_scheduler, break_detokenizer])
+@pytest.mark.parametrize(
+    "breaks", [break_runner, break_logits, break_sampler, break_scheduler, break_detokenizer]
+)
 def test_fifteen_of_sixteen_are_the_same_to_the_byte(
     breaks: Patch, clean: list[tuple[int, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
