@@ -26,7 +26,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any, Protocol
 
-from optkit.runtime.cost_model import CostModel, StepShape, chunk_shape, step_shape
+from optkit.runtime.cost_model import CostModel, step_shape
+from optkit.runtime.forecast import Forecast
 from optkit.runtime.kv_manager import KVManager
 from optkit.runtime.policy import make_policy, promised_ttft
 from optkit.runtime.prefix_cache import PrefixCache
@@ -85,6 +86,7 @@ class Scheduler:
         cache = PrefixCache(config.block_size) if config.enable_prefix_caching else None
         self.kv = KVManager(config.num_blocks, config.block_size, cache, config.num_offload_slots)
         self.policy = make_policy(config.policy, self.cost, config.ttft_slo, config.tpot_slo)
+        self.forecast = Forecast(config, self.policy, self.cost)
         self.proposer = proposer
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
@@ -325,6 +327,7 @@ class Scheduler:
         del self._sequences[seq.request.request_id]
         (self.running if seq in self.running else self.waiting).remove(seq)
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self.forecast.finished(seq)
             self.kv.publish(seq)  # the next turn of a conversation begins with this answer
         self.kv.release(seq)
         if self.proposer:
@@ -352,18 +355,10 @@ class Scheduler:
 
     def _refuse_late(self, seq: Sequence, work: int) -> None:
         """Raise EngineOverload if the first token of ``seq`` is predicted to come after its deadline."""
-        alone = self.cost.prefill_seconds(work)
         ahead = [other for other in self.running + self.waiting if other.num_pending > 1 and other.rank < seq.rank]
         wait = self.clock() - seq.request.arrival
-        wait += alone + sum(self.cost.prefill_seconds(self._work(other), other.num_computed) for other in ahead)
-        decodes = StepShape()
-        for other in self.running:
-            if other.num_pending == 1:
-                decodes += chunk_shape(1, other.num_computed, rows=1)
-        chunk = min(self.policy.chunk_limit(decodes, 0), self.config.max_num_batched_tokens)
-        num_steps = -(-(work + sum(other.num_pending for other in ahead)) // chunk)
-        wait += num_steps * self.cost.seconds(decodes)
-        late = wait - promised_ttft(self.config.ttft_slo or 0.0, alone)
+        wait += self.forecast.first_token(work, [(other, self._work(other)) for other in ahead], self.running)
+        late = wait - promised_ttft(self.config.ttft_slo or 0.0, self.cost.prefill_seconds(work))
         if late > 0:
             raise EngineOverload("the server cannot answer in the promised time; try again later", late)
 
