@@ -26,7 +26,7 @@ import numpy as np
 from optkit.runtime.types import ScheduledSequence
 
 PRIOR = (5e-3, 5e-4, 5e-4, 5e-8)  # seconds: a step, a token, a row of logits, a pair; a small model on a CPU
-PRIOR_SPREAD = 2.0  # standard deviation of the prior, in units of itself
+PRIOR_SPREAD = 10.0  # standard deviation of the prior, in units of itself
 NOISE = 0.1  # relative, of one measurement
 SHORTEST, LONGEST = 1e-6, 3600.0  # seconds of a step
 FORGETTING = 0.995  # a measurement counts half after 140 newer ones
