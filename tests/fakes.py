@@ -109,7 +109,13 @@ def fake_engine(artifact_dir: str = "", options: dict[str, Any] | None = None) -
             raise UserError("the artifact is broken", where=artifact_dir, fix="build it again")
         case "bug":
             raise KeyError("weights")
-    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 32, "max_model_len": 64, "block_size": 4, "num_blocks": 64}
+    limits = {
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 32,
+        "max_model_len": 64,
+        "block_size": 4,
+        "num_blocks": 64,
+    }
     names = {f.name for f in fields(SchedulerConfig)}
     config = SchedulerConfig(**limits | {name: options.pop(name) for name in names & options.keys()})
     runner = FakeRunner(num_blocks=config.num_blocks, block_size=config.block_size, **options)

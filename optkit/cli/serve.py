@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from optkit import logs
 from optkit.errors import UserError
 
 LOADING, SCHEDULING, ACCESS = "Loading", "Scheduling and KV cache", "Access and load"
@@ -114,7 +115,9 @@ def serve(
     ] = None,
     num_speculative_tokens: Annotated[
         int | None,
-        typer.Option(min=1, max=64, rich_help_panel=SCHEDULING, help="Most tokens guessed at once. Default: 8."),
+        typer.Option(
+            min=1, max=64, rich_help_panel=SCHEDULING, help="Most tokens guessed at once. Default: 8."
+        ),
     ] = None,
     threads: Annotated[
         int, typer.Option(min=0, rich_help_panel=LOADING, help="Compute threads; 0 is one per core.")
@@ -136,8 +139,8 @@ def serve(
         Path | None,
         typer.Option(
             rich_help_panel=ACCESS,
-            help="File with the key that clients send as a bearer token. Or set OPTKIT_API_KEY. There is no "
-            "--api-key, because every user of the machine can read command lines.",
+            help="File with the keys that clients send as bearer tokens, one a line. Or set OPTKIT_API_KEY to "
+            "one. There is no --api-key, because every user of the machine can read command lines.",
         ),
     ] = None,
     max_queue: Annotated[
@@ -148,6 +151,18 @@ def serve(
             help="Sequences that may wait beyond those that run; more are answered 429 at once.",
         ),
     ] = 256,
+    request_timeout: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            rich_help_panel=ACCESS,
+            help="Seconds from a request's arrival to its last token, queue included; then it ends with an error. "
+            "0: no limit.",
+        ),
+    ] = 600.0,
+    log_format: Annotated[
+        LogFormat, typer.Option(rich_help_panel=ACCESS, help="Log lines for people or for machines.")
+    ] = LogFormat.text,
     shutdown_timeout: Annotated[
         int,
         typer.Option(
@@ -159,13 +174,15 @@ def serve(
 ) -> None:
     """Serve an artifact over OpenAI's HTTP API, with streaming and Prometheus metrics.
 
-    Prints one line when it is ready. Ctrl-C ends it, a second Ctrl-C at once. Exit code 1: the engine died.
+    Prints one line when it is ready. Ctrl-C ends it, a second Ctrl-C at once. An engine that dies is started again;
+    exit code 1: it died again and again.
     """
     _check_serve_extra()
+    logs.configure(log_format.value)
     from optkit.runtime.launch import launch
 
     with launch(threads=threads) as engine:  # it imports while this process does
-        from optkit.serve.address import read_api_key
+        from optkit.serve.address import read_api_keys
         from optkit.serve.server import ServeOptions, run
 
         options = ServeOptions(
@@ -185,12 +202,12 @@ def serve(
             speculative_model=speculative_model,
             num_speculative_tokens=num_speculative_tokens,
             served_model_names=tuple(served_model_name or ()),
-            api_key=read_api_key(api_key_file),
+            api_keys=read_api_keys(api_key_file),
             max_queue=max_queue,
+            request_timeout=request_timeout,
             threads=threads,
             shutdown_timeout=shutdown_timeout,
         )
-        _log_to_stderr()
         if trust_artifact_code:
             logging.getLogger("optkit.serve").warning(
                 "--trust-artifact-code: artifacts hold no code, nothing to trust"
@@ -213,7 +230,3 @@ def _bytes(text: str | None, option: str) -> int | None:
         return None if text is None else parse_bytes(text)
     except ValueError as error:
         raise UserError(str(error), where=option, fix="write it as 512MiB or 1GiB") from error
-
-
-def _log_to_stderr() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")

@@ -117,7 +117,9 @@ class BlockManager:
         """Raise AssertionError unless the live ``tables`` own exactly the used blocks, as often as they are counted."""
         owned = Counter(block for table in tables for block in table)
         assert all(self._state[block] == USED for block in owned), "a table holds a block that is not used"
-        assert all(self._references[block] == count for block, count in owned.items()), "a wrong reference count"
+        assert all(self._references[block] == count for block, count in owned.items()), (
+            "a wrong reference count"
+        )
         assert len(owned) == self.num_used == self._state.count(USED), "a used block belongs to no table"
         assert all(count == 0 for block, count in enumerate(self._references) if block not in owned)
         assert self._state.count(CACHED) == len(self._cached), "the cached blocks are miscounted"

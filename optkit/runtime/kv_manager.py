@@ -35,7 +35,9 @@ class KVManager:
         num_slots: of the offload store; needs a ``cache``.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, cache: PrefixCache | None, num_slots: int = 0) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, cache: PrefixCache | None, num_slots: int = 0
+    ) -> None:
         self.blocks = BlockManager(num_blocks, block_size, self._keep, self._evict)
         self.cache, self.block_size = cache, block_size
         self.slots = SlotTable(num_slots if cache is not None else 0)
@@ -81,7 +83,11 @@ class KVManager:
 
     def publish(self, seq: Sequence) -> None:
         """Offer the blocks that ``seq`` has filled since to others."""
-        while self.cache is not None and not seq.sealed and (len(seq.nodes) + 1) * self.block_size <= seq.num_computed:
+        while (
+            self.cache is not None
+            and not seq.sealed
+            and (len(seq.nodes) + 1) * self.block_size <= seq.num_computed
+        ):
             node = self._published(seq, len(seq.nodes))
             if node is None:  # its digest is another prompt's: what comes after could not be found either
                 seq.sealed = True

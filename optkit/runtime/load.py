@@ -49,7 +49,9 @@ def load_engine(artifact_dir: str, options: Mapping[str, Any]) -> Engine:
     model = artifact.executable()
     config, store = scheduler_config(model, artifact.recipe, given), None
     if "kv_offload_dir" in given and "kv_offload_bytes" not in given:
-        raise UserError("it says where, and not how much", where="kv_offload_dir", fix="give --kv-offload-bytes")
+        raise UserError(
+            "it says where, and not how much", where="kv_offload_dir", fix="give --kv-offload-bytes"
+        )
     if "kv_offload_bytes" in given:
         config, store = offloading(config, model, given)
     cost = CostModel()

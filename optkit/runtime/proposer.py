@@ -83,7 +83,9 @@ class Lengths:
         self, seq: Sequence, base: StepShape, step: float, num_sequences: int, seconds_per_token: float
     ) -> int:
         record = self._records.setdefault(seq.request.request_id, _Record())
-        one_more = self.cost.seconds(base + chunk_shape(1, len(seq.token_ids), rows=1)) - step + seconds_per_token
+        one_more = (
+            self.cost.seconds(base + chunk_shape(1, len(seq.token_ids), rows=1)) - step + seconds_per_token
+        )
         price = one_more * num_sequences / max(step, 1e-9)  # tokens the batch makes in that time
         chance = self._chance(record)
         length, right = 0, chance

@@ -224,7 +224,9 @@ class Scheduler:
                 ready.append(seq)
             index += 1
         drafts = self._drafts(ready)
-        return [ScheduledSequence(seq, 1 + len(draft), draft) for seq, draft in zip(ready, drafts, strict=True)]
+        return [
+            ScheduledSequence(seq, 1 + len(draft), draft) for seq, draft in zip(ready, drafts, strict=True)
+        ]
 
     def _drafts(self, sequences: list[Sequence]) -> list[tuple[int, ...]]:
         """What may follow each of ``sequences``; only as far as there are blocks that nobody else needs."""
@@ -355,7 +357,9 @@ class Scheduler:
 
     def _refuse_late(self, seq: Sequence, work: int) -> None:
         """Raise EngineOverload if the first token of ``seq`` is predicted to come after its deadline."""
-        ahead = [other for other in self.running + self.waiting if other.num_pending > 1 and other.rank < seq.rank]
+        ahead = [
+            other for other in self.running + self.waiting if other.num_pending > 1 and other.rank < seq.rank
+        ]
         wait = self.clock() - seq.request.arrival
         wait += self.forecast.first_token(work, [(other, self._work(other)) for other in ahead], self.running)
         late = wait - promised_ttft(self.config.ttft_slo or 0.0, self.cost.prefill_seconds(work))

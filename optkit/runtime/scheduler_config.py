@@ -48,7 +48,9 @@ class SchedulerConfig:
         if self.policy not in POLICIES:
             raise ValueError(f"policy must be one of {', '.join(POLICIES)}, not {self.policy!r}")
         if self.num_offload_slots and not self.enable_prefix_caching:
-            raise ValueError("num_offload_slots needs enable_prefix_caching: it keeps what the prefix cache evicts")
+            raise ValueError(
+                "num_offload_slots needs enable_prefix_caching: it keeps what the prefix cache evicts"
+            )
         if self.enforce_ttft_slo and not self.ttft_slo:
             raise ValueError("enforce_ttft_slo needs a ttft_slo")
 

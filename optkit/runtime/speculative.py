@@ -38,7 +38,9 @@ def verify(
     ``sampled[i]`` comes from ``logits[rows[i]]`` (``first_rows``), the last known token of ``items[i]``.
     """
     return [
-        token if isinstance(token, Failure) else follow(item, token, logits[row + 1 : row + 1 + len(item.draft)])
+        token
+        if isinstance(token, Failure)
+        else follow(item, token, logits[row + 1 : row + 1 + len(item.draft)])
         for item, token, row in zip(items, sampled, rows, strict=True)
     ]
 

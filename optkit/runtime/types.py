@@ -108,6 +108,8 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
     chunk_wait: float
     num_chunks: int
     cached_tokens: int
+
+
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     """The natural logarithm of a token's probability, and of the most likely ones at its position.
 

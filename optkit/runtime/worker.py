@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from optkit import logs
 from optkit.errors import UserError
 from optkit.runtime import ipc
 from optkit.runtime.types import EngineOverload, FinishReason, TokenOutput
@@ -183,7 +184,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(args.parent)
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s engine: %(message)s")
+    logs.configure(source="engine")
     sock, frames = socket.socket(fileno=args.fd), ipc.FrameReader()
     try:
         engine, info = load(args, sock, frames)

@@ -14,6 +14,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
+from optkit.runtime.process import ENGINE_DIED, ENGINE_STOPPED
 from optkit.runtime.types import EngineRequest, FinishReason, FirstToken, TokenLogprob, TokenOutput
 from optkit.serve.api_error import ApiError, internal_error
 from optkit.serve.detokenizer import StopStrings
@@ -65,7 +66,7 @@ async def generate_text(
     """Deltas until one has a ``finish_reason``; outputs without new text are held until there is some, or the end.
 
     Raises:
-        ApiError: 500, the engine failed this request.
+        ApiError: 500 the engine failed this request, 503 it died, 429 it cannot keep its promise.
     """
     request = work.request
     observed = metrics.sequence(request, work.n)
@@ -137,6 +138,8 @@ class _Choice:
 
 
 def _raise_failure(output: TokenOutput) -> None:
+    if output.error in (ENGINE_DIED, ENGINE_STOPPED):
+        raise ApiError("the engine is gone; try again", code="engine_unavailable", status=503, retry_after=1)
     if output.retry_after is not None:
         message = "the first token would come later than promised; try again later"
         seconds = max(1, math.ceil(output.retry_after))

@@ -215,7 +215,11 @@ def _check_together(request: GenerationRequest) -> None:
     """What one field alone does not show."""
     if request.stream_options and not request.stream:
         raise _invalid("stream_options", "'stream_options' needs 'stream': true")
-    if request.ttft_details and request.stream and not (request.stream_options or StreamOptions()).include_usage:
+    if (
+        request.ttft_details
+        and request.stream
+        and not (request.stream_options or StreamOptions()).include_usage
+    ):
         raise _invalid("ttft_details", "they are part of the usage: a stream needs 'include_usage': true")
     if request.best_of not in (None, request.num_choices):
         raise _invalid("best_of", "'best_of' must equal 'n': choices are not ranked")

@@ -11,6 +11,8 @@ clients and load balancers can act on, and not 200 with bad news inside.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator
@@ -31,6 +33,9 @@ from optkit.serve.prompts import Prompt, PromptReader
 from optkit.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from optkit.serve.stream import ChunkWriter, ReplyHead, error_event, whole_reply
 
+log = logging.getLogger("optkit.serve")
+
+LAST_WORDS_SECONDS = 1.0
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -68,10 +73,16 @@ class Service:
 
 
 class Reply(Response):
-    """Answers ``request``, which arrived at ``arrival`` (``time.monotonic()``)."""
+    """Answers ``request``, which arrived at ``arrival`` (``time.monotonic()``).
 
-    def __init__(self, service: Service, request: GenerationRequest, arrival: float) -> None:
+    ``tenant`` names the key it came with; requests of different tenants share no cached KV.
+    """
+
+    def __init__(
+        self, service: Service, request: GenerationRequest, arrival: float, tenant: str = ""
+    ) -> None:
         super().__init__()
+        self._tenant, self._num_prompt = tenant, 0
         self._service, self._request, self._arrival = service, request, arrival
         self._is_chat = isinstance(request, ChatRequest)
         name = ("chatcmpl-" if self._is_chat else "cmpl-") + uuid.uuid4().hex
@@ -92,6 +103,52 @@ class Reply(Response):
             work.result()
 
     async def _answer(self, send: Send) -> None:
+        """The answer, or how it failed, and the line in the log that says so."""
+        wire, outcome = _Wire(send), "ok"
+        try:
+            async with asyncio.timeout_at(self._deadline()):
+                await self._generate_and_send(wire)
+        except asyncio.CancelledError:  # shutdown, or nobody listens and this goes nowhere
+            outcome = "cancelled"
+            await wire.fail(ApiError("the server is shutting down", code="server_shutdown", status=503))
+            raise
+        except Exception as error:
+            failure = self._failure(error)
+            outcome = failure.code or "error"
+            if not wire.started:
+                raise failure from error
+            await wire.fail(failure)
+        finally:
+            self._log(outcome)
+
+    def _deadline(self) -> float | None:
+        """When the request has taken too long, on the event loop's clock."""
+        limit = self._service.settings.request_timeout_s
+        if limit is None:
+            return None
+        return asyncio.get_running_loop().time() + self._arrival + limit - time.monotonic()
+
+    def _failure(self, error: Exception) -> ApiError:
+        """``error`` as the client is told of it."""
+        if isinstance(error, ApiError):
+            return error
+        if isinstance(error, TimeoutError):
+            limit = self._service.settings.request_timeout_s
+            return ApiError(f"not answered within {limit:g} s", code="request_timeout", status=504)
+        return internal_error(error)
+
+    def _log(self, outcome: str) -> None:
+        event = {
+            "id": self._head.reply_id,
+            "outcome": outcome,
+            "stream": bool(self._request.stream),
+            "seconds": round(time.monotonic() - self._arrival, 3),
+            "tenant": self._tenant,
+            "prompt_tokens": self._num_prompt,
+        }
+        log.info("request", extra={"event": event})
+
+    async def _generate_and_send(self, wire: _Wire) -> None:
         request = self._request
         count = len(request.prompt) if isinstance(request, CompletionRequest) else 1
         with self._service.admission.slots(count * request.num_choices):
@@ -100,10 +157,11 @@ class Reply(Response):
             deltas = merge([self._generate(work) for work in works])
             formats = [self._logprob_format() for _ in works]
             lengths = [len(prompt.ids) for prompt in prompts]
+            self._num_prompt = sum(lengths)
             if request.stream:
-                await self._stream(deltas, lengths, formats, send)
+                await self._stream(deltas, lengths, formats, wire)
             else:
-                await self._whole(deltas, lengths, formats, send)
+                await self._whole(deltas, lengths, formats, wire)
 
     def _works(self, at: int, prompt: Prompt) -> Iterator[Work]:
         """The ``n`` choices of the prompt number ``at``."""
@@ -117,7 +175,7 @@ class Reply(Response):
                 sampling=request.sampling(max(budget, 1), prompts.tokenizer.eos_ids, j),
                 arrival=self._arrival,
                 priority=request.priority or 0,
-                cache_salt=request.cache_salt or "",
+                cache_salt=f"{self._tenant}:{request.cache_salt or ''}",
             )
             yield Work(
                 index=index,
@@ -146,58 +204,54 @@ class Reply(Response):
         deltas: AsyncGenerator[Delta, None],
         lengths: list[int],
         formats: list[LogprobFormat | None],
-        send: Send,
+        wire: _Wire,
     ) -> None:
         answers = await collect(deltas, len(formats))
         body = whole_reply(self._head, lengths, answers, formats, bool(self._request.ttft_details))
-        length = str(len(body)).encode()
-        headers = [(b"content-type", b"application/json"), (b"content-length", length)]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        await wire.whole(body)
 
     async def _stream(
         self,
         deltas: AsyncGenerator[Delta, None],
         lengths: list[int],
         formats: list[LogprobFormat | None],
-        send: Send,
+        wire: _Wire,
     ) -> None:
         options = self._request.stream_options
         usage = options is not None and options.include_usage
         continuous = options is not None and options.continuous_usage_stats
         details = bool(self._request.ttft_details)
         writer = ChunkWriter(self._head, lengths, formats, usage, continuous, details)
-        events = _Events(send)
-        try:
-            async with aclosing(deltas):
-                async for delta in deltas:
-                    await events.write(writer.chunk(delta))
-            await events.end(writer.last())
-        except asyncio.CancelledError:  # shutdown, or nobody listens and this goes nowhere
-            if events.started:
-                error = ApiError("the server is shutting down", code="server_shutdown", status=503)
-                await events.end(error_event(error))
-            raise
-        except Exception as error:
-            if not events.started:
-                raise
-            await events.end(error_event(error if isinstance(error, ApiError) else internal_error(error)))
+        async with aclosing(deltas):
+            async for delta in deltas:
+                await wire.event(writer.chunk(delta))
+        await wire.event(writer.last(), more=False)
 
 
-class _Events:
-    """Sends events; the first one takes the response head with it."""
+class _Wire:
+    """The way back to the client: one JSON body, or events of which the first takes the response head with it."""
 
     def __init__(self, send: Send) -> None:
-        self._send, self.started = send, False
+        self._send, self.started, self._streams = send, False, False
 
-    async def write(self, event: bytes, more: bool = True) -> None:
+    async def event(self, event: bytes, more: bool = True) -> None:
         if not self.started:
-            self.started = True
+            self.started = self._streams = True
             await self._send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
         await self._send({"type": "http.response.body", "body": event, "more_body": more})
 
-    async def end(self, event: bytes) -> None:
-        await self.write(event, more=False)
+    async def whole(self, body: bytes) -> None:
+        self.started = True
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def fail(self, error: ApiError) -> None:
+        """End a stream with ``error``; a client that does not read must not hold up the end."""
+        if self._streams:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LAST_WORDS_SECONDS):
+                    await self.event(error_event(error), more=False)
 
 
 async def _disconnect(receive: Receive) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from optkit.runtime.engine import MODEL_FAILED, Engine
 from optkit.runtime.sampler import BAD_LOGITS
 from optkit.runtime.types import Batch, EngineRefusal, EngineRequest, FinishReason, SamplingParams

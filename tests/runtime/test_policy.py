@@ -52,7 +52,9 @@ class Run:
 def engine(policy: str, clock: Clock, **options: object) -> Engine:
     limits = {"max_num_seqs": 16, "max_num_batched_tokens": 2048, "max_model_len": 2048, "block_size": 32}
     config = SchedulerConfig(
-        **limits | {"num_blocks": 1024, "policy": policy, "ttft_slo": 0.7, "prefill_target_tokens": 256} | options
+        **limits
+        | {"num_blocks": 1024, "policy": policy, "ttft_slo": 0.7, "prefill_target_tokens": 256}
+        | options
     )
     return Engine(TimedRunner(clock, config.num_blocks, config.block_size), config, clock=clock)
 
@@ -74,7 +76,9 @@ def serve(policy: str, arrivals: list[tuple[float, int]], **options: object) -> 
             params = SamplingParams(max_tokens=OUTPUT, temperature=0.0)
             sent[str(seed)] = at, length
             try:
-                e.add_request(EngineRequest(request_id=str(seed), prompt_ids=ids, sampling=params, arrival=at))
+                e.add_request(
+                    EngineRequest(request_id=str(seed), prompt_ids=ids, sampling=params, arrival=at)
+                )
             except EngineOverload:
                 run.refused += 1
         for out in e.step():

@@ -13,7 +13,13 @@ from optkit.runtime.runner import ModelRunner
 from optkit.runtime.scheduler import Proposer, SchedulerConfig
 from tests.graphs import TARGET, apply, captured
 
-LIMITS = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 128, "block_size": 8, "num_blocks": 128}
+LIMITS = {
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "max_model_len": 128,
+    "block_size": 8,
+    "num_blocks": 128,
+}
 
 
 @functools.cache

@@ -65,7 +65,7 @@ class FakeEngine:
         self.delay = 0.0
         self.fail_after: int | None = None
         self.gate: asyncio.Event | None = None
-        self.is_healthy = True
+        self.is_healthy, self.is_restarting = True, False
         self.resets = 0
         self.stats = EngineStats(num_running=2, num_waiting=3, kv_blocks_used=1, kv_blocks_total=4)
         self.info: dict[str, Any] = {}
@@ -107,13 +107,16 @@ class SteppedEngine:
     def __init__(self, **options: Any) -> None:
         defaults = {"vocab_size": 302, "num_blocks": 512, "max_model_len": 512, "max_num_batched_tokens": 64}
         self.engine = fake_engine(options=defaults | options)
-        self.is_healthy = True
+        self.is_healthy, self.is_restarting = True, False
         self.info: dict[str, Any] = {}
         self._streams: dict[str, list[TokenOutput]] = {}
 
     @property
     def stats(self) -> EngineStats:
         return self.engine.stats()
+
+    async def reset_prefix_cache(self) -> None:
+        self.engine.reset_prefix_cache()
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[TokenOutput]:
         self.engine.add_request(request)

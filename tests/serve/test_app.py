@@ -537,7 +537,7 @@ def test_wrong_paths_and_methods_have_the_error_body() -> None:
 
 
 def test_every_route_but_health_needs_the_key() -> None:
-    app = tiny_app(api_key="s3cret")
+    app = tiny_app(api_keys=("other", "s3cret"))
     open_paths = {"/health", "/health/live", "/health/ready"}
     for route in app.routes:
         path = route.path.replace("{name:path}", "tiny")
