@@ -41,7 +41,7 @@ class KVManager:
         self.blocks = BlockManager(num_blocks, block_size, self._keep, self._evict)
         self.cache, self.block_size = cache, block_size
         self.slots = SlotTable(num_slots if cache is not None else 0)
-        self.worth_saving: Callable[[Node], bool] = lambda node: True
+        self.worth_saving: Callable[[], bool] = lambda: True
         self.reset_counters()
         self._content: dict[int, Node] = {}  # block -> the node that says what is in it
         self._transfers: list[Transfer] = []
@@ -197,7 +197,7 @@ class KVManager:
     def _evict(self, block: int) -> None:
         node = self._content.pop(block)
         node.block = None
-        if node.slot is None and self.slots.num_slots and self.worth_saving(node):
+        if node.slot is None and self.slots.num_slots and self.worth_saving():
             loser = self.slots.take(node)
             if loser is not None and loser.block is None:
                 self._drop(loser)

@@ -4,17 +4,17 @@ There are no phases. Every sequence has ``len(token_ids) - num_computed`` tokens
 is new, one when it decodes. A step gives out ``max_num_batched_tokens`` tokens (continuous batching, Yu et al.
 2022; chunked prefill, Agrawal et al. 2023):
 
-1. one token to each running sequence that needs exactly one, so that a long prompt never stalls a stream, and the tokens
-   that a proposer guesses will follow it (speculative decoding);
+1. one token to each running sequence that needs exactly one, so that a long prompt never stalls a stream, and the
+   tokens that a proposer guesses will follow it (speculative decoding);
 2. a chunk of the prompt that is first in line, as large as the policy allows; the prompt may be running or waiting;
 3. more prompts, while they fit as a whole and the step has fewer than ``prefill_target_tokens`` of them. Then the
    model computes at full speed, and another prompt would only delay those before it.
 
 Order: ``running`` and ``waiting`` are sorted by *rank*, which the policy (``fcfs`` or ``slo``) fixes on arrival.
-Admission allocates KV for all tokens known so far, so only decodes can run out of blocks. Then the *last* running sequence
-in rank is preempted: it gives its blocks back and waits to be admitted again, with the tokens it has generated. What
-of its KV is still cached or offloaded by then is taken over, the rest is computed again. The first in rank is never
-preempted and ``refusal`` turns away what could not fit alone, so some sequence always advances.
+Admission allocates KV for all tokens known so far, so only decodes can run out of blocks. Then the *last* running
+sequence in rank is preempted: it gives its blocks back and waits to be admitted again, with the tokens it has
+generated. What of its KV is still cached or offloaded by then is taken over, the rest is computed again. The first
+in rank is never preempted and ``refusal`` turns away what could not fit alone, so some sequence always advances.
 """
 
 from __future__ import annotations
@@ -262,13 +262,17 @@ class Scheduler:
         left = self.config.max_num_batched_tokens - busy.tokens
         target = self.config.prefill_target
         items: list[ScheduledSequence] = []
+        full = False  # nobody who waits can be admitted; those that run go on all the same
         partial = [seq for seq in self.running if seq.num_pending > 1]
         for seq in heapq.merge(partial, list(self.waiting), key=_rank):
+            if full and not seq.block_table:
+                continue
             limit = min(left, target) if items else left
             if limit < 1 or (items and self._work(seq) > limit):
                 break
             if not seq.block_table and not self._admit(seq):
-                break
+                full = True
+                continue
             num_new = min(seq.num_pending, limit)
             if not items:
                 num_new = min(num_new, self.policy.chunk_limit(busy, seq.num_computed))

@@ -104,7 +104,7 @@ def test_a_lost_slot_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_cheaper_to_compute_is_not_saved() -> None:
     engine = fake_engine(options={"num_blocks": 8, "num_offload_slots": 16})
-    engine.scheduler.kv.worth_saving = lambda node: False
+    engine._copy_seconds = 1.0
     for i in range(5):
         cached(engine, [30 + i] * 20)
     assert engine.stats().kv_blocks_offloaded == 0
