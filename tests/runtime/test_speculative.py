@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 from optkit.kernels.cpu import native
 from optkit.runtime.cost_model import CostModel, StepShape
+from optkit.runtime.draft_model import DraftModel
 from optkit.runtime.engine import Engine
 from optkit.runtime.proposer import PROBE_STEPS, Lengths, NgramProposer, Speculator
+from optkit.runtime.runner import ModelRunner
 from optkit.runtime.types import EngineRequest, SamplingParams, Sequence
 from tests.fakes import FakeRunner, fake_engine
 from tests.runtime import tiny
@@ -172,3 +174,56 @@ def test_a_failing_draft_row_fails_nobody() -> None:
     engine = Engine(Brittle(script=[5, 6]), plain.config, proposer=eager())
     sampling = SamplingParams(max_tokens=20, temperature=0.0)
     assert engine.generate([[1]], sampling) == plain.generate([[1]], sampling)
+
+
+# -- a draft model ---------------------------------------------------------------------------------------
+
+
+def drafted(longest: int = 4, **draft: object) -> tuple[Engine, DraftModel]:
+    """A fake engine whose guesses come from another fake that says the same, unless ``draft`` says otherwise."""
+    options = {"num_blocks": 64, "block_size": 2} | draft
+    source = DraftModel(FakeRunner(**options), max_model_len=64, max_num_batched_tokens=7)
+    engine = fake_engine(options={"max_num_batched_tokens": 64})
+    engine.scheduler.proposer = Speculator(source, Eager(CostModel(), longest))
+    return engine, source
+
+
+PROMPTS = [[3, 4, 5], list(range(20)), [7]]
+
+
+@pytest.mark.parametrize(
+    "draft",
+    [{}, {"script": [5, 6]}, {"num_blocks": 9}, {"poison_token": 4}],
+    ids=["right", "wrong", "too small", "failing"],
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_whatever_the_draft_model_says_the_answer_is_the_same(
+    draft: dict[str, object], temperature: float
+) -> None:
+    sampling = SamplingParams(max_tokens=20, temperature=temperature, seed=2)
+    plain = fake_engine().generate(PROMPTS, sampling)
+    engine, source = drafted(**draft)
+    assert engine.generate(PROMPTS, sampling) == plain
+    assert source.blocks.num_used == 0 and not source._shadows
+    source.blocks.check([])
+
+
+def test_a_draft_model_that_is_right_saves_steps() -> None:
+    sampling = SamplingParams(max_tokens=20, temperature=0.0)
+    engine, _ = drafted()
+    engine.generate(PROMPTS, sampling)
+    stats = engine.stats()
+    assert sum(stats.spec_decode_accepted_per_pos) == stats.spec_decode_draft_tokens > 40
+    assert len(engine.runner.batches) <= 6  # 20 tokens, five a step
+
+
+@needs_native
+def test_two_models_say_what_the_large_one_says_alone() -> None:
+    some = tiny.prompts(8)
+    sampling = SamplingParams(max_tokens=24, temperature=0.0)
+    plain = tiny.engine().generate(some, sampling)
+    small = ModelRunner(tiny.int8_llama(), 100, 4)
+    speculator = Speculator(DraftModel(small, 128, 16), Eager(CostModel(), 4))
+    engine = tiny.engine(speculator)
+    assert engine.generate(some, sampling) == plain
+    assert sum(speculator.stats.accepted_per_pos) == speculator.stats.num_draft_tokens > 0
