@@ -1,8 +1,8 @@
 """Log lines of a server, for people or for machines.
 
 ``text``: level, logger, message. ``json``: one object a line with ``time`` (RFC 3339, UTC), ``level``, ``logger``,
-``message``, and the fields of a record's ``event``. Neither ever holds a prompt, an answer or a key: callers log counts,
-ids and times, and text from clients only through ``printable``.
+``message``, and the fields of a record's ``event``. Neither ever holds a prompt, an answer or a key: callers log
+counts, ids and times, and text from clients only through ``printable``.
 """
 
 from __future__ import annotations

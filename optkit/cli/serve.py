@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import logging
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +13,13 @@ from optkit import logs
 from optkit.errors import UserError
 
 LOADING, SCHEDULING, ACCESS = "Loading", "Scheduling and KV cache", "Access and load"
+
+
+class LogFormat(enum.StrEnum):
+    """What log lines look like (``optkit.logs``)."""
+
+    text = "text"
+    json = "json"
 
 
 def serve(

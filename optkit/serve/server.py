@@ -267,7 +267,8 @@ def describe_memory(info: Mapping[str, Any]) -> str:
     room = f"{plan['num_sequences']} sequences of {plan['sequence_length']} tokens at once"
     weights, workspace = plan["weight_bytes"] / 2**20, plan["workspace_bytes"] / 2**20
     kv_cache = f"KV cache {size:.0f} MiB of {plan['dtype']}, {plan['num_tokens']} tokens"
-    return f"weights {weights:.0f} MiB, workspace {workspace:.0f} MiB, {kv_cache}: {room}; up to {info['max_num_seqs']} run together"
+    model = f"weights {weights:.0f} MiB, workspace {workspace:.0f} MiB"
+    return f"{model}, {kv_cache}: {room}; up to {info['max_num_seqs']} run together"
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -1,10 +1,10 @@
 """An engine that comes back: when its process dies or falls silent, a new one is started in its place.
 
-Whoever was waiting for an answer is told at once (``EngineClient`` ends every stream); until the new engine is ready the
-server answers 503 with Retry-After, is not ready, and is live, because killing the server would only make it longer.
-The first restart is immediate, each further one within ``WINDOW_SECONDS`` waits twice as long as the one before; after
-``MAX_RESTARTS`` of them the supervisor gives up and the server ends, for a fault that comes back each time is not cured by
-trying again.
+Whoever was waiting for an answer is told at once (``EngineClient`` ends every stream). Until the new engine is ready
+the server answers 503 with Retry-After and is not ready, but live: killing it would only make it longer. The first
+restart is immediate, each further one within ``WINDOW_SECONDS`` waits twice as long as the one before; after
+``MAX_RESTARTS`` of them the supervisor gives up and the server ends, for a fault that comes back each time is not
+cured by trying again.
 """
 
 from __future__ import annotations

@@ -23,7 +23,10 @@ SCRIPT = [*fast_tokenizer().encode(TEXT).ids, END]
 
 
 class LiveServer:
-    """The server process. ``server`` are fields of ``ServeOptions``, ``engine`` options of ``tests.fakes.fake_engine``."""
+    """The server process.
+
+    ``server`` are fields of ``ServeOptions``, ``engine`` options of ``tests.fakes.fake_engine``.
+    """
 
     def __init__(
         self,
