@@ -118,7 +118,7 @@ def serve(
         typer.Option(
             rich_help_panel=SCHEDULING,
             help="Guess several tokens and check them in one step: ngram copies what followed the last tokens "
-            "before. Answers stay the same.",
+            "before; another artifact with the same tokenizer guesses with its model. Answers stay the same.",
         ),
     ] = None,
     num_speculative_tokens: Annotated[

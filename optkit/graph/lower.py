@@ -36,25 +36,22 @@ class Executable:
         self.vocab_size = graph.meta.vocab_size
         self.max_model_len = graph.meta.max_model_len
         self.kernels = chosen
-        self.weight_bytes = weight_bytes(graph)
+        self._programs = [n.target for n in module.graph.nodes if hasattr(n.target, "bytes_per_row")]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights as they are packed, those that share memory counted once."""
+        tensors = [*self.module.buffers(), *(t for program in self._programs for t in program.constants)]
+        return sum({t.data_ptr(): t.nbytes for t in tensors}.values())
 
     def workspace_bytes(self, num_tokens: int, num_rows: int) -> int:
         """Memory that native programs work in, for a step of ``num_tokens`` tokens and ``num_rows`` rows of logits."""
-        programs = [node.target for node in self.module.graph.nodes if hasattr(node.target, "bytes_per_row")]
         sizes = (num_tokens, num_rows)
-        return max((sum(map(operator.mul, sizes, p.bytes_per_row)) for p in programs), default=0)
+        return max((sum(map(operator.mul, sizes, p.bytes_per_row)) for p in self._programs), default=0)
 
     @torch.inference_mode()
     def __call__(self, inputs: Mapping[str, Tensor]) -> Tensor:
         return self.module(*[inputs[name] for name in self.inputs])
-
-
-def weight_bytes(graph: Graph) -> int:
-    """Bytes of the weights, those that share memory counted once."""
-    tensors = {
-        w.value.data_ptr(): w.value.nbytes for w in graph.weights.values() if isinstance(w.value, Tensor)
-    }
-    return sum(tensors.values())
 
 
 def lower(

@@ -3,13 +3,13 @@
     seconds = a + b * tokens + c * rows + d * pairs
 
 ``tokens`` are computed in the step, ``rows`` of them get logits, and ``pairs`` counts the (query, key) pairs of
-attention. ``a`` is what a step costs however small it is, above all reading the weights once. The four coefficients follow
+attention. ``a`` is what a step costs however small it is, above all reading the weights once. The coefficients follow
 the machine by recursive least squares with exponential forgetting (Ljung, System Identification, ch. 11).
 
 Guard rails, each for a reason:
 
-- the *relative* error is minimised: a decode of 10 ms counts as much as a prefill of a second. It also makes the fit robust:
-  a step during which the process was frozen has a large time and hence next to no weight;
+- the *relative* error is minimised: a decode of 10 ms counts as much as a prefill of a second. It also makes the fit
+  robust: a step during which the process was frozen has a large time and hence next to no weight;
 - no coefficient becomes negative, so a longer prompt is never predicted to be faster;
 - forgetting stops where it would forget what has not been seen lately (a long decode-only phase must not unlearn
   what prefill costs): no variance grows beyond the prior's.
@@ -26,8 +26,9 @@ import numpy as np
 from optkit.runtime.types import ScheduledSequence
 
 PRIOR = (5e-3, 5e-4, 5e-4, 5e-8)  # seconds: a step, a token, a row of logits, a pair; a small model on a CPU
-PRIOR_SPREAD = 2.0  # standard deviation of the prior, in units of itself
+PRIOR_SPREAD = 10.0  # standard deviation of the prior, in units of itself
 NOISE = 0.1  # relative, of one measurement
+SHORTEST, LONGEST = 1e-6, 3600.0  # seconds of a step
 FORGETTING = 0.995  # a measurement counts half after 140 newer ones
 
 
@@ -65,7 +66,7 @@ class CostModel:
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         """A step of ``shape`` took ``seconds``."""
-        if not (seconds > 0 and math.isfinite(seconds)):
+        if not SHORTEST <= seconds <= LONGEST:  # a clock that jumped
             return
         x = _features(shape) / seconds  # the goal is x @ coefficients == 1
         spread = self._covariance @ x
@@ -85,9 +86,13 @@ class CostModel:
         """The predicted time to compute ``num_tokens`` tokens after ``context`` others, alone and in one step."""
         return self.seconds(chunk_shape(num_tokens, context, rows=1))
 
+    def added_seconds(self, num_tokens: int) -> float:
+        """What ``num_tokens`` more tokens of a prompt add to a step, at the least."""
+        return float(num_tokens * self.coefficients[1])
+
     def tokens_within(self, seconds: float, rest: StepShape, context: int) -> int:
-        """How many tokens after ``context`` others a step that also does ``rest`` can take in ``seconds``; 0 or more."""
-        step, token, row, pair = self.coefficients
+        """How many tokens after ``context`` others fit ``seconds``, in a step that also does ``rest``; 0 or more."""
+        _, token, row, pair = self.coefficients
         free = seconds - float(_features(rest) @ self.coefficients) - row
         if free <= 0:
             return 0

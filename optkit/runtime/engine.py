@@ -40,6 +40,7 @@ from optkit.runtime.types import (
 
 logger = logging.getLogger(__name__)
 
+COPY_WEIGHT = 0.1  # of the latest copy in the mean of all
 MODEL_FAILED = Failure("the model failed on this request")
 
 
@@ -62,6 +63,8 @@ class Engine:
         self.runner, self.config, self.store = runner, config, store
         self.scheduler = Scheduler(config, clock, cost, proposer)
         self.logprobs = LogprobRunner(runner)
+        self.scheduler.kv.worth_saving = self._worth_saving
+        self._copy_seconds = 0.0  # of a block, one way
         self._ids = itertools.count()
 
     def step(self) -> list[TokenOutput]:
@@ -83,12 +86,19 @@ class Engine:
         running = set(map(id, self.scheduler.running))
         return replace(batch, items=tuple(item for item in batch.items if id(item.seq) in running))
 
+    def _worth_saving(self) -> bool:
+        """Saving a block and loading it again takes less time than computing it again."""
+        return 2 * self._copy_seconds < self.scheduler.cost.added_seconds(self.config.block_size)
+
     def _copy(self, transfer: Transfer) -> None:
         assert self.store is not None
+        start = time.perf_counter()
         if transfer.save:
             self.store.write(transfer.slot, self.runner.read_block(transfer.block))
         else:
             self.runner.write_block(transfer.block, self.store.read(transfer.slot))
+        took = time.perf_counter() - start
+        self._copy_seconds += COPY_WEIGHT * (took - self._copy_seconds)
 
     def _run(self, batch: Batch) -> list[Result]:
         """For each item its tokens, None if its prompt goes on, or its failure."""

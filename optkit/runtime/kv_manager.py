@@ -40,8 +40,8 @@ class KVManager:
     ) -> None:
         self.blocks = BlockManager(num_blocks, block_size, self._keep, self._evict)
         self.cache, self.block_size = cache, block_size
-        self.slots = SlotTable(num_slots if cache else 0)
-        self.worth_saving: Callable[[Node], bool] = lambda node: True
+        self.slots = SlotTable(num_slots if cache is not None else 0)
+        self.worth_saving: Callable[[], bool] = lambda: True
         self.reset_counters()
         self._content: dict[int, Node] = {}  # block -> the node that says what is in it
         self._transfers: list[Transfer] = []
@@ -83,7 +83,11 @@ class KVManager:
 
     def publish(self, seq: Sequence) -> None:
         """Offer the blocks that ``seq`` has filled since to others."""
-        while self.cache and not seq.sealed and (len(seq.nodes) + 1) * self.block_size <= seq.num_computed:
+        while (
+            self.cache is not None
+            and not seq.sealed
+            and (len(seq.nodes) + 1) * self.block_size <= seq.num_computed
+        ):
             node = self._published(seq, len(seq.nodes))
             if node is None:  # its digest is another prompt's: what comes after could not be found either
                 seq.sealed = True
@@ -103,7 +107,7 @@ class KVManager:
 
     def reset(self) -> None:
         """Forget all cached KV, of the pool and of the store. Running sequences keep what they have."""
-        for node in self.cache.clear() if self.cache else ():
+        for node in self.cache.clear() if self.cache is not None else ():
             self._drop(node)
 
     def take_transfers(self) -> tuple[Transfer, ...]:
@@ -193,7 +197,7 @@ class KVManager:
     def _evict(self, block: int) -> None:
         node = self._content.pop(block)
         node.block = None
-        if node.slot is None and self.slots.num_slots and self.worth_saving(node):
+        if node.slot is None and self.slots.num_slots and self.worth_saving():
             loser = self.slots.take(node)
             if loser is not None and loser.block is None:
                 self._drop(loser)
@@ -205,7 +209,7 @@ class KVManager:
 
     def _drop(self, node: Node) -> None:
         """Take ``node`` out of all three books."""
-        if self.cache:
+        if self.cache is not None:
             self.cache.drop(node)
         if node.slot is not None:
             self.slots.release(node)

@@ -20,6 +20,7 @@ from optkit.errors import UserError
 from optkit.graph.lower import Executable
 from optkit.recipe import Recipe
 from optkit.runtime.cost_model import CostModel
+from optkit.runtime.draft_model import DraftModel
 from optkit.runtime.engine import Engine
 from optkit.runtime.kv_cache import block_bytes, blocks_for_bytes
 from optkit.runtime.offload import SlotStore, open_store
@@ -56,7 +57,7 @@ def load_engine(artifact_dir: str, options: Mapping[str, Any]) -> Engine:
         config, store = offloading(config, model, given)
     cost = CostModel()
     runner = ModelRunner(model, config.num_blocks, config.block_size)
-    engine = Engine(runner, config, store, speculator(cost, given), cost=cost)
+    engine = Engine(runner, config, store, speculator(artifact, cost, given), cost=cost)
     warm_up(engine)
     trim_heap()
     return engine
@@ -114,14 +115,31 @@ def offloading(
     return replace(config, num_offload_slots=num_slots), store
 
 
-def speculator(cost: CostModel, options: Mapping[str, Any]) -> Speculator | None:
-    """Guesses as ``speculative_model`` says, or none."""
-    if "speculative_model" not in options:
+def speculator(artifact: Artifact, cost: CostModel, options: Mapping[str, Any]) -> Speculator | None:
+    """Guesses as ``speculative_model`` says, ``ngram`` or another artifact; or none."""
+    method = options.get("speculative_model")
+    if method is None:
         return None
-    if options["speculative_model"] != "ngram":
-        raise UserError("no such method of guessing", where="speculative_model", fix="say ngram")
     lengths = Lengths(cost, options.get("num_speculative_tokens", NUM_SPECULATIVE_TOKENS))
-    return Speculator(NgramProposer(), lengths)
+    return Speculator(NgramProposer() if method == "ngram" else draft_model(artifact, method), lengths)
+
+
+def draft_model(artifact: Artifact, directory: str) -> DraftModel:
+    """The model of another artifact, which must have the same tokenizer. Its own recipe sizes it.
+
+    Raises:
+        UserError: it has another tokenizer, or can't be loaded.
+    """
+    draft = Artifact.open(directory)
+    ours, theirs = ((a.directory / "tokenizer.json").read_bytes() for a in (artifact, draft))
+    if ours != theirs:
+        raise UserError(
+            "it has another tokenizer", where=directory, fix="say ngram, or name another artifact"
+        )
+    model = draft.executable()
+    config = scheduler_config(model, draft.recipe, {})
+    runner = ModelRunner(model, config.num_blocks, config.block_size)
+    return DraftModel(runner, config.max_model_len, config.max_num_batched_tokens)
 
 
 def seconds(milliseconds: float | None) -> float | None:

@@ -1,7 +1,7 @@
 """Offload store: where KV goes when the pool is full, and comes back from without prefill.
 
-A fixed number of equal *slots*, one KV block each, in host memory or in one file. The scheduler decides which block goes
-to which slot (``SlotTable``); the engine moves the bytes (``SlotStore``).
+A fixed number of equal *slots*, one KV block each, in host memory or in one file. The scheduler decides which block
+goes to which slot (``SlotTable``); the engine moves the bytes (``SlotStore``).
 
 The file has no name: it is unlinked as soon as it is open. So nobody else can open it, and it is gone when the process
 is, however that ends. Its space is reserved at the start, not when the disk is full. A slot's sha256 stays in memory
@@ -113,7 +113,7 @@ class FileSlots:
             ) from error
 
     def write(self, slot: int, data: np.ndarray) -> None:
-        view = memoryview(data).cast("B")
+        view = data.data.cast("B")
         self._hashes.pop(slot, None)
         if os.pwrite(self._file, view, slot * self._slot_bytes) != self._slot_bytes:
             raise CorruptSlot("a short write")

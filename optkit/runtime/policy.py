@@ -1,19 +1,19 @@
 """Scheduling policies: who goes first, and how much prefill a step takes.
 
-A policy gives every sequence a *rank* on arrival, and ranks never change. That is what rules out starvation: each policy
-below lets only a bounded number of later arrivals have a smaller rank, and the sequence of the smallest rank always
-advances.
+A policy gives every sequence a *rank* on arrival, and ranks never change. That is what rules out starvation: each
+policy below lets only a bounded number of later arrivals have a smaller rank, and the sequence of the smallest rank
+always advances.
 
 ``fcfs``
     First come, first served. A step takes as much of one prompt as ``max_num_batched_tokens`` allows.
 
 ``slo``
-    Least slack first. A sequence's deadline is its arrival plus the promised time to first token, or, where that cannot
-    be kept (a long prompt), plus ``STRETCH`` times what its prefill takes alone. Its rank is the latest moment at
-    which its prefill can start: so short prompts overtake a long one, but only as long as it can wait. A unit of ``priority``
-    is worth one promised TTFT. The chunk of prefill in a step is bounded by *time*: it may not stretch the step beyond
-    the promised time per output token while others decode, and never beyond a part of the promised TTFT, because a
-    step that runs is what the next arrival has to wait for.
+    Least slack first. A sequence's deadline is its arrival plus the promised time to first token, or, where that
+    cannot be kept (a long prompt), plus ``STRETCH`` times what its prefill takes alone. Its rank is the latest moment
+    at which its prefill can start: so short prompts overtake a long one, but only as long as it can wait. A unit of
+    ``priority`` is worth one promised TTFT. The chunk of prefill in a step is bounded by *time*: it may not stretch
+    the step beyond the promised time per output token while others decode, and never beyond a part of the promised
+    TTFT, because a step that runs is what the next arrival has to wait for.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Proposers: where guesses come from, and how many are worth checking.
 
-``NgramProposer`` (prompt lookup, Saxena 2023) needs no second model: if the last tokens occurred before, what followed them then
-may follow now. It costs a dictionary lookup, so it can only lose where its guesses are wrong *and* checked.
+``NgramProposer`` (prompt lookup, Saxena 2023) needs no second model: if the last tokens occurred before, what followed
+them then may follow now. It costs a dictionary lookup, so it can only lose where its guesses are wrong *and* checked.
 
 How many to check is decided for each sequence and step (``Lengths``). A guess at place j of a draft is right with
 probability p^j, where p is the sequence's own record; checking it makes the step longer by what the cost model has

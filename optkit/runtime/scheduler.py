@@ -4,17 +4,17 @@ There are no phases. Every sequence has ``len(token_ids) - num_computed`` tokens
 is new, one when it decodes. A step gives out ``max_num_batched_tokens`` tokens (continuous batching, Yu et al.
 2022; chunked prefill, Agrawal et al. 2023):
 
-1. one token to each running sequence that needs exactly one, so that a long prompt never stalls a stream, and the tokens
-   that a proposer guesses will follow it (speculative decoding);
+1. one token to each running sequence that needs exactly one, so that a long prompt never stalls a stream, and the
+   tokens that a proposer guesses will follow it (speculative decoding);
 2. a chunk of the prompt that is first in line, as large as the policy allows; the prompt may be running or waiting;
 3. more prompts, while they fit as a whole and the step has fewer than ``prefill_target_tokens`` of them. Then the
    model computes at full speed, and another prompt would only delay those before it.
 
 Order: ``running`` and ``waiting`` are sorted by *rank*, which the policy (``fcfs`` or ``slo``) fixes on arrival.
-Admission allocates KV for all tokens known so far, so only decodes can run out of blocks. Then the *last* running sequence
-in rank is preempted: it gives its blocks back and waits to be admitted again, with the tokens it has generated. What
-of its KV is still cached or offloaded by then is taken over, the rest is computed again. The first in rank is never
-preempted and ``refusal`` turns away what could not fit alone, so some sequence always advances.
+Admission allocates KV for all tokens known so far, so only decodes can run out of blocks. Then the *last* running
+sequence in rank is preempted: it gives its blocks back and waits to be admitted again, with the tokens it has
+generated. What of its KV is still cached or offloaded by then is taken over, the rest is computed again. The first
+in rank is never preempted and ``refusal`` turns away what could not fit alone, so some sequence always advances.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any, Protocol
 
-from optkit.runtime.cost_model import CostModel, StepShape, chunk_shape, step_shape
+from optkit.runtime.cost_model import CostModel, step_shape
+from optkit.runtime.forecast import Forecast
 from optkit.runtime.kv_manager import KVManager
 from optkit.runtime.policy import make_policy, promised_ttft
 from optkit.runtime.prefix_cache import PrefixCache
@@ -85,6 +86,7 @@ class Scheduler:
         cache = PrefixCache(config.block_size) if config.enable_prefix_caching else None
         self.kv = KVManager(config.num_blocks, config.block_size, cache, config.num_offload_slots)
         self.policy = make_policy(config.policy, self.cost, config.ttft_slo, config.tpot_slo)
+        self.forecast = Forecast(config, self.policy, self.cost)
         self.proposer = proposer
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
@@ -260,13 +262,17 @@ class Scheduler:
         left = self.config.max_num_batched_tokens - busy.tokens
         target = self.config.prefill_target
         items: list[ScheduledSequence] = []
+        full = False  # nobody who waits can be admitted; those that run go on all the same
         partial = [seq for seq in self.running if seq.num_pending > 1]
         for seq in heapq.merge(partial, list(self.waiting), key=_rank):
+            if full and not seq.block_table:
+                continue
             limit = min(left, target) if items else left
             if limit < 1 or (items and self._work(seq) > limit):
                 break
             if not seq.block_table and not self._admit(seq):
-                break
+                full = True
+                continue
             num_new = min(seq.num_pending, limit)
             if not items:
                 num_new = min(num_new, self.policy.chunk_limit(busy, seq.num_computed))
@@ -327,6 +333,7 @@ class Scheduler:
         del self._sequences[seq.request.request_id]
         (self.running if seq in self.running else self.waiting).remove(seq)
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self.forecast.finished(seq)
             self.kv.publish(seq)  # the next turn of a conversation begins with this answer
         self.kv.release(seq)
         if self.proposer:
@@ -354,22 +361,12 @@ class Scheduler:
 
     def _refuse_late(self, seq: Sequence, work: int) -> None:
         """Raise EngineOverload if the first token of ``seq`` is predicted to come after its deadline."""
-        alone = self.cost.prefill_seconds(work)
         ahead = [
             other for other in self.running + self.waiting if other.num_pending > 1 and other.rank < seq.rank
         ]
         wait = self.clock() - seq.request.arrival
-        wait += alone + sum(
-            self.cost.prefill_seconds(self._work(other), other.num_computed) for other in ahead
-        )
-        decodes = StepShape()
-        for other in self.running:
-            if other.num_pending == 1:
-                decodes += chunk_shape(1, other.num_computed, rows=1)
-        chunk = min(self.policy.chunk_limit(decodes, 0), self.config.max_num_batched_tokens)
-        num_steps = -(-(work + sum(other.num_pending for other in ahead)) // chunk)
-        wait += num_steps * self.cost.seconds(decodes)
-        late = wait - promised_ttft(self.config.ttft_slo or 0.0, alone)
+        wait += self.forecast.first_token(work, [(other, self._work(other)) for other in ahead], self.running)
+        late = wait - promised_ttft(self.config.ttft_slo or 0.0, self.cost.prefill_seconds(work))
         if late > 0:
             raise EngineOverload("the server cannot answer in the promised time; try again later", late)
 

@@ -15,6 +15,7 @@ def make(**overrides: int) -> Scheduler:
         "max_model_len": 64,
         "block_size": 4,
         "num_blocks": 64,
+        "enable_prefix_caching": False,  # tests/runtime/test_prefix_cache.py
     }
     return Scheduler(SchedulerConfig(**limits | overrides))
 
@@ -218,3 +219,15 @@ def test_stats_follow_the_queues() -> None:
     stats = scheduler.stats()
     assert (stats.num_running, stats.num_waiting, stats.iteration_tokens) == (1, 1, 5)
     assert (stats.kv_blocks_used, stats.kv_blocks_total) == (2, 64)
+
+
+def test_a_prompt_that_runs_goes_on_when_a_more_urgent_one_finds_no_place() -> None:
+    """Else the one waits for a place and the other for its turn, for ever."""
+    scheduler = make(policy="slo", ttft_slo=0.5, max_num_seqs=1)
+    add(scheduler, "first", 40)
+    advance(scheduler)
+    params = SamplingParams(max_tokens=1)
+    scheduler.add(
+        EngineRequest(request_id="urgent", prompt_ids=(1,), sampling=params, arrival=0.0, priority=-99)
+    )
+    assert advance(scheduler) == [("first", 16)]
