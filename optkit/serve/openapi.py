@@ -1,9 +1,8 @@
 """The OpenAPI 3.1 document of the server, at ``GET /openapi.json``.
 
 The request bodies are the schemas of the models that check them (``protocol``), so the document cannot promise other
-fields. A schema cannot say everything that is checked: the vocabulary, the context length, fields that exclude each other.
-Such requests are 400 although they fit the schema. Fields of ``unsupported`` are left out; what they are answered is
-described in words.
+fields. A schema cannot say everything that is checked: the vocabulary, the context length, fields that exclude each
+other. Such requests are 400 although they fit the schema. Fields of ``unsupported`` are left out.
 """
 
 from __future__ import annotations

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import os
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from optkit.errors import UserError
@@ -26,6 +29,7 @@ log = logging.getLogger("optkit.serve")
 MAX_RESTARTS, WINDOW_SECONDS = 3, 300.0
 BACKOFF_SECONDS = 1.0  # before the second restart
 LOOK_SECONDS = 1.0  # between two looks at the heartbeat
+STILL_SECONDS = 10.0  # of silence without computing, after which a process is taken for hung
 
 
 class EngineSupervisor:
@@ -110,12 +114,19 @@ class EngineSupervisor:
             await self._restart()
 
     async def _until_dead(self) -> None:
-        """Return when the engine's process has ended; one that hangs is made to."""
-        client = self._client
+        """Return when the engine's process has ended; one that is silent and still is made to.
+
+        Silence alone is no reason: a step may take minutes, but then it uses the processor.
+        """
+        client, still_since, used = self._client, 0.0, -1.0
         dead = asyncio.create_task(client.wait_dead())
         try:
             while not (await asyncio.wait([dead], timeout=LOOK_SECONDS))[0]:
-                if not client.is_healthy:
+                now, before = time.monotonic(), used
+                used = cpu_seconds(client.pid)
+                if client.is_healthy or used != before:
+                    still_since = now
+                elif now - still_since > STILL_SECONDS:
                     log.error("no sign of life from the engine: ending it")
                     client.kill()
         finally:
@@ -144,3 +155,12 @@ class EngineSupervisor:
             return
         self.num_restarts += 1
         log.warning("the engine is back after %.1f s", time.monotonic() - start)
+
+
+def cpu_seconds(pid: int | None) -> float:
+    """Processor time of a process so far; NaN, which equals nothing, where the system does not say (not Linux)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return math.nan
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -32,7 +32,7 @@ class LiveServer:
         self,
         wait: bool = True,
         silence_seconds: float = 60.0,
-        backoff: float = 1.0,
+        max_restarts: int = 3,
         server: dict[str, Any] | None = None,
         **engine: Any,
     ) -> None:
@@ -47,7 +47,7 @@ class LiveServer:
             "engine": defaults | engine,
             "server": server or {},
             "silence_seconds": silence_seconds,
-            "backoff": backoff,
+            "max_restarts": max_restarts,
         }
         command = [sys.executable, "-m", "tests.serve.live", json.dumps(work)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -79,7 +79,7 @@ def main() -> int:
     from optkit.serve.server import ServeOptions, _print_line, serve
 
     work = json.loads(sys.argv[1])
-    supervisor.BACKOFF_SECONDS = work["backoff"]
+    supervisor.MAX_RESTARTS, supervisor.STILL_SECONDS = work["max_restarts"], 1.0
     recipe = SimpleNamespace(slo=SimpleNamespace(ttft_ms=700))
     artifact: Any = SimpleNamespace(directory=Path(work["directory"]), name="tiny", recipe=recipe)
 

@@ -63,17 +63,6 @@ def test_ctrl_c_ends_endless_streams_with_an_error_and_takes_the_engine_along() 
         assert "server_shutdown" in stream.text
 
 
-def test_sigterm_lets_streams_finish() -> None:
-    with LiveServer(**ENDLESS) as live:
-        stream = Stream(live, max_tokens=60)
-        children = live.children()
-        live.process.send_signal(signal.SIGTERM)
-        assert live.process.wait(PATIENCE) == 0
-        assert '"finish_reason":"length"' in stream.finish()
-        assert stream.text.endswith("data: [DONE]\n\n")
-        assert_gone(children)
-
-
 def test_second_signal_does_not_wait_for_streams() -> None:
     with LiveServer(server={"shutdown_timeout": 3600}, **{**ENDLESS, "step_delay": 0.2}) as live:
         Stream(live)
@@ -105,29 +94,15 @@ def wait_ready(live: LiveServer) -> None:
         time.sleep(0.05)
 
 
-def test_dead_engine_is_told_to_streams_and_comes_back() -> None:
-    with LiveServer(**ENDLESS) as live:
-        streams = [Stream(live) for _ in range(3)]
-        [worker] = live.children()
-        worker.kill()
-        for stream in streams:
-            assert "engine_unavailable" in stream.finish()
-            assert stream.text.endswith("data: [DONE]\n\n")
-        wait_ready(live)
-        assert '"finish_reason":"length"' in Stream(live, max_tokens=2).finish()
-        [other] = live.children()
-        assert other.pid != worker.pid
-
-
 def test_engine_that_dies_again_and_again_ends_the_server() -> None:
     """Its last words reach everybody, and the exit code tells whoever watches the server."""
-    with LiveServer(die_token=END_TOKEN, backoff=0.01) as live:
+    with LiveServer(die_token=END_TOKEN, max_restarts=1) as live:
         deadly = {"prompt": [END_TOKEN], "max_tokens": 1}
-        for death in range(4):
+        for death in range(2):
             answer = httpx.post(f"{live.url}/v1/completions", json=deadly, timeout=PATIENCE)
             assert answer.status_code == 503
             assert answer.json()["error"]["code"] == "engine_unavailable"
-            if death < 3:
+            if death < 1:
                 wait_ready(live)
         assert live.process.wait(PATIENCE) == 1
 
