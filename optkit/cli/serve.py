@@ -217,14 +217,6 @@ def serve(
             shutdown_timeout=shutdown_timeout,
             trust_artifact_code=trust_artifact_code,
         )
-<<<<<<< HEAD
-        if trust_artifact_code:
-            logging.getLogger("optkit.serve").warning(
-                "--trust-artifact-code: artifacts hold no code, nothing to trust"
-            )
-=======
-        _log_to_stderr()
->>>>>>> main
         raise typer.Exit(run(artifact, options, launched=engine))
 
 

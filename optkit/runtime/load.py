@@ -37,13 +37,8 @@ NUM_SPECULATIVE_TOKENS = 8
 def load_engine(artifact_dir: str, options: Mapping[str, Any]) -> Engine:
     """The engine of an artifact.
 
-<<<<<<< HEAD
     ``options``: those of ``optkit serve`` that concern the engine, under their names; None and a missing one leave the
     recipe, then the default, its say. Sizes are bytes, SLOs milliseconds.
-=======
-    ``options`` may hold ``max_model_len``, ``max_num_seqs``, ``max_num_batched_tokens``, ``kv_cache_bytes`` and
-    ``trust_artifact_code``.
->>>>>>> main
     The API process verified the artifact's hashes just before; they are not computed twice.
 
     Raises:
@@ -52,8 +47,7 @@ def load_engine(artifact_dir: str, options: Mapping[str, Any]) -> Engine:
     os.environ.setdefault("ONEDNN_CACHE_CONTEXT_UNSAFE", "1")  # weights never move: skip primitive rebuilds
     given = {k: v for k, v in options.items() if v is not None}
     artifact = Artifact.open(artifact_dir, verify=False)
-<<<<<<< HEAD
-    model = artifact.executable()
+    model = artifact.executable(trust_code=bool(given.get("trust_artifact_code")))
     config, store = scheduler_config(model, artifact.recipe, given), None
     if "kv_offload_dir" in given and "kv_offload_bytes" not in given:
         raise UserError(
@@ -64,11 +58,6 @@ def load_engine(artifact_dir: str, options: Mapping[str, Any]) -> Engine:
     cost = CostModel()
     runner = ModelRunner(model, config.num_blocks, config.block_size)
     engine = Engine(runner, config, store, speculator(artifact, cost, given), cost=cost)
-=======
-    model = artifact.executable(trust_code=bool(options.get("trust_artifact_code")))
-    config = scheduler_config(model, artifact.recipe, {k: v for k, v in options.items() if v is not None})
-    engine = Engine(ModelRunner(model, config.num_blocks, config.block_size), config)
->>>>>>> main
     warm_up(engine)
     trim_heap()
     return engine

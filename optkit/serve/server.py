@@ -43,17 +43,9 @@ log = logging.getLogger("optkit.serve")
 
 CTRL_C_SECONDS = 2  # for streams in flight; the engine gets what is left of five seconds
 ENGINE_OPTIONS = (
-<<<<<<< HEAD
     *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_bytes", "enable_prefix_caching"),
     *("kv_offload_bytes", "kv_offload_dir", "scheduling_policy", "ttft_slo_ms", "tpot_slo_ms"),
-    *("enforce_ttft_slo", "speculative_model", "num_speculative_tokens"),
-=======
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "kv_cache_bytes",
-    "trust_artifact_code",
->>>>>>> main
+    *("enforce_ttft_slo", "speculative_model", "num_speculative_tokens", "trust_artifact_code"),
 )
 
 

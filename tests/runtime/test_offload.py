@@ -149,3 +149,14 @@ def test_a_quarter_of_the_kv_changes_no_token(slots: int, temperature: float) ->
 @pytest.mark.parametrize("slots", [0, 400])
 def test_two_hundred_prompts_with_a_quarter_of_the_kv(slots: int, temperature: float) -> None:
     pressed(200, slots, temperature)
+
+
+def test_room_for_a_load_may_push_out_what_was_to_be_loaded() -> None:
+    """One slot, and every block cached: the block that the load evicts takes the very slot it was to be loaded from."""
+    engine = fake_engine(options={"num_blocks": 8, "num_offload_slots": 1, "max_num_seqs": 1})
+    plain = fake_engine(options={"enable_prefix_caching": False})
+    greedy = SamplingParams(max_tokens=3, temperature=0.0)
+    prompts = [[i + 1, *range(10 * i, 10 * i + 12)] for i in range(5)]
+    for prompt in prompts * 4:
+        assert engine.generate([prompt], greedy) == plain.generate([prompt], greedy)
+        engine.scheduler.check()
