@@ -1,9 +1,9 @@
 """A small model that guesses for a large one (Leviathan et al. 2023; Chen et al. 2023).
 
-It has a runner and a block pool of its own and follows each sequence with a *shadow*: the same tokens, with KV of the small
-model. Before it guesses, a shadow catches up: what the large model has rejected is cut off, what is new is computed (the
-whole prompt, the first time). Then all shadows decode together, greedily. The guesses are checked like any others, so what
-the small model says decides how fast an answer comes and never what it says.
+It has a runner and a block pool of its own and follows each sequence with a *shadow*: the same tokens, with KV of the
+small model. Before it guesses, a shadow catches up: what the large model has rejected is cut off, what is new is
+computed (the whole prompt, the first time). Then all shadows decode together, greedily. The guesses are checked like
+any others, so what the small model says decides how fast an answer comes and never what it says.
 
 A sequence that does not fit the small model's pool or context is served without guesses, and so is a step in which
 the small model fails.

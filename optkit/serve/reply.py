@@ -19,10 +19,11 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
 
+import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from optkit.runtime.types import EngineRequest
+from optkit.runtime.types import EngineRequest, FirstToken
 from optkit.serve.admission import Admission
 from optkit.serve.api_error import ApiError, internal_error
 from optkit.serve.engine_api import Engine, ServeSettings
@@ -83,6 +84,7 @@ class Reply(Response):
     ) -> None:
         super().__init__()
         self._tenant, self._num_prompt = tenant, 0
+        self._first: FirstToken | None = None
         self._service, self._request, self._arrival = service, request, arrival
         self._is_chat = isinstance(request, ChatRequest)
         name = ("chatcmpl-" if self._is_chat else "cmpl-") + uuid.uuid4().hex
@@ -146,6 +148,8 @@ class Reply(Response):
             "tenant": self._tenant,
             "prompt_tokens": self._num_prompt,
         }
+        if self._first:  # of the first choice: where the time to its first token went
+            event |= {name: round(value, 4) for name, value in msgspec.structs.asdict(self._first).items()}
         log.info("request", extra={"event": event})
 
     async def _generate_and_send(self, wire: _Wire) -> None:
@@ -207,6 +211,7 @@ class Reply(Response):
         wire: _Wire,
     ) -> None:
         answers = await collect(deltas, len(formats))
+        self._first = answers[0].first
         body = whole_reply(self._head, lengths, answers, formats, bool(self._request.ttft_details))
         await wire.whole(body)
 
@@ -224,6 +229,7 @@ class Reply(Response):
         writer = ChunkWriter(self._head, lengths, formats, usage, continuous, details)
         async with aclosing(deltas):
             async for delta in deltas:
+                self._first = self._first or delta.first
                 await wire.event(writer.chunk(delta))
         await wire.event(writer.last(), more=False)
 
