@@ -22,7 +22,12 @@ from tests.serve.test_chaos import CHAT, COMPLETIONS, client, gauges, memory, se
 SECONDS = float(os.environ.get("OPTKIT_SOAK_SECONDS", "1800"))
 CLIENTS = 12
 MB_PER_MINUTE = 1.0
-BAD = [{"messages": []}, {"messages": [{"role": "user", "content": "x"}], "n": 0}, {"tools": [{}]}, {"max_tokens": "5"}]
+BAD = [
+    {"messages": []},
+    {"messages": [{"role": "user", "content": "x"}], "n": 0},
+    {"tools": [{}]},
+    {"max_tokens": "5"},
+]
 
 
 class Load:
@@ -71,7 +76,9 @@ class Load:
     def p99(self, first: float, last: float) -> float:
         """99th percentile of the gaps in a part of the run, by shares of its time."""
         length = self.until - self.begin
-        return float(np.quantile([gap for at, gap in self.gaps if first <= (at - self.begin) / length <= last], 0.99))
+        return float(
+            np.quantile([gap for at, gap in self.gaps if first <= (at - self.begin) / length <= last], 0.99)
+        )
 
 
 def slope(points: list[tuple[float, float]]) -> float:
