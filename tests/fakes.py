@@ -28,6 +28,7 @@ class FakeRunner:
 
     ``script``: always answer with these tokens, in turn. ``poison_token``: a prompt with it makes ``execute``
     raise. ``nan_token``: a prompt with it gets NaN logits. ``die_token``: a prompt with it ends the process.
+    ``remember``: keep the batches, which a server under load must not.
     """
 
     kv_bytes, kv_dtype, weight_bytes = 0, "float32", 0
@@ -45,16 +46,19 @@ class FakeRunner:
         poison_token: int | None = None,
         nan_token: int | None = None,
         die_token: int | None = None,
+        remember: bool = True,
     ) -> None:
         self.num_blocks, self.block_size, self.vocab_size = num_blocks, block_size, vocab_size
         self.step_delay, self.script = step_delay, script
         self.poison_token, self.nan_token, self.die_token = poison_token, nan_token, die_token
         self.slots = np.full(num_blocks * block_size, EMPTY, dtype=np.int64)
+        self.remember = remember
         self.batches: list[Batch] = []
 
     def execute(self, batch: Batch) -> torch.Tensor:
         time.sleep(self.step_delay)
-        self.batches.append(batch)
+        if self.remember:
+            self.batches.append(batch)
         seen = [self._write_and_read(item) for item in batch.items]
         rows = [
             self._logits(item, ids[: len(ids) - back], len(item.draft) - back)

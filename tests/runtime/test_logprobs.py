@@ -158,3 +158,14 @@ def test_a_long_prompt_is_scored_in_pieces_of_bounded_size(monkeypatch: pytest.M
     runner = engine.runner
     assert isinstance(runner, FakeRunner)
     assert max(sum(item.num_logits for item in batch.items) for batch in runner.batches) == 10
+
+
+def test_a_warm_prefix_cache_takes_nothing_from_the_scores() -> None:
+    prompt = list(range(1, 30))
+    scored = {"prompt_logprobs": 2, "logprobs": 2}
+    cold = serve(fake_engine(), [request("cold", prompt, **scored)])["cold"]
+    engine = fake_engine()
+    serve(engine, [request("first", prompt)])
+    answers = serve(engine, [request("warm", prompt, **scored), request("plain", prompt)])
+    assert engine.stats().prefix_cache_hits > 0  # the plain one read what was cached
+    assert (answers["warm"].prompt, answers["warm"].generated) == (cold.prompt, cold.generated)

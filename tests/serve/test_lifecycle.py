@@ -107,6 +107,7 @@ def test_engine_that_dies_again_and_again_ends_the_server() -> None:
         assert live.process.wait(PATIENCE) == 1
 
 
+@pytest.mark.chaos
 def test_silent_engine_is_ended_and_replaced() -> None:
     with LiveServer(silence_seconds=3) as live:
         [worker] = live.children()
