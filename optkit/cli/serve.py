@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import logging
 from pathlib import Path
 from typing import Annotated
 

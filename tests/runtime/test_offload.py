@@ -12,9 +12,10 @@ import pytest
 from optkit.errors import UserError
 from optkit.kernels.cpu import native
 from optkit.runtime.engine import Engine
+from optkit.runtime.kv_manager import KVManager
 from optkit.runtime.offload import CorruptSlot, FileSlots, MemorySlots, SlotStore, SlotTable, open_store
-from optkit.runtime.prefix_cache import Node
-from optkit.runtime.types import SamplingParams
+from optkit.runtime.prefix_cache import Node, PrefixCache
+from optkit.runtime.types import EngineRequest, SamplingParams, Sequence
 from tests.fakes import FakeRunner, fake_engine
 from tests.runtime import tiny
 from tests.runtime.test_prefix_cache import cached
@@ -152,11 +153,29 @@ def test_two_hundred_prompts_with_a_quarter_of_the_kv(slots: int, temperature: f
 
 
 def test_room_for_a_load_may_push_out_what_was_to_be_loaded() -> None:
-    """One slot, and every block cached: the block that the load evicts takes the very slot it was to be loaded from."""
-    engine = fake_engine(options={"num_blocks": 8, "num_offload_slots": 1, "max_num_seqs": 1})
-    plain = fake_engine(options={"enable_prefix_caching": False})
-    greedy = SamplingParams(max_tokens=3, temperature=0.0)
-    prompts = [[i + 1, *range(10 * i, 10 * i + 12)] for i in range(5)]
-    for prompt in prompts * 4:
-        assert engine.generate([prompt], greedy) == plain.generate([prompt], greedy)
-        engine.scheduler.check()
+    """One slot and no free block: the block that the load evicts takes the very slot it was to be loaded from."""
+    kv = KVManager(3, 2, PrefixCache(2), num_slots=1)
+
+    def computed(ids: list[int]) -> Sequence:
+        request = EngineRequest(
+            request_id=str(ids), prompt_ids=tuple(ids), sampling=SamplingParams(max_tokens=1), arrival=0.0
+        )
+        seq = Sequence(request, list(ids))
+        assert kv.admit(seq, len(ids))
+        seq.num_computed = len(ids) - 1
+        kv.publish(seq)
+        return seq
+
+    for ids in ([1, 2, 3], [5, 6, 7, 8, 9]):  # the second pushes the first one's block into the slot
+        kv.release(computed(ids))
+    other = computed([10])  # on the only free block
+    assert [t.save for t in kv.take_transfers()] == [True]
+    again = Sequence(
+        EngineRequest(request_id="again", prompt_ids=(1, 2, 3), sampling=other.request.sampling, arrival=0.0),
+        [1, 2, 3],
+    )
+    assert kv.cached_tokens(again) == 2
+    assert kv.admit(again, 3)
+    assert again.num_computed == 0 and len(again.block_table) == 2
+    assert all(t.save for t in kv.take_transfers())
+    kv.check([other, again])
