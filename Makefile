@@ -27,7 +27,7 @@ help:
 	@echo "make bench    the demo's comparison with enough requests to quote (ARGS='--input-len 1024')"
 	@echo "make peers    compare with llama.cpp, OpenVINO and vLLM, installed into .peers (4 GB; ARGS=--quick)"
 	@echo "make soak     the long tests"
-	@echo "make chaos    the long tests that kill processes (part of soak for now)"
+	@echo "make chaos    kill, flood and leave a live server at full size"
 	@echo "make clean    remove .venv, the artifact and caches of this directory"
 	@echo
 	@echo "Start with 'make demo'. Afterwards: $(OPTKIT) --help"
@@ -104,12 +104,13 @@ peers: artifact-verified
 # -- checking ----------------------------------------------------------------------------------------------
 
 test: $(VENV)/.test $(VENV)/.model
-	$(BIN)/python -m pytest -m 'not soak' $(ARGS)
+	$(BIN)/python -m pytest -m 'not soak and not chaos' $(ARGS)
 
 soak: $(VENV)/.test $(VENV)/.model
 	$(BIN)/python -m pytest -m soak $(ARGS)
 
-chaos: soak
+chaos: $(VENV)/.test
+	$(BIN)/python -m pytest -m chaos $(ARGS)
 
 # All three run, whatever the others say.
 lint: $(VENV)/.lint .typecheck

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 import zlib
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 
 from optkit.errors import UserError
 from optkit.runtime.engine import Engine
+from optkit.runtime.offload import MemorySlots
 from optkit.runtime.scheduler import SchedulerConfig
 from optkit.runtime.types import Batch, ScheduledSequence
 
@@ -26,9 +28,13 @@ class FakeRunner:
 
     ``script``: always answer with these tokens, in turn. ``poison_token``: a prompt with it makes ``execute``
     raise. ``nan_token``: a prompt with it gets NaN logits. ``die_token``: a prompt with it ends the process.
+    ``remember``: keep the batches, which a server under load must not.
     """
 
-    kv_bytes, kv_dtype = 0, "float32"
+    kv_bytes, kv_dtype, weight_bytes = 0, "float32", 0
+
+    def workspace_bytes(self, num_tokens: int, num_rows: int) -> int:
+        return 0
 
     def __init__(
         self,
@@ -40,45 +46,58 @@ class FakeRunner:
         poison_token: int | None = None,
         nan_token: int | None = None,
         die_token: int | None = None,
+        remember: bool = True,
     ) -> None:
         self.num_blocks, self.block_size, self.vocab_size = num_blocks, block_size, vocab_size
         self.step_delay, self.script = step_delay, script
         self.poison_token, self.nan_token, self.die_token = poison_token, nan_token, die_token
         self.slots = np.full(num_blocks * block_size, EMPTY, dtype=np.int64)
+        self.remember = remember
         self.batches: list[Batch] = []
 
     def execute(self, batch: Batch) -> torch.Tensor:
         time.sleep(self.step_delay)
-        self.batches.append(batch)
+        if self.remember:
+            self.batches.append(batch)
         seen = [self._write_and_read(item) for item in batch.items]
         rows = [
-            self._logits(item, ids) for item, ids in zip(batch.items, seen, strict=True) if item.needs_logits
+            self._logits(item, ids[: len(ids) - back], len(item.draft) - back)
+            for item, ids in zip(batch.items, seen, strict=True)
+            for back in reversed(range(item.num_logits))
         ]
         return torch.stack(rows) if rows else torch.zeros(0, self.vocab_size)
+
+    def read_block(self, block: int) -> np.ndarray:
+        return self.slots[block * self.block_size : (block + 1) * self.block_size].view(np.uint8).copy()
+
+    def write_block(self, block: int, data: np.ndarray) -> None:
+        self.slots[block * self.block_size : (block + 1) * self.block_size] = data.view(np.int64)
 
     def _write_and_read(self, item: ScheduledSequence) -> np.ndarray:
         seq, end = item.seq, item.seq.num_computed + item.num_new
         positions = np.arange(end)
         table = np.array(seq.block_table)
         slots = table[positions // self.block_size] * self.block_size + positions % self.block_size
-        self.slots[slots[seq.num_computed :]] = seq.token_ids[seq.num_computed : end]
+        self.slots[slots[seq.num_computed :]] = item.new_tokens
         if self.poison_token in seq.token_ids:
             raise RuntimeError("poisoned")
         if self.die_token in seq.token_ids:
             os._exit(9)
         return self.slots[slots]
 
-    def _logits(self, item: ScheduledSequence, ids: np.ndarray) -> torch.Tensor:
+    def _logits(self, item: ScheduledSequence, ids: np.ndarray, num_ahead: int) -> torch.Tensor:
+        """After the tokens ``ids``, of which ``num_ahead`` are guesses."""
         if self.nan_token in item.seq.token_ids:
             return torch.full((self.vocab_size,), float("nan"))
-        logits = torch.from_numpy(
-            np.random.default_rng(zlib.crc32(ids.tobytes())).standard_normal(
-                self.vocab_size, dtype=np.float32
-            )
-        )
+        logits = self.logits_after(ids)
         if self.script:
-            logits[self.script[item.seq.num_output % len(self.script)]] = 1e4
+            logits[self.script[(item.seq.num_output + num_ahead) % len(self.script)]] = 1e4
         return logits
+
+    def logits_after(self, ids: np.ndarray) -> torch.Tensor:
+        """Logits [V] for what follows the tokens ``ids``."""
+        random = np.random.default_rng(zlib.crc32(ids.tobytes()))
+        return torch.from_numpy(random.standard_normal(self.vocab_size, dtype=np.float32))
 
 
 def fake_engine(artifact_dir: str = "", options: dict[str, Any] | None = None) -> Engine:
@@ -94,11 +113,18 @@ def fake_engine(artifact_dir: str = "", options: dict[str, Any] | None = None) -
             raise UserError("the artifact is broken", where=artifact_dir, fix="build it again")
         case "bug":
             raise KeyError("weights")
-    config = SchedulerConfig(
-        max_num_seqs=options.pop("max_num_seqs", 8),
-        max_num_batched_tokens=options.pop("max_num_batched_tokens", 32),
-        max_model_len=options.pop("max_model_len", 64),
-        block_size=options.get("block_size", 4),
-        num_blocks=options.get("num_blocks", 64),
-    )
-    return Engine(FakeRunner(**options), config)
+    limits = {
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 32,
+        "max_model_len": 64,
+        "block_size": 4,
+        "num_blocks": 64,
+    }
+    names = {f.name for f in fields(SchedulerConfig)}
+    config = SchedulerConfig(**limits | {name: options.pop(name) for name in names & options.keys()})
+    runner = FakeRunner(num_blocks=config.num_blocks, block_size=config.block_size, **options)
+    slots = config.num_offload_slots
+    engine = Engine(runner, config, store=MemorySlots(slots, runner.read_block(0).nbytes) if slots else None)
+    if slots:
+        engine.scheduler.kv.worth_saving = lambda: True  # a fake computes faster than anything can be copied
+    return engine

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-import logging
+import enum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from optkit import logs
 from optkit.errors import UserError
 
-LOADING, ACCESS = "Loading", "Access and load"
+LOADING, SCHEDULING, ACCESS = "Loading", "Scheduling and KV cache", "Access and load"
+
+
+class LogFormat(enum.StrEnum):
+    """What log lines look like (``optkit.logs``)."""
+
+    text = "text"
+    json = "json"
 
 
 def serve(
@@ -51,7 +59,71 @@ def serve(
         typer.Option(
             rich_help_panel=LOADING,
             help="Memory of the KV cache, such as 512MiB. It bounds how many tokens live at once; when it is "
-            "full, the youngest sequence waits and is computed again.",
+            "full, the youngest sequence waits, and what is lost of its KV by then is computed again.",
+        ),
+    ] = None,
+    enable_prefix_caching: Annotated[
+        bool,
+        typer.Option(
+            rich_help_panel=SCHEDULING,
+            help="Keep the KV of finished sequences for prompts that begin alike, as long as there is room.",
+        ),
+    ] = True,
+    kv_offload_bytes: Annotated[
+        str | None,
+        typer.Option(
+            rich_help_panel=SCHEDULING,
+            help="Keep KV that the cache has no room for in so much host memory, such as 1GiB: a chat that pauses "
+            "goes on without prefill.",
+        ),
+    ] = None,
+    kv_offload_dir: Annotated[
+        Path | None,
+        typer.Option(
+            rich_help_panel=SCHEDULING,
+            help="Keep it in a file in this directory instead of memory. The file has no name and is gone with the "
+            "server.",
+        ),
+    ] = None,
+    scheduling_policy: Annotated[
+        str,
+        typer.Option(
+            rich_help_panel=SCHEDULING,
+            help="fcfs: first come, first served. slo: who has least time left for its first token goes first, and "
+            "long prompts are computed in pieces that keep the others on time.",
+        ),
+    ] = "fcfs",
+    ttft_slo_ms: Annotated[
+        float | None,
+        typer.Option(
+            min=1, rich_help_panel=SCHEDULING, help="Promised time to first token. Default: the recipe's."
+        ),
+    ] = None,
+    tpot_slo_ms: Annotated[
+        float | None,
+        typer.Option(
+            min=1, rich_help_panel=SCHEDULING, help="Promised time per output token. Default: the recipe's."
+        ),
+    ] = None,
+    enforce_ttft_slo: Annotated[
+        bool,
+        typer.Option(
+            rich_help_panel=SCHEDULING,
+            help="Answer 429 at once when the first token is predicted to come later than promised.",
+        ),
+    ] = False,
+    speculative_model: Annotated[
+        str | None,
+        typer.Option(
+            rich_help_panel=SCHEDULING,
+            help="Guess several tokens and check them in one step: ngram copies what followed the last tokens "
+            "before; another artifact with the same tokenizer guesses with its model. Answers stay the same.",
+        ),
+    ] = None,
+    num_speculative_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=64, rich_help_panel=SCHEDULING, help="Most tokens guessed at once. Default: 8."
         ),
     ] = None,
     threads: Annotated[
@@ -74,8 +146,8 @@ def serve(
         Path | None,
         typer.Option(
             rich_help_panel=ACCESS,
-            help="File with the key that clients send as a bearer token. Or set OPTKIT_API_KEY. There is no "
-            "--api-key, because every user of the machine can read command lines.",
+            help="File with the keys that clients send as bearer tokens, one a line. Or set OPTKIT_API_KEY to "
+            "one. There is no --api-key, because every user of the machine can read command lines.",
         ),
     ] = None,
     max_queue: Annotated[
@@ -86,6 +158,18 @@ def serve(
             help="Sequences that may wait beyond those that run; more are answered 429 at once.",
         ),
     ] = 256,
+    request_timeout: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            rich_help_panel=ACCESS,
+            help="Seconds from a request's arrival to its last token, queue included; then it ends with an error. "
+            "0: no limit.",
+        ),
+    ] = 600.0,
+    log_format: Annotated[
+        LogFormat, typer.Option(rich_help_panel=ACCESS, help="Log lines for people or for machines.")
+    ] = LogFormat.text,
     shutdown_timeout: Annotated[
         int,
         typer.Option(
@@ -97,13 +181,15 @@ def serve(
 ) -> None:
     """Serve an artifact over OpenAI's HTTP API, with streaming and Prometheus metrics.
 
-    Prints one line when it is ready. Ctrl-C ends it, a second Ctrl-C at once. Exit code 1: the engine died.
+    Prints one line when it is ready. Ctrl-C ends it, a second Ctrl-C at once. An engine that dies is started again;
+    exit code 1: it died again and again.
     """
     _check_serve_extra()
+    logs.configure(log_format.value)
     from optkit.runtime.launch import launch
 
     with launch(threads=threads) as engine:  # it imports while this process does
-        from optkit.serve.address import read_api_key
+        from optkit.serve.address import read_api_keys
         from optkit.serve.server import ServeOptions, run
 
         options = ServeOptions(
@@ -112,15 +198,24 @@ def serve(
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
-            kv_cache_bytes=_bytes(kv_cache_bytes),
+            kv_cache_bytes=_bytes(kv_cache_bytes, "--kv-cache-bytes"),
+            enable_prefix_caching=enable_prefix_caching,
+            kv_offload_bytes=_bytes(kv_offload_bytes, "--kv-offload-bytes"),
+            kv_offload_dir=str(kv_offload_dir.absolute()) if kv_offload_dir else None,
+            scheduling_policy=scheduling_policy,
+            ttft_slo_ms=ttft_slo_ms,
+            tpot_slo_ms=tpot_slo_ms,
+            enforce_ttft_slo=enforce_ttft_slo,
+            speculative_model=speculative_model,
+            num_speculative_tokens=num_speculative_tokens,
             served_model_names=tuple(served_model_name or ()),
-            api_key=read_api_key(api_key_file),
+            api_keys=read_api_keys(api_key_file),
             max_queue=max_queue,
+            request_timeout=request_timeout,
             threads=threads,
             shutdown_timeout=shutdown_timeout,
             trust_artifact_code=trust_artifact_code,
         )
-        _log_to_stderr()
         raise typer.Exit(run(artifact, options, launched=engine))
 
 
@@ -132,14 +227,10 @@ def _check_serve_extra() -> None:
             raise UserError(f"'{module}' is not installed", fix="pip install 'optkit[serve]'")
 
 
-def _bytes(text: str | None) -> int | None:
+def _bytes(text: str | None, option: str) -> int | None:
     from optkit.recipe import parse_bytes
 
     try:
         return None if text is None else parse_bytes(text)
     except ValueError as error:
-        raise UserError(str(error), where="--kv-cache-bytes", fix="write it as 512MiB or 1GiB") from error
-
-
-def _log_to_stderr() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+        raise UserError(str(error), where=option, fix="write it as 512MiB or 1GiB") from error

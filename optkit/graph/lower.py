@@ -9,6 +9,7 @@ it; a step runs there if its number of tokens has code, else in the first. Lower
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -54,6 +55,18 @@ class Executable:
         self.vocab_size = graph.meta.vocab_size
         self.max_model_len = graph.meta.max_model_len
         self.kernels = chosen
+        self._programs = [n.target for n in module.graph.nodes if hasattr(n.target, "bytes_per_row")]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights as they are packed, those that share memory counted once."""
+        tensors = [*self.module.buffers(), *(t for program in self._programs for t in program.constants)]
+        return sum({t.data_ptr(): t.nbytes for t in tensors}.values())
+
+    def workspace_bytes(self, num_tokens: int, num_rows: int) -> int:
+        """Memory that native programs work in, for a step of ``num_tokens`` tokens and ``num_rows`` rows of logits."""
+        sizes = (num_tokens, num_rows)
+        return max((sum(map(operator.mul, sizes, p.bytes_per_row)) for p in self._programs), default=0)
 
     @torch.inference_mode()
     def __call__(self, inputs: Mapping[str, Tensor]) -> Tensor:

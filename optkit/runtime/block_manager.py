@@ -4,81 +4,156 @@ The KV pool of every attention layer is an array of ``num_blocks`` blocks of ``b
 attention, Kwon et al. 2023). A sequence owns a list of block numbers, its *block table*: token ``t`` lives in
 slot ``table[t // block_size] * block_size + t % block_size``. One table serves all layers.
 
-Why the placement matters: when a table is contiguous and ascending, the attention kernel reads K and V as a
-*view* of the pool; a scattered table costs a gather at every step. So a new sequence is placed, if it can be,
-where the tokens it may still produce have room too: the blocks after it are *held*. Holding is a preference and
-never a promise: held blocks count as free, and are taken when nothing else is left.
+A block is in one of four states::
+
+    FREE    nobody wants it
+    HELD    free, but a sequence hopes to grow into it
+    USED    in one or more tables (a reference count); shared blocks are full and never written again
+    CACHED  in no table, but its KV may be asked for again: least recently released goes first
+
+Free, held and cached blocks are all *available*. What is taken first: the block after the table's last one, a run of
+free blocks, a held block, and only then the oldest cached one, whose content is lost (``on_evict`` is told before).
+
+Why the placement matters: when a table is contiguous and ascending, an attention kernel may read K and V as a *view*
+of the pool. So a new table is placed, if it can be, where the tokens it may still produce have room too: the
+blocks after it are *held*. Holding is a preference and never a promise.
 
 Plain ints, no torch. ``_state`` is one byte per block, so a run of free blocks is found with ``bytearray.find``.
-A prefix cache would turn USED into a reference count; only ``_take`` and ``free`` would change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
 
-FREE, HELD, USED = 0, 1, 2
+FREE, HELD, USED, CACHED = 0, 1, 2, 3
 
 
 class BlockManager:
-    """A fixed pool of KV blocks and the tables that own them."""
+    """A fixed pool of KV blocks and the tables that own them.
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    Args:
+        keep: whether a block that no table owns any more becomes CACHED instead of FREE.
+        on_evict: called with a cached block just before it is given to someone else.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        keep: Callable[[int], bool] = lambda block: False,
+        on_evict: Callable[[int], None] = lambda block: None,
+    ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
+        self._keep, self._on_evict = keep, on_evict
         self.num_used = 0
         self._state = bytearray(num_blocks)
-        self._held_until: dict[int, int] = {}  # first block of a table -> end of the run held for it
+        self._references = [0] * num_blocks
+        self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._held_until: dict[int, int] = {}  # first block of a run -> end of the run held with it
 
     @property
-    def num_free(self) -> int:
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be had: free, held or cached."""
         return self.num_blocks - self.num_used
 
     def blocks_for(self, num_tokens: int) -> int:
         """How many blocks ``num_tokens`` tokens need."""
         return -(-num_tokens // self.block_size)
 
+    def is_cached(self, block: int) -> bool:
+        """True for a block that is in no table and still has its KV."""
+        return self._state[block] == CACHED
+
     def extend(self, table: list[int], num_tokens: int, expected_tokens: int = 0) -> bool:
         """Grow ``table`` in place until ``num_tokens`` fit; False, and nothing changed, if blocks run out.
 
-        ``expected_tokens`` is how long the sequence may become; it only steers where a new table is placed.
+        ``expected_tokens`` is how long the sequence may become; it only steers where the blocks are.
         """
         need = self.blocks_for(num_tokens) - len(table)
-        if need > self.num_free:
+        if need > self.num_available:
             return False
+        expected = self.blocks_for(expected_tokens) - len(table)
         for i in range(need):
-            block = self._next(table) if table else self._place(need - i, self.blocks_for(expected_tokens))
+            block = self._after(table)
+            if block is None:
+                block = self._place(need - i, expected - i)
             self._take(block)
             table.append(block)
         return True
 
+    def share(self, block: int) -> None:
+        """One more table owns a used or cached ``block``; the caller appends it."""
+        assert self._state[block] in (USED, CACHED), f"block {block} has no content to share"
+        if self._state[block] == CACHED:
+            del self._cached[block]
+            self._state[block] = USED
+            self.num_used += 1
+        self._references[block] += 1
+
     def free(self, table: list[int]) -> None:
-        """Give all blocks of ``table`` back and empty it."""
-        if not table:
-            return
-        end = self._held_until.pop(table[0], 0)
-        for block in table:
-            assert self._state[block] == USED, f"block {block} freed twice"
-            self._state[block] = FREE
-        self.num_used -= len(table)
-        held = self._state[table[0] : end]
-        self._state[table[0] : table[0] + len(held)] = held.replace(bytes([HELD]), bytes([FREE]))
+        """Take ``table`` out of the owners of its blocks and empty it.
+
+        The last block is released first: of a cached prefix the end goes before what leads to it.
+        """
+        for block in reversed(table):
+            assert self._references[block] > 0, f"block {block} freed twice"
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                self._release(block)
         table.clear()
 
+    def forget(self, block: int) -> None:
+        """The content of ``block`` is not wanted any more; if it was only cached, it is free."""
+        if self._state[block] == CACHED:
+            del self._cached[block]
+            self._state[block] = FREE
+
     def check(self, tables: Iterable[list[int]]) -> None:
-        """Raise AssertionError unless the live ``tables`` own exactly the used blocks, each once."""
-        owned = [block for table in tables for block in table]
-        assert len(owned) == len(set(owned)), "a block is owned twice"
-        assert all(self._state[block] == USED for block in owned), "a table holds a free block"
+        """Raise AssertionError unless the live ``tables`` own exactly the used blocks, as often as they are counted."""
+        owned = Counter(block for table in tables for block in table)
+        assert all(self._state[block] == USED for block in owned), "a table holds a block that is not used"
+        assert all(self._references[block] == count for block, count in owned.items()), (
+            "a wrong reference count"
+        )
         assert len(owned) == self.num_used == self._state.count(USED), "a used block belongs to no table"
-        assert self.num_free + self.num_used == self.num_blocks
+        assert all(count == 0 for block, count in enumerate(self._references) if block not in owned)
+        assert self._state.count(CACHED) == len(self._cached), "the cached blocks are miscounted"
+        assert all(self._state[block] == CACHED for block in self._cached)
+        num_free = self._state.count(FREE) + self._state.count(HELD)
+        assert num_free + self.num_cached + self.num_used == self.num_blocks
 
     def _take(self, block: int) -> None:
         assert self._state[block] != USED, f"block {block} taken twice"
+        if self._state[block] == CACHED:
+            self._on_evict(block)
+            del self._cached[block]
         self._state[block] = USED
+        self._references[block] = 1
         self.num_used += 1
 
+    def _release(self, block: int) -> None:
+        self.num_used -= 1
+        if self._keep(block):
+            self._state[block] = CACHED
+            self._cached[block] = None
+        else:
+            self._state[block] = FREE
+        end = self._held_until.pop(block, 0)
+        held = self._state[block:end]
+        self._state[block : block + len(held)] = held.replace(bytes([HELD]), bytes([FREE]))
+
+    def _after(self, table: list[int]) -> int | None:
+        """The block after the table's last one, if it is free."""
+        block = table[-1] + 1 if table else self.num_blocks
+        return block if block < self.num_blocks and self._state[block] in (FREE, HELD) else None
+
     def _place(self, need: int, expected: int) -> int:
-        """First block of a new table: the first run that fits all it may need, else what it needs now."""
+        """Where a table goes on: at the first free run that fits all it may need, else what it needs now."""
         for size in (max(need, expected), need):
             start = self._state.find(bytes(size))
             if start >= 0:
@@ -87,12 +162,9 @@ class BlockManager:
                 return start
         return self._any()
 
-    def _next(self, table: list[int]) -> int:
-        """The block after the table's last one if it can be had, else any."""
-        block = table[-1] + 1
-        return block if block < self.num_blocks and self._state[block] != USED else self._any()
-
     def _any(self) -> int:
-        """A free block that nobody hopes for, else the last held one."""
+        """A free block that nobody hopes for, else the last held one, else the oldest cached one."""
         block = self._state.find(FREE)
-        return block if block >= 0 else self._state.rfind(HELD)
+        if block < 0:
+            block = self._state.rfind(HELD)
+        return block if block >= 0 else next(iter(self._cached))

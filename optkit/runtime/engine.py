@@ -11,15 +11,20 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
+from optkit.runtime.cost_model import CostModel
 from optkit.runtime.kv_cache import memory_plan
+from optkit.runtime.logprobs import LogprobRunner
+from optkit.runtime.offload import CorruptSlot, SlotStore
 from optkit.runtime.sampler import sample
-from optkit.runtime.scheduler import Scheduler, SchedulerConfig
+from optkit.runtime.scheduler import Proposer, Result, Scheduler, SchedulerConfig
+from optkit.runtime.speculative import first_rows, verify
 from optkit.runtime.types import (
     Batch,
     EngineRefusal,
@@ -30,35 +35,86 @@ from optkit.runtime.types import (
     Runner,
     SamplingParams,
     TokenOutput,
+    Transfer,
 )
 
 logger = logging.getLogger(__name__)
 
+COPY_WEIGHT = 0.1  # of the latest copy in the mean of all
+FORGIVENESS = 0.99  # a block that was not saved makes the next one likelier: one stall is not for ever
 MODEL_FAILED = Failure("the model failed on this request")
 
 
 class Engine:
     """Serves requests on one runner, one ``step`` at a time."""
 
-    def __init__(self, runner: Runner, config: SchedulerConfig) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        config: SchedulerConfig,
+        store: SlotStore | None = None,
+        proposer: Proposer | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        cost: CostModel | None = None,
+    ) -> None:
         if (runner.num_blocks, runner.block_size) != (config.num_blocks, config.block_size):
             raise ValueError("the runner's KV pool and the scheduler's config disagree")
-        self.runner, self.config = runner, config
-        self.scheduler = Scheduler(config)
+        if config.num_offload_slots and store is None:
+            raise ValueError("there are offload slots, but no store for them")
+        self.runner, self.config, self.store = runner, config, store
+        self.scheduler = Scheduler(config, clock, cost, proposer)
+        self.logprobs = LogprobRunner(runner)
+        self.scheduler.kv.worth_saving = self._worth_saving
+        self._copy_seconds = 0.0  # of a block, one way
         self._ids = itertools.count()
 
     def step(self) -> list[TokenOutput]:
         """Compute the next tokens of whoever is due."""
-        batch = self.scheduler.schedule()
+        batch = self._transfer(self.scheduler.schedule())
         results = self._run(batch) if batch.items else []
-        return self.scheduler.update(batch, results)
+        return self.logprobs.attach(batch, self.scheduler.update(batch, results))
 
-    def _run(self, batch: Batch) -> list[int | Failure | None]:
-        """For each item its token, None if its prompt goes on, or its failure."""
+    def _transfer(self, batch: Batch) -> Batch:
+        """Copy KV between pool and store; the batch without the sequences whose KV could not be loaded."""
+        for transfer in batch.transfers:
+            try:
+                self._copy(transfer)
+            except (OSError, CorruptSlot):
+                logger.exception("KV of a block could not be %s", "saved" if transfer.save else "loaded")
+                self.scheduler.transfer_failed(transfer)
+        if not batch.transfers:
+            return batch
+        running = set(map(id, self.scheduler.running))
+        return replace(batch, items=tuple(item for item in batch.items if id(item.seq) in running))
+
+    def _worth_saving(self) -> bool:
+        """Saving a block and loading it again takes less time than computing it again."""
+        pays = 2 * self._copy_seconds < self.scheduler.cost.added_seconds(self.config.block_size)
+        if not pays:
+            self._copy_seconds *= FORGIVENESS
+        return pays
+
+    def _copy(self, transfer: Transfer) -> None:
+        assert self.store is not None
+        start = time.perf_counter()
+        if transfer.save:
+            self.store.write(transfer.slot, self.runner.read_block(transfer.block))
+        else:
+            self.runner.write_block(transfer.block, self.store.read(transfer.slot))
+        took = time.perf_counter() - start
+        self._copy_seconds += COPY_WEIGHT * (took - self._copy_seconds)
+
+    def _run(self, batch: Batch) -> list[Result]:
+        """For each item its tokens, None if its prompt goes on, or its failure."""
         try:
-            logits = self.runner.execute(batch)
-            tokens = iter(sample(logits, [item.seq for item in batch.items if item.needs_logits]))
-            return [next(tokens) if item.needs_logits else None for item in batch.items]
+            logits = self.logprobs.execute(batch)
+            due = [item for item in batch.items if item.needs_logits]
+            rows = first_rows(due)
+            plain = logits if len(logits) == len(due) else logits[rows]
+            sampled = sample(plain, [item.seq for item in due])
+            self.logprobs.record(due, plain, sampled)
+            results = iter(verify(due, sampled, logits, rows))
+            return [next(results) if item.needs_logits else None for item in batch.items]
         except torch.AcceleratorError:
             raise  # the device is gone for everyone
         except Exception:
@@ -75,7 +131,7 @@ class Engine:
         """Queue a request; ``EngineRefusal`` if it can never be served."""
         wrong = [
             t
-            for t in request.prompt_ids + request.sampling.stop_token_ids
+            for t in request.prompt_ids + request.sampling.named_tokens
             if not 0 <= t < self.runner.vocab_size
         ]
         if wrong:
@@ -86,6 +142,10 @@ class Engine:
         """Drop a request and free its KV; None if it is not here (any more)."""
         return self.scheduler.abort(request_id)
 
+    def reset_prefix_cache(self) -> None:
+        """Forget the KV that no running sequence holds, in the pool and offloaded."""
+        self.scheduler.reset_prefix_cache()
+
     def stats(self) -> EngineStats:
         return self.scheduler.stats()
 
@@ -94,6 +154,8 @@ class Engine:
         c = self.config
         runner = self.runner
         plan = memory_plan(c.num_blocks, c.block_size, runner.kv_bytes, c.max_model_len, runner.kv_dtype)
+        workspace = runner.workspace_bytes(c.max_num_batched_tokens, c.max_num_seqs)
+        plan = replace(plan, weight_bytes=runner.weight_bytes, workspace_bytes=workspace)
         return asdict(c) | {"vocab_size": runner.vocab_size, "memory_plan": asdict(plan)}
 
     def generate(

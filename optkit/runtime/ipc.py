@@ -38,6 +38,10 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     request_id: str
 
 
+class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache"):
+    """Forget the KV that no running sequence holds."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Leave now; requests in flight are dropped."""
 
@@ -68,7 +72,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     is_user_error: bool = False
 
 
-ToWorker = Load | Add | Abort | Shutdown
+ToWorker = Load | Add | Abort | ResetPrefixCache | Shutdown
 FromWorker = Ready | Step | Heartbeat | Failed
 
 to_worker = msgspec.msgpack.Decoder(ToWorker)

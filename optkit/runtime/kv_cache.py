@@ -28,9 +28,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What a KV pool costs and holds. ``num_sequences`` of ``sequence_length`` tokens fit at once.
+    """What a runtime costs and a KV pool holds. ``num_sequences`` of ``sequence_length`` tokens fit at once.
 
-    ``dtype`` is what it stores, for people (``dtype_label``).
+    ``dtype`` is what the pool stores, for people (``dtype_label``). ``weight_bytes`` and ``workspace_bytes`` (at the
+    largest step) are 0 where they are not known.
     """
 
     num_blocks: int
@@ -39,6 +40,8 @@ class MemoryPlan:
     sequence_length: int
     num_sequences: int
     dtype: str
+    weight_bytes: int = 0
+    workspace_bytes: int = 0
 
 
 def allocate(

@@ -11,36 +11,53 @@ import ctypes
 import gc
 import os
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from optkit.artifact import Artifact
 from optkit.errors import UserError
 from optkit.graph.lower import Executable
 from optkit.recipe import Recipe
+from optkit.runtime.cost_model import CostModel
+from optkit.runtime.draft_model import DraftModel
 from optkit.runtime.engine import Engine
 from optkit.runtime.kv_cache import block_bytes, blocks_for_bytes
+from optkit.runtime.offload import SlotStore, open_store
+from optkit.runtime.proposer import Lengths, NgramProposer, Speculator
 from optkit.runtime.runner import ModelRunner
 from optkit.runtime.scheduler import SchedulerConfig
 from optkit.runtime.types import SamplingParams
 
 WARM_UP_TOKENS = (33, 1)  # one prefill and the decode after it
+PREFILL_TARGET_TOKENS = 256  # on a CPU, where matrix products reach full speed at 128 to 256 rows
+NUM_SPECULATIVE_TOKENS = 8
 
 
 def load_engine(artifact_dir: str, options: Mapping[str, Any]) -> Engine:
     """The engine of an artifact.
 
-    ``options`` may hold ``max_model_len``, ``max_num_seqs``, ``max_num_batched_tokens``, ``kv_cache_bytes`` and
-    ``trust_artifact_code``.
+    ``options``: those of ``optkit serve`` that concern the engine, under their names; None and a missing one leave the
+    recipe, then the default, its say. Sizes are bytes, SLOs milliseconds.
     The API process verified the artifact's hashes just before; they are not computed twice.
 
     Raises:
-        UserError: the artifact can't be loaded, or the KV budget holds not even one sequence.
+        UserError: the artifact can't be loaded, or the options ask for what cannot be.
     """
     os.environ.setdefault("ONEDNN_CACHE_CONTEXT_UNSAFE", "1")  # weights never move: skip primitive rebuilds
+    given = {k: v for k, v in options.items() if v is not None}
     artifact = Artifact.open(artifact_dir, verify=False)
-    model = artifact.executable(trust_code=bool(options.get("trust_artifact_code")))
-    config = scheduler_config(model, artifact.recipe, {k: v for k, v in options.items() if v is not None})
-    engine = Engine(ModelRunner(model, config.num_blocks, config.block_size), config)
+    model = artifact.executable(trust_code=bool(given.get("trust_artifact_code")))
+    config, store = scheduler_config(model, artifact.recipe, given), None
+    if "kv_offload_dir" in given and "kv_offload_bytes" not in given:
+        raise UserError(
+            "it says where, and not how much", where="kv_offload_dir", fix="give --kv-offload-bytes"
+        )
+    if "kv_offload_bytes" in given:
+        config, store = offloading(config, model, given)
+    cost = CostModel()
+    runner = ModelRunner(model, config.num_blocks, config.block_size)
+    engine = Engine(runner, config, store, speculator(artifact, cost, given), cost=cost)
     warm_up(engine)
     trim_heap()
     return engine
@@ -64,13 +81,69 @@ def scheduler_config(model: Executable, recipe: Recipe, options: Mapping[str, An
             f"the model's context is {model.max_model_len} tokens, {asked} were asked for",
             where="max_model_len",
         )
-    return SchedulerConfig(
-        max_num_seqs=int(options.get("max_num_seqs", runtime.max_num_seqs)),
-        max_num_batched_tokens=int(options.get("max_num_batched_tokens", runtime.max_num_batched_tokens)),
-        max_model_len=min(int(asked), blocks * runtime.block_size),
-        block_size=runtime.block_size,
-        num_blocks=blocks,
-    )
+    try:
+        return SchedulerConfig(
+            max_num_seqs=int(options.get("max_num_seqs", runtime.max_num_seqs)),
+            max_num_batched_tokens=int(options.get("max_num_batched_tokens", runtime.max_num_batched_tokens)),
+            max_model_len=min(int(asked), blocks * runtime.block_size),
+            block_size=runtime.block_size,
+            num_blocks=blocks,
+            policy=options.get("scheduling_policy", "fcfs"),
+            ttft_slo=seconds(options.get("ttft_slo_ms", recipe.slo.ttft_ms)),
+            tpot_slo=seconds(options.get("tpot_slo_ms", recipe.slo.tpot_ms)),
+            enforce_ttft_slo=options.get("enforce_ttft_slo", False),
+            prefill_target_tokens=PREFILL_TARGET_TOKENS if recipe.target == "cpu" else 0,
+            enable_prefix_caching=options.get("enable_prefix_caching", True),
+        )
+    except ValueError as error:
+        raise UserError(str(error), where="options of the runtime", fix="optkit serve --help") from error
+
+
+def offloading(
+    config: SchedulerConfig, model: Executable, options: Mapping[str, Any]
+) -> tuple[SchedulerConfig, SlotStore]:
+    """``config`` with slots for evicted KV, and where they are."""
+    if not config.enable_prefix_caching:
+        raise UserError(
+            "it keeps what the prefix cache evicts, and that is off",
+            where="kv_offload_bytes",
+            fix="leave out --kv-offload-bytes, or --no-enable-prefix-caching",
+        )
+    directory = options.get("kv_offload_dir")
+    slot = block_bytes(model.kv_specs, config.block_size)
+    num_slots, store = open_store(options["kv_offload_bytes"], slot, Path(directory) if directory else None)
+    return replace(config, num_offload_slots=num_slots), store
+
+
+def speculator(artifact: Artifact, cost: CostModel, options: Mapping[str, Any]) -> Speculator | None:
+    """Guesses as ``speculative_model`` says, ``ngram`` or another artifact; or none."""
+    method = options.get("speculative_model")
+    if method is None:
+        return None
+    lengths = Lengths(cost, options.get("num_speculative_tokens", NUM_SPECULATIVE_TOKENS))
+    return Speculator(NgramProposer() if method == "ngram" else draft_model(artifact, method), lengths)
+
+
+def draft_model(artifact: Artifact, directory: str) -> DraftModel:
+    """The model of another artifact, which must have the same tokenizer. Its own recipe sizes it.
+
+    Raises:
+        UserError: it has another tokenizer, or can't be loaded.
+    """
+    draft = Artifact.open(directory)
+    ours, theirs = ((a.directory / "tokenizer.json").read_bytes() for a in (artifact, draft))
+    if ours != theirs:
+        raise UserError(
+            "it has another tokenizer", where=directory, fix="say ngram, or name another artifact"
+        )
+    model = draft.executable()
+    config = scheduler_config(model, draft.recipe, {})
+    runner = ModelRunner(model, config.num_blocks, config.block_size)
+    return DraftModel(runner, config.max_model_len, config.max_num_batched_tokens)
+
+
+def seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000
 
 
 def trim_heap() -> None:
@@ -85,3 +158,5 @@ def warm_up(engine: Engine) -> None:
     """Run a prefill and a few decodes, so that lazily initialized libraries are ready before the first request."""
     length = min(WARM_UP_TOKENS[0], engine.config.max_model_len - 4)
     engine.generate([[1] * max(length, 1)], SamplingParams(max_tokens=3, temperature=0.0))
+    engine.reset_prefix_cache()
+    engine.scheduler.kv.reset_counters()

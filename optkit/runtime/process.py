@@ -4,7 +4,7 @@
 async iterator of ``TokenOutput``; leaving it early, by ``break`` with ``aclose`` or by cancellation, aborts the
 request and so frees its KV. When the worker dies, whatever the cause, the pipe closes and every open stream ends
 with an ERROR output: a client is told, never left hanging. The client does not restart the worker; a new
-``EngineClient`` does.
+``EngineClient`` does (``optkit.serve.supervisor``).
 """
 
 from __future__ import annotations
@@ -119,6 +119,10 @@ class EngineClient:
         """End a request: its stream gets an ABORT output, its KV is freed. Nothing happens if it is gone."""
         await self._send(ipc.Abort(request_id))
 
+    async def reset_prefix_cache(self) -> None:
+        """Have the engine forget the KV that no running sequence holds."""
+        await self._send(ipc.ResetPrefixCache())
+
     @property
     def stats(self) -> EngineStats:
         """The gauges of the engine, as of its last message."""
@@ -142,6 +146,11 @@ class EngineClient:
             self._last_message = min(now, self._last_message + stopped)
         self._last_tick = now
         self._ticking = asyncio.get_running_loop().call_later(TICK_SECONDS, self._tick)
+
+    def kill(self) -> None:
+        """End the worker without asking it; its streams are told when it has gone."""
+        if self._process is not None:
+            self._process.kill()
 
     async def wait_dead(self) -> None:
         """Return when a started worker has gone."""

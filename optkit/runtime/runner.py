@@ -25,6 +25,11 @@ class Executable(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
+    @property
+    def weight_bytes(self) -> int: ...
+
+    def workspace_bytes(self, num_tokens: int, num_rows: int) -> int: ...
+
     def __call__(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor: ...
 
 
@@ -42,6 +47,7 @@ class ModelRunner:
         self.num_blocks, self.block_size, self.vocab_size = num_blocks, block_size, model.vocab_size
         self.kv_bytes = num_blocks * block_bytes(model.kv_specs, block_size)
         self.kv_dtype = dtype_label(model.kv_specs)
+        self.weight_bytes, self.workspace_bytes = model.weight_bytes, model.workspace_bytes
         k_caches, v_caches = allocate(model.kv_specs, num_blocks, block_size, device)
         self.kv_pools: dict[str, torch.Tensor] = {}
         for spec, k, v in zip(model.kv_specs, k_caches, v_caches, strict=True):
@@ -49,13 +55,25 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> torch.Tensor:
-        """Logits [items with needs_logits, vocab_size] float32, in batch order."""
+        """Logits [sum of num_logits, vocab_size] float32, in batch order."""
         arrays = batch_inputs(batch, self.block_size)
         count = len(arrays["logits_index"])
         if count == 0:  # kernels need not handle zero rows: compute one and drop it
             arrays["logits_index"] = np.array([batch.num_tokens - 1], dtype=np.int64)
         inputs = {name: torch.from_numpy(array).to(self.device) for name, array in arrays.items()}
         return self.model(inputs | self.kv_pools)[:count]
+
+    def read_block(self, block: int) -> np.ndarray:
+        """The KV of ``block`` in all layers, as bytes [n] uint8 on the host."""
+        rows = [pool[block].view(torch.uint8).flatten() for pool in self.kv_pools.values()]
+        return torch.cat(rows).cpu().numpy()
+
+    def write_block(self, block: int, data: np.ndarray) -> None:
+        """Put back what ``read_block`` gave, into any block."""
+        rows = [pool[block].view(torch.uint8) for pool in self.kv_pools.values()]
+        parts = torch.tensor(data, device=self.device).split([row.numel() for row in rows])
+        for row, part in zip(rows, parts, strict=True):
+            row.copy_(part.view_as(row))
 
 
 def batch_inputs(batch: Batch, block_size: int) -> dict[str, np.ndarray]:
@@ -76,16 +94,21 @@ def batch_inputs(batch: Batch, block_size: int) -> dict[str, np.ndarray]:
         "query_start": query_start.astype(np.int32),
         "seq_lens": (starts + counts).astype(np.int32),
         "block_tables": tables,
-        "logits_index": query_start[1:][[item.needs_logits for item in items]] - 1,
+        "logits_index": last_rows(query_start[1:], np.array([item.num_logits for item in items])),
     }
+
+
+def last_rows(ends: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """The ``counts[i]`` rows before each of ``ends``, in order: [sum of counts] int64."""
+    first = np.cumsum(counts) - counts
+    return np.arange(counts.sum()) + np.repeat(ends - counts - first, counts)
 
 
 def new_tokens(batch: Batch) -> np.ndarray:
     """The tokens to compute, sequence after sequence: [T] int64."""
     ids: list[int] = []
     for item in batch.items:
-        start = item.seq.num_computed
-        ids += item.seq.token_ids[start : start + item.num_new]
+        ids += item.new_tokens
     return np.array(ids, dtype=np.int64)
 
 

@@ -2,7 +2,7 @@
 
 Each row is its own little world: its parameters, its random numbers, its errors. The order is vLLM's:
 
-    penalties -> min_tokens mask -> temperature -> min_p -> top_k -> top_p -> draw
+    allowed tokens, bias, min_tokens -> penalties -> temperature -> min_p -> top_k -> top_p -> draw
 
 Rows that are plainly greedy, the common case in tests and batch jobs, share one vectorised max.
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import random
 from collections.abc import Sequence as Seq
 
@@ -29,7 +30,9 @@ from optkit.runtime.types import Failure, SamplingParams, Sequence
 logger = logging.getLogger(__name__)
 
 GREEDY_BELOW = 1e-5  # a smaller temperature is greedy, as in vLLM
-TOP_P_GUESS = 512  # the nucleus nearly always lies in so few tokens; sorting the vocabulary is slow
+TOP_P_GUESS = (
+    512  # the nucleus nearly always lies in so few tokens, and finding them is cheaper than the exact cut
+)
 BAD_LOGITS = Failure("the model produced invalid numbers for this request")
 BAD_ROW = Failure("sampling failed for this request")
 
@@ -64,7 +67,8 @@ def best_tokens(logits: Tensor) -> tuple[list[int], list[bool]]:
 def is_plain_greedy(seq: Sequence) -> bool:
     """True when the token is simply the argmax of the logits."""
     p = seq.request.sampling
-    return p.temperature < GREEDY_BELOW and not has_penalties(p) and seq.num_output >= p.min_tokens
+    steered = has_penalties(p) or p.logit_bias or p.allowed_token_ids or seq.num_output < p.min_tokens
+    return p.temperature < GREEDY_BELOW and not steered
 
 
 def has_penalties(p: SamplingParams) -> bool:
@@ -83,14 +87,29 @@ def sample_or_fail(row: Tensor, seq: Sequence) -> int | Failure:
 def sample_row(logits: Tensor, seq: Sequence) -> int | Failure:
     """A token from ``logits`` [V] by the sequence's own parameters."""
     p = seq.request.sampling
+    logits = steer(logits, seq)
     logits = penalize(logits, seq) if has_penalties(p) else logits
-    if seq.num_output < p.min_tokens and p.stop_token_ids:
-        logits = logits.index_fill(0, torch.tensor(p.stop_token_ids, device=logits.device), float("-inf"))
     if not torch.isfinite(logits.max()):
         return BAD_LOGITS
     if p.temperature < GREEDY_BELOW:
         return int(logits.argmax())
     return draw(distribution(logits, p), uniform(p.seed, seq.num_output))
+
+
+def steer(logits: Tensor, seq: Sequence) -> Tensor:
+    """Logits [V] after ``allowed_token_ids``, ``logit_bias`` and ``min_tokens``; the argument stays as it is."""
+    p = seq.request.sampling
+    if p.allowed_token_ids:
+        allowed = torch.tensor(p.allowed_token_ids, device=logits.device)
+        logits = torch.full_like(logits, -math.inf).index_copy_(0, allowed, logits[allowed])
+    if p.logit_bias:
+        tokens, bias = (
+            torch.tensor(column, device=logits.device) for column in zip(*p.logit_bias, strict=True)
+        )
+        logits = logits.index_add(0, tokens, bias.to(logits.dtype))
+    if seq.num_output < p.min_tokens and p.stop_token_ids:
+        logits = logits.index_fill(0, torch.tensor(p.stop_token_ids, device=logits.device), -math.inf)
+    return logits
 
 
 def penalize(logits: Tensor, seq: Sequence) -> Tensor:
@@ -123,11 +142,34 @@ def nucleus(probs: Tensor, top_p: float) -> Tensor:
     values, tokens = probs.topk(min(TOP_P_GUESS, len(probs)))
     mass = values.cumsum(0)
     if mass[-1] < goal:
-        values, tokens = probs.sort(descending=True)
-        mass = values.cumsum(0)
+        return wide_nucleus(probs, top_p)
     keep = mass - values < goal
     keep[0] = True
     return torch.zeros_like(probs).index_copy_(0, tokens, values * keep)
+
+
+def wide_nucleus(probs: Tensor, top_p: float) -> Tensor:
+    """``nucleus`` for a flat distribution, by radix selection instead of a sort of the vocabulary.
+
+    The bits of positive floats order as the floats do. So two sums over 65,536 buckets, one of the upper 16 bits and
+    one of the lower, find the probability at which the mass of what is likelier reaches the goal.
+    """
+    mass, bits = probs.double(), probs.view(torch.int32)
+    goal = top_p * float(mass.sum())
+    upper, above = passing_bucket(bits >> 16, mass, goal)
+    inside = bits >> 16 == upper
+    lower, between = passing_bucket(bits[inside] & 0xFFFF, mass[inside], goal - above)
+    cut = upper << 16 | lower
+    ties = (bits == cut).nonzero()[:, 0]
+    num_kept = max(1, math.ceil((goal - above - between) / float(mass[ties[0]])))
+    return probs.masked_fill(bits < cut, 0.0).index_fill_(0, ties[num_kept:], 0.0)
+
+
+def passing_bucket(keys: Tensor, mass: Tensor, goal: float) -> tuple[int, float]:
+    """From the largest key down, the key at which the summed ``mass`` reaches ``goal``, and the mass above it."""
+    totals = torch.bincount(keys, mass).flip(0).cumsum(0)
+    at = int(torch.searchsorted(totals, min(goal, float(totals[-1]))))  # a sum may round below the goal
+    return len(totals) - 1 - at, float(totals[at - 1]) if at else 0.0
 
 
 def draw(probs: Tensor, u: float) -> int:

@@ -4,28 +4,38 @@ There are no phases. Every sequence has ``len(token_ids) - num_computed`` tokens
 is new, one when it decodes. A step gives out ``max_num_batched_tokens`` tokens (continuous batching, Yu et al.
 2022; chunked prefill, Agrawal et al. 2023):
 
-1. one token to each running sequence that needs exactly one, so that a long prompt never stalls a stream;
-2. chunks to running sequences that need more, oldest first;
-3. what is left admits waiting sequences, first come, first served.
+1. one token to each running sequence that needs exactly one, so that a long prompt never stalls a stream, and the
+   tokens that a proposer guesses will follow it (speculative decoding);
+2. a chunk of the prompt that is first in line, as large as the policy allows; the prompt may be running or waiting;
+3. more prompts, while they fit as a whole and the step has fewer than ``prefill_target_tokens`` of them. Then the
+   model computes at full speed, and another prompt would only delay those before it.
 
-Order: ``running`` and then ``waiting`` is always the order of arrival. Admission allocates KV for all tokens known
-so far, so only decodes can run out of blocks. Then the *youngest* running sequence is preempted: its KV is
-dropped and it waits, in front, to be recomputed with the tokens it has generated. The oldest is never
-preempted and ``refusal`` turns away what could not fit alone, so some sequence always advances.
-
-Trade-off: recompute costs prefill time that swapping would not; on one device with a fast prefill it is the
-simpler and usually the faster choice.
+Order: ``running`` and ``waiting`` are sorted by *rank*, which the policy (``fcfs`` or ``slo``) fixes on arrival.
+Admission allocates KV for all tokens known so far, so only decodes can run out of blocks. Then the *last* running
+sequence in rank is preempted: it gives its blocks back and waits to be admitted again, with the tokens it has
+generated. What of its KV is still cached or offloaded by then is taken over, the rest is computed again. The first
+in rank is never preempted and ``refusal`` turns away what could not fit alone, so some sequence always advances.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import bisect
+import heapq
+import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, fields
+from typing import Any, Protocol
 
-from optkit.runtime.block_manager import BlockManager
+from optkit.runtime.cost_model import CostModel, step_shape
+from optkit.runtime.forecast import Forecast
+from optkit.runtime.kv_manager import KVManager
+from optkit.runtime.policy import make_policy, promised_ttft
+from optkit.runtime.prefix_cache import PrefixCache
+from optkit.runtime.proposer import SpeculationStats
+from optkit.runtime.scheduler_config import SchedulerConfig
 from optkit.runtime.types import (
     Batch,
+    EngineOverload,
     EngineRefusal,
     EngineRequest,
     EngineStats,
@@ -34,74 +44,82 @@ from optkit.runtime.types import (
     ScheduledSequence,
     Sequence,
     TokenOutput,
+    Transfer,
 )
 
+__all__ = ["Result", "Scheduler", "SchedulerConfig"]
 
-@dataclass(frozen=True)
-class SchedulerConfig:
-    """The limits of a step and of the KV pool."""
+Result = tuple[int, ...] | Failure | None  # sampled tokens, why there are none, or a chunk with more to come
 
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    block_size: int
-    num_blocks: int
 
-    def __post_init__(self) -> None:
-        for f in fields(self):
-            if getattr(self, f.name) < 1:
-                raise ValueError(f"{f.name} must be at least 1, got {getattr(self, f.name)}")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
-                f"max_num_seqs ({self.max_num_seqs}), so that every running sequence can decode in each step"
-            )
+class Proposer(Protocol):
+    """Guesses what follows a sequence (``optkit.runtime.proposer``)."""
 
-    def final_length(self, num_prompt: int, max_tokens: int) -> int:
-        """The most tokens the sequence can reach."""
-        return min(num_prompt + max_tokens, self.max_model_len)
+    stats: SpeculationStats
 
-    def refusal(self, num_prompt: int, max_tokens: int) -> str | None:
-        """Why such a request can never be served, or None. Pure, so that the API process asks it too."""
-        if num_prompt < 1:
-            return "the prompt is empty"
-        if max_tokens < 1:
-            return "max_tokens must be at least 1"
-        if num_prompt >= self.max_model_len:
-            return f"the prompt has {num_prompt} tokens; the context of {self.max_model_len} leaves no room to answer"
-        need = self.final_length(num_prompt, max_tokens) - 1  # the last token is never computed
-        room = self.num_blocks * self.block_size
-        if need > room:
-            return f"the prompt and max_tokens need {need} tokens of KV cache; there are {room}"
-        return None
+    def propose(self, sequences: Seq[Sequence], limits: Seq[int]) -> list[tuple[int, ...]]:
+        """For each sequence at most ``limits[i]`` tokens, or none."""
+        ...
+
+    def observe(self, seq: Sequence, num_drafted: int, num_accepted: int) -> None: ...
+
+    def finished(self, seq: Sequence) -> None: ...
 
 
 class Scheduler:
-    """Queues of sequences and the KV blocks they own. Not thread-safe: one engine loop drives it."""
+    """Queues of sequences and the KV blocks they own. Not thread-safe: one engine loop drives it.
 
-    def __init__(self, config: SchedulerConfig) -> None:
-        self.config = config
-        self.blocks = BlockManager(config.num_blocks, config.block_size)
+    Args:
+        config: limits and policy.
+        clock: seconds; the one that stamps ``EngineRequest.arrival``.
+        cost: learns how long steps take.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        clock: Callable[[], float] = time.monotonic,
+        cost: CostModel | None = None,
+        proposer: Proposer | None = None,
+    ) -> None:
+        self.config, self.clock, self.cost = config, clock, cost or CostModel()
+        cache = PrefixCache(config.block_size) if config.enable_prefix_caching else None
+        self.kv = KVManager(config.num_blocks, config.block_size, cache, config.num_offload_slots)
+        self.policy = make_policy(config.policy, self.cost, config.ttft_slo, config.tpot_slo)
+        self.forecast = Forecast(config, self.policy, self.cost)
+        self.proposer = proposer
         self.running: list[Sequence] = []
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: list[Sequence] = []
         self.num_preemptions = 0
         self._sequences: dict[str, Sequence] = {}
-        self._iteration_tokens = 0
+        self._num_added = self._iteration_tokens = 0
+        self._step_start = 0.0
 
     @property
     def has_work(self) -> bool:
         return bool(self._sequences)
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request; ``EngineRefusal`` if it can never be served."""
+        """Queue a request.
+
+        Raises:
+            EngineRefusal: it can never be served.
+            EngineOverload: not within the promised time, and ``enforce_ttft_slo`` is set.
+        """
         reason = self.config.refusal(len(request.prompt_ids), request.sampling.max_tokens)
         if request.request_id in self._sequences:
             reason = f"a request with the id {request.request_id!r} is being served"
         if reason:
             raise EngineRefusal(reason)
         seq = Sequence(request, list(request.prompt_ids))
+        seq.progress.queued = self.clock()
+        work = seq.num_pending - self.kv.cached_tokens(seq)
+        seq.rank = (self.policy.rank(request, work), self._num_added)
+        if self.config.enforce_ttft_slo:
+            self._refuse_late(seq, work)
+        self._num_added += 1
         self._sequences[request.request_id] = seq
-        self.waiting.append(seq)
+        bisect.insort(self.waiting, seq, key=_rank)
 
     def abort(self, request_id: str) -> TokenOutput | None:
         """Drop a request and free its KV; None if it is not here (any more)."""
@@ -110,115 +128,248 @@ class Scheduler:
 
     def schedule(self) -> Batch:
         """The next step's work; an empty batch if there is none."""
+        self._step_start = self.clock()
         items = self._decodes()
-        items += self._prefills(self.config.max_num_batched_tokens - len(items))
-        items += self._admissions(self.config.max_num_batched_tokens - sum(item.num_new for item in items))
-        batch = Batch(tuple(items))
+        items += self._prefills(items)
+        batch = Batch(tuple(items), self.kv.take_transfers())
         self._iteration_tokens = batch.num_tokens
         return batch
 
-    def update(self, batch: Batch, results: Seq[int | Failure | None]) -> list[TokenOutput]:
-        """Record what the step did: for each item a sampled token, None (a chunk with more to come) or a failure."""
-        outputs = []
+    def update(self, batch: Batch, results: Seq[Result]) -> list[TokenOutput]:
+        """Record what the step did: for each item its sampled tokens, None (a chunk with more to come) or a failure."""
+        now = self.clock()
+        if batch.items and not batch.transfers:
+            self.cost.observe(step_shape(batch.items), now - self._step_start)
+        outputs: list[TokenOutput] = []
         for item, result in zip(batch.items, results, strict=True):
             if self._sequences.get(item.seq.request.request_id) is not item.seq:
                 continue  # aborted meanwhile
+            self._count_chunk(item, now)
             if isinstance(result, Failure):
+                self.kv.distrust(item.seq)
                 outputs.append(self._finish(item.seq, FinishReason.ERROR, error=result.message))
-                continue
-            item.seq.num_computed += item.num_new
-            if result is not None:
-                outputs.append(self._append(item.seq, result))
+            elif result is None:
+                item.seq.num_computed += item.num_new
+                self.kv.publish(item.seq)
+            else:
+                outputs += self._append(item, result)
         return outputs
 
-    def preempt_youngest(self) -> Sequence:
-        """Take KV from the youngest running sequence; it waits in front to be recomputed."""
-        seq = self.running.pop()
-        self.blocks.free(seq.block_table)
-        seq.num_computed = 0
-        self.waiting.appendleft(seq)
+    def transfer_failed(self, transfer: Transfer) -> None:
+        """KV that should have been saved or loaded was not: who relies on it starts over."""
+        self.kv.failed(transfer)
+        if not transfer.save:
+            for seq in [seq for seq in self.running if transfer.block in seq.block_table]:
+                self.preempt(seq)
+
+    def preempt(self, seq: Sequence) -> None:
+        """Take the blocks of a running sequence; it waits, at its rank, to be admitted again."""
+        self.running.remove(seq)
+        self.kv.release(seq)
+        bisect.insort(self.waiting, seq, key=_rank)
         self.num_preemptions += 1
-        return seq
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the KV that no running sequence holds, in the pool and offloaded."""
+        self.kv.reset()
 
     def stats(self) -> EngineStats:
+        kv = self.kv
         return EngineStats(
             num_running=len(self.running),
             num_waiting=len(self.waiting),
-            kv_blocks_used=self.blocks.num_used,
-            kv_blocks_total=self.blocks.num_blocks,
+            kv_blocks_used=kv.blocks.num_used,
+            kv_blocks_cached=kv.blocks.num_cached,
+            kv_blocks_total=kv.blocks.num_blocks,
+            kv_blocks_offloaded=len(kv.slots),
             num_preemptions=self.num_preemptions,
             iteration_tokens=self._iteration_tokens,
+            prefix_cache_queries=kv.num_queries,
+            prefix_cache_hits=kv.num_hits,
+            offload_saves=kv.num_saves,
+            offload_loads=kv.num_loads,
+            **self._speculation(),
         )
+
+    def _speculation(self) -> dict[str, Any]:
+        if self.proposer is None:
+            return {}
+        stats = self.proposer.stats
+        return {
+            "spec_decode_drafts": stats.num_drafts,
+            "spec_decode_draft_tokens": stats.num_draft_tokens,
+            "spec_decode_accepted_per_pos": tuple(stats.accepted_per_pos),
+        }
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
-        order = self.running + list(self.waiting)
-        assert {id(seq) for seq in order} == {id(seq) for seq in self._sequences.values()}
-        assert len(order) == len(self._sequences)
+        everyone = self.running + self.waiting
+        assert {id(seq) for seq in everyone} == {id(seq) for seq in self._sequences.values()}
+        assert len(everyone) == len(self._sequences)
         assert len(self.running) <= self.config.max_num_seqs
-        for seq in order:
+        for queue in (self.running, self.waiting):
+            assert queue == sorted(queue, key=_rank)
+        for seq in everyone:
             assert 0 <= seq.num_computed < len(seq.token_ids) <= self.config.max_model_len
-            assert len(seq.block_table) >= self.blocks.blocks_for(seq.num_computed)
+            assert len(seq.block_table) >= self.kv.blocks.blocks_for(seq.num_computed)
         assert not any(seq.block_table for seq in self.waiting)
-        self.blocks.check(seq.block_table for seq in self.running)
+        self.kv.check(self.running)
 
     def _decodes(self) -> list[ScheduledSequence]:
-        items = []
+        ready = []
         index = 0
         while index < len(self.running):  # preemption shortens the list from behind
             seq = self.running[index]
             if seq.num_pending == 1 and self._make_room(seq):
-                items.append(ScheduledSequence(seq, 1))
+                ready.append(seq)
             index += 1
-        return items
+        drafts = self._drafts(ready)
+        return [
+            ScheduledSequence(seq, 1 + len(draft), draft) for seq, draft in zip(ready, drafts, strict=True)
+        ]
+
+    def _drafts(self, sequences: list[Sequence]) -> list[tuple[int, ...]]:
+        """What may follow each of ``sequences``; only as far as there are blocks that nobody else needs."""
+        if self.proposer is None or not sequences:
+            return [()] * len(sequences)
+        budget = self.config.max_num_batched_tokens - len(self.running)
+        limits = [max(0, min(budget // len(sequences), self._draft_limit(seq))) for seq in sequences]
+        drafts = self.proposer.propose(sequences, limits)
+        return [
+            draft if draft and self._allocate(seq, len(draft)) else ()
+            for seq, draft in zip(sequences, drafts, strict=True)
+        ]
+
+    def _draft_limit(self, seq: Sequence) -> int:
+        """The last token of a sequence needs no KV, and the sampled token always comes on top of the draft."""
+        sampling = seq.request.sampling
+        if sampling.logprobs is not None or sampling.prompt_logprobs is not None:
+            return 0  # they are reported a token a step
+        return self._final_length(seq) - len(seq.token_ids) - 1
 
     def _make_room(self, seq: Sequence) -> bool:
-        """A KV slot for each token of ``seq``, preempting younger sequences; False if it is itself the youngest."""
+        """A KV slot for each token of ``seq``, preempting those after it; False if it is itself the last."""
         while not self._allocate(seq):
-            if self.preempt_youngest() is seq:
+            last = self.running[-1]
+            self.preempt(last)
+            if last is seq:
                 return False
         return True
 
-    def _prefills(self, budget: int) -> list[ScheduledSequence]:
-        items = []
-        for seq in self.running:
-            if seq.num_pending > 1 and budget > 0:
-                items.append(ScheduledSequence(seq, min(seq.num_pending, budget)))
-                budget -= items[-1].num_new
-        return items
-
-    def _admissions(self, budget: int) -> list[ScheduledSequence]:
-        items = []
-        while self.waiting and budget > 0 and len(self.running) < self.config.max_num_seqs:
-            seq = self.waiting[0]
-            growth = len(self.running)  # leave each running sequence a block to grow into
-            if self.blocks.blocks_for(len(seq.token_ids)) + growth > self.blocks.num_free:
+    def _prefills(self, decodes: list[ScheduledSequence]) -> list[ScheduledSequence]:
+        """Chunks of the prompts that are first in line, running or waiting."""
+        busy = step_shape(decodes)
+        left = self.config.max_num_batched_tokens - busy.tokens
+        target = self.config.prefill_target
+        items: list[ScheduledSequence] = []
+        full = False  # nobody who waits can be admitted; those that run go on all the same
+        partial = [seq for seq in self.running if seq.num_pending > 1]
+        for seq in heapq.merge(partial, list(self.waiting), key=_rank):
+            if full and not seq.block_table:
+                continue
+            limit = min(left, target) if items else left
+            if limit < 1 or (items and self._work(seq) > limit):
                 break
-            self._allocate(seq)
-            self.running.append(self.waiting.popleft())
-            items.append(ScheduledSequence(seq, min(seq.num_pending, budget)))
-            budget -= items[-1].num_new
+            if not seq.block_table and not self._admit(seq):
+                full = True
+                continue
+            num_new = min(seq.num_pending, limit)
+            if not items:
+                num_new = min(num_new, self.policy.chunk_limit(busy, seq.num_computed))
+            items.append(ScheduledSequence(seq, num_new))
+            left, target = left - num_new, target - num_new
         return items
 
-    def _allocate(self, seq: Sequence) -> bool:
-        expected = self.config.final_length(seq.num_prompt, seq.request.sampling.max_tokens)
-        return self.blocks.extend(seq.block_table, len(seq.token_ids), expected)
+    def _work(self, seq: Sequence) -> int:
+        """Tokens of ``seq`` that a prefill from here on has to compute."""
+        return seq.num_pending - (0 if seq.block_table else self.kv.cached_tokens(seq))
 
-    def _append(self, seq: Sequence, token: int) -> TokenOutput:
-        sampling = seq.request.sampling
-        if token in sampling.stop_token_ids:
-            return self._finish(seq, FinishReason.STOP)
-        seq.token_ids.append(token)
-        if len(seq.token_ids) == self.config.final_length(seq.num_prompt, sampling.max_tokens):
-            return self._finish(seq, FinishReason.LENGTH, (token,))
-        return TokenOutput(request_id=seq.request.request_id, token_ids=(token,))
+    def _admit(self, seq: Sequence) -> bool:
+        """Move ``seq`` from ``waiting`` to ``running``, if there is room and nobody before it waits."""
+        spare = len(self.running)  # leave each running sequence a block to grow into
+        if len(self.running) >= self.config.max_num_seqs:
+            return False
+        if not self.kv.admit(seq, self._final_length(seq), spare):
+            return False
+        self.waiting.remove(seq)
+        bisect.insort(self.running, seq, key=_rank)
+        if seq.progress.started is None:
+            seq.progress.started = self._step_start
+            seq.progress.cached_tokens = seq.num_computed
+            self.kv.count(seq)
+        return True
+
+    def _allocate(self, seq: Sequence, extra: int = 0) -> bool:
+        return self.kv.grow(seq, len(seq.token_ids) + extra, self._final_length(seq))
+
+    def _final_length(self, seq: Sequence) -> int:
+        return self.config.final_length(seq.num_prompt, seq.request.sampling.max_tokens)
+
+    def _count_chunk(self, item: ScheduledSequence, now: float) -> None:
+        if not item.seq.progress.reported:
+            item.seq.progress.prefill += now - self._step_start
+            item.seq.progress.num_chunks += 1
+
+    def _append(self, item: ScheduledSequence, tokens: tuple[int, ...]) -> list[TokenOutput]:
+        """Take over ``tokens``: those of the draft that were right, and the one sampled after them."""
+        seq, sampling = item.seq, item.seq.request.sampling
+        if item.draft and self.proposer:
+            self.proposer.observe(seq, len(item.draft), len(tokens) - 1)
+        outputs: list[TokenOutput] = []
+        for token in tokens:
+            seq.num_computed = len(seq.token_ids)  # the KV of what was known, and of a right draft, is there
+            if token in sampling.stop_token_ids:
+                return [*outputs, self._finish(seq, FinishReason.STOP)]
+            seq.token_ids.append(token)
+            if len(seq.token_ids) == self._final_length(seq):
+                return [*outputs, self._finish(seq, FinishReason.LENGTH, (token,))]
+            outputs.append(self._output(seq, (token,)))
+        self.kv.publish(seq)
+        return outputs
 
     def _finish(
         self, seq: Sequence, reason: FinishReason, token_ids: tuple[int, ...] = (), error: str | None = None
     ) -> TokenOutput:
         del self._sequences[seq.request.request_id]
         (self.running if seq in self.running else self.waiting).remove(seq)
-        self.blocks.free(seq.block_table)
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self.forecast.finished(seq)
+            self.kv.publish(seq)  # the next turn of a conversation begins with this answer
+        self.kv.release(seq)
+        if self.proposer:
+            self.proposer.finished(seq)
+        return self._output(seq, token_ids, reason, error)
+
+    def _output(
+        self,
+        seq: Sequence,
+        token_ids: tuple[int, ...],
+        finish_reason: FinishReason | None = None,
+        error: str | None = None,
+    ) -> TokenOutput:
+        first = None
+        if not seq.progress.reported:
+            seq.progress.reported = True
+            first = seq.progress.first_token(seq.request.arrival, self.clock())
         return TokenOutput(
-            request_id=seq.request.request_id, token_ids=token_ids, finish_reason=reason, error=error
+            request_id=seq.request.request_id,
+            token_ids=token_ids,
+            finish_reason=finish_reason,
+            error=error,
+            first=first,
         )
+
+    def _refuse_late(self, seq: Sequence, work: int) -> None:
+        """Raise EngineOverload if the first token of ``seq`` is predicted to come after its deadline."""
+        ahead = [
+            other for other in self.running + self.waiting if other.num_pending > 1 and other.rank < seq.rank
+        ]
+        wait = self.clock() - seq.request.arrival
+        wait += self.forecast.first_token(work, [(other, self._work(other)) for other in ahead], self.running)
+        late = wait - promised_ttft(self.config.ttft_slo or 0.0, self.cost.prefill_seconds(work))
+        if late > 0:
+            raise EngineOverload("the server cannot answer in the promised time; try again later", late)
+
+
+def _rank(seq: Sequence) -> tuple[float, int]:
+    return seq.rank

@@ -13,17 +13,30 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+
+    from optkit.runtime.prefix_cache import Node
 
 
 class EngineRefusal(ValueError):
     """A request the engine will never be able to serve; the message is the reason, fit for the client."""
 
 
+class EngineOverload(EngineRefusal):
+    """A request that cannot be served in the promised time; it may come again ``retry_after`` seconds later."""
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How tokens of one request are chosen (names and meanings as in the OpenAI and vLLM APIs).
 
     ``temperature=0`` is greedy. ``top_k=0`` and ``min_p=0`` are off. ``seed`` makes sampling reproducible.
+    ``logprobs`` and ``prompt_logprobs`` say how many likely tokens to report at each generated or prompt position;
+    0 is the token itself only, None nothing. An empty ``allowed_token_ids`` allows every token.
     """
 
     max_tokens: int
@@ -37,15 +50,37 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    @property
+    def named_tokens(self) -> tuple[int, ...]:
+        """Every token id that the parameters mention."""
+        return self.stop_token_ids + self.allowed_token_ids + tuple(token for token, _ in self.logit_bias)
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence to generate, as the API process hands it to the engine."""
+    """One sequence to generate, as the API process hands it to the engine.
+
+    Attributes:
+        arrival: ``time.monotonic()`` in the API process, before tokenization.
+        priority: a smaller one is served earlier, by policies that know of priorities.
+        cache_salt: sequences of different salts share no KV.
+    """
 
     request_id: str
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
-    arrival: float  # time.monotonic() in the API process, before tokenization
+    arrival: float
+    priority: int = 0
+    cache_salt: str = ""
+
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """False for a request that needs the logits of its whole prompt: cached KV comes without."""
+        return self.sampling.prompt_logprobs is None
 
 
 class FinishReason(enum.StrEnum):
@@ -55,24 +90,81 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"  # this request failed; ``TokenOutput.error`` says why
 
 
+class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
+    """Why the first token took as long as it did: seconds that add up to the time from arrival to it.
+
+    Attributes:
+        before_queue: from arrival to the engine's queue: reading, tokenizing, crossing the process border.
+        queue: in the queue, until the first step that computed something of it.
+        prefill: in steps that computed its prompt (and whatever else was in their batch).
+        chunk_wait: between those steps, while others were served or it was preempted.
+        num_chunks: steps that its prompt took.
+        cached_tokens: prompt tokens whose KV was there already.
+    """
+
+    before_queue: float
+    queue: float
+    prefill: float
+    chunk_wait: float
+    num_chunks: int
+    cached_tokens: int
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """The natural logarithm of a token's probability, and of the most likely ones at its position.
+
+    It is of the model's own distribution: before bias, penalties, temperature and filters.
+    """
+
+    token_id: int
+    logprob: float | None  # None: nothing precedes the first token of a prompt
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
+
+
 class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """What one engine step produced for one request."""
+    """What one engine step produced for one request.
+
+    Attributes:
+        token_ids: new tokens of this step; a stop token is not among them.
+        logprobs: of ``token_ids``, and of the stop token after them, when asked for.
+        prompt_logprobs: of the next prompt tokens, from the second on, when asked for.
+        error: why the request failed, for the client.
+        retry_after: seconds after which a request that was refused for lack of time may come again.
+        first: with the first token (or an end without one).
+    """
 
     request_id: str
-    token_ids: tuple[int, ...]  # new tokens of this step; a stop token is not among them
+    token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     error: str | None = None
+    retry_after: float | None = None
+    first: FirstToken | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Gauges of the engine after a step, for /metrics."""
+    """Gauges and counters of the engine after a step, for /metrics. Tokens, blocks, requests.
+
+    ``kv_blocks_cached`` are in no sequence and keep their KV until the room is needed. ``prefix_cache_queries`` are
+    prompt tokens that were looked up, ``prefix_cache_hits`` those that were found.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
     kv_blocks_used: int = 0
+    kv_blocks_cached: int = 0
     kv_blocks_total: int = 0
+    kv_blocks_offloaded: int = 0
     num_preemptions: int = 0
     iteration_tokens: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    offload_saves: int = 0
+    offload_loads: int = 0
+    spec_decode_drafts: int = 0
+    spec_decode_draft_tokens: int = 0
+    spec_decode_accepted_per_pos: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -82,17 +174,53 @@ class Failure:
     message: str
 
 
+@dataclass
+class Progress:
+    """A sequence's way to its first token; times are ``time.monotonic()``. See ``FirstToken``."""
+
+    queued: float = 0.0
+    started: float | None = None
+    prefill: float = 0.0
+    num_chunks: int = 0
+    cached_tokens: int = 0
+    reported: bool = False
+
+    def first_token(self, arrival: float, now: float) -> FirstToken:
+        started = now if self.started is None else self.started
+        return FirstToken(
+            before_queue=max(self.queued - arrival, 0.0),
+            queue=started - self.queued,
+            prefill=self.prefill,
+            chunk_wait=now - started - self.prefill,
+            num_chunks=self.num_chunks,
+            cached_tokens=self.cached_tokens,
+        )
+
+
 @dataclass(eq=False)
 class Sequence:
     """A request inside the engine: its tokens so far and how many of them have KV.
 
     Invariant: ``0 <= num_computed <= len(token_ids)``; new work is ``token_ids[num_computed:]``.
+
+    Attributes:
+        rank: its place among all sequences, fixed on arrival by the scheduling policy; the smallest goes first.
+        digests: of its full blocks, as far as they were needed (``PrefixCache.digests``).
+        nodes: its first blocks in the prefix cache.
+        sealed: no more of its blocks enter the prefix cache.
+        progress: where the time goes until its first token.
     """
 
     request: EngineRequest
     token_ids: list[int]
     num_computed: int = 0
     block_table: list[int] = field(default_factory=list)
+    rank: tuple[float, int] = (0.0, 0)
+    digests: list[bytes] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
+    sealed: bool = False
+    progress: Progress = field(default_factory=Progress)
+    num_scored: int = 0  # prompt positions whose logprobs have been reported; a preemption leaves it alone
 
     @property
     def num_prompt(self) -> int:
@@ -114,22 +242,50 @@ class Sequence:
 
 @dataclass(frozen=True)
 class ScheduledSequence:
-    """``num_new`` tokens of ``seq``, from ``seq.num_computed`` on, run in this step."""
+    """``num_new`` tokens of ``seq``, from ``seq.num_computed`` on, run in this step.
+
+    ``draft`` are guesses of what follows the sequence's last token; they are the last of the new tokens.
+    """
 
     seq: Sequence
     num_new: int
+    draft: tuple[int, ...] = ()
+    all_logits: bool = False  # logits of each of the new tokens, not just of the last one
 
     @property
     def needs_logits(self) -> bool:
         """True when this chunk reaches the sequence's last token, so that a token is sampled."""
-        return self.seq.num_computed + self.num_new == len(self.seq.token_ids)
+        return self.seq.num_computed + self.num_new >= len(self.seq.token_ids)
+
+    @property
+    def num_logits(self) -> int:
+        """How many of the new tokens, the last ones, get logits: the last known one and the draft, or all."""
+        if self.all_logits:
+            return self.num_new
+        return 1 + len(self.draft) if self.needs_logits else 0
+
+    @property
+    def new_tokens(self) -> list[int]:
+        """The tokens to compute."""
+        start = self.seq.num_computed
+        return [*self.seq.token_ids[start : start + self.num_new - len(self.draft)], *self.draft]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """The KV of a pool's ``block`` goes to ``slot`` of the offload store (``save``), or comes back from it."""
+
+    block: int
+    slot: int
+    save: bool
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's work, in the order of the flattened token batch."""
+    """One step's work, in the order of the flattened token batch. ``transfers`` come first, in their order."""
 
     items: tuple[ScheduledSequence, ...]
+    transfers: tuple[Transfer, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -144,7 +300,20 @@ class Runner(Protocol):
     num_blocks: int
     kv_bytes: int  # memory of the KV pool
     kv_dtype: str  # what it stores, for people
+    weight_bytes: int
+
+    def workspace_bytes(self, num_tokens: int, num_rows: int) -> int:
+        """Memory that a step of ``num_tokens`` tokens and ``num_rows`` rows of logits works in, as far as is known."""
+        ...
 
     def execute(self, batch: Batch) -> torch.Tensor:
-        """Logits [items with needs_logits, vocab_size] float32, in batch order."""
+        """Logits [sum of num_logits, vocab_size] float32, in batch order."""
+        ...
+
+    def read_block(self, block: int) -> np.ndarray:
+        """The KV of ``block`` in all layers, as bytes [n] uint8 on the host."""
+        ...
+
+    def write_block(self, block: int, data: np.ndarray) -> None:
+        """Put back what ``read_block`` gave, into any block."""
         ...

@@ -25,9 +25,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from optkit import logs
 from optkit.errors import UserError
 from optkit.runtime import ipc
-from optkit.runtime.types import FinishReason, TokenOutput
+from optkit.runtime.types import EngineOverload, FinishReason, TokenOutput
 
 if TYPE_CHECKING:
     from optkit.runtime.engine import Engine
@@ -82,16 +83,27 @@ class Worker:
             case ipc.Abort(request_id):
                 output = self.engine.abort(request_id)
                 self._outputs += [output] if output else []
+            case ipc.ResetPrefixCache():
+                self.engine.reset_prefix_cache()
             case ipc.Add(request):
                 try:
                     self.engine.add_request(request)
+                except EngineOverload as refusal:
+                    later = failed_output(request.request_id, str(refusal), refusal.retry_after)
+                    self._outputs.append(later)
                 except ValueError as refusal:
                     self._outputs.append(failed_output(request.request_id, str(refusal)))
 
 
-def failed_output(request_id: str, error: str) -> TokenOutput:
+def failed_output(request_id: str, error: str, retry_after: float | None = None) -> TokenOutput:
     """The end of a request that failed without a token."""
-    return TokenOutput(request_id=request_id, token_ids=(), finish_reason=FinishReason.ERROR, error=error)
+    return TokenOutput(
+        request_id=request_id,
+        token_ids=(),
+        finish_reason=FinishReason.ERROR,
+        error=error,
+        retry_after=retry_after,
+    )
 
 
 def receive(sock: socket.socket) -> bytes:
@@ -172,7 +184,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(args.parent)
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s engine: %(message)s")
+    logs.configure(source="engine")
     sock, frames = socket.socket(fileno=args.fd), ipc.FrameReader()
     try:
         engine, info = load(args, sock, frames)

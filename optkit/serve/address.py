@@ -1,8 +1,8 @@
 """Where the server listens, and who may reach it.
 
 Loopback is the default, and any other address needs an API key: a server that answers everybody on the
-network must be a decision. The key comes from a file or the environment, never from the command line, which
-every user of the machine can read.
+network must be a decision. Keys come from a file or the environment, never from the command line, which every
+user of the machine can read. Several are several clients: one can be taken away without the others.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import errno
 import ipaddress
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from optkit.errors import UserError
 
 API_KEY_VARIABLE = "OPTKIT_API_KEY"
+MAX_KEYS = 256
 
 
 def is_loopback(host: str) -> bool:
@@ -27,33 +28,43 @@ def is_loopback(host: str) -> bool:
         return host.lower() == "localhost"
 
 
-def refuse_exposure(host: str, api_key: str | None) -> None:
+def refuse_exposure(host: str, api_keys: Sequence[str]) -> None:
     """Raise UserError if others could reach the server without a key."""
-    if api_key is None and not is_loopback(host):
+    if not api_keys and not is_loopback(host):
         what = f"refusing to listen on {host} without an API key"
         raise UserError(
             what, where="--host", fix=f"set {API_KEY_VARIABLE} or --api-key-file, or use 127.0.0.1"
         )
 
 
-def read_api_key(file: Path | None, environment: Mapping[str, str] = os.environ) -> str | None:
-    """The key from ``file`` or from OPTKIT_API_KEY; None if there is neither.
+def read_api_keys(file: Path | None, environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """The keys in ``file``, one a line, or the one in OPTKIT_API_KEY; empty if there is neither.
+
+    Blank lines and lines that begin with ``#`` are skipped.
 
     Raises:
-        UserError: the file cannot be read, or the key is no printable ASCII word.
+        UserError: the file cannot be read or has no key, or a key is no printable ASCII word.
     """
-    key = environment.get(API_KEY_VARIABLE)
-    if file is not None:
-        try:
-            key = file.read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError("the API key file cannot be read", where=str(file)) from error
-    if key is None:
-        return None
-    if not key or not key.isascii() or not key.isprintable() or " " in key:
-        where = str(file) if file else API_KEY_VARIABLE
-        raise UserError("an API key is one word of printable ASCII characters", where=where)
-    return key
+    if file is None:
+        lines = [environment[API_KEY_VARIABLE]] if API_KEY_VARIABLE in environment else []
+        return _checked_keys(lines, API_KEY_VARIABLE)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError("the API key file cannot be read", where=str(file)) from error
+    keys = [line.strip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    if not keys:
+        raise UserError("the API key file has no key", where=str(file))
+    return _checked_keys(keys, str(file))
+
+
+def _checked_keys(keys: Sequence[str], where: str) -> tuple[str, ...]:
+    if len(keys) > MAX_KEYS:
+        raise UserError(f"{len(keys)} API keys; at most {MAX_KEYS} are taken", where=where)
+    for key in keys:
+        if not key or not key.isascii() or not key.isprintable() or " " in key:
+            raise UserError("an API key is one word of printable ASCII characters", where=where)
+    return tuple(keys)
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -4,9 +4,11 @@
 ``POST /v1/chat/completions``  messages in, one answer
 ``POST /v1/completions``       prompts in, one answer each
 ``GET /v1/models``             the served names, with ``max_model_len``
-``GET /health/live``           the event loop answers and the engine's heart beats: restart it if not
-``GET /health/ready``          live, and not shutting down; also ``/health`` and ``/ping``
+``GET /health/live``           the event loop answers, the engine's heart beats or it is being restarted
+``GET /health/ready``          the engine's heart beats, and no shutdown is going on; also ``/health``, ``/ping``
 ``GET /metrics``               Prometheus text
+``POST /reset_prefix_cache``   forget the KV of finished sequences
+``GET /openapi.json``          what this server accepts and answers, as OpenAPI 3.1
 ``GET /version``
 =============================  =================================================================
 
@@ -31,6 +33,7 @@ from optkit.serve.engine_api import Engine, ServeSettings
 from optkit.serve.guard import Guard
 from optkit.serve.json_body import read_json
 from optkit.serve.metrics import Metrics
+from optkit.serve.openapi import document
 from optkit.serve.prompts import PromptReader
 from optkit.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest, parse_request
 from optkit.serve.reply import Reply, Service
@@ -74,7 +77,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         data = await read_json(http, settings.max_body_bytes, settings.body_timeout_s)
         request = parse_request(kind, data)
         service.check(request)
-        return Reply(service, request, arrival)
+        return Reply(service, request, arrival, http.state.tenant)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(http: Request) -> Response:
@@ -115,7 +118,16 @@ def _add_health(app: FastAPI, service: Service) -> None:
 
     @app.get("/health/live")
     async def live() -> JSONResponse:
-        return status(service.engine.is_healthy, "live")
+        return status(service.engine.is_healthy or service.engine.is_restarting, "live")
+
+    @app.post("/reset_prefix_cache")
+    async def reset_prefix_cache() -> Response:
+        await service.engine.reset_prefix_cache()
+        return Response(status_code=200)
+
+    @app.get("/openapi.json")
+    async def openapi() -> JSONResponse:
+        return JSONResponse(document())
 
     @app.get("/version")
     async def version() -> JSONResponse:

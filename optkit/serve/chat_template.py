@@ -74,6 +74,23 @@ class ChatTemplate:
         except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
             raise TemplateFailure(_reason(error)) from error
 
+    def render_open(self, messages: list[dict[str, Any]], **variables: Any) -> str:
+        """The prompt text up to the end of the last message's content, for the model to continue that message.
+
+        As in transformers' ``continue_final_message``.
+
+        Raises:
+            TemplateFailure: as ``render``, or the template does not show the content as it is.
+        """
+        content = str(messages[-1]["content"]).rstrip()
+        text = self.render(messages, **(variables | {"add_generation_prompt": False}))
+        end = text.rfind(content)
+        if not content or end < 0:
+            raise TemplateFailure("the chat template does not end with the last message's content")
+        end += len(content)
+        rest = str(messages[-1]["content"])[len(content) :]  # white space that the template may have kept
+        return text[:end] + (rest if text.startswith(rest, end) else "")
+
 
 def _join(pieces: Any) -> str:
     parts, size = [], 0

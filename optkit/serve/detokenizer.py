@@ -66,12 +66,16 @@ def _broken_tail(text: str) -> int:
 class StopStrings:
     """Finds the first of ``stops`` in text that comes in pieces.
 
+    Args:
+        stops: the strings.
+        keep: leave the one that is found in the text, which then ends with it.
+
     Attributes:
         matched: the stop string that ended the text, or None.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = [stop for stop in stops if stop]
+    def __init__(self, stops: Sequence[str], keep: bool = False) -> None:
+        self._stops, self._keep = [stop for stop in stops if stop], keep
         self._held = ""
         self.matched: str | None = None
 
@@ -84,7 +88,7 @@ class StopStrings:
         if found:
             at, self.matched = min(found)
             self._held = ""
-            return pending[:at]
+            return pending[: at + len(self.matched) * self._keep]
         keep = max(_overlap(pending, stop) for stop in self._stops)
         cut = len(pending) - keep
         self._held = pending[cut:]

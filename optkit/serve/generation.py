@@ -1,4 +1,4 @@
-"""One sequence: engine outputs in, text out.
+"""One choice of an answer: engine outputs in, text out.
 
 ``generate_text`` is the only consumer of the engine. It detokenizes, looks for stop strings, and observes the
 metrics. Leaving it early, by a stop string, a disconnect or a shutdown, closes the engine's generator, and
@@ -8,12 +8,14 @@ that aborts the request and frees its KV.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
-from optkit.runtime.types import EngineRequest, FinishReason, TokenOutput
+from optkit.runtime.process import ENGINE_DIED, ENGINE_STOPPED
+from optkit.runtime.types import EngineRequest, FinishReason, FirstToken, TokenLogprob, TokenOutput
 from optkit.serve.api_error import ApiError, internal_error
 from optkit.serve.detokenizer import StopStrings
 from optkit.serve.engine_api import Engine
@@ -22,44 +24,63 @@ from optkit.serve.tokenizer import Tokenizer
 
 
 class Delta(NamedTuple):
-    """What one engine output adds to the answer (the choice) of one prompt."""
+    """What engine outputs add to one choice of the answer."""
 
     choice: int
     text: str
-    num_tokens: int  # of the answer so far
+    num_tokens: int  # of the choice so far
     finish_reason: FinishReason | None
+    logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens since the last delta, when asked for
+    first: FirstToken | None = None  # in the first delta
 
 
 @dataclass(frozen=True)
 class Work:
-    """One sequence to generate, and what its text needs beyond the engine's request."""
+    """One choice to generate, and what its text needs beyond the engine's request.
+
+    Attributes:
+        index: of the choice.
+        stops: strings that end the text.
+        keep_stop: the text includes the stop string that ended it.
+        skip_special: special tokens are no text.
+        echo: the prompt's text when the choice begins with it.
+        prompt_only: no token was asked for; the engine cannot generate none, so its first one is dropped.
+        list_stop_token: a stop token has an entry in the logprobs, though not in the text.
+        n: choices of this prompt, told by the first of them only, which counts the prompt; 0 in the others.
+    """
 
     index: int
     request: EngineRequest
-    stops: Sequence[str]
+    stops: Sequence[str] = ()
+    keep_stop: bool = False
+    skip_special: bool = True
+    echo: str | None = None
+    prompt_only: bool = False
+    list_stop_token: bool = False
+    n: int = 1
 
 
 async def generate_text(
     engine: Engine, tokenizer: Tokenizer, metrics: Metrics, work: Work
 ) -> AsyncGenerator[Delta, None]:
-    """Deltas until one has a ``finish_reason``; an output without new text and without an end gives none.
+    """Deltas until one has a ``finish_reason``; outputs without new text are held until there is some, or the end.
 
     Raises:
-        ApiError: 500, the engine failed this request.
+        ApiError: 500 the engine failed this request, 503 it died, 429 it cannot keep its promise.
     """
     request = work.request
-    observed = metrics.sequence(request.arrival, len(request.prompt_ids), request.sampling.max_tokens)
-    text = _Text(tokenizer, work.stops, request.sampling.min_tokens)
+    observed = metrics.sequence(request, work.n)
+    choice = _Choice(tokenizer, work)
     reason = FinishReason.ABORT
     try:
         async with aclosing(cast(AsyncGenerator[TokenOutput, None], engine.generate(request))) as outputs:
             async for output in outputs:
-                piece, finish = _read(output, text, observed)
-                if finish:
-                    reason = finish
-                if piece or finish:
-                    yield Delta(work.index, piece, observed.num_tokens, finish)
-                if finish:
+                delta = choice.push(output, observed)
+                if delta and delta.finish_reason:
+                    reason = delta.finish_reason
+                if delta:
+                    yield delta
+                if reason is not FinishReason.ABORT:
                     return
         raise internal_error("the engine ended a stream without a reason")
     except ApiError:
@@ -69,24 +90,43 @@ async def generate_text(
         observed.finish(reason)
 
 
-def _read(output: TokenOutput, text: _Text, observed: SequenceMetrics) -> tuple[str, FinishReason | None]:
-    if output.finish_reason is FinishReason.ERROR:
-        raise internal_error(output.error or "the engine failed a request")
-    if output.finish_reason is FinishReason.ABORT:
-        raise internal_error("the engine aborted a request")
-    if output.token_ids:
-        observed.tokens(len(output.token_ids))
-    return text.push(output, observed.num_tokens)
+class _Choice:
+    """One choice as it grows: detokenizer, stop strings, echo, and logprobs that wait for their text."""
 
+    def __init__(self, tokenizer: Tokenizer, work: Work) -> None:
+        self._work, self._min_tokens = work, work.request.sampling.min_tokens
+        self._detokenizer = tokenizer.detokenizer(work.skip_special)
+        self._stops = StopStrings(work.stops, work.keep_stop)
+        self._echo, self._logprobs = work.echo or "", list[TokenLogprob]()
+        self._first: FirstToken | None = None
+        if work.request.sampling.prompt_logprobs is not None:
+            self._logprobs.append(TokenLogprob(work.request.prompt_ids[0], None))
 
-class _Text:
-    """Detokenizer and stop strings of one sequence."""
+    def push(self, output: TokenOutput, observed: SequenceMetrics) -> Delta | None:
+        """What ``output`` makes of the choice; None when there is nothing to show yet."""
+        _raise_failure(output)
+        if output.first:
+            self._first = output.first
+            observed.first_token(output.first)
+        self._logprobs += output.prompt_logprobs
+        if not output.token_ids and not output.finish_reason:
+            return None  # a part of the prompt was scored
+        if self._work.prompt_only:
+            return self._delta("", 0, FinishReason.LENGTH)
+        if output.token_ids:
+            observed.tokens(len(output.token_ids))
+        listed = len(output.logprobs) if self._work.list_stop_token else len(output.token_ids)
+        self._logprobs += output.logprobs[:listed]
+        piece, finish = self._text(output, observed.num_tokens)
+        return self._delta(piece, observed.num_tokens, finish) if piece or finish else None
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], min_tokens: int) -> None:
-        self._detokenizer, self._stops = tokenizer.detokenizer(), StopStrings(stops)
-        self._min_tokens = min_tokens
+    def _delta(self, piece: str, num_tokens: int, finish: FinishReason | None) -> Delta:
+        text, self._echo = self._echo + piece, ""
+        logprobs, self._logprobs = tuple(self._logprobs), []
+        first, self._first = self._first, None
+        return Delta(self._work.index, text, num_tokens, finish, logprobs, first)
 
-    def push(self, output: TokenOutput, num_tokens: int) -> tuple[str, FinishReason | None]:
+    def _text(self, output: TokenOutput, num_tokens: int) -> tuple[str, FinishReason | None]:
         piece = self._detokenizer.push(output.token_ids) if output.token_ids else ""
         if num_tokens >= self._min_tokens:  # before that, a stop string is ordinary text
             piece = self._stops.push(piece)
@@ -95,6 +135,19 @@ class _Text:
         if output.finish_reason is not None:
             piece += self._stops.flush()
         return piece, output.finish_reason
+
+
+def _raise_failure(output: TokenOutput) -> None:
+    if output.error in (ENGINE_DIED, ENGINE_STOPPED):
+        raise ApiError("the engine is gone; try again", code="engine_unavailable", status=503, retry_after=1)
+    if output.retry_after is not None:
+        message = "the first token would come later than promised; try again later"
+        seconds = max(1, math.ceil(output.retry_after))
+        raise ApiError(message, code="ttft_slo_unreachable", status=429, retry_after=seconds)
+    if output.finish_reason is FinishReason.ERROR:
+        raise internal_error(output.error or "the engine failed a request")
+    if output.finish_reason is FinishReason.ABORT:
+        raise internal_error("the engine aborted a request")
 
 
 async def merge(streams: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[Delta, None]:
@@ -139,11 +192,16 @@ async def _drain(queue: asyncio.Queue[Delta | Exception | None], open_streams: i
 
 
 async def collect(deltas: AsyncGenerator[Delta, None], count: int) -> list[Delta]:
-    """The whole answer of each of ``count`` prompts, by index."""
-    texts: list[list[str]] = [[] for _ in range(count)]
-    last: dict[int, Delta] = {}
+    """Each of ``count`` choices as one delta, by index."""
+    parts: list[list[Delta]] = [[] for _ in range(count)]
     async with aclosing(deltas):
         async for delta in deltas:
-            texts[delta.choice].append(delta.text)
-            last[delta.choice] = delta
-    return [last[index]._replace(text="".join(texts[index])) for index in range(count)]
+            parts[delta.choice].append(delta)
+    return [
+        found[-1]._replace(
+            text="".join(delta.text for delta in found),
+            logprobs=tuple(entry for delta in found for entry in delta.logprobs),
+            first=found[0].first,
+        )
+        for found in parts
+    ]

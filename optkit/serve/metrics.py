@@ -5,8 +5,8 @@ ends when its first token is about to be written to the client. Counters move wi
 they agree with the ``usage`` of the answers to the token. Gauges are read from the engine at scrape time.
 
 The recipe's TTFT promise is an edge of the TTFT buckets: "95 % within 700 ms" is then read off exactly
-instead of interpolated between 0.5 and 0.75. Not offered, because the API process cannot see when a
-request leaves the engine's queue: ``request_queue_time``, ``..prefill_time``, ``..inference_time``.
+instead of interpolated between 0.5 and 0.75. What happens before it inside the engine (``request_queue_time``,
+``..prefill_time``) is told by the engine with the first token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from optkit.runtime.types import EngineStats, FinishReason
+from optkit.runtime.types import EngineRequest, EngineStats, FinishReason, FirstToken
 from optkit.version import VERSION
 
 TTFT_EDGES = (
@@ -96,6 +96,12 @@ class Metrics:
             TOKEN_EDGES,
         )
         self.e2e = self._histogram("e2e_request_latency_seconds", "Arrival to last token.", REQUEST_EDGES)
+        self.queue = self._histogram(
+            "request_queue_time_seconds", "In the engine's queue, until the first step.", REQUEST_EDGES
+        )
+        self.prefill = self._histogram(
+            "request_prefill_time_seconds", "First step to first token.", REQUEST_EDGES
+        )
         self.decode = self._histogram("request_decode_time_seconds", "First to last token.", REQUEST_EDGES)
         self.prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", COUNT_EDGES)
         self.generation = self._histogram("request_generation_tokens", "Generated tokens.", COUNT_EDGES)
@@ -113,9 +119,9 @@ class Metrics:
         """The exposition text."""
         return generate_latest(self.registry)
 
-    def sequence(self, arrival: float, num_prompt: int, max_tokens: int) -> SequenceMetrics:
-        """Begin to observe one sequence that arrived at ``arrival`` (``time.monotonic()``)."""
-        return SequenceMetrics(self, arrival, num_prompt, max_tokens)
+    def sequence(self, request: EngineRequest, n: int = 1) -> SequenceMetrics:
+        """Begin to observe one of ``n`` choices of a prompt; 0: the prompt is counted with another one."""
+        return SequenceMetrics(self, request, n)
 
     def _histogram(self, name: str, text: str, edges: Sequence[float]) -> Histogram:
         metric = Histogram(f"vllm:{name}", text, LABELS, buckets=edges, registry=self.registry)
@@ -142,11 +148,17 @@ class Metrics:
 class SequenceMetrics:
     """Observes one sequence; ``tokens`` for each engine output, then ``finish`` once."""
 
-    def __init__(self, metrics: Metrics, arrival: float, num_prompt: int, max_tokens: int) -> None:
-        self._metrics, self._arrival = metrics, arrival
-        self._num_prompt, self._max_tokens = num_prompt, max_tokens
+    def __init__(self, metrics: Metrics, request: EngineRequest, n: int) -> None:
+        self._metrics, self._arrival, self._n = metrics, request.arrival, n
+        self._num_prompt = len(request.prompt_ids) if n else 0
+        self._max_tokens = request.sampling.max_tokens
         self._first = self._last = 0.0
         self.num_tokens = 0
+
+    def first_token(self, first: FirstToken) -> None:
+        """What the engine says of the way to the first token."""
+        self._metrics.queue.observe(first.queue)
+        self._metrics.prefill.observe(first.prefill + first.chunk_wait)
 
     def tokens(self, count: int) -> None:
         """``count`` new tokens have come."""
@@ -168,10 +180,11 @@ class SequenceMetrics:
         if self.num_tokens == 0 and reason in (FinishReason.STOP, FinishReason.LENGTH):
             metrics.prompt_total.inc(self._num_prompt)
         metrics.e2e.observe(now - self._arrival)
-        metrics.prompt.observe(self._num_prompt)
         metrics.generation.observe(self.num_tokens)
         metrics.max_tokens.observe(self._max_tokens)
-        metrics.n.observe(1)
+        if self._n:
+            metrics.prompt.observe(self._num_prompt)
+            metrics.n.observe(self._n)
         if self.num_tokens:
             metrics.decode.observe(self._last - self._first)
         if self.num_tokens > 1:
@@ -190,9 +203,28 @@ class _EngineGauges(Collector):
         yield self._gauge("num_requests_running", "Sequences in the running batch.", stats.num_running)
         yield self._gauge("num_requests_waiting", "Sequences waiting to run.", stats.num_waiting)
         yield self._gauge("kv_cache_usage_perc", "KV blocks in use, 0 to 1.", used)
-        preemptions = CounterMetricFamily("vllm:num_preemptions", "Preempted sequences.", labels=LABELS)
-        preemptions.add_metric(self._labels, stats.num_preemptions)
-        yield preemptions
+        accepted = sum(stats.spec_decode_accepted_per_pos)
+        for name, text, value in (
+            ("vllm:num_preemptions", "Preempted sequences.", stats.num_preemptions),
+            ("vllm:prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_cache_queries),
+            ("vllm:prefix_cache_hits", "Prompt tokens found.", stats.prefix_cache_hits),
+            ("vllm:spec_decode_num_drafts", "Drafts checked.", stats.spec_decode_drafts),
+            ("vllm:spec_decode_num_draft_tokens", "Guessed tokens.", stats.spec_decode_draft_tokens),
+            ("vllm:spec_decode_num_accepted_tokens", "Guesses that were right.", accepted),
+            ("optkit:kv_offload_saved_blocks", "KV blocks saved to the store.", stats.offload_saves),
+            ("optkit:kv_offload_loaded_blocks", "KV blocks loaded from it.", stats.offload_loads),
+        ):
+            counter = CounterMetricFamily(name, text, labels=LABELS)
+            counter.add_metric(self._labels, value)
+            yield counter
+        yield self._accepted_per_pos(stats)
+
+    def _accepted_per_pos(self, stats: EngineStats) -> Metric:
+        name, labels = "vllm:spec_decode_num_accepted_tokens_per_pos", (*LABELS, "position")
+        family = CounterMetricFamily(name, "Right guesses at each place of a draft.", labels=labels)
+        for place, count in enumerate(stats.spec_decode_accepted_per_pos):
+            family.add_metric((*self._labels, str(place)), count)
+        return family
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
         family = GaugeMetricFamily(f"vllm:{name}", text, labels=LABELS)

@@ -11,6 +11,7 @@ import asyncio
 import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TypeVar
 
 from optkit.serve.api_error import ApiError
@@ -25,6 +26,14 @@ COMPLETION_TOKENS = 16  # OpenAI's default for completions
 Result = TypeVar("Result")
 
 
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids, and the text they came from (or stand for, when they are echoed)."""
+
+    ids: list[int]
+    text: str
+
+
 class PromptReader:
     """Turns requests into lists of token ids.
 
@@ -37,8 +46,8 @@ class PromptReader:
         self.tokenizer, self.max_model_len = tokenizer, max_model_len
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
 
-    async def read(self, request: GenerationRequest) -> list[list[int]]:
-        """Token ids of each prompt of ``request``.
+    async def read(self, request: GenerationRequest) -> list[Prompt]:
+        """Each prompt of ``request`` as token ids.
 
         Raises:
             ApiError: 400, for everything that is wrong with a prompt.
@@ -46,13 +55,14 @@ class PromptReader:
         if isinstance(request, ChatRequest):
             return [await self._chat(request)]
         if isinstance(request, CompletionRequest):
-            return [await self._prompt(prompt) for prompt in request.prompt]
+            return [await self._prompt(prompt, request) for prompt in request.prompt]
         raise TypeError(type(request).__name__)
 
-    async def _chat(self, request: ChatRequest) -> list[int]:
+    async def _chat(self, request: ChatRequest) -> Prompt:
         size = sum(len(message.content) for message in request.messages)
         text = await self._run(size, functools.partial(self.render, request))
-        return self._check_ids(await self._encode(text, "messages", add_special_tokens=False), "messages")
+        ids = await self._encode(text, request, "messages", special=bool(request.add_special_tokens))
+        return self._checked(text, ids, request, "messages")
 
     def render(self, request: ChatRequest) -> str:
         """The messages as one text."""
@@ -64,22 +74,28 @@ class PromptReader:
         for name in (request.chat_template_kwargs or {}).keys() & reserved:
             raise ApiError(f"'{name}' cannot be set here", param="chat_template_kwargs", code="invalid_value")
         messages = [message.for_template() for message in request.messages]
+        variables = dict(request.chat_template_kwargs or {})
+        if request.add_generation_prompt is not None:
+            variables["add_generation_prompt"] = request.add_generation_prompt
+        render = template.render_open if request.continue_final_message else template.render
         try:
-            return template.render(messages, **(request.chat_template_kwargs or {}))
+            return render(messages, **variables)
         except TemplateFailure as failure:
             raise ApiError(str(failure), param="messages", code="template_error") from failure
 
-    async def _prompt(self, prompt: str | list[int]) -> list[int]:
+    async def _prompt(self, prompt: str | list[int], request: CompletionRequest) -> Prompt:
         if isinstance(prompt, str):
-            return self._check_ids(await self._encode(prompt, "prompt", add_special_tokens=True), "prompt")
-        return self._check_ids(prompt, "prompt")
+            special = request.add_special_tokens is not False
+            ids = await self._encode(prompt, request, "prompt", special=special)
+            return self._checked(prompt, ids, request, "prompt")
+        return self._checked(None, prompt, request, "prompt")
 
-    async def _encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
+    async def _encode(self, text: str, request: GenerationRequest, param: str, *, special: bool) -> list[int]:
         if not text:
             raise ApiError("the prompt is empty", param=param, code="empty_prompt")
-        if len(text) > self.max_model_len:  # only then can it be too long
-            self._refuse_hopeless(text, param)
-        work = functools.partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        if len(text) > self.max_model_len and request.truncate_prompt_tokens is None:
+            self._refuse_hopeless(text, param)  # only then can it be too long
+        work = functools.partial(self.tokenizer.encode, text, add_special_tokens=special)
         return await self._run(len(text), work)
 
     async def _run(self, size: int, work: Callable[[], Result]) -> Result:
@@ -93,16 +109,30 @@ class PromptReader:
             message = f"the prompt has at least {fewest} tokens, but max_model_len is {self.max_model_len}"
             raise ApiError(message, param=param, code="context_length_exceeded")
 
-    def _check_ids(self, ids: list[int], param: str) -> list[int]:
+    def _checked(self, text: str | None, ids: list[int], request: GenerationRequest, param: str) -> Prompt:
+        """The prompt after ``truncate_prompt_tokens``, which keeps its end; all ids are tokens of the model."""
         if not ids:
             raise ApiError("the prompt is empty", param=param, code="empty_prompt")
         if min(ids) < 0 or max(ids) >= self.tokenizer.vocab_size:
-            message = f"token ids must be in [0, {self.tokenizer.vocab_size})"
-            raise ApiError(message, param=param, code="invalid_token_id")
-        return ids
+            raise self._bad_id(param)
+        keep = request.truncate_prompt_tokens
+        if keep is not None:
+            keep = self.max_model_len - max(request.token_limit or 1, 1) if keep == -1 else keep
+            if not 1 <= keep <= self.max_model_len:
+                message = f"at least one token and at most {self.max_model_len} must remain of the prompt"
+                raise ApiError(message, param="truncate_prompt_tokens", code="invalid_value")
+            if len(ids) > keep:
+                text, ids = None, ids[-keep:]
+        if text is None and request.echoes:
+            text = self.tokenizer.decode(ids)
+        return Prompt(ids, text or "")
+
+    def _bad_id(self, param: str) -> ApiError:
+        message = f"token ids must be in [0, {self.tokenizer.vocab_size})"
+        return ApiError(message, param=param, code="invalid_token_id")
 
     def token_budget(self, request: GenerationRequest, num_prompt: int) -> int:
-        """How many tokens to generate after a prompt of ``num_prompt`` tokens.
+        """How many tokens to generate after a prompt of ``num_prompt`` tokens; 0 if asked for none.
 
         Raises:
             ApiError: 400, prompt and answer do not fit ``max_model_len`` together.
@@ -114,17 +144,22 @@ class PromptReader:
             message = f"the prompt has {num_prompt} tokens{wanted}, but max_model_len is {self.max_model_len}"
             raise ApiError(message, param=param, code="context_length_exceeded")
         default = room if isinstance(request, ChatRequest) else min(COMPLETION_TOKENS, room)
-        budget = asked or default
+        budget = default if asked is None else asked
         if (request.min_tokens or 0) > budget:
             message = f"min_tokens is {request.min_tokens}, but at most {budget} tokens are generated"
             raise ApiError(message, param="min_tokens", code="invalid_value")
         return budget
 
-    def check_stop_ids(self, request: GenerationRequest) -> None:
-        """Refuse stop ids that are no tokens of the model."""
-        if max(request.stop_token_ids or (0,)) >= self.tokenizer.vocab_size:
-            message = f"token ids must be in [0, {self.tokenizer.vocab_size})"
-            raise ApiError(message, param="stop_token_ids", code="invalid_token_id")
+    def check_token_ids(self, request: GenerationRequest) -> None:
+        """Refuse fields with ids that are no tokens of the model, or that leave no token to choose."""
+        for name, ids in request.named_tokens.items():
+            if max(ids, default=0) >= self.tokenizer.vocab_size:
+                raise self._bad_id(name)
+        allowed = set(request.allowed_token_ids or ())
+        stops = request.sampling(1, self.tokenizer.eos_ids).stop_token_ids
+        if request.min_tokens and allowed and allowed <= set(stops):
+            message = "min_tokens forbids every one of the allowed tokens"
+            raise ApiError(message, param="allowed_token_ids", code="invalid_value")
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

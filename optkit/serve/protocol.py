@@ -3,79 +3,42 @@
 Three kinds of fields, three answers:
 
 - **supported**: typed and bounded below; a wrong value is 400 and names the field;
-- **unsupported meaning** (tools, logprobs, several answers, ...): 400 unless the value asks for nothing,
-  because dropping it silently would answer another question than the one asked;
+- **unsupported meaning** (``unsupported``: tools, structured output, ...): 400 unless the value asks for nothing;
 - **unknown**: accepted with a log line, because clients send private extras and must keep working.
 
-Beyond OpenAI: vLLM's ``top_k, min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids``.
+Beyond OpenAI, with vLLM's names and meanings: ``top_k, min_p, repetition_penalty, min_tokens, ignore_eos,
+stop_token_ids, allowed_token_ids, include_stop_str_in_output, skip_special_tokens, add_special_tokens,
+truncate_prompt_tokens, add_generation_prompt, continue_final_message``.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from optkit.runtime.types import SamplingParams
-from optkit.serve.api_error import ApiError, printable, unsupported
+from optkit.serve.api_error import ApiError, printable
+from optkit.serve.fields import (
+    MAX_BIASES,
+    MAX_CHOICES,
+    MAX_INT,
+    MAX_LOGPROBS,
+    MAX_MESSAGES,
+    Content,
+    Count,
+    LogitBias,
+    Natural,
+    Penalty,
+    Prompts,
+    Scalar,
+    Stops,
+)
+from optkit.serve.unsupported import INERT, refuse_unsupported
 
 log = logging.getLogger("optkit.serve")
-
-MAX_PROMPTS = 64
-MAX_MESSAGES = 2048
-MAX_STOPS, MAX_STOP_CHARS = 4, 256
-MAX_INT = 2**31 - 1
-
-# Field -> values that ask for nothing.
-INERT: dict[str, tuple[Any, ...]] = {
-    "n": (None, 1),
-    "best_of": (None, 1),
-    "logprobs": (None, False),
-    "top_logprobs": (None, 0),
-    "prompt_logprobs": (None,),
-    "logit_bias": (None, {}),
-    "echo": (None, False),
-    "suffix": (None, ""),
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
-    "modalities": (None, ["text"]),
-    "audio": (None,),
-    "chat_template": (None,),
-    "prompt_embeds": (None,),
-    "documents": (None, []),
-    "add_generation_prompt": (None, True),
-    "continue_final_message": (None, False),
-    "add_special_tokens": (None,),
-    "skip_special_tokens": (None, True),
-    "include_stop_str_in_output": (None, False),
-    "use_beam_search": (None, False),
-    "allowed_token_ids": (None,),
-    "bad_words": (None, []),
-    "truncate_prompt_tokens": (None,),
-    "structured_outputs": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-}
-
-Count = Annotated[int, Field(ge=1, le=MAX_INT)]
-Natural = Annotated[int, Field(ge=0, le=MAX_INT)]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
-Scalar = Annotated[str, Field(max_length=256)] | int | float | bool | None
-
-
-def _stop_list(value: Any) -> Any:
-    stops = [value] if isinstance(value, str) else value or []
-    if not isinstance(stops, list) or len(stops) > MAX_STOPS:
-        raise ValueError(f"must be a string or a list of at most {MAX_STOPS} strings")
-    if not all(isinstance(stop, str) and 1 <= len(stop) <= MAX_STOP_CHARS for stop in stops):
-        raise ValueError(f"each stop string has 1 to {MAX_STOP_CHARS} characters")
-    return stops
 
 
 class StreamOptions(BaseModel):
@@ -92,29 +55,64 @@ class GenerationRequest(BaseModel):
 
     model: Annotated[str, Field(max_length=512)] | None = None
     max_tokens: Count | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    best_of: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: Annotated[list[str], BeforeValidator(_stop_list)] = []
+    stop: Stops = []
     stop_token_ids: Annotated[list[Natural], Field(max_length=64)] | None = None
+    include_stop_str_in_output: bool | None = None
     min_tokens: Natural | None = None
     ignore_eos: bool | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
+    logit_bias: LogitBias | None = None
+    allowed_token_ids: Annotated[list[Natural], Field(min_length=1, max_length=MAX_BIASES)] | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
+    priority: Annotated[int, Field(ge=-100, le=100)] | None = None
+    cache_salt: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")] | None = None
+    ttft_details: bool | None = None
 
     @property
     def token_limit(self) -> int | None:
         """The number of tokens asked for, None for the endpoint's default."""
         return self.max_tokens
 
-    def sampling(self, max_tokens: int, eos_ids: tuple[int, ...]) -> SamplingParams:
-        """The engine's view of this request; end-of-sequence ids are ordinary stop ids to it."""
+    @property
+    def num_choices(self) -> int:
+        """Answers to each prompt."""
+        return self.n or 1
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Likely tokens to report at each position of the answer, None for no logprobs."""
+        return None
+
+    @property
+    def echoes(self) -> bool:
+        """True when the answer begins with the prompt."""
+        return False
+
+    @property
+    def named_tokens(self) -> dict[str, list[int]]:
+        """The fields that hold token ids, with the ids."""
+        return {
+            "stop_token_ids": self.stop_token_ids or [],
+            "allowed_token_ids": self.allowed_token_ids or [],
+            "logit_bias": [token for token, _ in self.logit_bias or ()],
+        }
+
+    def sampling(self, max_tokens: int, eos_ids: tuple[int, ...], choice: int = 0) -> SamplingParams:
+        """The engine's view of one of the ``n`` answers; end-of-sequence ids are ordinary stop ids to it."""
         stops = tuple(self.stop_token_ids or ()) + (() if self.ignore_eos else eos_ids)
         return SamplingParams(
             max_tokens=max_tokens,
@@ -122,27 +120,25 @@ class GenerationRequest(BaseModel):
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=max(self.top_k or 0, 0),
             min_p=self.min_p or 0.0,
-            seed=self.seed,
+            seed=choice_seed(self.seed, choice),
             min_tokens=self.min_tokens or 0,
             stop_token_ids=stops,
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
             repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            logit_bias=self.logit_bias or (),
+            allowed_token_ids=tuple(self.allowed_token_ids or ()),
+            logprobs=self.num_logprobs,
+            prompt_logprobs=self.num_logprobs if self.echoes else None,
         )
 
 
-def _content(value: Any) -> Any:
-    """Message content as one string: text parts are joined by newlines, as vLLM does."""
-    if value is None or isinstance(value, str):
-        return value or ""
-    if not isinstance(value, list) or not all(isinstance(part, dict) for part in value):
-        raise ValueError("must be a string or a list of content parts")
-    if any(part.get("type") != "text" for part in value):
-        raise ValueError("only text content parts are supported")
-    texts = [part.get("text") for part in value]
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError("a text part needs a 'text' string")
-    return "\n".join(texts)
+def choice_seed(seed: int | None, choice: int) -> int | None:
+    """The seed of one of the ``n`` answers. The first has the request's own, so that n changes nothing for it."""
+    if seed is None or choice == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}:choice:{choice}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, signed=True)
 
 
 class Message(BaseModel):
@@ -151,7 +147,7 @@ class Message(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_content)] = ""
+    content: Content = ""
     name: Annotated[str, Field(max_length=256)] | None = None
 
     def for_template(self) -> dict[str, Any]:
@@ -163,34 +159,36 @@ class ChatRequest(GenerationRequest):
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     chat_template_kwargs: Annotated[dict[str, Scalar], Field(max_length=16)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     @property
     def token_limit(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
-
-def _prompts(value: Any) -> list[str] | list[list[int]]:
-    """The four shapes of ``prompt`` as a list of texts or a list of id lists."""
-    if isinstance(value, str):
-        return [value]
-    if not isinstance(value, list) or not value:
-        raise ValueError("must be a string, a list of strings, token ids or a list of token id lists")
-    if set(map(type, value)) == {int}:
-        return [value]
-    if len(value) > MAX_PROMPTS:
-        raise ValueError(f"at most {MAX_PROMPTS} prompts in one request")
-    if set(map(type, value)) == {str}:
-        return value
-    if set(map(type, value)) == {list} and all(set(map(type, ids)) <= {int} for ids in value):
-        return value
-    raise ValueError("must be a string, a list of strings, token ids or a list of token id lists")
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.top_logprobs or 0 if self.logprobs else None
 
 
 class CompletionRequest(GenerationRequest):
-    """Body of ``POST /v1/completions``."""
+    """Body of ``POST /v1/completions``. ``max_tokens`` 0 generates nothing: with ``echo`` it scores the prompt."""
 
-    prompt: Annotated[list[Any], BeforeValidator(_prompts)]
+    prompt: Prompts
+    max_tokens: Natural | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def echoes(self) -> bool:
+        return bool(self.echo)
 
 
 Body = TypeVar("Body", bound=GenerationRequest)
@@ -202,41 +200,50 @@ def parse_request(kind: type[Body], data: dict[str, Any]) -> Body:
     Raises:
         ApiError: 400 that names the field.
     """
-    _refuse_unsupported(data)
+    refuse_unsupported(data, kind.model_fields)
     try:
         request = kind.model_validate(data)
     except ValidationError as error:
         raise _explain(error) from None
-    if request.stream_options and not request.stream:
-        raise ApiError("'stream_options' needs 'stream': true", param="stream_options", code="invalid_value")
+    _check_together(request)
     if unknown := sorted(set(request.model_extra or {}) - set(INERT)):
         log.info("ignoring unknown fields: %s", printable(", ".join(unknown)))
     return request
 
 
-def _refuse_unsupported(data: dict[str, Any]) -> None:
-    for name, inert in INERT.items():
-        if name in data and not any(
-            type(data[name]) is type(value) and data[name] == value for value in inert
-        ):
-            raise unsupported(name)
-    messages = data.get("messages")
-    for message in messages if isinstance(messages, list) else ():
-        if isinstance(message, dict):
-            _refuse_in_message(message)
-
-
-def _refuse_in_message(message: dict[str, Any]) -> None:
+def _check_together(request: GenerationRequest) -> None:
+    """What one field alone does not show."""
+    if request.stream_options and not request.stream:
+        raise _invalid("stream_options", "'stream_options' needs 'stream': true")
     if (
-        message.get("role") in ("tool", "function")
-        or message.get("tool_calls")
-        or message.get("function_call")
+        request.ttft_details
+        and request.stream
+        and not (request.stream_options or StreamOptions()).include_usage
     ):
-        raise unsupported("messages", "tool calls are not supported")
-    parts = message.get("content")
-    for part in parts if isinstance(parts, list) else ():
-        if isinstance(part, dict) and part.get("type") not in ("text", None):
-            raise unsupported("messages", "only text content parts are supported")
+        raise _invalid("ttft_details", "they are part of the usage: a stream needs 'include_usage': true")
+    if request.best_of not in (None, request.num_choices):
+        raise _invalid("best_of", "'best_of' must equal 'n': choices are not ranked")
+    num_prompts = len(request.prompt) if isinstance(request, CompletionRequest) else 1
+    if num_prompts * request.num_choices > MAX_CHOICES:
+        raise _invalid("n", f"at most {MAX_CHOICES} choices in one request: prompts times n")
+    if isinstance(request, ChatRequest):
+        _check_chat(request)
+
+
+def _check_chat(request: ChatRequest) -> None:
+    if request.top_logprobs and not request.logprobs:
+        raise _invalid("top_logprobs", "'top_logprobs' needs 'logprobs': true")
+    if request.continue_final_message:
+        if request.add_generation_prompt:
+            message = "'continue_final_message' and 'add_generation_prompt' exclude each other"
+            raise _invalid("continue_final_message", message)
+        if request.messages[-1].role != "assistant" or not request.messages[-1].content.strip():
+            message = "'continue_final_message' needs a last message of the assistant with text"
+            raise _invalid("continue_final_message", message)
+
+
+def _invalid(param: str, message: str) -> ApiError:
+    return ApiError(message, param=param, code="invalid_value")
 
 
 def _explain(error: ValidationError) -> ApiError:

@@ -11,25 +11,32 @@ clients and load balancers can act on, and not 200 with bad news inside.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
 
+import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from optkit.runtime.types import EngineRequest
+from optkit.runtime.types import EngineRequest, FirstToken
 from optkit.serve.admission import Admission
 from optkit.serve.api_error import ApiError, internal_error
 from optkit.serve.engine_api import Engine, ServeSettings
 from optkit.serve.generation import Delta, Work, collect, generate_text, merge
+from optkit.serve.logprobs import ChatLogprobs, CompletionLogprobs, LogprobFormat
 from optkit.serve.metrics import Metrics
-from optkit.serve.prompts import PromptReader
+from optkit.serve.prompts import Prompt, PromptReader
 from optkit.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from optkit.serve.stream import ChunkWriter, ReplyHead, error_event, whole_reply
 
+log = logging.getLogger("optkit.serve")
+
+LAST_WORDS_SECONDS = 1.0
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -56,7 +63,10 @@ class Service:
         if request.model and request.model not in self.settings.model_names:
             message = "this model is not served here; GET /v1/models lists what is"
             raise ApiError(message, param="model", code="model_not_found", status=404)
-        self.prompts.check_stop_ids(request)
+        if request.priority and self.settings.scheduling_policy == "fcfs":
+            message = "priorities need a server with --scheduling-policy slo"
+            raise ApiError(message, param="priority", code="unsupported_parameter")
+        self.prompts.check_token_ids(request)
         if not self.engine.is_healthy:
             raise ApiError(
                 "the engine is not available", code="engine_unavailable", status=503, retry_after=5
@@ -64,10 +74,17 @@ class Service:
 
 
 class Reply(Response):
-    """Answers ``request``, which arrived at ``arrival`` (``time.monotonic()``)."""
+    """Answers ``request``, which arrived at ``arrival`` (``time.monotonic()``).
 
-    def __init__(self, service: Service, request: GenerationRequest, arrival: float) -> None:
+    ``tenant`` names the key it came with; requests of different tenants share no cached KV.
+    """
+
+    def __init__(
+        self, service: Service, request: GenerationRequest, arrival: float, tenant: str = ""
+    ) -> None:
         super().__init__()
+        self._tenant, self._num_prompt = tenant, 0
+        self._first: FirstToken | None = None
         self._service, self._request, self._arrival = service, request, arrival
         self._is_chat = isinstance(request, ChatRequest)
         name = ("chatcmpl-" if self._is_chat else "cmpl-") + uuid.uuid4().hex
@@ -88,77 +105,159 @@ class Reply(Response):
             work.result()
 
     async def _answer(self, send: Send) -> None:
+        """The answer, or how it failed, and the line in the log that says so."""
+        wire, outcome = _Wire(send), "ok"
+        try:
+            async with asyncio.timeout_at(self._deadline()):
+                await self._generate_and_send(wire)
+        except asyncio.CancelledError:  # shutdown, or nobody listens and this goes nowhere
+            outcome = "cancelled"
+            await wire.fail(ApiError("the server is shutting down", code="server_shutdown", status=503))
+            raise
+        except Exception as error:
+            failure = self._failure(error)
+            outcome = failure.code or "error"
+            if not wire.started:
+                raise failure from error
+            await wire.fail(failure)
+        finally:
+            self._log(outcome)
+
+    def _deadline(self) -> float | None:
+        """When the request has taken too long, on the event loop's clock."""
+        limit = self._service.settings.request_timeout_s
+        if limit is None:
+            return None
+        return asyncio.get_running_loop().time() + self._arrival + limit - time.monotonic()
+
+    def _failure(self, error: Exception) -> ApiError:
+        """``error`` as the client is told of it."""
+        if isinstance(error, ApiError):
+            return error
+        if isinstance(error, TimeoutError):
+            limit = self._service.settings.request_timeout_s
+            return ApiError(f"not answered within {limit:g} s", code="request_timeout", status=504)
+        return internal_error(error)
+
+    def _log(self, outcome: str) -> None:
+        event = {
+            "id": self._head.reply_id,
+            "outcome": outcome,
+            "stream": bool(self._request.stream),
+            "seconds": round(time.monotonic() - self._arrival, 3),
+            "tenant": self._tenant,
+            "prompt_tokens": self._num_prompt,
+        }
+        if self._first:  # of the first choice: where the time to its first token went
+            event |= {name: round(value, 4) for name, value in msgspec.structs.asdict(self._first).items()}
+        log.info("request", extra={"event": event})
+
+    async def _generate_and_send(self, wire: _Wire) -> None:
         request = self._request
         count = len(request.prompt) if isinstance(request, CompletionRequest) else 1
-        with self._service.admission.slots(count):
+        with self._service.admission.slots(count * request.num_choices):
             prompts = await self._service.prompts.read(request)
-            works = [self._work(index, ids) for index, ids in enumerate(prompts)]
-            lengths = [len(ids) for ids in prompts]
+            works = [work for at, prompt in enumerate(prompts) for work in self._works(at, prompt)]
             deltas = merge([self._generate(work) for work in works])
+            formats = [self._logprob_format() for _ in works]
+            lengths = [len(prompt.ids) for prompt in prompts]
+            self._num_prompt = sum(lengths)
             if request.stream:
-                await self._stream(deltas, lengths, send)
+                await self._stream(deltas, lengths, formats, wire)
             else:
-                await self._whole(deltas, lengths, send)
+                await self._whole(deltas, lengths, formats, wire)
 
-    def _work(self, index: int, ids: list[int]) -> Work:
+    def _works(self, at: int, prompt: Prompt) -> Iterator[Work]:
+        """The ``n`` choices of the prompt number ``at``."""
         prompts, request = self._service.prompts, self._request
-        sampling = request.sampling(prompts.token_budget(request, len(ids)), prompts.tokenizer.eos_ids)
-        engine_request = EngineRequest(
-            request_id=f"{self._head.reply_id}-{index}",
-            prompt_ids=tuple(ids),
-            sampling=sampling,
-            arrival=self._arrival,
-        )
-        return Work(index, engine_request, request.stop)
+        budget, n = prompts.token_budget(request, len(prompt.ids)), request.num_choices
+        for j in range(n):
+            index = at * n + j
+            engine_request = EngineRequest(
+                request_id=f"{self._head.reply_id}-{index}",
+                prompt_ids=tuple(prompt.ids),
+                sampling=request.sampling(max(budget, 1), prompts.tokenizer.eos_ids, j),
+                arrival=self._arrival,
+                priority=request.priority or 0,
+                cache_salt=f"{self._tenant}:{request.cache_salt or ''}",
+            )
+            yield Work(
+                index=index,
+                request=engine_request,
+                stops=request.stop,
+                keep_stop=bool(request.include_stop_str_in_output),
+                skip_special=request.skip_special_tokens is not False,
+                echo=prompt.text if request.echoes else None,
+                prompt_only=budget == 0,
+                list_stop_token=not self._is_chat,
+                n=n if j == 0 else 0,
+            )
+
+    def _logprob_format(self) -> LogprobFormat | None:
+        if self._request.num_logprobs is None:
+            return None
+        texts = self._service.prompts.tokenizer.token_texts
+        return ChatLogprobs(texts) if self._is_chat else CompletionLogprobs(texts)
 
     def _generate(self, work: Work) -> AsyncGenerator[Delta, None]:
         service = self._service
         return generate_text(service.engine, service.prompts.tokenizer, service.metrics, work)
 
-    async def _whole(self, deltas: AsyncGenerator[Delta, None], lengths: list[int], send: Send) -> None:
-        answers = await collect(deltas, len(lengths))
-        body = whole_reply(self._head, lengths, answers)
-        length = str(len(body)).encode()
-        headers = [(b"content-type", b"application/json"), (b"content-length", length)]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+    async def _whole(
+        self,
+        deltas: AsyncGenerator[Delta, None],
+        lengths: list[int],
+        formats: list[LogprobFormat | None],
+        wire: _Wire,
+    ) -> None:
+        answers = await collect(deltas, len(formats))
+        self._first = answers[0].first
+        body = whole_reply(self._head, lengths, answers, formats, bool(self._request.ttft_details))
+        await wire.whole(body)
 
-    async def _stream(self, deltas: AsyncGenerator[Delta, None], lengths: list[int], send: Send) -> None:
+    async def _stream(
+        self,
+        deltas: AsyncGenerator[Delta, None],
+        lengths: list[int],
+        formats: list[LogprobFormat | None],
+        wire: _Wire,
+    ) -> None:
         options = self._request.stream_options
         usage = options is not None and options.include_usage
         continuous = options is not None and options.continuous_usage_stats
-        writer = ChunkWriter(self._head, lengths, usage, continuous)
-        events = _Events(send)
-        try:
-            async with aclosing(deltas):
-                async for delta in deltas:
-                    await events.write(writer.chunk(delta))
-            await events.end(writer.last())
-        except asyncio.CancelledError:  # shutdown, or nobody listens and this goes nowhere
-            if events.started:
-                error = ApiError("the server is shutting down", code="server_shutdown", status=503)
-                await events.end(error_event(error))
-            raise
-        except Exception as error:
-            if not events.started:
-                raise
-            await events.end(error_event(error if isinstance(error, ApiError) else internal_error(error)))
+        details = bool(self._request.ttft_details)
+        writer = ChunkWriter(self._head, lengths, formats, usage, continuous, details)
+        async with aclosing(deltas):
+            async for delta in deltas:
+                self._first = self._first or delta.first
+                await wire.event(writer.chunk(delta))
+        await wire.event(writer.last(), more=False)
 
 
-class _Events:
-    """Sends events; the first one takes the response head with it."""
+class _Wire:
+    """The way back to the client: one JSON body, or events of which the first takes the response head with it."""
 
     def __init__(self, send: Send) -> None:
-        self._send, self.started = send, False
+        self._send, self.started, self._streams = send, False, False
 
-    async def write(self, event: bytes, more: bool = True) -> None:
+    async def event(self, event: bytes, more: bool = True) -> None:
         if not self.started:
-            self.started = True
+            self.started = self._streams = True
             await self._send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
         await self._send({"type": "http.response.body", "body": event, "more_body": more})
 
-    async def end(self, event: bytes) -> None:
-        await self.write(event, more=False)
+    async def whole(self, body: bytes) -> None:
+        self.started = True
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def fail(self, error: ApiError) -> None:
+        """End a stream with ``error``; a client that does not read must not hold up the end."""
+        if self._streams:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LAST_WORDS_SECONDS):
+                    await self.event(error_event(error), more=False)
 
 
 async def _disconnect(receive: Receive) -> None:

@@ -6,8 +6,8 @@ refused, and nobody hangs.
 
 Order of the end, on the first SIGINT or SIGTERM: not ready, no new connections, streams in flight may finish
 (2 s after Ctrl-C, ``shutdown_timeout`` after SIGTERM), what is left ends with an error event, the engine process
-stops. A second signal kills the engine and leaves at once. If the engine dies, every stream is told, and the
-server ends with exit code 1 for its supervisor to restart.
+stops. A second signal kills the engine and leaves at once. If the engine dies, every stream is told, and another one
+is started (``supervisor``); only when that fails again and again does the server end, with exit code 1.
 """
 
 from __future__ import annotations
@@ -43,11 +43,9 @@ log = logging.getLogger("optkit.serve")
 
 CTRL_C_SECONDS = 2  # for streams in flight; the engine gets what is left of five seconds
 ENGINE_OPTIONS = (
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "kv_cache_bytes",
-    "trust_artifact_code",
+    *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_bytes", "enable_prefix_caching"),
+    *("kv_offload_bytes", "kv_offload_dir", "scheduling_policy", "ttft_slo_ms", "tpot_slo_ms"),
+    *("enforce_ttft_slo", "speculative_model", "num_speculative_tokens", "trust_artifact_code"),
 )
 
 
@@ -61,9 +59,19 @@ class ServeOptions:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     kv_cache_bytes: int | None = None
+    enable_prefix_caching: bool | None = None
+    kv_offload_bytes: int | None = None
+    kv_offload_dir: str | None = None
+    scheduling_policy: str | None = None
+    ttft_slo_ms: float | None = None
+    tpot_slo_ms: float | None = None
+    enforce_ttft_slo: bool | None = None
+    speculative_model: str | None = None
+    num_speculative_tokens: int | None = None
     served_model_names: tuple[str, ...] = ()
-    api_key: str | None = None
+    api_keys: tuple[str, ...] = ()
     max_queue: int = 256
+    request_timeout: float = 600.0
     threads: int = 0
     shutdown_timeout: int = 25
     trust_artifact_code: bool = False
@@ -89,27 +97,33 @@ def run(
     Raises:
         UserError: exposed without a key, port taken, or an artifact that cannot be served.
     """
-    refuse_exposure(options.host, options.api_key)
+    refuse_exposure(options.host, options.api_keys)
     with bind(options.host, options.port) as sock:
         from optkit.artifact import Artifact
         from optkit.runtime.process import EngineClient
 
         opened = Artifact.open(artifact)
-        directory = str(opened.directory)
-        client = EngineClient(directory, options.for_engine(), threads=options.threads, launched=launched)
-        return serve(opened, client, options, sock, announce or _print_line)
+        early = [launched] if launched else []
+
+        def make_client() -> EngineClient:
+            """The first one takes the process that was launched early."""
+            first = early.pop() if early else None
+            directory, threads = str(opened.directory), options.threads
+            return EngineClient(directory, options.for_engine(), threads=threads, launched=first)
+
+        return serve(opened, make_client, options, sock, announce or _print_line)
 
 
 def serve(
     artifact: Artifact,
-    client: EngineClient,
+    make_client: Callable[[], EngineClient],
     options: ServeOptions,
     sock: socket.socket,
     announce: Callable[[str], None],
 ) -> int:
-    """Start ``client``, serve it on the bound ``sock`` until a signal, stop it; returns the exit code."""
+    """Start an engine, serve it on the bound ``sock`` until a signal, stop it; returns the exit code."""
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_Server(artifact, client, options, sock, announce).run())
+        return runner.run(_Server(artifact, make_client, options, sock, announce).run())
 
 
 class _Uvicorn(uvicorn.Server):
@@ -126,12 +140,14 @@ class _Server:
     def __init__(
         self,
         artifact: Artifact,
-        client: EngineClient,
+        make_client: Callable[[], EngineClient],
         options: ServeOptions,
         sock: socket.socket,
         announce: Callable[[str], None],
     ) -> None:
-        self._artifact, self._client, self._options = artifact, client, options
+        from optkit.serve.supervisor import EngineSupervisor
+
+        self._artifact, self._client, self._options = artifact, EngineSupervisor(make_client), options
         self._sock, self._announce = sock, announce
         self._uvicorn: _Uvicorn | None = None
         self._main: asyncio.Task[Any] | None = None
@@ -190,17 +206,20 @@ class _Server:
         return tokenizer
 
     def _settings(self, info: Mapping[str, Any]) -> ServeSettings:
-        options, ttft_ms = self._options, self._artifact.recipe.slo.ttft_ms
-        guarded = options.api_key is not None or not is_loopback(options.host)
+        options = self._options
+        ttft_ms = options.ttft_slo_ms or self._artifact.recipe.slo.ttft_ms
+        guarded = bool(options.api_keys) or not is_loopback(options.host)
         return ServeSettings(
             model_names=options.served_model_names or (self._artifact.name,),
             max_model_len=servable_length(info),
             max_running=info["max_num_seqs"],
             max_queue=options.max_queue,
-            api_key=options.api_key,
+            api_keys=options.api_keys,
+            request_timeout_s=options.request_timeout or None,
             allowed_hosts=None if guarded else LOOPBACK | {options.host},
             ttft_slo_s=ttft_ms / 1000 if ttft_ms else None,
             block_size=info["block_size"],
+            scheduling_policy=info["policy"],
         )
 
     async def _announce_ready(self, info: Mapping[str, Any]) -> None:
@@ -211,10 +230,9 @@ class _Server:
         self._announce(f"{self._artifact.name} ready at {url} ({describe_memory(info)})")
 
     async def _watch(self) -> None:
-        """End the server when the engine has died by itself."""
-        await self._client.wait_dead()
+        """End the server when there is no engine and none will come."""
+        await self._client.wait_gave_up()
         if not self._signals and self._uvicorn:
-            log.error("the engine process died; the server ends")
             self._engine_died = self._uvicorn.should_exit = True
 
     def _on_signal(self, number: int) -> None:
@@ -248,8 +266,10 @@ def describe_memory(info: Mapping[str, Any]) -> str:
     plan = info["memory_plan"]
     size = plan["num_bytes"] / 2**20
     room = f"{plan['num_sequences']} sequences of {plan['sequence_length']} tokens at once"
+    weights, workspace = plan["weight_bytes"] / 2**20, plan["workspace_bytes"] / 2**20
     kv_cache = f"KV cache {size:.0f} MiB of {plan['dtype']}, {plan['num_tokens']} tokens"
-    return f"{kv_cache}: {room}; up to {info['max_num_seqs']} run together"
+    model = f"weights {weights:.0f} MiB, workspace {workspace:.0f} MiB"
+    return f"{model}, {kv_cache}: {room}; up to {info['max_num_seqs']} run together"
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from optkit.errors import UserError
 from optkit.serve.chat_template import ChatTemplate
 from optkit.serve.detokenizer import Detokenizer
+from optkit.serve.token_text import TokenTexts
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -77,13 +78,18 @@ class Tokenizer:
         """Token ids of ``text``."""
         return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of ``token_ids`` without special tokens; a broken character shows as U+FFFD."""
-        return self._fast.decode(token_ids, skip_special_tokens=True)
+    @cached_property
+    def token_texts(self) -> TokenTexts:
+        """Bytes of single tokens, for logprobs."""
+        return TokenTexts(self._fast)
 
-    def detokenizer(self) -> Detokenizer:
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of ``token_ids``, without special tokens unless told; a broken character shows as U+FFFD."""
+        return self._fast.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
         """A fresh incremental ``decode``."""
-        return Detokenizer(self.decode)
+        return Detokenizer(partial(self.decode, skip_special_tokens=skip_special_tokens))
 
 
 # -- reading the directory --------------------------------------------------------------------------

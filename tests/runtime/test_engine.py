@@ -1,15 +1,11 @@
-"""The whole engine under random traffic: KV accounting, fairness, and outputs equal to a solo run."""
+"""The whole engine: errors of one request, outputs equal to a solo run. Random histories: test_engine_machine.py."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from optkit.runtime.engine import MODEL_FAILED, Engine
 from optkit.runtime.sampler import BAD_LOGITS
-from optkit.runtime.scheduler import SchedulerConfig
 from optkit.runtime.types import Batch, EngineRefusal, EngineRequest, FinishReason, SamplingParams
 from tests.fakes import FakeRunner, fake_engine
 
@@ -41,113 +37,15 @@ def run(
 
 
 def solo(r: EngineRequest, max_model_len: int = 64) -> tuple[list[int], FinishReason | None, str | None]:
+    """Alone, in one chunk, with nothing cached."""
     options = {
         "num_blocks": 64,
         "block_size": 1,
         "max_num_batched_tokens": 64,
         "max_model_len": max_model_len,
+        "enable_prefix_caching": False,
     }
     return run(fake_engine(options=options), [r])[r.request_id]
-
-
-def sampling_params() -> st.SearchStrategy[SamplingParams]:
-    return st.builds(
-        SamplingParams,
-        max_tokens=st.integers(1, 12),
-        temperature=st.sampled_from([0.0, 1.0]),
-        seed=st.integers(0, 5),
-        min_tokens=st.integers(0, 3),
-        stop_token_ids=st.sampled_from([(), tuple(range(0, VOCAB, 8))]),
-        repetition_penalty=st.sampled_from([1.0, 1.3]),
-        presence_penalty=st.sampled_from([0.0, 0.5]),
-    )
-
-
-class EngineMachine(RuleBasedStateMachine):
-    """Random add, abort, preempt and step on a pool too small for everyone."""
-
-    @initialize(
-        seqs=st.integers(1, 5), budget=st.integers(5, 12), blocks=st.integers(9, 20), size=st.integers(1, 4)
-    )
-    def start(self, seqs: int, budget: int, blocks: int, size: int) -> None:
-        self.config = SchedulerConfig(
-            max_num_seqs=seqs,
-            max_num_batched_tokens=budget,
-            max_model_len=24,
-            block_size=size,
-            num_blocks=blocks,
-        )
-        self.runner = FakeRunner(num_blocks=blocks, block_size=size, vocab_size=VOCAB)
-        self.engine = Engine(self.runner, self.config)
-        self.requests: dict[str, EngineRequest] = {}
-        self.tokens: dict[str, list[int]] = {}
-        self.total = 0
-
-    @rule(prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20), sampling=sampling_params())
-    def add(self, prompt: list[int], sampling: SamplingParams) -> None:
-        self.total += 1
-        name = f"r{self.total}"
-        r = EngineRequest(request_id=name, prompt_ids=tuple(prompt), sampling=sampling, arrival=0.0)
-        need = min(len(prompt) + sampling.max_tokens, 24) - 1
-        if need > self.config.num_blocks * self.config.block_size:
-            with pytest.raises(EngineRefusal):
-                self.engine.add_request(r)
-            return
-        self.engine.add_request(r)
-        self.requests[name], self.tokens[name] = r, []
-
-    @precondition(lambda self: self.requests)
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from(sorted(self.requests)))
-        out = self.engine.abort(name)
-        assert out is not None and out.finish_reason is FinishReason.ABORT
-        del self.requests[name]
-        assert self.engine.abort(name) is None
-
-    @precondition(lambda self: self.engine.scheduler.running)
-    @rule()
-    def preempt(self) -> None:
-        self.engine.scheduler.preempt_youngest()
-
-    @rule()
-    def step(self) -> None:
-        before = len(self.runner.batches)
-        oldest = next(iter(self.requests), None)
-        outputs = self.engine.step()
-        assert (len(self.runner.batches) > before) == (oldest is not None)
-        if oldest is not None:
-            batch = self.runner.batches[-1]
-            assert batch.num_tokens <= self.config.max_num_batched_tokens
-            assert len(batch.items) <= self.config.max_num_seqs
-            assert oldest in [item.seq.request.request_id for item in batch.items], (
-                "the oldest request starved"
-            )
-        for out in outputs:
-            self.tokens[out.request_id] += out.token_ids
-            if out.finish_reason:
-                self._finished(out.request_id, out.finish_reason)
-
-    def _finished(self, name: str, reason: FinishReason) -> None:
-        assert (self.tokens[name], reason, None) == solo(self.requests.pop(name), max_model_len=24)
-
-    @invariant()
-    def consistent(self) -> None:
-        self.engine.scheduler.check()
-
-    def teardown(self) -> None:
-        if not hasattr(self, "engine"):
-            return
-        for _ in range(1000):
-            if not self.engine.has_work:
-                break
-            self.step()
-        assert not self.requests
-        assert self.engine.stats().kv_blocks_used == 0
-
-
-EngineMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
-TestEngineMachine = EngineMachine.TestCase
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -213,7 +111,7 @@ def test_the_fake_notices_a_wrong_block() -> None:
     engine.add_request(request("r", [1, 2, 3, 4, 5]))
     batch = engine.scheduler.schedule()
     right = engine.runner.execute(batch)
-    engine.scheduler.update(batch, [7])
+    engine.scheduler.update(batch, [(7,)])
     item = engine.scheduler.schedule().items[0]
     good = engine.runner.execute(Batch((item,)))
     item.seq.block_table.reverse()

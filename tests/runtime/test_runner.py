@@ -51,6 +51,11 @@ def test_the_flattened_token_batch() -> None:
 class TinyAttention:
     """Two layers of single-head attention over the paged pools, written for clarity."""
 
+    weight_bytes = 0
+
+    def workspace_bytes(self, num_tokens: int, num_rows: int) -> int:
+        return 0
+
     def __init__(self) -> None:
         self.vocab_size = VOCAB
         self.kv_specs = [KVSpec(0, 1, 8, 8), KVSpec(1, 1, 8, 4)]

@@ -6,9 +6,11 @@ from collections import Counter
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from optkit.runtime import sampler
-from optkit.runtime.sampler import BAD_LOGITS, BAD_ROW, distribution, penalize, sample
+from optkit.runtime.sampler import BAD_LOGITS, BAD_ROW, distribution, penalize, sample, wide_nucleus
 from optkit.runtime.types import EngineRequest, SamplingParams, Sequence
 
 VOCAB = 50
@@ -172,3 +174,42 @@ def test_an_exception_fails_its_row_only() -> None:
 def test_masking_every_token_is_a_failure_not_a_guess() -> None:
     seq = sequence(min_tokens=1, stop_token_ids=tuple(range(VOCAB)), temperature=0.0)
     assert sample(random_logits(), [seq]) == [BAD_LOGITS]
+
+
+def test_logit_bias_is_added_before_the_choice() -> None:
+    logits = random_logits()
+    best = int(logits.argmax())
+    assert sample(logits, [sequence(temperature=0.0, logit_bias=((best, -100.0),))]) != [best]
+    assert sample(logits, [sequence(logit_bias=((7, 100.0),))]) == [7]
+    assert sample(logits, [sequence(temperature=0.0, logit_bias=((7, 50.0), (8, 60.0)))]) == [8]
+    assert int(logits.argmax()) == best  # other rows read the same tensor
+
+
+def test_only_allowed_tokens_are_drawn() -> None:
+    allowed = {3, 11, 40}
+    drawn = {
+        sample(random_logits(), [sequence(allowed_token_ids=tuple(allowed), seed=i)])[0] for i in range(60)
+    }
+    assert drawn == allowed
+    greedy = sequence(temperature=0.0, allowed_token_ids=(5,), logit_bias=((6, 100.0),))
+    assert sample(random_logits(), [greedy]) == [5]
+
+
+@settings(deadline=None)
+@given(
+    weights=st.lists(st.integers(0, 6), min_size=1, max_size=60).filter(any),
+    top_p=st.floats(0.0, 1.0, exclude_max=True),
+)
+def test_wide_nucleus_is_the_nucleus(weights: list[int], top_p: float) -> None:
+    """Small integers, so that there are ties and the sums are exact."""
+    probs = torch.tensor(weights, dtype=torch.float32)
+    order = sorted(range(len(weights)), key=lambda i: (-weights[i], i))
+    wanted, mass = set(), 0
+    for i in order:
+        if wanted and mass >= top_p * sum(weights):
+            break
+        wanted.add(i)
+        mass += weights[i]
+    kept = wide_nucleus(probs, top_p)
+    assert set(kept.nonzero().flatten().tolist()) == {i for i in wanted if weights[i]}
+    assert all(kept[i] == probs[i] for i in wanted)

@@ -15,6 +15,7 @@ def make(**overrides: int) -> Scheduler:
         "max_model_len": 64,
         "block_size": 4,
         "num_blocks": 64,
+        "enable_prefix_caching": False,  # tests/runtime/test_prefix_cache.py
     }
     return Scheduler(SchedulerConfig(**limits | overrides))
 
@@ -32,7 +33,7 @@ def advance(scheduler: Scheduler, token: int = 5) -> list[tuple[str, int]]:
     """One step in which every sampled token is ``token``; returns what was scheduled."""
     batch = scheduler.schedule()
     assert batch.items, "nothing to do"
-    scheduler.update(batch, [token if item.needs_logits else None for item in batch.items])
+    scheduler.update(batch, [(token,) if item.needs_logits else None for item in batch.items])
     scheduler.check()
     return plan(batch)
 
@@ -48,13 +49,23 @@ def test_a_long_prompt_is_chunked_and_never_stalls_a_decode() -> None:
     assert advance(scheduler) == [("short", 1), ("long", 1)]
 
 
-def test_chunks_go_to_the_oldest_prompt_first() -> None:
+def test_prompts_are_finished_one_after_another() -> None:
+    """A piece of the next prompt in the same step would delay the first token of this one and hasten no other."""
     scheduler = make()
     add(scheduler, "a", 20)
     add(scheduler, "b", 20)
     assert advance(scheduler) == [("a", 16)]
-    assert advance(scheduler) == [("a", 4), ("b", 12)]
-    assert advance(scheduler) == [("a", 1), ("b", 8)]
+    assert advance(scheduler) == [("a", 4)]
+    assert advance(scheduler) == [("a", 1), ("b", 15)]
+
+
+def test_short_prompts_share_a_step_up_to_the_target() -> None:
+    scheduler = make(prefill_target_tokens=8)
+    for name, length in (("a", 3), ("b", 5), ("c", 1), ("d", 9), ("e", 1)):
+        add(scheduler, name, length)
+    assert advance(scheduler) == [("a", 3), ("b", 5)]
+    assert advance(scheduler)[2:] == [("c", 1)]  # d does not fit as a whole, and nobody overtakes it
+    assert advance(scheduler)[3:] == [("d", 9)]
 
 
 def test_at_most_max_num_seqs_run() -> None:
@@ -133,7 +144,7 @@ def test_the_largest_request_that_fits_is_served(num_prompt: int, max_tokens: in
     while scheduler.has_work:
         advance(scheduler)
     assert seq.num_output == max_tokens
-    assert scheduler.blocks.num_free == 8
+    assert scheduler.stats().kv_blocks_used == 0
 
 
 def test_an_id_in_use_is_refused() -> None:
@@ -154,7 +165,7 @@ def finish(scheduler: Scheduler, tokens: list[int]) -> tuple[list[int], FinishRe
     emitted: list[int] = []
     for token in tokens:
         batch = scheduler.schedule()
-        (output,) = scheduler.update(batch, [token])
+        (output,) = scheduler.update(batch, [(token,)])
         emitted += output.token_ids
         if output.finish_reason:
             return emitted, output.finish_reason
@@ -165,7 +176,7 @@ def test_a_stop_token_ends_and_is_not_emitted() -> None:
     scheduler = make()
     add(scheduler, "r", 3, stop_token_ids=(7, 9))
     assert finish(scheduler, [5, 6, 9, 5]) == ([5, 6], FinishReason.STOP)
-    assert scheduler.blocks.num_used == 0
+    assert scheduler.stats().kv_blocks_used == 0
 
 
 def test_max_tokens_ends_with_the_last_token() -> None:
@@ -184,7 +195,7 @@ def test_a_failure_ends_its_request_only() -> None:
     scheduler = make()
     add(scheduler, "a", 3)
     add(scheduler, "b", 3)
-    a, b = scheduler.update(scheduler.schedule(), [Failure("broken"), 5])
+    a, b = scheduler.update(scheduler.schedule(), [Failure("broken"), (5,)])
     assert (a.request_id, a.finish_reason, a.error, a.token_ids) == ("a", FinishReason.ERROR, "broken", ())
     assert (b.request_id, b.finish_reason, b.token_ids) == ("b", None, (5,))
     scheduler.check()
@@ -196,7 +207,7 @@ def test_results_of_an_aborted_request_are_dropped() -> None:
     batch = scheduler.schedule()
     scheduler.abort("a")
     add(scheduler, "a", 3)  # the same id again is another request
-    assert scheduler.update(batch, [5]) == []
+    assert scheduler.update(batch, [(5,)]) == []
     assert scheduler.waiting[0].num_computed == 0
 
 
@@ -208,3 +219,15 @@ def test_stats_follow_the_queues() -> None:
     stats = scheduler.stats()
     assert (stats.num_running, stats.num_waiting, stats.iteration_tokens) == (1, 1, 5)
     assert (stats.kv_blocks_used, stats.kv_blocks_total) == (2, 64)
+
+
+def test_a_prompt_that_runs_goes_on_when_a_more_urgent_one_finds_no_place() -> None:
+    """Else the one waits for a place and the other for its turn, for ever."""
+    scheduler = make(policy="slo", ttft_slo=0.5, max_num_seqs=1)
+    add(scheduler, "first", 40)
+    advance(scheduler)
+    params = SamplingParams(max_tokens=1)
+    scheduler.add(
+        EngineRequest(request_id="urgent", prompt_ids=(1,), sampling=params, arrival=0.0, priority=-99)
+    )
+    assert advance(scheduler) == [("first", 16)]

@@ -17,6 +17,7 @@ from optkit.serve.app import create_app
 from optkit.serve.chat_template import ChatTemplate
 from optkit.serve.engine_api import ServeSettings
 from optkit.serve.tokenizer import Tokenizer
+from tests.fakes import fake_engine
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
@@ -64,9 +65,13 @@ class FakeEngine:
         self.delay = 0.0
         self.fail_after: int | None = None
         self.gate: asyncio.Event | None = None
-        self.is_healthy = True
+        self.is_healthy, self.is_restarting = True, False
+        self.resets = 0
         self.stats = EngineStats(num_running=2, num_waiting=3, kv_blocks_used=1, kv_blocks_total=4)
         self.info: dict[str, Any] = {}
+
+    async def reset_prefix_cache(self) -> None:
+        self.resets += 1
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[TokenOutput]:
         self.requests.append(request)
@@ -96,6 +101,45 @@ class FakeEngine:
         return [*outputs, _output(request, [], FinishReason.STOP)]
 
 
+class SteppedEngine:
+    """The real engine on a fake model, stepped on the event loop of whoever waits for a token."""
+
+    def __init__(self, **options: Any) -> None:
+        defaults = {"vocab_size": 302, "num_blocks": 512, "max_model_len": 512, "max_num_batched_tokens": 64}
+        self.engine = fake_engine(options=defaults | options)
+        self.is_healthy, self.is_restarting = True, False
+        self.info: dict[str, Any] = {}
+        self._streams: dict[str, list[TokenOutput]] = {}
+
+    @property
+    def stats(self) -> EngineStats:
+        return self.engine.stats()
+
+    async def reset_prefix_cache(self) -> None:
+        self.engine.reset_prefix_cache()
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[TokenOutput]:
+        self.engine.add_request(request)
+        ready = self._streams[request.request_id] = []
+        try:
+            while True:
+                if not ready:
+                    self._step()
+                await asyncio.sleep(0)
+                while ready:
+                    yield (output := ready.pop(0))
+                    if output.finish_reason:
+                        return
+        finally:
+            del self._streams[request.request_id]
+            self.engine.abort(request.request_id)
+
+    def _step(self) -> None:
+        for output in self.engine.step():
+            if output.request_id in self._streams:
+                self._streams[output.request_id].append(output)
+
+
 def _output(
     request: EngineRequest, ids: list[int], reason: FinishReason | None = None, error: str | None = None
 ) -> TokenOutput:
@@ -106,7 +150,7 @@ def settings(**changes: Any) -> ServeSettings:
     return ServeSettings(**({"model_names": ("tiny", "alias"), "max_model_len": 512} | changes))
 
 
-def tiny_app(engine: FakeEngine | None = None, **changes: Any) -> FastAPI:
+def tiny_app(engine: FakeEngine | SteppedEngine | None = None, **changes: Any) -> FastAPI:
     return create_app(engine or FakeEngine(), tiny_tokenizer(), settings(**changes))
 
 

@@ -23,16 +23,33 @@ SCRIPT = [*fast_tokenizer().encode(TEXT).ids, END]
 
 
 class LiveServer:
-    """The server process. ``engine`` are options of ``tests.fakes.fake_engine``."""
+    """The server process.
 
-    def __init__(self, shutdown_timeout: int = 25, wait: bool = True, **engine: Any) -> None:
+    ``server`` are fields of ``ServeOptions``, ``engine`` options of ``tests.fakes.fake_engine``.
+    """
+
+    def __init__(
+        self,
+        wait: bool = True,
+        silence_seconds: float = 60.0,
+        max_restarts: int = 3,
+        server: dict[str, Any] | None = None,
+        **engine: Any,
+    ) -> None:
         self._directory = tempfile.TemporaryDirectory()
         root = Path(self._directory.name)
         (root / "tokenizer.json").write_text(fast_tokenizer().to_str())
         config = {"chat_template": TEMPLATE, "eos_token": "<|im_end|>"}
         (root / "tokenizer_config.json").write_text(json.dumps(config))
         defaults = {"vocab_size": 512, "num_blocks": 512, "max_model_len": 512, "script": SCRIPT}
-        work = {"directory": str(root), "engine": defaults | engine, "shutdown_timeout": shutdown_timeout}
+        defaults["remember"] = False
+        work = {
+            "directory": str(root),
+            "engine": defaults | engine,
+            "server": server or {},
+            "silence_seconds": silence_seconds,
+            "max_restarts": max_restarts,
+        }
         command = [sys.executable, "-m", "tests.serve.live", json.dumps(work)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         self.url = ""
@@ -58,16 +75,23 @@ class LiveServer:
 
 def main() -> int:
     from optkit.runtime.process import EngineClient
+    from optkit.serve import supervisor
     from optkit.serve.address import bind
     from optkit.serve.server import ServeOptions, _print_line, serve
 
     work = json.loads(sys.argv[1])
+    supervisor.MAX_RESTARTS, supervisor.STILL_SECONDS = work["max_restarts"], 1.0
     recipe = SimpleNamespace(slo=SimpleNamespace(ttft_ms=700))
     artifact: Any = SimpleNamespace(directory=Path(work["directory"]), name="tiny", recipe=recipe)
-    client = EngineClient("", work["engine"], factory="tests.fakes:fake_engine", threads=1)
-    options = ServeOptions(port=0, shutdown_timeout=work["shutdown_timeout"])
+
+    def make_client() -> EngineClient:
+        silence = work["silence_seconds"]
+        factory = "tests.fakes:fake_engine"
+        return EngineClient("", work["engine"], factory=factory, threads=1, silence_seconds=silence)
+
+    options = ServeOptions(port=0, **work["server"])
     with bind(options.host, options.port) as sock:
-        return serve(artifact, client, options, sock, _print_line)
+        return serve(artifact, make_client, options, sock, _print_line)
 
 
 if __name__ == "__main__":

@@ -256,12 +256,36 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "tool", "content": "a"}]}, "messages"),
     ({"chat_template_kwargs": {"messages": "x"}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"x": [1]}}, "chat_template_kwargs"),
-    ({"n": 2}, "n"),
     ({"n": 0}, "n"),
+    ({"n": 129}, "n"),
+    ({"n": 2**63}, "n"),
     ({"best_of": 2}, "best_of"),
-    ({"logprobs": True}, "logprobs"),
+    ({"n": 2, "best_of": 1}, "best_of"),
+    ({"logprobs": 2}, "logprobs"),
     ({"top_logprobs": 3}, "top_logprobs"),
-    ({"logit_bias": {"5": 1}}, "logit_bias"),
+    ({"logprobs": False, "top_logprobs": 3}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"prompt_logprobs": 1}, "prompt_logprobs"),
+    ({"logit_bias": {"302": 1}}, "logit_bias"),
+    ({"logit_bias": {"99999999999999999999": 1}}, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"logit_bias": {"٣": 1}}, "logit_bias"),
+    ({"logit_bias": {"a": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ({"logit_bias": {"5": True}}, "logit_bias"),
+    ({"logit_bias": {"5": "1"}}, "logit_bias"),
+    ({"logit_bias": [5]}, "logit_bias"),
+    ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"allowed_token_ids": [302]}, "allowed_token_ids"),
+    ({"allowed_token_ids": [7], "stop_token_ids": [7, 8], "min_tokens": 1}, "allowed_token_ids"),
+    ({"repetition_penalty": 1e-300}, "repetition_penalty"),
+    ({"bad_words": ["x"]}, "bad_words"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": 513}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": -1, "max_tokens": 600}, "truncate_prompt_tokens"),
+    ({"continue_final_message": True}, "continue_final_message"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
@@ -325,6 +349,9 @@ def test_limits_themselves_are_accepted() -> None:
     nulls = dict.fromkeys(("stop", "max_tokens", "temperature", "top_p", "seed", "n", "stream"))
     assert post(tiny_app(), CHAT, {**HELLO, **nulls}).status_code == 200
     assert post(tiny_app(), COMPLETIONS, {"prompt": ["a"] * 64}).status_code == 200
+    most = {"n": 128, "logprobs": True, "top_logprobs": 20, "logit_bias": {str(i): -100 for i in range(302)}}
+    assert post(tiny_app(), CHAT, {**HELLO, **most, "max_tokens": 1}).status_code == 200
+    assert post(tiny_app(), COMPLETIONS, {"prompt": ["a"] * 64, "n": 2, "logprobs": 20}).status_code == 200
 
 
 def test_context_error_gives_the_numbers() -> None:
@@ -512,7 +539,7 @@ def test_wrong_paths_and_methods_have_the_error_body() -> None:
 
 
 def test_every_route_but_health_needs_the_key() -> None:
-    app = tiny_app(api_key="s3cret")
+    app = tiny_app(api_keys=("other", "s3cret"))
     open_paths = {"/health", "/health/live", "/health/ready"}
     for route in app.routes:
         path = route.path.replace("{name:path}", "tiny")

@@ -8,7 +8,8 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from optkit.serve.protocol import INERT, ChatRequest, CompletionRequest
+from optkit.serve.protocol import ChatRequest, CompletionRequest
+from optkit.serve.unsupported import INERT
 from tests.serve.fakes import FakeEngine, call, post, tiny_app
 
 APP = tiny_app(FakeEngine("ok"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import threading
+import time
 from pathlib import Path
 
 import httpx
@@ -12,12 +13,16 @@ import psutil
 import pytest
 
 from optkit.errors import UserError
-from optkit.serve.address import bind, is_loopback, read_api_key, refuse_exposure
+from optkit.serve.address import bind, is_loopback, read_api_keys, refuse_exposure
 from optkit.serve.server import ServeOptions, run
+from tests.serve.fakes import fast_tokenizer
 from tests.serve.live import PATIENCE, SCRIPT, LiveServer
 
 BODY = {"messages": [{"role": "user", "content": "Hello"}], "stream": True}
 ENDLESS = {"step_delay": 0.02, "max_model_len": 4000, "num_blocks": 1100, "script": SCRIPT[:-1]}
+
+
+END_TOKEN = fast_tokenizer().encode("q").ids[0]
 
 
 class Stream:
@@ -58,19 +63,8 @@ def test_ctrl_c_ends_endless_streams_with_an_error_and_takes_the_engine_along() 
         assert "server_shutdown" in stream.text
 
 
-def test_sigterm_lets_streams_finish() -> None:
-    with LiveServer(**ENDLESS) as live:
-        stream = Stream(live, max_tokens=60)
-        children = live.children()
-        live.process.send_signal(signal.SIGTERM)
-        assert live.process.wait(PATIENCE) == 0
-        assert '"finish_reason":"length"' in stream.finish()
-        assert stream.text.endswith("data: [DONE]\n\n")
-        assert_gone(children)
-
-
 def test_second_signal_does_not_wait_for_streams() -> None:
-    with LiveServer(shutdown_timeout=3600, **{**ENDLESS, "step_delay": 0.2}) as live:
+    with LiveServer(server={"shutdown_timeout": 3600}, **{**ENDLESS, "step_delay": 0.2}) as live:
         Stream(live)
         children = live.children()
         live.process.send_signal(signal.SIGTERM)
@@ -92,14 +86,37 @@ def test_signal_while_loading_ends_both_processes() -> None:
         assert_gone(children)
 
 
-def test_dead_engine_is_told_to_streams_and_ends_the_server() -> None:
-    with LiveServer(**ENDLESS) as live:
-        stream = Stream(live)
-        [worker] = live.children()
-        worker.kill()
+def wait_ready(live: LiveServer) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while httpx.get(f"{live.url}/health/ready").status_code != 200:
+        assert httpx.get(f"{live.url}/health/live").status_code == 200
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_engine_that_dies_again_and_again_ends_the_server() -> None:
+    """Its last words reach everybody, and the exit code tells whoever watches the server."""
+    with LiveServer(die_token=END_TOKEN, max_restarts=1) as live:
+        deadly = {"prompt": [END_TOKEN], "max_tokens": 1}
+        for death in range(2):
+            answer = httpx.post(f"{live.url}/v1/completions", json=deadly, timeout=PATIENCE)
+            assert answer.status_code == 503
+            assert answer.json()["error"]["code"] == "engine_unavailable"
+            if death < 1:
+                wait_ready(live)
         assert live.process.wait(PATIENCE) == 1
-        assert "internal_error" in stream.finish()
-        assert stream.text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.chaos
+def test_silent_engine_is_ended_and_replaced() -> None:
+    with LiveServer(silence_seconds=3) as live:
+        [worker] = live.children()
+        worker.suspend()
+        deadline = time.monotonic() + PATIENCE
+        while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        wait_ready(live)
 
 
 def test_port_in_use_is_told_before_anything_is_read(tmp_path: Path) -> None:
@@ -120,7 +137,7 @@ def test_foreign_address_is_a_user_error() -> None:
 def test_others_may_not_reach_a_server_without_a_key(host: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="without an API key"):
         run(tmp_path, ServeOptions(host=host))
-    refuse_exposure(host, "key")
+    refuse_exposure(host, ["key"])
 
 
 def test_only_what_was_asked_reaches_the_engine() -> None:
@@ -138,12 +155,17 @@ def test_loopback_names() -> None:
 def test_api_key_sources(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text("from-file\n")
-    assert read_api_key(None, {}) is None
-    assert read_api_key(None, {"OPTKIT_API_KEY": "from-env"}) == "from-env"
-    assert read_api_key(file, {"OPTKIT_API_KEY": "from-env"}) == "from-file"
-    for bad in ("", "two words", "ключ", "a\nb"):
+    assert read_api_keys(None, {}) == ()
+    assert read_api_keys(None, {"OPTKIT_API_KEY": "from-env"}) == ("from-env",)
+    assert read_api_keys(file, {"OPTKIT_API_KEY": "from-env"}) == ("from-file",)
+    file.write_text("# whose key this is\none\n\n two \n")
+    assert read_api_keys(file, {}) == ("one", "two")
+    for bad in ("", "# nothing", "two words", "ключ", "\n".join(map(str, range(257)))):
         file.write_text(bad)
         with pytest.raises(UserError):
-            read_api_key(file, {})
+            read_api_keys(file, {})
+    for missing in ({"OPTKIT_API_KEY": ""}, {"OPTKIT_API_KEY": "a b"}):
+        with pytest.raises(UserError):
+            read_api_keys(None, missing)
     with pytest.raises(UserError):
-        read_api_key(tmp_path / "absent", {})
+        read_api_keys(tmp_path / "absent", {})

@@ -76,8 +76,8 @@ def test_errors_are_the_client_s_own_types(client: openai.OpenAI) -> None:
         client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=100_000)
     assert caught.value.param == "messages" and caught.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(model="tiny", messages=HELLO, n=2)
-    assert caught.value.param == "n"
+        client.chat.completions.create(model="tiny", messages=HELLO, tools=[{"type": "function"}])
+    assert caught.value.param == "tools"
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(model="gpt-4", messages=HELLO)
 

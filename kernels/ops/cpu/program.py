@@ -169,7 +169,7 @@ class Program:
         self.bytes_per_row, self.arena = tuple(bytes_per_row), Arena()
         self.num_inputs, self.num_calls = builder.num_inputs, len(builder.calls)
         self.outputs = [(view.rows, view.shape, view.dtype) for view in builder.outputs]
-        self._constants: list[Tensor] = []  # whose addresses the calls hold
+        self.constants: list[Tensor] = []  # whose addresses the calls hold
         calls, arguments = bytearray(), bytearray()
         for op, values in builder.calls:
             calls += CALL.pack(op, len(arguments) // ARGUMENT.size)
@@ -193,7 +193,7 @@ class Program:
             case Size(index, times):
                 return SIZE, index, times, 0
             case Tensor():
-                self._constants.append(value)
+                self.constants.append(value)
                 return CONSTANT, 0, value.data_ptr(), 0
             case float():
                 return CONSTANT, 0, struct.unpack("=i", struct.pack("=f", value))[0], 0

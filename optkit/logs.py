@@ -1,0 +1,59 @@
+"""Log lines of a server, for people or for machines.
+
+``text``: level, logger, message. ``json``: one object a line with ``time`` (RFC 3339, UTC), ``level``, ``logger``,
+``message``, and the fields of a record's ``event``. Neither ever holds a prompt, an answer or a key: callers log
+counts, ids and times, and text from clients only through ``printable``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from datetime import UTC, datetime
+
+FORMAT_VARIABLE = "OPTKIT_LOG_FORMAT"  # how the engine process, a child, is told
+FORMATS = ("text", "json")
+
+
+class TextFormatter(logging.Formatter):
+    """``INFO optkit.serve: request status=200 ...``; the fields of ``event`` follow the message."""
+
+    def __init__(self, source: str | None = None) -> None:
+        super().__init__(f"%(levelname)s {source or '%(name)s'}: %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        event = getattr(record, "event", None) or {}
+        return super().format(record) + "".join(f" {name}={value}" for name, value in event.items())
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line; a stack trace is the field ``trace``."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            "pid": record.process,
+            **(getattr(record, "event", None) or {}),
+        }
+        if record.exc_info:
+            line["trace"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def configure(form: str | None = None, source: str | None = None) -> None:
+    """Log to standard error from INFO on, in ``form`` or as FORMAT_VARIABLE says.
+
+    Args:
+        form: one of FORMATS; children of this process will use it too.
+        source: what text lines show in place of the logger's name.
+    """
+    if form is not None:
+        os.environ[FORMAT_VARIABLE] = form
+    handler = logging.StreamHandler()
+    is_json = os.environ.get(FORMAT_VARIABLE) == "json"
+    handler.setFormatter(JsonFormatter() if is_json else TextFormatter(source))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])

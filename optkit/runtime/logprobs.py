@@ -1,0 +1,132 @@
+"""Logprobs: what the model gave the tokens of an answer, and of its prompt.
+
+They are of the model's own distribution, ``log_softmax(logits)``, before bias, penalties, temperature and filters
+(vLLM's ``raw_logprobs``), so they do not depend on how the request samples. Logits stay in the engine process: they
+are reduced here to one number a token and the few likely ones beside it.
+
+A prompt needs logits at each of its positions, [prompt, vocabulary] floats: 200 MB for 1,000 tokens of a vocabulary of
+50,000. So a scored chunk runs beside the batch in pieces of at most ``MAX_LOGITS`` numbers. What its tokens cost the
+step stays what the scheduler planned; the scheduler need not know. A sequence that was preempted computes its prompt
+again and reports no position twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+import msgspec
+import torch
+from torch import Tensor
+
+from optkit.runtime.types import Batch, Failure, Runner, ScheduledSequence, TokenLogprob, TokenOutput
+
+MAX_LOGITS = 2**24  # numbers of one piece: 64 MiB
+FLOOR = -9999.0  # for a probability of zero, whose logarithm JSON cannot say
+
+
+def logprobs_of(logits: Tensor, tokens: Seq[int], num_top: int) -> list[TokenLogprob]:
+    """Logprobs of ``tokens`` [L] under ``logits`` [L, V] float32, each with the ``num_top`` most likely ones.
+
+    Raises ValueError if a row has no distribution (NaN, or infinity above).
+    """
+    total = torch.logsumexp(logits, dim=-1)
+    if not torch.isfinite(total).all():
+        raise ValueError("the logits are not numbers")
+    index = torch.tensor(tokens, dtype=torch.int64, device=logits.device)
+    own = (logits.gather(1, index[:, None])[:, 0] - total).clamp(min=FLOOR).tolist()
+    if not num_top:
+        return [TokenLogprob(token, value) for token, value in zip(tokens, own, strict=True)]
+    values, ids = logits.topk(min(num_top, logits.shape[1]), dim=-1)
+    best = (values - total[:, None]).clamp(min=FLOOR).tolist()
+    tops = [tuple(zip(i, v, strict=True)) for i, v in zip(ids.tolist(), best, strict=True)]
+    return [TokenLogprob(*row) for row in zip(tokens, own, tops, strict=True)]
+
+
+class LogprobRunner:
+    """A runner that scores prompts on the way, and keeps the logprobs of a step until its outputs are there."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._prompt: dict[str, list[TokenLogprob]] = {}
+        self._generated: dict[str, list[TokenLogprob]] = {}
+        self._piece = max(1, MAX_LOGITS // runner.vocab_size)
+
+    def execute(self, batch: Batch) -> Tensor:
+        """Logits [L, V] float32, in batch order: of each item whose ``needs_logits`` its last row, and its draft's."""
+        plain = tuple(item for item in batch.items if not is_scored(item))
+        if len(plain) == len(batch.items):
+            return self._runner.execute(batch)
+        rows = iter(self._runner.execute(Batch(plain)) if plain else ())
+        found = []
+        for item in batch.items:
+            if is_scored(item):
+                last = self._score(item)
+                found += [last] if item.needs_logits else []
+            else:
+                found += itertools.islice(rows, item.num_logits)
+        return torch.stack(found) if found else torch.zeros(0, self._runner.vocab_size)
+
+    def record(self, items: Seq[ScheduledSequence], logits: Tensor, tokens: Seq[int | Failure]) -> None:
+        """Keep the logprobs of ``tokens`` [L], just sampled from ``logits`` [L, V] for ``items`` [L]."""
+        for row, (item, token) in enumerate(zip(items, tokens, strict=True)):
+            request = item.seq.request
+            if request.sampling.logprobs is not None and not isinstance(token, Failure):
+                found = logprobs_of(logits[row : row + 1], [token], request.sampling.logprobs)
+                self._generated[request.request_id] = found
+
+    def attach(self, batch: Batch, outputs: Seq[TokenOutput]) -> list[TokenOutput]:
+        """``outputs`` of ``batch`` with the logprobs of this step; a scored chunk that ends in no token has its own."""
+        if not self._prompt and not self._generated:
+            return list(outputs)
+        merged = list(outputs)
+        places = {output.request_id: place for place, output in enumerate(merged)}
+        for item in batch.items:
+            name, seq = item.seq.request.request_id, item.seq
+            prompt = tuple(self._prompt.pop(name, ()))
+            generated = tuple(self._generated.pop(name, ()))
+            if not prompt and not generated:
+                continue
+            if name not in places:
+                places[name] = len(merged)
+                merged.append(TokenOutput(request_id=name, token_ids=()))
+            output = merged[places[name]]
+            if output.error is None:
+                seq.num_scored += len(prompt)
+                merged[places[name]] = msgspec.structs.replace(
+                    output, logprobs=generated, prompt_logprobs=prompt
+                )
+        self._prompt.clear()
+        self._generated.clear()
+        return merged
+
+    def _score(self, item: ScheduledSequence) -> Tensor:
+        """Run one chunk in pieces, keep what it says of the prompt, and return the logits of its last token [V]."""
+        seq, found = item.seq, list[TokenLogprob]()
+        num_top = seq.request.sampling.prompt_logprobs or 0
+        logits = torch.empty(0)
+        for piece in pieces(item, self._piece):
+            start = piece.seq.num_computed
+            logits = self._runner.execute(Batch((piece,)))
+            skip = min(max(seq.num_scored - start, 0), piece.num_new)  # row i speaks of token start + i + 1
+            tokens = seq.token_ids[start + skip + 1 : min(start + piece.num_new + 1, seq.num_prompt)]
+            found += logprobs_of(logits[skip : skip + len(tokens)], tokens, num_top) if tokens else []
+        self._prompt[seq.request.request_id] = found
+        return logits[-1]
+
+
+def is_scored(item: ScheduledSequence) -> bool:
+    """True when this chunk computes prompt positions whose logprobs are still to be reported."""
+    seq = item.seq
+    if seq.request.sampling.prompt_logprobs is None:
+        return False
+    return seq.num_scored < seq.num_prompt - 1 and seq.num_computed + item.num_new > seq.num_scored
+
+
+def pieces(item: ScheduledSequence, size: int) -> Iterator[ScheduledSequence]:
+    """``item`` cut into chunks of at most ``size`` tokens, with logits of every token."""
+    start, end = item.seq.num_computed, item.seq.num_computed + item.num_new
+    for at in range(start, end, size):
+        yield ScheduledSequence(replace(item.seq, num_computed=at), min(size, end - at), all_logits=True)

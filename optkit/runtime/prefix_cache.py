@@ -1,0 +1,100 @@
+"""Prefix cache: which KV blocks hold the beginning of which prompt.
+
+KV of a token depends on the tokens before it and on nothing else. So a *full* block whose KV is computed can serve
+every sequence that begins with the same tokens. Such blocks form a tree: a ``Node`` is one block's tokens after its
+parent's. A sequence that starts walks it from its root, as far as the tree goes.
+
+A node is found by its digest, a sha256 chained over the parent's digest and the block's tokens. The chain begins with
+the process's random seed and the sequence's *salt*, so that digests tell nothing outside of the process, and sequences
+of different salts (tenants) share nothing: neither KV nor the time it saves. A digest is a shortcut and no proof: on a
+hit the node's own tokens and the identity of its parent are compared, so two prompts whose digests collide can cost
+each other a hit, but never get each other's KV (CVE-2025-25183 is what happens otherwise).
+
+A node lives while its KV is somewhere: in a ``block`` of the pool, in a ``slot`` of the offload store, or in both.
+Nodes whose parent has gone cannot be reached; they age out of the pool like everything that nobody asks for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+Digest = Callable[[bytes], bytes]
+
+
+def sha256(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """One full block of tokens after ``parent``'s, and where its KV is. The parent of a first block is the salt.
+
+    Nodes are compared by identity: an equal one that was dropped and made again is another node.
+    """
+
+    digest: bytes
+    parent: Node | str
+    tokens: tuple[int, ...]
+    block: int | None = None
+    slot: int | None = None
+
+
+class PrefixCache:
+    """The tree of nodes. It knows nothing of who owns the blocks.
+
+    Args:
+        block_size: tokens of a node.
+        digest: the hash; tests make it collide.
+    """
+
+    def __init__(self, block_size: int, digest: Digest = sha256) -> None:
+        self.block_size = block_size
+        self._digest, self._seed = digest, os.urandom(32)
+        self._nodes: dict[bytes, Node] = {}
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def digests(self, salt: str, token_ids: Sequence[int], known: list[bytes]) -> list[bytes]:
+        """Digests of all full blocks of ``token_ids``; ``known`` are those of its first blocks, and is extended."""
+        size = self.block_size
+        digest = known[-1] if known else self._digest(self._seed + salt.encode())
+        for i in range(len(known), len(token_ids) // size):
+            digest = self._digest(digest + struct.pack(f"<{size}I", *token_ids[i * size : (i + 1) * size]))
+            known.append(digest)
+        return known
+
+    def find(self, digest: bytes, parent: Node | str, tokens: tuple[int, ...]) -> Node | None:
+        """The node of ``tokens`` after ``parent``, or None; never another prompt's."""
+        node = self._nodes.get(digest)
+        return node if node and node.parent == parent and node.tokens == tokens else None
+
+    def add(self, digest: bytes, parent: Node | str, tokens: tuple[int, ...], block: int) -> Node | None:
+        """A node for a block that has just been filled, or None: the digest is another's."""
+        if digest in self._nodes:
+            return None
+        node = self._nodes[digest] = Node(digest, parent, tokens, block)
+        return node
+
+    def __contains__(self, node: Node) -> bool:
+        return self._nodes.get(node.digest) is node
+
+    def orphan(self, digest: bytes) -> Node | None:
+        """The node with this digest if its parent has gone: it stands in the way and nobody can reach it."""
+        node = self._nodes.get(digest)
+        return node if node and isinstance(node.parent, Node) and node.parent not in self else None
+
+    def drop(self, node: Node) -> None:
+        """Nobody finds ``node`` any more; dropping twice is harmless."""
+        if node in self:
+            del self._nodes[node.digest]
+
+    def clear(self) -> list[Node]:
+        """Drop everything; returns what there was."""
+        nodes = list(self._nodes.values())
+        self._nodes.clear()
+        return nodes

@@ -1,0 +1,166 @@
+"""An engine that comes back: when its process dies or falls silent, a new one is started in its place.
+
+Whoever was waiting for an answer is told at once (``EngineClient`` ends every stream). Until the new engine is ready
+the server answers 503 with Retry-After and is not ready, but live: killing it would only make it longer. The first
+restart is immediate, each further one within ``WINDOW_SECONDS`` waits twice as long as the one before; after
+``MAX_RESTARTS`` of them the supervisor gives up and the server ends, for a fault that comes back each time is not
+cured by trying again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from optkit.errors import UserError
+from optkit.runtime.process import EngineClient, EngineDied
+from optkit.runtime.types import EngineRequest, EngineStats, TokenOutput
+
+log = logging.getLogger("optkit.serve")
+
+MAX_RESTARTS, WINDOW_SECONDS = 3, 300.0
+BACKOFF_SECONDS = 1.0  # before the second restart
+LOOK_SECONDS = 1.0  # between two looks at the heartbeat
+STILL_SECONDS = 10.0  # of silence without computing, after which a process is taken for hung
+
+
+class EngineSupervisor:
+    """``EngineClient`` after ``EngineClient``, behind the face of one (``optkit.serve.engine_api.Engine``).
+
+    Args:
+        make_client: a client that has not been started; called again for each restart.
+
+    Attributes:
+        num_restarts: engines that were started after the first.
+        gave_up: the engine died too often and is not started again.
+    """
+
+    def __init__(self, make_client: Callable[[], EngineClient]) -> None:
+        self._make_client = make_client
+        self._client = make_client()
+        self._crashes: deque[float] = deque()
+        self._watch: asyncio.Task[None] | None = None
+        self.num_restarts = 0
+        self.gave_up = False
+
+    async def start(self) -> dict[str, Any]:
+        """Start the first engine; raises what ``EngineClient.start`` raises."""
+        info = await self._client.start()
+        self._watch = asyncio.create_task(self._keep_alive())
+        return info
+
+    def generate(self, request: EngineRequest) -> AsyncIterator[TokenOutput]:
+        return self._client.generate(request)
+
+    async def reset_prefix_cache(self) -> None:
+        await self._client.reset_prefix_cache()
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._client.stats
+
+    @property
+    def info(self) -> dict[str, Any]:
+        return self._client.info
+
+    @property
+    def pid(self) -> int | None:
+        return self._client.pid
+
+    @property
+    def is_healthy(self) -> bool:
+        return self._client.is_healthy
+
+    @property
+    def is_restarting(self) -> bool:
+        """The engine is gone, and a new one is on its way."""
+        return bool(self._crashes) and not self._client.is_healthy and not self.gave_up and self._watches
+
+    @property
+    def _watches(self) -> bool:
+        return self._watch is not None and not self._watch.done()
+
+    async def wait_gave_up(self) -> None:
+        """Return when there is no engine and none will come."""
+        if self._watch is not None:
+            await asyncio.wait([self._watch])
+
+    async def stop(self) -> None:
+        """End the engine and the watch over it."""
+        if self._watch is not None:
+            self._watch.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._watch
+        await self._client.stop()
+
+    async def _keep_alive(self) -> None:
+        while True:
+            await self._until_dead()
+            delay = self._next_delay()
+            if delay is None:
+                log.error("the engine died %d times in %d s: giving up", len(self._crashes), WINDOW_SECONDS)
+                self.gave_up = True
+                return
+            log.error("the engine process is gone; starting another one in %.0f s", delay)
+            await asyncio.sleep(delay)
+            await self._restart()
+
+    async def _until_dead(self) -> None:
+        """Return when the engine's process has ended; one that is silent and still is made to.
+
+        Silence alone is no reason: a step may take minutes, but then it uses the processor.
+        """
+        client, still_since, used = self._client, 0.0, -1.0
+        dead = asyncio.create_task(client.wait_dead())
+        try:
+            while not (await asyncio.wait([dead], timeout=LOOK_SECONDS))[0]:
+                now, before = time.monotonic(), used
+                used = cpu_seconds(client.pid)
+                if client.is_healthy or used != before:
+                    still_since = now
+                elif now - still_since > STILL_SECONDS:
+                    log.error("no sign of life from the engine: ending it")
+                    client.kill()
+        finally:
+            dead.cancel()
+
+    def _next_delay(self) -> float | None:
+        """Seconds until the next start, None if there have been too many."""
+        now = time.monotonic()
+        while self._crashes and now - self._crashes[0] > WINDOW_SECONDS:
+            self._crashes.popleft()
+        self._crashes.append(now)
+        earlier = len(self._crashes) - 1
+        if earlier >= MAX_RESTARTS:
+            return None
+        return BACKOFF_SECONDS * 2 ** (earlier - 1) if earlier else 0.0
+
+    async def _restart(self) -> None:
+        """Start a new engine; one that does not come up counts as dead."""
+        await self._client.stop()
+        self._client = self._make_client()
+        start = time.monotonic()
+        try:
+            await self._client.start()
+        except (EngineDied, UserError, OSError) as error:
+            log.error("the engine did not come up again: %s", error)
+            return
+        self.num_restarts += 1
+        log.warning("the engine is back after %.1f s", time.monotonic() - start)
+
+
+def cpu_seconds(pid: int | None) -> float:
+    """Processor time of a process so far; NaN, which equals nothing, where the system does not say (not Linux)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return math.nan
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,68 @@
+"""Fields whose meaning this server does not implement.
+
+Each is refused with 400 and its name, unless its value asks for nothing: dropping it silently would answer another
+question than the one asked. The last ones are unsupported at one endpoint only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Any
+
+from optkit.serve.api_error import unsupported
+
+# Field -> values that ask for nothing.
+INERT: dict[str, tuple[Any, ...]] = {
+    "suffix": (None, ""),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "response_format": (None, {"type": "text"}),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "chat_template": (None,),
+    "prompt_embeds": (None,),
+    "documents": (None, []),
+    "use_beam_search": (None, False),
+    "bad_words": (None, []),
+    "prompt_logprobs": (None,),
+    "structured_outputs": (None,),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "echo": (None, False),
+    "top_logprobs": (None, 0),
+    "add_generation_prompt": (None, True),
+    "continue_final_message": (None, False),
+}
+
+
+def refuse_unsupported(data: dict[str, Any], supported: Container[str]) -> None:
+    """Raise ApiError 400 for the first field of ``data`` that is not ``supported`` and asks for what it says."""
+    for name, inert in INERT.items():
+        if name in data and name not in supported and not _is_one_of(data[name], inert):
+            raise unsupported(name)
+    messages = data.get("messages")
+    for message in messages if isinstance(messages, list) else ():
+        if isinstance(message, dict):
+            _refuse_in_message(message)
+
+
+def _is_one_of(value: Any, inert: tuple[Any, ...]) -> bool:
+    """True when ``value`` is in ``inert``, type and all: to Python, 1 and True are the same."""
+    return any(type(value) is type(known) and value == known for known in inert)
+
+
+def _refuse_in_message(message: dict[str, Any]) -> None:
+    if (
+        message.get("role") in ("tool", "function")
+        or message.get("tool_calls")
+        or message.get("function_call")
+    ):
+        raise unsupported("messages", "tool calls are not supported")
+    parts = message.get("content")
+    for part in parts if isinstance(parts, list) else ():
+        if isinstance(part, dict) and part.get("type") not in ("text", None):
+            raise unsupported("messages", "only text content parts are supported")

@@ -1,0 +1,281 @@
+"""The engine under random histories: KV accounting, fairness, and outputs equal to a solo run.
+
+Every kind of event in any order: add, step, abort, preempt, finish, a failing load, a reset of the prefix cache; on a
+pool too small for everyone, with prompts that begin alike, an offload store, digests that collide, guesses right and
+wrong, and both policies. After each event all three books of the KV are checked against each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from optkit.runtime.engine import Engine
+from optkit.runtime.offload import CorruptSlot, MemorySlots
+from optkit.runtime.prefix_cache import PrefixCache, sha256
+from optkit.runtime.proposer import SpeculationStats
+from optkit.runtime.scheduler import Scheduler, SchedulerConfig
+from optkit.runtime.types import Batch, EngineRefusal, EngineRequest, FinishReason, SamplingParams, Sequence
+from tests.fakes import FakeRunner
+from tests.runtime.test_engine import VOCAB, solo
+
+MAX_LEN = 24
+STEMS = tuple(tuple(range(start, start + 16)) for start in (1, 1, 9))  # two alike, one that overlaps
+
+
+class Clock:
+    """Time that passes when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Guesser:
+    """Proposes what the solo run says, and now and then something else."""
+
+    def __init__(self, answers: dict[str, list[int]]) -> None:
+        self.answers, self.stats = answers, SpeculationStats()
+
+    def propose(self, sequences: Seq[Sequence], limits: Seq[int]) -> list[tuple[int, ...]]:
+        return [self.guess(seq)[: max(limit, 0)] for seq, limit in zip(sequences, limits, strict=True)]
+
+    def guess(self, seq: Sequence) -> tuple[int, ...]:
+        right = self.answers[seq.request.request_id][seq.num_output :]
+        wrong = (len(seq.token_ids) * 7) % VOCAB
+        return (*right[: len(seq.token_ids) % 4], wrong)
+
+    def observe(self, seq: Sequence, num_drafted: int, num_accepted: int) -> None:
+        assert 0 <= num_accepted <= num_drafted
+
+    def finished(self, seq: Sequence) -> None:
+        pass
+
+
+class UnreliableSlots(MemorySlots):
+    """Loses what it was given, when told."""
+
+    broken = False
+
+    def read(self, slot: int) -> np.ndarray:
+        if self.broken:
+            raise CorruptSlot("broken for the test")
+        return super().read(slot)
+
+
+def sampling_params() -> st.SearchStrategy[SamplingParams]:
+    return st.builds(
+        SamplingParams,
+        max_tokens=st.integers(1, 12),
+        temperature=st.sampled_from([0.0, 1.0]),
+        seed=st.integers(0, 5),
+        min_tokens=st.integers(0, 3),
+        stop_token_ids=st.sampled_from([(), tuple(range(0, VOCAB, 8))]),
+        repetition_penalty=st.sampled_from([1.0, 1.3]),
+        presence_penalty=st.sampled_from([0.0, 0.5]),
+        logprobs=st.sampled_from([None, None, 1]),
+        prompt_logprobs=st.sampled_from([None, None, 0]),
+    )
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Random events on a pool too small for everyone."""
+
+    @initialize(
+        seqs=st.integers(1, 5),
+        budget=st.integers(5, 12),
+        blocks=st.integers(9, 20),
+        size=st.integers(1, 4),
+        policy=st.sampled_from(["fcfs", "slo"]),
+        caching=st.booleans(),
+        slots=st.integers(0, 12),
+        weak=st.booleans(),
+        guessing=st.booleans(),
+        chunk=st.integers(0, 8),
+    )
+    def start(
+        self,
+        seqs: int,
+        budget: int,
+        blocks: int,
+        size: int,
+        policy: str,
+        caching: bool,
+        slots: int,
+        weak: bool,
+        guessing: bool,
+        chunk: int,
+    ) -> None:
+        self.config = SchedulerConfig(
+            max_num_seqs=seqs,
+            max_num_batched_tokens=budget,
+            max_model_len=MAX_LEN,
+            block_size=size,
+            num_blocks=blocks,
+            policy=policy,
+            ttft_slo=0.5,
+            tpot_slo=0.05,
+            prefill_target_tokens=chunk,
+            enable_prefix_caching=caching,
+            num_offload_slots=slots * caching,
+        )
+        self.clock, self.answers = Clock(), {}
+        self.runner = FakeRunner(num_blocks=blocks, block_size=size, vocab_size=VOCAB)
+        self.store = UnreliableSlots(max(slots, 1), 8 * size)
+        proposer = Guesser(self.answers) if guessing else None
+        self.engine = Engine(self.runner, self.config, self.store, proposer, self.clock)
+        self.engine.scheduler.schedule = self._schedule
+        self.engine.scheduler.kv.worth_saving = lambda: True
+        if caching and weak:
+            self.engine.scheduler.kv.cache = PrefixCache(size, lambda data: sha256(data)[:1])
+        self.requests: dict[str, EngineRequest] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.wanted: dict[str, tuple[list[int], FinishReason | None, str | None]] = {}
+        self.total = 0
+
+    @rule(
+        stem=st.sampled_from(STEMS),
+        cut=st.integers(0, 16),
+        tail=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6),
+        sampling=sampling_params(),
+        salt=st.sampled_from(["", "tenant"]),
+        priority=st.integers(-1, 1),
+    )
+    def add(
+        self,
+        stem: tuple[int, ...],
+        cut: int,
+        tail: list[int],
+        sampling: SamplingParams,
+        salt: str,
+        priority: int,
+    ) -> None:
+        self.total += 1
+        name, prompt = f"r{self.total}", (*stem[:cut], *tail)
+        r = EngineRequest(
+            request_id=name,
+            prompt_ids=prompt,
+            sampling=sampling,
+            arrival=self.clock.now,
+            cache_salt=salt,
+            priority=priority,
+        )
+        need = min(len(prompt) + sampling.max_tokens, MAX_LEN) - 1
+        if need > self.config.num_blocks * self.config.block_size:
+            with pytest.raises(EngineRefusal):
+                self.engine.add_request(r)
+            return
+        self.wanted[name] = solo(r, max_model_len=MAX_LEN)
+        self.answers[name] = self.wanted[name][0]
+        self.engine.add_request(r)
+        self.requests[name], self.tokens[name] = r, []
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.requests)))
+        out = self.engine.abort(name)
+        assert out is not None and out.finish_reason is FinishReason.ABORT
+        del self.requests[name]
+        assert self.engine.abort(name) is None
+
+    @precondition(lambda self: self.engine.scheduler.running)
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        self.engine.scheduler.preempt(data.draw(st.sampled_from(self.engine.scheduler.running)))
+
+    @rule()
+    def reset(self) -> None:
+        self.engine.reset_prefix_cache()
+        assert self.engine.stats().kv_blocks_cached == self.engine.stats().kv_blocks_offloaded == 0
+
+    @rule(broken=st.booleans())
+    def store_breaks(self, broken: bool) -> None:
+        self.store.broken = broken
+
+    @rule(seconds=st.floats(0.001, 2.0))
+    def wait(self, seconds: float) -> None:
+        self.clock.now += seconds
+
+    @rule()
+    def step(self) -> None:
+        scheduler = self.engine.scheduler
+        running, waiting = list(scheduler.running), list(scheduler.waiting)
+        losses = scheduler.num_preemptions
+        outputs = self.engine.step()
+        self.clock.now += 0.01
+        assert self.batch.items or not running + waiting or scheduler.num_preemptions > losses
+        if self.batch.items and not self.store.broken:
+            self._fair(self.batch, running, waiting)
+        for out in outputs:
+            self.tokens[out.request_id] += out.token_ids
+            if out.finish_reason:
+                del self.requests[out.request_id]
+                got = (self.tokens[out.request_id], out.finish_reason, out.error)
+                assert got == self.wanted[out.request_id]
+
+    def _schedule(self) -> Batch:
+        self.batch = Scheduler.schedule(self.engine.scheduler)
+        return self.batch
+
+    def _fair(self, batch: Batch, running: list[Sequence], waiting: list[Sequence]) -> None:
+        """The first in rank of those with blocks advances, and nobody who waits is overtaken by a later one."""
+        served = [item.seq for item in batch.items]
+        assert batch.num_tokens <= self.config.max_num_batched_tokens
+        assert len(served) <= self.config.max_num_seqs
+        first = min(seq.rank for seq in served)
+        assert all(first <= seq.rank for seq in running), "the first in rank starved"
+        admitted = [seq for seq in waiting if seq in served]
+        left = [seq for seq in waiting if seq not in served]
+        assert not admitted or not left or max(s.rank for s in admitted) < min(s.rank for s in left)
+
+    @invariant()
+    def consistent(self) -> None:
+        self.engine.scheduler.check()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        self.store.broken = False
+        for _ in range(1000):
+            if not self.engine.has_work:
+                break
+            self.step()
+            self.engine.scheduler.check()
+        assert not self.requests
+        assert self.engine.stats().kv_blocks_used == 0
+
+
+QUICK = settings(max_examples=50, stateful_step_count=40, deadline=None)
+LONG = settings(
+    max_examples=500, stateful_step_count=100, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+def test_two_thousand_random_events() -> None:
+    run_state_machine_as_test(EngineMachine, settings=QUICK)
+
+
+@pytest.mark.soak
+def test_fifty_thousand_random_events() -> None:
+    run_state_machine_as_test(EngineMachine, settings=LONG)
+
+
+def test_the_weak_digest_collides() -> None:
+    """Else the machine would prove nothing about collisions."""
+    digests = {sha256(bytes([i]))[:1] for i in range(64)}
+    assert len(digests) < 64
