@@ -16,10 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from optkit.kernels.packed_codes import BITS, pack_codes, unpack_codes, words_of
+
 ACTIVATION_ZERO_POINT = 128
 KV_SCALE_BYTES = 4  # of the float32 scale behind the values of an int8 KV row
 INT4_ZERO_POINT = 8  # the code that stands for 0 in symmetric int4
 INT4_PER_WORD = 8
+DEQUANTIZED_AT_ONCE = 1 << 22  # weights of a packed layer that are float at one time
 
 
 def embedding(weight: Tensor, ids: Tensor) -> Tensor:
@@ -215,18 +218,13 @@ def check_int4(
 
 
 def pack_int4(codes: Tensor) -> Tensor:
-    """Codes 0 .. 15 [N, K] as int32 [N, K / 8]: the i-th of eight channels in bits 4i to 4i + 3.
-
-    This is compressed-tensors' ``weight_packed`` of a 4-bit weight.
-    """
-    pairs = codes.to(torch.uint8).unflatten(1, (-1, 2))
-    return (pairs[..., 0] | pairs[..., 1] << 4).contiguous().view(torch.int32)
+    """Codes 0 .. 15 [N, K] as int32 [N, K / 8]: the i-th of eight channels in bits 4i to 4i + 3."""
+    return pack_codes(codes, 4)
 
 
 def unpack_int4(packed: Tensor) -> Tensor:
     """The codes [N, K] uint8 in ``packed`` [N, K / 8] int32."""
-    shifts = torch.arange(0, 4 * INT4_PER_WORD, 4, dtype=torch.int32, device=packed.device)
-    return (packed[..., None] >> shifts & 15).flatten(1).to(torch.uint8)
+    return unpack_codes(packed, 4, packed.shape[1] * INT4_PER_WORD)
 
 
 def dequantize_int4(weight: Tensor, weight_scale: Tensor, weight_minimum: Tensor | None = None) -> Tensor:
@@ -245,6 +243,103 @@ def linear_w8a16(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor |
     """
     scaled = weight.unflatten(1, (weight_scale.shape[1], -1)) * weight_scale[..., None]
     return F.linear(x, scaled.flatten(1), bias)
+
+
+def linear_wna16(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    weight_zero: Tensor | None,
+    g_idx: Tensor | None,
+    bias: Tensor | None = None,
+    *,
+    bits: int = 4,
+    group_size: int = 0,
+) -> Tensor:
+    """Weight-only integers: ``x @ W.T + bias`` with ``W[n, k] = (code[n, k] - zero[n, g]) * scale[n, g]``.
+
+    x [T, K] float32; weight int32 [N, ceil(K * bits / 32)] holds codes 0 .. 2^bits - 1 of 2, 3, 4 or 8 bits
+    (``packed_codes``); weight_scale [N, G] is float32, float16 or bfloat16; weight_zero [N, G] uint8 is in units of
+    codes, and None stands for ``2^(bits - 1)`` everywhere, a symmetric weight. Gives [T, N] float32.
+
+    Channel k belongs to group ``g_idx[k]`` (int32 [K], GPTQ's act-order), or, without g_idx, to ``k // group_size``: the
+    last group may be shorter. ``group_size`` 0 is K / G channels to a group; so one column of scales is per channel.
+
+    Source: GPTQ (arXiv 2210.17323), AWQ (arXiv 2306.00978) and compressed-tensors ``pack-quantized``.
+    """
+    check_wna16(x, weight, weight_scale, weight_zero, g_idx, bias, bits, group_size)
+    out = x.new_empty(*x.shape[:-1], weight.shape[0])
+    if x.device.type == "meta":
+        return out
+    rows = max(1, DEQUANTIZED_AT_ONCE // x.shape[-1])
+    for start in range(0, weight.shape[0], rows):
+        part = slice(start, start + rows)
+        zero = None if weight_zero is None else weight_zero[part]
+        value = dequantize_wna16(
+            weight[part],
+            weight_scale[part],
+            zero,
+            g_idx,
+            bits=bits,
+            group_size=group_size,
+            columns=x.shape[-1],
+        )
+        out[..., part] = F.linear(x, value.to(x.dtype), None if bias is None else bias[part])
+    return out
+
+
+def dequantize_wna16(
+    weight: Tensor,
+    weight_scale: Tensor,
+    weight_zero: Tensor | None = None,
+    g_idx: Tensor | None = None,
+    *,
+    bits: int,
+    group_size: int = 0,
+    columns: int,
+) -> Tensor:
+    """The float32 weight [N, columns] that ``linear_wna16`` multiplies by."""
+    group = (
+        channel_groups(columns, weight_scale.shape[1], group_size, weight.device) if g_idx is None else g_idx
+    )
+    codes = unpack_codes(weight, bits, columns).to(torch.float32)
+    zero = float(1 << (bits - 1)) if weight_zero is None else weight_zero.to(torch.float32)[:, group]
+    return (codes - zero) * weight_scale.to(torch.float32)[:, group]
+
+
+def channel_groups(columns: int, groups: int, group_size: int, device: torch.device | str = "cpu") -> Tensor:
+    """The group of each of ``columns`` input channels [columns] int64; see ``linear_wna16``."""
+    return torch.arange(columns, device=device) // (group_size or columns // groups)
+
+
+def check_wna16(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    weight_zero: Tensor | None,
+    g_idx: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+    group_size: int,
+) -> None:
+    """What kernels that take raw pointers rely on.
+
+    Raises:
+        ValueError: a tensor has another shape or type than ``linear_wna16`` says.
+    """
+    (n, words), groups, k = weight.shape, weight_scale.shape[1], x.shape[-1]
+    if bits not in BITS or weight.dtype != torch.int32 or words != words_of(k, bits):
+        raise ValueError(f"{k} channels need codes of {bits} bits in {words_of(k, bits)} int32, not {words}")
+    if groups < 1 or (-(-k // group_size) != groups if group_size else k % groups):
+        raise ValueError(f"{groups} groups of {group_size or 'equally many'} of {k} channels")
+    if weight_scale.shape[0] != n or not weight_scale.is_floating_point():
+        raise ValueError(f"the scales must be [{n}, {groups}] floats")
+    if weight_zero is not None and (weight_zero.shape != (n, groups) or weight_zero.dtype != torch.uint8):
+        raise ValueError(f"the zero points must be [{n}, {groups}] uint8")
+    if g_idx is not None and (g_idx.shape != (k,) or g_idx.dtype != torch.int32):
+        raise ValueError(f"g_idx must be [{k}] int32")
+    if bias is not None and bias.shape != (n,):
+        raise ValueError(f"the bias must be [{n}]")
 
 
 def attention(

@@ -35,6 +35,7 @@ DIALECT: dict[str, Callable[..., Any]] = {
         reference.linear_w8a8,
         reference.linear_w4a8,
         reference.linear_w8a16,
+        reference.linear_wna16,
         reference.attention,
     )
 }
