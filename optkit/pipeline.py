@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from optkit import artifact
+from optkit.calibration import Calibration, calibration_windows
 from optkit.checkpoint import validate_checkpoint
 from optkit.decision import Evidence, decide
 from optkit.errors import UserError
@@ -29,7 +30,7 @@ from optkit.graph.verify import VerifyError, verify
 from optkit.kernels.reference import attention
 from optkit.measure import measure_pair, workload_points
 from optkit.model_source import ModelSource, resolve
-from optkit.passes.base import Pass, PassContext, Plan
+from optkit.passes.base import Pass, PassContext, Plan, Tell, silent
 from optkit.paths import cache_dir
 from optkit.quality import QualityReport, RuntimeLogits, compare, evaluation_windows
 from optkit.quality import windows as text_windows
@@ -39,7 +40,6 @@ from optkit.states import States, compiler_digest, state_key
 from optkit.target import Target, get_target
 from optkit.version import VERSION
 
-Progress = Callable[[str], None]
 EXACT_BOUNDS = Accept(max_kld=1e-6, min_top1=0.999)
 EXACT_TOKENS, PASS_TOKENS, FINAL_TOKENS = 512, 4096, 20480
 
@@ -55,7 +55,7 @@ class Pipeline:
     source: ModelSource
     recipe: Recipe
     target: Target
-    tell: Progress
+    tell: Tell
     final_tokens: int = FINAL_TOKENS
 
     def run(self) -> tuple[Graph, RunRecord]:
@@ -67,9 +67,7 @@ class Pipeline:
         self.reference = graph = self.capture()
         records: list[PassRecord] = []
         for resolved in passes:
-            self.steps.append(
-                [resolved.entry.name, resolved.config.model_dump(), resolved.entry.accept.model_dump()]
-            )
+            self.steps.append(step_of(resolved))
             graph, record = self.resumed(partial(self.run_pass, graph, resolved))
             records.append(PassRecord.from_dict(record))
             self.rounded |= records[-1].decision == "kept" and not records[-1].exact
@@ -109,8 +107,8 @@ class Pipeline:
     def run_pass(self, graph: Graph, resolved: ResolvedPass) -> tuple[Graph, dict[str, Any]]:
         """One pass: check, predict, apply, verify, measure, keep or roll back, record."""
         optimization: Pass = resolved.pass_class(resolved.config)
-        context = self.context()
         candidate = graph.clone()
+        context = self.context(optimization, candidate)
         plan = optimization.check(candidate, context)
         record = PassRecord.planned(optimization.name, resolved.config.model_dump(), plan)
         if not plan.sites:
@@ -131,19 +129,18 @@ class Pipeline:
         record.decided("kept" if kept else "rolled back", reason)
         return (candidate if kept else graph), record.to_dict()
 
-    def context(self) -> PassContext:
-        """What passes may look at: the target, and the shipped calibration text in windows of 512 tokens."""
-        from optkit.bench.workload import load_tokenizer
-        from optkit.data import load_text
-
-        def calibration(tokens: int) -> list[list[int]]:
-            ids = load_tokenizer(str(self.source.directory))(
-                load_text("calibration"), add_special_tokens=False
-            )
-            length = self.window_length()
-            return text_windows(ids.input_ids, length, -(-tokens // length))
-
-        return PassContext(self.target, calibration)
+    def context(self, optimization: Pass | None = None, graph: Graph | None = None) -> PassContext:
+        """What passes may look at: the target, calibration text, and where this pass keeps what it has finished."""
+        calibration = partial(
+            calibration_windows,
+            directory=self.source.directory,
+            max_length=self.reference.meta.max_model_len,
+        )
+        workspace = None
+        if optimization is not None and graph is not None:
+            step = [self.determinants(), optimization.name, graph_to_json(graph)]
+            workspace = self.states.workspace(state_key({"pass": step}))
+        return PassContext(self.target, calibration, workspace, self.tell)
 
     def apply(self, optimization: Pass, graph: Graph, plan: Plan, context: PassContext) -> Any:
         """Apply and verify; what a pass breaks is written down as a reproducer."""
@@ -151,6 +148,8 @@ class Pipeline:
         try:
             result = optimization.apply(graph, plan, context)
             verify(graph)
+        except UserError:  # text that can't be read, say
+            raise
         except Exception as error:
             place = self.write_reproducer(optimization.name, text)
             kind = "broke the graph" if isinstance(error, VerifyError) else "failed"
@@ -239,6 +238,13 @@ class Pipeline:
         return PassRecord.from_dict(self.resumed(work)[1])
 
 
+def step_of(resolved: ResolvedPass) -> list[Any]:
+    """What decides the outcome of a step: the pass, its options and bounds, and the text it calibrates on."""
+    calibration = getattr(resolved.config, "calibration", None)
+    text = calibration.digest() if isinstance(calibration, Calibration) else None
+    return [resolved.entry.name, resolved.config.model_dump(), resolved.entry.accept.model_dump(), text]
+
+
 def bounds_for(exact: bool, own: Accept, recipe: Accept) -> Accept:
     """A pass's bounds: its own, then the recipe's; an exact pass has a tight numeric bound besides.
 
@@ -274,7 +280,7 @@ def optimize(
     out: Path,
     *,
     force: bool = False,
-    tell: Progress = lambda text: None,
+    tell: Tell = silent,
     final_tokens: int = FINAL_TOKENS,
 ) -> RunRecord:
     """Optimize ``model`` by ``recipe`` into the artifact directory ``out``.

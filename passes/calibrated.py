@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from optkit.calibration import Calibration
 from optkit.graph.ir import Graph
 from optkit.graph.walk import Walk
 from optkit.kernels import reference
-from optkit.passes.base import PassContext, PassResult, Plan, Site
+from optkit.passes.base import PassContext, PassResult, Plan, Site, Tell
 from optkit.passes.calibration_cost import estimate, estimate_text, measured_text
 from optkit.passes.finished_groups import FinishedGroups
 from optkit.passes.linear_quantization import Emitter, LinearQuantization, weight_stats
@@ -83,16 +83,7 @@ class CalibratedQuantization(LinearQuantization):
 
     @abstractmethod
     def solve(self, graph: Graph, group: Group, moments: Moments) -> dict[str, Tensor]:
-        """What ``replace`` needs to replace the group's layers. Leaves the graph alone."""
-
-    def replace(
-        self, graph: Graph, group: Group, solution: Mapping[str, Tensor], emitter: Emitter, walk: Walk
-    ) -> None:
-        """Replace the group's layers by ``solution``: tensors by ``site.tensor``."""
-        for index, site in enumerate(group.sites):
-            _, form = self.site_format(graph, site)
-            own = {t: solution[f"{index}.{t}"] for t in form.tensors if f"{index}.{t}" in solution}
-            emitter.emit(site, form, own)
+        """The tensors that replace the group's layers, by ``index.tensor``. Leaves the graph alone."""
 
     def apply(self, graph: Graph, plan: Plan, ctx: PassContext) -> PassResult:
         if any(weight.value.device.type == "meta" for weight in graph.weights.values()):
@@ -101,32 +92,58 @@ class CalibratedQuantization(LinearQuantization):
         windows = ctx.calibration_windows(self.config.calibration)
         expected = estimate(graph, [(g.x, shapes(graph, g)) for g in groups], windows, ctx.target)
         ctx.tell(f"{self.name}: calibrating on {len(windows)} samples, {estimate_text(expected)}")
-        start, finished = time.monotonic(), FinishedGroups(ctx.workspace)
-        self.walk_through(graph, groups, Walk(graph, windows, ctx.target), finished, ctx)
+        start = time.monotonic()
+        self.prepare(graph, groups, windows, ctx)
+        emitter = Emitter(graph)
+
+        def replace(group: Group, solution: Mapping[str, Tensor], walk: Walk) -> None:
+            for index, site in enumerate(group.sites):
+                form = self.site_format(graph, site)[1]
+                own = {t: solution[f"{index}.{t}"] for t in form.tensors if f"{index}.{t}" in solution}
+                emitter.emit(site, form, own)
+
+        walk_through(
+            Walk(graph, windows, ctx.target),
+            groups,
+            lambda group, moments: self.solve(graph, group, moments),
+            replace,
+            FinishedGroups(ctx.workspace, "codes"),
+            lambda text, part=None: ctx.tell(f"{self.name}: {text}", part=part),
+        )
         graph.prune()
         stats = weight_stats(before, graph) | {"calibration_tokens": sum(map(len, windows))}
         ctx.tell(f"{self.name}: calibrated, {measured_text(expected, time.monotonic() - start)}")
-        finished.remove()
         return PassResult(len(plan.sites), stats)
 
-    def walk_through(
-        self, graph: Graph, groups: list[Group], walk: Walk, finished: FinishedGroups, ctx: PassContext
+    def prepare(
+        self, graph: Graph, groups: list[Group], windows: Sequence[Sequence[int]], ctx: PassContext
     ) -> None:
-        """Replace group after group."""
-        emitter, attentions, count = Emitter(graph), 0, finished.count()
-        for index, group in enumerate(groups):
-            if index < count:
-                solution = finished.load(index)
-            else:
-                finished.catch_up(walk, index)
-                ctx.tell(f"{self.name}: {group.name}", part=(index, len(groups)))
-                solution = self.solve(graph, group, Moments(walk.values(group.x)))
-                finished.save(index, solution)
-            self.replace(graph, group, solution, emitter, walk)
-            passed = sum(node.target is reference.attention for node in walk.done)
-            if index >= count and passed > attentions:
-                finished.save_walk(index, walk.state())
-                attentions = passed
+        """Change the float model before its layers are quantized; must be exact."""
+
+
+def walk_through(
+    walk: Walk,
+    groups: Sequence[Group],
+    solve: Callable[[Group, Moments], dict[str, Tensor]],
+    replace: Callable[[Group, Mapping[str, Tensor], Walk], None],
+    finished: FinishedGroups,
+    tell: Tell,
+) -> None:
+    """Solve group after group and put each solution into the graph before the walk goes on."""
+    attentions, count = 0, finished.count()
+    for index, group in enumerate(groups):
+        if index < count:
+            solution = finished.load(index)
+        else:
+            finished.catch_up(walk, index)
+            tell(group.name, part=(index, len(groups)))
+            solution = solve(group, Moments(walk.values(group.x)))
+            finished.save(index, solution)
+        replace(group, solution, walk)
+        passed = sum(node.target is reference.attention for node in walk.done)
+        if index >= count and passed > attentions:
+            finished.save_walk(index, walk.state())
+            attentions = passed
 
 
 def by_activation(sites: Iterable[Site]) -> list[Group]:

@@ -8,7 +8,6 @@ one graph with one text (the driver names it by their hash), so nothing here has
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,10 +18,11 @@ from optkit.graph.walk import Walk
 
 
 class FinishedGroups:
-    """The finished groups in ``directory``; None keeps nothing."""
+    """The finished groups of one stage of a pass, under ``workspace``; None keeps nothing."""
 
-    def __init__(self, directory: Path | None) -> None:
-        self.directory, self.caught_up = directory, False
+    def __init__(self, workspace: Path | None, stage: str) -> None:
+        self.directory = workspace / stage if workspace else None
+        self.caught_up = False
 
     def count(self) -> int:
         """How many groups are finished, from the first on."""
@@ -57,10 +57,6 @@ class FinishedGroups:
         kept = [file for n in range(index) if (file := self.walk_file(n)).is_file()]
         if kept:
             walk.restore(load_file(kept[-1]))
-
-    def remove(self) -> None:
-        if self.directory is not None:
-            shutil.rmtree(self.directory, ignore_errors=True)
 
     def solution_file(self, index: int) -> Path:
         assert self.directory is not None

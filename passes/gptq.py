@@ -12,11 +12,13 @@ from typing import Any
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from optkit.errors import UserError
 from optkit.graph.ir import Graph
 from optkit.passes.awq_search import search_clip
+from optkit.passes.base import PassContext, Plan
 from optkit.passes.calibrated import CalibratedConfig, CalibratedQuantization, Group, Moments
 from optkit.passes.gptq_solver import ActOrder, gptq
-from optkit.passes.linear_quantization import weight_of
+from optkit.passes.linear_quantization import members, weight_of
 from optkit.passes.weight_formats import PackedFormat
 
 
@@ -35,6 +37,17 @@ class GPTQConfig(CalibratedConfig):
 class GPTQ(CalibratedQuantization):
     name = "gptq"
     Config = GPTQConfig
+
+    def check(self, graph: Graph, ctx: PassContext) -> Plan:
+        plan = super().check(graph, ctx)
+        for site in plan.sites if self.config.actorder == "group" else ():
+            if len(members(graph, site.nodes[0], site.name)) > 1:
+                raise UserError(
+                    f"actorder 'group' gives every layer an order of its own, and {site.name} is several in one",
+                    where="gptq",
+                    fix="set actorder: static, or leave fuse_qkv and fuse_gate_up out of the recipe",
+                )
+        return plan
 
     def solve(self, graph: Graph, group: Group, moments: Moments) -> dict[str, Tensor]:
         config, found = self.config, {}

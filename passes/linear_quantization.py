@@ -174,7 +174,8 @@ def add_weights(graph: Graph, source: str, site: str, tensors: Mapping[str, Tens
         origin = Origin((Part(f"{site}.weight", weight.value.shape[0]),))
     module = site if tied else source.rpartition(".")[0]
     for key, tensor in tensors.items():
-        graph.weights[f"{module}.{key}"] = Weight(tensor, origin.renamed(".weight", f".{key}"))
+        own = Origin((Part(f"{module}.{key}", len(tensor)),)) if tensor.ndim == 1 else None
+        graph.weights[f"{module}.{key}"] = Weight(tensor, own or origin.renamed(".weight", f".{key}"))
     return {key: f"{module}.{key}" for key in tensors}
 
 

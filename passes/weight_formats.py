@@ -177,7 +177,7 @@ class PackedFormat(WeightFormat):
     symmetric: bool = True
     label = "packed integer"
     op = staticmethod(reference.linear_wna16)
-    tensors = ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx")
+    tensors = ("weight_packed", "weight_scale", "weight_zero", "weight_g_idx")
     quantizes_input = False
 
     @property
@@ -198,7 +198,7 @@ class PackedFormat(WeightFormat):
             packed = pack_codes(weight.codes, self.bits)
         tensors = {"weight_packed": packed, "weight_scale": weight.scale.to(torch.float16)}
         if not self.symmetric:
-            tensors["weight_zero_point"] = (-weight.minimum / weight.scale).round().to(torch.uint8)
+            tensors["weight_zero"] = (-weight.minimum / weight.scale).round().to(torch.uint8)
         if weight.g_idx is not None:
             tensors["weight_g_idx"] = weight.g_idx
         return tensors
