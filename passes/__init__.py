@@ -24,6 +24,7 @@ PASSES: dict[str, str] = {
     "rtn": "optkit.passes.rtn:RTN",
     "gptq": "optkit.passes.gptq:GPTQ",
     "awq": "optkit.passes.awq:AWQ",
+    "mixed_precision": "optkit.passes.mixed_precision:MixedPrecision",
     "w4a8": "optkit.passes.w4a8:W4A8",
     "flash_attention": "optkit.passes.flash_attention:FlashAttention",
     "kv_int8": "optkit.passes.kv_int8:KVInt8",

@@ -41,7 +41,8 @@ class AWQ(CalibratedQuantization):
     ) -> None:
         """Fold the scale of each group into what produces its activation."""
 
-        def scale(group: Group, moments: Moments) -> dict[str, Tensor]:
+        def scale(group: Group, walk: Walk) -> dict[str, Tensor]:
+            moments = Moments(walk.values(group.x))
             layers = [self.site_format(graph, site) for site in group.sites]
             weights, grids = [weight_of(graph, node) for node, _ in layers], [form.grid for _, form in layers]
             duo = self.config.duo_scaling

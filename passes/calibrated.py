@@ -86,6 +86,8 @@ class CalibratedQuantization(LinearQuantization):
         """The tensors that replace the group's layers, by ``index.tensor``. Leaves the graph alone."""
 
     def apply(self, graph: Graph, plan: Plan, ctx: PassContext) -> PassResult:
+        if not plan.sites:
+            return PassResult(0)
         if any(weight.value.device.type == "meta" for weight in graph.weights.values()):
             return super().apply(graph, plan, ctx)
         before, groups = graph.num_bytes(), by_activation(plan.sites)
@@ -105,7 +107,7 @@ class CalibratedQuantization(LinearQuantization):
         walk_through(
             Walk(graph, windows, ctx.target),
             groups,
-            lambda group, moments: self.solve(graph, group, moments),
+            lambda group, walk: self.solve(graph, group, Moments(walk.values(group.x))),
             replace,
             FinishedGroups(ctx.workspace, "codes"),
             lambda text, part=None: ctx.tell(f"{self.name}: {text}", part=part),
@@ -124,7 +126,7 @@ class CalibratedQuantization(LinearQuantization):
 def walk_through(
     walk: Walk,
     groups: Sequence[Group],
-    solve: Callable[[Group, Moments], dict[str, Tensor]],
+    solve: Callable[[Group, Walk], dict[str, Tensor]],
     replace: Callable[[Group, Mapping[str, Tensor], Walk], None],
     finished: FinishedGroups,
     tell: Tell,
@@ -137,7 +139,7 @@ def walk_through(
         else:
             finished.catch_up(walk, index)
             tell(group.name, part=(index, len(groups)))
-            solution = solve(group, Moments(walk.values(group.x)))
+            solution = solve(group, walk)
             finished.save(index, solution)
         replace(group, solution, walk)
         passed = sum(node.target is reference.attention for node in walk.done)

@@ -8,10 +8,12 @@ gets a weight of its own, so that the embedding stays as it is.
 
 from __future__ import annotations
 
+import inspect
 import operator
 import re
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from optkit.passes.base import Config, Pass, PassContext, PassResult, Plan, Site
 from optkit.passes.rewrite import site_name
 from optkit.passes.weight_formats import WeightFormat
 
+FLOAT = "float_layer"  # key of node.meta
 LINEAR = "Linear"  # the class name that stands for all linear layers
 
 
@@ -120,6 +123,52 @@ class LinearQuantization(Pass):
         return node, form
 
 
+@dataclass(frozen=True)
+class FloatLayer:
+    """What a quantized op stands for: the linear it replaced. In ``meta[FLOAT]`` of the op until the graph is saved."""
+
+    site: str
+    x: fx.Node
+    source: str
+    weight: Weight
+
+
+def quantized_sites(graph: Graph) -> dict[str, fx.Node]:
+    """The ops that a pass has put in place of linears, by site; none in a graph that was read from disk."""
+    return {node.meta[FLOAT].site: node for node in graph.fx.nodes if FLOAT in node.meta}
+
+
+def restored(graph: Graph, sites: Container[str]) -> Graph:
+    """A clone in which the layers of ``sites`` are the float ones that were replaced.
+
+    Nodes are named after those they replace, so that clones with other sites restored agree on all names.
+    """
+    clone = graph.clone()
+    by_name = {node.name: node for node in clone.fx.nodes}
+    for site, node in quantized_sites(clone).items():
+        if site in sites:
+            layer: FloatLayer = node.meta[FLOAT]
+            clone.weights[layer.source] = layer.weight
+            bias = node.args[len(node.args) - 1 :] if has_bias(node) else ()
+            weight = clone.weight_node(layer.source, node)
+            with clone.fx.inserting_before(node):
+                linear = clone.fx.create_node(
+                    "call_function",
+                    reference.linear,
+                    (by_name[layer.x.name], weight, *bias),
+                    name=f"float_{node.name}",
+                )
+            node.replace_all_uses_with(linear)
+    clone.prune()
+    return clone
+
+
+def has_bias(node: fx.Node) -> bool:
+    """Whether the last argument of a quantized op is its bias."""
+    last = list(inspect.signature(node.target).parameters).index("bias")
+    return len(node.args) > last and node.args[last] is not None
+
+
 def weight_stats(before: int, graph: Graph) -> dict[str, Any]:
     return {"weight_bytes_before": before, "weight_bytes_after": graph.num_bytes()}
 
@@ -141,10 +190,12 @@ class Emitter:
         (node,) = site.nodes
         x, weight_node, *bias = node.args
         inputs = self.quantized(x, form.activation_group_size) if form.quantizes_input else (x,)
-        names = add_weights(self.graph, str(weight_node.target), site.name, tensors)
+        source = str(weight_node.target)
+        names = add_weights(self.graph, source, site.name, tensors)
         weights = [self.graph.weight_node(names[t], node) if t in names else None for t in form.tensors]
         with self.graph.fx.inserting_before(node):
             out = self.graph.fx.call_function(form.op, (*inputs, *weights, *bias), form.options(tensors))
+        out.meta[FLOAT] = FloatLayer(site.name, x, source, self.graph.weights[source])
         node.replace_all_uses_with(out)
         self.graph.fx.erase_node(node)
         return out

@@ -42,7 +42,6 @@ class Walk:
         self.live: list[dict[fx.Node, Tensor]] = [{} for _ in self.windows]
         self.done: set[fx.Node] = set()
 
-    @torch.inference_mode()
     def values(self, node: fx.Node) -> Iterator[Tensor]:
         """Go on to ``node`` and yield its value [T, ...] for each window; the whole iterator must be used up.
 
@@ -61,18 +60,18 @@ class Walk:
                 del values[stale]
         self.done |= segment.computed
 
-    def finish(self, graph: Graph, replaced: Mapping[fx.Node, fx.Node]) -> Iterator[Tensor]:
-        """The output of a variant of the graph for each window, from where this walk stands; the walk stays there.
+    def finish(self, graph: Graph) -> Iterator[Tensor]:
+        """The output of ``graph`` for each window, from where this walk stands; the walk stays there.
 
-        Args:
-            graph: a clone that was changed only after this position.
-            replaced: the nodes of this graph that are computed, and theirs in ``graph``.
+        ``graph`` is this walk's or one that differs from it after this position only; nodes are matched by name.
         """
-        done = {replaced[node] for node in self.done if node in replaced}
+        names = {node.name for node in self.done}
+        same = {node.name: node for node in graph.fx.nodes if node.name in names}
         output = next(node for node in graph.fx.nodes if node.op == "output").args[0]
-        segment = Segment(graph, done, output, self.target)
+        segment = Segment(graph, set(same.values()), output, self.target)
         for window, values in zip(self.windows, self.live, strict=True):
-            yield segment.run(window, {replaced[n]: value for n, value in values.items()})[output]
+            kept = {same[node.name]: value for node, value in values.items()}
+            yield segment.run(window, kept)[output]
 
     def change(self, node: fx.Node, factor: Tensor) -> None:
         """Multiply a value that was computed, where what makes it was changed to give that."""
