@@ -191,11 +191,12 @@ class Emitter:
         x, weight_node, *bias = node.args
         inputs = self.quantized(x, form.activation_group_size) if form.quantizes_input else (x,)
         source = str(weight_node.target)
+        replaced = FloatLayer(site.name, x, source, self.graph.weights[source])
         names = add_weights(self.graph, source, site.name, tensors)
         weights = [self.graph.weight_node(names[t], node) if t in names else None for t in form.tensors]
         with self.graph.fx.inserting_before(node):
             out = self.graph.fx.call_function(form.op, (*inputs, *weights, *bias), form.options(tensors))
-        out.meta[FLOAT] = FloatLayer(site.name, x, source, self.graph.weights[source])
+        out.meta[FLOAT] = replaced
         node.replace_all_uses_with(out)
         self.graph.fx.erase_node(node)
         return out

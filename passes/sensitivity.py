@@ -7,7 +7,7 @@ sensitivity is judged on another.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor, fx
 
@@ -29,15 +29,15 @@ def variant_kl(walk: Walk, x: fx.Node, variants: Sequence[Graph], expected: Sequ
 
 
 def site_sensitivity(
-    base: Graph, variants: Mapping[str, tuple[str, Graph]], walk: Walk
+    base: Graph, variants: Iterable[tuple[str, str, Graph]], walk: Walk
 ) -> Iterator[tuple[str, float]]:
     """For each site, in execution order, the KL of the variant in which it alone is quantized.
 
     Args:
         base: the float graph that ``walk`` goes over.
-        variants: by site the name of the activation it reads, and the graph.
+        variants: of each site its name, that of the activation it reads, and the graph.
     """
     expected = float_logits(base, walk)
     by_name = {node.name: node for node in walk.graph.fx.nodes}
-    for site, (x, variant) in variants.items():
+    for site, x, variant in variants:
         yield site, variant_kl(walk, by_name[x], [variant], expected)[0]
