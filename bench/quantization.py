@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import yaml
 
+from optkit.bench.workload import load_tokenizer
 from optkit.calibration import calibration_windows
 from optkit.capture import capture_directory
 from optkit.graph.ir import Graph
@@ -25,7 +26,7 @@ from optkit.graph.lower import lower
 from optkit.model_source import resolve
 from optkit.passes import load
 from optkit.passes.base import PassContext
-from optkit.quality import RuntimeLogits, compare, evaluation_windows
+from optkit.quality import QualityReport, RuntimeLogits, compare_many, evaluation_windows
 from optkit.target import get_target
 
 FUSIONS: dict[str, Any] = {"fuse_qkv": {}, "fuse_gate_up": {}, "fuse_add_rms_norm": {}}
@@ -41,8 +42,6 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     source = resolve(arguments.model, print)
     graph = capture_directory(source.directory)
-    from optkit.bench.workload import load_tokenizer
-
     limit = min(512, graph.meta.max_model_len)
     windows = evaluation_windows(load_tokenizer(str(source.directory)), arguments.tokens, limit)
     target = get_target("cpu")
@@ -51,26 +50,30 @@ def main() -> None:
         partial(calibration_windows, directory=source.directory, max_length=graph.meta.max_model_len),
         tell=lambda text, part=None: None if part else print(text, flush=True),
     )
-    reference = RuntimeLogits(lower(graph, target))
+    candidates: dict[str, Any] = {}
     for text in arguments.tries:
         start = time.monotonic()
         candidate, stats = optimized(graph, FUSIONS | yaml.safe_load(text), context)
-        took = time.monotonic() - start
-        report = compare(reference, RuntimeLogits(lower(candidate, target)), windows)
-        result = {
-            "passes": text,
-            "kl_mean": report.kl_mean.value,
-            "kl_stderr": report.kl_mean.stderr,
-            "kl_p99": report.kl_p99,
-            "top1": report.top1_agreement.value,
-            "ln_ppl_ratio": report.ln_ppl_ratio.value,
-            "tokens": report.tokens,
-            "weight_bytes": candidate.num_bytes(),
-            "seconds": round(took, 1),
-            "load": os.getloadavg()[0],
-            "stats": stats,
-        }
-        print(json.dumps(result), flush=True)
+        took, load_average = round(time.monotonic() - start, 1), os.getloadavg()[0]
+        facts = {"weight_bytes": candidate.num_bytes(), "seconds": took, "load": load_average, "stats": stats}
+        print(json.dumps({"passes": text} | facts), flush=True)
+        candidates[text] = RuntimeLogits(lower(candidate, target, consume=True))
+    reports = compare_many(RuntimeLogits(lower(graph, target)), candidates, windows)
+    for text, report in reports.items():
+        print(json.dumps({"passes": text, "load": os.getloadavg()[0]} | quality(report)), flush=True)
+
+
+def quality(report: QualityReport) -> dict[str, float]:
+    """The figures that are quoted; divergences in nats."""
+    return {
+        "kl_mean": report.kl_mean.value,
+        "kl_stderr": report.kl_mean.stderr,
+        "kl_p99": report.kl_p99,
+        "top1": report.top1_agreement.value,
+        "ln_ppl_ratio": report.ln_ppl_ratio.value,
+        "ln_ppl_ratio_stderr": report.ln_ppl_ratio.stderr,
+        "tokens": report.tokens,
+    }
 
 
 def optimized(graph: Graph, passes: dict[str, Any], context: PassContext) -> tuple[Graph, dict[str, Any]]:
