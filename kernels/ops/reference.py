@@ -262,8 +262,8 @@ def linear_wna16(
     (``packed_codes``); weight_scale [N, G] is float32, float16 or bfloat16; weight_zero [N, G] uint8 is in units of
     codes, and None stands for ``2^(bits - 1)`` everywhere, a symmetric weight. Gives [T, N] float32.
 
-    Channel k belongs to group ``g_idx[k]`` (int32 [K], GPTQ's act-order), or, without g_idx, to ``k // group_size``: the
-    last group may be shorter. ``group_size`` 0 is K / G channels to a group; so one column of scales is per channel.
+    Channel k belongs to group ``g_idx[k]`` (int32 [K], GPTQ's act-order) or, without g_idx, ``k // group_size``: the
+    last group may be shorter. ``group_size`` 0 is one group of all channels.
 
     Source: GPTQ (arXiv 2210.17323), AWQ (arXiv 2306.00978) and compressed-tensors ``pack-quantized``.
     """
@@ -299,17 +299,10 @@ def dequantize_wna16(
     columns: int,
 ) -> Tensor:
     """The float32 weight [N, columns] that ``linear_wna16`` multiplies by."""
-    group = (
-        channel_groups(columns, weight_scale.shape[1], group_size, weight.device) if g_idx is None else g_idx
-    )
+    group = torch.arange(columns, device=weight.device) // (group_size or columns) if g_idx is None else g_idx
     codes = unpack_codes(weight, bits, columns).to(torch.float32)
     zero = float(1 << (bits - 1)) if weight_zero is None else weight_zero.to(torch.float32)[:, group]
     return (codes - zero) * weight_scale.to(torch.float32)[:, group]
-
-
-def channel_groups(columns: int, groups: int, group_size: int, device: torch.device | str = "cpu") -> Tensor:
-    """The group of each of ``columns`` input channels [columns] int64; see ``linear_wna16``."""
-    return torch.arange(columns, device=device) // (group_size or columns // groups)
 
 
 def check_wna16(
@@ -330,8 +323,8 @@ def check_wna16(
     (n, words), groups, k = weight.shape, weight_scale.shape[1], x.shape[-1]
     if bits not in BITS or weight.dtype != torch.int32 or words != words_of(k, bits):
         raise ValueError(f"{k} channels need codes of {bits} bits in {words_of(k, bits)} int32, not {words}")
-    if groups < 1 or (-(-k // group_size) != groups if group_size else k % groups):
-        raise ValueError(f"{groups} groups of {group_size or 'equally many'} of {k} channels")
+    if groups < 1 or (g_idx is None and -(-k // (group_size or k)) != groups):
+        raise ValueError(f"{groups} groups of {group_size or k} of {k} channels")
     if weight_scale.shape[0] != n or not weight_scale.is_floating_point():
         raise ValueError(f"the scales must be [{n}, {groups}] floats")
     if weight_zero is not None and (weight_zero.shape != (n, groups) or weight_zero.dtype != torch.uint8):
