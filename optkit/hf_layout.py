@@ -13,8 +13,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from optkit.checkpoint import validate_checkpoint
-from optkit.checkpoint_tensors import TensorFiles, changed_tensors, save_shards
+from optkit.checkpoint_tensors import changed_tensors, save_shards
+from optkit.formats.source import open_source
 from optkit.graph.ir import Graph
 from optkit.int4_layout import model_tensors
 from optkit.quantization_config import quantization_config, quantized_modules
@@ -37,8 +37,7 @@ TEXT_FILES = (
 
 def write_model(graph: Graph, source: Path, directory: Path) -> None:
     """Write config, tokenizer files and tensors of ``graph``, whose checkpoint is ``source``, to ``directory``."""
-    info = validate_checkpoint(source)
-    files = TensorFiles(source, info)
+    files = open_source(source)
     changed = changed_tensors(graph, files)
     kept = {name: files[name] for name in files.names() - set(changed)}
     tensors = model_tensors(graph, kept | changed)
@@ -46,7 +45,7 @@ def write_model(graph: Graph, source: Path, directory: Path) -> None:
     if len(set(placed.values())) > 1:
         index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": placed}
         write_json(directory / "model.safetensors.index.json", index)
-    write_json(directory / "config.json", model_config(graph, info.config))
+    write_json(directory / "config.json", model_config(graph, files.info.config))
     for name in TEXT_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, directory / name)
@@ -54,6 +53,7 @@ def write_model(graph: Graph, source: Path, directory: Path) -> None:
 
 def model_config(graph: Graph, config: dict[str, Any]) -> dict[str, Any]:
     """config.json of the optimized model."""
+    config = {key: value for key, value in config.items() if key != "quantization_config"}
     quantization = quantization_config(graph)
     if quantization is not None:
         config = {**config, "quantization_config": quantization}

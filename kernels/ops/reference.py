@@ -22,6 +22,7 @@ ACTIVATION_ZERO_POINT = 128
 KV_SCALE_BYTES = 4  # of the float32 scale behind the values of an int8 KV row
 INT4_ZERO_POINT = 8  # the code that stands for 0 in symmetric int4
 INT4_PER_WORD = 8
+FP8_MOST = 448.0  # the largest E4M3 value
 DEQUANTIZED_AT_ONCE = 1 << 22  # weights of a packed layer that are float at one time
 
 
@@ -331,6 +332,75 @@ def check_wna16(
         raise ValueError(f"the zero points must be [{n}, {groups}] uint8")
     if g_idx is not None and (g_idx.shape != (k,) or g_idx.dtype != torch.int32):
         raise ValueError(f"g_idx must be [{k}] int32")
+    if bias is not None and bias.shape != (n,):
+        raise ValueError(f"the bias must be [{n}]")
+
+
+def linear_fp8(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    input_scale: Tensor | None,
+    bias: Tensor | None = None,
+    *,
+    activations: str = "token",
+) -> Tensor:
+    """``x @ W.T + bias`` in float8 E4M3 (arXiv 2209.05433): weight float8_e4m3fn [N, K], weight_scale [N, G] float32.
+
+    x [T, K] is rounded to E4M3 too, by ``activations``: ``"token"``, with the scale absmax / 448 of each token;
+    ``"tensor"``, with ``input_scale`` [1], what lies beyond saturating; ``"none"``, not at all. Products of rounded
+    values are exact in float32, where they are added; gives [T, N] float32.
+    """
+    check_fp8(x, weight, weight_scale, input_scale, bias, activations)
+    out = x.new_empty(*x.shape[:-1], weight.shape[0])
+    if x.device.type == "meta":
+        return out
+    rounded = x if activations == "none" else round_fp8(x, input_scale)
+    rows = max(1, DEQUANTIZED_AT_ONCE // x.shape[-1])
+    for start in range(0, weight.shape[0], rows):
+        part = slice(start, start + rows)
+        value = dequantize_fp8(weight[part], weight_scale[part])
+        out[..., part] = F.linear(rounded, value, None if bias is None else bias[part])
+    return out
+
+
+def dequantize_fp8(weight: Tensor, weight_scale: Tensor) -> Tensor:
+    """The float32 weight [N, K] of float8 values [N, K] and scales [N, G]."""
+    groups = weight.to(torch.float32).unflatten(1, (weight_scale.shape[1], -1))
+    return (groups * weight_scale[..., None]).flatten(1)
+
+
+def round_fp8(x: Tensor, scale: Tensor | None = None) -> Tensor:
+    """x [T, K] as E4M3 has it, in float32: with ``scale`` [1], or absmax / 448 of each token."""
+    if scale is None:
+        scale = (x.abs().amax(dim=-1, keepdim=True) / FP8_MOST).clamp_min(torch.finfo(torch.float32).tiny)
+    return (x / scale).clamp(-FP8_MOST, FP8_MOST).to(torch.float8_e4m3fn).to(torch.float32) * scale
+
+
+def check_fp8(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    input_scale: Tensor | None,
+    bias: Tensor | None,
+    activations: str,
+) -> None:
+    """What broadcasting would let pass.
+
+    Raises:
+        ValueError: a tensor has another shape or type than ``linear_fp8`` says.
+    """
+    (n, k), groups = weight.shape, weight_scale.shape[1]
+    if weight.dtype != torch.float8_e4m3fn or k != x.shape[-1]:
+        raise ValueError(f"the weight must be float8_e4m3fn [N, {x.shape[-1]}]")
+    if weight_scale.shape[0] != n or groups < 1 or k % groups:
+        raise ValueError(f"the scales must be [{n}, G] with G a divisor of {k}")
+    if activations not in ("token", "tensor", "none") or (activations == "tensor") != (
+        input_scale is not None
+    ):
+        raise ValueError(f"activations {activations!r:.20} and input_scale don't agree")
+    if input_scale is not None and input_scale.shape != (1,):
+        raise ValueError("input_scale must be [1]")
     if bias is not None and bias.shape != (n,):
         raise ValueError(f"the bias must be [{n}]")
 

@@ -82,7 +82,8 @@ def native_programs(graph: Graph, picked: Mapping[fx.Node, kernels.Kernel]) -> P
 
     if "compile" in graph.plan or not native.available():
         return None
-    able = {node for node in graph.fx.nodes if node not in picked and node.meta.get("kernel") is None}
+    in_table = {kernel.op for kernel in kernels.table()}  # not picked, they run by their reference
+    able = {node for node in graph.fx.nodes if op_name(node.target) not in in_table}
     return Programs(graph, able | {node for node, kernel in picked.items() if kernel.name == "native"})
 
 
