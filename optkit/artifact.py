@@ -77,7 +77,7 @@ class Artifact:
         from optkit.formats.source import open_source
         from optkit.graph.serialize import graph_from_json
         from optkit.graph.verify import VerifyError, verify
-        from optkit.int4_layout import PACKED_FILE
+        from optkit.stored_layers import PACKED_FILE
 
         internal = self.directory / INTERNAL
         packed = load_file(internal / PACKED_FILE) if (internal / PACKED_FILE).is_file() else {}
