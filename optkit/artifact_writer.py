@@ -14,11 +14,11 @@ from optkit.checkpoint_tensors import constants
 from optkit.graph.ir import Graph
 from optkit.graph.serialize import graph_to_json
 from optkit.hf_layout import write_model
-from optkit.int4_layout import PACKED_FILE, runtime_tensors
 from optkit.model_source import ModelSource
 from optkit.recipe import Recipe
 from optkit.records import RunRecord
 from optkit.report import report_html
+from optkit.stored_layers import PACKED_FILE, runtime_tensors
 from optkit.target import Target
 
 

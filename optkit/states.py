@@ -20,8 +20,8 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from optkit.checkpoint import validate_checkpoint
-from optkit.checkpoint_tensors import Overlay, TensorFiles, build, changed_tensors, constants
+from optkit.checkpoint_tensors import Overlay, build, changed_tensors, constants
+from optkit.formats.source import open_source
 from optkit.graph.ir import Graph
 from optkit.graph.serialize import graph_from_json, graph_to_json
 from optkit.paths import cache_dir
@@ -35,7 +35,7 @@ class States:
 
     def __init__(self, source: Path) -> None:
         self.root = cache_dir("states")
-        self.source = TensorFiles(source, validate_checkpoint(source))
+        self.source = open_source(source)
 
     def load(self, key: str) -> tuple[Graph, dict[str, Any]] | None:
         """The graph and record of state ``key``, or None when it was not finished."""

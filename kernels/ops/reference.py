@@ -22,6 +22,7 @@ ACTIVATION_ZERO_POINT = 128
 KV_SCALE_BYTES = 4  # of the float32 scale behind the values of an int8 KV row
 INT4_ZERO_POINT = 8  # the code that stands for 0 in symmetric int4
 INT4_PER_WORD = 8
+FP8_MOST = 448.0  # the largest E4M3 value
 DEQUANTIZED_AT_ONCE = 1 << 22  # weights of a packed layer that are float at one time
 
 
@@ -262,8 +263,8 @@ def linear_wna16(
     (``packed_codes``); weight_scale [N, G] is float32, float16 or bfloat16; weight_zero [N, G] uint8 is in units of
     codes, and None stands for ``2^(bits - 1)`` everywhere, a symmetric weight. Gives [T, N] float32.
 
-    Channel k belongs to group ``g_idx[k]`` (int32 [K], GPTQ's act-order), or, without g_idx, to ``k // group_size``: the
-    last group may be shorter. ``group_size`` 0 is K / G channels to a group; so one column of scales is per channel.
+    Channel k belongs to group ``g_idx[k]`` (int32 [K], GPTQ's act-order) or, without g_idx, ``k // group_size``: the
+    last group may be shorter. ``group_size`` 0 is one group of all channels.
 
     Source: GPTQ (arXiv 2210.17323), AWQ (arXiv 2306.00978) and compressed-tensors ``pack-quantized``.
     """
@@ -299,17 +300,10 @@ def dequantize_wna16(
     columns: int,
 ) -> Tensor:
     """The float32 weight [N, columns] that ``linear_wna16`` multiplies by."""
-    group = (
-        channel_groups(columns, weight_scale.shape[1], group_size, weight.device) if g_idx is None else g_idx
-    )
+    group = torch.arange(columns, device=weight.device) // (group_size or columns) if g_idx is None else g_idx
     codes = unpack_codes(weight, bits, columns).to(torch.float32)
     zero = float(1 << (bits - 1)) if weight_zero is None else weight_zero.to(torch.float32)[:, group]
     return (codes - zero) * weight_scale.to(torch.float32)[:, group]
-
-
-def channel_groups(columns: int, groups: int, group_size: int, device: torch.device | str = "cpu") -> Tensor:
-    """The group of each of ``columns`` input channels [columns] int64; see ``linear_wna16``."""
-    return torch.arange(columns, device=device) // (group_size or columns // groups)
 
 
 def check_wna16(
@@ -330,14 +324,83 @@ def check_wna16(
     (n, words), groups, k = weight.shape, weight_scale.shape[1], x.shape[-1]
     if bits not in BITS or weight.dtype != torch.int32 or words != words_of(k, bits):
         raise ValueError(f"{k} channels need codes of {bits} bits in {words_of(k, bits)} int32, not {words}")
-    if groups < 1 or (-(-k // group_size) != groups if group_size else k % groups):
-        raise ValueError(f"{groups} groups of {group_size or 'equally many'} of {k} channels")
+    if groups < 1 or (g_idx is None and -(-k // (group_size or k)) != groups):
+        raise ValueError(f"{groups} groups of {group_size or k} of {k} channels")
     if weight_scale.shape[0] != n or not weight_scale.is_floating_point():
         raise ValueError(f"the scales must be [{n}, {groups}] floats")
     if weight_zero is not None and (weight_zero.shape != (n, groups) or weight_zero.dtype != torch.uint8):
         raise ValueError(f"the zero points must be [{n}, {groups}] uint8")
     if g_idx is not None and (g_idx.shape != (k,) or g_idx.dtype != torch.int32):
         raise ValueError(f"g_idx must be [{k}] int32")
+    if bias is not None and bias.shape != (n,):
+        raise ValueError(f"the bias must be [{n}]")
+
+
+def linear_fp8(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    input_scale: Tensor | None,
+    bias: Tensor | None = None,
+    *,
+    activations: str = "token",
+) -> Tensor:
+    """``x @ W.T + bias`` in float8 E4M3 (arXiv 2209.05433): weight float8_e4m3fn [N, K], weight_scale [N, G] float32.
+
+    x [T, K] is rounded to E4M3 too, by ``activations``: ``"token"``, with the scale absmax / 448 of each token;
+    ``"tensor"``, with ``input_scale`` [1], what lies beyond saturating; ``"none"``, not at all. Products of rounded
+    values are exact in float32, where they are added; gives [T, N] float32.
+    """
+    check_fp8(x, weight, weight_scale, input_scale, bias, activations)
+    out = x.new_empty(*x.shape[:-1], weight.shape[0])
+    if x.device.type == "meta":
+        return out
+    rounded = x if activations == "none" else round_fp8(x, input_scale)
+    rows = max(1, DEQUANTIZED_AT_ONCE // x.shape[-1])
+    for start in range(0, weight.shape[0], rows):
+        part = slice(start, start + rows)
+        value = dequantize_fp8(weight[part], weight_scale[part])
+        out[..., part] = F.linear(rounded, value, None if bias is None else bias[part])
+    return out
+
+
+def dequantize_fp8(weight: Tensor, weight_scale: Tensor) -> Tensor:
+    """The float32 weight [N, K] of float8 values [N, K] and scales [N, G]."""
+    groups = weight.to(torch.float32).unflatten(1, (weight_scale.shape[1], -1))
+    return (groups * weight_scale[..., None]).flatten(1)
+
+
+def round_fp8(x: Tensor, scale: Tensor | None = None) -> Tensor:
+    """x [T, K] as E4M3 has it, in float32: with ``scale`` [1], or absmax / 448 of each token."""
+    if scale is None:
+        scale = (x.abs().amax(dim=-1, keepdim=True) / FP8_MOST).clamp_min(torch.finfo(torch.float32).tiny)
+    return (x / scale).clamp(-FP8_MOST, FP8_MOST).to(torch.float8_e4m3fn).to(torch.float32) * scale
+
+
+def check_fp8(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    input_scale: Tensor | None,
+    bias: Tensor | None,
+    activations: str,
+) -> None:
+    """What broadcasting would let pass.
+
+    Raises:
+        ValueError: a tensor has another shape or type than ``linear_fp8`` says.
+    """
+    (n, k), groups = weight.shape, weight_scale.shape[1]
+    if weight.dtype != torch.float8_e4m3fn or k != x.shape[-1]:
+        raise ValueError(f"the weight must be float8_e4m3fn [N, {x.shape[-1]}]")
+    if weight_scale.shape[0] != n or groups < 1 or k % groups:
+        raise ValueError(f"the scales must be [{n}, G] with G a divisor of {k}")
+    if activations not in ("token", "tensor", "none") or (activations == "tensor") != (
+        input_scale is not None
+    ):
+        raise ValueError(f"activations {activations!r:.20} and input_scale don't agree")
+    if input_scale is not None and input_scale.shape != (1,):
+        raise ValueError("input_scale must be [1]")
     if bias is not None and bias.shape != (n,):
         raise ValueError(f"the bias must be [{n}]")
 

@@ -158,6 +158,7 @@ RULES = {
     reference.linear_w4a8: integer_linear,
     reference.linear_w8a16: weight_only_linear,
     reference.linear_wna16: weight_only_linear,
+    reference.linear_fp8: linear,
     reference.grouped_mm: grouped_mm,
     reference.attention: attention,
 }

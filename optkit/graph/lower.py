@@ -82,7 +82,8 @@ def native_programs(graph: Graph, picked: Mapping[fx.Node, kernels.Kernel]) -> P
 
     if "compile" in graph.plan or not native.available():
         return None
-    able = {node for node in graph.fx.nodes if node not in picked and node.meta.get("kernel") is None}
+    in_table = {kernel.op for kernel in kernels.table()}  # not picked, they run by their reference
+    able = {node for node in graph.fx.nodes if op_name(node.target) not in in_table}
     return Programs(graph, able | {node for node, kernel in picked.items() if kernel.name == "native"})
 
 
@@ -107,7 +108,7 @@ def bind(graph: Graph, node: fx.Node, kernel: kernels.Kernel) -> None:
         return
     weights = weight_arguments(graph, node)
     args = list(node.args)
-    for position, value in kernel.pack(weights).items():
+    for position, value in kernel.pack(weights, graph.site_options(node)).items():
         name = f"packed.{node.name}.{position}"
         graph.weights[name] = type(graph.weights[str(node.args[position].target)])(value, None)
         args[position] = graph.weight_node(name, node)

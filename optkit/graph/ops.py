@@ -36,6 +36,7 @@ DIALECT: dict[str, Callable[..., Any]] = {
         reference.linear_w4a8,
         reference.linear_w8a16,
         reference.linear_wna16,
+        reference.linear_fp8,
         reference.attention,
     )
 }
