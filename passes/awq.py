@@ -58,7 +58,7 @@ class AWQ(CalibratedQuantization):
             [group for group in groups if can_scale(graph, group)],
             scale,
             replace,
-            FinishedGroups(ctx.workspace, "scales"),
+            FinishedGroups(ctx.workspace, "scales", with_walk=True),
             lambda text, part=None: ctx.tell(f"{self.name}: scale of {text}", part=part),
         )
 
