@@ -1,8 +1,8 @@
 """Quantized layers on disk: what transformers and vLLM load, and what only optkit's runtime does.
 
 compressed-tensors has a form for most: ``int-quantized``, ``pack-quantized``, ``float-quantized``. Where it has none (a
-float minimum, act-order, a short last group), the layer is written as a plain ``weight`` with the values the codes stand
-for, and the codes go to ``optkit/packed.safetensors``, which the runtime reads instead
+float minimum, act-order, a short last group), the layer is written as a plain ``weight`` with the values that the codes
+stand for, and the codes go to ``optkit/packed.safetensors``, which the runtime reads instead
 (docs/decisions/0007-int4-on-disk.md).
 """
 

@@ -1,7 +1,7 @@
 """The quantized modules of a graph: what every format is written from.
 
-A node of a quantized op may be several modules of the checkpoint, fused. Each gets its rows of the operands; what belongs
-to input channels (``weight_g_idx``, ``input_scale``) all of them share.
+A node of a quantized op may be several modules of the checkpoint, fused. Each gets its rows of the operands; what
+belongs to input channels (``weight_g_idx``, ``input_scale``) all of them share.
 """
 
 from __future__ import annotations
