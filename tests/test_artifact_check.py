@@ -51,7 +51,6 @@ def test_what_was_measured_is_published(source: Path, tmp_path: Path, graph: Gra
     )
 
 
-@pytest.mark.new_process
 def test_a_mistake_in_writing_is_refused(
     source: Path, tmp_path: Path, graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
