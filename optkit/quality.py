@@ -20,7 +20,7 @@ most one pair of windows a side is alive, and rows are scored 64 at a time.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -150,6 +150,18 @@ def compare_many(
         for name, stream in streams.items():
             totals[name].add(window, rows, next(stream))
     return {name: total.report() for name, total in totals.items()}
+
+
+def mean_kl(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """KL(reference || candidate) in nats, the mean over all rows of pairs of logits [T, V]."""
+    total, rows = 0.0, 0
+    for reference, candidate in pairs:
+        for start in range(0, len(reference), ROWS):
+            piece = slice(start, start + ROWS)
+            nothing = torch.zeros(len(reference[piece]), dtype=torch.int64)
+            total += float(_compare_rows(nothing, reference[piece], candidate[piece])[2].double().sum())
+        rows += len(reference)
+    return total / rows
 
 
 def first_divergence(reference: Sequence[int], candidate: Sequence[int]) -> int | None:

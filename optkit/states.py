@@ -27,6 +27,7 @@ from optkit.graph.serialize import graph_from_json, graph_to_json
 from optkit.paths import cache_dir
 
 KEEP = 24  # states; the oldest beyond this are removed
+KEEP_PARTS = 2
 
 
 class States:
@@ -68,10 +69,17 @@ class States:
             shutil.rmtree(temporary, ignore_errors=True)
         self.remove_oldest()
 
+    def workspace(self, key: str) -> Path:
+        """A directory for the finished parts of a step that is not finished; the step's end removes it."""
+        return self.root / f".part-{key}"
+
     def remove_oldest(self) -> None:
-        states = sorted((p for p in self.root.iterdir() if p.is_dir()), key=lambda p: p.stat().st_mtime)
-        for state in states[:-KEEP]:
-            shutil.rmtree(state, ignore_errors=True)
+        """States beyond ``KEEP``, and parts of steps beyond ``KEEP_PARTS``."""
+        entries = sorted((p for p in self.root.iterdir() if p.is_dir()), key=lambda p: p.stat().st_mtime)
+        parts = [p for p in entries if p.name.startswith(".part-")]
+        states = [p for p in entries if p not in parts]
+        for old in [*states[:-KEEP], *parts[:-KEEP_PARTS]]:
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def state_key(parts: Mapping[str, Any]) -> str:

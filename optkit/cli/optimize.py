@@ -59,10 +59,15 @@ def optimize(
     if as_json:
         console.print_json({"artifact": str(path), **run.to_dict()})
         return
+    from dataclasses import asdict
+
     from optkit.report import run_table, summary_lines
+    from optkit.target import get_target
+
+    target = asdict(get_target(loaded.target))
 
     console.stdout.print(run_table(run), soft_wrap=False)
-    for line in summary_lines(run):
+    for line in summary_lines(run, target):
         console.stdout.print(line)
     console.stdout.print(f"wrote {path}\nnext: optkit serve {path}")
 
