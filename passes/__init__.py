@@ -26,8 +26,10 @@ PASSES: dict[str, str] = {
     "awq": "optkit.passes.awq:AWQ",
     "mixed_precision": "optkit.passes.mixed_precision:MixedPrecision",
     "w4a8": "optkit.passes.w4a8:W4A8",
+    "fp8": "optkit.passes.fp8:FP8",
     "flash_attention": "optkit.passes.flash_attention:FlashAttention",
     "kv_int8": "optkit.passes.kv_int8:KVInt8",
+    "kv_fp8": "optkit.passes.kv_fp8:KVFP8",
     "compile": "optkit.passes.compile:Compile",
 }
 

@@ -90,6 +90,21 @@ def pieces(graph: Graph, argument: Any, key: str, found: Mapping[str, Any]) -> d
     return {module_name(name): piece for name, piece in weight.origin.split(weight.value).items()}
 
 
+def shared_by_fused(graph: Graph) -> dict[str, Tensor]:
+    """Operands of fused layers that all their modules share, by the names the graph reads; no module has these."""
+    names = {module.name for module in modules(graph)}
+    found = {}
+    for node in graph.calls(*OPERANDS):
+        for argument in node.args:
+            weight = graph.weight_of(argument)
+            parts = weight.origin.parts if weight is not None and weight.origin is not None else ()
+            for part in parts:
+                owner, _, key = part.name.rpartition(".")
+                if weight is not None and key in SHARED and owner not in names:
+                    found[part.name] = weight.value
+    return found
+
+
 def channels(operands: Mapping[str, Tensor], node: fx.Node) -> int:
     """Input channels of a module. Packed codes may end in padding; what the op says of its groups tells."""
     if "weight" in operands:

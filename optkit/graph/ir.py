@@ -78,14 +78,18 @@ class Weight:
 
 
 # How KV pools store a token's head: the dtype, and the elements of a row besides the D values.
-KV_DTYPES = {"float32": (torch.float32, 0), "int8": (torch.int8, KV_SCALE_BYTES)}
+KV_DTYPES = {
+    "float32": (torch.float32, 0),
+    "int8": (torch.int8, KV_SCALE_BYTES),
+    "fp8": (torch.uint8, KV_SCALE_BYTES),  # the bytes of E4M3
+}
 
 
 @dataclass(frozen=True)
 class KVSpec:
     """The two KV pools of an attention layer: K [blocks, block_size, num_kv_heads, head_dim] and V, of v_head_dim.
 
-    ``dtype`` is a key of ``KV_DTYPES``. Rows of an int8 pool are four bytes longer: their scale
+    ``dtype`` is a key of ``KV_DTYPES``. Rows of an int8 or fp8 pool are four bytes longer: their scale
     (``reference.quantize_kv``).
     """
 
