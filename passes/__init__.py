@@ -19,6 +19,7 @@ PASSES: dict[str, str] = {
     "fuse_gate_up": "optkit.passes.fuse_gate_up:FuseGateUp",
     "fuse_add_rms_norm": "optkit.passes.fuse_add_rms_norm:FuseAddRMSNorm",
     "prune_rows": "optkit.passes.prune_rows:PruneRows",
+    "prune": "optkit.passes.prune:Prune",
     "smoothquant": "optkit.passes.smoothquant:SmoothQuant",
     "int8": "optkit.passes.int8:Int8",
     "rtn": "optkit.passes.rtn:RTN",

@@ -135,7 +135,11 @@ class GraphMeta:
 
 @dataclass
 class Graph:
-    """A model as a graph. ``plan`` holds execution choices that change no math (compiled regions)."""
+    """A model as a graph.
+
+    ``plan`` holds execution choices that change no math (``compile``: regions), and what of the source's config.json is
+    no longer true (``config``: sizes of a pruned model).
+    """
 
     fx: fx.Graph
     weights: dict[str, Weight]
