@@ -7,8 +7,8 @@ decode, whose few rows would rather take dot products along D, transposes the ke
 
 AVX-512 and AVX2 give the same bits too; the portable variant, without fused multiply-add, differs by rounding.
 
-An int8 cache (``reference.quantize_kv``) is read as it is: four bytes of sixteen keys are transposed at a time, and the
-scales multiply scores and weights instead of keys and values. All of the above holds for it.
+Over an int8 cache (``reference.quantize_kv``) products are of integers on the int8 units, with queries and weights as
+two bytes: steps of 1/65535 of the largest, where keys and values have 1/254. All of the above holds for it.
 """
 
 from __future__ import annotations
