@@ -67,7 +67,7 @@ class Server:
         self.model = self._model()
 
     def _model(self) -> str:
-        data = self._ask("GET", "/v1/models").get("data")
+        data: Any = self._ask("GET", "/v1/models").get("data")
         try:
             return str(data[0]["id"])
         except (KeyError, IndexError, TypeError) as error:
