@@ -61,8 +61,8 @@ struct Sums {
 // What one thread needs for an item; see attention_tile.h for the layouts.
 struct Scratch {
     float *q, *k, *v, *scores, *zeros;
-    float *q_scale, *k_scale, *v_scale;  // the rest of these three lines is for an int8 cache
-    int32_t* k_sums;
+    float *q_scale, *k_scale, *v_scale;  // these three lines are for an int8 cache
+    int32_t* q_sums;
     uint8_t *weights, *halves;
     Sums part, total;
     const char *keys[kTile], *values[kTile];
@@ -79,7 +79,7 @@ Scratch scratch_of_thread(const Problem& p, int64_t rows) {
     const size_t depth = p.depth, width = p.width, sums = sums_size(p, rows);
     const size_t zeros = depth > width ? depth : width;
     const size_t sizes[] = {rows * depth, depth * kTile, width * kTile, kMaxTileRows * kTile, zeros, size_t(rows), kTile,
-                            kTile, kTile, kMaxTileRows * 2 * kTile / 4, 2 * size_t(p.depth_bytes) / 4, sums, sums};
+                            kTile, size_t(rows), kMaxTileRows * 2 * kTile / 4, 2 * size_t(p.depth_bytes) / 4, sums, sums};
     constexpr int count = sizeof sizes / sizeof *sizes;
     size_t total = 0;
     for (size_t size : sizes) total += (size + kLanes - 1) / kLanes * kLanes;
@@ -136,10 +136,6 @@ void locate(const Problem& p, const Item& item, int64_t begin, int count, Scratc
         if (!p.int8_cache) return;
         std::memcpy(scratch.k_scale + j, key + p.dim, sizeof(float));
         std::memcpy(scratch.v_scale + j, value + p.v_dim, sizeof(float));
-        if (!std::isfinite(scratch.v_scale[j])) {  // a bad value becomes a bad score: those who may not see it don't
-            scratch.k_scale[j] = NAN;
-            scratch.v_scale[j] = 0.0f;
-        }
     });
     for (int j = count; j % kLanes; ++j) scratch.k_scale[j] = scratch.v_scale[j] = 0.0f;
 }

@@ -6,12 +6,13 @@
 // bits depend neither on the instruction set nor on how rows are put together.
 //   Scratch.q       [rows / kRows][2][D / 4][kRows]  words of four bytes of a query, the high ones first
 //   Scratch.q_scale [rows]                           what a query's step is worth, in exponents of 2
-//   Scratch.k       [D / 4][64]                      words of four bytes of a key: a vector holds 16 keys
-//   Scratch.k_sums  [64]                             -128 times the sum of a key: queries have zero point 128 * 256
+//   Scratch.q_sums  [rows]                           -128 times the sum of a query: keys get zero point 128
+//   Scratch.k       [D / 4][64]                      words of four bytes of a key, unsigned: a vector holds 16 keys
 //   Scratch.v       [64 / 4][Dv to 16]               words of one byte of four values
 //   Scratch.weights [kRows][2][64]                   high and low bytes of the weights
 
-constexpr float kSteps = 65535.0f;
+constexpr float kQuerySteps = 127.0f * 256.0f + 127.0f;  // either side of zero
+constexpr float kWeightSteps = 65535.0f;
 
 template <class Word>
 OPTKIT_INLINE Word word_at(const void* p) {
@@ -20,19 +21,21 @@ OPTKIT_INLINE Word word_at(const void* p) {
     return word;
 }
 
-// acc[r][n] += bytes of a, the same for all lanes, times those of b. Word w of row r lies at a + r * a_row + w * a_word.
-template <int R, int NV>
+// acc[r][n] += the word of row r, at a + r * a_row + w * a_word, times column n of b, for all words w. One side has unsigned
+// bytes: the rows, or the columns where `unsigned_columns`.
+template <bool unsigned_columns, int R, int NV>
 OPTKIT_TARGET OPTKIT_INLINE void add_dots(I::Ints (&acc)[R][NV], const uint8_t* a, int64_t a_row, int64_t a_word,
                                           const uint32_t* b, int64_t b_word, int words) {
+    using Kind = I::Dot<unsigned_columns>;
     for (int w = 0; w < words; ++w, a += a_word, b += b_word) {
-        I::Bytes column[NV];
+        typename Kind::Column column[NV];
 #pragma GCC unroll 8
-        for (int n = 0; n < NV; ++n) column[n] = I::bytes(b + n * kLanes);
+        for (int n = 0; n < NV; ++n) column[n] = Kind::column(b + n * kLanes);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-            const I::Query query = I::query(word_at<uint32_t>(a + r * a_row));
+            const typename Kind::Row row = Kind::row(word_at<uint32_t>(a + r * a_row));
 #pragma GCC unroll 8
-            for (int n = 0; n < NV; ++n) acc[r][n] = I::dot(acc[r][n], query, column[n]);
+            for (int n = 0; n < NV; ++n) acc[r][n] = Kind::add(acc[r][n], row, column[n]);
         }
     }
 }
@@ -48,33 +51,31 @@ OPTKIT_TARGET OPTKIT_INLINE void times_256(I::Ints (&acc)[R][NV]) {
 // scores[r][0..16 NV) = q[.][r] . k[.][0..16 NV), times both scales.
 template <int R, int NV>
 OPTKIT_TARGET void score_int8_tile(const uint8_t* q, const uint32_t* k, int words, const float* q_scale,
-                                   const float* k_scale, const int32_t* k_sums, float* scores) {
+                                   const int32_t* q_sums, const float* k_scale, float* scores) {
     constexpr int word = R * sizeof(uint32_t);
     I::Ints acc[R][NV];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-        for (int n = 0; n < NV; ++n) acc[r][n] = I::load(k_sums + n * kLanes);
-    add_dots(acc, q, sizeof(uint32_t), word, k, kTile, words);
+        for (int n = 0; n < NV; ++n) acc[r][n] = I::all(0);
+    add_dots<true>(acc, q, sizeof(uint32_t), word, k, kTile, words);
     times_256(acc);
-    add_dots(acc, q + words * word, sizeof(uint32_t), word, k, kTile, words);
+    add_dots<true>(acc, q + words * word, sizeof(uint32_t), word, k, kTile, words);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
         for (int n = 0; n < NV; ++n) {
             const S::Vec scale = S::mul(S::all(q_scale[r]), S::load(k_scale + n * kLanes));
-            S::store(scores + r * kTile + n * kLanes, S::mul(I::floats(acc[r][n]), scale));
+            S::store(scores + r * kTile + n * kLanes, S::mul(I::floats(I::add(acc[r][n], I::all(q_sums[r]))), scale));
         }
 }
 
 template <int R, int NV = S::tile_vecs>
 OPTKIT_TARGET void score_int8_block(const uint8_t* q, const uint32_t* k, int words, const float* q_scale,
-                                    const float* k_scale, const int32_t* k_sums, int vecs, float* scores) {
-    for (; vecs >= NV; vecs -= NV) {
-        score_int8_tile<R, NV>(q, k, words, q_scale, k_scale, k_sums, scores);
-        k += NV * kLanes, k_scale += NV * kLanes, k_sums += NV * kLanes, scores += NV * kLanes;
-    }
-    if constexpr (NV > 1) score_int8_block<R, NV - 1>(q, k, words, q_scale, k_scale, k_sums, vecs, scores);
+                                    const int32_t* q_sums, const float* k_scale, int vecs, float* scores) {
+    for (; vecs >= NV; vecs -= NV, k += NV * kLanes, k_scale += NV * kLanes, scores += NV * kLanes)
+        score_int8_tile<R, NV>(q, k, words, q_scale, q_sums, k_scale, scores);
+    if constexpr (NV > 1) score_int8_block<R, NV - 1>(q, k, words, q_scale, q_sums, k_scale, vecs, scores);
 }
 
 // out[r][0..16 NV) = out[r] * rescale[r] + step[r] * sum over keys of weight[r][key] * v[key].
@@ -87,9 +88,9 @@ OPTKIT_TARGET void weigh_int8_tile(const uint8_t* weights, const float* rescale,
 #pragma GCC unroll 8
         for (int n = 0; n < NV; ++n) acc[r][n] = I::all(0);
     weights += 4 * start, v += start * width;
-    add_dots(acc, weights, 2 * kTile, 4, v, width, stop - start);
+    add_dots<false>(acc, weights, 2 * kTile, 4, v, width, stop - start);
     times_256(acc);
-    add_dots(acc, weights + kTile, 2 * kTile, 4, v, width, stop - start);
+    add_dots<false>(acc, weights + kTile, 2 * kTile, 4, v, width, stop - start);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
@@ -126,10 +127,10 @@ OPTKIT_TARGET inline RowWeights weigh_scores(const float* scores, int vecs, cons
         scaled[n] = S::mul(weight, S::load(v_scale + n * kLanes));
         most = S::max(most, scaled[n]);
     }
-    const float largest = S::largest(most), inverse = largest > 0 ? kSteps / largest : 0.0f;
+    const float largest = S::largest(most), inverse = largest > 0 ? kWeightSteps / largest : 0.0f;
     for (int n = 0; n < vecs; ++n)
         I::store_halves(weights + n * kLanes, weights + kTile + n * kLanes, S::mul(scaled[n], S::all(inverse)));
-    return {highest, S::sum(sum), largest / kSteps};
+    return {highest, S::sum(sum), largest / kWeightSteps};
 }
 
 struct OnInt8 {
@@ -140,6 +141,9 @@ struct OnInt8 {
         for (int row = 0; row < rows; ++row) {
             const int block = row / kRows * kRows, in_block = rows - block < kRows ? rows - block : kRows;
             scratch.q_scale[row] = halve(query_of(p, item, row), p, high, low) * p.to_exp2;
+            int32_t sum = 0;
+            for (int d = 0; d < p.depth; ++d) sum += static_cast<int8_t>(high[d]) * 256 + static_cast<int8_t>(low[d]);
+            scratch.q_sums[row] = -128 * sum;
             uint32_t* at = to + 2 * words * block + row - block;
             for (int w = 0; w < words; ++w) {
                 at[w * in_block] = word_at<uint32_t>(high + 4 * w);
@@ -151,11 +155,15 @@ struct OnInt8 {
     OPTKIT_TARGET static void pack_tile(const Problem& p, int, int count, Scratch& scratch) {
         transpose_words(p.depth / 4, count, scratch);
         for (int j = 0; j < count; j += kLanes) {
-            I::Ints sum = I::all(0);
-            for (int w = 0; w < p.depth / 4; ++w)
-                sum = I::dot(sum, I::query(0x80808080u), I::bytes(scratch.k + w * kTile + j));
-            I::store(scratch.k_sums + j, sum);
-            for (int i = 0; i < kLanes; ++i) scratch.k_sums[j + i] = -scratch.k_sums[j + i];
+            for (int w = 0; w < p.depth / 4; ++w) {
+                float* key = scratch.k + w * kTile + j;
+                I::store(key, I::flip_signs(I::load(key)));
+            }
+            // A value that is no number becomes a score that is none: rows that may not see it don't.
+            const S::Vec value = S::load(scratch.v_scale + j), size = S::abs(value), limit = S::all(__builtin_inff());
+            const S::Vec key = S::load(scratch.k_scale + j);
+            S::store(scratch.k_scale + j, S::where_less(size, limit, key, S::all(__builtin_nanf(""))));
+            S::store(scratch.v_scale + j, S::where_less(size, limit, value, S::all(0.0f)));
         }
         interleave_values(p, count, scratch);
     }
@@ -166,8 +174,8 @@ struct OnInt8 {
         const auto* q = reinterpret_cast<const uint8_t*>(scratch.q) + 8 * words * block.first_row;
         const auto* k = reinterpret_cast<const uint32_t*>(scratch.k);
         const auto* v = reinterpret_cast<const uint32_t*>(scratch.v);
-        score_int8_block<R>(q, k, words, scratch.q_scale + block.first_row, scratch.k_scale, scratch.k_sums,
-                            block.vecs, scratch.scores);
+        score_int8_block<R>(q, k, words, scratch.q_scale + block.first_row,
+                            scratch.q_sums + block.first_row, scratch.k_scale, block.vecs, scratch.scores);
         if (p.softcap > 0) soft_cap(scratch.scores, R, block.vecs, p.softcap);
         mask_block(p, block, scratch.scores);
         float rescale[kLanes], step[kLanes];
@@ -177,14 +185,15 @@ struct OnInt8 {
     }
 
   private:
-    // High and low bytes of x [D] in steps of its largest number, plus 128 * 256; gives what a step is worth.
+    // High and low bytes, both signed, of x [D] in steps of its largest number; gives what a step is worth.
     OPTKIT_TARGET static float halve(const float* x, const Problem& p, uint8_t* high, uint8_t* low) {
-        const float most = largest(x, p.dim), inverse = most > 0 ? 32767.0f / most : 0.0f;
-        const S::Vec by = S::all(inverse), zero = S::all(32768.0f);
+        const float most = largest(x, p.dim), inverse = most > 0 ? kQuerySteps / most : 0.0f;
+        const S::Vec by = S::all(inverse), zero = S::all(128.0f * 256.0f + 128.0f);
         int d = 0;
         for (; d + kLanes <= p.dim; d += kLanes) I::store_halves(high + d, low + d, S::fma(S::load(x + d), by, zero));
         if (d < p.dim) I::store_halves(high + d, low + d, S::fma(S::load_some(x + d, p.dim - d), by, zero));
-        return most / 32767.0f;
+        for (d = 0; d < p.depth_bytes; ++d) high[d] ^= 0x80, low[d] ^= 0x80;
+        return most / kQuerySteps;
     }
 
     // Scratch.v from `count` values; those of the rest of the last word are zero.
@@ -195,6 +204,7 @@ struct OnInt8 {
             for (int i = 0; i < 4; ++i)
                 rows[i] = j + i < count ? scratch.values[j + i] : reinterpret_cast<const char*>(scratch.zeros);
             int d = 0;
+            for (; d + 4 * kLanes <= p.v_dim; d += 4 * kLanes) I::interleave_64(rows, d, to + d);
             for (; d + kLanes <= p.v_dim; d += kLanes) I::store(to + d, I::interleave(rows, d));
             if (d < p.v_dim) {
                 char tails[4][kLanes] = {};
