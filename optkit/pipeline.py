@@ -63,12 +63,14 @@ class Pipeline:
         passes = self.recipe.resolve_passes()
         self.states = States(self.source.directory)
         self.steps: list[Any] = []
+        self.workspace: Path | None = None  # of the pass that is worked on
         self.rounded = False  # a kept pass changed values, so exactness can't be seen any more
         self.reference = graph = self.capture()
         records: list[PassRecord] = []
         for resolved in passes:
             self.steps.append(step_of(resolved))
             graph, record = self.resumed(partial(self.run_pass, graph, resolved))
+            self.states.remove(self.workspace)
             records.append(PassRecord.from_dict(record))
             self.rounded |= records[-1].in_effect and not records[-1].exact
             self.tell(f"{resolved.entry.name}: {records[-1].decision}, {records[-1].reason}")
@@ -180,7 +182,7 @@ class Pipeline:
         workspace = None
         if optimization is not None and graph is not None:
             step = [self.determinants(), optimization.name, graph_to_json(graph)]
-            workspace = self.states.workspace(state_key({"pass": step}))
+            workspace = self.workspace = self.states.workspace(state_key({"pass": step}))
         return PassContext(self.target, calibration, workspace, self.tell)
 
     def apply(self, optimization: Pass, graph: Graph, plan: Plan, context: PassContext) -> Any:

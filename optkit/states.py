@@ -73,6 +73,11 @@ class States:
         """A directory for the finished parts of a step that is not finished; the step's end removes it."""
         return self.root / f".part-{key}"
 
+    def remove(self, workspace: Path | None) -> None:
+        """Drop the parts of a step that is finished."""
+        if workspace is not None:
+            shutil.rmtree(workspace, ignore_errors=True)
+
     def remove_oldest(self) -> None:
         """States beyond ``KEEP``, and parts of steps beyond ``KEEP_PARTS``."""
         entries = sorted((p for p in self.root.iterdir() if p.is_dir()), key=lambda p: p.stat().st_mtime)

@@ -2,8 +2,7 @@
 
 Memory is counted, not guessed: the walk is simulated on shapes, which gives the bytes of the activations that are kept at each
 group, and to those come the weights and what the solver needs for the largest layer. Time is the arithmetic of the layers, the
-Hessians and the solver at rates measured in this process just now (a few milliseconds each), so that a busy or a slow
-machine shows.
+Hessians and the solver at rates measured in this process just now, so that a busy or a slow machine shows.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
 Layers = Sequence[tuple[fx.Node, Sequence[tuple[int, int]]]]
 SOLVER_MATRICES = 6  # [K, K] float32 that the solver holds at once
 SOLVER_WEIGHTS = 6  # [N, K] float32
+PROBE_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def estimate(
 
 def kept_bytes(graph: Graph, goals: Sequence[fx.Node], length: int) -> list[int]:
     """Bytes of the values of one window of ``length`` tokens that a walk keeps at each of ``goals``."""
-    values = infer_shapes(graph, Point(length, 1, length))
+    values = infer_shapes(graph, Point(length, length, length))  # as many rows with logits as tokens
     done: set[fx.Node] = set()
     live: list[fx.Node] = []
     found = []
@@ -89,8 +89,8 @@ def seconds(graph: Graph, layers: Layers, tokens: int, length: int) -> float:
     """The walk, the Hessians and the solver, at rates measured now."""
     widest = max((k for _, shapes in layers for _, k in shapes), default=64)
     x, weight = torch.randn(min(length, 512), widest), torch.randn(widest, widest)
-    product = 2 * len(x) * widest * widest / fastest(lambda: x @ weight)
-    square = 2 * len(x) * widest * widest / fastest(lambda: weight.addmm_(x.T, x))
+    product = 2 * len(x) * widest * widest / average(lambda: x @ weight)
+    square = 2 * len(x) * widest * widest / average(lambda: weight.addmm_(x.T, x))
     walk = graph_cost(graph, Point(length, 1, length)).flops / length * tokens / product
     hessians = sum(2 * tokens * shapes[0][1] ** 2 for _, shapes in layers if shapes) / square
     return walk + hessians + solver_seconds([shape for _, shapes in layers for shape in shapes])
@@ -100,7 +100,7 @@ def solver_seconds(shapes: Sequence[tuple[int, int]]) -> float:
     """By two small layers: what a column costs, and what each of its values adds."""
     if not shapes:
         return 0.0
-    small, large = (fastest(lambda n=n: trial(n)) / 64 for n in (64, 2048))  # type: ignore[misc]
+    small, large = (average(lambda n=n: trial(n)) / 64 for n in (64, 2048))  # type: ignore[misc]
     value = max(0.0, (large - small) / (2048 - 64))
     return sum(k * (small + value * n) for n, k in shapes)
 
@@ -109,15 +109,14 @@ def trial(n: int) -> Any:
     return gptq(torch.ones(n, 64), torch.eye(64), IntegerGrid(4))
 
 
-def fastest(work: Callable[[], Any], repeat: int = 3) -> float:
-    """Seconds of the fastest of a few calls, after one that warms up."""
+def average(work: Callable[[], Any]) -> float:
+    """Seconds of a call, over ``PROBE_SECONDS`` after one that warms up: long enough to feel who else is running."""
     work()
-    found = []
-    for _ in range(repeat):
-        start = time.perf_counter()
+    calls, start = 0, time.perf_counter()
+    while (passed := time.perf_counter() - start) < PROBE_SECONDS:
         work()
-        found.append(time.perf_counter() - start)
-    return min(found)
+        calls += 1
+    return passed / calls
 
 
 # -- this process ------------------------------------------------------------------------------------------

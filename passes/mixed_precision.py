@@ -15,6 +15,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, fx
 
+from optkit.errors import UserError
 from optkit.graph.cost import node_cost
 from optkit.graph.ir import Graph
 from optkit.graph.shapes import Point, infer_shapes
@@ -109,7 +110,11 @@ class MixedPrecision(GPTQ):
         ]
         weights = sum(n * k for n, k in sizes.values())
         limit = self.config.max_bytes or (self.config.bits * weights / 8 if self.config.bits else None)
-        chosen = assign(choices, limit, self.config.max_kld)
+        try:
+            chosen = assign(choices, limit, self.config.max_kld)
+        except ValueError as error:
+            fix = "raise the budget, or add a scheme of fewer bits or more"
+            raise UserError(f"{error}", where="mixed_precision", fix=fix) from error
         picked = [options[i] for options, i in zip(choices, chosen, strict=True)]
         for site, i in zip(sites, chosen, strict=True):
             self.assigned[site.name] = forms[site.name][i]
