@@ -33,7 +33,9 @@ FUSIONS: dict[str, Any] = {"fuse_qkv": {}, "fuse_gate_up": {}, "fuse_add_rms_nor
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     parser.add_argument("--try", dest="tries", action="append", required=True)
     parser.add_argument("--tokens", type=int, default=20480)

@@ -7,8 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 
+from optkit import artifact_check
 from optkit.artifact import INTERNAL, staging, write_manifest
 from optkit.checkpoint_tensors import constants
 from optkit.graph.ir import Graph
@@ -33,7 +35,13 @@ def write_artifact(
     *,
     force: bool,
 ) -> None:
-    """Write everything to a staging directory and publish it as ``out``."""
+    """Write everything to a staging directory, check it in a new process, and publish it as ``out``.
+
+    An artifact for a machine of another kind than this one can't be run here, so it is not checked.
+
+    Raises:
+        ArtifactDiffers: read back, it is not what ``graph`` computes; ``out`` is as it was.
+    """
     with staging(out, force=force) as directory:
         internal = directory / INTERNAL
         internal.mkdir()
@@ -52,6 +60,8 @@ def write_artifact(
         for name, text in texts.items():
             (internal / name).write_text(text, "utf-8")
         write_manifest(directory, manifest(source, recipe, run, environment))
+        if target.kind == "cpu" or torch.cuda.is_available():
+            artifact_check.check_reopened(directory, graph, target)
 
 
 def manifest(

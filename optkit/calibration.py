@@ -32,7 +32,9 @@ class Calibration(BaseModel):
 
     source: str = Field(SHIPPED, description="'shipped', or a text or .jsonl file")
     samples: int = Field(64, ge=1, le=1 << 16, description="windows of text, or lines of a JSONL file")
-    length: int = Field(512, ge=SHORTEST, le=1 << 17, description="tokens of a sample, at most the model's context")
+    length: int = Field(
+        512, ge=SHORTEST, le=1 << 17, description="tokens of a sample, at most the model's context"
+    )
     seed: int = Field(0, ge=0, lt=1 << 32, description="decides which samples are taken, and their order")
     chat_template: bool = Field(
         False, description="render samples with the model's chat template; text becomes a user's message"
@@ -117,7 +119,9 @@ def records(config: Calibration, directory: Path) -> list[str] | None:
     texts = []
     for number, line in enumerate(read(config.source).splitlines(), 1):
         if line.strip():
-            texts.append(text_of(parsed(line, f"{config.source}:{number}"), render, f"{config.source}:{number}"))
+            texts.append(
+                text_of(parsed(line, f"{config.source}:{number}"), render, f"{config.source}:{number}")
+            )
     return texts
 
 
@@ -143,7 +147,9 @@ def text_of(record: dict[str, Any], render: Callable[[list[Any]], str] | None, w
     if not isinstance(messages, list) or not messages:
         raise UserError("a sample needs 'text' or 'messages'", where=where)
     if render is None:
-        raise UserError("messages need the chat template", where=where, fix="set calibration.chat_template: true")
+        raise UserError(
+            "messages need the chat template", where=where, fix="set calibration.chat_template: true"
+        )
     return render(messages)
 
 

@@ -34,7 +34,6 @@ from optkit.passes.base import Pass, PassContext, Plan, Tell, silent
 from optkit.passes.linear_quantization import quantized_sites, restored
 from optkit.paths import cache_dir
 from optkit.quality import QualityReport, RuntimeLogits, compare, evaluation_windows
-from optkit.quality import windows as text_windows
 from optkit.recipe import Accept, Recipe, ResolvedPass, load_recipe
 from optkit.records import PassRecord, RunRecord
 from optkit.states import States, compiler_digest, state_key
@@ -147,7 +146,10 @@ class Pipeline:
         text = Calibration(samples=1, length=site_rollback.TOKENS)
         windows = self.context().calibration_windows(text)
         losses = site_rollback.sensitivity(
-            candidate, windows, self.target, lambda text, part=None: self.tell(f"{record.name}: {text}", part=part)
+            candidate,
+            windows,
+            self.target,
+            lambda text, part=None: self.tell(f"{record.name}: {text}", part=part),
         )
         trial = replace(record)
 

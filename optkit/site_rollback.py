@@ -24,7 +24,9 @@ GROWTH = 1.5
 TOKENS = 512  # sensitivity is measured on
 
 
-def sensitivity(candidate: Graph, windows: Sequence[Sequence[int]], target: Target, tell: Tell) -> dict[str, float]:
+def sensitivity(
+    candidate: Graph, windows: Sequence[Sequence[int]], target: Target, tell: Tell
+) -> dict[str, float]:
     """KL of each quantized layer of ``candidate`` alone, by site."""
     sites = quantized_sites(candidate)
     base = restored(candidate, sites)

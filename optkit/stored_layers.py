@@ -1,8 +1,8 @@
 """Quantized layers on disk: what transformers and vLLM load, and what only optkit's runtime does.
 
 compressed-tensors has a form for most: ``int-quantized``, ``pack-quantized``, ``float-quantized``. Where it has none (a
-float minimum, act-order, a short last group), the layer is written as a plain ``weight`` with the values the codes stand
-for, and the codes go to ``optkit/packed.safetensors``, which the runtime reads instead
+float minimum, act-order, a short last group), the layer is written as a plain ``weight`` with the values that the codes
+stand for, and the codes go to ``optkit/packed.safetensors``, which the runtime reads instead
 (docs/decisions/0007-int4-on-disk.md).
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from optkit.checkpoint_tensors import same
 from optkit.formats.compressed import FLOAT8, INTS, PACK
 from optkit.formats.layer import G_IDX, PACKED, ZERO
-from optkit.formats.modules import MINIMUM, Module, modules
+from optkit.formats.modules import INPUT_SCALE, MINIMUM, Module, modules, shared_by_fused
 from optkit.graph.ir import Graph
 from optkit.kernels.packed_codes import pack_codes
 
@@ -30,18 +30,21 @@ def stored_format(module: Module) -> str | None:
 
 
 def runtime_tensors(graph: Graph) -> dict[str, Tensor]:
-    """What goes to ``optkit/packed.safetensors``: the codes of layers that are written as floats."""
-    return {
+    """What goes to ``optkit/packed.safetensors``: the codes of layers that are written as floats, and what fused
+    layers share."""
+    own = {
         name: value.clone()
         for module in modules(graph)
         if stored_format(module) is None
         for name, value in module.tensors().items()
     }
+    return own | {name: value.clone() for name, value in shared_by_fused(graph).items()}
 
 
 def model_tensors(graph: Graph, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """``tensors``, the source's with the graph's over them, with quantized layers in the form that others read."""
-    tensors = dict(tensors)
+    fused = shared_by_fused(graph)
+    tensors = {name: value for name, value in tensors.items() if name not in fused}
     for module in modules(graph):
         weight = f"{module.name}.weight"
         if stored_format(module) is None:
@@ -54,6 +57,8 @@ def model_tensors(graph: Graph, tensors: dict[str, Tensor]) -> dict[str, Tensor]
             tensors.pop(weight, None)
             tensors |= packed_tensors(module)
             tensors.pop(f"{module.name}.{ZERO}", None)
+        elif INPUT_SCALE in module.operands:
+            tensors[f"{module.name}.{INPUT_SCALE}"] = module.operands[INPUT_SCALE].clone()
     return tensors
 
 

@@ -25,7 +25,11 @@ SMALL = 1e-4
 
 
 def search_scale(
-    weights: Sequence[Tensor], grids: Sequence[Grid], x_mean: Tensor, hessian: Tensor, duo_scaling: bool = True
+    weights: Sequence[Tensor],
+    grids: Sequence[Grid],
+    x_mean: Tensor,
+    hessian: Tensor,
+    duo_scaling: bool = True,
 ) -> Tensor:
     """The scale [K] that leaves the least output error of ``weights`` [N, K], all of which read one activation.
 
@@ -37,7 +41,9 @@ def search_scale(
 
     Ones if no scale is better than none.
     """
-    w_mean = torch.cat([relative_magnitude(w, g.group_size) for w, g in zip(weights, grids, strict=True)]).mean(0)
+    w_mean = torch.cat(
+        [relative_magnitude(w, g.group_size) for w, g in zip(weights, grids, strict=True)]
+    ).mean(0)
     best = torch.ones_like(x_mean)
     least = scaled_error(weights, grids, best, hessian)
     for point in range(POINTS):
@@ -66,7 +72,9 @@ def relative_magnitude(weight: Tensor, group_size: int) -> Tensor:
     """|w| over the largest of its group, [N, K]."""
     parts = []
     for run in runs(weight.shape[1], group_size):
-        groups = weight[:, run].unflatten(1, (-1, min(group_size or weight.shape[1], run.stop - run.start))).abs()
+        groups = (
+            weight[:, run].unflatten(1, (-1, min(group_size or weight.shape[1], run.stop - run.start))).abs()
+        )
         parts.append((groups / groups.amax(dim=-1, keepdim=True).clamp_min(1e-12)).flatten(1))
     return torch.cat(parts, dim=1)
 
@@ -106,5 +114,3 @@ def group_errors(groups: Tensor, fit: tuple[Tensor, Tensor], grid: Grid, blocks:
     change = nearest_codes(groups, scale, minimum, grid) * scale + minimum - groups
     weighted = torch.einsum("ngi,gij->ngj", change, blocks)
     return (weighted * change).sum(dim=-1, keepdim=True)
-
-

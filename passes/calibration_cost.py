@@ -40,7 +40,9 @@ class CalibrationCost:
     num_bytes: int
 
 
-def estimate(graph: Graph, layers: Layers, windows: Sequence[Sequence[int]], target: Target) -> CalibrationCost:
+def estimate(
+    graph: Graph, layers: Layers, windows: Sequence[Sequence[int]], target: Target
+) -> CalibrationCost:
     """What a pass will take that walks ``graph`` to each activation of ``layers`` and solves its layers [N, K]."""
     longest = max(map(len, windows))
     tokens = sum(map(len, windows))
@@ -48,7 +50,8 @@ def estimate(graph: Graph, layers: Layers, windows: Sequence[Sequence[int]], tar
     solver = max((solver_bytes(n, k) for _, shapes in layers for n, k in shapes), default=0)
     window = window_bytes(graph, longest)
     return CalibrationCost(
-        seconds(graph, layers, tokens, longest), resident_bytes() + graph_growth(graph) + kept + window + solver
+        seconds(graph, layers, tokens, longest),
+        resident_bytes() + graph_growth(graph) + kept + window + solver,
     )
 
 

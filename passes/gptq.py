@@ -30,7 +30,9 @@ class GPTQConfig(CalibratedConfig):
     @model_validator(mode="after")
     def groups_can_be_stored(self) -> Any:
         if self.actorder == "group" and not isinstance(self.format(), PackedFormat):
-            raise ValueError(f"actorder 'group' needs a weight-only scheme of 4 bits or fewer, not {self.scheme}")
+            raise ValueError(
+                f"actorder 'group' needs a weight-only scheme of 4 bits or fewer, not {self.scheme}"
+            )
         return self
 
 

@@ -99,7 +99,9 @@ class LinearQuantization(Pass):
         if isinstance(form, str):
             return form
         if weight.origin.transposed:
-            return f"its checkpoint stores the weight transposed, which the {form.label} format does not express"
+            return (
+                f"its checkpoint stores the weight transposed, which the {form.label} format does not express"
+            )
         n, k = weight.value.shape
         return form.lacks(n, k, ctx.target)
 

@@ -41,9 +41,13 @@ class MixedPrecisionConfig(GPTQConfig):
     )  # fmt: skip
     bits: float | None = Field(None, gt=1, le=32, description="budget: mean bits a weight, scales included")
     max_bytes: Bytes | None = Field(None, description="budget: bytes of all layers that take part")
-    max_kld: float | None = Field(None, gt=0, description="budget: the divergence to stay within, with least bytes")
+    max_kld: float | None = Field(
+        None, gt=0, description="budget: the divergence to stay within, with least bytes"
+    )
     price: str = Field("bytes", pattern="^(bytes|milliseconds)$", description="what an upgrade is judged by")
-    sensitivity_tokens: int = Field(512, ge=16, le=1 << 16, description="tokens that sensitivity is measured on")
+    sensitivity_tokens: int = Field(
+        512, ge=16, le=1 << 16, description="tokens that sensitivity is measured on"
+    )
 
     @model_validator(mode="after")
     def one_budget(self) -> Any:
@@ -121,7 +125,9 @@ class MixedPrecision(GPTQ):
             "most_sensitive": sorted(sites_by_loss(sites, choices), key=lambda row: -row[1])[:10],
             "upgraded": [site.name for site, i in zip(sites, chosen, strict=True) if i],
         }
-        ctx.tell(f"{self.name}: {self.result['bits_per_weight']:.2f} bits a weight, {self.result['assigned']}")
+        ctx.tell(
+            f"{self.name}: {self.result['bits_per_weight']:.2f} bits a weight, {self.result['assigned']}"
+        )
 
     def usable(self, graph: Graph, site: Site, ctx: PassContext) -> list[WeightFormat]:
         """The formats that run this layer; in place of one that doesn't, the last scheme's."""

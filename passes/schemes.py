@@ -21,7 +21,12 @@ ALIASES = {"INT8": "W8A8"}
 NAMES = ("W2A16", "W3A16", "W4A16", "W4A16_ASYM", "W8A16", "W8A16_ASYM", "W8A8", "W4A8", "W4A8_ASYM")
 FLOATS = ("FP8", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4", "NVFP4A16", "MXFP4", "MXFP8")
 SHAPE = re.compile(r"W([2348])A(8|16)(_ASYM)?")
-DEFAULT_GROUP = {"W4A8": 64, "W4A8_ASYM": 32, "W8A8": 0, "W8A16": 0}  # else 128, as in compressed-tensors' presets
+DEFAULT_GROUP = {
+    "W4A8": 64,
+    "W4A8_ASYM": 32,
+    "W8A8": 0,
+    "W8A16": 0,
+}  # else 128, as in compressed-tensors' presets
 INT8_GROUPS, INT4_GROUPS = (0, 32, 64, 128), (32, 64)
 STANDARD_GROUPS = (128, 64, 32, 16)
 
@@ -36,13 +41,19 @@ def canonical(name: str) -> str:
     """
     upper = ALIASES.get(name.upper(), name.upper())
     if upper in FLOATS:
-        raise ValueError(f"'{name}' is a floating-point scheme, and this pass makes integers; see the pass fp8")
+        raise ValueError(
+            f"'{name}' is a floating-point scheme, and this pass makes integers; see the pass fp8"
+        )
     shape = SHAPE.fullmatch(upper)
     if shape and upper not in NAMES and not (shape[3] and shape[2] == "16"):
         bits, activations, asymmetric = shape.groups()
         if asymmetric:
-            raise ValueError(f"no op multiplies asymmetric {bits}-bit weights by int8 activations; use {upper[:4]}")
-        raise ValueError(f"no op multiplies {bits}-bit weights by int{activations} activations; use W{bits}A16")
+            raise ValueError(
+                f"no op multiplies asymmetric {bits}-bit weights by int8 activations; use {upper[:4]}"
+            )
+        raise ValueError(
+            f"no op multiplies {bits}-bit weights by int{activations} activations; use W{bits}A16"
+        )
     if not shape:
         raise ValueError(f"there is no scheme '{name}'; {nearest(upper, NAMES)}")
     return upper
@@ -97,10 +108,14 @@ class SchemeConfig(LinearQuantizationConfig):
 
     scheme: str = Field("W4A16", description="W4A16, W4A16_ASYM, W8A16, W8A8, W4A8, W3A16, W2A16, ...")
     group_size: int | None = Field(
-        None, ge=0, le=4096, description="input channels that share a scale; 0: per output channel; null: the scheme's"
+        None,
+        ge=0,
+        le=4096,
+        description="input channels that share a scale; 0: per output channel; null: the scheme's",
     )
     uneven_groups: UnevenGroups = Field(
-        "smaller", description="where the group does not divide K: a smaller group, a ragged last one, or skip"
+        "smaller",
+        description="where the group does not divide K: a smaller group, a ragged last one, or skip",
     )
 
     @model_validator(mode="after")

@@ -232,7 +232,9 @@ def test_the_worst_layers_go_back_until_the_bound_holds(source: Path, tmp_path: 
 
 
 def test_a_bound_that_half_of_the_layers_cannot_meet_undoes_the_pass(source: Path, tmp_path: Path) -> None:
-    record = run(source, tmp_path / "out", "passes: {rtn: {scheme: W2A16, accept: {max_kld: 1.0e-9}}}").passes[0]
+    record = run(
+        source, tmp_path / "out", "passes: {rtn: {scheme: W2A16, accept: {max_kld: 1.0e-9}}}"
+    ).passes[0]
     assert record.decision == "rolled back"
     assert "also with half of the layers in float" in record.reason
     assert not list(Artifact.open(tmp_path / "out").graph().calls(reference.linear_wna16))

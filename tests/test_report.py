@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from optkit.records import RunRecord
 from optkit.explain import bound_by
+from optkit.records import RunRecord
 from optkit.report import report_html, run_table, summary_lines
 from tests.sample_artifact import TARGET, int8_record, sample_run
 

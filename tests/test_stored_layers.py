@@ -26,6 +26,7 @@ from tests.graphs import TARGET, apply, captured, dense, random_ids
 
 RECIPE = "schema_version: 1\nname: small\ntarget: cpu\npasses:\n  w4a8: {}\n"
 (IDS,) = random_ids([24])
+FORCE = False  # replace an artifact
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def written(graph: Graph, source: Path, out: Path) -> Artifact:
     model = ModelSource("tiny", source, "0" * 64)
     run = RunRecord([], None)
-    write_artifact(out, graph, model, parse_recipe(RECIPE), run, TARGET, {"optkit": "0"}, force=False)
+    write_artifact(out, graph, model, parse_recipe(RECIPE), run, TARGET, {"optkit": "0"}, force=FORCE)
     return Artifact.open(out)
 
 

@@ -6,7 +6,7 @@ how the verifier and the cost model learn shapes.
 
 Layout rules: activations are token-major, ``[T, ...]`` for the T tokens of the flattened batch;
 a linear weight is ``[N, K]`` (out, in); attention takes ``[T, H, D]``; the KV pool of a layer is
-``[blocks, block_size, Hkv, D]`` float32, or int8 with four more bytes a row (``quantize_kv``). Arithmetic is
+``[blocks, block_size, Hkv, D]`` float32, or int8 or E4M3 with four more bytes a row (``quantize_kv``). Arithmetic is
 float32 unless an op says otherwise.
 """
 
@@ -19,7 +19,8 @@ from torch import Tensor
 from optkit.kernels.packed_codes import BITS, pack_codes, unpack_codes, words_of
 
 ACTIVATION_ZERO_POINT = 128
-KV_SCALE_BYTES = 4  # of the float32 scale behind the values of an int8 KV row
+KV_SCALE_BYTES = 4  # of the float32 scale behind the values of an int8 or float8 KV row
+KV_CODES = {torch.int8: torch.int8, torch.uint8: torch.float8_e4m3fn}  # what a pool of this type holds
 INT4_ZERO_POINT = 8  # the code that stands for 0 in symmetric int4
 INT4_PER_WORD = 8
 FP8_MOST = 448.0  # the largest E4M3 value
@@ -426,8 +427,8 @@ def attention(
     the last ``window`` positions including its own; ``softcap`` > 0 squashes scores to
     ``softcap * tanh(s / softcap)``. Gives [T, H, Dv]. Mutates ``k_cache`` and ``v_cache``.
 
-    int8 pools hold rows of ``quantize_kv``. K and V of this call are attended as the cache has them, quantized, so
-    the result does not depend on how a prompt is cut into calls.
+    int8 and uint8 pools hold rows of ``quantize_kv``. K and V of this call are attended as the cache has them,
+    quantized, so the result does not depend on how a prompt is cut into calls.
     """
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
     if q.device.type == "meta":
@@ -445,7 +446,7 @@ def attention(
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     """Store K and V of the new tokens at their slots (``block * block_size + offset``)."""
     for rows, cache in ((k, k_cache), (v, v_cache)):
-        stored = quantize_kv(rows) if cache.dtype is torch.int8 else rows
+        stored = rows if cache.dtype not in KV_CODES else quantize_kv(rows, cache.dtype)
         cache.flatten(0, 1).index_copy_(0, slot_mapping, stored)
 
 
@@ -453,15 +454,19 @@ def gather_kv(cache: Tensor, blocks: Tensor, length: int) -> Tensor:
     """The first ``length`` tokens [length, Hkv, D] of a sequence from its blocks."""
     used = -(-length // cache.shape[1])
     rows = cache.index_select(0, blocks[:used]).flatten(0, 1)[:length]
-    return dequantize_kv(rows) if cache.dtype is torch.int8 else rows
+    return rows if cache.dtype not in KV_CODES else dequantize_kv(rows)
 
 
-def quantize_kv(x: Tensor) -> Tensor:
-    """K or V [T, Hkv, D] float32 as rows [T, Hkv, D + 4] of an int8 pool.
+def quantize_kv(x: Tensor, dtype: torch.dtype = torch.int8) -> Tensor:
+    """K or V [T, Hkv, D] float32 as rows [T, Hkv, D + 4] of a pool: int8, or uint8, which holds the bytes of E4M3.
 
-    Each token and head has its own scale, ``absmax / 127``, and lies in one piece: D int8 values and the four bytes of
-    the float32 scale. So a row is written and read without its neighbours, and a pool is one tensor.
+    Each token and head has its own scale, ``absmax / 127`` or ``absmax / 448``, and lies in one piece: D values and the
+    four bytes of the float32 scale. So a row is written and read without its neighbours, and a pool is one tensor.
     """
+    if dtype == torch.uint8:
+        scale = (x.abs().amax(dim=-1, keepdim=True) / FP8_MOST).clamp_min(torch.finfo(torch.float32).tiny)
+        values = (x / scale).to(torch.float8_e4m3fn)
+        return torch.cat((values.view(dtype), scale.contiguous().view(dtype)), dim=-1)
     q, scale = quantize_per_token(x.flatten(0, 1))
     values = (q - ACTIVATION_ZERO_POINT).view(torch.int8)
     scale = scale.flatten().view(torch.int8).view(len(values), KV_SCALE_BYTES)
@@ -469,10 +474,10 @@ def quantize_kv(x: Tensor) -> Tensor:
 
 
 def dequantize_kv(rows: Tensor) -> Tensor:
-    """The float32 K or V [..., D] that rows [..., D + 4] of an int8 pool stand for."""
+    """The float32 K or V [..., D] that rows [..., D + 4] of an int8 or a uint8 (E4M3) pool stand for."""
     values, scale = rows.split([rows.shape[-1] - KV_SCALE_BYTES, KV_SCALE_BYTES], dim=-1)
     aligned = scale.clone(memory_format=torch.contiguous_format)  # it may lie at any byte
-    return values.to(torch.float32) * aligned.view(torch.float32)
+    return values.contiguous().view(KV_CODES[rows.dtype]).to(torch.float32) * aligned.view(torch.float32)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float) -> Tensor:

@@ -46,6 +46,7 @@ def load_model(source: Source) -> Any:
     """
     config = float_config(source)
     where = str(source.directory)
+    model_class: Any
     try:
         model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     except KeyError as error:

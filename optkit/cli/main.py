@@ -27,6 +27,7 @@ COMMANDS = {
     "inspect": "optkit.cli.inspect:inspect",
     "verify": "optkit.cli.verify:verify",
     "eval": "optkit.cli.eval:eval_command",
+    "export": "optkit.cli.export:export",
     "doctor": "optkit.cli.doctor:doctor",
 }
 

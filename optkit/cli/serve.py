@@ -100,28 +100,31 @@ def serve(
     Prints one line when it is ready. Ctrl-C ends it, a second Ctrl-C at once. Exit code 1: the engine died.
     """
     _check_serve_extra()
-    from optkit.serve.address import read_api_key
-    from optkit.serve.server import ServeOptions, run
+    from optkit.runtime.launch import launch
 
-    options = ServeOptions(
-        host=host,
-        port=port,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        kv_cache_bytes=_bytes(kv_cache_bytes),
-        served_model_names=tuple(served_model_name or ()),
-        api_key=read_api_key(api_key_file),
-        max_queue=max_queue,
-        threads=threads,
-        shutdown_timeout=shutdown_timeout,
-    )
-    _log_to_stderr()
-    if trust_artifact_code:
-        logging.getLogger("optkit.serve").warning(
-            "--trust-artifact-code: artifacts hold no code, nothing to trust"
+    with launch(threads=threads) as engine:  # it imports while this process does
+        from optkit.serve.address import read_api_key
+        from optkit.serve.server import ServeOptions, run
+
+        options = ServeOptions(
+            host=host,
+            port=port,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            kv_cache_bytes=_bytes(kv_cache_bytes),
+            served_model_names=tuple(served_model_name or ()),
+            api_key=read_api_key(api_key_file),
+            max_queue=max_queue,
+            threads=threads,
+            shutdown_timeout=shutdown_timeout,
         )
-    raise typer.Exit(run(artifact, options))
+        _log_to_stderr()
+        if trust_artifact_code:
+            logging.getLogger("optkit.serve").warning(
+                "--trust-artifact-code: artifacts hold no code, nothing to trust"
+            )
+        raise typer.Exit(run(artifact, options, launched=engine))
 
 
 def _check_serve_extra() -> None:

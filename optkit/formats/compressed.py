@@ -44,7 +44,7 @@ PACK, INTS, FLOAT8, NAIVE = "pack-quantized", "int-quantized", "float-quantized"
 FORMATS = (PACK, INTS, FLOAT8, NAIVE)
 MOST_GROUPS, MOST_TARGETS = 1024, 100_000
 SIMPLE_PATTERN = re.compile(r"(?:[\w.\-^$|()\\]|\[[\w\-]{1,40}\]|\.\*|\.\+)+", re.ASCII)
-MOST_WILDCARDS, LONGEST_PATTERN = 4, 400
+MOST_WILDCARDS, LONGEST_PATTERN, LONGEST_NAME = 3, 400, 128
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def scheme_of(name: str, schemes: list[Scheme], where: str) -> Scheme:
 def simple_match(pattern: str, name: str, where: str) -> bool:
     """``re.match``, of patterns whose matching can't take long."""
     simple = len(pattern) <= LONGEST_PATTERN and SIMPLE_PATTERN.fullmatch(pattern)
-    if not simple or pattern.count(".*") + pattern.count(".+") > MOST_WILDCARDS:
+    if not simple or len(name) > LONGEST_NAME or pattern.count(".*") + pattern.count(".+") > MOST_WILDCARDS:
         raise UserError(f"the target {pattern!r:.60} is no simple pattern", where=where)
     try:
         return re.match(pattern, name) is not None

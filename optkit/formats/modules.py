@@ -1,7 +1,7 @@
 """The quantized modules of a graph: what every format is written from.
 
-A node of a quantized op may be several modules of the checkpoint, fused. Each gets its rows of the operands; what belongs
-to input channels (``weight_g_idx``, ``input_scale``) all of them share.
+A node of a quantized op may be several modules of the checkpoint, fused. Each gets its rows of the operands; what
+belongs to input channels (``weight_g_idx``, ``input_scale``) all of them share.
 """
 
 from __future__ import annotations
@@ -88,6 +88,21 @@ def pieces(graph: Graph, argument: Any, key: str, found: Mapping[str, Any]) -> d
     if key in SHARED:
         return dict.fromkeys(found, weight.value)
     return {module_name(name): piece for name, piece in weight.origin.split(weight.value).items()}
+
+
+def shared_by_fused(graph: Graph) -> dict[str, Tensor]:
+    """Operands of fused layers that all their modules share, by the names the graph reads; no module has these."""
+    names = {module.name for module in modules(graph)}
+    found = {}
+    for node in graph.calls(*OPERANDS):
+        for argument in node.args:
+            weight = graph.weight_of(argument)
+            parts = weight.origin.parts if weight is not None and weight.origin is not None else ()
+            for part in parts:
+                owner, _, key = part.name.rpartition(".")
+                if weight is not None and key in SHARED and owner not in names:
+                    found[part.name] = weight.value
+    return found
 
 
 def channels(operands: Mapping[str, Tensor], node: fx.Node) -> int:

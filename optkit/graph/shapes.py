@@ -1,7 +1,7 @@
 """Shapes of every value, learned by running the graph on the meta device at a concrete batch.
 
-The dialect's references are its shape rules: running them on meta tensors costs microseconds a node and can't
-drift from what they compute. Sizes depend on the batch, so the batch is explicit: a ``Point``.
+An op's reference, run on meta tensors, is its shape rule, unless it has one of its own (``shape_rules``). Sizes
+depend on the batch, so the batch is explicit: a ``Point``.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from optkit.graph.ir import Graph
+from optkit.graph.shape_rules import RULES
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class MetaRun:
 
     def call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         try:
-            return node.target(*args, **kwargs)
+            return RULES.get(node.target, node.target)(*args, **kwargs)
         except (RuntimeError, IndexError, ValueError, TypeError) as error:
             shapes = [tuple(a.shape) if isinstance(a, Tensor) else a for a in args]
             raise ShapeError(f"{node.name}: {str(error).splitlines()[0]} (arguments {shapes})") from error

@@ -169,9 +169,7 @@ class Segment:
         for node in order:
             copies[node] = part.node_copy(node, copies.__getitem__)
         part.output(tuple(copies[node] for node in self.results))
-        weights = {
-            str(n.target): graph.weights[str(n.target)] for n in copies if n.op == "get_attr"
-        }
+        weights = {str(n.target): graph.weights[str(n.target)] for n in copies if n.op == "get_attr"}
         return lower(Graph(part, dict(weights), graph.meta), target, programs=False, consume=True)
 
     @torch.inference_mode()

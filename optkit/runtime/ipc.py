@@ -23,6 +23,13 @@ class ProtocolError(Exception):
     """The peer sent something that is no message."""
 
 
+class Load(msgspec.Struct, frozen=True, tag="load"):
+    """The first message: what the engine factory is called with."""
+
+    artifact_dir: str
+    options: dict[str, Any]
+
+
 class Add(msgspec.Struct, frozen=True, tag="add"):
     request: EngineRequest
 
@@ -61,7 +68,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     is_user_error: bool = False
 
 
-ToWorker = Add | Abort | Shutdown
+ToWorker = Load | Add | Abort | Shutdown
 FromWorker = Ready | Step | Heartbeat | Failed
 
 to_worker = msgspec.msgpack.Decoder(ToWorker)

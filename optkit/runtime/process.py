@@ -1,22 +1,18 @@
 """EngineClient: the API process's side of the engine process.
 
-``start`` spawns the worker (``optkit.runtime.worker``) with one end of a socket pair and waits until the model is
-loaded. ``generate`` is an async iterator of ``TokenOutput``; leaving it early, by ``break`` with ``aclose`` or
-by cancellation, aborts the request and so frees its KV. When the worker dies, whatever the cause, the pipe
-closes and every open stream ends with an ERROR output: a client is told, never left hanging. The client
-does not restart the worker; a new ``EngineClient`` does.
+``start`` tells a launched worker (``optkit.runtime.launch``) what to load and waits until it has. ``generate`` is an
+async iterator of ``TokenOutput``; leaving it early, by ``break`` with ``aclose`` or by cancellation, aborts the
+request and so frees its KV. When the worker dies, whatever the cause, the pipe closes and every open stream ends
+with an ERROR output: a client is told, never left hanging. The client does not restart the worker; a new
+``EngineClient`` does.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
-import os
-import socket
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
@@ -25,12 +21,12 @@ import msgspec
 
 from optkit.errors import UserError
 from optkit.runtime import ipc
+from optkit.runtime.launch import DEFAULT_FACTORY, Launched, end_process, launch
 from optkit.runtime.types import EngineRequest, EngineStats, FinishReason, TokenOutput
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_FACTORY = "optkit.runtime.load:load_engine"
-STOP_SECONDS = 2.0  # each for leaving by itself and for SIGTERM; then SIGKILL
+TICK_SECONDS = 1.0
 ENGINE_DIED = "the engine died"
 ENGINE_STOPPED = "the engine was stopped"
 
@@ -47,7 +43,9 @@ class EngineClient:
         options: JSON-able options of the factory.
         factory: ``module:function`` called in the worker as ``function(artifact_dir, options) -> Engine``.
         threads: compute threads of the worker; 0 is one per core.
-        silence_seconds: without a message for so long (a step that hangs), ``is_healthy`` is False.
+        launched: a worker that waits, with its factory and threads; without one ``start`` launches it.
+        silence_seconds: without a message for so long (a step that hangs), ``is_healthy`` is False. Time in which this
+            process itself did not run (SIGSTOP, a sleeping machine) does not count.
     """
 
     def __init__(
@@ -57,10 +55,12 @@ class EngineClient:
         *,
         factory: str = DEFAULT_FACTORY,
         threads: int = 0,
+        launched: Launched | None = None,
         silence_seconds: float = 60.0,
     ) -> None:
         self.artifact_dir, self.options = artifact_dir, dict(options or {})
         self.factory, self.threads, self.silence_seconds = factory, threads, silence_seconds
+        self._launched = launched
         self.info: dict[str, Any] = {}
         self._stats = EngineStats()
         self._streams: dict[str, asyncio.Queue[TokenOutput]] = {}
@@ -68,25 +68,27 @@ class EngineClient:
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
         self._alive = self._stopping = False
-        self._last_message = 0.0
+        self._last_message = self._last_tick = 0.0
+        self._ticking: asyncio.TimerHandle | None = None
 
     async def start(self, timeout: float = 3600.0) -> dict[str, Any]:
-        """Spawn the worker and wait until it is ready; returns its info.
+        """Have the worker load the artifact and wait until it is ready; returns its info.
 
         Raises UserError if the artifact is at fault, EngineDied if the worker failed, TimeoutError.
         """
         if self._process is not None:
             raise RuntimeError("an EngineClient starts once")
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = self._spawn(theirs.fileno())
+        self._process, sock = (self._launched or launch(self.factory, self.threads)).take()
         try:
-            reader, self._writer = await asyncio.open_connection(sock=ours)
+            reader, self._writer = await asyncio.open_connection(sock=sock)
+            self._post(ipc.Load(self.artifact_dir, self.options))
             self.info = await asyncio.wait_for(self._wait_until_ready(reader), timeout)
         except BaseException:
             await self.stop()
             raise
         self._alive = True
+        self._last_tick = time.monotonic()
+        self._tick()
         self._reading = asyncio.create_task(self._read(reader))
         return self.info
 
@@ -129,7 +131,17 @@ class EngineClient:
     @property
     def is_healthy(self) -> bool:
         """The worker is ready, alive and has been heard of lately."""
-        return self._alive and time.monotonic() - self._last_message < self.silence_seconds
+        now = min(time.monotonic(), self._last_tick + 2 * TICK_SECONDS)
+        return self._alive and now - self._last_message < self.silence_seconds
+
+    def _tick(self) -> None:
+        """Forgive the worker the time for which this process was stopped: nobody could have heard it."""
+        now = time.monotonic()
+        stopped = now - self._last_tick - TICK_SECONDS
+        if stopped > TICK_SECONDS:
+            self._last_message = min(now, self._last_message + stopped)
+        self._last_tick = now
+        self._ticking = asyncio.get_running_loop().call_later(TICK_SECONDS, self._tick)
 
     async def wait_dead(self) -> None:
         """Return when a started worker has gone."""
@@ -143,27 +155,14 @@ class EngineClient:
         self._stopping = True
         self._post(ipc.Shutdown())
         await asyncio.to_thread(end_process, self._process)
+        if self._ticking is not None:
+            self._ticking.cancel()
         if self._reading is not None:
             await asyncio.wait([self._reading])
         if self._writer is not None:
             self._writer.close()
             with contextlib.suppress(ConnectionError):
                 await self._writer.wait_closed()
-
-    def _spawn(self, fd: int) -> subprocess.Popen[bytes]:
-        # -P keeps the current directory out of the worker's import path; only the tests' factories live there
-        path = ["-P"] if self.factory.startswith("optkit.") else []
-        arguments = {
-            "--fd": fd,
-            "--parent": os.getpid(),
-            "--factory": self.factory,
-            "--artifact": self.artifact_dir,
-            "--options": json.dumps(self.options),
-            "--threads": self.threads,
-        }
-        command = [sys.executable, *path, "-m", "optkit.runtime.worker"]
-        command += [f"{name}={value}" for name, value in arguments.items()]
-        return subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL, stdout=2)
 
     async def _wait_until_ready(self, reader: asyncio.StreamReader) -> dict[str, Any]:
         try:
@@ -230,15 +229,3 @@ class EngineClient:
         if self._writer is not None:
             with contextlib.suppress(ConnectionError):  # the reading side reports the death
                 await self._writer.drain()
-
-
-def end_process(process: subprocess.Popen[bytes] | None) -> int | None:
-    """Wait for the process to leave, then make it; returns its exit code. Blocks at most 4 seconds and a kill."""
-    if process is None:
-        return None
-    for insist in (process.terminate, process.kill):
-        try:
-            return process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            insist()
-    return process.wait()

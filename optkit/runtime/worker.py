@@ -1,6 +1,6 @@
-"""The engine process: load, say so, then step for as long as the parent lives.
+"""The engine process: import, be told what to load, load it, say so, then step for as long as the parent lives.
 
-``optkit.runtime.process.EngineClient`` starts it as ``python -m optkit.runtime.worker --fd N ...``. A process of its
+``optkit.runtime.launch`` starts it as ``python -m optkit.runtime.worker --fd N ...``. A process of its
 own keeps the model's compute away from the API process's event loop and its interpreter lock, and a crash of
 native code costs the streams of this engine and not the server.
 
@@ -15,7 +15,6 @@ import argparse
 import ctypes
 import gc
 import importlib
-import json
 import logging
 import os
 import select
@@ -48,9 +47,9 @@ class ParentGone(Exception):
 class Worker:
     """One engine, driven by the messages on ``sock``."""
 
-    def __init__(self, engine: Engine, sock: socket.socket) -> None:
+    def __init__(self, engine: Engine, sock: socket.socket, frames: ipc.FrameReader | None = None) -> None:
         self.engine, self.sock = engine, sock
-        self._frames = ipc.FrameReader()
+        self._frames = frames or ipc.FrameReader()
         self._outputs: list[TokenOutput] = []  # answers that need no step: refusals, aborts
 
     def serve(self) -> None:
@@ -133,13 +132,28 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def load(args: argparse.Namespace) -> tuple[Engine, dict[str, Any]]:
-    """The engine and what the parent is told about it."""
+def first_message(sock: socket.socket, frames: ipc.FrameReader) -> ipc.Load:
+    """Wait for the ``Load`` message."""
+    messages: list[ipc.ToWorker] = []
+    while not messages:
+        messages = frames.feed(receive(sock))
+    first, *more = messages
+    if more or not isinstance(first, ipc.Load):  # the parent gave up: nothing else follows before ``Ready``
+        raise ParentGone
+    return first
+
+
+def load(
+    args: argparse.Namespace, sock: socket.socket, frames: ipc.FrameReader
+) -> tuple[Engine, dict[str, Any]]:
+    """The engine and what the parent is told about it. Imports go first, while the parent is busy with its own."""
     import torch
 
-    start = time.monotonic()
     torch.set_num_threads(args.threads or cores())
-    engine = resolve(args.factory)(args.artifact, json.loads(args.options))
+    factory = resolve(args.factory)
+    message = first_message(sock, frames)
+    start = time.monotonic()
+    engine = factory(message.artifact_dir, message.options)
     gc.collect()
     gc.freeze()  # the model's objects live as long as the process: keep them out of every collection
     return engine, engine.info() | {"load_seconds": time.monotonic() - start, "pid": os.getpid()}
@@ -150,8 +164,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--fd", type=int, required=True, help="the inherited socket")
     parser.add_argument("--parent", type=int, required=True, help="process id of the parent")
     parser.add_argument("--factory", required=True, help="module:function that builds the engine")
-    parser.add_argument("--artifact", required=True)
-    parser.add_argument("--options", default="{}", help="JSON object for the factory")
     parser.add_argument("--threads", type=int, default=0, help="compute threads; 0: one per core")
     return parser.parse_args(argv)
 
@@ -161,9 +173,11 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(args.parent)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s engine: %(message)s")
-    sock = socket.socket(fileno=args.fd)
+    sock, frames = socket.socket(fileno=args.fd), ipc.FrameReader()
     try:
-        engine, info = load(args)
+        engine, info = load(args, sock, frames)
+    except ParentGone:
+        return 0
     except UserError as error:
         send(sock, ipc.Failed(error.what, error.where, error.fix, is_user_error=True))
         return 2
@@ -173,7 +187,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     try:
         send(sock, ipc.Ready(info))
-        Worker(engine, sock).serve()
+        Worker(engine, sock, frames).serve()
     except ParentGone:
         return 0
     return 0

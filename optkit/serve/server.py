@@ -36,6 +36,7 @@ from optkit.serve.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from optkit.artifact import Artifact
+    from optkit.runtime.launch import Launched
     from optkit.runtime.process import EngineClient
 
 log = logging.getLogger("optkit.serve")
@@ -66,10 +67,16 @@ class ServeOptions:
         return {name: value for name, value in values.items() if value is not None}
 
 
-def run(artifact: Path, options: ServeOptions, announce: Callable[[str], None] | None = None) -> int:
+def run(
+    artifact: Path,
+    options: ServeOptions,
+    announce: Callable[[str], None] | None = None,
+    launched: Launched | None = None,
+) -> int:
     """Serve ``artifact`` until a signal; returns the exit code.
 
     Args:
+        launched: an engine process that was started early, with ``options.threads``.
         announce: gets the one line that says where the server listens; standard output by default.
 
     Raises:
@@ -81,7 +88,8 @@ def run(artifact: Path, options: ServeOptions, announce: Callable[[str], None] |
         from optkit.runtime.process import EngineClient
 
         opened = Artifact.open(artifact)
-        client = EngineClient(str(opened.directory), options.for_engine(), threads=options.threads)
+        directory = str(opened.directory)
+        client = EngineClient(directory, options.for_engine(), threads=options.threads, launched=launched)
         return serve(opened, client, options, sock, announce or _print_line)
 
 

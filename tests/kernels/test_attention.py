@@ -143,6 +143,11 @@ def cases(draw: st.DrawFn, longest: int = 150) -> Case:
     )
 
 
+def tolerance(int8: bool) -> dict[str, float]:
+    """With scores to 10. Over an int8 cache queries and weights have steps of 1/65535 of the largest."""
+    return {"rtol": 5e-4, "atol": 5e-4} if int8 else {"rtol": 1e-5, "atol": 1.5e-5}
+
+
 @settings(max_examples=120, deadline=None)
 @given(cases(), st.integers(1, 4), st.sampled_from(ISAS))
 def test_agrees_with_the_reference(case: Case, threads: int, isa: str) -> None:
@@ -154,9 +159,7 @@ def test_agrees_with_the_reference(case: Case, threads: int, isa: str) -> None:
         world.fill(s, start)
         twin.fill(s, start)
     out = world.call(attention, chunks)
-    torch.testing.assert_close(
-        out, twin.call(reference.attention, chunks), rtol=1e-5, atol=1.5e-5
-    )  # scores to 10
+    torch.testing.assert_close(out, twin.call(reference.attention, chunks), **tolerance(case.int8))
     assert torch.equal(world.k_cache.nan_to_num(7.0), twin.k_cache.nan_to_num(7.0))
     assert torch.equal(world.v_cache.nan_to_num(7.0), twin.v_cache.nan_to_num(7.0))
 
@@ -256,12 +259,15 @@ def test_unusual_rows_of_an_int8_cache(isa: str, dim: int) -> None:
         w.v[0][4] *= 1e30
         w.v[0][5] *= 1e-42
         w.k[0][20, 0, 2] = float("nan")
+        w.v[0][30, 1, 2] = float("nan")
     out, expected = (
         w.call(kernel, [(0, 0, 40)]) for w, kernel in ((world, attention), (twin, reference.attention))
     )
-    torch.testing.assert_close(out[:20], expected[:20], rtol=1e-5, atol=1.5e-5)
+    # A NaN value spoils the reference's rows before it too: weights of 0 times NaN.
+    torch.testing.assert_close(out[:20, : case.group], expected[:20, : case.group], **tolerance(int8=True))
     assert torch.isfinite(out[:20]).all()
-    assert out[20:, : case.group].isnan().all() and torch.isfinite(out[20:, case.group :]).all()
+    assert out[20:, : case.group].isnan().all() and torch.isfinite(out[:30, case.group :]).all()
+    assert out[30:].isnan().all()
 
 
 def test_an_int8_row_is_its_values_and_their_scale() -> None:

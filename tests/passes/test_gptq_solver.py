@@ -23,7 +23,9 @@ def naive(weight: Tensor, hessian: Tensor, grid: IntegerGrid, damping: float) ->
     """Column by column on the whole matrix, in float64, as the paper writes it; static groups."""
     k = weight.shape[1]
     scale, minimum = (t.double() for t in fit_groups(weight, grid))
-    damped = hessian.double() + damping * hessian.double().diagonal().mean() * torch.eye(k, dtype=torch.float64)
+    damped = hessian.double() + damping * hessian.double().diagonal().mean() * torch.eye(
+        k, dtype=torch.float64
+    )
     upper = torch.linalg.cholesky(torch.linalg.inv(damped), upper=True)
     rest, codes = weight.double().clone(), torch.zeros_like(weight)
     group = group_of(k, grid.group_size)

@@ -48,7 +48,9 @@ def test_scales_are_float16_numbers_unless_asked_otherwise() -> None:
     assert not torch.equal(scale.to(torch.float16).to(torch.float32), scale)
 
 
-@pytest.mark.parametrize("grid", [IntegerGrid(4, 32), IntegerGrid(4, 32, False), Int4Grid(32, True), Int4Grid(32, False)])
+@pytest.mark.parametrize(
+    "grid", [IntegerGrid(4, 32), IntegerGrid(4, 32, False), Int4Grid(32, True), Int4Grid(32, False)]
+)
 @pytest.mark.parametrize("value", [0.0, 1e-30, 1e30])
 def test_extreme_groups_stay_finite(grid: IntegerGrid, value: float) -> None:
     found = round_to_nearest(torch.full((2, 64), value), grid)

@@ -179,7 +179,9 @@ def test_it_asks_for_the_text_the_recipe_says() -> None:
     assert asked == [wanted]
 
 
-@pytest.mark.parametrize("options", [{"alpha": 1.5}, {"alpha": -0.1}, {"calibration": {"samples": 0}}, {"beta": 1}])
+@pytest.mark.parametrize(
+    "options", [{"alpha": 1.5}, {"alpha": -0.1}, {"calibration": {"samples": 0}}, {"beta": 1}]
+)
 def test_options_are_bounded(options: dict[str, float]) -> None:
     with pytest.raises(ValidationError):
         SmoothQuantConfig(**options)

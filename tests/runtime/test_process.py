@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -21,7 +22,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optkit.errors import UserError
-from optkit.runtime import ipc, worker
+from optkit.runtime import ipc, process, worker
+from optkit.runtime.launch import launch
 from optkit.runtime.process import ENGINE_DIED, ENGINE_STOPPED, EngineClient, EngineDied
 from optkit.runtime.types import EngineRequest, FinishReason, SamplingParams, TokenOutput
 from optkit.runtime.worker import ParentGone, Worker
@@ -143,6 +145,43 @@ def test_a_dead_engine_ends_every_stream_with_an_error(cause: str) -> None:
 
     # die_token must not be sampled by the others: the script keeps them to token 1
     with_engine(scenario, step_delay=0.05, die_token=63, script=[1], max_num_seqs=12)
+
+
+def test_silence_counts_only_while_somebody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(engine: EngineClient) -> None:
+        os.kill(engine.pid, signal.SIGSTOP)
+        an_hour_later = SimpleNamespace(monotonic=lambda: time.monotonic() + 3600.0)
+        monkeypatch.setattr(process, "time", an_hour_later)  # as if both processes had been stopped for it
+        assert engine.is_healthy
+        await asyncio.sleep(2 * process.TICK_SECONDS)
+        assert engine.is_healthy
+        engine.silence_seconds = 0.5
+        await eventually(lambda: not engine.is_healthy)
+        os.kill(engine.pid, signal.SIGCONT)
+        await eventually(lambda: engine.is_healthy)
+
+    with_engine(scenario)
+
+
+def test_a_launched_worker_that_nobody_takes_is_killed() -> None:
+    with launch(FACTORY) as launched:
+        pid = launched.process.pid
+        assert psutil.pid_exists(pid)
+    assert not psutil.pid_exists(pid)
+
+
+def test_a_launched_worker_is_taken_once() -> None:
+    async def main() -> None:
+        with launch(FACTORY, threads=1) as launched:
+            engine = EngineClient("", {}, factory=FACTORY, launched=launched)
+            await engine.start(PATIENCE)
+            assert engine.pid == launched.process.pid
+            with pytest.raises(RuntimeError, match="once"):
+                launched.take()
+        assert engine.is_healthy
+        await engine.stop()
+
+    asyncio.run(main())
 
 
 def test_stop_interrupts_a_step_that_hangs() -> None:

@@ -1,4 +1,4 @@
-// Paged attention in float32, over a float32 or int8 KV cache: reference.attention in one call, cache write included.
+// Paged attention over a float32 or int8 KV cache: reference.attention in one call, cache write included.
 //
 // Work is cut into items: some query tokens of one sequence under one KV head, so keys and values are read once for
 // all query heads of the group. Within an item attention_tile.h runs the online softmax (arXiv 2205.14135) over tiles
@@ -12,9 +12,8 @@
 //   - every row, prefill or decode, sums each split from nothing and adds the splits first to last.
 // So one split is also the unit of parallel work when there are few queries, at no loss of invariance.
 //
-// An int8 cache holds rows of D int8 and their scale. The integers are floats exactly, so the tile computes with them
-// as they are: a key's scale multiplies its scores, a value's scale multiplies its weights. Every token is attended
-// through the cache, those of this call too, so chunks don't show here either.
+// An int8 cache holds rows of D int8 and their scale. Products are then of integers, which are exact: see
+// attention_int8.h. Every token is attended through the cache, those of this call too, so chunks don't show here either.
 #include "attention.h"
 
 #include <omp.h>
@@ -24,13 +23,14 @@
 
 #include "quantize_row.h"
 #include "scratch.h"
-#include "simd.h"
+#include "simd_int8.h"
 
 namespace optkit {
 namespace {
 
 constexpr int kTile = 64;
 constexpr int kSplit = 256;
+constexpr int kMaxTileRows = 6;   // of the register tiles of attention_tile.h
 constexpr int kMaxRows = 192;     // rows of an item: enough to pay for transposing the keys
 constexpr int kSplitRows = 24;    // items of at most so many rows may be cut along the keys
 constexpr int kCutItems = 64;     // where there are more items they are parallel enough, and parts would cost memory
@@ -43,6 +43,8 @@ alignas(64) constexpr float kLaneIndex[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 
 struct Problem : AttentionArgs {
     int group;             // query heads of a KV head
     int depth, width;      // dim to whole words of an int8 key, v_dim to whole vectors
+    int depth_bytes;       // dim to whole vectors
+    float to_exp2;         // what queries are multiplied by, so that weights are powers of 2 (or tanh's argument)
     int64_t k_row, v_row;  // bytes of one head of a token in the pools
 };
 
@@ -58,7 +60,10 @@ struct Sums {
 
 // What one thread needs for an item; see attention_tile.h for the layouts.
 struct Scratch {
-    float *q, *k, *v, *scores, *k_scale, *v_scale, *zeros;
+    float *q, *k, *v, *scores, *zeros;
+    float *q_scale, *k_scale, *v_scale;  // these three lines are for an int8 cache
+    int32_t* q_sums;
+    uint8_t *weights, *halves;
     Sums part, total;
     const char *keys[kTile], *values[kTile];
 };
@@ -72,7 +77,9 @@ Sums sums_at(const Problem& p, float* at, int64_t rows) {
 Scratch scratch_of_thread(const Problem& p, int64_t rows) {
     thread_local GrowingMemory buffer;
     const size_t depth = p.depth, width = p.width, sums = sums_size(p, rows);
-    const size_t sizes[] = {rows * depth, depth * kTile, width * kTile, 6 * kTile, kTile, kTile, depth, sums, sums};
+    const size_t zeros = depth > width ? depth : width;
+    const size_t sizes[] = {rows * depth, depth * kTile, width * kTile, kMaxTileRows * kTile, zeros, size_t(rows), kTile,
+                            kTile, size_t(rows), kMaxTileRows * 2 * kTile / 4, 2 * size_t(p.depth_bytes) / 4, sums, sums};
     constexpr int count = sizeof sizes / sizeof *sizes;
     size_t total = 0;
     for (size_t size : sizes) total += (size + kLanes - 1) / kLanes * kLanes;
@@ -82,10 +89,10 @@ Scratch scratch_of_thread(const Problem& p, int64_t rows) {
         parts[i] = at;
         at += (sizes[i] + kLanes - 1) / kLanes * kLanes;
     }
-    std::memset(parts[6], 0, depth * sizeof(float));
-    return {parts[0], parts[1], parts[2], parts[3],
-            parts[4], parts[5], parts[6], sums_at(p, parts[7], rows),
-            sums_at(p, parts[8], rows), {}, {}};
+    std::memset(parts[4], 0, zeros * sizeof(float));
+    return {parts[0], parts[1], parts[2], parts[3], parts[4], parts[5], parts[6], parts[7],
+            reinterpret_cast<int32_t*>(parts[8]), reinterpret_cast<uint8_t*>(parts[9]),
+            reinterpret_cast<uint8_t*>(parts[10]), sums_at(p, parts[11], rows), sums_at(p, parts[12], rows), {}, {}};
 }
 
 void clear(const Problem& p, const Item& item, const Sums& sums) {
@@ -271,6 +278,8 @@ Problem problem_of(const AttentionArgs& args) {
     p.group = args.heads / args.kv_heads;
     p.depth = args.int8_cache ? (args.dim + 3) / 4 * 4 : args.dim;
     p.width = (args.v_dim + kLanes - 1) / kLanes * kLanes;
+    p.depth_bytes = (args.dim + kLanes - 1) / kLanes * kLanes;
+    p.to_exp2 = args.softcap > 0 ? args.scale / args.softcap : args.scale * kLog2e;
     p.k_row = args.int8_cache ? args.dim + sizeof(float) : args.dim * sizeof(float);
     p.v_row = args.int8_cache ? args.v_dim + sizeof(float) : args.v_dim * sizeof(float);
     return p;

@@ -7,11 +7,14 @@ decode, whose few rows would rather take dot products along D, transposes the ke
 
 AVX-512 and AVX2 give the same bits too; the portable variant, without fused multiply-add, differs by rounding.
 
-An int8 cache (``reference.quantize_kv``) is read as it is: four bytes of sixteen keys are transposed at a time, and the
-scales multiply scores and weights instead of keys and values. All of the above holds for it.
+Over an int8 cache (``reference.quantize_kv``) products are of integers on the int8 units, with queries and weights as
+two bytes: steps of 1/65535 of the largest, where keys and values have 1/254. All of the above holds for it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,4 +96,8 @@ def attention(
     return out
 
 
-KERNELS = (Kernel("attention", "native", attention, native.supports),)
+def float_or_int8(options: Mapping[str, Any]) -> bool:
+    return options.get("kv_dtype", "float32") in ("float32", "int8")
+
+
+KERNELS = (Kernel("attention", "native", attention, native.supports, handles=float_or_int8),)

@@ -3,7 +3,7 @@
 //     #define OPTKIT_BODY "attention_tile.h"
 //     #include "each_isa.h"
 //
-// The body finds OPTKIT_TARGET and S (simd.h) and the functions of vector_math.h, and ends with a function
+// The body finds OPTKIT_TARGET, S (simd.h), I (simd_int8.h) and the functions of vector_math.h, and ends with a function
 // `functions()` that gives its entry points; `functions_in_use()` gives those for the instruction set in use. Included
 // inside namespace optkit, once a source file; no include guard, since it is text and declares nothing by itself.
 
@@ -11,6 +11,7 @@
 namespace avx512 {
 #define OPTKIT_TARGET OPTKIT_AVX512
 using S = Avx512;
+using I = Int8Avx512;
 #include "vector_math.h"
 #include OPTKIT_BODY
 #undef OPTKIT_TARGET
@@ -18,6 +19,7 @@ using S = Avx512;
 namespace avx2 {
 #define OPTKIT_TARGET OPTKIT_AVX2
 using S = Avx2;
+using I = Int8Avx2;
 #include "vector_math.h"
 #include OPTKIT_BODY
 #undef OPTKIT_TARGET
@@ -26,6 +28,7 @@ using S = Avx2;
 namespace portable {
 #define OPTKIT_TARGET
 using S = Portable;
+using I = Int8Portable;
 #include "vector_math.h"
 #include OPTKIT_BODY
 #undef OPTKIT_TARGET

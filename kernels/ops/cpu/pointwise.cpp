@@ -8,7 +8,7 @@
 
 #include "quantize_row.h"
 #include "scratch.h"
-#include "simd.h"
+#include "simd_int8.h"
 
 namespace optkit {
 namespace {

@@ -1,4 +1,4 @@
-// Sixteen floats and what the fp32 kernels do with them, once for each instruction set. Loads from int8 give floats.
+// Sixteen floats and what the fp32 kernels do with them, once for each instruction set. simd_int8.h is the same for bytes.
 //
 // A `Vec` is always 16 lanes: one register of AVX-512, two of AVX2, four of the 128-bit baseline. So a kernel written on
 // it adds in the same order everywhere, and AVX-512 and AVX2 give the same bits. The portable one has no fused
@@ -26,8 +26,6 @@ struct Avx512 {
 
     OP Vec load(const float* p) { return _mm512_loadu_ps(p); }
     OP Vec load_some(const float* p, int n) { return _mm512_maskz_loadu_ps(mask(n), p); }
-    OP Vec load(const std::int8_t* p) { return floats(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
-    OP Vec load_some(const std::int8_t* p, int n) { return floats(_mm_maskz_loadu_epi8(mask(n), p)); }
     OP void store(float* p, Vec a) { _mm512_storeu_ps(p, a); }
     OP void store_some(float* p, Vec a, int n) { _mm512_mask_storeu_ps(p, mask(n), a); }
     OP Vec all(float x) { return _mm512_set1_ps(x); }
@@ -71,17 +69,9 @@ struct Avx512 {
         out[2] = _mm512_shuffle_ps(ab1, cd1, 0x44);
         out[3] = _mm512_shuffle_ps(ab1, cd1, 0xee);
     }
-    // Number c of each word: a word is one float, or four int8.
-    template <class Value, int c>
-    OP Vec number(Vec words) {
-        if constexpr (sizeof(Value) == sizeof(float)) return words;
-        const __m512i at_top = _mm512_slli_epi32(_mm512_castps_si512(words), 24 - 8 * c);
-        return _mm512_cvtepi32_ps(_mm512_srai_epi32(at_top, 24));
-    }
 
   private:
     OP __mmask16 mask(int n) { return static_cast<__mmask16>((1u << n) - 1u); }
-    OP Vec floats(__m128i bytes) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)); }
     // Rows i, i + 4, i + 8 and i + 12, 16 bytes of each.
     OP __m512 quads(const char* const* rows, int i) {
         __m512 v = _mm512_castps128_ps512(quad(rows[i]));
@@ -104,12 +94,6 @@ struct Avx2 {
     OP Vec load_some(const float* p, int n) {
         float full[kLanes] = {};
         std::memcpy(full, p, n * sizeof(float));
-        return load(full);
-    }
-    OP Vec load(const std::int8_t* p) { return {floats(p), floats(p + 8)}; }
-    OP Vec load_some(const std::int8_t* p, int n) {
-        std::int8_t full[kLanes] = {};
-        std::memcpy(full, p, n);
         return load(full);
     }
     OP void store(float* p, Vec a) {
@@ -158,21 +142,8 @@ struct Avx2 {
         transpose_8x4(rows + 8, hi);
         for (int i = 0; i < 4; ++i) out[i] = {lo[i], hi[i]};
     }
-    template <class Value, int c>
-    OP Vec number(Vec words) {
-        if constexpr (sizeof(Value) == sizeof(float)) return words;
-        return {byte<24 - 8 * c>(words.lo), byte<24 - 8 * c>(words.hi)};
-    }
 
   private:
-    OP __m256 floats(const std::int8_t* p) {
-        return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
-    }
-    // The int8 that is `left` bits from the top of each lane.
-    template <int left>
-    OP __m256 byte(__m256 words) {
-        return _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(_mm256_castps_si256(words), left), 24));
-    }
     OP __m256 scaled(__m256 a, __m256 n) {
         const __m256i shifted = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);
         return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), shifted));
@@ -214,12 +185,6 @@ struct Portable {
         Vec a = all(0.0f);
         std::memcpy(&a, p, n * sizeof(float));
         return a;
-    }
-    OP Vec load(const std::int8_t* p) { return load_some(p, kLanes); }
-    OP Vec load_some(const std::int8_t* p, int n) {
-        float full[kLanes] = {};
-        for (int i = 0; i < n; ++i) full[i] = p[i];
-        return load(full);
     }
     OP void store(float* p, Vec a) { std::memcpy(p, &a, sizeof a); }
     OP void store_some(float* p, Vec a, int n) { std::memcpy(p, &a, n * sizeof(float)); }
@@ -267,15 +232,6 @@ struct Portable {
                 std::memcpy(&word, rows[i] + c * sizeof word, sizeof word);
                 out[c].q[i / 4][i % 4] = word;
             }
-    }
-    template <class Value, int c>
-    OP Vec number(Vec words) {
-        if constexpr (sizeof(Value) == sizeof(float)) return words;
-        Value value[kLanes][sizeof(float) / sizeof(Value)];
-        std::memcpy(value, &words, sizeof value);
-        float lane[kLanes];
-        for (int i = 0; i < kLanes; ++i) lane[i] = value[i][c];
-        return load(lane);
     }
 };
 #undef OP

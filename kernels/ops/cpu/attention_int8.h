@@ -1,0 +1,242 @@
+// Attention over an int8 cache: what attention_tile.h asks of a kind of cache. Part of its text.
+//
+// Products are of integers. A query is rounded to 16 bits of its largest number, a row's weights in a tile to 16 bits of
+// their largest (each weight times its value's scale): steps of 1/65535, against 1/254 for the keys and values
+// themselves. A number of 16 bits is two bytes, so a sum is taken twice, of high and of low bytes, and is exact; its
+// bits depend neither on the instruction set nor on how rows are put together.
+//   Scratch.q       [rows / kRows][2][D / 4][kRows]  words of four bytes of a query, the high ones first
+//   Scratch.q_scale [rows]                           what a query's step is worth, in exponents of 2
+//   Scratch.q_sums  [rows]                           -128 times the sum of a query: keys get zero point 128
+//   Scratch.k       [D / 4][64]                      words of four bytes of a key, unsigned: a vector holds 16 keys
+//   Scratch.v       [64 / 4][Dv to 16]               words of one byte of four values
+//   Scratch.weights [kRows][2][64]                   high and low bytes of the weights
+
+constexpr float kQuerySteps = 127.0f * 256.0f + 127.0f;  // either side of zero
+constexpr float kWeightSteps = 65535.0f;
+
+template <class Word>
+OPTKIT_INLINE Word word_at(const void* p) {
+    Word word;
+    std::memcpy(&word, p, sizeof word);
+    return word;
+}
+
+// acc[r][n] += the word of row r, at a + r * a_row + w * a_word, times column n of b, for all words w. One side has unsigned
+// bytes: the rows, or the columns where `unsigned_columns`.
+template <bool unsigned_columns, int R, int NV>
+OPTKIT_TARGET OPTKIT_INLINE void add_dots(I::Ints (&acc)[R][NV], const uint8_t* a, int64_t a_row, int64_t a_word,
+                                          const uint32_t* b, int64_t b_word, int words) {
+    using Kind = I::Dot<unsigned_columns>;
+    for (int w = 0; w < words; ++w, a += a_word, b += b_word) {
+        typename Kind::Column column[NV];
+#pragma GCC unroll 8
+        for (int n = 0; n < NV; ++n) column[n] = Kind::column(b + n * kLanes);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+            const typename Kind::Row row = Kind::row(word_at<uint32_t>(a + r * a_row));
+#pragma GCC unroll 8
+            for (int n = 0; n < NV; ++n) acc[r][n] = Kind::add(acc[r][n], row, column[n]);
+        }
+    }
+}
+
+template <int R, int NV>
+OPTKIT_TARGET OPTKIT_INLINE void times_256(I::Ints (&acc)[R][NV]) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int n = 0; n < NV; ++n) acc[r][n] = I::times_256(acc[r][n]);
+}
+
+// scores[r][0..16 NV) = q[.][r] . k[.][0..16 NV), times both scales.
+template <int R, int NV>
+OPTKIT_TARGET void score_int8_tile(const uint8_t* q, const uint32_t* k, int words, const float* q_scale,
+                                   const int32_t* q_sums, const float* k_scale, float* scores) {
+    constexpr int word = R * sizeof(uint32_t);
+    I::Ints acc[R][NV];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int n = 0; n < NV; ++n) acc[r][n] = I::all(0);
+    add_dots<true>(acc, q, sizeof(uint32_t), word, k, kTile, words);
+    times_256(acc);
+    add_dots<true>(acc, q + words * word, sizeof(uint32_t), word, k, kTile, words);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int n = 0; n < NV; ++n) {
+            const S::Vec scale = S::mul(S::all(q_scale[r]), S::load(k_scale + n * kLanes));
+            S::store(scores + r * kTile + n * kLanes, S::mul(I::floats(I::add(acc[r][n], I::all(q_sums[r]))), scale));
+        }
+}
+
+template <int R, int NV = S::tile_vecs>
+OPTKIT_TARGET void score_int8_block(const uint8_t* q, const uint32_t* k, int words, const float* q_scale,
+                                    const int32_t* q_sums, const float* k_scale, int vecs, float* scores) {
+    for (; vecs >= NV; vecs -= NV, k += NV * kLanes, k_scale += NV * kLanes, scores += NV * kLanes)
+        score_int8_tile<R, NV>(q, k, words, q_scale, q_sums, k_scale, scores);
+    if constexpr (NV > 1) score_int8_block<R, NV - 1>(q, k, words, q_scale, q_sums, k_scale, vecs, scores);
+}
+
+// out[r][0..16 NV) = out[r] * rescale[r] + step[r] * sum over keys of weight[r][key] * v[key].
+template <int R, int NV>
+OPTKIT_TARGET void weigh_int8_tile(const uint8_t* weights, const float* rescale, const float* step, const uint32_t* v,
+                                   int64_t width, int start, int stop, float* out) {
+    I::Ints acc[R][NV];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int n = 0; n < NV; ++n) acc[r][n] = I::all(0);
+    weights += 4 * start, v += start * width;
+    add_dots<false>(acc, weights, 2 * kTile, 4, v, width, stop - start);
+    times_256(acc);
+    add_dots<false>(acc, weights + kTile, 2 * kTile, 4, v, width, stop - start);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int n = 0; n < NV; ++n) {
+            float* to = out + r * width + n * kLanes;
+            const S::Vec earlier = S::mul(S::load(to), S::all(rescale[r]));
+            S::store(to, S::fma(I::floats(acc[r][n]), S::all(step[r]), earlier));
+        }
+}
+
+template <int R, int NV = S::tile_vecs>
+OPTKIT_TARGET void weigh_int8_block(const uint8_t* weights, const float* rescale, const float* step,
+                                    const uint32_t* v, int64_t width, int64_t left, int start, int stop, float* out) {
+    for (; left >= NV * kLanes; left -= NV * kLanes, v += NV * kLanes, out += NV * kLanes)
+        weigh_int8_tile<R, NV>(weights, rescale, step, v, width, start, stop, out);
+    if constexpr (NV > 1)
+        weigh_int8_block<R, NV - 1>(weights, rescale, step, v, width, left, start, stop, out);
+}
+
+// A row's scores become weights 2^(s - top) times the values' scales, as steps of the largest: `weights`, their sum
+// (without scales) and what a step is worth.
+struct RowWeights {
+    float top, sum, step;
+};
+
+OPTKIT_TARGET inline RowWeights weigh_scores(const float* scores, int vecs, const float* v_scale, uint8_t* weights) {
+    S::Vec top = S::load(scores);
+    for (int n = 1; n < vecs; ++n) top = S::max(top, S::load(scores + n * kLanes));
+    const float highest = S::largest(top), shift = highest == -__builtin_inff() ? 0.0f : highest;
+    S::Vec scaled[kTile / kLanes], sum = S::all(0.0f), most = sum;
+    for (int n = 0; n < vecs; ++n) {
+        const S::Vec weight = exp2(S::sub(S::load(scores + n * kLanes), S::all(shift)));
+        sum = S::add(sum, weight);
+        scaled[n] = S::mul(weight, S::load(v_scale + n * kLanes));
+        most = S::max(most, scaled[n]);
+    }
+    const float largest = S::largest(most), inverse = largest > 0 ? kWeightSteps / largest : 0.0f;
+    for (int n = 0; n < vecs; ++n)
+        I::store_halves(weights + n * kLanes, weights + kTile + n * kLanes, S::mul(scaled[n], S::all(inverse)));
+    return {highest, S::sum(sum), largest / kWeightSteps};
+}
+
+struct OnInt8 {
+    OPTKIT_TARGET static void pack_queries(const Problem& p, const Item& item, Scratch& scratch) {
+        const int rows = item.count * p.group, words = p.depth / 4;
+        uint8_t *high = scratch.halves, *low = high + p.depth_bytes;
+        uint32_t* to = reinterpret_cast<uint32_t*>(scratch.q);
+        for (int row = 0; row < rows; ++row) {
+            const int block = row / kRows * kRows, in_block = rows - block < kRows ? rows - block : kRows;
+            scratch.q_scale[row] = halve(query_of(p, item, row), p, high, low) * p.to_exp2;
+            int32_t sum = 0;
+            for (int d = 0; d < p.depth; ++d) sum += static_cast<int8_t>(high[d]) * 256 + static_cast<int8_t>(low[d]);
+            scratch.q_sums[row] = -128 * sum;
+            uint32_t* at = to + 2 * words * block + row - block;
+            for (int w = 0; w < words; ++w) {
+                at[w * in_block] = word_at<uint32_t>(high + 4 * w);
+                at[(words + w) * in_block] = word_at<uint32_t>(low + 4 * w);
+            }
+        }
+    }
+
+    OPTKIT_TARGET static void pack_tile(const Problem& p, int, int count, Scratch& scratch) {
+        transpose_words(p.depth / 4, count, scratch);
+        for (int j = 0; j < count; j += kLanes) {
+            for (int w = 0; w < p.depth / 4; ++w) {
+                float* key = scratch.k + w * kTile + j;
+                I::store(key, I::flip_signs(I::load(key)));
+            }
+            // A value that is no number becomes a score that is none: rows that may not see it don't.
+            const S::Vec value = S::load(scratch.v_scale + j), size = S::abs(value), limit = S::all(__builtin_inff());
+            const S::Vec key = S::load(scratch.k_scale + j);
+            S::store(scratch.k_scale + j, S::where_less(size, limit, key, S::all(__builtin_nanf(""))));
+            S::store(scratch.v_scale + j, S::where_less(size, limit, value, S::all(0.0f)));
+        }
+        interleave_values(p, count, scratch);
+    }
+
+    template <int R>
+    OPTKIT_TARGET static void attend(const Problem& p, const Block& block, Scratch& scratch, const Sums& sums) {
+        const int words = p.depth / 4;
+        const auto* q = reinterpret_cast<const uint8_t*>(scratch.q) + 8 * words * block.first_row;
+        const auto* k = reinterpret_cast<const uint32_t*>(scratch.k);
+        const auto* v = reinterpret_cast<const uint32_t*>(scratch.v);
+        score_int8_block<R>(q, k, words, scratch.q_scale + block.first_row,
+                            scratch.q_sums + block.first_row, scratch.k_scale, block.vecs, scratch.scores);
+        if (p.softcap > 0) soft_cap(scratch.scores, R, block.vecs, p.softcap);
+        mask_block(p, block, scratch.scores);
+        float rescale[kLanes], step[kLanes];
+        merge_scores<R>(block, scratch, sums.m + block.first_row, sums.l + block.first_row, rescale, step);
+        weigh_int8_block<R>(scratch.weights, rescale, step, v, p.width, p.width, block.start / 4,
+                            (block.stop + 3) / 4, sums.out + block.first_row * p.width);
+    }
+
+  private:
+    // High and low bytes, both signed, of x [D] in steps of its largest number; gives what a step is worth.
+    OPTKIT_TARGET static float halve(const float* x, const Problem& p, uint8_t* high, uint8_t* low) {
+        const float most = largest(x, p.dim), inverse = most > 0 ? kQuerySteps / most : 0.0f;
+        const S::Vec by = S::all(inverse), zero = S::all(128.0f * 256.0f + 128.0f);
+        int d = 0;
+        for (; d + kLanes <= p.dim; d += kLanes) I::store_halves(high + d, low + d, S::fma(S::load(x + d), by, zero));
+        if (d < p.dim) I::store_halves(high + d, low + d, S::fma(S::load_some(x + d, p.dim - d), by, zero));
+        for (d = 0; d < p.depth_bytes; ++d) high[d] ^= 0x80, low[d] ^= 0x80;
+        return most / kQuerySteps;
+    }
+
+    // Scratch.v from `count` values; those of the rest of the last word are zero.
+    OPTKIT_TARGET static void interleave_values(const Problem& p, int count, Scratch& scratch) {
+        auto* to = reinterpret_cast<uint32_t*>(scratch.v);
+        for (int j = 0; j < count; j += 4, to += p.width) {
+            const char* rows[4];
+            for (int i = 0; i < 4; ++i)
+                rows[i] = j + i < count ? scratch.values[j + i] : reinterpret_cast<const char*>(scratch.zeros);
+            int d = 0;
+            for (; d + 4 * kLanes <= p.v_dim; d += 4 * kLanes) I::interleave_64(rows, d, to + d);
+            for (; d + kLanes <= p.v_dim; d += kLanes) I::store(to + d, I::interleave(rows, d));
+            if (d < p.v_dim) {
+                char tails[4][kLanes] = {};
+                for (int i = 0; i < 4; ++i) {
+                    std::memcpy(tails[i], rows[i] + d, p.v_dim - d);
+                    rows[i] = tails[i];
+                }
+                I::store(to + d, I::interleave(rows, 0));
+            }
+        }
+    }
+
+    // The online softmax of a block: what its earlier sums, and a step of its weights here, are worth from now on. All
+    // its powers of 2 are one vector each.
+    template <int R>
+    OPTKIT_TARGET static void merge_scores(const Block& block, Scratch& scratch, float* m, float* l, float* rescale,
+                                           float* step) {
+        RowWeights rows[R];
+        for (int r = 0; r < kLanes; ++r) rescale[r] = step[r] = 0.0f;
+        for (int r = 0; r < R; ++r) {
+            rows[r] = weigh_scores(scratch.scores + r * kTile, block.vecs, scratch.v_scale, scratch.weights + 2 * r * kTile);
+            const float old = m[r];
+            m[r] = old < rows[r].top ? rows[r].top : old;
+            const float shift = m[r] == -__builtin_inff() ? 0.0f : m[r];
+            rescale[r] = old - shift;
+            step[r] = rows[r].top - shift;
+        }
+        S::store(rescale, exp2(S::load(rescale)));
+        S::store(step, exp2(S::load(step)));
+        for (int r = 0; r < R; ++r) {
+            l[r] = l[r] * rescale[r] + rows[r].sum * step[r];
+            step[r] *= rows[r].step;
+        }
+    }
+};

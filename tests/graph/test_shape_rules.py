@@ -1,0 +1,89 @@
+"""Shape rules: what their references compute, and refusals where broadcasting would let something pass."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from optkit.graph import shapes
+from optkit.graph.ir import Graph
+from optkit.graph.shape_rules import RULES
+from optkit.graph.shapes import Point, infer_shapes
+from optkit.kernels import reference
+from optkit.records import RunRecord
+from tests.graphs import apply, captured
+from tests.sample_artifact import real_artifact
+
+POINTS = (Point(5, 2, 5), Point(2, 2, 33))
+
+
+def described(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype, value.is_contiguous()
+    return [described(each) for each in value] if isinstance(value, tuple | list) else value
+
+
+def every(graph: Graph, point: Point) -> dict[str, Any]:
+    return {node.name: described(value) for node, value in infer_shapes(graph, point).items()}
+
+
+@pytest.mark.parametrize("quantizer", [None, "int8", "w4a8"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "phi3", "qwen3_moe"])
+def test_rules_agree_with_references(
+    name: str, quantizer: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = captured(name)
+    for each in ("fuse_qkv", "fuse_gate_up", "fuse_add_rms_norm"):
+        apply(graph, each)
+    if quantizer == "int8":
+        apply(graph, "int8", group_size=32, lm_head=True, weight_only=["lm_head"])
+    elif quantizer:
+        apply(graph, quantizer)
+    by_rule = [every(graph, point) for point in POINTS]
+    monkeypatch.setattr(shapes, "RULES", {})
+    assert by_rule == [every(graph, point) for point in POINTS]
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+Q, W8, W4 = meta(3, 64, dtype=torch.uint8), meta(8, 64, dtype=torch.int8), meta(8, 8, dtype=torch.int32)
+REFUSED: list[tuple[Any, tuple[Any, ...], str]] = [
+    (reference.rms_norm, (meta(3, 64), meta(1), 1e-5), "norm weight"),
+    (reference.add_rms_norm, (meta(3, 64), meta(1, 64), meta(64), 1e-5), "residual"),
+    (reference.rope, (meta(3, 2, 7), meta(3, 7), meta(3, 7)), "even"),
+    (reference.rope, (meta(3, 2, 8), meta(1, 8), meta(1, 8)), "cosines"),
+    (reference.silu_mul, (meta(3, 64), meta(1, 64)), "same shape"),
+    (reference.silu_mul_packed, (meta(3, 7),), "halves"),
+    (reference.quantize_per_token, (meta(3, 64), 48), "groups of 48"),
+    (reference.linear_w8a8, (Q, meta(3, 1), W8, meta(8, 2)), "scale a group"),
+    (reference.linear_w8a8, (meta(3, 64), meta(3, 2), W8, meta(8, 2)), "uint8"),
+    (reference.linear_w8a8, (Q, meta(3, 5), W8, meta(8, 5)), "5 groups"),
+    (reference.linear_w8a8, (Q, meta(3, 2), W8, meta(8, 2), meta(1)), "bias"),
+    (reference.linear_w8a8, (Q, meta(3, 2), meta(8, 32, dtype=torch.int8), meta(8, 2)), "int8 weights"),
+    (reference.linear_w8a16, (meta(3, 64), W8, meta(1, 2)), "weight scales"),
+    (reference.linear_w8a16, (Q, W8, meta(8, 2)), "float"),
+    (reference.linear_w4a8, (meta(3, 64), meta(3, 2), W4, meta(8, 2), None), "uint8"),
+    (reference.linear_w4a8, (Q, meta(3, 2), W4, meta(1, 2), None), "scales"),
+]
+
+
+@pytest.mark.parametrize(("op", "args", "reason"), REFUSED)
+def test_what_does_not_fit_is_refused(op: Any, args: tuple[Any, ...], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        RULES[op](*args)
+
+
+def test_opening_an_artifact_leaves_the_compiler_alone(tmp_path: Path) -> None:
+    recipe = "schema_version: 1\nname: small\n"
+    directory = real_artifact(tmp_path / "a", tmp_path / "source", recipe, RunRecord([], None))
+    code = "import sys; from optkit.artifact import Artifact; Artifact.open(sys.argv[1]).executable(); "
+    code += "sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code, str(directory)]).returncode == 0
