@@ -21,11 +21,10 @@ from optkit.records import PassRecord, RunRecord
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
-table { border-collapse: collapse; margin: .5rem 0 1rem; }
-th, td { text-align: left; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid #ddd; vertical-align: top; }
-td { font-variant-numeric: tabular-nums; }
-h2 { margin-top: 2rem; border-top: 2px solid #222; padding-top: .5rem; }
-.kept { color: #17652f; } .reduced { color: #8a5a00; } .rolled-back { color: #a02c1c; } .skipped { color: #666; } .note { color: #555; }
+table { border-collapse: collapse; margin: .5rem 0 1rem; } th, td { text-align: left; padding: .2rem .8rem .2rem 0;
+border-bottom: 1px solid #ddd; vertical-align: top; } td { font-variant-numeric: tabular-nums; } h2 { margin-top:
+2rem; border-top: 2px solid #222; padding-top: .5rem; } .kept { color: #17652f; } .reduced { color: #8a5a00; }
+.rolled-back { color: #a02c1c; } .skipped { color: #666; } .note { color: #555; }
 """
 NOTE = (
     "Predicted is the roofline of the ops, measured the ratio of medians over alternating rounds on this "

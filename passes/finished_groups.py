@@ -1,8 +1,9 @@
 """What a calibrating pass has finished, on disk: so that a run that was killed goes on where it was.
 
-``NNNN.safetensors`` is the solution of group N and ``walk-NNNN.safetensors`` the activations after it. Each is written aside and
-renamed; a file is whole or absent. Solutions count up to the first that is missing. The directory belongs to one pass on
-one graph with one text (the driver names it by their hash), so nothing here has to be checked against them.
+``NNNN.safetensors`` is the solution of group N and ``walk-NNNN.safetensors`` the activations after it. Each is
+written aside and renamed; a file is whole or absent. Solutions count up to the first that is missing. The directory
+belongs to one pass on one graph with one text (the driver names it by their hash), so nothing here has to be checked
+against them.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from optkit.graph.walk import Walk
 class FinishedGroups:
     """The finished groups of one stage of a pass, under ``workspace``; None keeps nothing.
 
-    ``with_walk`` counts only groups up to the last walk that was put aside: for stages that change activations the walk has
-    computed already, which computing them again would give with other last bits.
+    ``with_walk`` counts only groups up to the last walk that was put aside: for stages that change activations the
+    walk has computed already, which computing them again would give with other last bits.
     """
 
     def __init__(self, workspace: Path | None, stage: str, with_walk: bool = False) -> None:

@@ -94,7 +94,9 @@ def test_awq_leaves_the_float_model_what_it_was() -> None:
     assert not torch.equal(graph.weights[norm].value, correlated("llama").weights[norm].value)
 
 
-@pytest.mark.parametrize("options", [{"actorder": "group", "scheme": "W3A16"}, {"actorder": None, "clip": False}])
+@pytest.mark.parametrize(
+    "options", [{"actorder": "group", "scheme": "W3A16"}, {"actorder": None, "clip": False}]
+)
 def test_other_orders(options: dict[str, Any]) -> None:
     graph = quantized("llama", "gptq", fuse=False, group_size=32, **options)
     verify(graph)
@@ -211,7 +213,7 @@ def test_the_most_sensitive_layers_get_the_bits() -> None:
 
 
 def test_a_budget_of_divergence() -> None:
-    graph, stats = mixed(max_kld=1e9)
+    _, stats = mixed(max_kld=1e9)
     assert stats["assigned"] == {"W4A8:32": 8, "W8A8:32": 0}
     _, tight = mixed(max_kld=stats["expected_kld"] / 2)
     assert tight["assigned"]["W8A8:32"] > 0
@@ -277,4 +279,6 @@ def test_without_calibration_text_it_refuses() -> None:
 
 
 def test_calibration_text_of_the_tests_is_what_was_asked_for() -> None:
-    assert [len(window) for window in calibration(load("gptq").Config(calibration=TEXT).calibration)] == [32] * 32
+    assert [len(window) for window in calibration(load("gptq").Config(calibration=TEXT).calibration)] == [
+        32
+    ] * 32
