@@ -97,7 +97,7 @@ def search_clip(weight: Tensor, grid: Grid, hessian: Tensor) -> tuple[Tensor, Te
             error = group_errors(groups, tried, grid, blocks)
             better = error < least
             least = torch.where(better, error, least)
-            best = tuple(torch.where(better, t, b) for t, b in zip(tried, best, strict=True))
+            best = (torch.where(better, tried[0], best[0]), torch.where(better, tried[1], best[1]))
         found.append(best)
     scale, minimum = (torch.cat([f[i][..., 0] for f in found], dim=1) for i in (0, 1))
     return scale, minimum
