@@ -80,15 +80,15 @@ class Artifact:
         """The optimized graph, with weights mapped from the artifact's files."""
         from safetensors.torch import load_file
 
-        from optkit.checkpoint import validate_checkpoint
-        from optkit.checkpoint_tensors import Overlay, TensorFiles, build
+        from optkit.checkpoint_tensors import Overlay, build
+        from optkit.formats.source import open_source
         from optkit.graph.serialize import graph_from_json
         from optkit.graph.verify import VerifyError, verify
-        from optkit.int4_layout import PACKED_FILE
+        from optkit.stored_layers import PACKED_FILE
 
         internal = self.directory / INTERNAL
         packed = load_file(internal / PACKED_FILE) if (internal / PACKED_FILE).is_file() else {}
-        tensors = Overlay(TensorFiles(self.directory, validate_checkpoint(self.directory)), packed)
+        tensors = Overlay(open_source(self.directory), packed)
         constants = load_file(internal / "constants.safetensors")
         file = internal / "graph.json"
         graph = graph_from_json(

@@ -7,19 +7,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 
+from optkit import artifact_check
 from optkit.artifact import INTERNAL, NATIVE, staging, write_manifest
 from optkit.checkpoint_tensors import constants
 from optkit.code_tier import cached_tier, copy_to
 from optkit.graph.ir import Graph
 from optkit.graph.serialize import graph_to_json
 from optkit.hf_layout import write_model
-from optkit.int4_layout import PACKED_FILE, runtime_tensors
 from optkit.model_source import ModelSource
 from optkit.recipe import Recipe
 from optkit.records import RunRecord
 from optkit.report import report_html
+from optkit.stored_layers import PACKED_FILE, runtime_tensors
 from optkit.target import Target
 
 
@@ -34,7 +36,13 @@ def write_artifact(
     *,
     force: bool,
 ) -> None:
-    """Write everything to a staging directory and publish it as ``out``."""
+    """Write everything to a staging directory, check it in a new process, and publish it as ``out``.
+
+    An artifact for a machine of another kind than this one can't be run here, so it is not checked.
+
+    Raises:
+        ArtifactDiffers: read back, it is not what ``graph`` computes; ``out`` is as it was.
+    """
     with staging(out, force=force) as directory:
         internal = directory / INTERNAL
         internal.mkdir()
@@ -55,6 +63,8 @@ def write_artifact(
         for name, text in texts.items():
             (internal / name).write_text(text, "utf-8")
         write_manifest(directory, manifest(source, recipe, run, environment))
+        if target.kind == "cpu" or torch.cuda.is_available():
+            artifact_check.check_reopened(directory, graph, target)
 
 
 def manifest(

@@ -33,6 +33,9 @@ class TensorFiles(Mapping[str, Tensor]):
     def names(self) -> set[str]:
         return set(self.info.tensors)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.info.tensors
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.info.tensors)
 
@@ -51,17 +54,20 @@ class TensorFiles(Mapping[str, Tensor]):
 class Overlay(Mapping[str, Tensor]):
     """Some tensors in front of a checkpoint's; what is covered is not read."""
 
-    def __init__(self, source: TensorFiles, over: Mapping[str, Tensor]) -> None:
+    def __init__(self, source: Mapping[str, Tensor], over: Mapping[str, Tensor]) -> None:
         self.source, self.over = source, over
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.over or name in self.source
 
     def __getitem__(self, name: str) -> Tensor:
         return self.over[name] if name in self.over else self.source[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.source.names() | set(self.over))
+        return iter(set(self.source) | set(self.over))
 
     def __len__(self) -> int:
-        return len(self.source.names() | set(self.over))
+        return len(set(self.source) | set(self.over))
 
 
 def build(origin: Origin, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Tensor:
@@ -71,7 +77,7 @@ def build(origin: Origin, tensors: Mapping[str, Tensor], dtype: torch.dtype | No
     return value.to(dtype) if dtype is not None and value.is_floating_point() else value
 
 
-def changed_tensors(graph: Graph, source: TensorFiles) -> dict[str, Tensor]:
+def changed_tensors(graph: Graph, source: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Checkpoint tensors of ``graph`` that are new or differ from ``source``.
 
     Float weights that a pass left alone keep the source's dtype, so a bfloat16 checkpoint stays bfloat16.
@@ -81,7 +87,7 @@ def changed_tensors(graph: Graph, source: TensorFiles) -> dict[str, Tensor]:
         if weight.origin is None:
             continue
         for name, piece in weight.origin.split(weight.value).items():
-            if not (name in source.names() and same(piece, source[name])):
+            if not (name in source and same(piece, source[name])):
                 changed[name] = piece
     return changed
 
@@ -89,6 +95,10 @@ def changed_tensors(graph: Graph, source: TensorFiles) -> dict[str, Tensor]:
 def same(piece: Tensor, original: Tensor) -> bool:
     if piece.is_floating_point() != original.is_floating_point() or piece.shape != original.shape:
         return False
+    if piece.dtype == torch.float8_e4m3fn:
+        return original.dtype == piece.dtype and torch.equal(
+            piece.view(torch.uint8), original.view(torch.uint8)
+        )
     return torch.equal(piece, original.to(piece.dtype))
 
 

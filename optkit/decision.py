@@ -42,6 +42,17 @@ def decide(bounds: Accept, evidence: Evidence) -> tuple[bool, str]:
     return True, f"prefill {evidence.speedup:.2f}x, KL {evidence.kld:.2g}, top-1 {evidence.top1:.1%}"
 
 
+def missed_quality(bounds: Accept, evidence: Evidence) -> bool:
+    """Whether what is missed is quality alone, which fewer quantized layers can mend."""
+    size_and_speed = bounds.model_copy(update={"max_kld": None, "min_top1": None, "max_ppl_ratio": None})
+    return not list(misses(size_and_speed, evidence)) and bool(list(misses(bounds, evidence)))
+
+
+def excess_share(bounds: Accept, evidence: Evidence) -> float:
+    """The share of the divergence that is too much, by the bound that names it; 0 where another bound is missed."""
+    return 1 - bounds.max_kld / evidence.kld if bounds.max_kld is not None and evidence.kld > 0 else 0.0
+
+
 def misses(bounds: Accept, evidence: Evidence) -> list[str]:
     """Each missed bound as a phrase."""
     found = []

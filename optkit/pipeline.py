@@ -10,17 +10,18 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from optkit import artifact
+from optkit import artifact, site_rollback
+from optkit.calibration import Calibration, calibration_windows
 from optkit.checkpoint import validate_checkpoint
 from optkit.code_tier import cached_tier, find_code
-from optkit.decision import Evidence, decide
+from optkit.decision import Evidence, decide, excess_share, missed_quality
 from optkit.errors import UserError
 from optkit.graph.cost import predict_seconds
 from optkit.graph.ir import Graph
@@ -31,18 +32,17 @@ from optkit.graph.verify import VerifyError, verify
 from optkit.kernels.reference import attention
 from optkit.measure import measure_pair, workload_points
 from optkit.model_source import ModelSource, resolve
-from optkit.passes.base import Pass, PassContext, Plan
+from optkit.passes.base import Pass, PassContext, Plan, Tell, silent
+from optkit.passes.linear_quantization import quantized_sites, restored
 from optkit.paths import cache_dir
 from optkit.prebuild import prebuild, rebuild
 from optkit.quality import QualityReport, RuntimeLogits, compare, evaluation_windows
-from optkit.quality import windows as text_windows
 from optkit.recipe import Accept, Recipe, ResolvedPass, load_recipe
 from optkit.records import PassRecord, RunRecord
 from optkit.states import States, compiler_digest, state_key
 from optkit.target import Target, get_target
 from optkit.version import VERSION
 
-Progress = Callable[[str], None]
 EXACT_BOUNDS = Accept(max_kld=1e-6, min_top1=0.999)
 EXACT_TOKENS, PASS_TOKENS, FINAL_TOKENS = 512, 4096, 20480
 
@@ -58,7 +58,7 @@ class Pipeline:
     source: ModelSource
     recipe: Recipe
     target: Target
-    tell: Progress
+    tell: Tell
     final_tokens: int = FINAL_TOKENS
 
     def run(self) -> tuple[Graph, RunRecord]:
@@ -66,16 +66,16 @@ class Pipeline:
         passes = self.recipe.resolve_passes()
         self.states = States(self.source.directory)
         self.steps: list[Any] = []
+        self.workspace: Path | None = None  # of the pass that is worked on
         self.rounded = False  # a kept pass changed values, so exactness can't be seen any more
         self.reference = graph = self.capture()
         records: list[PassRecord] = []
         for resolved in passes:
-            self.steps.append(
-                [resolved.entry.name, resolved.config.model_dump(), resolved.entry.accept.model_dump()]
-            )
+            self.steps.append(step_of(resolved))
             graph, record = self.resumed(partial(self.run_pass, graph, resolved))
+            self.states.remove(self.workspace)
             records.append(PassRecord.from_dict(record))
-            self.rounded |= records[-1].decision == "kept" and not records[-1].exact
+            self.rounded |= records[-1].in_effect and not records[-1].exact
             self.tell(f"{resolved.entry.name}: {records[-1].decision}, {records[-1].reason}")
         return self.judge(graph, records)
 
@@ -112,8 +112,8 @@ class Pipeline:
     def run_pass(self, graph: Graph, resolved: ResolvedPass) -> tuple[Graph, dict[str, Any]]:
         """One pass: check, predict, apply, verify, measure, keep or roll back, record."""
         optimization: Pass = resolved.pass_class(resolved.config)
-        context = self.context()
         candidate = graph.clone()
+        context = self.context(optimization, candidate)
         plan = optimization.check(candidate, context)
         record = PassRecord.planned(optimization.name, resolved.config.model_dump(), plan)
         if not plan.sites:
@@ -123,18 +123,16 @@ class Pipeline:
         record.changed, record.stats, record.exact = result.changed, result.stats, optimization.exact
         if PLAN in candidate.plan and not self.compile(candidate, record):
             return graph, record.to_dict()
-        record.predicted = self.predict(graph, candidate)
-        before, after = self.lower(graph), self.lower(candidate)
-        self.tell(f"{optimization.name}: measuring speed")
-        record.measured = paired(*measure_pair(before, after, self.recipe))
-        record.weight_bytes = [graph.num_bytes(), candidate.num_bytes()]
-        exact = optimization.exact and not self.rounded
-        quality = self.quality(after, EXACT_TOKENS if exact else PASS_TOKENS, optimization.name)
-        record.quality = quality.to_dict()
-        bounds = bounds_for(exact, resolved.entry.accept, self.recipe.accept)
+        bounds = bounds_for(self.counts_as_exact(record), resolved.entry.accept, self.recipe.accept)
+        self.measure(record, graph, candidate)
         kept, reason = decide(bounds, Evidence.of(record))
         record.decided("kept" if kept else "rolled back", reason)
-        return (candidate if kept else graph), record.to_dict()
+        if not kept and missed_quality(bounds, Evidence.of(record)) and quantized_sites(candidate):
+            candidate = self.reduce(graph, candidate, record, bounds)
+        return (candidate if record.in_effect else graph), record.to_dict()
+
+    def counts_as_exact(self, record: PassRecord) -> bool:
+        return record.exact and not self.rounded
 
     def compile(self, graph: Graph, record: PassRecord) -> bool:
         """Compile what the pass planned; False, and the pass is rolled back, if nothing of it is faster."""
@@ -154,19 +152,61 @@ class Pipeline:
         if PLAN in graph.plan and cached_tier(graph, self.target) is None:
             rebuild(graph.clone(), self.recipe, self.target, self.tell)
 
-    def context(self) -> PassContext:
-        """What passes may look at: the target, and the shipped calibration text in windows of 512 tokens."""
-        from optkit.bench.workload import load_tokenizer
-        from optkit.data import load_text
+    def measure(self, record: PassRecord, before: Graph, after: Graph) -> None:
+        """Speed predicted and measured, size, and quality of ``after``, into the record."""
+        record.predicted = self.predict(before, after)
+        slow, fast = self.lower(before), self.lower(after)
+        self.tell(f"{record.name}: measuring speed")
+        record.measured = paired(*measure_pair(slow, fast, self.recipe))
+        record.weight_bytes = [before.num_bytes(), after.num_bytes()]
+        tokens = EXACT_TOKENS if self.counts_as_exact(record) else PASS_TOKENS
+        record.quality = self.quality(fast, tokens, record.name).to_dict()
 
-        def calibration(tokens: int) -> list[list[int]]:
-            ids = load_tokenizer(str(self.source.directory))(
-                load_text("calibration"), add_special_tokens=False
-            )
-            length = self.window_length()
-            return text_windows(ids.input_ids, length, -(-tokens // length))
+    def reduce(self, graph: Graph, candidate: Graph, record: PassRecord, bounds: Accept) -> Graph:
+        """Give the worst layers of a quantizer back to float until the bounds hold; the result is in the record."""
+        missed = record.reason
+        self.tell(f"{record.name}: {missed}; measuring which layers")
+        text = Calibration(samples=1, length=site_rollback.TOKENS)
+        windows = self.context().calibration_windows(text)
+        losses = site_rollback.sensitivity(
+            candidate,
+            windows,
+            self.target,
+            lambda text, part=None: self.tell(f"{record.name}: {text}", part=part),
+        )
+        trial = replace(record)
 
-        return PassContext(self.target, calibration)
+        def accepted(reduced: Graph, sites: list[str]) -> bool:
+            self.tell(f"{record.name}: {len(sites)} of {len(losses)} layers back in float")
+            self.measure(trial, graph, reduced)
+            return decide(bounds, Evidence.of(trial))[0]
+
+        share = excess_share(bounds, Evidence.of(record))
+        found = site_rollback.reduce_until(candidate, losses, share, accepted)
+        if found is None:
+            record.decided("rolled back", f"{missed}, also with half of the layers in float")
+            return graph
+        reduced, record.restored = found
+        for name in ("predicted", "measured", "weight_bytes", "quality"):
+            setattr(record, name, getattr(trial, name))
+        record.changed -= len(record.restored)
+        held = decide(bounds, Evidence.of(record))[1]
+        count = f"{len(record.restored)} of {len(losses)} layers"
+        record.decided("reduced", f"{missed}; with the most sensitive {count} back in float: {held}")
+        return reduced
+
+    def context(self, optimization: Pass | None = None, graph: Graph | None = None) -> PassContext:
+        """What passes may look at: the target, calibration text, and where this pass keeps what it has finished."""
+        calibration = partial(
+            calibration_windows,
+            directory=self.source.directory,
+            max_length=self.reference.meta.max_model_len,
+        )
+        workspace = None
+        if optimization is not None and graph is not None:
+            step = [self.determinants(), optimization.name, graph_to_json(graph)]
+            workspace = self.workspace = self.states.workspace(state_key({"pass": step}))
+        return PassContext(self.target, calibration, workspace, self.tell)
 
     def apply(self, optimization: Pass, graph: Graph, plan: Plan, context: PassContext) -> Any:
         """Apply and verify; what a pass breaks is written down as a reproducer."""
@@ -174,6 +214,8 @@ class Pipeline:
         try:
             result = optimization.apply(graph, plan, context)
             verify(graph)
+        except UserError:  # text that can't be read, say
+            raise
         except Exception as error:
             place = self.write_reproducer(optimization.name, text)
             kind = "broke the graph" if isinstance(error, VerifyError) else "failed"
@@ -225,7 +267,7 @@ class Pipeline:
             kept, reason = (
                 decide(self.recipe.accept, Evidence.of(run.whole)) if run.whole else (True, "no pass")
             )
-            inexact = [r for r in records if r.decision == "kept" and not r.exact]
+            inexact = [r for r in records if r.in_effect and not r.exact]
             if kept or not inexact:
                 self.ensure_code(graph)
                 return graph, run
@@ -238,16 +280,17 @@ class Pipeline:
         graph = self.reference.clone()
         resolved = {r.entry.name: r for r in self.recipe.resolve_passes()}
         for record in records:
-            if record.decision == "kept":
+            if record.in_effect:
                 optimization = resolved[record.name].pass_class(resolved[record.name].config)
                 self.apply(optimization, graph, optimization.check(graph, self.context()), self.context())
+                graph = restored(graph, set(record.restored))
                 if PLAN in graph.plan:
                     self.compile(graph, record)
         return graph
 
     def whole(self, graph: Graph, records: list[PassRecord]) -> PassRecord | None:
         """Speed, memory and quality of the result against the source, as one record."""
-        kept = [record.name for record in records if record.decision == "kept"]
+        kept = [[record.name, record.restored] for record in records if record.in_effect]
         if not kept:
             return None
         self.steps = [*self.steps, ["whole", kept, self.final_tokens]]
@@ -263,6 +306,13 @@ class Pipeline:
             return graph, record.decided("kept", "").to_dict()
 
         return PassRecord.from_dict(self.resumed(work)[1])
+
+
+def step_of(resolved: ResolvedPass) -> list[Any]:
+    """What decides the outcome of a step: the pass, its options and bounds, and the text it calibrates on."""
+    calibration = getattr(resolved.config, "calibration", None)
+    text = calibration.digest() if isinstance(calibration, Calibration) else None
+    return [resolved.entry.name, resolved.config.model_dump(), resolved.entry.accept.model_dump(), text]
 
 
 def bounds_for(exact: bool, own: Accept, recipe: Accept) -> Accept:
@@ -300,7 +350,7 @@ def optimize(
     out: Path,
     *,
     force: bool = False,
-    tell: Progress = lambda text: None,
+    tell: Tell = silent,
     final_tokens: int = FINAL_TOKENS,
 ) -> RunRecord:
     """Optimize ``model`` by ``recipe`` into the artifact directory ``out``.

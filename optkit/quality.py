@@ -20,7 +20,7 @@ most one pair of windows a side is alive, and rows are scored 64 at a time.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -104,11 +104,16 @@ def windows(
     return [[*bos, *tokens[i * step : (i + 1) * step]] for i in range(wanted)]
 
 
-def evaluation_windows(tokenizer: Any, tokens: int = 20480, length: int = 512) -> list[list[int]]:
-    """Windows of the shipped held-out text, ``tokens`` in total; with BOS if ``tokenizer`` (transformers) adds it."""
+def evaluation_windows(
+    tokenizer: Any, tokens: int = 20480, length: int = 512, text: str | None = None
+) -> list[list[int]]:
+    """Windows of ``text``, by default the shipped held-out one, ``tokens`` in total.
+
+    Each begins with BOS if ``tokenizer`` (transformers) adds it.
+    """
     from optkit.data import load_text
 
-    ids = tokenizer(load_text("evaluation"), add_special_tokens=False).input_ids
+    ids = tokenizer(text or load_text("evaluation"), add_special_tokens=False).input_ids
     first = tokenizer("a").input_ids[:1]
     bos = first if first == [tokenizer.bos_token_id] else []
     return windows(ids, length, max(1, tokens // length), bos)
@@ -119,7 +124,7 @@ def perplexity(source: LogitsSource, token_windows: Sequence[Sequence[int]]) -> 
     scores = [
         _score(window, rows) for window, rows in zip(token_windows, source.logits(token_windows), strict=True)
     ]
-    return _perplexity(scores)
+    return perplexity_of(scores)
 
 
 def compare(
@@ -145,6 +150,18 @@ def compare_many(
         for name, stream in streams.items():
             totals[name].add(window, rows, next(stream))
     return {name: total.report() for name, total in totals.items()}
+
+
+def mean_kl(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """KL(reference || candidate) in nats, the mean over all rows of pairs of logits [T, V]."""
+    total, rows = 0.0, 0
+    for reference, candidate in pairs:
+        for start in range(0, len(reference), ROWS):
+            piece = slice(start, start + ROWS)
+            nothing = torch.zeros(len(reference[piece]), dtype=torch.int64)
+            total += float(_compare_rows(nothing, reference[piece], candidate[piece])[2].double().sum())
+        rows += len(reference)
+    return total / rows
 
 
 def first_divergence(reference: Sequence[int], candidate: Sequence[int]) -> int | None:
@@ -187,14 +204,14 @@ class _Totals:
         return QualityReport(
             windows=len(self.kl),
             tokens=len(kl),
-            reference_ppl=_perplexity(self.reference_nll),
-            ppl=_perplexity(self.nll),
-            ln_ppl_ratio=_mean(ratio),
-            kl_mean=_mean(self.kl),
+            reference_ppl=perplexity_of(self.reference_nll),
+            ppl=perplexity_of(self.nll),
+            ln_ppl_ratio=mean_estimate(ratio),
+            kl_mean=mean_estimate(self.kl),
             kl_median=float(kl.quantile(0.5)),
             kl_p99=float(kl.quantile(0.99)),
             kl_max=float(kl.max()),
-            top1_agreement=_mean(self.same),
+            top1_agreement=mean_estimate(self.same),
         )
 
 
@@ -224,7 +241,7 @@ def _score(window: Sequence[int], rows: Tensor) -> Tensor:
     return torch.cat(pieces)
 
 
-def _mean(values: Sequence[Tensor]) -> Estimate:
+def mean_estimate(values: Sequence[Tensor]) -> Estimate:
     """Mean over all tokens; standard error over window means (over tokens if there is one window)."""
     tokens = torch.cat(list(values)).double()
     units = torch.stack([v.double().mean() for v in values]) if len(values) > 1 else tokens
@@ -232,7 +249,7 @@ def _mean(values: Sequence[Tensor]) -> Estimate:
     return Estimate(float(tokens.mean()), stderr)
 
 
-def _perplexity(nll: Sequence[Tensor]) -> Estimate:
-    mean = _mean(nll)
+def perplexity_of(nll: Sequence[Tensor]) -> Estimate:
+    mean = mean_estimate(nll)
     value = math.exp(mean.value) if mean.value < 700 else math.inf
     return Estimate(value, value * mean.stderr)

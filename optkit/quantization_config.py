@@ -1,33 +1,37 @@
 """``quantization_config`` of config.json: compressed-tensors' description of a graph's quantized layers.
 
-int8 layers are ``int-quantized``, symmetric int4 ones ``pack-quantized``. The first kind there is stands for all linear
-layers but those ignored; others name their modules, which weighs more. The int4 groups say nothing of activations: who
-reads the directory multiplies in float, closer to the source than the int8 activations of optkit's runtime, and by
-kernels that exist everywhere.
+Modules of one scheme are a group. The first group there is stands for all linear layers but those ignored; others name
+their modules, which weighs more. Groups of packed weights say nothing of activations: who reads the directory
+multiplies in float, closer to the source than the int8 activations of optkit's runtime, and by kernels that exist
+everywhere.
 """
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
-from optkit.graph.ir import Graph
-from optkit.int4_layout import int4_modules
+from optkit.formats.compressed import FLOAT8, INTS, NAME, PACK
+from optkit.formats.layer import ZERO
+from optkit.formats.modules import INPUT_SCALE, Module, modules
+from optkit.graph.ir import Graph, module_name
 from optkit.kernels import reference
+from optkit.stored_layers import stored_format
 
-# The int8 ops, and which argument is the weight; its scales follow it.
-INT8_OPS = {reference.linear_w8a8: 2, reference.linear_w8a16: 1}
+# Formats in the order of their groups.
+ORDER = (INTS, FLOAT8, PACK)
 
 
 def quantization_config(graph: Graph) -> dict[str, Any] | None:
     """The description, or None where nothing is stored quantized."""
-    groups = config_groups(graph)
+    found = list(modules(graph))
+    groups = config_groups(found)
     if not groups:
         return None
-    left = modules(graph, reference.linear, 1)
-    left += [module.name for module in int4_modules(graph) if module.minimum is not None]
+    left = float_modules(graph) + [module.name for module in found if stored_format(module) is None]
     formats = {group["format"] for group in groups}
     return {
-        "quant_method": "compressed-tensors",
+        "quant_method": NAME,
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": {f"group_{i}": group for i, group in enumerate(groups)},
@@ -35,62 +39,46 @@ def quantization_config(graph: Graph) -> dict[str, Any] | None:
     }
 
 
-def config_groups(graph: Graph) -> list[dict[str, Any]]:
-    """Layers of int8 activations and weights, of int8 weights only, and of int4 weights by group size."""
-    groups = []
-    for op, position in INT8_OPS.items():
-        names = modules(graph, op, position)
-        if names:
-            scheme = int8_scheme(int8_group_size(graph), activations=op is reference.linear_w8a8)
-            groups.append({"targets": sorted(names), **scheme})
-    int4 = [module for module in int4_modules(graph) if module.minimum is None]
-    for size in sorted({module.group_size for module in int4}):
-        names = [module.name for module in int4 if module.group_size == size]
-        groups.append({"targets": sorted(names), **int4_scheme(size)})
+def config_groups(found: list[Module]) -> list[dict[str, Any]]:
+    """Modules by scheme, int8 first."""
+    by_scheme: dict[str, list[str]] = {}
+    for module in found:
+        if stored_format(module) is not None:
+            by_scheme.setdefault(json.dumps(scheme(module)), []).append(module.name)
+    groups = [{"targets": sorted(names), **json.loads(key)} for key, names in by_scheme.items()]
+    groups.sort(key=lambda group: (ORDER.index(group["format"]), "input_activations" not in group))
     if groups:
         groups[0]["targets"] = ["Linear"]
     return groups
 
 
-def quantized_modules(graph: Graph) -> set[str]:
-    """Modules whose weight is quantized in the graph, however it is stored."""
-    int8 = (name for op, position in INT8_OPS.items() for name in modules(graph, op, position))
-    return {*int8, *(module.name for module in int4_modules(graph))}
+def scheme(module: Module) -> dict[str, Any]:
+    """One module's weights, activations and format."""
+    form, floating = stored_format(module), stored_format(module) == FLOAT8
+    common = {"num_bits": module.bits, "type": "float" if floating else "int"}
+    size = module.group_size
+    strategy = {"strategy": "group", "group_size": size} if size else {"strategy": "channel"}
+    weights = {**common, "symmetric": ZERO not in module.operands, **strategy, "dynamic": False}
+    described: dict[str, Any] = {"weights": weights, "format": form}
+    if module.op is reference.linear_w8a8 or module.options.get("activations", "none") != "none":
+        dynamic = INPUT_SCALE not in module.operands
+        kind = "token" if dynamic else "tensor"
+        described["input_activations"] = {**common, "symmetric": True, "strategy": kind, "dynamic": dynamic}
+    return described
 
 
-def modules(graph: Graph, op: Any, position: int) -> list[str]:
-    """Checkpoint modules whose weight is argument ``position`` of an ``op``, fused ones spelled out."""
+def float_modules(graph: Graph) -> list[str]:
+    """Modules whose linear layer is float, fused ones spelled out."""
     names = []
-    for node in graph.calls(op):
-        weight = graph.weight_of(node.args[position])
+    for node in graph.calls(reference.linear):
+        weight = graph.weight_of(node.args[1])
         if weight is None or weight.origin is None:
             continue
-        tied = str(node.args[position].target) == graph.meta.input_embedding
-        parts = [part.name.rpartition(".")[0] for part in weight.origin.parts]
-        names += [graph.meta.output_embedding] if tied else parts
+        tied = str(node.args[1].target) == graph.meta.input_embedding
+        names += [graph.meta.output_embedding] if tied else [module_name(p.name) for p in weight.origin.parts]
     return names
 
 
-def int8_group_size(graph: Graph) -> int:
-    """Channels that share a scale in the graph's int8 layers; 0 for per-channel weights and per-token activations."""
-    for op, position in INT8_OPS.items():
-        for node in graph.calls(op):
-            weight, scale = (graph.weights[str(node.args[position + i].target)].value for i in (0, 1))
-            return 0 if scale.shape[1] == 1 else weight.shape[1] // scale.shape[1]
-    return 0
-
-
-def int8_scheme(group_size: int, activations: bool) -> dict[str, Any]:
-    """Per-channel or grouped int8 weights, with or without dynamic int8 activations."""
-    common = {"num_bits": 8, "type": "int", "symmetric": True}
-    strategy = {"strategy": "group", "group_size": group_size} if group_size else {"strategy": "channel"}
-    scheme: dict[str, Any] = {"weights": {**common, **strategy, "dynamic": False}, "format": "int-quantized"}
-    if activations:
-        scheme["input_activations"] = {**common, "strategy": "token", "dynamic": True}
-    return scheme
-
-
-def int4_scheme(group_size: int) -> dict[str, Any]:
-    """Grouped int4 weights."""
-    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group_size}
-    return {"weights": {**weights, "dynamic": False}, "format": "pack-quantized"}
+def quantized_modules(graph: Graph) -> set[str]:
+    """Modules whose weight is quantized in the graph, however it is stored."""
+    return {module.name for module in modules(graph)}

@@ -13,7 +13,8 @@ class PassRecord:
     """One pass of one run. Times in seconds; pairs are [before, after].
 
     Attributes:
-        decision: ``kept``, ``rolled back`` or ``skipped``; ``reason`` says why in words.
+        decision: ``kept``, ``reduced``, ``rolled back`` or ``skipped``; ``reason`` says why in words.
+        restored: sites that a ``reduced`` pass gave back to float, the most sensitive first.
         skips: places the pass left alone, with reasons (each reason once, with its count).
         predicted: roofline seconds [before, after] by workload point.
         measured: timings [before, after] by workload point.
@@ -31,6 +32,7 @@ class PassRecord:
     measured: dict[str, Any] = field(default_factory=dict)
     weight_bytes: list[int] = field(default_factory=list)
     quality: dict[str, Any] = field(default_factory=dict)
+    restored: list[str] = field(default_factory=list)
     decision: str = ""
     reason: str = ""
 
@@ -38,6 +40,11 @@ class PassRecord:
     def planned(name: str, config: dict[str, Any], plan: Plan) -> PassRecord:
         """A record of what ``check`` found."""
         return PassRecord(name, config, [s.name for s in plan.sites], grouped_skips(plan))
+
+    @property
+    def in_effect(self) -> bool:
+        """Whether the pass changed the result: kept as it is, or reduced to some of its sites."""
+        return self.decision in ("kept", "reduced")
 
     def decided(self, decision: str, reason: str) -> PassRecord:
         self.decision, self.reason = decision, reason

@@ -16,15 +16,15 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from optkit.explain import explain, speed_sentences
 from optkit.records import PassRecord, RunRecord
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
-table { border-collapse: collapse; margin: .5rem 0 1rem; }
-th, td { text-align: left; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid #ddd; vertical-align: top; }
-td { font-variant-numeric: tabular-nums; }
-h2 { margin-top: 2rem; border-top: 2px solid #222; padding-top: .5rem; }
-.kept { color: #17652f; } .rolled-back { color: #a02c1c; } .skipped { color: #666; } .note { color: #555; }
+table { border-collapse: collapse; margin: .5rem 0 1rem; } th, td { text-align: left; padding: .2rem .8rem .2rem 0;
+border-bottom: 1px solid #ddd; vertical-align: top; } td { font-variant-numeric: tabular-nums; } h2 { margin-top:
+2rem; border-top: 2px solid #222; padding-top: .5rem; } .kept { color: #17652f; } .reduced { color: #8a5a00; }
+.rolled-back { color: #a02c1c; } .skipped { color: #666; } .note { color: #555; }
 """
 NOTE = (
     "Predicted is the roofline of the ops, measured the ratio of medians over alternating rounds on this "
@@ -74,6 +74,8 @@ def pass_section(record: PassRecord, target: Mapping[str, Any]) -> list[str]:
         element("p", f"{record.decision}: {record.reason}", css_class(record)),
         element("p", f"{sites_text(record)}." + (f" Options: {options}." if options else "")),
     ]
+    if record.restored:
+        parts.append(element("p", f"Back in float, the most sensitive first: {', '.join(record.restored)}."))
     if record.skips:
         rows = [(skip["reason"], str(skip["count"]), skip["first"]) for skip in record.skips]
         parts.append(html_table(("left alone because", "places", "first"), rows))
@@ -84,7 +86,7 @@ def pass_section(record: PassRecord, target: Mapping[str, Any]) -> list[str]:
 
 def evidence(record: PassRecord, target: Mapping[str, Any]) -> list[str]:
     """Speed and quality of one record; empty for a pass that had no site."""
-    parts = [element("p", line) for line in speed_sentences(record, target)]
+    parts = [element("p", f"{line}.") for line in speed_sentences(record, target)]
     if record.measured:
         header = ("step", "predicted", "measured", "before ms [quartiles]", "after ms [quartiles]")
         parts.append(html_table(header, speed_rows(record)))
@@ -153,23 +155,6 @@ def weights_text(record: PassRecord) -> str:
     return f"{before} MB" if before == after else f"{before} to {after} MB"
 
 
-def speed_sentences(record: PassRecord, target: Mapping[str, Any]) -> Iterator[str]:
-    """``decode@513 is memory bound: predicted 1.9x, measured 1.8x.``"""
-    for label in record.measured:
-        predicted = f"predicted {record.predicted_speedup(label):.2f}x, " if label in record.predicted else ""
-        bound = bound_by(record, label, target)
-        subject = f"{label} is {bound} bound" if bound else label
-        yield f"{subject}: {predicted}measured {record.speedup(label):.2f}x."
-
-
-def bound_by(record: PassRecord, label: str, target: Mapping[str, Any]) -> str | None:
-    """``memory`` when reading the weights once is most of the predicted time after the pass, else ``compute``."""
-    bandwidth, predicted = target.get("memory_bandwidth"), record.predicted.get(label)
-    if not bandwidth or not predicted or not record.weight_bytes:
-        return None
-    return "memory" if record.weight_bytes[1] / bandwidth > predicted[1] / 2 else "compute"
-
-
 def speed_rows(record: PassRecord) -> Iterator[tuple[str, ...]]:
     for label, timings in record.measured.items():
         predicted = f"{record.predicted_speedup(label):.2f}x" if label in record.predicted else "-"
@@ -208,7 +193,7 @@ def quality_rows(quality: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 # -- the terminal ----------------------------------------------------------------------------------------
 
-COLORS = {"kept": "green", "rolled back": "red", "skipped": "dim"}
+COLORS = {"kept": "green", "reduced": "yellow", "rolled back": "red", "skipped": "dim"}
 
 
 def run_table(run: RunRecord) -> Table:
@@ -265,13 +250,12 @@ def quality_cells(record: PassRecord) -> tuple[str, str]:
     return f"{record.quality['kl_mean']['value']:.2g}", f"{record.quality['top1_agreement']['value']:.1%}"
 
 
-def summary_lines(run: RunRecord) -> list[str]:
-    """The result in a few sentences: the gain of the whole, and why passes were not kept."""
+def summary_lines(run: RunRecord, target: Mapping[str, Any] | None = None) -> list[str]:
+    """The result in a few sentences: the gain of the whole, and of each pass why it was kept, reduced or undone."""
     lines = []
     if run.whole is None:
         lines.append("no pass was kept: the artifact is the source model as it is")
     elif run.whole.measured:
         speeds = ", ".join(f"{label} {run.whole.speedup(label):.2f}x" for label in run.whole.measured)
         lines.append(f"against the source model, measured: {speeds}; weights {weights_text(run.whole)}")
-    lines += [f"{r.name} {r.decision}: {r.reason}" for r in run.passes if r.decision != "kept"]
-    return lines
+    return lines + [f"{record.name} {explain(record, target or {})}" for record in run.passes]

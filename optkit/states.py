@@ -20,13 +20,14 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from optkit.checkpoint import validate_checkpoint
-from optkit.checkpoint_tensors import Overlay, TensorFiles, build, changed_tensors, constants
+from optkit.checkpoint_tensors import Overlay, build, changed_tensors, constants
+from optkit.formats.source import open_source
 from optkit.graph.ir import Graph
 from optkit.graph.serialize import graph_from_json, graph_to_json
 from optkit.paths import cache_dir
 
 KEEP = 24  # states; the oldest beyond this are removed
+KEEP_PARTS = 2
 
 
 class States:
@@ -34,7 +35,7 @@ class States:
 
     def __init__(self, source: Path) -> None:
         self.root = cache_dir("states")
-        self.source = TensorFiles(source, validate_checkpoint(source))
+        self.source = open_source(source)
 
     def load(self, key: str) -> tuple[Graph, dict[str, Any]] | None:
         """The graph and record of state ``key``, or None when it was not finished."""
@@ -68,10 +69,22 @@ class States:
             shutil.rmtree(temporary, ignore_errors=True)
         self.remove_oldest()
 
+    def workspace(self, key: str) -> Path:
+        """A directory for the finished parts of a step that is not finished; the step's end removes it."""
+        return self.root / f".part-{key}"
+
+    def remove(self, workspace: Path | None) -> None:
+        """Drop the parts of a step that is finished."""
+        if workspace is not None:
+            shutil.rmtree(workspace, ignore_errors=True)
+
     def remove_oldest(self) -> None:
-        states = sorted((p for p in self.root.iterdir() if p.is_dir()), key=lambda p: p.stat().st_mtime)
-        for state in states[:-KEEP]:
-            shutil.rmtree(state, ignore_errors=True)
+        """States beyond ``KEEP``, and parts of steps beyond ``KEEP_PARTS``."""
+        entries = sorted((p for p in self.root.iterdir() if p.is_dir()), key=lambda p: p.stat().st_mtime)
+        parts = [p for p in entries if p.name.startswith(".part-")]
+        states = [p for p in entries if p not in parts]
+        for old in [*states[:-KEEP], *parts[:-KEEP_PARTS]]:
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def state_key(parts: Mapping[str, Any]) -> str:

@@ -19,11 +19,18 @@ PASSES: dict[str, str] = {
     "fuse_gate_up": "optkit.passes.fuse_gate_up:FuseGateUp",
     "fuse_add_rms_norm": "optkit.passes.fuse_add_rms_norm:FuseAddRMSNorm",
     "prune_rows": "optkit.passes.prune_rows:PruneRows",
+    "prune": "optkit.passes.prune:Prune",
     "smoothquant": "optkit.passes.smoothquant:SmoothQuant",
     "int8": "optkit.passes.int8:Int8",
+    "rtn": "optkit.passes.rtn:RTN",
+    "gptq": "optkit.passes.gptq:GPTQ",
+    "awq": "optkit.passes.awq:AWQ",
+    "mixed_precision": "optkit.passes.mixed_precision:MixedPrecision",
     "w4a8": "optkit.passes.w4a8:W4A8",
+    "fp8": "optkit.passes.fp8:FP8",
     "flash_attention": "optkit.passes.flash_attention:FlashAttention",
     "kv_int8": "optkit.passes.kv_int8:KVInt8",
+    "kv_fp8": "optkit.passes.kv_fp8:KVFP8",
     "compile": "optkit.passes.compile:Compile",
 }
 

@@ -10,11 +10,13 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
 if TYPE_CHECKING:
+    from optkit.calibration import Calibration
     from optkit.graph.ir import Graph
     from optkit.target import Target
 
@@ -67,21 +69,36 @@ class PassResult:
     stats: dict[str, Any] = field(default_factory=dict)
 
 
+class Tell(Protocol):
+    """Says what is going on; ``part`` is how much of it is done, (done, total)."""
+
+    def __call__(self, text: str, /, *, part: tuple[int, int] | None = None) -> None: ...
+
+
+def silent(text: str, /, *, part: tuple[int, int] | None = None) -> None:
+    """A ``Tell`` that does not."""
+
+
 @dataclass(frozen=True)
 class PassContext:
     """What a pass may look at besides the graph.
 
-    ``calibration`` gives windows of token ids of the shipped calibration text, at least so many tokens in all.
+    Attributes:
+        calibration: gives samples of token ids for a pass's ``calibration`` option.
+        workspace: a private directory for what is finished of this very pass on this very graph; None keeps nothing.
+        tell: says what is going on; ``part`` is (done, total).
     """
 
     target: Target
-    calibration: Callable[[int], list[list[int]]] | None = None
+    calibration: Callable[[Calibration], list[list[int]]] | None = None
+    workspace: Path | None = None
+    tell: Tell = silent
 
-    def calibration_windows(self, tokens: int) -> list[list[int]]:
+    def calibration_windows(self, config: Calibration) -> list[list[int]]:
         """Calibration text; a pass that needs it and has none is a mistake of the caller."""
         if self.calibration is None:
             raise ValueError("this pass needs calibration text, and the context has none")
-        return self.calibration(tokens)
+        return self.calibration(config)
 
 
 class Pass(ABC):

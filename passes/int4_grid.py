@@ -13,11 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from optkit.kernels.reference import INT4_ZERO_POINT
+
+if TYPE_CHECKING:
+    from optkit.passes.grid import QuantizedWeight
 
 LEVELS = 16
 HALF_ERROR = 2.0**-10  # of a scale; float16 rounds to half of it
@@ -33,17 +37,49 @@ class Int4Weight:
     minimum: Tensor | None
 
 
+@dataclass(frozen=True)
+class Int4Grid:
+    """The grids of ``quantize_int4`` in the form that solvers use (``grid.Grid``)."""
+
+    group_size: int
+    symmetric: bool
+    lowest: ClassVar[int] = 0
+    highest: ClassVar[int] = LEVELS - 1
+
+    def fit(self, groups: Tensor) -> tuple[Tensor, Tensor]:
+        """(scale, minimum) [..., 1], through the type they are stored in. A group of equal values has any scale."""
+        shape, groups = groups.shape, groups.reshape(-1, 1, groups.shape[-1])
+        scale, minimum = fitted_grid(groups, self.symmetric)
+        scale = torch.where(scale > 0, scale.to(torch.float32), 1.0)
+        minimum = -INT4_ZERO_POINT * scale if self.symmetric else minimum.to(torch.float32)
+        return scale.reshape(*shape[:-1], 1), minimum.reshape(*shape[:-1], 1)
+
+    def stored_type(self, weight: QuantizedWeight) -> torch.dtype:
+        """float16 where the grids are float16 numbers, as ``fit`` makes them where it can."""
+        values = (weight.scale,) if self.symmetric else (weight.scale, weight.minimum)
+        if weight.scale.device.type == "meta":
+            return torch.float16
+        exact = all(torch.equal(v.to(torch.float16).to(torch.float32), v) for v in values)
+        return torch.float16 if exact else torch.float32
+
+
 def quantize_int4(weight: Tensor, group_size: int, symmetric: bool) -> Int4Weight:
     """Round weight [N, K] to the nearest levels of its groups' grids."""
     groups = weight.unflatten(1, (-1, group_size)).to(torch.float32)  # [N, G, g]
-    scale, minimum = spanning_grid(groups, symmetric)
+    scale, minimum = fitted_grid(groups, symmetric)
     zero = INT4_ZERO_POINT if symmetric else 0
+    codes = nearest(groups, scale.to(torch.float32), minimum.to(torch.float32), zero)
+    low = None if symmetric else minimum[..., 0]
+    return Int4Weight(codes.to(torch.uint8).reshape(weight.shape), scale[..., 0], low)
+
+
+def fitted_grid(groups: Tensor, symmetric: bool) -> tuple[Tensor, Tensor]:
+    """(scale, minimum) [N, G, 1] of groups [N, G, g] in the types they are stored in."""
+    scale, minimum = spanning_grid(groups, symmetric)
     kept, kept_minimum = half_if_enough(scale, scale), half_if_enough(minimum, scale)
     scale, minimum = kept.to(torch.float32), kept_minimum.to(torch.float32)
-    snap_to_grid(groups, scale, minimum, zero)
-    codes = nearest(groups, scale, minimum, zero).to(torch.uint8).reshape(weight.shape)
-    low = None if symmetric else minimum[..., 0].to(kept_minimum.dtype)
-    return Int4Weight(codes, scale[..., 0].to(kept.dtype), low)
+    snap_to_grid(groups, scale, minimum, INT4_ZERO_POINT if symmetric else 0)
+    return scale.to(kept.dtype), minimum.to(kept_minimum.dtype)
 
 
 def spanning_grid(groups: Tensor, symmetric: bool) -> tuple[Tensor, Tensor]:

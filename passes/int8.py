@@ -12,22 +12,14 @@ On disk the weights are compressed-tensors ``int-quantized``: ``weight`` int8 an
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor, fx
+from torch import fx
 
 from optkit.graph.ir import Graph
-from optkit.graph.ops import op_name
-from optkit.kernels import reference, select
-from optkit.passes.base import PassContext
-from optkit.passes.linear_quantization import (
-    WEIGHT_ONLY,
-    LinearQuantization,
-    LinearQuantizationConfig,
-    listed,
-)
+from optkit.passes.linear_quantization import LinearQuantization, LinearQuantizationConfig, listed
+from optkit.passes.weight_formats import Int8Format
 
 
 class Int8Config(LinearQuantizationConfig):
@@ -42,41 +34,8 @@ class Int8Config(LinearQuantizationConfig):
 
 class Int8(LinearQuantization):
     name = "int8"
-    format = "int8"
-    tensors = ("weight", "weight_scale")
     Config = Int8Config
 
-    @property
-    def activation_group_size(self) -> int:
-        return self.config.group_size
-
-    def op_for(self, graph: Graph, node: fx.Node, name: str) -> Any:
+    def format_for(self, graph: Graph, node: fx.Node, name: str) -> Int8Format:
         weight_only = listed(self.config.weight_only, graph, node, name)
-        return reference.linear_w8a16 if weight_only else reference.linear_w8a8
-
-    def kernel_lacks(self, weight: Tensor, op: Any, ctx: PassContext) -> str | None:
-        group = self.config.group_size or weight.shape[1]
-        if weight.shape[1] % group:
-            return f"its {weight.shape[1]} input channels are not a multiple of the group size {group}"
-        scales = torch.empty(weight.shape[0], weight.shape[1] // group, device="meta")
-        int8 = torch.empty(weight.shape, dtype=torch.int8, device="meta")
-        position = 1 if op in WEIGHT_ONLY else 2
-        if select(str(op_name(op)), ctx.target, weights={position: int8, position + 1: scales}) is None:
-            groups = f" with groups of {group}" if self.config.group_size else ""
-            return f"no int8 kernel{groups} on {ctx.target.name} (optkit doctor says what is missing)"
-        return None
-
-    def quantize(self, weight: Tensor) -> dict[str, Tensor]:
-        q, scale = quantize_weight(weight, self.config.group_size)
-        return {"weight": q, "weight_scale": scale}
-
-
-def quantize_weight(weight: Tensor, group_size: int = 0) -> tuple[Tensor, Tensor]:
-    """Symmetric int8 per row and group: weight [N, K] float gives (int8 [N, K], scale [N, G] float32).
-
-    G is K / group_size, or 1 when ``group_size`` is 0.
-    """
-    groups = weight.unflatten(1, (-1, group_size or weight.shape[1])).to(torch.float32)  # [N, G, g]
-    scale = groups.abs().amax(dim=2, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / 127.0
-    q = torch.round(groups / scale).clamp_(-127, 127).to(torch.int8)
-    return q.reshape(weight.shape), scale[..., 0].contiguous()
+        return Int8Format(self.config.group_size, weight_only)

@@ -14,18 +14,14 @@ the same in the graph and on disk.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
-import torch
 from pydantic import Field, model_validator
-from torch import Tensor, fx
+from torch import fx
 
 from optkit.graph.ir import Graph
-from optkit.kernels import reference, select
-from optkit.kernels.reference import INT4_PER_WORD, pack_int4
-from optkit.passes.base import PassContext
-from optkit.passes.int4_grid import quantize_int4
 from optkit.passes.linear_quantization import LinearQuantization, LinearQuantizationConfig
+from optkit.passes.weight_formats import Int4Format
 
 
 class W4A8Config(LinearQuantizationConfig):
@@ -45,32 +41,8 @@ class W4A8Config(LinearQuantizationConfig):
 
 class W4A8(LinearQuantization):
     name = "w4a8"
-    format = "int4"
-    tensors = ("weight_packed", "weight_scale", "weight_minimum")
     Config = W4A8Config
 
-    @property
-    def activation_group_size(self) -> int:
-        own = self.config.activation_group_size
-        return self.config.group_size if own is None else own
-
-    def op_for(self, graph: Graph, node: fx.Node, name: str) -> Any:
-        return reference.linear_w4a8
-
-    def kernel_lacks(self, weight: Tensor, op: Any, ctx: PassContext) -> str | None:
-        (n, k), group = weight.shape, self.config.group_size
-        for size in (group, self.activation_group_size or k):
-            if k % size:
-                return f"its {k} input channels are not a multiple of the group size {size}"
-        codes = torch.empty(n, k // INT4_PER_WORD, dtype=torch.int32, device="meta")
-        scales = torch.empty(n, k // group, device="meta")
-        if select("linear_w4a8", ctx.target, weights={2: codes, 3: scales}) is None:
-            return f"no int4 kernel on {ctx.target.name} (optkit doctor says what is missing)"
-        return None
-
-    def quantize(self, weight: Tensor) -> dict[str, Tensor]:
-        result = quantize_int4(weight, self.config.group_size, self.config.symmetric)
-        tensors = {"weight_packed": pack_int4(result.codes), "weight_scale": result.scale}
-        if result.minimum is not None:
-            tensors["weight_minimum"] = result.minimum
-        return tensors
+    def format_for(self, graph: Graph, node: fx.Node, name: str) -> Int4Format:
+        own, group = self.config.activation_group_size, self.config.group_size
+        return Int4Format(group, self.config.symmetric, group if own is None else own)

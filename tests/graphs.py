@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optkit.calibration import Calibration
 from optkit.capture import boundary, capture
 from optkit.graph.dense import dense_inputs
 from optkit.graph.ir import Graph
@@ -22,10 +23,11 @@ from tests.ragged import ragged_logits
 TARGET = Target("cpu", "cpu", cpu_isa(), 2, 1 << 33, 1e11, 4e11, 0.0, 0.0, 1e10, "measured")
 
 
-def calibration(tokens: int) -> list[list[int]]:
-    """Windows of 32 arbitrary ids, ``tokens`` in all."""
+def calibration(config: Calibration) -> list[list[int]]:
+    """``config.samples`` windows of at most 32 arbitrary ids."""
     generator = torch.Generator().manual_seed(5)
-    return torch.randint(3, 128, (tokens // 32, 32), generator=generator).tolist()
+    shape = (config.samples, min(config.length, 32))
+    return torch.randint(3, 128, shape, generator=generator).tolist()
 
 
 CONTEXT = PassContext(TARGET, calibration)

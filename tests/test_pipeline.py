@@ -41,7 +41,7 @@ passes:
   fuse_qkv: {}
   fuse_gate_up: {}
   fuse_add_rms_norm: {}
-  smoothquant: {tokens: 512}
+  smoothquant: {calibration: {samples: 1}}
   int8: {}
   flash_attention: {}
 """
@@ -119,7 +119,7 @@ def test_baseline_is_the_model_itself(source: Path, tmp_path: Path) -> None:
 
 def test_a_whole_recipe(source: Path, tmp_path: Path) -> None:
     told: list[str] = []
-    record = run(source, tmp_path / "out", TTFT_CPU, tell=told.append)
+    record = run(source, tmp_path / "out", TTFT_CPU, tell=lambda text, part=None: told.append(text))
     assert decisions(record) == dict.fromkeys(
         ("fuse_qkv", "fuse_gate_up", "fuse_add_rms_norm", "smoothquant", "int8", "flash_attention"), "kept"
     )
@@ -213,6 +213,31 @@ def test_a_bound_of_the_whole_undoes_the_inexact_pass(source: Path, tmp_path: Pa
     graph = Artifact.open(tmp_path / "out").graph()
     assert not list(graph.calls(reference.linear_w8a8))
     assert "model.layers.0.self_attn.qkv_proj.weight" in graph.weights
+
+
+def test_the_worst_layers_go_back_until_the_bound_holds(source: Path, tmp_path: Path) -> None:
+    """4 bits miss a bound that they meet once the most sensitive layers are float again."""
+    text = "passes: {{fuse_qkv: {{}}, rtn: {{scheme: W4A16, group_size: 32, accept: {{max_kld: {bound}}}}}}}"
+    free = run(source, tmp_path / "free", text.format(bound=10.0)).passes[1]
+    loss = free.quality["kl_mean"]["value"]
+    record = run(source, tmp_path / "out", text.format(bound=0.8 * loss)).passes[1]
+    assert record.decision == "reduced"
+    assert 0 < len(record.restored) < len(free.sites) / 2 + 1
+    assert record.changed == len(record.sites) - len(record.restored)
+    assert record.quality["kl_mean"]["value"] <= 0.8 * loss < loss
+    assert "back in float" in record.reason and "mean KL divergence" in record.reason
+    graph = Artifact.open(tmp_path / "out").graph()
+    floats = {str(node.args[1].target).removesuffix(".weight") for node in graph.calls(reference.linear)}
+    assert floats == {*record.restored, "lm_head"}
+
+
+def test_a_bound_that_half_of_the_layers_cannot_meet_undoes_the_pass(source: Path, tmp_path: Path) -> None:
+    record = run(
+        source, tmp_path / "out", "passes: {rtn: {scheme: W2A16, accept: {max_kld: 1.0e-9}}}"
+    ).passes[0]
+    assert record.decision == "rolled back"
+    assert "also with half of the layers in float" in record.reason
+    assert not list(Artifact.open(tmp_path / "out").graph().calls(reference.linear_wna16))
 
 
 def test_a_pass_without_a_site_is_skipped(source: Path, tmp_path: Path) -> None:

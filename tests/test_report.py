@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from optkit.explain import bound_by
 from optkit.records import RunRecord
-from optkit.report import bound_by, report_html, run_table, summary_lines
+from optkit.report import report_html, run_table, summary_lines
 from tests.sample_artifact import TARGET, int8_record, sample_run
 
 ATTACK = "<script>alert('x')</script><img src=x onerror=y>&\"'"
@@ -135,7 +136,7 @@ def test_the_summary_has_the_gain_and_what_was_not_kept() -> None:
     first, *others = summary_lines(sample_run())
     assert "prefill 128 4.00x" in first
     assert "400.0 to 100.0 MB" in first
-    assert others == [
-        "fuse_qkv skipped: no site to change",
-        "flash_attention rolled back: prefill speedup 0.900 is below 1.000",
-    ]
+    assert others[0].startswith("int8 kept: prefill 2.00x; prefill 128: predicted 4.00x, measured 4.00x; ")
+    assert "prefill 512: predicted 4.00x, measured 1.00x, less than predicted" in others[0]
+    assert others[1] == "fuse_qkv skipped: no site to change"
+    assert others[2].startswith("flash_attention rolled back: prefill speedup 0.900 is below 1.000; ")

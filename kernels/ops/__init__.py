@@ -22,8 +22,8 @@ class Kernel:
     """An implementation of a dialect op with the reference's signature.
 
     ``accepts`` says whether the kernel handles given weight tensors (by argument position); None means all.
-    ``pack`` maps weight tensors to the packed tensors that ``fn`` wants in their place; packing happens once,
-    at load. ``handles`` says whether it runs a site with given options
+    ``pack`` maps weight tensors, and the site's options, to the packed tensors that ``fn`` wants in their place;
+    packing happens once, at load. ``handles`` says whether it runs a site with given options
     (``Graph.site_options``); None means all.
     """
 
@@ -31,18 +31,19 @@ class Kernel:
     name: str
     fn: Callable[..., Any]
     supports: Callable[[Target], bool]
-    pack: Callable[[dict[int, Tensor]], dict[int, Tensor]] | None = None
+    pack: Callable[[dict[int, Tensor], Mapping[str, Any]], dict[int, Tensor]] | None = None
     accepts: Callable[[dict[int, Tensor]], bool] | None = None
     handles: Callable[[Mapping[str, Any]], bool] | None = None
 
 
 def table() -> tuple[Kernel, ...]:
     """All kernels, best first for each op. Imported on use, so that importing this package stays cheap."""
-    from optkit.kernels.cpu import attention, int4, int8, onednn, pointwise, sdpa
+    from optkit.kernels.cpu import attention, int4, int8, onednn, pointwise, sdpa, wna16
 
     return (
         *int8.KERNELS,
         *int4.KERNELS,
+        *wna16.KERNELS,
         *onednn.KERNELS,
         *attention.KERNELS,
         *sdpa.KERNELS,

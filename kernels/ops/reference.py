@@ -6,7 +6,7 @@ how the verifier and the cost model learn shapes.
 
 Layout rules: activations are token-major, ``[T, ...]`` for the T tokens of the flattened batch;
 a linear weight is ``[N, K]`` (out, in); attention takes ``[T, H, D]``; the KV pool of a layer is
-``[blocks, block_size, Hkv, D]`` float32, or int8 with four more bytes a row (``quantize_kv``). Arithmetic is
+``[blocks, block_size, Hkv, D]`` float32, or int8 or E4M3 with four more bytes a row (``quantize_kv``). Arithmetic is
 float32 unless an op says otherwise.
 """
 
@@ -16,10 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from optkit.kernels.packed_codes import BITS, pack_codes, unpack_codes, words_of
+
 ACTIVATION_ZERO_POINT = 128
-KV_SCALE_BYTES = 4  # of the float32 scale behind the values of an int8 KV row
+KV_SCALE_BYTES = 4  # of the float32 scale behind the values of an int8 or float8 KV row
+KV_CODES = {torch.int8: torch.int8, torch.uint8: torch.float8_e4m3fn}  # what a pool of this type holds
 INT4_ZERO_POINT = 8  # the code that stands for 0 in symmetric int4
 INT4_PER_WORD = 8
+FP8_MOST = 448.0  # the largest E4M3 value
+DEQUANTIZED_AT_ONCE = 1 << 22  # weights of a packed layer that are float at one time
 
 
 def embedding(weight: Tensor, ids: Tensor) -> Tensor:
@@ -215,18 +220,13 @@ def check_int4(
 
 
 def pack_int4(codes: Tensor) -> Tensor:
-    """Codes 0 .. 15 [N, K] as int32 [N, K / 8]: the i-th of eight channels in bits 4i to 4i + 3.
-
-    This is compressed-tensors' ``weight_packed`` of a 4-bit weight.
-    """
-    pairs = codes.to(torch.uint8).unflatten(1, (-1, 2))
-    return (pairs[..., 0] | pairs[..., 1] << 4).contiguous().view(torch.int32)
+    """Codes 0 .. 15 [N, K] as int32 [N, K / 8]: the i-th of eight channels in bits 4i to 4i + 3."""
+    return pack_codes(codes, 4)
 
 
 def unpack_int4(packed: Tensor) -> Tensor:
     """The codes [N, K] uint8 in ``packed`` [N, K / 8] int32."""
-    shifts = torch.arange(0, 4 * INT4_PER_WORD, 4, dtype=torch.int32, device=packed.device)
-    return (packed[..., None] >> shifts & 15).flatten(1).to(torch.uint8)
+    return unpack_codes(packed, 4, packed.shape[1] * INT4_PER_WORD)
 
 
 def dequantize_int4(weight: Tensor, weight_scale: Tensor, weight_minimum: Tensor | None = None) -> Tensor:
@@ -245,6 +245,165 @@ def linear_w8a16(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor |
     """
     scaled = weight.unflatten(1, (weight_scale.shape[1], -1)) * weight_scale[..., None]
     return F.linear(x, scaled.flatten(1), bias)
+
+
+def linear_wna16(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    weight_zero: Tensor | None,
+    g_idx: Tensor | None,
+    bias: Tensor | None = None,
+    *,
+    bits: int = 4,
+    group_size: int = 0,
+) -> Tensor:
+    """Weight-only integers: ``x @ W.T + bias`` with ``W[n, k] = (code[n, k] - zero[n, g]) * scale[n, g]``.
+
+    x [T, K] float32; weight int32 [N, ceil(K * bits / 32)] holds codes 0 .. 2^bits - 1 of 2, 3, 4 or 8 bits
+    (``packed_codes``); weight_scale [N, G] is float32, float16 or bfloat16; weight_zero [N, G] uint8 is in units of
+    codes, and None stands for ``2^(bits - 1)`` everywhere, a symmetric weight. Gives [T, N] float32.
+
+    Channel k belongs to group ``g_idx[k]`` (int32 [K], GPTQ's act-order) or, without g_idx, ``k // group_size``: the
+    last group may be shorter. ``group_size`` 0 is one group of all channels.
+
+    Source: GPTQ (arXiv 2210.17323), AWQ (arXiv 2306.00978) and compressed-tensors ``pack-quantized``.
+    """
+    check_wna16(x, weight, weight_scale, weight_zero, g_idx, bias, bits, group_size)
+    out = x.new_empty(*x.shape[:-1], weight.shape[0])
+    if x.device.type == "meta":
+        return out
+    rows = max(1, DEQUANTIZED_AT_ONCE // x.shape[-1])
+    for start in range(0, weight.shape[0], rows):
+        part = slice(start, start + rows)
+        zero = None if weight_zero is None else weight_zero[part]
+        value = dequantize_wna16(
+            weight[part],
+            weight_scale[part],
+            zero,
+            g_idx,
+            bits=bits,
+            group_size=group_size,
+            columns=x.shape[-1],
+        )
+        out[..., part] = F.linear(x, value.to(x.dtype), None if bias is None else bias[part])
+    return out
+
+
+def dequantize_wna16(
+    weight: Tensor,
+    weight_scale: Tensor,
+    weight_zero: Tensor | None = None,
+    g_idx: Tensor | None = None,
+    *,
+    bits: int,
+    group_size: int = 0,
+    columns: int,
+) -> Tensor:
+    """The float32 weight [N, columns] that ``linear_wna16`` multiplies by."""
+    group = torch.arange(columns, device=weight.device) // (group_size or columns) if g_idx is None else g_idx
+    codes = unpack_codes(weight, bits, columns).to(torch.float32)
+    zero = float(1 << (bits - 1)) if weight_zero is None else weight_zero.to(torch.float32)[:, group]
+    return (codes - zero) * weight_scale.to(torch.float32)[:, group]
+
+
+def check_wna16(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    weight_zero: Tensor | None,
+    g_idx: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+    group_size: int,
+) -> None:
+    """What kernels that take raw pointers rely on.
+
+    Raises:
+        ValueError: a tensor has another shape or type than ``linear_wna16`` says.
+    """
+    (n, words), groups, k = weight.shape, weight_scale.shape[1], x.shape[-1]
+    if bits not in BITS or weight.dtype != torch.int32 or words != words_of(k, bits):
+        raise ValueError(f"{k} channels need codes of {bits} bits in {words_of(k, bits)} int32, not {words}")
+    if groups < 1 or (g_idx is None and -(-k // (group_size or k)) != groups):
+        raise ValueError(f"{groups} groups of {group_size or k} of {k} channels")
+    if weight_scale.shape[0] != n or not weight_scale.is_floating_point():
+        raise ValueError(f"the scales must be [{n}, {groups}] floats")
+    if weight_zero is not None and (weight_zero.shape != (n, groups) or weight_zero.dtype != torch.uint8):
+        raise ValueError(f"the zero points must be [{n}, {groups}] uint8")
+    if g_idx is not None and (g_idx.shape != (k,) or g_idx.dtype != torch.int32):
+        raise ValueError(f"g_idx must be [{k}] int32")
+    if bias is not None and bias.shape != (n,):
+        raise ValueError(f"the bias must be [{n}]")
+
+
+def linear_fp8(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    input_scale: Tensor | None,
+    bias: Tensor | None = None,
+    *,
+    activations: str = "token",
+) -> Tensor:
+    """``x @ W.T + bias`` in float8 E4M3 (arXiv 2209.05433): weight float8_e4m3fn [N, K], weight_scale [N, G] float32.
+
+    x [T, K] is rounded to E4M3 too, by ``activations``: ``"token"``, with the scale absmax / 448 of each token;
+    ``"tensor"``, with ``input_scale`` [1], what lies beyond saturating; ``"none"``, not at all. Products of rounded
+    values are exact in float32, where they are added; gives [T, N] float32.
+    """
+    check_fp8(x, weight, weight_scale, input_scale, bias, activations)
+    out = x.new_empty(*x.shape[:-1], weight.shape[0])
+    if x.device.type == "meta":
+        return out
+    rounded = x if activations == "none" else round_fp8(x, input_scale)
+    rows = max(1, DEQUANTIZED_AT_ONCE // x.shape[-1])
+    for start in range(0, weight.shape[0], rows):
+        part = slice(start, start + rows)
+        value = dequantize_fp8(weight[part], weight_scale[part])
+        out[..., part] = F.linear(rounded, value, None if bias is None else bias[part])
+    return out
+
+
+def dequantize_fp8(weight: Tensor, weight_scale: Tensor) -> Tensor:
+    """The float32 weight [N, K] of float8 values [N, K] and scales [N, G]."""
+    groups = weight.to(torch.float32).unflatten(1, (weight_scale.shape[1], -1))
+    return (groups * weight_scale[..., None]).flatten(1)
+
+
+def round_fp8(x: Tensor, scale: Tensor | None = None) -> Tensor:
+    """x [T, K] as E4M3 has it, in float32: with ``scale`` [1], or absmax / 448 of each token."""
+    if scale is None:
+        scale = (x.abs().amax(dim=-1, keepdim=True) / FP8_MOST).clamp_min(torch.finfo(torch.float32).tiny)
+    return (x / scale).clamp(-FP8_MOST, FP8_MOST).to(torch.float8_e4m3fn).to(torch.float32) * scale
+
+
+def check_fp8(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    input_scale: Tensor | None,
+    bias: Tensor | None,
+    activations: str,
+) -> None:
+    """What broadcasting would let pass.
+
+    Raises:
+        ValueError: a tensor has another shape or type than ``linear_fp8`` says.
+    """
+    (n, k), groups = weight.shape, weight_scale.shape[1]
+    if weight.dtype != torch.float8_e4m3fn or k != x.shape[-1]:
+        raise ValueError(f"the weight must be float8_e4m3fn [N, {x.shape[-1]}]")
+    if weight_scale.shape[0] != n or groups < 1 or k % groups:
+        raise ValueError(f"the scales must be [{n}, G] with G a divisor of {k}")
+    if activations not in ("token", "tensor", "none") or (activations == "tensor") != (
+        input_scale is not None
+    ):
+        raise ValueError(f"activations {activations!r:.20} and input_scale don't agree")
+    if input_scale is not None and input_scale.shape != (1,):
+        raise ValueError("input_scale must be [1]")
+    if bias is not None and bias.shape != (n,):
+        raise ValueError(f"the bias must be [{n}]")
 
 
 def attention(
@@ -268,8 +427,8 @@ def attention(
     the last ``window`` positions including its own; ``softcap`` > 0 squashes scores to
     ``softcap * tanh(s / softcap)``. Gives [T, H, Dv]. Mutates ``k_cache`` and ``v_cache``.
 
-    int8 pools hold rows of ``quantize_kv``. K and V of this call are attended as the cache has them, quantized, so
-    the result does not depend on how a prompt is cut into calls.
+    int8 and uint8 pools hold rows of ``quantize_kv``. K and V of this call are attended as the cache has them,
+    quantized, so the result does not depend on how a prompt is cut into calls.
     """
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
     if q.device.type == "meta":
@@ -287,7 +446,7 @@ def attention(
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     """Store K and V of the new tokens at their slots (``block * block_size + offset``)."""
     for rows, cache in ((k, k_cache), (v, v_cache)):
-        stored = quantize_kv(rows) if cache.dtype is torch.int8 else rows
+        stored = rows if cache.dtype not in KV_CODES else quantize_kv(rows, cache.dtype)
         cache.flatten(0, 1).index_copy_(0, slot_mapping, stored)
 
 
@@ -295,15 +454,19 @@ def gather_kv(cache: Tensor, blocks: Tensor, length: int) -> Tensor:
     """The first ``length`` tokens [length, Hkv, D] of a sequence from its blocks."""
     used = -(-length // cache.shape[1])
     rows = cache.index_select(0, blocks[:used]).flatten(0, 1)[:length]
-    return dequantize_kv(rows) if cache.dtype is torch.int8 else rows
+    return rows if cache.dtype not in KV_CODES else dequantize_kv(rows)
 
 
-def quantize_kv(x: Tensor) -> Tensor:
-    """K or V [T, Hkv, D] float32 as rows [T, Hkv, D + 4] of an int8 pool.
+def quantize_kv(x: Tensor, dtype: torch.dtype = torch.int8) -> Tensor:
+    """K or V [T, Hkv, D] float32 as rows [T, Hkv, D + 4] of a pool: int8, or uint8, which holds the bytes of E4M3.
 
-    Each token and head has its own scale, ``absmax / 127``, and lies in one piece: D int8 values and the four bytes of
-    the float32 scale. So a row is written and read without its neighbours, and a pool is one tensor.
+    Each token and head has its own scale, ``absmax / 127`` or ``absmax / 448``, and lies in one piece: D values and the
+    four bytes of the float32 scale. So a row is written and read without its neighbours, and a pool is one tensor.
     """
+    if dtype == torch.uint8:
+        scale = (x.abs().amax(dim=-1, keepdim=True) / FP8_MOST).clamp_min(torch.finfo(torch.float32).tiny)
+        values = (x / scale).to(torch.float8_e4m3fn)
+        return torch.cat((values.view(dtype), scale.contiguous().view(dtype)), dim=-1)
     q, scale = quantize_per_token(x.flatten(0, 1))
     values = (q - ACTIVATION_ZERO_POINT).view(torch.int8)
     scale = scale.flatten().view(torch.int8).view(len(values), KV_SCALE_BYTES)
@@ -311,10 +474,10 @@ def quantize_kv(x: Tensor) -> Tensor:
 
 
 def dequantize_kv(rows: Tensor) -> Tensor:
-    """The float32 K or V [..., D] that rows [..., D + 4] of an int8 pool stand for."""
+    """The float32 K or V [..., D] that rows [..., D + 4] of an int8 or a uint8 (E4M3) pool stand for."""
     values, scale = rows.split([rows.shape[-1] - KV_SCALE_BYTES, KV_SCALE_BYTES], dim=-1)
     aligned = scale.clone(memory_format=torch.contiguous_format)  # it may lie at any byte
-    return values.to(torch.float32) * aligned.view(torch.float32)
+    return values.contiguous().view(KV_CODES[rows.dtype]).to(torch.float32) * aligned.view(torch.float32)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
 from rich.panel import Panel
@@ -25,8 +25,12 @@ from rich.text import Text
 
 from optkit.errors import UserError
 
+if TYPE_CHECKING:
+    from optkit.passes.base import Tell
+
 stdout = Console(highlight=False, soft_wrap=True)
 stderr = Console(stderr=True, highlight=False)
+KEPT_ON_SCREEN = ("calibrating", "calibrated")  # estimates, which a bar would overwrite
 DESCRIPTION = TextColumn("{task.description}", markup=False)
 
 
@@ -52,15 +56,20 @@ def print_json(data: Any) -> None:
     stdout.file.write(json.dumps(data, indent=2, ensure_ascii=False, default=str) + "\n")
 
 
+def print_line(line: str, /, *, part: tuple[int, int] | None = None) -> None:
+    count = f" ({part[0] + 1} of {part[1]})" if part else ""
+    stderr.print(Text(line + count, style="dim"))
+
+
 @contextmanager
-def stages(total: int) -> Iterator[Callable[[str], None]]:
+def stages(total: int) -> Iterator[Tell]:
     """A progress bar over ``total`` stages on stderr; the yielded function says what is going on.
 
-    A text reads ``stage: detail``; the bar moves on when the stage changes. Without a terminal each text is printed
-    as a line.
+    A text reads ``stage: detail``; the bar moves on when the stage changes. ``part`` shows a second bar, of layers
+    within the stage. Without a terminal each text is printed as a line.
     """
     if not stderr.is_terminal:
-        yield lambda line: stderr.print(Text(line, style="dim"))
+        yield print_line
         return
     columns = (
         SpinnerColumn(),
@@ -71,14 +80,21 @@ def stages(total: int) -> Iterator[Callable[[str], None]]:
     )
     with Progress(*columns, console=stderr, transient=True) as progress:
         task = progress.add_task("", total=total)
+        layers = progress.add_task("", visible=False)
         seen: list[str] = []
 
-        def tell(line: str) -> None:
-            stage = line.partition(":")[0]
+        def tell(line: str, /, *, part: tuple[int, int] | None = None) -> None:
+            stage, _, detail = line.partition(": ")
             if seen and seen[-1] != stage:
                 progress.advance(task)
             seen.append(stage)
-            progress.update(task, description=line)
+            if part is None:
+                progress.update(task, description=line)
+                progress.update(layers, visible=False)
+                if detail.startswith(KEPT_ON_SCREEN):
+                    progress.console.print(Text(line, style="dim"))
+            else:
+                progress.update(layers, visible=True, completed=part[0], total=part[1], description=detail)
 
         yield tell
 

@@ -1,4 +1,4 @@
-"""``optkit eval``: how far an artifact is from its source model."""
+"""``optkit eval``: how good a model is on held-out text, and how far it is from its source."""
 
 from __future__ import annotations
 
@@ -14,47 +14,133 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from optkit.quality import Estimate, QualityReport
+    from optkit.quality_served import ServedReport
+
+MOST_TEXT = 64 << 20  # bytes of --text
+CHARACTERS = 4  # of a token, about, where a server cuts the text
+Lines = list[tuple[str, str]]
 
 
 def eval_command(
-    artifact: Annotated[Path, typer.Argument(help="Artifact to judge.")],
-    baseline: Annotated[
-        str, typer.Option(help="Its source: a model (run in plain transformers) or an artifact.")
+    subject: Annotated[
+        str, typer.Argument(metavar="MODEL", help="An artifact, a model, or the URL of a server.")
     ],
-    tokens: Annotated[int, typer.Option(help="Tokens of the held-out text to read.", min=1024)] = 20480,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            "--against", "--baseline", help="Its source: a model (run in transformers) or an artifact."
+        ),
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="UTF-8 file to read; by default the held-out text that ships with optkit."),
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of the text to read.", min=1024)] = 20480,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
 ) -> None:
-    """Compare an artifact with its source model: KL divergence, perplexity, top-1 agreement.
+    """Measure a model: perplexity, and with --against KL divergence and top-1 agreement.
 
-    The artifact runs as it is served: paged KV cache, chunked prefill, two
-    sequences a batch, the last tokens of each window by decoding. The text is
+    An artifact runs as it is served: paged KV cache, chunked prefill, two
+    sequences a batch, the last tokens of each window by decoding. A URL is asked
+    for the log probabilities of prompts (/v1/completions with echo and logprobs:
+    vLLM, optkit serve); of KL it then gives a lower bound. The shipped text is
     held out (no pass may read it), in windows of 512 tokens.
 
     Read KL first: it compares whole distributions, where perplexity can hide
     a change. As a guide for small models, int8 stays below 0.01 nats and above
     97 % agreement, 4 bits below 0.08 nats. Four times the tokens halve the errors.
     """
-    from optkit.quality import compare
-
     with console.spinner("loading") as tell:
-        candidate = _runtime(artifact)
-        reference, directory = _reference(baseline, tell)
-        windows = _windows(_tokenizer(artifact, directory), tokens, min(512, candidate.max_length))
-        tell(f"scoring {len(windows)} windows of {len(windows[0])} tokens")
-        report = compare(reference, candidate, windows)
+        read = _read_text(text)
+        if subject.startswith(("http://", "https://")):
+            report, lines = _served(subject, against, read, tokens, tell)
+        else:
+            report, lines = _local(subject, against, read, tokens, tell)
     if as_json:
-        console.print_json(report.to_dict())
+        console.print_json(report)
         return
-    console.stdout.print(table(report), soft_wrap=False)
+    console.stdout.print(table(lines), soft_wrap=False)
 
 
-def _windows(tokenizer: Any, tokens: int, length: int) -> list[list[int]]:
+def _local(
+    subject: str, against: str | None, text: str | None, tokens: int, tell: Any
+) -> tuple[dict[str, Any], Lines]:
+    """The report of a model that runs here, as data and as lines."""
+    from optkit.quality import compare, perplexity
+
+    candidate, directory = _open(subject, tell)
+    if against is None:
+        windows = _windows(_tokenizer(directory, directory), text, tokens, _length(candidate))
+        tell(f"scoring {len(windows)} windows of {len(windows[0])} tokens")
+        estimate = perplexity(candidate, windows)
+        scored = sum(len(window) - 1 for window in windows)
+        data = {"windows": len(windows), "tokens": scored, "ppl": vars(estimate)}
+        return data, [
+            ("scored positions", f"{scored} in {len(windows)} windows"),
+            ("perplexity", _text(estimate, form=".3f")),
+        ]
+    reference, source = _open(against, tell)
+    windows = _windows(_tokenizer(directory, source), text, tokens, _length(candidate))
+    tell(f"scoring {len(windows)} windows of {len(windows[0])} tokens")
+    report = compare(reference, candidate, windows)
+    return report.to_dict(), _lines(report)
+
+
+def _served(
+    url: str, against: str | None, text: str | None, tokens: int, tell: Any
+) -> tuple[dict[str, Any], Lines]:
+    """The report of a served model, as data and as lines."""
+    from optkit.data import load_text
+    from optkit.quality_served import Server, compare_served, score_text
+
+    server = Server(url)
+    if against is None:
+        tell(f"scoring by {server.model}")
+        report = score_text(server, text or load_text("evaluation"), tokens * CHARACTERS)
+    else:
+        reference, source = _open(against, tell)
+        tokenizer = _tokenizer(source, source)
+        windows = _windows(tokenizer, text, tokens, _length(reference))
+        tell(f"scoring {len(windows)} windows of {len(windows[0])} tokens by {server.model}")
+        report = compare_served(reference, server, windows, lambda token: str(tokenizer.decode([token])))
+    return report.to_dict(), _served_lines(report)
+
+
+def _read_text(file: Path | None) -> str | None:
+    if file is None:
+        return None
+    try:
+        if file.stat().st_size > MOST_TEXT:
+            raise UserError(
+                f"it is larger than {MOST_TEXT >> 20} MiB", where=str(file), fix="give a part of it"
+            )
+        return file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise UserError(f"it can't be read: {reason}", where=str(file)) from error
+
+
+def _length(source: Any) -> int:
+    """Tokens of a window: 512, or the whole context of a model that has less."""
+    return min(512, getattr(source, "max_length", 512))
+
+
+def _windows(tokenizer: Any, text: str | None, tokens: int, length: int) -> list[list[int]]:
     from optkit.quality import evaluation_windows
 
     try:
-        return evaluation_windows(tokenizer, tokens, length)
+        return evaluation_windows(tokenizer, tokens, length, text)
     except ValueError as error:
-        raise UserError(str(error), where="--tokens", fix="ask for fewer") from error
+        raise UserError(str(error), where="--tokens", fix="ask for fewer, or give a longer --text") from error
+
+
+def _open(model: str, tell: Any) -> tuple[Any, Path]:
+    """(logits source, directory with the tokenizer) of an artifact or a model."""
+    from optkit.artifact import is_artifact
+
+    if is_artifact(Path(model)):
+        return _runtime(Path(model)), Path(model)
+    return _reference(model, tell)
 
 
 def _runtime(artifact: Path) -> Any:
@@ -64,15 +150,18 @@ def _runtime(artifact: Path) -> Any:
     return RuntimeLogits(Artifact.open(artifact).executable())
 
 
-def _reference(baseline: str, tell: Any) -> tuple[Any, Path]:
-    """(logits source, directory with the tokenizer) of the source model."""
-    from optkit.artifact import is_artifact
+def _reference(model: str, tell: Any) -> tuple[Any, Path]:
+    """A model in plain transformers; of a quantized checkpoint, which may need more libraries, its captured graph."""
+    from optkit.capture import capture_directory
+    from optkit.formats.source import open_source
+    from optkit.graph.lower import lower
     from optkit.model_source import resolve
-    from optkit.quality import ModuleLogits
+    from optkit.quality import ModuleLogits, RuntimeLogits
 
-    if is_artifact(Path(baseline)):
-        return _runtime(Path(baseline)), Path(baseline)
-    directory = resolve(baseline, tell).directory
+    directory = resolve(model, tell).directory
+    if open_source(directory).layers:
+        tell(f"capturing {directory.name}")
+        return RuntimeLogits(lower(capture_directory(directory))), directory
     tell(f"loading {directory.name} in plain transformers")
     return ModuleLogits.load(directory), directory
 
@@ -89,27 +178,40 @@ def _tokenizer(artifact: Path, source: Path) -> Any:
     return theirs
 
 
-def table(report: QualityReport) -> Table:
+def table(lines: Lines) -> Table:
     """The report, one line a metric; ± is one standard error over windows."""
     from rich.table import Table
 
     grid = Table("", "", box=None, pad_edge=False, show_header=False)
-    for name, value in _lines(report):
+    for name, value in lines:
         grid.add_row(name, value)
     return grid
 
 
-def _lines(report: QualityReport) -> list[tuple[str, str]]:
-    def text(estimate: Estimate, scale: float = 1.0, form: str = ".3g") -> str:
-        return f"{estimate.value * scale:{form}} ± {estimate.stderr * scale:.2g}"
+def _text(estimate: Estimate, scale: float = 1.0, form: str = ".3g") -> str:
+    return f"{estimate.value * scale:{form}} ± {estimate.stderr * scale:.2g}"
 
+
+def _lines(report: QualityReport) -> Lines:
     percentiles = f"{report.kl_median:.3g} / {report.kl_p99:.3g} / {report.kl_max:.3g}"
     return [
         ("scored positions", f"{report.tokens} in {report.windows} windows"),
-        ("mean KL(source || artifact), nats", text(report.kl_mean)),
+        ("mean KL(source || model), nats", _text(report.kl_mean)),
         ("median / p99 / max KL, nats", percentiles),
-        ("top-1 agreement, %", text(report.top1_agreement, 100, ".2f")),
-        ("perplexity, source", text(report.reference_ppl, form=".3f")),
-        ("perplexity, artifact", text(report.ppl, form=".3f")),
-        ("ln(PPL artifact / PPL source), paired", text(report.ln_ppl_ratio)),
+        ("top-1 agreement, %", _text(report.top1_agreement, 100, ".2f")),
+        ("perplexity, source", _text(report.reference_ppl, form=".3f")),
+        ("perplexity, model", _text(report.ppl, form=".3f")),
+        ("ln(PPL model / PPL source), paired", _text(report.ln_ppl_ratio)),
     ]
+
+
+def _served_lines(report: ServedReport) -> Lines:
+    lines = [("scored positions", f"{report.tokens} in {report.windows} windows")]
+    named = [
+        ("mean KL(source || model), nats, at least", report.kl_lower_bound, 1.0, ".3g"),
+        ("top-1 agreement, %", report.top1_agreement, 100.0, ".2f"),
+        ("perplexity, source", report.reference_ppl, 1.0, ".3f"),
+        ("perplexity, model", report.ppl, 1.0, ".3f"),
+        ("ln(PPL model / PPL source), paired", report.ln_ppl_ratio, 1.0, ".3g"),
+    ]
+    return lines + [(name, _text(value, scale, form)) for name, value, scale, form in named if value]

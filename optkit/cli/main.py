@@ -28,6 +28,7 @@ COMMANDS = {
     "rebuild": "optkit.cli.rebuild:rebuild",
     "verify": "optkit.cli.verify:verify",
     "eval": "optkit.cli.eval:eval_command",
+    "export": "optkit.cli.export:export",
     "doctor": "optkit.cli.doctor:doctor",
 }
 

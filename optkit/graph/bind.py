@@ -36,7 +36,7 @@ def bind(graph: Graph, node: fx.Node, kernel: kernels.Kernel) -> None:
         return
     weights = weight_arguments(graph, node)
     args = list(node.args)
-    for position, value in kernel.pack(weights).items():
+    for position, value in kernel.pack(weights, graph.site_options(node)).items():
         name = f"packed.{node.name}.{position}"
         graph.weights[name] = type(graph.weights[str(node.args[position].target)])(value, None)
         args[position] = graph.weight_node(name, node)

@@ -121,10 +121,10 @@ def integer_linear(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], p
     return Cost(int8_ops=2.0 * out.numel() * k, weight_bytes=weights, activation_bytes=activations)
 
 
-def linear_w8a16(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point: Point) -> Cost:
+def weight_only_linear(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point: Point) -> Cost:
     """Activations of 16 bits are two int8 rows each."""
     weights, activations = traffic(graph, node, values)
-    out, k = values[node], values[node.args[1]].shape[1]
+    out, k = values[node], values[node.args[0]].shape[-1]
     return Cost(int8_ops=4.0 * out.numel() * k, weight_bytes=weights, activation_bytes=activations)
 
 
@@ -156,7 +156,9 @@ RULES = {
     reference.linear: linear,
     reference.linear_w8a8: integer_linear,
     reference.linear_w4a8: integer_linear,
-    reference.linear_w8a16: linear_w8a16,
+    reference.linear_w8a16: weight_only_linear,
+    reference.linear_wna16: weight_only_linear,
+    reference.linear_fp8: linear,
     reference.grouped_mm: grouped_mm,
     reference.attention: attention,
 }

@@ -78,14 +78,18 @@ class Weight:
 
 
 # How KV pools store a token's head: the dtype, and the elements of a row besides the D values.
-KV_DTYPES = {"float32": (torch.float32, 0), "int8": (torch.int8, KV_SCALE_BYTES)}
+KV_DTYPES = {
+    "float32": (torch.float32, 0),
+    "int8": (torch.int8, KV_SCALE_BYTES),
+    "fp8": (torch.uint8, KV_SCALE_BYTES),  # the bytes of E4M3
+}
 
 
 @dataclass(frozen=True)
 class KVSpec:
     """The two KV pools of an attention layer: K [blocks, block_size, num_kv_heads, head_dim] and V, of v_head_dim.
 
-    ``dtype`` is a key of ``KV_DTYPES``. Rows of an int8 pool are four bytes longer: their scale
+    ``dtype`` is a key of ``KV_DTYPES``. Rows of an int8 or fp8 pool are four bytes longer: their scale
     (``reference.quantize_kv``).
     """
 
@@ -131,7 +135,11 @@ class GraphMeta:
 
 @dataclass
 class Graph:
-    """A model as a graph. ``plan`` holds execution choices that change no math (compiled regions)."""
+    """A model as a graph.
+
+    ``plan`` holds execution choices that change no math (``compile``: regions), and what of the source's config.json is
+    no longer true (``config``: sizes of a pruned model).
+    """
 
     fx: fx.Graph
     weights: dict[str, Weight]

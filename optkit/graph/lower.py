@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 from optkit import kernels
 from optkit.graph.bind import bind, kernel_of
 from optkit.graph.ir import Graph, KVSpec
+from optkit.graph.ops import op_name
 
 if TYPE_CHECKING:
     from optkit.graph.compiled_region import CompiledRegion, Variant
@@ -134,5 +135,6 @@ def native_programs(graph: Graph, picked: Mapping[fx.Node, kernels.Kernel]) -> P
 
     if not native.available():
         return None
-    able = {node for node in graph.fx.nodes if node not in picked and node.meta.get("kernel") is None}
+    in_table = {kernel.op for kernel in kernels.table()}  # not picked, they run by their reference
+    able = {node for node in graph.fx.nodes if op_name(node.target) not in in_table}
     return Programs(graph, able | {node for node, kernel in picked.items() if kernel.name == "native"})

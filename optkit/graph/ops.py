@@ -35,6 +35,8 @@ DIALECT: dict[str, Callable[..., Any]] = {
         reference.linear_w8a8,
         reference.linear_w4a8,
         reference.linear_w8a16,
+        reference.linear_wna16,
+        reference.linear_fp8,
         reference.attention,
     )
 }

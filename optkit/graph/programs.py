@@ -32,7 +32,7 @@ RESHAPES = {"aten.reshape.default", "aten.view.default"}
 BATCH = ("input_ids", "logits_index", "seq_lens", "block_tables")  # they tell the sizes of a batch
 TYPES = (torch.float32, torch.int64, torch.int32, torch.uint8, torch.int8)
 # Arguments that the kernel packs into one tensor, whatever their types were.
-PACKED_TOGETHER = {"linear_w4a8": (2, 3, 4)}
+PACKED_TOGETHER = {"linear_w4a8": (2, 3, 4), "linear_wna16": (1, 2, 3, 4)}
 WORTH_IT = 4  # ops: a program of fewer gains nothing over calling their kernels
 
 

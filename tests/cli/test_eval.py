@@ -27,12 +27,13 @@ class Noisy:
 
 @pytest.fixture(autouse=True)
 def fakes(monkeypatch, tmp_path):
-    monkeypatch.setattr(eval_module, "_runtime", lambda artifact: Noisy(0.1))
-    monkeypatch.setattr(eval_module, "_reference", lambda baseline, tell: (Noisy(0.0), tmp_path))
+    noise = {"artifact": 0.1, "model": 0.0}
+    monkeypatch.setattr(eval_module, "_open", lambda model, tell: (Noisy(noise[model]), tmp_path))
     monkeypatch.setattr(eval_module, "_tokenizer", lambda artifact, source: None)
     cut = windows([i % 50 for i in range(4096)], 512, 4)
     monkeypatch.setattr(
-        "optkit.quality.evaluation_windows", lambda tokenizer, tokens, length: cut if length == 512 else None
+        "optkit.quality.evaluation_windows",
+        lambda tokenizer, tokens, length, text: cut if length == 512 else None,
     )
 
 
@@ -50,12 +51,23 @@ def test_table(capsys):
     assert "2044 in 4 windows" in out and "top-1 agreement, %" in out and "±" in out
 
 
-def test_the_baseline_is_required():
-    assert main.run(["eval", "artifact"]) == 2
+def test_without_a_source_there_is_perplexity(capsys):
+    assert main.run(["eval", "artifact", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["tokens"] == 4 * 511 and 1 < data["ppl"]["value"] < 50
+    assert main.run(["eval", "artifact", "--against", "model", "--json"]) == 0
+    compared = json.loads(capsys.readouterr().out)
+    assert compared["ppl"]["value"] == pytest.approx(data["ppl"]["value"])
+
+
+def test_a_text_that_cannot_be_read_is_a_user_error(tmp_path, capsys):
+    (tmp_path / "text").write_bytes(b"\xff\xfe\xff")
+    assert main.run(["eval", "artifact", "--text", str(tmp_path / "text")]) == 2
+    assert main.run(["eval", "artifact", "--text", str(tmp_path / "none")]) == 2
 
 
 def test_more_tokens_than_there_are_is_a_user_error(monkeypatch):
-    def short(tokenizer, tokens, length):
+    def short(tokenizer, tokens, length, text):
         raise ValueError("too short")
 
     monkeypatch.setattr("optkit.quality.evaluation_windows", short)

@@ -14,8 +14,9 @@ from optkit.graph.lower import lower
 from optkit.graph.verify import verify
 from optkit.kernels import reference
 from optkit.passes.base import PassContext
-from optkit.passes.int8 import Int8, Int8Config, quantize_weight
+from optkit.passes.int8 import Int8, Int8Config
 from optkit.passes.linear_quantization import matches
+from optkit.passes.weight_formats import quantize_weight
 from optkit.target import DATASHEETS
 from tests.graphs import (
     TARGET,

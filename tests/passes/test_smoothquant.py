@@ -9,6 +9,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from optkit.calibration import Calibration
 from optkit.graph.ir import Graph, Weight
 from optkit.graph.verify import verify
 from optkit.passes.base import PassContext
@@ -36,7 +37,7 @@ NO_PRODUCER = "no norm weight or up projection to fold the scale into"
 def test_exact_in_float(name: str, sites: int) -> None:
     graph = captured(name)
     before, tensors = graph.clone(), checkpoint(graph)
-    plan = apply(graph, "smoothquant", tokens=512)
+    plan = apply(graph, "smoothquant")
     assert len(plan.sites) == sites
     verify(graph)
     assert_same_logits(before, graph)
@@ -53,10 +54,10 @@ def test_exact_in_float(name: str, sites: int) -> None:
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_fusing_first_gives_the_same_checkpoint(name: str, passes: tuple[str, ...]) -> None:
     plain, fused = captured(name), captured(name)
-    apply(plain, "smoothquant", tokens=512)
+    apply(plain, "smoothquant")
     for row in passes:
         apply(fused, row)
-    apply(fused, "smoothquant", tokens=512)
+    apply(fused, "smoothquant")
     verify(fused)
     assert_same_logits(captured(name), fused)
     first, second = checkpoint(plain), checkpoint(fused)
@@ -68,7 +69,7 @@ def test_fusing_first_gives_the_same_checkpoint(name: str, passes: tuple[str, ..
 def test_a_bias_of_the_up_projection_is_scaled_too() -> None:
     graph = captured("llama", mlp_bias=True)
     before = graph.clone()
-    plan = apply(graph, "smoothquant", tokens=512)
+    plan = apply(graph, "smoothquant")
     assert len(plan.sites) == 6
     assert_same_logits(before, graph)
     name = "model.layers.0.mlp.up_proj.bias"
@@ -107,7 +108,7 @@ def test_outliers_cost_int8_less() -> None:
     expected = dense(captured("llama"), ids)
     torch.testing.assert_close(dense(graph, ids), expected, atol=1e-3, rtol=1e-3)
     rough = int8_error(graph, expected, ids)
-    apply(graph, "smoothquant", tokens=512)
+    apply(graph, "smoothquant")
     assert int8_error(graph, expected, ids) < rough / 3
 
 
@@ -115,7 +116,7 @@ def test_the_planted_channels_get_the_largest_scales() -> None:
     graph = planted().clone()
     name = "model.layers.0.input_layernorm.weight"
     before = graph.weights[name].value
-    apply(graph, "smoothquant", tokens=512)
+    apply(graph, "smoothquant")
     scale = before / graph.weights[name].value
     assert set(scale.topk(3).indices.tolist()) == set(CHANNELS)
     assert float(scale.log().mean()) == pytest.approx(0.0, abs=1e-4)
@@ -165,20 +166,22 @@ def test_without_calibration_text_it_refuses() -> None:
         optimization.apply(graph, plan, PassContext(TARGET))
 
 
-def test_it_asks_for_as_many_tokens_as_the_recipe_says() -> None:
-    asked: list[int] = []
+def test_it_asks_for_the_text_the_recipe_says() -> None:
+    asked: list[Calibration] = []
 
-    def text(tokens: int) -> list[list[int]]:
-        asked.append(tokens)
-        return calibration(64)
+    def text(config: Calibration) -> list[list[int]]:
+        asked.append(config)
+        return calibration(config)
 
-    graph = captured("llama")
-    optimization = SmoothQuant(SmoothQuantConfig(tokens=777))
+    graph, wanted = captured("llama"), Calibration(samples=3, seed=7)
+    optimization = SmoothQuant(SmoothQuantConfig(calibration=wanted))
     optimization.apply(graph, optimization.check(graph, PassContext(TARGET)), PassContext(TARGET, text))
-    assert asked == [777]
+    assert asked == [wanted]
 
 
-@pytest.mark.parametrize("options", [{"alpha": 1.5}, {"alpha": -0.1}, {"tokens": 1}, {"beta": 1}])
+@pytest.mark.parametrize(
+    "options", [{"alpha": 1.5}, {"alpha": -0.1}, {"calibration": {"samples": 0}}, {"beta": 1}]
+)
 def test_options_are_bounded(options: dict[str, float]) -> None:
     with pytest.raises(ValidationError):
         SmoothQuantConfig(**options)

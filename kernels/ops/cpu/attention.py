@@ -13,6 +13,9 @@ two bytes: steps of 1/65535 of the largest, where keys and values have 1/254. Al
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -93,4 +96,8 @@ def attention(
     return out
 
 
-KERNELS = (Kernel("attention", "native", attention, native.supports),)
+def float_or_int8(options: Mapping[str, Any]) -> bool:
+    return options.get("kv_dtype", "float32") in ("float32", "int8")
+
+
+KERNELS = (Kernel("attention", "native", attention, native.supports, handles=float_or_int8),)

@@ -18,6 +18,7 @@ from torch import Tensor
 from optkit.kernels.cpu.int8 import PANEL, STEP
 from optkit.kernels.cpu.pointwise import GELUS, SILU
 from optkit.kernels.cpu.program import BLOCK_SIZE, LOGITS, SEQUENCES, TABLE_WIDTH, Builder, Size, View
+from optkit.kernels.cpu.wna16 import levels
 
 
 @dataclass(frozen=True)
@@ -213,11 +214,16 @@ def linear_w8a8(
 
 
 def linear_w8a16(
-    b: Builder, x: View, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None
+    b: Builder,
+    x: View,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    order: Tensor | None = None,
 ) -> Result:
     out = b.buffer(x.rows, (weight.shape[0],))
     b.call(
-        "linear_w8a16", x, x.row_stride, weight, packed_offsets(weight, x.width), weight_scale, bias, out,
+        "linear_w8a16", x, x.row_stride, order, weight, packed_offsets(weight, x.width), weight_scale, bias, out,
         Size(x.rows), x.width, weight.shape[0], weight_scale.shape[1],
     )  # fmt: skip
     return (out,)
@@ -237,6 +243,31 @@ def linear_w4a8(
     b.call(
         "linear_w4a8", q, q.row_stride, scale, weight, bias, out, Size(q.rows), q.width, n, weight_scale.shape[1],
         scale.width, half, int(weight_minimum is not None),
+    )  # fmt: skip
+    return (out,)
+
+
+def linear_wna16(
+    b: Builder,
+    x: View,
+    weight: Tensor,
+    weight_scale: Tensor,
+    weight_zero: Tensor | None,
+    g_idx: Tensor | None,
+    bias: Tensor | None = None,
+    *,
+    bits: int = 4,
+    group_size: int = 0,
+) -> Result:
+    if bits == 8:
+        return linear_w8a16(b, x, weight, weight_scale, bias, g_idx)
+    n, out, (groups, group) = weight.shape[0], b.buffer(x.rows, (weight.shape[0],)), weight_scale.shape[1:]
+    if x.width != groups * group:
+        raise NotImplementedError(f"{x.width} input channels are no whole words of codes")
+    half = int(weight_scale.dtype == torch.float16)
+    b.call(
+        "linear_w4a16", x, x.row_stride, g_idx, weight, bias, out, Size(x.rows), x.width, n, groups, half,
+        levels(weight_zero),
     )  # fmt: skip
     return (out,)
 
@@ -285,6 +316,7 @@ EMITTERS: dict[str, Callable[..., Result]] = {
         linear_w8a8,
         linear_w4a8,
         linear_w8a16,
+        linear_wna16,
         attention,
     )
 } | {"aten.add.Tensor": add}

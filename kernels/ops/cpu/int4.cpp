@@ -1,7 +1,7 @@
 // Linear layers with int4 weights and int8 activations: packing, unpacking, and the loop over panels and rows.
 //
 // A weight is `code * scale + minimum` with code 0 .. 15 and a scale and minimum for each output channel and group of
-// input channels, or, symmetric, `(code - 8) * scale`. So a layer is
+// input channels, or, symmetric, `(code - 8) * scale`; an integer zero point is the minimum `-zero * scale`. A layer is
 //
 //     sum over groups of scale_x * (scale * sum((q - 128) * code) + minimum * sum(q - 128))
 //
@@ -58,7 +58,7 @@ OPTKIT_INLINE void prepare_row(const LinearW4A8& p, int64_t m, const Rows& to, i
         const float scale = p.scale[m * p.scale_groups + g / shared];
         to.scale[row * p.groups + g] = scale;
         to.sums[row * p.groups + g] = scale * static_cast<float>(sum);
-        to.start[row * p.groups + g] = p.layout.minimum ? 0 : -8 * sum;
+        to.start[row * p.groups + g] = p.layout.minimum() ? 0 : -8 * sum;
     }
     if (!to.signed_q) return;
     for (int64_t i = 0; i < k; ++i) to.signed_q[row * k + i] = q[i] ^ 0x80;
@@ -97,10 +97,10 @@ OPTKIT_INLINE void unpack_codes(const uint8_t* codes, int64_t steps, uint8_t zer
 
 OPTKIT_INLINE void unpack_panel(const LinearW4A8& p, const uint8_t* records, const Unpacked& to) {
     const int64_t group = p.group_steps * STEP_BYTES;
-    const uint8_t zero = p.layout.minimum ? 0 : 8;
+    const uint8_t zero = p.layout.minimum() ? 0 : 8;
     for (int64_t g = 0; g < p.groups; ++g, records += p.layout.size(p.group_steps)) {
         widen(records, p.layout.half, to.scale + g * PANEL);
-        if (p.layout.minimum) widen(records + p.layout.row(), p.layout.half, to.minimum + g * PANEL);
+        if (p.layout.minimum()) widen_minimums(records, p.layout, to.scale + g * PANEL, to.minimum + g * PANEL);
         unpack_codes(records + p.layout.codes(), p.group_steps, zero, to.weight + g * group, to.offset + g * PANEL);
     }
 }
@@ -164,7 +164,7 @@ void by_unpacking(const LinearW4A8& p, const Functions& f, int64_t from, int64_t
     for (int64_t i = from; i < to; ++i) {
         const uint8_t* records = p.weight + i * bytes;
         f.unpack(p, records, unpacked);
-        const float* minimum = p.layout.minimum ? unpacked.minimum : nullptr;
+        const float* minimum = p.layout.minimum() ? unpacked.minimum : nullptr;
         const Panel panel{i * PANEL, unpacked.weight, unpacked.offset, unpacked.scale, minimum,
                           records + bytes, record / p.group_steps};
         tiles(view, panel, 0, count);
@@ -209,7 +209,7 @@ namespace {
 struct Source {
     const uint8_t* codes;    // [n][k / 2], the even channel of a pair in the low half
     const uint8_t* scale;    // [n][groups], float16 or float32
-    const uint8_t* minimum;  // the same, or null
+    const uint8_t* low;      // minimums like the scales, or zero points of a byte, or null
     int64_t n, k, groups;
 };
 
@@ -219,7 +219,7 @@ uint8_t code_at(const Source& w, int64_t channel, int64_t i) {
     return i % 2 ? two >> 4 : two & 15;
 }
 
-// The 32 scales or minimums of a group.
+// The 32 scales, minimums or zero points of a group.
 void pack_row(const uint8_t* values, const Source& w, int64_t first, int64_t g, int64_t size, uint8_t* packed) {
     std::memset(packed, 0, PANEL * size);
     for (int64_t c = 0; c < std::min(PANEL, w.n - first); ++c)
@@ -227,9 +227,9 @@ void pack_row(const uint8_t* values, const Source& w, int64_t first, int64_t g, 
 }
 
 void pack_record(const Source& w, RecordLayout layout, int64_t first, int64_t g, uint8_t* packed) {
-    const int64_t size = layout.half ? 2 : 4, group = w.k / w.groups;
-    pack_row(w.scale, w, first, g, size, packed);
-    if (layout.minimum) pack_row(w.minimum, w, first, g, size, packed + layout.row());
+    const int64_t group = w.k / w.groups;
+    pack_row(w.scale, w, first, g, layout.row() / PANEL, packed);
+    if (layout.minimum()) pack_row(w.low, w, first, g, layout.low_row() / PANEL, packed + layout.row());
     uint8_t* codes = packed + layout.codes();
     for (int64_t pair = 0; pair < group / (2 * STEP); ++pair)
         for (int64_t j = 0; j < STEP_BYTES; ++j) {
@@ -243,18 +243,18 @@ void pack_record(const Source& w, RecordLayout layout, int64_t first, int64_t g,
 
 using namespace optkit;
 
-// Bytes of a packed weight [n, k]. `half` and `minimum` are 0 or 1, see RecordLayout.
-OPTKIT_API int64_t optkit_w4_bytes(int64_t n, int64_t k, int64_t groups, int half, int minimum) {
-    const RecordLayout layout{half != 0, minimum != 0};
+// Bytes of a packed weight [n, k]. `half` is 0 or 1 and `levels` a value of Levels, see RecordLayout.
+OPTKIT_API int64_t optkit_w4_bytes(int64_t n, int64_t k, int64_t groups, int half, int levels) {
+    const RecordLayout layout{half != 0, static_cast<Levels>(levels)};
     return divide_up(n, PANEL) * groups * layout.size(k / groups / STEP);
 }
 
-// Pack codes [n, k / 2], two to a byte, and their scales [n, groups] into `blob` of optkit_w4_bytes bytes. `minimum` is
-// null for symmetric weights.
-OPTKIT_API void optkit_pack_w4(const uint8_t* codes, const uint8_t* scale, const uint8_t* minimum, uint8_t* blob,
-                               int64_t n, int64_t k, int64_t groups, int half, int threads) {
-    const Source w{codes, scale, minimum, n, k, groups};
-    const RecordLayout layout{half != 0, minimum != nullptr};
+// Pack codes [n, k / 2], two to a byte, and their scales [n, groups] into `blob` of optkit_w4_bytes bytes. `low` holds
+// the minimums or the zero points, as `levels` says; null for symmetric weights.
+OPTKIT_API void optkit_pack_w4(const uint8_t* codes, const uint8_t* scale, const uint8_t* low, uint8_t* blob,
+                               int64_t n, int64_t k, int64_t groups, int half, int levels, int threads) {
+    const Source w{codes, scale, low, n, k, groups};
+    const RecordLayout layout{half != 0, static_cast<Levels>(levels)};
     const int64_t size = layout.size(k / groups / STEP), records = divide_up(n, PANEL) * groups;
 #pragma omp parallel for num_threads(threads)
     for (int64_t i = 0; i < records; ++i) pack_record(w, layout, i / groups * PANEL, i % groups, blob + i * size);
@@ -264,8 +264,8 @@ OPTKIT_API void optkit_pack_w4(const uint8_t* codes, const uint8_t* scale, const
 // [m, scale_groups], `bias` may be null.
 OPTKIT_API void optkit_linear_w4a8(const uint8_t* q, int64_t q_stride, const float* scale, const uint8_t* blob,
                                    const float* bias, float* out, int64_t m, int64_t n, int64_t k, int64_t groups,
-                                   int64_t scale_groups, int half, int minimum, int threads) {
-    const LinearW4A8 p{q,    q_stride, scale, scale_groups, blob, {half != 0, minimum != 0}, bias, out, n, groups,
-                       k / groups / STEP};
+                                   int64_t scale_groups, int half, int levels, int threads) {
+    const RecordLayout layout{half != 0, static_cast<Levels>(levels)};
+    const LinearW4A8 p{q, q_stride, scale, scale_groups, blob, layout, bias, out, n, groups, k / groups / STEP};
     linear_w4a8(p, m, k, threads);
 }

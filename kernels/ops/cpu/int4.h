@@ -8,13 +8,22 @@
 
 namespace optkit {
 
-// Scales and minimums of one group of one panel, then its weights. Sizes in bytes.
-struct RecordLayout {
-    bool half;     // scales and minimums are float16, else float32
-    bool minimum;  // asymmetric: there are minimums
+// What a code stands for, besides its scale. The order is the Python side's too.
+enum class Levels : int {
+    symmetric = 0,   // (code - 8) * scale
+    minimum = 1,     // code * scale + minimum: floats like the scales
+    zero_point = 2,  // (code - zero) * scale, computed as code * scale + -zero * scale: one byte each
+};
 
+// Scales and minimums or zero points of one group of one panel, then its weights. Sizes in bytes.
+struct RecordLayout {
+    bool half;  // scales and minimums are float16, else float32
+    Levels levels;
+
+    bool minimum() const { return levels != Levels::symmetric; }
     int64_t row() const { return PANEL * (half ? 2 : 4); }  // of scales, or of minimums
-    int64_t codes() const { return row() * (minimum ? 2 : 1); }  // where the weights start
+    int64_t low_row() const { return levels == Levels::minimum ? row() : levels == Levels::zero_point ? PANEL : 0; }
+    int64_t codes() const { return row() + low_row(); }  // where the weights start
     int64_t size(int64_t group_steps) const { return codes() + group_steps * (STEP_BYTES / 2); }
 };
 
@@ -71,7 +80,7 @@ OPTKIT_INLINE float to_float(uint16_t half) {
     return value;
 }
 
-// The 32 scales or minimums of a record at `from`.
+// The 32 scales or minimums of a record, at `from`.
 OPTKIT_INLINE void widen(const uint8_t* from, bool half, float* to) {
     if (!half) {
         std::memcpy(to, from, PANEL * sizeof(float));
@@ -81,5 +90,21 @@ OPTKIT_INLINE void widen(const uint8_t* from, bool half, float* to) {
     std::memcpy(values, from, sizeof values);
     for (int64_t c = 0; c < PANEL; ++c) to[c] = to_float(values[c]);
 }
+
+// The 32 minimums of a record, whose scales are `scale`.
+OPTKIT_INLINE void widen_minimums(const uint8_t* record, RecordLayout layout, const float* scale, float* to) {
+    const uint8_t* low = record + layout.row();
+    if (layout.levels == Levels::minimum) return widen(low, layout.half, to);
+    for (int64_t c = 0; c < PANEL; ++c) to[c] = (0.0f - static_cast<float>(low[c])) * scale[c];
+}
+
+// reference.linear_wna16 of codes of up to 4 bits: out [m][n] of float activations x [m][x_stride]. See w4a16.cpp.
+struct LinearW4A16 {
+    const float* x;
+    int64_t x_stride;
+    const int32_t* order;  // [k]: the column of x that is input channel i; null: they are in order
+    LinearW4A8 layer;      // all but q, q_stride, scale and scale_groups
+};
+void linear_w4a16(const LinearW4A16& p, int64_t m, int64_t k, int threads);
 
 }  // namespace optkit

@@ -6,6 +6,9 @@ A row's result has the same bits whatever the batch it is in, the number of thre
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -13,10 +16,11 @@ from optkit.kernels import Kernel
 from optkit.kernels.cpu import native
 from optkit.kernels.reference import INT4_PER_WORD
 
+SYMMETRIC, MINIMUM, ZERO_POINT = range(3)  # Levels of int4.h
 PAIR = 8  # channels of two steps, which share bytes: groups are made of whole pairs
 
 
-def pack(weights: dict[int, Tensor]) -> dict[int, Tensor]:
+def pack(weights: dict[int, Tensor], options: Mapping[str, Any] | None = None) -> dict[int, Tensor]:
     """The codes [N, K / 8], scales [N, G] and minimums [N, G], if any, in the native layout.
 
     Argument 2 becomes a uint8 blob of everything, whose first dimension is N, so that the kernel knows it. Arguments
@@ -28,13 +32,27 @@ def pack(weights: dict[int, Tensor]) -> dict[int, Tensor]:
     scale = scale.to(dtype).contiguous()
     minimum = None if minimum is None else minimum.to(dtype).contiguous()
     (n, words), groups = weight.shape, scale.shape[1]
-    k, library = words * INT4_PER_WORD, native.library()
-    size = library.optkit_w4_bytes(n, k, groups, half, minimum is not None)
-    blob = torch.zeros(n, -(-size // n), dtype=torch.uint8)
-    pointers = (weight.data_ptr(), scale.data_ptr(), 0 if minimum is None else minimum.data_ptr())
-    library.optkit_pack_w4(*pointers, blob.data_ptr(), n, k, groups, half, native.threads())
+    levels = SYMMETRIC if minimum is None else MINIMUM
+    blob = pack_records(weight, scale, minimum, n, words * INT4_PER_WORD, levels)
     empty = torch.empty(0, groups, dtype=dtype)
     return {2: blob, 3: empty} | ({} if minimum is None else {4: empty})
+
+
+def pack_records(nibbles: Tensor, scale: Tensor, low: Tensor | None, n: int, k: int, levels: int) -> Tensor:
+    """The uint8 blob [N, bytes] of codes [N, K], two to a byte, scales [N, G] and minimums or zero points [N, G]."""
+    groups, half, library = scale.shape[1], scale.dtype == torch.float16, native.library()
+    size = library.optkit_w4_bytes(n, k, groups, half, levels)
+    blob = torch.zeros(n, -(-size // n), dtype=torch.uint8)
+    pointers = (nibbles.data_ptr(), scale.data_ptr(), 0 if low is None else low.data_ptr(), blob.data_ptr())
+    library.optkit_pack_w4(*pointers, n, k, groups, half, levels, native.threads())
+    return blob
+
+
+def half_if_exact(value: Tensor) -> Tensor:
+    """``value`` in float16 if that is the same numbers, else in float32."""
+    value = value.to(torch.float32)
+    half = value.to(torch.float16)
+    return half if torch.equal(half.to(torch.float32), value) else value
 
 
 def linear_w4a8(
@@ -66,7 +84,7 @@ def linear_w4a8(
         weight_scale.shape[1],
         scale.shape[1],
         weight_scale.dtype == torch.float16,
-        weight_minimum is not None,
+        SYMMETRIC if weight_minimum is None else MINIMUM,
         native.threads(),
     )
     return out

@@ -89,14 +89,14 @@ OPTKIT_AVX2 void tile(const Linear& p, const int32_t* starts, const uint8_t* rec
                       int64_t row) {
     __m256 sum[PANEL / COLUMNS][R] = {};
     Group group;
-    group.has_minimum = layout.minimum;
+    group.has_minimum = layout.minimum();
     for (int64_t g = 0; g < p.groups; ++g, record += layout.size(p.group_steps)) {
         const int64_t at = row * p.groups + g;
         group.q = p.q + row * p.q_stride + g * p.group_steps * STEP;
         group.start = starts + at, group.scale = p.scale + at, group.sums = p.sums + at;
         group.codes = record + layout.codes();
         widen(record, layout.half, group.weight_scale);
-        if (layout.minimum) widen(record + layout.row(), layout.half, group.minimum);
+        if (layout.minimum()) widen_minimums(record, layout, group.weight_scale, group.minimum);
         for (int64_t c = 0; c < PANEL / COLUMNS; ++c) add_group<R>(sum[c], p, group, c * COLUMNS);
     }
     for (int64_t c = 0; c < PANEL / COLUMNS && first + c * COLUMNS < p.n; ++c)

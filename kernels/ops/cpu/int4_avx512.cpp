@@ -21,6 +21,15 @@ OPTKIT_AVX512 OPTKIT_INLINE __m512 widened(const uint8_t* at, bool half, int64_t
     return _mm512_loadu_ps(reinterpret_cast<const float*>(at) + 16 * which);
 }
 
+// The 16 minimums at half `which` of a record, whose scales there are `scale`; see widen_minimums.
+OPTKIT_AVX512 OPTKIT_INLINE __m512 minimums(const uint8_t* record, RecordLayout layout, __m512 scale, int64_t which) {
+    const uint8_t* low = record + layout.row();
+    if (layout.levels == Levels::minimum) return widened(low, layout.half, which);
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(low) + which);
+    const __m512 zero = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes));
+    return _mm512_mul_ps(_mm512_sub_ps(_mm512_setzero_ps(), zero), scale);
+}
+
 // 16 output channels' codes in two steps.
 struct Codes {
     __m512i first, second;
@@ -88,10 +97,10 @@ OPTKIT_AVX512 void tile(const Linear& p, const int32_t* starts, const uint8_t* r
 #pragma GCC unroll 6
         for (int r = 0; r < R; ++r) a.v[r][0] = a.v[r][1] = Lanes{} + starts[at + r * p.groups];
         accumulate<R>(a, q, p.q_stride, record + layout.codes(), p.group_steps);
-        add_scaled<R>(sum, a, p.scale + at, p.groups, widened(record, layout.half, 0), widened(record, layout.half, 1));
-        if (!layout.minimum) continue;
-        const uint8_t* minimum = record + layout.row();
-        add_minimums<R>(sum, p.sums + at, p.groups, widened(minimum, layout.half, 0), widened(minimum, layout.half, 1));
+        const __m512 left = widened(record, layout.half, 0), right = widened(record, layout.half, 1);
+        add_scaled<R>(sum, a, p.scale + at, p.groups, left, right);
+        if (!layout.minimum()) continue;
+        add_minimums<R>(sum, p.sums + at, p.groups, minimums(record, layout, left, 0), minimums(record, layout, right, 1));
     }
     store<R>(sum, p, first, row);
 }
@@ -106,9 +115,13 @@ OPTKIT_AVX512 OPTKIT_INLINE Lanes unpack_two_steps(Lanes sums, const uint8_t* at
     return dot(dot(sums, zero_point, first), zero_point, second);
 }
 
-OPTKIT_AVX512 OPTKIT_INLINE void widen_row(const uint8_t* at, bool half, float* to) {
-    _mm512_storeu_ps(to, widened(at, half, 0));
-    _mm512_storeu_ps(to + 16, widened(at, half, 1));
+// A record's scales, and its minimums if it has any.
+OPTKIT_AVX512 OPTKIT_INLINE void unpack_scales(const uint8_t* record, RecordLayout layout, float* scale, float* minimum) {
+    for (int64_t which = 0; which < 2; ++which) {
+        const __m512 values = widened(record, layout.half, which);
+        _mm512_storeu_ps(scale + 16 * which, values);
+        if (layout.minimum()) _mm512_storeu_ps(minimum + 16 * which, minimums(record, layout, values, which));
+    }
 }
 
 using Tile = void (*)(const Linear&, const int32_t*, const uint8_t*, RecordLayout, int64_t, int64_t, Ahead);
@@ -118,11 +131,10 @@ constexpr Tile TILES[ROWS] = {tile<1>, tile<2>, tile<3>, tile<4>, tile<5>, tile<
 
 OPTKIT_AVX512 void unpack_avx512(const LinearW4A8& p, const uint8_t* records, const Unpacked& to) {
     const RecordLayout& layout = p.layout;
-    const __m512i zero = _mm512_set1_epi8(layout.minimum ? 0 : 8);
+    const __m512i zero = _mm512_set1_epi8(layout.minimum() ? 0 : 8);
     int8_t* weight = to.weight;
     for (int64_t g = 0; g < p.groups; ++g, records += layout.size(p.group_steps)) {
-        widen_row(records, layout.half, to.scale + g * PANEL);
-        if (layout.minimum) widen_row(records + layout.row(), layout.half, to.minimum + g * PANEL);
+        unpack_scales(records, layout, to.scale + g * PANEL, to.minimum + g * PANEL);
         const uint8_t* codes = records + layout.codes();
         Lanes left{}, right{};
         for (int64_t s = 0; s < p.group_steps; s += 2, codes += STEP_BYTES, weight += 2 * STEP_BYTES) {

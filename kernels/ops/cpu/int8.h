@@ -51,7 +51,8 @@ void linear_w8a8(const Linear& p, int64_t m, int64_t k, int threads);
 struct WeightOnly {
     const float* x;
     int64_t x_stride;
-    Linear layer;  // all but q, q_stride and scale
+    const int32_t* order;  // [k]: the column of x that is input channel i; null: they are in order
+    Linear layer;          // all but q, q_stride and scale
 };
 void linear_w8a16(const WeightOnly& p, int64_t m, int64_t k, int threads);
 

@@ -5,6 +5,9 @@ A row's result has the same bits whatever the batch it is in, the number of thre
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,7 +18,7 @@ from optkit.kernels.cpu import native
 PANEL, STEP = 32, 4  # of the packed layout, as in int8.h
 
 
-def pack(weights: dict[int, Tensor]) -> dict[int, Tensor]:
+def pack(weights: dict[int, Tensor], options: Mapping[str, Any] | None = None) -> dict[int, Tensor]:
     """The weight [N, K] int8 and its scales [N, G], which follow it among the arguments, in the native layout.
 
     The weight becomes a uint8 blob whose first dimension is N, so that the kernel knows it, and whose rows mean
@@ -62,8 +65,13 @@ def linear_w8a8(
     return out
 
 
-def linear_w8a16(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """See ``reference.linear_w8a16``; weights are packed, activations keep 16 bits (w8a16.cpp)."""
+def linear_w8a16(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None, order: Tensor | None = None
+) -> Tensor:
+    """See ``reference.linear_w8a16``; weights are packed, activations keep 16 bits (w8a16.cpp).
+
+    ``order`` int32 [K] says which column of ``x`` each input channel of the weight is; by default they are in order.
+    """
     rows, k = x.shape
     if x.stride(1) != 1 or x.dtype != torch.float32:
         x = x.to(torch.float32).contiguous()
@@ -71,6 +79,7 @@ def linear_w8a16(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor |
     native.library().optkit_linear_w8a16(
         x.data_ptr(),
         x.stride(0),
+        0 if order is None else order.data_ptr(),
         weight.data_ptr(),
         weight_scale.data_ptr(),
         0 if bias is None else bias.data_ptr(),

@@ -8,7 +8,8 @@ Integer accumulation is exact, so the only rounding is in the two scales.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from optkit.target import Target
 
 
-def pack(weights: dict[int, Tensor]) -> dict[int, Tensor]:
+def pack(weights: dict[int, Tensor], options: Mapping[str, Any] | None = None) -> dict[int, Tensor]:
     """Argument 2, the int8 weight [N, K], in oneDNN's blocked layout; argument 3, its scales, as a vector."""
     packed = torch.ops.onednn.qlinear_prepack(weights[2].contiguous(), None)
     return {2: packed, 3: weights[3].reshape(-1).contiguous()}

@@ -132,16 +132,30 @@ int run_linear_w4a8(Reader a, int threads) {
     p.q = a, p.q_stride = a, p.scale = a, p.weight = a, p.bias = a, p.out = a;
     const int64_t rows = a, k = a;
     p.n = a, p.groups = a, p.scale_groups = a;
-    const int half = a, minimum = a;
-    p.layout = {half != 0, minimum != 0};
+    const int half = a, levels = a;
+    p.layout = {half != 0, static_cast<Levels>(levels)};
     p.group_steps = k / p.groups / STEP;
     linear_w4a8(p, rows, k, threads);
     return 0;
 }
 
+int run_linear_w4a16(Reader a, int threads) {
+    LinearW4A16 p{};
+    p.x = a, p.x_stride = a, p.order = a;
+    LinearW4A8& layer = p.layer;
+    layer.weight = a, layer.bias = a, layer.out = a;
+    const int64_t rows = a, k = a;
+    layer.n = a, layer.groups = a;
+    const int half = a, levels = a;
+    layer.layout = {half != 0, static_cast<Levels>(levels)};
+    layer.group_steps = k / layer.groups / STEP;
+    linear_w4a16(p, rows, k, threads);
+    return 0;
+}
+
 int run_linear_w8a16(Reader a, int threads) {
     WeightOnly p{};
-    p.x = a, p.x_stride = a;
+    p.x = a, p.x_stride = a, p.order = a;
     Linear& layer = p.layer;
     layer.weight = a, layer.offset = a, layer.weight_scale = a, layer.bias = a, layer.out = a;
     const int64_t rows = a, k = a;
@@ -178,7 +192,8 @@ constexpr Row OPS[] = {
     {"gated", 11, run_gated},          {"rope", 10, run_rope},         {"add", 7, run_add},
     {"quantize", 7, run_quantize},     {"linear_w8a8", 12, run_linear_w8a8},
     {"linear_w4a8", 13, run_linear_w4a8},
-    {"linear_w8a16", 11, run_linear_w8a16},
+    {"linear_w8a16", 12, run_linear_w8a16},
+    {"linear_w4a16", 12, run_linear_w4a16},
     {"attention", 28, run_attention},
     {"rope_table", 7, run_rope_table},
 };

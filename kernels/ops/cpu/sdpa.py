@@ -83,7 +83,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor
 
 
 def plain(options: Mapping[str, Any]) -> bool:
-    return not options.get("softcap") and options.get("kv_dtype") != "int8"
+    return not options.get("softcap") and options.get("kv_dtype", "float32") == "float32"
 
 
 KERNELS = (Kernel("attention", "sdpa", attention, lambda target: target.kind == "cpu", handles=plain),)

@@ -1,4 +1,4 @@
-"""int4 layers on disk: what transformers makes of them, and that the runtime reads only what it needs."""
+"""Quantized layers on disk: what transformers makes of them, and that the runtime reads only what it needs."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ from torch import Tensor
 from optkit.artifact import Artifact
 from optkit.artifact_writer import write_artifact
 from optkit.checkpoint_tensors import TensorFiles
+from optkit.formats.modules import modules
 from optkit.graph.ir import Graph
 from optkit.graph.serialize import graph_to_json
-from optkit.int4_layout import PACKED_FILE, int4_modules, smallest_exact
 from optkit.kernels import reference
 from optkit.model_source import ModelSource
 from optkit.recipe import parse_recipe
 from optkit.records import RunRecord
+from optkit.stored_layers import PACKED_FILE, smallest_exact
 from tests.architectures import tiny_model
 from tests.graphs import TARGET, apply, captured, dense, random_ids
 
 RECIPE = "schema_version: 1\nname: small\ntarget: cpu\npasses:\n  w4a8: {}\n"
 (IDS,) = random_ids([24])
+FORCE = False  # replace an artifact
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +39,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def written(graph: Graph, source: Path, out: Path) -> Artifact:
     model = ModelSource("tiny", source, "0" * 64)
     run = RunRecord([], None)
-    write_artifact(out, graph, model, parse_recipe(RECIPE), run, TARGET, {"optkit": "0"}, force=False)
+    write_artifact(out, graph, model, parse_recipe(RECIPE), run, TARGET, {"optkit": "0"}, force=FORCE)
     return Artifact.open(out)
 
 
@@ -51,9 +53,9 @@ def quantized(*passes: tuple[str, dict[str, object]]) -> Graph:
 def in_float(graph: Graph) -> Graph:
     """The captured model with the weights that ``graph``'s int4 codes stand for."""
     floats = captured("llama")
-    for module in int4_modules(graph):
-        value = reference.dequantize_int4(module.packed, module.scale, module.minimum)
-        floats.weights[f"{module.name}.weight"].value = value
+    for module in modules(graph):
+        if module.op is reference.linear_w4a8:
+            floats.weights[f"{module.name}.weight"].value = module.float_weight()
     return floats
 
 

@@ -1,0 +1,62 @@
+// Weight-only int4 linear layers: float activations as two int8 rows each (split_row.h) on the int4 layer (int4.cpp).
+//
+// Rows are worked off in blocks, so that the results of the pairs, which are added here, stay in the cache. The sum of
+// the two rows is the last addition but for the bias, in that order: results depend on nothing but the row.
+#include <algorithm>
+
+#include "dispatch.h"
+#include "int4.h"
+#include "split_row.h"
+
+namespace optkit {
+namespace {
+
+constexpr int64_t BLOCK = 128;  // rows of activations
+
+void add_pairs(const float* pairs, const float* bias, float* out, int64_t rows, int64_t n, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1 && rows > 8)
+    for (int64_t m = 0; m < rows; ++m) {
+        const float *high = pairs + 2 * m * n, *low = high + n;
+        float* to = out + m * n;
+        if (bias)
+            for (int64_t c = 0; c < n; ++c) to[c] = high[c] + low[c] + bias[c];
+        else
+            for (int64_t c = 0; c < n; ++c) to[c] = high[c] + low[c];
+    }
+}
+
+}  // namespace
+
+void linear_w4a16(const LinearW4A16& p, int64_t m, int64_t k, int threads) {
+    thread_local GrowingMemory q_memory, scale_memory, pair_memory;
+    const int64_t most = std::min(m, BLOCK), n = p.layer.n, groups = p.layer.groups;
+    LinearW4A8 layer = p.layer;
+    auto* q = q_memory.at_least<uint8_t>(2 * most * k);
+    auto* scale = scale_memory.at_least<float>(2 * most * groups);
+    layer.q = q, layer.q_stride = k, layer.scale = scale, layer.scale_groups = groups, layer.bias = nullptr;
+    layer.out = pair_memory.at_least<float>(2 * most * n);
+    for (int64_t row = 0; row < m; row += BLOCK) {
+        const int64_t rows = std::min(BLOCK, m - row);
+        const Split split{p.x + row * p.x_stride, p.x_stride, p.order, k, k, k / groups, q, scale};
+#pragma omp parallel for num_threads(threads) if (threads > 1 && rows > 8)
+        for (int64_t i = 0; i < rows; ++i) split_rows(split, i, 1);
+        linear_w4a8(layer, 2 * rows, k, threads);
+        add_pairs(layer.out, p.layer.bias, p.layer.out + row * n, rows, n, threads);
+    }
+}
+
+}  // namespace optkit
+
+using namespace optkit;
+
+// reference.linear_wna16 of x [m, k] with rows `x_stride` apart, its columns in `order` [k] unless that is null: out
+// [m, n]. Weights as for optkit_linear_w4a8.
+OPTKIT_API void optkit_linear_w4a16(const float* x, int64_t x_stride, const int32_t* order, const uint8_t* blob,
+                                    const float* bias, float* out, int64_t m, int64_t n, int64_t k, int64_t groups,
+                                    int half, int levels, int threads) {
+    LinearW4A16 p{x, x_stride, order, {}};
+    p.layer.weight = blob, p.layer.bias = bias, p.layer.out = out, p.layer.n = n, p.layer.groups = groups;
+    p.layer.layout = {half != 0, static_cast<Levels>(levels)};
+    p.layer.group_steps = k / groups / STEP;
+    if (m > 0 && n > 0) linear_w4a16(p, m, k, threads);
+}

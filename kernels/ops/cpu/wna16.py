@@ -1,0 +1,157 @@
+"""Weight-only linear layers of packed codes by optkit's native kernels (w4a16.cpp, w8a16.cpp).
+
+Codes of 2 and 3 bits become 4-bit codes when they are packed: decode then reads as much as for 4 bits, which is still
+many times faster than to dequantize. Symmetric codes of 8 bits are int8 weights. Activations keep 16 bits.
+
+Input channels that are out of order (``g_idx``) are sorted by group once, in the weight; at run time the columns of the
+activations are read in that order. A last group that is shorter makes all groups as short as divides both, with the
+same scales.
+
+A row's result has the same bits whatever the batch it is in, the number of threads and the instruction set.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from optkit.kernels import Kernel
+from optkit.kernels.cpu import int4, int8, native
+from optkit.kernels.packed_codes import WORD, unpack_codes
+
+WEIGHT, SCALE, ZERO, G_IDX = 1, 2, 3, 4  # positions among the arguments
+MIDDLE = 8  # the code that stands for 0 in symmetric int4
+
+
+def linear_wna16(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    weight_zero: Tensor | None,
+    g_idx: Tensor | None,
+    bias: Tensor | None = None,
+    *,
+    bits: int = 4,
+    group_size: int = 0,
+) -> Tensor:
+    """See ``reference.linear_wna16``; everything but the bias is packed, and ``g_idx`` is the order of the columns."""
+    if bits == 8:
+        return int8.linear_w8a16(F.pad(x, (0, -x.shape[1] % int8.STEP)), weight, weight_scale, bias, g_idx)
+    groups, group = weight_scale.shape[1:]
+    rows, k, n = len(x), groups * group, weight.shape[0]
+    if x.shape[1] < k:
+        x = F.pad(x, (0, k - x.shape[1]))
+    if x.stride(1) != 1 or x.dtype != torch.float32:
+        x = x.to(torch.float32).contiguous()
+    out = torch.empty((rows, n))
+    native.library().optkit_linear_w4a16(
+        x.data_ptr(),
+        x.stride(0),
+        0 if g_idx is None else g_idx.data_ptr(),
+        weight.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        rows,
+        n,
+        k,
+        groups,
+        weight_scale.dtype == torch.float16,
+        levels(weight_zero),
+        native.threads(),
+    )
+    return out
+
+
+def levels(weight_zero: Tensor | None) -> int:
+    return int4.SYMMETRIC if weight_zero is None else int4.ZERO_POINT
+
+
+def pack_w4(weights: dict[int, Tensor], options: Mapping[str, Any]) -> dict[int, Tensor]:
+    """Codes of up to 4 bits in the layout of int4.cpp.
+
+    The weight becomes a uint8 blob of everything, the scales a tensor [0, G, group] that says how to read it, zero
+    points an empty one, and g_idx the order of the columns, int32 [K].
+    """
+    bits = options["bits"]
+    codes, order, scale, zero, group = in_order(weights, options)
+    if zero is None:
+        codes += MIDDLE - (1 << (bits - 1))
+    (n, k), groups = codes.shape, scale.shape[1]
+    scale = int4.half_if_exact(scale)
+    pairs = codes.unflatten(1, (-1, 2))
+    nibbles = (pairs[..., 0] | pairs[..., 1] << 4).contiguous()
+    blob = int4.pack_records(nibbles, scale, zero, n, k, levels(zero))
+    packed = {WEIGHT: blob, SCALE: torch.empty(0, groups, group, dtype=scale.dtype)}
+    packed |= {} if zero is None else {ZERO: torch.empty(0, dtype=torch.uint8)}
+    return packed | ({} if order is None else {G_IDX: order})
+
+
+def pack_w8(weights: dict[int, Tensor], options: Mapping[str, Any]) -> dict[int, Tensor]:
+    """Symmetric codes of 8 bits in the layout of int8.cpp."""
+    codes, order, scale, _, _ = in_order(weights, options)
+    signed = (codes ^ 128).view(torch.int8)
+    packed = int8.pack({WEIGHT: signed, SCALE: scale.to(torch.float32)})
+    return packed | ({} if order is None else {G_IDX: order})
+
+
+def in_order(
+    weights: dict[int, Tensor], options: Mapping[str, Any]
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None, int]:
+    """(codes [N, K], order [K], scale [N, G], zero [N, G], group) with equal groups of ``group`` channels in a row.
+
+    Without g_idx K is rounded up: what is past the layer's channels meets activations of 0.
+    """
+    bits, group_size = options["bits"], options.get("group_size", 0)
+    scale, zero, g_idx = weights[SCALE], weights.get(ZERO), weights.get(G_IDX)
+    columns = weights[WEIGHT].shape[1] * WORD // bits if g_idx is None else len(g_idx)
+    order = None
+    if g_idx is not None:
+        order = g_idx.argsort(stable=True)
+        group_size = int(g_idx.bincount().amax())
+    elif group_size:
+        columns = min(columns, scale.shape[1] * group_size)
+    codes = unpack_codes(weights[WEIGHT], bits, columns)
+    if bits < 8:
+        codes = F.pad(codes, (0, -columns % int4.PAIR))
+        columns = codes.shape[1]
+    if order is not None:
+        codes, order = codes[:, order], order.to(torch.int32)
+    group = math.gcd(columns, group_size or columns)
+    if group != (group_size or columns):  # of which group is each short one
+        source = torch.arange(columns // group) * group // group_size
+        scale, zero = scale[:, source], None if zero is None else zero[:, source]
+    return codes, order, scale.contiguous(), None if zero is None else zero.contiguous(), group
+
+
+def sortable(weights: dict[int, Tensor]) -> bool:
+    """Whether g_idx, if there is one, makes groups that are whole pairs of steps; meta tensors are taken to."""
+    g_idx = weights.get(G_IDX)
+    if g_idx is None or g_idx.device.type == "meta":
+        return True
+    size = int(g_idx.bincount().amax())
+    even = torch.equal(g_idx.sort().values, torch.arange(len(g_idx), dtype=torch.int32) // size)
+    return even and size % int4.PAIR == 0 and len(g_idx) % int4.PAIR == 0
+
+
+def whole_pairs(options: Mapping[str, Any]) -> bool:
+    """Codes of up to 4 bits in groups of whole pairs of steps, or one group."""
+    return options.get("bits") in (2, 3, 4) and options.get("group_size", 0) % int4.PAIR == 0
+
+
+def eight_bits(options: Mapping[str, Any]) -> bool:
+    return options.get("bits") == 8 and options.get("group_size", 0) % int4.PAIR == 0
+
+
+def symmetric(weights: dict[int, Tensor]) -> bool:
+    return ZERO not in weights and sortable(weights)
+
+
+KERNELS = (
+    Kernel("linear_wna16", "native", linear_wna16, native.supports, pack_w4, sortable, whole_pairs),
+    Kernel("linear_wna16", "native", linear_wna16, native.supports, pack_w8, symmetric, eight_bits),
+)

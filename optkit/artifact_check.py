@@ -1,0 +1,101 @@
+"""An artifact proves itself before it is published: a new process opens it and must compute what was measured.
+
+What is on disk went through splitting, packing, renaming and two libraries since it was measured. So the finished
+directory is opened as a server would, with its hashes, by a process that shares no memory with this one, and gives its
+logits on a fixed probe: two sequences in ragged chunks, prefill and decode, through the paged KV cache. They must be
+those of the graph in memory. The same kernels give the same bits; ``TOLERANCE`` is for torch's own products, whose
+rounding may depend on where in memory their operands lie.
+
+``python -m optkit.artifact_check DIRECTORY OUT THREADS`` is that process.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from optkit.artifact import Artifact
+from optkit.errors import UserError
+from optkit.graph.lower import Executable, lower
+from optkit.quality_runtime import RuntimeLogits
+
+if TYPE_CHECKING:
+    from optkit.graph.ir import Graph
+    from optkit.target import Target
+
+PROBE_TOKENS = 48  # of each of the two sequences
+TOLERANCE = 1e-5  # of the largest logit
+PATIENCE = 1800  # seconds, for large models on slow disks
+
+
+class ArtifactDiffers(UserError):
+    """What was written is not what was measured."""
+
+
+def check_reopened(directory: Path, graph: Graph, target: Target) -> None:
+    """Compare the artifact in ``directory`` with ``graph``, which it was written from.
+
+    Raises:
+        ArtifactDiffers: it can't be opened, or its logits are others.
+    """
+    expected = probe_logits(lower(graph, target))
+    given = reopened_logits(directory)
+    if given.shape != expected.shape:
+        raise differs(f"its logits are {list(given.shape)}, those measured {list(expected.shape)}")
+    error = (given - expected).abs().max().item()
+    if not error <= TOLERANCE * expected.abs().max().item():
+        raise differs(f"its logits differ from those measured by up to {error:.2g}")
+
+
+def differs(what: str) -> ArtifactDiffers:
+    return ArtifactDiffers(
+        f"the artifact was written and read back by a new process, and {what}; nothing was published",
+        fix="try again; if it happens again the disk is faulty or this is a bug: please report it",
+    )
+
+
+def probe_logits(model: Executable) -> Tensor:
+    """Logits of the probe [T, V]: ids are arbitrary and always the same."""
+    length = min(PROBE_TOKENS, model.max_model_len)
+    generator = torch.Generator().manual_seed(0)
+    windows = torch.randint(0, model.vocab_size, (2, length), generator=generator).tolist()
+    return torch.cat(list(RuntimeLogits(model).logits(windows)))
+
+
+def reopened_logits(directory: Path) -> Tensor:
+    """Logits of the probe by a new process that opens ``directory``."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "logits.safetensors"
+        command = [
+            sys.executable,
+            "-m",
+            "optkit.artifact_check",
+            str(directory),
+            str(file),
+            str(torch.get_num_threads()),
+        ]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+        except subprocess.TimeoutExpired as error:
+            raise differs(f"that took more than {PATIENCE} seconds") from error
+        if done.returncode or not file.is_file():
+            lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+            raise differs(f"it could not be opened ({lines[-1][:300]})")
+        return load_file(file)["logits"]
+
+
+def main(directory: str, out: str, threads: str) -> None:
+    """The new process."""
+    torch.set_num_threads(int(threads))
+    save_file({"logits": probe_logits(Artifact.open(directory).executable())}, out)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,196 @@
+"""Runs a graph over calibration text one stretch at a time, so that memory holds one layer's activations.
+
+A pass that calibrates names activations, in execution order. ``Walk.values`` computes the graph up to the named one,
+for all windows of text, and yields it window by window; then it keeps only what the rest of the graph still reads
+(between decoder layers that is the hidden states). What follows may be rewritten before the walk goes on: GPTQ
+replaces the layers that read an activation, and what comes after sees their errors. Only what a value needs is
+computed, so the last layer's MLP is not run for the sake of its attention.
+
+A walk can be put aside (``state``) and taken up again in another process (``restore``): everything not in the state is
+recomputed from what is. Kernels are the runtime's, so an activation is what serving will see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+
+from optkit.graph.dense import dense_inputs
+from optkit.graph.ir import Graph, KVSpec
+from optkit.graph.lower import Executable, lower
+
+if TYPE_CHECKING:
+    from optkit.target import Target
+
+BLOCK_SIZE = 16
+
+
+class Walk:
+    """A position in ``graph`` over ``windows`` of token ids.
+
+    Attributes:
+        live: for each window the values that are computed and still needed, by node.
+        done: nodes whose values have been computed.
+    """
+
+    def __init__(self, graph: Graph, windows: Sequence[Sequence[int]], target: Target | None) -> None:
+        self.graph, self.target = graph, target
+        self.windows = [torch.tensor(window, dtype=torch.int64) for window in windows]
+        self.live: list[dict[fx.Node, Tensor]] = [{} for _ in self.windows]
+        self.done: set[fx.Node] = set()
+
+    def values(self, node: fx.Node) -> Iterator[Tensor]:
+        """Go on to ``node`` and yield its value [T, ...] for each window; the whole iterator must be used up.
+
+        The value stays available until the readers it has now are computed.
+        """
+        if node in self.done:
+            for values in self.live:
+                yield values[node]
+            return
+        segment = Segment(self.graph, self.done, node, self.target)
+        kept = [n for n in [*self.live[0], *segment.results] if needed(n, self.done | segment.computed, node)]
+        for window, values in zip(self.windows, self.live, strict=True):
+            values |= segment.run(window, values)
+            yield values[node]
+            for stale in set(values) - set(kept):
+                del values[stale]
+        self.done |= segment.computed
+
+    def finish(self, graph: Graph) -> Iterator[Tensor]:
+        """The output of ``graph`` for each window, from where this walk stands; the walk stays there.
+
+        ``graph`` is this walk's or one that differs from it after this position only; nodes are matched by name.
+        """
+        names = {node.name for node in self.done}
+        same = {node.name: node for node in graph.fx.nodes if node.name in names}
+        output = next(node for node in graph.fx.nodes if node.op == "output").args[0]
+        segment = Segment(graph, set(same.values()), output, self.target)
+        for window, values in zip(self.windows, self.live, strict=True):
+            kept = {same[node.name]: value for node, value in values.items()}
+            yield segment.run(window, kept)[output]
+
+    def change(self, node: fx.Node, factor: Tensor) -> None:
+        """Multiply a value that was computed, where what makes it was changed to give that."""
+        for values in self.live:
+            values[node] = values[node] * factor
+
+    # -- putting it aside ----------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything needed to go on later: tensors by ``window.node``."""
+        return {
+            f"{index}.{node.name}": value
+            for index, values in enumerate(self.live)
+            for node, value in values.items()
+        }
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Stand where another walk over an equal graph stood."""
+        by_name = {node.name: node for node in self.graph.fx.nodes}
+        for key, value in state.items():
+            index, _, name = key.partition(".")
+            self.live[int(index)][by_name[name]] = value
+        self.done = ancestors(self.live[0])
+
+    def num_bytes(self) -> int:
+        """Bytes of all values that are kept."""
+        return sum(value.nbytes for values in self.live for value in values.values())
+
+
+def needed(node: fx.Node, done: set[fx.Node], current: fx.Node) -> bool:
+    """Whether something that is not computed yet reads ``node``."""
+    return node is current or any(user not in done for user in node.users)
+
+
+def ancestors(nodes: Mapping[fx.Node, Any]) -> set[fx.Node]:
+    """The nodes and everything computed for their sake."""
+    found: set[fx.Node] = set()
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node.op == "call_function" and node not in found:
+            found.add(node)
+            waiting += node.all_input_nodes
+    return found
+
+
+def stretch(graph: Graph, done: set[fx.Node], goal: fx.Node) -> list[fx.Node]:
+    """The calls between what is done and ``goal``, in order; pieces of a tuple are taken out at once."""
+    found: set[fx.Node] = set()
+    waiting = [goal]
+    while waiting:
+        node = waiting.pop()
+        if node.op != "call_function" or node in done or node in found:
+            continue
+        found.add(node)
+        waiting += node.all_input_nodes
+    for node in list(found):
+        found |= pieces(node)
+    return [node for node in graph.fx.nodes if node in found]
+
+
+def pieces(node: fx.Node) -> set[fx.Node]:
+    """The nodes that take ``node`` apart, if its value is a tuple."""
+    return {user for user in node.users if is_piece(user) and user.args[0] is node}
+
+
+def is_piece(node: fx.Node) -> bool:
+    return getattr(node.target, "__name__", "") == "getitem"
+
+
+class Segment:
+    """The part of a graph between what is computed and ``goal``, lowered by itself.
+
+    Attributes:
+        computed: the calls it makes.
+        results: those whose values it gives; tuples are given in pieces.
+    """
+
+    def __init__(self, graph: Graph, done: set[fx.Node], goal: fx.Node, target: Target | None) -> None:
+        order = stretch(graph, done, goal)
+        self.computed = set(order)
+        after = done | self.computed
+        self.results = [n for n in order if needed(n, after, goal) and not pieces(n)]
+        self.inputs = list(dict.fromkeys(i for n in order for i in n.all_input_nodes if i in done))
+        self.specs = graph.meta.kv_specs
+        self.model = self.lowered(graph, order, target)
+        self.pools: dict[str, Tensor] = {}
+
+    def lowered(self, graph: Graph, order: Sequence[fx.Node], target: Target | None) -> Executable:
+        part = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {n: part.placeholder(f"value_{n.name}") for n in self.inputs}
+        leaves = {i for n in order for i in n.all_input_nodes if i.op != "call_function"}
+        for node in (n for n in graph.fx.nodes if n in leaves):
+            copies[node] = part.node_copy(node)
+        for node in order:
+            copies[node] = part.node_copy(node, copies.__getitem__)
+        part.output(tuple(copies[node] for node in self.results))
+        weights = {str(n.target): graph.weights[str(n.target)] for n in copies if n.op == "get_attr"}
+        return lower(Graph(part, dict(weights), graph.meta), target, programs=False, consume=True)
+
+    @torch.inference_mode()
+    def run(self, window: Tensor, values: Mapping[fx.Node, Tensor]) -> dict[fx.Node, Tensor]:
+        """The results for one window, given what was computed before."""
+        inputs = dense_inputs([len(window)], window, ()) | self.kv_pools(len(window))
+        inputs |= {f"value_{node.name}": values[node] for node in self.inputs}
+        return dict(zip(self.results, self.model(inputs), strict=True))
+
+    def kv_pools(self, length: int) -> dict[str, Tensor]:
+        """Pools of the layers in this part, with room for one window; each window writes before it reads."""
+        blocks = -(-length // BLOCK_SIZE)
+        first = next(iter(self.pools.values()), None)
+        if first is None or len(first) < blocks:
+            self.pools = {}
+            for spec in self.specs:
+                if f"k_cache_{spec.layer}" in self.model.inputs:
+                    self.pools |= named_pools(spec, blocks)
+        return self.pools
+
+
+def named_pools(spec: KVSpec, blocks: int) -> dict[str, Tensor]:
+    k, v = spec.pools(blocks, BLOCK_SIZE)
+    return {f"k_cache_{spec.layer}": k, f"v_cache_{spec.layer}": v}

@@ -1,0 +1,101 @@
+"""awq: linear layers on integer grids, with channels scaled so that the important ones lose less, and ranges clipped.
+
+The searches are ``awq_search`` (arXiv 2306.00978), the calibration ``calibrated``. Two walks: the first finds the
+scales, which are folded into the norm or the up projection before the layers and leave the model what it was; the
+second clips and rounds. Where nothing can be scaled (the attention's output projection), layers are clipped only.
+Query and key projections are not clipped, as in the paper's code: their products meet in a softmax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from pydantic import Field
+from torch import Tensor, fx
+
+from optkit.graph.ir import Graph
+from optkit.graph.walk import Walk
+from optkit.passes.awq_search import search_clip, search_scale
+from optkit.passes.base import PassContext
+from optkit.passes.calibrated import CalibratedConfig, CalibratedQuantization, Group, Moments, walk_through
+from optkit.passes.finished_groups import FinishedGroups
+from optkit.passes.folding import fold, readers, why_not_foldable
+from optkit.passes.grid import QuantizedWeight, fit_groups, group_of, nearest_codes
+from optkit.passes.linear_quantization import members, weight_of
+
+UNCLIPPED = ("q_proj", "k_proj", "query", "key")
+
+
+class AWQConfig(CalibratedConfig):
+    duo_scaling: bool = Field(True, description="let weights' magnitudes count in the scale, too")
+    clip: bool = Field(True, description="search the range of each group")
+
+
+class AWQ(CalibratedQuantization):
+    name = "awq"
+    Config = AWQConfig
+
+    def prepare(
+        self, graph: Graph, groups: list[Group], windows: Sequence[Sequence[int]], ctx: PassContext
+    ) -> None:
+        """Fold the scale of each group into what produces its activation."""
+
+        def scale(group: Group, walk: Walk) -> dict[str, Tensor]:
+            moments = Moments(walk.values(group.x))
+            layers = [self.site_format(graph, site) for site in group.sites]
+            weights, grids = [weight_of(graph, node) for node, _ in layers], [form.grid for _, form in layers]
+            duo = self.config.duo_scaling
+            return {"scale": search_scale(weights, grids, moments.mean, moments.hessian, duo)}
+
+        def replace(group: Group, solution: Mapping[str, Tensor], walk: Walk) -> None:
+            fold(graph, group.x, [site.nodes[0] for site in group.sites], solution["scale"])
+            if group.x in walk.done:
+                walk.change(group.x, 1 / solution["scale"])
+
+        walk_through(
+            Walk(graph, windows, ctx.target),
+            [group for group in groups if can_scale(graph, group)],
+            scale,
+            replace,
+            FinishedGroups(ctx.workspace, "scales", with_walk=True),
+            lambda text, part=None: ctx.tell(f"{self.name}: scale of {text}", part=part),
+        )
+
+    def solve(self, graph: Graph, group: Group, moments: Moments) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for index, site in enumerate(group.sites):
+            node, form = self.site_format(graph, site)
+            weight, grid = weight_of(graph, node), form.grid
+            scale, minimum = fit_groups(weight, grid)
+            if self.config.clip:
+                rows = clipped_rows(graph, site.name, node)
+                tried = search_clip(weight[rows], grid, moments.hessian)
+                scale[rows], minimum[rows] = tried
+            levels = group_of(weight.shape[1], grid.group_size)
+            codes = nearest_codes(weight, scale[:, levels], minimum[:, levels], grid).to(torch.uint8)
+            packed = form.pack(QuantizedWeight(codes, scale, minimum))
+            found |= {f"{index}.{key}": tensor for key, tensor in packed.items()}
+        return found
+
+
+def can_scale(graph: Graph, group: Group) -> bool:
+    """Whether the activation's producer takes a scale, and all its readers are in the group."""
+    linears = [site.nodes[0] for site in group.sites]
+    all_readers = set(readers(graph).get(group.x, [])) == set(linears)
+    return all_readers and why_not_foldable(graph, group.x, linears) is None
+
+
+def clipped_rows(graph: Graph, name: str, node: fx.Node) -> Tensor:
+    """Rows of the weight that may be clipped [.] int64: all but those of query and key projections."""
+    weight = graph.weight_of(node.args[1])
+    parts = weight.origin.parts if weight is not None and weight.origin is not None else ()
+    rows = [part.rows for part in parts] or [weight_of(graph, node).shape[0]]
+    names = members(graph, node, name) if len(parts) > 1 else [name]
+    keep = torch.cat(
+        [
+            torch.full((count,), module.rpartition(".")[2] not in UNCLIPPED)
+            for module, count in zip(names, rows, strict=True)
+        ]
+    )
+    return keep.nonzero()[:, 0]

@@ -1,0 +1,163 @@
+"""What passes that quantize linear layers by calibration share: the walk, its statistics, and resuming.
+
+Layers that read one activation form a *group*. Groups are taken in execution order: the graph is run up to the
+activation, which already sees the rounding of all layers before (GPTQ's "true sequential"); its statistics are
+collected, window by window; the layers are quantized and replaced; the walk goes on through them. So each layer is
+run once, and memory holds the activations between two layers.
+
+Every finished group is written down at once, and once a layer the walk itself. A run that was killed applies what is
+written and goes on; the result is the same to the byte, because it continues from the very numbers.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor, fx
+
+from optkit.calibration import Calibration
+from optkit.graph.ir import Graph
+from optkit.graph.walk import Walk
+from optkit.kernels import reference
+from optkit.passes.base import PassContext, PassResult, Plan, Site, Tell
+from optkit.passes.calibration_cost import estimate, estimate_text, measured_text
+from optkit.passes.finished_groups import FinishedGroups
+from optkit.passes.linear_quantization import Emitter, LinearQuantization, weight_stats
+from optkit.passes.schemes import SchemeConfig
+from optkit.passes.weight_formats import WeightFormat
+
+
+class CalibratedConfig(SchemeConfig):
+    calibration: Calibration = Field(
+        default_factory=lambda: Calibration(), description="the text to calibrate on"
+    )
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers that read one activation."""
+
+    sites: tuple[Site, ...]
+
+    @property
+    def x(self) -> fx.Node:
+        """The activation: of the graph as it is now, since an earlier layer that made it may have been replaced."""
+        return self.sites[0].nodes[0].args[0]
+
+    @property
+    def name(self) -> str:
+        return self.sites[0].name
+
+
+class Moments:
+    """Statistics of an activation [T, K] over all windows.
+
+    Attributes:
+        hessian: the mean of x x^T, [K, K].
+        mean: the mean of |x|, [K].
+    """
+
+    def __init__(self, values: Iterable[Tensor]) -> None:
+        count = 0
+        for x in values:
+            x = x.flatten(0, -2)
+            if not count:
+                self.hessian = torch.zeros(x.shape[1], x.shape[1])
+                self.mean = torch.zeros(x.shape[1])
+            count += len(x)
+            self.hessian.addmm_(x.T, x)
+            self.mean += x.abs().sum(dim=0)
+        self.hessian /= count
+        self.mean /= count
+
+
+class CalibratedQuantization(LinearQuantization):
+    """A quantizer that looks at the activations of each layer before it chooses codes."""
+
+    def format_for(self, graph: Graph, node: fx.Node, name: str) -> WeightFormat | str:
+        return self.config.format_for(graph, node)
+
+    @abstractmethod
+    def solve(self, graph: Graph, group: Group, moments: Moments) -> dict[str, Tensor]:
+        """The tensors that replace the group's layers, by ``index.tensor``. Leaves the graph alone."""
+
+    def apply(self, graph: Graph, plan: Plan, ctx: PassContext) -> PassResult:
+        if not plan.sites:
+            return PassResult(0)
+        if any(weight.value.device.type == "meta" for weight in graph.weights.values()):
+            return super().apply(graph, plan, ctx)
+        before, groups = graph.num_bytes(), by_activation(plan.sites)
+        windows = ctx.calibration_windows(self.config.calibration)
+        expected = estimate(graph, [(g.x, shapes(graph, g)) for g in groups], windows, ctx.target)
+        ctx.tell(f"{self.name}: calibrating on {len(windows)} samples, {estimate_text(expected)}")
+        start = time.monotonic()
+        self.prepare(graph, groups, windows, ctx)
+        emitter = Emitter(graph)
+
+        def replace(group: Group, solution: Mapping[str, Tensor], walk: Walk) -> None:
+            for index, site in enumerate(group.sites):
+                form = self.site_format(graph, site)[1]
+                own = {t: solution[f"{index}.{t}"] for t in form.tensors if f"{index}.{t}" in solution}
+                emitter.emit(site, form, own)
+
+        walk_through(
+            Walk(graph, windows, ctx.target),
+            groups,
+            lambda group, walk: self.solve(graph, group, Moments(walk.values(group.x))),
+            replace,
+            FinishedGroups(ctx.workspace, "codes"),
+            lambda text, part=None: ctx.tell(f"{self.name}: {text}", part=part),
+        )
+        graph.prune()
+        stats = weight_stats(before, graph) | {"calibration_tokens": sum(map(len, windows))}
+        ctx.tell(f"{self.name}: calibrated, {measured_text(expected, time.monotonic() - start)}")
+        return PassResult(len(plan.sites), stats)
+
+    def prepare(
+        self, graph: Graph, groups: list[Group], windows: Sequence[Sequence[int]], ctx: PassContext
+    ) -> None:
+        """Change the float model before its layers are quantized; must be exact."""
+
+
+def walk_through(
+    walk: Walk,
+    groups: Sequence[Group],
+    solve: Callable[[Group, Walk], dict[str, Tensor]],
+    replace: Callable[[Group, Mapping[str, Tensor], Walk], None],
+    finished: FinishedGroups,
+    tell: Tell,
+) -> None:
+    """Solve group after group and put each solution into the graph before the walk goes on."""
+    attentions, count = 0, finished.count()
+    for index, group in enumerate(groups):
+        if index < count:
+            solution = finished.load(index)
+        else:
+            finished.catch_up(walk, index)
+            tell(group.name, part=(index, len(groups)))
+            solution = solve(group, walk)
+            finished.save(index, solution)
+        replace(group, solution, walk)
+        passed = sum(node.target is reference.attention for node in walk.done)
+        if index >= count and passed > attentions:
+            finished.save_walk(index, walk.state())
+            attentions = passed
+
+
+def by_activation(sites: Iterable[Site]) -> list[Group]:
+    """Sites grouped by the activation they read, in execution order."""
+    found: dict[fx.Node, list[Site]] = {}
+    for site in sites:
+        found.setdefault(site.nodes[0].args[0], []).append(site)
+    return [Group(tuple(of_x)) for of_x in found.values()]
+
+
+def shapes(graph: Graph, group: Group) -> list[Any]:
+    """[N, K] of each layer of a group."""
+    return [tuple(graph.weights[str(site.nodes[0].args[1].target)].value.shape) for site in group.sites]

@@ -1,0 +1,121 @@
+"""Folding a scale per channel into what produces an activation, so that dividing it costs nothing at run time.
+
+Channel j of an activation divided by ``s_j``, and column j of every weight that reads it multiplied by ``s_j``, is
+the same model. The division goes into an RMSNorm's weight, or into the up projection before the down projection.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from optkit.graph.ir import Graph, Weight
+from optkit.kernels import reference
+
+PACKED = (reference.silu_mul_packed, reference.gelu_mul_packed)
+GATED = (reference.silu_mul, reference.gelu_mul)
+
+
+def readers(graph: Graph) -> dict[fx.Node, list[fx.Node]]:
+    """Linears by the activation they read."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.calls(reference.linear):
+        found.setdefault(node.args[0], []).append(node)
+    return found
+
+
+def why_not_foldable(graph: Graph, x: fx.Node, linears: list[fx.Node]) -> str | None:
+    if any(graph.weight_of(n.args[1]) is None for n in linears):
+        return "its weight is computed"
+    if any(str(n.args[1].target) == graph.meta.input_embedding for n in linears):
+        return "its weight is tied to the embedding"
+    if any(user.target is not reference.linear for user in x.users):
+        return "something besides linear layers reads its input"
+    if producer_weight(graph, x) is None:
+        return "no norm weight or up projection to fold the scale into"
+    return None
+
+
+def producer_weight(graph: Graph, x: fx.Node) -> fx.Node | None:
+    """The weight node that scales x channel by channel: a norm's, or the up projection's rows."""
+    if is_norm_output(x):
+        weight = norm_of(x).args[norm_weight_position(x)]
+        return weight if private(graph, weight) else None
+    if x.target in PACKED + GATED:
+        up = x.args[0] if x.target in PACKED else x.args[1]
+        alone = isinstance(up, fx.Node) and up.target is reference.linear and len(up.users) == 1
+        return up.args[1] if alone and private(graph, up.args[1]) else None
+    return None
+
+
+def private(graph: Graph, node: Any) -> bool:
+    """True for a weight that exactly one op reads, so that changing it changes nothing else."""
+    if graph.weight_of(node) is None:
+        return False
+    same = [n for n in graph.fx.nodes if n.op == "get_attr" and n.target == node.target]
+    return sum(len(n.users) for n in same) == 1
+
+
+def is_norm_output(x: fx.Node) -> bool:
+    return norm_of(x) is not None
+
+
+def norm_of(x: fx.Node) -> Any:
+    if x.target is reference.rms_norm:
+        return x
+    fused = x.target is operator.getitem and x.args[1] == 0 and x.args[0].target is reference.add_rms_norm
+    return x.args[0] if fused else None
+
+
+def norm_weight_position(x: fx.Node) -> int:
+    return 1 if norm_of(x).target is reference.rms_norm else 2
+
+
+# -- changing weights ------------------------------------------------------------------------------------
+
+
+def change(graph: Graph, node: fx.Node, value: Tensor) -> None:
+    """Give a weight a new value; tensors may be shared with other graphs, so never in place."""
+    name = str(node.target)
+    graph.weights[name] = Weight(value, graph.weights[name].origin)
+
+
+def fold(graph: Graph, x: fx.Node, linears: Sequence[fx.Node], scale: Tensor) -> None:
+    """Divide activation ``x`` by ``scale`` [K] in its producer, and multiply its readers' weights by it."""
+    divide_producer(graph, x, scale)
+    for linear in linears:
+        value = graph.weights[str(linear.args[1].target)].value
+        change(graph, linear.args[1], value * scale)
+
+
+def divide_producer(graph: Graph, x: fx.Node, scale: Tensor) -> None:
+    """Fold ``1 / scale`` into what makes x."""
+    weight = producer_weight(graph, x)
+    if weight is None:
+        raise ValueError(f"{x.name} has no producer to fold into")
+    value = graph.weights[str(weight.target)].value
+    if is_norm_output(x):
+        offset = norm_offset(x)
+        change(graph, weight, (value + offset) / scale - offset)
+        return
+    if x.target in PACKED:
+        scale = torch.cat((torch.ones_like(scale), scale))
+    change(graph, weight, value / scale[:, None])
+    bias = up_bias(x)
+    if bias is not None:
+        change(graph, bias, graph.weights[str(bias.target)].value / scale)
+
+
+def norm_offset(x: fx.Node) -> float:
+    norm = norm_of(x)
+    position = norm_weight_position(x) + 2
+    return float(norm.args[position] if len(norm.args) > position else norm.kwargs.get("offset", 0.0))
+
+
+def up_bias(x: fx.Node) -> Any:
+    up = x.args[0] if x.target in PACKED else x.args[1]
+    return up.args[2] if len(up.args) > 2 else None

@@ -1,0 +1,121 @@
+"""fp8: linear layers in float8 E4M3, per-channel weights and rounded activations (arXiv 2209.05433).
+
+A weight row is scaled to E4M3's range, ``absmax / 448``, and rounded. ``FP8_DYNAMIC`` scales and rounds each token's
+activations the same way; ``FP8`` has one scale for a layer's activations, their largest value on calibration text over
+448: cheaper to apply, and what lies beyond saturates. The names are llm-compressor's; on disk the layers are
+compressed-tensors ``float-quantized``.
+
+E4M3 has 3 bits of mantissa, so rounding is relative: kinder to outliers than int8 and coarser for everything else.
+Hopper multiplies it natively. On a CPU it is emulated in float32, exactly and slowly: for its quality, not its speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, fx
+
+from optkit.calibration import Calibration
+from optkit.graph.ir import Graph
+from optkit.graph.walk import Walk
+from optkit.kernels import reference
+from optkit.kernels.reference import FP8_MOST
+from optkit.passes.base import PassContext, PassResult, Plan
+from optkit.passes.calibrated import by_activation
+from optkit.passes.grid import Grid, QuantizedWeight
+from optkit.passes.linear_quantization import (
+    Emitter,
+    LinearQuantization,
+    LinearQuantizationConfig,
+    weight_of,
+    weight_stats,
+)
+from optkit.passes.weight_formats import WeightFormat
+from optkit.target import Target
+
+
+class FP8Config(LinearQuantizationConfig):
+    scheme: Literal["FP8_DYNAMIC", "FP8"] = Field(
+        "FP8_DYNAMIC", description="activation scales: of each token, or static from calibration"
+    )
+    calibration: Calibration = Field(
+        default_factory=lambda: Calibration(samples=16), description="the text for static scales (FP8)"
+    )
+
+
+@dataclass(frozen=True)
+class Float8Format(WeightFormat):
+    """E4M3 weights [N, K] with float32 scales [N, 1], and a static scale [1] for activations if ``static``."""
+
+    static: bool = False
+    label = "float8"
+    op = staticmethod(reference.linear_fp8)
+    tensors = ("weight", "weight_scale", "input_scale")
+    quantizes_input = False
+
+    @property
+    def grid(self) -> Grid:
+        raise TypeError("float8 values lie on no grid of integers")
+
+    def pack(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        raise TypeError("float8 values are no integer codes")
+
+    def lacks(self, n: int, k: int, target: Target) -> str | None:
+        return None  # the reference runs everywhere
+
+    def options(self, weight: Mapping[str, Tensor]) -> dict[str, Any]:
+        return {"activations": "tensor" if self.static else "token"}
+
+    def round(self, weight: Tensor) -> dict[str, Tensor]:
+        values, scale = quantize_fp8(weight)
+        return {"weight": values, "weight_scale": scale}
+
+    def planned(self, n: int, k: int) -> dict[str, Tensor]:
+        meta = torch.device("meta")
+        tensors = {
+            "weight": torch.empty(n, k, dtype=torch.float8_e4m3fn, device=meta),
+            "weight_scale": torch.empty(n, 1, device=meta),
+        }
+        return tensors | ({"input_scale": torch.empty(1, device=meta)} if self.static else {})
+
+
+class FP8(LinearQuantization):
+    name = "fp8"
+    Config = FP8Config
+
+    def format_for(self, graph: Graph, node: fx.Node, name: str) -> WeightFormat | str:
+        return Float8Format(self.config.scheme == "FP8")
+
+    def apply(self, graph: Graph, plan: Plan, ctx: PassContext) -> PassResult:
+        planned = any(weight.value.device.type == "meta" for weight in graph.weights.values())
+        if self.config.scheme == "FP8_DYNAMIC" or planned or not plan.sites:
+            return super().apply(graph, plan, ctx)
+        before = graph.num_bytes()
+        windows = ctx.calibration_windows(self.config.calibration)
+        walk, emitter = Walk(graph, windows, ctx.target), Emitter(graph)
+        groups = by_activation(plan.sites)
+        for index, group in enumerate(groups):
+            ctx.tell(f"fp8: {group.name}", part=(index, len(groups)))
+            scale = static_scale(torch.stack([x.abs().amax() for x in walk.values(group.x)]).amax())
+            for site in group.sites:
+                node, form = self.site_format(graph, site)
+                emitter.emit(site, form, form.round(weight_of(graph, node)) | {"input_scale": scale.clone()})
+        graph.prune()
+        stats = weight_stats(before, graph) | {"calibration_tokens": sum(map(len, windows))}
+        return PassResult(len(plan.sites), stats)
+
+
+def quantize_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Weight [N, K] as (float8_e4m3fn [N, K], scale [N, 1] float32), absmax / 448 of each row."""
+    smallest = torch.finfo(torch.float32).tiny
+    scale = (weight.to(torch.float32).abs().amax(dim=1, keepdim=True) / FP8_MOST).clamp_min(smallest)
+    return (weight / scale).clamp(-FP8_MOST, FP8_MOST).to(torch.float8_e4m3fn), scale
+
+
+def static_scale(absmax: Tensor) -> Tensor:
+    """The scale [1] of activations that reached ``absmax``."""
+    return (absmax.reshape(1) / FP8_MOST).clamp_min(torch.finfo(torch.float32).tiny)

@@ -1,0 +1,79 @@
+"""What passes that store the KV cache in fewer bits share: which layers, and what they become.
+
+The choice is part of the graph (``KVSpec.dtype``) and of no checkpoint tensor: the Hugging Face directory of the
+artifact does not change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+from pydantic import Field
+from torch import fx
+
+from optkit.graph.ir import Graph, KVSpec
+from optkit.kernels import reference, select
+from optkit.passes.base import Config, Pass, PassContext, PassResult, Plan, Site, Skip, Stage
+
+
+class KVConfig(Config):
+    ignore: tuple[int, ...] = Field((), description="layers, counted from 0, whose KV cache stays in float32")
+
+
+class KVQuantization(Pass):
+    """A pass that gives layers a KV cache of ``dtype``."""
+
+    stage = Stage.ATTENTION
+    exact = False
+    dtype: ClassVar[str]  # a key of KV_DTYPES
+    by_reference: ClassVar[bool] = False  # whether the reference may run it where no kernel does
+    Config = KVConfig
+
+    def check(self, graph: Graph, ctx: PassContext) -> Plan:
+        plan = Plan()
+        for node in graph.calls(reference.attention):
+            spec = spec_of(graph, node)
+            name = f"layer {spec.layer}"
+            reason = self.why_not(graph, node, spec, ctx)
+            if reason:
+                plan.skips.append(Skip(name, reason))
+            else:
+                plan.sites.append(Site(name, (node,)))
+        return plan
+
+    def why_not(self, graph: Graph, node: fx.Node, spec: KVSpec, ctx: PassContext) -> str | None:
+        if spec.layer in self.config.ignore:
+            return "on the ignore list"
+        if spec.dtype != "float32":
+            return f"its KV cache is {spec.dtype} already"
+        return self.kernel_lacks(graph, node, ctx)
+
+    def kernel_lacks(self, graph: Graph, node: fx.Node, ctx: PassContext) -> str | None:
+        """Why attention can't read such pools here, or None. A kernel that a pass has pinned must be able to."""
+        pinned = node.meta.get("kernel")
+        options = {**graph.site_options(node), "kv_dtype": self.dtype}
+        wanted = None if pinned == "reference" else pinned
+        try:
+            kernel = select("attention", ctx.target, pinned=wanted, options=options)
+        except LookupError:
+            return f"its kernel '{pinned}' reads no {self.dtype} KV cache"
+        if kernel is None and not self.by_reference:
+            return f"no attention kernel reads an {self.dtype} KV cache on {ctx.target.name}"
+        return None
+
+    def apply(self, graph: Graph, plan: Plan, ctx: PassContext) -> PassResult:
+        chosen = {spec_of(graph, site.nodes[0]).layer for site in plan.sites}
+        before = graph.meta.kv_specs
+        after = tuple(replace(spec, dtype=self.dtype) if spec.layer in chosen else spec for spec in before)
+        graph.meta = replace(graph.meta, kv_specs=after)
+        stats = {
+            "kv_bytes_per_token_before": sum(spec.token_bytes for spec in before),
+            "kv_bytes_per_token_after": sum(spec.token_bytes for spec in after),
+        }
+        return PassResult(len(plan.sites), stats)
+
+
+def spec_of(graph: Graph, node: fx.Node) -> KVSpec:
+    """The spec of the pools that an attention node reads."""
+    return next(spec for spec in graph.meta.kv_specs if f"k_cache_{spec.layer}" == str(node.args[3]))

@@ -1,0 +1,211 @@
+"""mixed_precision: every layer gets the precision that it needs, under one budget for all.
+
+Each layer is quantized alone in each of the ``schemes`` and the KL divergence of the model's outputs is measured;
+then ``assignment`` gives the larger formats to those layers where a byte (or a millisecond of decode, by the
+roofline) takes away most divergence. The budget is ``bits`` a weight, ``max_bytes``, or the divergence ``max_kld`` to
+be reached with the least. Finally all are quantized together by GPTQ, each in its own format. With ``lm_head: true``
+the output head takes part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, fx
+
+from optkit.errors import UserError
+from optkit.graph.cost import node_cost
+from optkit.graph.ir import Graph
+from optkit.graph.shapes import Point, infer_shapes
+from optkit.graph.walk import Walk
+from optkit.passes.assignment import Choice, assign
+from optkit.passes.base import PassContext, PassResult, Plan, Site
+from optkit.passes.calibrated import Group, walk_through
+from optkit.passes.finished_groups import FinishedGroups
+from optkit.passes.gptq import GPTQ, GPTQConfig
+from optkit.passes.linear_quantization import Emitter, weight_of
+from optkit.passes.schemes import fitting, make_format
+from optkit.passes.sensitivity import float_logits, variant_kl
+from optkit.passes.weight_formats import WeightFormat
+from optkit.recipe import Bytes
+
+DECODE = Point(1, 1, 512)
+
+
+class MixedPrecisionConfig(GPTQConfig):
+    schemes: list[str] = Field(
+        default_factory=lambda: ["W4A8", "W8A8"], min_length=2, max_length=8,
+        description="what a layer may get, as 'W4A8' or with a group size 'W4A8:64'",
+    )  # fmt: skip
+    bits: float | None = Field(None, gt=1, le=32, description="budget: mean bits a weight, scales included")
+    max_bytes: Bytes | None = Field(None, description="budget: bytes of all layers that take part")
+    max_kld: float | None = Field(
+        None, gt=0, description="budget: the divergence to stay within, with least bytes"
+    )
+    price: str = Field("bytes", pattern="^(bytes|milliseconds)$", description="what an upgrade is judged by")
+    sensitivity_tokens: int = Field(
+        512, ge=16, le=1 << 16, description="tokens that sensitivity is measured on"
+    )
+
+    @model_validator(mode="after")
+    def one_budget(self) -> Any:
+        if sum(value is not None for value in (self.bits, self.max_bytes, self.max_kld)) != 1:
+            raise ValueError("give one of bits, max_bytes and max_kld")
+        for scheme in self.schemes:
+            parsed(scheme)
+        return self
+
+
+def parsed(scheme: str) -> WeightFormat:
+    """``W4A8:64`` as a format."""
+    name, _, group = scheme.partition(":")
+    if group and not group.isdecimal():
+        raise ValueError(f"'{scheme}' is not a scheme, or a scheme and a group size like 'W4A8:64'")
+    return make_format(name, int(group) if group else None)
+
+
+class MixedPrecision(GPTQ):
+    name = "mixed_precision"
+    Config = MixedPrecisionConfig  # type: ignore[assignment]
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(config)
+        self.assigned: dict[str, WeightFormat] = {}
+        self.result: dict[str, Any] = {}
+
+    def format_for(self, graph: Graph, node: fx.Node, name: str) -> WeightFormat | str:
+        """The assigned format; before there is one, the last scheme's, which must fit."""
+        if name in self.assigned:
+            return self.assigned[name]
+        choices = self.choices(graph, node)
+        return choices[-1]
+
+    def choices(self, graph: Graph, node: fx.Node) -> list[WeightFormat | str]:
+        """The format of each scheme for one linear, or why it has none."""
+        k = weight_of(graph, node).shape[1] if graph.weight_of(node.args[1]) else 0
+        return [
+            fitting(parsed(s), s.partition(":")[0], k, self.config.uneven_groups) for s in self.config.schemes
+        ]
+
+    def apply(self, graph: Graph, plan: Plan, ctx: PassContext) -> PassResult:
+        result = super().apply(graph, plan, ctx)
+        return PassResult(result.changed, result.stats | self.result)  # a dry run has no result of its own
+
+    def prepare(
+        self, graph: Graph, groups: list[Group], windows: Sequence[Sequence[int]], ctx: PassContext
+    ) -> None:
+        """Measure every layer alone in every scheme, and assign."""
+        forms = {site.name: self.usable(graph, site, ctx) for group in groups for site in group.sites}
+        losses = self.measure(graph, groups, forms, short_text(windows, self.config.sensitivity_tokens), ctx)
+        sites = [site for group in groups for site in group.sites]
+        sizes = {site.name: weight_of(graph, site.nodes[0]).shape for site in sites}
+        choices = [
+            [
+                Choice(loss, form.num_bytes(*sizes[site.name]), self.price(graph, site, form, ctx))
+                for form, loss in zip(forms[site.name], losses[site.name], strict=True)
+            ]
+            for site in sites
+        ]
+        weights = sum(n * k for n, k in sizes.values())
+        limit = self.config.max_bytes or (self.config.bits * weights / 8 if self.config.bits else None)
+        try:
+            chosen = assign(choices, limit, self.config.max_kld)
+        except ValueError as error:
+            fix = "raise the budget, or add a scheme of fewer bits or more"
+            raise UserError(f"{error}", where="mixed_precision", fix=fix) from error
+        picked = [options[i] for options, i in zip(choices, chosen, strict=True)]
+        for site, i in zip(sites, chosen, strict=True):
+            self.assigned[site.name] = forms[site.name][i]
+        self.result = {
+            "bits_per_weight": 8 * sum(choice.size for choice in picked) / weights,
+            "expected_kld": sum(choice.loss for choice in picked),
+            "assigned": count_by_scheme(self.config.schemes, chosen),
+            "most_sensitive": sorted(sites_by_loss(sites, choices), key=lambda row: -row[1])[:10],
+            "upgraded": [site.name for site, i in zip(sites, chosen, strict=True) if i],
+        }
+        ctx.tell(
+            f"{self.name}: {self.result['bits_per_weight']:.2f} bits a weight, {self.result['assigned']}"
+        )
+
+    def usable(self, graph: Graph, site: Site, ctx: PassContext) -> list[WeightFormat]:
+        """The formats that run this layer; in place of one that doesn't, the last scheme's."""
+        (node,) = site.nodes
+        n, k = weight_of(graph, node).shape
+        found = self.choices(graph, node)
+        last = found[-1]
+        assert isinstance(last, WeightFormat)
+        return [last if isinstance(f, str) or f.lacks(n, k, ctx.target) else f for f in found]
+
+    def price(self, graph: Graph, site: Site, form: WeightFormat, ctx: PassContext) -> float:
+        """Bytes, or milliseconds of a decode step by the roofline."""
+        n, k = weight_of(graph, site.nodes[0]).shape
+        if self.config.price == "bytes":
+            return form.num_bytes(n, k)
+        clone, ours = alone(graph, site, form, form.planned(n, k))
+        return 1e3 * node_cost(clone, ours, infer_shapes(clone, DECODE), DECODE).seconds(ctx.target)
+
+    def measure(
+        self,
+        graph: Graph,
+        groups: Sequence[Group],
+        forms: Mapping[str, Sequence[WeightFormat]],
+        windows: Sequence[Sequence[int]],
+        ctx: PassContext,
+    ) -> dict[str, list[float]]:
+        """KL of each site in each of its formats, alone."""
+        walk = Walk(graph, windows, ctx.target)
+        expected: list[Tensor] = []
+        losses: dict[str, list[float]] = {}
+
+        def solve(group: Group, walk: Walk) -> dict[str, Tensor]:
+            if not expected:
+                expected.extend(float_logits(graph, walk))
+            found = {}
+            for index, site in enumerate(group.sites):
+                weight = weight_of(graph, site.nodes[0])
+                variants = [alone(graph, site, form, form.round(weight))[0] for form in forms[site.name]]
+                found[str(index)] = torch.tensor(variant_kl(walk, group.x, variants, expected))
+            return found
+
+        def replace(group: Group, solution: Mapping[str, Tensor], walk: Walk) -> None:
+            for index, site in enumerate(group.sites):
+                losses[site.name] = solution[str(index)].tolist()
+
+        finished = FinishedGroups(ctx.workspace, "sensitivity")
+        walk_through(
+            walk, groups, solve, replace, finished,
+            lambda text, part=None: ctx.tell(f"{self.name}: sensitivity of {text}", part=part),
+        )  # fmt: skip
+        return losses
+
+
+def alone(
+    graph: Graph, site: Site, form: WeightFormat, tensors: Mapping[str, Tensor]
+) -> tuple[Graph, fx.Node]:
+    """A clone in which ``site`` alone is quantized, and its op."""
+    clone = graph.clone()
+    node = next(n for n in clone.fx.nodes if n.name == site.nodes[0].name)
+    op = Emitter(clone).emit(Site(site.name, (node,)), form, tensors)
+    clone.prune()
+    return clone, op
+
+
+def short_text(windows: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
+    """The first windows, ``tokens`` in all."""
+    found: list[list[int]] = []
+    for window in windows:
+        left = tokens - sum(map(len, found))
+        if left > 1:
+            found.append(list(window[:left]))
+    return found
+
+
+def count_by_scheme(schemes: Sequence[str], chosen: Sequence[int]) -> dict[str, int]:
+    return {scheme: sum(i == index for i in chosen) for index, scheme in enumerate(schemes)}
+
+
+def sites_by_loss(sites: Sequence[Site], choices: Sequence[Sequence[Choice]]) -> list[tuple[str, float]]:
+    return [(site.name, options[0].loss) for site, options in zip(sites, choices, strict=True)]

@@ -1,0 +1,167 @@
+"""prune: removes the feed-forward channels that matter least, the same number in every layer.
+
+A channel j of a gated feed-forward part contributes ``a_j * w_j``, its activation times a column of the down
+projection. Its importance is the mean of ``|a_j|`` over calibration text times ``|w_j|``; the channels with the least
+of it go: their rows of gate and up, their column of down. (Activation-weighted magnitudes as in Wanda, arXiv
+2306.11695, for whole channels.) What is left is a smaller dense model: faster by every kernel, on every machine, and
+loss that no later pass gives back; so it stands under the same bounds as a quantizer.
+
+``intermediate_size`` is one number in config.json, so all layers keep equally many channels, a multiple of
+``multiple`` so that groups of later quantizers still fit. Where one layer can't be pruned, none is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor, fx
+
+from optkit.calibration import Calibration
+from optkit.graph.ir import Graph, Origin, Part, Weight
+from optkit.graph.walk import Walk
+from optkit.kernels import reference
+from optkit.passes.base import Config, Pass, PassContext, PassResult, Plan, Site, Skip, Stage
+from optkit.passes.rewrite import site_name
+
+PAIRS = (reference.silu_mul, reference.gelu_mul)
+PACKED = (reference.silu_mul_packed, reference.gelu_mul_packed)
+
+
+class PruneConfig(Config):
+    ffn: float = Field(0.1, gt=0, lt=1, description="share of each layer's feed-forward channels to remove")
+    multiple: int = Field(64, ge=1, le=4096, description="channels that are left are a multiple of this")
+    calibration: Calibration = Field(
+        default_factory=lambda: Calibration(samples=16), description="the text that importance is measured on"
+    )
+
+
+class Prune(Pass):
+    name = "prune"
+    stage = Stage.SMOOTH
+    exact = False
+    Config = PruneConfig
+
+    def check(self, graph: Graph, ctx: PassContext) -> Plan:
+        """A site is a feed-forward part: (down, activation, linears that make it)."""
+        plan = Plan()
+        for down in graph.calls(reference.linear):
+            x = down.args[0]
+            if isinstance(x, fx.Node) and x.target in (*PAIRS, *PACKED):
+                reason = why_not(graph, down, x)
+                name = site_name(graph, down)
+                if reason:
+                    plan.skips.append(Skip(name, reason))
+                else:
+                    plan.sites.append(Site(name, (down, x, *makers(x))))
+        for node in graph.calls(reference.grouped_mm):
+            plan.skips.append(Skip(f"experts {node.name}", "mixture-of-experts weights are not pruned"))
+        self.all_or_none(graph, plan)
+        return plan
+
+    def all_or_none(self, graph: Graph, plan: Plan) -> None:
+        """Move all sites to the skips where the layers can't keep equally many channels."""
+        widths = {width(graph, site) for site in plan.sites}
+        reason = None
+        if plan.skips:
+            reason = (
+                f"intermediate_size is one number for all layers, and {plan.skips[0].site} can't be pruned"
+            )
+        elif len(widths) > 1:
+            reason = f"the layers have {sorted(widths)} channels, and intermediate_size is one number"
+        elif widths and self.kept(min(widths)) < 1:
+            reason = f"nothing would be left of {min(widths)} channels in multiples of {self.config.multiple}"
+        elif widths and self.kept(min(widths)) == min(widths):
+            share, multiple = self.config.ffn, self.config.multiple
+            reason = f"{min(widths)} channels less {share:.0%} are as many in multiples of {multiple}"
+        if reason:
+            plan.skips += [Skip(site.name, reason) for site in plan.sites]
+            plan.sites.clear()
+
+    def kept(self, channels: int) -> int:
+        """How many of ``channels`` stay: the nearest multiple to the share asked for."""
+        wanted = channels * (1 - self.config.ffn) / self.config.multiple
+        return min(channels, round(wanted) * self.config.multiple)
+
+    def apply(self, graph: Graph, plan: Plan, ctx: PassContext) -> PassResult:
+        before = graph.num_bytes()
+        channels = width(graph, plan.sites[0])
+        kept = self.kept(channels)
+        choices = self.choices(graph, plan, kept, ctx)
+        for site, index in zip(plan.sites, choices, strict=True):
+            down, _, *linears = site.nodes
+            select_columns(graph, down, index)
+            for linear in linears:
+                select_rows(graph, linear, index, channels)
+        graph.plan["config"] = {**graph.plan.get("config", {}), "intermediate_size": kept}
+        stats = {"intermediate_size_before": channels, "intermediate_size_after": kept}
+        bytes_ = {"weight_bytes_before": before, "weight_bytes_after": graph.num_bytes()}
+        return PassResult(len(plan.sites), stats | bytes_)
+
+    def choices(self, graph: Graph, plan: Plan, kept: int, ctx: PassContext) -> list[Tensor]:
+        """The channels [kept] that stay, in order, of each site. A dry run, which has shapes only, takes the first."""
+        if any(weight.value.device.type == "meta" for weight in graph.weights.values()):
+            return [torch.arange(kept) for _ in plan.sites]
+        walk = Walk(graph.clone(), ctx.calibration_windows(self.config.calibration), ctx.target)
+        by_name = {node.name: node for node in walk.graph.fx.nodes}
+        found = []
+        for number, site in enumerate(plan.sites):
+            ctx.tell(f"prune: {site.name}", part=(number, len(plan.sites)))
+            down, x, *_ = site.nodes
+            weight = graph.weights[str(down.args[1].target)].value
+            score = importance(list(walk.values(by_name[x.name])), weight)
+            found.append(score.topk(kept).indices.sort().values)
+        return found
+
+
+def importance(activations: list[Tensor], down: Tensor) -> Tensor:
+    """``mean|a_j| * |w_j|`` [F] of activations [T, F], a window each, and the down projection [N, F]."""
+    total = sum(x.abs().sum(dim=0) for x in activations)
+    return total / sum(map(len, activations)) * down.norm(dim=0)
+
+
+def makers(x: fx.Node) -> tuple[Any, ...]:
+    """What a gated activation is made of: gate and up, or both in one."""
+    return x.args[:2] if x.target in PAIRS else x.args[:1]
+
+
+def width(graph: Graph, site: Site) -> int:
+    """The channels of a feed-forward part."""
+    return graph.weights[str(site.nodes[0].args[1].target)].value.shape[1]
+
+
+def why_not(graph: Graph, down: fx.Node, x: fx.Node) -> str | None:
+    if len(x.users) > 1:
+        return "something else reads its activations"
+    for linear in makers(x):
+        if not (isinstance(linear, fx.Node) and linear.target is reference.linear and len(linear.users) == 1):
+            return "gate and up are not plain linear layers of its own"
+    for linear in (down, *makers(x)):
+        weight = graph.weight_of(linear.args[1])
+        if (
+            weight is None
+            or weight.origin is None
+            or weight.value.dtype != torch.float32
+            or len(linear.args[1].users) > 1
+        ):
+            return "a weight is not a float32 checkpoint tensor of its own"
+    return None
+
+
+def select_columns(graph: Graph, linear: fx.Node, index: Tensor) -> None:
+    name = str(linear.args[1].target)
+    weight = graph.weights[name]
+    graph.weights[name] = Weight(weight.value[:, index.to(weight.value.device)].contiguous(), weight.origin)
+
+
+def select_rows(graph: Graph, linear: fx.Node, index: Tensor, channels: int) -> None:
+    """Rows ``index`` of each run of ``channels`` rows (gate and up may be stacked), of the weight and the bias."""
+    for argument in linear.args[1:3]:
+        weight = graph.weight_of(argument)
+        if weight is None or weight.origin is None:
+            continue
+        rows = torch.cat([index + start for start in range(0, len(weight.value), channels)])
+        parts = tuple(Part(p.name, p.rows * len(index) // channels) for p in weight.origin.parts)
+        value = weight.value[rows.to(weight.value.device)].contiguous()
+        graph.weights[str(argument.target)] = Weight(value, Origin(parts, weight.origin.transposed))
