@@ -2,9 +2,9 @@
 
 A recipe names a source under each such pass; the shipped text needs no network and shares nothing with the text that
 quality is measured on. Plain text is cut into windows of ``length`` tokens; a JSONL file has one sample a line,
-``{"text": ...}`` or ``{"messages": [...]}``, of which the first ``length`` tokens count. Which windows or lines are taken,
-and in which order, follows from ``seed`` alone. Too few of them is an error: a quantizer that was given a tenth of the
-text it asked for still gives an answer, only a worse one.
+``{"text": ...}`` or ``{"messages": [...]}``, of which the first ``length`` tokens count. Which windows or lines are
+taken, and in which order, follows from ``seed`` alone. Too few of them is an error: a quantizer that was given a
+tenth of the text it asked for still gives an answer, only a worse one.
 """
 
 from __future__ import annotations
@@ -30,14 +30,19 @@ class Calibration(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    source: str = Field(SHIPPED, description="'shipped', or a text or .jsonl file")
-    samples: int = Field(64, ge=1, le=1 << 16, description="windows of text, or lines of a JSONL file")
-    length: int = Field(
-        512, ge=SHORTEST, le=1 << 17, description="tokens of a sample, at most the model's context"
+    source: str = Field(default=SHIPPED, description="'shipped', or a text or .jsonl file")
+    samples: int = Field(
+        default=64, ge=1, le=1 << 16, description="windows of text, or lines of a JSONL file"
     )
-    seed: int = Field(0, ge=0, lt=1 << 32, description="decides which samples are taken, and their order")
+    length: int = Field(
+        default=512, ge=SHORTEST, le=1 << 17, description="tokens of a sample, at most the model's context"
+    )
+    seed: int = Field(
+        default=0, ge=0, lt=1 << 32, description="decides which samples are taken, and their order"
+    )
     chat_template: bool = Field(
-        False, description="render samples with the model's chat template; text becomes a user's message"
+        default=False,
+        description="render samples with the model's chat template; text becomes a user's message",
     )
 
     def digest(self) -> str | None:

@@ -1,7 +1,8 @@
 """Why a pass was kept, reduced or undone, in words: the decision, and the roofline's prediction beside the measurement.
 
-"I quantized it and it is not faster" has an answer that is known before anything is measured: weights of fewer bits speed up
-what waits for memory, int8 arithmetic what waits for the arithmetic units. So every step is named by what bounds it.
+"I quantized it and it is not faster" has an answer that is known before anything is measured: weights of fewer bits
+speed up what waits for memory, int8 arithmetic what waits for the arithmetic units. So every step is named by what
+bounds it.
 """
 
 from __future__ import annotations

@@ -21,11 +21,10 @@ from optkit.records import PassRecord, RunRecord
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
-table { border-collapse: collapse; margin: .5rem 0 1rem; }
-th, td { text-align: left; padding: .2rem .8rem .2rem 0; border-bottom: 1px solid #ddd; vertical-align: top; }
-td { font-variant-numeric: tabular-nums; }
-h2 { margin-top: 2rem; border-top: 2px solid #222; padding-top: .5rem; }
-.kept { color: #17652f; } .reduced { color: #8a5a00; } .rolled-back { color: #a02c1c; } .skipped { color: #666; } .note { color: #555; }
+table { border-collapse: collapse; margin: .5rem 0 1rem; } th, td { text-align: left; padding: .2rem .8rem .2rem 0;
+border-bottom: 1px solid #ddd; vertical-align: top; } td { font-variant-numeric: tabular-nums; } h2 { margin-top:
+2rem; border-top: 2px solid #222; padding-top: .5rem; } .kept { color: #17652f; } .reduced { color: #8a5a00; }
+.rolled-back { color: #a02c1c; } .skipped { color: #666; } .note { color: #555; }
 """
 NOTE = (
     "Predicted is the roofline of the ops, measured the ratio of medians over alternating rounds on this "
@@ -80,6 +79,8 @@ def pass_section(record: PassRecord, target: Mapping[str, Any]) -> list[str]:
     if record.skips:
         rows = [(skip["reason"], str(skip["count"]), skip["first"]) for skip in record.skips]
         parts.append(html_table(("left alone because", "places", "first"), rows))
+    if tried := record.stats.get("compiled"):
+        parts.append(html_table(VARIANT_HEADER, map(variant_row, tried)))
     return parts + evidence(record, target)
 
 
@@ -94,6 +95,16 @@ def evidence(record: PassRecord, target: Mapping[str, Any]) -> list[str]:
     if record.quality:
         parts.append(html_table(("quality against the source model", "value"), quality_rows(record.quality)))
     return parts
+
+
+VARIANT_HEADER = ("tokens a step", "compiled ms", "uncompiled ms", "runs", "because")
+
+
+def variant_row(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """One variant of compiled code: both times, and which of the two serves these steps."""
+    keys = ("compiled_seconds", "uncompiled_seconds")
+    times = (f"{row[key] * 1e3:.3f}" if key in row else "-" for key in keys)
+    return row["tokens"], *times, "compiled" if row["kept"] else "uncompiled", row["reason"] or "faster"
 
 
 def page(title: str, body: Sequence[str]) -> str:
@@ -198,6 +209,19 @@ def run_table(run: RunRecord) -> Table:
     if labels:
         table.caption = "speedups: measured (predicted)"
     return table
+
+
+def variants_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """What was compiled, its times, and what runs; empty without rows."""
+    table = Table(*VARIANT_HEADER, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*map(Text, variant_row(row)))
+    return table
+
+
+def variants(run: RunRecord) -> list[dict[str, Any]]:
+    """The variants of compiled code that a run tried."""
+    return [row for record in run.passes for row in record.stats.get("compiled", ())]
 
 
 def records_of(run: RunRecord) -> list[PassRecord]:

@@ -1,8 +1,9 @@
-"""Takes back the worst layers of a quantizer until a quality bound holds, where undoing the whole pass would give up too much.
+"""Takes back the worst layers of a quantizer until a quality bound holds.
 
-Each quantized layer is measured alone, against the float graph on calibration text; losses are taken to add up to that of the
-whole, which says how many of the worst have to go. What that gives is measured through the runtime as any candidate is, and
-if a bound is still missed, more go. When half of the layers would have to, the pass is not for this model: the driver undoes it.
+Each quantized layer is measured alone, against the float graph on calibration text; losses are taken to add up to the
+whole's, which says how many of the worst have to go. What that gives is measured through the runtime as any candidate
+is, and if a bound is still missed, more go. When half of the layers would have to, the pass is not for this model: the
+driver undoes it.
 """
 
 from __future__ import annotations

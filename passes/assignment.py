@@ -1,9 +1,10 @@
 """Which precision each layer gets under a budget: a multiple-choice knapsack, by what a byte buys.
 
-Every site has a few choices, each with a loss (the KL divergence it causes alone), a size and a price. All start at the smallest;
-then the upgrade that takes away most loss for its price is made, again and again, while it fits. Upgrades go along the lower
-convex hull of a site's choices, which makes this the optimum of the linear relaxation; what remains of the budget at the end
-is filled with smaller upgrades. Losses are taken to add up, which holds while they are small.
+Every site has a few choices, each with a loss (the KL divergence it causes alone), a size and a price. All start at
+the smallest; then the upgrade that takes away most loss for its price is made, again and again, while it fits.
+Upgrades go along the lower convex hull of a site's choices, which makes this the optimum of the linear relaxation;
+what remains of the budget at the end is filled with smaller upgrades. Losses are taken to add up, which holds while
+they are small.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """awq: linear layers on integer grids, with channels scaled so that the important ones lose less, and ranges clipped.
 
-The searches are ``awq_search`` (arXiv 2306.00978), the calibration ``calibrated``. Two walks: the first finds the scales, which are
-folded into the norm or the up projection before the layers and leave the model what it was; the second clips and rounds.
-Where nothing can be scaled (the attention's output projection), layers are clipped only. Query and key projections are not
-clipped, as in the paper's code: their products meet in a softmax.
+The searches are ``awq_search`` (arXiv 2306.00978), the calibration ``calibrated``. Two walks: the first finds the
+scales, which are folded into the norm or the up projection before the layers and leave the model what it was; the
+second clips and rounds. Where nothing can be scaled (the attention's output projection), layers are clipped only.
+Query and key projections are not clipped, as in the paper's code: their products meet in a softmax.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class AWQ(CalibratedQuantization):
             [group for group in groups if can_scale(graph, group)],
             scale,
             replace,
-            FinishedGroups(ctx.workspace, "scales"),
+            FinishedGroups(ctx.workspace, "scales", with_walk=True),
             lambda text, part=None: ctx.tell(f"{self.name}: scale of {text}", part=part),
         )
 
     def solve(self, graph: Graph, group: Group, moments: Moments) -> dict[str, Tensor]:
-        found = {}
+        found: dict[str, Tensor] = {}
         for index, site in enumerate(group.sites):
             node, form = self.site_format(graph, site)
             weight, grid = weight_of(graph, node), form.grid

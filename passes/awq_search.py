@@ -1,12 +1,13 @@
 """AWQ: scales input channels before rounding so that those that matter lose less, and clips what costs resolution.
 
-Lin et al., arXiv 2306.00978. Multiplying column k of a weight by ``s_k`` and dividing the activation by it changes nothing in exact
-arithmetic, and makes the column's share of rounding errors smaller. ``s = mean|x|^a / mean|w|^(1 - a)`` with the exponent
-found by trying; then each group's range is shrunk if what is cut off costs less than the finer steps gain.
+Lin et al., arXiv 2306.00978. Multiplying column k of a weight by ``s_k`` and dividing the activation by it changes
+nothing in exact arithmetic, and makes the column's share of rounding errors smaller. ``s = mean|x|^a / mean|w|^(1 -
+a)`` with the exponent found by trying; then each group's range is shrunk if what is cut off costs less than the finer
+steps gain.
 
 Both are judged by the squared error of outputs, ``tr(D H D^T)`` over all calibration tokens, where the paper's code
-multiplies a sample of them: the same number without keeping activations. Clipping looks at a group by itself, which needs
-only the diagonal blocks of H.
+multiplies a sample of them: the same number without keeping activations. Clipping looks at a group by itself, which
+needs only the diagonal blocks of H.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def relative_magnitude(weight: Tensor, group_size: int) -> Tensor:
 
 
 def search_clip(weight: Tensor, grid: Grid, hessian: Tensor) -> tuple[Tensor, Tensor]:
-    """(scale, minimum) [N, G] of the grids that cost the least, fitted to each group's values or to a part of their range."""
+    """(scale, minimum) [N, G] of the grids that cost least, fitted to a group's values or a part of their range."""
     size = grid.group_size or weight.shape[1]
     found = []
     for run in runs(weight.shape[1], grid.group_size):
@@ -96,7 +97,7 @@ def search_clip(weight: Tensor, grid: Grid, hessian: Tensor) -> tuple[Tensor, Te
             error = group_errors(groups, tried, grid, blocks)
             better = error < least
             least = torch.where(better, error, least)
-            best = tuple(torch.where(better, t, b) for t, b in zip(tried, best, strict=True))
+            best = (torch.where(better, tried[0], best[0]), torch.where(better, tried[1], best[1]))
         found.append(best)
     scale, minimum = (torch.cat([f[i][..., 0] for f in found], dim=1) for i in (0, 1))
     return scale, minimum

@@ -1,9 +1,9 @@
 """What passes that quantize linear layers by calibration share: the walk, its statistics, and resuming.
 
-Layers that read one activation form a *group*. Groups are taken in execution order: the graph is run up to the activation,
-which already sees the rounding of all layers before (GPTQ's "true sequential"); its statistics are collected, window by
-window; the layers are quantized and replaced; the walk goes on through them. So each layer is run once, and memory holds
-the activations between two layers.
+Layers that read one activation form a *group*. Groups are taken in execution order: the graph is run up to the
+activation, which already sees the rounding of all layers before (GPTQ's "true sequential"); its statistics are
+collected, window by window; the layers are quantized and replaced; the walk goes on through them. So each layer is
+run once, and memory holds the activations between two layers.
 
 Every finished group is written down at once, and once a layer the walk itself. A run that was killed applies what is
 written and goes on; the result is the same to the byte, because it continues from the very numbers.
@@ -34,7 +34,9 @@ from optkit.passes.weight_formats import WeightFormat
 
 
 class CalibratedConfig(SchemeConfig):
-    calibration: Calibration = Field(default_factory=Calibration, description="the text to calibrate on")
+    calibration: Calibration = Field(
+        default_factory=lambda: Calibration(), description="the text to calibrate on"
+    )
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """What calibrating will take, before it starts: memory and time.
 
-Memory is counted, not guessed: the walk is simulated on shapes, which gives the bytes of the activations that are kept at each
-group, and to those come the weights and what the solver needs for the largest layer. Time is the arithmetic of the layers, the
-Hessians and the solver at rates measured in this process just now, so that a busy or a slow machine shows.
+Memory is counted, not guessed: the walk is simulated on shapes, which gives the bytes of the activations that are
+kept at each group, and to those come the weights and what the solver needs for the largest layer. Time is the
+arithmetic of the layers, the Hessians and the solver at rates measured in this process just now, so that a busy or a
+slow machine shows.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """What a calibrating pass has finished, on disk: so that a run that was killed goes on where it was.
 
-``NNNN.safetensors`` is the solution of group N and ``walk-NNNN.safetensors`` the activations after it. Each is written aside and
-renamed; a file is whole or absent. Solutions count up to the first that is missing. The directory belongs to one pass on
-one graph with one text (the driver names it by their hash), so nothing here has to be checked against them.
+``NNNN.safetensors`` is the solution of group N and ``walk-NNNN.safetensors`` the activations after it. Each is
+written aside and renamed; a file is whole or absent. Solutions count up to the first that is missing. The directory
+belongs to one pass on one graph with one text (the driver names it by their hash), so nothing here has to be checked
+against them.
 """
 
 from __future__ import annotations
@@ -18,11 +19,15 @@ from optkit.graph.walk import Walk
 
 
 class FinishedGroups:
-    """The finished groups of one stage of a pass, under ``workspace``; None keeps nothing."""
+    """The finished groups of one stage of a pass, under ``workspace``; None keeps nothing.
 
-    def __init__(self, workspace: Path | None, stage: str) -> None:
+    ``with_walk`` counts only groups up to the last walk that was put aside: for stages that change activations the
+    walk has computed already, which computing them again would give with other last bits.
+    """
+
+    def __init__(self, workspace: Path | None, stage: str, with_walk: bool = False) -> None:
         self.directory = workspace / stage if workspace else None
-        self.caught_up = False
+        self.with_walk, self.caught_up = with_walk, False
 
     def count(self) -> int:
         """How many groups are finished, from the first on."""
@@ -31,6 +36,9 @@ class FinishedGroups:
         count = 0
         while self.solution_file(count).is_file():
             count += 1
+        if self.with_walk:
+            walks = [index for index in range(count) if self.walk_file(index).is_file()]
+            return walks[-1] + 1 if walks else 0
         return count
 
     def load(self, index: int) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """Folding a scale per channel into what produces an activation, so that dividing it costs nothing at run time.
 
-Channel j of an activation divided by ``s_j``, and column j of every weight that reads it multiplied by ``s_j``, is the same model. The
-division goes into an RMSNorm's weight, or into the up projection before the down projection.
+Channel j of an activation divided by ``s_j``, and column j of every weight that reads it multiplied by ``s_j``, is
+the same model. The division goes into an RMSNorm's weight, or into the up projection before the down projection.
 """
 
 from __future__ import annotations

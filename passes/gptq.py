@@ -1,8 +1,8 @@
 """gptq: linear layers on integer grids, each rounding made up for by the weights not yet rounded.
 
-The solver is ``gptq_solver`` (arXiv 2210.17323), the calibration ``calibrated``. ``actorder: static`` rounds the channels with the
-largest activations first and keeps groups as they are, so that nothing has to be reordered at run time; ``group`` is the
-original's, a little better at few bits, and stores each channel's group.
+The solver is ``gptq_solver`` (arXiv 2210.17323), the calibration ``calibrated``. ``actorder: static`` rounds the
+channels with the largest activations first and keeps groups as they are, so that nothing has to be reordered at run
+time; ``group`` is the original's, a little better at few bits, and stores each channel's group.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class GPTQ(CalibratedQuantization):
         return plan
 
     def solve(self, graph: Graph, group: Group, moments: Moments) -> dict[str, Tensor]:
-        config, found = self.config, {}
+        config = self.config
+        found: dict[str, Tensor] = {}
         for index, site in enumerate(group.sites):
             node, form = self.site_format(graph, site)
             weight, grid = weight_of(graph, node), form.grid

@@ -1,9 +1,9 @@
 """GPTQ: rounds a weight column by column and lets the columns not yet rounded make up for the error.
 
-Frantar et al., arXiv 2210.17323. A layer's output error over calibration inputs x is ``tr(D H D^T)`` with ``D`` the change
-of the weight and ``H = sum of x x^T``. With U the upper Cholesky factor of the inverse of H, the best answer to rounding column k
-is to subtract ``error_k / U[k, k] * U[k, j]`` from every later column j. Columns are done in blocks: within one, every
-column is updated at once; the rest of the matrix once a block, by one matrix product.
+Frantar et al., arXiv 2210.17323. A layer's output error over calibration inputs x is ``tr(D H D^T)`` with ``D`` the
+change of the weight and ``H = sum of x x^T``. With U the upper Cholesky factor of the inverse of H, the best answer
+to rounding column k is to subtract ``error_k / U[k, k] * U[k, j]`` from every later column j. Columns are done in
+blocks: within one, every column is updated at once; the rest of the matrix once a block, by one matrix product.
 
 Weights are held transposed, [K, N], so that a column's N values lie together: all work on them is contiguous.
 """
@@ -83,7 +83,7 @@ def gptq(
 
 
 def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
-    """U [K, K] upper triangular with ``U^T U = (H + damping * mean(diag H) I)^-1``; damping grows until H is definite."""
+    """U [K, K] upper triangular with ``U^T U = (H + damping * mean(diag H) I)^-1``; damping grows as needed."""
     diagonal = hessian.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny)
     for attempt in range(ATTEMPTS):
         damped = hessian.to(torch.float32).clone()

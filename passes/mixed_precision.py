@@ -1,9 +1,10 @@
 """mixed_precision: every layer gets the precision that it needs, under one budget for all.
 
-Each layer is quantized alone in each of the ``schemes`` and the KL divergence of the model's outputs is measured; then
-``assignment`` gives the larger formats to those layers where a byte (or a millisecond of decode, by the roofline) takes away
-most divergence. The budget is ``bits`` a weight, ``max_bytes``, or the divergence ``max_kld`` to be reached with the
-least. Finally all are quantized together by GPTQ, each in its own format. With ``lm_head: true`` the output head takes part.
+Each layer is quantized alone in each of the ``schemes`` and the KL divergence of the model's outputs is measured;
+then ``assignment`` gives the larger formats to those layers where a byte (or a millisecond of decode, by the
+roofline) takes away most divergence. The budget is ``bits`` a weight, ``max_bytes``, or the divergence ``max_kld`` to
+be reached with the least. Finally all are quantized together by GPTQ, each in its own format. With ``lm_head: true``
+the output head takes part.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def parsed(scheme: str) -> WeightFormat:
 
 class MixedPrecision(GPTQ):
     name = "mixed_precision"
-    Config = MixedPrecisionConfig
+    Config = MixedPrecisionConfig  # type: ignore[assignment]
 
     def __init__(self, config: Any = None) -> None:
         super().__init__(config)

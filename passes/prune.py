@@ -1,13 +1,13 @@
 """prune: removes the feed-forward channels that matter least, the same number in every layer.
 
-A channel j of a gated feed-forward part contributes ``a_j * w_j``, its activation times a column of the down projection.
-Its importance is the mean of ``|a_j|`` over calibration text times ``|w_j|``; the channels with the least of it go: their
-rows of gate and up, their column of down. (Activation-weighted magnitudes as in Wanda, arXiv 2306.11695, for whole
-channels.) What is left is a smaller dense model: faster by every kernel, on every machine, and loss that no later pass
-gives back; so it stands under the same bounds as a quantizer.
+A channel j of a gated feed-forward part contributes ``a_j * w_j``, its activation times a column of the down
+projection. Its importance is the mean of ``|a_j|`` over calibration text times ``|w_j|``; the channels with the least
+of it go: their rows of gate and up, their column of down. (Activation-weighted magnitudes as in Wanda, arXiv
+2306.11695, for whole channels.) What is left is a smaller dense model: faster by every kernel, on every machine, and
+loss that no later pass gives back; so it stands under the same bounds as a quantizer.
 
-``intermediate_size`` is one number in config.json, so all layers keep equally many channels, a multiple of ``multiple`` so
-that groups of later quantizers still fit. Where one layer can't be pruned, none is.
+``intermediate_size`` is one number in config.json, so all layers keep equally many channels, a multiple of
+``multiple`` so that groups of later quantizers still fit. Where one layer can't be pruned, none is.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class Prune(Pass):
         elif widths and self.kept(min(widths)) < 1:
             reason = f"nothing would be left of {min(widths)} channels in multiples of {self.config.multiple}"
         elif widths and self.kept(min(widths)) == min(widths):
-            reason = f"{min(widths)} channels less {self.config.ffn:.0%} are as many in multiples of {self.config.multiple}"
+            share, multiple = self.config.ffn, self.config.multiple
+            reason = f"{min(widths)} channels less {share:.0%} are as many in multiples of {multiple}"
         if reason:
             plan.skips += [Skip(site.name, reason) for site in plan.sites]
             plan.sites.clear()

@@ -1,7 +1,8 @@
 """Schemes by the names that llm-compressor and compressed-tensors use, and the formats that run them.
 
-``W4A16`` is weights of 4 bits and activations as they are; ``W8A8`` quantizes activations to int8, per token and dynamically.
-A name gives defaults; ``group_size`` overrides the groups. Nothing is accepted that no op of the runtime does.
+``W4A16`` is weights of 4 bits and activations as they are; ``W8A8`` quantizes activations to int8, per token and
+dynamically. A name gives defaults; ``group_size`` overrides the groups. Nothing is accepted that no op of the runtime
+does.
 """
 
 from __future__ import annotations

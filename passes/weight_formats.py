@@ -1,8 +1,8 @@
 """How a quantized linear layer lies in the graph: which op multiplies, by which tensors, on which grid.
 
-A format knows nothing of how codes were chosen; passes (``rtn``, ``gptq``, ``awq``, ...) know nothing of how they are stored.
-``Int8Format`` and ``Int4Format`` are those of the native kernels that work on int8 activations; ``PackedFormat`` is
-weight-only, for any number of bits and any groups.
+A format knows nothing of how codes were chosen; passes (``rtn``, ``gptq``, ``awq``, ...) know nothing of how they are
+stored. ``Int8Format`` and ``Int4Format`` are those of the native kernels that work on int8 activations;
+``PackedFormat`` is weight-only, for any number of bits and any groups.
 """
 
 from __future__ import annotations

@@ -23,7 +23,11 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A byte-level tokenizer with a chat template."""
     path = tmp_path_factory.mktemp("tokenizer")
     (path / "tokenizer.json").write_text(fast_tokenizer().to_str())
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": TEMPLATE}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "chat_template": TEMPLATE,
+    }
     (path / "tokenizer_config.json").write_text(json.dumps(config))
     (path / "config.json").write_text('{"model_type": "llama"}')
     return path
@@ -82,7 +86,9 @@ def test_messages_go_through_the_chat_template(directory: Path, tmp_path: Path) 
 def test_too_few_samples_are_an_error_with_both_numbers(directory: Path, tmp_path: Path) -> None:
     file = tmp_path / "short.txt"
     file.write_text("x" * 350)
-    with pytest.raises(UserError, match=r"short.txt: calibration asks for 64 samples of 100 tokens, and there are 3"):
+    with pytest.raises(
+        UserError, match=r"short.txt: calibration asks for 64 samples of 100 tokens, and there are 3"
+    ):
         samples(directory, source=str(file), length=100)
 
 
@@ -121,7 +127,9 @@ def test_messages_the_template_refuses(directory: Path, tmp_path: Path) -> None:
         samples(directory, source=str(file), samples=1, chat_template=True)
 
 
-@pytest.mark.parametrize("options", [{"samples": 0}, {"length": 1}, {"seed": -1}, {"sample": 3}, {"source": 7}])
+@pytest.mark.parametrize(
+    "options", [{"samples": 0}, {"length": 1}, {"seed": -1}, {"sample": 3}, {"source": 7}]
+)
 def test_options_are_bounded(options: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         Calibration.model_validate(options)

@@ -89,7 +89,12 @@ def patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from optkit import data, measure, pipeline
     from optkit import target as targets
 
-    for place, name in ((data, "load_text"), (measure, "SETTLE_SECONDS"), (pipeline, "PASS_TOKENS"), (targets, "detect")):
+    for place, name in (
+        (data, "load_text"),
+        (measure, "SETTLE_SECONDS"),
+        (pipeline, "PASS_TOKENS"),
+        (targets, "detect"),
+    ):
         monkeypatch.setattr(place, name, getattr(place, name))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -113,7 +118,9 @@ def killed(source: Path, tmp_path: Path, module: str, function: str, at: int) ->
     place = [module, function, str(at), str(source), str(tmp_path / "out")]
     environment = os.environ | {"OPTKIT_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
     root = Path(__file__).resolve().parents[1]
-    done = subprocess.run([sys.executable, "-c", CHILD, *place], env=environment, cwd=root, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, *place], env=environment, cwd=root, capture_output=True
+    )
     assert done.returncode == -9, done.stderr.decode()[-2000:]
     assert not (tmp_path / "out").exists()
 

@@ -61,12 +61,14 @@ def optimize(
         return
     from dataclasses import asdict
 
-    from optkit.report import run_table, summary_lines
+    from optkit.report import run_table, summary_lines, variants, variants_table
     from optkit.target import get_target
 
     target = asdict(get_target(loaded.target))
 
     console.stdout.print(run_table(run), soft_wrap=False)
+    if variants(run):
+        console.stdout.print(variants_table(variants(run)), soft_wrap=False)
     for line in summary_lines(run, target):
         console.stdout.print(line)
     console.stdout.print(f"wrote {path}\nnext: optkit serve {path}")

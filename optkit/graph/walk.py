@@ -1,8 +1,8 @@
 """Runs a graph over calibration text one stretch at a time, so that memory holds one layer's activations.
 
-A pass that calibrates names activations, in execution order. ``Walk.values`` computes the graph up to the named one, for all
-windows of text, and yields it window by window; then it keeps only what the rest of the graph still reads (between
-decoder layers that is the hidden states). What follows may be rewritten before the walk goes on: GPTQ
+A pass that calibrates names activations, in execution order. ``Walk.values`` computes the graph up to the named one,
+for all windows of text, and yields it window by window; then it keeps only what the rest of the graph still reads
+(between decoder layers that is the hidden states). What follows may be rewritten before the walk goes on: GPTQ
 replaces the layers that read an activation, and what comes after sees their errors. Only what a value needs is
 computed, so the last layer's MLP is not run for the sake of its attention.
 

@@ -29,7 +29,8 @@ WARM_UP_TOKENS = (33, 1)  # one prefill and the decode after it
 def load_engine(artifact_dir: str, options: Mapping[str, Any]) -> Engine:
     """The engine of an artifact.
 
-    ``options`` may hold ``max_model_len``, ``max_num_seqs``, ``max_num_batched_tokens`` and ``kv_cache_bytes``.
+    ``options`` may hold ``max_model_len``, ``max_num_seqs``, ``max_num_batched_tokens``, ``kv_cache_bytes`` and
+    ``trust_artifact_code``.
     The API process verified the artifact's hashes just before; they are not computed twice.
 
     Raises:
@@ -37,7 +38,7 @@ def load_engine(artifact_dir: str, options: Mapping[str, Any]) -> Engine:
     """
     os.environ.setdefault("ONEDNN_CACHE_CONTEXT_UNSAFE", "1")  # weights never move: skip primitive rebuilds
     artifact = Artifact.open(artifact_dir, verify=False)
-    model = artifact.executable()
+    model = artifact.executable(trust_code=bool(options.get("trust_artifact_code")))
     config = scheduler_config(model, artifact.recipe, {k: v for k, v in options.items() if v is not None})
     engine = Engine(ModelRunner(model, config.num_blocks, config.block_size), config)
     warm_up(engine)

@@ -42,7 +42,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("optkit.serve")
 
 CTRL_C_SECONDS = 2  # for streams in flight; the engine gets what is left of five seconds
-ENGINE_OPTIONS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_bytes")
+ENGINE_OPTIONS = (
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "kv_cache_bytes",
+    "trust_artifact_code",
+)
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,7 @@ class ServeOptions:
     max_queue: int = 256
     threads: int = 0
     shutdown_timeout: int = 25
+    trust_artifact_code: bool = False
 
     def for_engine(self) -> dict[str, Any]:
         """The options that are the engine's to read."""

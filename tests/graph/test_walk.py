@@ -37,7 +37,7 @@ def fused(name: str) -> Graph:
     return graph
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "phi", "gpt_neox", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "phi", "mixtral"])
 def test_activations_are_those_of_a_whole_run(name: str) -> None:
     graph = captured(name)
     before = graph_to_json(graph)

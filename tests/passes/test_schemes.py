@@ -62,8 +62,16 @@ def test_a_recipe_with_a_bad_scheme_names_the_line(name: str) -> None:
         (576, "smaller", PackedFormat(4, 64)),
         (96, "smaller", PackedFormat(4, 32)),
         (576, "ragged", PackedFormat(4, 128)),
-        (576, "skip", "its 576 input channels are not a multiple of the group size 128 (uneven_groups: skip)"),
-        (100, "smaller", "its 100 input channels are not a multiple of the group size 128 or of a smaller one"),
+        (
+            576,
+            "skip",
+            "its 576 input channels are not a multiple of the group size 128 (uneven_groups: skip)",
+        ),
+        (
+            100,
+            "smaller",
+            "its 100 input channels are not a multiple of the group size 128 or of a smaller one",
+        ),
     ],
 )
 def test_groups_that_do_not_divide(k: int, uneven: str, expected: WeightFormat | str) -> None:
@@ -77,14 +85,23 @@ def test_int8_activations_have_no_ragged_groups() -> None:
 
 def test_targets_are_classes_names_and_patterns() -> None:
     _, plan = checked(captured("llama"), "rtn", targets=["re:.*mlp.*", "o_proj"])
-    assert {site.name.rpartition(".")[2] for site in plan.sites} == {"gate_proj", "up_proj", "down_proj", "o_proj"}
+    assert {site.name.rpartition(".")[2] for site in plan.sites} == {
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+        "o_proj",
+    }
     assert "not a target" in reasons(plan)
     _, plan = checked(captured("llama"), "rtn", targets=["Linear"], ignore=["re:.*down_proj"])
     assert len(plan.sites) == 12
 
 
 def test_the_head_is_a_target_by_name_or_by_option() -> None:
-    for options in ({"targets": ["Linear", "lm_head"]}, {"lm_head": True}, {"targets": ["o_proj"], "lm_head": True}):
+    for options in (
+        {"targets": ["Linear", "lm_head"]},
+        {"lm_head": True},
+        {"targets": ["o_proj"], "lm_head": True},
+    ):
         _, plan = checked(captured("llama"), "rtn", **options)
         assert "lm_head" in {site.name for site in plan.sites}
     _, plan = checked(captured("llama"), "rtn", ignore=["lm_head"], lm_head=True)
@@ -104,7 +121,9 @@ def test_a_fused_layer_is_a_target_if_all_of_it_is() -> None:
 
 
 def test_a_target_that_is_no_layer_is_an_error() -> None:
-    with pytest.raises(UserError, match="target 'down_porj' is no linear layer of this model. did you mean 'down_proj'"):
+    with pytest.raises(
+        UserError, match=r"target 'down_porj' is no linear layer of this model. did you mean 'down_proj'"
+    ):
         checked(captured("llama"), "rtn", targets=["down_porj"])
 
 
