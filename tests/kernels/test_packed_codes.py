@@ -63,7 +63,7 @@ def test_the_reference_multiplies_by_the_dequantized_weight(
     g_idx = (torch.arange(k) // size)[torch.randperm(k)].to(torch.int32) if act_order else None
     x, bias = torch.randn(3, k), torch.randn(6)
     out = reference.linear_wna16(
-        x, pack_codes(codes, bits), scale, zero, g_idx, bias, bits=bits, group_size=size if k % size else 0
+        x, pack_codes(codes, bits), scale, zero, g_idx, bias, bits=bits, group_size=size
     )
     weight = naive(codes, scale, zero, g_idx, bits, size)
     torch.testing.assert_close(out.double(), x.double() @ weight.T + bias.double(), atol=1e-3, rtol=1e-5)
@@ -72,9 +72,9 @@ def test_the_reference_multiplies_by_the_dequantized_weight(
 def test_a_large_layer_is_dequantized_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     codes, scale = random_codes(10, 64, 4), torch.rand(10, 2)
     arguments = (torch.randn(3, 64), pack_codes(codes, 4), scale, None, None, torch.randn(10))
-    whole = reference.linear_wna16(*arguments, bits=4)
+    whole = reference.linear_wna16(*arguments, group_size=32)
     monkeypatch.setattr(reference, "DEQUANTIZED_AT_ONCE", 3 * 64)
-    torch.testing.assert_close(reference.linear_wna16(*arguments, bits=4), whole)
+    torch.testing.assert_close(reference.linear_wna16(*arguments, group_size=32), whole)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_tensors_that_do_not_fit_are_refused(position: int, value: Tensor, optio
     arguments: list[Tensor | None] = [
         torch.zeros(2, 64), torch.zeros(4, 8, dtype=torch.int32), torch.ones(4, 2), None, None, None
     ]  # fmt: skip
-    reference.linear_wna16(*arguments)
+    reference.linear_wna16(*arguments, group_size=32)
     arguments[position] = value
     with pytest.raises(ValueError):
-        reference.linear_wna16(*arguments, **options)
+        reference.linear_wna16(*arguments, **({"group_size": 32} | options))
