@@ -130,6 +130,11 @@ def peers_block(stem: str, data: dict[str, Any]) -> str:
     )
     lines += ["", f"Versions: {versions}."] if versions else []
     lines += [f"Not measured: {name} ({reason})" for name, reason in data["skipped"].items()]
+    lines += [
+        f"No figure: {row['figure']}, {name} ({reason})"
+        for row in data["figures"]
+        for name, reason in row.get("missing", {}).items()
+    ]
     if data["problems"]:
         lines.append(f"Warnings of this run: {len(data['problems'])}; the file lists them.")
     return "\n".join(lines)

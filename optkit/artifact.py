@@ -4,7 +4,8 @@
 ``constants.safetensors`` what is in no checkpoint, ``packed.safetensors`` weights in forms that only optkit reads,
 ``recipe.yaml`` the resolved recipe, ``report.html`` and ``report.json`` what was measured. Writing goes to a
 temporary directory beside the target, is flushed, then renamed: there is never half an artifact. Opening checks every
-hash before anything is loaded, and loads data only: an artifact holds no code (docs/artifact.md).
+hash before anything is loaded. ``native/`` is the code tier, compiled layers that only run where
+``optkit.code_tier`` says so; everything else is data and always loads (docs/artifact.md).
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ if TYPE_CHECKING:
 
 FORMAT, SCHEMA_VERSION = "optkit-artifact", 1
 INTERNAL = "optkit"
+NATIVE = "optkit/native"
 MANIFEST = "optkit/manifest.json"
-SAFE_PATH = re.compile(r"(?:optkit/)?[A-Za-z0-9._-]{1,128}", re.ASCII)
+SAFE_PATH = re.compile(r"(?:optkit/(?:native/)?)?[A-Za-z0-9._-]{1,128}", re.ASCII)
 CHUNK = 1 << 20
 
 
@@ -63,6 +65,11 @@ class Artifact:
     @property
     def name(self) -> str:
         return str(self.manifest["name"])
+
+    @property
+    def native(self) -> Path:
+        """Where the code tier is, if there is one."""
+        return self.directory / NATIVE
 
     @cached_property
     def recipe(self) -> Recipe:
@@ -95,15 +102,21 @@ class Artifact:
             raise UserError(f"the graph is invalid: {error}", where=str(file)) from error
         return graph
 
-    def executable(self) -> Executable:
-        """The graph lowered for the machine at hand. What is packed is not kept a second time."""
+    def executable(self, *, trust_code: bool = False) -> Executable:
+        """The graph lowered for the machine at hand. What is packed is not kept a second time.
+
+        Compiled layers run if they were made on this machine by this user, or are trusted; nothing is compiled.
+        """
+        from optkit.code_tier import find_code
         from optkit.graph.lower import lower
         from optkit.mapped_pages import drop_mapped_pages
         from optkit.target import get_target
 
         graph = self.graph()
         drop_mapped_pages(self.directory)
-        executable = lower(graph, get_target(self.recipe.target), consume=True)
+        target = get_target(self.recipe.target)
+        code = find_code(graph, target, self.native, trust=trust_code)
+        executable = lower(graph, target, consume=True, code=code)
         drop_mapped_pages(self.directory)
         return executable
 

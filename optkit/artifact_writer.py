@@ -9,8 +9,9 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from optkit.artifact import INTERNAL, staging, write_manifest
+from optkit.artifact import INTERNAL, NATIVE, staging, write_manifest
 from optkit.checkpoint_tensors import constants
+from optkit.code_tier import cached_tier, copy_to
 from optkit.graph.ir import Graph
 from optkit.graph.serialize import graph_to_json
 from optkit.hf_layout import write_model
@@ -42,6 +43,8 @@ def write_artifact(
         packed = runtime_tensors(graph)
         if packed:
             save_file(packed, internal / PACKED_FILE)
+        if tier := cached_tier(graph, target):
+            copy_to(tier, directory / NATIVE)
         report = {"model": source.name, "recipe": recipe.name, "target": asdict(target), **run.to_dict()}
         texts = {
             "graph.json": graph_to_json(graph),

@@ -19,11 +19,13 @@ import torch
 
 from optkit import artifact
 from optkit.checkpoint import validate_checkpoint
+from optkit.code_tier import cached_tier, find_code
 from optkit.decision import Evidence, decide
 from optkit.errors import UserError
 from optkit.graph.cost import predict_seconds
 from optkit.graph.ir import Graph
-from optkit.graph.lower import lower
+from optkit.graph.lower import Executable, lower
+from optkit.graph.region_lowering import PLAN
 from optkit.graph.serialize import graph_to_json
 from optkit.graph.verify import VerifyError, verify
 from optkit.kernels.reference import attention
@@ -31,6 +33,7 @@ from optkit.measure import measure_pair, workload_points
 from optkit.model_source import ModelSource, resolve
 from optkit.passes.base import Pass, PassContext, Plan
 from optkit.paths import cache_dir
+from optkit.prebuild import prebuild, rebuild
 from optkit.quality import QualityReport, RuntimeLogits, compare, evaluation_windows
 from optkit.quality import windows as text_windows
 from optkit.recipe import Accept, Recipe, ResolvedPass, load_recipe
@@ -118,8 +121,10 @@ class Pipeline:
         self.tell(f"{optimization.name}: rewriting {len(plan.sites)} sites")
         result = self.apply(optimization, candidate, plan, context)
         record.changed, record.stats, record.exact = result.changed, result.stats, optimization.exact
+        if PLAN in candidate.plan and not self.compile(candidate, record):
+            return graph, record.to_dict()
         record.predicted = self.predict(graph, candidate)
-        before, after = lower(graph, self.target), lower(candidate, self.target)
+        before, after = self.lower(graph), self.lower(candidate)
         self.tell(f"{optimization.name}: measuring speed")
         record.measured = paired(*measure_pair(before, after, self.recipe))
         record.weight_bytes = [graph.num_bytes(), candidate.num_bytes()]
@@ -130,6 +135,24 @@ class Pipeline:
         kept, reason = decide(bounds, Evidence.of(record))
         record.decided("kept" if kept else "rolled back", reason)
         return (candidate if kept else graph), record.to_dict()
+
+    def compile(self, graph: Graph, record: PassRecord) -> bool:
+        """Compile what the pass planned; False, and the pass is rolled back, if nothing of it is faster."""
+        built = prebuild(graph, self.recipe, self.target, self.tell)
+        record.stats["compiled"] = built.rows
+        if built.tier is None:
+            record.decided("rolled back", f"compiled: 0 of {len(built.rows)} variants kept, none is faster")
+        return built.tier is not None
+
+    def lower(self, graph: Graph) -> Executable:
+        """``graph`` for the target, with its compiled layers."""
+        self.ensure_code(graph)
+        return lower(graph, self.target, code=find_code(graph, self.target))
+
+    def ensure_code(self, graph: Graph) -> None:
+        """Compiled code is a part of a finished step that is kept apart from it, and may be gone."""
+        if PLAN in graph.plan and cached_tier(graph, self.target) is None:
+            rebuild(graph.clone(), self.recipe, self.target, self.tell)
 
     def context(self) -> PassContext:
         """What passes may look at: the target, and the shipped calibration text in windows of 512 tokens."""
@@ -204,6 +227,7 @@ class Pipeline:
             )
             inexact = [r for r in records if r.decision == "kept" and not r.exact]
             if kept or not inexact:
+                self.ensure_code(graph)
                 return graph, run
             self.tell(f"the whole misses a bound: {reason}; undoing {inexact[-1].name}")
             inexact[-1].decided("rolled back", f"the whole missed a bound: {reason}")
@@ -217,6 +241,8 @@ class Pipeline:
             if record.decision == "kept":
                 optimization = resolved[record.name].pass_class(resolved[record.name].config)
                 self.apply(optimization, graph, optimization.check(graph, self.context()), self.context())
+                if PLAN in graph.plan:
+                    self.compile(graph, record)
         return graph
 
     def whole(self, graph: Graph, records: list[PassRecord]) -> PassRecord | None:
@@ -228,7 +254,7 @@ class Pipeline:
 
         def work() -> tuple[Graph, dict[str, Any]]:
             record = PassRecord.planned("whole", {}, Plan())
-            before, after = lower(self.reference, self.target), lower(graph, self.target)
+            before, after = self.lower(self.reference), self.lower(graph)
             self.tell("whole: measuring speed")
             record.predicted = self.predict(self.reference, graph)
             record.measured = paired(*measure_pair(before, after, self.recipe))

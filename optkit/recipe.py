@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -68,6 +69,20 @@ Tokens = Annotated[int, Field(ge=1, le=1 << 24)]
 PromptLengths = Annotated[tuple[Tokens, ...], Field(min_length=1, max_length=32, strict=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+LengthWeight = Annotated[tuple[Tokens, Positive], Field(strict=False)]
+
+
+def _each_once(pairs: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
+    if len({length for length, _ in pairs}) < len(pairs):
+        raise ValueError("names a length twice")
+    return pairs
+
+
+Histogram = Annotated[
+    tuple[LengthWeight, ...],
+    Field(min_length=1, max_length=32, strict=False),
+    AfterValidator(_each_once),
+]
 
 
 class _Section(BaseModel):
@@ -75,11 +90,21 @@ class _Section(BaseModel):
 
 
 class Workload(_Section):
-    """What predict and measure use: prefill at each prompt length, then decode."""
+    """What predict and measure use: prefill at each prompt length, then decode.
+
+    ``histogram`` says how often prompts of which length come, as pairs of tokens and weight, for what has to serve
+    all of them (buckets of compiled code). It may be finer than ``prompt_tokens``, each of which is measured after
+    every pass.
+    """
 
     prompt_tokens: PromptLengths = (128, 512)
     output_tokens: Tokens = 64
     batch: Annotated[int, Field(ge=1, le=4096)] = 1
+    histogram: Histogram | None = None
+
+    def lengths(self) -> dict[int, float]:
+        """Weight of each prompt length; without a histogram those of ``prompt_tokens`` are equally frequent."""
+        return dict(self.histogram) if self.histogram else dict.fromkeys(self.prompt_tokens, 1.0)
 
 
 class Slo(_Section):

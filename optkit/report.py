@@ -77,6 +77,8 @@ def pass_section(record: PassRecord, target: Mapping[str, Any]) -> list[str]:
     if record.skips:
         rows = [(skip["reason"], str(skip["count"]), skip["first"]) for skip in record.skips]
         parts.append(html_table(("left alone because", "places", "first"), rows))
+    if tried := record.stats.get("compiled"):
+        parts.append(html_table(VARIANT_HEADER, map(variant_row, tried)))
     return parts + evidence(record, target)
 
 
@@ -91,6 +93,16 @@ def evidence(record: PassRecord, target: Mapping[str, Any]) -> list[str]:
     if record.quality:
         parts.append(html_table(("quality against the source model", "value"), quality_rows(record.quality)))
     return parts
+
+
+VARIANT_HEADER = ("tokens a step", "compiled ms", "uncompiled ms", "runs", "because")
+
+
+def variant_row(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """One variant of compiled code: both times, and which of the two serves these steps."""
+    keys = ("compiled_seconds", "uncompiled_seconds")
+    times = (f"{row[key] * 1e3:.3f}" if key in row else "-" for key in keys)
+    return row["tokens"], *times, "compiled" if row["kept"] else "uncompiled", row["reason"] or "faster"
 
 
 def page(title: str, body: Sequence[str]) -> str:
@@ -212,6 +224,19 @@ def run_table(run: RunRecord) -> Table:
     if labels:
         table.caption = "speedups: measured (predicted)"
     return table
+
+
+def variants_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """What was compiled, its times, and what runs; empty without rows."""
+    table = Table(*VARIANT_HEADER, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*map(Text, variant_row(row)))
+    return table
+
+
+def variants(run: RunRecord) -> list[dict[str, Any]]:
+    """The variants of compiled code that a run tried."""
+    return [row for record in run.passes for row in record.stats.get("compiled", ())]
 
 
 def records_of(run: RunRecord) -> list[PassRecord]:

@@ -4,9 +4,10 @@ Between the matrix products of a layer lie chains of small ops (norm, quantize, 
 each chain into one loop over memory. Compiling the whole model generates the same loops once per layer and takes
 minutes; compiling one layer and calling it for all takes seconds (*regional* compilation). Exact up to rounding.
 
-Code is specialized by the number of tokens T in a step: each of ``buckets`` gets its own, ``dynamic_tail`` adds one
-for every other T. That is the number of compilations, never more. The pass only records the plan;
-``optkit.graph.lower`` generates the code, on the machine that runs it.
+Code is specialized by the number of tokens T in a step. By default up to ``max_buckets`` ranges of T are chosen by
+measured cost over the recipe's histogram of lengths; ``buckets`` names exact sizes instead. ``dynamic_tail`` adds code
+for every other T. The pass only records the plan; ``optkit.prebuild`` compiles it while the artifact is made, times
+each bucket and keeps those that beat the uncompiled path. Serving never compiles.
 """
 
 from __future__ import annotations
@@ -19,26 +20,29 @@ from torch import fx
 
 from optkit.graph.ir import Graph, Weight
 from optkit.graph.ops import op_name
+from optkit.graph.region_lowering import PLAN
 from optkit.graph.regions import Region, call_nodes, shapes, structure, why_not
 from optkit.kernels import reference
 from optkit.passes.base import Config, Pass, PassContext, PassResult, Plan, Site, Skip, Stage
 
 MAX_BUCKETS = 8
-PLAN = "compile"
 
 
 class CompileConfig(Config):
-    buckets: list[Annotated[int, Field(ge=1)]] = Field(
-        default_factory=list,
+    buckets: list[Annotated[int, Field(ge=1)]] | None = Field(
+        None,
         max_length=MAX_BUCKETS,
-        description="exact token counts that get code of their own, ascending",
+        description="exact token counts that get code of their own, ascending; null chooses by measured cost",
+    )
+    max_buckets: int = Field(
+        4, ge=1, le=MAX_BUCKETS, description="how many ranges of token counts may be chosen"
     )
     dynamic_tail: bool = Field(True, description="one more compilation for every other token count above 1")
 
     @field_validator("buckets")
     @classmethod
-    def ascending(cls, buckets: list[int]) -> list[int]:
-        if buckets != sorted(set(buckets)):
+    def ascending(cls, buckets: list[int] | None) -> list[int] | None:
+        if buckets is not None and buckets != sorted(set(buckets)):
             raise ValueError("buckets must be ascending, each once")
         return buckets
 
@@ -60,25 +64,23 @@ class Compile(Pass):
 
     def why_not(self) -> str | None:
         """Why nothing can be compiled here, or None."""
-        if self.compilations == 0:
+        if self.config.buckets == [] and not self.config.dynamic_tail:
             return "no buckets and no dynamic tail: there is nothing to compile for"
         if not has_compiler():
             return "no C++ compiler found (CXX, g++ or clang++), which the generated code needs"
         return None
 
-    @property
-    def compilations(self) -> int:
-        return len(self.config.buckets) + self.config.dynamic_tail
-
     def apply(self, graph: Graph, plan: Plan, ctx: PassContext) -> PassResult:
         if not plan.sites:
             return PassResult(0)
+        buckets = self.config.buckets
         graph.plan[PLAN] = {
             "regions": [[node.name for node in site.nodes] for site in plan.sites],
-            "buckets": list(self.config.buckets),
+            "buckets": None if buckets is None else [[size, size] for size in buckets],
+            "max_buckets": self.config.max_buckets,
             "dynamic_tail": self.config.dynamic_tail,
         }
-        return PassResult(len(plan.sites), {"compilations": self.compilations})
+        return PassResult(len(plan.sites))
 
 
 def has_compiler() -> bool:

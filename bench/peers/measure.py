@@ -24,7 +24,8 @@ from optkit.bench.result import BenchResult, Turn
 from optkit.bench.run import SETTLE
 from optkit.errors import UserError
 
-AWAKE_TIMEOUT = 10.0  # seconds that a thawed server gets to be healthy again
+AWAKE_TIMEOUT = 10.0  # seconds that a thawed server gets to answer again
+PROBE = workload.WorkloadConfig(num_prompts=1, input_len=1, output_len=1, seed=6)
 SLOW_START = 30.0  # seconds; a server that needs longer is started once and not once a round
 
 
@@ -45,22 +46,33 @@ class Live:
 
     @contextmanager
     def turn(self) -> Any:
-        """Let it run for the body; frozen otherwise. A server that has died shows in its requests."""
+        """Let it run for the body; frozen otherwise. Gives why it does not answer, or None when it does."""
         with suppress(ProcessLookupError):
             thaw(self.group)
-        self._wait_healthy()
+        problem = self._wait_awake()
         time.sleep(SETTLE)
         try:
-            yield
+            yield problem
         finally:
             with suppress(ProcessLookupError):
                 freeze(self.group)
 
-    def _wait_healthy(self) -> None:
-        """A thawed server may take its own processes for dead until it has heard from them again."""
+    def _wait_awake(self) -> str | None:
+        """Ask until /health and a completion of one token are answered: a thawed server may take its own processes
+        for dead until it has heard from them again. The last reason if they never are.
+        """
         deadline = clock() + AWAKE_TIMEOUT
-        while not servers.healthy(self.server.url) and clock() < deadline:
+        while (problem := self._asleep()) and clock() < deadline:
             time.sleep(0.05)
+        return problem
+
+    def _asleep(self) -> str | None:
+        if self.server.process.poll() is not None:
+            return f"the server exited with code {self.server.process.returncode}"
+        if not servers.healthy(self.server.url):
+            return "/health does not answer 200"
+        (record,) = self.send(workload.build(PROBE, range(8)))
+        return None if record.ok else f"a completion of one token fails: {record.error or 'no token'}"
 
 
 class Run:
@@ -159,7 +171,11 @@ def _thaw(live: Live) -> None:
 
 def take(server: Live, round_: int, load: workload.Workload) -> Turn:
     """One workload of one round on one server."""
-    with server.turn():
+    with server.turn() as asleep:
         average = load_average()
         records = server.send(load)
-    return Turn(server.name, round_, average, records, client.problems(records, load))
+    problems = client.problems(records, load)
+    if asleep:
+        waited = f"after {AWAKE_TIMEOUT:g} s of its turn it did not answer: {asleep}"
+        problems = [waited, *problems]
+    return Turn(server.name, round_, average, records, problems)

@@ -1,7 +1,8 @@
 """OpenVINO GenAI: its continuous batching pipeline behind ``openvino_server``, a small server of ours.
 
 OpenVINO GenAI has no server of its own in the PyPI package (OpenVINO Model Server is a container around the same
-pipeline). It reads the GGUF and keeps it as OpenVINO IR, made once. Everything else is OpenVINO's choice for the
+pipeline). It reads the GGUF, the model's own or one that ``llama-quantize`` made, and keeps it as OpenVINO IR, made
+once. Everything else is OpenVINO's choice for the
 machine (inference precision, KV cache precision, dynamic quantization of activations) and is read back from the
 compiled model, except the token budget of a step: the default of 256 chops long prompts.
 """
@@ -15,8 +16,10 @@ import httpx
 
 from bench.peers.llama_cpp_peer import LlamaCpp, quantize
 from bench.peers.peer import Model, Peer, Progress, Venv, run
+from optkit.errors import UserError
 
 MAX_NUM_BATCHED_TOKENS = 2048
+AS_IT_IS = "Q4_1"  # read from the model's own GGUF; rounding what is rounded already would make another model
 SERVER = Path(__file__).with_name("openvino_server.py")
 CONVERT = """
 import sys, openvino_genai
@@ -44,7 +47,7 @@ class OpenVino(Peer):
 
     def install(self, progress: Progress) -> None:
         self.venv.make(progress)
-        if self.quantization != "Q4_1":
+        if self.quantization != AS_IT_IS:
             LlamaCpp.venv.make(progress)  # its llama-quantize makes the GGUF
 
     def installed(self) -> bool:
@@ -59,10 +62,14 @@ class OpenVino(Peer):
             return
         progress(f"{self.name}: converting the model")
         folder.mkdir(parents=True, exist_ok=True)
-        quantize(
-            LlamaCpp(self.quantization).binaries, model.need_gguf(), folder / "model.gguf", self.quantization
-        )
-        run([self.venv.python, "-c", CONVERT, str(folder / "model.gguf")])
+        gguf = folder / "model.gguf"
+        gguf.unlink(missing_ok=True)
+        if self.quantization == AS_IT_IS:
+            check_file_type(model.need_gguf(), AS_IT_IS)
+            gguf.symlink_to(model.need_gguf().resolve())
+        else:
+            quantize(LlamaCpp(self.quantization).binaries, model.need_gguf(), gguf, self.quantization)
+        run([self.venv.python, "-c", CONVERT, str(gguf)])
 
     def command(self, model: Model, port: int) -> list[str]:
         words = [self.venv.python, str(SERVER), str(self.folder(model)), "--port", str(port)]
@@ -75,3 +82,14 @@ class OpenVino(Peer):
             "weights": f"GGUF {self.quantization}",
             **answer,
         }
+
+
+def check_file_type(file: Path, name: str) -> None:
+    """A UserError if most tensors of the GGUF are not in the format ``name``."""
+    from gguf import GGUFReader, LlamaFileType
+
+    field = GGUFReader(str(file)).get_field("general.file_type")
+    number = field.contents() if field else None
+    known = {kind.value: kind.name.removeprefix("MOSTLY_") for kind in LlamaFileType}
+    if known.get(number) != name:
+        raise UserError(f"the GGUF is {known.get(number, 'of no known type')}, not {name}", where=str(file))

@@ -1,9 +1,11 @@
 """OpenVINO GenAI behind a streaming ``/v1/completions``, so that the benchmark's client measures it over HTTP.
 
-Runs in the peer's own environment and knows nothing of optkit. Two processes, because ``step`` holds Python's lock for
-as long as it computes and would keep the server from sending: one drives ``ContinuousBatchingPipeline`` (add what
-has arrived, step, hand out tokens), the other speaks HTTP. New requests join at the next step, so concurrent clients
-share forwards as they would in OpenVINO Model Server. Prompts are token ids; decoding is greedy, to the length asked.
+Runs in the peer's own environment, which has no optkit; what it shares with optkit's own small server it loads from its
+file. Two processes, because ``step`` holds Python's lock for as long as it computes and would keep the server from
+sending: one drives ``ContinuousBatchingPipeline`` (add what has arrived, step, hand out tokens), the other speaks
+HTTP. Between them go lines of JSON through the engine's standard input and output. New requests join at the next step,
+so concurrent clients share forwards as they would in OpenVINO Model Server. Prompts are token ids; decoding is
+greedy, to the length asked.
 """
 
 from __future__ import annotations
@@ -11,15 +13,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import importlib.util
 import itertools
 import json
-import multiprocessing
 import os
+import select
+import subprocess
+import sys
 import tempfile
-from collections.abc import AsyncIterator
-from multiprocessing.connection import Connection
-from typing import Any
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import IO, Any
 
+SHARED = Path(__file__).resolve().parents[2] / "optkit" / "bench" / "completions.py"
 INTERESTING = (
     "INFERENCE_PRECISION_HINT",
     "KV_CACHE_PRECISION",
@@ -34,37 +40,69 @@ INTERESTING = (
 )
 
 
+# -- between the processes --------------------------------------------------------------------------
+
+
+class Lines:
+    """JSON values, one a line, from a pipe: what has arrived, without waiting for what has not."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor, self.rest = descriptor, b""
+
+    def read(self) -> Iterator[Any]:
+        """The values of one read, which waits if nothing has arrived.
+
+        Raises:
+            EOFError: the other process has closed its end.
+        """
+        data = os.read(self.descriptor, 1 << 20)
+        if not data:
+            raise EOFError
+        *lines, self.rest = (self.rest + data).split(b"\n")
+        return map(json.loads, lines)
+
+    def ready(self, wait: bool) -> bool:
+        return bool(select.select([self.descriptor], [], [], None if wait else 0)[0])
+
+
+def send(stream: IO[bytes], value: Any) -> None:
+    stream.write(json.dumps(value, separators=(",", ":")).encode() + b"\n")
+    stream.flush()
+
+
 # -- the engine process -----------------------------------------------------------------------------
 
 
-def engine(directory: str, max_num_batched_tokens: int, pipe: Connection) -> None:
-    """Load, send the settings, then step for ever. Receives (id, prompt ids, max tokens), sends (id, new token ids)."""
+def engine(directory: str, max_num_batched_tokens: int) -> None:
+    """Load, send the settings, then step for ever. Receives [id, prompt ids, max tokens], sends [id, new token ids]."""
     import numpy as np
     import openvino
     import openvino_genai
 
+    out = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever a library prints must not come between the lines
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.enable_prefix_caching = False
     scheduler.max_num_batched_tokens = max_num_batched_tokens
     pipeline, properties = load(directory, scheduler)
     options = {"max_num_batched_tokens": max_num_batched_tokens, "enable_prefix_caching": False}
-    pipe.send({"version": openvino_genai.get_version(), "scheduler": options, "properties": properties})
+    send(out, {"version": openvino_genai.get_version(), "scheduler": options, "properties": properties})
     handles: dict[int, Any] = {}
+    requests = Lines(0)
     while True:
-        while pipe.poll(0 if handles else None):
-            number, prompt, max_tokens = pipe.recv()
-            config = openvino_genai.GenerationConfig(
-                max_new_tokens=max_tokens, ignore_eos=True, do_sample=False
-            )
-            ids = openvino.Tensor(np.array([prompt], dtype=np.int64))
-            handles[number] = pipeline.add_request(number, ids, config)
+        while requests.ready(wait=not handles):
+            for number, prompt, max_tokens in requests.read():
+                config = openvino_genai.GenerationConfig(
+                    max_new_tokens=max_tokens, ignore_eos=True, do_sample=False
+                )
+                ids = openvino.Tensor(np.array([prompt], dtype=np.int64))
+                handles[number] = pipeline.add_request(number, ids, config)
         pipeline.step()
         for number, handle in list(handles.items()):
             finished = handle.get_status() != openvino_genai.GenerationStatus.RUNNING
             while handle.can_read():
-                pipe.send(
-                    (number, [token for part in handle.read().values() for token in part.generated_ids])
-                )
+                tokens = [int(t) for part in handle.read().values() for t in part.generated_ids]
+                send(out, [number, tokens])
             if finished:
                 del handles[number]
 
@@ -96,104 +134,96 @@ def printed_properties(text: str) -> dict[str, str]:
 # -- the HTTP process -------------------------------------------------------------------------------
 
 
+def shared() -> Any:
+    """The module that optkit's own small server is built from."""
+    spec = importlib.util.spec_from_file_location("completions", SHARED)
+    if spec is None or spec.loader is None:
+        raise FileNotFoundError(SHARED)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 class Completions:
     """Streams completions; the engine's tokens become text here and go to the request they belong to."""
 
-    def __init__(self, pipe: Connection, tokenizer: Any, name: str) -> None:
-        self.pipe, self.tokenizer, self.name = pipe, tokenizer, name
+    def __init__(self, requests: IO[bytes], answers: Lines, tokenizer: Any, name: str) -> None:
+        self.requests, self.answers, self.tokenizer, self.name = requests, answers, tokenizer, name
         self.numbers = itertools.count()
         self.queues: dict[int, asyncio.Queue[list[int]]] = {}
+        self.shared = shared()
 
     def receive(self) -> None:
         """Called by the event loop whenever the pipe is readable."""
         try:
-            while self.pipe.poll():
-                number, tokens = self.pipe.recv()
-                self.queues[number].put_nowait(tokens)
+            for number, tokens in self.answers.read():
+                if number in self.queues:  # else its client has left
+                    self.queues[number].put_nowait(tokens)
         except EOFError:
             os._exit(1)  # the engine died and said why on stderr
 
     async def stream(self, prompt: list[int], max_tokens: int) -> AsyncIterator[str]:
-        """Text that ends inside a character waits for the rest of it."""
         number = next(self.numbers)
         queue = self.queues[number] = asyncio.Queue()
-        self.pipe.send((number, prompt, max_tokens))
-        output: list[int] = []
-        sent = ""
-        while len(output) < max_tokens:
-            output += await queue.get()
-            last = len(output) >= max_tokens
-            text = self.tokenizer.decode(output, skip_special_tokens=True)
-            new = "" if text.endswith("\ufffd") and not last else text[len(sent) :]
-            sent += new
-            choice = {"index": 0, "text": new, "finish_reason": "length" if last else None}
-            yield self._event([choice], len(prompt), len(output))
-        del self.queues[number]
-        yield self._event([], len(prompt), len(output))
-        yield "data: [DONE]\n\n"
+        events = self.shared.CompletionEvents(self.name, self.decode, len(prompt), max_tokens)
+        try:
+            send(self.requests, [number, prompt, max_tokens])
+            while not events.finished:
+                yield events.tokens(await queue.get())
+        finally:
+            del self.queues[number]
+        for event in events.end():
+            yield event
 
-    def _event(self, choices: list[dict[str, Any]], prompt: int, completion: int) -> str:
-        usage = {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-        }
-        event = {"object": "text_completion", "model": self.name, "choices": choices, "usage": usage}
-        return f"data: {json.dumps(event)}\n\n"
+    def decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
 
+    def app(self, settings: dict[str, Any]) -> Any:
+        """The Starlette application, which listens to the engine for as long as it lives."""
 
-def build_app(completions: Completions, settings: dict[str, Any]) -> Any:
-    """The Starlette application: /health, /settings, /v1/models, /v1/completions."""
-    from starlette.applications import Starlette
-    from starlette.requests import Request
-    from starlette.responses import JSONResponse, Response, StreamingResponse
-    from starlette.routing import Route
+        @contextlib.asynccontextmanager
+        async def lifespan(_: Any) -> AsyncIterator[None]:
+            asyncio.get_running_loop().add_reader(self.answers.descriptor, self.receive)
+            yield
 
-    async def health(_: Request) -> Response:
-        return Response()
-
-    async def tell_settings(_: Request) -> Response:
-        return JSONResponse(settings)
-
-    async def models(_: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [{"id": completions.name, "object": "model"}]})
-
-    async def complete(request: Request) -> Response:
-        body = await request.json()
-        stream = completions.stream(body["prompt"], body["max_tokens"])
-        return StreamingResponse(stream, media_type="text/event-stream")
-
-    @contextlib.asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        asyncio.get_running_loop().add_reader(completions.pipe.fileno(), completions.receive)
-        yield
-
-    routes = [
-        Route("/health", health),
-        Route("/settings", tell_settings),
-        Route("/v1/models", models),
-        Route("/v1/completions", complete, methods=["POST"]),
-    ]
-    return Starlette(routes=routes, lifespan=lifespan)
+        return self.shared.build_app(self.name, self.stream, settings, lifespan)
 
 
 def main() -> None:
-    import openvino_genai
-    import uvicorn
-
     parser = argparse.ArgumentParser(description="OpenVINO GenAI behind a streaming /v1/completions")
     parser.add_argument("directory", help="OpenVINO IR with its tokenizer")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--max-num-batched-tokens", type=int, required=True)
+    parser.add_argument("--engine", action="store_true", help="be the process that computes")
     options = parser.parse_args()
-    ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    arguments = (options.directory, options.max_num_batched_tokens, theirs)
-    worker = multiprocessing.get_context("spawn").Process(target=engine, args=arguments, daemon=True)
-    worker.start()
-    theirs.close()
-    completions = Completions(ours, openvino_genai.Tokenizer(options.directory), "openvino")
-    app = build_app(completions, ours.recv())
-    uvicorn.run(app, host="127.0.0.1", port=options.port, log_level="warning")
+    if options.engine:
+        engine(options.directory, options.max_num_batched_tokens)
+    else:
+        serve(options.directory, options.port)
+
+
+def serve(directory: str, port: int) -> None:
+    """Start the engine as a child with the same arguments, then speak HTTP."""
+    import openvino_genai
+    import uvicorn
+
+    command = [sys.executable, *sys.argv, "--engine"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdin is not None and child.stdout is not None
+        answers = Lines(child.stdout.fileno())
+        try:
+            (settings,) = first(answers)
+            completions = Completions(child.stdin, answers, openvino_genai.Tokenizer(directory), "openvino")
+            uvicorn.run(completions.app(settings), host="127.0.0.1", port=port, log_level="warning")
+        finally:
+            child.kill()
+
+
+def first(answers: Lines) -> list[Any]:
+    """The values of the first read that has any: the settings, which are sent once and alone."""
+    while True:
+        if values := list(answers.read()):
+            return values
 
 
 if __name__ == "__main__":

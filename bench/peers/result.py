@@ -39,7 +39,9 @@ class Measured:
     artifacts: list[str] = field(default_factory=list)
 
     def figures(self) -> list[dict[str, Any]]:
-        """One row a figure: ``servers`` {name: spread} and ``ratios`` {artifact: {other server: spread}}."""
+        """One row a figure: ``servers`` {name: spread}, ``ratios`` {artifact: {other server: spread}}, and why a
+        number is ``missing`` {name: reason}.
+        """
         rows = [self._figure(figure) for figure in FIGURES if figure.workload in self.results]
         starts = {name: spread(report.start_seconds) for name, report in self.servers.items()}
         memory = {name: spread([report.peak_memory / MIB]) for name, report in self.servers.items()}
@@ -58,7 +60,9 @@ class Measured:
             }
             for artifact in self._measured_artifacts()
         }
-        return {"figure": figure.label, "unit": figure.unit, "servers": values, "ratios": ratios}
+        missing = {side: why_missing(result, side) for side, value in values.items() if value is None}
+        row = {"figure": figure.label, "unit": figure.unit, "servers": values, "ratios": ratios}
+        return row | ({"missing": missing} if missing else {})
 
     def _row(self, label: str, unit: str, values: dict[str, Any]) -> dict[str, Any]:
         """A figure that is not taken in rounds: the ratio of medians, without quartiles."""
@@ -102,6 +106,15 @@ class Measured:
         """Compact JSON with microseconds: there are thousands of chunk times."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(rounded(self.to_dict()), separators=(",", ":")) + "\n", "utf-8")
+
+
+def why_missing(result: BenchResult, side: str) -> str:
+    """Why ``side`` has no number: a round of which nothing can be said leaves it without one."""
+    for turn in result.turns:
+        if turn.side == side and not all(record.ok for record in turn.records):
+            errors = [record.error or "no token came" for record in turn.records if not record.ok]
+            return "; ".join([f"round {turn.round + 1}: {errors[0]}", *turn.problems])
+    return "it answered with too few tokens"
 
 
 def rounded(value: Any) -> Any:

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from optkit.errors import UserError
+from optkit.bench.completions import CompletionEvents, build_app
 
 
 class Greedy:
@@ -63,70 +62,21 @@ class Completions:
 
     async def stream(self, prompt_ids: list[int], max_tokens: int) -> AsyncIterator[str]:
         """Server-sent events: one chunk a token with running usage, then a usage event and [DONE]."""
+        events = CompletionEvents(self.name, self.decode, len(prompt_ids), max_tokens)
         async with self.turn:
             tokens = self.greedy.tokens(prompt_ids, max_tokens)
             loop = asyncio.get_running_loop()
-            output: list[int] = []
-            sent = ""
             while (token := await loop.run_in_executor(self.worker, next, tokens, None)) is not None:
-                output.append(token)
-                text = self.tokenizer.decode(output, skip_special_tokens=True)
-                last = len(output) == max_tokens
-                new = "" if text.endswith("\ufffd") and not last else text[len(sent) :]
-                sent += new
-                choice = {"index": 0, "text": new, "finish_reason": "length" if last else None}
-                yield self._event([choice], len(prompt_ids), len(output))
-            yield self._event([], len(prompt_ids), len(output))
-            yield "data: [DONE]\n\n"
+                yield events.tokens([token])
+            for event in events.end():
+                yield event
 
-    def _event(self, choices: list[dict[str, Any]], prompt: int, completion: int) -> str:
-        usage = {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-        }
-        event = {"object": "text_completion", "model": self.name, "choices": choices, "usage": usage}
-        return f"data: {json.dumps(event)}\n\n"
+    def decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
 
-
-def build_app(completions: Completions) -> Any:
-    """The Starlette application: /health, /v1/models, /v1/completions."""
-    from starlette.applications import Starlette
-    from starlette.requests import Request
-    from starlette.responses import JSONResponse, Response, StreamingResponse
-    from starlette.routing import Route
-
-    async def health(_: Request) -> Response:
-        return Response()
-
-    async def models(_: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [{"id": completions.name, "object": "model"}]})
-
-    async def complete(request: Request) -> Response:
-        try:
-            prompt, count = check(await request.json())
-        except (ValueError, UserError) as error:
-            return JSONResponse({"error": {"message": str(error), "type": "invalid_request_error"}}, 400)
-        return StreamingResponse(completions.stream(prompt, count), media_type="text/event-stream")
-
-    routes = [
-        Route("/health", health),
-        Route("/v1/models", models),
-        Route("/v1/completions", complete, methods=["POST"]),
-    ]
-    return Starlette(routes=routes)
-
-
-def check(data: Any) -> tuple[list[int], int]:
-    """(prompt ids, max_tokens) of a request body, or a UserError for what this baseline does not do."""
-    prompt, count = (data.get("prompt"), data.get("max_tokens")) if isinstance(data, dict) else (None, None)
-    if not isinstance(prompt, list) or not prompt or not all(type(i) is int and i >= 0 for i in prompt):
-        raise UserError("the baseline server takes a list of token ids", where="prompt")
-    if type(count) is not int or count < 1:
-        raise UserError("must be a positive number", where="max_tokens")
-    if data.get("stream") is not True or data.get("ignore_eos") is not True or data.get("temperature") != 0:
-        raise UserError("the baseline server only streams, greedily, with ignore_eos", where="stream")
-    return prompt, count
+    def app(self) -> Any:
+        """The Starlette application."""
+        return build_app(self.name, self.stream)
 
 
 def main() -> None:
@@ -139,7 +89,7 @@ def main() -> None:
     options = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(options.directory, local_files_only=True)
     completions = Completions(Greedy.load(options.directory), tokenizer, "transformers")
-    uvicorn.run(build_app(completions), host="127.0.0.1", port=options.port, log_level="warning")
+    uvicorn.run(completions.app(), host="127.0.0.1", port=options.port, log_level="warning")
 
 
 if __name__ == "__main__":

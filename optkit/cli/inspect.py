@@ -78,7 +78,18 @@ def facts(artifact: Artifact, run: RunRecord) -> dict[str, Any]:
     """Everything ``inspect`` shows besides the graph, as plain data."""
     keys = ("name", "source", "recipe", "environment", "files")
     known = {key: artifact.manifest[key] for key in keys if key in artifact.manifest}
-    return known | run.to_dict() | {"bounds": list(bounds(artifact, run))}
+    return known | run.to_dict() | {"bounds": list(bounds(artifact, run)), "code": code_line(artifact)}
+
+
+def code_line(artifact: Artifact) -> str:
+    """What the code tier holds, and whether ``optkit serve`` would run it."""
+    from optkit.code_tier import CodeTier
+
+    tier = CodeTier.read(artifact.native)
+    if tier is None:
+        return "code    none: everything here is data"
+    origin = "here, by you" if tier.is_ours else "elsewhere: it runs only with --trust-artifact-code"
+    return f"code    {len(tier.record.variants)} compiled variants, built {origin}"
 
 
 def bounds(artifact: Artifact, run: RunRecord) -> Iterator[dict[str, Any]]:
@@ -124,7 +135,7 @@ def graph_lines(artifact: Artifact, tokens: int) -> Iterator[str]:
 
 
 def show_artifact(artifact: Artifact, run: RunRecord) -> None:
-    from optkit.report import run_table
+    from optkit.report import run_table, variants, variants_table
 
     recipe, manifest = artifact.recipe, artifact.manifest
     versions = ", ".join(f"{key} {value}" for key, value in manifest.get("environment", {}).items())
@@ -132,6 +143,8 @@ def show_artifact(artifact: Artifact, run: RunRecord) -> None:
     show(f"source  sha256 {manifest.get('source', {}).get('digest', 'unknown')}")
     show(f"made by {versions}")
     show_table(run_table(run))
+    show_table(variants_table(variants(run)))
+    show(code_line(artifact))
     for line in reasons(run):
         show(line)
     show_table(bounds_table(list(bounds(artifact, run))))

@@ -25,6 +25,7 @@ COMMANDS = {
     "serve": "optkit.cli.serve:serve",
     "bench": "optkit.cli.bench:bench",
     "inspect": "optkit.cli.inspect:inspect",
+    "rebuild": "optkit.cli.rebuild:rebuild",
     "verify": "optkit.cli.verify:verify",
     "eval": "optkit.cli.eval:eval_command",
     "doctor": "optkit.cli.doctor:doctor",

@@ -59,9 +59,11 @@ def optimize(
     if as_json:
         console.print_json({"artifact": str(path), **run.to_dict()})
         return
-    from optkit.report import run_table, summary_lines
+    from optkit.report import run_table, summary_lines, variants, variants_table
 
     console.stdout.print(run_table(run), soft_wrap=False)
+    if variants(run):
+        console.stdout.print(variants_table(variants(run)), soft_wrap=False)
     for line in summary_lines(run):
         console.stdout.print(line)
     console.stdout.print(f"wrote {path}\nnext: optkit serve {path}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import logging
 from pathlib import Path
 from typing import Annotated
 
@@ -135,8 +134,8 @@ def serve(
         typer.Option(
             "--trust-artifact-code",
             rich_help_panel=LOADING,
-            help="Allow compiled code that comes with an artifact. Artifacts of this version hold data only, so "
-            "there is nothing to allow yet; the option says so and changes nothing.",
+            help="Run an artifact's compiled code even if it was not built on this machine by you. It runs with all "
+            "your rights: only for artifacts whose maker you trust. Without it such code is left alone.",
         ),
     ] = False,
     served_model_name: Annotated[
@@ -215,11 +214,8 @@ def serve(
             request_timeout=request_timeout,
             threads=threads,
             shutdown_timeout=shutdown_timeout,
+            trust_artifact_code=trust_artifact_code or None,
         )
-        if trust_artifact_code:
-            logging.getLogger("optkit.serve").warning(
-                "--trust-artifact-code: artifacts hold no code, nothing to trust"
-            )
         raise typer.Exit(run(artifact, options, launched=engine))
 
 

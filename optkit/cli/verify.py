@@ -1,7 +1,8 @@
 """``optkit verify``: is an artifact what its manifest says, and does its graph hold?
 
 First the hashes: every file, whatever is extra, missing, changed or not a plain file. Only when all agree is
-anything loaded: the recipe, then graph.json with its weights, which must pass the graph verifier.
+anything loaded: the recipe, then graph.json with its weights, which must pass the graph verifier. Compiled code is
+compared with its own record and never opened.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from optkit.artifact import NATIVE
 from optkit.cli import console
-from optkit.cli.inspect import show
+from optkit.cli.inspect import code_line, show
 
 if TYPE_CHECKING:
     from optkit.artifact import Artifact
@@ -38,9 +40,8 @@ def verify(
     count = len(opened.manifest["files"])
     if as_json:
         console.print_json({"artifact": str(artifact), "ok": not found, "files": count, "problems": found})
-    for line in (
-        [] if as_json else found or [f"{artifact}: {count} files and the graph are as they should be"]
-    ):
+    good = [f"{artifact}: {count} files and the graph are as they should be", code_line(opened)]
+    for line in [] if as_json else found or good:
         show(line)
     if found:
         raise typer.Exit(DIFFERS)
@@ -67,5 +68,21 @@ def content_problems(artifact: Artifact) -> Iterator[str]:
     try:
         _ = artifact.recipe
         verify_graph(artifact.graph())
+        yield from code_problems(artifact)
     except (UserError, VerifyError, SafetensorError, OSError, ValueError, RecursionError) as error:
         yield str(error)
+
+
+def code_problems(artifact: Artifact) -> Iterator[str]:
+    """Differences between the code tier's files and its record."""
+    from optkit.code_tier import RECORD, CodeTier
+
+    present = {name for name in artifact.manifest["files"] if name.startswith(f"{NATIVE}/")}
+    tier = CodeTier.read(artifact.native)
+    if tier is None:
+        if present:
+            yield f"{NATIVE} has files and no {RECORD} that can be read"
+        return
+    yield from tier.problems()
+    for name in sorted(present - {f"{NATIVE}/{n}" for n in (RECORD, *dict(tier.files()))}):
+        yield f"{name} is not in {RECORD}"

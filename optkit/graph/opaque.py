@@ -5,11 +5,13 @@ Registered as a PyTorch operator (``torch.ops.optkit.*``) it becomes a black box
 Both come from the op's reference: the schema from its signature, the shapes from running it on the meta device.
 Where a kernel packed a weight, the shape rule is shown the weight as it was.
 
-An operator is registered once for each kernel and shape of packed weight, and lives as long as the process.
+An operator is registered once for each kernel and shape of packed weight, and lives as long as the process. Its name
+follows from these, so that code compiled by one process finds the operator in another.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
+
+from optkit.kernels.reference import attention
 
 Shapes = Mapping[int, Tensor]  # argument position -> meta tensor of the weight before packing
 
@@ -33,7 +37,8 @@ def operator(reference: Callable[..., Any], kernel: Callable[..., Any], unpacked
     key = (reference, kernel, shapes)
     if key not in _operators:
         module = re.sub(r"\W", "_", kernel.__module__.rpartition(".")[2])
-        name = f"{module}_{reference.__name__}_{len(_operators)}"
+        digest = hashlib.sha256(f"{kernel.__module__}.{kernel.__qualname__} {shapes}".encode()).hexdigest()
+        name = f"{module}_{reference.__name__}_{digest[:12]}"
         register(name, reference, kernel, dict(unpacked))
         _operators[key] = getattr(torch.ops.optkit, name).default
     return _operators[key]
@@ -43,7 +48,8 @@ def register(name: str, reference: Callable[..., Any], kernel: Callable[..., Any
     library = optkit_library()
     mutated = MUTATED.get(reference.__name__, ())
     library.define(name + torch.library.infer_schema(reference, mutates_args=mutated))
-    library.impl(name, contiguous(kernel), "CompositeExplicitAutograd")
+    run = true_rows(kernel) if reference is attention else kernel
+    library.impl(name, contiguous(run), "CompositeExplicitAutograd")
     torch.library.register_fake(f"optkit::{name}", shape_rule(reference, unpacked), lib=library)
 
 
@@ -52,6 +58,20 @@ def optkit_library() -> torch.library.Library:
     if not _library:
         _library.append(torch.library.Library("optkit", "FRAGMENT"))
     return _library[0]
+
+
+def true_rows(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Attention for a step that was padded: ``slot_mapping`` has the true number of rows, the others give zeros."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, *rest: Any,
+            **kwargs: Any) -> Tensor:  # fmt: skip
+        tokens = slots.shape[0]
+        if q.shape[0] == tokens:
+            return kernel(q, k, v, k_cache, v_cache, slots, *rest, **kwargs)
+        out = kernel(q[:tokens], k[:tokens], v[:tokens], k_cache, v_cache, slots, *rest, **kwargs)
+        return torch.cat((out, out.new_zeros(q.shape[0] - tokens, *out.shape[1:])))
+
+    return run
 
 
 def contiguous(kernel: Callable[..., Any]) -> Callable[..., Any]:

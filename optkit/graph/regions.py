@@ -14,24 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import getitem
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
-from optkit.errors import UserError
-from optkit.graph.compiled_region import Argument, CompiledRegion
 from optkit.graph.ir import Graph
-from optkit.graph.opaque import operator
 from optkit.graph.ops import op_name
 from optkit.graph.shapes import Point, infer_shapes
 from optkit.kernels import reference
-
-# Inside a region the compiler generates these from their reference, fused with their neighbours, whatever kernel
-# runs them outside. Others keep their kernel.
-FUSED = {"rms_norm", "add_rms_norm", "layer_norm", "rope", "rope_table", "silu_mul", "gelu_mul", "silu_mul_packed",
-         "gelu_mul_packed", "quantize_per_token", "embedding", "select_rows"}  # fmt: skip
-UNTRACEABLE = {"attention", "grouped_mm"}  # their references loop in Python over the batch
 
 # Three batches tell what each size depends on: the second has other sequences and blocks, the third more tokens.
 # In the first all sizes differ, so that none are equal by chance.
@@ -109,6 +99,9 @@ def why_not(region: Region, values: Mapping[fx.Node, Any], other: Mapping[fx.Nod
         varies = values[node].shape != other[node].shape
         if varies and any(u.target is not reference.attention for u in node.users if u in region.nodes):
             return f"{node.name} is read outside attention"
+    tokens = BATCHES[0][0].tokens
+    if any(values[node].shape[0] != tokens for node in region.outputs):
+        return "it has a result without a row for each token"
     return None
 
 
@@ -119,123 +112,3 @@ def shapes(graph: Graph, batch: int = 0) -> dict[fx.Node, Any]:
 
 def call_nodes(graph: Graph) -> Iterator[fx.Node]:
     return (node for node in graph.fx.nodes if node.op == "call_function")
-
-
-# -- lowering ----------------------------------------------------------------------------------------------
-
-
-class RegionLowering:
-    """Lowers ``graph.plan["compile"]``: made before kernels are bound, ``install`` called after.
-
-    Raises:
-        UserError: the plan does not fit the graph.
-    """
-
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-        self.plan = graph.plan.get("compile")
-        if not self.plan:
-            return
-        self.values = [shapes(graph, batch) for batch in range(len(BATCHES))]
-        self.regions = planned_regions(graph, self.plan["regions"])
-        check_regions(self.regions, self.values)
-        nodes = self.regions[0].nodes
-        self.unbound = [(node.target, node.args, dict(node.meta)) for node in nodes]
-
-    def install(self, root: nn.Module) -> None:
-        """Replace each region by one call of a ``CompiledRegion`` shared by all."""
-        if not self.plan:
-            return
-        model = Region.of(self.regions[0].nodes)  # again: binding changed what it reads
-        plain = region_module(model, {})
-        traced = region_module(model, self.compiler_targets(model))
-        arguments = [self.argument(node, root) for node in model.inputs]
-        (attention,) = (args for target, args, _ in self.unbound if target is reference.attention)
-        compiled = CompiledRegion(
-            plain,
-            traced,
-            arguments,
-            model.inputs.index(attention[5]),
-            self.plan["buckets"],
-            self.plan["dynamic_tail"],
-        )
-        root.add_module("region", compiled)
-        for region in self.regions:
-            call_region(self.graph.fx, Region.of(region.nodes))
-
-    def compiler_targets(self, region: Region) -> dict[fx.Node, Any]:
-        """What each node calls inside generated code: its reference, or its kernel as an opaque op."""
-        targets: dict[fx.Node, Any] = {}
-        for node, (target, args, meta) in zip(region.nodes, self.unbound, strict=True):
-            name = op_name(target)
-            packed = {i: self.values[0][a] for i, a in enumerate(args) if node.args[i] is not a}
-            if name in FUSED and not packed and "kernel" not in meta:
-                targets[node] = target
-            elif node.target is not target or name in UNTRACEABLE:
-                targets[node] = operator(target, node.target, packed)
-        return targets
-
-    def argument(self, node: fx.Node, root: nn.Module) -> Argument:
-        """What the compiler is told of a region input."""
-        device = next(root.buffers()).device
-        if node.op == "get_attr":
-            value = getattr(root, str(node.target))
-            size = tuple(value.shape)
-            return Argument(value.dtype, device, size, (0,) * len(size), (False,) * len(size), value)
-        first, other, more = (values[node] for values in self.values)
-        tokens = BATCHES[0][0].tokens
-        per_token = tuple(b - a for a, b in zip(first.shape, more.shape, strict=True))
-        base = tuple(a - p * tokens for a, p in zip(first.shape, per_token, strict=True))
-        varies = tuple(a != b for a, b in zip(first.shape, other.shape, strict=True))
-        return Argument(first.dtype, device, base, per_token, varies)
-
-
-def planned_regions(graph: Graph, names: Sequence[Sequence[str]]) -> list[Region]:
-    """The regions a plan names; their nodes must exist and be contiguous."""
-    calls = list(call_nodes(graph))
-    position = {node.name: index for index, node in enumerate(calls)}
-    regions = []
-    for members in names:
-        start = position.get(members[0], 0) if members else 0
-        nodes = calls[start : start + len(members)]
-        if not members or [node.name for node in nodes] != list(members):
-            raise UserError(
-                "its compile plan names ops that are not there, in that order", where="graph.json"
-            )
-        regions.append(Region.of(nodes))
-    return regions
-
-
-def check_regions(regions: Sequence[Region], values: Sequence[Mapping[fx.Node, Any]]) -> None:
-    """One code for all only where all are equal, and none that can't be compiled."""
-    if not regions or len({structure(region, values[0]) for region in regions}) > 1:
-        raise UserError("its compile plan names layers that are not alike", where="graph.json")
-    reason = why_not(regions[0], *values[:2])
-    if reason:
-        raise UserError(
-            f"its compile plan names a layer that can't be compiled: {reason}", where="graph.json"
-        )
-
-
-def region_module(region: Region, targets: Mapping[fx.Node, Any]) -> fx.GraphModule:
-    """The region as a function of its inputs; gives the tuple of its outputs."""
-    graph = fx.Graph()
-    copies = {node: graph.placeholder(f"input{i}") for i, node in enumerate(region.inputs)}
-    for node in region.nodes:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-        copies[node].target = targets.get(node, node.target)
-    graph.output(tuple(copies[node] for node in region.outputs))
-    return fx.GraphModule(nn.Module(), graph)
-
-
-def call_region(graph: fx.Graph, region: Region) -> None:
-    """Put a call of the shared region after the nodes of ``region`` and remove them."""
-    with graph.inserting_after(region.nodes[-1]):
-        call = graph.call_module("region", region.inputs)
-    anchor = call
-    for index, node in enumerate(region.outputs):
-        with graph.inserting_after(anchor):
-            anchor = graph.call_function(getitem, (call, index))
-        node.replace_all_uses_with(anchor)
-    for node in reversed(region.nodes):
-        graph.erase_node(node)

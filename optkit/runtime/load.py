@@ -47,7 +47,7 @@ def load_engine(artifact_dir: str, options: Mapping[str, Any]) -> Engine:
     os.environ.setdefault("ONEDNN_CACHE_CONTEXT_UNSAFE", "1")  # weights never move: skip primitive rebuilds
     given = {k: v for k, v in options.items() if v is not None}
     artifact = Artifact.open(artifact_dir, verify=False)
-    model = artifact.executable()
+    model = artifact.executable(trust_code=bool(given.get("trust_artifact_code")))
     config, store = scheduler_config(model, artifact.recipe, given), None
     if "kv_offload_dir" in given and "kv_offload_bytes" not in given:
         raise UserError(

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from optkit.bench.client import problems, run_workload
 from optkit.bench.servers import free_port, model_name
-from optkit.bench.transformers_server import Completions, Greedy, build_app
+from optkit.bench.transformers_server import Completions, Greedy
 from optkit.bench.workload import WorkloadConfig, build
 
 
@@ -36,7 +36,7 @@ def model():
 @pytest.fixture(scope="module")
 def url(model):
     port = free_port()
-    app = build_app(Completions(Greedy(model), Tokenizer(), "tiny"))
+    app = Completions(Greedy(model), Tokenizer(), "tiny").app()
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

@@ -12,6 +12,8 @@ from bench import readme_table
 from bench.peers import measure, workloads
 from bench.peers.peer import Model, Peer
 from bench.peers.process_group import members, peak_memory
+from optkit.bench import workload
+from optkit.bench.records import Chunk, RequestRecord
 from optkit.bench.workload import WorkloadConfig
 from optkit.errors import UserError
 
@@ -103,14 +105,58 @@ def test_idle_servers_are_frozen_and_none_is_left(monkeypatch):
     assert all(not list(members(group)) for group in groups)
 
 
-def test_a_thawed_server_is_asked_when_it_is_healthy_again(monkeypatch):
-    answers = iter([False, False, True])
-    monkeypatch.setattr(measure.servers, "healthy", lambda url: next(answers))
-    monkeypatch.setattr(measure, "thaw", lambda group: None)
-    monkeypatch.setattr(measure, "freeze", lambda group: None)
-    process = type("Process", (), {"pid": 1})
-    with measure.Live("a", measure.servers.Server("http://x", process), "m").turn():
-        assert next(answers, "all used") == "all used"
+class Process:
+    """A server process that runs, or has ended with ``returncode``."""
+
+    pid = 1
+
+    def __init__(self, returncode: int | None = None) -> None:
+        self.returncode = returncode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+
+@pytest.fixture
+def awake(monkeypatch):
+    """``awake(health answers, completions' errors, process)``: a server whose turn begins, and what is left over."""
+
+    def turn(health, errors, process=None):
+        healthy, records = iter(health), iter(errors)
+        monkeypatch.setattr(measure, "thaw", lambda group: None)
+        monkeypatch.setattr(measure, "freeze", lambda group: None)
+        monkeypatch.setattr(measure, "AWAKE_TIMEOUT", 0.3)
+        monkeypatch.setattr(measure.servers, "healthy", lambda url: next(healthy, False))
+        monkeypatch.setattr(measure.client, "run_workload", lambda *_: [record(next(records, "no"))])
+        live = measure.Live("a", measure.servers.Server("http://x", process or Process()), "m")
+        with live.turn() as problem:
+            return problem, list(healthy), list(records)
+
+    return turn
+
+
+def record(error):
+    chunks = [] if error else [Chunk(1.0, 1)]
+    return RequestRecord(0, 0.0, chunks=chunks, done=2.0, error=error)
+
+
+def test_a_turn_begins_when_health_and_a_completion_are_answered(awake):
+    assert awake([False, False, True, True], ["HTTP 503", None]) == (None, [], [])
+
+
+def test_a_server_that_does_not_wake_up_says_why(awake):
+    assert awake([], [])[0] == "/health does not answer 200"
+    assert awake([True] * 100, ["HTTP 503"] * 100)[0] == "a completion of one token fails: HTTP 503"
+    assert awake([True], [None], Process(-9))[0] == "the server exited with code -9"
+
+
+def test_the_reason_is_kept_with_the_round(monkeypatch, awake):
+    awake([], [])  # the patches
+    load = workload.build(LOADS["short"], range(500))
+    live = measure.Live("a", measure.servers.Server("http://x", Process()), "m")
+    monkeypatch.setattr(measure.client, "run_workload", lambda *_: [record("gone")] * 2)
+    turn = measure.take(live, 0, load)
+    assert "did not answer: /health" in turn.problems[0] and len(turn.records) == 2
 
 
 def state(pid: int) -> str:

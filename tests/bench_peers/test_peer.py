@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from starlette.testclient import TestClient
 
 from bench.peers import llama_cpp_peer, openvino_peer, peer
 from bench.peers.llama_cpp_peer import LlamaCpp, best
 from bench.peers.openvino_peer import OpenVino
-from bench.peers.openvino_server import printed_properties
+from bench.peers.openvino_server import Completions, Lines, printed_properties, send
 from bench.peers.optkit_peer import Optkit
 from bench.peers.transformers_peer import Transformers
 from bench.peers.vllm_peer import Vllm, quantize_w8a8
@@ -78,6 +82,78 @@ def test_openvino_serves_its_own_conversion(model):
         *("--max-num-batched-tokens", str(openvino_peer.MAX_NUM_BATCHED_TOKENS)),
     ]
     assert openvino_peer.SERVER.is_file()
+
+
+def gguf(file: Path, kind: int) -> Path:
+    from gguf import GGUFWriter
+
+    writer = GGUFWriter(str(file), "llama")
+    writer.add_file_type(kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def test_openvino_reads_a_q4_1_model_as_it_is(model, tmp_path, monkeypatch):
+    commands = []
+    monkeypatch.setattr(openvino_peer, "run", commands.append)
+    source = gguf(tmp_path / "model.Q4_1.gguf", 3)
+    side, own = OpenVino("Q4_1"), dataclasses.replace(model, gguf=source)
+    side.prepare(own, lambda _: None)
+    (command,) = commands
+    assert command[-1] == str(side.folder(own) / "model.gguf")
+    assert Path(command[-1]).resolve() == source
+    with pytest.raises(UserError, match="is Q8_0, not Q4_1"):
+        side.prepare(dataclasses.replace(model, gguf=gguf(tmp_path / "other.gguf", 7)), lambda _: None)
+
+
+def test_openvino_server_talks_in_lines_of_json():
+    reading, writing = os.pipe()
+    lines = Lines(reading)
+    assert not lines.ready(wait=False)
+    with os.fdopen(writing, "wb") as stream:
+        send(stream, [7, [1, 2]])
+        stream.write(b"[8,[3")
+        stream.flush()
+        assert lines.ready(wait=True) and list(lines.read()) == [[7, [1, 2]]]
+        stream.write(b']]\n{"a":1}\n')
+        stream.flush()
+        assert list(lines.read()) == [[8, [3]], {"a": 1}]
+    with pytest.raises(EOFError):
+        lines.read()
+    os.close(reading)
+
+
+def test_openvino_server_streams_what_its_engine_says():
+    """The engine is a process that answers each prompt with its length, a token at a time."""
+    code = (
+        "import json, sys\n"
+        "for line in sys.stdin:\n"
+        "    number, prompt, count = json.loads(line)\n"
+        "    for _ in range(count):\n"
+        "        print(json.dumps([number, [len(prompt)]]), flush=True)\n"
+    )
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        answers = Lines(child.stdout.fileno())
+        side = Completions(child.stdin, answers, Letters(), "openvino")
+        with TestClient(side.app({"version": "1"})) as http:
+            assert http.get("/settings").json() == {"version": "1"}
+            ask = {"prompt": [5, 6], "max_tokens": 3, "stream": True, "ignore_eos": True, "temperature": 0}
+            body = http.post("/v1/completions", json=ask).text
+            assert http.post("/v1/completions", json={**ask, "temperature": 1}).status_code == 400
+        child.stdin.close()
+    events = [json.loads(line[6:]) for line in body.split("\n\n") if line.startswith("data: {")]
+    assert "".join(c["text"] for e in events for c in e["choices"]) == "ccc"
+    assert events[-1]["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+    assert body.endswith("data: [DONE]\n\n") and not side.queues
+
+
+class Letters:
+    def decode(self, ids, skip_special_tokens=True):
+        return "".join(chr(97 + i) for i in ids)
 
 
 def test_openvino_properties_are_read_from_its_log():

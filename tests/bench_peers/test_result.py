@@ -60,7 +60,9 @@ def test_a_side_that_failed_has_no_number():
     assert measured.figures()[0]["servers"]["peer"] is None
     assert measured.figures()[0]["ratios"]["a"]["peer"] is None
     assert any("peer round 0: request 0 failed" in line for line in measured.problems())
-    assert "| - |" in readme_table.peers_block("x", measured.to_dict())
+    text = readme_table.peers_block("x", measured.to_dict())
+    assert "| - |" in text
+    assert "No figure: TTFT, 128 tokens, peer (round 1: gone)" in text
 
 
 def test_an_artifact_that_was_skipped_is_no_candidate():

@@ -1,34 +1,26 @@
-"""Regions: compiled layers compute what uncompiled ones do, and nothing compiles more than planned."""
+"""Regions: which steps run a layer's code, padded or not, and that nothing but the code changes.
+
+The code here is the layer as the compiler gets it, run by Python: what the compiler makes of it is tested in
+``tests/test_compiled_artifact.py``.
+"""
 
 from __future__ import annotations
 
-import logging
-import os
-
 import pytest
-import sympy
 import torch
 
 from optkit.errors import UserError
-from optkit.graph import compiled_region
-from optkit.graph.compiled_region import Conditions
+from optkit.graph.compiled_region import CompiledRegion, Variant, padded
 from optkit.graph.dense import dense_inputs
 from optkit.graph.ir import Graph
-from optkit.graph.lower import Executable, lower
-from optkit.graph.regions import Region, planned_regions, shapes, structure
-from optkit.paths import cache_dir
+from optkit.graph.lower import CompiledCode, Executable, lower
+from optkit.graph.region_lowering import RegionSource, planned_regions, region_source
+from optkit.graph.regions import Region, shapes, structure
+from optkit.target import Target
 from tests.passes.test_compile import CONTEXT, TARGET, captured, checked
 from tests.ragged import ragged_logits
 
 FUSED = ("fuse_qkv", "fuse_gate_up", "fuse_add_rms_norm", "int8", "flash_attention")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def own_cache(tmp_path_factory):
-    """One private cache for this file: cold compilations, and none of the user's."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OPTKIT_CACHE", str(tmp_path_factory.mktemp("cache") / "optkit"))
-        yield
 
 
 def planned(graph: Graph, **options) -> Graph:
@@ -39,8 +31,24 @@ def planned(graph: Graph, **options) -> Graph:
     return copy
 
 
-def region_of(model: Executable) -> compiled_region.CompiledRegion:
-    return model.module.region  # type: ignore[return-value]
+class Spy:
+    """Runs the traced layer and notes how many rows it was given."""
+
+    def __init__(self, source: RegionSource) -> None:
+        self.source, self.rows = source, set()
+
+    def __call__(self, inputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        self.rows |= {x.shape[0] for x, a in zip(inputs, self.source.arguments, strict=True) if a.has_rows}
+        return self.source.module(*inputs)
+
+
+def with_code(
+    graph: Graph, *served: tuple[int, int | None], target: Target | None = TARGET
+) -> tuple[Executable, Spy]:
+    source = region_source(graph, target)
+    spy = Spy(source)
+    variants = tuple(Variant(first, last, spy) for first, last in served)
+    return lower(graph, target, code=CompiledCode(source, variants)), spy
 
 
 def prompts() -> list[torch.Tensor]:
@@ -59,74 +67,100 @@ def run(model: Executable, lengths: list[int]) -> torch.Tensor:
     return model(dense_inputs(lengths, ids, model.kv_specs))
 
 
-def test_int8_llama_in_ragged_batches_stays_within_its_compilations():
-    graph = captured("llama", FUSED, layers=3)
-    before, after = lower(graph, TARGET), lower(planned(graph, buckets=[6]), TARGET)
-    region = region_of(after)
-    assert region.compilations == 0
-    run(after, [1])
-    assert region.compilations == 0, "T=1 is no bucket: it runs uncompiled"
-    assert_same(before, after)
-    for lengths in ([6], [1], [2], [3, 3], [1, 1, 1, 1, 1, 1], [17], [64], [30, 1, 1, 1]):
+def test_steps_run_the_code_that_serves_them():
+    graph = planned(captured("llama", FUSED, layers=3))
+    before, (after, spy) = lower(graph, TARGET), with_code(graph, (2, 6), (17, 24))
+    for lengths, rows in (
+        ([6], {6}), ([2], {6}), ([3, 2], {6}), ([1, 1, 1, 1], {6}), ([17], {24}), ([20, 1, 1], {24}),
+        ([1], set()), ([7], set()), ([16], set()), ([25], set()),
+    ):  # fmt: skip
+        spy.rows.clear()
         torch.testing.assert_close(run(after, lengths), run(before, lengths), atol=2e-5, rtol=1e-5)
-    assert region.compilations == region.max_compilations == 2
-    assert {type(code).__name__ for code in region.code.values()} == {"Guarded"}
-    assert all(code.code is not code.plain for code in region.code.values()), "a variant fell back"
-    assert list(cache_dir("inductor").iterdir()), "the generated code is in the private cache"
+        assert spy.rows == rows, lengths
 
 
-def test_cache_is_private_and_the_environment_is_left_alone():
-    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    with compiled_region.private_cache():
-        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(cache_dir("inductor"))
-    assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") == before
+def test_the_tail_serves_the_rest_without_padding():
+    graph = planned(captured("llama", FUSED, layers=3))
+    after, spy = with_code(graph, (5, 8), (2, None))
+    for lengths, rows in (([7], {8}), ([9], {9}), ([2], {2}), ([64], {64}), ([1], set())):
+        spy.rows.clear()
+        run(after, lengths)
+        assert spy.rows == rows, lengths
 
 
-@pytest.mark.parametrize("name", ["gpt2", "gemma3_text"])
-def test_other_layers_with_reference_kernels(name):
-    graph = captured(name)
-    after = lower(planned(graph))
-    assert_same(lower(graph), after)
-    region = region_of(after)
-    region.warm_up()
-    assert region.compilations == 1
-    assert region.code[None].code is not region.plain
+@pytest.mark.parametrize("name", ["gpt2", "gemma3_text", "phi3", "phi", "olmo2"])
+def test_padded_layers_compute_what_others_do(name):
+    graph = planned(captured(name))
+    for target in (TARGET, None):
+        after, spy = with_code(graph, (1, 64), target=target)
+        assert_same(lower(graph, target), after)
+        assert spy.rows == {64}
 
 
-def broken(*args):
-    raise RuntimeError("no such instruction")
+def test_an_int8_kv_cache_is_not_touched_by_padding():
+    graph = planned(captured("llama", (*FUSED, "kv_int8"), layers=3))
+    after, spy = with_code(graph, (1, 64))
+    assert_same(lower(graph, TARGET), after)
+    assert spy.rows == {64}
 
 
-def test_a_failing_compiler_leaves_the_layer_uncompiled(monkeypatch, caplog):
+def test_other_steps_keep_their_native_programs():
+    graph = planned(captured("llama", FUSED, layers=3))
+    after, _ = with_code(graph, (2, 6))
+    plain = lower(captured("llama", FUSED, layers=3), TARGET)
+    assert after.kernels == plain.kernels
+    assert [n.op for n in after.module.graph.nodes] == [n.op for n in plain.module.graph.nodes]
+    assert torch.equal(run(after, [9]), run(plain, [9]))
+
+
+def test_rows_are_padded_with_zeros():
+    assert padded(torch.ones(2, 3), 4).tolist() == [[1.0] * 3] * 2 + [[0.0] * 3] * 2
+
+
+def test_without_code_a_plan_changes_nothing():
     graph = captured("gpt2")
-    monkeypatch.setattr(compiled_region, "generate", broken)
-    after = lower(planned(graph, buckets=[4]))
-    with caplog.at_level(logging.ERROR):
-        for lengths in ([4], [4], [9], [9]):
-            torch.testing.assert_close(run(after, lengths), run(lower(graph), lengths), atol=0, rtol=0)
-    assert len([r for r in caplog.records if "runs uncompiled" in r.getMessage()]) == 2
-    assert region_of(after).compilations == 2
+    assert lower(planned(graph), TARGET).compiled is None
+    assert torch.equal(run(lower(planned(graph), TARGET), [5, 3]), run(lower(graph, TARGET), [5, 3]))
 
 
-def test_unexpected_layout_runs_uncompiled_and_is_not_compiled_again(monkeypatch, caplog):
-    def misfit(*args):
-        raise AssertionError("expected stride 64")
+def test_views_reach_the_code_contiguous():
+    seen = []
+    source = region_source(planned(captured("gpt2")), TARGET)
+    rows = [i for i, a in enumerate(source.arguments) if a.has_rows]
+    keep = Variant(1, None, lambda inputs: seen.extend(inputs) or ())
+    region = CompiledRegion(source.arguments, source.token_input, (keep,))
+    args = [
+        a.fixed if a.fixed is not None else torch.zeros(a.sizes(4), dtype=a.dtype) for a in source.arguments
+    ]
+    args[rows[0]] = torch.zeros(args[rows[0]].shape[::-1]).T
+    assert not args[rows[0]].is_contiguous()
+    region(*args)
+    assert all(value.is_contiguous() for i, value in enumerate(seen) if i in region.moving)
 
-    graph = captured("gpt2")
-    monkeypatch.setattr(compiled_region, "generate", lambda *args: (misfit, Conditions([], {})))
-    after = lower(planned(graph))
-    with caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            torch.testing.assert_close(run(after, [5, 3]), run(lower(graph), [5, 3]), atol=0, rtol=0)
-    assert region_of(after).compilations == 1
-    assert len([r for r in caplog.records if "expected stride" in r.getMessage()]) == 1
+
+# -- what is compiled --------------------------------------------------------------------------------------
 
 
-def test_conditions_are_checked_against_the_sizes_of_a_call():
-    tokens = sympy.Symbol("s0", integer=True, positive=True)
-    conditions = Conditions([sympy.Lt(tokens, 100), sympy.true], {tokens: (1, 0)})
-    assert conditions.hold([torch.empty(500), torch.empty(99)])
-    assert not conditions.hold([torch.empty(5), torch.empty(100)])
+def test_the_digest_is_of_the_layer_and_not_of_its_weights():
+    graph = planned(captured("llama", FUSED, layers=3))
+    other = graph.clone()
+    for weight in other.weights.values():
+        weight.value = weight.value.clone()
+    digest = region_source(graph, TARGET).digest
+    assert region_source(other, TARGET).digest == digest
+    assert region_source(planned(captured("llama", FUSED, layers=4)), TARGET).digest == digest
+    assert region_source(planned(captured("llama", FUSED[1:], layers=3)), TARGET).digest != digest
+    assert region_source(graph, None).digest != digest, "other kernels"
+
+
+def test_opaque_operators_have_the_same_names_in_every_process():
+    first, second = (region_source(planned(captured("llama", FUSED, layers=3)), TARGET) for _ in range(2))
+    names = [
+        sorted(str(n.target) for n in s.module.graph.nodes if n.op == "call_function")
+        for s in (first, second)
+    ]
+    assert names[0] == names[1]
+    assert any("linear_w8a8" in name for name in names[0])
 
 
 def test_structure_ignores_names_and_values_but_not_constants():
@@ -154,7 +188,9 @@ def test_a_plan_that_does_not_fit_is_refused():
     graph = planned(captured("gpt2"))
     names = graph.plan["compile"]["regions"]
     assert len(planned_regions(graph, names)) == 2
-    for bad in ([["nothing"]], [[]], [names[0][::-1]], [names[0], names[1][:-1]], [names[0][:3]], []):
+    for bad in (
+        [["nothing"]], [[]], [names[0][::-1]], [names[0], names[1][:-1]], [names[0][:3]], [], None, "x", [7], [[7]],
+    ):  # fmt: skip
         graph.plan["compile"]["regions"] = bad
         with pytest.raises(UserError):
-            lower(graph)
+            region_source(graph, TARGET)

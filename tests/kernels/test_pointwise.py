@@ -120,6 +120,21 @@ def test_rope(t: int, heads: int, dim: int, seed: int, threads: int, isa: str) -
     check("rope", (x, cos, sin), lambda r: (x[r : r + 1], cos[r : r + 1], sin[r : r + 1]), threads, isa)
 
 
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 600), st.integers(1, 64), st.integers(0, 200_000), st.sampled_from([1.0, 1.3]), THREADS)
+def test_rope_table(t: int, half: int, start: int, scale: float, threads: int) -> None:
+    """Sine and cosine of the angle rounded to float, to the last bit or the one beside it."""
+    torch.set_num_threads(threads)
+    positions, inv_freq = torch.arange(t) + start, torch.rand(half)
+    angles = (positions.to(torch.float32)[:, None] * inv_freq).double()
+    for got, expected in zip(
+        pointwise.rope_table(positions, inv_freq, scale), (angles.cos(), angles.sin()), strict=True
+    ):
+        torch.testing.assert_close(
+            got, torch.cat((expected, expected), 1).float() * scale, rtol=2e-7, atol=1e-12
+        )
+
+
 @pytest.mark.parametrize("isa", usable_isas())
 @pytest.mark.parametrize("op", [("silu_mul",), ("gelu_mul", "none"), ("gelu_mul", "tanh")])
 def test_activations_over_the_whole_range(isa: str, op: tuple[str, ...]) -> None:

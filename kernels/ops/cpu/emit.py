@@ -164,6 +164,13 @@ def gelu_mul_packed(
     return gated(b, gate, up, GELUS[approximate], quantized)
 
 
+def rope_table(b: Builder, positions: View, inv_freq: Tensor, scale: float = 1.0) -> Result:
+    half = len(inv_freq)
+    cos, sin = (b.buffer(positions.rows, (2 * half,)) for _ in range(2))
+    b.call("rope_table", positions, inv_freq, cos, sin, Size(positions.rows), half, float(scale))
+    return cos, sin
+
+
 def rope(b: Builder, x: View, cos: View, sin: View) -> Result:
     heads, dim = x.shape
     out = b.buffer(x.rows, x.shape)
@@ -272,6 +279,7 @@ EMITTERS: dict[str, Callable[..., Result]] = {
         silu_mul_packed,
         gelu_mul,
         gelu_mul_packed,
+        rope_table,
         rope,
         quantize_per_token,
         linear_w8a8,

@@ -44,6 +44,7 @@ PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "optkit_layer_norm": (None, (POINTER,) * 4 + (LONG,) * 3 + (FLOAT, INT)),
     "optkit_gated": (None, (POINTER,) * 3 + (LONG,) * 4 + (INT,) * 2),
     "optkit_rope": (None, (POINTER,) * 4 + (LONG,) * 6 + (INT,)),
+    "optkit_rope_table": (None, (POINTER,) * 4 + (LONG,) * 2 + (FLOAT, INT)),
     "optkit_program_op": (INT, (ctypes.c_char_p, POINTER)),
     "optkit_run_program": (LONG, (POINTER, LONG) + (POINTER,) * 4 + (INT,)),
 }

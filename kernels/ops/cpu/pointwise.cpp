@@ -32,6 +32,17 @@ struct RowFunctions {
 #define OPTKIT_BODY "pointwise_rows.h"
 #include "each_isa.h"
 
+// The angle is rounded to float, as the spec has it; its sine and cosine are those of the C library in double.
+void rope_table_row(const RopeTable& op, int64_t row) {
+    float *cos = op.cos + row * 2 * op.half, *sin = op.sin + row * 2 * op.half;
+    const float position = static_cast<float>(op.positions[row]);
+    for (int64_t i = 0; i < op.half; ++i) {
+        const float angle = position * op.inv_freq[i];
+        cos[i] = cos[op.half + i] = static_cast<float>(std::cos(static_cast<double>(angle))) * op.scale;
+        sin[i] = sin[op.half + i] = static_cast<float>(std::sin(static_cast<double>(angle))) * op.scale;
+    }
+}
+
 template <class Op>
 void each_row(void (*row)(const Op&, int64_t), const Op& op, int64_t rows, int64_t elements, int threads) {
     const int64_t useful = elements / kElementsAThread;
@@ -61,6 +72,11 @@ void gated(const Gated& op, int64_t rows, Activation activation, int threads) {
 
 void rope(const Rope& op, int64_t rows, int threads) {
     each_row(functions_in_use().rope, op, rows, rows * op.heads * op.dim, threads);
+}
+
+void rope_table(const RopeTable& op, int64_t rows, int threads) {
+    constexpr int64_t ANGLE = 64;  // sine and cosine cost about as much as so many additions
+    each_row(rope_table_row, op, rows, ANGLE * rows * op.half, threads);
 }
 
 void add(const Add& op, int64_t rows, int threads) {
@@ -97,4 +113,10 @@ OPTKIT_API void optkit_rope(const float* x, const float* cos, const float* sin, 
                             int64_t heads, int64_t dim, int64_t x_token, int64_t x_head, int64_t table_stride,
                             int threads) {
     optkit::rope({x, cos, sin, out, heads, dim, x_token, x_head, table_stride}, rows, threads);
+}
+
+// See reference.rope_table. positions [rows], inv_freq [half]; cos and sin [rows, 2 half] contiguous.
+OPTKIT_API void optkit_rope_table(const int64_t* positions, const float* inv_freq, float* cos, float* sin, int64_t rows,
+                                  int64_t half, float scale, int threads) {
+    optkit::rope_table({positions, inv_freq, cos, sin, half, scale}, rows, threads);
 }

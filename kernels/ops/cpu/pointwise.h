@@ -39,6 +39,15 @@ struct Rope {
     int64_t heads, dim, x_token, x_head, table_stride;
 };
 
+// Cosines and sines of positions[row] * inv_freq, twice in a row, times `scale`.
+struct RopeTable {
+    const int64_t* positions;
+    const float* inv_freq;  // [half]
+    float *cos, *sin;       // [rows][2 half]
+    int64_t half;
+    float scale;
+};
+
 // a + b, row by row.
 struct Add {
     const float *a, *b;
@@ -50,6 +59,7 @@ void rms_norm(const Norm& op, int64_t rows, int threads);
 void layer_norm(const Norm& op, int64_t rows, int threads);
 void gated(const Gated& op, int64_t rows, Activation activation, int threads);
 void rope(const Rope& op, int64_t rows, int threads);
+void rope_table(const RopeTable& op, int64_t rows, int threads);
 void add(const Add& op, int64_t rows, int threads);
 
 }  // namespace optkit

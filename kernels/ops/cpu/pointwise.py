@@ -172,6 +172,26 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
+def rope_table(positions: Tensor, inv_freq: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """See ``reference.rope_table``."""
+    if positions.dtype is not torch.int64 or not all_float32(inv_freq):
+        return reference.rope_table(positions, inv_freq, scale)
+    positions, inv_freq = positions.contiguous(), inv_freq.contiguous()
+    rows, half = len(positions), len(inv_freq)
+    cos, sin = torch.empty((rows, 2 * half)), torch.empty((rows, 2 * half))
+    native.library().optkit_rope_table(
+        positions.data_ptr(),
+        inv_freq.data_ptr(),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        rows,
+        half,
+        scale,
+        native.threads(),
+    )
+    return cos, sin
+
+
 def as_rows(x: Tensor) -> tuple[Tensor, int, int, int]:
     """x as rows of neighbouring elements: ``(x, rows, width, distance between rows)``, copied where it must be."""
     if x.dim() == 2:
@@ -205,6 +225,7 @@ KERNELS = tuple(
         gelu_mul,
         silu_mul_packed,
         gelu_mul_packed,
+        rope_table,
         rope,
     )
 )

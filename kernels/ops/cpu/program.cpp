@@ -88,6 +88,15 @@ int run_rope(Reader a, int threads) {
     return 0;
 }
 
+int run_rope_table(Reader a, int threads) {
+    RopeTable op;
+    op.positions = a, op.inv_freq = a, op.cos = a, op.sin = a;
+    const int64_t rows = a;
+    op.half = a, op.scale = a;
+    rope_table(op, rows, threads);
+    return 0;
+}
+
 int run_add(Reader a, int threads) {
     Add op;
     op.a = a, op.b = a, op.out = a;
@@ -171,6 +180,7 @@ constexpr Row OPS[] = {
     {"linear_w4a8", 13, run_linear_w4a8},
     {"linear_w8a16", 11, run_linear_w8a16},
     {"attention", 28, run_attention},
+    {"rope_table", 7, run_rope_table},
 };
 constexpr int COUNT = sizeof OPS / sizeof OPS[0];
 

@@ -1,0 +1,45 @@
+"""``optkit rebuild``: compile an artifact's planned layers on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from optkit.cli import console
+
+
+def rebuild(
+    artifact: Annotated[Path, typer.Argument(help="Artifact directory.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
+) -> None:
+    """Compile an artifact's layers here, where its own code was built elsewhere.
+
+    Serving never compiles, and runs compiled code only if it was built on the
+    machine by the same user. This builds it from the artifact's graph into the
+    private cache, times every variant against the uncompiled path and keeps the
+    faster ones. The artifact stays as it is. Needs a C++ compiler.
+
+    Example: optkit rebuild artifact/ && optkit serve artifact/
+    """
+    from optkit.artifact import Artifact
+    from optkit.errors import UserError
+    from optkit.graph.region_lowering import PLAN
+    from optkit.passes.compile import has_compiler
+    from optkit.prebuild import rebuild as build
+    from optkit.report import variants_table
+    from optkit.target import get_target
+
+    opened = Artifact.open(artifact)
+    graph = opened.graph()
+    if PLAN not in graph.plan:
+        raise UserError("it has no compiled layers to rebuild", where=str(artifact))
+    if not has_compiler():
+        raise UserError("no C++ compiler found", where="PATH", fix="install g++ or clang++, or set CXX")
+    with console.spinner("compiling") as tell:
+        built = build(graph, opened.recipe, get_target(opened.recipe.target), tell)
+    if as_json:
+        console.print_json({"artifact": str(artifact), "compiled": built.rows})
+        return
+    console.stdout.print(variants_table(built.rows), soft_wrap=False)
