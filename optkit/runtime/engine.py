@@ -41,6 +41,7 @@ from optkit.runtime.types import (
 logger = logging.getLogger(__name__)
 
 COPY_WEIGHT = 0.1  # of the latest copy in the mean of all
+FORGIVENESS = 0.99  # a block that was not saved makes the next one likelier: one stall is not for ever
 MODEL_FAILED = Failure("the model failed on this request")
 
 
@@ -88,7 +89,10 @@ class Engine:
 
     def _worth_saving(self) -> bool:
         """Saving a block and loading it again takes less time than computing it again."""
-        return 2 * self._copy_seconds < self.scheduler.cost.added_seconds(self.config.block_size)
+        pays = 2 * self._copy_seconds < self.scheduler.cost.added_seconds(self.config.block_size)
+        if not pays:
+            self._copy_seconds *= FORGIVENESS
+        return pays
 
     def _copy(self, transfer: Transfer) -> None:
         assert self.store is not None

@@ -62,7 +62,7 @@ class KVManager:
         if need + spare > self.blocks.num_available - idle:
             return False
         self._take_over(seq, hits, present, expected_tokens)
-        seq.num_computed = len(seq.block_table) * self.block_size
+        seq.num_computed = len(seq.nodes) * self.block_size
         fits = self.blocks.extend(seq.block_table, len(seq.token_ids), expected_tokens)
         assert fits, "blocks that were counted are gone"
         return True
@@ -160,19 +160,21 @@ class KVManager:
             if node.block is not None:
                 left.remove(node.block)
                 seq.block_table.append(node.block)
-            elif node.slot is not None:
-                self._load(seq, node, node.slot, expected_tokens)
-            else:  # the store was so small that loading the first nodes pushed this one out
-                break
+            elif node.slot is None or not self._load(seq, node, node.slot, expected_tokens):
+                break  # the store is so small that making room for the load pushed its content out
             seq.nodes.append(node)
         self.blocks.free(left)
 
-    def _load(self, seq: Sequence, node: Node, slot: int, expected_tokens: int) -> None:
+    def _load(self, seq: Sequence, node: Node, slot: int, expected_tokens: int) -> bool:
+        """A block for what is in ``slot``; False if evicting one for it has put something else there."""
         self.blocks.extend(seq.block_table, (len(seq.block_table) + 1) * self.block_size, expected_tokens)
+        if node.slot != slot:
+            return False
         node.block = seq.block_table[-1]
         self._content[node.block] = node
         self._transfers.append(Transfer(node.block, slot, save=False))
         self.num_loads += 1
+        return True
 
     def _published(self, seq: Sequence, index: int) -> Node | None:
         assert self.cache is not None

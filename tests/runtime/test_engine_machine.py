@@ -139,6 +139,7 @@ class EngineMachine(RuleBasedStateMachine):
         proposer = Guesser(self.answers) if guessing else None
         self.engine = Engine(self.runner, self.config, self.store, proposer, self.clock)
         self.engine.scheduler.schedule = self._schedule
+        self.engine.scheduler.kv.worth_saving = lambda: True
         if caching and weak:
             self.engine.scheduler.kv.cache = PrefixCache(size, lambda data: sha256(data)[:1])
         self.requests: dict[str, EngineRequest] = {}
