@@ -214,7 +214,7 @@ def serve(
             request_timeout=request_timeout,
             threads=threads,
             shutdown_timeout=shutdown_timeout,
-            trust_artifact_code=trust_artifact_code,
+            trust_artifact_code=trust_artifact_code or None,
         )
         raise typer.Exit(run(artifact, options, launched=engine))
 

@@ -45,7 +45,8 @@ CTRL_C_SECONDS = 2  # for streams in flight; the engine gets what is left of fiv
 ENGINE_OPTIONS = (
     *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_bytes", "enable_prefix_caching"),
     *("kv_offload_bytes", "kv_offload_dir", "scheduling_policy", "ttft_slo_ms", "tpot_slo_ms"),
-    *("enforce_ttft_slo", "speculative_model", "num_speculative_tokens", "trust_artifact_code"),
+    *("enforce_ttft_slo", "speculative_model", "num_speculative_tokens"),
+    "trust_artifact_code",
 )
 
 
@@ -74,7 +75,7 @@ class ServeOptions:
     request_timeout: float = 600.0
     threads: int = 0
     shutdown_timeout: int = 25
-    trust_artifact_code: bool = False
+    trust_artifact_code: bool | None = None
 
     def for_engine(self) -> dict[str, Any]:
         """The options that are the engine's to read."""
