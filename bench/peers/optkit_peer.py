@@ -12,7 +12,7 @@ from optkit.errors import UserError
 
 
 class Optkit(Peer):
-    """One artifact. Its settings are the recipe's; nothing is set for this benchmark."""
+    """One artifact. Its settings are the recipe's; only the prefix cache is off, as it is everywhere."""
 
     def __init__(self, name: str, artifact: Path) -> None:
         self.name, self.artifact = name, artifact
@@ -23,7 +23,7 @@ class Optkit(Peer):
             raise UserError("no such artifact", where=str(self.artifact), fix=fix)
 
     def command(self, model: Model, port: int) -> list[str]:
-        return servers.optkit_command(self.artifact, port)
+        return [*servers.optkit_command(self.artifact, port), "--no-enable-prefix-caching"]
 
     def settings(self, model: Model, url: str) -> dict[str, Any]:
         from optkit import __version__
