@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from optkit.bench import environment
 from optkit.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -139,15 +140,8 @@ def reason(error: UserError, length: int = 300) -> str:
 
 
 def public(text: str) -> str:
-    """``text`` as it may be published: paths of this machine become relative."""
-    for path, name in (
-        (f"{ROOT}/", ""),
-        (str(ROOT), "."),
-        (sys.executable, "python"),
-        (str(Path.home()), "~"),
-    ):
-        text = text.replace(path, name)
-    return text
+    """``text`` as it may be published, paths relative to the repository."""
+    return environment.public(text, ROOT)
 
 
 def public_command(command: Sequence[str], model: Model) -> str:

@@ -7,6 +7,7 @@ import platform
 import sys
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "httpx", "uvicorn")
@@ -19,7 +20,7 @@ def environment() -> dict[str, Any]:
 
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": ["optkit", *sys.argv[1:]],
+        "command": ["optkit", *(public(word, Path.cwd()) for word in sys.argv[1:])],
         "optkit": __version__,
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
@@ -31,6 +32,14 @@ def environment() -> dict[str, Any]:
         "load_average": load_average(),  # before any server of ours started
         "threads_env": {k: v for k, v in os.environ.items() if k in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")},
     }
+
+
+def public(text: str, root: Path) -> str:
+    """``text`` as it may be published: paths below ``root`` and the home directory become relative to them."""
+    inside = ((f"{root}/", ""), (str(root), ".")) if root.name else ()
+    for path, name in (*inside, (sys.executable, "python"), (str(Path.home()), "~")):
+        text = text.replace(path, name)
+    return text
 
 
 def load_average() -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from unittest import mock
 
@@ -22,16 +21,6 @@ pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.missin
 
 
 ISAS = usable_isas()
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    """Threads and instruction set as they were."""
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-    if native.available():
-        native.set_isa(None)
 
 
 @dataclass(frozen=True)

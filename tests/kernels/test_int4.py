@@ -3,7 +3,6 @@ threads, on every instruction set; and the reference against float arithmetic.""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from unittest import mock
 
@@ -71,15 +70,6 @@ def error_bound(q: Tensor, scale: Tensor, layer: Layer) -> Tensor:
     if layer.minimum is not None:
         parts += torch.einsum("mg,ng->mn", left.sum(2).abs(), layer.minimum.double().abs())
     return (parts + 1) * (2 * groups + 4) * 2.0**-23
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-    if native.available():
-        native.set_isa(None)
 
 
 # -- the reference ---------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@ of threads, on every instruction set."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -26,15 +25,6 @@ SETTINGS = settings(deadline=None, max_examples=150)
 
 
 ISAS = usable_isas()
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-    if native.available():
-        native.set_isa(None)
 
 
 @st.composite

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,15 +25,6 @@ THREADS = st.integers(1, 4)
 ROWS = st.one_of(st.integers(1, 9), st.sampled_from([64, 300]))
 WIDTHS = st.one_of(st.integers(1, 70), st.sampled_from([96, 100, 576, 1000]))
 SEEDS = st.integers(0, 1000)
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-    if native.available():
-        native.set_isa(None)
 
 
 def rows_of(count: int, width: int, seed: int, spread: float = 3.0) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -17,15 +16,6 @@ from tests.kernels.isas import usable_isas
 from tests.kernels.test_int8 import layers, poisoned, weights_of
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.missing_reason()))
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-    if native.available():
-        native.set_isa(None)
 
 
 def run(x: Tensor, packed: dict[int, Tensor], bias: Tensor | None = None) -> Tensor:

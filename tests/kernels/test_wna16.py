@@ -3,7 +3,6 @@ order, and the same bits in every batch, by any number of threads, on every inst
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -23,15 +22,6 @@ from tests.kernels.isas import usable_isas
 from tests.kernels.test_int4 import poisoned
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.missing_reason()))
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-    if native.available():
-        native.set_isa(None)
 
 
 @dataclass

@@ -8,6 +8,7 @@
 //   Sums           [rows][Dv to 16], m, l    unnormalized output, largest score and sum of weights of each row
 
 constexpr int kRows = S::tile_rows;
+static_assert(kRows <= kMaxTileRows, "Scratch is sized for the largest register tile");
 constexpr int kTileVecs = kTile / kLanes;
 
 // What a block of rows needs to know about the tile at hand. Positions count from the tile's first key.

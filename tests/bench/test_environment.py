@@ -1,0 +1,26 @@
+"""What a result says of its machine, and what it keeps to itself."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from optkit.bench.environment import environment, public
+
+
+def test_paths_are_published_without_where_they_are(tmp_path: Path) -> None:
+    assert public(f"--out={tmp_path}/a/b.json", tmp_path) == "--out=a/b.json"
+    assert public(f"{tmp_path} {Path.home()}/x {sys.executable}", tmp_path) == ". ~/x python"
+    assert public("a/b", Path("/")) == "a/b"
+
+
+def test_the_command_of_a_result_has_no_path_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        sys, "argv", ["/x/bin/optkit", "bench", "a", "--save-result", str(tmp_path / "r.json")]
+    )
+    assert environment()["command"] == ["optkit", "bench", "a", "--save-result", "r.json"]
