@@ -36,8 +36,12 @@ class Kernel:
     handles: Callable[[Mapping[str, Any]], bool] | None = None
 
 
-def table() -> tuple[Kernel, ...]:
-    """All kernels, best first for each op. Imported on use, so that importing this package stays cheap."""
+def table(kind: str = "cpu") -> tuple[Kernel, ...]:
+    """The kernels for targets of ``kind``, best first for each op. Imported on use: this package stays cheap."""
+    if kind == "cuda":
+        from optkit.kernels import triton
+
+        return triton.kernels()
     from optkit.kernels.cpu import attention, int4, int8, onednn, pointwise, sdpa, wna16
 
     return (
@@ -67,7 +71,7 @@ def select(
     """
     if target is None or pinned == "reference":
         return None
-    candidates = [kernel for kernel in table() if kernel.op == op and kernel.supports(target)]
+    candidates = [kernel for kernel in table(target.kind) if kernel.op == op and kernel.supports(target)]
     if weights is not None:
         candidates = [k for k in candidates if k.accepts is None or k.accepts(weights)]
     if options is not None:

@@ -1,0 +1,25 @@
+"""Kernels for NVIDIA GPUs, in Triton; and which of them, or of the vendor's, runs an op.
+
+Importing this package is cheap. ``kernels`` imports Triton; without it (a CPU build of torch) there are no rows, and
+every op runs its reference.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from optkit.kernels import Kernel
+
+
+@cache
+def available() -> bool:
+    """Whether Triton can be imported."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def kernels() -> tuple[Kernel, ...]:
+    """Rows for targets of kind ``cuda``, best first for each op."""
+    return ()
