@@ -13,7 +13,8 @@ from optkit.calibration import Calibration
 from optkit.graph.ir import Graph, Weight
 from optkit.graph.verify import verify
 from optkit.passes.base import PassContext
-from optkit.passes.smoothquant import SmoothQuant, SmoothQuantConfig, smoothing_scale
+from optkit.passes.smoothing import smoothing_scale
+from optkit.passes.smoothquant import SmoothQuant, SmoothQuantConfig
 from tests.graphs import (
     TARGET,
     apply,
@@ -110,6 +111,24 @@ def test_outliers_cost_int8_less() -> None:
     rough = int8_error(graph, expected, ids)
     apply(graph, "smoothquant")
     assert int8_error(graph, expected, ids) < rough / 3
+
+
+def test_a_search_costs_no_more_than_any_one_exponent() -> None:
+    (ids,) = random_ids([40])
+    expected = dense(captured("llama"), ids)
+    errors = {}
+    for alpha in (0.0, 0.5, 1.0, "search"):
+        graph = planted().clone()
+        apply(graph, "smoothquant", alpha=alpha)
+        torch.testing.assert_close(dense(graph, ids), expected, atol=1e-3, rtol=1e-3)
+        errors[alpha] = int8_error(graph, expected, ids)
+    assert errors.pop("search") < 1.1 * min(errors.values())
+
+
+def test_an_exponent_is_a_share() -> None:
+    for alpha in (-0.1, 1.5, "find"):
+        with pytest.raises(ValidationError):
+            SmoothQuantConfig(alpha=alpha)
 
 
 def test_the_planted_channels_get_the_largest_scales() -> None:
