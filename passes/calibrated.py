@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -109,7 +109,7 @@ class CalibratedQuantization(LinearQuantization):
         self.prepare(graph, groups, windows, ctx)
         emitter = Emitter(graph)
 
-        def replace(group: Group, solution: Mapping[str, Tensor], walk: Walk) -> None:
+        def put_back(group: Group, solution: Mapping[str, Tensor], walk: Walk) -> None:
             for index, site in enumerate(group.sites):
                 form = self.site_format(graph, site)[1]
                 own = {t: solution[f"{index}.{t}"] for t in form.tensors if f"{index}.{t}" in solution}
@@ -119,7 +119,7 @@ class CalibratedQuantization(LinearQuantization):
             Walk(graph, windows, ctx.target),
             groups,
             lambda group, walk: self.solve(graph, group, Moments(walk.values(group.x))),
-            replace,
+            put_back,
             FinishedGroups(ctx.workspace, "codes"),
             lambda text, part=None: ctx.tell(f"{self.name}: {text}", part=part),
         )
@@ -143,7 +143,12 @@ class CalibratedQuantization(LinearQuantization):
         rates = measure_rates(layers, text, self.site_format(graph, groups[0].sites[0])[1].grid)
         walks = rates.walk(graph, text, ctx.target), rates.walk(after, text, ctx.target)
         seconds = self.seconds(rates, layers, text, walks)
-        return estimate(graph, [group.x for group in groups], layers, text, seconds)
+        cost = estimate(graph, [group.x for group in groups], layers, text, seconds)
+        return replace(cost, num_bytes=cost.num_bytes + self.held_bytes(graph, text))
+
+    def held_bytes(self, graph: Graph, text: Text) -> int:
+        """Bytes that this pass needs besides the walk and the solver."""
+        return 0
 
     @abstractmethod
     def seconds(

@@ -36,7 +36,7 @@ from optkit.passes.gptq_solver import output_error
 from optkit.passes.grid import round_to_nearest
 from optkit.passes.linear_quantization import Emitter, weight_of
 from optkit.passes.schemes import fitting, make_format
-from optkit.passes.sensitivity import Divergence
+from optkit.passes.sensitivity import EVERY, Divergence
 from optkit.passes.weight_formats import WeightFormat
 from optkit.recipe import Bytes
 
@@ -111,6 +111,11 @@ class MixedPrecision(GPTQ):
         sensitivity = walks[0] * (1 + measured * count / 2) + rates.hessians(layers, text)
         solving = self.solving(rates, layers) * (len(self.config.schemes) if self.config.max_kld else 1)
         return super().seconds(rates, layers, text, walks) + sensitivity + solving
+
+    def held_bytes(self, graph: Graph, text: Text) -> int:
+        """The float model's logits, and those of a variant and its probabilities."""
+        windows = -(-min(self.config.sensitivity_tokens, text.tokens) // text.longest)
+        return 4 * graph.meta.vocab_size * (text.longest // EVERY) * (windows + 2)
 
     def prepare(
         self, graph: Graph, groups: list[Group], windows: Sequence[Sequence[int]], ctx: PassContext
