@@ -37,6 +37,7 @@ from optkit.passes.calibration_cost import (
     measured_text,
 )
 from optkit.passes.finished_groups import FinishedGroups
+from optkit.passes.gptq_solver import add_products, mirrored
 from optkit.passes.linear_quantization import Emitter, LinearQuantization, weight_of, weight_stats
 from optkit.passes.schemes import SchemeConfig
 from optkit.passes.weight_formats import WeightFormat
@@ -80,9 +81,9 @@ class Moments:
                 self.hessian = torch.zeros(x.shape[1], x.shape[1])
                 self.mean = torch.zeros(x.shape[1])
             count += len(x)
-            self.hessian.addmm_(x.T, x)
+            add_products(self.hessian, x)
             self.mean += x.abs().sum(dim=0)
-        self.hessian /= count
+        self.hessian = mirrored(self.hessian) / count
         self.mean /= count
 
 

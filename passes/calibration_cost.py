@@ -22,7 +22,7 @@ from optkit.graph.ir import Graph
 from optkit.graph.shapes import Point, infer_shapes
 from optkit.graph.walk import needed, pieces, stretch
 from optkit.passes.awq_search import POINTS, search_clip
-from optkit.passes.gptq_solver import gptq
+from optkit.passes.gptq_solver import add_products, gptq
 from optkit.passes.grid import Grid, IntegerGrid, round_to_nearest
 
 if TYPE_CHECKING:
@@ -60,7 +60,8 @@ class Rates:
     """What this process gets done now.
 
     Attributes:
-        product, square: FLOP/s of ``x @ w`` and of ``x.T @ x``.
+        product: FLOP/s of ``x @ w``.
+        square: of ``x.T @ x``, counted as a whole product though only what is above the diagonal is computed.
         column, value: seconds that a column takes in GPTQ, and what each of its values adds.
         rounding: seconds a weight takes to be rounded and restored.
         clipping: seconds a weight takes in the search for ranges.
@@ -104,7 +105,7 @@ def measure_rates(layers: Sequence[Shapes], text: Text, grid: Grid) -> Rates:
     small, large = (average(lambda n=n: column_trial(n)) / 64 for n in (64, 2048))  # type: ignore[misc]
     return Rates(
         product=flops / average(lambda: x @ weight),
-        square=flops / average(lambda: weight.addmm_(x.T, x)),
+        square=flops / average(lambda: add_products(weight, x)),
         column=small,
         value=max(0.0, (large - small) / (2048 - 64)),
         rounding=average(lambda: round_to_nearest(trial * 1.5, like).dequantize(size) / 1.5) / (n * k),
