@@ -138,7 +138,7 @@ class Scheduler:
     def update(self, batch: Batch, results: Seq[Result]) -> list[TokenOutput]:
         """Record what the step did: for each item its sampled tokens, None (a chunk with more to come) or a failure."""
         now = self.clock()
-        if batch.items and not batch.transfers:
+        if batch.items and not batch.transfers and not any(isinstance(r, Failure) for r in results):
             self.cost.observe(step_shape(batch.items), now - self._step_start)
         outputs: list[TokenOutput] = []
         for item, result in zip(batch.items, results, strict=True):

@@ -6,6 +6,7 @@ Run as a program it serves; ``LiveServer`` starts it and waits for the line that
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -51,7 +52,8 @@ class LiveServer:
             "max_restarts": max_restarts,
         }
         command = [sys.executable, "-m", "tests.serve.live", json.dumps(work)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        strict = {**os.environ, "PYTHONWARNINGS": "error::RuntimeWarning"}  # in both processes
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=strict)
         self.url = ""
         if wait:
             self.line = self.process.stdout.readline()  # type: ignore[union-attr]
