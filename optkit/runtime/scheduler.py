@@ -15,16 +15,19 @@ Admission allocates KV for all tokens known so far, so only decodes can run out 
 sequence in rank is preempted: it gives its blocks back and waits to be admitted again, with the tokens it has
 generated. What of its KV is still cached or offloaded by then is taken over, the rest is computed again. The first
 in rank is never preempted and ``refusal`` turns away what could not fit alone, so some sequence always advances.
+
+What is done for one sequence and raises (``_guarded``) ends that sequence and no other.
 """
 
 from __future__ import annotations
 
 import bisect
 import heapq
+import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from optkit.runtime.cost_model import CostModel, step_shape
 from optkit.runtime.forecast import Forecast
@@ -49,6 +52,9 @@ from optkit.runtime.types import (
 
 __all__ = ["Result", "Scheduler", "SchedulerConfig"]
 
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 Result = tuple[int, ...] | Failure | None  # sampled tokens, why there are none, or a chunk with more to come
 
 
@@ -92,6 +98,9 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.num_preemptions = 0
         self._sequences: dict[str, Sequence] = {}
+        self._lost: list[
+            TokenOutput
+        ] = []  # the ends of those that were broken by a fault since the last step
         self._num_added = self._iteration_tokens = 0
         self._step_start = 0.0
 
@@ -152,8 +161,11 @@ class Scheduler:
                 item.seq.num_computed += item.num_new
                 self.kv.publish(item.seq)
             else:
-                outputs += self._append(item, result)
-        return outputs
+                outputs += (
+                    self._guarded(item.seq, lambda item=item, new=result: self._append(item, new)) or []
+                )
+        lost, self._lost = self._lost, []
+        return outputs + lost
 
     def transfer_failed(self, transfer: Transfer) -> None:
         """KV that should have been saved or loaded was not: who relies on it starts over."""
@@ -220,9 +232,9 @@ class Scheduler:
         index = 0
         while index < len(self.running):  # preemption shortens the list from behind
             seq = self.running[index]
-            if seq.num_pending == 1 and self._make_room(seq):
+            if seq.num_pending == 1 and self._guarded(seq, lambda seq=seq: self._make_room(seq)):
                 ready.append(seq)
-            index += 1
+            index += seq in self.running[index : index + 1]
         drafts = self._drafts(ready)
         return [
             ScheduledSequence(seq, 1 + len(draft), draft) for seq, draft in zip(ready, drafts, strict=True)
@@ -270,8 +282,8 @@ class Scheduler:
             limit = min(left, target) if items else left
             if limit < 1 or (items and self._work(seq) > limit):
                 break
-            if not seq.block_table and not self._admit(seq):
-                full = True
+            if not seq.block_table and not self._guarded(seq, lambda seq=seq: self._admit(seq)):
+                full = full or seq in self.waiting
                 continue
             num_new = min(seq.num_pending, limit)
             if not items:
@@ -304,6 +316,17 @@ class Scheduler:
 
     def _final_length(self, seq: Sequence) -> int:
         return self.config.final_length(seq.num_prompt, seq.request.sampling.max_tokens)
+
+    def _guarded(self, seq: Sequence, work: Callable[[], T]) -> T | None:
+        """What ``work`` returns; if it raises, ``seq`` ends with an error and the others go on."""
+        try:
+            return work()
+        except Exception:
+            logger.exception("the scheduler failed on a request")
+            if self._sequences.get(seq.request.request_id) is seq:
+                self.kv.distrust(seq)
+                self._lost.append(self._finish(seq, FinishReason.ERROR, error="the scheduler failed"))
+            return None
 
     def _count_chunk(self, item: ScheduledSequence, now: float) -> None:
         if not item.seq.progress.reported:
