@@ -37,6 +37,7 @@ from optkit.runtime.prefix_cache import PrefixCache
 from optkit.runtime.proposer import SpeculationStats
 from optkit.runtime.scheduler_config import SchedulerConfig
 from optkit.runtime.types import (
+    QUEUE_TIMEOUT,
     Batch,
     EngineOverload,
     EngineRefusal,
@@ -98,9 +99,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.num_preemptions = 0
         self._sequences: dict[str, Sequence] = {}
-        self._lost: list[
-            TokenOutput
-        ] = []  # the ends of those that were broken by a fault since the last step
+        self._lost: list[TokenOutput] = []  # ends that were found while scheduling
         self._num_added = self._iteration_tokens = 0
         self._step_start = 0.0
 
@@ -136,8 +135,9 @@ class Scheduler:
         return self._finish(seq, FinishReason.ABORT) if seq else None
 
     def schedule(self) -> Batch:
-        """The next step's work; an empty batch if there is none."""
+        """The next step's work; an empty batch if there is none. ``update`` follows, also after an empty one."""
         self._step_start = self.clock()
+        self._give_up()
         items = self._decodes()
         items += self._prefills(items)
         batch = Batch(tuple(items), self.kv.take_transfers())
@@ -226,6 +226,15 @@ class Scheduler:
             assert len(seq.block_table) >= self.kv.blocks.blocks_for(seq.num_computed)
         assert not any(seq.block_table for seq in self.waiting)
         self.kv.check(self.running)
+
+    def _give_up(self) -> None:
+        """End those who have waited for their first step longer than ``queue_timeout``."""
+        if self.config.queue_timeout is None:
+            return
+        oldest = self._step_start - self.config.queue_timeout
+        for seq in list(self.waiting):
+            if seq.progress.started is None and seq.request.arrival < oldest:
+                self._lost.append(self._finish(seq, FinishReason.ERROR, error=QUEUE_TIMEOUT))
 
     def _decodes(self) -> list[ScheduledSequence]:
         ready = []
