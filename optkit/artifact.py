@@ -178,8 +178,6 @@ def is_artifact(directory: Path) -> bool:
 
 def problems(directory: Path, manifest: Mapping[str, Any]) -> Iterator[str]:
     """Every difference between the files and the manifest: missing, extra, not a plain file, changed."""
-    if manifest.get("digest", "") not in ("", content_digest(manifest)):
-        yield "the digest in the manifest is not that of its content"
     listed = manifest["files"]
     found = dict(walk(directory))
     found.pop(MANIFEST, None)
@@ -194,6 +192,8 @@ def problems(directory: Path, manifest: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name} has {found[name].st_size} bytes, the manifest says {listed[name]['bytes']}"
         elif sha256_file(directory / name) != listed[name]["sha256"]:
             yield f"{name} was changed (sha256 differs from the manifest)"
+    if manifest.get("digest", "") not in ("", content_digest(manifest)):
+        yield "the digest in the manifest is not that of its content"
 
 
 def walk(directory: Path) -> Iterator[tuple[str, os.stat_result]]:

@@ -1,7 +1,7 @@
 """A recipe run in a process of its own that is killed on the way, and what it says of the work it did.
 
 ``python -m tests.killed_run SOURCE OUT LOG PHASE DELAY`` runs ``RECIPE`` and ends by SIGKILL: DELAY seconds into PHASE,
-or at PHASE's end if that comes first. Phases are ``capture``, the passes, ``whole`` and ``write``. Every message goes
+or at PHASE's end if that comes first; if PHASE is finished already, into the next that is not. Phases are ``capture``, the passes, ``whole`` and ``write``. Every message goes
 to LOG, a JSON list a line, before the work it speaks of.
 """
 
@@ -137,21 +137,20 @@ def die() -> None:
 def main(source: str, out: str, log: str, phase: str, delay: str) -> None:
     torch.set_num_threads(1)
     quick()
-    current = "start"
+    current, timer = "start", threading.Timer(float(delay), die)
 
     def hear(message: Message) -> None:
         nonlocal current
         now = phase_of(message[1], current)
-        if current == phase != now:
+        if timer.is_alive() and now != current:
             die()
         with open(log, "a", encoding="utf-8") as stream:
             print(json.dumps(message), file=stream)
-        if now == phase != current:
-            timer = threading.Timer(float(delay), die)
-            timer.daemon = True
+        if now in PHASES[PHASES.index(phase) :] and not timer.is_alive():
             timer.start()
         current = now
 
+    timer.daemon = True
     run(Path(source), Path(out), hear)
     die()  # the last phase ended before its time
 

@@ -71,7 +71,7 @@ def finished_states(cache: Path) -> int:
     return sum(not path.name.startswith(".") for path in (cache / "states").glob("*"))
 
 
-def finished_groups(cache: Path, name: str) -> dict[str, int]:
+def finished_groups(cache: Path) -> dict[str, int]:
     """Groups of layers that the pass in progress has finished, by stage."""
     (workspace,) = [path for path in (cache / "states").iterdir() if path.name.startswith(".part-")] or [None]
     if workspace is None:
@@ -100,7 +100,7 @@ def test_killed_between_two_layers_and_while_writing(
     cache.mkdir()
     killed(source, out, cache, "mixed_precision", length["mixed_precision"] * 0.4)
     assert not out.exists()
-    states, groups = finished_states(cache), finished_groups(cache, "mixed_precision")
+    states, groups = finished_states(cache), finished_groups(cache)
     assert_only_the_rest(killed(source, out, cache, "write", length["write"] * 0.5), states, groups)
     assert not out.exists() and finished_states(cache) == len(PASSES) + 2
     last = uninterrupted(source, out, cache, monkeypatch)
@@ -132,13 +132,12 @@ def test_killed_in_each_phase_at_random_moments(
     generator = random.Random(7)
     states, groups = 0, {}
     for phase in PHASES:
-        for number in range(ROUNDS if phase != "write" else 4 * ROUNDS):
+        for _ in range(ROUNDS if phase != "write" else 4 * ROUNDS):
             messages = killed(source, out, cache, phase, generator.random() * length[phase])
             assert_only_the_rest(messages, states, groups)
             if out.exists():  # killed after the rename
                 assert_same(out, whole)
-            states, groups = finished_states(cache), finished_groups(cache, phase)
-            print(f"{phase} {number}: {states} steps, {groups} finished")  # pytest -s
+            states, groups = finished_states(cache), finished_groups(cache)
     messages = uninterrupted(source, out, cache, monkeypatch)
     assert worked_on(messages) == []
     assert_same(out, whole)
