@@ -74,11 +74,12 @@ class Pipeline:
             self.steps.append(step_of(resolved))
             workspaces.append(self.workspace(resolved, records))
             graph, record = self.resumed(partial(self.run_pass, graph, resolved, workspaces[-1]))
+            self.states.set_aside(workspaces[-1])
             records.append(PassRecord.from_dict(record))
             self.rounded |= records[-1].in_effect and not records[-1].exact
             self.tell(f"{resolved.entry.name}: {records[-1].decision}, {records[-1].reason}")
         result = self.judge(graph, records)
-        for workspace in workspaces:  # judging may have run passes again, from what is in these
+        for workspace in workspaces:  # judging may run passes again, from what is in these
             self.states.remove(workspace)
         return result
 
@@ -99,12 +100,17 @@ class Pipeline:
         return self.resumed(work)[0]
 
     def resumed(self, work: Callable[[], tuple[Graph, dict[str, Any]]]) -> tuple[Graph, dict[str, Any]]:
-        """The finished state of the steps so far, from the cache or by ``work``."""
+        """The finished state of the steps so far, from the cache or by ``work``.
+
+        What ``work`` made is read back: so a run that was interrupted goes on from the very bytes, which lie in memory
+        as they do here (the last bits of torch's products depend on that).
+        """
         key = state_key(self.determinants())
         found = self.states.load(key)
         if found is None:
-            found = work()
-            self.states.save(key, *found)
+            made = work()
+            self.states.save(key, *made)
+            found = self.states.load(key) or made
         return found
 
     def determinants(self) -> dict[str, Any]:
@@ -299,9 +305,8 @@ class Pipeline:
         ):
             return None
         self.tell(f"the whole misses a bound: {missed}; measuring which layers")
-        losses = self.site_losses(
-            self.replay(records), "the whole"
-        )  # a step from the cache forgets its float layers
+        fresh = self.replay(records)  # a step from the cache forgets its float layers
+        losses = self.site_losses(fresh, "the whole")
         for sites in site_rollback.reductions(losses, excess_share(bounds, evidence)):
             self.tell(f"the whole: {len(sites)} of {len(losses)} layers back in float")
             trial = site_rollback.given_back(records, sites, quantizers)
@@ -327,7 +332,8 @@ class Pipeline:
         for index, record in enumerate(records):
             if record.in_effect:
                 optimization = resolved[record.name].pass_class(resolved[record.name].config)
-                context = self.context(self.workspace(resolved[record.name], records[:index]))
+                workspace = self.workspace(resolved[record.name], records[:index])
+                context = self.context(self.states.parts(workspace))
                 plan = optimization.check(graph, context)
                 result = self.apply(optimization, graph, plan, context)
                 record.sites = [site.name for site in plan.sites]  # a later pass takes up what one gave back

@@ -22,6 +22,8 @@ from optkit.calibration import Calibration
 from optkit.graph.ir import Graph
 from optkit.graph.walk import Walk
 from optkit.passes.base import Config, Pass, PassContext, PassResult, Plan, Site, Skip, Stage
+from optkit.passes.calibrated import Group, walk_through
+from optkit.passes.finished_groups import FinishedGroups
 from optkit.passes.folding import fold, readers, why_not_foldable
 from optkit.passes.linear_quantization import weight_of
 from optkit.passes.rewrite import site_name
@@ -68,12 +70,20 @@ class SmoothQuant(Pass):
 
     def apply(self, graph: Graph, plan: Plan, ctx: PassContext) -> PassResult:
         windows = ctx.calibration_windows(self.config.calibration)
-        scales, walk = [], Walk(graph.clone(), windows, ctx.target)
-        by_name = {node.name: node for node in walk.graph.fx.nodes}
-        for index, site in enumerate(plan.sites):
-            ctx.tell(f"smoothquant: {site.name}", part=(index, len(plan.sites)))
-            values = walk.values(by_name[site.nodes[0].name])
-            scales.append(self.scale(values, [weight_of(graph, n) for n in site.nodes[1:]], len(windows)))
+        scales: list[Tensor] = []
+
+        def solve(group: Group, walk: Walk) -> dict[str, Tensor]:
+            weights = [weight_of(graph, linear) for linear in group.sites[0].nodes]
+            return {"scale": self.scale(walk.values(group.x), weights, len(windows))}
+
+        walk_through(
+            Walk(graph, windows, ctx.target),
+            [Group((Site(site.name, site.nodes[1:]),)) for site in plan.sites],
+            solve,
+            lambda group, solution, walk: scales.append(solution["scale"]),
+            FinishedGroups(ctx.workspace, "smoothing"),
+            lambda text, part=None: ctx.tell(f"{self.name}: {text}", part=part),
+        )
         for site, scale in zip(plan.sites, scales, strict=True):
             x, *linears = site.nodes
             fold(graph, x, linears, scale)
