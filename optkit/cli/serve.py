@@ -179,6 +179,14 @@ def serve(
     log_format: Annotated[
         LogFormat, typer.Option(rich_help_panel=ACCESS, help="Log lines for people or for machines.")
     ] = LogFormat.text,
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            rich_help_panel=ACCESS,
+            help="Send a trace span for each request there, such as http://localhost:4318/v1/traces (OTLP over HTTP; "
+            "needs optkit[otel]). Spans have counts, times and the parts of the time to first token, no texts.",
+        ),
+    ] = None,
     shutdown_timeout: Annotated[
         int,
         typer.Option(
@@ -224,6 +232,7 @@ def serve(
             queue_timeout=queue_timeout or None,
             threads=threads,
             shutdown_timeout=shutdown_timeout,
+            otlp_traces_endpoint=otlp_traces_endpoint,
             trust_artifact_code=trust_artifact_code or None,
         )
         raise typer.Exit(run(artifact, options, launched=engine))
