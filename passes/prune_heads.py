@@ -1,10 +1,10 @@
 """prune_heads: removes the attention heads that matter least, whole KV groups, the same number in every layer.
 
-The query heads that share a KV head go together with it: rows of the query, key and value projections, columns of the
-output projection. A group's importance is what its heads contribute: the mean of ``|a_j|`` over calibration text times
-``|w_j|``, the norm of column j of the output projection, added over the group's channels (activation-weighted magnitudes
-as in Wanda, arXiv 2306.11695, for whole heads; removing heads as in arXiv 1905.10650). What is left is a smaller dense
-model with a smaller KV cache, under the same bounds as a quantizer.
+The query heads that share a KV head go together with it: rows of the query, key and value projections, columns of
+the output projection. A group's importance is what its heads contribute: the mean of ``|a_j|`` over calibration text
+times ``|w_j|``, the norm of column j of the output projection, added over the group's channels (activation-weighted
+magnitudes as in Wanda, arXiv 2306.11695, for whole heads; removing heads as in arXiv 1905.10650). What is left is a
+smaller dense model with a smaller KV cache, under the same bounds as a quantizer.
 
 config.json has one number of heads for all layers, so all lose equally many, and ``head_dim`` is written out: a model
 whose config in transformers derives it from the number of heads is refused. Where one layer can't be pruned, none is.
@@ -133,7 +133,9 @@ class PruneHeads(Pass):
             layer = heads_at(graph, group.sites[0])
             weight = graph.weights[str(layer.out.args[1].target)].value
             score = importance([x.flatten(1) for x in walk.values(group.x)], weight)
-            return {"kept": score.unflatten(0, (layer.shape[1], -1)).sum(dim=1).topk(kept).indices.sort().values}
+            return {
+                "kept": score.unflatten(0, (layer.shape[1], -1)).sum(dim=1).topk(kept).indices.sort().values
+            }
 
         walk_through(
             Walk(graph, windows, ctx.target),
@@ -231,7 +233,9 @@ def remove(graph: Graph, layer: Heads, groups: Tensor) -> None:
     sizes = [heads * size, before * size, before * values]
     if len(layer.projections) == 3:
         for linear, index in zip(layer.projections, rows, strict=True):
-            select_stacked_rows(graph, linear, [index], [len(graph.weights[str(linear.args[1].target)].value)])
+            select_stacked_rows(
+                graph, linear, [index], [len(graph.weights[str(linear.args[1].target)].value)]
+            )
     else:
         (linear,) = layer.projections
         select_stacked_rows(graph, linear, rows, sizes)
@@ -248,10 +252,8 @@ def channels(heads: Tensor, size: int) -> Tensor:
     return (heads[:, None] * size + torch.arange(size)).flatten()
 
 
-def select_stacked_rows(
-    graph: Graph, linear: fx.Node, index: Sequence[Tensor], sizes: Sequence[int]
-) -> None:
-    """Of the weight and the bias of a linear, whose rows are pieces of ``sizes``, keep the rows ``index`` of each piece."""
+def select_stacked_rows(graph: Graph, linear: fx.Node, index: Sequence[Tensor], sizes: Sequence[int]) -> None:
+    """Keep the rows ``index`` of each piece of a linear's weight and bias, whose rows are pieces of ``sizes``."""
     starts = [0, *accumulate(sizes)]
     rows = torch.cat([piece + start for piece, start in zip(index, starts, strict=False)])
     for argument in linear.args[1:3]:

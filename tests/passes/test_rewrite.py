@@ -14,7 +14,15 @@ from optkit.graph.ir import Graph, Origin, Part, Weight
 from optkit.graph.verify import verify
 from optkit.kernels import reference
 from tests.architectures import tiny_model
-from tests.graphs import apply, assert_origins_invert, assert_same_logits, captured, checked, checkpoint, reasons
+from tests.graphs import (
+    apply,
+    assert_origins_invert,
+    assert_same_logits,
+    captured,
+    checked,
+    checkpoint,
+    reasons,
+)
 from tests.test_stored_layers import written
 
 QUANTIZED: list[tuple[str, dict[str, Any]]] = [
