@@ -23,7 +23,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -266,7 +266,7 @@ def locked(directory: Path) -> Iterator[bool]:
 def remove_abandoned(out: Path) -> None:
     """Remove staging directories of runs that were killed."""
     for left in out.parent.glob(f"{glob.escape(staging_prefix(out))}*"):
-        with locked(left) as held:
+        with suppress(FileNotFoundError), locked(left) as held:  # its run may end right now
             if held:
                 shutil.rmtree(left, ignore_errors=True)
 
