@@ -7,7 +7,7 @@ how the verifier and the cost model learn shapes.
 Layout rules: activations are token-major, ``[T, ...]`` for the T tokens of the flattened batch;
 a linear weight is ``[N, K]`` (out, in); attention takes ``[T, H, D]``; the KV pool of a layer is
 ``[blocks, block_size, Hkv, D]`` float32, or int8 or E4M3 with four more bytes a row (``quantize_kv``). Arithmetic is
-float32 unless an op says otherwise.
+float32 unless an op says otherwise. RoPE, the KV cache and attention are in ``reference_attention``.
 """
 
 from __future__ import annotations
@@ -17,13 +17,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from optkit.kernels.packed_codes import BITS, pack_codes, unpack_codes, words_of
+from optkit.kernels.reference_attention import (  # noqa: F401  part of the spec, imported from here
+    FP8_MOST,
+    KV_CODES,
+    KV_SCALE_BYTES,
+    attend,
+    attention,
+    causal_mask,
+    dequantize_kv,
+    gather_kv,
+    paged_attention,
+    quantize_kv,
+    rope,
+    rope_kv_write,
+    rope_table,
+    write_kv,
+)
 
 ACTIVATION_ZERO_POINT = 128
-KV_SCALE_BYTES = 4  # of the float32 scale behind the values of an int8 or float8 KV row
-KV_CODES = {torch.int8: torch.int8, torch.uint8: torch.float8_e4m3fn}  # what a pool of this type holds
 INT4_ZERO_POINT = 8  # the code that stands for 0 in symmetric int4
 INT4_PER_WORD = 8
-FP8_MOST = 448.0  # the largest E4M3 value
 DEQUANTIZED_AT_ONCE = 1 << 22  # weights of a packed layer that are float at one time
 
 
@@ -61,23 +74,6 @@ def add_rms_norm(
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """Layer normalization over the last dimension (arXiv 1607.06450)."""
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
-
-
-def rope_table(positions: Tensor, inv_freq: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [T, D] for ``positions`` [T] and ``inv_freq`` [D/2]; the two halves of D repeat."""
-    if positions.device.type == "meta":
-        table = inv_freq.new_empty(positions.shape[0], 2 * inv_freq.shape[0])
-        return table, table
-    angles = positions.to(torch.float32)[:, None] * inv_freq
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos() * scale, angles.sin() * scale
-
-
-def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding, rotate-half form (arXiv 2104.09864): x [T, H, D], cos and sin [T, D]."""
-    half = x.shape[-1] // 2
-    rotated = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-    return x * cos[:, None] + rotated * sin[:, None]
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
@@ -404,97 +400,3 @@ def check_fp8(
         raise ValueError("input_scale must be [1]")
     if bias is not None and bias.shape != (n,):
         raise ValueError(f"the bias must be [{n}]")
-
-
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-) -> Tensor:
-    """Causal attention of a ragged batch over the paged KV cache, which it first writes.
-
-    q [T, H, D], k [T, Hkv, D], v [T, Hkv, Dv]; the cache and batch tensors are described in
-    docs/architecture.md. Query head h reads KV head ``h // (H // Hkv)``. ``window`` > 0 limits a token to
-    the last ``window`` positions including its own; ``softcap`` > 0 squashes scores to
-    ``softcap * tanh(s / softcap)``. Gives [T, H, Dv]. Mutates ``k_cache`` and ``v_cache``.
-
-    int8 and uint8 pools hold rows of ``quantize_kv``. K and V of this call are attended as the cache has them,
-    quantized, so the result does not depend on how a prompt is cut into calls.
-    """
-    out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
-    if q.device.type == "meta":
-        return out
-    write_kv(k, v, k_cache, v_cache, slot_mapping)
-    starts, lengths = query_start.tolist(), seq_lens.tolist()
-    for s, length in enumerate(lengths):
-        rows = slice(starts[s], starts[s + 1])
-        keys = gather_kv(k_cache, block_tables[s], length)
-        values = gather_kv(v_cache, block_tables[s], length)
-        out[rows] = attend(q[rows], keys, values, scale, window, softcap)
-    return out
-
-
-def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Store K and V of the new tokens at their slots (``block * block_size + offset``)."""
-    for rows, cache in ((k, k_cache), (v, v_cache)):
-        stored = rows if cache.dtype not in KV_CODES else quantize_kv(rows, cache.dtype)
-        cache.flatten(0, 1).index_copy_(0, slot_mapping, stored)
-
-
-def gather_kv(cache: Tensor, blocks: Tensor, length: int) -> Tensor:
-    """The first ``length`` tokens [length, Hkv, D] of a sequence from its blocks."""
-    used = -(-length // cache.shape[1])
-    rows = cache.index_select(0, blocks[:used]).flatten(0, 1)[:length]
-    return rows if cache.dtype not in KV_CODES else dequantize_kv(rows)
-
-
-def quantize_kv(x: Tensor, dtype: torch.dtype = torch.int8) -> Tensor:
-    """K or V [T, Hkv, D] float32 as rows [T, Hkv, D + 4] of a pool: int8, or uint8, which holds the bytes of E4M3.
-
-    Each token and head has its own scale, ``absmax / 127`` or ``absmax / 448``, and lies in one piece: D values and the
-    four bytes of the float32 scale. So a row is written and read without its neighbours, and a pool is one tensor.
-    """
-    if dtype == torch.uint8:
-        scale = (x.abs().amax(dim=-1, keepdim=True) / FP8_MOST).clamp_min(torch.finfo(torch.float32).tiny)
-        values = (x / scale).to(torch.float8_e4m3fn)
-        return torch.cat((values.view(dtype), scale.contiguous().view(dtype)), dim=-1)
-    q, scale = quantize_per_token(x.flatten(0, 1))
-    values = (q - ACTIVATION_ZERO_POINT).view(torch.int8)
-    scale = scale.flatten().view(torch.int8).view(len(values), KV_SCALE_BYTES)
-    return torch.cat((values, scale), dim=1).unflatten(0, x.shape[:2])
-
-
-def dequantize_kv(rows: Tensor) -> Tensor:
-    """The float32 K or V [..., D] that rows [..., D + 4] of an int8 or a uint8 (E4M3) pool stand for."""
-    values, scale = rows.split([rows.shape[-1] - KV_SCALE_BYTES, KV_SCALE_BYTES], dim=-1)
-    aligned = scale.clone(memory_format=torch.contiguous_format)  # it may lie at any byte
-    return values.contiguous().view(KV_CODES[rows.dtype]).to(torch.float32) * aligned.view(torch.float32)
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float) -> Tensor:
-    """Attention of the last Tq tokens of one sequence: q [Tq, H, D] over k, v [Tk, Hkv, ...]."""
-    tq, heads, tk, kv_heads = q.shape[0], q.shape[1], k.shape[0], k.shape[1]
-    k = k.repeat_interleave(heads // kv_heads, dim=1)
-    v = v.repeat_interleave(heads // kv_heads, dim=1)
-    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-    if softcap:
-        scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~causal_mask(tq, tk, window, q.device), float("-inf"))
-    return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), v)
-
-
-def causal_mask(tq: int, tk: int, window: int, device: torch.device) -> Tensor:
-    """[Tq, Tk] bool, True where the query may look: the queries are the last Tq of Tk positions."""
-    query = torch.arange(tk - tq, tk, device=device)[:, None]
-    key = torch.arange(tk, device=device)[None]
-    mask = key <= query
-    return mask & (query - key < window) if window > 0 else mask
