@@ -2,14 +2,14 @@
 
 Names are imported from ``reference``, of which this is a part.
 
-A pool of a layer is [blocks, block_size, Hkv, D] of a float type; or of bytes, [blocks, block_size, Hkv, D + 4], for int8
-and E4M3 values with a float32 scale for each token and head. Which bytes of a block are which depends on where it
+A pool of a layer is [blocks, block_size, Hkv, D] of a float type; or of bytes, [blocks, block_size, Hkv, D + 4], for
+int8 and E4M3 values with a float32 scale for each token and head. Which bytes of a block are which depends on where it
 lies. On the CPU a row is its values and its scale, in one piece. On a GPU (``is_planar``) a block is all its values,
-[block_size, Hkv, D], and then all its scales, [block_size, Hkv]: rows of D + 4 bytes would break every load into pieces
-of four. A block has the same size either way, and nothing outside of attention looks into one.
+[block_size, Hkv, D], and then all its scales, [block_size, Hkv]: rows of D + 4 bytes would break every load into
+pieces of four. A block has the same size either way, and nothing outside of attention looks into one.
 
-Padding, as a captured CUDA graph needs it: a token of slot -1 is not stored, a sequence of length 0 attends to nothing and
-gives zeros, and so do tokens behind the last sequence.
+Padding, as a captured CUDA graph needs it: a token of slot -1 is not stored, a sequence of length 0 attends to nothing
+and gives zeros. What comes out for tokens behind the last sequence is not specified.
 """
 
 from __future__ import annotations
