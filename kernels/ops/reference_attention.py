@@ -17,7 +17,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-FP8_MOST = 448.0  # the largest E4M3 value
+from optkit.kernels.reference_fp8 import quantize_fp8_per_token
+
 KV_SCALE_BYTES = 4  # of the float32 scale of an int8 or float8 KV row
 KV_CODES = {torch.int8: torch.int8, torch.uint8: torch.float8_e4m3fn}  # what a pool of this type holds
 
@@ -175,11 +176,10 @@ def quantize_kv(x: Tensor, dtype: torch.dtype = torch.int8) -> Tensor:
     the float32 scale.
     """
     x = x.to(torch.float32)
-    absmax = x.abs().amax(dim=-1, keepdim=True)
     if dtype == torch.uint8:
-        scale = (absmax / FP8_MOST).clamp_min(torch.finfo(torch.float32).tiny)
-        values = (x / scale).to(torch.float8_e4m3fn)
+        values, scale = quantize_fp8_per_token(x)
     else:
+        absmax = x.abs().amax(dim=-1, keepdim=True)
         scale = absmax / 127.0
         inverse = torch.where(absmax > 0, 127.0 / absmax, torch.zeros_like(absmax))
         values = torch.round(x * inverse).to(torch.int8)

@@ -30,9 +30,13 @@ def e4m3_bytes(x):
     bits = x.to(tl.int32, bitcast=True)
     magnitude = tl.abs(x)
     even = magnitude.to(tl.int32, bitcast=True)
-    even += 0x7FFFF + ((even >> 20) & 1)  # half of what is cut off, or just less where that would round to odd
+    even += 0x7FFFF + (
+        (even >> 20) & 1
+    )  # half of what is cut off, or just less where that would round to odd
     normal = (even >> 20) - (120 << 3)  # the exponent's bias is 127 in one and 7 in the other
-    subnormal = (magnitude + 16384.0).to(tl.int32, bitcast=True) & 0xF  # whose last bit is 2^-9, E4M3's step here
+    subnormal = (magnitude + 16384.0).to(
+        tl.int32, bitcast=True
+    ) & 0xF  # whose last bit is 2^-9, E4M3's step here
     code = tl.where(magnitude < 0.015625, subnormal, normal)
     code = tl.where(x == x, code, 0x7F)
     return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
@@ -55,7 +59,9 @@ def stored(x, absmax, like, FORMAT: tl.constexpr):
         values = x.to(like.dtype.element_ty)
     elif FORMAT == 1:
         inverse = tl.where(absmax > 0, tl.div_rn(127.0, absmax), 0.0)
-        values = ((x * inverse[:, None] + 12582912.0).to(tl.int32, bitcast=True) & 0xFF).to(tl.int8, bitcast=False)
+        values = ((x * inverse[:, None] + 12582912.0).to(tl.int32, bitcast=True) & 0xFF).to(
+            tl.int8, bitcast=False
+        )
     else:
         values = e4m3_bytes(tl.div_rn(x, row_scale(absmax, FORMAT)[:, None]))
     return values
