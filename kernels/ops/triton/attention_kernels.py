@@ -64,7 +64,7 @@ def attend_tiles(
 
     Without MASKED every row sees every key. ``scale`` turns scores into exponents of 2; with SOFTCAP, into scores.
     """
-    unit = 1.4426950408889634 if SOFTCAP else scale
+    unit = 1.4426950408889634 if SOFTCAP > 0 else scale
     d = tl.arange(0, D)
     dv = tl.arange(0, DV)
     for first in tl.range(start, stop, TILE):
@@ -90,7 +90,7 @@ def attend_tiles(
             else:
                 k_scale = tl.load(k_scales + page * K_SCALES + at)
             scores *= k_scale[None, :]
-        if SOFTCAP:
+        if SOFTCAP > 0:
             scores = capped(scores, scale, SOFTCAP)
         if MASKED:
             seen = key[None, :] <= positions[:, None]
@@ -266,7 +266,7 @@ def attention_heads(
         begin += split * share
         end = tl.minimum(end, begin + share)
 
-    unit = 1.4426950408889634 if SOFTCAP else scale
+    unit = 1.4426950408889634 if SOFTCAP > 0 else scale
     total = tl.zeros((TILE, tl.constexpr(DV)), tl.float32)
     weight = tl.zeros((TILE,), tl.float32)
     top = tl.full((TILE,), float("-inf"), tl.float32)
@@ -283,7 +283,7 @@ def attention_heads(
         scores = tl.sum(numbers(k, FORMAT, NATIVE, tl.float32) * query[None, :], 1)
         if FORMAT:
             scores *= tl.load(k_scales + page * K_SCALES + at, mask=exists, other=0.0)
-        if SOFTCAP:
+        if SOFTCAP > 0:
             scores = capped(scores, scale, SOFTCAP)
         seen = exists
         if WINDOW:
