@@ -46,6 +46,7 @@ from optkit.kernels.reference_fp8 import (  # noqa: F401
     quantize_fp8_per_token,
     round_fp8,
 )
+from optkit.kernels.reference_sampling import sample  # noqa: F401
 from optkit.kernels.reference_pointwise import (  # noqa: F401
     ACTIVATION_ZERO_POINT,
     FORMATS,

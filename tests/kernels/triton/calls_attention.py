@@ -37,7 +37,9 @@ def attend(
     )  # fmt: skip
 
 
-def write(heads: int, kv_heads: int, pool: torch.dtype, dim: int = 128, rotary: int = 128) -> Callable[[], Any]:
+def write(
+    heads: int, kv_heads: int, pool: torch.dtype, dim: int = 128, rotary: int = 128
+) -> Callable[[], Any]:
     kv, table = meta(8, kv_heads, dim), meta(8, rotary, dtype=torch.float32)
     slots = meta(8, dtype=torch.int64)
     q = meta(8, heads, dim)

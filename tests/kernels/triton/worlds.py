@@ -119,9 +119,7 @@ class World:
                 out.append(q.new_zeros(*q.shape[:2], self.v.shape[2]))
                 continue
             keys, values = (reference.gather_kv(c, self.tables[s], length) for c in (k_cache, v_cache))
-            out.append(
-                reference.attend(q, keys, values, self.scale, self.shape.window, self.shape.softcap)
-            )
+            out.append(reference.attend(q, keys, values, self.scale, self.shape.window, self.shape.softcap))
         return torch.cat(out)
 
 
