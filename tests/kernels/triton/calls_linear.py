@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optkit.kernels.triton import gemv, tile
+from optkit.kernels.triton import gemv, tile, wna16
 
 N, K = 4096, 11008
 BF16, F32, U8, I8, E4M3 = torch.bfloat16, torch.float32, torch.uint8, torch.int8, torch.float8_e4m3fn
@@ -42,3 +42,16 @@ def fp8_calls(rows: tuple[int, ...] = (1, 2, 4, 16, 32, 64)) -> Iterator[Callabl
         run = gemv.gemv if m <= gemv.MOST_ROWS else tile.tile
         yield partial(run, q, weight, s, scale, None, BF16)
         yield partial(run, meta(m, K), weight, None, scale, None, BF16)
+
+
+def codes_calls(
+    rows: tuple[int, ...] = (1, 2, 4, 16, 64), groups: tuple[int, ...] = (32, 128)
+) -> Iterator[Callable[[], Any]]:
+    slabs = K // wna16.SLAB
+    words = meta(N, slabs * wna16.PLANE, dtype=torch.int32)
+    for group in groups:
+        scale, zero = meta(N, K // group, dtype=torch.float16), meta(N, K // group, dtype=U8)
+        for m in rows:
+            run = wna16.gemv if m <= gemv.MOST_ROWS else wna16.tile
+            yield partial(run, meta(m, K), words, scale, zero if group == 128 else None, None, None, group)
+        yield partial(wna16.dequantized, meta(256, K), words, scale, zero, None, None, group)

@@ -35,3 +35,19 @@ def float8_rounds_right(monkeypatch: pytest.MonkeyPatch) -> None:
         return convert(values, source, target, rounding)
 
     monkeypatch.setattr(interpreter, "_convert_float", converted)
+
+
+@pytest.fixture(autouse=True)
+def bounds_of_loops_are_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter's scalars are arrays of one element, which NumPy 2.4 no longer takes for integers."""
+    if not available():
+        return
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
