@@ -34,11 +34,11 @@ def shape_of(x: Tensor, weight: Tensor) -> tuple[int, int, int]:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """See ``reference.linear``."""
     rows = rows_of(x)
-    if few(rows) and len(rows) and weight.is_contiguous():
+    if len(rows) > 0 and few(rows) and weight.is_contiguous():
         shape, arch = shape_of(rows, weight), architecture(x.device)
         stored = "16-bit" if weight.element_size() == 2 else "float32"
         if selection.choose("linear", stored, shape, arch, {"cublas": True, "gemv": True}) == "gemv":
-            return gemv.gemv(rows, weight, None, None, bias, x.dtype).view(*x.shape[:-1], -1)
+            return gemv.gemv(rows, weight, None, None, bias, x.dtype).view(*x.shape[:-1], len(weight))
     return F.linear(x, weight, bias)
 
 
@@ -86,7 +86,7 @@ def float_by_8_bits(
         out = gemv.gemv(rows, weight, None, weight_scale, bias, x.dtype)
     else:
         out = tile.tile(rows, weight, None, weight_scale, bias, x.dtype, zero, group)
-    return out.view(*x.shape[:-1], -1)
+    return out.view(*x.shape[:-1], len(weight))
 
 
 def linear_fp8_rowwise(
@@ -136,7 +136,7 @@ def linear_fp8(
         most = reference.FP8_MOST
         q = (rows.float() / input_scale).clamp(-most, most).to(torch.float8_e4m3fn)
         scale = input_scale.expand(len(rows), 1).contiguous()
-    return fp8_rowwise(q, scale, weight, weight_scale, bias, x.dtype).view(*x.shape[:-1], -1)
+    return fp8_rowwise(q, scale, weight, weight_scale, bias, x.dtype).view(*x.shape[:-1], len(weight))
 
 
 def linear_wna16(
@@ -163,7 +163,7 @@ def linear_wna16(
         out = float_by_8_bits(
             "linear_wna16", "int8", padded, weight, weight_scale, bias, weight_zero, group_size
         )
-        return out.view(*x.shape[:-1], -1)
+        return out.view(*x.shape[:-1], len(weight))
     able = {"dequantized": True, "tile": True, "gemv": few(rows)}
     name = selection.choose("linear_wna16", "int4", shape_of(rows, weight), architecture(x.device), able)
     if name == "dequantized" and dense_weight is not None and dense_scale is not None:
@@ -172,7 +172,7 @@ def linear_wna16(
     else:
         run = {"gemv": wna16.gemv, "tile": wna16.tile, "dequantized": wna16.dequantized}[name]
         out = run(rows, weight, weight_scale, weight_zero, g_idx, bias, group_size)
-    return out.view(*x.shape[:-1], -1)
+    return out.view(*x.shape[:-1], len(weight))
 
 
 # -- packing, and what is accepted -----------------------------------------------------------------------

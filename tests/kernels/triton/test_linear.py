@@ -186,3 +186,12 @@ def test_what_each_kernel_is_offered() -> None:
 def test_more_tokens_than_a_gemv_takes() -> None:
     assert not linear.few(random(gemv.MOST_ROWS + 1, 8))
     assert wna16.GEMV["sm_90"].keys() == {1, 2, 4}
+
+
+def test_no_tokens() -> None:
+    """Shapes of an empty step, in more than two dimensions too."""
+    weight, scale = int8(6, 64)
+    assert linear.linear_w8a16(random(2, 0, 64), weight, scale).shape == (2, 0, 6)
+    assert linear.linear(random(0, 64), random(6, 64)).shape == (0, 6)
+    q, q_scale = reference.quantize_per_token(random(1, 64))
+    assert linear.linear_w8a8(q[:0], q_scale[:0], weight, scale).shape == (0, 6)
