@@ -24,7 +24,7 @@ def kernels() -> tuple[Kernel, ...]:
     """Rows for targets of kind ``cuda``, best first for each op."""
     if not available():
         return ()
-    from optkit.kernels.triton import common, pointwise, quantize
+    from optkit.kernels.triton import common, linear, pointwise, quantize
 
     common.use_private_cache()
-    return (*pointwise.KERNELS, *quantize.KERNELS)
+    return (*linear.KERNELS, *pointwise.KERNELS, *quantize.KERNELS)
