@@ -1,4 +1,4 @@
-"""Launches of attention and its cache write at the shapes of 7B and 8B models, for ``compiling``."""
+"""Launches of attention and the cache write at the shapes of 7B and 8B models, for ``compiling``."""
 
 from __future__ import annotations
 
@@ -46,6 +46,13 @@ def write(
     return partial(rope_kv.rope_kv_write, q, kv, kv, table, table, *pools(kv_heads, dim, pool), slots)
 
 
+def essential_calls() -> Iterator[Callable[[], Any]]:
+    """What every model runs on."""
+    yield attend(32, 8, 2048, 1, 2048)
+    yield attend(32, 32, 1, 1, 2048, torch.uint8)
+    yield write(32, 8, torch.int8)
+
+
 def calls() -> Iterator[Callable[[], Any]]:
     """What the recipes' models run."""
     for heads, kv_heads in HEADS:
@@ -56,7 +63,7 @@ def calls() -> Iterator[Callable[[], Any]]:
             yield write(heads, kv_heads, pool)
 
 
-def unusual() -> Iterator[Callable[[], Any]]:
+def unusual_calls() -> Iterator[Callable[[], Any]]:
     """Other tiles, widths, masks and types."""
     yield attend(32, 8, 4, 1, 2048)
     yield attend(32, 8, 16, 1, 2048)

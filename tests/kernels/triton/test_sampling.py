@@ -44,7 +44,8 @@ def parameters(
 def test_draws_have_the_runtimes_probabilities(filters: dict[str, float]) -> None:
     """Numbers spread evenly over [0, 1) hit each token as often as its probability says, to one draw at each edge."""
     draws, tokens = 4_000, 24
-    logits = torch.randn(tokens, generator=torch.Generator().manual_seed(3)) * 1.5
+    torch.manual_seed(3)
+    logits = torch.randn(tokens) * 1.5
     expected = distribution(logits, SamplingParams(max_tokens=1, **filters))
     drawn = reference.sample(logits.expand(draws, -1), *parameters(draws, **filters))
     counts = torch.bincount(drawn, minlength=tokens)
@@ -52,11 +53,11 @@ def test_draws_have_the_runtimes_probabilities(filters: dict[str, float]) -> Non
     assert not counts[expected == 0].any()
 
 
-def random_parameters(rows: int, generator: torch.Generator) -> tuple[Tensor, ...]:
+def random_parameters(rows: int) -> tuple[Tensor, ...]:
     """Some of everything, each row its own."""
 
     def some(values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
-        picked = torch.randint(len(values), (rows,), generator=generator)
+        picked = torch.randint(len(values), (rows,))
         return torch.tensor(values, dtype=dtype)[picked]
 
     return (
@@ -64,7 +65,7 @@ def random_parameters(rows: int, generator: torch.Generator) -> tuple[Tensor, ..
         some([0, -1, 1, 3, 40, 10_000], torch.int32),
         some([1.0, 0.9, 0.5, 0.01]),
         some([0.0, 0.05, 0.5]),
-        torch.rand(rows, dtype=torch.float64, generator=generator),
+        torch.rand(rows, dtype=torch.float64),
     )
 
 
@@ -73,15 +74,16 @@ def test_the_kernel_draws_what_the_spec_draws(
     dtype: torch.dtype, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sampling, "CHUNK", 128)
-    generator = torch.Generator().manual_seed(tokens)
-    logits = (torch.randn(4, tokens + 3, generator=generator) * 3).to(dtype)[:, :tokens]
-    settings = random_parameters(4, generator)
+    torch.manual_seed(tokens)
+    logits = (torch.randn(4, tokens + 3) * 3).to(dtype)[:, :tokens]
+    settings = random_parameters(4)
     assert torch.equal(sampling.sample(logits, *settings), reference.sample(logits, *settings))
 
 
 def test_without_filters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "CHUNK", 128)
-    logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    logits = torch.randn(6, 300)
     settings = parameters(6, temperature=0.8)
     settings[0][::3] = 0.0
     tokens = sampling.sample(logits, *settings, filtered=False)
@@ -90,8 +92,8 @@ def test_without_filters(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_draw_does_not_depend_on_its_batch() -> None:
-    generator = torch.Generator().manual_seed(1)
-    logits, settings = torch.randn(3, 50, generator=generator), random_parameters(3, generator)
+    torch.manual_seed(1)
+    logits, settings = torch.randn(3, 50), random_parameters(3)
     together = sampling.sample(logits, *settings)
     order = [2, 0]
     assert torch.equal(sampling.sample(logits[order], *(p[order] for p in settings)), together[order])
@@ -99,7 +101,8 @@ def test_a_draw_does_not_depend_on_its_batch() -> None:
 
 @pytest.mark.parametrize("filtered", [False, True])
 def test_rows_that_are_no_numbers_give_minus_one(filtered: bool) -> None:
-    logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(2))
+    torch.manual_seed(2)
+    logits = torch.randn(6, 40)
     logits[0, 7] = float("nan")
     logits[1, 39] = float("inf")
     logits[2] = float("-inf")
