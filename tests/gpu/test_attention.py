@@ -1,4 +1,4 @@
-"""What the interpreter cannot compute: attention in bfloat16, its cache in float8, and sampling, at a model's shapes."""
+"""What the interpreter cannot compute: attention in bfloat16, a cache in float8, and sampling, at a model's shapes."""
 
 from __future__ import annotations
 
