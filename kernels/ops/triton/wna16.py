@@ -34,6 +34,7 @@ from optkit.kernels.triton.tile import REDUCED, config_of, reduce_splits, splits
 WEIGHT, SCALE, ZERO, G_IDX = 1, 2, 3, 4  # positions among the arguments
 PLANE, PLANES = 16, 8
 SLAB = PLANE * PLANES
+ONE = 0x3F800000  # the bits of 1.0; an argument, since an instruction has room for one constant, and the mask is that
 MIDDLE = 8  # the code that stands for 0 in symmetric int4
 # By type of the activations: bits whose float plus a code is exact, and that float.
 MAGIC = {torch.float16: (0x6400, 1024.0), torch.bfloat16: (0x4300, 128.0), torch.float32: (0, 0.0)}
@@ -52,7 +53,7 @@ TILES: dict[str, dict[int, Config]] = {
 
 @triton.jit
 def gemv_codes(
-    x, order, words, scale, zero, bias, out, x_stride, rows, n_size, k_size, slabs, group, groups,
+    x, order, words, scale, zero, bias, out, x_stride, rows, n_size, k_size, slabs, group, groups, one,
     M: tl.constexpr, N: tl.constexpr, SLABS: tl.constexpr, SHARED: tl.constexpr,
     HAS_ZERO: tl.constexpr, ORDERED: tl.constexpr, HAS: tl.constexpr,
 ):  # fmt: skip
@@ -87,10 +88,10 @@ def gemv_codes(
                 else:
                     moved = word >> (8 * (plane // 2) - 15)
                 if plane % 2 == 0:
-                    low += ((moved & 0x00078000) | 0x3F800000).to(tl.float32, bitcast=True) * a
+                    low += ((moved & 0x00078000) | one).to(tl.float32, bitcast=True) * a
                     low_sum += a
                 else:
-                    high += ((moved & 0x00780000) | 0x3F800000).to(tl.float32, bitcast=True) * a
+                    high += ((moved & 0x00780000) | one).to(tl.float32, bitcast=True) * a
                     high_sum += a
             codes = tl.sum(tl.reshape(low * 256.0 + high * 16.0, (M, N, SLABS, 16)), 3)
             surplus = tl.sum(tl.reshape(low_sum * 256.0 + high_sum * 16.0, (M, 1, SLABS, 16)), 3)
@@ -213,7 +214,7 @@ def gemv(
     slabs, group, shared = layout(words, scale, order, group)
     gemv_codes[(triton.cdiv(n, channels),)](
         x, words if order is None else order, words, scale, words if zero is None else zero,
-        x if bias is None else bias, out, x.stride(0), rows, n, k, slabs, group, scale.shape[1],
+        x if bias is None else bias, out, x.stride(0), rows, n, k, slabs, group, scale.shape[1], ONE,
         M=block, N=channels, SLABS=min(together, next_power_of_2(slabs)), SHARED=shared,
         HAS_ZERO=zero is not None, ORDERED=order is not None, HAS=has(None, bias),
         num_warps=config.warps, num_stages=config.stages,
