@@ -203,8 +203,8 @@ class Call:
         wide = max(self.constants["D"], self.constants["DV"]) > 128
         if size <= 128 and not wide and self.q.dtype is not torch.float32:
             return TILES[self.arch, bool(self.constants["FORMAT"])][size]
-        warps = 8 if self.q.dtype is torch.float32 else 4
-        return Config((max(32, next_power_of_2(self.group)), 32), warps, 2)  # twice the bytes or more
+        rows = max(32, next_power_of_2(self.group))
+        return Config((rows, 16), 8, 2) if self.q.dtype is torch.float32 else Config((rows, 32), 4, 2)
 
     @property
     def group(self) -> int:

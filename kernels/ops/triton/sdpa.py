@@ -61,9 +61,12 @@ def paged_attention(
 
 def dense(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Causal attention of one sequence: q [T, H, D], k [T, Hkv, D] and v [T, Hkv, Dv] give [T, H, Dv]."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, T, D]
     with sdpa_kernel(BACKENDS, set_priority=True):
         out = torch.nn.functional.scaled_dot_product_attention(
-            *(x.transpose(0, 1)[None] for x in (q, k, v)),
+            q,
+            k,
+            v,
             is_causal=True,
             scale=scale,
             enable_gqa=q.shape[1] != k.shape[1],
