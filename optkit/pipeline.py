@@ -89,12 +89,17 @@ class Pipeline:
         return self.resumed(work)[0]
 
     def resumed(self, work: Callable[[], tuple[Graph, dict[str, Any]]]) -> tuple[Graph, dict[str, Any]]:
-        """The finished state of the steps so far, from the cache or by ``work``."""
+        """The finished state of the steps so far, from the cache or by ``work``.
+
+        What ``work`` made is read back: so a run that was interrupted goes on from the very bytes, which lie in memory
+        as they do here (the last bits of torch's products depend on that).
+        """
         key = state_key(self.determinants())
         found = self.states.load(key)
         if found is None:
-            found = work()
-            self.states.save(key, *found)
+            made = work()
+            self.states.save(key, *made)
+            found = self.states.load(key) or made
         return found
 
     def determinants(self) -> dict[str, Any]:

@@ -18,6 +18,8 @@ from optkit.calibration import Calibration
 from optkit.graph.ir import Graph
 from optkit.graph.walk import Walk
 from optkit.passes.base import Config, Pass, PassContext, PassResult, Plan, Site, Skip, Stage
+from optkit.passes.calibrated import Group, walk_through
+from optkit.passes.finished_groups import FinishedGroups
 from optkit.passes.folding import fold, readers, why_not_foldable
 from optkit.passes.linear_quantization import weight_of
 from optkit.passes.rewrite import site_name
@@ -48,12 +50,19 @@ class SmoothQuant(Pass):
 
     def apply(self, graph: Graph, plan: Plan, ctx: PassContext) -> PassResult:
         windows = ctx.calibration_windows(self.config.calibration)
-        ranges, walk = [], Walk(graph.clone(), windows, ctx.target)
-        by_name = {node.name: node for node in walk.graph.fx.nodes}
-        for index, site in enumerate(plan.sites):
-            ctx.tell(f"smoothquant: {site.name}", part=(index, len(plan.sites)))
-            values = walk.values(by_name[site.nodes[0].name])
-            ranges.append(torch.stack([x.abs().amax(dim=0) for x in values]).amax(dim=0))
+        ranges: list[Tensor] = []
+
+        def largest(group: Group, walk: Walk) -> dict[str, Tensor]:
+            return {"range": torch.stack([x.abs().amax(dim=0) for x in walk.values(group.x)]).amax(dim=0)}
+
+        walk_through(
+            Walk(graph, windows, ctx.target),
+            [Group((Site(site.name, site.nodes[1:]),)) for site in plan.sites],
+            largest,
+            lambda group, solution, walk: ranges.append(solution["range"]),
+            FinishedGroups(ctx.workspace, "ranges"),
+            lambda text, part=None: ctx.tell(f"{self.name}: {text}", part=part),
+        )
         for site, x_absmax in zip(plan.sites, ranges, strict=True):
             x, *linears = site.nodes
             scale = smoothing_scale(x_absmax, [weight_of(graph, n) for n in linears], self.config.alpha)

@@ -26,7 +26,7 @@ from optkit.recipe import Recipe, parse_recipe
 from optkit.records import RunRecord
 from optkit.states import States
 from tests.architectures import tiny_model
-from tests.graphs import TARGET, dense, random_ids
+from tests.graphs import TARGET, captured, dense, random_ids
 from tests.serve.fakes import fast_tokenizer
 
 VOCABULARY = 320
@@ -195,7 +195,7 @@ def test_int8_beyond_its_bound_is_rolled_back(source: Path, tmp_path: Path) -> N
     assert "mean KL divergence" in record.passes[1].reason
     assert "above 1e-09" in record.passes[1].reason
     artifact = Artifact.open(tmp_path / "out")
-    assert artifact.manifest["passes"][1]["reason"] == record.passes[1].reason
+    assert artifact.manifest["passes"][1]["decision"] == record.passes[1].decision
     graph = artifact.graph()
     assert not list(graph.calls(reference.linear_w8a8))
     expected = transformers_logits(source, IDS)
@@ -472,6 +472,18 @@ def test_a_state_keeps_graph_and_tensors(source: Path, tmp_path: Path) -> None:
     assert all(torch.equal(found[0].weights[name].value, w.value) for name, w in graph.weights.items())
     assert lower(found[0], TARGET).kernels == lower(graph, TARGET).kernels
     assert states.load("1" * 32) is None
+
+
+@pytest.mark.parametrize("file", ["graph.json", "changed.safetensors", "record.json", "sums.json"])
+def test_a_damaged_state_is_none_and_goes(source: Path, file: str) -> None:
+    states = States(source)
+    states.save("2" * 32, captured("llama"), {"name": "kept"})
+    place = states.root / ("2" * 32) / file
+    content = bytearray(place.read_bytes())
+    content[len(content) // 2] ^= 1
+    place.write_bytes(content)
+    assert states.load("2" * 32) is None
+    assert not place.parent.exists()
 
 
 def test_an_artifact_opens_by_a_relative_path(

@@ -167,6 +167,15 @@ def serve(
             "0: no limit.",
         ),
     ] = 600.0,
+    queue_timeout: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            rich_help_panel=ACCESS,
+            help="Seconds that a request may wait for its turn, that is until the first step computes something of it; "
+            "then it is answered 503 with Retry-After. 0: as long as --request-timeout allows.",
+        ),
+    ] = 0.0,
     log_format: Annotated[
         LogFormat, typer.Option(rich_help_panel=ACCESS, help="Log lines for people or for machines.")
     ] = LogFormat.text,
@@ -212,6 +221,7 @@ def serve(
             api_keys=read_api_keys(api_key_file),
             max_queue=max_queue,
             request_timeout=request_timeout,
+            queue_timeout=queue_timeout or None,
             threads=threads,
             shutdown_timeout=shutdown_timeout,
             trust_artifact_code=trust_artifact_code or None,

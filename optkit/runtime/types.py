@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from optkit.runtime.prefix_cache import Node
 
 
+QUEUE_TIMEOUT = "the request waited too long for its turn"
+
+
 class EngineRefusal(ValueError):
     """A request the engine will never be able to serve; the message is the reason, fit for the client."""
 

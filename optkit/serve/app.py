@@ -73,6 +73,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         arrival = time.monotonic()
         if app.state.draining:
             raise ApiError("the server is shutting down", code="server_shutdown", status=503, retry_after=5)
+        service.admission.check()
         settings = service.settings
         data = await read_json(http, settings.max_body_bytes, settings.body_timeout_s)
         request = parse_request(kind, data)

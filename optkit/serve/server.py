@@ -30,6 +30,7 @@ import uvicorn
 from optkit.serve.address import bind, is_loopback, refuse_exposure
 from optkit.serve.app import create_app
 from optkit.serve.chat_template import check_template
+from optkit.serve.connection import Connection
 from optkit.serve.engine_api import ServeSettings
 from optkit.serve.guard import LOOPBACK
 from optkit.serve.tokenizer import Tokenizer
@@ -45,7 +46,7 @@ CTRL_C_SECONDS = 2  # for streams in flight; the engine gets what is left of fiv
 ENGINE_OPTIONS = (
     *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_bytes", "enable_prefix_caching"),
     *("kv_offload_bytes", "kv_offload_dir", "scheduling_policy", "ttft_slo_ms", "tpot_slo_ms"),
-    *("enforce_ttft_slo", "speculative_model", "num_speculative_tokens"),
+    *("enforce_ttft_slo", "queue_timeout", "speculative_model", "num_speculative_tokens"),
     "trust_artifact_code",
 )
 
@@ -73,6 +74,7 @@ class ServeOptions:
     api_keys: tuple[str, ...] = ()
     max_queue: int = 256
     request_timeout: float = 600.0
+    queue_timeout: float | None = None
     threads: int = 0
     shutdown_timeout: int = 25
     trust_artifact_code: bool | None = None
@@ -175,6 +177,7 @@ class _Server:
         gc.freeze()  # what is loaded by now is never garbage
         config = uvicorn.Config(
             app,
+            http=Connection,
             log_config=None,
             log_level="warning",
             access_log=False,

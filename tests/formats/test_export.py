@@ -66,11 +66,8 @@ def test_an_artifact_gives_the_same_graph_and_loads_in_transformers(
     expected = dense(graph, IDS)
     assert torch.equal(dense(again, IDS), expected)
     size = expected.abs().max().item()
-    if options.get(
-        "symmetric", True
-    ):  # transformers 5.23 expects zero points unpacked, and the library packs them
-        given = transformers_logits(artifact.directory)
-        torch.testing.assert_close(given, expected, atol=1e-3 * size, rtol=1e-3)
+    given = transformers_logits(artifact.directory)
+    torch.testing.assert_close(given, expected, atol=1e-3 * size, rtol=1e-3)
 
 
 def test_the_tensors_are_those_of_the_library(packed: Make) -> None:
