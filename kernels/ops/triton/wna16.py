@@ -6,7 +6,8 @@ channels: each meets a contiguous piece of the activations, and no code has to c
 words are contiguous, [N, slabs * 16].
 
 A group's channels fill whole planes: groups that don't, and channels out of order (``g_idx``), are laid out so when
-they are packed, with codes of value zero between, and ``order`` says which channel each place holds, -1 for none.
+they are packed, with codes of value zero between, and ``order`` says which channel each place holds, one past the last
+for none.
 
 For up to ``gemv.MOST_ROWS`` tokens (``gemv_codes``) a code becomes a float by being put into the mantissa of a 1.0, one
 instruction where a conversion takes several: two codes of a word are shifted to bits 15 and 19, which makes them
@@ -46,8 +47,8 @@ GEMV: dict[str, dict[int, Config]] = {
 }
 # Tokens and channels of a tile, by most tokens.
 TILES: dict[str, dict[int, Config]] = {
-    "sm_80": {16: Config((16, 64), 4, 4), 32: Config((32, 64), 4, 3), 1 << 30: Config((64, 64), 4, 3)},
-    "sm_90": {16: Config((16, 64), 4, 4), 32: Config((32, 64), 4, 4), 1 << 30: Config((64, 64), 4, 4)},
+    "sm_80": {16: Config((16, 128), 4, 4), 32: Config((32, 128), 4, 3), 1 << 30: Config((64, 128), 8, 3)},
+    "sm_90": {16: Config((16, 128), 4, 4), 32: Config((32, 128), 4, 4), 1 << 30: Config((64, 128), 4, 4)},
 }
 
 
@@ -79,10 +80,11 @@ def gemv_codes(
             for each in tl.static_range(SHARED):
                 plane = part * SHARED + each
                 k = channel + plane * 16
-                inside = (m < rows)[:, None, None] & (column < slabs * 16)
                 if ORDERED:
-                    k = tl.load(order + k, mask=column < slabs * 16, other=-1)
-                a = tl.load(x_row + k, mask=inside & (k >= 0) & (k < k_size), other=0.0).to(tl.float32)
+                    k = tl.load(order + k, mask=column < slabs * 16, other=k_size)
+                a = tl.load(x_row + k, mask=(m < rows)[:, None, None] & (k < k_size), other=0.0).to(
+                    tl.float32
+                )
                 if plane < 4:
                     moved = word << (15 - 8 * (plane // 2))
                 else:
@@ -136,9 +138,7 @@ def tile_codes(
                 k = slab * 128 + plane * 16 + j
                 if ORDERED:
                     k = tl.load(order + k)
-                a = tl.load(
-                    x_row + k[None], mask=(m < rows)[:, None] & (k >= 0)[None] & (k < k_size)[None], other=0.0
-                )
+                a = tl.load(x_row + k[None], mask=(m < rows)[:, None] & (k < k_size)[None], other=0.0)
                 code = (word >> 4 * plane) & 15
                 if BITS == 0:
                     w = code.to(x.dtype.element_ty) - subtracted
@@ -178,7 +178,7 @@ def dequantize_codes(
         k = place + j
         if ORDERED:
             k = tl.load(order + k)
-        inside = (n < n_size)[:, None] & (k >= 0)[None] & (k < k_size)[None]
+        inside = (n < n_size)[:, None] & (k < k_size)[None]
         tl.store(out_row + k[None], value.to(out.dtype.element_ty), mask=inside)
 
 
@@ -299,7 +299,8 @@ def pack(weights: dict[int, Tensor], options: Mapping[str, Any]) -> dict[int, Te
         order, group, source = in_planes(g_idx, scale.shape[1])
         scale, zero = scale[:, source], None if zero is None else zero[:, source]
         value_zero = torch.full_like(scale, MIDDLE, dtype=torch.uint8) if zero is None else zero
-        codes = torch.where(order >= 0, codes[:, order.clamp_min(0)], value_zero.repeat_interleave(group, 1))
+        held = codes[:, order.clamp_max(codes.shape[1] - 1)]
+        codes = torch.where(order < codes.shape[1], held, value_zero.repeat_interleave(group, 1))
         packed[G_IDX] = order.to(torch.int32)
     packed |= {WEIGHT: words_of_planes(F.pad(codes, (0, -codes.shape[1] % SLAB))), SCALE: scale.contiguous()}
     return packed if zero is None else packed | {ZERO: zero.contiguous()}
@@ -308,7 +309,7 @@ def pack(weights: dict[int, Tensor], options: Mapping[str, Any]) -> dict[int, Te
 def in_planes(g_idx: Tensor, groups: int) -> tuple[Tensor, int, Tensor]:
     """Channels sorted by group, each group from a new plane on, in whole slabs.
 
-    Gives the channel of each place, or -1; how many places have one scale, a divisor or a multiple of a slab; and which
+    Gives the channel of each place, or K for none; how many places have one scale, a divisor or a multiple of a slab; and which
     group's scale that is, for all these.
     """
     counts = torch.bincount(g_idx.long(), minlength=groups)
@@ -319,7 +320,7 @@ def in_planes(g_idx: Tensor, groups: int) -> tuple[Tensor, int, Tensor]:
     by_group = g_idx.argsort(stable=True)
     owner = g_idx.long()[by_group]
     rank = torch.arange(len(g_idx), device=g_idx.device) - (counts.cumsum(0) - counts)[owner]
-    order = torch.full((total,), -1, device=g_idx.device)
+    order = torch.full((total,), len(g_idx), device=g_idx.device)
     order[(places.cumsum(0) - places)[owner] + rank] = by_group
     source = torch.arange(groups, device=g_idx.device).repeat_interleave(places // shared)
     return order, shared, F.pad(source, (0, total // shared - len(source)))
