@@ -444,17 +444,18 @@ def attention(
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Store K and V of the new tokens at their slots (``block * block_size + offset``)."""
+    """Store K and V of the new tokens at their slots (``block * block_size + offset``); a slot below 0 is none."""
+    kept = slot_mapping >= 0
     for rows, cache in ((k, k_cache), (v, v_cache)):
-        stored = rows if cache.dtype not in KV_CODES else quantize_kv(rows, cache.dtype)
-        cache.flatten(0, 1).index_copy_(0, slot_mapping, stored)
+        stored = quantize_kv(rows, cache.dtype) if cache.dtype in KV_CODES else rows.to(cache.dtype)
+        cache.flatten(0, 1).index_copy_(0, slot_mapping[kept], stored[kept])
 
 
 def gather_kv(cache: Tensor, blocks: Tensor, length: int) -> Tensor:
     """The first ``length`` tokens [length, Hkv, D] of a sequence from its blocks."""
     used = -(-length // cache.shape[1])
     rows = cache.index_select(0, blocks[:used]).flatten(0, 1)[:length]
-    return rows if cache.dtype not in KV_CODES else dequantize_kv(rows)
+    return dequantize_kv(rows) if cache.dtype in KV_CODES else rows.to(torch.float32)
 
 
 def quantize_kv(x: Tensor, dtype: torch.dtype = torch.int8) -> Tensor:
