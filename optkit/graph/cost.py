@@ -159,6 +159,7 @@ RULES = {
     reference.linear_w8a16: weight_only_linear,
     reference.linear_wna16: weight_only_linear,
     reference.linear_fp8: linear,
+    reference.linear_fp8_rowwise: integer_linear,  # the rates are the same where there is fp8
     reference.grouped_mm: grouped_mm,
     reference.attention: attention,
 }

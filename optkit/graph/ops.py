@@ -32,11 +32,17 @@ DIALECT: dict[str, Callable[..., Any]] = {
         reference.select_rows,
         reference.grouped_mm,
         reference.quantize_per_token,
+        reference.quantize_fp8_per_token,
+        reference.rms_norm_quantize,
+        reference.add_rms_norm_quantize,
+        reference.silu_mul_quantize,
+        reference.gelu_mul_quantize,
         reference.linear_w8a8,
         reference.linear_w4a8,
         reference.linear_w8a16,
         reference.linear_wna16,
         reference.linear_fp8,
+        reference.linear_fp8_rowwise,
         reference.attention,
     )
 }
