@@ -24,7 +24,7 @@ MAX_DECODE_BUCKETS = 12
 
 @dataclass(frozen=True)
 class Buckets:
-    """Ascending sizes. ``fit`` says which graph runs a step."""
+    """``decodes``, batch sizes, and ``chunks``, token counts, ascending. ``fit`` says which graph runs a step."""
 
     decodes: tuple[int, ...]
     chunks: tuple[int, ...]
@@ -56,8 +56,8 @@ def at_least(sizes: Sequence[int], wanted: int) -> int | None:
 
 
 def chunk_sizes(max_tokens: int) -> tuple[int, ...]:
-    """Token counts of chunk graphs, as far as a step may be large."""
-    return tuple(size for size in CHUNK_TOKENS if size <= max_tokens)
+    """Token counts of chunk graphs: as far as a step may be large, and no further than pays."""
+    return (*(size for size in CHUNK_TOKENS if size < max_tokens), min(max_tokens, CHUNK_TOKENS[-1]))
 
 
 def likely_batches(max_sequences: int) -> dict[int, float]:
