@@ -1,8 +1,9 @@
 """The spec: every dialect op in plain PyTorch.
 
 These functions define what an op means; a faster kernel is right when it agrees with the function of
-the same name here. Norms and gates are written in ``reference_pointwise``, float8 in ``reference_fp8``. They run on
-any device and under ``torch.device("meta")`` (shapes only), which is how the verifier and the cost model learn shapes.
+the same name here. Norms and gates are written in ``reference_pointwise``, float8 in ``reference_fp8``, RoPE, the KV
+cache and attention in ``reference_attention``. They run on any device and under ``torch.device("meta")`` (shapes
+only), which is how the verifier and the cost model learn shapes.
 
 Layout rules: activations are token-major, ``[T, ...]`` for the T tokens of the flattened batch;
 a linear weight is ``[N, K]`` (out, in); attention takes ``[T, H, D]``; the KV pool of a layer is
@@ -17,6 +18,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from optkit.kernels.packed_codes import BITS, pack_codes, unpack_codes, words_of
+from optkit.kernels.reference_attention import (  # noqa: F401
+    KV_CODES,
+    KV_SCALE_BYTES,
+    attend,
+    attention,
+    causal_mask,
+    dequantize_kv,
+    gather_kv,
+    kv_parts,
+    paged_attention,
+    partial_rope,
+    quantize_kv,
+    rope,
+    rope_kv_write,
+    rope_table,
+    write_kv,
+)
 from optkit.kernels.reference_fp8 import (  # noqa: F401
     DEQUANTIZED_AT_ONCE,
     FP8_MOST,
@@ -46,8 +64,6 @@ from optkit.kernels.reference_pointwise import (  # noqa: F401
     silu_mul_quantize,
 )
 
-KV_SCALE_BYTES = 4  # of the float32 scale behind the values of an int8 or float8 KV row
-KV_CODES = {torch.int8: torch.int8, torch.uint8: torch.float8_e4m3fn}  # what a pool of this type holds
 INT4_ZERO_POINT = 8  # the code that stands for 0 in symmetric int4
 INT4_PER_WORD = 8
 
@@ -62,23 +78,6 @@ def embedding(weight: Tensor, ids: Tensor) -> Tensor:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias``: [..., K] and [N, K] give [..., N]."""
     return F.linear(x, weight, bias)
-
-
-def rope_table(positions: Tensor, inv_freq: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [T, D] for ``positions`` [T] and ``inv_freq`` [D/2]; the two halves of D repeat."""
-    if positions.device.type == "meta":
-        table = inv_freq.new_empty(positions.shape[0], 2 * inv_freq.shape[0])
-        return table, table
-    angles = positions.to(torch.float32)[:, None] * inv_freq
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos() * scale, angles.sin() * scale
-
-
-def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding, rotate-half form (arXiv 2104.09864): x [T, H, D], cos and sin [T, D]."""
-    half = x.shape[-1] // 2
-    rotated = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-    return x * cos[:, None] + rotated * sin[:, None]
 
 
 def select_rows(x: Tensor, index: Tensor) -> Tensor:
@@ -304,98 +303,3 @@ def check_wna16(
         raise ValueError(f"g_idx must be [{k}] int32")
     if bias is not None and bias.shape != (n,):
         raise ValueError(f"the bias must be [{n}]")
-
-
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-) -> Tensor:
-    """Causal attention of a ragged batch over the paged KV cache, which it first writes.
-
-    q [T, H, D], k [T, Hkv, D], v [T, Hkv, Dv]; the cache and batch tensors are described in
-    docs/architecture.md. Query head h reads KV head ``h // (H // Hkv)``. ``window`` > 0 limits a token to
-    the last ``window`` positions including its own; ``softcap`` > 0 squashes scores to
-    ``softcap * tanh(s / softcap)``. Gives [T, H, Dv]. Mutates ``k_cache`` and ``v_cache``.
-
-    int8 and uint8 pools hold rows of ``quantize_kv``. K and V of this call are attended as the cache has them,
-    quantized, so the result does not depend on how a prompt is cut into calls.
-    """
-    out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
-    if q.device.type == "meta":
-        return out
-    write_kv(k, v, k_cache, v_cache, slot_mapping)
-    starts, lengths = query_start.tolist(), seq_lens.tolist()
-    for s, length in enumerate(lengths):
-        rows = slice(starts[s], starts[s + 1])
-        keys = gather_kv(k_cache, block_tables[s], length)
-        values = gather_kv(v_cache, block_tables[s], length)
-        out[rows] = attend(q[rows], keys, values, scale, window, softcap)
-    return out
-
-
-def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Store K and V of the new tokens at their slots (``block * block_size + offset``); a slot below 0 is none."""
-    kept = slot_mapping >= 0
-    for rows, cache in ((k, k_cache), (v, v_cache)):
-        stored = quantize_kv(rows, cache.dtype) if cache.dtype in KV_CODES else rows.to(cache.dtype)
-        cache.flatten(0, 1).index_copy_(0, slot_mapping[kept], stored[kept])
-
-
-def gather_kv(cache: Tensor, blocks: Tensor, length: int) -> Tensor:
-    """The first ``length`` tokens [length, Hkv, D] of a sequence from its blocks."""
-    used = -(-length // cache.shape[1])
-    rows = cache.index_select(0, blocks[:used]).flatten(0, 1)[:length]
-    return dequantize_kv(rows) if cache.dtype in KV_CODES else rows.to(torch.float32)
-
-
-def quantize_kv(x: Tensor, dtype: torch.dtype = torch.int8) -> Tensor:
-    """K or V [T, Hkv, D] float32 as rows [T, Hkv, D + 4] of a pool: int8, or uint8, which holds the bytes of E4M3.
-
-    Each token and head has its own scale, ``absmax / 127`` or ``absmax / 448``, and lies in one piece: D values and the
-    four bytes of the float32 scale. So a row is written and read without its neighbours, and a pool is one tensor.
-    """
-    if dtype == torch.uint8:
-        scale = (x.abs().amax(dim=-1, keepdim=True) / FP8_MOST).clamp_min(torch.finfo(torch.float32).tiny)
-        values = (x / scale).to(torch.float8_e4m3fn)
-        return torch.cat((values.view(dtype), scale.contiguous().view(dtype)), dim=-1)
-    q, scale = quantize_per_token(x.flatten(0, 1))
-    values = (q - ACTIVATION_ZERO_POINT).view(torch.int8)
-    scale = scale.flatten().view(torch.int8).view(len(values), KV_SCALE_BYTES)
-    return torch.cat((values, scale), dim=1).unflatten(0, x.shape[:2])
-
-
-def dequantize_kv(rows: Tensor) -> Tensor:
-    """The float32 K or V [..., D] that rows [..., D + 4] of an int8 or a uint8 (E4M3) pool stand for."""
-    values, scale = rows.split([rows.shape[-1] - KV_SCALE_BYTES, KV_SCALE_BYTES], dim=-1)
-    aligned = scale.clone(memory_format=torch.contiguous_format)  # it may lie at any byte
-    return values.contiguous().view(KV_CODES[rows.dtype]).to(torch.float32) * aligned.view(torch.float32)
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float) -> Tensor:
-    """Attention of the last Tq tokens of one sequence: q [Tq, H, D] over k, v [Tk, Hkv, ...]."""
-    tq, heads, tk, kv_heads = q.shape[0], q.shape[1], k.shape[0], k.shape[1]
-    k = k.repeat_interleave(heads // kv_heads, dim=1)
-    v = v.repeat_interleave(heads // kv_heads, dim=1)
-    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-    if softcap:
-        scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~causal_mask(tq, tk, window, q.device), float("-inf"))
-    return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), v)
-
-
-def causal_mask(tq: int, tk: int, window: int, device: torch.device) -> Tensor:
-    """[Tq, Tk] bool, True where the query may look: the queries are the last Tq of Tk positions."""
-    query = torch.arange(tk - tq, tk, device=device)[:, None]
-    key = torch.arange(tk, device=device)[None]
-    mask = key <= query
-    return mask & (query - key < window) if window > 0 else mask

@@ -22,4 +22,9 @@ def available() -> bool:
 
 def kernels() -> tuple[Kernel, ...]:
     """Rows for targets of kind ``cuda``, best first for each op."""
-    return ()
+    if not available():
+        return ()
+    from optkit.kernels.triton import common, pointwise, quantize
+
+    common.use_private_cache()
+    return (*pointwise.KERNELS, *quantize.KERNELS)
