@@ -34,12 +34,12 @@ class Config:
 
 
 def architecture(device: torch.device) -> str:
-    """The newest of ``ARCHITECTURES`` that ``device`` can run the code of; the oldest for what is no GPU."""
-    return _architecture(device.index or 0) if device.type == "cuda" else ARCHITECTURES[0]
+    """The newest of ``ARCHITECTURES`` that ``device`` can run the code of; in the interpreter, the oldest."""
+    return ARCHITECTURES[0] if device.type == "cpu" else architecture_of(device.index or 0)
 
 
 @cache
-def _architecture(index: int) -> str:
+def architecture_of(index: int) -> str:
     major, minor = torch.cuda.get_device_capability(index)
     able = [name for name in ARCHITECTURES if int(name.removeprefix("sm_")) <= 10 * major + minor]
     return able[-1] if able else ARCHITECTURES[0]

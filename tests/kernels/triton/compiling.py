@@ -109,7 +109,7 @@ def compile_all(calls: Calls, arch: str) -> list[Compiled]:
     from optkit.kernels.triton import common
 
     common.use_private_cache()
-    common.architecture = lambda device: arch
+    common.architecture_of = lambda index: arch
     driver.set_active(IdleGPU(arch))
     found: dict[str, Compiled] = {}
     run = JITFunction.run
