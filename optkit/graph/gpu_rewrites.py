@@ -27,6 +27,7 @@ def rewrite(graph: Graph, target: Target) -> None:
         quantize_apart(graph)
     share_quantization(graph)
     fuse_quantization(graph)
+    fuse_rope(graph)
     graph.prune()
 
 
@@ -99,6 +100,23 @@ def fuse_add_norm(graph: Graph, normed: fx.Node, quantize: fx.Node, fmt: str) ->
         if user.args[1] == 1:
             user.replace_all_uses_with(total)
     graph.prune()
+
+
+def fuse_rope(graph: Graph) -> None:
+    """Where attention reads rotated q and k: rotation and KV write in one op, then attention over the cache alone."""
+    for node in graph.calls(reference.attention):
+        q, k, v, k_cache, v_cache, slots, *batch = node.args
+        rotated = q.target is k.target is reference.rope and q.args[1:] == k.args[1:]
+        if not rotated or node.meta.get("kernel") == "reference":
+            continue
+        with graph.fx.inserting_before(node):
+            arguments = (q.args[0], k.args[0], v, *q.args[1:], k_cache, v_cache, slots)
+            written = graph.fx.call_function(reference.rope_kv_write, arguments)
+            new_q, new_k = items(graph, written, 2)
+            attended = graph.fx.call_function(
+                reference.paged_attention, (new_q, new_k, v, k_cache, v_cache, *batch), node.kwargs
+            )
+        replace(graph, node, attended)
 
 
 FUSIONS: dict[Any, Callable[[Graph, fx.Node, fx.Node, str], None]] = {

@@ -44,6 +44,8 @@ DIALECT: dict[str, Callable[..., Any]] = {
         reference.linear_fp8,
         reference.linear_fp8_rowwise,
         reference.attention,
+        reference.rope_kv_write,
+        reference.paged_attention,
     )
 }
 

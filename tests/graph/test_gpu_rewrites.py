@@ -71,6 +71,19 @@ def test_quantization_moves_into_norms_and_gates_and_changes_no_number(
     assert torch.equal(dense(graph, prompt()), expected)
 
 
+def test_rotation_and_kv_write_become_one_op() -> None:
+    graph = fused(None)
+    for node in graph.calls(reference.attention):
+        node.meta["kernel"] = "triton"  # as flash_attention leaves it; a pinned reference stays whole
+    expected = dense(graph, prompt(), None)
+    rewrite(graph, H200)
+    count = ops(graph)
+    assert count["rope_kv_write"] == count["paged_attention"] == 2
+    assert not count["rope"] and not count["attention"]
+    verify(graph)
+    assert torch.equal(dense(graph, prompt()), expected)
+
+
 def test_float8_stays_whole_where_there_are_no_float8_units() -> None:
     graph = fused("fp8")
     rewrite(graph, A100)

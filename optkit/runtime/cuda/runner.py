@@ -148,6 +148,18 @@ class GraphRunner(ModelRunner):
         results.copy_(self._sampled[: len(due)], non_blocking=True)
         return StepFlight(self.gpu.mark(), results)
 
+    @torch.inference_mode()
+    def prepared(self, batch: Batch) -> Callable[[], None]:
+        """The replay of the graph that ``batch`` fits, its inputs in place: for timing the device alone.
+
+        Raises LookupError if it fits none.
+        """
+        before = self.num_replays
+        self._run(batch, [item for item in batch.items if item.needs_logits])
+        if self.num_replays == before:
+            raise LookupError(f"no graph for {batch.num_tokens} tokens of {len(batch.items)} sequences")
+        return self._last.replay
+
     def counters(self) -> dict[str, int]:
         return {
             "graph_captures": self.num_captures,
@@ -172,7 +184,7 @@ class GraphRunner(ModelRunner):
             self._send(layout, arrays, self._eager_inputs)
             return self._compute(layout.views(self._eager_inputs)), count
         self.num_replays += 1
-        graph = self._graphs[shape]
+        graph = self._last = self._graphs[shape]
         self._send(graph.layout, arrays, graph.inputs)
         graph.replay()
         return graph.replay.output, count
