@@ -8,6 +8,7 @@ long as they are not zeros; what the model says means nothing.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,7 +54,7 @@ class ModelShape:
 
 LLAMA_7B = ModelShape("llama-2-7b", 4096, 11008, 32, 32, 32, 32000, 4096)
 LLAMA_13B = ModelShape("llama-2-13b", 5120, 13824, 40, 40, 40, 32000, 4096)
-TINY = ModelShape("tiny", 64, 128, 2, 4, 2, 128, 256)
+TINY = ModelShape("tiny", 64, 128, 1, 4, 2, 128, 256)
 FUSIONS = ("fuse_qkv", "fuse_gate_up", "fuse_add_rms_norm", "prune_rows")
 SCHEMES: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
     "bf16": (),
@@ -69,7 +70,7 @@ def build(shape: ModelShape, scheme: str, target: Any, device: torch.device, dty
     from optkit.passes import load
     from optkit.passes.base import PassContext
 
-    graph = captured(shape)
+    graph = captured(shape).clone()
     context = PassContext(target)
     group = {"group_size": min(128, shape.hidden)}
     for name, options in (*((n, {}) for n in FUSIONS), *SCHEMES[scheme], ("flash_attention", {})):
@@ -79,12 +80,16 @@ def build(shape: ModelShape, scheme: str, target: Any, device: torch.device, dty
         optimization.apply(graph, optimization.check(graph, context), context)
     gpu_rewrites.rewrite(graph, target)
     precision.narrow(graph, dtype, "meta")
+    if device.type == "cpu":  # to try the script: an interpreter of kernels takes seconds a step
+        for node in graph.fx.nodes:
+            node.meta["kernel"] = "reference"
     fill(graph, device)
     return lower(graph, target, device=device, dtype=dtype, consume=True)
 
 
+@functools.cache
 def captured(shape: ModelShape) -> Any:
-    """The graph of Transformers' model, without weights."""
+    """The graph of Transformers' model, without weights; clone it."""
     from transformers import AutoModelForCausalLM
 
     from optkit.capture import boundary, capture

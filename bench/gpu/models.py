@@ -18,7 +18,6 @@ from bench.gpu.model import ModelShape, build, prompt
 from bench.gpu.timing import replays
 
 BLOCK = 32
-WALL_ROUNDS = 5
 
 
 @dataclass(frozen=True)
@@ -28,10 +27,15 @@ class Points:
     prompts: tuple[int, ...] = (512, 2048)
     context: int = 512
     outputs: int = 65
+    rounds: int = 15
+    wall_rounds: int = 5
 
     @property
     def longest(self) -> int:
         return max(*self.prompts, self.context) + self.outputs + BLOCK
+
+
+TINY_POINTS = Points((4, 8), 4, 3, rounds=2, wall_rounds=2)
 
 
 def measure(
@@ -60,8 +64,9 @@ def measure(
         return Batch((ScheduledSequence(seq, length - computed),))
 
     for length in points.prompts:
-        row |= milliseconds(f"ttft_{length}", replays(runner.prepared(step(length, 0))))
-    row |= milliseconds("tpot", replays(runner.prepared(step(points.context + 1, points.context))))
+        row |= milliseconds(f"ttft_{length}", replays(runner.prepared(step(length, 0)), points.rounds))
+    decode = runner.prepared(step(points.context + 1, points.context))
+    row |= milliseconds("tpot", replays(decode, points.rounds))
     config = SchedulerConfig(
         max_num_seqs=1, max_num_batched_tokens=max(points.prompts), max_model_len=blocks * BLOCK,
         block_size=BLOCK, num_blocks=blocks, enable_prefix_caching=False,
@@ -82,17 +87,17 @@ def wall_clock(generate: Callable[[int, int], None], points: Points, shape: Mode
     """What a caller of ``generate(prompt tokens, output tokens)`` waits for."""
     row: dict[str, Any] = {}
     for length in points.prompts:
-        row |= milliseconds(f"wall_ttft_{length}", waited(lambda n=length: generate(n, 1)))
-    one = statistics.median(waited(lambda: generate(points.context, 1)))
-    many = statistics.median(waited(lambda: generate(points.context, points.outputs)))
+        row |= milliseconds(f"wall_ttft_{length}", waited(lambda n=length: generate(n, 1), points.wall_rounds))
+    one = statistics.median(waited(lambda: generate(points.context, 1), points.wall_rounds))
+    many = statistics.median(waited(lambda: generate(points.context, points.outputs), points.wall_rounds))
     return row | {"wall_tpot_ms": (many - one) / (points.outputs - 1) * 1e3}
 
 
-def waited(call: Callable[[], None]) -> list[float]:
+def waited(call: Callable[[], None], rounds: int) -> list[float]:
     """Seconds of ``call``, after one that does not count."""
     call()
     samples = []
-    for _ in range(WALL_ROUNDS):
+    for _ in range(rounds):
         start = time.perf_counter()
         call()
         samples.append(time.perf_counter() - start)

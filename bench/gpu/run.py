@@ -143,9 +143,9 @@ def kernels(settings: Settings, results: Results) -> Measurements:
 
 def models(settings: Settings, results: Results) -> Measurements:
     from bench.gpu.model import LLAMA_7B, LLAMA_13B, TINY
-    from bench.gpu.models import Points, measure
+    from bench.gpu.models import TINY_POINTS, Points, measure
 
-    points = Points((16, 32), 16, 5) if settings.tiny else Points()
+    points = TINY_POINTS if settings.tiny else Points()
     shapes = [(TINY, s) for s in ("bf16", "fp8", "int4")] if settings.tiny else [
         (LLAMA_7B, "bf16"), (LLAMA_7B, "fp8"), (LLAMA_7B, "int4"), (LLAMA_13B, "fp8"), (LLAMA_13B, "bf16"),
     ]  # fmt: skip
@@ -160,9 +160,9 @@ def models(settings: Settings, results: Results) -> Measurements:
 
 def baseline(settings: Settings, results: Results) -> Measurements:
     from bench.gpu.model import LLAMA_7B, TINY
-    from bench.gpu.models import Points, transformers_baseline
+    from bench.gpu.models import TINY_POINTS, Points, transformers_baseline
 
-    shape, points = (TINY, Points((16, 32), 16, 5)) if settings.tiny else (LLAMA_7B, Points())
+    shape, points = (TINY, TINY_POINTS) if settings.tiny else (LLAMA_7B, Points())
     yield (
         shape.name,
         lambda: freed(lambda: transformers_baseline(shape, points, settings.device, settings.dtype)),
@@ -173,7 +173,7 @@ def load(settings: Settings, results: Results) -> Measurements:
     from bench.gpu.model import LLAMA_7B, TINY
     from bench.gpu.serving import Load, serve
 
-    small = Load(clients=4, inputs=8, outputs=4, answers=6, rate_answers=3, ttft_bound=60.0)
+    small = Load(clients=4, inputs=8, outputs=4, answers=6, rate_answers=3, ttft_bound=60.0, step_tokens=16)
     shape, clients = (TINY, small) if settings.tiny else (LLAMA_7B, Load())
     for scheme in ("fp8",) if settings.tiny else ("fp8", "bf16"):
         yield (
@@ -198,8 +198,9 @@ def place(settings: Settings) -> tuple[Any, Any]:
     from optkit.runtime.cuda.device import CudaDevice, HostDevice
     from optkit.target import get_target
 
+    target = get_target(settings.target)
     cuda = settings.device.type == "cuda"
-    return get_target(settings.target), CudaDevice(settings.device.index or 0) if cuda else HostDevice()
+    return target, CudaDevice(settings.device.index or 0) if cuda else HostDevice((1 << 31, 1 << 31))
 
 
 def freed(measure: Callable[[], Row]) -> Row:

@@ -27,6 +27,7 @@ class Load:
     answers: int = 768
     ttft_bound: float = 0.7
     rate_answers: int = 256
+    step_tokens: int = 2048
 
     @property
     def longest(self) -> int:
@@ -139,7 +140,7 @@ def serve(shape: Any, scheme: str, load: Load, target: Any, gpu: Any, dtype: Any
 
     model = build(shape, scheme, target, gpu.torch_device, dtype)
     limits = SchedulerConfig(
-        max_num_seqs=load.clients, max_num_batched_tokens=max(2048, load.clients), max_model_len=load.longest,
+        max_num_seqs=load.clients, max_num_batched_tokens=max(load.step_tokens, load.clients), max_model_len=load.longest,
         block_size=32, num_blocks=2, enable_prefix_caching=False,
     )  # fmt: skip
     config = sized(model, limits, min(kv_cache_bytes(model, limits, gpu, 0.9), 64 << 30))

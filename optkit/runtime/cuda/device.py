@@ -196,6 +196,7 @@ class HostReplay:
     def __init__(self, step: Step) -> None:
         self.step, self.output = step, step()
 
+    @torch.inference_mode()
     def __call__(self) -> None:
         self.output.copy_(self.step())
 
