@@ -95,7 +95,8 @@ def lower(
     go to ``device``, by default the GPU; a CPU computes in float32.
     ``programs=False`` leaves every kernel call to Python, for comparison; results are the same to the bit.
     ``consume=True`` uses ``graph`` up: each weight goes as soon as it is packed, so that no two copies are held.
-    ``code`` are compiled layers of this very graph; without them its compile plan means nothing.
+    ``code`` are compiled layers of this very graph; without them its compile plan means nothing. On a GPU there are
+    CUDA graphs in their place (``optkit.runtime.cuda``).
     """
     working = graph if consume else graph.clone()
     rounding = torch.float32
@@ -111,7 +112,7 @@ def lower(
         bind(working, node, kernel)
     if rounding != torch.float32:
         precision.round_references(working, rounding)
-    compiled = compiled_module(working.clone(), code) if code else None
+    compiled = compiled_module(working.clone(), code) if code and rounding == torch.float32 else None
     if native is not None:
         chosen |= {node.name: "native" for node in native.ops}
         native.install()

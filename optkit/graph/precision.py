@@ -26,7 +26,6 @@ from optkit.graph.shapes import MetaRun, Point
 from optkit.kernels import reference
 
 HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-COMPUTE_DTYPES = ("bfloat16", "float16", "float32")
 CAST = torch.ops.aten._to_copy.default
 # No two sizes are equal, and none is 1, which would broadcast.
 PROBE, PROBE_BLOCK = Point(tokens=11, sequences=3, context=37), 5
@@ -39,6 +38,11 @@ def narrow(graph: Graph, dtype: torch.dtype, device: torch.device | str = "cpu")
     if dtype != torch.float32:
         follow(graph, dtype, torch.device(device))
     move(graph, torch.device(device))
+
+
+def compute_dtype(name: str) -> torch.dtype:
+    """``bfloat16``, ``float16`` or ``float32``."""
+    return HALF.get(name, torch.float32)
 
 
 def follow(graph: Graph, dtype: torch.dtype, device: torch.device) -> None:
