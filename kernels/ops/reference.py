@@ -46,6 +46,7 @@ from optkit.kernels.reference_fp8 import (  # noqa: F401
     quantize_fp8_per_token,
     round_fp8,
 )
+from optkit.kernels.reference_sampling import sample  # noqa: F401
 from optkit.kernels.reference_pointwise import (  # noqa: F401
     ACTIVATION_ZERO_POINT,
     FORMATS,
@@ -225,6 +226,7 @@ def linear_wna16(
     *,
     bits: int = 4,
     group_size: int = 0,
+    dense: str = "float",
 ) -> Tensor:
     """Weight-only integers: ``x @ W.T + bias`` with ``W[n, k] = (code[n, k] - zero[n, g]) * scale[n, g]``.
 
@@ -235,9 +237,15 @@ def linear_wna16(
     Channel k belongs to group ``g_idx[k]`` (int32 [K], GPTQ's act-order) or, without g_idx, ``k // group_size``: the
     last group may be shorter. ``group_size`` 0 is one group of all channels.
 
+    ``dense="fp8"`` allows a kernel to multiply many tokens by W rounded to E4M3, a scale for each output channel, and
+    the tokens rounded so too (``linear_fp8_rowwise``): int4 for the memory that bounds decoding, fp8 for the arithmetic
+    that bounds prefill. It is a permission; here, as with ``"float"``, nothing is rounded.
+
     Source: GPTQ (arXiv 2210.17323), AWQ (arXiv 2306.00978) and compressed-tensors ``pack-quantized``.
     """
     check_wna16(x, weight, weight_scale, weight_zero, g_idx, bias, bits, group_size)
+    if dense not in ("float", "fp8"):
+        raise ValueError(f"dense is float or fp8, not {dense!r:.20}")
     out = x.new_empty(*x.shape[:-1], weight.shape[0])
     if x.device.type == "meta":
         return out

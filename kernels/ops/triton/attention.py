@@ -26,23 +26,35 @@ from optkit.kernels.triton.attention_kernels import attention_heads, attention_t
 from optkit.kernels.triton.common import Config, next_power_of_2, supports
 from optkit.kernels.triton.rope_kv import FLOAT, FORMATS, planes, with_unit_stride, write_kv
 
-# Configurations of ``attention_tiles`` by architecture and rows, for 16-bit numbers and heads of up to 128: tile (rows,
-# keys). Two programs of 128 rows fit on a multiprocessor, so that one multiplies while the other takes exponentials.
+# Of ``attention_tiles``, for 16-bit numbers and heads of up to 128, by architecture, whether the pool is quantized, and
+# rows: tile (rows, keys), warps, stages. Chosen so that nothing spills (docs/lab-notes.md).
 TILES = {
-    "sm_80": {
+    ("sm_80", False): {
+        16: Config((16, 64), 4, 3),
+        32: Config((32, 32), 4, 3),
+        64: Config((64, 32), 4, 3),
+        128: Config((128, 64), 8, 3),
+    },
+    ("sm_80", True): {
+        16: Config((16, 32), 4, 3),
+        32: Config((32, 32), 4, 2),
+        64: Config((64, 32), 8, 3),
+        128: Config((64, 32), 8, 3),
+    },
+    ("sm_90", False): {
         16: Config((16, 64), 4, 3),
         32: Config((32, 64), 4, 3),
-        64: Config((64, 64), 4, 2),
-        128: Config((128, 64), 8, 2),
-    },
-    "sm_90": {
-        16: Config((16, 64), 4, 4),
-        32: Config((32, 64), 4, 3),
         64: Config((64, 64), 4, 3),
-        128: Config((128, 64), 8, 2),
+        128: Config((128, 64), 8, 3),
+    },
+    ("sm_90", True): {
+        16: Config((16, 64), 4, 3),
+        32: Config((32, 64), 4, 2),
+        64: Config((64, 64), 4, 3),
+        128: Config((128, 64), 8, 3),
     },
 }
-HEADS = {"sm_80": Config((32,), 4, 2), "sm_90": Config((32,), 4, 3)}  # of ``attention_heads``
+HEADS = {"sm_80": Config((32,), 4, 3), "sm_90": Config((32,), 4, 4)}  # of ``attention_heads``
 MULTIPROCESSORS = {"sm_80": 108, "sm_90": 132}  # where there is no device to ask
 WAVES = 2  # programs for each multiprocessor before keys are no longer split
 TILES_OF_A_SPLIT = 2  # at least, or merging costs more than it saves
@@ -181,15 +193,16 @@ class Call:
         return 1 << (max(1, most).bit_length() - 1)
 
     def tile_config(self, rows: int) -> Config:
-        """For ``rows`` in a sequence; of which a tile takes at least one token's."""
-        table = TILES[self.arch]
-        size = min(max(next_power_of_2(max(rows, self.group)), 16), 128)
-        config = table[size]
-        width = max(self.constants["D"], self.constants["DV"])
-        if self.q.dtype is torch.float32 or width > 128:  # twice the bytes: half the rows, half the keys
-            m, n = min(config.tile[0], max(64, next_power_of_2(self.group))), config.tile[1] // 2
-            config = Config((m, n), 4, 2)
-        return config
+        """For ``rows`` in a sequence: as large a tile as they fill while every multiprocessor has one."""
+        size = min(max(16, next_power_of_2(max(rows, self.group))), 128)
+        programs = self.seq_lens.shape[0] * self.kv_heads
+        if size == 128 and -(-rows // 128) * programs < multiprocessors(self.q.device):
+            size = 64
+        size = max(size, next_power_of_2(self.group))
+        wide = max(self.constants["D"], self.constants["DV"]) > 128
+        if size <= 128 and not wide and self.q.dtype is not torch.float32:
+            return TILES[self.arch, bool(self.constants["FORMAT"])][size]
+        return Config((max(32, next_power_of_2(self.group)), 32), 4, 2)  # twice the bytes or more
 
     @property
     def group(self) -> int:

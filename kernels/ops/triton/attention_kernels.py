@@ -67,13 +67,13 @@ def attend_tiles(
     unit = 1.4426950408889634 if SOFTCAP > 0 else scale
     d = tl.arange(0, D)
     dv = tl.arange(0, DV)
+    offset = tl.arange(0, TILE)
+    next_page = tl.load(table + (start + offset) // BLOCK_SIZE, mask=start + offset < length, other=0)
     for first in tl.range(start, stop, TILE):
-        key = first + tl.arange(0, TILE)
-        if MASKED:
-            exists = key < length
-            page = tl.load(table + key // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
-        else:
-            page = tl.load(table + key // BLOCK_SIZE).to(tl.int64)
+        key = first + offset
+        exists = key < length
+        page = next_page.to(tl.int64)
+        next_page = tl.load(table + (key + TILE) // BLOCK_SIZE, mask=key + TILE < length, other=0)
         at = (key % BLOCK_SIZE) * KV_HEADS + kv_head
         k_at = (page * K_BLOCK + at * DIM)[None, :] + d[:, None]
         if MASKED or D > DIM:
@@ -271,10 +271,13 @@ def attention_heads(
     weight = tl.zeros((TILE,), tl.float32)
     top = tl.full((TILE,), float("-inf"), tl.float32)
     table = block_tables + sequence * table_stride
+    offset = tl.arange(0, TILE)
+    next_page = tl.load(table + (begin + offset) // BLOCK_SIZE, mask=begin + offset < end, other=0)
     for first in tl.range(begin, end, TILE, num_stages=STAGES):
-        key = first + tl.arange(0, TILE)
+        key = first + offset
         exists = key < end
-        page = tl.load(table + key // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
+        page = next_page.to(tl.int64)
+        next_page = tl.load(table + (key + TILE) // BLOCK_SIZE, mask=key + TILE < end, other=0)
         at = (key % BLOCK_SIZE) * HEADS + head
         inside = exists[:, None] & (d < DIM)[None, :]
         k = tl.load(k_cache + (page * K_BLOCK + at * DIM)[:, None] + d[None, :], mask=inside, other=0)

@@ -1,7 +1,8 @@
 """Dynamic quantization of activations: int8 with a scale for each token or group, E4M3 with one for each token.
 
-``codes`` is also the last step of the fused norms and gates (``pointwise``). A program holds whole rows in registers,
-so each value is read once and written once.
+Codes of int8 are the reference's to the bit: the product is rounded before it is rounded to an integer, so no
+multiply-add is fused here. ``codes`` is also the last step of the fused norms and gates (``pointwise``). A program
+holds whole rows in registers, so each value is read once and written once.
 """
 
 from __future__ import annotations
@@ -69,8 +70,9 @@ def run(x: Tensor, width: int, fmt: int) -> tuple[Tensor, Tensor]:
     together = max(1, TILE // block)
     if rows:
         quantize_rows[(triton.cdiv(rows, together),)](
-            x, q, scale, rows, width, R=together, C=block, FORMAT=fmt, num_warps=row_warps(together * block)
-        )
+            x, q, scale, rows, width, R=together, C=block, FORMAT=fmt,
+            num_warps=row_warps(together * block), enable_fp_fusion=False,
+        )  # fmt: skip
     return q, scale
 
 

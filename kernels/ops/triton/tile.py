@@ -106,8 +106,10 @@ def reduce_splits(
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < rows * n_size
     total = tl.load(sums + at, mask=inside, other=0)
-    for split in range(1, splits):
-        total += tl.load(sums + split.to(tl.int64) * rows * n_size + at, mask=inside, other=0)
+    part = at
+    for _ in range(1, splits):
+        part += rows * n_size
+        total += tl.load(sums + part, mask=inside, other=0)
     m = tl.where(inside, at // n_size, rows)
     finish(total.to(tl.float32), x_scale, weight_scale, bias, out, m, at % n_size, rows, n_size, X, HAS)
 
@@ -143,7 +145,7 @@ def tile(
         return out
     config = config_of(CONFIGS[arch], rows)
     tokens, channels, depth = config.tile
-    depth = min(depth, group or next_power_of_2(k))
+    depth = min(depth, next_power_of_2(group or k))
     depth = max(depth, 16 if x.element_size() > 1 else 32)
     programs = triton.cdiv(rows, tokens) * triton.cdiv(n, channels)
     splits = splits_of(programs, k, depth, arch)
@@ -156,7 +158,7 @@ def tile(
     x_scale, weight_scale_, bias_ = (x if t is None else t for t in (x_scale, weight_scale, bias))
     tile_product[(programs, splits)](
         x, weight, x_scale, weight_scale_, x if zero is None else zero, bias_, sums, x.stride(0), rows, n, k, span,
-        group or k, triton.cdiv(k, group) if group else 1,
+        group or k, 1 if weight_scale is None else weight_scale.shape[1],
         M=tokens, N=channels, K=depth, X=kind, HAS=has(weight_scale, bias),
         ZERO=zero is not None, GROUPED=group > 0, SPLIT=splits > 1,
         num_warps=config.warps, num_stages=config.stages,

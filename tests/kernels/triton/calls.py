@@ -23,8 +23,10 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape).to(dtype)
 
 
-def close(got: Tensor, exact: Tensor) -> None:
-    """The largest error is within the tolerance of the type, relative to the largest value."""
+def close(got: Tensor, exact: Tensor, tolerance: float | None = None) -> None:
+    """The largest error is within ``tolerance``, or that of the type, relative to the largest value."""
     assert got.shape == exact.shape
     error = (got.double() - exact).abs().amax() if got.numel() else torch.zeros(())
-    assert bool(error <= TOLERANCE[got.dtype] * exact.abs().amax().clamp_min(1e-6)), float(error)
+    assert bool(error <= (tolerance or TOLERANCE[got.dtype]) * exact.abs().amax().clamp_min(1e-6)), float(
+        error
+    )

@@ -1,4 +1,4 @@
-"""Launches of attention and its cache write at the shapes of 7B and 8B models, for ``compiling``."""
+"""Launches of attention and the cache write at the shapes of 7B and 8B models, for ``compiling``."""
 
 from __future__ import annotations
 
@@ -37,11 +37,20 @@ def attend(
     )  # fmt: skip
 
 
-def write(heads: int, kv_heads: int, pool: torch.dtype, dim: int = 128, rotary: int = 128) -> Callable[[], Any]:
+def write(
+    heads: int, kv_heads: int, pool: torch.dtype, dim: int = 128, rotary: int = 128
+) -> Callable[[], Any]:
     kv, table = meta(8, kv_heads, dim), meta(8, rotary, dtype=torch.float32)
     slots = meta(8, dtype=torch.int64)
     q = meta(8, heads, dim)
     return partial(rope_kv.rope_kv_write, q, kv, kv, table, table, *pools(kv_heads, dim, pool), slots)
+
+
+def essential_calls() -> Iterator[Callable[[], Any]]:
+    """What every model runs on."""
+    yield attend(32, 8, 2048, 1, 2048)
+    yield attend(32, 32, 1, 1, 2048, torch.uint8)
+    yield write(32, 8, torch.int8)
 
 
 def calls() -> Iterator[Callable[[], Any]]:
@@ -54,7 +63,7 @@ def calls() -> Iterator[Callable[[], Any]]:
             yield write(heads, kv_heads, pool)
 
 
-def unusual() -> Iterator[Callable[[], Any]]:
+def unusual_calls() -> Iterator[Callable[[], Any]]:
     """Other tiles, widths, masks and types."""
     yield attend(32, 8, 4, 1, 2048)
     yield attend(32, 8, 16, 1, 2048)

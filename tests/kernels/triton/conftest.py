@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -51,3 +52,11 @@ def bounds_of_loops_are_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+
+
+@pytest.fixture(autouse=True)
+def tensors_are_on_the_gpu_if_there_is_one() -> Iterator[None]:
+    """There the same tests run compiled kernels."""
+    torch.set_default_device("cuda" if torch.cuda.is_available() else "cpu")
+    yield
+    torch.set_default_device(None)

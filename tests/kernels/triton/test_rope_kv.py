@@ -4,32 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from optkit.kernels import reference
-from optkit.kernels.reference_attention import KV_CODES, kv_planes, quantize_kv
+from optkit.kernels.reference_attention import KV_CODES, kv_planes
 from optkit.kernels.triton import rope_kv
+from tests.kernels.triton.worlds import planar_write, poisoned
 
 POOLS = [torch.float32, torch.float16, torch.int8, torch.uint8]
-
-
-def pool(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> Tensor:
-    """A pool that is full of NaN, or of bytes 0xff."""
-    if dtype in KV_CODES:
-        return torch.full((blocks, size, heads, dim + 4), 255, dtype=torch.uint8).view(dtype)
-    return torch.full((blocks, size, heads, dim), float("nan"), dtype=dtype)
-
-
-def planar_write(rows: Tensor, cache: Tensor, slots: Tensor) -> None:
-    """What the spec writes into a GPU's pool."""
-    kept = slots >= 0
-    block, offset = slots[kept] // cache.shape[1], slots[kept] % cache.shape[1]
-    if cache.dtype not in KV_CODES:
-        cache[block, offset] = rows[kept].to(cache.dtype)
-        return
-    stored = quantize_kv(rows[kept], cache.dtype)
-    for plane, part in zip(kv_planes(cache), reference.kv_parts(stored), strict=True):
-        plane[block, offset] = part
 
 
 @pytest.mark.parametrize("dtype", POOLS)
@@ -40,16 +21,19 @@ def planar_write(rows: Tensor, cache: Tensor, slots: Tensor) -> None:
 def test_agrees_with_the_reference(
     dtype: torch.dtype, heads: int, kv_heads: int, dim: int, rotary: int, v_dim: int
 ) -> None:
-    generator = torch.Generator().manual_seed(dim)
+    torch.manual_seed(dim)
     tokens, blocks, size = 4, 4, 16
     compute = torch.float16 if dtype is torch.float16 else torch.float32
     width = heads * dim + kv_heads * (dim + v_dim)
-    fused = torch.randn(tokens, width + 3, generator=generator).to(compute)[:, :width]
+    fused = torch.randn(tokens, width + 3).to(compute)[:, :width]
     q, k, v = fused.split([heads * dim, kv_heads * dim, kv_heads * v_dim], dim=1)
     q, k, v = q.unflatten(1, (heads, dim)), k.unflatten(1, (kv_heads, dim)), v.unflatten(1, (kv_heads, v_dim))
-    cos, sin = reference.rope_table(torch.arange(3, 3 + tokens), torch.rand(rotary // 2, generator=generator))
+    cos, sin = reference.rope_table(torch.arange(3, 3 + tokens), torch.rand(rotary // 2))
     slots = torch.tensor([17, -1, 63, 0])
-    k_cache, v_cache = pool(blocks, size, kv_heads, dim, dtype), pool(blocks, size, kv_heads, v_dim, dtype)
+    k_cache, v_cache = (
+        poisoned(blocks, size, kv_heads, dim, dtype),
+        poisoned(blocks, size, kv_heads, v_dim, dtype),
+    )
     expected_k, expected_v = k_cache.clone(), v_cache.clone()
 
     new_q, new_k = rope_kv.rope_kv_write(q, k, v, cos, sin, k_cache, v_cache, slots)
@@ -70,17 +54,18 @@ def test_e4m3_is_torchs_for_every_byte_and_between() -> None:
     x = torch.cat((values, middles, middles * (1 + 1e-6), middles * (1 - 1e-6)))
     x = torch.cat((x, -x, torch.full((1,), 448.0)))
     rows = torch.nn.functional.pad(x, (0, 1024 - len(x))).view(1, 1, 1024)  # the largest is 448: a scale of 1
-    cache = pool(1, 4, 1, 1024, torch.uint8)
+    cache = poisoned(1, 4, 1, 1024, torch.uint8)
     rope_kv.write_kv(rows, rows, cache, cache.clone(), torch.tensor([0]))
     assert torch.equal(kv_planes(cache)[0][0, 0, 0], rows.to(torch.float8_e4m3fn).view(torch.uint8).flatten())
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
 def test_a_row_with_nan_is_lost_and_no_other(dtype: torch.dtype) -> None:
-    rows = torch.randn(4, 2, 8, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    rows = torch.randn(4, 2, 8)
     rows[2, 1, 3] = float("nan")
     rows[0, 0] = 0.0
-    cache = pool(1, 4, 2, 8, dtype)
+    cache = poisoned(1, 4, 2, 8, dtype)
     rope_kv.write_kv(rows, rows, cache, cache.clone(), torch.arange(4))
     values, scales = kv_planes(cache)
     read = values.view(KV_CODES[dtype]).float()[0] * scales[0][..., None]
@@ -90,7 +75,7 @@ def test_a_row_with_nan_is_lost_and_no_other(dtype: torch.dtype) -> None:
 
 def test_a_step_without_tokens() -> None:
     empty = torch.zeros(0, 2, 8)
-    cache = pool(1, 4, 2, 8, torch.float32)
+    cache = poisoned(1, 4, 2, 8, torch.float32)
     q, k = rope_kv.rope_kv_write(
         empty, empty, empty, empty[:, 0], empty[:, 0], cache, cache.clone(), torch.zeros(0, dtype=torch.int64)
     )

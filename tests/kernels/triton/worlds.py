@@ -14,7 +14,7 @@ from optkit.kernels.reference_attention import KV_CODES, kv_planes, quantize_kv
 
 @dataclass(frozen=True)
 class Shape:
-    """``new`` tokens for sequences whose cache holds ``old`` before; a sequence of length 0 is padding."""
+    """``new`` tokens for sequences whose cache holds ``old`` before; one of 0 is padding, as CUDA graphs need it."""
 
     new: tuple[int, ...]
     old: tuple[int, ...]
@@ -51,56 +51,57 @@ def planar_read(cache: Tensor) -> Tensor:
     return values.view(KV_CODES[cache.dtype]).double() * scales[..., None]
 
 
-def poisoned(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype, device: Any = "cpu") -> Tensor:
+def poisoned(blocks: int, size: int, heads: int, dim: int, dtype: torch.dtype) -> Tensor:
     """A pool that is full of NaN, or of bytes 0xff."""
     if dtype in KV_CODES:
         shape = (blocks, size, heads, dim + reference.KV_SCALE_BYTES)
-        return torch.full(shape, 255, dtype=torch.uint8, device=device).view(dtype)
-    return torch.full((blocks, size, heads, dim), float("nan"), dtype=dtype, device=device)
+        return torch.full(shape, 255, dtype=torch.uint8).view(dtype)
+    return torch.full((blocks, size, heads, dim), float("nan"), dtype=dtype)
 
 
 class World:
-    """The tensors of one call, the old tokens already in the pools."""
+    """The tensors of one call, on the default device, with the old tokens already in the pools."""
 
-    def __init__(self, shape: Shape, device: Any = "cpu") -> None:
+    def __init__(self, shape: Shape) -> None:
         self.shape = shape
-        generator = torch.Generator().manual_seed(shape.seed)
-        v_dim = shape.v_dim or shape.dim
-        lengths = [n + o if n + o > 0 else 0 for n, o in zip(shape.new, shape.old, strict=True)]
-        counts = [max(n, 1) if length == 0 else n for n, length in zip(shape.new, lengths, strict=True)]
-        tokens, heads, kv = sum(counts), shape.heads, shape.kv_heads
+        self.scale = shape.dim**-0.5
+        device = torch.get_default_device()
+        with torch.device("cpu"):
+            self.fill(torch.Generator().manual_seed(shape.seed))
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(self, name, value.to(device))
+
+    def fill(self, generator: torch.Generator) -> None:
+        shape = self.shape
+        v_dim, kv = shape.v_dim or shape.dim, shape.kv_heads
+        lengths = [n + o if n else 0 for n, o in zip(shape.new, shape.old, strict=True)]
+        counts = [max(n, 1) for n in shape.new]
 
         def random(*size: int) -> Tensor:
-            return torch.randn(size, generator=generator).to(device, shape.dtype)
+            return torch.randn(size, generator=generator).to(shape.dtype)
 
-        fused = random(tokens, heads * shape.dim + kv * (shape.dim + v_dim) + 8)
-        q, k, v, _ = fused.split([heads * shape.dim, kv * shape.dim, kv * v_dim, 8], dim=1)
-        self.q = q.unflatten(1, (heads, shape.dim)) * 2
+        widths = [shape.heads * shape.dim, kv * shape.dim, kv * v_dim, 8]
+        q, k, v, _ = random(sum(counts), sum(widths)).split(widths, dim=1)  # views, as of a fused projection
+        self.q = q.unflatten(1, (shape.heads, shape.dim)) * 2
         self.k, self.v = k.unflatten(1, (kv, shape.dim)), v.unflatten(1, (kv, v_dim))
         used = [-(-length // shape.size) for length in lengths]
         order = torch.randperm(sum(used) + 2, generator=generator)
-        tables = torch.zeros(len(used), max(*used, 1) + 1, dtype=torch.int32)
-        for s, count in enumerate(used):
-            tables[s, :count] = order[sum(used[:s]) : sum(used[:s]) + count]
-        self.k_cache = poisoned(len(order), shape.size, kv, shape.dim, shape.pool, device)
-        self.v_cache = poisoned(len(order), shape.size, kv, v_dim, shape.pool, device)
+        self.tables = torch.zeros(len(used), max(used) + 1, dtype=torch.int32)
+        self.k_cache = poisoned(len(order), shape.size, kv, shape.dim, shape.pool)
+        self.v_cache = poisoned(len(order), shape.size, kv, v_dim, shape.pool)
         slots = []
         for s, length in enumerate(lengths):
-            positions = torch.arange(length)
-            at = (
-                tables[s].long()[positions // shape.size] * shape.size + positions % shape.size
-                if length
-                else torch.tensor([-1])
-            )
-            old = max(shape.old[s], 0) if length else 0
-            planar_write(random(old, kv, shape.dim), self.k_cache, at[:old].to(device))
-            planar_write(random(old, kv, v_dim), self.v_cache, at[:old].to(device))
-            slots.append(at[old:])
-        self.slots = torch.cat(slots).to(device)
-        self.query_start = torch.tensor([0, *counts]).cumsum(0).to(device, torch.int32)
-        self.seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
-        self.tables = tables.to(device)
-        self.scale = shape.dim**-0.5
+            self.tables[s, : used[s]] = order[sum(used[:s]) : sum(used[:s]) + used[s]]
+            at = torch.arange(length)
+            at = self.tables[s].long()[at // shape.size] * shape.size + at % shape.size
+            old = shape.old[s] if length else 0
+            planar_write(random(old, kv, shape.dim), self.k_cache, at[:old])
+            planar_write(random(old, kv, v_dim), self.v_cache, at[:old])
+            slots.append(at[old:] if length else torch.tensor([-1]))
+        self.slots = torch.cat(slots)
+        self.query_start = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+        self.seq_lens = torch.tensor(lengths, dtype=torch.int32)
 
     def call(self, kernel: Any) -> Tensor:
         """The kernel on these tensors; it writes the new tokens to the pools."""
@@ -119,9 +120,7 @@ class World:
                 out.append(q.new_zeros(*q.shape[:2], self.v.shape[2]))
                 continue
             keys, values = (reference.gather_kv(c, self.tables[s], length) for c in (k_cache, v_cache))
-            out.append(
-                reference.attend(q, keys, values, self.scale, self.shape.window, self.shape.softcap)
-            )
+            out.append(reference.attend(q, keys, values, self.scale, self.shape.window, self.shape.softcap))
         return torch.cat(out)
 
 
