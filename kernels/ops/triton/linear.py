@@ -180,7 +180,7 @@ def linear_wna16(
 
 def pack_codes(weights: dict[int, Tensor], options: Mapping[str, Any]) -> dict[int | str, Tensor]:
     """Codes of up to 4 bits, and the dense view where the site asks for it."""
-    packed: dict[int | str, Tensor] = {**wna16.pack(weights, options)}
+    packed: dict[int | str, Tensor] = dict(wna16.pack(weights, options).items())
     if options.get("dense", "float") == "fp8":
         columns = columns_of(weights, options)
         value = reference.dequantize_wna16(

@@ -206,26 +206,30 @@ def gelu_mul(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
 
 def silu_mul_packed(gate_up: Tensor) -> Tensor:
     """See ``reference.silu_mul_packed``."""
-    return silu_mul(*gate_up.chunk(2, dim=-1))
+    gate, up = gate_up.chunk(2, dim=-1)
+    return silu_mul(gate, up)
 
 
 def gelu_mul_packed(gate_up: Tensor, approximate: str = "none") -> Tensor:
     """See ``reference.gelu_mul_packed``."""
-    return gelu_mul(*gate_up.chunk(2, dim=-1), approximate)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gelu_mul(gate, up, approximate)
 
 
 def silu_mul_quantize(gate_up: Tensor, fmt: str = "int8") -> tuple[Tensor, Tensor]:
     """See ``reference.silu_mul_quantize``."""
     if gate_up.shape[-1] > 2 * MOST_COLUMNS:
         return reference.silu_mul_quantize(gate_up, fmt)
-    return gated(*gate_up.chunk(2, dim=-1), SILU, FORMATS[fmt])
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gated(gate, up, SILU, FORMATS[fmt])
 
 
 def gelu_mul_quantize(gate_up: Tensor, fmt: str = "int8", approximate: str = "none") -> tuple[Tensor, Tensor]:
     """See ``reference.gelu_mul_quantize``."""
     if gate_up.shape[-1] > 2 * MOST_COLUMNS:
         return reference.gelu_mul_quantize(gate_up, fmt, approximate)
-    return gated(*gate_up.chunk(2, dim=-1), GATES[approximate], FORMATS[fmt])
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gated(gate, up, GATES[approximate], FORMATS[fmt])
 
 
 KERNELS = tuple(
