@@ -102,6 +102,14 @@ def captured(shape: ModelShape) -> Any:
     return capture(model)
 
 
+def sampler(target: Any, device: torch.device) -> Any:
+    """The kernel of the op ``sample``; its reference on a CPU."""
+    from optkit.kernels import reference, select
+
+    kernel = select("sample", target) if device.type == "cuda" else None
+    return kernel.fn if kernel else reference.sample
+
+
 def fill(graph: Any, device: torch.device) -> None:
     """Numbers for every weight of ``graph`` that has none."""
     generator = torch.Generator(device).manual_seed(0)

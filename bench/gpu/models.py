@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from bench.gpu.model import ModelShape, build, prompt
+from bench.gpu.model import ModelShape, build, prompt, sampler
 from bench.gpu.timing import replays
 
 BLOCK = 32
@@ -54,7 +54,8 @@ def measure(
     model = build(shape, scheme, target, gpu.torch_device, dtype)
     row: dict[str, Any] = {"build_seconds": time.perf_counter() - start, "weight_bytes": model.weight_bytes}
     blocks = -(-points.longest // BLOCK)
-    runner = GraphRunner(model, blocks, BLOCK, gpu, StepShape(max(points.prompts), 1, blocks))
+    largest = StepShape(max(points.prompts), 1, blocks)
+    runner = GraphRunner(model, blocks, BLOCK, gpu, largest, sampler(target, gpu.torch_device))
     start = time.perf_counter()
     runner.capture(Buckets((1,), tuple(sorted(points.prompts)), 1, blocks))
     row["capture_seconds"] = time.perf_counter() - start

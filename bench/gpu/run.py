@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -224,7 +225,25 @@ def finish(results: Results, out: Path, settings: Settings) -> None:
     """The bounds against what was measured, and the table that kernels are selected by."""
     results.data["bounds"] = verdicts(results.data["stages"])
     results.save()
+    write_selection(results, out, settings.target)
     print(table(results.data["bounds"]))
+
+
+def write_selection(results: Results, out: Path, target: str) -> None:
+    """The measured times of linear layers as the table that ``optkit.kernels.triton.selection`` reads: ``sm_90.json``."""
+    rows = [SimpleNamespace(**row) for row in results.rows("kernels").values() if "us" in row]
+    try:
+        from bench.gpu.cases.linear import timing
+        from optkit.kernels.triton import selection
+    except ImportError:  # without Triton there are no such kernels, and none was timed
+        return
+    from optkit.target import get_target
+
+    timings = [found for row in rows if (found := timing(row, row.us))]
+    if timings:
+        same = results.data["environment"]["same"]
+        note = f"{same['device']}, torch {same['versions']['torch']}, {results.data['environment']['time']}"
+        selection.save(selection.measured(timings, get_target(target).isa[0], note), out)
 
 
 if __name__ == "__main__":

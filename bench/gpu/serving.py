@@ -134,7 +134,7 @@ def percentiles(seconds: list[float]) -> dict[str, float]:
 
 def serve(shape: Any, scheme: str, load: Load, target: Any, gpu: Any, dtype: Any) -> dict[str, Any]:
     """Both loads on one model, started as ``optkit serve`` starts it."""
-    from bench.gpu.model import build
+    from bench.gpu.model import build, sampler
     from optkit.runtime.cuda.start import gpu_engine, kv_cache_bytes, sized
     from optkit.runtime.scheduler import SchedulerConfig
 
@@ -144,7 +144,7 @@ def serve(shape: Any, scheme: str, load: Load, target: Any, gpu: Any, dtype: Any
         block_size=32, num_blocks=2, enable_prefix_caching=False,
     )  # fmt: skip
     config = sized(model, limits, min(kv_cache_bytes(model, limits, gpu, 0.9), 64 << 30))
-    engine = gpu_engine(model, config, gpu)
+    engine = gpu_engine(model, config, gpu, sample=sampler(target, gpu.torch_device))
     row = closed(engine, load, shape.vocabulary)
     captures = engine.stats().graph_captures
     rate = row["output_tokens_per_s"] / load.outputs

@@ -28,9 +28,11 @@ from optkit.runtime.proposer import Lengths, NgramProposer, Speculator
 from optkit.runtime.runner import ModelRunner
 from optkit.runtime.scheduler import SchedulerConfig
 from optkit.runtime.types import SamplingParams
+from optkit.target import present_target
 
 if TYPE_CHECKING:
     from optkit.runtime.cuda.device import Device
+    from optkit.target import Target
 
 WARM_UP_TOKENS = (33, 1)  # one prefill and the decode after it
 PREFILL_TARGET_TOKENS = 256  # on a CPU, where matrix products reach full speed at 128 to 256 rows
@@ -66,7 +68,7 @@ def load_engine(artifact_dir: str, options: Mapping[str, Any]) -> Engine:
         config, store = offloading(config, model, given)
     cost = CostModel()
     guesses = speculator(artifact, cost, given)
-    engine = make_engine(model, config, gpu, store, guesses, cost)
+    engine = make_engine(model, config, gpu, store, guesses, cost, present_target(artifact.recipe.target))
     warm_up(engine)
     trim_heap()
     return engine
@@ -94,14 +96,18 @@ def make_engine(
     store: SlotStore | None,
     guesses: Speculator | None,
     cost: CostModel,
+    target: Target | None = None,
 ) -> Engine:
     """The engine for where the model is."""
     if gpu is None:
         runner = ModelRunner(model, config.num_blocks, config.block_size)
         return Engine(runner, config, store, guesses, cost=cost)
+    from optkit.kernels import reference, select
     from optkit.runtime.cuda.start import gpu_engine
 
-    return gpu_engine(model, config, gpu, store=store, proposer=guesses, cost=cost)
+    kernel = select("sample", target)
+    sample = kernel.fn if kernel else reference.sample
+    return gpu_engine(model, config, gpu, store=store, proposer=guesses, cost=cost, sample=sample)
 
 
 def scheduler_config(model: Executable, recipe: Recipe, options: Mapping[str, Any]) -> SchedulerConfig:

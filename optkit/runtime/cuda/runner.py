@@ -18,15 +18,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from optkit.kernels import reference
 from optkit.runtime.cuda.buckets import Buckets
 from optkit.runtime.cuda.device import Device, Event, Replay
 from optkit.runtime.cuda.layout import MODEL_INPUTS, SAMPLING_INPUTS, Layout, StepShape, capacity
-from optkit.runtime.cuda.sampling import FAILED, sample_tokens, sampling_inputs
+from optkit.runtime.cuda.sampling import FAILED, has_filters, sampling_inputs
 from optkit.runtime.runner import Executable, ModelRunner, batch_inputs
 from optkit.runtime.sampler import BAD_LOGITS
 from optkit.runtime.types import PENDING, Batch, Failure, ScheduledSequence
 
-Sampler = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+Sampler = Callable[..., Tensor]  # the signature of reference.sample
 STEPS_IN_FLIGHT = 2
 
 
@@ -68,7 +69,7 @@ class GraphRunner(ModelRunner):
 
     Args:
         largest: the largest step there can be, which sizes the buffers.
-        sample: ``sampling.sample_tokens`` or a kernel for it.
+        sample: ``reference.sample`` or a kernel for it.
     """
 
     def __init__(
@@ -78,13 +79,13 @@ class GraphRunner(ModelRunner):
         block_size: int,
         device: Device,
         largest: StepShape,
-        sample: Sampler = sample_tokens,
+        sample: Sampler = reference.sample,
     ) -> None:
         super().__init__(model, num_blocks, block_size, device.torch_device)
         self.gpu, self.largest, self.sample = device, largest, sample
         self.max_model_len = model.max_model_len
         self.buckets = Buckets((), (), largest.sequences, largest.blocks)
-        self._graphs: dict[StepShape, Captured] = {}
+        self._graphs: dict[tuple[StepShape, bool], Captured] = {}  # by shape, and whether rows have filters
         size = capacity(largest)
         self._staging = itertools.cycle([Staging(device.pinned(size)) for _ in range(STEPS_IN_FLIGHT)])
         self._eager_inputs = torch.zeros(size, dtype=torch.uint8, device=self.device)
@@ -99,14 +100,18 @@ class GraphRunner(ModelRunner):
 
     @torch.inference_mode()
     def capture(self, buckets: Buckets) -> None:
-        """Capture a graph for every shape of ``buckets``, largest first, and use them from now on."""
-        self._graphs = {shape: self._capture(shape) for shape in buckets.shapes()}
+        """Capture graphs for every shape of ``buckets``, largest first, and use them from now on."""
+        self._graphs = {
+            (shape, filtered): self._capture(shape, filtered)
+            for shape in buckets.shapes()
+            for filtered in (False, True)
+        }
         self.buckets = buckets
 
     @torch.inference_mode()
     def measure(self, shape: StepShape, repeats: int = 5) -> float:
         """Seconds of a captured step of ``shape``, every sequence at its full length."""
-        captured = self._capture(shape)
+        captured = self._capture(shape, filtered=False)
         packed = np.zeros(captured.layout.num_bytes, dtype=np.uint8)
         captured.layout.pack(full_step(shape, self.block_size, self.max_model_len), packed)
         captured.inputs.copy_(torch.from_numpy(packed))
@@ -119,9 +124,9 @@ class GraphRunner(ModelRunner):
         packed = np.zeros(layout.num_bytes, dtype=np.uint8)
         layout.pack(full_step(self.largest, self.block_size, self.max_model_len), packed)
         self._eager_inputs[: layout.num_bytes].copy_(torch.from_numpy(packed))
-        self._compute(layout.views(self._eager_inputs))
+        self._compute(layout.views(self._eager_inputs), filtered=True)
 
-    def _capture(self, shape: StepShape) -> Captured:
+    def _capture(self, shape: StepShape, filtered: bool) -> Captured:
         layout = Layout(shape, shape.sequences)
         inputs = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=self.device)
         empty = np.zeros(layout.num_bytes, dtype=np.uint8)
@@ -129,7 +134,7 @@ class GraphRunner(ModelRunner):
         inputs.copy_(torch.from_numpy(empty))
         views = layout.views(inputs)
         self.num_captures += 1
-        return Captured(layout, inputs, self.gpu.capture(lambda: self._compute(views)))
+        return Captured(layout, inputs, self.gpu.capture(lambda: self._compute(views, filtered)))
 
     # -- running ---------------------------------------------------------------------------------------
 
@@ -182,9 +187,9 @@ class GraphRunner(ModelRunner):
             self.num_eager += 1
             layout = Layout(StepShape(tokens, sequences, blocks), len(arrays["logits_index"]))
             self._send(layout, arrays, self._eager_inputs)
-            return self._compute(layout.views(self._eager_inputs)), count
+            return self._compute(layout.views(self._eager_inputs), has_filters(due)), count
         self.num_replays += 1
-        graph = self._last = self._graphs[shape]
+        graph = self._last = self._graphs[shape, has_filters(due)]
         self._send(graph.layout, arrays, graph.inputs)
         graph.replay()
         return graph.replay.output, count
@@ -196,7 +201,7 @@ class GraphRunner(ModelRunner):
         inputs[: layout.num_bytes].copy_(host, non_blocking=True)
         staging.copied = self.gpu.mark()
 
-    def _compute(self, views: Mapping[str, Tensor]) -> Tensor:
+    def _compute(self, views: Mapping[str, Tensor], filtered: bool) -> Tensor:
         """One step from inputs on the device; the tokens it samples go to ``_sampled``."""
         source = views["source"]
         known = views["input_ids"]
@@ -204,7 +209,7 @@ class GraphRunner(ModelRunner):
         inputs = {name: views[name] for name in MODEL_INPUTS}
         inputs["input_ids"] = torch.where(source >= 0, before, known)
         logits = self.model(inputs | self.kv_pools)
-        tokens = self.sample(logits, *(views[name] for name in SAMPLING_INPUTS))
+        tokens = self.sample(logits, *(views[name] for name in SAMPLING_INPUTS), filtered=filtered)
         self._sampled[: len(tokens)].copy_(tokens)
         return logits
 

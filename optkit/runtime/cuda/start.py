@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from optkit.errors import UserError
+from optkit.kernels import reference
 from optkit.runtime.ahead import AheadEngine
 from optkit.runtime.cost_model import CostModel
 from optkit.runtime.cuda.buckets import Buckets, chunk_sizes, decode_sizes, likely_batches
 from optkit.runtime.cuda.device import Device
 from optkit.runtime.cuda.layout import StepShape
 from optkit.runtime.cuda.runner import GraphRunner, Sampler
-from optkit.runtime.cuda.sampling import sample_tokens
 from optkit.runtime.engine import Engine
 from optkit.runtime.kv_cache import block_bytes, blocks_for_bytes
 from optkit.runtime.offload import SlotStore
@@ -77,7 +77,7 @@ def gpu_engine(
     proposer: Proposer | None = None,
     cost: CostModel | None = None,
     histogram: Mapping[int, float] | None = None,
-    sample: Sampler = sample_tokens,
+    sample: Sampler = reference.sample,
     tell: Progress = quiet,
 ) -> Engine:
     """A warm engine: all graphs captured. With a proposer it samples on the host, a step at a time."""
