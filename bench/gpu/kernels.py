@@ -35,9 +35,9 @@ def name_of(case: Case) -> str:
 
 
 def check(case: Case, device: torch.device, seed: int) -> dict[str, Any]:
-    """The worst error over ``CHECKS`` fresh inputs, relative to the largest reference value."""
+    """The worst error over ``CHECKS`` fresh inputs (one on a CPU), relative to the largest reference value."""
     worst = 0.0
-    for i in range(CHECKS):
+    for i in range(CHECKS if device.type == "cuda" else 1):
         inputs = case.make(device, torch.Generator(device).manual_seed(seed + i))
         expected = list(tensors(case.reference(*inputs)))
         poison(device)

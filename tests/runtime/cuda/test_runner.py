@@ -16,7 +16,7 @@ from optkit.runtime.cuda.buckets import Buckets, chunk_sizes, decode_sizes, like
 from optkit.runtime.cuda.device import HostDevice, Replay
 from optkit.runtime.cuda.layout import Layout, StepShape
 from optkit.runtime.cuda.runner import GraphRunner
-from optkit.runtime.cuda.start import gpu_engine, kv_cache_bytes, sized
+from optkit.runtime.cuda.start import gpu_engine, kv_cache_bytes, largest_step, sized
 from optkit.runtime.engine import Engine
 from optkit.runtime.runner import ModelRunner
 from optkit.runtime.scheduler import SchedulerConfig
@@ -60,9 +60,11 @@ class Recorder(HostDevice):
         return Spoiling()
 
 
-def runner(device: HostDevice | None = None, num_blocks: int = 128) -> GraphRunner:
-    shape = StepShape(CONFIG.max_num_batched_tokens, CONFIG.max_num_seqs, 16)
-    return GraphRunner(model(), num_blocks, CONFIG.block_size, device or HostDevice(), shape)
+def ahead_engine(config: SchedulerConfig, buckets: Buckets, device: HostDevice) -> AheadEngine:
+    """An engine with graphs of its own, without measuring which pay."""
+    runner = GraphRunner(model(), config.num_blocks, config.block_size, device, largest_step(config))
+    runner.capture(buckets)
+    return AheadEngine(runner, config)
 
 
 def engines(config: SchedulerConfig = CONFIG) -> tuple[Engine, AheadEngine]:
