@@ -1,8 +1,9 @@
 """The spec: every dialect op in plain PyTorch.
 
 These functions define what an op means; a faster kernel is right when it agrees with the function of
-the same name here. They run on any device and under ``torch.device("meta")`` (shapes only), which is
-how the verifier and the cost model learn shapes.
+the same name here. Norms and gates are written in ``reference_pointwise``, float8 in ``reference_fp8``, RoPE, the KV
+cache and attention in ``reference_attention``. They run on any device and under ``torch.device("meta")`` (shapes
+only), which is how the verifier and the cost model learn shapes.
 
 Layout rules: activations are token-major, ``[T, ...]`` for the T tokens of the flattened batch;
 a linear weight is ``[N, K]`` (out, in); attention takes ``[T, H, D]``; the KV pool of a layer is
@@ -17,14 +18,55 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from optkit.kernels.packed_codes import BITS, pack_codes, unpack_codes, words_of
+from optkit.kernels.reference_attention import (  # noqa: F401
+    KV_CODES,
+    KV_SCALE_BYTES,
+    attend,
+    attention,
+    causal_mask,
+    dequantize_kv,
+    gather_kv,
+    kv_parts,
+    paged_attention,
+    partial_rope,
+    quantize_kv,
+    rope,
+    rope_kv_write,
+    rope_table,
+    write_kv,
+)
+from optkit.kernels.reference_fp8 import (  # noqa: F401
+    DEQUANTIZED_AT_ONCE,
+    FP8_MOST,
+    check_fp8,
+    check_fp8_rowwise,
+    dequantize_fp8,
+    linear_fp8,
+    linear_fp8_rowwise,
+    quantize_fp8_per_token,
+    round_fp8,
+)
+from optkit.kernels.reference_pointwise import (  # noqa: F401
+    ACTIVATION_ZERO_POINT,
+    FORMATS,
+    add_rms_norm,
+    add_rms_norm_quantize,
+    gelu_mul,
+    gelu_mul_packed,
+    gelu_mul_quantize,
+    layer_norm,
+    quantize_as,
+    quantize_per_token,
+    rms_norm,
+    rms_norm_quantize,
+    silu_mul,
+    silu_mul_packed,
+    silu_mul_quantize,
+)
+from optkit.kernels.reference_sampling import sample  # noqa: F401
 
-ACTIVATION_ZERO_POINT = 128
-KV_SCALE_BYTES = 4  # of the float32 scale behind the values of an int8 or float8 KV row
-KV_CODES = {torch.int8: torch.int8, torch.uint8: torch.float8_e4m3fn}  # what a pool of this type holds
 INT4_ZERO_POINT = 8  # the code that stands for 0 in symmetric int4
 INT4_PER_WORD = 8
-FP8_MOST = 448.0  # the largest E4M3 value
-DEQUANTIZED_AT_ONCE = 1 << 22  # weights of a packed layer that are float at one time
 
 
 def embedding(weight: Tensor, ids: Tensor) -> Tensor:
@@ -37,69 +79,6 @@ def embedding(weight: Tensor, ids: Tensor) -> Tensor:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias``: [..., K] and [N, K] give [..., N]."""
     return F.linear(x, weight, bias)
-
-
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:
-    """``x / sqrt(mean(x^2) + eps) * (weight + offset)`` over the last dimension (arXiv 1910.07467).
-
-    ``offset=1`` is Gemma's form, whose weights are stored around zero.
-    """
-    normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
-    if weight is None:
-        return normed
-    return (weight + offset if offset else weight) * normed
-
-
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """The residual addition and the norm that reads it, in one op: ``(rms_norm(s), s)`` with ``s = residual + x``."""
-    total = residual + x
-    return rms_norm(total, weight, eps, offset), total
-
-
-def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """Layer normalization over the last dimension (arXiv 1607.06450)."""
-    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
-
-
-def rope_table(positions: Tensor, inv_freq: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [T, D] for ``positions`` [T] and ``inv_freq`` [D/2]; the two halves of D repeat."""
-    if positions.device.type == "meta":
-        table = inv_freq.new_empty(positions.shape[0], 2 * inv_freq.shape[0])
-        return table, table
-    angles = positions.to(torch.float32)[:, None] * inv_freq
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos() * scale, angles.sin() * scale
-
-
-def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding, rotate-half form (arXiv 2104.09864): x [T, H, D], cos and sin [T, D]."""
-    half = x.shape[-1] // 2
-    rotated = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-    return x * cos[:, None] + rotated * sin[:, None]
-
-
-def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """SwiGLU's product, ``silu(gate) * up`` (arXiv 2002.05202)."""
-    return F.silu(gate) * up
-
-
-def gelu_mul(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
-    """GEGLU's product, ``gelu(gate) * up`` (arXiv 2002.05202)."""
-    return F.gelu(gate, approximate=approximate) * up
-
-
-def silu_mul_packed(gate_up: Tensor) -> Tensor:
-    """``silu_mul`` of the two halves of [..., 2F], as a fused gate/up projection leaves them."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return silu_mul(gate, up)
-
-
-def gelu_mul_packed(gate_up: Tensor, approximate: str = "none") -> Tensor:
-    """``gelu_mul`` of the two halves of [..., 2F]."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return gelu_mul(gate, up, approximate)
 
 
 def select_rows(x: Tensor, index: Tensor) -> Tensor:
@@ -123,29 +102,19 @@ def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return out
 
 
-def quantize_per_token(x: Tensor, group_size: int = 0) -> tuple[Tensor, Tensor]:
-    """Symmetric dynamic int8 of x [T, K], a scale for each token and group: ``(q, scale)``.
-
-    q [T, K] uint8, scale [T, G] float32 with G = K / group_size groups of consecutive channels, or 1 when
-    ``group_size`` is 0. ``x ~ (q - 128) * scale`` and ``scale = absmax / 127`` of the group. q is stored unsigned
-    with zero point 128 because x86 multiplies u8 by s8 (``vpdpbusd``); the value is plain symmetric int8. A group
-    of zeros has scale 0.
-    """
-    size = group_size or x.shape[1]
-    groups = x.reshape(x.shape[0], x.shape[1] // size, size)  # [T, G, g]
-    absmax = groups.abs().amax(dim=-1, keepdim=True)
-    inverse = torch.where(absmax > 0, 127.0 / absmax, torch.zeros_like(absmax))
-    q = torch.round(groups * inverse) + ACTIVATION_ZERO_POINT
-    return q.to(torch.uint8).reshape(x.shape), absmax[..., 0] / 127.0
-
-
 def linear_w8a8(
-    q: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None
+    q: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    dtype: str = "float32",
 ) -> Tensor:
     """``sum over groups g of ((q_g - 128) @ weight_g.T) * scale_g * weight_scale_g``, plus bias.
 
     q [T, K] uint8, scale [T, G], weight [N, K] int8, weight_scale [N, G], with K / G channels to a group (G = 1:
-    per token and per output channel); gives [T, N] float32. Products accumulate exactly within a group: in
+    per token and per output channel); gives [T, N] of ``dtype``. Products accumulate exactly within a group: in
     float64 here, which holds every int32 accumulator. Groups are added in float32, in order.
     """
     groups = scale.shape[1]
@@ -155,7 +124,7 @@ def linear_w8a8(
     for g in range(groups):
         accumulator = (left[:, g] @ right[:, g].T).to(torch.float32)
         out += accumulator * scale[:, g : g + 1] * weight_scale[:, g]
-    return out if bias is None else out + bias
+    return (out if bias is None else out + bias).to(getattr(torch, dtype))
 
 
 def linear_w4a8(
@@ -257,6 +226,7 @@ def linear_wna16(
     *,
     bits: int = 4,
     group_size: int = 0,
+    dense: str = "float",
 ) -> Tensor:
     """Weight-only integers: ``x @ W.T + bias`` with ``W[n, k] = (code[n, k] - zero[n, g]) * scale[n, g]``.
 
@@ -267,9 +237,15 @@ def linear_wna16(
     Channel k belongs to group ``g_idx[k]`` (int32 [K], GPTQ's act-order) or, without g_idx, ``k // group_size``: the
     last group may be shorter. ``group_size`` 0 is one group of all channels.
 
+    ``dense="fp8"`` allows a kernel to multiply many tokens by W rounded to E4M3, a scale for each output channel, and
+    the tokens rounded so too (``linear_fp8_rowwise``): int4 for the memory that bounds decoding, fp8 for the arithmetic
+    that bounds prefill. It is a permission; here, as with ``"float"``, nothing is rounded.
+
     Source: GPTQ (arXiv 2210.17323), AWQ (arXiv 2306.00978) and compressed-tensors ``pack-quantized``.
     """
     check_wna16(x, weight, weight_scale, weight_zero, g_idx, bias, bits, group_size)
+    if dense not in ("float", "fp8"):
+        raise ValueError(f"dense is float or fp8, not {dense!r:.20}")
     out = x.new_empty(*x.shape[:-1], weight.shape[0])
     if x.device.type == "meta":
         return out
@@ -335,166 +311,3 @@ def check_wna16(
         raise ValueError(f"g_idx must be [{k}] int32")
     if bias is not None and bias.shape != (n,):
         raise ValueError(f"the bias must be [{n}]")
-
-
-def linear_fp8(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    input_scale: Tensor | None,
-    bias: Tensor | None = None,
-    *,
-    activations: str = "token",
-) -> Tensor:
-    """``x @ W.T + bias`` in float8 E4M3 (arXiv 2209.05433): weight float8_e4m3fn [N, K], weight_scale [N, G] float32.
-
-    x [T, K] is rounded to E4M3 too, by ``activations``: ``"token"``, with the scale absmax / 448 of each token;
-    ``"tensor"``, with ``input_scale`` [1], what lies beyond saturating; ``"none"``, not at all. Products of rounded
-    values are exact in float32, where they are added; gives [T, N] float32.
-    """
-    check_fp8(x, weight, weight_scale, input_scale, bias, activations)
-    out = x.new_empty(*x.shape[:-1], weight.shape[0])
-    if x.device.type == "meta":
-        return out
-    rounded = x if activations == "none" else round_fp8(x, input_scale)
-    rows = max(1, DEQUANTIZED_AT_ONCE // x.shape[-1])
-    for start in range(0, weight.shape[0], rows):
-        part = slice(start, start + rows)
-        value = dequantize_fp8(weight[part], weight_scale[part])
-        out[..., part] = F.linear(rounded, value, None if bias is None else bias[part])
-    return out
-
-
-def dequantize_fp8(weight: Tensor, weight_scale: Tensor) -> Tensor:
-    """The float32 weight [N, K] of float8 values [N, K] and scales [N, G]."""
-    groups = weight.to(torch.float32).unflatten(1, (weight_scale.shape[1], -1))
-    return (groups * weight_scale[..., None]).flatten(1)
-
-
-def round_fp8(x: Tensor, scale: Tensor | None = None) -> Tensor:
-    """x [T, K] as E4M3 has it, in float32: with ``scale`` [1], or absmax / 448 of each token."""
-    if scale is None:
-        scale = (x.abs().amax(dim=-1, keepdim=True) / FP8_MOST).clamp_min(torch.finfo(torch.float32).tiny)
-    return (x / scale).clamp(-FP8_MOST, FP8_MOST).to(torch.float8_e4m3fn).to(torch.float32) * scale
-
-
-def check_fp8(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    input_scale: Tensor | None,
-    bias: Tensor | None,
-    activations: str,
-) -> None:
-    """What broadcasting would let pass.
-
-    Raises:
-        ValueError: a tensor has another shape or type than ``linear_fp8`` says.
-    """
-    (n, k), groups = weight.shape, weight_scale.shape[1]
-    if weight.dtype != torch.float8_e4m3fn or k != x.shape[-1]:
-        raise ValueError(f"the weight must be float8_e4m3fn [N, {x.shape[-1]}]")
-    if weight_scale.shape[0] != n or groups < 1 or k % groups:
-        raise ValueError(f"the scales must be [{n}, G] with G a divisor of {k}")
-    if activations not in ("token", "tensor", "none") or (activations == "tensor") != (
-        input_scale is not None
-    ):
-        raise ValueError(f"activations {activations!r:.20} and input_scale don't agree")
-    if input_scale is not None and input_scale.shape != (1,):
-        raise ValueError("input_scale must be [1]")
-    if bias is not None and bias.shape != (n,):
-        raise ValueError(f"the bias must be [{n}]")
-
-
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    block_tables: Tensor,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-) -> Tensor:
-    """Causal attention of a ragged batch over the paged KV cache, which it first writes.
-
-    q [T, H, D], k [T, Hkv, D], v [T, Hkv, Dv]; the cache and batch tensors are described in
-    docs/architecture.md. Query head h reads KV head ``h // (H // Hkv)``. ``window`` > 0 limits a token to
-    the last ``window`` positions including its own; ``softcap`` > 0 squashes scores to
-    ``softcap * tanh(s / softcap)``. Gives [T, H, Dv]. Mutates ``k_cache`` and ``v_cache``.
-
-    int8 and uint8 pools hold rows of ``quantize_kv``. K and V of this call are attended as the cache has them,
-    quantized, so the result does not depend on how a prompt is cut into calls.
-    """
-    out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
-    if q.device.type == "meta":
-        return out
-    write_kv(k, v, k_cache, v_cache, slot_mapping)
-    starts, lengths = query_start.tolist(), seq_lens.tolist()
-    for s, length in enumerate(lengths):
-        rows = slice(starts[s], starts[s + 1])
-        keys = gather_kv(k_cache, block_tables[s], length)
-        values = gather_kv(v_cache, block_tables[s], length)
-        out[rows] = attend(q[rows], keys, values, scale, window, softcap)
-    return out
-
-
-def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Store K and V of the new tokens at their slots (``block * block_size + offset``)."""
-    for rows, cache in ((k, k_cache), (v, v_cache)):
-        stored = rows if cache.dtype not in KV_CODES else quantize_kv(rows, cache.dtype)
-        cache.flatten(0, 1).index_copy_(0, slot_mapping, stored)
-
-
-def gather_kv(cache: Tensor, blocks: Tensor, length: int) -> Tensor:
-    """The first ``length`` tokens [length, Hkv, D] of a sequence from its blocks."""
-    used = -(-length // cache.shape[1])
-    rows = cache.index_select(0, blocks[:used]).flatten(0, 1)[:length]
-    return rows if cache.dtype not in KV_CODES else dequantize_kv(rows)
-
-
-def quantize_kv(x: Tensor, dtype: torch.dtype = torch.int8) -> Tensor:
-    """K or V [T, Hkv, D] float32 as rows [T, Hkv, D + 4] of a pool: int8, or uint8, which holds the bytes of E4M3.
-
-    Each token and head has its own scale, ``absmax / 127`` or ``absmax / 448``, and lies in one piece: D values and the
-    four bytes of the float32 scale. So a row is written and read without its neighbours, and a pool is one tensor.
-    """
-    if dtype == torch.uint8:
-        scale = (x.abs().amax(dim=-1, keepdim=True) / FP8_MOST).clamp_min(torch.finfo(torch.float32).tiny)
-        values = (x / scale).to(torch.float8_e4m3fn)
-        return torch.cat((values.view(dtype), scale.contiguous().view(dtype)), dim=-1)
-    q, scale = quantize_per_token(x.flatten(0, 1))
-    values = (q - ACTIVATION_ZERO_POINT).view(torch.int8)
-    scale = scale.flatten().view(torch.int8).view(len(values), KV_SCALE_BYTES)
-    return torch.cat((values, scale), dim=1).unflatten(0, x.shape[:2])
-
-
-def dequantize_kv(rows: Tensor) -> Tensor:
-    """The float32 K or V [..., D] that rows [..., D + 4] of an int8 or a uint8 (E4M3) pool stand for."""
-    values, scale = rows.split([rows.shape[-1] - KV_SCALE_BYTES, KV_SCALE_BYTES], dim=-1)
-    aligned = scale.clone(memory_format=torch.contiguous_format)  # it may lie at any byte
-    return values.contiguous().view(KV_CODES[rows.dtype]).to(torch.float32) * aligned.view(torch.float32)
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float) -> Tensor:
-    """Attention of the last Tq tokens of one sequence: q [Tq, H, D] over k, v [Tk, Hkv, ...]."""
-    tq, heads, tk, kv_heads = q.shape[0], q.shape[1], k.shape[0], k.shape[1]
-    k = k.repeat_interleave(heads // kv_heads, dim=1)
-    v = v.repeat_interleave(heads // kv_heads, dim=1)
-    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-    if softcap:
-        scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~causal_mask(tq, tk, window, q.device), float("-inf"))
-    return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), v)
-
-
-def causal_mask(tq: int, tk: int, window: int, device: torch.device) -> Tensor:
-    """[Tq, Tk] bool, True where the query may look: the queries are the last Tq of Tk positions."""
-    query = torch.arange(tk - tq, tk, device=device)[:, None]
-    key = torch.arange(tk, device=device)[None]
-    mask = key <= query
-    return mask & (query - key < window) if window > 0 else mask

@@ -8,7 +8,7 @@ from torch import Tensor, fx
 
 from optkit import kernels
 from optkit.errors import UserError
-from optkit.graph.ir import Graph
+from optkit.graph.ir import Graph, Weight
 from optkit.graph.ops import op_name
 
 if TYPE_CHECKING:
@@ -35,13 +35,17 @@ def bind(graph: Graph, node: fx.Node, kernel: kernels.Kernel) -> None:
     if kernel.pack is None:
         return
     weights = weight_arguments(graph, node)
-    args = list(node.args)
-    for position, value in kernel.pack(weights, graph.site_options(node)).items():
-        name = f"packed.{node.name}.{position}"
-        graph.weights[name] = type(graph.weights[str(node.args[position].target)])(value, None)
-        args[position] = graph.weight_node(name, node)
+    args, keywords = list(node.args), dict(node.kwargs)
+    for key, value in kernel.pack(weights, graph.site_options(node)).items():
+        name = f"packed.{node.name}.{key}"
+        graph.weights[name] = Weight(value, None)
+        packed = graph.weight_node(name, node)
+        if isinstance(key, str):
+            keywords[key] = packed
+        else:
+            args[key] = packed
     replaced = [node.args[position] for position in weights]
-    node.args = tuple(args)
+    node.args, node.kwargs = tuple(args), keywords
     for weight in replaced:
         drop_unread(graph, weight)
 

@@ -59,15 +59,65 @@ def quantize_per_token(x: Tensor, group_size: int = 0) -> tuple[Tensor, Tensor]:
     return q, torch.empty((x.shape[0], x.shape[1] // size), dtype=torch.float32, device=x.device)
 
 
+def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    expect(x.ndim == 2, "what is quantized must be [T, K]")
+    return quantized(x, x.shape[1], "fp8")
+
+
+def norm_quantize(
+    x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, fmt: str = "int8"
+) -> tuple[Tensor, Tensor]:
+    norm(x, weight, eps, offset)
+    return quantized(x, x.shape[1], fmt)
+
+
+def add_norm_quantize(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, fmt: str = "int8"
+) -> tuple[Tensor, Tensor, Tensor]:
+    _, total = add_norm(x, residual, weight, eps, offset)
+    return *quantized(x, x.shape[1], fmt), total
+
+
+def gated_quantize(gate_up: Tensor, fmt: str = "int8", approximate: str = "none") -> tuple[Tensor, Tensor]:
+    return quantized(gate_up, gated_packed(gate_up).shape[1], fmt)
+
+
+def quantized(x: Tensor, width: int, fmt: str) -> tuple[Tensor, Tensor]:
+    """What rows of ``width`` values in format ``fmt`` are: codes, and a scale each."""
+    expect(fmt in reference.FORMATS, f"activations are quantized as {' or '.join(reference.FORMATS)}")
+    dtype = torch.uint8 if fmt == "int8" else torch.float8_e4m3fn
+    q = torch.empty((x.shape[0], width), dtype=dtype, device=x.device)
+    return q, torch.empty((x.shape[0], 1), dtype=torch.float32, device=x.device)
+
+
+def linear_fp8_rowwise(
+    q: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    dtype: str = "float32",
+) -> Tensor:
+    reference.check_fp8_rowwise(q, scale, weight, weight_scale, bias)
+    return torch.empty((q.shape[0], weight.shape[0]), dtype=getattr(torch, dtype), device=q.device)
+
+
 def linear_w8a8(
-    q: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None
+    q: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    dtype: str = "float32",
 ) -> Tensor:
     expect(q.dtype == torch.uint8, "activations must be uint8")
     expect(
         q.ndim == 2 and tuple(scale.shape) == (q.shape[0], weight_scale.shape[1]),
         "an activation scale a group",
     )
-    return int8_product(q, weight, weight_scale, bias)
+    return int8_product(q, weight, weight_scale, bias).to(getattr(torch, dtype))
 
 
 def linear_w8a16(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -109,6 +159,12 @@ RULES: dict[Callable[..., Any], Callable[..., Any]] = {
     reference.silu_mul_packed: gated_packed,
     reference.gelu_mul_packed: gated_packed,
     reference.quantize_per_token: quantize_per_token,
+    reference.quantize_fp8_per_token: quantize_fp8,
+    reference.rms_norm_quantize: norm_quantize,
+    reference.add_rms_norm_quantize: add_norm_quantize,
+    reference.silu_mul_quantize: gated_quantize,
+    reference.gelu_mul_quantize: gated_quantize,
+    reference.linear_fp8_rowwise: linear_fp8_rowwise,
     reference.linear_w8a8: linear_w8a8,
     reference.linear_w8a16: linear_w8a16,
     reference.linear_w4a8: linear_w4a8,

@@ -54,6 +54,28 @@ def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+X, F8 = meta(3, 64), meta(3, 64, dtype=torch.float8_e4m3fn)
+FUSED: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+    (reference.quantize_fp8_per_token, (X,), {}),
+    (reference.rms_norm_quantize, (X, meta(64), 1e-5, 0.0), {"fmt": "fp8"}),
+    (reference.add_rms_norm_quantize, (X, X, meta(64), 1e-5), {}),
+    (reference.silu_mul_quantize, (X,), {"fmt": "fp8"}),
+    (reference.gelu_mul_quantize, (X,), {"approximate": "tanh"}),
+    (
+        reference.linear_fp8_rowwise,
+        (F8, meta(3, 1), meta(8, 64, dtype=torch.float8_e4m3fn), meta(8, 1), meta(8)),
+        {"dtype": "bfloat16"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("op", "args", "options"), FUSED)
+def test_rules_of_fused_ops_agree_with_references(
+    op: Any, args: tuple[Any, ...], options: dict[str, Any]
+) -> None:
+    assert described(RULES[op](*args, **options)) == described(op(*args, **options))
+
+
 Q, W8, W4 = meta(3, 64, dtype=torch.uint8), meta(8, 64, dtype=torch.int8), meta(8, 8, dtype=torch.int32)
 REFUSED: list[tuple[Any, tuple[Any, ...], str]] = [
     (reference.rms_norm, (meta(3, 64), meta(1), 1e-5), "norm weight"),
@@ -72,6 +94,9 @@ REFUSED: list[tuple[Any, tuple[Any, ...], str]] = [
     (reference.linear_w8a16, (Q, W8, meta(8, 2)), "float"),
     (reference.linear_w4a8, (meta(3, 64), meta(3, 2), W4, meta(8, 2), None), "uint8"),
     (reference.linear_w4a8, (Q, meta(3, 2), W4, meta(1, 2), None), "scales"),
+    (reference.rms_norm_quantize, (X, meta(64), 1e-5, 0.0, "int4"), "int8 or fp8"),
+    (reference.linear_fp8_rowwise, (Q, meta(3, 1), F8, meta(3, 1)), "float8"),
+    (reference.linear_fp8_rowwise, (F8, meta(1), F8, meta(3, 1)), "scales"),
 ]
 
 

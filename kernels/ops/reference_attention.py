@@ -1,0 +1,222 @@
+"""The spec of what attention needs: RoPE, the paged KV cache, and attention over it.
+
+Names are imported from ``reference``, of which this is a part.
+
+A pool of a layer is [blocks, block_size, Hkv, D] of a float type; or of bytes, [blocks, block_size, Hkv, D + 4], for
+int8 and E4M3 values with a float32 scale for each token and head. Which bytes of a block are which depends on where it
+lies. On the CPU a row is its values and its scale, in one piece. On a GPU (``is_planar``) a block is all its values,
+[block_size, Hkv, D], and then all its scales, [block_size, Hkv]: rows of D + 4 bytes would break every load into
+pieces of four. A block has the same size either way, and nothing outside of attention looks into one.
+
+Padding, as a captured CUDA graph needs it: a token of slot -1 is not stored, a sequence of length 0 attends to nothing
+and gives zeros. What comes out for tokens behind the last sequence is not specified.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from optkit.kernels.reference_fp8 import quantize_fp8_per_token
+
+KV_SCALE_BYTES = 4  # of the float32 scale of an int8 or float8 KV row
+KV_CODES = {torch.int8: torch.int8, torch.uint8: torch.float8_e4m3fn}  # what a pool of this type holds
+
+
+def rope_table(positions: Tensor, inv_freq: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [T, D] for ``positions`` [T] and ``inv_freq`` [D/2]; the two halves of D repeat."""
+    if positions.device.type == "meta":
+        table = inv_freq.new_empty(positions.shape[0], 2 * inv_freq.shape[0])
+        return table, table
+    angles = positions.to(torch.float32)[:, None] * inv_freq
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos() * scale, angles.sin() * scale
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding, rotate-half form (arXiv 2104.09864): x [T, H, D], cos and sin [T, D]."""
+    half = x.shape[-1] // 2
+    rotated = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+    return x * cos[:, None] + rotated * sin[:, None]
+
+
+def rope_kv_write(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """RoPE of the new tokens' q [T, H, D] and k [T, Hkv, D], and the write of K and V: ``(rope(q), rope(k))``.
+
+    cos and sin are [T, R]: with R < D only the first R channels of a head rotate. The rest is as in ``attention``, of
+    which this is the first half; ``paged_attention`` is the second. Mutates ``k_cache`` and ``v_cache``.
+    """
+    q, k = partial_rope(q, cos, sin), partial_rope(k, cos, sin)
+    if q.device.type != "meta":
+        write_kv(k, v, k_cache, v_cache, slot_mapping)
+    return q, k
+
+
+def partial_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """``rope`` of the first R channels of x [T, H, D], for cos and sin [T, R]; of x's type."""
+    rotary = cos.shape[-1]
+    rotated = rope(x[..., :rotary], cos, sin).to(x.dtype)
+    return rotated if rotary == x.shape[-1] else torch.cat((rotated, x[..., rotary:]), dim=-1)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """Causal attention of a ragged batch over the paged KV cache, which it first writes.
+
+    q [T, H, D], k [T, Hkv, D], v [T, Hkv, Dv]; the cache and batch tensors are described in
+    docs/architecture.md. Query head h reads KV head ``h // (H // Hkv)``. ``window`` > 0 limits a token to
+    the last ``window`` positions including its own; ``softcap`` > 0 squashes scores to
+    ``softcap * tanh(s / softcap)``. Gives [T, H, Dv]. Mutates ``k_cache`` and ``v_cache``.
+
+    int8 and uint8 pools hold rows of ``quantize_kv``. K and V of this call are attended as the cache has them,
+    quantized, so the result does not depend on how a prompt is cut into calls.
+    """
+    if q.device.type != "meta":
+        write_kv(k, v, k_cache, v_cache, slot_mapping)
+    return paged_attention(
+        q, k, v, k_cache, v_cache, query_start, seq_lens, block_tables, scale, window, softcap
+    )
+
+
+def paged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """``attention`` where the cache holds K and V of this call already, as after ``rope_kv_write``.
+
+    k and v are what it stored: a kernel may read them in place of the cache where a sequence has no other tokens.
+    A batch with as many tokens as sequences has one token for each.
+    """
+    out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
+    if q.device.type == "meta":
+        return out
+    starts, lengths = query_start.tolist(), seq_lens.tolist()
+    for s, length in enumerate(lengths):
+        rows = slice(starts[s], starts[s + 1])
+        if length:
+            keys = gather_kv(k_cache, block_tables[s], length)
+            values = gather_kv(v_cache, block_tables[s], length)
+            out[rows] = attend(q[rows], keys, values, scale, window, softcap)
+    return out
+
+
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Store K and V of the new tokens at their slots (``block * block_size + offset``); -1 stores nothing."""
+    kept = slot_mapping >= 0
+    if not bool(kept.all()):
+        k, v, slot_mapping = k[: len(kept)][kept], v[: len(kept)][kept], slot_mapping[kept]
+    for rows, cache in ((k, k_cache), (v, v_cache)):
+        if is_planar(cache):
+            block, offset = slot_mapping // cache.shape[1], slot_mapping % cache.shape[1]
+            for plane, part in zip(kv_planes(cache), kv_parts(quantize_kv(rows, cache.dtype)), strict=True):
+                plane[block, offset] = part
+        else:
+            stored = quantize_kv(rows, cache.dtype) if cache.dtype in KV_CODES else rows.to(cache.dtype)
+            cache.flatten(0, 1).index_copy_(0, slot_mapping, stored)
+
+
+def gather_kv(cache: Tensor, blocks: Tensor, length: int) -> Tensor:
+    """The first ``length`` tokens [length, Hkv, D] of a sequence from its blocks."""
+    used = blocks[: -(-length // cache.shape[1])]
+    if is_planar(cache):
+        values, scales = (plane[used.long()].flatten(0, 1)[:length] for plane in kv_planes(cache))
+        return values.view(KV_CODES[cache.dtype]).to(torch.float32) * scales[..., None]
+    rows = cache.index_select(0, used).flatten(0, 1)[:length]
+    return rows if cache.dtype not in KV_CODES else dequantize_kv(rows)
+
+
+def is_planar(cache: Tensor) -> bool:
+    """Whether blocks of this pool have their scales behind all their values: quantized, and on a GPU."""
+    return cache.dtype in KV_CODES and cache.device.type == "cuda"
+
+
+def kv_planes(cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of a planar pool: values [blocks, block_size, Hkv, D] of its type, scales [blocks, block_size, Hkv]."""
+    blocks, size, heads, row = cache.shape
+    dim = row - KV_SCALE_BYTES
+    values = cache.as_strided((blocks, size, heads, dim), (size * heads * row, heads * dim, dim, 1))
+    scales = cache.flatten(1)[:, size * heads * dim :].view(torch.float32)
+    return values, scales.unflatten(1, (size, heads))
+
+
+def quantize_kv(x: Tensor, dtype: torch.dtype = torch.int8) -> Tensor:
+    """K or V [T, Hkv, D] as rows [T, Hkv, D + 4]: int8, or uint8, which holds the bytes of E4M3.
+
+    Each token and head has its own scale, ``absmax / 127`` or ``absmax / 448``: a row is D values and the four bytes of
+    the float32 scale.
+    """
+    x = x.to(torch.float32)
+    if dtype == torch.uint8:
+        values, scale = quantize_fp8_per_token(x)
+    else:
+        absmax = x.abs().amax(dim=-1, keepdim=True)
+        scale = absmax / 127.0
+        inverse = torch.where(absmax > 0, 127.0 / absmax, torch.zeros_like(absmax))
+        values = torch.round(x * inverse).to(torch.int8)
+    stored = scale.flatten().view(dtype).view(*x.shape[:-1], KV_SCALE_BYTES)
+    return torch.cat((values.view(dtype), stored), dim=-1)
+
+
+def kv_parts(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The values [..., D] and the float32 scales [...] of rows of ``quantize_kv``."""
+    values, scale = rows.split([rows.shape[-1] - KV_SCALE_BYTES, KV_SCALE_BYTES], dim=-1)
+    aligned = scale.clone(memory_format=torch.contiguous_format)  # it may lie at any byte
+    return values, aligned.view(torch.float32)[..., 0]
+
+
+def dequantize_kv(rows: Tensor) -> Tensor:
+    """The float32 K or V [..., D] that rows [..., D + 4] of an int8 or a uint8 (E4M3) pool stand for."""
+    values, scale = kv_parts(rows)
+    return values.contiguous().view(KV_CODES[rows.dtype]).to(torch.float32) * scale[..., None]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float) -> Tensor:
+    """Attention of the last Tq tokens of one sequence: q [Tq, H, D] over k, v [Tk, Hkv, ...]."""
+    tq, heads, tk, kv_heads = q.shape[0], q.shape[1], k.shape[0], k.shape[1]
+    dtype = torch.promote_types(q.dtype, k.dtype)
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    k = k.repeat_interleave(heads // kv_heads, dim=1)
+    v = v.repeat_interleave(heads // kv_heads, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~causal_mask(tq, tk, window, q.device), float("-inf"))
+    return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), v)
+
+
+def causal_mask(tq: int, tk: int, window: int, device: torch.device) -> Tensor:
+    """[Tq, Tk] bool, True where the query may look: the queries are the last Tq of Tk positions."""
+    query = torch.arange(tk - tq, tk, device=device)[:, None]
+    key = torch.arange(tk, device=device)[None]
+    mask = key <= query
+    return mask & (query - key < window) if window > 0 else mask

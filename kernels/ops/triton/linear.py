@@ -1,0 +1,254 @@
+"""Linear layers on NVIDIA GPUs: for each call, the implementation that ``selection`` names for its number of tokens.
+
+Each op has up to three: ``gemv`` for up to four tokens, ``tile`` on the tensor cores for any number, and the vendor's.
+They read the same weights; int4 layers (``linear_wna16``) have two views where their site allows it
+(``dense="fp8"``): codes for few tokens, where memory bounds, and E4M3 for many, where arithmetic does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from optkit.kernels import Kernel, reference
+from optkit.kernels.packed_codes import WORD, unpack_codes
+from optkit.kernels.triton import gemv, selection, tile, vendor, wna16
+from optkit.kernels.triton.common import architecture, rows_of, supports, supports_fp8
+from optkit.kernels.triton.quantize import quantize_fp8_per_token
+
+LEAST_GROUP = {1: 32, 2: 16}  # channels, by bytes of an activation: what tensor cores take along K at least
+
+
+def few(x: Tensor) -> bool:
+    return len(x) <= gemv.MOST_ROWS
+
+
+def shape_of(x: Tensor, weight: Tensor) -> tuple[int, int, int]:
+    return len(x), weight.shape[0], x.shape[1]
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """See ``reference.linear``."""
+    rows = rows_of(x)
+    if len(rows) > 0 and few(rows) and weight.is_contiguous():
+        shape, arch = shape_of(rows, weight), architecture(x.device)
+        stored = "16-bit" if weight.element_size() == 2 else "float32"
+        if selection.choose("linear", stored, shape, arch, {"cublas": True, "gemv": True}) == "gemv":
+            return gemv.gemv(rows, weight, None, None, bias, x.dtype).view(*x.shape[:-1], len(weight))
+    return F.linear(x, weight, bias)
+
+
+def linear_w8a8(
+    q: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    dtype: str = "float32",
+) -> Tensor:
+    """See ``reference.linear_w8a8``."""
+    out, groups, shape = getattr(torch, dtype), weight_scale.shape[1], shape_of(q, weight)
+    if groups > 1:
+        return tile.tile(q, weight, scale, weight_scale, bias, out, group=q.shape[1] // groups)
+    able = {"tile": True, "gemv": few(q), "int_mm": vendor.can_int_mm(*shape)}
+    name = selection.choose("linear_w8a8", "int8", shape, architecture(q.device), able)
+    run = {"tile": tile.tile, "gemv": gemv.gemv, "int_mm": vendor.int_mm}[name]
+    return run(q, weight, scale, weight_scale, bias, out)
+
+
+def linear_w8a16(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """See ``reference.linear_w8a16``; the result has the type of x."""
+    return float_by_8_bits("linear_w8a16", "int8", x, weight, weight_scale, bias)
+
+
+def float_by_8_bits(
+    op: str,
+    stored: str,
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    zero: Tensor | None = None,
+    group: int = 0,
+) -> Tensor:
+    """Float activations by int8, uint8 or E4M3 weights."""
+    rows, groups = rows_of(x), weight_scale.shape[1]
+    able = {"tile": True, "gemv": few(rows) and groups == 1 and zero is None}
+    if groups > 1 or zero is not None:
+        group = group or x.shape[-1] // groups
+    name = selection.choose(op, stored, shape_of(rows, weight), architecture(x.device), able)
+    if name == "gemv":
+        out = gemv.gemv(rows, weight, None, weight_scale, bias, x.dtype)
+    else:
+        out = tile.tile(rows, weight, None, weight_scale, bias, x.dtype, zero, group)
+    return out.view(*x.shape[:-1], len(weight))
+
+
+def linear_fp8_rowwise(
+    q: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    dtype: str = "float32",
+) -> Tensor:
+    """See ``reference.linear_fp8_rowwise``."""
+    return fp8_rowwise(q, scale, weight, weight_scale, bias, getattr(torch, dtype))
+
+
+def fp8_rowwise(
+    q: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    shape, arch = shape_of(q, weight), architecture(q.device)
+    able = {
+        "scaled_mm": vendor.can_scaled_mm(*shape[1:], dtype, bias, arch),
+        "tile": True,
+        "gemv": few(q),
+    }
+    name = selection.choose("linear_fp8_rowwise", "fp8", shape, arch, able)
+    if name == "scaled_mm":
+        return vendor.scaled_mm(q, weight, scale, weight_scale, bias, dtype)
+    return (gemv.gemv if name == "gemv" else tile.tile)(q, weight, scale, weight_scale, bias, dtype)
+
+
+def linear_fp8(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    input_scale: Tensor | None,
+    bias: Tensor | None = None,
+    *,
+    activations: str = "token",
+) -> Tensor:
+    """See ``reference.linear_fp8``; the result has the type of x."""
+    if activations == "none":
+        return float_by_8_bits("linear_fp8", "fp8", x, weight, weight_scale, bias)
+    rows = rows_of(x)
+    if input_scale is None:
+        q, scale = quantize_fp8_per_token(rows)
+    else:
+        most = reference.FP8_MOST
+        q = (rows.float() / input_scale).clamp(-most, most).to(torch.float8_e4m3fn)
+        scale = input_scale.expand(len(rows), 1).contiguous()
+    return fp8_rowwise(q, scale, weight, weight_scale, bias, x.dtype).view(*x.shape[:-1], len(weight))
+
+
+def linear_wna16(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    weight_zero: Tensor | None,
+    g_idx: Tensor | None,
+    bias: Tensor | None = None,
+    *,
+    bits: int = 4,
+    group_size: int = 0,
+    dense: str = "float",
+    dense_weight: Tensor | None = None,
+    dense_scale: Tensor | None = None,
+) -> Tensor:
+    """See ``reference.linear_wna16``; weights are packed, g_idx is the order of the channels, x's type the result's.
+
+    ``dense_weight`` [N, K] E4M3 and ``dense_scale`` [N, 1] are the view for many tokens that ``dense="fp8"`` asks for.
+    """
+    rows = rows_of(x)
+    if bits == 8:
+        padded = F.pad(rows, (0, weight.shape[1] - rows.shape[1]))
+        out = float_by_8_bits(
+            "linear_wna16", "int8", padded, weight, weight_scale, bias, weight_zero, group_size
+        )
+        return out.view(*x.shape[:-1], len(weight))
+    able = {"dequantized": True, "tile": True, "gemv": few(rows)}
+    name = selection.choose("linear_wna16", "int4", shape_of(rows, weight), architecture(x.device), able)
+    if name == "dequantized" and dense_weight is not None and dense_scale is not None:
+        q, scale = quantize_fp8_per_token(rows)
+        out = fp8_rowwise(q, scale, dense_weight, dense_scale, bias, x.dtype)
+    else:
+        run = {"gemv": wna16.gemv, "tile": wna16.tile, "dequantized": wna16.dequantized}[name]
+        out = run(rows, weight, weight_scale, weight_zero, g_idx, bias, group_size)
+    return out.view(*x.shape[:-1], len(weight))
+
+
+# -- packing, and what is accepted -----------------------------------------------------------------------
+
+
+def pack_codes(weights: dict[int, Tensor], options: Mapping[str, Any]) -> dict[int | str, Tensor]:
+    """Codes of up to 4 bits, and the dense view where the site asks for it."""
+    packed: dict[int | str, Tensor] = dict(wna16.pack(weights, options).items())
+    if options.get("dense", "float") == "fp8":
+        columns = columns_of(weights, options)
+        value = reference.dequantize_wna16(
+            *(weights.get(i) for i in (wna16.WEIGHT, wna16.SCALE, wna16.ZERO, wna16.G_IDX)),  # type: ignore[arg-type]
+            bits=options["bits"],
+            group_size=options.get("group_size", 0),
+            columns=columns,
+        )
+        packed["dense_weight"], packed["dense_scale"] = reference.quantize_fp8_per_token(value)
+    return packed
+
+
+def columns_of(weights: Mapping[int, Tensor], options: Mapping[str, Any]) -> int:
+    """Input channels of a packed layer: exact with g_idx, else as many as its words or its groups hold."""
+    if wna16.G_IDX in weights:
+        return len(weights[wna16.G_IDX])
+    columns = weights[wna16.WEIGHT].shape[1] * WORD // options["bits"]
+    group = options.get("group_size", 0)
+    return min(columns, weights[wna16.SCALE].shape[1] * group) if group else columns
+
+
+def pack_bytes(weights: dict[int, Tensor], options: Mapping[str, Any]) -> dict[int, Tensor]:
+    """Codes of 8 bits: int8 weights where they are symmetric, else uint8 and zero points."""
+    codes = unpack_codes(weights[wna16.WEIGHT], 8, weights[wna16.WEIGHT].shape[1] * WORD // 8)
+    if wna16.ZERO not in weights:
+        codes = (codes ^ 128).view(torch.int8)
+    return {**weights, wna16.WEIGHT: codes}
+
+
+def up_to_4_bits(options: Mapping[str, Any]) -> bool:
+    return options.get("bits") in (2, 3, 4)
+
+
+def eight_bits(options: Mapping[str, Any]) -> bool:
+    return options.get("bits") == 8 and power_of_2(options.get("group_size", 0), LEAST_GROUP[2])
+
+
+def power_of_2(group: int, least: int) -> bool:
+    """Whether groups are ones that tiles can be cut along; 0 is one group."""
+    return group == 0 or (group >= least and group & (group - 1) == 0)
+
+
+def groups_fit(weight: int, scale: int, least: int) -> Any:
+    """Accepts weights, at these positions, whose groups ``tile`` can take."""
+
+    def accepts(weights: dict[int, Tensor]) -> bool:
+        groups = weights[scale].shape[1]
+        return groups == 1 or power_of_2(weights[weight].shape[1] // groups, least)
+
+    return accepts
+
+
+def in_order(weights: dict[int, Tensor]) -> bool:
+    return wna16.G_IDX not in weights
+
+
+def a_scale_a_row(weights: dict[int, Tensor]) -> bool:
+    return weights[2].shape[1] == 1
+
+
+KERNELS = (
+    Kernel("linear", "triton", linear, supports),
+    Kernel("linear_w8a8", "triton", linear_w8a8, supports, accepts=groups_fit(2, 3, LEAST_GROUP[1])),
+    Kernel("linear_w8a16", "triton", linear_w8a16, supports, accepts=groups_fit(1, 2, LEAST_GROUP[2])),
+    Kernel("linear_fp8_rowwise", "triton", linear_fp8_rowwise, supports_fp8),
+    Kernel("linear_fp8", "triton", linear_fp8, supports_fp8, accepts=a_scale_a_row),
+    Kernel("linear_wna16", "triton", linear_wna16, supports, pack_codes, handles=up_to_4_bits),
+    Kernel(
+        "linear_wna16", "triton", linear_wna16, supports, pack_bytes, accepts=in_order, handles=eight_bits
+    ),
+)
