@@ -115,14 +115,17 @@ class Artifact:
         """
         from optkit.code_tier import find_code
         from optkit.graph.lower import lower
+        from optkit.graph.precision import compute_dtype
         from optkit.mapped_pages import drop_mapped_pages
-        from optkit.target import get_target
+        from optkit.target import present_target
 
+        target = present_target(self.recipe.target)
         graph = self.graph()
         drop_mapped_pages(self.directory)
-        target = get_target(self.recipe.target)
         code = find_code(graph, target, self.native, trust=trust_code)
-        executable = lower(graph, target, consume=True, code=code)
+        executable = lower(
+            graph, target, consume=True, code=code, dtype=compute_dtype(self.recipe.runtime.compute_dtype)
+        )
         drop_mapped_pages(self.directory)
         return executable
 

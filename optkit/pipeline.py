@@ -26,6 +26,7 @@ from optkit.errors import UserError
 from optkit.graph.cost import predict_seconds
 from optkit.graph.ir import Graph
 from optkit.graph.lower import Executable, lower
+from optkit.graph.precision import compute_dtype
 from optkit.graph.region_lowering import PLAN
 from optkit.graph.serialize import graph_to_json
 from optkit.graph.verify import VerifyError, verify
@@ -40,7 +41,7 @@ from optkit.quality import QualityReport, RuntimeLogits, compare, evaluation_win
 from optkit.recipe import Accept, Recipe, ResolvedPass, load_recipe
 from optkit.records import PassRecord, RunRecord
 from optkit.states import States, compiler_digest, state_key
-from optkit.target import Target, get_target
+from optkit.target import Target, present_target
 from optkit.version import VERSION
 
 EXACT_BOUNDS = Accept(max_kld=1e-6, min_top1=0.999)
@@ -161,7 +162,8 @@ class Pipeline:
     def lower(self, graph: Graph) -> Executable:
         """``graph`` for the target, with its compiled layers."""
         self.ensure_code(graph)
-        return lower(graph, self.target, code=find_code(graph, self.target))
+        dtype = compute_dtype(self.recipe.runtime.compute_dtype)
+        return lower(graph, self.target, dtype=dtype, code=find_code(graph, self.target))
 
     def ensure_code(self, graph: Graph) -> None:
         """Compiled code is a part of a finished step that is kept apart from it, and may be gone."""
@@ -421,20 +423,9 @@ def optimize(
     artifact.check_output(out, force=force)
     source = resolve(model, tell)
     validate_checkpoint(source.directory)
-    target = runnable_target(recipe)
+    target = present_target(recipe.target)
     graph, run = Pipeline(source, recipe, target, tell, final_tokens).run()
     tell(f"writing {out}")
     write_artifact(out, graph, source, recipe, run, target, environment(), force=force)
     return run
 
-
-def runnable_target(recipe: Recipe) -> Target:
-    """The recipe's target, which must be this machine: passes are proved by running them."""
-    target = get_target(recipe.target)
-    if target.kind == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            f"recipe {recipe.name} is for {target.name} and this machine has no CUDA GPU",
-            where="optkit optimize",
-            fix="add --dry-run to see its plan and predictions here, or use a CPU recipe such as ttft-cpu",
-        )
-    return target

@@ -448,7 +448,7 @@ def test_a_wrong_exact_pass_is_rolled_back(
 @pytest.fixture
 def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that takes time may begin."""
-    for name in ("resolve", "runnable_target", "Pipeline"):
+    for name in ("resolve", "present_target", "Pipeline"):
         monkeypatch.setattr(pipeline, name, lambda *args, **options: pytest.fail("work began"))
 
 

@@ -62,6 +62,16 @@ def serve(
             "full, the youngest sequence waits, and what is lost of its KV by then is computed again.",
         ),
     ] = None,
+    gpu_memory_utilization: Annotated[
+        float | None,
+        typer.Option(
+            min=0.01,
+            max=1.0,
+            rich_help_panel=LOADING,
+            help="On a GPU: the share of its memory to use. What weights and the largest step leave of it is the "
+            "KV cache's, unless --kv-cache-bytes says how much that is.",
+        ),
+    ] = None,
     enable_prefix_caching: Annotated[
         bool,
         typer.Option(
@@ -216,6 +226,7 @@ def serve(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             kv_cache_bytes=_bytes(kv_cache_bytes, "--kv-cache-bytes"),
+            gpu_memory_utilization=gpu_memory_utilization,
             enable_prefix_caching=enable_prefix_caching,
             kv_offload_bytes=_bytes(kv_offload_bytes, "--kv-offload-bytes"),
             kv_offload_dir=str(kv_offload_dir.absolute()) if kv_offload_dir else None,

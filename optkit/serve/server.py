@@ -48,7 +48,7 @@ ENGINE_OPTIONS = (
     *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_bytes", "enable_prefix_caching"),
     *("kv_offload_bytes", "kv_offload_dir", "scheduling_policy", "ttft_slo_ms", "tpot_slo_ms"),
     *("enforce_ttft_slo", "queue_timeout", "speculative_model", "num_speculative_tokens"),
-    "trust_artifact_code",
+    *("gpu_memory_utilization", "trust_artifact_code"),
 )
 
 
@@ -62,6 +62,7 @@ class ServeOptions:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     kv_cache_bytes: int | None = None
+    gpu_memory_utilization: float | None = None
     enable_prefix_caching: bool | None = None
     kv_offload_bytes: int | None = None
     kv_offload_dir: str | None = None
