@@ -23,7 +23,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -115,14 +115,17 @@ class Artifact:
         """
         from optkit.code_tier import find_code
         from optkit.graph.lower import lower
+        from optkit.graph.precision import compute_dtype
         from optkit.mapped_pages import drop_mapped_pages
-        from optkit.target import get_target
+        from optkit.target import present_target
 
+        target = present_target(self.recipe.target)
         graph = self.graph()
         drop_mapped_pages(self.directory)
-        target = get_target(self.recipe.target)
         code = find_code(graph, target, self.native, trust=trust_code)
-        executable = lower(graph, target, consume=True, code=code)
+        executable = lower(
+            graph, target, consume=True, code=code, dtype=compute_dtype(self.recipe.runtime.compute_dtype)
+        )
         drop_mapped_pages(self.directory)
         return executable
 
@@ -266,7 +269,7 @@ def locked(directory: Path) -> Iterator[bool]:
 def remove_abandoned(out: Path) -> None:
     """Remove staging directories of runs that were killed."""
     for left in out.parent.glob(f"{glob.escape(staging_prefix(out))}*"):
-        with locked(left) as held:
+        with suppress(FileNotFoundError), locked(left) as held:  # its run may end right now
             if held:
                 shutil.rmtree(left, ignore_errors=True)
 

@@ -6,7 +6,8 @@ logits on a fixed probe: two sequences in ragged chunks, prefill and decode, thr
 those of the graph in memory. The same kernels give the same bits; ``TOLERANCE`` is for torch's own products, whose
 rounding may depend on where in memory their operands lie.
 
-``python -m optkit.artifact_check DIRECTORY THREADS`` is that process; if this one is killed, its pipe breaks and it ends.
+``python -m optkit.artifact_check DIRECTORY THREADS`` is that process; if this one is killed, its pipe breaks and it
+ends.
 """
 
 from __future__ import annotations

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
+import torch
+
 from optkit.graph.lower import Executable
 from optkit.graph.shapes import Point
 from optkit.recipe import Recipe
@@ -110,6 +112,8 @@ def runs(runner: ModelRunner, batches: Sequence[Batch]) -> Callable[[], None]:
     def step() -> None:
         for batch in batches:
             runner.execute(batch)
+        if runner.device.type == "cuda":
+            torch.cuda.synchronize(runner.device)
 
     return step
 

@@ -26,6 +26,7 @@ from optkit.errors import UserError
 from optkit.graph.cost import predict_seconds
 from optkit.graph.ir import Graph
 from optkit.graph.lower import Executable, lower
+from optkit.graph.precision import compute_dtype
 from optkit.graph.region_lowering import PLAN
 from optkit.graph.serialize import graph_to_json
 from optkit.graph.verify import VerifyError, verify
@@ -33,14 +34,14 @@ from optkit.kernels.reference import attention
 from optkit.measure import measure_pair, workload_points
 from optkit.model_source import ModelSource, resolve
 from optkit.passes.base import Pass, PassContext, Plan, Tell, silent
-from optkit.passes.linear_quantization import quantized_sites, restored
+from optkit.passes.linear_quantization import LinearQuantization, quantized_sites, restored
 from optkit.paths import cache_dir
 from optkit.prebuild import prebuild, rebuild
 from optkit.quality import QualityReport, RuntimeLogits, compare, evaluation_windows
 from optkit.recipe import Accept, Recipe, ResolvedPass, load_recipe
 from optkit.records import PassRecord, RunRecord
 from optkit.states import States, compiler_digest, state_key
-from optkit.target import Target, get_target
+from optkit.target import Target, present_target
 from optkit.version import VERSION
 
 EXACT_BOUNDS = Accept(max_kld=1e-6, min_top1=0.999)
@@ -66,18 +67,29 @@ class Pipeline:
         passes = self.recipe.resolve_passes()
         self.states = States(self.source.directory)
         self.steps: list[Any] = []
-        self.workspace: Path | None = None  # of the pass that is worked on
         self.rounded = False  # a kept pass changed values, so exactness can't be seen any more
         self.reference = graph = self.capture()
         records: list[PassRecord] = []
+        workspaces = []
         for resolved in passes:
             self.steps.append(step_of(resolved))
-            graph, record = self.resumed(partial(self.run_pass, graph, resolved))
-            self.states.remove(self.workspace)
+            workspaces.append(self.workspace(resolved, records))
+            graph, record = self.resumed(partial(self.run_pass, graph, resolved, workspaces[-1]))
+            self.states.set_aside(workspaces[-1])
             records.append(PassRecord.from_dict(record))
             self.rounded |= records[-1].in_effect and not records[-1].exact
             self.tell(f"{resolved.entry.name}: {records[-1].decision}, {records[-1].reason}")
-        return self.judge(graph, records)
+        result = self.judge(graph, records)
+        for workspace in workspaces:  # judging may run passes again, from what is in these
+            self.states.remove(workspace)
+        return result
+
+    def workspace(self, resolved: ResolvedPass, before: list[PassRecord]) -> Path:
+        """Where a pass that follows those of ``before`` keeps what it has finished: decided by what is in effect."""
+        steps = {r.entry.name: step_of(r) for r in self.recipe.resolve_passes()}
+        effect = [[steps[r.name], sorted(r.restored)] for r in before if r.in_effect]
+        parts = self.determinants() | {"steps": effect, "pass": step_of(resolved)}
+        return self.states.workspace(state_key(parts))
 
     def capture(self) -> Graph:
         from optkit.capture import capture_directory
@@ -114,11 +126,11 @@ class Pipeline:
             "compiler": compiler_digest(),
         }
 
-    def run_pass(self, graph: Graph, resolved: ResolvedPass) -> tuple[Graph, dict[str, Any]]:
+    def run_pass(self, graph: Graph, resolved: ResolvedPass, workspace: Path) -> tuple[Graph, dict[str, Any]]:
         """One pass: check, predict, apply, verify, measure, keep or roll back, record."""
         optimization: Pass = resolved.pass_class(resolved.config)
         candidate = graph.clone()
-        context = self.context(optimization, candidate)
+        context = self.context(workspace)
         plan = optimization.check(candidate, context)
         record = PassRecord.planned(optimization.name, resolved.config.model_dump(), plan)
         if not plan.sites:
@@ -150,7 +162,8 @@ class Pipeline:
     def lower(self, graph: Graph) -> Executable:
         """``graph`` for the target, with its compiled layers."""
         self.ensure_code(graph)
-        return lower(graph, self.target, code=find_code(graph, self.target))
+        dtype = compute_dtype(self.recipe.runtime.compute_dtype)
+        return lower(graph, self.target, dtype=dtype, code=find_code(graph, self.target))
 
     def ensure_code(self, graph: Graph) -> None:
         """Compiled code is a part of a finished step that is kept apart from it, and may be gone."""
@@ -171,14 +184,7 @@ class Pipeline:
         """Give the worst layers of a quantizer back to float until the bounds hold; the result is in the record."""
         missed = record.reason
         self.tell(f"{record.name}: {missed}; measuring which layers")
-        text = Calibration(samples=1, length=site_rollback.TOKENS)
-        windows = self.context().calibration_windows(text)
-        losses = site_rollback.sensitivity(
-            candidate,
-            windows,
-            self.target,
-            lambda text, part=None: self.tell(f"{record.name}: {text}", part=part),
-        )
+        losses = self.site_losses(candidate, record.name)
         trial = replace(record)
 
         def accepted(reduced: Graph, sites: list[str]) -> bool:
@@ -200,17 +206,21 @@ class Pipeline:
         record.decided("reduced", f"{missed}; with the most sensitive {count} back in float: {held}")
         return reduced
 
-    def context(self, optimization: Pass | None = None, graph: Graph | None = None) -> PassContext:
+    def site_losses(self, graph: Graph, name: str) -> dict[str, float]:
+        """KL of each quantized layer of ``graph`` alone."""
+        text = Calibration(samples=1, length=site_rollback.TOKENS)
+        windows = self.context().calibration_windows(text)
+        return site_rollback.sensitivity(
+            graph, windows, self.target, lambda text, part=None: self.tell(f"{name}: {text}", part=part)
+        )
+
+    def context(self, workspace: Path | None = None) -> PassContext:
         """What passes may look at: the target, calibration text, and where this pass keeps what it has finished."""
         calibration = partial(
             calibration_windows,
             directory=self.source.directory,
             max_length=self.reference.meta.max_model_len,
         )
-        workspace = None
-        if optimization is not None and graph is not None:
-            step = [self.determinants(), optimization.name, graph_to_json(graph)]
-            workspace = self.workspace = self.states.workspace(state_key({"pass": step}))
         return PassContext(self.target, calibration, workspace, self.tell)
 
     def apply(self, optimization: Pass, graph: Graph, plan: Plan, context: PassContext) -> Any:
@@ -266,28 +276,70 @@ class Pipeline:
         return graph
 
     def judge(self, graph: Graph, records: list[PassRecord]) -> tuple[Graph, RunRecord]:
-        """Quality and bounds of the whole; while a bound is missed, the last inexact pass is undone."""
+        """Quality and bounds of the whole; while one is missed, the worst layers go back to float, or a pass goes."""
         while True:
             run = RunRecord(records, self.whole(graph, records))
             kept, reason = (
                 decide(self.recipe.accept, Evidence.of(run.whole)) if run.whole else (True, "no pass")
             )
             inexact = [r for r in records if r.in_effect and not r.exact]
-            if kept or not inexact:
+            if kept or not inexact or run.whole is None:
                 self.ensure_code(graph)
                 return graph, run
+            reduced = self.reduce_whole(records, run.whole, reason)
+            if reduced is not None:
+                graph, records = reduced
+                continue
             self.tell(f"the whole misses a bound: {reason}; undoing {inexact[-1].name}")
             inexact[-1].decided("rolled back", f"the whole missed a bound: {reason}")
             graph = self.replay(records)
 
+    def reduce_whole(
+        self, records: list[PassRecord], whole: PassRecord, missed: str
+    ) -> tuple[Graph, list[PassRecord]] | None:
+        """The worst quantized layers back in float until the whole's bounds hold; None if that is no help."""
+        bounds, evidence = self.recipe.accept, Evidence.of(whole)
+        quantizers = {
+            r.entry.name for r in self.recipe.resolve_passes() if issubclass(r.pass_class, LinearQuantization)
+        }
+        if not missed_quality(bounds, evidence) or not any(
+            r.in_effect and r.name in quantizers for r in records
+        ):
+            return None
+        self.tell(f"the whole misses a bound: {missed}; measuring which layers")
+        fresh = self.replay(records)  # a step from the cache forgets its float layers
+        losses = self.site_losses(fresh, "the whole")
+        for sites in site_rollback.reductions(losses, excess_share(bounds, evidence)):
+            self.tell(f"the whole: {len(sites)} of {len(losses)} layers back in float")
+            trial = site_rollback.given_back(records, sites, quantizers)
+            graph = self.replay(trial)
+            measured = self.whole(graph, trial)
+            assert measured is not None  # quantizers are in effect
+            kept, held = decide(bounds, Evidence.of(measured))
+            if kept:
+                for record, before in zip(trial, records, strict=True):
+                    if len(record.restored) > len(before.restored):
+                        count = f"{len(record.restored)} layers"
+                        record.decided(
+                            "reduced",
+                            f"the whole missed a bound: {missed}; with {count} back in float: {held}",
+                        )
+                return graph, trial
+        return None
+
     def replay(self, records: list[PassRecord]) -> Graph:
-        """The graph of the passes that are still kept."""
+        """The graph of the passes that are still kept. What they calibrated is taken from their workspaces."""
         graph = self.reference.clone()
         resolved = {r.entry.name: r for r in self.recipe.resolve_passes()}
-        for record in records:
+        for index, record in enumerate(records):
             if record.in_effect:
                 optimization = resolved[record.name].pass_class(resolved[record.name].config)
-                self.apply(optimization, graph, optimization.check(graph, self.context()), self.context())
+                workspace = self.workspace(resolved[record.name], records[:index])
+                context = self.context(self.states.parts(workspace))
+                plan = optimization.check(graph, context)
+                result = self.apply(optimization, graph, plan, context)
+                record.sites = [site.name for site in plan.sites]  # a later pass takes up what one gave back
+                record.changed = result.changed - len(record.restored)
                 graph = restored(graph, set(record.restored))
                 if PLAN in graph.plan:
                     self.compile(graph, record)
@@ -371,20 +423,9 @@ def optimize(
     artifact.check_output(out, force=force)
     source = resolve(model, tell)
     validate_checkpoint(source.directory)
-    target = runnable_target(recipe)
+    target = present_target(recipe.target)
     graph, run = Pipeline(source, recipe, target, tell, final_tokens).run()
     tell(f"writing {out}")
     write_artifact(out, graph, source, recipe, run, target, environment(), force=force)
     return run
 
-
-def runnable_target(recipe: Recipe) -> Target:
-    """The recipe's target, which must be this machine: passes are proved by running them."""
-    target = get_target(recipe.target)
-    if target.kind == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            f"recipe {recipe.name} is for {target.name} and this machine has no CUDA GPU",
-            where="optkit optimize",
-            fix="add --dry-run to see its plan and predictions here, or use a CPU recipe such as ttft-cpu",
-        )
-    return target

@@ -39,6 +39,7 @@ class RuntimeLogits:
 
     def __init__(self, model: Model, block_size: int = 16, chunk: int = 128, decode: int = 8) -> None:
         self.model, self.block_size, self.chunk, self.decode = model, block_size, chunk, decode
+        self.device = getattr(model, "device", torch.device("cpu"))
         self._pools: tuple[int, dict[str, Tensor]] = (0, {})
 
     @property
@@ -58,7 +59,8 @@ class RuntimeLogits:
         outputs = [torch.empty(len(tokens), self.model.vocab_size) for tokens in sequences]
         done = [0] * len(sequences)
         while take := self._take(sequences, done):
-            rows = self.model(self._inputs(sequences, tables, done, take) | caches)
+            inputs = self._inputs(sequences, tables, done, take)
+            rows = self.model({name: value.to(self.device) for name, value in inputs.items()} | caches)
             counts = list(take.values())
             for i, piece in zip(take, rows.split(counts), strict=True):
                 outputs[i][done[i] : done[i] + take[i]] = piece
@@ -83,7 +85,7 @@ class RuntimeLogits:
     def _caches(self, blocks: int) -> dict[str, Tensor]:
         if self._pools[0] < blocks:
             specs = self.model.kv_specs
-            keys, values = allocate(specs, blocks, self.block_size)
+            keys, values = allocate(specs, blocks, self.block_size, self.device)
             named = {f"k_cache_{spec.layer}": pool for spec, pool in zip(specs, keys, strict=True)}
             named |= {f"v_cache_{spec.layer}": pool for spec, pool in zip(specs, values, strict=True)}
             self._pools = (blocks, named)

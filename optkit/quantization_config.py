@@ -43,8 +43,9 @@ def quantization_config(graph: Graph) -> dict[str, Any] | None:
 def packs_zero_points(group: dict[str, Any]) -> bool:
     """Whether transformers must dequantize a group as it loads it.
 
-    By default it prepares modules by compressed-tensors (0.20), whose ``PackedQuantizationCompressor.compress`` forgets on
-    the meta device that zero points are packed, and then finds shapes that differ. ``dequantize`` is its other way.
+    By default it prepares modules by compressed-tensors (0.20), whose ``PackedQuantizationCompressor.compress``
+    forgets on the meta device that zero points are packed, and then finds shapes that differ. ``dequantize`` is its
+    other way.
     """
     return group["format"] == PACK and not group["weights"]["symmetric"]
 

@@ -115,13 +115,20 @@ class Slo(_Section):
 
 
 class Runtime(_Section):
-    """How the runtime is sized when it measures and serves."""
+    """How the runtime is sized when it measures and serves.
+
+    The last two are for GPUs: what it computes in, and how much of the GPU's memory is its own. There the KV cache gets
+    what weights and the largest step leave of that, and ``kv_cache_bytes`` counts only where it is given to
+    ``optkit serve``.
+    """
 
     block_size: Annotated[int, Field(ge=1, le=1024)] = 32
     max_model_len: Tokens | None = None
     max_num_seqs: Annotated[int, Field(ge=1, le=4096)] = 16
     max_num_batched_tokens: Tokens = 2048
     kv_cache_bytes: Bytes = 256 * 1024**2
+    compute_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
 
 
 class Accept(_Section):

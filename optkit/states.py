@@ -76,21 +76,36 @@ class States:
         self.remove_oldest()
 
     def workspace(self, key: str) -> Path:
-        """A directory for the finished parts of a step that is not finished; the step's end removes it."""
+        """A directory for the finished parts of a step that is not finished."""
         return self.root / f".part-{key}"
 
-    def remove(self, workspace: Path | None) -> None:
-        """Drop the parts of a step that is finished."""
-        if workspace is not None:
-            shutil.rmtree(workspace, ignore_errors=True)
+    def set_aside(self, workspace: Path) -> None:
+        """The step is finished; its parts stay until the run is over, which may have to do the step again."""
+        if workspace.is_dir():
+            shutil.rmtree(aside(workspace), ignore_errors=True)
+            workspace.rename(aside(workspace))
+
+    def parts(self, workspace: Path) -> Path:
+        """Where the parts of a step are: aside if it was finished."""
+        return aside(workspace) if aside(workspace).is_dir() else workspace
+
+    def remove(self, workspace: Path) -> None:
+        """Drop the parts of a step."""
+        for place in (workspace, aside(workspace)):
+            shutil.rmtree(place, ignore_errors=True)
 
     def remove_oldest(self) -> None:
-        """States beyond ``KEEP``, and parts of steps beyond ``KEEP_PARTS``."""
+        """States beyond ``KEEP``, and parts of steps, finished or not, beyond ``KEEP_PARTS`` of each."""
         entries = sorted((p for p in self.root.iterdir() if p.is_dir()), key=lambda p: p.stat().st_mtime)
         parts = [p for p in entries if p.name.startswith(".part-")]
-        states = [p for p in entries if p not in parts]
-        for old in [*states[:-KEEP], *parts[:-KEEP_PARTS]]:
+        finished = [p for p in entries if p.name.startswith(".done-")]
+        states = [p for p in entries if p not in parts + finished]
+        for old in [*states[:-KEEP], *parts[:-KEEP_PARTS], *finished[:-KEEP_PARTS]]:
             shutil.rmtree(old, ignore_errors=True)
+
+
+def aside(workspace: Path) -> Path:
+    return workspace.with_name(workspace.name.replace(".part-", ".done-"))
 
 
 def state_key(parts: Mapping[str, Any]) -> str:

@@ -96,6 +96,23 @@ def get_target(name: str) -> Target:
     return DATASHEETS[name]
 
 
+def present_target(name: str) -> Target:
+    """``get_target``, if this machine is one.
+
+    Raises:
+        UserError: it is a GPU's, and there is no CUDA GPU here.
+    """
+    import torch
+
+    target = get_target(name)
+    if target.kind == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            f"it is for {target.name} and this machine has no CUDA GPU",
+            fix="optkit optimize --dry-run shows plan and predictions here; or use a CPU recipe such as ttft-cpu",
+        )
+    return target
+
+
 def detect(refresh: bool = False) -> Target:
     """This machine's CPU with measured ceilings, from the cache unless ``refresh``."""
     threads = os.environ.get("OMP_NUM_THREADS", "")

@@ -1,8 +1,8 @@
 """fuse_qkv: the q, k and v projections of a layer become one matrix product.
 
 Three products with the same input read it three times and start three kernels; one product of their stacked
-weights does neither. Outputs are column slices. Exact: every output element is the same dot product. Layers of a quantized
-checkpoint are stacked as they are, codes over codes, where their formats agree.
+weights does neither. Outputs are column slices. Exact: every output element is the same dot product. Layers of a
+quantized checkpoint are stacked as they are, codes over codes, where their formats agree.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """A recipe run in a process of its own that is killed on the way, and what it says of the work it did.
 
-``python -m tests.killed_run SOURCE OUT LOG PHASE DELAY`` runs ``RECIPE`` and ends by SIGKILL: DELAY seconds into PHASE,
-or at PHASE's end if that comes first; if PHASE is finished already, into the next that is not. Phases are ``capture``, the passes, ``whole`` and ``write``. Every message goes
-to LOG, a JSON list a line, before the work it speaks of.
+``python -m tests.killed_run SOURCE OUT LOG PHASE DELAY`` runs ``RECIPE`` and ends by SIGKILL: DELAY seconds into
+PHASE, or at PHASE's end if that comes first; if PHASE is finished already, into the next that is not. Phases are
+``capture``, the passes, ``whole`` and ``write``. Every message goes to LOG, a JSON list a line, before the work it
+speaks of.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ passes:
 # Where a pass keeps what it has finished, and how its messages about that begin.
 STAGES = {
     "prune: ": "channels",
-    "smoothquant: ": "ranges",
+    "smoothquant: ": "smoothing",
     "awq: scale of ": "scales",
     "awq: ": "codes",
     "mixed_precision: sensitivity of ": "sensitivity",

@@ -116,8 +116,8 @@ def durations(messages: list[Message]) -> dict[str, float]:
         current = phase_of(text, current)
         began.setdefault(current, at)
     names = [name for name in PHASES if name in began]
-    ends = [began[name] for name in names[1:]]
-    return dict(zip(names, [e - began[n] for n, e in zip(names, ends)] + [2.0], strict=True))
+    ends = [*(began[name] for name in names[1:]), began[names[-1]] + 2.0]
+    return {name: end - began[name] for name, end in zip(names, ends, strict=True)}
 
 
 @pytest.mark.soak

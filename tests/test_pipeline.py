@@ -231,6 +231,37 @@ def test_the_worst_layers_go_back_until_the_bound_holds(source: Path, tmp_path: 
     assert floats == {*record.restored, "lm_head"}
 
 
+def test_a_bound_of_the_whole_takes_back_layers_before_a_pass(source: Path, tmp_path: Path) -> None:
+    """The whole misses a bound that it meets without the worst layers, so the pass stays; nothing is solved twice."""
+    text = (
+        "passes: {{fuse_qkv: {{}}, gptq: {{scheme: W4A8, group_size: 32, calibration: {{samples: 2, length: 32}}, "
+        "accept: {{max_kld: 10.0}}}}, flash_attention: {{}}}}\naccept: {{max_kld: {bound}}}"
+    )
+    free = run(source, tmp_path / "free", text.format(bound=10.0))
+    assert free.whole is not None
+    loss = Evidence.of(free.whole).kld
+    told: list[str] = []
+    record = run(
+        source,
+        tmp_path / "out",
+        text.format(bound=0.8 * loss),
+        tell=lambda text, part=None: told.append(text),
+    )
+    gptq = record.passes[1]
+    assert decisions(record) == {"fuse_qkv": "kept", "gptq": "reduced", "flash_attention": "kept"}
+    assert 0 < len(gptq.restored) < len(gptq.sites) / 2 + 1
+    assert gptq.changed == len(gptq.sites) - len(gptq.restored)
+    assert "the whole missed a bound" in gptq.reason and "back in float" in gptq.reason
+    assert record.whole is not None and Evidence.of(record.whole).kld <= 0.8 * loss < loss
+    graph = Artifact.open(tmp_path / "out").graph()
+    floats = {str(node.args[1].target).removesuffix(".weight") for node in graph.calls(reference.linear)}
+    assert floats == {*gptq.restored, "lm_head"}
+    solved = [line for line in told if line.startswith("gptq: model.layers")]
+    assert (
+        len(solved) == len(set(solved)) > 0
+    )  # runs of the pass for the whole's sake take what it had solved
+
+
 def test_a_bound_that_half_of_the_layers_cannot_meet_undoes_the_pass(source: Path, tmp_path: Path) -> None:
     record = run(
         source, tmp_path / "out", "passes: {rtn: {scheme: W2A16, accept: {max_kld: 1.0e-9}}}"
@@ -417,7 +448,7 @@ def test_a_wrong_exact_pass_is_rolled_back(
 @pytest.fixture
 def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that takes time may begin."""
-    for name in ("resolve", "runnable_target", "Pipeline"):
+    for name in ("resolve", "present_target", "Pipeline"):
         monkeypatch.setattr(pipeline, name, lambda *args, **options: pytest.fail("work began"))
 
 

@@ -1,9 +1,9 @@
 """A small Llama with trained weights: what quantizers are compared on besides the embedded model.
 
-Random weights have no structure that calibration could use, and the embedded model's lie on a 4-bit grid already. This one
-is trained here, on the shipped text, in minutes on two cores, with a byte-level BPE tokenizer of its own; the last part
-of the evaluation text (``held_out``) is kept from both. It is a poor language model, and its weights are real ones:
-float32, correlated, of very different importance.
+Random weights have no structure that calibration could use, and the embedded model's lie on a 4-bit grid already. This
+one is trained here, on the shipped text, in minutes on two cores, with a byte-level BPE tokenizer of its own; the last
+part of the evaluation text (``held_out``) is kept from both. It is a poor language model, and its weights are real
+ones: float32, correlated, of very different importance.
 
 Kept in optkit's cache directory under a hash of this file and of the text, so it is trained once a machine.
 

@@ -73,6 +73,18 @@ def flatten(captured: Captured) -> Graph:
     return Flattener(captured).run()
 
 
+def read_by_output(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that the logits depend on; some models still make the masks that nobody reads."""
+    output = next(node for node in graph.nodes if node.op == "output")
+    live, left = set[fx.Node](), [output.args[0][0]]
+    while left:
+        node = left.pop()
+        if node not in live:
+            live.add(node)
+            left += node.all_input_nodes
+    return live
+
+
 class Flattener:
     """Copies node by node; ``new`` maps exported nodes to copies, ``flat`` holds those without the batch dimension."""
 
@@ -91,13 +103,14 @@ class Flattener:
         names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers,
                  **signature.inputs_to_lifted_tensor_constants}  # fmt: skip
         users = iter(("input_ids", "positions", "logits_index"))
+        live = read_by_output(self.captured.program.graph)
         for node in self.captured.program.graph.nodes:
             if node.op == "placeholder":
                 if node.name in names:
                     self.new[node] = self.weight(names[node.name])
                 else:
                     self.user_input(node, next(users))
-            elif node.op == "call_function":
+            elif node.op == "call_function" and node in live:
                 self.call(node)
             elif node.op == "output":
                 self.graph.output(self.new[node.args[0][0]])

@@ -62,6 +62,16 @@ def serve(
             "full, the youngest sequence waits, and what is lost of its KV by then is computed again.",
         ),
     ] = None,
+    gpu_memory_utilization: Annotated[
+        float | None,
+        typer.Option(
+            min=0.01,
+            max=1.0,
+            rich_help_panel=LOADING,
+            help="On a GPU: the share of its memory to use. What weights and the largest step leave of it is the "
+            "KV cache's, unless --kv-cache-bytes says how much that is.",
+        ),
+    ] = None,
     enable_prefix_caching: Annotated[
         bool,
         typer.Option(
@@ -179,6 +189,14 @@ def serve(
     log_format: Annotated[
         LogFormat, typer.Option(rich_help_panel=ACCESS, help="Log lines for people or for machines.")
     ] = LogFormat.text,
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            rich_help_panel=ACCESS,
+            help="Send a trace span for each request there, such as http://localhost:4318/v1/traces (OTLP over HTTP; "
+            "needs optkit[otel]). Spans have counts, times and the parts of the time to first token, no texts.",
+        ),
+    ] = None,
     shutdown_timeout: Annotated[
         int,
         typer.Option(
@@ -208,6 +226,7 @@ def serve(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             kv_cache_bytes=_bytes(kv_cache_bytes, "--kv-cache-bytes"),
+            gpu_memory_utilization=gpu_memory_utilization,
             enable_prefix_caching=enable_prefix_caching,
             kv_offload_bytes=_bytes(kv_offload_bytes, "--kv-offload-bytes"),
             kv_offload_dir=str(kv_offload_dir.absolute()) if kv_offload_dir else None,
@@ -224,6 +243,7 @@ def serve(
             queue_timeout=queue_timeout or None,
             threads=threads,
             shutdown_timeout=shutdown_timeout,
+            otlp_traces_endpoint=otlp_traces_endpoint,
             trust_artifact_code=trust_artifact_code or None,
         )
         raise typer.Exit(run(artifact, options, launched=engine))

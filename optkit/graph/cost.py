@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, fx
 
 from optkit.graph.ir import Graph
@@ -30,9 +31,10 @@ FREE_OPS = {"getitem", "aten.reshape.default", "aten.transpose.int", "aten.split
 
 @dataclass(frozen=True)
 class Cost:
-    """Work of an op or a graph. ``flops`` run in float32, ``int8_ops`` on the int8 units."""
+    """Work of an op or a graph. ``flops`` run in float32, ``half_flops`` in 16 bits, ``int8_ops`` in 8, int or float."""
 
     flops: float = 0.0
+    half_flops: float = 0.0
     int8_ops: float = 0.0
     weight_bytes: float = 0.0
     kv_bytes: float = 0.0
@@ -43,7 +45,11 @@ class Cost:
 
     def seconds(self, target: Target) -> float:
         """Roofline time on ``target``."""
-        rates = ((self.flops, target.fp32_flops), (self.int8_ops, target.int8_ops))
+        rates = (
+            (self.flops, target.fp32_flops),
+            (self.half_flops, target.bf16_flops),
+            (self.int8_ops, target.int8_ops),
+        )
         compute = sum(work / rate for work, rate in rates if work and rate)
         memory = (self.weight_bytes + self.kv_bytes + self.activation_bytes) / target.memory_bandwidth
         return max(compute, memory)
@@ -63,7 +69,12 @@ def graph_cost(graph: Graph, point: Point) -> Cost:
 
 
 def predict_seconds(graph: Graph, point: Point, target: Target) -> float:
-    """Predicted time of one step: roofline of each op, plus dispatch of those outside compiled regions."""
+    """Predicted time of one step: roofline of each op, plus dispatch of those outside compiled regions.
+
+    For a GPU it is the graph as it is lowered there: fused, and in bfloat16.
+    """
+    if target.kind == "cuda":
+        graph = as_lowered(graph, target)
     values = infer_shapes(graph, point)
     compiled = compiled_nodes(graph)
     total = 0.0
@@ -72,6 +83,23 @@ def predict_seconds(graph: Graph, point: Point, target: Target) -> float:
             total += node_cost(graph, node, values, point).seconds(target)
             total += 0.0 if node.name in compiled else DISPATCH_SECONDS[target.kind]
     return total
+
+
+def as_lowered(graph: Graph, target: Target) -> Graph:
+    """``graph`` without its numbers, rewritten and narrowed as ``lower`` would for a GPU."""
+    from optkit.graph import gpu_rewrites, precision
+
+    planned = graph.clone()
+    for weight in planned.weights.values():
+        weight.value = weight.value.to("meta")
+    gpu_rewrites.rewrite(planned, target)
+    precision.narrow(planned, torch.bfloat16, "meta")
+    return planned
+
+
+def products(count: float, x: Tensor) -> dict[str, float]:
+    """FLOPs of activations ``x``, by the units that do them."""
+    return {"half_flops" if x.dtype in (torch.bfloat16, torch.float16) else "flops": count}
 
 
 def compiled_nodes(graph: Graph) -> set[str]:
@@ -110,8 +138,9 @@ def embedding(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point:
 
 def linear(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point: Point) -> Cost:
     weights, activations = traffic(graph, node, values)
-    out, k = values[node], values[node.args[1]].shape[1]
-    return Cost(flops=2.0 * out.numel() * k, weight_bytes=weights, activation_bytes=activations)
+    out, weight = values[node], values[node.args[1]]
+    work = products(2.0 * out.numel() * weight.shape[1], values[node.args[0]])
+    return Cost(**work, weight_bytes=weights, activation_bytes=activations)
 
 
 def integer_linear(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point: Point) -> Cost:
@@ -122,9 +151,12 @@ def integer_linear(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], p
 
 
 def weight_only_linear(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point: Point) -> Cost:
-    """Activations of 16 bits are two int8 rows each."""
+    """Activations of 16 bits are two int8 rows each on a CPU; a GPU multiplies them as they are."""
     weights, activations = traffic(graph, node, values)
-    out, k = values[node], values[node.args[0]].shape[-1]
+    out, x = values[node], values[node.args[0]]
+    k = x.shape[-1]
+    if x.dtype != torch.float32:
+        return Cost(half_flops=2.0 * out.numel() * k, weight_bytes=weights, activation_bytes=activations)
     return Cost(int8_ops=4.0 * out.numel() * k, weight_bytes=weights, activation_bytes=activations)
 
 
@@ -148,7 +180,7 @@ def attention(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point:
     ) * k_pool.element_size()
     kv = point.sequences * min(point.context, window + new) * per_token
     flops = 2.0 * pairs * q.shape[1] * (q.shape[2] + values[node.args[2]].shape[2])
-    return Cost(flops=flops, kv_bytes=kv)
+    return Cost(**products(flops, q), kv_bytes=kv)
 
 
 RULES = {
@@ -162,4 +194,5 @@ RULES = {
     reference.linear_fp8_rowwise: integer_linear,  # the rates are the same where there is fp8
     reference.grouped_mm: grouped_mm,
     reference.attention: attention,
+    reference.paged_attention: attention,
 }

@@ -80,6 +80,8 @@ class Weight:
 # How KV pools store a token's head: the dtype, and the elements of a row besides the D values.
 KV_DTYPES = {
     "float32": (torch.float32, 0),
+    "bfloat16": (torch.bfloat16, 0),  # as the graph's activations, where it computes in half precision
+    "float16": (torch.float16, 0),
     "int8": (torch.int8, KV_SCALE_BYTES),
     "fp8": (torch.uint8, KV_SCALE_BYTES),  # the bytes of E4M3
 }

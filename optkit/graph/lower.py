@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from optkit import kernels
+from optkit.graph import gpu_rewrites, precision
 from optkit.graph.bind import bind, kernel_of
 from optkit.graph.ir import Graph, KVSpec
 from optkit.graph.ops import op_name
@@ -55,6 +56,7 @@ class Executable:
         self.kv_specs: list[KVSpec] = list(graph.meta.kv_specs)
         self.vocab_size = graph.meta.vocab_size
         self.max_model_len = graph.meta.max_model_len
+        self.device = next((b.device for b in module.buffers()), torch.device("cpu"))
         self.kernels = chosen
         self._programs = [n.target for n in module.graph.nodes if hasattr(n.target, "bytes_per_row")]
 
@@ -81,28 +83,40 @@ def lower(
     graph: Graph,
     target: Target | None = None,
     *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype = torch.bfloat16,
     programs: bool = True,
     consume: bool = False,
     code: CompiledCode | None = None,
 ) -> Executable:
     """Make ``graph`` executable on ``target``; without a target every op runs its reference.
 
+    For a GPU the graph is rewritten (``gpu_rewrites``), made to compute in ``dtype`` (``precision``) and its weights
+    go to ``device``, by default the GPU; a CPU computes in float32.
     ``programs=False`` leaves every kernel call to Python, for comparison; results are the same to the bit.
     ``consume=True`` uses ``graph`` up: each weight goes as soon as it is packed, so that no two copies are held.
-    ``code`` are compiled layers of this very graph; without them its compile plan means nothing.
+    ``code`` are compiled layers of this very graph; without them its compile plan means nothing. On a GPU there are
+    CUDA graphs in their place (``optkit.runtime.cuda``).
     """
     working = graph if consume else graph.clone()
+    rounding = torch.float32
+    if target is not None and target.kind == "cuda":
+        rounding = dtype
+        gpu_rewrites.rewrite(working, target)
+        precision.narrow(working, dtype, device or target.device)
     calls = [node for node in working.fx.nodes if node.op == "call_function"]
     picked = {node: kernel for node in calls if (kernel := kernel_of(working, node, target))}
     chosen = {node.name: kernel.name for node, kernel in picked.items()}
     native = native_programs(working, picked) if programs and target and target.kind == "cpu" else None
     for node, kernel in picked.items():
         bind(working, node, kernel)
-    compiled = compiled_module(working.clone(), code) if code else None
+    if rounding != torch.float32:
+        precision.round_references(working, rounding)
+    compiled = compiled_module(working.clone(), code) if code and rounding == torch.float32 else None
     if native is not None:
         chosen |= {node.name: "native" for node in native.ops}
         native.install()
-    return Executable(graph_module(working, nn.Module()), graph, chosen, compiled)
+    return Executable(graph_module(working, nn.Module()), working, chosen, compiled)
 
 
 def compiled_module(graph: Graph, code: CompiledCode) -> tuple[fx.GraphModule, CompiledRegion]:

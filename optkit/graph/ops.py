@@ -44,6 +44,8 @@ DIALECT: dict[str, Callable[..., Any]] = {
         reference.linear_fp8,
         reference.linear_fp8_rowwise,
         reference.attention,
+        reference.rope_kv_write,
+        reference.paged_attention,
     )
 }
 
@@ -51,8 +53,8 @@ ATEN_TABLE = """
 _to_copy.default abs.default alias.default add.Scalar add.Tensor addmm.default amax.default arange.default
 arange.start argsort.default bmm.default embedding.default linear.default cat.default clamp.default
 clone.default cos.default cumsum.default div.Scalar div.Tensor empty_like.default exp.default expand.default
-floor_divide.default gather.default gelu.default histc.default index.Tensor index_put.default
-index_select.default layer_norm.default log.default matmul.default max.dim maximum.default mean.dim
+floor_divide.default gather.default ge.Scalar gelu.default histc.default index.Tensor index_put.default
+index_select.default layer_norm.default log.default masked_fill.Scalar matmul.default max.dim maximum.default mean.dim
 minimum.default mm.default mul.Scalar mul.Tensor neg.default one_hot.default ones_like.default
 permute.default pow.Tensor_Scalar reciprocal.default relu.default repeat_interleave.self_int reshape.default
 rsqrt.default rsub.Scalar select.int sigmoid.default silu.default sin.default slice.Tensor softmax.int

@@ -48,6 +48,8 @@ MODEL_FAILED = Failure("the model failed on this request")
 class Engine:
     """Serves requests on one runner, one ``step`` at a time."""
 
+    scheduler_class: type[Scheduler] = Scheduler
+
     def __init__(
         self,
         runner: Runner,
@@ -62,7 +64,7 @@ class Engine:
         if config.num_offload_slots and store is None:
             raise ValueError("there are offload slots, but no store for them")
         self.runner, self.config, self.store = runner, config, store
-        self.scheduler = Scheduler(config, clock, cost, proposer)
+        self.scheduler = self.scheduler_class(config, clock, cost, proposer)
         self.logprobs = LogprobRunner(runner)
         self.scheduler.kv.worth_saving = self._worth_saving
         self._copy_seconds = 0.0  # of a block, one way

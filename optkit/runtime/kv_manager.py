@@ -87,6 +87,7 @@ class KVManager:
             self.cache is not None
             and not seq.sealed
             and (len(seq.nodes) + 1) * self.block_size <= seq.num_computed
+            and len(seq.nodes) < len(seq.block_table)  # none after a preemption
         ):
             node = self._published(seq, len(seq.nodes))
             if node is None:  # its digest is another prompt's: what comes after could not be found either
@@ -179,7 +180,8 @@ class KVManager:
     def _published(self, seq: Sequence, index: int) -> Node | None:
         assert self.cache is not None
         salt, size, block = seq.request.cache_salt, self.block_size, seq.block_table[index]
-        digest = self.cache.digests(salt, seq.token_ids, seq.digests)[index]
+        known = seq.token_ids[: seq.num_computed]  # those after may be pending
+        digest = self.cache.digests(salt, known, seq.digests)[index]
         parent = seq.nodes[-1] if seq.nodes else salt
         tokens = tuple(seq.token_ids[index * size : (index + 1) * size])
         node = self.cache.find(digest, parent, tokens)

@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from optkit.artifact import Artifact
 from optkit.errors import UserError
@@ -28,6 +28,11 @@ from optkit.runtime.proposer import Lengths, NgramProposer, Speculator
 from optkit.runtime.runner import ModelRunner
 from optkit.runtime.scheduler import SchedulerConfig
 from optkit.runtime.types import SamplingParams
+from optkit.target import present_target
+
+if TYPE_CHECKING:
+    from optkit.runtime.cuda.device import Device
+    from optkit.target import Target
 
 WARM_UP_TOKENS = (33, 1)  # one prefill and the decode after it
 PREFILL_TARGET_TOKENS = 256  # on a CPU, where matrix products reach full speed at 128 to 256 rows
@@ -48,6 +53,12 @@ def load_engine(artifact_dir: str, options: Mapping[str, Any]) -> Engine:
     given = {k: v for k, v in options.items() if v is not None}
     artifact = Artifact.open(artifact_dir, verify=False)
     model = artifact.executable(trust_code=bool(given.get("trust_artifact_code")))
+    gpu = None
+    if model.device.type == "cuda":
+        from optkit.runtime.cuda.device import CudaDevice
+
+        gpu = CudaDevice()
+        given = with_kv_bytes(model, artifact.recipe, given, gpu)
     config, store = scheduler_config(model, artifact.recipe, given), None
     if "kv_offload_dir" in given and "kv_offload_bytes" not in given:
         raise UserError(
@@ -56,11 +67,47 @@ def load_engine(artifact_dir: str, options: Mapping[str, Any]) -> Engine:
     if "kv_offload_bytes" in given:
         config, store = offloading(config, model, given)
     cost = CostModel()
-    runner = ModelRunner(model, config.num_blocks, config.block_size)
-    engine = Engine(runner, config, store, speculator(artifact, cost, given), cost=cost)
+    guesses = speculator(artifact, cost, given)
+    engine = make_engine(model, config, gpu, store, guesses, cost, present_target(artifact.recipe.target))
     warm_up(engine)
     trim_heap()
     return engine
+
+
+def with_kv_bytes(
+    model: Executable, recipe: Recipe, options: Mapping[str, Any], gpu: Device
+) -> dict[str, Any]:
+    """``options`` with the bytes of the KV cache, which on a GPU is what other things leave."""
+    from optkit.runtime.cuda.start import kv_cache_bytes
+
+    if "kv_cache_bytes" in options:
+        return dict(options)
+    block = block_bytes(model.kv_specs, recipe.runtime.block_size)
+    enough = (model.max_model_len // recipe.runtime.block_size + 2) * block
+    limits = scheduler_config(model, recipe, {**options, "kv_cache_bytes": enough})
+    share = options.get("gpu_memory_utilization", recipe.runtime.gpu_memory_utilization)
+    return {**options, "kv_cache_bytes": kv_cache_bytes(model, limits, gpu, share)}
+
+
+def make_engine(
+    model: Executable,
+    config: SchedulerConfig,
+    gpu: Device | None,
+    store: SlotStore | None,
+    guesses: Speculator | None,
+    cost: CostModel,
+    target: Target | None = None,
+) -> Engine:
+    """The engine for where the model is."""
+    if gpu is None:
+        runner = ModelRunner(model, config.num_blocks, config.block_size)
+        return Engine(runner, config, store, guesses, cost=cost)
+    from optkit.kernels import reference, select
+    from optkit.runtime.cuda.start import gpu_engine
+
+    kernel = select("sample", target)
+    sample = kernel.fn if kernel else reference.sample
+    return gpu_engine(model, config, gpu, store=store, proposer=guesses, cost=cost, sample=sample)
 
 
 def scheduler_config(model: Executable, recipe: Recipe, options: Mapping[str, Any]) -> SchedulerConfig:

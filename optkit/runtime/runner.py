@@ -26,6 +26,9 @@ class Executable(Protocol):
     def vocab_size(self) -> int: ...
 
     @property
+    def max_model_len(self) -> int: ...
+
+    @property
     def weight_bytes(self) -> int: ...
 
     def workspace_bytes(self, num_tokens: int, num_rows: int) -> int: ...
@@ -34,21 +37,21 @@ class Executable(Protocol):
 
 
 class ModelRunner:
-    """Runs batches on ``model`` with its own KV pool of ``num_blocks`` blocks."""
+    """Runs batches on ``model`` with its own KV pool of ``num_blocks`` blocks, where the model's weights are."""
 
     def __init__(
         self,
         model: Executable,
         num_blocks: int,
         block_size: int,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
     ) -> None:
-        self.model, self.device = model, torch.device(device)
+        self.model, self.device = model, torch.device(device or getattr(model, "device", "cpu"))
         self.num_blocks, self.block_size, self.vocab_size = num_blocks, block_size, model.vocab_size
         self.kv_bytes = num_blocks * block_bytes(model.kv_specs, block_size)
         self.kv_dtype = dtype_label(model.kv_specs)
         self.weight_bytes, self.workspace_bytes = model.weight_bytes, model.workspace_bytes
-        k_caches, v_caches = allocate(model.kv_specs, num_blocks, block_size, device)
+        k_caches, v_caches = allocate(model.kv_specs, num_blocks, block_size, self.device)
         self.kv_pools: dict[str, torch.Tensor] = {}
         for spec, k, v in zip(model.kv_specs, k_caches, v_caches, strict=True):
             self.kv_pools |= {f"k_cache_{spec.layer}": k, f"v_cache_{spec.layer}": v}

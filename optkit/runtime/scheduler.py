@@ -241,13 +241,17 @@ class Scheduler:
         index = 0
         while index < len(self.running):  # preemption shortens the list from behind
             seq = self.running[index]
-            if seq.num_pending == 1 and self._guarded(seq, lambda seq=seq: self._make_room(seq)):
+            if self._is_due(seq) and self._guarded(seq, lambda seq=seq: self._make_room(seq)):
                 ready.append(seq)
             index += seq in self.running[index : index + 1]
         drafts = self._drafts(ready)
         return [
             ScheduledSequence(seq, 1 + len(draft), draft) for seq, draft in zip(ready, drafts, strict=True)
         ]
+
+    def _is_due(self, seq: Sequence) -> bool:
+        """True for a running sequence that needs exactly one token computed."""
+        return seq.num_pending == 1
 
     def _drafts(self, sequences: list[Sequence]) -> list[tuple[int, ...]]:
         """What may follow each of ``sequences``; only as far as there are blocks that nobody else needs."""
@@ -285,7 +289,7 @@ class Scheduler:
         items: list[ScheduledSequence] = []
         full = False  # nobody who waits can be admitted; those that run go on all the same
         partial = [seq for seq in self.running if seq.num_pending > 1]
-        for seq in heapq.merge(partial, list(self.waiting), key=_rank):
+        for seq in heapq.merge(partial, self._admissible(), key=_rank):
             if full and not seq.block_table:
                 continue
             limit = min(left, target) if items else left
@@ -300,6 +304,10 @@ class Scheduler:
             items.append(ScheduledSequence(seq, num_new))
             left, target = left - num_new, target - num_new
         return items
+
+    def _admissible(self) -> list[Sequence]:
+        """Who of those that wait could be computed in this step, in order."""
+        return list(self.waiting)
 
     def _work(self, seq: Sequence) -> int:
         """Tokens of ``seq`` that a prefill from here on has to compute."""

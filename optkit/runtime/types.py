@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 QUEUE_TIMEOUT = "the request waited too long for its turn"
+PENDING = -1  # stands in a sequence for a token that the device is still computing (optkit.runtime.ahead)
 
 
 class EngineRefusal(ValueError):
@@ -150,7 +151,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Gauges and counters of the engine after a step, for /metrics. Tokens, blocks, requests.
 
     ``kv_blocks_cached`` are in no sequence and keep their KV until the room is needed. ``prefix_cache_queries`` are
-    prompt tokens that were looked up, ``prefix_cache_hits`` those that were found.
+    prompt tokens that were looked up, ``prefix_cache_hits`` those that were found. On a GPU ``graph_captures`` and
+    ``kernel_compilations`` stand still once the engine is warm, and ``eager_steps`` were in no bucket.
     """
 
     num_running: int = 0
@@ -168,6 +170,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     spec_decode_drafts: int = 0
     spec_decode_draft_tokens: int = 0
     spec_decode_accepted_per_pos: tuple[int, ...] = ()
+    graph_captures: int = 0
+    graph_replays: int = 0
+    eager_steps: int = 0
+    kernel_compilations: int = 0
 
 
 @dataclass(frozen=True)
@@ -237,6 +243,11 @@ class Sequence:
     def num_pending(self) -> int:
         """Tokens that have no KV yet."""
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def is_pending(self) -> bool:
+        """True when the last token is not known yet."""
+        return self.token_ids[-1] == PENDING
 
     @property
     def output_ids(self) -> list[int]:

@@ -16,7 +16,7 @@ TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: cl
 
 
 class Connection(HttpToolsProtocol):
-    """Ends with 408 when headers take longer than ``HEADER_SECONDS``, from the request's first byte or the connection."""
+    """Ends with 408 when headers take longer than ``HEADER_SECONDS`` from the connection or the first byte."""
 
     _deadline: asyncio.TimerHandle | None = None
 

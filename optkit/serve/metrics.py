@@ -213,6 +213,10 @@ class _EngineGauges(Collector):
             ("vllm:spec_decode_num_accepted_tokens", "Guesses that were right.", accepted),
             ("optkit:kv_offload_saved_blocks", "KV blocks saved to the store.", stats.offload_saves),
             ("optkit:kv_offload_loaded_blocks", "KV blocks loaded from it.", stats.offload_loads),
+            ("optkit:graph_captures", "CUDA graphs captured; none once warm.", stats.graph_captures),
+            ("optkit:graph_replays", "Steps run as a captured graph.", stats.graph_replays),
+            ("optkit:eager_steps", "Steps that fit no captured graph.", stats.eager_steps),
+            ("optkit:kernel_compilations", "GPU kernels compiled; none once warm.", stats.kernel_compilations),
         ):
             counter = CounterMetricFamily(name, text, labels=LABELS)
             counter.add_metric(self._labels, value)

@@ -8,12 +8,21 @@ from typing import Any
 import pytest
 import torch
 
+from optkit.checkpoint_tensors import same
 from optkit.formats.modules import modules
 from optkit.graph.ir import Graph, Origin, Part, Weight
 from optkit.graph.verify import verify
 from optkit.kernels import reference
 from tests.architectures import tiny_model
-from tests.graphs import apply, assert_origins_invert, assert_same_logits, captured, checked, checkpoint, reasons
+from tests.graphs import (
+    apply,
+    assert_origins_invert,
+    assert_same_logits,
+    captured,
+    checked,
+    checkpoint,
+    reasons,
+)
 from tests.test_stored_layers import written
 
 QUANTIZED: list[tuple[str, dict[str, Any]]] = [
@@ -59,7 +68,7 @@ def test_quantized_layers_fuse(row: str, options: dict[str, Any]) -> None:
     after = checkpoint(graph)
     shared = {name for name in tensors if name.endswith("input_scale")}
     assert after.keys() | shared == tensors.keys()
-    assert all(torch.equal(tensors[name], value) for name, value in after.items())
+    assert all(same(tensors[name], value) for name, value in after.items())
     assert {m.name for m in modules(graph)} == {m.name for m in modules(before)}
 
 

@@ -48,7 +48,7 @@ GEMV: dict[str, dict[int, Config]] = {
 # Tokens and channels of a tile, by most tokens.
 TILES: dict[str, dict[int, Config]] = {
     "sm_80": {16: Config((16, 128), 4, 4), 32: Config((32, 128), 4, 3), 1 << 30: Config((64, 128), 8, 3)},
-    "sm_90": {16: Config((16, 128), 4, 4), 32: Config((32, 128), 4, 4), 1 << 30: Config((64, 128), 4, 4)},
+    "sm_90": {16: Config((16, 128), 4, 4), 32: Config((32, 128), 4, 4), 1 << 30: Config((64, 128), 8, 4)},
 }
 
 
@@ -309,8 +309,8 @@ def pack(weights: dict[int, Tensor], options: Mapping[str, Any]) -> dict[int, Te
 def in_planes(g_idx: Tensor, groups: int) -> tuple[Tensor, int, Tensor]:
     """Channels sorted by group, each group from a new plane on, in whole slabs.
 
-    Gives the channel of each place, or K for none; how many places have one scale, a divisor or a multiple of a slab; and which
-    group's scale that is, for all these.
+    Gives the channel of each place, or K for none; how many places have one scale, a divisor or a multiple of a slab;
+    and which group's scale that is, for all these.
     """
     counts = torch.bincount(g_idx.long(), minlength=groups)
     places = (counts + PLANE - 1) // PLANE * PLANE

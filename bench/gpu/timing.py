@@ -1,0 +1,67 @@
+"""Times of calls on a GPU, without what the host adds: a captured graph of several calls, replayed.
+
+Inputs rotate among sets that together are several times the L2 cache, so that each call finds what it reads in memory,
+as in a model. On a CPU (to try the script where there is no GPU) calls are timed by the clock.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+ROTATED_BYTES = 256 << 20  # several times the L2 of an H100 or H200 (50 and 60 MB)
+MOST_SETS = 16
+ROUNDS, HOST_ROUNDS = 15, 2
+
+
+def summary(samples: Sequence[float]) -> dict[str, float]:
+    """Median and quartiles of seconds, in microseconds."""
+    q1, median, q3 = statistics.quantiles(samples, n=4, method="inclusive")
+    return {"us": median * 1e6, "q1_us": q1 * 1e6, "q3_us": q3 * 1e6}
+
+
+def sets_for(num_bytes: int, device: torch.device) -> int:
+    """How many input sets to rotate among."""
+    if device.type != "cuda":
+        return 1
+    return max(1, min(MOST_SETS, -(-ROTATED_BYTES // max(num_bytes, 1))))
+
+
+def timed(calls: Sequence[Callable[[], Any]], device: torch.device, rounds: int = ROUNDS) -> list[float]:
+    """Seconds of one call, ``rounds`` times: each round runs all of ``calls``."""
+    if device.type != "cuda":
+        return [on_host(calls) for _ in range(HOST_ROUNDS)]
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return [seconds / len(calls) for seconds in replays(graph.replay, rounds)]
+
+
+def replays(replay: Callable[[], None], rounds: int = ROUNDS) -> list[float]:
+    """Seconds of each of ``rounds`` replays, by events around it, after two that do not count."""
+    if not torch.cuda.is_available():
+        return [on_host([replay]) for _ in range(rounds)]
+    replay()
+    replay()
+    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(rounds)]
+    for start, end in pairs:
+        start.record()
+        replay()
+        end.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) / 1e3 for start, end in pairs]
+
+
+def on_host(calls: Sequence[Callable[[], Any]]) -> float:
+    start = time.perf_counter()
+    for call in calls:
+        call()
+    return (time.perf_counter() - start) / len(calls)

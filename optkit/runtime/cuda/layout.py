@@ -1,0 +1,113 @@
+"""One buffer for all inputs of a step: one copy from host to device, and addresses that never change.
+
+A step has a dozen small inputs. Copied one by one they cost as many driver calls; and a captured graph reads fixed
+addresses. So the inputs of a step of a given *shape* lie behind each other in one buffer, and a layout says where.
+Numbers of 8 bytes come first, so that everything is aligned.
+
+Padding, for a bucket larger than the batch, is what no kernel may act on: rows of tokens have slot -1 and stand behind
+the last ``query_start``, sequences have length 0. ``pack`` writes every element, so nothing of an earlier step is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, order=True)
+class StepShape:
+    """What a bucket holds: tokens, sequences, and blocks of the longest sequence. Each sequence may get logits."""
+
+    tokens: int
+    sequences: int
+    blocks: int
+
+
+# name: (type, dimensions, what padding is)
+FIELDS: dict[str, tuple[type, tuple[str, ...], float]] = {
+    "input_ids": (np.int64, ("tokens",), 0),
+    "source": (np.int64, ("tokens",), -1),  # row of the step before that samples this token; -1: in input_ids
+    "positions": (np.int64, ("tokens",), 0),
+    "slot_mapping": (np.int64, ("tokens",), -1),
+    "logits_index": (np.int64, ("rows",), 0),
+    "uniform": (np.float64, ("rows",), 0.0),
+    "query_start": (np.int32, ("starts",), 0),
+    "seq_lens": (np.int32, ("sequences",), 0),
+    "block_tables": (np.int32, ("sequences", "blocks"), 0),
+    "temperature": (np.float32, ("rows",), 0.0),
+    "top_p": (np.float32, ("rows",), 1.0),
+    "min_p": (np.float32, ("rows",), 0.0),
+    "top_k": (np.int32, ("rows",), 0),
+}
+MODEL_INPUTS = (
+    "input_ids",
+    "positions",
+    "slot_mapping",
+    "query_start",
+    "seq_lens",
+    "block_tables",
+    "logits_index",
+)
+SAMPLING_INPUTS = ("temperature", "top_k", "top_p", "min_p", "uniform")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the inputs of a step of ``shape`` with ``rows`` rows of logits lie."""
+
+    shape: StepShape
+    rows: int
+
+    @cached_property
+    def dimensions(self) -> dict[str, tuple[int, ...]]:
+        s = self.shape
+        sizes = {
+            "tokens": s.tokens,
+            "sequences": s.sequences,
+            "starts": s.sequences + 1,
+            "blocks": s.blocks,
+            "rows": self.rows,
+        }
+        return {name: tuple(sizes[d] for d in dims) for name, (_, dims, _) in FIELDS.items()}
+
+    @cached_property
+    def offsets(self) -> dict[str, int]:
+        offsets, at = {}, 0
+        for name, (kind, _, _) in FIELDS.items():
+            offsets[name] = at
+            at += int(np.prod(self.dimensions[name])) * np.dtype(kind).itemsize
+        return offsets | {"": at}
+
+    @property
+    def num_bytes(self) -> int:
+        return self.offsets[""]
+
+    def pack(self, arrays: Mapping[str, np.ndarray], buffer: np.ndarray) -> None:
+        """Write ``arrays`` into ``buffer`` [>= num_bytes] uint8, and padding into the rest of each input."""
+        for name, (kind, _, padding) in FIELDS.items():
+            shape, start = self.dimensions[name], self.offsets[name]
+            count = int(np.prod(shape))
+            view = buffer[start : start + count * np.dtype(kind).itemsize].view(kind).reshape(shape)
+            given = arrays[name]
+            view[...] = given[-1] if name == "query_start" else padding
+            view[tuple(slice(0, n) for n in given.shape)] = given
+
+    def views(self, buffer: Tensor) -> dict[str, Tensor]:
+        """The inputs in ``buffer`` [>= num_bytes] uint8 on the device, as tensors that share its memory."""
+        views = {}
+        for name, (kind, _, _) in FIELDS.items():
+            shape, start = self.dimensions[name], self.offsets[name]
+            dtype = getattr(torch, np.dtype(kind).name)
+            count = int(np.prod(shape)) * dtype.itemsize
+            views[name] = buffer[start : start + count].view(dtype).view(shape)
+        return views
+
+
+def capacity(shape: StepShape) -> int:
+    """Bytes that hold the inputs of every step within ``shape``, with logits for each token at most."""
+    return Layout(shape, shape.tokens).num_bytes

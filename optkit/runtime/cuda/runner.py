@@ -1,0 +1,252 @@
+"""GraphRunner: runs steps from static buffers, as captured graphs where there is one, and samples on the device.
+
+A step is: one copy of its inputs (``layout``), then tokens that the step before has sampled take their places among the
+input ids, the model, the sampler. All of that is in the graph. ``execute`` gives the logits, for those who sample on the
+host; ``launch`` only queues the work and gives a ``Flight`` to wait for.
+
+Host buffers come in pairs: while the device may still copy from one, the next step is written into the other. That is
+enough for one step in flight beside the one that is planned; who comes sooner waits.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from optkit.kernels import reference
+from optkit.runtime.cuda.buckets import Buckets
+from optkit.runtime.cuda.device import Device, Event, Replay
+from optkit.runtime.cuda.layout import MODEL_INPUTS, SAMPLING_INPUTS, Layout, StepShape, capacity
+from optkit.runtime.cuda.sampling import FAILED, has_filters, sampling_inputs
+from optkit.runtime.runner import Executable, ModelRunner, batch_inputs
+from optkit.runtime.sampler import BAD_LOGITS
+from optkit.runtime.types import PENDING, Batch, Failure, ScheduledSequence
+
+Sampler = Callable[..., Tensor]  # the signature of reference.sample
+STEPS_IN_FLIGHT = 2
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A graph, where its inputs are, and how they lie there."""
+
+    layout: Layout
+    inputs: Tensor
+    replay: Replay
+
+
+class Staging:
+    """A pinned buffer that is not written before the device has copied what was in it."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        self.buffer = buffer
+        self.copied: Event | None = None
+
+    def writable(self, num_bytes: int) -> Tensor:
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.buffer[:num_bytes]
+
+
+class StepFlight:
+    """A step on its way; see ``optkit.runtime.ahead.Flight``."""
+
+    def __init__(self, done: Event, sampled: Tensor) -> None:
+        self._done, self._sampled = done, sampled
+
+    def tokens(self) -> list[int | Failure]:
+        self._done.synchronize()
+        return [BAD_LOGITS if token == FAILED else token for token in self._sampled.tolist()]
+
+
+class GraphRunner(ModelRunner):
+    """Runs batches on ``model``, whose weights are on ``device``.
+
+    Args:
+        largest: the largest step there can be, which sizes the buffers.
+        sample: ``reference.sample`` or a kernel for it.
+    """
+
+    def __init__(
+        self,
+        model: Executable,
+        num_blocks: int,
+        block_size: int,
+        device: Device,
+        largest: StepShape,
+        sample: Sampler = reference.sample,
+    ) -> None:
+        super().__init__(model, num_blocks, block_size, device.torch_device)
+        self.gpu, self.largest, self.sample = device, largest, sample
+        self.max_model_len = model.max_model_len
+        self.buckets = Buckets((), (), largest.sequences, largest.blocks)
+        self._graphs: dict[tuple[StepShape, bool], Captured] = {}  # by shape, and whether rows have filters
+        size = capacity(largest)
+        self._staging = itertools.cycle([Staging(device.pinned(size)) for _ in range(STEPS_IN_FLIGHT)])
+        self._eager_inputs = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        self._sampled = torch.zeros(largest.tokens, dtype=torch.int64, device=self.device)
+        self._results = itertools.cycle(
+            [device.pinned(8 * largest.sequences).view(torch.int64) for _ in range(STEPS_IN_FLIGHT)]
+        )
+        self._rows: dict[int, int] = {}  # id of a sequence: its row in what was sampled last
+        self.num_captures = self.num_replays = self.num_eager = 0
+
+    # -- capturing -------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def capture(self, buckets: Buckets) -> None:
+        """Capture graphs for every shape of ``buckets``, largest first, and use them from now on."""
+        self._graphs = {
+            (shape, filtered): self._capture(shape, filtered)
+            for shape in buckets.shapes()
+            for filtered in (False, True)
+        }
+        self.buckets = buckets
+
+    @torch.inference_mode()
+    def measure(self, shape: StepShape, repeats: int = 5) -> float:
+        """Seconds of a captured step of ``shape``, every sequence at its full length."""
+        captured = self._capture(shape, filtered=False)
+        packed = np.zeros(captured.layout.num_bytes, dtype=np.uint8)
+        captured.layout.pack(full_step(shape, self.block_size, self.max_model_len), packed)
+        captured.inputs.copy_(torch.from_numpy(packed))
+        return self.gpu.seconds(captured.replay, repeats)
+
+    @torch.inference_mode()
+    def run_largest(self) -> None:
+        """The largest step there can be, eagerly; it writes no KV. What it allocates is what the runtime must spare."""
+        layout = Layout(self.largest, self.largest.sequences)
+        packed = np.zeros(layout.num_bytes, dtype=np.uint8)
+        layout.pack(full_step(self.largest, self.block_size, self.max_model_len), packed)
+        self._eager_inputs[: layout.num_bytes].copy_(torch.from_numpy(packed))
+        self._compute(layout.views(self._eager_inputs), filtered=True)
+
+    def _capture(self, shape: StepShape, filtered: bool) -> Captured:
+        layout = Layout(shape, shape.sequences)
+        inputs = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=self.device)
+        empty = np.zeros(layout.num_bytes, dtype=np.uint8)
+        layout.pack(nothing(), empty)  # what is warmed up must not write KV
+        inputs.copy_(torch.from_numpy(empty))
+        views = layout.views(inputs)
+        self.num_captures += 1
+        return Captured(layout, inputs, self.gpu.capture(lambda: self._compute(views, filtered)))
+
+    # -- running ---------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def execute(self, batch: Batch) -> Tensor:
+        """Logits [sum of num_logits, vocab_size] float32 on the device."""
+        logits, count = self._run(batch, ())
+        return logits[:count].clone()  # a graph writes its next step's to the same place
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch) -> StepFlight:
+        due = [item for item in batch.items if item.needs_logits]
+        self._run(batch, due)
+        self._rows = {id(item.seq): row for row, item in enumerate(due)}
+        results = next(self._results)[: len(due)]
+        results.copy_(self._sampled[: len(due)], non_blocking=True)
+        return StepFlight(self.gpu.mark(), results)
+
+    @torch.inference_mode()
+    def prepared(self, batch: Batch) -> Callable[[], None]:
+        """The replay of the graph that ``batch`` fits, its inputs in place: for timing the device alone.
+
+        Raises LookupError if it fits none.
+        """
+        before = self.num_replays
+        self._run(batch, [item for item in batch.items if item.needs_logits])
+        if self.num_replays == before:
+            raise LookupError(f"no graph for {batch.num_tokens} tokens of {len(batch.items)} sequences")
+        return self._last.replay
+
+    def counters(self) -> dict[str, int]:
+        return {
+            "graph_captures": self.num_captures,
+            "graph_replays": self.num_replays,
+            "eager_steps": self.num_eager,
+            "kernel_compilations": self.gpu.num_compilations(),
+        }
+
+    def _run(self, batch: Batch, due: Sequence[ScheduledSequence]) -> tuple[Tensor, int]:
+        """Queue a step; (its logits, how many rows of them count)."""
+        arrays = batch_inputs(batch, self.block_size)
+        arrays["input_ids"], arrays["source"] = self._sources(batch, arrays)
+        count = len(arrays["logits_index"])
+        if count == 0:
+            arrays["logits_index"] = np.array([batch.num_tokens - 1], dtype=np.int64)
+        arrays |= sampling_inputs(due)
+        tokens, (sequences, blocks) = batch.num_tokens, arrays["block_tables"].shape
+        shape = self.buckets.fit(tokens, sequences, len(arrays["logits_index"]))
+        if shape is None:
+            self.num_eager += 1
+            layout = Layout(StepShape(tokens, sequences, blocks), len(arrays["logits_index"]))
+            self._send(layout, arrays, self._eager_inputs)
+            return self._compute(layout.views(self._eager_inputs), has_filters(due)), count
+        self.num_replays += 1
+        graph = self._last = self._graphs[shape, has_filters(due)]
+        self._send(graph.layout, arrays, graph.inputs)
+        graph.replay()
+        return graph.replay.output, count
+
+    def _send(self, layout: Layout, arrays: Mapping[str, np.ndarray], inputs: Tensor) -> None:
+        staging = next(self._staging)
+        host = staging.writable(layout.num_bytes)
+        layout.pack(arrays, host.numpy())
+        inputs[: layout.num_bytes].copy_(host, non_blocking=True)
+        staging.copied = self.gpu.mark()
+
+    def _compute(self, views: Mapping[str, Tensor], filtered: bool) -> Tensor:
+        """One step from inputs on the device; the tokens it samples go to ``_sampled``."""
+        source = views["source"]
+        known = views["input_ids"]
+        before = self._sampled[source.clamp_min(0)].clamp_min(0)  # a failed row gives a token like any other
+        inputs = {name: views[name] for name in MODEL_INPUTS}
+        inputs["input_ids"] = torch.where(source >= 0, before, known)
+        logits = self.model(inputs | self.kv_pools)
+        tokens = self.sample(logits, *(views[name] for name in SAMPLING_INPUTS), filtered=filtered)
+        self._sampled[: len(tokens)].copy_(tokens)
+        return logits
+
+    def _sources(self, batch: Batch, arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """Input ids [T] with 0 for pending tokens, and for those the row of the last step that samples them."""
+        ids = arrays["input_ids"]
+        source = np.full_like(ids, -1)
+        pending = ids == PENDING
+        if pending.any():
+            last = arrays["query_start"][1:] - 1
+            for place, item in zip(last.tolist(), batch.items, strict=True):
+                if pending[place]:
+                    source[place] = self._rows[id(item.seq)]
+        return np.where(pending, 0, ids), source
+
+
+def nothing() -> dict[str, np.ndarray]:
+    """The inputs of a step of no sequence: all padding."""
+    arrays = {name: np.zeros(0) for name in (*MODEL_INPUTS, *SAMPLING_INPUTS, "source")}
+    return arrays | {"query_start": np.zeros(1), "block_tables": np.zeros((0, 0))}
+
+
+def full_step(shape: StepShape, block_size: int, max_model_len: int) -> dict[str, np.ndarray]:
+    """The inputs of a step that fills ``shape``: tokens spread over the sequences, which end at their full length.
+
+    Nothing is written to the KV pool, and all is read from its first block.
+    """
+    ends = np.linspace(0, shape.tokens, shape.sequences + 1).astype(np.int64)
+    counts = np.diff(ends)
+    length = max(min(shape.blocks * block_size, max_model_len), int(counts.max()))
+    rows = np.repeat(np.arange(shape.sequences), counts)
+    positions = length - counts[rows] + np.arange(shape.tokens) - ends[:-1][rows]
+    return nothing() | {
+        "input_ids": np.arange(shape.tokens) % 7,
+        "positions": np.minimum(positions, max_model_len - 1),
+        "query_start": ends,
+        "seq_lens": np.full(shape.sequences, length),
+        "block_tables": np.zeros((shape.sequences, shape.blocks)),
+        "logits_index": np.maximum(ends[1:] - 1, 0),
+    }

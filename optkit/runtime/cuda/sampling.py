@@ -1,0 +1,42 @@
+"""What sampling on the device needs of the host: each row's parameters and its random number, with the step's inputs.
+
+The sampler itself is the op ``sample`` (``kernels.reference.sample``), which makes the same choice as
+``optkit.runtime.sampler``. What a request wants beyond that (penalties, bias) is sampled on the host, see
+``optkit.runtime.ahead``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+
+import numpy as np
+
+from optkit.runtime.sampler import GREEDY_BELOW, uniform
+from optkit.runtime.types import ScheduledSequence
+
+FAILED = -1  # the token of a row without a distribution
+
+
+def sampling_inputs(items: Seq[ScheduledSequence]) -> Mapping[str, np.ndarray]:
+    """The parameters of the rows of ``items``, each of which needs one row of logits."""
+    params = [item.seq.request.sampling for item in items]
+    return {
+        "temperature": np.array([p.temperature for p in params], dtype=np.float32),
+        "top_p": np.array([p.top_p for p in params], dtype=np.float32),
+        "min_p": np.array([p.min_p for p in params], dtype=np.float32),
+        "top_k": np.array([p.top_k for p in params], dtype=np.int32),
+        "uniform": np.array(
+            [
+                uniform(p.seed, item.seq.num_output) if p.temperature >= GREEDY_BELOW else 0.0
+                for p, item in zip(params, items, strict=True)
+            ],
+            dtype=np.float64,
+        ),
+    }
+
+
+def has_filters(items: Seq[ScheduledSequence]) -> bool:
+    """Whether some row is cut by top_k, top_p or min_p; finding where takes most of the sampler's launches."""
+    params = [item.seq.request.sampling for item in items]
+    return any(p.temperature >= GREEDY_BELOW and (p.top_k or p.top_p < 1.0 or p.min_p) for p in params)

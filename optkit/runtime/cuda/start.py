@@ -1,0 +1,98 @@
+"""Starting a GPU engine: how much memory is left for KV, which graphs to capture, and warming up.
+
+Order matters. Weights are there. A *profile run* of the largest step says what else the runtime allocates at most; the
+KV pool gets what remains of ``gpu_memory_utilization``. Then decode graphs of a few sizes are timed, bucket sizes are
+chosen from that, and all graphs are captured, largest first. After that nothing compiles and nothing is captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from optkit.errors import UserError
+from optkit.kernels import reference
+from optkit.runtime.ahead import AheadEngine
+from optkit.runtime.cost_model import CostModel
+from optkit.runtime.cuda.buckets import Buckets, chunk_sizes, decode_sizes, likely_batches
+from optkit.runtime.cuda.device import Device
+from optkit.runtime.cuda.layout import StepShape
+from optkit.runtime.cuda.runner import GraphRunner, Sampler
+from optkit.runtime.engine import Engine
+from optkit.runtime.kv_cache import block_bytes, blocks_for_bytes
+from optkit.runtime.offload import SlotStore
+from optkit.runtime.runner import Executable
+from optkit.runtime.scheduler import Proposer, SchedulerConfig
+
+GRAPH_BYTES = 256 << 20  # what captured graphs take besides their tensors, and fragmentation
+Progress = Callable[[str], None]
+
+
+def quiet(text: str) -> None:
+    """A ``Progress`` that says nothing."""
+
+
+def kv_cache_bytes(
+    model: Executable, limits: SchedulerConfig, device: Device, gpu_memory_utilization: float
+) -> int:
+    """Bytes for the KV pool: of the device's memory the given share, less weights, the largest step and graphs.
+
+    Raises:
+        UserError: not even two blocks are left.
+    """
+    free, total = device.free_memory()
+    trial = GraphRunner(model, 1, limits.block_size, device, largest_step(limits))
+    step = device.peak_bytes(trial.run_largest)
+    left = int(total * gpu_memory_utilization) - (total - free) - 2 * step - GRAPH_BYTES
+    need = 2 * block_bytes(model.kv_specs, limits.block_size)
+    if left < need:
+        raise UserError(
+            f"{max(left, 0):,} bytes of {total:,} are left for the KV cache, two blocks need {need:,}",
+            where=str(device.torch_device),
+            fix="lower max_num_batched_tokens, raise gpu_memory_utilization, or quantize the model",
+        )
+    return left
+
+
+def sized(model: Executable, limits: SchedulerConfig, num_bytes: int) -> SchedulerConfig:
+    """``limits`` with as many blocks as fit ``num_bytes``."""
+    blocks = blocks_for_bytes(model.kv_specs, limits.block_size, num_bytes)
+    return replace(
+        limits, num_blocks=blocks, max_model_len=min(limits.max_model_len, blocks * limits.block_size)
+    )
+
+
+def largest_step(limits: SchedulerConfig) -> StepShape:
+    return StepShape(
+        limits.max_num_batched_tokens, limits.max_num_seqs, -(-limits.max_model_len // limits.block_size)
+    )
+
+
+def gpu_engine(
+    model: Executable,
+    config: SchedulerConfig,
+    device: Device,
+    *,
+    store: SlotStore | None = None,
+    proposer: Proposer | None = None,
+    cost: CostModel | None = None,
+    histogram: Mapping[int, float] | None = None,
+    sample: Sampler = reference.sample,
+    tell: Progress = quiet,
+) -> Engine:
+    """A warm engine: all graphs captured. With a proposer it samples on the host, a step at a time."""
+    largest = largest_step(config)
+    runner = GraphRunner(model, config.num_blocks, config.block_size, device, largest, sample)
+    tell("measuring decode steps")
+    weights = histogram or likely_batches(config.max_num_seqs)
+    sizes = decode_sizes(
+        weights, lambda batch: runner.measure(StepShape(batch, batch, largest.blocks))
+    )
+    buckets = Buckets(
+        sizes, chunk_sizes(config.max_num_batched_tokens), config.max_num_seqs, largest.blocks
+    )
+    tell(f"capturing {len(buckets.shapes())} graphs")
+    runner.capture(buckets)
+    runner.run_largest()  # what runs eagerly is compiled now, too
+    made = Engine if proposer is not None else AheadEngine
+    return made(runner, config, store, proposer, cost=cost)

@@ -1,0 +1,100 @@
+"""The GPU script from end to end, on a CPU with tiny shapes; and what it does when something goes wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.gpu import kernels, serving
+from bench.gpu.bounds import BOUNDS, table, verdicts
+from bench.gpu.case import Case
+from bench.gpu.results import Results
+from bench.gpu.run import main
+
+CPU = torch.device("cpu")
+
+
+def run(out: Path, *more: str) -> dict[str, Any]:
+    status = main(["--out", str(out), "--device", "cpu", "--interpret", "--tiny", *more])
+    data = json.loads((out / "gpu.json").read_text("utf-8"))
+    assert status == 0, [row for stage in data["stages"].values() for row in stage.values() if "error" in row]
+    return data
+
+
+def test_every_stage_leaves_its_figures(tmp_path: Path) -> None:
+    stages = run(tmp_path)["stages"]
+    assert stages["kernels"] and all(row["ok"] for row in stages["check"].values())
+    for row in stages["models"].values():
+        assert row["ttft_8_ms"] > 0 and row["tpot_ms"] > 0 and row["wall_ttft_8_ms"] > 0
+        assert row["graph_captures"] == 6 and row["eager_steps"] == 0
+    (served,) = stages["serve"].values()
+    assert served["answers"] == 6 and served["captures_after_warm_up"] == 0
+    assert served["open"]["trials"] and stages["transformers"]["tiny"]["wall_tpot_ms"] > 0
+
+
+def test_a_resumed_run_keeps_what_it_has_and_tries_failures_again(tmp_path: Path) -> None:
+    results = Results(tmp_path / "gpu.json", {"same": 1})
+    results.record("kernels", "a", lambda: {"us": 1.0})
+    assert "ZeroDivisionError" in results.record("kernels", "b", lambda: {"us": 1 / 0})["error"]
+    again = Results(tmp_path / "gpu.json", {"same": 1})
+    assert again.record("kernels", "a", lambda: {"us": 2.0}) == {"us": 1.0}
+    assert again.record("kernels", "b", lambda: {"us": 3.0}) == {"us": 3.0}
+    elsewhere = Results(tmp_path / "gpu.json", {"same": 2})
+    assert not elsewhere.rows("kernels")
+
+
+def test_a_used_up_budget_begins_nothing(tmp_path: Path) -> None:
+    assert not any(run(tmp_path, "--budget", "0")["stages"].values())
+
+
+def test_without_a_gpu_the_script_says_how_to_try_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert main(["--out", str(tmp_path)]) == 2
+    assert "--device cpu" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", ["late", "nan", "shape"])
+def test_a_wrong_kernel_is_found(wrong: str) -> None:
+    def kernel(x: torch.Tensor) -> torch.Tensor:
+        out = x * 2
+        if wrong == "shape":
+            return out[:1]
+        out[3, 3] = float("nan") if wrong == "nan" else 0.0
+        return out
+
+    def make(device: torch.device, generator: torch.Generator) -> tuple[torch.Tensor]:
+        return (torch.randn(4, 4, generator=generator, device=device) + 9,)
+
+    case = Case("double", "wrong", "4 x 4", "float32", make, kernel, lambda x: x.double() * 2, 1e-3, 128, 16)
+    assert not kernels.check(case, CPU, seed=0)["ok"]
+
+
+def test_bounds_pass_fail_and_stay_open() -> None:
+    rows = {f"{b.name}": b for b in BOUNDS}
+    stages = {
+        "check": {"x": {"ok": True}},
+        "models": {"llama-2-7b bf16": {"ttft_512_ms": 10.0, "tpot_ms": 9.0, "wall_ttft_512_ms": 12.0}},
+        "transformers": {"llama-2-7b": {"wall_ttft_512_ms": 24.0}},
+        "kernels": {"k": {"most": 1.1, "ratio": 1.0, "ok": True}},
+    }
+    found = {row["name"]: row["ok"] for row in verdicts(stages)}
+    assert found["7B bf16 ttft_512_ms"] is True and found["7B bf16 tpot_ms"] is False
+    assert found["TTFT 512 over transformers"] is True and found["TPOT over transformers"] is None
+    assert found["k"] is True and found["kernels that are wrong"] is True
+    assert set(rows) <= set(found)
+    assert table(verdicts(stages)).count("open") > 3
+
+
+def test_the_highest_rate_is_between_what_holds_and_what_does_not() -> None:
+    def trial(rate: float) -> dict[str, float]:
+        return {"rate": rate, "ttft_p95_ms": 100.0 if rate < 37.0 else 2000.0}
+
+    found = serving.highest_rate(trial, bound=0.7, first=8.0, rounds=8)
+    assert 30.0 < found["highest_rate"] < 37.0

@@ -1,0 +1,185 @@
+"""The GPU runner on a CPU: buckets, padding, buffers that are used again, tokens fed back."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from optkit.graph.lower import Executable, lower
+from optkit.runtime.ahead import AheadEngine
+from optkit.runtime.cuda.buckets import Buckets, chunk_sizes, decode_sizes, likely_batches
+from optkit.runtime.cuda.device import HostDevice, Replay
+from optkit.runtime.cuda.layout import Layout, StepShape
+from optkit.runtime.cuda.runner import GraphRunner
+from optkit.runtime.cuda.start import gpu_engine, kv_cache_bytes, largest_step, sized
+from optkit.runtime.engine import Engine
+from optkit.runtime.runner import ModelRunner
+from optkit.runtime.scheduler import SchedulerConfig
+from optkit.runtime.types import SamplingParams
+from tests.graphs import apply, captured
+from tests.runtime.tiny import LIMITS, prompts
+
+CONFIG = SchedulerConfig(**LIMITS)
+GREEDY = SamplingParams(max_tokens=9, temperature=0.0)
+
+
+@functools.cache
+def model() -> Executable:
+    graph = captured("llama")
+    for name in ("fuse_qkv", "fuse_gate_up", "fuse_add_rms_norm", "prune_rows"):
+        apply(graph, name)
+    return lower(graph)
+
+
+class Recorder(HostDevice):
+    """Remembers captures and replays, and spoils what a real device would not keep for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.captured: list[int] = []
+        self.replayed: list[int] = []
+
+    def capture(self, step: Callable[[], Tensor]) -> Replay:
+        replay = super().capture(step)
+        number = len(self.captured)
+        self.captured.append(number)
+
+        class Spoiling:
+            output = replay.output
+
+            def __call__(_) -> None:
+                self.replayed.append(number)
+                replay.output.fill_(float("nan"))
+                replay()
+
+        return Spoiling()
+
+
+def ahead_engine(config: SchedulerConfig, buckets: Buckets, device: HostDevice) -> AheadEngine:
+    """An engine with graphs of its own, without measuring which pay."""
+    runner = GraphRunner(model(), config.num_blocks, config.block_size, device, largest_step(config))
+    runner.capture(buckets)
+    return AheadEngine(runner, config)
+
+
+def engines(config: SchedulerConfig = CONFIG) -> tuple[Engine, AheadEngine]:
+    plain = Engine(ModelRunner(model(), config.num_blocks, config.block_size), config)
+    ahead = gpu_engine(model(), config, Recorder())
+    assert isinstance(ahead, AheadEngine)
+    return plain, ahead
+
+
+def test_buckets_fit_the_smallest_graph_and_leave_the_rest_eager() -> None:
+    buckets = Buckets((1, 4, 8), (128, 512), 8, 16)
+    assert buckets.fit(3, 3, 3) == StepShape(4, 4, 16)
+    assert buckets.fit(100, 1, 1) == StepShape(128, 1, 16)
+    assert buckets.fit(100, 2, 2) == StepShape(128, 8, 16)
+    assert buckets.fit(129, 2, 0) == StepShape(512, 8, 16)
+    assert buckets.fit(513, 1, 1) is None
+    assert buckets.fit(10, 1, 5) is None  # logits of a whole prompt
+    assert buckets.shapes()[0] == StepShape(512, 8, 16)
+    assert buckets.shapes() == sorted(buckets.shapes(), reverse=True)
+
+
+def test_decode_sizes_serve_every_batch_with_few_graphs() -> None:
+    sizes = decode_sizes(likely_batches(64), lambda n: 1.0 + max(0, n - 16) / 8, max_buckets=6)
+    assert sizes[-1] == 64 and len(sizes) <= 6
+    assert 16 in sizes  # up to there a larger batch costs nothing
+    assert decode_sizes({1: 1.0}, lambda n: 1.0) == (1,)
+    assert chunk_sizes(600) == (128, 256, 512, 600)
+    assert chunk_sizes(8192)[-1] == 2048
+
+
+def test_padding_is_what_no_kernel_acts_on_and_nothing_old_is_left() -> None:
+    import numpy as np
+
+    from optkit.runtime.cuda.runner import full_step, nothing
+
+    layout = Layout(StepShape(4, 4, 3), 4)
+    buffer = np.full(layout.num_bytes, 255, dtype=np.uint8)
+    layout.pack(full_step(StepShape(4, 4, 3), 8, 24), buffer)
+    views = layout.views(torch.from_numpy(buffer))
+    assert views["seq_lens"].tolist() == [24] * 4 and views["positions"].tolist() == [23] * 4
+    layout.pack(nothing() | {"query_start": np.array([0, 1]), "seq_lens": np.array([7])}, buffer)
+    assert views["slot_mapping"].tolist() == [-1] * 4
+    assert views["seq_lens"].tolist() == [7, 0, 0, 0]
+    assert views["query_start"].tolist() == [0, 1, 1, 1, 1]
+    assert not views["block_tables"].any() and views["source"].tolist() == [-1] * 4
+
+
+def test_captures_come_largest_first_and_none_after_warm_up() -> None:
+    _, ahead = engines()
+    gpu: Recorder = ahead.runner.gpu
+    before = ahead.stats().graph_captures
+    assert before == len(gpu.captured)
+    gpu.replayed.clear()
+    texts = ahead.generate(prompts(6), GREEDY)
+    stats = ahead.stats()
+    assert len(texts) == 6 and stats.graph_captures == before == len(gpu.captured)
+    assert stats.graph_replays == len(gpu.replayed) > 0
+    assert stats.kernel_compilations == 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+def test_output_is_that_of_the_plain_engine(temperature: float) -> None:
+    plain, ahead = engines()
+    asked = prompts(12, stems=3)
+    params = [
+        SamplingParams(max_tokens=3 + i, temperature=temperature, seed=i, top_k=(0, 5)[i % 2], top_p=0.9, min_p=0.01)
+        for i in range(len(asked))
+    ]
+    assert ahead.generate(asked, params) == plain.generate(asked, params)
+
+
+def test_stop_tokens_are_seen_a_step_late_and_cost_nothing_but_that() -> None:
+    plain, ahead = engines()
+    asked = prompts(8)
+    free = plain.generate(asked, GREEDY)
+    params = [replace_params(GREEDY, stop_token_ids=(text[4],)) for text in free]
+    assert ahead.generate(asked, params) == plain.generate(asked, params)
+    ahead.scheduler.check()
+    assert ahead.stats().kv_blocks_used == 0
+
+
+def test_steps_that_need_the_host_run_by_themselves() -> None:
+    plain, ahead = engines()
+    asked = prompts(6)
+    params = [
+        replace_params(GREEDY, frequency_penalty=1.5 * (i % 2), logprobs=2 if i == 4 else None)
+        for i in range(6)
+    ]
+    assert ahead.generate(asked, params) == plain.generate(asked, params)
+
+
+def test_a_small_pool_preempts_and_changes_no_token() -> None:
+    config = replace(CONFIG, num_blocks=16)
+    plain, ahead = engines(config)
+    asked = prompts(8)
+    params = replace_params(GREEDY, max_tokens=40)
+    assert ahead.generate(asked, params) == plain.generate(asked, params)
+    assert ahead.stats().num_preemptions > 0
+
+
+def test_kv_gets_what_weights_and_the_largest_step_leave() -> None:
+    device = HostDevice(memory=(900 << 20, 1 << 30))
+    left = kv_cache_bytes(model(), CONFIG, device, 0.9)
+    assert left == int(0.9 * (1 << 30)) - ((1 << 30) - (900 << 20)) - (256 << 20)
+    assert sized(model(), CONFIG, left).num_blocks > CONFIG.num_blocks
+
+
+def test_a_full_device_is_refused() -> None:
+    from optkit.errors import UserError
+
+    with pytest.raises(UserError, match="KV cache"):
+        kv_cache_bytes(model(), CONFIG, HostDevice(memory=(1 << 20, 1 << 30)), 0.9)
+
+
+def replace_params(params: SamplingParams, **changes: object) -> SamplingParams:
+    import msgspec
+
+    return msgspec.structs.replace(params, **changes)
