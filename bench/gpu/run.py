@@ -69,9 +69,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu.run", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="directory for gpu.json and the selection table")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="directory for gpu.json and the selection table"
+    )
     parser.add_argument("--stages", type=stages, default=STAGES, help=f"some of {','.join(STAGES)}")
-    parser.add_argument("--budget", type=float, default=3600.0, help="seconds after which nothing new is begun")
+    parser.add_argument(
+        "--budget", type=float, default=3600.0, help="seconds after which nothing new is begun"
+    )
     parser.add_argument("--device", default="cuda", help="cuda, or cpu to try the script")
     parser.add_argument("--target", help="the GPU to choose kernels for; by default the one that is there")
     parser.add_argument("--interpret", action="store_true", help="run Triton kernels by its interpreter")

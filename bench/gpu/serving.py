@@ -107,7 +107,9 @@ def at_rate(engine: Any, load: Load, vocabulary: int, rate: float) -> dict[str, 
     return {"rate": rate, **percentiles(driver.ttfts())}
 
 
-def highest_rate(trial: Callable[[float], dict[str, Any]], bound: float, first: float, rounds: int = 5) -> Any:
+def highest_rate(
+    trial: Callable[[float], dict[str, Any]], bound: float, first: float, rounds: int = 5
+) -> Any:
     """Doubling, then bisecting in ratio: every trial, and the highest rate whose p95 TTFT is within ``bound`` seconds."""
     trials, low, high, rate = [], 0.0, 0.0, first
     for _ in range(rounds):

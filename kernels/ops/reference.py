@@ -46,7 +46,6 @@ from optkit.kernels.reference_fp8 import (  # noqa: F401
     quantize_fp8_per_token,
     round_fp8,
 )
-from optkit.kernels.reference_sampling import sample  # noqa: F401
 from optkit.kernels.reference_pointwise import (  # noqa: F401
     ACTIVATION_ZERO_POINT,
     FORMATS,
@@ -64,6 +63,7 @@ from optkit.kernels.reference_pointwise import (  # noqa: F401
     silu_mul_packed,
     silu_mul_quantize,
 )
+from optkit.kernels.reference_sampling import sample  # noqa: F401
 
 INT4_ZERO_POINT = 8  # the code that stands for 0 in symmetric int4
 INT4_PER_WORD = 8

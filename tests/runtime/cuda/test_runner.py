@@ -130,7 +130,9 @@ def test_output_is_that_of_the_plain_engine(temperature: float) -> None:
     plain, ahead = engines()
     asked = prompts(12, stems=3)
     params = [
-        SamplingParams(max_tokens=3 + i, temperature=temperature, seed=i, top_k=(0, 5)[i % 2], top_p=0.9, min_p=0.01)
+        SamplingParams(
+            max_tokens=3 + i, temperature=temperature, seed=i, top_k=(0, 5)[i % 2], top_p=0.9, min_p=0.01
+        )
         for i in range(len(asked))
     ]
     assert ahead.generate(asked, params) == plain.generate(asked, params)
