@@ -1,7 +1,8 @@
 """Whole models: time to first token and per output token, on the device alone and with everything around it.
 
-``*_ms`` are replays of captured graphs, timed by events, as a kernel is: what the device takes. ``wall_*_ms`` are what a
-caller waits for: scheduling, copying, sampling and reading the token included. Transformers is measured the second way.
+``*_ms`` are replays of captured graphs, timed by events, as a kernel is: what the device takes. ``wall_*_ms`` are
+what a caller waits for: scheduling, copying, sampling and reading the token included. Transformers is measured the
+second way.
 """
 
 from __future__ import annotations

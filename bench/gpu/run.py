@@ -1,9 +1,10 @@
 """Everything that is measured on a GPU, in one go: ``python -m bench.gpu.run --out DIR``.
 
 Stages, the most important first: ``check`` compares every kernel with float64 on fresh random inputs; ``kernels`` times
-those that passed; ``models`` times whole models; ``transformers`` the same model by Transformers; ``serve`` a load. All of
-it goes into ``DIR/gpu.json``, written after each measurement: a run that ends early can be resumed by starting it again,
-and ``--budget`` ends it in time. What a stage needs and does not find is in the JSON as an error, and the others run.
+those that passed; ``models`` times whole models; ``transformers`` the same model by Transformers; ``serve`` a load.
+All of it goes into ``DIR/gpu.json``, written after each measurement: a run that ends early can be resumed by starting
+it again, and ``--budget`` ends it in time. What a stage needs and does not find is in the JSON as an error, and the
+others run.
 
 Kernels need torch and Triton; models also transformers, pydantic and msgspec (bench/gpu/README.md says how to take them
 to a machine without a network).
@@ -234,7 +235,7 @@ def finish(results: Results, out: Path, settings: Settings) -> None:
 
 
 def write_selection(results: Results, out: Path, target: str) -> None:
-    """The measured times of linear layers as the table that ``optkit.kernels.triton.selection`` reads: ``sm_90.json``."""
+    """The measured times of linear layers as the table that ``kernels.triton.selection`` reads: ``sm_90.json``."""
     rows = [SimpleNamespace(**row) for row in results.rows("kernels").values() if "us" in row]
     try:
         from bench.gpu.cases.linear import timing

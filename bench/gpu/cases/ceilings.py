@@ -1,4 +1,4 @@
-"""What the device itself can do: a large copy, and a large matrix product by the vendor. Everything else is under these."""
+"""What the device itself can do: a large copy, and a large matrix product. Everything else is under these."""
 
 from __future__ import annotations
 
