@@ -12,10 +12,11 @@ BIN     := $(VENV)/bin
 OPTKIT  := $(BIN)/optkit
 PIP     := $(BIN)/python -m pip --disable-pip-version-check --no-input -q
 INSTALL := $(PIP) install -c constraints.txt
+WITHIN   = $(if $(shell command -v timeout),timeout --foreground $(1))
 SOURCES := $(shell find optkit passes kernels/ops recipes -name '*.py' -o -name '*.cpp' -o -name '*.yaml')
 RESULTS := bench/results
 
-.PHONY: help demo test test-oldest lint format bench peers soak chaos clean artifact-verified FORCE
+.PHONY: help demo test test-oldest lint format bench peers soak chaos clients clean artifact-verified FORCE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -27,8 +28,9 @@ help:
 	@echo "make format   let ruff rewrite what 'make lint' would complain about"
 	@echo "make bench    the demo's comparison with enough requests to quote (ARGS='--input-len 1024')"
 	@echo "make peers    compare with llama.cpp, OpenVINO and vLLM, installed into .peers (4 GB; ARGS=--quick)"
-	@echo "make soak     the long tests"
-	@echo "make chaos    kill, flood and leave a live server at full size"
+	@echo "make soak     the long tests (about an hour; ends after three)"
+	@echo "make chaos    kill, flood and leave a live server at full size (ends after two hours; loopback only)"
+	@echo "make clients  langchain-openai, litellm and guidellm, unmodified, against a live server"
 	@echo "make clean    remove .venv, the artifact and caches of this directory"
 	@echo
 	@echo "Start with 'make demo'. Afterwards: $(OPTKIT) --help"
@@ -119,10 +121,20 @@ test-oldest: .oldest/.made
 	    tests/kernels tests/formats tests/runtime $(ARGS)
 
 soak: $(VENV)/.test $(VENV)/.model
-	$(BIN)/python -m pytest -m soak $(ARGS)
+	$(call WITHIN,3h) $(BIN)/python -m pytest -m soak $(ARGS)
 
 chaos: $(VENV)/.test
-	$(BIN)/python -m pytest -m chaos $(ARGS)
+	$(call WITHIN,2h) $(BIN)/python -m pytest -m chaos $(ARGS)
+
+# The clients pin versions of what optkit pins too, so they are installed without its constraints, into a copy.
+clients: $(VENV)/.clients
+	.clients/bin/python -m pytest tests/serve/test_clients.py $(ARGS)
+
+$(VENV)/.clients: $(VENV)/.made pyproject.toml setup.py
+	@echo "installing the clients into .clients"
+	@$(PYTHON) -m venv .clients
+	@.clients/bin/python -m pip --disable-pip-version-check --no-input -q install -e '.[test,clients]'
+	@touch $@
 
 # All three run, whatever the others say.
 lint: $(VENV)/.lint .typecheck
@@ -145,4 +157,4 @@ format: $(VENV)/.lint
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .oldest artifact .typecheck .mypy_cache .ruff_cache .pytest_cache .hypothesis build ./*.egg-info
+	rm -rf $(VENV) .clients .oldest artifact .typecheck .mypy_cache .ruff_cache .pytest_cache .hypothesis build ./*.egg-info

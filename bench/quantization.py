@@ -3,7 +3,8 @@
     python -m bench.quantization MODEL --tokens 20480 \
         --try 'rtn: {scheme: W4A16, group_size: 64}' --try 'gptq: {scheme: W4A16, group_size: 64}'
 
-Each ``--try`` is the ``passes`` of a recipe, in YAML; the fusions come before. One JSON line a try.
+Each ``--try`` is the ``passes`` of a recipe, in YAML; the fusions come before, but for those that ``--without`` names.
+One JSON line a try. ``--save-result`` puts the figures into a file, in place of earlier ones of the same tries.
 """
 
 from __future__ import annotations
@@ -11,13 +12,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
+import sys
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 
+from optkit.bench.environment import environment, public
 from optkit.bench.workload import load_tokenizer
 from optkit.calibration import calibration_windows
 from optkit.capture import capture_directory
@@ -26,10 +31,12 @@ from optkit.graph.lower import lower
 from optkit.model_source import resolve
 from optkit.passes import load
 from optkit.passes.base import PassContext
+from optkit.passes.calibration_cost import status
 from optkit.quality import QualityReport, RuntimeLogits, compare_many, evaluation_windows
 from optkit.target import get_target
 
-FUSIONS: dict[str, Any] = {"fuse_qkv": {}, "fuse_gate_up": {}, "fuse_add_rms_norm": {}}
+FUSIONS = ("fuse_qkv", "fuse_gate_up", "fuse_add_rms_norm")
+WHERE = ("cpu", "isa", "cores", "optkit", "python", "packages")  # of the environment, kept with every result
 
 
 def main() -> None:
@@ -38,8 +45,10 @@ def main() -> None:
     )
     parser.add_argument("model")
     parser.add_argument("--try", dest="tries", action="append", required=True)
+    parser.add_argument("--without", action="append", default=[], choices=FUSIONS, help="leave a fusion out")
     parser.add_argument("--tokens", type=int, default=20480)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--save-result", type=Path, metavar="FILE", help="add the figures to this JSON file")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     source = resolve(arguments.model, print)
@@ -52,17 +61,32 @@ def main() -> None:
         partial(calibration_windows, directory=source.directory, max_length=graph.meta.max_model_len),
         tell=lambda text, part=None: None if part else print(text, flush=True),
     )
-    candidates: dict[str, Any] = {}
+    fusions = {name: {} for name in FUSIONS if name not in arguments.without}
+    candidates: dict[str, RuntimeLogits] = {}
+    rows: dict[str, dict[str, Any]] = {}
     for text in arguments.tries:
-        start = time.monotonic()
-        candidate, stats = optimized(graph, FUSIONS | yaml.safe_load(text), context)
-        took, load_average = round(time.monotonic() - start, 1), os.getloadavg()[0]
-        facts = {"weight_bytes": candidate.num_bytes(), "seconds": took, "load": load_average, "stats": stats}
-        print(json.dumps({"passes": text} | facts), flush=True)
+        forget_peak()
+        start, load_average = time.monotonic(), os.getloadavg()[0]
+        candidate, stats = optimized(graph, fusions | yaml.safe_load(text), context)
+        rows[text] = {
+            "passes": text,
+            "without": arguments.without,
+            "threads": arguments.threads,
+            "seconds": round(time.monotonic() - start, 1),
+            "load_average": [load_average, os.getloadavg()[0]],
+            "peak_bytes": status("VmHWM"),
+            "weight_bytes": candidate.num_bytes(),
+            "kv_bytes_of_float32": kv_bytes(candidate) / kv_bytes(graph),
+            "stats": stats,
+        }
+        print(json.dumps(rows[text]), flush=True)
         candidates[text] = RuntimeLogits(lower(candidate, target, consume=True))
     reports = compare_many(RuntimeLogits(lower(graph, target)), candidates, windows)
     for text, report in reports.items():
-        print(json.dumps({"passes": text, "load": os.getloadavg()[0]} | quality(report)), flush=True)
+        rows[text] |= quality(report)
+        print(json.dumps({"passes": text} | quality(report)), flush=True)
+    if arguments.save_result:
+        save(arguments.save_result, arguments.model, list(rows.values()))
 
 
 def quality(report: QualityReport) -> dict[str, float]:
@@ -72,6 +96,7 @@ def quality(report: QualityReport) -> dict[str, float]:
         "kl_stderr": report.kl_mean.stderr,
         "kl_p99": report.kl_p99,
         "top1": report.top1_agreement.value,
+        "top1_stderr": report.top1_agreement.stderr,
         "ln_ppl_ratio": report.ln_ppl_ratio.value,
         "ln_ppl_ratio_stderr": report.ln_ppl_ratio.stderr,
         "tokens": report.tokens,
@@ -87,6 +112,37 @@ def optimized(graph: Graph, passes: dict[str, Any], context: PassContext) -> tup
         plan = optimization.check(candidate, context)
         stats = optimization.apply(candidate, plan, context).stats
     return candidate, stats
+
+
+def kv_bytes(graph: Graph) -> int:
+    """Bytes of the KV cache a token."""
+    return sum(spec.token_bytes for spec in graph.meta.kv_specs)
+
+
+def forget_peak() -> None:
+    """Let the largest memory of this process be counted anew, where the system can."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return
+
+
+def save(file: Path, model: str, rows: list[dict[str, Any]]) -> None:
+    """Put ``rows`` into ``file``: each replaces that of the same try on as much text."""
+    around = environment()
+    where = {key: around[key] for key in WHERE}
+    command = shlex.join(
+        ["python", "-m", "bench.quantization", *(public(a, Path.cwd()) for a in sys.argv[1:])]
+    )
+    old = json.loads(file.read_text("utf-8"))["results"] if file.is_file() else []
+    new = [row | {"command": command, "time": around["time"], "environment": where} for row in rows]
+    kept = [row for row in old if identity(row) not in {identity(row) for row in new}]
+    text = json.dumps({"model": model, "results": [*kept, *new]}, indent=1)
+    file.write_text(text + "\n", "utf-8")
+
+
+def identity(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["passes"], tuple(row["without"]), row["tokens"]
 
 
 if __name__ == "__main__":

@@ -6,10 +6,15 @@
 temporary directory beside the target, is flushed, then renamed: there is never half an artifact. Opening checks every
 hash before anything is loaded. ``native/`` is the code tier, compiled layers that only run where
 ``optkit.code_tier`` says so; everything else is data and always loads (docs/artifact.md).
+
+Times are in the reports and the code tier alone (``MEASURED``). All else is the same to the byte whenever the same
+source, recipe and versions decide the same, and ``digest`` in the manifest is one hash of it.
 """
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -18,7 +23,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from optkit.errors import UserError
 from optkit.recipe import Recipe, parse_recipe
+from optkit.sums import sha256_file
 
 if TYPE_CHECKING:
     from optkit.graph.ir import Graph
@@ -36,7 +42,7 @@ INTERNAL = "optkit"
 NATIVE = "optkit/native"
 MANIFEST = "optkit/manifest.json"
 SAFE_PATH = re.compile(r"(?:optkit/(?:native/)?)?[A-Za-z0-9._-]{1,128}", re.ASCII)
-CHUNK = 1 << 20
+MEASURED = re.compile(r"optkit/(?:report\.(?:json|html)|native/.*)", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -189,6 +195,8 @@ def problems(directory: Path, manifest: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name} has {found[name].st_size} bytes, the manifest says {listed[name]['bytes']}"
         elif sha256_file(directory / name) != listed[name]["sha256"]:
             yield f"{name} was changed (sha256 differs from the manifest)"
+    if manifest.get("digest", "") not in ("", content_digest(manifest)):
+        yield "the digest in the manifest is not that of its content"
 
 
 def walk(directory: Path) -> Iterator[tuple[str, os.stat_result]]:
@@ -197,15 +205,6 @@ def walk(directory: Path) -> Iterator[tuple[str, os.stat_result]]:
         for name in [*files, *(f for f in folders if (Path(root) / f).is_symlink())]:
             path = Path(root) / name
             yield path.relative_to(directory).as_posix(), path.lstat()
-
-
-def sha256_file(file: Path) -> str:
-    digest = hashlib.sha256()
-    descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
-    with os.fdopen(descriptor, "rb") as stream:
-        while chunk := stream.read(CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 # -- writing ---------------------------------------------------------------------------------------------
@@ -236,24 +235,43 @@ def staging(out: Path, *, force: bool) -> Iterator[Path]:
     out.parent.mkdir(parents=True, exist_ok=True)
     remove_abandoned(out)
     directory = Path(tempfile.mkdtemp(prefix=staging_prefix(out), dir=out.parent))
-    try:
-        yield directory
-        flush(directory)
-        publish(directory, out)
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+    with locked(directory):
+        try:
+            yield directory
+            flush(directory)
+            publish(directory, out)
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def staging_prefix(out: Path) -> str:
-    return f".{out.name}.optkit-tmp-{os.getpid()}-"
+    return f".{out.name}.optkit-tmp-"
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[bool]:
+    """Hold a directory as long as the block runs, or the process lives; False where another process holds it.
+
+    Not the process id says who is alive: in a container the next run has the same one.
+    """
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held = True
+        except OSError:
+            held = False
+        yield held
+    finally:
+        os.close(descriptor)
 
 
 def remove_abandoned(out: Path) -> None:
     """Remove staging directories of runs that were killed."""
-    for left in out.parent.glob(f".{out.name}.optkit-tmp-*"):
-        pid = left.name.split("optkit-tmp-")[1].split("-")[0]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
-            shutil.rmtree(left, ignore_errors=True)
+    for left in out.parent.glob(f"{glob.escape(staging_prefix(out))}*"):
+        with suppress(FileNotFoundError), locked(left) as held:  # its run may end right now
+            if held:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def flush(directory: Path) -> None:
@@ -289,4 +307,12 @@ def write_manifest(directory: Path, content: Mapping[str, Any]) -> None:
         for name, info in sorted(walk(directory))
     }
     manifest = {"format": FORMAT, "schema_version": SCHEMA_VERSION, **content, "files": files}
+    manifest["digest"] = content_digest(manifest)
     (directory / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=False) + "\n", "utf-8")
+
+
+def content_digest(manifest: Mapping[str, Any]) -> str:
+    """sha256 of all of an artifact that is not measured: two artifacts of one digest are the same model."""
+    files = {name: entry for name, entry in manifest["files"].items() if not MEASURED.fullmatch(name)}
+    content = {key: value for key, value in manifest.items() if key != "digest"} | {"files": files}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -6,19 +6,20 @@ logits on a fixed probe: two sequences in ragged chunks, prefill and decode, thr
 those of the graph in memory. The same kernels give the same bits; ``TOLERANCE`` is for torch's own products, whose
 rounding may depend on where in memory their operands lie.
 
-``python -m optkit.artifact_check DIRECTORY OUT THREADS`` is that process.
+``python -m optkit.artifact_check DIRECTORY THREADS`` is that process; if this one is killed, its pipe breaks and it
+ends.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save
 from torch import Tensor
 
 from optkit.artifact import Artifact
@@ -70,31 +71,25 @@ def probe_logits(model: Executable) -> Tensor:
 
 
 def reopened_logits(directory: Path) -> Tensor:
-    """Logits of the probe by a new process that opens ``directory``."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "logits.safetensors"
-        command = [
-            sys.executable,
-            "-m",
-            "optkit.artifact_check",
-            str(directory),
-            str(file),
-            str(torch.get_num_threads()),
-        ]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
-        except subprocess.TimeoutExpired as error:
-            raise differs(f"that took more than {PATIENCE} seconds") from error
-        if done.returncode or not file.is_file():
-            lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-            raise differs(f"it could not be opened ({lines[-1][:300]})")
-        return load_file(file)["logits"]
+    """Logits of the probe by a new process that opens ``directory``; they come through a pipe."""
+    command = [sys.executable, "-m", "optkit.artifact_check", str(directory), str(torch.get_num_threads())]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=PATIENCE, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise differs(f"that took more than {PATIENCE} seconds") from error
+    if done.returncode:
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        reason = lines[-1] if lines else f"exit code {done.returncode}"
+        raise differs(f"it could not be opened ({reason[:300]})")
+    return load(done.stdout)["logits"]
 
 
-def main(directory: str, out: str, threads: str) -> None:
-    """The new process."""
-    torch.set_num_threads(int(threads))
-    save_file({"logits": probe_logits(Artifact.open(directory).executable())}, out)
+def main(directory: str, threads: str) -> None:
+    """The new process. Its standard output is the logits alone; what libraries print goes where errors go."""
+    with os.fdopen(os.dup(1), "wb") as out:
+        os.dup2(2, 1)
+        torch.set_num_threads(int(threads))
+        out.write(save({"logits": probe_logits(Artifact.open(directory).executable())}))
 
 
 if __name__ == "__main__":

@@ -70,11 +70,11 @@ def write_artifact(
 def manifest(
     source: ModelSource, recipe: Recipe, run: RunRecord, environment: dict[str, str]
 ) -> dict[str, Any]:
-    """The manifest's content besides the file list."""
+    """The manifest's content besides the file list; reasons quote times, so they are in the report."""
     return {
         "name": source.name,
         "source": {"name": source.name, "digest": source.digest},
         "recipe": recipe.to_data(),
-        "passes": [{"name": r.name, "decision": r.decision, "reason": r.reason} for r in run.passes],
+        "passes": [{"name": r.name, "decision": r.decision, "restored": r.restored} for r in run.passes],
         "environment": environment,
     }

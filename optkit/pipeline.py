@@ -34,7 +34,7 @@ from optkit.kernels.reference import attention
 from optkit.measure import measure_pair, workload_points
 from optkit.model_source import ModelSource, resolve
 from optkit.passes.base import Pass, PassContext, Plan, Tell, silent
-from optkit.passes.linear_quantization import quantized_sites, restored
+from optkit.passes.linear_quantization import LinearQuantization, quantized_sites, restored
 from optkit.paths import cache_dir
 from optkit.prebuild import prebuild, rebuild
 from optkit.quality import QualityReport, RuntimeLogits, compare, evaluation_windows
@@ -67,18 +67,29 @@ class Pipeline:
         passes = self.recipe.resolve_passes()
         self.states = States(self.source.directory)
         self.steps: list[Any] = []
-        self.workspace: Path | None = None  # of the pass that is worked on
         self.rounded = False  # a kept pass changed values, so exactness can't be seen any more
         self.reference = graph = self.capture()
         records: list[PassRecord] = []
+        workspaces = []
         for resolved in passes:
             self.steps.append(step_of(resolved))
-            graph, record = self.resumed(partial(self.run_pass, graph, resolved))
-            self.states.remove(self.workspace)
+            workspaces.append(self.workspace(resolved, records))
+            graph, record = self.resumed(partial(self.run_pass, graph, resolved, workspaces[-1]))
+            self.states.set_aside(workspaces[-1])
             records.append(PassRecord.from_dict(record))
             self.rounded |= records[-1].in_effect and not records[-1].exact
             self.tell(f"{resolved.entry.name}: {records[-1].decision}, {records[-1].reason}")
-        return self.judge(graph, records)
+        result = self.judge(graph, records)
+        for workspace in workspaces:  # judging may run passes again, from what is in these
+            self.states.remove(workspace)
+        return result
+
+    def workspace(self, resolved: ResolvedPass, before: list[PassRecord]) -> Path:
+        """Where a pass that follows those of ``before`` keeps what it has finished: decided by what is in effect."""
+        steps = {r.entry.name: step_of(r) for r in self.recipe.resolve_passes()}
+        effect = [[steps[r.name], sorted(r.restored)] for r in before if r.in_effect]
+        parts = self.determinants() | {"steps": effect, "pass": step_of(resolved)}
+        return self.states.workspace(state_key(parts))
 
     def capture(self) -> Graph:
         from optkit.capture import capture_directory
@@ -90,12 +101,17 @@ class Pipeline:
         return self.resumed(work)[0]
 
     def resumed(self, work: Callable[[], tuple[Graph, dict[str, Any]]]) -> tuple[Graph, dict[str, Any]]:
-        """The finished state of the steps so far, from the cache or by ``work``."""
+        """The finished state of the steps so far, from the cache or by ``work``.
+
+        What ``work`` made is read back: so a run that was interrupted goes on from the very bytes, which lie in memory
+        as they do here (the last bits of torch's products depend on that).
+        """
         key = state_key(self.determinants())
         found = self.states.load(key)
         if found is None:
-            found = work()
-            self.states.save(key, *found)
+            made = work()
+            self.states.save(key, *made)
+            found = self.states.load(key) or made
         return found
 
     def determinants(self) -> dict[str, Any]:
@@ -110,11 +126,11 @@ class Pipeline:
             "compiler": compiler_digest(),
         }
 
-    def run_pass(self, graph: Graph, resolved: ResolvedPass) -> tuple[Graph, dict[str, Any]]:
+    def run_pass(self, graph: Graph, resolved: ResolvedPass, workspace: Path) -> tuple[Graph, dict[str, Any]]:
         """One pass: check, predict, apply, verify, measure, keep or roll back, record."""
         optimization: Pass = resolved.pass_class(resolved.config)
         candidate = graph.clone()
-        context = self.context(optimization, candidate)
+        context = self.context(workspace)
         plan = optimization.check(candidate, context)
         record = PassRecord.planned(optimization.name, resolved.config.model_dump(), plan)
         if not plan.sites:
@@ -168,14 +184,7 @@ class Pipeline:
         """Give the worst layers of a quantizer back to float until the bounds hold; the result is in the record."""
         missed = record.reason
         self.tell(f"{record.name}: {missed}; measuring which layers")
-        text = Calibration(samples=1, length=site_rollback.TOKENS)
-        windows = self.context().calibration_windows(text)
-        losses = site_rollback.sensitivity(
-            candidate,
-            windows,
-            self.target,
-            lambda text, part=None: self.tell(f"{record.name}: {text}", part=part),
-        )
+        losses = self.site_losses(candidate, record.name)
         trial = replace(record)
 
         def accepted(reduced: Graph, sites: list[str]) -> bool:
@@ -197,17 +206,21 @@ class Pipeline:
         record.decided("reduced", f"{missed}; with the most sensitive {count} back in float: {held}")
         return reduced
 
-    def context(self, optimization: Pass | None = None, graph: Graph | None = None) -> PassContext:
+    def site_losses(self, graph: Graph, name: str) -> dict[str, float]:
+        """KL of each quantized layer of ``graph`` alone."""
+        text = Calibration(samples=1, length=site_rollback.TOKENS)
+        windows = self.context().calibration_windows(text)
+        return site_rollback.sensitivity(
+            graph, windows, self.target, lambda text, part=None: self.tell(f"{name}: {text}", part=part)
+        )
+
+    def context(self, workspace: Path | None = None) -> PassContext:
         """What passes may look at: the target, calibration text, and where this pass keeps what it has finished."""
         calibration = partial(
             calibration_windows,
             directory=self.source.directory,
             max_length=self.reference.meta.max_model_len,
         )
-        workspace = None
-        if optimization is not None and graph is not None:
-            step = [self.determinants(), optimization.name, graph_to_json(graph)]
-            workspace = self.workspace = self.states.workspace(state_key({"pass": step}))
         return PassContext(self.target, calibration, workspace, self.tell)
 
     def apply(self, optimization: Pass, graph: Graph, plan: Plan, context: PassContext) -> Any:
@@ -263,28 +276,70 @@ class Pipeline:
         return graph
 
     def judge(self, graph: Graph, records: list[PassRecord]) -> tuple[Graph, RunRecord]:
-        """Quality and bounds of the whole; while a bound is missed, the last inexact pass is undone."""
+        """Quality and bounds of the whole; while one is missed, the worst layers go back to float, or a pass goes."""
         while True:
             run = RunRecord(records, self.whole(graph, records))
             kept, reason = (
                 decide(self.recipe.accept, Evidence.of(run.whole)) if run.whole else (True, "no pass")
             )
             inexact = [r for r in records if r.in_effect and not r.exact]
-            if kept or not inexact:
+            if kept or not inexact or run.whole is None:
                 self.ensure_code(graph)
                 return graph, run
+            reduced = self.reduce_whole(records, run.whole, reason)
+            if reduced is not None:
+                graph, records = reduced
+                continue
             self.tell(f"the whole misses a bound: {reason}; undoing {inexact[-1].name}")
             inexact[-1].decided("rolled back", f"the whole missed a bound: {reason}")
             graph = self.replay(records)
 
+    def reduce_whole(
+        self, records: list[PassRecord], whole: PassRecord, missed: str
+    ) -> tuple[Graph, list[PassRecord]] | None:
+        """The worst quantized layers back in float until the whole's bounds hold; None if that is no help."""
+        bounds, evidence = self.recipe.accept, Evidence.of(whole)
+        quantizers = {
+            r.entry.name for r in self.recipe.resolve_passes() if issubclass(r.pass_class, LinearQuantization)
+        }
+        if not missed_quality(bounds, evidence) or not any(
+            r.in_effect and r.name in quantizers for r in records
+        ):
+            return None
+        self.tell(f"the whole misses a bound: {missed}; measuring which layers")
+        fresh = self.replay(records)  # a step from the cache forgets its float layers
+        losses = self.site_losses(fresh, "the whole")
+        for sites in site_rollback.reductions(losses, excess_share(bounds, evidence)):
+            self.tell(f"the whole: {len(sites)} of {len(losses)} layers back in float")
+            trial = site_rollback.given_back(records, sites, quantizers)
+            graph = self.replay(trial)
+            measured = self.whole(graph, trial)
+            assert measured is not None  # quantizers are in effect
+            kept, held = decide(bounds, Evidence.of(measured))
+            if kept:
+                for record, before in zip(trial, records, strict=True):
+                    if len(record.restored) > len(before.restored):
+                        count = f"{len(record.restored)} layers"
+                        record.decided(
+                            "reduced",
+                            f"the whole missed a bound: {missed}; with {count} back in float: {held}",
+                        )
+                return graph, trial
+        return None
+
     def replay(self, records: list[PassRecord]) -> Graph:
-        """The graph of the passes that are still kept."""
+        """The graph of the passes that are still kept. What they calibrated is taken from their workspaces."""
         graph = self.reference.clone()
         resolved = {r.entry.name: r for r in self.recipe.resolve_passes()}
-        for record in records:
+        for index, record in enumerate(records):
             if record.in_effect:
                 optimization = resolved[record.name].pass_class(resolved[record.name].config)
-                self.apply(optimization, graph, optimization.check(graph, self.context()), self.context())
+                workspace = self.workspace(resolved[record.name], records[:index])
+                context = self.context(self.states.parts(workspace))
+                plan = optimization.check(graph, context)
+                result = self.apply(optimization, graph, plan, context)
+                record.sites = [site.name for site in plan.sites]  # a later pass takes up what one gave back
+                record.changed = result.changed - len(record.restored)
                 graph = restored(graph, set(record.restored))
                 if PLAN in graph.plan:
                     self.compile(graph, record)

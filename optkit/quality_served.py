@@ -7,7 +7,8 @@ never raises a divergence (the log-sum inequality):
 
     KL(p || q) >= sum over S of p ln(p / q) + p(rest) ln(p(rest) / q(rest))
 
-Tokens are told apart by ``token_id:N`` where the server knows ``return_tokens_as_token_ids`` (vLLM), else by text.
+Tokens are told apart by ``token_id:N`` where the server knows ``return_tokens_as_token_ids`` (vLLM), else by text, as
+OpenAI and optkit write it (``bytes:`` for parts of characters).
 """
 
 from __future__ import annotations
@@ -55,7 +56,10 @@ class ServedReport:
 
 
 class Server:
-    """An OpenAI-compatible server at ``url``; the key, if it wants one, is in ``OPENAI_API_KEY``."""
+    """An OpenAI-compatible server at ``url``; the key, if it wants one, is in ``OPENAI_API_KEY``.
+
+    ``context`` is the longest sequence, prompt and answer, if the server says it (``max_model_len``).
+    """
 
     def __init__(self, url: str) -> None:
         import httpx
@@ -64,14 +68,19 @@ class Server:
         self.url = url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.client = httpx.Client(headers=headers, timeout=TIMEOUT)
-        self.model = self._model()
+        self.model, self.context = self._model()
 
-    def _model(self) -> str:
+    def _model(self) -> tuple[str, int | None]:
         data: Any = self._ask("GET", "/v1/models").get("data")
         try:
-            return str(data[0]["id"])
-        except (KeyError, IndexError, TypeError) as error:
+            context = data[0].get("max_model_len")
+            return str(data[0]["id"]), context if type(context) is int and context > 0 else None
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise UserError("the server names no model", where=f"{self.url}/v1/models") from error
+
+    def longest(self, wanted: int) -> int:
+        """``wanted``, or the longest prompt that leaves room for the one token that is generated."""
+        return wanted if self.context is None else min(wanted, self.context - 1)
 
     def score(self, prompt: Sequence[int] | str) -> Scored:
         """Log probabilities of a prompt: token ids, or text that the server cuts into tokens.
@@ -139,8 +148,9 @@ class Server:
 
 def score_text(server: Server, text: str, characters: int) -> ServedReport:
     """Perplexity of a served model on ``text``, of at most so many characters, by its own tokens."""
-    pieces = [text[i : i + PIECE] for i in range(0, min(len(text), characters), PIECE)]
-    pieces = [piece for piece in pieces if len(piece) == PIECE] or pieces
+    length = server.longest(PIECE)  # hardly a character makes more than one token
+    pieces = [text[i : i + length] for i in range(0, min(len(text), characters), length)]
+    pieces = [piece for piece in pieces if len(piece) == length] or pieces
     nll = [-server.score(piece).logprobs for piece in pieces]
     return ServedReport(len(nll), sum(map(len, nll)), perplexity_of(nll))
 

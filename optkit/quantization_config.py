@@ -30,13 +30,24 @@ def quantization_config(graph: Graph) -> dict[str, Any] | None:
         return None
     left = float_modules(graph) + [module.name for module in found if stored_format(module) is None]
     formats = {group["format"] for group in groups}
-    return {
+    described = {
         "quant_method": NAME,
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": {f"group_{i}": group for i, group in enumerate(groups)},
         "ignore": sorted(set(left)),
     }
+    return described | ({"dequantize": True} if any(map(packs_zero_points, groups)) else {})
+
+
+def packs_zero_points(group: dict[str, Any]) -> bool:
+    """Whether transformers must dequantize a group as it loads it.
+
+    By default it prepares modules by compressed-tensors (0.20), whose ``PackedQuantizationCompressor.compress``
+    forgets on the meta device that zero points are packed, and then finds shapes that differ. ``dequantize`` is its
+    other way.
+    """
+    return group["format"] == PACK and not group["weights"]["symmetric"]
 
 
 def config_groups(found: list[Module]) -> list[dict[str, Any]]:

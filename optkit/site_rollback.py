@@ -3,12 +3,13 @@
 Each quantized layer is measured alone, against the float graph on calibration text; losses are taken to add up to the
 whole's, which says how many of the worst have to go. What that gives is measured through the runtime as any candidate
 is, and if a bound is still missed, more go. When half of the layers would have to, the pass is not for this model: the
-driver undoes it.
+driver undoes it. The same is done where all passes together miss what the recipe asks of the whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from optkit.graph.ir import Graph
@@ -16,6 +17,7 @@ from optkit.graph.walk import Walk
 from optkit.passes.base import Tell
 from optkit.passes.linear_quantization import FLOAT, quantized_sites, restored
 from optkit.passes.sensitivity import site_sensitivity
+from optkit.records import PassRecord
 
 if TYPE_CHECKING:
     from optkit.target import Target
@@ -66,3 +68,17 @@ def reduce_until(
         if accepted(graph, sites):
             return graph, sites
     return None
+
+
+def given_back(
+    records: Sequence[PassRecord], sites: Sequence[str], quantizers: Container[str]
+) -> list[PassRecord]:
+    """Copies of ``records`` in which each of ``sites`` is back in float, in the last pass that quantized it."""
+    found = [replace(record, restored=list(record.restored)) for record in records]
+    for site in sites:
+        for record in reversed(found):
+            own = record.in_effect and record.name in quantizers and site in record.sites
+            if own and site not in record.restored:
+                record.restored.append(site)
+                break
+    return found

@@ -3,7 +3,7 @@
 A state is the graph after a step and the step's record. Its key is a hash of everything that determines it: the
 source model, the steps so far with their options and bounds, the workload, the target, the versions and optkit's
 own compiler sources. On disk it is ``graph.json``, the tensors that differ from the source, and the record;
-written aside and renamed, so a state is whole or absent.
+written aside and renamed, so a state is whole or absent. What was damaged since counts as absent (``sums``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from optkit.formats.source import open_source
 from optkit.graph.ir import Graph
 from optkit.graph.serialize import graph_from_json, graph_to_json
 from optkit.paths import cache_dir
+from optkit.sums import is_finished, list_finished
 
+FILES = ("graph.json", "changed.safetensors", "constants.safetensors", "record.json")
 KEEP = 24  # states; the oldest beyond this are removed
 KEEP_PARTS = 2
 
@@ -38,9 +40,12 @@ class States:
         self.source = open_source(source)
 
     def load(self, key: str) -> tuple[Graph, dict[str, Any]] | None:
-        """The graph and record of state ``key``, or None when it was not finished."""
+        """The graph and record of state ``key``, or None when it was not finished, or is damaged and now gone."""
         directory = self.root / key
-        if not (directory / "record.json").is_file():
+        if not directory.is_dir():
+            return None
+        if not all(is_finished(directory, name) for name in FILES):
+            shutil.rmtree(directory, ignore_errors=True)
             return None
         os.utime(directory)
         changed, kept = (
@@ -63,6 +68,7 @@ class States:
             save_file(changed_tensors(graph, self.source), temporary / "changed.safetensors")
             save_file(constants(graph), temporary / "constants.safetensors")
             (temporary / "record.json").write_text(json.dumps(record), "utf-8")
+            list_finished(temporary, *FILES)
             if not (self.root / key).exists():
                 temporary.rename(self.root / key)
         finally:
@@ -70,21 +76,36 @@ class States:
         self.remove_oldest()
 
     def workspace(self, key: str) -> Path:
-        """A directory for the finished parts of a step that is not finished; the step's end removes it."""
+        """A directory for the finished parts of a step that is not finished."""
         return self.root / f".part-{key}"
 
-    def remove(self, workspace: Path | None) -> None:
-        """Drop the parts of a step that is finished."""
-        if workspace is not None:
-            shutil.rmtree(workspace, ignore_errors=True)
+    def set_aside(self, workspace: Path) -> None:
+        """The step is finished; its parts stay until the run is over, which may have to do the step again."""
+        if workspace.is_dir():
+            shutil.rmtree(aside(workspace), ignore_errors=True)
+            workspace.rename(aside(workspace))
+
+    def parts(self, workspace: Path) -> Path:
+        """Where the parts of a step are: aside if it was finished."""
+        return aside(workspace) if aside(workspace).is_dir() else workspace
+
+    def remove(self, workspace: Path) -> None:
+        """Drop the parts of a step."""
+        for place in (workspace, aside(workspace)):
+            shutil.rmtree(place, ignore_errors=True)
 
     def remove_oldest(self) -> None:
-        """States beyond ``KEEP``, and parts of steps beyond ``KEEP_PARTS``."""
+        """States beyond ``KEEP``, and parts of steps, finished or not, beyond ``KEEP_PARTS`` of each."""
         entries = sorted((p for p in self.root.iterdir() if p.is_dir()), key=lambda p: p.stat().st_mtime)
         parts = [p for p in entries if p.name.startswith(".part-")]
-        states = [p for p in entries if p not in parts]
-        for old in [*states[:-KEEP], *parts[:-KEEP_PARTS]]:
+        finished = [p for p in entries if p.name.startswith(".done-")]
+        states = [p for p in entries if p not in parts + finished]
+        for old in [*states[:-KEEP], *parts[:-KEEP_PARTS], *finished[:-KEEP_PARTS]]:
             shutil.rmtree(old, ignore_errors=True)
+
+
+def aside(workspace: Path) -> Path:
+    return workspace.with_name(workspace.name.replace(".part-", ".done-"))
 
 
 def state_key(parts: Mapping[str, Any]) -> str:

@@ -20,6 +20,7 @@ PASSES: dict[str, str] = {
     "fuse_add_rms_norm": "optkit.passes.fuse_add_rms_norm:FuseAddRMSNorm",
     "prune_rows": "optkit.passes.prune_rows:PruneRows",
     "prune": "optkit.passes.prune:Prune",
+    "prune_heads": "optkit.passes.prune_heads:PruneHeads",
     "smoothquant": "optkit.passes.smoothquant:SmoothQuant",
     "int8": "optkit.passes.int8:Int8",
     "rtn": "optkit.passes.rtn:RTN",

@@ -19,6 +19,7 @@ from optkit.graph.walk import Walk
 from optkit.passes.awq_search import search_clip, search_scale
 from optkit.passes.base import PassContext
 from optkit.passes.calibrated import CalibratedConfig, CalibratedQuantization, Group, Moments, walk_through
+from optkit.passes.calibration_cost import Rates, Shapes, Text
 from optkit.passes.finished_groups import FinishedGroups
 from optkit.passes.folding import fold, readers, why_not_foldable
 from optkit.passes.grid import QuantizedWeight, fit_groups, group_of, nearest_codes
@@ -35,6 +36,13 @@ class AWQConfig(CalibratedConfig):
 class AWQ(CalibratedQuantization):
     name = "awq"
     Config = AWQConfig
+
+    def seconds(
+        self, rates: Rates, layers: Sequence[Shapes], text: Text, walks: tuple[float, float]
+    ) -> float:
+        every = [shape for shapes in layers for shape in shapes]
+        searches = rates.scales(every) + (rates.clips(every) if self.config.clip else 0.0)
+        return sum(walks) + 2 * rates.hessians(layers, text) + searches
 
     def prepare(
         self, graph: Graph, groups: list[Group], windows: Sequence[Sequence[int]], ctx: PassContext

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,9 +26,19 @@ from optkit.graph.ir import Graph
 from optkit.graph.walk import Walk
 from optkit.kernels import reference
 from optkit.passes.base import PassContext, PassResult, Plan, Site, Tell
-from optkit.passes.calibration_cost import estimate, estimate_text, measured_text
+from optkit.passes.calibration_cost import (
+    CalibrationCost,
+    Rates,
+    Shapes,
+    Text,
+    estimate,
+    estimate_text,
+    measure_rates,
+    measured_text,
+)
 from optkit.passes.finished_groups import FinishedGroups
-from optkit.passes.linear_quantization import Emitter, LinearQuantization, weight_stats
+from optkit.passes.gptq_solver import add_products, mirrored
+from optkit.passes.linear_quantization import Emitter, LinearQuantization, weight_of, weight_stats
 from optkit.passes.schemes import SchemeConfig
 from optkit.passes.weight_formats import WeightFormat
 
@@ -71,9 +81,9 @@ class Moments:
                 self.hessian = torch.zeros(x.shape[1], x.shape[1])
                 self.mean = torch.zeros(x.shape[1])
             count += len(x)
-            self.hessian.addmm_(x.T, x)
+            add_products(self.hessian, x)
             self.mean += x.abs().sum(dim=0)
-        self.hessian /= count
+        self.hessian = mirrored(self.hessian) / count
         self.mean /= count
 
 
@@ -94,13 +104,13 @@ class CalibratedQuantization(LinearQuantization):
             return super().apply(graph, plan, ctx)
         before, groups = graph.num_bytes(), by_activation(plan.sites)
         windows = ctx.calibration_windows(self.config.calibration)
-        expected = estimate(graph, [(g.x, shapes(graph, g)) for g in groups], windows, ctx.target)
+        expected = self.expected(graph, groups, Text.of(windows), ctx)
         ctx.tell(f"{self.name}: calibrating on {len(windows)} samples, {estimate_text(expected)}")
         start = time.monotonic()
         self.prepare(graph, groups, windows, ctx)
         emitter = Emitter(graph)
 
-        def replace(group: Group, solution: Mapping[str, Tensor], walk: Walk) -> None:
+        def put_back(group: Group, solution: Mapping[str, Tensor], walk: Walk) -> None:
             for index, site in enumerate(group.sites):
                 form = self.site_format(graph, site)[1]
                 own = {t: solution[f"{index}.{t}"] for t in form.tensors if f"{index}.{t}" in solution}
@@ -110,7 +120,7 @@ class CalibratedQuantization(LinearQuantization):
             Walk(graph, windows, ctx.target),
             groups,
             lambda group, walk: self.solve(graph, group, Moments(walk.values(group.x))),
-            replace,
+            put_back,
             FinishedGroups(ctx.workspace, "codes"),
             lambda text, part=None: ctx.tell(f"{self.name}: {text}", part=part),
         )
@@ -118,6 +128,34 @@ class CalibratedQuantization(LinearQuantization):
         stats = weight_stats(before, graph) | {"calibration_tokens": sum(map(len, windows))}
         ctx.tell(f"{self.name}: calibrated, {measured_text(expected, time.monotonic() - start)}")
         return PassResult(len(plan.sites), stats)
+
+    def expected(
+        self, graph: Graph, groups: Sequence[Group], text: Text, ctx: PassContext
+    ) -> CalibrationCost:
+        """Time and memory of ``apply``."""
+        layers = [shapes(graph, group) for group in groups]
+        after = graph.clone()
+        emitter, by_name = Emitter(after), {node.name: node for node in after.fx.nodes}
+        for site in (site for group in groups for site in group.sites):
+            form = self.site_format(graph, site)[1]
+            planned = form.planned(*weight_of(graph, site.nodes[0]).shape)
+            emitter.emit(Site(site.name, (by_name[site.nodes[0].name],)), form, planned)
+        after.prune()
+        rates = measure_rates(layers, text, self.site_format(graph, groups[0].sites[0])[1].grid)
+        walks = rates.walk(graph, text, ctx.target), rates.walk(after, text, ctx.target)
+        seconds = self.seconds(rates, layers, text, walks)
+        cost = estimate(graph, [group.x for group in groups], layers, text, seconds)
+        return replace(cost, num_bytes=cost.num_bytes + self.held_bytes(graph, text))
+
+    def held_bytes(self, graph: Graph, text: Text) -> int:
+        """Bytes that this pass needs besides the walk and the solver."""
+        return 0
+
+    @abstractmethod
+    def seconds(
+        self, rates: Rates, layers: Sequence[Shapes], text: Text, walks: tuple[float, float]
+    ) -> float:
+        """What calibrating takes; ``walks`` are of the float graph and of the quantized one."""
 
     def prepare(
         self, graph: Graph, groups: list[Group], windows: Sequence[Sequence[int]], ctx: PassContext
@@ -160,4 +198,4 @@ def by_activation(sites: Iterable[Site]) -> list[Group]:
 
 def shapes(graph: Graph, group: Group) -> list[Any]:
     """[N, K] of each layer of a group."""
-    return [tuple(graph.weights[str(site.nodes[0].args[1].target)].value.shape) for site in group.sites]
+    return [tuple(weight_of(graph, site.nodes[0]).shape) for site in group.sites]

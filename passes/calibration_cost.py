@@ -2,14 +2,14 @@
 
 Memory is counted, not guessed: the walk is simulated on shapes, which gives the bytes of the activations that are
 kept at each group, and to those come the weights and what the solver needs for the largest layer. Time is the
-arithmetic of the layers, the Hessians and the solver at rates measured in this process just now, so that a busy or a
-slow machine shows.
+arithmetic of the walks, the Hessians and the solver at rates measured in this process just now, so that a busy or a
+slow machine shows; each pass adds up its own (``CalibratedQuantization.seconds``).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,20 +17,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
-from optkit.graph.cost import graph_cost
+from optkit.graph.cost import predict_seconds
 from optkit.graph.ir import Graph
 from optkit.graph.shapes import Point, infer_shapes
 from optkit.graph.walk import needed, pieces, stretch
-from optkit.passes.gptq_solver import gptq
-from optkit.passes.grid import IntegerGrid
+from optkit.passes.awq_search import POINTS, search_clip
+from optkit.passes.gptq_solver import add_products, gptq
+from optkit.passes.grid import Grid, IntegerGrid, round_to_nearest
 
 if TYPE_CHECKING:
     from optkit.target import Target
 
-Layers = Sequence[tuple[fx.Node, Sequence[tuple[int, int]]]]
+Shapes = Sequence[tuple[int, int]]  # [N, K] of the layers of a group
 SOLVER_MATRICES = 6  # [K, K] float32 that the solver holds at once
 SOLVER_WEIGHTS = 6  # [N, K] float32
 PROBE_SECONDS = 0.2
+PROBE = 256, 512  # a weight that searches are tried on
 
 
 @dataclass(frozen=True)
@@ -41,19 +43,84 @@ class CalibrationCost:
     num_bytes: int
 
 
-def estimate(
-    graph: Graph, layers: Layers, windows: Sequence[Sequence[int]], target: Target
-) -> CalibrationCost:
-    """What a pass will take that walks ``graph`` to each activation of ``layers`` and solves its layers [N, K]."""
-    longest = max(map(len, windows))
-    tokens = sum(map(len, windows))
-    kept = max(kept_bytes(graph, [x for x, _ in layers], longest), default=0) * tokens // longest
-    solver = max((solver_bytes(n, k) for _, shapes in layers for n, k in shapes), default=0)
-    window = window_bytes(graph, longest)
-    return CalibrationCost(
-        seconds(graph, layers, tokens, longest),
-        resident_bytes() + graph_growth(graph) + kept + window + solver,
+@dataclass(frozen=True)
+class Text:
+    """How much text there is: tokens in all, and in the longest window."""
+
+    tokens: int
+    longest: int
+
+    @staticmethod
+    def of(windows: Sequence[Sequence[int]]) -> Text:
+        return Text(sum(map(len, windows)), max(map(len, windows)))
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What this process gets done now.
+
+    Attributes:
+        product: FLOP/s of ``x @ w``.
+        square: of ``x.T @ x``, counted as a whole product though only what is above the diagonal is computed.
+        column, value: seconds that a column takes in GPTQ, and what each of its values adds.
+        rounding: seconds a weight takes to be rounded and restored.
+        clipping: seconds a weight takes in the search for ranges.
+    """
+
+    product: float
+    square: float
+    column: float
+    value: float
+    rounding: float
+    clipping: float
+
+    def walk(self, graph: Graph, text: Text, target: Target) -> float:
+        """Seconds to run ``graph`` over the text: the roofline, at the rate that products have now."""
+        once = predict_seconds(graph, Point(text.longest, 1, text.longest), target)
+        return once * target.fp32_flops / self.product * text.tokens / text.longest
+
+    def hessians(self, layers: Sequence[Shapes], text: Text) -> float:
+        return sum(2 * text.tokens * shapes[0][1] ** 2 for shapes in layers) / self.square
+
+    def gptq(self, shapes: Iterable[tuple[int, int]]) -> float:
+        """Columns one by one; and the inverse of H, three factorizations of K^3 / 3 multiply-adds."""
+        return sum(k * (self.column + self.value * n) + 2 * k**3 / self.product for n, k in shapes)
+
+    def clips(self, shapes: Iterable[tuple[int, int]]) -> float:
+        return sum(self.clipping * n * k for n, k in shapes)
+
+    def scales(self, shapes: Iterable[tuple[int, int]]) -> float:
+        """The exponents of AWQ: each rounds the weight, and multiplies what that changed by H."""
+        return sum((POINTS + 1) * n * k * (self.rounding + 2 * k / self.product) for n, k in shapes)
+
+
+def measure_rates(layers: Sequence[Shapes], text: Text, grid: Grid) -> Rates:
+    widest = max((k for shapes in layers for _, k in shapes), default=64)
+    x, weight = torch.randn(min(text.longest, 512), widest), torch.randn(widest, widest)
+    flops = 2 * len(x) * widest * widest
+    n, k = PROBE
+    trial, hessian = torch.randn(n, k), torch.eye(k)
+    size = grid.group_size if k % (grid.group_size or k) == 0 else 0
+    like = IntegerGrid(4, size)
+    small, large = (average(lambda n=n: column_trial(n)) / 64 for n in (64, 2048))  # type: ignore[misc]
+    return Rates(
+        product=flops / average(lambda: x @ weight),
+        square=flops / average(lambda: add_products(weight, x)),
+        column=small,
+        value=max(0.0, (large - small) / (2048 - 64)),
+        rounding=average(lambda: round_to_nearest(trial * 1.5, like).dequantize(size) / 1.5) / (n * k),
+        clipping=average(lambda: search_clip(trial, like, hessian)) / (n * k),
     )
+
+
+def estimate(
+    graph: Graph, goals: Sequence[fx.Node], layers: Sequence[Shapes], text: Text, seconds: float
+) -> CalibrationCost:
+    """What a pass will take that walks ``graph`` to each activation of ``goals`` and solves its ``layers``."""
+    kept = max(kept_bytes(graph, goals, text.longest), default=0) * text.tokens // text.longest
+    solver = max((solver_bytes(n, k) for shapes in layers for n, k in shapes), default=0)
+    window = window_bytes(graph, text.longest)
+    return CalibrationCost(seconds, resident_bytes() + graph_growth(graph) + kept + window + solver)
 
 
 def kept_bytes(graph: Graph, goals: Sequence[fx.Node], length: int) -> list[int]:
@@ -86,27 +153,7 @@ def graph_growth(graph: Graph) -> int:
     return max(0, graph.num_bytes() - resident_file_bytes())
 
 
-def seconds(graph: Graph, layers: Layers, tokens: int, length: int) -> float:
-    """The walk, the Hessians and the solver, at rates measured now."""
-    widest = max((k for _, shapes in layers for _, k in shapes), default=64)
-    x, weight = torch.randn(min(length, 512), widest), torch.randn(widest, widest)
-    product = 2 * len(x) * widest * widest / average(lambda: x @ weight)
-    square = 2 * len(x) * widest * widest / average(lambda: weight.addmm_(x.T, x))
-    walk = graph_cost(graph, Point(length, 1, length)).flops / length * tokens / product
-    hessians = sum(2 * tokens * shapes[0][1] ** 2 for _, shapes in layers if shapes) / square
-    return walk + hessians + solver_seconds([shape for _, shapes in layers for shape in shapes])
-
-
-def solver_seconds(shapes: Sequence[tuple[int, int]]) -> float:
-    """By two small layers: what a column costs, and what each of its values adds."""
-    if not shapes:
-        return 0.0
-    small, large = (average(lambda n=n: trial(n)) / 64 for n in (64, 2048))  # type: ignore[misc]
-    value = max(0.0, (large - small) / (2048 - 64))
-    return sum(k * (small + value * n) for n, k in shapes)
-
-
-def trial(n: int) -> Any:
+def column_trial(n: int) -> Any:
     return gptq(torch.ones(n, 64), torch.eye(64), IntegerGrid(4))
 
 

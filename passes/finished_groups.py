@@ -1,9 +1,12 @@
 """What a calibrating pass has finished, on disk: so that a run that was killed goes on where it was.
 
 ``NNNN.safetensors`` is the solution of group N and ``walk-NNNN.safetensors`` the activations after it. Each is
-written aside and renamed; a file is whole or absent. Solutions count up to the first that is missing. The directory
-belongs to one pass on one graph with one text (the driver names it by their hash), so nothing here has to be checked
-against them.
+written aside and renamed, then listed with its hash (``optkit.sums``); a file is whole or counts as absent. Solutions
+count up to the first that is missing. The directory belongs to one pass on one graph with one text (the driver names
+it by their hash), so nothing here has to be checked against them.
+
+What is read is copied: the last bits of torch's products depend on how operands lie in memory, and copies lie as what
+was just computed does.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from optkit.graph.walk import Walk
+from optkit.sums import is_finished, list_finished
 
 
 class FinishedGroups:
@@ -34,15 +38,15 @@ class FinishedGroups:
         if self.directory is None:
             return 0
         count = 0
-        while self.solution_file(count).is_file():
+        while whole(self.solution_file(count)):
             count += 1
         if self.with_walk:
-            walks = [index for index in range(count) if self.walk_file(index).is_file()]
+            walks = [index for index in range(count) if whole(self.walk_file(index))]
             return walks[-1] + 1 if walks else 0
         return count
 
     def load(self, index: int) -> dict[str, Tensor]:
-        return load_file(self.solution_file(index))
+        return read(self.solution_file(index))
 
     def save(self, index: int, solution: Mapping[str, Tensor]) -> None:
         if self.directory is not None:
@@ -62,9 +66,9 @@ class FinishedGroups:
         if self.directory is None or self.caught_up:
             return
         self.caught_up = True
-        kept = [file for n in range(index) if (file := self.walk_file(n)).is_file()]
+        kept = [file for n in range(index) if whole(file := self.walk_file(n))]
         if kept:
-            walk.restore(load_file(kept[-1]))
+            walk.restore(read(kept[-1]))
 
     def solution_file(self, index: int) -> Path:
         assert self.directory is not None
@@ -82,3 +86,12 @@ def write(file: Path, tensors: Mapping[str, Tensor]) -> None:
     with open(temporary, "rb") as written:
         os.fsync(written.fileno())
     temporary.rename(file)
+    list_finished(file.parent, file.name)
+
+
+def whole(file: Path) -> bool:
+    return is_finished(file.parent, file.name)
+
+
+def read(file: Path) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in load_file(file).items()}

@@ -25,7 +25,8 @@ from optkit.graph.walk import Walk
 from optkit.kernels import reference
 from optkit.kernels.reference import FP8_MOST
 from optkit.passes.base import PassContext, PassResult, Plan
-from optkit.passes.calibrated import by_activation
+from optkit.passes.calibrated import Group, by_activation, walk_through
+from optkit.passes.finished_groups import FinishedGroups
 from optkit.passes.grid import Grid, QuantizedWeight
 from optkit.passes.linear_quantization import (
     Emitter,
@@ -96,14 +97,26 @@ class FP8(LinearQuantization):
             return super().apply(graph, plan, ctx)
         before = graph.num_bytes()
         windows = ctx.calibration_windows(self.config.calibration)
-        walk, emitter = Walk(graph, windows, ctx.target), Emitter(graph)
-        groups = by_activation(plan.sites)
-        for index, group in enumerate(groups):
-            ctx.tell(f"fp8: {group.name}", part=(index, len(groups)))
-            scale = static_scale(torch.stack([x.abs().amax() for x in walk.values(group.x)]).amax())
+        emitter = Emitter(graph)
+
+        def solve(group: Group, walk: Walk) -> dict[str, Tensor]:
+            absmax = torch.stack([x.abs().amax() for x in walk.values(group.x)]).amax()
+            return {"input_scale": static_scale(absmax)}
+
+        def replace(group: Group, solution: Mapping[str, Tensor], walk: Walk) -> None:
             for site in group.sites:
                 node, form = self.site_format(graph, site)
-                emitter.emit(site, form, form.round(weight_of(graph, node)) | {"input_scale": scale.clone()})
+                own = {"input_scale": solution["input_scale"].clone()}
+                emitter.emit(site, form, form.round(weight_of(graph, node)) | own)
+
+        walk_through(
+            Walk(graph, windows, ctx.target),
+            by_activation(plan.sites),
+            solve,
+            replace,
+            FinishedGroups(ctx.workspace, "scales"),
+            lambda text, part=None: ctx.tell(f"{self.name}: {text}", part=part),
+        )
         graph.prune()
         stats = weight_stats(before, graph) | {"calibration_tokens": sum(map(len, windows))}
         return PassResult(len(plan.sites), stats)

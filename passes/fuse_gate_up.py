@@ -1,6 +1,7 @@
 """fuse_gate_up: the gate and up projections of a gated MLP become one matrix product.
 
-``silu(x @ G) * (x @ U)`` reads x once instead of twice, and the activation reads one buffer. Exact.
+``silu(x @ G) * (x @ U)`` reads x once instead of twice, and the activation reads one buffer. Exact, also of the
+codes of a quantized checkpoint.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from torch import fx
 from optkit.graph.ir import Graph
 from optkit.kernels import reference
 from optkit.passes.base import Pass, PassContext, PassResult, Plan, Site, Skip, Stage
-from optkit.passes.rewrite import can_stack, out_features, site_name, stack_linears
+from optkit.passes.rewrite import LINEARS, can_stack, out_features, site_name, stack_linears
 
 PACKED: dict[Any, Any] = {
     reference.silu_mul: reference.silu_mul_packed,
@@ -47,7 +48,7 @@ class FuseGateUp(Pass):
 
 def why_not(graph: Graph, node: fx.Node) -> str | None:
     gate, up = node.args[:2]
-    if not all(isinstance(x, fx.Node) and x.target is reference.linear for x in (gate, up)):
+    if not all(isinstance(x, fx.Node) and x.target in LINEARS for x in (gate, up)):
         return "gate and up already come from one projection"
     if len(gate.users) > 1 or len(up.users) > 1:
         return "something else reads the gate or up projection"

@@ -1,7 +1,8 @@
 """fuse_qkv: the q, k and v projections of a layer become one matrix product.
 
 Three products with the same input read it three times and start three kernels; one product of their stacked
-weights does neither. Outputs are column slices. Exact: every output element is the same dot product.
+weights does neither. Outputs are column slices. Exact: every output element is the same dot product. Layers of a
+quantized checkpoint are stacked as they are, codes over codes, where their formats agree.
 """
 
 from __future__ import annotations
@@ -12,7 +13,14 @@ from torch import fx
 from optkit.graph.ir import Graph
 from optkit.kernels import reference
 from optkit.passes.base import Pass, PassContext, PassResult, Plan, Site, Skip, Stage
-from optkit.passes.rewrite import can_stack, out_features, site_name, split_columns, stack_linears
+from optkit.passes.rewrite import (
+    LINEARS,
+    can_stack,
+    out_features,
+    site_name,
+    split_columns,
+    stack_linears,
+)
 
 aten = torch.ops.aten
 THROUGH = {reference.rope, reference.rms_norm, reference.layer_norm, aten.reshape.default, aten.transpose.int}
@@ -51,4 +59,4 @@ def projection(node: fx.Node) -> fx.Node | None:
     """The linear an attention input comes from, through reshapes, norms and RoPE."""
     while isinstance(node, fx.Node) and node.target in THROUGH:
         node = node.args[0]
-    return node if isinstance(node, fx.Node) and node.target is reference.linear else None
+    return node if isinstance(node, fx.Node) and node.target in LINEARS else None

@@ -7,6 +7,7 @@ time; ``group`` is the original's, a little better at few bits, and stores each 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import Field, model_validator
@@ -17,7 +18,9 @@ from optkit.graph.ir import Graph
 from optkit.passes.awq_search import search_clip
 from optkit.passes.base import PassContext, Plan
 from optkit.passes.calibrated import CalibratedConfig, CalibratedQuantization, Group, Moments
+from optkit.passes.calibration_cost import Rates, Shapes, Text
 from optkit.passes.gptq_solver import ActOrder, gptq
+from optkit.passes.grid import Grid, QuantizedWeight
 from optkit.passes.linear_quantization import members, weight_of
 from optkit.passes.weight_formats import PackedFormat
 
@@ -52,19 +55,34 @@ class GPTQ(CalibratedQuantization):
         return plan
 
     def solve(self, graph: Graph, group: Group, moments: Moments) -> dict[str, Tensor]:
-        config = self.config
         found: dict[str, Tensor] = {}
         for index, site in enumerate(group.sites):
             node, form = self.site_format(graph, site)
-            weight, grid = weight_of(graph, node), form.grid
-            clipped = config.clip and config.actorder == "static"
-            quantized = gptq(
-                weight,
-                moments.hessian,
-                grid,
-                damping=config.damping,
-                actorder=config.actorder,
-                fitted=search_clip(weight, grid, moments.hessian) if clipped else None,
-            )
-            found |= {f"{index}.{key}": tensor for key, tensor in form.pack(quantized).items()}
+            solution = self.solution(weight_of(graph, node), form.grid, moments.hessian)
+            found |= {f"{index}.{key}": tensor for key, tensor in form.pack(solution).items()}
         return found
+
+    def seconds(
+        self, rates: Rates, layers: Sequence[Shapes], text: Text, walks: tuple[float, float]
+    ) -> float:
+        return walks[1] + rates.hessians(layers, text) + self.solving(rates, layers)
+
+    def solving(self, rates: Rates, layers: Sequence[Shapes]) -> float:
+        every = [shape for shapes in layers for shape in shapes]
+        return rates.gptq(every) + (rates.clips(every) if self.clips else 0.0)
+
+    @property
+    def clips(self) -> bool:
+        """Whether ranges are searched: grids must be known before the first column is rounded."""
+        return bool(self.config.clip and self.config.actorder == "static")
+
+    def solution(self, weight: Tensor, grid: Grid, hessian: Tensor) -> QuantizedWeight:
+        """Weight [N, K] on ``grid``, as the options say."""
+        return gptq(
+            weight,
+            hessian,
+            grid,
+            damping=self.config.damping,
+            actorder=self.config.actorder,
+            fitted=search_clip(weight, grid, hessian) if self.clips else None,
+        )

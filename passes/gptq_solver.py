@@ -19,6 +19,7 @@ from optkit.passes.grid import Grid, QuantizedWeight, fit_groups, group_of, near
 
 ActOrder = Literal["static", "group"]
 BLOCK = 64
+STRIPS = 4  # more would be too narrow for matrix products
 ATTEMPTS = 4  # each with ten times the damping
 
 
@@ -80,6 +81,21 @@ def gptq(
     back = order.argsort()
     g_idx = group[back].to(torch.int32) if actorder == "group" else None
     return QuantizedWeight(codes[back].T.contiguous(), scale.T.contiguous(), minimum.T.contiguous(), g_idx)
+
+
+def add_products(hessian: Tensor, x: Tensor) -> None:
+    """Add ``x^T x`` of x [T, K] to ``hessian`` [K, K], on and above the diagonal; what is below means nothing.
+
+    Strips of rows from the diagonal on are 5/8 of the whole product.
+    """
+    size = -(-len(hessian) // STRIPS)
+    for start in range(0, len(hessian), size):
+        hessian[start : start + size, start:].addmm_(x[:, start : start + size].T, x[:, start:])
+
+
+def mirrored(hessian: Tensor) -> Tensor:
+    """The symmetric matrix that ``hessian`` holds on and above its diagonal."""
+    return hessian.triu() + hessian.triu(1).T
 
 
 def inverse_factor(hessian: Tensor, damping: float) -> Tensor:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 from torch import fx
 
 from optkit.graph.ir import Graph
@@ -30,6 +30,11 @@ class Int8Config(LinearQuantizationConfig):
         default_factory=list,
         description="modules whose activations stay as they are (W8A16): names as in ignore",
     )
+
+    @field_validator("weight_only")
+    @classmethod
+    def weight_only_compiles(cls, patterns: list[str]) -> list[str]:
+        return cls.patterns_compile(patterns)
 
 
 class Int8(LinearQuantization):

@@ -1,10 +1,15 @@
 """mixed_precision: every layer gets the precision that it needs, under one budget for all.
 
-Each layer is quantized alone in each of the ``schemes`` and the KL divergence of the model's outputs is measured;
-then ``assignment`` gives the larger formats to those layers where a byte (or a millisecond of decode, by the
-roofline) takes away most divergence. The budget is ``bits`` a weight, ``max_bytes``, or the divergence ``max_kld`` to
-be reached with the least. Finally all are quantized together by GPTQ, each in its own format. With ``lm_head: true``
-the output head takes part.
+Each layer is quantized alone by GPTQ and the KL divergence of the model's outputs is measured; then ``assignment``
+gives the larger formats to those layers where a byte (or a millisecond of decode, by the roofline) takes away most
+divergence. The budget is ``bits`` a weight, ``max_bytes``, or the divergence ``max_kld`` to be reached with the
+least. Finally all are quantized together by GPTQ, each in its own format. With ``lm_head: true`` the output head
+takes part.
+
+Of the ``schemes`` that treat activations alike, the one with the largest error is measured; divergence is quadratic in
+small errors, so the others' are to it as the squared errors of the layer's outputs (of rounding to nearest; what GPTQ
+makes up for is about the same share of each). Only a budget of divergence needs
+to know what rounding the activations costs by itself, and measures all.
 """
 
 from __future__ import annotations
@@ -23,12 +28,15 @@ from optkit.graph.shapes import Point, infer_shapes
 from optkit.graph.walk import Walk
 from optkit.passes.assignment import Choice, assign
 from optkit.passes.base import PassContext, PassResult, Plan, Site
-from optkit.passes.calibrated import Group, walk_through
+from optkit.passes.calibrated import Group, Moments, walk_through
+from optkit.passes.calibration_cost import Rates, Shapes, Text
 from optkit.passes.finished_groups import FinishedGroups
 from optkit.passes.gptq import GPTQ, GPTQConfig
+from optkit.passes.gptq_solver import output_error
+from optkit.passes.grid import round_to_nearest
 from optkit.passes.linear_quantization import Emitter, weight_of
 from optkit.passes.schemes import fitting, make_format
-from optkit.passes.sensitivity import float_logits, variant_kl
+from optkit.passes.sensitivity import EVERY, Divergence
 from optkit.passes.weight_formats import WeightFormat
 from optkit.recipe import Bytes
 
@@ -47,7 +55,7 @@ class MixedPrecisionConfig(GPTQConfig):
     )
     price: str = Field("bytes", pattern="^(bytes|milliseconds)$", description="what an upgrade is judged by")
     sensitivity_tokens: int = Field(
-        512, ge=16, le=1 << 16, description="tokens that sensitivity is measured on"
+        1024, ge=16, le=1 << 16, description="tokens that sensitivity is measured on, in whole samples"
     )
 
     @model_validator(mode="after")
@@ -94,12 +102,27 @@ class MixedPrecision(GPTQ):
         result = super().apply(graph, plan, ctx)
         return PassResult(result.changed, result.stats | self.result)  # a dry run has no result of its own
 
+    def seconds(
+        self, rates: Rates, layers: Sequence[Shapes], text: Text, walks: tuple[float, float]
+    ) -> float:
+        """GPTQ, once more for each scheme on the float graph; and half a forward pass for each variant."""
+        count = sum(map(len, layers)) * (len(self.config.schemes) if self.config.max_kld else 1)
+        measured = min(self.config.sensitivity_tokens, text.tokens) / text.tokens
+        sensitivity = walks[0] * (1 + measured * count / 2) + rates.hessians(layers, text)
+        solving = self.solving(rates, layers) * (len(self.config.schemes) if self.config.max_kld else 1)
+        return super().seconds(rates, layers, text, walks) + sensitivity + solving
+
+    def held_bytes(self, graph: Graph, text: Text) -> int:
+        """The float model's logits, and those of a variant and its probabilities."""
+        windows = -(-min(self.config.sensitivity_tokens, text.tokens) // text.longest)
+        return 4 * graph.meta.vocab_size * (text.longest // EVERY) * (windows + 2)
+
     def prepare(
         self, graph: Graph, groups: list[Group], windows: Sequence[Sequence[int]], ctx: PassContext
     ) -> None:
         """Measure every layer alone in every scheme, and assign."""
         forms = {site.name: self.usable(graph, site, ctx) for group in groups for site in group.sites}
-        losses = self.measure(graph, groups, forms, short_text(windows, self.config.sensitivity_tokens), ctx)
+        losses = self.measure(graph, groups, forms, windows, ctx)
         sites = [site for group in groups for site in group.sites]
         sizes = {site.name: weight_of(graph, site.nodes[0]).shape for site in sites}
         choices = [
@@ -157,29 +180,67 @@ class MixedPrecision(GPTQ):
     ) -> dict[str, list[float]]:
         """KL of each site in each of its formats, alone."""
         walk = Walk(graph, windows, ctx.target)
-        expected: list[Tensor] = []
+        divergence: list[Divergence] = []
         losses: dict[str, list[float]] = {}
 
         def solve(group: Group, walk: Walk) -> dict[str, Tensor]:
-            if not expected:
-                expected.extend(float_logits(graph, walk))
-            found = {}
-            for index, site in enumerate(group.sites):
-                weight = weight_of(graph, site.nodes[0])
-                variants = [alone(graph, site, form, form.round(weight))[0] for form in forms[site.name]]
-                found[str(index)] = torch.tensor(variant_kl(walk, group.x, variants, expected))
-            return found
+            if not divergence:
+                divergence.append(Divergence(graph, walk, self.config.sensitivity_tokens))
+            moments = Moments(walk.values(group.x))
+            return {
+                str(index): torch.tensor(
+                    self.site_losses(graph, site, forms[site.name], moments.hessian, divergence[0])
+                )
+                for index, site in enumerate(group.sites)
+            }
 
         def replace(group: Group, solution: Mapping[str, Tensor], walk: Walk) -> None:
             for index, site in enumerate(group.sites):
                 losses[site.name] = solution[str(index)].tolist()
 
-        finished = FinishedGroups(ctx.workspace, "sensitivity")
         walk_through(
-            walk, groups, solve, replace, finished,
+            walk, groups, solve, replace, FinishedGroups(ctx.workspace, "sensitivity"),
             lambda text, part=None: ctx.tell(f"{self.name}: sensitivity of {text}", part=part),
         )  # fmt: skip
         return losses
+
+    def site_losses(
+        self,
+        graph: Graph,
+        site: Site,
+        forms: Sequence[WeightFormat],
+        hessian: Tensor,
+        divergence: Divergence,
+    ) -> list[float]:
+        """KL of one site in each of its formats; the walk stands at its input."""
+        weight = weight_of(graph, site.nodes[0])
+        errors = [rounding_error(weight, form, hessian) for form in forms]
+        measured: dict[Any, tuple[float, float]] = {}
+        for form, error in sorted(zip(forms, errors, strict=True), key=lambda pair: -pair[1]):
+            if treatment(form) not in measured or self.config.max_kld:
+                solution = self.solution(weight, form.grid, hessian)
+                loss = divergence.of(alone(graph, site, form, form.pack(solution))[0])
+                measured[form] = measured[treatment(form)] = loss, error
+        return [expected_loss(form, error, measured) for form, error in zip(forms, errors, strict=True)]
+
+
+def rounding_error(weight: Tensor, form: WeightFormat, hessian: Tensor) -> float:
+    """Squared error of a layer's outputs when its weights are rounded to nearest."""
+    rounded = round_to_nearest(weight, form.grid).dequantize(form.grid.group_size)
+    return output_error(weight, rounded, hessian)
+
+
+def expected_loss(form: WeightFormat, error: float, measured: Mapping[Any, tuple[float, float]]) -> float:
+    """The divergence of ``form`` as measured, or in proportion to that of one that treats activations alike."""
+    if form in measured:
+        return measured[form][0]
+    loss, of_error = measured[treatment(form)]
+    return loss * error / of_error if of_error else loss
+
+
+def treatment(form: WeightFormat) -> tuple[bool, int]:
+    """What a format does to activations."""
+    return form.quantizes_input, form.activation_group_size if form.quantizes_input else 0
 
 
 def alone(
@@ -191,16 +252,6 @@ def alone(
     op = Emitter(clone).emit(Site(site.name, (node,)), form, tensors)
     clone.prune()
     return clone, op
-
-
-def short_text(windows: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
-    """The first windows, ``tokens`` in all."""
-    found: list[list[int]] = []
-    for window in windows:
-        left = tokens - sum(map(len, found))
-        if left > 1:
-            found.append(list(window[:left]))
-    return found
 
 
 def count_by_scheme(schemes: Sequence[str], chosen: Sequence[int]) -> dict[str, int]:

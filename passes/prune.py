@@ -23,6 +23,8 @@ from optkit.graph.ir import Graph, Origin, Part, Weight
 from optkit.graph.walk import Walk
 from optkit.kernels import reference
 from optkit.passes.base import Config, Pass, PassContext, PassResult, Plan, Site, Skip, Stage
+from optkit.passes.calibrated import Group, walk_through
+from optkit.passes.finished_groups import FinishedGroups
 from optkit.passes.rewrite import site_name
 
 PAIRS = (reference.silu_mul, reference.gelu_mul)
@@ -103,15 +105,22 @@ class Prune(Pass):
         """The channels [kept] that stay, in order, of each site. A dry run, which has shapes only, takes the first."""
         if any(weight.value.device.type == "meta" for weight in graph.weights.values()):
             return [torch.arange(kept) for _ in plan.sites]
-        walk = Walk(graph.clone(), ctx.calibration_windows(self.config.calibration), ctx.target)
-        by_name = {node.name: node for node in walk.graph.fx.nodes}
-        found = []
-        for number, site in enumerate(plan.sites):
-            ctx.tell(f"prune: {site.name}", part=(number, len(plan.sites)))
-            down, x, *_ = site.nodes
-            weight = graph.weights[str(down.args[1].target)].value
-            score = importance(list(walk.values(by_name[x.name])), weight)
-            found.append(score.topk(kept).indices.sort().values)
+        windows = ctx.calibration_windows(self.config.calibration)
+        found: list[Tensor] = []
+
+        def solve(group: Group, walk: Walk) -> dict[str, Tensor]:
+            weight = graph.weights[str(group.sites[0].nodes[0].args[1].target)].value
+            score = importance(list(walk.values(group.x)), weight)
+            return {"kept": score.topk(kept).indices.sort().values}
+
+        walk_through(
+            Walk(graph, windows, ctx.target),
+            [Group((site,)) for site in plan.sites],
+            solve,
+            lambda group, solution, walk: found.append(solution["kept"]),
+            FinishedGroups(ctx.workspace, "channels"),
+            lambda text, part=None: ctx.tell(f"{self.name}: {text}", part=part),
+        )
         return found
 
 

@@ -16,12 +16,14 @@ from torch import fx
 from optkit.graph.ir import Graph
 from optkit.kernels import reference
 from optkit.passes.base import Pass, PassContext, PassResult, Plan, Site, Skip, Stage
+from optkit.passes.rewrite import LINEARS
 
 aten = torch.ops.aten
 
 # Ops that compute each row of their result from the same row of what they read.
 ROW_BY_ROW = {
-    reference.linear,
+    *LINEARS,
+    reference.quantize_per_token,
     reference.rms_norm,
     reference.add_rms_norm,
     reference.layer_norm,
@@ -42,7 +44,7 @@ class PruneRows(Pass):
         plan = Plan()
         for select in graph.calls(reference.select_rows):
             pruned = row_by_row_before(select)
-            if not any(node.target is reference.linear for node in pruned):
+            if not any(node.target in LINEARS for node in pruned):
                 plan.skips.append(Skip(select.name, "no matrix product before it works row by row"))
             else:
                 plan.sites.append(Site(select.name, (select, *pruned)))

@@ -1,31 +1,38 @@
 """How much a model changes when a single layer is quantized: the KL divergence of its outputs.
 
 The float graph is walked layer by layer; at each, only the rest of the graph is run, once for every variant of that
-layer. So the whole measurement costs half a forward pass a variant. Text is the calibration text: what is decided by
+layer. So the whole measurement costs half a forward pass a variant. The logits of a position cost as much as several
+layers, so every second position is scored and more text is seen. It is calibration text: what is decided by
 sensitivity is judged on another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-
-from torch import Tensor, fx
+from collections.abc import Iterable, Iterator
 
 from optkit.graph.ir import Graph
 from optkit.graph.walk import Walk
 from optkit.quality import mean_kl
 
-
-def float_logits(graph: Graph, walk: Walk) -> list[Tensor]:
-    """The logits that variants are compared with, of each window."""
-    return list(walk.finish(graph))
+EVERY = 2  # so many positions have one that is scored
 
 
-def variant_kl(walk: Walk, x: fx.Node, variants: Sequence[Graph], expected: Sequence[Tensor]) -> list[float]:
-    """Mean KL of each variant, which differs from the walk's graph in layers that read ``x``, over all windows."""
-    for _ in walk.values(x):
-        pass
-    return [mean_kl(zip(expected, walk.finish(variant), strict=True)) for variant in variants]
+class Divergence:
+    """What variants of ``graph`` are compared with: its logits, for the first windows of a walk over it.
+
+    Windows are taken until they hold ``tokens``; the walk may stand anywhere, and go on later.
+    """
+
+    def __init__(self, graph: Graph, walk: Walk, tokens: int) -> None:
+        self.walk, self.count, held = walk, 0, 0
+        while held < tokens and self.count < len(walk.windows):
+            held += len(walk.windows[self.count])
+            self.count += 1
+        self.expected = list(walk.finish(graph, self.count, EVERY))
+
+    def of(self, variant: Graph) -> float:
+        """Mean KL of ``variant``, which differs from the walk's graph only after where the walk stands."""
+        return mean_kl(zip(self.expected, self.walk.finish(variant, self.count, EVERY), strict=True))
 
 
 def site_sensitivity(
@@ -37,7 +44,9 @@ def site_sensitivity(
         base: the float graph that ``walk`` goes over.
         variants: of each site its name, that of the activation it reads, and the graph.
     """
-    expected = float_logits(base, walk)
+    divergence = Divergence(base, walk, sum(map(len, walk.windows)))
     by_name = {node.name: node for node in walk.graph.fx.nodes}
     for site, x, variant in variants:
-        yield site, variant_kl(walk, by_name[x], [variant], expected)[0]
+        for _ in walk.values(by_name[x]):
+            pass
+        yield site, divergence.of(variant)

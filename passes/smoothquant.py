@@ -5,27 +5,49 @@ int8 scale of a whole token. Dividing channel j of the activation by ``s_j`` and
 ``s_j`` changes nothing in exact arithmetic and evens both out; ``s_j = max|x_j|^alpha / max|w_j|^(1 - alpha)``
 (SmoothQuant, arXiv 2211.10438). The division costs nothing at run time: it is folded into what produces the
 activation, the RMSNorm weight before the attention and MLP projections, and the up projection before the down
-projection. Needs calibration text for ``max|x_j|``.
+projection. Needs calibration text for ``max|x_j|``. With ``alpha: search`` the exponent is found for each activation
+(``smoothing``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
 import torch
-from pydantic import Field
+from pydantic import Field, field_validator
 from torch import Tensor
 
 from optkit.calibration import Calibration
 from optkit.graph.ir import Graph
 from optkit.graph.walk import Walk
 from optkit.passes.base import Config, Pass, PassContext, PassResult, Plan, Site, Skip, Stage
+from optkit.passes.calibrated import Group, walk_through
+from optkit.passes.finished_groups import FinishedGroups
 from optkit.passes.folding import fold, readers, why_not_foldable
 from optkit.passes.linear_quantization import weight_of
 from optkit.passes.rewrite import site_name
+from optkit.passes.smoothing import search_smoothing, smoothing_scale
+
+SAMPLED = 1024  # tokens that a search looks at
 
 
 class SmoothQuantConfig(Config):
-    alpha: float = Field(0.5, ge=0.0, le=1.0, description="how much of the range moves into the weights")
+    alpha: float | Literal["search"] = Field(
+        0.5,
+        description="how much of the range moves into the weights, 0 to 1; 'search' tries, for each activation",
+    )
+    group_size: Literal[0, 32, 64, 128] = Field(
+        0, description="for the search: channels to a scale of the int8 that follows, where it divides"
+    )
     calibration: Calibration = Field(Calibration(samples=8), description="the text to calibrate on")
+
+    @field_validator("alpha")
+    @classmethod
+    def a_share(cls, alpha: float | str) -> float | str:
+        if not isinstance(alpha, str) and not 0 <= alpha <= 1:
+            raise ValueError("alpha is 0 to 1, or 'search'")
+        return alpha
 
 
 class SmoothQuant(Pass):
@@ -48,21 +70,31 @@ class SmoothQuant(Pass):
 
     def apply(self, graph: Graph, plan: Plan, ctx: PassContext) -> PassResult:
         windows = ctx.calibration_windows(self.config.calibration)
-        ranges, walk = [], Walk(graph.clone(), windows, ctx.target)
-        by_name = {node.name: node for node in walk.graph.fx.nodes}
-        for index, site in enumerate(plan.sites):
-            ctx.tell(f"smoothquant: {site.name}", part=(index, len(plan.sites)))
-            values = walk.values(by_name[site.nodes[0].name])
-            ranges.append(torch.stack([x.abs().amax(dim=0) for x in values]).amax(dim=0))
-        for site, x_absmax in zip(plan.sites, ranges, strict=True):
+        scales: list[Tensor] = []
+
+        def solve(group: Group, walk: Walk) -> dict[str, Tensor]:
+            weights = [weight_of(graph, linear) for linear in group.sites[0].nodes]
+            return {"scale": self.scale(walk.values(group.x), weights, len(windows))}
+
+        walk_through(
+            Walk(graph, windows, ctx.target),
+            [Group((Site(site.name, site.nodes[1:]),)) for site in plan.sites],
+            solve,
+            lambda group, solution, walk: scales.append(solution["scale"]),
+            FinishedGroups(ctx.workspace, "smoothing"),
+            lambda text, part=None: ctx.tell(f"{self.name}: {text}", part=part),
+        )
+        for site, scale in zip(plan.sites, scales, strict=True):
             x, *linears = site.nodes
-            scale = smoothing_scale(x_absmax, [weight_of(graph, n) for n in linears], self.config.alpha)
             fold(graph, x, linears, scale)
         return PassResult(len(plan.sites), {"calibration_tokens": sum(map(len, windows))})
 
-
-def smoothing_scale(x_absmax: Tensor, weights: list[Tensor], alpha: float) -> Tensor:
-    """``s`` [K], normalized to geometric mean 1: x_absmax [K], weights [N, K] that read the same activation."""
-    w_absmax = torch.stack([w.abs().amax(dim=0) for w in weights]).amax(dim=0)
-    scale = x_absmax.clamp_min(1e-5) ** alpha / w_absmax.clamp_min(1e-5) ** (1 - alpha)
-    return scale / scale.log().mean().exp()
+    def scale(self, values: Iterable[Tensor], weights: Sequence[Tensor], windows: int) -> Tensor:
+        """``s`` [K] of an activation, whose ``values`` [T, K] come window by window, and its readers [N, K]."""
+        if self.config.alpha == "search":
+            few = -(-SAMPLED // windows)  # of each window, evenly
+            sample = torch.cat([x[:: -(-len(x) // few)] for x in values])
+            group = self.config.group_size
+            return search_smoothing(sample, weights, 0 if group and sample.shape[1] % group else group)
+        x_absmax = torch.stack([x.abs().amax(dim=0) for x in values]).amax(dim=0)
+        return smoothing_scale(x_absmax, weights, self.config.alpha)

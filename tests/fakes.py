@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 import zlib
 from dataclasses import fields
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 
 from optkit.errors import UserError
+from optkit.runtime import sampler
 from optkit.runtime.engine import Engine
 from optkit.runtime.offload import MemorySlots
 from optkit.runtime.scheduler import SchedulerConfig
@@ -82,7 +84,7 @@ class FakeRunner:
         if self.poison_token in seq.token_ids:
             raise RuntimeError("poisoned")
         if self.die_token in seq.token_ids:
-            os._exit(9)
+            os.kill(os.getpid(), signal.SIGSEGV)  # as native code that fails does
         return self.slots[slots]
 
     def _logits(self, item: ScheduledSequence, ids: np.ndarray, num_ahead: int) -> torch.Tensor:
@@ -104,9 +106,10 @@ def fake_engine(artifact_dir: str = "", options: dict[str, Any] | None = None) -
     """An ``Engine`` on a ``FakeRunner``; the factory ``tests.fakes:fake_engine`` of the engine process.
 
     ``options`` are fields of ``SchedulerConfig`` and arguments of ``FakeRunner``, and for the process tests
-    ``load_error``: "user" or "bug", ``load_delay``: seconds.
+    ``load_error``: "user" or "bug", ``load_delay``: seconds, ``faults``: tokens and the places they break.
     """
     options = dict(options or {})
+    faults = options.pop("faults", {})
     time.sleep(options.pop("load_delay", 0))
     match options.pop("load_error", None):
         case "user":
@@ -127,4 +130,28 @@ def fake_engine(artifact_dir: str = "", options: dict[str, Any] | None = None) -
     engine = Engine(runner, config, store=MemorySlots(slots, runner.read_block(0).nbytes) if slots else None)
     if slots:
         engine.scheduler.kv.worth_saving = lambda: True  # a fake computes faster than anything can be copied
+    for token, place in faults.items():
+        inject(engine, int(token), place)
     return engine
+
+
+def inject(engine: Engine, token: int, place: str) -> None:
+    """Have ``place`` raise on sequences whose prompt has ``token``."""
+    owners: dict[str, tuple[Any, str]] = {
+        "sampler": (sampler, "sample_row"),
+        "arrival": (engine.scheduler.policy, "rank"),
+        "admission": (engine.scheduler.kv, "admit"),
+        "growth": (engine.scheduler.kv, "grow"),
+        "update": (engine.scheduler.kv, "publish"),
+    }
+    owner, name = owners[place]
+    original = getattr(owner, name)
+
+    def broken(*args: Any) -> Any:
+        for arg in args:
+            request = getattr(arg, "request", arg)
+            if token in getattr(request, "prompt_ids", ()):
+                raise RuntimeError(f"injected into {name}")
+        return original(*args)
+
+    setattr(owner, name, broken)

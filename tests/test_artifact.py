@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,15 @@ from typing import Any
 import pytest
 
 from optkit import artifact
-from optkit.artifact import MANIFEST, Artifact, is_artifact, problems, read_manifest, staging
+from optkit.artifact import (
+    MANIFEST,
+    Artifact,
+    content_digest,
+    is_artifact,
+    problems,
+    read_manifest,
+    staging,
+)
 from optkit.errors import UserError
 from tests.sample_artifact import FAKE_FILES, fake_artifact, fake_files
 
@@ -273,12 +280,30 @@ def test_the_replaced_artifact_comes_back_if_the_rename_fails(
 
 
 def test_staging_of_a_killed_run_is_removed_and_of_a_live_one_kept(tmp_path: Path) -> None:
-    process = subprocess.Popen([sys.executable, "-c", "pass"])
-    process.wait()
-    for pid in (process.pid, os.getppid()):
-        (tmp_path / f".artifact.optkit-tmp-{pid}-abc").mkdir()
-    write(tmp_path / "artifact")
-    assert names(tmp_path) == {"artifact", f".artifact.optkit-tmp-{os.getppid()}-abc"}
+    (tmp_path / ".artifact.optkit-tmp-dead").mkdir()
+    with staging(tmp_path / "artifact", force=False) as live:
+        write(tmp_path / "artifact")
+        assert names(tmp_path) == {"artifact", live.name}
+        shutil.rmtree(tmp_path / "artifact")
+        (live / "file").write_text("x")
+    assert names(tmp_path / "artifact") == {"file"}
+
+
+def test_the_digest_is_that_of_everything_but_what_is_measured(made: Path) -> None:
+    manifest = read_manifest(made)
+    assert manifest["digest"] == content_digest(manifest)
+    other = json.loads(json.dumps(manifest))
+    other["files"]["optkit/report.json"] = {"sha256": "0" * 64, "bytes": 1}
+    other["files"]["optkit/native/tail.so"] = {"sha256": "0" * 64, "bytes": 1}
+    assert content_digest(other) == manifest["digest"]
+    other["files"]["config.json"]["sha256"] = "0" * 64
+    assert content_digest(other) != manifest["digest"]
+
+
+def test_a_manifest_whose_words_were_changed_is_refused(made: Path) -> None:
+    edit_manifest(made, lambda data: data.update(name="another"))
+    with pytest.raises(UserError, match="the digest in the manifest"):
+        Artifact.open(made)
 
 
 def test_every_file_and_folder_is_flushed_before_the_rename(

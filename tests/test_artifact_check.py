@@ -78,3 +78,16 @@ def test_an_artifact_that_does_not_open_is_refused(
     monkeypatch.setattr(artifact_writer, "graph_to_json", lambda graph: "{}")
     with pytest.raises(ArtifactDiffers, match="could not be opened"):
         written(graph, source, tmp_path / "out")
+
+
+@pytest.mark.new_process
+def test_a_killed_check_publishes_nothing(
+    source: Path, tmp_path: Path, graph: Graph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dying = tmp_path / "dying"
+    dying.write_text("#!/bin/sh\nkill -9 $$\n")
+    dying.chmod(0o700)
+    monkeypatch.setattr("sys.executable", str(dying))
+    with pytest.raises(ArtifactDiffers, match="could not be opened \\(exit code -9"):
+        written(graph, source, tmp_path / "out")
+    assert not list(tmp_path.glob("*out*")) and not list(tmp_path.glob(".*out*"))

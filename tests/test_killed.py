@@ -1,155 +1,147 @@
-"""kill -9 in the middle of a pass: the next run does what is left, and the model it writes is the same to the byte."""
+"""kill -9 at any moment: the next run does what is left, and the artifact it writes is the same to the byte."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from optkit.pipeline import optimize
-from optkit.recipe import parse_recipe
-from tests.architectures import tiny_model
-from tests.serve.fakes import fast_tokenizer
+from optkit.artifact import MANIFEST, MEASURED, Artifact, walk
+from optkit.passes.finished_groups import FinishedGroups
+from tests.killed_run import (
+    PASSES,
+    PHASES,
+    Message,
+    killed,
+    phase_of,
+    quick,
+    run,
+    save_model,
+    worked_groups,
+    worked_on,
+)
 
-PASSES = ("fuse_qkv", "fuse_gate_up", "smoothquant", "gptq", "int8", "flash_attention")
-RECIPE = """
-schema_version: 1
-name: six
-workload: {prompt_tokens: [16], output_tokens: 4, batch: 1}
-runtime: {block_size: 8, max_num_batched_tokens: 32, kv_cache_bytes: 1MiB}
-passes:
-  fuse_qkv: {}
-  fuse_gate_up: {}
-  smoothquant: {calibration: {samples: 2, length: 32}}
-  gptq: {scheme: W4A8, group_size: 32, ignore: [down_proj], calibration: {samples: 8, length: 32}}
-  int8: {group_size: 32}
-  flash_attention: {}
-"""
-# Run a recipe and die at call number AT of FUNCTION in MODULE, as by kill -9.
-CHILD = """
-import importlib, os, signal, sys
-from pathlib import Path
-import torch
-from tests import test_killed
-module, function, at, source, out = sys.argv[1:]
-torch.set_num_threads(1)
-test_killed.quick()
-place = importlib.import_module(module)
-original, left = getattr(place, function), [int(at)]
-def stand_in(*args, **options):
-    if not left[0]:
-        os.kill(os.getpid(), signal.SIGKILL)
-    left[0] -= 1
-    return original(*args, **options)
-setattr(place, function, stand_in)
-test_killed.run(Path(source), Path(out))
-"""
+ROUNDS = 3  # times that the soak test kills each phase
 
 
-def quick() -> None:
-    """Little text and short timings: what is tested is what is written."""
-    from optkit import data, measure, pipeline
-    from optkit import target as targets
-    from tests.graphs import TARGET
-
-    load_text = data.load_text
-    data.load_text = lambda name: load_text(name)[:6000]
-    measure.SETTLE_SECONDS = 0
-    pipeline.PASS_TOKENS = 512
-    targets.detect = lambda refresh=False: TARGET
-
-
-def run(source: Path, out: Path) -> list[str]:
-    """Names of the passes that were worked on."""
-    worked: list[str] = []
-
-    def tell(text: str, /, *, part: tuple[int, int] | None = None) -> None:
-        name, _, what = text.partition(": ")
-        if what.startswith("rewriting"):
-            worked.append(name)
-
-    optimize(str(source), parse_recipe(RECIPE), out, tell=tell, final_tokens=1024)
-    return worked
-
-
-def model_files(out: Path) -> dict[str, bytes]:
-    """What is served: weights, graph, configuration. Reports hold times, which differ from run to run."""
-    names = {"model.safetensors", "config.json", "graph.json", "constants.safetensors", "packed.safetensors"}
-    return {str(p.relative_to(out)): p.read_bytes() for p in sorted(out.rglob("*")) if p.name in names}
-
-
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    from optkit import data, measure, pipeline
-    from optkit import target as targets
-
-    for place, name in (
-        (data, "load_text"),
-        (measure, "SETTLE_SECONDS"),
-        (pipeline, "PASS_TOKENS"),
-        (targets, "detect"),
-    ):
-        monkeypatch.setattr(place, name, getattr(place, name))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    quick()
+    quick(monkeypatch.setattr)
     yield
     torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    tiny_model("llama", vocab_size=320, max_position_embeddings=1024).save_pretrained(directory)
-    (directory / "tokenizer.json").write_text(fast_tokenizer().to_str())
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
-    (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    return directory
+    return save_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
-def killed(source: Path, tmp_path: Path, module: str, function: str, at: int) -> None:
-    """Run in a child that dies on the way."""
-    place = [module, function, str(at), str(source), str(tmp_path / "out")]
-    environment = os.environ | {"OPTKIT_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
-    root = Path(__file__).resolve().parents[1]
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, *place], env=environment, cwd=root, capture_output=True
-    )
-    assert done.returncode == -9, done.stderr.decode()[-2000:]
-    assert not (tmp_path / "out").exists()
+def uninterrupted(source: Path, out: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> list[Message]:
+    monkeypatch.setenv("OPTKIT_CACHE", str(cache))
+    return run(source, out)
 
 
-@pytest.mark.usefixtures("patched")
-def test_killed_between_two_layers_of_gptq(
+def content(artifact: Path, measured: bool = False) -> dict[str, bytes]:
+    """Every file but those that hold measurements, or every file."""
+    names = [name for name, _ in walk(artifact) if measured or not MEASURED.fullmatch(name)]
+    return {name: (artifact / name).read_bytes() for name in sorted(names) if measured or name != MANIFEST}
+
+
+def manifest(artifact: Path) -> dict[str, Any]:
+    """The manifest without the hashes of what is measured."""
+    found = json.loads((artifact / MANIFEST).read_bytes())
+    return found | {"files": {k: v for k, v in found["files"].items() if not MEASURED.fullmatch(k)}}
+
+
+def assert_same(one: Path, other: Path) -> None:
+    Artifact.open(one)
+    assert content(one) == content(other)
+    assert manifest(one) == manifest(other)
+
+
+def finished_states(cache: Path) -> int:
+    """Steps that are finished, the capture among them."""
+    return sum(not path.name.startswith(".") for path in (cache / "states").glob("*"))
+
+
+def finished_groups(cache: Path) -> dict[str, int]:
+    """Groups of layers that the pass in progress has finished, by stage."""
+    (workspace,) = [path for path in (cache / "states").iterdir() if path.name.startswith(".part-")] or [None]
+    if workspace is None:
+        return {}
+    stages = sorted(path.name for path in workspace.iterdir())
+    return {stage: FinishedGroups(workspace, stage, with_walk=stage == "scales").count() for stage in stages}
+
+
+def assert_only_the_rest(messages: list[Message], states: int, groups: dict[str, int]) -> None:
+    """A run that found ``states`` and ``groups`` finished worked on nothing of them."""
+    rest = PASSES[max(states - 1, 0) :]
+    worked = worked_on(messages)
+    assert tuple(worked) == rest[: len(worked)]
+    if worked and states:
+        for stage, indices in worked_groups(messages, worked[0]).items():
+            assert min(indices) >= groups.get(stage, 0), (worked[0], stage)
+
+
+def test_killed_between_two_layers_and_while_writing(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    killed(source, tmp_path, "optkit.passes.finished_groups", "write", 5)
-    parts = [p for p in (tmp_path / "cache" / "states").iterdir() if p.name.startswith(".part-")]
-    assert len(list((parts[0] / "codes").glob("0*.safetensors"))) >= 2
-    monkeypatch.setenv("OPTKIT_CACHE", str(tmp_path / "cache"))
-    assert run(source, tmp_path / "out") == ["gptq", "int8", "flash_attention"]
-    monkeypatch.setenv("OPTKIT_CACHE", str(tmp_path / "other"))
-    assert run(source, tmp_path / "whole") == list(PASSES)
-    assert model_files(tmp_path / "out") == model_files(tmp_path / "whole")
+    whole, out, cache = tmp_path / "whole", tmp_path / "out", tmp_path / "cache"
+    messages = uninterrupted(source, whole, tmp_path / "other", monkeypatch)
+    assert worked_on(messages) == list(PASSES)
+    length = durations(messages)
+    cache.mkdir()
+    killed(source, out, cache, "mixed_precision", length["mixed_precision"] * 0.4)
+    assert not out.exists()
+    states, groups = finished_states(cache), finished_groups(cache)
+    assert_only_the_rest(killed(source, out, cache, "write", length["write"] * 0.5), states, groups)
+    assert not out.exists() and finished_states(cache) == len(PASSES) + 2
+    last = uninterrupted(source, out, cache, monkeypatch)
+    assert worked_on(last) == []
+    assert_same(out, whole)
+    assert not list(tmp_path.glob(".out*"))
+
+
+def durations(messages: list[Message]) -> dict[str, float]:
+    """Seconds of each phase; the last is taken to be as long as the one before it."""
+    current, began = "start", {}
+    for at, text, _ in messages:
+        current = phase_of(text, current)
+        began.setdefault(current, at)
+    names = [name for name in PHASES if name in began]
+    ends = [*(began[name] for name in names[1:]), began[names[-1]] + 2.0]
+    return {name: end - began[name] for name, end in zip(names, ends, strict=True)}
 
 
 @pytest.mark.soak
-@pytest.mark.usefixtures("patched")
-def test_killed_in_each_pass(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OPTKIT_CACHE", str(tmp_path / "whole-cache"))
-    assert run(source, tmp_path / "whole") == list(PASSES)
-    expected = model_files(tmp_path / "whole")
-    assert expected
-    for index in range(len(PASSES)):
-        place = tmp_path / str(index)
-        place.mkdir()
-        killed(source, place, "optkit.pipeline", "measure_pair", index)
-        monkeypatch.setenv("OPTKIT_CACHE", str(place / "cache"))
-        assert run(source, place / "out") == list(PASSES[index:])
-        assert model_files(place / "out") == expected
+@pytest.mark.new_process
+def test_killed_in_each_phase_at_random_moments(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One cache, one output directory, and a kill after another until the recipe is through."""
+    whole, out, cache = tmp_path / "whole", tmp_path / "out", tmp_path / "cache"
+    length = durations(uninterrupted(source, whole, tmp_path / "other", monkeypatch))
+    cache.mkdir()
+    generator = random.Random(7)
+    states, groups = 0, {}
+    for phase in PHASES:
+        for _ in range(ROUNDS if phase != "write" else 4 * ROUNDS):
+            messages = killed(source, out, cache, phase, generator.random() * length[phase])
+            assert_only_the_rest(messages, states, groups)
+            if out.exists():  # killed after the rename
+                assert_same(out, whole)
+            states, groups = finished_states(cache), finished_groups(cache)
+    messages = uninterrupted(source, out, cache, monkeypatch)
+    assert worked_on(messages) == []
+    assert_same(out, whole)
+    again = tmp_path / "again"
+    uninterrupted(source, again, cache, monkeypatch)
+    assert content(again, measured=True) == content(out, measured=True)  # the first measurement stays
+    assert not list(tmp_path.glob(".out*"))

@@ -6,8 +6,10 @@ import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,8 +19,13 @@ from optkit.cli import main
 from optkit.errors import UserError
 from optkit.quality import compare, windows
 from optkit.quality_served import Server, compare_served, kl_lower_bound, score_text
+from optkit.serve.token_text import TokenTexts, show
+from tests.fakes import FakeRunner
+from tests.serve.fakes import TEXT, fast_tokenizer
+from tests.serve.live import LiveServer
 
 VOCABULARY = 40
+SIZE = fast_tokenizer().get_vocab_size()
 WINDOWS = windows([(7 * i * i + i // 3) % VOCABULARY for i in range(600)], 64, 4)
 
 
@@ -149,9 +156,48 @@ def test_the_command_reads_a_url(serve: Any, capsys: pytest.CaptureFixture[str],
     assert main.run(["eval", url, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["kl_lower_bound"] is None
     monkeypatch.setattr(eval_module, "_open", lambda model, tell: (Model(0.0), None))
-    tokenizer = type("T", (), {"decode": lambda self, ids: text_of(ids[0])})()
+    tokenizer = type("T", (), {"decode": lambda self, ids: text_of(ids[0])})()  # a slow one
     monkeypatch.setattr(eval_module, "_tokenizer", lambda artifact, source: tokenizer)
     monkeypatch.setattr(eval_module, "_windows", lambda *_: WINDOWS)
     assert main.run(["eval", url, "--against", "model"]) == 0
     assert "at least" in capsys.readouterr().out
     assert main.run(["eval", "http://127.0.0.1:9/"]) == 2
+
+
+class FakeLogits:
+    """What ``FakeRunner`` computes, one window at a time."""
+
+    def logits(self, token_windows: Any) -> Iterator[Tensor]:
+        runner = FakeRunner(vocab_size=SIZE)
+        for window in token_windows:
+            ids = np.array(window, dtype=np.int64)
+            yield torch.stack([runner.logits_after(ids[: i + 1]) for i in range(len(ids))])
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[str]:
+    with LiveServer(script=None, vocab_size=SIZE, max_model_len=128) as server:
+        yield server.url
+
+
+def test_our_own_server_is_scored_as_what_it_serves(live: str) -> None:
+    """Its engine, its echo and its way to write tokens, over HTTP: the same distributions as offline."""
+    server = Server(live)
+    assert server.context == 128 and server.longest(512) == 127
+    fast = fast_tokenizer()
+    texts = TokenTexts(fast)
+    assert len({show(texts.of(token)) for token in range(SIZE)}) == SIZE  # else they can't be told apart
+    prompts = windows([(7 * i * i + i // 3) % SIZE for i in range(400)], server.longest(512), 3)
+    report = compare_served(FakeLogits(), server, prompts, lambda token: show(texts.of(token)))
+    assert report.kl_lower_bound.value < 1e-6 and report.top1_agreement.value == 1
+    assert report.ppl.value == pytest.approx(report.reference_ppl.value, rel=1e-4)
+
+
+def test_our_own_server_by_its_own_tokens(
+    live: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text").write_text(TEXT * 20)
+    assert main.run(["eval", live, "--text", str(tmp_path / "text"), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["windows"] == len(TEXT * 20) // 127 and report["tokens"] > report["windows"]
+    assert SIZE / 4 < report["ppl"]["value"] < 4 * SIZE  # of random logits

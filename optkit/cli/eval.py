@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -100,9 +101,9 @@ def _served(
     else:
         reference, source = _open(against, tell)
         tokenizer = _tokenizer(source, source)
-        windows = _windows(tokenizer, text, tokens, _length(reference))
+        windows = _windows(tokenizer, text, tokens, server.longest(_length(reference)))
         tell(f"scoring {len(windows)} windows of {len(windows[0])} tokens by {server.model}")
-        report = compare_served(reference, server, windows, lambda token: str(tokenizer.decode([token])))
+        report = compare_served(reference, server, windows, token_texts(tokenizer))
     return report.to_dict(), _served_lines(report)
 
 
@@ -176,6 +177,17 @@ def _tokenizer(artifact: Path, source: Path) -> Any:
             "the tokenizers differ, so these are not two versions of one model", where=str(artifact)
         )
     return theirs
+
+
+def token_texts(tokenizer: Any) -> Callable[[int], str]:
+    """How servers write a token in a list of log probabilities."""
+    from optkit.serve.token_text import TokenTexts, show
+
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    if fast is None:
+        return lambda token: str(tokenizer.decode([token]))
+    texts = TokenTexts(fast)
+    return lambda token: show(texts.of(token))
 
 
 def table(lines: Lines) -> Table:

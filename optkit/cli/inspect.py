@@ -76,7 +76,7 @@ def load_run(artifact: Artifact) -> RunRecord:
 
 def facts(artifact: Artifact, run: RunRecord) -> dict[str, Any]:
     """Everything ``inspect`` shows besides the graph, as plain data."""
-    keys = ("name", "source", "recipe", "environment", "files")
+    keys = ("name", "source", "digest", "recipe", "environment", "files")
     known = {key: artifact.manifest[key] for key in keys if key in artifact.manifest}
     return known | run.to_dict() | {"bounds": list(bounds(artifact, run)), "code": code_line(artifact)}
 
@@ -141,6 +141,9 @@ def show_artifact(artifact: Artifact, run: RunRecord) -> None:
     versions = ", ".join(f"{key} {value}" for key, value in manifest.get("environment", {}).items())
     show(f"{artifact.name} by {recipe.name}, for {recipe.target}")
     show(f"source  sha256 {manifest.get('source', {}).get('digest', 'unknown')}")
+    show(
+        f"digest  sha256 {manifest.get('digest', 'none: made by an older optkit')}, without what is measured"
+    )
     show(f"made by {versions}")
     show_table(run_table(run))
     show_table(variants_table(variants(run)))

@@ -177,9 +177,26 @@ def serve(
             "0: no limit.",
         ),
     ] = 600.0,
+    queue_timeout: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            rich_help_panel=ACCESS,
+            help="Seconds that a request may wait for its turn, that is until the first step computes something of it; "
+            "then it is answered 503 with Retry-After. 0: as long as --request-timeout allows.",
+        ),
+    ] = 0.0,
     log_format: Annotated[
         LogFormat, typer.Option(rich_help_panel=ACCESS, help="Log lines for people or for machines.")
     ] = LogFormat.text,
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            rich_help_panel=ACCESS,
+            help="Send a trace span for each request there, such as http://localhost:4318/v1/traces (OTLP over HTTP; "
+            "needs optkit[otel]). Spans have counts, times and the parts of the time to first token, no texts.",
+        ),
+    ] = None,
     shutdown_timeout: Annotated[
         int,
         typer.Option(
@@ -223,8 +240,10 @@ def serve(
             api_keys=read_api_keys(api_key_file),
             max_queue=max_queue,
             request_timeout=request_timeout,
+            queue_timeout=queue_timeout or None,
             threads=threads,
             shutdown_timeout=shutdown_timeout,
+            otlp_traces_endpoint=otlp_traces_endpoint,
             trust_artifact_code=trust_artifact_code or None,
         )
         raise typer.Exit(run(artifact, options, launched=engine))

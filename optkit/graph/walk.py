@@ -60,18 +60,20 @@ class Walk:
                 del values[stale]
         self.done |= segment.computed
 
-    def finish(self, graph: Graph) -> Iterator[Tensor]:
+    def finish(self, graph: Graph, count: int | None = None, every: int = 1) -> Iterator[Tensor]:
         """The output of ``graph`` for each window, from where this walk stands; the walk stays there.
 
         ``graph`` is this walk's or one that differs from it after this position only; nodes are matched by name.
+        Of the first ``count`` windows only, if it is given, and of each the rows of ``every``-th tokens.
         """
         names = {node.name for node in self.done}
         same = {node.name: node for node in graph.fx.nodes if node.name in names}
         output = next(node for node in graph.fx.nodes if node.op == "output").args[0]
         segment = Segment(graph, set(same.values()), output, self.target)
-        for window, values in zip(self.windows, self.live, strict=True):
+        for window, values in list(zip(self.windows, self.live, strict=True))[:count]:
             kept = {same[node.name]: value for node, value in values.items()}
-            yield segment.run(window, kept)[output]
+            rows = torch.arange(every - 1, len(window), every)
+            yield segment.run(window, kept, rows)[output]
 
     def change(self, node: fx.Node, factor: Tensor) -> None:
         """Multiply a value that was computed, where what makes it was changed to give that."""
@@ -168,14 +170,20 @@ class Segment:
             copies[node] = part.node_copy(node)
         for node in order:
             copies[node] = part.node_copy(node, copies.__getitem__)
+            if copies[node].meta.get("kernel") == "reference":  # attention, before a pass has chosen
+                del copies[node].meta["kernel"]  # the fastest there is, which differs in rounding only
         part.output(tuple(copies[node] for node in self.results))
         weights = {str(n.target): graph.weights[str(n.target)] for n in copies if n.op == "get_attr"}
         return lower(Graph(part, dict(weights), graph.meta), target, programs=False, consume=True)
 
     @torch.inference_mode()
-    def run(self, window: Tensor, values: Mapping[fx.Node, Tensor]) -> dict[fx.Node, Tensor]:
-        """The results for one window, given what was computed before."""
+    def run(
+        self, window: Tensor, values: Mapping[fx.Node, Tensor], rows: Tensor | None = None
+    ) -> dict[fx.Node, Tensor]:
+        """The results for one window, given what was computed before; logits of ``rows``, or of all."""
         inputs = dense_inputs([len(window)], window, ()) | self.kv_pools(len(window))
+        if rows is not None:
+            inputs["logits_index"] = rows
         inputs |= {f"value_{node.name}": values[node] for node in self.inputs}
         return dict(zip(self.results, self.model(inputs), strict=True))
 

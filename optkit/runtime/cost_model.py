@@ -4,15 +4,20 @@
 
 ``tokens`` are computed in the step, ``rows`` of them get logits, and ``pairs`` counts the (query, key) pairs of
 attention. ``a`` is what a step costs however small it is, above all reading the weights once. The coefficients follow
-the machine by recursive least squares with exponential forgetting (Ljung, System Identification, ch. 11).
+the machine by a Kalman filter (Anderson and Moore, Optimal Filtering, ch. 3). What it assumes between two steps: the
+machine's speed wanders, all coefficients together, and each of them wanders a little for itself. So a machine that
+becomes slower is slower for all kinds of steps, and hours of decoding do not unlearn what prefill costs.
 
-Guard rails, each for a reason:
+What keeps it sane, each for a reason:
 
-- the *relative* error is minimised: a decode of 10 ms counts as much as a prefill of a second. It also makes the fit
-  robust: a step during which the process was frozen has a large time and hence next to no weight;
-- no coefficient becomes negative, so a longer prompt is never predicted to be faster;
-- forgetting stops where it would forget what has not been seen lately (a long decode-only phase must not unlearn
-  what prefill costs): no variance grows beyond the prior's.
+- errors are *relative*: a decode of 10 ms counts as much as a prefill of a second;
+- a step that took far longer than predicted (the process was frozen) counts as if it were ``SURPRISE`` standard
+  deviations off;
+- no coefficient becomes negative, so a longer prompt is never predicted to be faster. One that would is set to zero and
+  the others take over its share, as the covariance says (Simon and Chia 2002);
+- coefficients are kept in units of the prior, so that all numbers are of a size. The covariance is symmetric to the
+  bit, no variance grows beyond the prior's, and each step adds more to it than rounding can take away: it stays
+  positive, whatever the features are and however long they are collinear.
 """
 
 from __future__ import annotations
@@ -25,11 +30,15 @@ import numpy as np
 
 from optkit.runtime.types import ScheduledSequence
 
-PRIOR = (5e-3, 5e-4, 5e-4, 5e-8)  # seconds: a step, a token, a row of logits, a pair; a small model on a CPU
-PRIOR_SPREAD = 10.0  # standard deviation of the prior, in units of itself
+# seconds: a step, a token, a row of logits, a pair; a small model on a CPU
+PRIOR = np.array((5e-3, 5e-4, 5e-4, 5e-8))
+PRIOR_SPREAD = 30.0  # standard deviation of the prior, in units of itself
 NOISE = 0.1  # relative, of one measurement
+SPEED_DRIFT = 0.01  # relative, of the machine's speed from step to step
+DRIFT = 0.002  # relative, of one coefficient
+LEAST_VARIANCE = 1e-12  # added in each step; rounding takes up to 1e-13
+SURPRISE = 10.0  # standard deviations
 SHORTEST, LONGEST = 1e-6, 3600.0  # seconds of a step
-FORGETTING = 0.995  # a measurement counts half after 140 newer ones
 
 
 @dataclass(frozen=True)
@@ -60,23 +69,39 @@ class CostModel:
     """Predicts steps; ``observe`` each one that was measured."""
 
     def __init__(self) -> None:
-        self.coefficients = np.array(PRIOR)
-        self._most_variance = (self.coefficients * PRIOR_SPREAD / NOISE) ** 2
-        self._covariance = np.diag(self._most_variance)
+        self._set(np.ones_like(PRIOR))
+        self._covariance = np.eye(len(PRIOR)) * PRIOR_SPREAD**2  # of the coefficients in units of the prior
+
+    def _set(self, units: np.ndarray) -> None:
+        self._units, self.coefficients = units, units * PRIOR
 
     def observe(self, shape: StepShape, seconds: float) -> None:
         """A step of ``shape`` took ``seconds``."""
         if not SHORTEST <= seconds <= LONGEST:  # a clock that jumped
             return
-        x = _features(shape) / seconds  # the goal is x @ coefficients == 1
-        spread = self._covariance @ x
-        gain = spread / (1.0 + x @ spread)
-        coefficients = self.coefficients + gain * (1.0 - x @ self.coefficients)
-        self.coefficients = np.maximum(coefficients, 0.0)
-        covariance = self._covariance - np.outer(gain, spread)
-        forgotten = covariance / FORGETTING
-        within = bool((np.diag(forgotten) <= self._most_variance).all())
-        self._covariance = forgotten if within else covariance
+        predicted = max(self.seconds(shape), SHORTEST)
+        x = _features(shape) * PRIOR / predicted
+        covariance = self._drifted()
+        spread = covariance @ x
+        variance = NOISE**2 + max(float(x @ spread), 0.0)  # of seconds / predicted
+        error = min(seconds / predicted - 1.0, SURPRISE * math.sqrt(variance))
+        units = self._units + spread * (error / variance)
+        known = covariance - spread[:, None] * spread / variance
+        # doubts are relative: where it was sure before (else it has only learned), they follow the machine's speed
+        self._covariance = known * (1.0 + (x @ units - 1.0) * NOISE**2 / variance) ** 2
+        self._set(within_bounds(units, self._covariance))
+
+    def _drifted(self) -> np.ndarray:
+        """The covariance a step later, no variance of it beyond the prior's."""
+        wandering = SPEED_DRIFT * self._units
+        covariance = self._covariance + wandering[:, None] * wandering
+        variances = covariance.ravel()[:: len(PRIOR) + 1]  # a view of the diagonal
+        variances += (DRIFT * self._units) ** 2 + LEAST_VARIANCE
+        most = (PRIOR_SPREAD * np.maximum(self._units, 1.0)) ** 2
+        if (variances > most).any():
+            scale = np.sqrt(np.minimum(1.0, most / variances))
+            covariance *= scale[:, None] * scale
+        return covariance
 
     def seconds(self, shape: StepShape) -> float:
         """The predicted time of a step; 0 for an empty one."""
@@ -100,6 +125,18 @@ class CostModel:
         if linear + square * free <= 0:
             return 1 << 30
         return int(2 * free / (linear + math.sqrt(linear**2 + 4 * square * free)))
+
+
+def within_bounds(units: np.ndarray, covariance: np.ndarray) -> np.ndarray:
+    """The likeliest coefficients that are not negative and mean less than ``LONGEST``, given those without bounds."""
+    for _ in units:
+        worst = int(units.argmin())
+        if units[worst] >= 0.0:
+            break
+        shared = covariance[worst]
+        units = units - shared * (units[worst] / max(shared[worst], LEAST_VARIANCE))
+        units[worst] = 0.0
+    return units.clip(0.0, LONGEST / PRIOR)
 
 
 def _features(shape: StepShape) -> np.ndarray:

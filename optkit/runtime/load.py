@@ -139,6 +139,7 @@ def scheduler_config(model: Executable, recipe: Recipe, options: Mapping[str, An
             ttft_slo=seconds(options.get("ttft_slo_ms", recipe.slo.ttft_ms)),
             tpot_slo=seconds(options.get("tpot_slo_ms", recipe.slo.tpot_ms)),
             enforce_ttft_slo=options.get("enforce_ttft_slo", False),
+            queue_timeout=options.get("queue_timeout"),
             prefill_target_tokens=PREFILL_TARGET_TOKENS if recipe.target == "cpu" else 0,
             enable_prefix_caching=options.get("enable_prefix_caching", True),
         )

@@ -15,16 +15,19 @@ Admission allocates KV for all tokens known so far, so only decodes can run out 
 sequence in rank is preempted: it gives its blocks back and waits to be admitted again, with the tokens it has
 generated. What of its KV is still cached or offloaded by then is taken over, the rest is computed again. The first
 in rank is never preempted and ``refusal`` turns away what could not fit alone, so some sequence always advances.
+
+What is done for one sequence and raises (``_guarded``) ends that sequence and no other.
 """
 
 from __future__ import annotations
 
 import bisect
 import heapq
+import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from optkit.runtime.cost_model import CostModel, step_shape
 from optkit.runtime.forecast import Forecast
@@ -34,6 +37,7 @@ from optkit.runtime.prefix_cache import PrefixCache
 from optkit.runtime.proposer import SpeculationStats
 from optkit.runtime.scheduler_config import SchedulerConfig
 from optkit.runtime.types import (
+    QUEUE_TIMEOUT,
     Batch,
     EngineOverload,
     EngineRefusal,
@@ -49,6 +53,9 @@ from optkit.runtime.types import (
 
 __all__ = ["Result", "Scheduler", "SchedulerConfig"]
 
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 Result = tuple[int, ...] | Failure | None  # sampled tokens, why there are none, or a chunk with more to come
 
 
@@ -92,6 +99,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.num_preemptions = 0
         self._sequences: dict[str, Sequence] = {}
+        self._lost: list[TokenOutput] = []  # ends that were found while scheduling
         self._num_added = self._iteration_tokens = 0
         self._step_start = 0.0
 
@@ -127,8 +135,9 @@ class Scheduler:
         return self._finish(seq, FinishReason.ABORT) if seq else None
 
     def schedule(self) -> Batch:
-        """The next step's work; an empty batch if there is none."""
+        """The next step's work; an empty batch if there is none. ``update`` follows, also after an empty one."""
         self._step_start = self.clock()
+        self._give_up()
         items = self._decodes()
         items += self._prefills(items)
         batch = Batch(tuple(items), self.kv.take_transfers())
@@ -138,7 +147,7 @@ class Scheduler:
     def update(self, batch: Batch, results: Seq[Result]) -> list[TokenOutput]:
         """Record what the step did: for each item its sampled tokens, None (a chunk with more to come) or a failure."""
         now = self.clock()
-        if batch.items and not batch.transfers:
+        if batch.items and not batch.transfers and not any(isinstance(r, Failure) for r in results):
             self.cost.observe(step_shape(batch.items), now - self._step_start)
         outputs: list[TokenOutput] = []
         for item, result in zip(batch.items, results, strict=True):
@@ -152,8 +161,11 @@ class Scheduler:
                 item.seq.num_computed += item.num_new
                 self.kv.publish(item.seq)
             else:
-                outputs += self._append(item, result)
-        return outputs
+                outputs += (
+                    self._guarded(item.seq, lambda item=item, new=result: self._append(item, new)) or []
+                )
+        lost, self._lost = self._lost, []
+        return outputs + lost
 
     def transfer_failed(self, transfer: Transfer) -> None:
         """KV that should have been saved or loaded was not: who relies on it starts over."""
@@ -215,14 +227,23 @@ class Scheduler:
         assert not any(seq.block_table for seq in self.waiting)
         self.kv.check(self.running)
 
+    def _give_up(self) -> None:
+        """End those who have waited for their first step longer than ``queue_timeout``."""
+        if self.config.queue_timeout is None:
+            return
+        oldest = self._step_start - self.config.queue_timeout
+        for seq in list(self.waiting):
+            if seq.progress.started is None and seq.request.arrival < oldest:
+                self._lost.append(self._finish(seq, FinishReason.ERROR, error=QUEUE_TIMEOUT))
+
     def _decodes(self) -> list[ScheduledSequence]:
         ready = []
         index = 0
         while index < len(self.running):  # preemption shortens the list from behind
             seq = self.running[index]
-            if self._is_due(seq) and self._make_room(seq):
+            if self._is_due(seq) and self._guarded(seq, lambda seq=seq: self._make_room(seq)):
                 ready.append(seq)
-            index += 1
+            index += seq in self.running[index : index + 1]
         drafts = self._drafts(ready)
         return [
             ScheduledSequence(seq, 1 + len(draft), draft) for seq, draft in zip(ready, drafts, strict=True)
@@ -274,8 +295,8 @@ class Scheduler:
             limit = min(left, target) if items else left
             if limit < 1 or (items and self._work(seq) > limit):
                 break
-            if not seq.block_table and not self._admit(seq):
-                full = True
+            if not seq.block_table and not self._guarded(seq, lambda seq=seq: self._admit(seq)):
+                full = full or seq in self.waiting
                 continue
             num_new = min(seq.num_pending, limit)
             if not items:
@@ -312,6 +333,17 @@ class Scheduler:
 
     def _final_length(self, seq: Sequence) -> int:
         return self.config.final_length(seq.num_prompt, seq.request.sampling.max_tokens)
+
+    def _guarded(self, seq: Sequence, work: Callable[[], T]) -> T | None:
+        """What ``work`` returns; if it raises, ``seq`` ends with an error and the others go on."""
+        try:
+            return work()
+        except Exception:
+            logger.exception("the scheduler failed on a request")
+            if self._sequences.get(seq.request.request_id) is seq:
+                self.kv.distrust(seq)
+                self._lost.append(self._finish(seq, FinishReason.ERROR, error="the scheduler failed"))
+            return None
 
     def _count_chunk(self, item: ScheduledSequence, now: float) -> None:
         if not item.seq.progress.reported:

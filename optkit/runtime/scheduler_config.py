@@ -17,6 +17,7 @@ class SchedulerConfig:
         policy: one of ``POLICIES``.
         ttft_slo, tpot_slo: promised seconds to the first token and per output token; None promises nothing.
         enforce_ttft_slo: refuse a request whose first token is predicted to be late.
+        queue_timeout: seconds after its arrival at which a request that has not begun is given up; None: never.
         prefill_target_tokens: a step with so many prompt tokens takes no further prompt. About where the machine's
             matrix products reach full speed; 0 is ``max_num_batched_tokens``.
         enable_prefix_caching: keep KV of finished and preempted sequences for those that begin alike.
@@ -32,6 +33,7 @@ class SchedulerConfig:
     ttft_slo: float | None = None
     tpot_slo: float | None = None
     enforce_ttft_slo: bool = False
+    queue_timeout: float | None = None
     prefill_target_tokens: int = 0
     enable_prefix_caching: bool = True
     num_offload_slots: int = 0

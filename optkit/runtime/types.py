@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from optkit.runtime.prefix_cache import Node
 
 
+QUEUE_TIMEOUT = "the request waited too long for its turn"
 PENDING = -1  # stands in a sequence for a token that the device is still computing (optkit.runtime.ahead)
 
 

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from optkit import logs
 from optkit.errors import UserError
 from optkit.runtime import ipc
-from optkit.runtime.types import EngineOverload, FinishReason, TokenOutput
+from optkit.runtime.types import EngineOverload, EngineRefusal, FinishReason, TokenOutput
 
 if TYPE_CHECKING:
     from optkit.runtime.engine import Engine
@@ -91,8 +91,12 @@ class Worker:
                 except EngineOverload as refusal:
                     later = failed_output(request.request_id, str(refusal), refusal.retry_after)
                     self._outputs.append(later)
-                except ValueError as refusal:
+                except EngineRefusal as refusal:
                     self._outputs.append(failed_output(request.request_id, str(refusal)))
+                except Exception:
+                    logger.exception("a request could not be added")
+                    self.engine.abort(request.request_id)
+                    self._outputs.append(failed_output(request.request_id, "it could not be added"))
 
 
 def failed_output(request_id: str, error: str, retry_after: float | None = None) -> TokenOutput:

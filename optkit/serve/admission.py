@@ -21,6 +21,11 @@ class Admission:
     def __init__(self, capacity: int) -> None:
         self.capacity, self.used = capacity, 0
 
+    def check(self) -> None:
+        """Raise the 429 of ``slots`` if not even one is free: an overloaded server need not read what it refuses."""
+        if self.used >= self.capacity:
+            raise at_capacity()
+
     @contextmanager
     def slots(self, count: int) -> Iterator[None]:
         """Hold ``count`` slots for the body.
@@ -33,10 +38,15 @@ class Admission:
                 f"at most {self.capacity} prompts fit this server", param="prompt", code="too_many_prompts"
             )
         if self.used + count > self.capacity:
-            message = "the server is at capacity; try again later"
-            raise ApiError(message, code="rate_limit_exceeded", status=429, retry_after=RETRY_SECONDS)
+            raise at_capacity()
         self.used += count
         try:
             yield
         finally:
             self.used -= count
+
+
+def at_capacity() -> ApiError:
+    """The answer to those beyond the bound."""
+    message = "the server is at capacity; try again later"
+    return ApiError(message, code="rate_limit_exceeded", status=429, retry_after=RETRY_SECONDS)

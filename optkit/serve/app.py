@@ -18,6 +18,7 @@ and costs the users their latency.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -38,12 +39,17 @@ from optkit.serve.prompts import PromptReader
 from optkit.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest, parse_request
 from optkit.serve.reply import Reply, Service
 from optkit.serve.tokenizer import Tokenizer
+from optkit.serve.tracing import Tracing
 from optkit.version import VERSION
+
+TRACE_HEADERS = ("traceparent", "tracestate")  # https://www.w3.org/TR/trace-context/
 
 Body = TypeVar("Body", bound=GenerationRequest)
 
 
-def create_app(engine: Engine, tokenizer: Tokenizer, settings: ServeSettings) -> FastAPI:
+def create_app(
+    engine: Engine, tokenizer: Tokenizer, settings: ServeSettings, tracing: Tracing | None = None
+) -> FastAPI:
     """The application in front of ``engine``.
 
     ``app.state.draining`` set to True makes the server not ready and refuses new work with 503.
@@ -51,7 +57,7 @@ def create_app(engine: Engine, tokenizer: Tokenizer, settings: ServeSettings) ->
     metrics = Metrics(settings.model_names[0], lambda: engine.stats, settings.ttft_slo_s, settings.block_size)
     prompts = PromptReader(tokenizer, settings.max_model_len)
     admission = Admission(settings.max_running + settings.max_queue)
-    service = Service(engine, prompts, metrics, admission, settings)
+    service = Service(engine, prompts, metrics, admission, settings, tracing)
     app = FastAPI(title="optkit", version=VERSION, openapi_url=None, lifespan=_lifespan)
     app.state.service, app.state.draining = service, False
     _add_errors(app)
@@ -65,7 +71,10 @@ def create_app(engine: Engine, tokenizer: Tokenizer, settings: ServeSettings) ->
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     yield
-    app.state.service.prompts.close()
+    service: Service = app.state.service
+    service.prompts.close()
+    if service.tracing:
+        await asyncio.to_thread(service.tracing.close)
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
@@ -73,11 +82,13 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         arrival = time.monotonic()
         if app.state.draining:
             raise ApiError("the server is shutting down", code="server_shutdown", status=503, retry_after=5)
+        service.admission.check()
         settings = service.settings
         data = await read_json(http, settings.max_body_bytes, settings.body_timeout_s)
         request = parse_request(kind, data)
         service.check(request)
-        return Reply(service, request, arrival, http.state.tenant)
+        parent = {name: http.headers[name] for name in TRACE_HEADERS if name in http.headers}
+        return Reply(service, request, arrival, http.state.tenant, parent)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(http: Request) -> Response:

@@ -15,11 +15,19 @@ from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 from optkit.runtime.process import ENGINE_DIED, ENGINE_STOPPED
-from optkit.runtime.types import EngineRequest, FinishReason, FirstToken, TokenLogprob, TokenOutput
+from optkit.runtime.types import (
+    QUEUE_TIMEOUT,
+    EngineRequest,
+    FinishReason,
+    FirstToken,
+    TokenLogprob,
+    TokenOutput,
+)
 from optkit.serve.api_error import ApiError, internal_error
 from optkit.serve.detokenizer import StopStrings
 from optkit.serve.engine_api import Engine
 from optkit.serve.metrics import Metrics, SequenceMetrics
+from optkit.serve.quarantine import QUARANTINED
 from optkit.serve.tokenizer import Tokenizer
 
 
@@ -66,7 +74,8 @@ async def generate_text(
     """Deltas until one has a ``finish_reason``; outputs without new text are held until there is some, or the end.
 
     Raises:
-        ApiError: 500 the engine failed this request, 503 it died, 429 it cannot keep its promise.
+        ApiError: 500 the engine failed this request, 503 it died, 429 it cannot keep its promise, 400 the request
+            is what it died of.
     """
     request = work.request
     observed = metrics.sequence(request, work.n)
@@ -140,6 +149,11 @@ class _Choice:
 def _raise_failure(output: TokenOutput) -> None:
     if output.error in (ENGINE_DIED, ENGINE_STOPPED):
         raise ApiError("the engine is gone; try again", code="engine_unavailable", status=503, retry_after=1)
+    if output.error == QUEUE_TIMEOUT:
+        raise ApiError(f"{QUEUE_TIMEOUT}; try again later", code="queue_timeout", status=503, retry_after=1)
+    if output.error == QUARANTINED:
+        message = "this request ended the engine twice and is refused for some minutes"
+        raise ApiError(message, code="request_quarantined")
     if output.retry_after is not None:
         message = "the first token would come later than promised; try again later"
         seconds = max(1, math.ceil(output.retry_after))

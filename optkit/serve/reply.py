@@ -15,7 +15,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from optkit.runtime.types import EngineRequest, FirstToken
+from optkit.runtime.types import EngineRequest
 from optkit.serve.admission import Admission
 from optkit.serve.api_error import ApiError, internal_error
 from optkit.serve.engine_api import Engine, ServeSettings
@@ -33,6 +33,7 @@ from optkit.serve.metrics import Metrics
 from optkit.serve.prompts import Prompt, PromptReader
 from optkit.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from optkit.serve.stream import ChunkWriter, ReplyHead, error_event, whole_reply
+from optkit.serve.tracing import Record, Tracing
 
 log = logging.getLogger("optkit.serve")
 
@@ -53,6 +54,7 @@ class Service:
     metrics: Metrics
     admission: Admission
     settings: ServeSettings
+    tracing: Tracing | None = None
 
     def check(self, request: GenerationRequest) -> None:
         """Refuse early what needs no tokenizer to refuse.
@@ -76,20 +78,35 @@ class Service:
 class Reply(Response):
     """Answers ``request``, which arrived at ``arrival`` (``time.monotonic()``).
 
-    ``tenant`` names the key it came with; requests of different tenants share no cached KV.
+    ``tenant`` names the key it came with; requests of different tenants share no cached KV. ``parent`` are the headers
+    that say which trace it belongs to.
     """
 
     def __init__(
-        self, service: Service, request: GenerationRequest, arrival: float, tenant: str = ""
+        self,
+        service: Service,
+        request: GenerationRequest,
+        arrival: float,
+        tenant: str = "",
+        parent: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
-        self._tenant, self._num_prompt = tenant, 0
-        self._first: FirstToken | None = None
+        self._tenant = tenant
         self._service, self._request, self._arrival = service, request, arrival
         self._is_chat = isinstance(request, ChatRequest)
         name = ("chatcmpl-" if self._is_chat else "cmpl-") + uuid.uuid4().hex
         model = request.model or service.settings.model_names[0]
         self._head = ReplyHead(name, int(time.time()), model, self._is_chat)
+        self._record = Record(
+            operation="chat" if self._is_chat else "text_completion",
+            reply_id=name,
+            model=model,
+            arrival=arrival,
+            parent=parent or {},
+            max_tokens=request.token_limit,
+            temperature=request.temperature,
+            top_p=request.top_p,
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = asyncio.create_task(self._answer(send))
@@ -121,7 +138,8 @@ class Reply(Response):
                 raise failure from error
             await wire.fail(failure)
         finally:
-            self._log(outcome)
+            self._record.outcome = outcome
+            self._log()
 
     def _deadline(self) -> float | None:
         """When the request has taken too long, on the event loop's clock."""
@@ -139,17 +157,22 @@ class Reply(Response):
             return ApiError(f"not answered within {limit:g} s", code="request_timeout", status=504)
         return internal_error(error)
 
-    def _log(self, outcome: str) -> None:
+    def _log(self) -> None:
+        """The line in the log, and the span of the trace."""
+        done = self._record
+        if self._service.tracing:
+            self._service.tracing.record(done)
         event = {
-            "id": self._head.reply_id,
-            "outcome": outcome,
+            "id": done.reply_id,
+            "outcome": done.outcome,
             "stream": bool(self._request.stream),
             "seconds": round(time.monotonic() - self._arrival, 3),
             "tenant": self._tenant,
-            "prompt_tokens": self._num_prompt,
+            "prompt_tokens": done.num_prompt,
+            "completion_tokens": done.num_output,
         }
-        if self._first:  # of the first choice: where the time to its first token went
-            event |= {name: round(value, 4) for name, value in msgspec.structs.asdict(self._first).items()}
+        if done.first:  # of the first choice: where the time to its first token went
+            event |= {name: round(value, 4) for name, value in msgspec.structs.asdict(done.first).items()}
         log.info("request", extra={"event": event})
 
     async def _generate_and_send(self, wire: _Wire) -> None:
@@ -158,10 +181,10 @@ class Reply(Response):
         with self._service.admission.slots(count * request.num_choices):
             prompts = await self._service.prompts.read(request)
             works = [work for at, prompt in enumerate(prompts) for work in self._works(at, prompt)]
-            deltas = merge([self._generate(work) for work in works])
+            deltas = self._observed(merge([self._generate(work) for work in works]), len(works))
             formats = [self._logprob_format() for _ in works]
             lengths = [len(prompt.ids) for prompt in prompts]
-            self._num_prompt = sum(lengths)
+            self._record.num_prompt = sum(lengths)
             if request.stream:
                 await self._stream(deltas, lengths, formats, wire)
             else:
@@ -203,6 +226,21 @@ class Reply(Response):
         service = self._service
         return generate_text(service.engine, service.prompts.tokenizer, service.metrics, work)
 
+    async def _observed(self, deltas: AsyncGenerator[Delta, None], count: int) -> AsyncGenerator[Delta, None]:
+        """``deltas`` of ``count`` choices, as they come, for the record."""
+        done, tokens, reasons = self._record, [0] * count, [""] * count
+        async with aclosing(deltas):
+            async for delta in deltas:
+                done.first_at = done.first_at or time.monotonic()
+                if delta.choice == 0:
+                    done.first = done.first or delta.first
+                done.num_output += delta.num_tokens - tokens[delta.choice]
+                tokens[delta.choice] = delta.num_tokens
+                if delta.finish_reason:
+                    reasons[delta.choice] = delta.finish_reason.value
+                    done.finish_reasons = tuple(reasons)
+                yield delta
+
     async def _whole(
         self,
         deltas: AsyncGenerator[Delta, None],
@@ -211,7 +249,6 @@ class Reply(Response):
         wire: _Wire,
     ) -> None:
         answers = await collect(deltas, len(formats))
-        self._first = answers[0].first
         body = whole_reply(self._head, lengths, answers, formats, bool(self._request.ttft_details))
         await wire.whole(body)
 
@@ -229,7 +266,6 @@ class Reply(Response):
         writer = ChunkWriter(self._head, lengths, formats, usage, continuous, details)
         async with aclosing(deltas):
             async for delta in deltas:
-                self._first = self._first or delta.first
                 await wire.event(writer.chunk(delta))
         await wire.event(writer.last(), more=False)
 

@@ -27,9 +27,11 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
+from optkit.serve import tracing
 from optkit.serve.address import bind, is_loopback, refuse_exposure
 from optkit.serve.app import create_app
 from optkit.serve.chat_template import check_template
+from optkit.serve.connection import Connection
 from optkit.serve.engine_api import ServeSettings
 from optkit.serve.guard import LOOPBACK
 from optkit.serve.tokenizer import Tokenizer
@@ -45,7 +47,7 @@ CTRL_C_SECONDS = 2  # for streams in flight; the engine gets what is left of fiv
 ENGINE_OPTIONS = (
     *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_bytes", "enable_prefix_caching"),
     *("kv_offload_bytes", "kv_offload_dir", "scheduling_policy", "ttft_slo_ms", "tpot_slo_ms"),
-    *("enforce_ttft_slo", "speculative_model", "num_speculative_tokens"),
+    *("enforce_ttft_slo", "queue_timeout", "speculative_model", "num_speculative_tokens"),
     *("gpu_memory_utilization", "trust_artifact_code"),
 )
 
@@ -74,9 +76,11 @@ class ServeOptions:
     api_keys: tuple[str, ...] = ()
     max_queue: int = 256
     request_timeout: float = 600.0
+    queue_timeout: float | None = None
     threads: int = 0
     shutdown_timeout: int = 25
     trust_artifact_code: bool | None = None
+    otlp_traces_endpoint: str | None = None
 
     def for_engine(self) -> dict[str, Any]:
         """The options that are the engine's to read."""
@@ -100,6 +104,8 @@ def run(
         UserError: exposed without a key, port taken, or an artifact that cannot be served.
     """
     refuse_exposure(options.host, options.api_keys)
+    if options.otlp_traces_endpoint:
+        tracing.check(options.otlp_traces_endpoint)
     with bind(options.host, options.port) as sock:
         from optkit.artifact import Artifact
         from optkit.runtime.process import EngineClient
@@ -172,10 +178,13 @@ class _Server:
 
     async def _load_and_serve(self) -> None:
         tokenizer, info = await self._load()
-        app = create_app(self._client, tokenizer, self._settings(info))
+        endpoint = self._options.otlp_traces_endpoint
+        spans = tracing.Tracing.to(endpoint) if endpoint else None
+        app = create_app(self._client, tokenizer, self._settings(info), spans)
         gc.freeze()  # what is loaded by now is never garbage
         config = uvicorn.Config(
             app,
+            http=Connection,
             log_config=None,
             log_level="warning",
             access_log=False,

@@ -4,7 +4,7 @@ Whoever was waiting for an answer is told at once (``EngineClient`` ends every s
 the server answers 503 with Retry-After and is not ready, but live: killing it would only make it longer. The first
 restart is immediate, each further one within ``WINDOW_SECONDS`` waits twice as long as the one before; after
 ``MAX_RESTARTS`` of them the supervisor gives up and the server ends, for a fault that comes back each time is not
-cured by trying again.
+cured by trying again. If one request is the fault, and its client repeats it, ``optkit.serve.quarantine`` finds it out.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 from optkit.errors import UserError
 from optkit.runtime.process import EngineClient, EngineDied
 from optkit.runtime.types import EngineRequest, EngineStats, TokenOutput
+from optkit.serve.quarantine import Quarantine
 
 log = logging.getLogger("optkit.serve")
 
@@ -46,6 +47,7 @@ class EngineSupervisor:
     def __init__(self, make_client: Callable[[], EngineClient]) -> None:
         self._make_client = make_client
         self._client = make_client()
+        self._quarantine = Quarantine()
         self._crashes: deque[float] = deque()
         self._watch: asyncio.Task[None] | None = None
         self.num_restarts = 0
@@ -58,7 +60,7 @@ class EngineSupervisor:
         return info
 
     def generate(self, request: EngineRequest) -> AsyncIterator[TokenOutput]:
-        return self._client.generate(request)
+        return self._quarantine.generate(request, lambda asked: self._client.generate(asked))
 
     async def reset_prefix_cache(self) -> None:
         await self._client.reset_prefix_cache()

@@ -10,6 +10,7 @@ import pytest
 from optkit.artifact import MANIFEST, write_manifest
 from optkit.cli.inspect import printable
 from optkit.cli.main import run
+from optkit.kernels import triton
 from tests.sample_artifact import fake_artifact, int8_record, real_artifact, sample_run
 
 Output = pytest.CaptureFixture[str]
@@ -65,7 +66,8 @@ def test_the_graph_is_listed_with_shapes_at_the_asked_length(made: Path, capsys:
     assert lines == [
         "embedding = embedding(embed.weight, input_ids)  # [5, 8]",
         "select_rows = select_rows(embedding, logits_index)  # [1, 8]",
-        "linear = linear(select_rows, lm_head.weight)  # [1, 8]",
+        "linear = linear(select_rows, lm_head.weight)  # [1, 8]"
+        + ("  <triton>" if triton.available() else ""),
     ]
     assert run(["inspect", str(made), "--graph", "--tokens", "5", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["graph"] == lines

@@ -66,11 +66,8 @@ def test_an_artifact_gives_the_same_graph_and_loads_in_transformers(
     expected = dense(graph, IDS)
     assert torch.equal(dense(again, IDS), expected)
     size = expected.abs().max().item()
-    if options.get(
-        "symmetric", True
-    ):  # transformers 5.23 expects zero points unpacked, and the library packs them
-        given = transformers_logits(artifact.directory)
-        torch.testing.assert_close(given, expected, atol=1e-3 * size, rtol=1e-3)
+    given = transformers_logits(artifact.directory)
+    torch.testing.assert_close(given, expected, atol=1e-3 * size, rtol=1e-3)
 
 
 def test_the_tensors_are_those_of_the_library(packed: Make) -> None:
@@ -92,6 +89,22 @@ def test_the_tensors_are_those_of_the_library(packed: Make) -> None:
             assert set(own) == expected
             weight = PackedQuantizationCompressor.decompress(own, scheme)["weight"]
             torch.testing.assert_close(weight.float(), module.float_weight(), atol=1e-3, rtol=1e-2)
+            zero = (module.operands["weight_zero"].to(torch.int16) - 8).to(torch.int8)
+            floats = {"weight": module.float_weight(), "weight_scale": own["weight_scale"]}
+            made = PackedQuantizationCompressor.compress(floats | {"weight_zero_point": zero}, scheme)
+            assert made.keys() == own.keys() and all(torch.equal(made[key], own[key]) for key in made)
+
+
+def test_why_transformers_is_told_to_dequantize_zero_points(packed: Make) -> None:
+    """Without that it refuses what the library itself packs. When this fails, ``packs_zero_points`` can go."""
+    pytest.importorskip("compressed_tensors")
+    _, artifact = packed(symmetric=False)
+    file = artifact.directory / "config.json"
+    config = json.loads(file.read_text())
+    assert config["quantization_config"].pop("dequantize") is True
+    file.write_text(json.dumps(config))
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        transformers_logits(artifact.directory)
 
 
 @pytest.mark.parametrize(

@@ -182,6 +182,18 @@ def test_it_goes_on_where_it_was_with_the_same_bits(
     assert all(torch.equal(again[key], value) for key, value in expected.items())
 
 
+def test_a_damaged_solution_is_made_again(tmp_path: Path) -> None:
+    finished = finished_groups.FinishedGroups(tmp_path, "codes")
+    for index in range(3):
+        finished.save(index, {"codes": torch.full((64,), index)})
+    assert finished.count() == 3 and torch.equal(finished.load(1)["codes"], torch.ones(64, dtype=torch.int64))
+    file = finished.solution_file(1)
+    file.write_bytes(file.read_bytes()[:-3] + b"xyz")
+    assert finished.count() == 1
+    finished.save(1, {"codes": torch.ones(64)})
+    assert finished.count() == 3
+
+
 # -- mixed precision ---------------------------------------------------------------------------------------
 
 

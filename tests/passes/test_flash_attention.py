@@ -58,7 +58,7 @@ def test_a_gpu_without_a_kernel_here() -> None:
 
 def test_a_soft_cap_that_no_kernel_has(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = tuple(kernel for kernel in kernels.table() if kernel.name == "sdpa")
-    monkeypatch.setattr(kernels, "table", lambda: plain)
+    monkeypatch.setattr(kernels, "table", lambda kind: plain)
     plan = FlashAttention().check(captured("gemma2"), CONTEXT)
     assert not plan.sites
     assert all("soft-cap" in skip.reason for skip in plan.skips)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from optkit.passes.gptq_solver import gptq, inverse_factor, output_error
+from optkit.passes.gptq_solver import add_products, gptq, inverse_factor, mirrored, output_error
 from optkit.passes.grid import IntegerGrid, fit_groups, group_of, round_to_nearest
 
 
@@ -17,6 +17,15 @@ def layer(n: int = 48, k: int = 128, tokens: int = 512, seed: int = 0) -> tuple[
     x = torch.randn(tokens, k, generator=generator) @ torch.randn(k, k, generator=generator) / k**0.5
     x *= torch.rand(k, generator=generator).mul(3).exp()
     return weight, x.T @ x / tokens
+
+
+@pytest.mark.parametrize("k", [1, 3, 64, 130])
+def test_products_are_computed_on_one_side_only(k: int) -> None:
+    x = torch.randn(40, k, generator=torch.Generator().manual_seed(1))
+    hessian = torch.zeros(k, k)
+    add_products(hessian, x[:25])
+    add_products(hessian, x[25:])
+    torch.testing.assert_close(mirrored(hessian), x.T @ x, atol=1e-4, rtol=1e-5)
 
 
 def naive(weight: Tensor, hessian: Tensor, grid: IntegerGrid, damping: float) -> Tensor:

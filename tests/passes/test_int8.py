@@ -272,3 +272,27 @@ def test_weights_round_to_the_nearest_step(group_size: int) -> None:
     assert ((q * steps - weight).abs() <= steps / 2 + 1e-6).all()
     assert torch.equal(q[2], torch.zeros(24, dtype=torch.int8))
     assert q.unflatten(1, (scale.shape[1], -1)).abs().amax(2)[[0, 1, 3, 4, 5]].eq(127).all()
+
+
+@pytest.mark.parametrize("group_size", [0, 32])
+@pytest.mark.parametrize("fused", [False, True])
+def test_every_layer_weight_only(group_size: int, fused: bool) -> None:
+    graph = captured("llama")
+    if fused:
+        apply(graph, "fuse_qkv")
+        apply(graph, "fuse_gate_up")
+    layers = len(list(graph.calls(reference.linear))) - 1
+    (ids,) = random_ids([24])
+    expected, before = dense(graph, ids), graph.num_bytes()
+    plan = apply(graph, "int8", weight_only=["re:.*"], group_size=group_size)
+    assert len(plan.sites) == layers == len(list(graph.calls(reference.linear_w8a16)))
+    assert not list(graph.calls(reference.linear_w8a8))
+    assert before - graph.num_bytes() > 0.6 * sum(
+        4 * w.value.nbytes for w in graph.weights.values() if w.value.dtype == torch.int8
+    )
+    assert relative_error(dense(graph, ids, TARGET), expected) < 0.02
+
+
+def test_a_pattern_that_is_none_is_refused() -> None:
+    with pytest.raises(ValidationError, match="not a regular expression"):
+        Int8Config(weight_only=["re:("])

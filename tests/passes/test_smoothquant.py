@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from optkit.calibration import Calibration
 from optkit.graph.ir import Graph, Weight
 from optkit.graph.verify import verify
 from optkit.passes.base import PassContext
-from optkit.passes.smoothquant import SmoothQuant, SmoothQuantConfig, smoothing_scale
+from optkit.passes.smoothing import smoothing_scale
+from optkit.passes.smoothquant import SmoothQuant, SmoothQuantConfig
 from tests.graphs import (
     TARGET,
     apply,
@@ -112,6 +114,18 @@ def test_outliers_cost_int8_less() -> None:
     assert int8_error(graph, expected, ids) < rough / 3
 
 
+def test_a_search_costs_no_more_than_any_one_exponent() -> None:
+    (ids,) = random_ids([40])
+    expected = dense(captured("llama"), ids)
+    errors = {}
+    for alpha in (0.0, 0.5, 1.0, "search"):
+        graph = planted().clone()
+        apply(graph, "smoothquant", alpha=alpha)
+        torch.testing.assert_close(dense(graph, ids), expected, atol=1e-3, rtol=1e-3)
+        errors[alpha] = int8_error(graph, expected, ids)
+    assert errors.pop("search") < 1.1 * min(errors.values())
+
+
 def test_the_planted_channels_get_the_largest_scales() -> None:
     graph = planted().clone()
     name = "model.layers.0.input_layernorm.weight"
@@ -180,8 +194,9 @@ def test_it_asks_for_the_text_the_recipe_says() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"alpha": 1.5}, {"alpha": -0.1}, {"calibration": {"samples": 0}}, {"beta": 1}]
+    "options",
+    [{"alpha": 1.5}, {"alpha": -0.1}, {"alpha": "find"}, {"calibration": {"samples": 0}}, {"beta": 1}],
 )
-def test_options_are_bounded(options: dict[str, float]) -> None:
+def test_options_are_bounded(options: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         SmoothQuantConfig(**options)

@@ -11,7 +11,6 @@ from optkit.runtime.types import EngineRequest, FinishReason, SamplingParams, To
 from tests.fakes import fake_engine
 from tests.runtime import tiny
 
-SEEDED = SamplingParams(max_tokens=6, temperature=1.5, seed=7)
 needs_native = pytest.mark.skipif(not native.available(), reason=str(native.missing_reason()))
 
 
@@ -179,11 +178,33 @@ def test_five_hundred_prompts_cold_warm_and_without_cache_are_identical(weak: bo
 
 @needs_native
 @pytest.mark.parametrize("weak", [False, True])
-def test_a_model_gives_the_same_tokens_cold_warm_and_without_cache(weak: bool) -> None:
-    some = tiny.prompts(24, stems=3)
-    plain = tiny.engine(enable_prefix_caching=False).generate(some, SEEDED)
+@pytest.mark.parametrize("count", [24, pytest.param(500, marks=pytest.mark.soak)])
+def test_a_model_answers_the_same_cold_warm_and_without_cache(count: int, weak: bool) -> None:
+    """Tokens, and for each third prompt its logprobs, while the others run beside it."""
+    requests = [
+        request(
+            f"r{i}",
+            prompt,
+            max_tokens=6,
+            temperature=1.5 * (i % 2),
+            seed=i,
+            prompt_logprobs=1 if i % 3 == 0 else None,
+            logprobs=1 if i % 6 == 0 else None,
+        )
+        for i, prompt in enumerate(tiny.prompts(count, stems=3))
+    ]
+
+    def answers(engine: Engine) -> list[tuple[object, ...]]:
+        """All that each request got, however many steps it came in."""
+        parts = ("token_ids", "logprobs", "prompt_logprobs")
+        return [
+            tuple(tuple(x for out in outputs for x in getattr(out, part)) for part in parts)
+            for outputs in serve(engine, *requests)
+        ]
+
+    plain = answers(tiny.engine(enable_prefix_caching=False))
     engine = tiny.engine()
     engine = weaken(engine) if weak else engine
-    assert engine.generate(some, SEEDED) == plain
-    assert engine.generate(some, SEEDED) == plain
+    assert answers(engine) == plain, "cold"
+    assert answers(engine) == plain, "warm"
     assert engine.stats().prefix_cache_hits > 0

@@ -5,10 +5,19 @@ from __future__ import annotations
 import pytest
 
 from optkit.runtime.scheduler import Scheduler, SchedulerConfig
-from optkit.runtime.types import Batch, EngineRefusal, EngineRequest, Failure, FinishReason, SamplingParams
+from optkit.runtime.types import (
+    QUEUE_TIMEOUT,
+    Batch,
+    EngineRefusal,
+    EngineRequest,
+    Failure,
+    FinishReason,
+    SamplingParams,
+    Sequence,
+)
 
 
-def make(**overrides: int) -> Scheduler:
+def make(**overrides: float) -> Scheduler:
     limits = {
         "max_num_seqs": 4,
         "max_num_batched_tokens": 16,
@@ -231,3 +240,42 @@ def test_a_prompt_that_runs_goes_on_when_a_more_urgent_one_finds_no_place() -> N
         EngineRequest(request_id="urgent", prompt_ids=(1,), sampling=params, arrival=0.0, priority=-99)
     )
     assert advance(scheduler) == [("first", 16)]
+
+
+def test_who_waits_too_long_for_a_turn_is_told_and_who_has_begun_is_not() -> None:
+    now = [0.0]
+    scheduler = make(max_num_seqs=1, queue_timeout=5.0)
+    scheduler.clock = lambda: now[0]
+    for name in ("running", "waiting"):
+        add(scheduler, name, 3)
+    advance(scheduler)
+    now[0] = 4.9
+    advance(scheduler)
+    now[0] = 5.1
+    batch = scheduler.schedule()
+    assert plan(batch) == [("running", 1)]
+    (_, lost) = scheduler.update(batch, [(5,)])
+    assert (lost.request_id, lost.finish_reason, lost.error) == ("waiting", FinishReason.ERROR, QUEUE_TIMEOUT)
+    scheduler.check()
+
+
+def test_what_raises_for_one_sequence_ends_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = make()
+    add(scheduler, "good", 3)
+    add(scheduler, "bad", 5)
+    admit = scheduler.kv.admit
+
+    def broken(seq: Sequence, *args: int) -> bool:
+        if seq.num_prompt == 5:
+            raise RuntimeError("broken")
+        return admit(seq, *args)
+
+    monkeypatch.setattr(scheduler.kv, "admit", broken)
+    batch = scheduler.schedule()
+    assert plan(batch) == [("good", 3)]
+    outputs = scheduler.update(batch, [(5,)])
+    assert [(out.request_id, out.finish_reason) for out in outputs] == [
+        ("good", None),
+        ("bad", FinishReason.ERROR),
+    ]
+    scheduler.check()

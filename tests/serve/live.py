@@ -6,6 +6,7 @@ Run as a program it serves; ``LiveServer`` starts it and waits for the line that
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -25,7 +26,8 @@ SCRIPT = [*fast_tokenizer().encode(TEXT).ids, END]
 class LiveServer:
     """The server process.
 
-    ``server`` are fields of ``ServeOptions``, ``engine`` options of ``tests.fakes.fake_engine``.
+    ``server`` are fields of ``ServeOptions``, ``engine`` options of ``tests.fakes.fake_engine``. ``mute_token``: the
+    detokenizer raises on it.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class LiveServer:
         wait: bool = True,
         silence_seconds: float = 60.0,
         max_restarts: int = 3,
+        mute_token: int | None = None,
         server: dict[str, Any] | None = None,
         **engine: Any,
     ) -> None:
@@ -49,9 +52,11 @@ class LiveServer:
             "server": server or {},
             "silence_seconds": silence_seconds,
             "max_restarts": max_restarts,
+            "mute_token": mute_token,
         }
         command = [sys.executable, "-m", "tests.serve.live", json.dumps(work)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        strict = {**os.environ, "PYTHONWARNINGS": "error::RuntimeWarning"}  # in both processes
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=strict)
         self.url = ""
         if wait:
             self.line = self.process.stdout.readline()  # type: ignore[union-attr]
@@ -81,6 +86,7 @@ def main() -> int:
 
     work = json.loads(sys.argv[1])
     supervisor.MAX_RESTARTS, supervisor.STILL_SECONDS = work["max_restarts"], 1.0
+    break_detokenizer(work["mute_token"])
     recipe = SimpleNamespace(slo=SimpleNamespace(ttft_ms=700))
     artifact: Any = SimpleNamespace(directory=Path(work["directory"]), name="tiny", recipe=recipe)
 
@@ -92,6 +98,19 @@ def main() -> int:
     options = ServeOptions(port=0, **work["server"])
     with bind(options.host, options.port) as sock:
         return serve(artifact, make_client, options, sock, _print_line)
+
+
+def break_detokenizer(token: int | None) -> None:
+    from optkit.serve.detokenizer import Detokenizer
+
+    original = Detokenizer.push
+
+    def broken(self: Any, token_ids: Any) -> str:
+        if token in token_ids:
+            raise RuntimeError("injected into the detokenizer")
+        return original(self, token_ids)
+
+    Detokenizer.push = broken  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """Paged attention on NVIDIA GPUs, for ragged batches of prompts, chunks and single tokens.
 
-Two launches at most. *Tiles* take up to 128 rows, a row being a token and one of the heads that share a KV head, and run
-on tensor cores. Sequences with one new token, the decodes, go to a launch of their own, in which their few rows fill no
-tile of 128; models without shared heads have a kernel without tensor cores for them. Where there are fewer programs than
-the GPU runs at once, keys are split among several and a third launch merges what they found.
+Two launches at most. *Tiles* take up to 128 rows, a row being a token and one of the heads that share a KV head, and
+run on tensor cores. Sequences with one new token, the decodes, go to a launch of their own, in which their few rows
+fill no tile of 128; models without shared heads have a kernel without tensor cores for them. Where there are fewer
+programs than the GPU runs at once, keys are split among several and a third launch merges what they found.
 
-Grids depend on shapes alone, and lengths are read on the device: a CUDA graph replays with other lengths, blocks and slots.
-The number of splits follows from the widest block table, so a graph should be captured with the longest it will see.
+Grids depend on shapes alone, and lengths are read on the device: a CUDA graph replays with other lengths, blocks and
+slots. The number of splits follows from the widest block table, so a graph should be captured with the longest it will
+see.
 
 Configurations are picked by hand, for each architecture by the rows of a tile.
 """
@@ -202,7 +203,8 @@ class Call:
         wide = max(self.constants["D"], self.constants["DV"]) > 128
         if size <= 128 and not wide and self.q.dtype is not torch.float32:
             return TILES[self.arch, bool(self.constants["FORMAT"])][size]
-        return Config((max(32, next_power_of_2(self.group)), 32), 4, 2)  # twice the bytes or more
+        rows = max(32, next_power_of_2(self.group))
+        return Config((rows, 16), 8, 2) if self.q.dtype is torch.float32 else Config((rows, 32), 4, 2)
 
     @property
     def group(self) -> int:

@@ -1,9 +1,9 @@
 """The kernels of paged attention: tiles of queries by tensor cores, single queries by dot products, merged splits.
 
-All compute an online softmax (arXiv 2205.14135) in base 2, with accumulators in float32. A tile of keys is TILE positions,
-whatever the size of a page: its rows are gathered through the block table. K and V of int8 and E4M3 pools become the
-compute type by themselves, exactly; K's scales multiply the scores and V's the weights, which is a product for each
-key in place of one for each number.
+All compute an online softmax (arXiv 2205.14135) in base 2, with accumulators in float32. A tile of keys is TILE
+positions, whatever the size of a page: its rows are gathered through the block table. K and V of int8 and E4M3 pools
+become the compute type by themselves, exactly; K's scales multiply the scores and V's the weights, which is a product
+for each key in place of one for each number.
 
 ``FORMAT``: 0 float, 1 int8, 2 E4M3 bytes. Strides are in elements; K_BLOCK, V_BLOCK, K_SCALES and V_SCALES go from one
 block of the pool, or of its scales, to the next.
@@ -14,11 +14,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+BATCH = [
+    "query_start",
+    "seq_lens",
+    "block_tables",
+]  # which may lie anywhere and change in width: one compilation
+
 
 @triton.jit
 def numbers(stored, FORMAT: tl.constexpr, NATIVE: tl.constexpr, DTYPE: tl.constexpr):
-    """What values of a pool are, in DTYPE and without their scale. Without NATIVE conversion, E4M3 goes through float16:
-    its bits are float16's, moved, up to a factor of 2^8."""
+    """What values of a pool are, in DTYPE and without their scale.
+
+    Without NATIVE conversion E4M3 goes through float16, whose bits it has in other places, up to a factor of 2^8.
+    """
     if FORMAT == 2:
         if NATIVE:
             result = stored.to(tl.float8e4nv, bitcast=True).to(DTYPE)
@@ -39,7 +47,7 @@ def capped(scores, scale, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def sequence_of(query_block, query_start, sequences, BLOCK_Q: tl.constexpr):
-    """The sequence of a block of queries: sequence s starts with block ``query_start[s] // BLOCK_Q + s`` at the latest."""
+    """The sequence of a block of queries: s has the blocks from ``query_start[s] // BLOCK_Q + s`` on."""
     low = 0
     high = sequences
     while low < high:
@@ -129,7 +137,7 @@ def attend_tiles(
     return total, weight, top
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sequences", "table_stride"], do_not_specialize_on_alignment=BATCH)
 def attention_tiles(
     q, k_cache, v_cache, k_scales, v_scales, out, parts, weights, tops, query_start, seq_lens, block_tables,
     sequences, scale, q_token, q_head, table_stride,
@@ -142,10 +150,10 @@ def attention_tiles(
 ):  # fmt: skip
     """M rows, each a query token and one of the heads that share a KV head, over one of SPLITS parts of their keys.
 
-    Grid: KV heads, blocks of queries, splits. With SINGLE, a block is a sequence, and only those of one new token count;
-    SKIP_SINGLE leaves these out. Longest blocks of a prompt start first. With splits, results go unnormalized to
-    ``parts`` [rows, H, SPLITS, V_DIM] with ``weights`` and ``tops`` [rows, H, SPLITS]; a row is a sequence with SINGLE,
-    else a token.
+    Grid: KV heads, blocks of queries, splits. With SINGLE, a block is a sequence, and only those of one new token
+    count; SKIP_SINGLE leaves these out. Longest blocks of a prompt start first. With splits, results go unnormalized to
+    ``parts`` [rows, H, SPLITS, V_DIM] with ``weights`` and ``tops`` [rows, H, SPLITS]; a row is a sequence with
+    SINGLE, else a token.
     """
     group: tl.constexpr = HEADS // KV_HEADS
     tokens_at_once: tl.constexpr = 1 if SINGLE else M // group
@@ -231,7 +239,7 @@ def attention_tiles(
         tl.store(parts + part[:, None] * V_DIM + dv[None, :], total, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=BATCH)
 def attention_heads(
     q, k_cache, v_cache, k_scales, v_scales, out, parts, weights, tops, query_start, seq_lens, block_tables,
     scale, q_token, q_head, table_stride,
@@ -243,8 +251,8 @@ def attention_heads(
 ):  # fmt: skip
     """One query of one head that shares its keys with no other: no tensor cores, and no row of theirs to waste.
 
-    Grid: heads, sequences (those of one new token), splits. Each of TILE lanes keeps a softmax of its own over every TILE-th
-    key, so that nothing passes between threads until the end.
+    Grid: heads, sequences (those of one new token), splits. Each of TILE lanes keeps a softmax of its own over
+    every TILE-th key, so that nothing passes between threads until the end.
     """
     head = tl.program_id(0)
     sequence = tl.program_id(1)
@@ -316,7 +324,7 @@ def attention_heads(
         tl.store(parts + part * V_DIM + dv, result, mask=dv < V_DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["query_start"])
 def merge_splits(
     parts, weights, tops, out, query_start,
     HEADS: tl.constexpr, V_DIM: tl.constexpr, SPLITS: tl.constexpr, DV: tl.constexpr, SINGLE: tl.constexpr,

@@ -54,7 +54,7 @@ def row_scale(absmax, FORMAT: tl.constexpr):
 
 @triton.jit
 def stored(x, absmax, like, FORMAT: tl.constexpr):
-    """float32 rows x [R, C] as the pool ``like`` has them. 1.5 * 2^23 more leaves the rounded integer in the low bits."""
+    """Rows x [R, C] as the pool ``like`` has them. Adding 1.5 * 2^23 leaves the rounded integer in the low bits."""
     if FORMAT == 0:
         values = x.to(like.dtype.element_ty)
     elif FORMAT == 1:
@@ -90,13 +90,14 @@ def rotated(x, cos, sin, ROTARY: tl.constexpr, HALF: tl.constexpr, i, inside):
     return new_low, new_high
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def rope_kv_heads(
     q, k, v, cos, sin, q_out, k_out, k_cache, v_cache, k_scales, v_scales, slots,
     q_token, q_head, k_token, k_head, v_token, v_head,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, ROTARY: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr,
-    K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, FORMAT: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, V_COLUMNS: tl.constexpr,
+    K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, FORMAT: tl.constexpr,
+    R: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, V_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """R heads of one token: of q in the first programs of axis 1, of K and V in the others.
 

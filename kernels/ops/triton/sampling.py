@@ -1,14 +1,14 @@
 """Sampling on the GPU: greedy, temperature, top-k, top-p and min-p, in a fixed number of launches.
 
-A row is cut into chunks, a program each, so that one row alone fills a GPU. Plain rows take three launches: the largest logit
-of each chunk, the mass of each chunk, and the draw, which finds the chunk and then the token.
+A row is cut into chunks, a program each, so that one row alone fills a GPU. Plain rows take three launches: the largest
+logit of each chunk, the mass of each chunk, and the draw, which finds the chunk and then the token.
 
-Filters need a threshold before that, and find it without sorting, by radix selection: the bits of floats, turned so that
-they order as the floats do, are decided four at a time from the top. A launch sums the tokens of each of 16 digits (their
-number for top-k, their mass for top-p) by chunk; the next finds the digit at which the sum reaches its goal, and goes on
-inside it. Eight launches for each of the two. Sums are made in an order that the vocabulary alone decides: a row gives the
-same token in any batch. They are float32, so a token whose edge is within about 1e-6 of the drawn number may go to its
-neighbour in the spec's float64.
+Filters need a threshold before that, and find it without sorting, by radix selection: the bits of floats, turned so
+that they order as the floats do, are decided four at a time from the top. A launch sums the tokens of each of 16 digits
+(their number for top-k, their mass for top-p) by chunk; the next finds the digit at which the sum reaches its goal, and
+goes on inside it. Eight launches for each of the two. Sums are made in an order that the vocabulary alone decides: a
+row gives the same token in any batch. They are float32, so a token whose edge is within about 1e-6 of the drawn number
+may go to its neighbour in the spec's float64.
 """
 
 from __future__ import annotations
@@ -84,15 +84,15 @@ def floor_of(top, temperature, min_p):
     return tl.where(min_p > 0, least, least * 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "level"])
 def digit_sums(
     logits, tops, temperature, top_k, top_p, min_p, sums, cuts, goals, rows, level, columns, stride, chunks,
     MASS: tl.constexpr, C: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Digit ``level`` of the selection for top-k or, with MASS, for top-p; rows without this filter are passed over.
 
-    ``sums`` [2, 8, L, chunks, 16], ``cuts`` and ``goals`` [2, 8, L]: for each selection and digit its sums, and what was
-    known before it. The goal of top-p starts as a share and becomes a mass when the whole is known.
+    ``sums`` [2, 8, L, chunks, 16], ``cuts`` and ``goals`` [2, 8, L]: for each selection and digit its sums, and what
+    was known before it. The goal of top-p starts as a share and becomes a mass when the whole is known.
     """
     row = tl.program_id(0).to(tl.int64)
     t = tl.load(temperature + row)
@@ -166,7 +166,7 @@ def kept_mass(
     return mass
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def chunk_masses(
     logits, tops, temperature, top_k, top_p, min_p, sums, cuts, goals, masses, rows, columns, stride, chunks,
     FILTERED: tl.constexpr, C: tl.constexpr, P: tl.constexpr,
@@ -193,7 +193,7 @@ def passed(mass, goal, N: tl.constexpr):
     return chosen, tl.sum(tl.where(index < chosen, mass, 0.0), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def draw(
     logits, tops, firsts, temperature, top_k, top_p, min_p, uniform, sums, cuts, goals, masses, tokens,
     rows, columns, stride, chunks, FILTERED: tl.constexpr, C: tl.constexpr, P: tl.constexpr,

@@ -1,13 +1,13 @@
 """Attention of a whole prompt by the vendor's kernels: cuDNN's on Hopper, FlashAttention-2 elsewhere, through PyTorch.
 
 A sequence whose tokens are all new needs no cache to attend, and dense kernels that NVIDIA wrote are hard to beat where
-arithmetic bounds. Lengths are on the device, so the kernel cannot see whether this holds: whoever lowers a graph says so,
-by the site option ``first_chunk`` (a step has one sequence, and all its tokens are new). Among steps for which it was
-said, the table of measured times decides by the number of tokens (``selection``).
+arithmetic bounds. Lengths are on the device, so the kernel cannot see whether this holds: whoever lowers a graph says
+so, by the site option ``first_chunk`` (a step has one sequence, and all its tokens are new). Among steps for which it
+was said, the table of measured times decides by the number of tokens (``selection``).
 
 cuDNN makes a plan for each shape at its first call, which takes tens of milliseconds: such steps want few shapes, and a
-warm-up. PyTorch's ``varlen_attn``, which would take several prompts, is FlashAttention-2 and was measured by others at half
-of cuDNN's speed on Hopper; several prompts go to Triton.
+warm-up. PyTorch's ``varlen_attn``, which would take several prompts, is FlashAttention-2 and was measured by others at
+half of cuDNN's speed on Hopper; several prompts go to Triton.
 """
 
 from __future__ import annotations
@@ -61,9 +61,12 @@ def paged_attention(
 
 def dense(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Causal attention of one sequence: q [T, H, D], k [T, Hkv, D] and v [T, Hkv, Dv] give [T, H, Dv]."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, T, D]
     with sdpa_kernel(BACKENDS, set_priority=True):
         out = torch.nn.functional.scaled_dot_product_attention(
-            *(x.transpose(0, 1)[None] for x in (q, k, v)),
+            q,
+            k,
+            v,
             is_causal=True,
             scale=scale,
             enable_gqa=q.shape[1] != k.shape[1],

@@ -6,7 +6,8 @@ channels: each meets a contiguous piece of the activations, and no code has to c
 words are contiguous, [N, slabs * 16].
 
 A group's channels fill whole planes: groups that don't, and channels out of order (``g_idx``), are laid out so when
-they are packed, with codes of value zero between, and ``order`` says which channel each place holds, -1 for none.
+they are packed, with codes of value zero between, and ``order`` says which channel each place holds, one past the last
+for none.
 
 For up to ``gemv.MOST_ROWS`` tokens (``gemv_codes``) a code becomes a float by being put into the mantissa of a 1.0, one
 instruction where a conversion takes several: two codes of a word are shifted to bits 15 and 19, which makes them
@@ -34,6 +35,7 @@ from optkit.kernels.triton.tile import REDUCED, config_of, reduce_splits, splits
 WEIGHT, SCALE, ZERO, G_IDX = 1, 2, 3, 4  # positions among the arguments
 PLANE, PLANES = 16, 8
 SLAB = PLANE * PLANES
+ONE = 0x3F800000  # the bits of 1.0; an argument, since an instruction has room for one constant, and the mask is that
 MIDDLE = 8  # the code that stands for 0 in symmetric int4
 # By type of the activations: bits whose float plus a code is exact, and that float.
 MAGIC = {torch.float16: (0x6400, 1024.0), torch.bfloat16: (0x4300, 128.0), torch.float32: (0, 0.0)}
@@ -45,14 +47,14 @@ GEMV: dict[str, dict[int, Config]] = {
 }
 # Tokens and channels of a tile, by most tokens.
 TILES: dict[str, dict[int, Config]] = {
-    "sm_80": {16: Config((16, 64), 4, 4), 32: Config((32, 64), 4, 3), 1 << 30: Config((64, 64), 4, 3)},
-    "sm_90": {16: Config((16, 64), 4, 4), 32: Config((32, 64), 4, 4), 1 << 30: Config((64, 64), 4, 4)},
+    "sm_80": {16: Config((16, 128), 4, 4), 32: Config((32, 128), 4, 3), 1 << 30: Config((64, 128), 8, 3)},
+    "sm_90": {16: Config((16, 128), 4, 4), 32: Config((32, 128), 4, 4), 1 << 30: Config((64, 128), 8, 4)},
 }
 
 
 @triton.jit
 def gemv_codes(
-    x, order, words, scale, zero, bias, out, x_stride, rows, n_size, k_size, slabs, group, groups,
+    x, order, words, scale, zero, bias, out, x_stride, rows, n_size, k_size, slabs, group, groups, one,
     M: tl.constexpr, N: tl.constexpr, SLABS: tl.constexpr, SHARED: tl.constexpr,
     HAS_ZERO: tl.constexpr, ORDERED: tl.constexpr, HAS: tl.constexpr,
 ):  # fmt: skip
@@ -78,19 +80,20 @@ def gemv_codes(
             for each in tl.static_range(SHARED):
                 plane = part * SHARED + each
                 k = channel + plane * 16
-                inside = (m < rows)[:, None, None] & (column < slabs * 16)
                 if ORDERED:
-                    k = tl.load(order + k, mask=column < slabs * 16, other=-1)
-                a = tl.load(x_row + k, mask=inside & (k >= 0) & (k < k_size), other=0.0).to(tl.float32)
+                    k = tl.load(order + k, mask=column < slabs * 16, other=k_size)
+                a = tl.load(x_row + k, mask=(m < rows)[:, None, None] & (k < k_size), other=0.0).to(
+                    tl.float32
+                )
                 if plane < 4:
                     moved = word << (15 - 8 * (plane // 2))
                 else:
                     moved = word >> (8 * (plane // 2) - 15)
                 if plane % 2 == 0:
-                    low += ((moved & 0x00078000) | 0x3F800000).to(tl.float32, bitcast=True) * a
+                    low += ((moved & 0x00078000) | one).to(tl.float32, bitcast=True) * a
                     low_sum += a
                 else:
-                    high += ((moved & 0x00780000) | 0x3F800000).to(tl.float32, bitcast=True) * a
+                    high += ((moved & 0x00780000) | one).to(tl.float32, bitcast=True) * a
                     high_sum += a
             codes = tl.sum(tl.reshape(low * 256.0 + high * 16.0, (M, N, SLABS, 16)), 3)
             surplus = tl.sum(tl.reshape(low_sum * 256.0 + high_sum * 16.0, (M, 1, SLABS, 16)), 3)
@@ -135,9 +138,7 @@ def tile_codes(
                 k = slab * 128 + plane * 16 + j
                 if ORDERED:
                     k = tl.load(order + k)
-                a = tl.load(
-                    x_row + k[None], mask=(m < rows)[:, None] & (k >= 0)[None] & (k < k_size)[None], other=0.0
-                )
+                a = tl.load(x_row + k[None], mask=(m < rows)[:, None] & (k < k_size)[None], other=0.0)
                 code = (word >> 4 * plane) & 15
                 if BITS == 0:
                     w = code.to(x.dtype.element_ty) - subtracted
@@ -177,7 +178,7 @@ def dequantize_codes(
         k = place + j
         if ORDERED:
             k = tl.load(order + k)
-        inside = (n < n_size)[:, None] & (k >= 0)[None] & (k < k_size)[None]
+        inside = (n < n_size)[:, None] & (k < k_size)[None]
         tl.store(out_row + k[None], value.to(out.dtype.element_ty), mask=inside)
 
 
@@ -213,7 +214,7 @@ def gemv(
     slabs, group, shared = layout(words, scale, order, group)
     gemv_codes[(triton.cdiv(n, channels),)](
         x, words if order is None else order, words, scale, words if zero is None else zero,
-        x if bias is None else bias, out, x.stride(0), rows, n, k, slabs, group, scale.shape[1],
+        x if bias is None else bias, out, x.stride(0), rows, n, k, slabs, group, scale.shape[1], ONE,
         M=block, N=channels, SLABS=min(together, next_power_of_2(slabs)), SHARED=shared,
         HAS_ZERO=zero is not None, ORDERED=order is not None, HAS=has(None, bias),
         num_warps=config.warps, num_stages=config.stages,
@@ -298,7 +299,8 @@ def pack(weights: dict[int, Tensor], options: Mapping[str, Any]) -> dict[int, Te
         order, group, source = in_planes(g_idx, scale.shape[1])
         scale, zero = scale[:, source], None if zero is None else zero[:, source]
         value_zero = torch.full_like(scale, MIDDLE, dtype=torch.uint8) if zero is None else zero
-        codes = torch.where(order >= 0, codes[:, order.clamp_min(0)], value_zero.repeat_interleave(group, 1))
+        held = codes[:, order.clamp_max(codes.shape[1] - 1)]
+        codes = torch.where(order < codes.shape[1], held, value_zero.repeat_interleave(group, 1))
         packed[G_IDX] = order.to(torch.int32)
     packed |= {WEIGHT: words_of_planes(F.pad(codes, (0, -codes.shape[1] % SLAB))), SCALE: scale.contiguous()}
     return packed if zero is None else packed | {ZERO: zero.contiguous()}
@@ -307,8 +309,8 @@ def pack(weights: dict[int, Tensor], options: Mapping[str, Any]) -> dict[int, Te
 def in_planes(g_idx: Tensor, groups: int) -> tuple[Tensor, int, Tensor]:
     """Channels sorted by group, each group from a new plane on, in whole slabs.
 
-    Gives the channel of each place, or -1; how many places have one scale, a divisor or a multiple of a slab; and which
-    group's scale that is, for all these.
+    Gives the channel of each place, or K for none; how many places have one scale, a divisor or a multiple of a slab;
+    and which group's scale that is, for all these.
     """
     counts = torch.bincount(g_idx.long(), minlength=groups)
     places = (counts + PLANE - 1) // PLANE * PLANE
@@ -318,7 +320,7 @@ def in_planes(g_idx: Tensor, groups: int) -> tuple[Tensor, int, Tensor]:
     by_group = g_idx.argsort(stable=True)
     owner = g_idx.long()[by_group]
     rank = torch.arange(len(g_idx), device=g_idx.device) - (counts.cumsum(0) - counts)[owner]
-    order = torch.full((total,), -1, device=g_idx.device)
+    order = torch.full((total,), len(g_idx), device=g_idx.device)
     order[(places.cumsum(0) - places)[owner] + rank] = by_group
     source = torch.arange(groups, device=g_idx.device).repeat_interleave(places // shared)
     return order, shared, F.pad(source, (0, total // shared - len(source)))

@@ -45,7 +45,7 @@ def fp8_calls(rows: tuple[int, ...] = (1, 2, 4, 16, 32, 64)) -> Iterator[Callabl
 
 
 def codes_calls(
-    rows: tuple[int, ...] = (1, 2, 4, 16, 64), groups: tuple[int, ...] = (32, 128)
+    rows: tuple[int, ...] = (1, 2, 4, 16, 32, 64), groups: tuple[int, ...] = (32, 128)
 ) -> Iterator[Callable[[], Any]]:
     slabs = K // wna16.SLAB
     words = meta(N, slabs * wna16.PLANE, dtype=torch.int32)

@@ -11,6 +11,8 @@ from optkit.kernels.triton import sampling
 from optkit.runtime.sampler import distribution
 from optkit.runtime.types import SamplingParams
 
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
 
 def parameters(
     rows: int,
@@ -75,8 +77,8 @@ def test_the_kernel_draws_what_the_spec_draws(
 ) -> None:
     monkeypatch.setattr(sampling, "CHUNK", 128)
     torch.manual_seed(tokens)
-    logits = (torch.randn(4, tokens + 3) * 3).to(dtype)[:, :tokens]
-    settings = random_parameters(4)
+    logits = (torch.randn(3, tokens + 3) * 3).to(dtype)[:, :tokens]
+    settings = random_parameters(3)
     assert torch.equal(sampling.sample(logits, *settings), reference.sample(logits, *settings))
 
 

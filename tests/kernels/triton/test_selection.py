@@ -64,5 +64,5 @@ def test_shipped_tables(arch: str) -> None:
         bounds = [most for most, _ in layer["best"]]
         assert bounds[-1] is None and bounds[:-1] == sorted(bounds[:-1])
         assert {name for _, name in layer["best"]} <= {
-            "gemv", "tile", "cublas", "scaled_mm", "int_mm", "dequantized",
+            "gemv", "tile", "cublas", "scaled_mm", "int_mm", "dequantized", "sdpa", "triton",
         }  # fmt: skip

@@ -1,0 +1,51 @@
+"""A connection whose client has to say what it wants: uvicorn's, with a limit on the time that headers take.
+
+uvicorn limits how long a connection may idle between two requests, and the application how long a body may take
+(``json_body``). What neither sees is a client that connects and sends its headers a byte a minute, or none: each one
+holds a file descriptor, and some thousands of them shut everybody else out (slowloris).
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+HEADER_SECONDS = 10.0
+TOO_SLOW = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+
+
+class Connection(HttpToolsProtocol):
+    """Ends with 408 when headers take longer than ``HEADER_SECONDS`` from the connection or the first byte."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_headers()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._expect_headers()
+
+    def on_headers_complete(self) -> None:
+        self._forget()
+        super().on_headers_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._forget()
+        super().connection_lost(exc)
+
+    def _expect_headers(self) -> None:
+        self._forget()
+        self._deadline = self.loop.call_later(HEADER_SECONDS, self._give_up)
+
+    def _forget(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _give_up(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.write(TOO_SLOW)
+            self.transport.close()

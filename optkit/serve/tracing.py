@@ -1,0 +1,160 @@
+"""OpenTelemetry traces, for those who ask for them (``--otlp-traces-endpoint``): one span a request.
+
+A span covers the request from its arrival to its last byte. It is a child of the caller's when the request brings a
+W3C ``traceparent``, and carries the attributes of the semantic conventions for generative AI (``gen_ai.*``), the pieces
+of the time to first token (``optkit.ttft.*``, seconds, those of ``ttft_details``) and an event at the first token.
+Never a prompt or an answer. It is made when the request is over, so that what it costs does not lie on the way of a
+token; sending is a thread's work, in batches.
+
+Spans go out as OTLP over HTTP (protobuf). The packages are the extra ``optkit[otel]`` and are imported only here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from optkit.errors import UserError
+from optkit.runtime.types import FirstToken
+from optkit.version import VERSION
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+
+PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
+EXPORT_SECONDS = 5
+
+
+@dataclass
+class Record:
+    """What is known of a request when it is over.
+
+    Attributes:
+        arrival, first_at: ``time.monotonic()``; ``first_at`` is of the first text for the client, None: there was none.
+        parent: the request's ``traceparent`` and ``tracestate`` headers.
+        outcome: "ok", or the code of the error.
+        first: what the engine says of the way to the first token, of the first choice.
+    """
+
+    operation: str
+    reply_id: str
+    model: str
+    arrival: float
+    parent: Mapping[str, str] = field(default_factory=dict)
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    num_prompt: int = 0
+    num_output: int = 0
+    finish_reasons: tuple[str, ...] = ()
+    first_at: float | None = None
+    first: FirstToken | None = None
+    outcome: str = "ok"
+
+
+class Tracing:
+    """Makes the spans of ``provider``."""
+
+    def __init__(self, provider: TracerProvider) -> None:
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._provider, self._propagator = provider, TraceContextTextMapPropagator()
+        self._tracer = provider.get_tracer("optkit", VERSION)
+
+    @classmethod
+    def to(cls, endpoint: str) -> Tracing:
+        """Send spans to the OTLP receiver at ``endpoint``, a URL such as ``http://localhost:4318/v1/traces``.
+
+        Raises:
+            UserError: it is no URL, or the packages are not installed.
+        """
+        check(endpoint)
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        provider = TracerProvider(resource=Resource.create({"service.name": "optkit"}))
+        exporter = OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_SECONDS)
+        provider.add_span_processor(BatchSpanProcessor(exporter, export_timeout_millis=1000 * EXPORT_SECONDS))
+        return cls(provider)
+
+    def close(self) -> None:
+        """Send what is left."""
+        self._provider.shutdown()
+
+    def record(self, done: Record) -> None:
+        """The span of a request that has just ended."""
+        from opentelemetry.trace import SpanKind, Status, StatusCode
+
+        def wall(moment: float) -> int:
+            return now_ns - int(1e9 * (now - moment))
+
+        now, now_ns = time.monotonic(), time.time_ns()
+        span = self._tracer.start_span(
+            f"{done.operation} {done.model}",
+            context=self._propagator.extract(done.parent),
+            kind=SpanKind.SERVER,
+            attributes=attributes(done, now),
+            start_time=wall(done.arrival),
+        )
+        if done.first_at is not None:
+            span.add_event("gen_ai.first_token", timestamp=wall(done.first_at))
+        if done.outcome != "ok":
+            span.set_status(Status(StatusCode.ERROR, done.outcome))
+        span.end(now_ns)
+
+
+def attributes(done: Record, now: float) -> dict[str, Any]:
+    """Those of the semantic conventions 1.37, vLLM's latencies, and the pieces of the time to first token."""
+    found = {
+        "gen_ai.operation.name": done.operation,
+        "gen_ai.provider.name": "optkit",
+        "gen_ai.request.model": done.model,
+        "gen_ai.response.model": done.model,
+        "gen_ai.response.id": done.reply_id,
+        "gen_ai.request.max_tokens": done.max_tokens,
+        "gen_ai.request.temperature": done.temperature,
+        "gen_ai.request.top_p": done.top_p,
+        "gen_ai.usage.input_tokens": done.num_prompt or None,
+        "gen_ai.usage.output_tokens": done.num_output,
+        "gen_ai.response.finish_reasons": done.finish_reasons or None,
+        "gen_ai.latency.e2e": now - done.arrival,
+        "error.type": None if done.outcome == "ok" else done.outcome,
+    }
+    if done.first_at is not None:
+        found["gen_ai.latency.time_to_first_token"] = done.first_at - done.arrival
+    if done.first is not None:
+        found["gen_ai.latency.time_in_queue"] = done.first.queue
+        found |= {f"optkit.ttft.{name}": value for name, value in msgspec.structs.asdict(done.first).items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def check(endpoint: str) -> None:
+    """Refuse at the start what could not work later."""
+    url = urlsplit(endpoint)
+    if url.scheme not in ("http", "https") or not url.netloc:
+        raise UserError(
+            f"'{endpoint}' is no URL",
+            where="--otlp-traces-endpoint",
+            fix="write it as http://localhost:4318/v1/traces",
+        )
+    if not all(map(installed, PACKAGES)):
+        raise UserError(
+            "OpenTelemetry is not installed",
+            where="--otlp-traces-endpoint",
+            fix="pip install 'optkit[otel]', or leave the option out",
+        )
+
+
+def installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # its parent is missing
+        return False

@@ -1,0 +1,267 @@
+"""prune_heads: removes the attention heads that matter least, whole KV groups, the same number in every layer.
+
+The query heads that share a KV head go together with it: rows of the query, key and value projections, columns of
+the output projection. A group's importance is what its heads contribute: the mean of ``|a_j|`` over calibration text
+times ``|w_j|``, the norm of column j of the output projection, added over the group's channels (activation-weighted
+magnitudes as in Wanda, arXiv 2306.11695, for whole heads; removing heads as in arXiv 1905.10650). What is left is a
+smaller dense model with a smaller KV cache, under the same bounds as a quantizer.
+
+config.json has one number of heads for all layers, so all lose equally many, and ``head_dim`` is written out: a model
+whose config in transformers derives it from the number of heads is refused. Where one layer can't be pruned, none is.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor, fx
+
+from optkit.calibration import Calibration
+from optkit.graph.ir import Graph, Origin, Part, Weight
+from optkit.graph.walk import Walk
+from optkit.kernels import reference
+from optkit.passes.base import Config, Pass, PassContext, PassResult, Plan, Site, Skip, Stage
+from optkit.passes.calibrated import Group, walk_through
+from optkit.passes.finished_groups import FinishedGroups
+from optkit.passes.prune import importance, select_columns
+from optkit.passes.rewrite import site_name
+
+aten = torch.ops.aten
+PER_HEAD = (reference.rope, reference.rms_norm)  # what may lie between a projection's heads and attention
+
+
+class PruneHeadsConfig(Config):
+    share: float = Field(0.25, gt=0, lt=1, description="share of each layer's KV groups to remove")
+    calibration: Calibration = Field(
+        default_factory=lambda: Calibration(samples=16), description="the text that importance is measured on"
+    )
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The attention of one layer, as far as its heads are concerned.
+
+    Attributes:
+        reshapes: those that make heads of the query, key and value projections' columns.
+        joined: the reshape of attention's result back to columns, which ``out`` reads.
+        projections: the linears the heads come from: three, or one for all.
+    """
+
+    attention: fx.Node
+    reshapes: tuple[fx.Node, fx.Node, fx.Node]
+    joined: fx.Node
+    out: fx.Node
+    projections: tuple[fx.Node, ...]
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Query heads, KV heads, and the channels of a head in queries and in values."""
+        (_, heads, size), (_, groups, _), (_, _, values) = (node.args[1] for node in self.reshapes)
+        return heads, groups, size, values
+
+
+class PruneHeads(Pass):
+    name = "prune_heads"
+    stage = Stage.SMOOTH
+    exact = False
+    Config = PruneHeadsConfig
+
+    def check(self, graph: Graph, ctx: PassContext) -> Plan:
+        """A site is an output projection."""
+        plan, shapes = Plan(), set()
+        for attention in graph.calls(reference.attention):
+            found = heads_of(graph, attention)
+            if isinstance(found, str):
+                plan.skips.append(Skip(f"attention {attention.name}", found))
+            else:
+                plan.sites.append(Site(site_name(graph, found.out), (found.out,)))
+                shapes.add(found.shape)
+        reason = self.why_none(graph, plan, shapes)
+        if reason:
+            plan.skips += [Skip(site.name, reason) for site in plan.sites]
+            plan.sites.clear()
+        return plan
+
+    def why_none(self, graph: Graph, plan: Plan, shapes: set[Any]) -> str | None:
+        """Why the layers can't lose equally many groups."""
+        if plan.skips:
+            return f"the number of heads is one for all layers, and {plan.skips[0].site} can't be pruned"
+        if len(shapes) > 1:
+            return "the layers have different heads, and their number is one in config.json"
+        for _, groups, size, values in shapes:
+            if not names_head_size(graph.meta.model_type) or size != values:
+                return f"the config of a {graph.meta.model_type} model has no head size of its own"
+            if self.kept(groups) == groups:
+                return f"{groups} KV groups less {self.config.share:.0%} are as many"
+        return None
+
+    def kept(self, groups: int) -> int:
+        """How many KV groups stay, at least one."""
+        return max(1, round(groups * (1 - self.config.share)))
+
+    def apply(self, graph: Graph, plan: Plan, ctx: PassContext) -> PassResult:
+        before = graph.num_bytes()
+        layers = [heads_at(graph, site) for site in plan.sites]
+        heads, groups, size, _ = layers[0].shape
+        kept = self.kept(groups)
+        for layer, index in zip(layers, self.choices(graph, plan, kept, ctx), strict=True):
+            remove(graph, layer, index)
+        after = {"num_attention_heads": kept * heads // groups, "num_key_value_heads": kept, "head_dim": size}
+        graph.plan["config"] = {**graph.plan.get("config", {}), **after}
+        specs = tuple(replace(spec, num_kv_heads=kept) for spec in graph.meta.kv_specs)
+        graph.meta = replace(graph.meta, kv_specs=specs)
+        stats = {"heads_before": heads, "kv_heads_before": groups, **after}
+        return PassResult(
+            len(plan.sites), stats | {"weight_bytes_before": before, "weight_bytes_after": graph.num_bytes()}
+        )
+
+    def choices(self, graph: Graph, plan: Plan, kept: int, ctx: PassContext) -> list[Tensor]:
+        """The KV groups [kept] that stay, in order, of each site. A dry run, which has shapes only, takes the first."""
+        if any(weight.value.device.type == "meta" for weight in graph.weights.values()):
+            return [torch.arange(kept) for _ in plan.sites]
+        windows = ctx.calibration_windows(self.config.calibration)
+        found: list[Tensor] = []
+
+        def solve(group: Group, walk: Walk) -> dict[str, Tensor]:
+            layer = heads_at(graph, group.sites[0])
+            weight = graph.weights[str(layer.out.args[1].target)].value
+            score = importance([x.flatten(1) for x in walk.values(group.x)], weight)
+            return {
+                "kept": score.unflatten(0, (layer.shape[1], -1)).sum(dim=1).topk(kept).indices.sort().values
+            }
+
+        walk_through(
+            Walk(graph, windows, ctx.target),
+            [Group((site,)) for site in plan.sites],
+            solve,
+            lambda group, solution, walk: found.append(solution["kept"]),
+            FinishedGroups(ctx.workspace, "heads"),
+            lambda text, part=None: ctx.tell(f"{self.name}: {text}", part=part),
+        )
+        return found
+
+
+@cache
+def names_head_size(model_type: str) -> bool:
+    """Whether transformers' config of this architecture says the size of a head beside their number."""
+    from transformers import CONFIG_MAPPING
+
+    fields = ("num_attention_heads", "num_key_value_heads", "head_dim")
+    return model_type in CONFIG_MAPPING and all(hasattr(CONFIG_MAPPING[model_type](), f) for f in fields)
+
+
+# -- finding -----------------------------------------------------------------------------------------------
+
+
+def heads_at(graph: Graph, site: Site) -> Heads:
+    """The layer of a site, which ``check`` has found before."""
+    found = heads_of(graph, site.nodes[0].args[0].args[0])
+    assert isinstance(found, Heads)
+    return found
+
+
+def heads_of(graph: Graph, attention: fx.Node) -> Heads | str:
+    """The layer around ``attention``, or why heads can't be taken from it."""
+    joined = only_user(attention)
+    out = only_user(joined) if joined is not None and joined.target is aten.reshape.default else None
+    if joined is None or out is None or out.target is not reference.linear or out.args[0] is not joined:
+        return "something besides an output projection reads its result"
+    reshapes = tuple(split_into_heads(node) for node in attention.args[:3])
+    if None in reshapes:
+        return "its heads are not plain columns of projections"
+    query, key, value = (node for node in reshapes if node is not None)
+    sources = [node.args[0] for node in (query, key, value)]
+    projections = projections_of(sources)
+    if projections is None:
+        return "q, k and v are not three projections, or one for all"
+    for linear in (out, *projections):
+        weight = graph.weight_of(linear.args[1])
+        if weight is None or weight.origin is None or weight.value.dtype != torch.float32:
+            return "a weight is not a float32 checkpoint tensor"
+        if len(linear.args[1].users) > 1:
+            return "something else uses one of its weights"
+    return Heads(attention, (query, key, value), joined, out, projections)
+
+
+def only_user(node: fx.Node | None) -> fx.Node | None:
+    return next(iter(node.users)) if node is not None and len(node.users) == 1 else None
+
+
+def split_into_heads(node: Any) -> fx.Node | None:
+    """The reshape to [T, heads, size] that an input of attention comes from, through what works head by head."""
+    while isinstance(node, fx.Node) and node.target in PER_HEAD and len(node.users) == 1:
+        node = node.args[0]
+    if not isinstance(node, fx.Node) or node.target is not aten.reshape.default or len(node.users) > 1:
+        return None
+    sizes = node.args[1]
+    return node if len(sizes) == 3 and sizes[0] == -1 and all(type(s) is int for s in sizes) else None
+
+
+def projections_of(sources: Sequence[Any]) -> tuple[fx.Node, ...] | None:
+    """The linears whose columns are ``sources``: one each, or one that is split into them in order."""
+    if not all(isinstance(node, fx.Node) and len(node.users) == 1 for node in sources):
+        return None
+    if all(node.target is reference.linear for node in sources) and len(set(sources)) == 3:
+        return tuple(sources)
+    if not all(node.target is operator.getitem for node in sources):
+        return None
+    splits = {node.args[0] for node in sources}
+    split = splits.pop()
+    in_order = [node.args[1] for node in sources] == [0, 1, 2] and not splits and len(split.users) == 3
+    if not in_order or split.target is not aten.split_with_sizes.default or split.args[2:] != (-1,):
+        return None
+    linear = split.args[0]
+    return (linear,) if linear.target is reference.linear and len(linear.users) == 1 else None
+
+
+# -- removing ----------------------------------------------------------------------------------------------
+
+
+def remove(graph: Graph, layer: Heads, groups: Tensor) -> None:
+    """Keep only the KV ``groups`` [G] of a layer and their query heads."""
+    heads, before, size, values = layer.shape
+    per_group = heads // before
+    query = (groups[:, None] * per_group + torch.arange(per_group)).flatten()
+    rows = [channels(query, size), channels(groups, size), channels(groups, values)]
+    sizes = [heads * size, before * size, before * values]
+    if len(layer.projections) == 3:
+        for linear, index in zip(layer.projections, rows, strict=True):
+            select_stacked_rows(
+                graph, linear, [index], [len(graph.weights[str(linear.args[1].target)].value)]
+            )
+    else:
+        (linear,) = layer.projections
+        select_stacked_rows(graph, linear, rows, sizes)
+        split = layer.reshapes[0].args[0].args[0]
+        split.args = (split.args[0], [len(index) for index in rows], -1)
+    select_columns(graph, layer.out, channels(query, values))
+    for reshape, count in zip(layer.reshapes, (len(query), len(groups), len(groups)), strict=True):
+        reshape.args = (reshape.args[0], [-1, count, reshape.args[1][2]])
+    layer.joined.args = (layer.attention, [-1, len(query) * values])
+
+
+def channels(heads: Tensor, size: int) -> Tensor:
+    """The channels of ``heads`` [H], each of ``size``: [H * size]."""
+    return (heads[:, None] * size + torch.arange(size)).flatten()
+
+
+def select_stacked_rows(graph: Graph, linear: fx.Node, index: Sequence[Tensor], sizes: Sequence[int]) -> None:
+    """Keep the rows ``index`` of each piece of a linear's weight and bias, whose rows are pieces of ``sizes``."""
+    starts = [0, *accumulate(sizes)]
+    rows = torch.cat([piece + start for piece, start in zip(index, starts, strict=False)])
+    for argument in linear.args[1:3]:
+        weight = graph.weight_of(argument)
+        if weight is None or weight.origin is None:
+            continue
+        parts = weight.origin.parts
+        counts = [len(piece) for piece in index] if len(parts) == len(index) else [len(rows)]
+        new = tuple(Part(part.name, count) for part, count in zip(parts, counts, strict=True))
+        value = weight.value[rows.to(weight.value.device)].contiguous()
+        graph.weights[str(argument.target)] = Weight(value, Origin(new, weight.origin.transposed))

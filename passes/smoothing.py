@@ -1,0 +1,61 @@
+"""How far to smooth: the scale of each channel that leaves W8A8 least error.
+
+With ``s_j`` an activation's channel is divided and the weights' column multiplied. Rounding errors of activations and
+of weights are as good as independent of each other and from channel to channel, so the squared error of a layer's
+outputs is a sum over channels: ``E[e_x^2] * s^2 |w|^2`` of what is lost of the smoothed activation, and ``|e_w|^2 *
+E[x^2] / s^2`` of what is lost of the smoothed weight. Both are found by rounding once; no matrix is multiplied. Tried
+are the scales of SmoothQuant (arXiv 2211.10438) for exponents from 0 to 1, from the largest value of each channel and
+from its root mean square: with few channels to a scale, what counts is how large a channel usually is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+POINTS = 11  # exponents tried
+LEVELS = 127.0
+
+
+def smoothing_scale(magnitude: Tensor, weights: Sequence[Tensor], alpha: float) -> Tensor:
+    """``s = magnitude^alpha / max|w|^(1 - alpha)`` [K], normalized to geometric mean 1.
+
+    magnitude [K] is of the activation's channels; weights [N, K] read that activation.
+    """
+    w_absmax = torch.stack([w.abs().amax(dim=0) for w in weights]).amax(dim=0)
+    scale = magnitude.clamp_min(1e-5) ** alpha / w_absmax.clamp_min(1e-5) ** (1 - alpha)
+    return scale / scale.log().mean().exp()
+
+
+def search_smoothing(x: Tensor, weights: Sequence[Tensor], group_size: int) -> Tensor:
+    """The scale [K] for activations x [T, K] that are read by weights [N, K]; ones if none is better.
+
+    ``group_size`` channels of a token, and of a weight row, will share an int8 scale; 0: all.
+    """
+    weight = torch.cat([w.to(torch.float32) for w in weights])
+    best = torch.ones(x.shape[1])
+    least = smoothed_error(x, weight, best, group_size)
+    for magnitude in (x.abs().amax(dim=0), x.square().mean(dim=0).sqrt()):
+        for point in range(POINTS):
+            scale = smoothing_scale(magnitude, [weight], point / (POINTS - 1))
+            error = smoothed_error(x, weight, scale, group_size)
+            if error < least:
+                best, least = scale, error
+    return best
+
+
+def smoothed_error(x: Tensor, weight: Tensor, scale: Tensor, group_size: int) -> float:
+    """Expected squared error of a token's outputs, by the module's formula."""
+    lost_x = rounding_error(x / scale, group_size).square().mean(dim=0)
+    lost_w = rounding_error(weight * scale, group_size).square().sum(dim=0)
+    own_x, own_w = x.square().mean(dim=0), weight.square().sum(dim=0)
+    return float((lost_x * scale.square() * own_w + lost_w * own_x / scale.square()).sum())
+
+
+def rounding_error(values: Tensor, group_size: int) -> Tensor:
+    """What int8 with a scale for each run of channels loses of values [M, K]."""
+    groups = values.unflatten(1, (-1, group_size or values.shape[1]))
+    step = groups.abs().amax(dim=2, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / LEVELS
+    return (torch.round(groups / step) * step - groups).flatten(1)
