@@ -16,13 +16,14 @@ WITHIN   = $(if $(shell command -v timeout),timeout --foreground $(1))
 SOURCES := $(shell find optkit passes kernels/ops recipes -name '*.py' -o -name '*.cpp' -o -name '*.yaml')
 RESULTS := bench/results
 
-.PHONY: help demo test lint format bench peers soak chaos clients clean artifact-verified FORCE
+.PHONY: help demo test test-oldest lint format bench peers soak chaos clients clean artifact-verified FORCE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo     optimize a small model for time to first token, and compare it with the original"
 	@echo "make test     run the tests (offline after installing, no GPU needed; ARGS='-k scheduler' narrows them)"
+	@echo "make test-oldest  the core tests with the oldest torch and transformers that are supported"
 	@echo "make lint     ruff and mypy"
 	@echo "make format   let ruff rewrite what 'make lint' would complain about"
 	@echo "make bench    the demo's comparison with enough requests to quote (ARGS='--input-len 1024')"
@@ -108,6 +109,17 @@ peers: artifact-verified
 test: $(VENV)/.test $(VENV)/.model
 	$(BIN)/python -m pytest -m 'not soak and not chaos' $(ARGS)
 
+# The oldest versions that are supported, in an environment of its own (3 GB).
+.oldest/.made: constraints-oldest.txt pyproject.toml setup.py
+	@$(PYTHON) -m venv .oldest
+	@.oldest/bin/python -m pip --disable-pip-version-check --no-input -q install -c constraints-oldest.txt setuptools wheel torch
+	@.oldest/bin/python -m pip --disable-pip-version-check --no-input -q install -c constraints-oldest.txt --no-build-isolation -e '.[test]'
+	@touch $@
+
+test-oldest: .oldest/.made
+	.oldest/bin/python -m pytest -m 'not soak and not chaos and not real_model' tests/graph tests/capture tests/passes \
+	    tests/kernels tests/formats tests/runtime $(ARGS)
+
 soak: $(VENV)/.test $(VENV)/.model
 	$(call WITHIN,3h) $(BIN)/python -m pytest -m soak $(ARGS)
 
@@ -145,4 +157,4 @@ format: $(VENV)/.lint
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .clients artifact .typecheck .mypy_cache .ruff_cache .pytest_cache .hypothesis build ./*.egg-info
+	rm -rf $(VENV) .clients .oldest artifact .typecheck .mypy_cache .ruff_cache .pytest_cache .hypothesis build ./*.egg-info

@@ -428,4 +428,3 @@ def optimize(
     tell(f"writing {out}")
     write_artifact(out, graph, source, recipe, run, target, environment(), force=force)
     return run
-

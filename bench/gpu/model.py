@@ -2,8 +2,8 @@
 
 The graph is captured from Transformers' own model on the meta device, goes through the passes of a GPU recipe as a dry
 run does, is lowered without numbers, and only then gets weights: normal numbers of standard deviation 0.02 in the
-type they are computed in, or random codes with scales of that size. Timing does not depend on which numbers they are, as
-long as they are not zeros; what the model says means nothing.
+type they are computed in, or random codes with scales of that size. Timing does not depend on which numbers they are,
+as long as they are not zeros; what the model says means nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Whole models: time to first token and per output token, on the device alone and with everything around it.
 
-``*_ms`` are replays of captured graphs, timed by events, as a kernel is: what the device takes. ``wall_*_ms`` are what a
-caller waits for: scheduling, copying, sampling and reading the token included. Transformers is measured the second way.
+``*_ms`` are replays of captured graphs, timed by events, as a kernel is: what the device takes. ``wall_*_ms`` are
+what a caller waits for: scheduling, copying, sampling and reading the token included. Transformers is measured the
+second way.
 """
 
 from __future__ import annotations
@@ -80,7 +81,9 @@ def measure(
         )
 
     row |= wall_clock(generate, points, shape)
-    row["kernels"] = sorted({f"{name.rstrip('_0123456789')}: {kernel}" for name, kernel in model.kernels.items()})
+    row["kernels"] = sorted(
+        {f"{name.rstrip('_0123456789')}: {kernel}" for name, kernel in model.kernels.items()}
+    )
     return row | {"graph_captures": runner.num_captures, "eager_steps": runner.num_eager}
 
 
@@ -88,7 +91,9 @@ def wall_clock(generate: Callable[[int, int], None], points: Points, shape: Mode
     """What a caller of ``generate(prompt tokens, output tokens)`` waits for."""
     row: dict[str, Any] = {}
     for length in points.prompts:
-        row |= milliseconds(f"wall_ttft_{length}", waited(lambda n=length: generate(n, 1), points.wall_rounds))
+        row |= milliseconds(
+            f"wall_ttft_{length}", waited(lambda n=length: generate(n, 1), points.wall_rounds)
+        )
     one = statistics.median(waited(lambda: generate(points.context, 1), points.wall_rounds))
     many = statistics.median(waited(lambda: generate(points.context, points.outputs), points.wall_rounds))
     return row | {"wall_tpot_ms": (many - one) / (points.outputs - 1) * 1e3}

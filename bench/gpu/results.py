@@ -1,4 +1,4 @@
-"""One JSON file, written anew after each measurement: a run that is cut short leaves what it had, and can be resumed."""
+"""One JSON file, written anew after each measurement: a run that is cut short can be resumed."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """Everything that is measured on a GPU, in one go: ``python -m bench.gpu.run --out DIR``.
 
 Stages, the most important first: ``check`` compares every kernel with float64 on fresh random inputs; ``kernels`` times
-those that passed; ``models`` times whole models; ``transformers`` the same model by Transformers; ``serve`` a load. All of
-it goes into ``DIR/gpu.json``, written after each measurement: a run that ends early can be resumed by starting it again,
-and ``--budget`` ends it in time. What a stage needs and does not find is in the JSON as an error, and the others run.
+those that passed; ``models`` times whole models; ``transformers`` the same model by Transformers; ``serve`` a load.
+All of it goes into ``DIR/gpu.json``, written after each measurement: a run that ends early can be resumed by starting
+it again, and ``--budget`` ends it in time. What a stage needs and does not find is in the JSON as an error, and the
+others run.
 
 Kernels need torch and Triton; models also transformers, pydantic and msgspec (bench/gpu/README.md says how to take them
 to a machine without a network).
@@ -69,9 +70,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu.run", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="directory for gpu.json and the selection table")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="directory for gpu.json and the selection table"
+    )
     parser.add_argument("--stages", type=stages, default=STAGES, help=f"some of {','.join(STAGES)}")
-    parser.add_argument("--budget", type=float, default=3600.0, help="seconds after which nothing new is begun")
+    parser.add_argument(
+        "--budget", type=float, default=3600.0, help="seconds after which nothing new is begun"
+    )
     parser.add_argument("--device", default="cuda", help="cuda, or cpu to try the script")
     parser.add_argument("--target", help="the GPU to choose kernels for; by default the one that is there")
     parser.add_argument("--interpret", action="store_true", help="run Triton kernels by its interpreter")
@@ -230,7 +235,7 @@ def finish(results: Results, out: Path, settings: Settings) -> None:
 
 
 def write_selection(results: Results, out: Path, target: str) -> None:
-    """The measured times of linear layers and prompts as the table that ``optkit.kernels.triton.selection`` reads: ``sm_90.json``."""
+    """The measured times of linear layers and prompts, as ``kernels.triton.selection`` reads them: ``sm_90.json``."""
     rows = [SimpleNamespace(**row) for row in results.rows("kernels").values() if "us" in row]
     try:
         from bench.gpu.cases import attention, linear

@@ -1,8 +1,8 @@
 """The served load, in process: clients that each wait for their answer, and arrivals at a given rate.
 
-No HTTP: what is measured is the engine. A closed load keeps ``clients`` requests in flight, which gives the throughput; an
-open one lets requests arrive as a Poisson process, whatever the engine does, and finds the highest rate at which the
-95th percentile of the time to first token keeps its bound.
+No HTTP: what is measured is the engine. A closed load keeps ``clients`` requests in flight, which gives the
+throughput; an open one lets requests arrive as a Poisson process, whatever the engine does, and finds the highest
+rate at which the 95th percentile of the time to first token keeps its bound.
 """
 
 from __future__ import annotations
@@ -107,8 +107,10 @@ def at_rate(engine: Any, load: Load, vocabulary: int, rate: float) -> dict[str, 
     return {"rate": rate, **percentiles(driver.ttfts())}
 
 
-def highest_rate(trial: Callable[[float], dict[str, Any]], bound: float, first: float, rounds: int = 5) -> Any:
-    """Doubling, then bisecting in ratio: every trial, and the highest rate whose p95 TTFT is within ``bound`` seconds."""
+def highest_rate(
+    trial: Callable[[float], dict[str, Any]], bound: float, first: float, rounds: int = 5
+) -> Any:
+    """Doubling, then bisecting: every trial, and the highest rate whose p95 TTFT is within ``bound`` seconds."""
     trials, low, high, rate = [], 0.0, 0.0, first
     for _ in range(rounds):
         trials.append(trial(rate))
@@ -140,8 +142,8 @@ def serve(shape: Any, scheme: str, load: Load, target: Any, gpu: Any, dtype: Any
 
     model = build(shape, scheme, target, gpu.torch_device, dtype)
     limits = SchedulerConfig(
-        max_num_seqs=load.clients, max_num_batched_tokens=max(load.step_tokens, load.clients), max_model_len=load.longest,
-        block_size=32, num_blocks=2, enable_prefix_caching=False,
+        max_num_seqs=load.clients, max_num_batched_tokens=max(load.step_tokens, load.clients),
+        max_model_len=load.longest, block_size=32, num_blocks=2, enable_prefix_caching=False,
     )  # fmt: skip
     config = sized(model, limits, min(kv_cache_bytes(model, limits, gpu, 0.9), 64 << 30))
     engine = gpu_engine(model, config, gpu, sample=sampler(target, gpu.torch_device))

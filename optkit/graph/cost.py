@@ -31,7 +31,7 @@ FREE_OPS = {"getitem", "aten.reshape.default", "aten.transpose.int", "aten.split
 
 @dataclass(frozen=True)
 class Cost:
-    """Work of an op or a graph. ``flops`` run in float32, ``half_flops`` in 16 bits, ``int8_ops`` in 8, int or float."""
+    """Work of an op or a graph. ``flops`` are float32, ``half_flops`` of 16 bits, ``int8_ops`` of 8, int or float."""
 
     flops: float = 0.0
     half_flops: float = 0.0

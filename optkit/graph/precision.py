@@ -1,10 +1,10 @@
 """Precision: a float32 graph becomes one that computes in bfloat16 or float16, as GPUs want it.
 
-Capture, passes and the reference are float32; what a target computes in is a matter of lowering. ``narrow`` starts at the
-embedding and follows the types through the graph, on meta tensors: a matrix product takes its weight in the type of
-its activations, and so does any plain op that would otherwise promote. What kernels compute with in float32
-stays float32: norm weights, rotary angles, scales. Logits come out float32. KV pools get the type too, unless a pass
-gave them one.
+Capture, passes and the reference are float32; what a target computes in is a matter of lowering. ``narrow`` starts at
+the embedding and follows the types through the graph, on meta tensors: a matrix product takes its weight in the type
+of its activations, and so does any plain op that would otherwise promote. What kernels compute with in float32 stays
+float32: norm weights, rotary angles, scales. Logits come out float32. KV pools get the type too, unless a pass gave
+them one.
 
 An op without a kernel runs its reference in float32 and rounds once, at the end (``rounded``): what the kernel that
 is missing would do.

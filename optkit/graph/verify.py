@@ -62,7 +62,10 @@ def check_weights(graph: Graph) -> None:
 
 def check_attention(graph: Graph) -> None:
     """Exactly one attention op a layer, on that layer's own pool."""
-    pools = [tuple(str(a) for a in n.args[3:5]) for n in graph.calls(reference.attention, reference.paged_attention)]
+    pools = [
+        tuple(str(a) for a in n.args[3:5])
+        for n in graph.calls(reference.attention, reference.paged_attention)
+    ]
     expected = sorted((f"k_cache_{s.layer}", f"v_cache_{s.layer}") for s in graph.meta.kv_specs)
     if sorted(pools) != expected:
         raise VerifyError(f"attention ops use the pools {sorted(pools)}, the layers have {expected}")

@@ -65,7 +65,7 @@ class DeviceRunner(Runner, Protocol):
 
 @dataclass(frozen=True)
 class Promise:
-    """What is expected of a queued step. ``places[i]``: where the token of item i goes in its sequence, if one comes."""
+    """What is expected of a queued step. ``places[i]``: where the token of item i goes in its sequence, if any."""
 
     batch: Batch
     places: tuple[int | None, ...]

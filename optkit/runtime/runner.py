@@ -46,7 +46,8 @@ class ModelRunner:
         block_size: int,
         device: torch.device | str | None = None,
     ) -> None:
-        self.model, self.device = model, torch.device(device or getattr(model, "device", "cpu"))
+        where: torch.device | str = getattr(model, "device", "cpu") if device is None else device
+        self.model, self.device = model, torch.device(where)
         self.num_blocks, self.block_size, self.vocab_size = num_blocks, block_size, model.vocab_size
         self.kv_bytes = num_blocks * block_bytes(model.kv_specs, block_size)
         self.kv_dtype = dtype_label(model.kv_specs)

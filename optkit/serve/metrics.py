@@ -216,7 +216,11 @@ class _EngineGauges(Collector):
             ("optkit:graph_captures", "CUDA graphs captured; none once warm.", stats.graph_captures),
             ("optkit:graph_replays", "Steps run as a captured graph.", stats.graph_replays),
             ("optkit:eager_steps", "Steps that fit no captured graph.", stats.eager_steps),
-            ("optkit:kernel_compilations", "GPU kernels compiled; none once warm.", stats.kernel_compilations),
+            (
+                "optkit:kernel_compilations",
+                "GPU kernels compiled; none once warm.",
+                stats.kernel_compilations,
+            ),
         ):
             counter = CounterMetricFamily(name, text, labels=LABELS)
             counter.add_metric(self._labels, value)

@@ -47,10 +47,13 @@ def prompt() -> torch.Tensor:
     return random_ids((37,))[0]
 
 
-@pytest.mark.parametrize(("quantizer", "options", "linear"), [
-    ("fp8", {}, "linear_fp8_rowwise"),
-    ("int8", {"group_size": 0, "lm_head": False}, "linear_w8a8"),
-])
+@pytest.mark.parametrize(
+    ("quantizer", "options", "linear"),
+    [
+        ("fp8", {}, "linear_fp8_rowwise"),
+        ("int8", {"group_size": 0, "lm_head": False}, "linear_w8a8"),
+    ],
+)
 def test_quantization_moves_into_norms_and_gates_and_changes_no_number(
     quantizer: str, options: dict[str, object], linear: str
 ) -> None:
@@ -59,7 +62,9 @@ def test_quantization_moves_into_norms_and_gates_and_changes_no_number(
     if quantizer == "fp8":
         quantize_apart(graph)
     expected = dense(graph, prompt())
-    assert error(expected, before) < 1e-2  # scales multiply sums, not products: a rounding to float8 may differ
+    assert (
+        error(expected, before) < 1e-2
+    )  # scales multiply sums, not products: a rounding to float8 may differ
     rewrite(graph, H200)
     verify(graph)
     count = ops(graph)
@@ -135,7 +140,10 @@ def test_a_tied_head_is_rounded_once() -> None:
     narrow(graph, torch.bfloat16)
     wide = [w for w in graph.weights.values() if w.value.ndim == 2 and w.value.dtype == torch.float32]
     assert not wide
-    assert sum(w.value.shape == (128, 64) and w.value.dtype == torch.bfloat16 for w in graph.weights.values()) == 1
+    assert (
+        sum(w.value.shape == (128, 64) and w.value.dtype == torch.bfloat16 for w in graph.weights.values())
+        == 1
+    )
 
 
 def test_every_architecture_has_the_types_of_its_ops() -> None:

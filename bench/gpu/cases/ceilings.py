@@ -1,4 +1,4 @@
-"""What the device itself can do: a large copy, and a large matrix product by the vendor. Everything else is under these."""
+"""What the device itself can do: a large copy, and a large matrix product. Everything else is under these."""
 
 from __future__ import annotations
 
@@ -17,7 +17,16 @@ def copy(size: int) -> Case:
         return (torch.randint(0, 255, (size,), dtype=torch.uint8, device=device, generator=generator),)
 
     return Case(
-        "copy", "vendor", f"{size} bytes", "uint8", make, torch.clone, torch.clone, 0.0, bytes=2 * size, flops=0
+        "copy",
+        "vendor",
+        f"{size} bytes",
+        "uint8",
+        make,
+        torch.clone,
+        torch.clone,
+        0.0,
+        bytes=2 * size,
+        flops=0,
     )
 
 

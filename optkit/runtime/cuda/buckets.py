@@ -1,10 +1,10 @@
 """Which steps run as captured graphs, and how large each graph is.
 
 Two kinds of steps are captured. *Decodes*, one token a sequence: a graph for each of a few batch sizes, chosen by
-dynamic programming over how often each size occurs and what it was measured to cost (``optkit.graph.buckets``). *Chunks*,
-any other mix: a graph for each of a few token counts, twice: for one prompt alone, which is what a first token
-waits for, and for as many sequences as may run. What fits no graph runs eagerly: there the device is busy for longer
-than the host takes to launch.
+dynamic programming over how often each size occurs and what it was measured to cost (``optkit.graph.buckets``).
+*Chunks*, any other mix: a graph for each of a few token counts, twice: for one prompt alone, which is what a first
+token waits for, and for as many sequences as may run. What fits no graph runs eagerly: there the device is busy for
+longer than the host takes to launch.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ class Buckets:
             return None
         if tokens == sequences:
             size = at_least(self.decodes, sequences)
-            return size and StepShape(size, size, self.blocks)
+            return StepShape(size, size, self.blocks) if size else None
         size = at_least(self.chunks, tokens)
-        return size and StepShape(size, 1 if sequences == 1 else self.max_sequences, self.blocks)
+        width = 1 if sequences == 1 else self.max_sequences
+        return StepShape(size, width, self.blocks) if size else None
 
     def shapes(self) -> list[StepShape]:
         """All of them, largest first: a later capture fits into the memory of an earlier one."""
@@ -72,7 +73,8 @@ def decode_sizes(
 
     Args:
         weights: how often each batch size occurs; the largest is served in any case.
-        measure: seconds of a step of so many sequences. It is asked for powers of two and the largest; time grows slowly
+        measure: seconds of a step of so many sequences. It is asked for powers of two and the largest; time grows
+        slowly
             and evenly between them.
     """
     sizes = sorted(weights)

@@ -92,7 +92,9 @@ class Layout:
         for name, (kind, _, padding) in FIELDS.items():
             shape, start = self.dimensions[name], self.offsets[name]
             count = int(np.prod(shape))
-            view = buffer[start : start + count * np.dtype(kind).itemsize].view(kind).reshape(shape)
+            view: np.ndarray = (
+                buffer[start : start + count * np.dtype(kind).itemsize].view(kind).reshape(shape)
+            )
             given = arrays[name]
             view[...] = given[-1] if name == "query_start" else padding
             view[tuple(slice(0, n) for n in given.shape)] = given

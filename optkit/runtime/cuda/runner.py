@@ -1,8 +1,8 @@
 """GraphRunner: runs steps from static buffers, as captured graphs where there is one, and samples on the device.
 
 A step is: one copy of its inputs (``layout``), then tokens that the step before has sampled take their places among the
-input ids, the model, the sampler. All of that is in the graph. ``execute`` gives the logits, for those who sample on the
-host; ``launch`` only queues the work and gives a ``Flight`` to wait for.
+input ids, the model, the sampler. All of that is in the graph. ``execute`` gives the logits, for those who sample on
+the host; ``launch`` only queues the work and gives a ``Flight`` to wait for.
 
 Host buffers come in pairs: while the device may still copy from one, the next step is written into the other. That is
 enough for one step in flight beside the one that is planned; who comes sooner waits.

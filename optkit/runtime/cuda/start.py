@@ -85,12 +85,8 @@ def gpu_engine(
     runner = GraphRunner(model, config.num_blocks, config.block_size, device, largest, sample)
     tell("measuring decode steps")
     weights = histogram or likely_batches(config.max_num_seqs)
-    sizes = decode_sizes(
-        weights, lambda batch: runner.measure(StepShape(batch, batch, largest.blocks))
-    )
-    buckets = Buckets(
-        sizes, chunk_sizes(config.max_num_batched_tokens), config.max_num_seqs, largest.blocks
-    )
+    sizes = decode_sizes(weights, lambda batch: runner.measure(StepShape(batch, batch, largest.blocks)))
+    buckets = Buckets(sizes, chunk_sizes(config.max_num_batched_tokens), config.max_num_seqs, largest.blocks)
     tell(f"capturing {len(buckets.shapes())} graphs")
     runner.capture(buckets)
     runner.run_largest()  # what runs eagerly is compiled now, too

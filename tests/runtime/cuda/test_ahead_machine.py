@@ -73,9 +73,7 @@ class History(RuleBasedStateMachine):
         name, self.count = str(self.count), self.count + 1
         self.expected[name], self.seen[name] = alone(prompt, params, stop), []
         self.engine.add_request(
-            EngineRequest(
-                request_id=name, prompt_ids=tuple(PROMPTS[prompt]), sampling=sampling, arrival=0.0
-            )
+            EngineRequest(request_id=name, prompt_ids=tuple(PROMPTS[prompt]), sampling=sampling, arrival=0.0)
         )
 
     @precondition(lambda self: self.engine.has_work)
@@ -125,7 +123,7 @@ def test_random_histories() -> None:
     run_state_machine_as_test(
         History,
         settings=settings(
-            max_examples=12, stateful_step_count=25, deadline=None,
+            max_examples=6, stateful_step_count=20, deadline=None,
             suppress_health_check=list(HealthCheck), derandomize=True,
         ),
     )  # fmt: skip

@@ -130,7 +130,9 @@ def test_output_is_that_of_the_plain_engine(temperature: float) -> None:
     plain, ahead = engines()
     asked = prompts(12, stems=3)
     params = [
-        SamplingParams(max_tokens=3 + i, temperature=temperature, seed=i, top_k=(0, 5)[i % 2], top_p=0.9, min_p=0.01)
+        SamplingParams(
+            max_tokens=3 + i, temperature=temperature, seed=i, top_k=(0, 5)[i % 2], top_p=0.9, min_p=0.01
+        )
         for i in range(len(asked))
     ]
     assert ahead.generate(asked, params) == plain.generate(asked, params)
@@ -183,3 +185,20 @@ def replace_params(params: SamplingParams, **changes: object) -> SamplingParams:
     import msgspec
 
     return msgspec.structs.replace(params, **changes)
+
+
+def test_a_loaded_engine_takes_what_the_gpu_has_left_unless_told() -> None:
+    from optkit.recipe import load_recipe
+    from optkit.runtime.cost_model import CostModel
+    from optkit.runtime.load import make_engine, scheduler_config, with_kv_bytes
+
+    recipe = load_recipe("ttft-h100", ["runtime.max_num_batched_tokens=64", "runtime.max_num_seqs=4"])
+    gpu = HostDevice(memory=(700 << 20, 1 << 30))
+    given = with_kv_bytes(model(), recipe, {"gpu_memory_utilization": 0.8}, gpu)
+    assert given["kv_cache_bytes"] == int(0.8 * (1 << 30)) - (324 << 20) - (256 << 20)
+    assert with_kv_bytes(model(), recipe, {"kv_cache_bytes": 1 << 20}, gpu)["kv_cache_bytes"] == 1 << 20
+    config = scheduler_config(model(), recipe, {"kv_cache_bytes": 1 << 20, "max_model_len": 64})
+    engine = make_engine(model(), config, gpu, None, None, CostModel())
+    assert isinstance(engine, AheadEngine)
+    plain = Engine(ModelRunner(model(), config.num_blocks, config.block_size), config)
+    assert engine.generate(prompts(3), GREEDY) == plain.generate(prompts(3), GREEDY)
