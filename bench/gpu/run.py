@@ -235,16 +235,16 @@ def finish(results: Results, out: Path, settings: Settings) -> None:
 
 
 def write_selection(results: Results, out: Path, target: str) -> None:
-    """The measured times of linear layers as the table that ``kernels.triton.selection`` reads: ``sm_90.json``."""
+    """The measured times of linear layers and prompts, as ``kernels.triton.selection`` reads them: ``sm_90.json``."""
     rows = [SimpleNamespace(**row) for row in results.rows("kernels").values() if "us" in row]
     try:
-        from bench.gpu.cases.linear import timing
+        from bench.gpu.cases import attention, linear
         from optkit.kernels.triton import selection
     except ImportError:  # without Triton there are no such kernels, and none was timed
         return
     from optkit.target import get_target
 
-    timings = [found for row in rows if (found := timing(row, row.us))]
+    timings = [found for row in rows for m in (linear, attention) if (found := m.timing(row, row.us))]
     if timings:
         same = results.data["environment"]["same"]
         note = f"{same['device']}, torch {same['versions']['torch']}, {results.data['environment']['time']}"

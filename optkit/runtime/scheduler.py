@@ -161,9 +161,7 @@ class Scheduler:
                 item.seq.num_computed += item.num_new
                 self.kv.publish(item.seq)
             else:
-                outputs += (
-                    self._guarded(item.seq, lambda item=item, new=result: self._append(item, new)) or []
-                )
+                outputs += self._guarded(item.seq, self._append, item, result) or []
         lost, self._lost = self._lost, []
         return outputs + lost
 
@@ -241,7 +239,7 @@ class Scheduler:
         index = 0
         while index < len(self.running):  # preemption shortens the list from behind
             seq = self.running[index]
-            if self._is_due(seq) and self._guarded(seq, lambda seq=seq: self._make_room(seq)):
+            if self._is_due(seq) and self._guarded(seq, self._make_room, seq):
                 ready.append(seq)
             index += seq in self.running[index : index + 1]
         drafts = self._drafts(ready)
@@ -295,7 +293,7 @@ class Scheduler:
             limit = min(left, target) if items else left
             if limit < 1 or (items and self._work(seq) > limit):
                 break
-            if not seq.block_table and not self._guarded(seq, lambda seq=seq: self._admit(seq)):
+            if not seq.block_table and not self._guarded(seq, self._admit, seq):
                 full = full or seq in self.waiting
                 continue
             num_new = min(seq.num_pending, limit)
@@ -334,10 +332,10 @@ class Scheduler:
     def _final_length(self, seq: Sequence) -> int:
         return self.config.final_length(seq.num_prompt, seq.request.sampling.max_tokens)
 
-    def _guarded(self, seq: Sequence, work: Callable[[], T]) -> T | None:
-        """What ``work`` returns; if it raises, ``seq`` ends with an error and the others go on."""
+    def _guarded(self, seq: Sequence, work: Callable[..., T], *args: Any) -> T | None:
+        """What ``work(*args)`` returns; if it raises, ``seq`` ends with an error and the others go on."""
         try:
-            return work()
+            return work(*args)
         except Exception:
             logger.exception("the scheduler failed on a request")
             if self._sequences.get(seq.request.request_id) is seq:

@@ -8,6 +8,7 @@ that are seen, once, and of queries and results; FLOPs are of the pairs that a c
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor
 from bench.gpu.case import Case, Inputs
 from optkit.kernels import reference
 from optkit.kernels.reference_attention import KV_CODES, KV_SCALE_BYTES, kv_parts, kv_planes, quantize_kv
+from optkit.kernels.triton.selection import Timing
 
 BLOCK_SIZE = 16
 TOLERANCE = 1e-2
@@ -194,6 +196,15 @@ def others() -> Iterator[Case]:
     yield Step(32, 8, (512, *(1,) * 31), (0, *(2047,) * 31)).case("prefill 512 and 31 decodes 2048", "triton")
     ragged = tuple(64 + 131 * i for i in range(32))
     yield Step(32, 8, (1,) * 32, ragged).case("decode 64 to 4125, bs 32", "triton")
+
+
+def timing(case: Case, us: float) -> Timing | None:
+    """What a measured prompt says to ``selection.measured``; None for all other cases."""
+    found = re.fullmatch(r"prefill (\d+), (\d+)/(\d+) heads, d(\d+)", case.shape)
+    if case.op != "paged_attention" or case.dtype != "bf16" or found is None:
+        return None
+    tokens, heads, kv_heads, dim = map(int, found.groups())
+    return Timing(case.op, "16-bit", case.kernel, tokens, heads * dim, kv_heads * dim, us)
 
 
 def small() -> Iterator[Case]:

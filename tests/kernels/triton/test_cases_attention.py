@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bench.gpu.case import Case
 from bench.gpu.cases import attention, rope_kv, sampling
-from optkit.kernels.triton import available
+from optkit.kernels.triton import available, selection
 
 pytestmark = [
     pytest.mark.skipif(not available(), reason="Triton is not installed"),
@@ -38,3 +38,14 @@ def test_published_times_are_gated_where_the_goals_say() -> None:
     assert case.flops == pytest.approx(34.4e9, rel=0.01) and case.published_us == 93
     (case,) = [c for c in gated if c.shape == "decode 4096, bs 8, 32/8 heads, d128"]
     assert case.bytes == pytest.approx(8 * 4096 * 8 * 128 * 2 * 2, rel=0.01)
+
+
+def test_a_table_can_be_made_of_the_prompts() -> None:
+    """Of a vendor that is slower at 128 tokens and faster from 256 on."""
+    found = [
+        attention.timing(case, 1.0 if (case.kernel == "sdpa") == ("prefill 128" not in case.shape) else 2.0)
+        for case in attention.cases()
+    ]
+    table = selection.measured([timing for timing in found if timing], "sm_90", "a test")
+    assert len(table["layers"]) == len(attention.PREFILL_US)
+    assert all(layer["best"] == [[181, "triton"], [None, "sdpa"]] for layer in table["layers"])
