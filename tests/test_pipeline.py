@@ -296,9 +296,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         work.append("capture")
         return capture(*args, **options)
 
-    def passing(self: Any, graph: Graph, resolved: Any) -> Any:
+    def passing(self: Any, graph: Graph, resolved: Any, *rest: Any) -> Any:
         work.append(resolved.entry.name)
-        return run_pass(self, graph, resolved)
+        return run_pass(self, graph, resolved, *rest)
 
     monkeypatch.setattr(optkit.capture, "capture_directory", capturing)
     monkeypatch.setattr(pipeline.Pipeline, "run_pass", passing)
