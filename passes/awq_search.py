@@ -93,7 +93,7 @@ def search_clip(weight: Tensor, grid: Grid, hessian: Tensor) -> tuple[Tensor, Te
         for step in range(1, CLIPS):
             share = 1 - 0.5 * step / CLIPS
             low, high = (groups.amin(-1, keepdim=True) * share, groups.amax(-1, keepdim=True) * share)
-            tried = grid.fit(torch.minimum(torch.maximum(groups, low), high))
+            tried = grid.span(torch.minimum(torch.maximum(groups, low), high))
             error = group_errors(groups, tried, grid, blocks)
             better = error < least
             least = torch.where(better, error, least)

@@ -33,6 +33,10 @@ class Grid(Protocol):
         """(scale, minimum) [..., 1] float32 of groups [..., g]; scales are above 0."""
         ...
 
+    def span(self, groups: Tensor) -> tuple[Tensor, Tensor]:
+        """``fit`` that looks at the extremes alone: for values that a search has cut, many times over."""
+        ...
+
 
 @dataclass(frozen=True)
 class IntegerGrid:
@@ -63,6 +67,9 @@ class IntegerGrid:
         high = groups.amax(dim=-1, keepdim=True).clamp_min(0)
         scale = self.stored((high - low) / self.highest)
         return scale, -(-low / scale).round().clamp(0, self.highest) * scale
+
+    def span(self, groups: Tensor) -> tuple[Tensor, Tensor]:
+        return self.fit(groups)
 
     def stored(self, scale: Tensor) -> Tensor:
         """As it will be kept: within float16's range if that is the type. A group of zeros has any scale."""

