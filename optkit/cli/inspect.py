@@ -125,7 +125,9 @@ def graph_lines(artifact: Artifact, tokens: int) -> Iterator[str]:
 
     graph = artifact.graph()
     try:
-        kernels = lower(graph, get_target(artifact.recipe.target), device="cpu").kernels  # works without a GPU
+        kernels = lower(
+            graph, get_target(artifact.recipe.target), device="cpu"
+        ).kernels  # works without a GPU
     except LookupError as error:
         raise UserError(f"it can't run on this machine: {error}", where=str(artifact.directory)) from error
     return list_graph(graph, Point(tokens, 1, tokens), kernels)
