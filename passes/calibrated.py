@@ -188,6 +188,31 @@ def walk_through(
             attentions = passed
 
 
+def collect(
+    graph: Graph,
+    groups: Sequence[Group],
+    windows: Sequence[Sequence[int]],
+    solve: Callable[[Group, Walk], Tensor],
+    key: str,
+    ctx: PassContext,
+    name: str,
+) -> list[Tensor]:
+    """What ``solve`` finds for each group while the graph stays as it is; finished ones are kept under ``key``.
+
+    ``name`` is the pass's, for its progress.
+    """
+    found: list[Tensor] = []
+    walk_through(
+        Walk(graph, windows, ctx.target),
+        groups,
+        lambda group, walk: {key: solve(group, walk)},
+        lambda group, solution, walk: found.append(solution[key]),
+        FinishedGroups(ctx.workspace, key),
+        lambda text, part=None: ctx.tell(f"{name}: {text}", part=part),
+    )
+    return found
+
+
 def by_activation(sites: Iterable[Site]) -> list[Group]:
     """Sites grouped by the activation they read, in execution order."""
     found: dict[fx.Node, list[Site]] = {}

@@ -23,8 +23,7 @@ from optkit.graph.ir import Graph, Origin, Part, Weight
 from optkit.graph.walk import Walk
 from optkit.kernels import reference
 from optkit.passes.base import Config, Pass, PassContext, PassResult, Plan, Site, Skip, Stage
-from optkit.passes.calibrated import Group, walk_through
-from optkit.passes.finished_groups import FinishedGroups
+from optkit.passes.calibrated import Group, collect
 from optkit.passes.rewrite import site_name
 
 PAIRS = (reference.silu_mul, reference.gelu_mul)
@@ -106,22 +105,15 @@ class Prune(Pass):
         if any(weight.value.device.type == "meta" for weight in graph.weights.values()):
             return [torch.arange(kept) for _ in plan.sites]
         windows = ctx.calibration_windows(self.config.calibration)
-        found: list[Tensor] = []
 
-        def solve(group: Group, walk: Walk) -> dict[str, Tensor]:
+        def solve(group: Group, walk: Walk) -> Tensor:
             weight = graph.weights[str(group.sites[0].nodes[0].args[1].target)].value
             score = importance(list(walk.values(group.x)), weight)
-            return {"kept": score.topk(kept).indices.sort().values}
+            return score.topk(kept).indices.sort().values
 
-        walk_through(
-            Walk(graph, windows, ctx.target),
-            [Group((site,)) for site in plan.sites],
-            solve,
-            lambda group, solution, walk: found.append(solution["kept"]),
-            FinishedGroups(ctx.workspace, "channels"),
-            lambda text, part=None: ctx.tell(f"{self.name}: {text}", part=part),
+        return collect(
+            graph, [Group((site,)) for site in plan.sites], windows, solve, "channels", ctx, self.name
         )
-        return found
 
 
 def importance(activations: list[Tensor], down: Tensor) -> Tensor:

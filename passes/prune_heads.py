@@ -28,8 +28,7 @@ from optkit.graph.ir import Graph, Origin, Part, Weight
 from optkit.graph.walk import Walk
 from optkit.kernels import reference
 from optkit.passes.base import Config, Pass, PassContext, PassResult, Plan, Site, Skip, Stage
-from optkit.passes.calibrated import Group, walk_through
-from optkit.passes.finished_groups import FinishedGroups
+from optkit.passes.calibrated import Group, collect
 from optkit.passes.prune import importance, select_columns
 from optkit.passes.rewrite import site_name
 
@@ -127,25 +126,16 @@ class PruneHeads(Pass):
         if any(weight.value.device.type == "meta" for weight in graph.weights.values()):
             return [torch.arange(kept) for _ in plan.sites]
         windows = ctx.calibration_windows(self.config.calibration)
-        found: list[Tensor] = []
 
-        def solve(group: Group, walk: Walk) -> dict[str, Tensor]:
+        def solve(group: Group, walk: Walk) -> Tensor:
             layer = heads_at(graph, group.sites[0])
             weight = graph.weights[str(layer.out.args[1].target)].value
             score = importance([x.flatten(1) for x in walk.values(group.x)], weight)
-            return {
-                "kept": score.unflatten(0, (layer.shape[1], -1)).sum(dim=1).topk(kept).indices.sort().values
-            }
+            return score.unflatten(0, (layer.shape[1], -1)).sum(dim=1).topk(kept).indices.sort().values
 
-        walk_through(
-            Walk(graph, windows, ctx.target),
-            [Group((site,)) for site in plan.sites],
-            solve,
-            lambda group, solution, walk: found.append(solution["kept"]),
-            FinishedGroups(ctx.workspace, "heads"),
-            lambda text, part=None: ctx.tell(f"{self.name}: {text}", part=part),
+        return collect(
+            graph, [Group((site,)) for site in plan.sites], windows, solve, "heads", ctx, self.name
         )
-        return found
 
 
 @cache

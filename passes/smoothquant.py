@@ -22,8 +22,7 @@ from optkit.calibration import Calibration
 from optkit.graph.ir import Graph
 from optkit.graph.walk import Walk
 from optkit.passes.base import Config, Pass, PassContext, PassResult, Plan, Site, Skip, Stage
-from optkit.passes.calibrated import Group, walk_through
-from optkit.passes.finished_groups import FinishedGroups
+from optkit.passes.calibrated import Group, collect
 from optkit.passes.folding import fold, readers, why_not_foldable
 from optkit.passes.linear_quantization import weight_of
 from optkit.passes.rewrite import site_name
@@ -70,20 +69,13 @@ class SmoothQuant(Pass):
 
     def apply(self, graph: Graph, plan: Plan, ctx: PassContext) -> PassResult:
         windows = ctx.calibration_windows(self.config.calibration)
-        scales: list[Tensor] = []
 
-        def solve(group: Group, walk: Walk) -> dict[str, Tensor]:
-            weights = [weight_of(graph, linear) for linear in group.sites[0].nodes]
-            return {"scale": self.scale(walk.values(group.x), weights, len(windows))}
+        def solve(group: Group, walk: Walk) -> Tensor:
+            weights = [weight_of(graph, node) for site in group.sites for node in site.nodes]
+            return self.scale(walk.values(group.x), weights, len(windows))
 
-        walk_through(
-            Walk(graph, windows, ctx.target),
-            [Group((Site(site.name, site.nodes[1:]),)) for site in plan.sites],
-            solve,
-            lambda group, solution, walk: scales.append(solution["scale"]),
-            FinishedGroups(ctx.workspace, "smoothing"),
-            lambda text, part=None: ctx.tell(f"{self.name}: {text}", part=part),
-        )
+        groups = [Group((Site(site.name, site.nodes[1:]),)) for site in plan.sites]
+        scales = collect(graph, groups, windows, solve, "scales", ctx, self.name)
         for site, scale in zip(plan.sites, scales, strict=True):
             x, *linears = site.nodes
             fold(graph, x, linears, scale)
