@@ -45,7 +45,8 @@ def check(case: Case, device: torch.device, seed: int) -> dict[str, Any]:
         if len(results) != len(expected):
             raise ValueError(f"{len(results)} results, the reference has {len(expected)}")
         worst = max(worst, *(error(r, e) for r, e in zip(results, expected, strict=True)))
-    return {"relative_error": worst, "tolerance": case.tolerance, "ok": worst <= case.tolerance}
+    row = {"relative_error": worst, "tolerance": case.tolerance, "ok": worst <= case.tolerance}
+    return row if row["ok"] else row | {"error": f"wrong by {worst:.3g}, {case.tolerance:g} is allowed"}
 
 
 def error(result: Tensor, expected: Tensor) -> float:

@@ -18,6 +18,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 
 from bench.gpu.bounds import table, verdicts
+from bench.gpu.interpreter import repaired
 from bench.gpu.results import Results, Row
 
 STAGES = ("check", "kernels", "models", "transformers", "serve")
@@ -58,14 +60,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     settings = Settings(device, args.tiny, time.monotonic() + args.budget, args.target or target_of(device))
     results = Results(args.out / "gpu.json", environment(settings))
-    for stage in args.stages:
+    with repaired() if args.interpret else nullcontext():
+        run(args.stages, settings, results)
+    finish(results, args.out, settings)
+    return int(any("error" in row for stage in args.stages for row in results.rows(stage).values()))
+
+
+def run(stages: Sequence[str], settings: Settings, results: Results) -> None:
+    """Measure what ``stages`` ask for and ``results`` lack, until the deadline."""
+    for stage in stages:
         for name, measure in MEASUREMENTS[stage](settings, results):
             if time.monotonic() > settings.deadline:
                 print("the budget is used up; start again to go on", file=sys.stderr)
-                break
+                return
             tell(stage, name, results.record(stage, name, measure))
-    finish(results, args.out, settings)
-    return int(any("error" in row for stage in args.stages for row in results.rows(stage).values()))
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
