@@ -34,7 +34,7 @@ def repaired() -> Iterator[None]:
 
 
 def numbers_as_bounds(patch: Callable[..., None]) -> Callable[..., None]:
-    """Of ``_patch_lang_tensor``: its scalars are arrays of one element, which NumPy 2.4 no longer takes for integers."""
+    """Of ``_patch_lang_tensor``: its scalars are arrays of one element, for NumPy 2.4 no integers."""
 
     def patched(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)

@@ -21,7 +21,9 @@ from bench.gpu.interpreter import repaired
 from tests.gpu_rehearsal.tensors import CAPACITY, CUDA, GPUError, Machine, OnGPU, Tape
 
 CAPABILITY = (9, 0)
-PROPERTIES = SimpleNamespace(name="NVIDIA H200", multi_processor_count=132, total_memory=CAPACITY, major=9, minor=0)
+PROPERTIES = SimpleNamespace(
+    name="NVIDIA H200", multi_processor_count=132, total_memory=CAPACITY, major=9, minor=0
+)
 Launch = tuple[str, tuple[int, ...], dict[str, Any]]
 
 
@@ -46,7 +48,9 @@ class Event:
 
     now = 0
 
-    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+    def __init__(
+        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
+    ) -> None:
         self.enable_timing, self.at = enable_timing, 0
 
     def record(self, stream: Stream | None = None) -> None:
@@ -233,7 +237,7 @@ def watched_launches(machine: Machine, launches: list[Launch]) -> Iterator[None]
             raise GPUError(f"{self.fn.__name__}: {[(tuple(x.shape), x.dtype, x.device) for x in strangers]}")
         if not all(isinstance(n, int) and n >= 1 for n in grid) or any(n > 65535 for n in grid[1:]):
             raise GPUError(f"{self.fn.__name__}: the grid is {grid}")
-        launches.append((self.fn.__name__, tuple(grid), {k: v for k, v in options.items()}))
+        launches.append((self.fn.__name__, tuple(grid), dict(options)))
         if machine.inside.type == "meta":
             return
         inner = [machine.unwrap(x) for x in args]

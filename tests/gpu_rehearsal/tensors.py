@@ -1,7 +1,7 @@
 """Tensors that say they are on a GPU: what only a GPU can run is run without one, and watched.
 
-An ``OnGPU`` tensor has device ``cuda:0``; what computes is the tensor inside it, which lies on the CPU (then numbers are
-right) or on the meta device (then a model of any size fits). ``Machine`` is a dispatch mode that makes such tensors
+An ``OnGPU`` tensor has device ``cuda:0``; what computes is the tensor inside it, which lies on the CPU (then numbers
+are right) or on the meta device (then a model of any size fits). ``Machine`` is a dispatch mode that makes such tensors
 where code asks for the device ``cuda``, and raises where a GPU would: tensors of both devices in one op, a copy to the
 host or a number read while a graph is captured. What is captured is written down and runs again when it is replayed.
 """
@@ -143,6 +143,11 @@ class Machine(TorchDispatchMode):
             return func(*args, **kwargs)
         if func in (aten.copy_.default, aten._to_copy.default):
             return self.copy(func, args, kwargs, to)
+        if func._schema.name == "aten::to":  # which inference mode leaves as it is
+            wanted = {
+                k: v for k, v in kwargs.items() if k in ("dtype", "device", "non_blocking") and v is not None
+            }
+            return self.copy(aten._to_copy.default, args[:1], wanted, to)
         if func is aten.set_.source_Storage or func is aten.record_stream.default:
             raise GPUError(f"{func} is not rehearsed")
         self.check(func, args, leaves)
@@ -155,7 +160,7 @@ class Machine(TorchDispatchMode):
         strangers = [x for x in leaves if not isinstance(x, OnGPU) and x.device.type != "meta" and x.ndim > 0]
         on_meta = [x for x in leaves if not isinstance(x, OnGPU) and x.device.type == "meta"]
         if on_meta or strangers:
-            places = {f"{str(x.device)} {tuple(x.shape)} {x.dtype}" for x in leaves}
+            places = {f"{x.device!s} {tuple(x.shape)} {x.dtype}" for x in leaves}
             raise GPUError(f"{func} of tensors on several devices: {sorted(places)}")
         if func in READS:
             self.read(str(func))
@@ -177,7 +182,9 @@ class Machine(TorchDispatchMode):
             self.read("a mask as index")
         return self.wrapped(fn, args, {}, mutates)
 
-    def wrapped(self, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any], mutates: bool = False) -> Any:
+    def wrapped(
+        self, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any], mutates: bool = False
+    ) -> Any:
         """``fn`` of what is inside the arguments, and what it gives on the GPU again."""
         originals = {id(x.inner): x for x in tree_flatten((args, kwargs))[0] if isinstance(x, OnGPU)}
         inner_args, inner_kwargs = tree_map(self.unwrap, (args, kwargs))

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from bench.gpu import run
 from bench.gpu.case import Case
 from bench.gpu.kernels import all_cases, name_of
 from bench.gpu.model import TINY, captured
 from bench.gpu.models import TINY_POINTS, measure
+from bench.gpu.results import attempt
 from bench.gpu.serving import Load, serve
 from bench.gpu.timing import timed
 from optkit.runtime.cuda.device import CudaDevice
@@ -43,6 +48,19 @@ def test_a_load_is_served() -> None:
         row = serve(TINY, "fp8", load, H200, CudaDevice(), torch.bfloat16)
         assert machine.reads == 0
     assert row["answers"] == 6 and row["captures_after_warm_up"] == 0
+
+
+def test_the_script_runs_whole_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def here(jobs: list[list[str]], opening: Any, *limits: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+        measures = opening()
+        return ((name, attempt(measures[name])) for job in jobs for name in job)
+
+    monkeypatch.setattr(run, "measured", here)  # no process of its own: it would have no GPU
+    with rehearsal("meta"):
+        assert run.main(["--out", str(tmp_path), "--tiny", "--stages", "large"]) == 0
+    data = json.loads((tmp_path / "gpu.json").read_text("utf-8"))
+    assert data["environment"]["same"]["target"] == "cuda-h200"
+    assert data["stages"]["large"]["tiny fp8"]["tpot_ms"] == 1.0
 
 
 def kinds() -> list[Case]:
