@@ -1,7 +1,7 @@
 """What a kernel cannot see and the runtime knows: that a step is one sequence, and all its tokens are new.
 
-Such a prompt needs no cache to attend: K and V of the call are all there is, and dense kernels may take them. Lengths are
-on the device, so the host has to say it: around a step, and around the capture of a graph for such steps.
+Such a prompt needs no cache to attend: K and V of the call are all there is, and dense kernels may take them. Lengths
+are on the device, so the host has to say it: around a step, and around the capture of a graph for such steps.
 """
 
 from __future__ import annotations

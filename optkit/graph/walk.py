@@ -178,7 +178,9 @@ class Segment:
                 del copies[node].meta["kernel"]  # the fastest there is, which differs in rounding only
         part.output(tuple(copies[node] for node in self.results))
         names = {str(n.target) for n in copies if n.op == "get_attr"}
-        weights = {name: replace(graph.weights[name]) for name in names}  # the graph's own stay where they are
+        weights = {
+            name: replace(graph.weights[name]) for name in names
+        }  # the graph's own stay where they are
         part_graph = Graph(part, weights, graph.meta)
         return lower(part_graph, target, dtype=torch.float32, programs=False, consume=True)
 

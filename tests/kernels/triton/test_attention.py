@@ -143,4 +143,6 @@ def test_a_whole_prompt_by_the_vendor(monkeypatch: pytest.MonkeyPatch) -> None:
         with whole_prompt(promise):
             assert error(other.call(attention.attention), other.expected()) < 1e-2
         assert not promise.used
-    assert error(sdpa.dense(world.q, world.k, world.v, world.scale), world.expected()) < TOLERANCE[torch.float16]
+    assert (
+        error(sdpa.dense(world.q, world.k, world.v, world.scale), world.expected()) < TOLERANCE[torch.float16]
+    )

@@ -230,9 +230,7 @@ def test_whole_prompts_have_graphs_of_their_own() -> None:
     """Prompts alone from their first token on are told to kernels, others are not; the tokens are the same."""
     config = replace(CONFIG, max_num_seqs=1)
     plain, believing = Engine(ModelRunner(model(), config.num_blocks, config.block_size), config), Believing()
-    runner = GraphRunner(
-        believing, config.num_blocks, config.block_size, HostDevice(), largest_step(config)
-    )
+    runner = GraphRunner(believing, config.num_blocks, config.block_size, HostDevice(), largest_step(config))
     chunks = chunk_sizes(config.max_num_batched_tokens)
     runner.capture(Buckets((1,), chunks, 1, runner.largest.blocks))
     assert runner.num_captures == 2 * (1 + 2 * len(chunks))
