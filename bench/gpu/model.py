@@ -59,7 +59,8 @@ FUSIONS = ("fuse_qkv", "fuse_gate_up", "fuse_add_rms_norm", "prune_rows")
 SCHEMES: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
     "bf16": (),
     "fp8": (("fp8", {}),),
-    "int4": (("rtn", {"scheme": "W4A16", "group_size": 128}),),
+    # as recipes have it: int4 where memory bounds, fp8 for steps of more tokens
+    "int4": (("rtn", {"scheme": "W4A16", "group_size": 128, "max_tokens": 4}), ("fp8", {})),
 }
 
 
