@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,3 +28,17 @@ def reopened_in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest
         return artifact_check.probe_logits(Artifact.open(directory).executable())
 
     monkeypatch.setattr(artifact_check, "reopened_logits", logits)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def exported_once() -> Iterator[None]:
+    """Each model is traced once in a session, if a test that was collected traces any; see ``tests.exported``."""
+    module = sys.modules.get("optkit.capture.export")
+    if module is None:
+        yield
+        return
+    from tests.exported import ExportOnce
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "export", ExportOnce(module.export))
+        yield
