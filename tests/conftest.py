@@ -13,6 +13,14 @@ from torch import Tensor
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is decorated: before any is imported
+torch.set_num_threads(1)  # tiny matrices are faster without handing work over, and much so on a busy machine
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tests of kernels ask for more, and leave one behind."""
+    yield
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
