@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,18 +69,14 @@ def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch, shared_cache: Path) -> Iterator[None]:
-    """Little text, one repeat of each timing, no measuring of the machine, one thread."""
+def quick(monkeypatch: pytest.MonkeyPatch, shared_cache: Path) -> None:
+    """Little text, one repeat of each timing, no measuring of the machine."""
     load_text = data.load_text
     monkeypatch.setenv("OPTKIT_CACHE", str(shared_cache))
     monkeypatch.setattr(data, "load_text", lambda name: load_text(name)[:6000])
     monkeypatch.setattr(measure, "SETTLE_SECONDS", 0)
     monkeypatch.setattr(pipeline, "PASS_TOKENS", 512)
     monkeypatch.setattr(targets, "detect", lambda refresh=False: TARGET)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def run(source: Path, out: Path, text: str, **options: Any) -> RunRecord:
