@@ -20,8 +20,9 @@ from optkit.graph.ir import Graph
 from optkit.graph.lower import lower
 from optkit.graph.serialize import graph_to_json
 from optkit.kernels import reference
-from optkit.passes.base import Pass, PassContext, PassResult, Plan, Site, Stage
-from optkit.pipeline import PassFailed, optimize
+from optkit.model_source import ModelSource
+from optkit.passes.base import Pass, PassContext, PassResult, Plan, Site, Stage, silent
+from optkit.pipeline import PassFailed, Pipeline, optimize
 from optkit.recipe import Recipe, parse_recipe
 from optkit.records import RunRecord
 from optkit.states import States
@@ -559,3 +560,11 @@ def test_a_bound_that_one_form_misses_gives_back_layers_of_that_form(source: Pat
     graph = Artifact.open(tmp_path / "out").graph()
     assert len(list(graph.calls(reference.by_tokens))) == 2 * 5 - len(record.passes[1].restored)
     assert len(list(graph.calls(reference.linear_w8a8))) == 2 * 5
+
+
+def test_weights_on_a_gpu_are_counted_as_they_lie_there(source: Path) -> None:
+    graph = captured("llama")
+    for target, least, most in ((TARGET, 1.0, 1.0), (targets.DATASHEETS["cuda-h100"], 0.45, 0.55)):
+        driver = Pipeline(ModelSource("tiny", source, "0"), recipe("passes: {}"), target, silent)
+        model = lower(graph, target, device="cpu")
+        assert least <= driver.weight_bytes(graph, model) / graph.num_bytes() <= most
