@@ -130,14 +130,15 @@ soak: $(VENV)/.test $(VENV)/.model
 chaos: $(VENV)/.test
 	$(call WITHIN,2h) $(BIN)/python -m pytest -m chaos $(ARGS)
 
-# The clients pin versions of what optkit pins too, so they are installed without its constraints, into a copy.
-clients: $(VENV)/.clients
+# The clients pin versions of what optkit pins too, so they have an environment and constraints of their own.
+clients: .clients/.made
 	.clients/bin/python -m pytest tests/serve/test_clients.py $(ARGS)
 
-$(VENV)/.clients: $(VENV)/.made pyproject.toml setup.py
+.clients/.made: constraints-clients.txt pyproject.toml setup.py
 	@echo "installing the clients into .clients"
 	@$(PYTHON) -m venv .clients
-	@.clients/bin/python -m pip --disable-pip-version-check --no-input -q install -e '.[test,clients]'
+	@.clients/bin/python -m pip --disable-pip-version-check --no-input -q install -c constraints-clients.txt setuptools wheel
+	@.clients/bin/python -m pip --disable-pip-version-check --no-input -q install -c constraints-clients.txt --no-build-isolation -e '.[test,clients]'
 	@touch $@
 
 # All three run, whatever the others say.

@@ -97,7 +97,7 @@ class FP8(LinearQuantization):
             return super().apply(graph, plan, ctx)
         before = graph.num_bytes()
         windows = ctx.calibration_windows(self.config.calibration)
-        emitter = Emitter(graph)
+        emitter = Emitter(graph, self.config.max_tokens)
 
         def solve(group: Group, walk: Walk) -> dict[str, Tensor]:
             absmax = torch.stack([x.abs().amax() for x in walk.values(group.x)]).amax()
@@ -117,7 +117,7 @@ class FP8(LinearQuantization):
             FinishedGroups(ctx.workspace, "scales"),
             lambda text, part=None: ctx.tell(f"{self.name}: {text}", part=part),
         )
-        graph.prune()
+        emitter.finish()
         stats = weight_stats(before, graph) | {"calibration_tokens": sum(map(len, windows))}
         return PassResult(len(plan.sites), stats)
 

@@ -55,9 +55,8 @@ print(json.dumps([engine.runner.model.compiled is not None, tokens, compiler]))
 
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory):
-    """A cache, little text, quick timings, one thread, and variants that are kept whatever they were timed at."""
-    load_text, threads = data.load_text, torch.get_num_threads()
-    torch.set_num_threads(1)
+    """A cache, little text, quick timings, and variants that are kept whatever they were timed at."""
+    load_text = data.load_text
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OPTKIT_CACHE", str(tmp_path_factory.mktemp("cache") / "optkit"))
         patch.setattr(data, "load_text", lambda name: load_text(name)[:6000])
@@ -69,7 +68,6 @@ def cache(tmp_path_factory):
 
         patch.setattr(inductor.aot_inductor, "compile_wrapper_opt_level", "O0")  # half of the compile time
         yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

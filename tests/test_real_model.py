@@ -28,15 +28,6 @@ PROMPTS, NEW_TOKENS = 4 * len(LENGTHS), 32
 GREEDY = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """A second thread gains little on one token at a time, and on a busy machine it waits at every barrier."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The baseline artifact; the converted model and the captured graph come from the usual cache."""

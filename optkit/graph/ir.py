@@ -183,6 +183,15 @@ class Graph:
         with self.fx.inserting_before(before):
             return self.fx.create_node("get_attr", name, name=name.replace(".", "_"))
 
+    def input(self, name: str) -> fx.Node:
+        """The batch input ``name``, a new placeholder if nothing has read it so far."""
+        nodes = list(self.fx.nodes)
+        found = next((node for node in nodes if node.op == "placeholder" and node.target == name), None)
+        if found is None:
+            with self.fx.inserting_before(nodes[0]):
+                found = self.fx.placeholder(name)
+        return found
+
     def prune(self) -> None:
         """Remove nodes nothing reads, then weights no node reads."""
         for node in reversed(list(self.fx.nodes)):

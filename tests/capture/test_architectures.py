@@ -5,20 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from optkit.capture import boundary, capture
 from optkit.graph.dense import dense_logits
 from optkit.graph.lower import lower
 from optkit.kernels import reference
 from tests.architectures import SPECIFIC, tiny_model
+from tests.graphs import captured
 from tests.ragged import ragged_logits
 
 TOLERANCE = 1e-4
-
-
-def captured(name: str):
-    boundary.register()
-    model = tiny_model(name, attention=boundary.NAME)
-    return capture(model), tiny_model(name)
 
 
 def eager_logits(model, ids: torch.Tensor) -> torch.Tensor:
@@ -28,7 +22,7 @@ def eager_logits(model, ids: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", sorted(SPECIFIC))
 def test_logits_match_eager(name):
-    graph, model = captured(name)
+    graph, model = captured(name), tiny_model(name)
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, 128, (37,), generator=generator)
     torch.testing.assert_close(dense_logits(graph, ids), eager_logits(model, ids), atol=TOLERANCE, rtol=1e-4)
