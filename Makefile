@@ -1,11 +1,13 @@
 # Every target installs what it needs into .venv, once; stamp files there say what is done.
-# Variables: PYTHON (the interpreter .venv is made from), MODEL, RECIPE, ARTIFACT, ARGS (more for pytest or bench).
+# Variables: PYTHON (the interpreter .venv is made from), MODEL, RECIPE, ARTIFACT, ARGS (more for pytest or bench),
+# WORKERS (processes that share the tests; 0: this one).
 
 PYTHON   ?= python3
 MODEL    ?= smollm2-135m
 RECIPE   ?= ttft-cpu
 ARTIFACT ?= artifact
 ARGS     ?=
+WORKERS  ?= 2
 
 VENV    := .venv
 BIN     := $(VENV)/bin
@@ -107,7 +109,7 @@ peers: artifact-verified
 # -- checking ----------------------------------------------------------------------------------------------
 
 test: $(VENV)/.test $(VENV)/.model
-	$(BIN)/python -m pytest -m 'not soak and not chaos' $(ARGS)
+	$(BIN)/python -m pytest -m 'not soak and not chaos' -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 # The oldest versions that are supported, in an environment of its own (3 GB).
 .oldest/.made: constraints-oldest.txt pyproject.toml setup.py
