@@ -181,7 +181,7 @@ def load(settings: Settings, results: Results) -> Measurements:
 
     small = Load(clients=4, inputs=8, outputs=4, answers=6, rate_answers=3, ttft_bound=60.0, step_tokens=16)
     shape, clients = (TINY, small) if settings.tiny else (LLAMA_7B, Load())
-    for scheme in ("fp8",) if settings.tiny else ("fp8", "bf16"):
+    for scheme in ("throughput",) if settings.tiny else ("throughput", "fp8", "bf16"):
         yield (
             f"{shape.name} {scheme}",
             lambda scheme=scheme: freed(

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
+from optkit.graph import forms
 from optkit.graph.dense import dense_inputs
 from optkit.graph.ir import Graph, KVSpec
 from optkit.graph.lower import Executable, lower
@@ -51,7 +52,7 @@ class Walk:
             for values in self.live:
                 yield values[node]
             return
-        segment = Segment(self.graph, self.done, node, self.target)
+        segment = self.segment(self.graph, self.done, node)
         kept = [n for n in [*self.live[0], *segment.results] if needed(n, self.done | segment.computed, node)]
         for window, values in zip(self.windows, self.live, strict=True):
             values |= segment.run(window, values)
@@ -69,11 +70,14 @@ class Walk:
         names = {node.name for node in self.done}
         same = {node.name: node for node in graph.fx.nodes if node.name in names}
         output = next(node for node in graph.fx.nodes if node.op == "output").args[0]
-        segment = Segment(graph, set(same.values()), output, self.target)
+        segment = self.segment(graph, set(same.values()), output)
         for window, values in list(zip(self.windows, self.live, strict=True))[:count]:
             kept = {same[node.name]: value for node, value in values.items()}
             rows = torch.arange(every - 1, len(window), every)
             yield segment.run(window, kept, rows)[output]
+
+    def segment(self, graph: Graph, done: set[fx.Node], goal: fx.Node) -> Segment:
+        return Segment(graph, done, goal, self.target, max(map(len, self.windows)))
 
     def change(self, node: fx.Node, factor: Tensor) -> None:
         """Multiply a value that was computed, where what makes it was changed to give that."""
@@ -145,24 +149,28 @@ def is_piece(node: fx.Node) -> bool:
 
 
 class Segment:
-    """The part of a graph between what is computed and ``goal``, lowered by itself.
+    """The part of a graph between what is computed and ``goal``, lowered by itself for steps of ``tokens`` tokens.
 
     Attributes:
         computed: the calls it makes.
         results: those whose values it gives; tuples are given in pieces.
     """
 
-    def __init__(self, graph: Graph, done: set[fx.Node], goal: fx.Node, target: Target | None) -> None:
+    def __init__(
+        self, graph: Graph, done: set[fx.Node], goal: fx.Node, target: Target | None, tokens: int
+    ) -> None:
         order = stretch(graph, done, goal)
         self.computed = set(order)
         after = done | self.computed
         self.results = [n for n in order if needed(n, after, goal) and not pieces(n)]
         self.inputs = list(dict.fromkeys(i for n in order for i in n.all_input_nodes if i in done))
         self.specs = graph.meta.kv_specs
-        self.model = self.lowered(graph, order, target)
+        self.model = self.lowered(graph, order, target, tokens)
         self.pools: dict[str, Tensor] = {}
 
-    def lowered(self, graph: Graph, order: Sequence[fx.Node], target: Target | None) -> Executable:
+    def lowered(
+        self, graph: Graph, order: Sequence[fx.Node], target: Target | None, tokens: int
+    ) -> Executable:
         part = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {n: part.placeholder(f"value_{n.name}") for n in self.inputs}
         leaves = {i for n in order for i in n.all_input_nodes if i.op != "call_function"}
@@ -174,7 +182,8 @@ class Segment:
                 del copies[node].meta["kernel"]  # the fastest there is, which differs in rounding only
         part.output(tuple(copies[node] for node in self.results))
         weights = {str(n.target): graph.weights[str(n.target)] for n in copies if n.op == "get_attr"}
-        return lower(Graph(part, dict(weights), graph.meta), target, programs=False, consume=True)
+        whole = Graph(part, dict(weights), graph.meta)
+        return lower(forms.at(whole, tokens), target, programs=False, consume=True)
 
     @torch.inference_mode()
     def run(
