@@ -26,11 +26,9 @@ from optkit.pipeline import PassFailed, Pipeline, optimize
 from optkit.recipe import Recipe, parse_recipe
 from optkit.records import RunRecord
 from optkit.states import States
-from tests.architectures import tiny_model
 from tests.graphs import TARGET, captured, dense, random_ids
-from tests.serve.fakes import fast_tokenizer
+from tests.model_directory import VOCABULARY, save_model
 
-VOCABULARY = 320
 HEAD = """
 schema_version: 1
 name: test
@@ -54,13 +52,7 @@ def recipe(text: str) -> Recipe:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face directory: a tiny llama and a byte-level tokenizer."""
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    tiny_model("llama", vocab_size=VOCABULARY, max_position_embeddings=1024).save_pretrained(directory)
-    (directory / "tokenizer.json").write_text(fast_tokenizer().to_str())
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
-    (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    return directory
+    return save_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="module")
