@@ -177,9 +177,13 @@ class Pipeline:
         slow, fast = self.lower(before), self.lower(after)
         self.tell(f"{record.name}: measuring speed")
         record.measured = paired(*measure_pair(slow, fast, self.recipe))
-        record.weight_bytes = [before.num_bytes(), after.num_bytes()]
+        record.weight_bytes = [self.weight_bytes(before, slow), self.weight_bytes(after, fast)]
         tokens = EXACT_TOKENS if self.counts_as_exact(record) else PASS_TOKENS
         record.judged(self.quality(fast, tokens, record.name, forms.changed(before, after)))
+
+    def weight_bytes(self, graph: Graph, lowered: Executable) -> int:
+        """Bytes of ``graph``'s weights; a GPU casts float32 as it loads it, so there it is what was loaded."""
+        return lowered.weight_bytes if self.target.kind == "cuda" else graph.num_bytes()
 
     def reduce(self, graph: Graph, candidate: Graph, record: PassRecord, bounds: Accept) -> Graph:
         """Give the worst layers of a quantizer back to float until the bounds hold; the result is in the record."""
@@ -368,7 +372,8 @@ class Pipeline:
             self.tell("whole: measuring speed")
             record.predicted = self.predict(self.reference, graph)
             record.measured = paired(*measure_pair(before, after, self.recipe))
-            record.weight_bytes = [self.reference.num_bytes(), graph.num_bytes()]
+            sides = ((self.reference, before), (graph, after))
+            record.weight_bytes = [self.weight_bytes(*side) for side in sides]
             record.judged(self.quality(after, self.final_tokens, "whole", forms.spans(graph)))
             return graph, record.decided("kept", "").to_dict()
 

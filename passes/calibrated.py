@@ -100,7 +100,7 @@ class CalibratedQuantization(LinearQuantization):
     def apply(self, graph: Graph, plan: Plan, ctx: PassContext) -> PassResult:
         if not plan.sites:
             return PassResult(0)
-        if any(weight.value.device.type == "meta" for weight in graph.weights.values()):
+        if graph.planned:
             return super().apply(graph, plan, ctx)
         before, groups = graph.num_bytes(), by_activation(plan.sites)
         windows = ctx.calibration_windows(self.config.calibration)

@@ -92,8 +92,7 @@ class FP8(LinearQuantization):
         return Float8Format(self.config.scheme == "FP8")
 
     def apply(self, graph: Graph, plan: Plan, ctx: PassContext) -> PassResult:
-        planned = any(weight.value.device.type == "meta" for weight in graph.weights.values())
-        if self.config.scheme == "FP8_DYNAMIC" or planned or not plan.sites:
+        if self.config.scheme == "FP8_DYNAMIC" or graph.planned or not plan.sites:
             return super().apply(graph, plan, ctx)
         before = graph.num_bytes()
         windows = ctx.calibration_windows(self.config.calibration)

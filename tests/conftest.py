@@ -16,6 +16,14 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)  # tiny matrices are faster without handing work over, and much so on a busy machine
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """In several processes a file's tests share one, for its fixtures; those of the real model do, for its cache."""
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            real = item.get_closest_marker("real_model")
+            item.add_marker(pytest.mark.xdist_group("real_model" if real else item.nodeid.split("::")[0]))
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """Tests of kernels ask for more, and leave one behind."""

@@ -1,7 +1,8 @@
-"""Each model exported once: ``torch.export`` takes seconds, and what it gives follows from the class and configuration.
+"""Each model exported once: ``torch.export`` takes seconds, and what it gives follows from the code and configuration.
 
 The program is kept and handed out with the tensors of the model at hand. Whether it is right for that model is not
-taken on trust: every capture ends by comparing the graph's logits with the model's.
+taken on trust: every capture ends by comparing the graph's logits with the model's. A test that gives a module another
+``forward`` has another model; one that changes how models compute otherwise must export by ``torch.export`` itself.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def tensors_of(model: Any) -> dict[str, Tensor]:
 
 
 def identity(model: Any, tensors: dict[str, Tensor]) -> Any:
-    """What the trace follows from: class, configuration, and kind of each tensor and which of them are the same."""
+    """What the trace follows from: configuration, code of each module, kind of each tensor and which are the same."""
     first = {id(tensor): name for name, tensor in reversed(tensors.items())}
     kinds = tuple((n, t.shape, t.dtype, t.device.type, first[id(t)]) for n, t in tensors.items())
-    return type(model), model.config.to_json_string(use_diff=False), model.config._attn_implementation, kinds
+    code = tuple((name, type(module), type(module).forward) for name, module in model.named_modules())
+    return model.config.to_json_string(use_diff=False), model.config._attn_implementation, code, kinds

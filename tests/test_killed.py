@@ -19,10 +19,10 @@ from tests.killed_run import (
     phase_of,
     quick,
     run,
-    save_model,
     worked_groups,
     worked_on,
 )
+from tests.model_directory import save_model
 
 ROUNDS = 3  # times that the soak test kills each phase
 

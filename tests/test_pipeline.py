@@ -20,16 +20,15 @@ from optkit.graph.ir import Graph
 from optkit.graph.lower import lower
 from optkit.graph.serialize import graph_to_json
 from optkit.kernels import reference
-from optkit.passes.base import Pass, PassContext, PassResult, Plan, Site, Stage
-from optkit.pipeline import PassFailed, optimize
+from optkit.model_source import ModelSource
+from optkit.passes.base import Pass, PassContext, PassResult, Plan, Site, Stage, silent
+from optkit.pipeline import PassFailed, Pipeline, optimize
 from optkit.recipe import Recipe, parse_recipe
 from optkit.records import RunRecord
 from optkit.states import States
-from tests.architectures import tiny_model
 from tests.graphs import TARGET, captured, dense, random_ids
-from tests.serve.fakes import fast_tokenizer
+from tests.model_directory import VOCABULARY, save_model
 
-VOCABULARY = 320
 HEAD = """
 schema_version: 1
 name: test
@@ -53,13 +52,7 @@ def recipe(text: str) -> Recipe:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face directory: a tiny llama and a byte-level tokenizer."""
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    tiny_model("llama", vocab_size=VOCABULARY, max_position_embeddings=1024).save_pretrained(directory)
-    (directory / "tokenizer.json").write_text(fast_tokenizer().to_str())
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
-    (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    return directory
+    return save_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -559,3 +552,11 @@ def test_a_bound_that_one_form_misses_gives_back_layers_of_that_form(source: Pat
     graph = Artifact.open(tmp_path / "out").graph()
     assert len(list(graph.calls(reference.by_tokens))) == 2 * 5 - len(record.passes[1].restored)
     assert len(list(graph.calls(reference.linear_w8a8))) == 2 * 5
+
+
+def test_weights_on_a_gpu_are_counted_as_they_lie_there(source: Path) -> None:
+    graph = captured("llama")
+    for target, least, most in ((TARGET, 1.0, 1.0), (targets.DATASHEETS["cuda-h100"], 0.45, 0.55)):
+        driver = Pipeline(ModelSource("tiny", source, "0"), recipe("passes: {}"), target, silent)
+        model = lower(graph, target, device="cpu")
+        assert least <= driver.weight_bytes(graph, model) / graph.num_bytes() <= most

@@ -200,10 +200,15 @@ class Graph:
         used = {str(node.target) for node in self.fx.nodes if node.op == "get_attr"}
         self.weights = {name: weight for name, weight in self.weights.items() if name in used}
 
+    @property
+    def planned(self) -> bool:
+        """Whether weights are shapes only: a dry run's."""
+        return any(weight.value.device.type == "meta" for weight in self.weights.values())
+
     def num_bytes(self) -> int:
         """Bytes of all weights, tied tensors counted once."""
         storages = {w.value.untyped_storage().data_ptr(): w.value for w in self.weights.values()}
-        if any(w.value.device.type == "meta" for w in self.weights.values()):
+        if self.planned:
             return sum(w.value.nbytes for w in self.weights.values())
         return sum(value.nbytes for value in storages.values())
 

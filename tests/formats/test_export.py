@@ -98,7 +98,8 @@ def test_the_tensors_are_those_of_the_library(packed: Make) -> None:
 
 
 @pytest.mark.skipif(
-    Version(version("transformers")) < Version("5.23"), reason="Transformers 5.17 and before load it either way"
+    Version(version("transformers")) < Version("5.23"),
+    reason="Transformers 5.17 and before load it either way",
 )
 def test_why_transformers_is_told_to_dequantize_zero_points(packed: Make) -> None:
     """Without that it refuses what the library itself packs. When this fails, ``packs_zero_points`` can go."""
