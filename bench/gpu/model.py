@@ -11,10 +11,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from optkit.graph.ir import Graph
 
 STD = 0.02
 ROPE_THETA = 10000.0
@@ -68,8 +71,23 @@ KV: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {"throughput": (("kv_fp8
 
 def build(shape: ModelShape, scheme: str, target: Any, device: torch.device, dtype: torch.dtype) -> Any:
     """An executable of ``shape`` on ``device``, its linear layers stored as ``scheme``."""
-    from optkit.graph import gpu_rewrites, precision
     from optkit.graph.lower import lower
+
+    graph = filled(shape, scheme, target, device, dtype)
+    if device.type == "cpu":  # to try the script: an interpreter of kernels takes seconds a step
+        by_reference(graph)
+    return lower(graph, target, device=device, dtype=dtype, consume=True)
+
+
+def by_reference(graph: Graph) -> None:
+    """Make every op of ``graph`` run its reference."""
+    for node in graph.fx.nodes:
+        node.meta["kernel"] = "reference"
+
+
+def filled(shape: ModelShape, scheme: str, target: Any, device: torch.device, dtype: torch.dtype) -> Graph:
+    """The graph of ``shape`` as ``target`` runs it, with numbers."""
+    from optkit.graph import gpu_rewrites, precision
     from optkit.passes import load
     from optkit.passes.base import PassContext
 
@@ -84,11 +102,8 @@ def build(shape: ModelShape, scheme: str, target: Any, device: torch.device, dty
         optimization.apply(graph, optimization.check(graph, context), context)
     gpu_rewrites.rewrite(graph, target)
     precision.narrow(graph, dtype, "meta")
-    if device.type == "cpu":  # to try the script: an interpreter of kernels takes seconds a step
-        for node in graph.fx.nodes:
-            node.meta["kernel"] = "reference"
     fill(graph, device)
-    return lower(graph, target, device=device, dtype=dtype, consume=True)
+    return graph
 
 
 @functools.cache

@@ -7,6 +7,7 @@ second way.
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from bench.gpu.model import ModelShape, build, prompt, sampler
 from bench.gpu.timing import replays
 
 BLOCK = 32
+AGREEMENT = 0.05  # of logits, relative to the largest: 16-bit numbers, rounded in other places
 
 
 @dataclass(frozen=True)
@@ -82,9 +84,52 @@ def measure(
 
     row |= wall_clock(generate, points, shape)
     row["kernels"] = sorted(
-        {f"{name.rstrip('_0123456789')}: {kernel}" for name, kernel in model.kernels.items()}
+        {f"{re.sub(r'_[0-9]+$', '', name)}: {kernel}" for name, kernel in model.kernels.items()}
     )
     return row | {"graph_captures": runner.num_captures, "eager_steps": runner.num_eager}
+
+
+def agreement(
+    shape: ModelShape, scheme: str, target: Any, gpu: Any, dtype: torch.dtype, points: Points | None = None
+) -> dict[str, Any]:
+    """Logits of captured steps against those of every op's reference, on the same weights.
+
+    The steps are a prompt that does not fill its bucket, a chunk behind it, and a token behind that.
+    """
+    from bench.gpu.kernels import error
+    from bench.gpu.model import by_reference, filled
+    from optkit.graph.lower import lower
+    from optkit.measure import sequence
+    from optkit.runtime.cuda.buckets import Buckets
+    from optkit.runtime.cuda.layout import StepShape
+    from optkit.runtime.cuda.runner import GraphRunner
+    from optkit.runtime.runner import ModelRunner
+    from optkit.runtime.types import Batch, ScheduledSequence
+
+    points = points or Points()
+    graph = filled(shape, scheme, target, gpu.torch_device, dtype)
+    spec = graph.clone()
+    by_reference(spec)
+    model, exact = (lower(g, target, device=gpu.torch_device, dtype=dtype) for g in (graph, spec))
+    blocks = -(-points.longest // BLOCK)
+    runner = GraphRunner(
+        model,
+        blocks,
+        BLOCK,
+        gpu,
+        StepShape(max(points.prompts), 1, blocks),
+        sampler(target, gpu.torch_device),
+    )
+    runner.capture(Buckets((1,), tuple(sorted(points.prompts)), 1, blocks))
+    plain = ModelRunner(exact, blocks, BLOCK, gpu.torch_device)
+    first = min(points.prompts) - 1
+    worst = 0.0
+    for done, length in ((0, first), (first, 2 * first), (2 * first, 2 * first + 1)):
+        seq = sequence(0, length, done, blocks, shape.vocabulary)
+        batch = Batch((ScheduledSequence(seq, length - done),))
+        worst = max(worst, error(runner.execute(batch), plain.execute(batch)))
+    row = {"relative_error": worst, "tolerance": AGREEMENT, "ok": worst <= AGREEMENT}
+    return row if row["ok"] else row | {"error": f"logits differ by {worst:.3g}, {AGREEMENT:g} is allowed"}
 
 
 def wall_clock(generate: Callable[[int, int], None], points: Points, shape: ModelShape) -> dict[str, Any]:

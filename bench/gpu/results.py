@@ -30,22 +30,28 @@ class Results:
         return self.data["stages"].setdefault(stage, {})
 
     def has(self, stage: str, name: str) -> bool:
-        """Whether there is a row that need not be measured again; what failed is tried again."""
-        row = self.rows(stage).get(name)
-        return row is not None and "error" not in row
+        """Whether there is a row that need not be measured again; what failed is tried again.
 
-    def record(self, stage: str, name: str, measure: Callable[[], Row]) -> Row:
-        """The row ``name``: as it is known, else by ``measure``. Whatever goes wrong is a row too."""
-        if not self.has(stage, name):
-            try:
-                self.rows(stage)[name] = measure()
-            except Exception as error:  # noqa: BLE001 - one measurement must not cost the others
-                self.rows(stage)[name] = {"error": f"{type(error).__name__}: {error}"[:2000]}
-            self.save()
-        return self.rows(stage)[name]
+        So is what ran by another table of kernels (``table``) than the one there is now.
+        """
+        row = self.rows(stage).get(name)
+        table = self.data["environment"].get("table")
+        return row is not None and "error" not in row and row.get("table", table) == table
+
+    def put(self, stage: str, name: str, row: Row) -> None:
+        self.rows(stage)[name] = row
+        self.save()
 
     def save(self) -> None:
         self.file.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.file.with_suffix(".tmp")
         temporary.write_text(json.dumps(self.data, indent=1) + "\n", encoding="utf-8")
         os.replace(temporary, self.file)
+
+
+def attempt(measure: Callable[[], Row]) -> Row:
+    """The row of ``measure``. Whatever goes wrong is a row too: one measurement must not cost the others."""
+    try:
+        return measure()
+    except Exception as error:  # noqa: BLE001
+        return {"error": f"{type(error).__name__}: {error}"[:2000]}

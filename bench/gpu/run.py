@@ -1,10 +1,10 @@
 """Everything that is measured on a GPU, in one go: ``python -m bench.gpu.run --out DIR``.
 
-Stages, the most important first: ``check`` compares every kernel with float64 on fresh random inputs; ``kernels`` times
-those that passed; ``models`` times whole models; ``transformers`` the same model by Transformers; ``serve`` a load.
-All of it goes into ``DIR/gpu.json``, written after each measurement: a run that ends early can be resumed by starting
-it again, and ``--budget`` ends it in time. What a stage needs and does not find is in the JSON as an error, and the
-others run.
+Stages, the most important first (``bench.gpu.stages``): ``check`` compares every kernel with float64 on fresh random
+inputs and compiles what is launched later; ``models`` times whole models; ``transformers`` the same model by
+Transformers; ``serve`` a load; ``kernels`` times those that passed; ``large`` larger models. All of it goes into
+``DIR/gpu.json``, written after each measurement: a run that ends early can be resumed by starting it again, and
+``--budget`` ends it in time. What a stage needs and does not find is in the JSON as an error, and the others run.
 
 Kernels need torch and Triton; models also transformers, pydantic and msgspec (bench/gpu/README.md says how to take them
 to a machine without a network).
@@ -17,35 +17,22 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
 from bench.gpu.bounds import table, verdicts
-from bench.gpu.results import Results, Row
+from bench.gpu.interpreter import repaired
+from bench.gpu.isolation import measured
+from bench.gpu.results import Results, Row, attempt
+from bench.gpu.stages import STAGES, Settings, Stage, open_stage, table_of
 
-STAGES = ("check", "kernels", "models", "transformers", "serve")
 PACKAGES = ("torch", "triton", "transformers", "numpy", "pydantic", "msgspec")
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What to measure, and on what."""
-
-    device: torch.device
-    tiny: bool
-    deadline: float
-    target: str
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What models compute in; Triton's interpreter has no bfloat16 products."""
-        return torch.bfloat16 if self.device.type == "cuda" else torch.float16
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,14 +45,53 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     settings = Settings(device, args.tiny, time.monotonic() + args.budget, args.target or target_of(device))
     results = Results(args.out / "gpu.json", environment(settings))
-    for stage in args.stages:
-        for name, measure in MEASUREMENTS[stage](settings, results):
-            if time.monotonic() > settings.deadline:
-                print("the budget is used up; start again to go on", file=sys.stderr)
-                break
-            tell(stage, name, results.record(stage, name, measure))
+    with repaired() if args.interpret else nullcontext():
+        for stage in args.stages:
+            run(stage, settings, results)
     finish(results, args.out, settings)
     return int(any("error" in row for stage in args.stages for row in results.rows(stage).values()))
+
+
+def run(name: str, settings: Settings, results: Results) -> None:
+    """Measure what ``results`` lack of a stage, until the deadline."""
+    stage, right = STAGES[name], {n for n, row in results.rows("check").items() if row.get("ok")}
+    try:
+        known = open_stage(name, settings, right)
+    except ImportError as error:  # a stage needs a package that is not here
+        results.put(name, "all", {"error": f"{type(error).__name__}: {error}"})
+        return
+    missing = [n for n in known if not results.has(name, n)]
+    if time.monotonic() > settings.deadline:
+        print(f"{name}: the budget is used up; start again to go on", file=sys.stderr)
+        return
+    start = time.monotonic()
+    if settings.device.type == "cuda":
+        jobs = grouped(missing, stage)
+        opening = partial(open_stage, name, settings, right)
+        rows = measured(jobs, opening, stage.processes, stage.limit, settings.deadline)
+    else:
+        rows = here(missing, known, settings)
+    for row_name, row in rows:
+        results.put(name, row_name, row)
+        tell(name, row_name, row)
+    left = sum(not results.has(name, n) for n in known)
+    print(f"{name}: {len(known)} measurements, {left} left, {time.monotonic() - start:.0f} s", flush=True)
+
+
+def here(missing: Sequence[str], known: dict, settings: Settings) -> Iterator[tuple[str, Row]]:
+    """In this process, one by one."""
+    for name in missing:
+        if time.monotonic() > settings.deadline:
+            return
+        yield name, attempt(known[name])
+
+
+def grouped(names: Collection[str], stage: Stage) -> list[list[str]]:
+    """What goes to one process, the most work first; whole models take longer than any number of kernels."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(stage.together(name), []).append(name)
+    return sorted(groups.values(), key=lambda group: (" 1 layer" not in group[0], -len(group)))
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -73,10 +99,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, required=True, help="directory for gpu.json and the selection table"
     )
-    parser.add_argument("--stages", type=stages, default=STAGES, help=f"some of {','.join(STAGES)}")
     parser.add_argument(
-        "--budget", type=float, default=3600.0, help="seconds after which nothing new is begun"
+        "--stages", type=stages, default=tuple(STAGES), help=f"some of {','.join(STAGES)}, in this order"
     )
+    parser.add_argument("--budget", type=float, default=3600.0, help="seconds after which the run ends")
     parser.add_argument("--device", default="cuda", help="cuda, or cpu to try the script")
     parser.add_argument("--target", help="the GPU to choose kernels for; by default the one that is there")
     parser.add_argument("--interpret", action="store_true", help="run Triton kernels by its interpreter")
@@ -115,6 +141,7 @@ def environment(settings: Settings) -> Row:
         "cuda": torch.version.cuda,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "load_average": os.getloadavg()[0],
+        **table_of(settings),
     }
 
 
@@ -123,102 +150,6 @@ def installed(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-# -- the stages: each yields names and what measures them ---------------------------------------------------
-
-Measurements = Iterator[tuple[str, Callable[[], Row]]]
-
-
-def checks(settings: Settings, results: Results) -> Measurements:
-    from bench.gpu.kernels import all_cases, check, name_of
-
-    for case in all_cases(settings.tiny):
-        yield name_of(case), lambda case=case: check(case, settings.device, seed=time.time_ns() & 0xFFFF)
-
-
-def kernels(settings: Settings, results: Results) -> Measurements:
-    """Only those that were checked and are right."""
-    from bench.gpu.kernels import all_cases, measure, name_of
-
-    right = {name for name, row in results.rows("check").items() if row.get("ok")}
-    cases = [case for case in all_cases(settings.tiny) if name_of(case) in right]
-    for case in sorted(cases, key=lambda case: case.most is None):  # those with a bound first
-        yield name_of(case), lambda case=case: measure(case, settings.device, seed=1)
-
-
-def models(settings: Settings, results: Results) -> Measurements:
-    from bench.gpu.model import LLAMA_7B, LLAMA_13B, TINY
-    from bench.gpu.models import TINY_POINTS, Points, measure
-
-    points = TINY_POINTS if settings.tiny else Points()
-    shapes = [(TINY, s) for s in ("bf16", "fp8", "int4")] if settings.tiny else [
-        (LLAMA_7B, "bf16"), (LLAMA_7B, "fp8"), (LLAMA_7B, "int4"), (LLAMA_13B, "fp8"), (LLAMA_13B, "bf16"),
-    ]  # fmt: skip
-    for shape, scheme in shapes:
-        yield (
-            f"{shape.name} {scheme}",
-            lambda shape=shape, scheme=scheme: freed(
-                lambda: measure(shape, scheme, points, *place(settings), settings.dtype)
-            ),
-        )
-
-
-def baseline(settings: Settings, results: Results) -> Measurements:
-    from bench.gpu.model import LLAMA_7B, TINY
-    from bench.gpu.models import TINY_POINTS, Points, transformers_baseline
-
-    shape, points = (TINY, TINY_POINTS) if settings.tiny else (LLAMA_7B, Points())
-    yield (
-        shape.name,
-        lambda: freed(lambda: transformers_baseline(shape, points, settings.device, settings.dtype)),
-    )
-
-
-def load(settings: Settings, results: Results) -> Measurements:
-    from bench.gpu.model import LLAMA_7B, TINY
-    from bench.gpu.serving import Load, serve
-
-    small = Load(clients=4, inputs=8, outputs=4, answers=6, rate_answers=3, ttft_bound=60.0, step_tokens=16)
-    shape, clients = (TINY, small) if settings.tiny else (LLAMA_7B, Load())
-    for scheme in ("throughput",) if settings.tiny else ("throughput", "fp8", "bf16"):
-        yield (
-            f"{shape.name} {scheme}",
-            lambda scheme=scheme: freed(
-                lambda: serve(shape, scheme, clients, *place(settings), settings.dtype)
-            ),
-        )
-
-
-MEASUREMENTS: dict[str, Callable[[Settings, Results], Measurements]] = {
-    "check": checks,
-    "kernels": kernels,
-    "models": models,
-    "transformers": baseline,
-    "serve": load,
-}
-
-
-def place(settings: Settings) -> tuple[Any, Any]:
-    """The target, and the device of the runtime."""
-    from optkit.runtime.cuda.device import CudaDevice, HostDevice
-    from optkit.target import get_target
-
-    target = get_target(settings.target)
-    cuda = settings.device.type == "cuda"
-    return target, CudaDevice(settings.device.index or 0) if cuda else HostDevice((1 << 31, 1 << 31))
-
-
-def freed(measure: Callable[[], Row]) -> Row:
-    """``measure``, and the memory that it used given back."""
-    import gc
-
-    try:
-        return measure()
-    finally:
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
 
 
 def tell(stage: str, name: str, row: Row) -> None:

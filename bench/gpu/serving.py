@@ -28,6 +28,7 @@ class Load:
     ttft_bound: float = 0.7
     rate_answers: int = 256
     step_tokens: int = 2048
+    kv_bytes: int = 64 << 30
 
     @property
     def longest(self) -> int:
@@ -145,7 +146,7 @@ def serve(shape: Any, scheme: str, load: Load, target: Any, gpu: Any, dtype: Any
         max_num_seqs=load.clients, max_num_batched_tokens=max(load.step_tokens, load.clients),
         max_model_len=load.longest, block_size=32, num_blocks=2, enable_prefix_caching=False,
     )  # fmt: skip
-    config = sized(model, limits, min(kv_cache_bytes(model, limits, gpu, 0.9), 64 << 30))
+    config = sized(model, limits, min(kv_cache_bytes(model, limits, gpu, 0.9), load.kv_bytes))
     engine = gpu_engine(model, config, gpu, sample=sampler(target, gpu.torch_device))
     row = closed(engine, load, shape.vocabulary)
     captures = engine.stats().graph_captures

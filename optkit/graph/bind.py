@@ -37,19 +37,16 @@ def bind(graph: Graph, node: fx.Node, kernel: kernels.Kernel, shared: SharedWeig
         return
     pack, weights, options = kernel.pack, weight_arguments(graph, node), graph.site_options(node)
     names = [str(node.args[position].target) for position in weights]
-    args, keywords = list(node.args), dict(node.kwargs)
+    args = list(node.args)
     key = (pack, *names, str(options))
     made = (shared or SharedWeights()).once(key, names, lambda: pack(weights, options))
     for key, value in made.items():
         name = f"packed.{node.name}.{key}"
         graph.weights[name] = Weight(value, None)
         packed = graph.weight_node(name, node)
-        if isinstance(key, str):
-            keywords[key] = packed
-        else:
-            args[key] = packed
+        args[key] = packed
     replaced = [node.args[position] for position in weights]
-    node.args, node.kwargs = tuple(args), keywords
+    node.args = tuple(args)
     for weight in replaced:
         drop_unread(graph, weight)
 

@@ -10,7 +10,7 @@ it; a step runs there if its number of tokens has code, else in the first. Lower
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -19,11 +19,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from optkit import kernels
+from optkit.errors import UserError
 from optkit.graph import forms, gpu_rewrites, precision
 from optkit.graph.bind import bind, kernel_of
 from optkit.graph.forms import SharedWeights
 from optkit.graph.ir import Graph, GraphMeta, KVSpec
 from optkit.graph.ops import op_name
+from optkit.kernels import reference
 
 if TYPE_CHECKING:
     from optkit.graph.compiled_region import CompiledRegion, Variant
@@ -172,6 +174,8 @@ def lower_form(
         precision.narrow(working, dtype, device or target.device, shared)
     calls = [node for node in working.fx.nodes if node.op == "call_function"]
     picked = {node: kernel for node in calls if (kernel := kernel_of(working, node, target))}
+    if target is not None and torch.device(device or target.device).type == "cuda":
+        check_experts(working, picked, target)
     chosen = {node.name: kernel.name for node, kernel in picked.items()}
     native = native_programs(working, picked) if programs and target and target.kind == "cpu" else None
     for node, kernel in picked.items():
@@ -183,6 +187,16 @@ def lower_form(
         chosen |= {node.name: "native" for node in native.ops}
         native.install()
     return Form(limit, graph_module(working, nn.Module()), working.meta, chosen, compiled)
+
+
+def check_experts(graph: Graph, picked: Container[fx.Node], target: Target) -> None:
+    """Refuse experts that would run by their reference on a GPU: it asks the host for sizes, in every layer."""
+    if any(node not in picked for node in graph.calls(reference.grouped_mm)):
+        raise UserError(
+            "mixture-of-experts layers have a kernel for bfloat16 on Hopper GPUs alone",
+            where=target.name,
+            fix="use an H100 or H200 with runtime.compute_dtype bfloat16, or a model without experts",
+        )
 
 
 def compiled_module(graph: Graph, code: CompiledCode) -> tuple[fx.GraphModule, CompiledRegion]:

@@ -15,7 +15,7 @@ from bench.gpu import kernels, models, serving
 from bench.gpu.bounds import BOUNDS, table, verdicts
 from bench.gpu.case import Case
 from bench.gpu.model import TINY
-from bench.gpu.results import Results
+from bench.gpu.results import Results, attempt
 from bench.gpu.run import main
 
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ def run(out: Path, *more: str) -> dict[str, Any]:
 def test_every_stage_leaves_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cases = [case for case in kernels.all_cases(tiny=True) if "m=1 " in case.shape or case.kernel == "vendor"]
     monkeypatch.setattr(kernels, "all_cases", lambda tiny: cases[::3])  # the others run in tests/kernels
-    stages = run(tmp_path)["stages"]
+    stages = run(tmp_path, "--stages", "check,kernels,models,transformers,serve")["stages"]
     assert stages["kernels"] and all(row["ok"] for row in stages["check"].values())
     for row in stages["models"].values():
         assert row["ttft_8_ms"] > 0 and row["tpot_ms"] > 0 and row["wall_ttft_8_ms"] > 0
@@ -58,14 +58,15 @@ def test_what_a_caller_waits_for_by_the_clock(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_resumed_run_keeps_what_it_has_and_tries_failures_again(tmp_path: Path) -> None:
-    results = Results(tmp_path / "gpu.json", {"same": 1})
-    results.record("kernels", "a", lambda: {"us": 1.0})
-    assert "ZeroDivisionError" in results.record("kernels", "b", lambda: {"us": 1 / 0})["error"]
-    again = Results(tmp_path / "gpu.json", {"same": 1})
-    assert again.record("kernels", "a", lambda: {"us": 2.0}) == {"us": 1.0}
-    assert again.record("kernels", "b", lambda: {"us": 3.0}) == {"us": 3.0}
-    elsewhere = Results(tmp_path / "gpu.json", {"same": 2})
-    assert not elsewhere.rows("kernels")
+    results = Results(tmp_path / "gpu.json", {"same": 1, "table": "A"})
+    results.put("kernels", "a", {"us": 1.0})
+    results.put("kernels", "b", attempt(lambda: {"us": 1 / 0}))
+    results.put("models", "m", {"tpot_ms": 1.0, "table": "A"})
+    again = Results(tmp_path / "gpu.json", {"same": 1, "table": "B"})
+    assert "ZeroDivisionError" in again.rows("kernels")["b"]["error"]
+    assert again.has("kernels", "a") and not again.has("kernels", "b")
+    assert not again.has("models", "m"), "measured with another table of kernels"
+    assert not Results(tmp_path / "gpu.json", {"same": 2}).rows("kernels")
 
 
 def test_a_used_up_budget_begins_nothing(tmp_path: Path) -> None:

@@ -208,6 +208,7 @@ def a_scale_a_row(weights: dict[int, Tensor]) -> bool:
 
 
 KERNELS = (
+    Kernel("grouped_mm", "grouped_mm", vendor.grouped_mm, supports_fp8, accepts=vendor.can_grouped_mm),
     Kernel("linear", "triton", linear, supports),
     Kernel("linear_w8a8", "triton", linear_w8a8, supports, accepts=groups_fit(2, 3, LEAST_GROUP[1])),
     Kernel("linear_w8a16", "triton", linear_w8a16, supports, accepts=groups_fit(1, 2, LEAST_GROUP[2])),

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from optkit import kernels
+from optkit.errors import UserError
+from optkit.graph.lower import lower
 from optkit.kernels.triton import available
 from optkit.target import DATASHEETS
 
@@ -20,6 +22,7 @@ if not available():
 from optkit.kernels import reference
 from optkit.kernels.packed_codes import pack_codes
 from optkit.kernels.triton import gemv, linear, selection, tile, vendor, wna16
+from tests.graphs import captured
 from tests.kernels.test_wna16 import Layer
 from tests.kernels.triton.calls import close, poison, random
 
@@ -179,3 +182,22 @@ def test_no_tokens() -> None:
     assert linear.linear(random(0, 64), random(6, 64)).shape == (0, 6)
     q, q_scale = reference.quantize_per_token(random(1, 64))
     assert linear.linear_w8a8(q[:0], q_scale[:0], weight, scale).shape == (0, 6)
+
+
+def test_experts_run_by_the_vendor_where_it_can() -> None:
+    """CUTLASS's product has a CPU version; the launch is the same."""
+    x, weight = random(10, 16, dtype=torch.bfloat16), random(3, 16, 24, dtype=torch.bfloat16)
+    ends = torch.tensor([4, 4, 10], dtype=torch.int32)
+    kernel = kernels.select("grouped_mm", H100, weights={1: weight})
+    assert kernel is not None
+    close(kernel.fn(x, weight, ends), reference.grouped_mm(x.double(), weight.double(), ends), 1e-2)
+    for target, refused in ((H100, weight.half()), (H100, weight[..., :4]), (A100, weight)):
+        assert kernels.select("grouped_mm", target, weights={1: refused}) is None
+
+
+def test_a_gpu_without_a_kernel_for_experts_is_an_error_before_anything_runs() -> None:
+    graph = captured("mixtral")
+    for weight in graph.weights.values():  # as there is no GPU to move them to
+        weight.value = weight.value.to("meta")
+    with pytest.raises(UserError, match="experts layers have a kernel"):
+        lower(graph, A100, device="cuda")

@@ -1,0 +1,1 @@
+"""What only a GPU can run, run without one: see ``tensors`` and ``machine``."""
