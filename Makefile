@@ -1,11 +1,13 @@
 # Every target installs what it needs into .venv, once; stamp files there say what is done.
-# Variables: PYTHON (the interpreter .venv is made from), MODEL, RECIPE, ARTIFACT, ARGS (more for pytest or bench).
+# Variables: PYTHON (the interpreter .venv is made from), MODEL, RECIPE, ARTIFACT, ARGS (more for pytest or bench),
+# WORKERS (processes that share the tests; 0: this one).
 
 PYTHON   ?= python3
 MODEL    ?= smollm2-135m
 RECIPE   ?= ttft-cpu
 ARTIFACT ?= artifact
 ARGS     ?=
+WORKERS  ?= 2
 
 VENV    := .venv
 BIN     := $(VENV)/bin
@@ -13,6 +15,9 @@ OPTKIT  := $(BIN)/optkit
 PIP     := $(BIN)/python -m pip --disable-pip-version-check --no-input -q
 INSTALL := $(PIP) install -c constraints.txt
 WITHIN   = $(if $(shell command -v timeout),timeout --foreground $(1))
+SHARED   = -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+# The constraints of a file, and of constraints.txt what that leaves open.
+OVER     = awk -F== 'NR == FNR {its[$$1]} NR == FNR || !($$1 in its)' $(1) constraints.txt
 SOURCES := $(shell find optkit passes kernels/ops recipes -name '*.py' -o -name '*.cpp' -o -name '*.yaml')
 RESULTS := bench/results
 
@@ -107,18 +112,22 @@ peers: artifact-verified
 # -- checking ----------------------------------------------------------------------------------------------
 
 test: $(VENV)/.test $(VENV)/.model
-	$(BIN)/python -m pytest -m 'not soak and not chaos' $(ARGS)
+	$(BIN)/python -m pytest -m 'not soak and not chaos' $(SHARED) $(ARGS)
 
-# The oldest versions that are supported, in an environment of its own (3 GB).
-.oldest/.made: constraints-oldest.txt pyproject.toml setup.py
+# The oldest versions that are supported, in an environment of its own (6 GB); what they leave open is constraints.txt's.
+OLDEST := .oldest/bin/python -m pip --disable-pip-version-check --no-input -q install -c .oldest/constraints.txt
+
+.oldest/.made: constraints-oldest.txt constraints.txt pyproject.toml setup.py
+	@echo "installing the oldest versions into .oldest"
 	@$(PYTHON) -m venv .oldest
-	@.oldest/bin/python -m pip --disable-pip-version-check --no-input -q install -c constraints-oldest.txt setuptools wheel torch
-	@.oldest/bin/python -m pip --disable-pip-version-check --no-input -q install -c constraints-oldest.txt --no-build-isolation -e '.[test]'
+	@$(call OVER,constraints-oldest.txt) > .oldest/constraints.txt
+	@$(OLDEST) setuptools wheel
+	@$(OLDEST) --no-build-isolation -e '.[test]'
 	@touch $@
 
 test-oldest: .oldest/.made
 	.oldest/bin/python -m pytest -m 'not soak and not chaos and not real_model' tests/graph tests/capture tests/passes \
-	    tests/kernels tests/formats tests/runtime $(ARGS)
+	    tests/kernels tests/formats tests/runtime $(SHARED) $(ARGS)
 
 soak: $(VENV)/.test $(VENV)/.model
 	$(call WITHIN,3h) $(BIN)/python -m pytest -m soak $(ARGS)
@@ -126,14 +135,18 @@ soak: $(VENV)/.test $(VENV)/.model
 chaos: $(VENV)/.test
 	$(call WITHIN,2h) $(BIN)/python -m pytest -m chaos $(ARGS)
 
-# The clients pin versions of what optkit pins too, so they are installed without its constraints, into a copy.
-clients: $(VENV)/.clients
+# The clients hold back what optkit pins too, so they have an environment of their own (6 GB).
+CLIENTS := .clients/bin/python -m pip --disable-pip-version-check --no-input -q install -c .clients/constraints.txt
+
+clients: .clients/.made
 	.clients/bin/python -m pytest tests/serve/test_clients.py $(ARGS)
 
-$(VENV)/.clients: $(VENV)/.made pyproject.toml setup.py
+.clients/.made: constraints-clients.txt constraints.txt pyproject.toml setup.py
 	@echo "installing the clients into .clients"
 	@$(PYTHON) -m venv .clients
-	@.clients/bin/python -m pip --disable-pip-version-check --no-input -q install -e '.[test,clients]'
+	@$(call OVER,constraints-clients.txt) > .clients/constraints.txt
+	@$(CLIENTS) setuptools wheel
+	@$(CLIENTS) --no-build-isolation -e '.[test,clients]'
 	@touch $@
 
 # All three run, whatever the others say.

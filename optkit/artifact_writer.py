@@ -14,6 +14,7 @@ from optkit import artifact_check
 from optkit.artifact import INTERNAL, NATIVE, staging, write_manifest
 from optkit.checkpoint_tensors import constants
 from optkit.code_tier import cached_tier, copy_to
+from optkit.graph import forms
 from optkit.graph.ir import Graph
 from optkit.graph.precision import compute_dtype
 from optkit.graph.serialize import graph_to_json
@@ -47,7 +48,7 @@ def write_artifact(
     with staging(out, force=force) as directory:
         internal = directory / INTERNAL
         internal.mkdir()
-        write_model(graph, source.directory, directory)
+        write_model(forms.widest(graph), source.directory, directory)
         save_file(constants(graph), internal / "constants.safetensors")
         packed = runtime_tensors(graph)
         if packed:

@@ -61,8 +61,10 @@ class CheckpointInfo:
     tensors: dict[str, TensorInfo]
 
 
-def validate_checkpoint(directory: Path) -> CheckpointInfo:
+def validate_checkpoint(directory: Path, *, weights: bool = True) -> CheckpointInfo:
     """Check ``directory`` and return its config and tensor table; reads no weights.
+
+    ``weights=False`` accepts a directory that has none, only a config: enough for a plan.
 
     Raises:
         UserError: what is wrong, in which file, and what to do.
@@ -79,7 +81,8 @@ def validate_checkpoint(directory: Path) -> CheckpointInfo:
     config = _read_json(directory / "config.json")
     if not isinstance(config.get("model_type"), str):
         raise UserError("the key 'model_type' is missing", where=str(directory / "config.json"))
-    return CheckpointInfo(config, _read_tensors(directory, names))
+    planned = not weights and not {INDEX, SINGLE} & names
+    return CheckpointInfo(config, {} if planned else _read_tensors(directory, names))
 
 
 # -- files ------------------------------------------------------------------------------------------

@@ -6,18 +6,22 @@ from dataclasses import dataclass
 from statistics import geometric_mean
 
 from optkit.recipe import Accept
-from optkit.records import PassRecord
+from optkit.records import PassRecord, worst
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a decision looks at: quality against the source, speed against before, weight bytes after."""
+    """What a decision looks at: quality against the source, speed against before, weight bytes after.
+
+    Where layers have several forms, quality is that of the worst, in steps of ``steps`` (``up to 4 tokens``).
+    """
 
     kld: float
     top1: float
     ppl_ratio: float
     speedup: float
     memory_bytes: int
+    steps: str = ""
 
     @staticmethod
     def of(record: PassRecord) -> Evidence:
@@ -31,6 +35,7 @@ class Evidence:
             ppl_ratio=exp(quality["ln_ppl_ratio"]["value"]),
             speedup=geometric_mean(record.speedup(label) for label in prefills),
             memory_bytes=record.weight_bytes[1],
+            steps=worst(record.forms) if record.forms else "",
         )
 
 
@@ -56,13 +61,14 @@ def excess_share(bounds: Accept, evidence: Evidence) -> float:
 def misses(bounds: Accept, evidence: Evidence) -> list[str]:
     """Each missed bound as a phrase."""
     found = []
+    where = f" in steps of {evidence.steps}" if evidence.steps else ""
     upper = (
-        ("mean KL divergence", evidence.kld, bounds.max_kld, ".2g"),
-        ("perplexity ratio", evidence.ppl_ratio, bounds.max_ppl_ratio, ".4f"),
+        (f"mean KL divergence{where}", evidence.kld, bounds.max_kld, ".2g"),
+        (f"perplexity ratio{where}", evidence.ppl_ratio, bounds.max_ppl_ratio, ".4f"),
         ("weight bytes", evidence.memory_bytes, bounds.max_memory_bytes, ",d"),
     )
     lower = (
-        ("top-1 agreement", evidence.top1, bounds.min_top1, ".2%"),
+        (f"top-1 agreement{where}", evidence.top1, bounds.min_top1, ".2%"),
         ("prefill speedup", evidence.speedup, bounds.min_speedup, ".3f"),
     )
     for name, value, bound, form in upper:

@@ -1,7 +1,7 @@
 """The plan without the work: which sites each pass would change, and what the roofline predicts.
 
-The model is built on the meta device, so no weight is read and a model for a GPU that is not here can be
-planned. Passes run on that graph in order, exactly as they would; only measuring and judging are left out.
+The model is built on the meta device, so no weight is read, a config is enough, and a model for a GPU that is not here
+can be planned. Passes run on that graph in order, exactly as they would; only measuring and judging are left out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def dry_run(model: str, recipe: Recipe, tell: Callable[[str], None] = lambda tex
     from optkit.capture import capture_directory
 
     resolved = recipe.resolve_passes()
-    source = resolve(model, tell)
+    source = resolve(model, tell, weights=False)
     target = get_target(recipe.target)
     tell("capturing the model without weights")
     graph = capture_directory(source.directory, weights=False)

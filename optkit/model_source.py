@@ -52,7 +52,7 @@ class ModelSource:
     Attributes:
         name: short name for reports and file names.
         directory: Hugging Face directory that passed validation.
-        digest: sha256 of what the user named: the GGUF file, or every file of the directory.
+        digest: sha256 of what the user named: the GGUF file, or every file of the directory; empty for a plan.
     """
 
     name: str
@@ -60,12 +60,13 @@ class ModelSource:
     digest: str
 
 
-def resolve(model: str, progress: Progress | None = None) -> ModelSource:
+def resolve(model: str, progress: Progress | None = None, *, weights: bool = True) -> ModelSource:
     """Find, fetch or convert ``model``.
 
     Args:
         model: a directory, a ``.gguf`` file, an alias or a Hub id.
         progress: called with one line whenever a slow step starts.
+        weights: False is for a plan: a config is enough, of a Hub model nothing else is fetched, and nothing is hashed.
 
     Raises:
         UserError: no such model, or one that optkit refuses to read.
@@ -73,7 +74,7 @@ def resolve(model: str, progress: Progress | None = None) -> ModelSource:
     tell = progress or (lambda _line: None)
     path = _existing(model)
     if path and path.is_dir():
-        return _from_directory(path.resolve().name, path.resolve(), tell)
+        return _from_directory(path.resolve().name, path.resolve(), tell, weights)
     if path and path.is_file() and path.suffix.lower() == ".gguf":
         return _from_gguf(path.stem.lower(), path, tell)
     if model in ALIASES:
@@ -81,7 +82,8 @@ def resolve(model: str, progress: Progress | None = None) -> ModelSource:
     if path:
         raise UserError("a model is a directory or a .gguf file", where=model)
     if HUB_ID.fullmatch(model):
-        return _from_directory(model.split("/")[1], _download(model, tell), tell)
+        files = HUB_FILES if weights else ["config.json"]
+        return _from_directory(model.split("/")[1], _download(model, files, tell), tell, weights)
     fix = f"give a directory, a .gguf file, a Hub id (org/name) or an alias ({nearest(model, ALIASES)})"
     raise UserError("no such model", where=model, fix=fix)
 
@@ -98,8 +100,10 @@ def _existing(model: str) -> Path | None:
 # -- directories and the Hub ------------------------------------------------------------------------
 
 
-def _from_directory(name: str, directory: Path, tell: Progress) -> ModelSource:
-    validate_checkpoint(directory)
+def _from_directory(name: str, directory: Path, tell: Progress, weights: bool) -> ModelSource:
+    validate_checkpoint(directory, weights=weights)
+    if not weights:
+        return ModelSource(name, directory, "")
     tell(f"hashing {directory}")
     return ModelSource(name, directory, directory_digest(directory))
 
@@ -119,15 +123,15 @@ def file_digest(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _download(repo_id: str, tell: Progress) -> Path:
-    """One snapshot of a Hub repository, from the local Hub cache when it is already there."""
+def _download(repo_id: str, files: list[str], tell: Progress) -> Path:
+    """``files`` of one snapshot of a Hub repository, from the local Hub cache when it is already there."""
     import httpx
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
     tell(f"fetching {repo_id} from the Hugging Face Hub")
     try:
-        return Path(snapshot_download(repo_id, allow_patterns=HUB_FILES))
+        return Path(snapshot_download(repo_id, allow_patterns=files))
     except GatedRepoError as error:
         fix = "accept its licence on the Hub, then run: hf auth login"
         raise UserError("the Hub asks for permission to read this model", where=repo_id, fix=fix) from error

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from optkit.checkpoint import validate_checkpoint
 from optkit.code_tier import cached_tier, find_code
 from optkit.decision import Evidence, decide, excess_share, missed_quality
 from optkit.errors import UserError
+from optkit.graph import forms
 from optkit.graph.cost import predict_seconds
 from optkit.graph.ir import Graph
 from optkit.graph.lower import Executable, lower
@@ -37,9 +38,9 @@ from optkit.passes.base import Pass, PassContext, Plan, Tell, silent
 from optkit.passes.linear_quantization import LinearQuantization, quantized_sites, restored
 from optkit.paths import cache_dir
 from optkit.prebuild import prebuild, rebuild
-from optkit.quality import QualityReport, RuntimeLogits, compare, evaluation_windows
+from optkit.quality import RuntimeLogits, compare_many, evaluation_windows
 from optkit.recipe import Accept, Recipe, ResolvedPass, load_recipe
-from optkit.records import PassRecord, RunRecord
+from optkit.records import PassRecord, RunRecord, worst
 from optkit.states import States, compiler_digest, state_key
 from optkit.target import Target, present_target
 from optkit.version import VERSION
@@ -190,15 +191,19 @@ class Pipeline:
         slow, fast = self.lower(before), self.lower(after)
         self.tell(f"{record.name}: measuring speed")
         record.measured = paired(*measure_pair(slow, fast, self.recipe))
-        record.weight_bytes = [before.num_bytes(), after.num_bytes()]
+        record.weight_bytes = [self.weight_bytes(before, slow), self.weight_bytes(after, fast)]
         tokens = EXACT_TOKENS if self.counts_as_exact(record) else PASS_TOKENS
-        record.quality = self.quality(fast, tokens, record.name).to_dict()
+        record.judged(self.quality(fast, tokens, record.name, forms.changed(before, after)))
+
+    def weight_bytes(self, graph: Graph, lowered: Executable) -> int:
+        """Bytes of ``graph``'s weights; a GPU casts float32 as it loads it, so there it is what was loaded."""
+        return lowered.weight_bytes if self.target.kind == "cuda" else graph.num_bytes()
 
     def reduce(self, graph: Graph, candidate: Graph, record: PassRecord, bounds: Accept) -> Graph:
         """Give the worst layers of a quantizer back to float until the bounds hold; the result is in the record."""
         missed = record.reason
         self.tell(f"{record.name}: {missed}; measuring which layers")
-        losses = self.site_losses(candidate, record.name)
+        losses = self.site_losses(candidate, record)
         trial = replace(record)
 
         def accepted(reduced: Graph, sites: list[str]) -> bool:
@@ -212,7 +217,7 @@ class Pipeline:
             record.decided("rolled back", f"{missed}, also with half of the layers in float")
             return graph
         reduced, record.restored = found
-        for name in ("predicted", "measured", "weight_bytes", "quality"):
+        for name in ("predicted", "measured", "weight_bytes", "quality", "forms"):
             setattr(record, name, getattr(trial, name))
         record.changed -= len(record.restored)
         held = decide(bounds, Evidence.of(record))[1]
@@ -220,8 +225,10 @@ class Pipeline:
         record.decided("reduced", f"{missed}; with the most sensitive {count} back in float: {held}")
         return reduced
 
-    def site_losses(self, graph: Graph, name: str) -> dict[str, float]:
-        """KL of each quantized layer of ``graph`` alone."""
+    def site_losses(self, graph: Graph, record: PassRecord) -> dict[str, float]:
+        """KL of each quantized layer of ``graph`` alone; of its form that is worst by ``record``."""
+        name, spans = record.name, forms.spans(graph)
+        graph = forms.at(graph, spans[worst(record.forms)]) if record.forms else graph
         text = Calibration(samples=1, length=site_rollback.TOKENS)
         windows = self.context().calibration_windows(text)
         return site_rollback.sensitivity(
@@ -267,16 +274,22 @@ class Pipeline:
             for point in workload_points(self.recipe)
         }
 
-    def quality(self, candidate: Any, tokens: int, name: str) -> QualityReport:
-        """The candidate against the source model, both through the runtime, on held-out text."""
+    def quality(
+        self, candidate: Executable, tokens: int, name: str, judged: Mapping[str, int]
+    ) -> dict[str, dict[str, Any]]:
+        """The candidate against the source model, both through the runtime, on held-out text: a report of each
+        form in ``judged``, or under no name of the only one."""
         from optkit.bench.workload import load_tokenizer
 
         self.tell(f"{name}: measuring quality on {tokens} tokens")
+        block_size = self.recipe.runtime.block_size
+        models = {form: candidate.at(size) for form, size in judged.items()} or {"": candidate}
         tokenizer = load_tokenizer(str(self.source.directory))
         windows = evaluation_windows(tokenizer, tokens, self.window_length())
-        source = lower(self.fast_reference(), self.target, dtype=self.dtype)
-        reference = RuntimeLogits(source, self.recipe.runtime.block_size)
-        return compare(reference, RuntimeLogits(candidate, self.recipe.runtime.block_size), windows)
+        reference = RuntimeLogits(lower(self.fast_reference(), self.target, dtype=self.dtype), block_size)
+        candidates = {form: RuntimeLogits(model, block_size) for form, model in models.items()}
+        reports = compare_many(reference, candidates, windows)
+        return {form: report.to_dict() for form, report in reports.items()}
 
     def window_length(self) -> int:
         """Tokens of a window of text: 512, or the whole context of a model that has less."""
@@ -323,7 +336,7 @@ class Pipeline:
             return None
         self.tell(f"the whole misses a bound: {missed}; measuring which layers")
         fresh = self.replay(records)  # a step from the cache forgets its float layers
-        losses = self.site_losses(fresh, "the whole")
+        losses = self.site_losses(fresh, whole)
         for sites in site_rollback.reductions(losses, excess_share(bounds, evidence)):
             self.tell(f"the whole: {len(sites)} of {len(losses)} layers back in float")
             trial = site_rollback.given_back(records, sites, quantizers)
@@ -373,8 +386,9 @@ class Pipeline:
             self.tell("whole: measuring speed")
             record.predicted = self.predict(self.reference, graph)
             record.measured = paired(*measure_pair(before, after, self.recipe))
-            record.weight_bytes = [self.reference.num_bytes(), graph.num_bytes()]
-            record.quality = self.quality(after, self.final_tokens, "whole").to_dict()
+            sides = ((self.reference, before), (graph, after))
+            record.weight_bytes = [self.weight_bytes(*side) for side in sides]
+            record.judged(self.quality(after, self.final_tokens, "whole", forms.spans(graph)))
             return graph, record.decided("kept", "").to_dict()
 
         return PassRecord.from_dict(self.resumed(work)[1])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from math import isnan
 from typing import Any
 
 from optkit.passes.base import Plan
@@ -18,7 +20,8 @@ class PassRecord:
         skips: places the pass left alone, with reasons (each reason once, with its count).
         predicted: roofline seconds [before, after] by workload point.
         measured: timings [before, after] by workload point.
-        quality: a ``QualityReport`` against the source model, as a dict.
+        quality: a ``QualityReport`` against the source model, as a dict; of the worst, where layers have several forms.
+        forms: the reports of the forms, by name, that the pass changed; empty where layers have one.
     """
 
     name: str
@@ -32,6 +35,7 @@ class PassRecord:
     measured: dict[str, Any] = field(default_factory=dict)
     weight_bytes: list[int] = field(default_factory=list)
     quality: dict[str, Any] = field(default_factory=dict)
+    forms: dict[str, dict[str, Any]] = field(default_factory=dict)
     restored: list[str] = field(default_factory=list)
     decision: str = ""
     reason: str = ""
@@ -50,6 +54,11 @@ class PassRecord:
         self.decision, self.reason = decision, reason
         return self
 
+    def judged(self, reports: Mapping[str, dict[str, Any]]) -> None:
+        """Record quality, of each form or, under no name, of the only one: the worst counts."""
+        self.forms = dict(reports) if "" not in reports else {}
+        self.quality = reports[worst(reports)]
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -66,6 +75,12 @@ class PassRecord:
     def predicted_speedup(self, label: str) -> float:
         before, after = self.predicted[label]
         return before / after
+
+
+def worst(reports: Mapping[str, dict[str, Any]]) -> str:
+    """The form whose divergence is the largest; one that is no number is worse than any."""
+    losses = {name: report["kl_mean"]["value"] for name, report in reports.items()}
+    return max(losses, key=lambda name: (isnan(losses[name]), losses[name]))
 
 
 @dataclass

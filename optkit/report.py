@@ -92,8 +92,9 @@ def evidence(record: PassRecord, target: Mapping[str, Any]) -> list[str]:
         parts.append(html_table(header, speed_rows(record)))
     if record.weight_bytes:
         parts.append(element("p", f"Weights: {weights_text(record)}."))
-    if record.quality:
-        parts.append(html_table(("quality against the source model", "value"), quality_rows(record.quality)))
+    for steps, quality in (record.forms or ({"": record.quality} if record.quality else {})).items():
+        where = f", steps of {steps}" if steps else ""
+        parts.append(html_table((f"quality against the source model{where}", "value"), quality_rows(quality)))
     return parts
 
 
@@ -208,6 +209,9 @@ def run_table(run: RunRecord) -> Table:
         table.add_row(Text(record.name), *middle, *speeds, *quality_cells(record), size_cell(record))
     if labels:
         table.caption = "speedups: measured (predicted)"
+        forms = next((list(record.forms) for record in records_of(run) if len(record.forms) > 1), [])
+        if forms:
+            table.caption += f"; quality: in steps of {' / of '.join(forms)}"
     return table
 
 
@@ -245,9 +249,12 @@ def speed_cell(record: PassRecord, label: str) -> str:
 
 
 def quality_cells(record: PassRecord) -> tuple[str, str]:
+    """KL and top-1; of layers with several forms that of each, few tokens first."""
     if not record.quality:
         return "-", "-"
-    return f"{record.quality['kl_mean']['value']:.2g}", f"{record.quality['top1_agreement']['value']:.1%}"
+    reports = list(record.forms.values()) or [record.quality]
+    divergence = " / ".join(f"{quality['kl_mean']['value']:.2g}" for quality in reports)
+    return divergence, " / ".join(f"{quality['top1_agreement']['value']:.1%}" for quality in reports)
 
 
 def summary_lines(run: RunRecord, target: Mapping[str, Any] | None = None) -> list[str]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from optkit.graph.ir import Graph
 from optkit.graph.walk import Walk
 from optkit.passes.base import Tell
-from optkit.passes.linear_quantization import FLOAT, quantized_sites, restored
+from optkit.passes.linear_quantization import activation_of, quantized_sites, restored
 from optkit.passes.sensitivity import site_sensitivity
 from optkit.records import PassRecord
 
@@ -35,7 +35,7 @@ def sensitivity(
     base = restored(candidate, sites)
     walk = Walk(base, windows, target)
     variants = (
-        (site, node.meta[FLOAT].x.name, restored(candidate, sites.keys() - {site}))
+        (site, activation_of(node).name, restored(candidate, sites.keys() - {site}))
         for site, node in sites.items()
     )
     found = {}

@@ -15,6 +15,7 @@ from optkit.checkpoint_tensors import same
 from optkit.formats.compressed import FLOAT8, INTS, PACK
 from optkit.formats.layer import G_IDX, PACKED, ZERO
 from optkit.formats.modules import INPUT_SCALE, MINIMUM, Module, modules, shared_by_fused
+from optkit.graph import forms
 from optkit.graph.ir import Graph
 from optkit.kernels.packed_codes import pack_codes
 
@@ -30,15 +31,22 @@ def stored_format(module: Module) -> str | None:
 
 
 def runtime_tensors(graph: Graph) -> dict[str, Tensor]:
-    """What goes to ``optkit/packed.safetensors``: the codes of layers that are written as floats, and what fused
-    layers share."""
+    """What goes to ``optkit/packed.safetensors``: the codes of layers that are written as floats, what fused layers
+    share, and the forms of layers for steps of few tokens."""
+    whole, graph = graph, forms.widest(graph)
+    few = {
+        name: piece.clone()
+        for key, weight in whole.weights.items()
+        if key not in graph.weights and weight.origin is not None
+        for name, piece in weight.origin.split(weight.value).items()
+    }
     own = {
         name: value.clone()
         for module in modules(graph)
         if stored_format(module) is None
         for name, value in module.tensors().items()
     }
-    return own | {name: value.clone() for name, value in shared_by_fused(graph).items()}
+    return few | own | {name: value.clone() for name, value in shared_by_fused(graph).items()}
 
 
 def model_tensors(graph: Graph, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

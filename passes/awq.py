@@ -14,7 +14,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, fx
 
-from optkit.graph.ir import Graph
+from optkit.graph.ir import Graph, module_name
 from optkit.graph.walk import Walk
 from optkit.passes.awq_search import search_clip, search_scale
 from optkit.passes.base import PassContext
@@ -23,7 +23,7 @@ from optkit.passes.calibration_cost import Rates, Shapes, Text
 from optkit.passes.finished_groups import FinishedGroups
 from optkit.passes.folding import fold, readers, why_not_foldable
 from optkit.passes.grid import QuantizedWeight, fit_groups, group_of, nearest_codes
-from optkit.passes.linear_quantization import members, weight_of
+from optkit.passes.linear_quantization import weight_of
 
 UNCLIPPED = ("q_proj", "k_proj", "query", "key")
 
@@ -99,7 +99,7 @@ def clipped_rows(graph: Graph, name: str, node: fx.Node) -> Tensor:
     weight = graph.weight_of(node.args[1])
     parts = weight.origin.parts if weight is not None and weight.origin is not None else ()
     rows = [part.rows for part in parts] or [weight_of(graph, node).shape[0]]
-    names = members(graph, node, name) if len(parts) > 1 else [name]
+    names = [module_name(part.name) for part in parts] or [name]
     keep = torch.cat(
         [
             torch.full((count,), module.rpartition(".")[2] not in UNCLIPPED)

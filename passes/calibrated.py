@@ -100,7 +100,7 @@ class CalibratedQuantization(LinearQuantization):
     def apply(self, graph: Graph, plan: Plan, ctx: PassContext) -> PassResult:
         if not plan.sites:
             return PassResult(0)
-        if any(weight.value.device.type == "meta" for weight in graph.weights.values()):
+        if graph.planned:
             return super().apply(graph, plan, ctx)
         before, groups = graph.num_bytes(), by_activation(plan.sites)
         windows = ctx.calibration_windows(self.config.calibration)
@@ -108,7 +108,7 @@ class CalibratedQuantization(LinearQuantization):
         ctx.tell(f"{self.name}: calibrating on {len(windows)} samples, {estimate_text(expected)}")
         start = time.monotonic()
         self.prepare(graph, groups, windows, ctx)
-        emitter = Emitter(graph)
+        emitter = Emitter(graph, self.config.max_tokens)
 
         def put_back(group: Group, solution: Mapping[str, Tensor], walk: Walk) -> None:
             for index, site in enumerate(group.sites):
@@ -124,7 +124,7 @@ class CalibratedQuantization(LinearQuantization):
             FinishedGroups(ctx.workspace, "codes"),
             lambda text, part=None: ctx.tell(f"{self.name}: {text}", part=part),
         )
-        graph.prune()
+        emitter.finish()
         stats = weight_stats(before, graph) | {"calibration_tokens": sum(map(len, windows))}
         ctx.tell(f"{self.name}: calibrated, {measured_text(expected, time.monotonic() - start)}")
         return PassResult(len(plan.sites), stats)

@@ -18,6 +18,7 @@ from typing import Annotated, Any
 from pydantic import Field, field_validator
 from torch import fx
 
+from optkit.graph import forms
 from optkit.graph.ir import Graph, Weight
 from optkit.graph.ops import op_name
 from optkit.graph.region_lowering import PLAN
@@ -57,13 +58,15 @@ class Compile(Pass):
             layers = find_layers(graph)
         except Undelimited as error:
             return Plan(skips=[Skip("decoder layers", str(error))])
-        reason = self.why_not()
+        reason = self.why_not(graph)
         if reason:
             return Plan(skips=[Skip(f"layer {index}", reason) for index in layers])
         return plan_layers(graph, layers)
 
-    def why_not(self) -> str | None:
+    def why_not(self, graph: Graph) -> str | None:
         """Why nothing can be compiled here, or None."""
+        if forms.limits(graph):
+            return "its linear layers have several forms, by the number of tokens"
         if self.config.buckets == [] and not self.config.dynamic_tail:
             return "no buckets and no dynamic tail: there is nothing to compile for"
         if not has_compiler():

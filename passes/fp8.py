@@ -107,12 +107,11 @@ class FP8(LinearQuantization):
         return super().check(graph, ctx)
 
     def apply(self, graph: Graph, plan: Plan, ctx: PassContext) -> PassResult:
-        planned = any(weight.value.device.type == "meta" for weight in graph.weights.values())
-        if self.config.scheme == "FP8_DYNAMIC" or planned or not plan.sites:
+        if self.config.scheme == "FP8_DYNAMIC" or graph.planned or not plan.sites:
             return super().apply(graph, plan, ctx)
         before = graph.num_bytes()
         windows = ctx.calibration_windows(self.config.calibration)
-        emitter = Emitter(graph)
+        emitter = Emitter(graph, self.config.max_tokens)
 
         def solve(group: Group, walk: Walk) -> dict[str, Tensor]:
             absmax = torch.stack([x.abs().amax() for x in walk.values(group.x)]).amax()
@@ -132,7 +131,7 @@ class FP8(LinearQuantization):
             FinishedGroups(ctx.workspace, "scales"),
             lambda text, part=None: ctx.tell(f"{self.name}: {text}", part=part),
         )
-        graph.prune()
+        emitter.finish()
         stats = weight_stats(before, graph) | {"calibration_tokens": sum(map(len, windows))}
         return PassResult(len(plan.sites), stats)
 

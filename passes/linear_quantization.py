@@ -28,6 +28,7 @@ from optkit.passes.rewrite import site_name
 from optkit.passes.weight_formats import WeightFormat
 
 FLOAT = "float_layer"  # key of node.meta
+FORMS_SHARE = 0.7  # of the memory, for layers that are there twice; the rest is for KV
 LINEAR = "Linear"  # the class name that stands for all linear layers
 
 
@@ -42,6 +43,12 @@ class LinearQuantizationConfig(Config):
         description="modules to leave in float: exact names, suffixes, or 're:' patterns",
     )
     lm_head: bool = Field(False, description="quantize the output head too")
+    max_tokens: int | None = Field(
+        None,
+        ge=1,
+        le=1024,
+        description="quantize for steps of up to so many tokens; others keep the layer as it is, for a later pass",
+    )
 
     @field_validator("targets", "ignore")
     @classmethod
@@ -74,10 +81,25 @@ class LinearQuantization(Pass):
             if reason:
                 plan.skips.append(Skip(name, reason))
             else:
-                plan.sites.append(Site(name, (node,)))
+                limit = self.config.max_tokens
+                plan.sites.append(Site(form_name(name, limit) if limit else name, (node,)))
         for node in graph.calls(reference.grouped_mm):
             plan.skips.append(Skip(f"experts {node.name}", "mixture-of-experts weights stay in float"))
-        return plan
+        reason = self.too_large(graph, plan, ctx)
+        return Plan(skips=plan.skips + [Skip(site.name, reason) for site in plan.sites]) if reason else plan
+
+    def too_large(self, graph: Graph, plan: Plan, ctx: PassContext) -> str | None:
+        """Why a second form of the layers has no room on the target, or None; the other one takes 8 bits at least."""
+        if self.config.max_tokens is None:
+            return None
+        needed = 0
+        for site in plan.sites:
+            node, form = self.site_format(graph, site)
+            n, k = weight_of(graph, node).shape
+            needed += form.num_bytes(n, k) + n * k
+        if needed <= FORMS_SHARE * ctx.target.memory_bytes:
+            return None
+        return f"two forms of all layers take {needed / 1e9:.0f} GB, too much for {ctx.target.name}"
 
     def why_not(self, graph: Graph, node: fx.Node, name: str, ctx: PassContext) -> str | None:
         named = [target for target in self.config.targets if target != LINEAR]
@@ -106,14 +128,14 @@ class LinearQuantization(Pass):
         return form.lacks(n, k, ctx.target)
 
     def apply(self, graph: Graph, plan: Plan, ctx: PassContext) -> PassResult:
-        emitter, before = Emitter(graph), graph.num_bytes()
+        emitter, before = Emitter(graph, self.config.max_tokens), graph.num_bytes()
         for site in plan.sites:
             node, form = self.site_format(graph, site)
             weight = weight_of(graph, node)
             planned = weight.device.type == "meta"  # a dry run has shapes only
             tensors = form.planned(*weight.shape) if planned else self.quantize(site.name, weight, form)
             emitter.emit(site, form, tensors)
-        graph.prune()
+        emitter.finish()
         return PassResult(len(plan.sites), weight_stats(before, graph))
 
     def site_format(self, graph: Graph, site: Site) -> tuple[fx.Node, WeightFormat]:
@@ -130,7 +152,6 @@ class FloatLayer:
     """What a quantized op stands for: the linear it replaced. In ``meta[FLOAT]`` of the op until the graph is saved."""
 
     site: str
-    x: fx.Node
     source: str
     weight: Weight
 
@@ -143,21 +164,22 @@ def quantized_sites(graph: Graph) -> dict[str, fx.Node]:
 def restored(graph: Graph, sites: Container[str]) -> Graph:
     """A clone in which the layers of ``sites`` are the float ones that were replaced.
 
-    Nodes are named after those they replace, so that clones with other sites restored agree on all names.
+    A form for few tokens is given up for the layer's other form. Nodes are named after those they replace, so that
+    clones with other sites restored agree on all names.
     """
     clone = graph.clone()
-    by_name = {node.name: node for node in clone.fx.nodes}
     for site, node in quantized_sites(clone).items():
-        if site in sites:
-            layer: FloatLayer = node.meta[FLOAT]
+        layer: FloatLayer = node.meta[FLOAT]
+        if site in sites and (choice := choice_of(node)):
+            choice.replace_all_uses_with(choice.args[1])
+        elif site in sites:
             clone.weights[layer.source] = layer.weight
-            bias = node.args[len(node.args) - 1 :] if has_bias(node) else ()
             weight = clone.weight_node(layer.source, node)
             with clone.fx.inserting_before(node):
                 linear = clone.fx.create_node(
                     "call_function",
                     reference.linear,
-                    (by_name[layer.x.name], weight, *bias),
+                    (activation_of(node), weight, *bias_of(node)),
                     name=f"float_{node.name}",
                 )
             node.replace_all_uses_with(linear)
@@ -165,10 +187,23 @@ def restored(graph: Graph, sites: Container[str]) -> Graph:
     return clone
 
 
-def has_bias(node: fx.Node) -> bool:
-    """Whether the last argument of a quantized op is its bias."""
-    last = list(inspect.signature(node.target).parameters).index("bias")
-    return len(node.args) > last and node.args[last] is not None
+def choice_of(node: fx.Node) -> fx.Node | None:
+    """The ``by_tokens`` that ``node`` is the form for few tokens of."""
+    return next(
+        (user for user in node.users if user.target is reference.by_tokens and user.args[0] is node), None
+    )
+
+
+def activation_of(node: fx.Node) -> fx.Node:
+    """The float activation that a quantized op reads, before it is quantized."""
+    x = node.args[0]
+    quantized = x.target is operator.getitem and x.args[0].target is reference.quantize_per_token
+    return x.args[0].args[0] if quantized else x
+
+
+def bias_of(node: fx.Node) -> tuple[Any, ...]:
+    """The bias argument of a quantized op, as its linear had it: maybe None, maybe not there."""
+    return node.args[list(inspect.signature(node.target).parameters).index("bias") :]
 
 
 def weight_stats(before: int, graph: Graph) -> dict[str, Any]:
@@ -181,11 +216,16 @@ def weight_of(graph: Graph, linear: fx.Node) -> Tensor:
 
 
 class Emitter:
-    """Replaces linears of one graph; layers that read an activation in the same groups share its quantization."""
+    """Replaces linears of one graph; layers that read an activation in the same groups share its quantization.
 
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+    With a ``limit`` it is for steps of up to so many tokens, once all are replaced (``finish``): until then whatever
+    is calibrated sees the rounding of the layers before.
+    """
+
+    def __init__(self, graph: Graph, limit: int | None = None) -> None:
+        self.graph, self.limit = graph, limit
         self.inputs: dict[Any, tuple[fx.Node, fx.Node]] = {}
+        self.emitted: list[fx.Node] = []
 
     def emit(self, site: Site, form: WeightFormat, tensors: Mapping[str, Tensor]) -> fx.Node:
         """The op of ``form`` on ``tensors`` in place of the site's linear."""
@@ -193,15 +233,37 @@ class Emitter:
         x, weight_node, *bias = node.args
         inputs = self.quantized(x, form.activation_group_size) if form.quantizes_input else (x,)
         source = str(weight_node.target)
-        replaced = FloatLayer(site.name, x, source, self.graph.weights[source])
-        names = add_weights(self.graph, source, site.name, tensors)
+        replaced = FloatLayer(site.name, source, self.graph.weights[source])
+        names = add_weights(self.graph, source, site.name, tensors, self.limit)
         weights = [self.graph.weight_node(names[t], node) if t in names else None for t in form.tensors]
         with self.graph.fx.inserting_before(node):
             out = self.graph.fx.call_function(form.op, (*inputs, *weights, *bias), form.options(tensors))
         out.meta[FLOAT] = replaced
+        self.emitted.append(out)
         node.replace_all_uses_with(out)
         self.graph.fx.erase_node(node)
         return out
+
+    def finish(self) -> None:
+        """Bring back the replaced layers for steps of more tokens than the limit; then remove what nothing reads."""
+        if self.limit is not None:
+            positions = self.graph.input("positions")
+            for node in self.emitted:
+                self.choose(node, positions, self.limit)
+        self.graph.prune()
+
+    def choose(self, few: fx.Node, positions: fx.Node, limit: int) -> None:
+        """``few`` in steps of up to ``limit`` tokens, else the layer that it stands for."""
+        layer: FloatLayer = few.meta[FLOAT]
+        self.graph.weights[layer.source] = layer.weight
+        with self.graph.fx.inserting_after(few):
+            many = self.graph.fx.call_function(reference.linear)
+        weight = self.graph.weight_node(layer.source, many)
+        many.args = (activation_of(few), weight, *bias_of(few))
+        with self.graph.fx.inserting_after(many):
+            chosen = self.graph.fx.call_function(reference.by_tokens)
+        few.replace_all_uses_with(chosen)
+        chosen.args = (few, many, positions, limit)
 
     def quantized(self, x: fx.Node, group_size: int) -> tuple[fx.Node, fx.Node]:
         if (x, group_size) not in self.inputs:
@@ -219,17 +281,29 @@ def quantize_input(graph: Graph, x: fx.Node, group_size: int) -> tuple[fx.Node, 
     return q, scale
 
 
-def add_weights(graph: Graph, source: str, site: str, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Register what replaces weight ``source`` of module ``site``; gives the names. A tied embedding itself stays."""
+def form_name(module: str, limit: int) -> str:
+    """What a module's form for steps of up to ``limit`` tokens is called."""
+    return f"{module}.up_to_{limit}_tokens"
+
+
+def add_weights(
+    graph: Graph, source: str, site: str, tensors: Mapping[str, Tensor], limit: int | None = None
+) -> dict[str, str]:
+    """Register what replaces weight ``source`` of module ``site``; gives the names. A tied embedding itself stays.
+
+    With a ``limit`` the tensors are those of the module's form for so many tokens.
+    """
     weight = graph.weights[source]
     origin = weight.origin or Origin(())
     tied = source == graph.meta.input_embedding
     if tied:
         origin = Origin((Part(f"{site}.weight", weight.value.shape[0]),))
-    module = site if tied else source.rpartition(".")[0]
+    module, inside = site if tied else source.rpartition(".")[0], ""
+    if limit is not None and not tied:
+        module, inside = form_name(module, limit), form_name("", limit)
     for key, tensor in tensors.items():
         own = Origin((Part(f"{module}.{key}", len(tensor)),)) if tensor.ndim == 1 else None
-        graph.weights[f"{module}.{key}"] = Weight(tensor, own or origin.renamed(".weight", f".{key}"))
+        graph.weights[f"{module}.{key}"] = Weight(tensor, own or origin.renamed(".weight", f"{inside}.{key}"))
     return {key: f"{module}.{key}" for key in tensors}
 
 

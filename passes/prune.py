@@ -102,7 +102,7 @@ class Prune(Pass):
 
     def choices(self, graph: Graph, plan: Plan, kept: int, ctx: PassContext) -> list[Tensor]:
         """The channels [kept] that stay, in order, of each site. A dry run, which has shapes only, takes the first."""
-        if any(weight.value.device.type == "meta" for weight in graph.weights.values()):
+        if graph.planned:
             return [torch.arange(kept) for _ in plan.sites]
         windows = ctx.calibration_windows(self.config.calibration)
 

@@ -123,7 +123,7 @@ class PruneHeads(Pass):
 
     def choices(self, graph: Graph, plan: Plan, kept: int, ctx: PassContext) -> list[Tensor]:
         """The KV groups [kept] that stay, in order, of each site. A dry run, which has shapes only, takes the first."""
-        if any(weight.value.device.type == "meta" for weight in graph.weights.values()):
+        if graph.planned:
             return [torch.arange(kept) for _ in plan.sites]
         windows = ctx.calibration_windows(self.config.calibration)
 

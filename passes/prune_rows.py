@@ -23,6 +23,7 @@ aten = torch.ops.aten
 # Ops that compute each row of their result from the same row of what they read.
 ROW_BY_ROW = {
     *LINEARS,
+    reference.by_tokens,
     reference.quantize_per_token,
     reference.rms_norm,
     reference.add_rms_norm,

@@ -21,13 +21,17 @@ COMMON: dict[str, Any] = {
 GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
 
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
+
 SPECIFIC: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 8},
     "qwen2": {},
     "qwen3": {"head_dim": 16},
     "gemma2": {"head_dim": 16, "sliding_window": 8},
-    "gemma3_text": {"head_dim": 16, "sliding_window": 8, "num_hidden_layers": 7},
+    "gemma3_text": {
+        "head_dim": 16, "sliding_window": 8, "num_hidden_layers": 3, "layer_types": [LOCAL, GLOBAL, LOCAL],
+    },
     "phi": {},
     "phi3": {},
     "olmo2": {},
@@ -37,12 +41,12 @@ SPECIFIC: dict[str, dict[str, Any]] = {
     "granite": {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_scaling": 3.0},
     "starcoder2": {},
     "stablelm": {},
-    "smollm3": {"num_hidden_layers": 4},
-    "cohere2": {"sliding_window": 8, "num_hidden_layers": 4},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "cohere2": {"sliding_window": 8, "layer_types": [LOCAL, GLOBAL]},
     "glm4": {"head_dim": 16},
     "mixtral": {"num_local_experts": 4},
     "qwen3_moe": MOE,
-}
+}  # fmt: skip
 
 
 def tiny_config(name: str, **overrides: Any) -> Any:

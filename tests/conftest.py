@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,22 @@ from torch import Tensor
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is decorated: before any is imported
+torch.set_num_threads(1)  # tiny matrices are faster without handing work over, and much so on a busy machine
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """In several processes a file's tests share one, for its fixtures; those of the real model do, for its cache."""
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            real = item.get_closest_marker("real_model")
+            item.add_marker(pytest.mark.xdist_group("real_model" if real else item.nodeid.split("::")[0]))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tests of kernels ask for more, and leave one behind."""
+    yield
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
@@ -26,3 +44,17 @@ def reopened_in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest
         return artifact_check.probe_logits(Artifact.open(directory).executable())
 
     monkeypatch.setattr(artifact_check, "reopened_logits", logits)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def exported_once() -> Iterator[None]:
+    """Each model is traced once in a session, if a test that was collected traces any; see ``tests.exported``."""
+    module = sys.modules.get("optkit.capture.export")
+    if module is None:
+        yield
+        return
+    from tests.exported import ExportOnce
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "export", ExportOnce(module.export))
+        yield

@@ -23,8 +23,6 @@ import torch
 
 from optkit.pipeline import optimize
 from optkit.recipe import parse_recipe
-from tests.architectures import tiny_model
-from tests.serve.fakes import fast_tokenizer
 
 PASSES = ("fuse_qkv", "prune", "smoothquant", "awq", "mixed_precision", "kv_int8")
 PHASES = ("capture", *PASSES, "whole", "write")
@@ -65,15 +63,6 @@ def quick(replace: Callable[[Any, str, Any], None] = setattr) -> None:
     replace(measure, "SETTLE_SECONDS", 0)
     replace(pipeline, "PASS_TOKENS", 512)
     replace(targets, "detect", lambda refresh=False: TARGET)
-
-
-def save_model(directory: Path) -> Path:
-    """The tiny model with a tokenizer."""
-    tiny_model("llama", vocab_size=320, max_position_embeddings=1024).save_pretrained(directory)
-    (directory / "tokenizer.json").write_text(fast_tokenizer().to_str())
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
-    (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    return directory
 
 
 def run(source: Path, out: Path, hear: Callable[[Message], None] | None = None) -> list[Message]:

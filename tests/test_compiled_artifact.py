@@ -26,9 +26,8 @@ from optkit.recipe import parse_recipe
 from optkit.runtime.load import load_engine
 from optkit.runtime.types import SamplingParams
 from optkit.target import cpu_isa
-from tests.architectures import tiny_model
 from tests.graphs import TARGET, dense, random_ids
-from tests.serve.fakes import fast_tokenizer
+from tests.model_directory import VOCABULARY, save_model
 
 RECIPE = """
 schema_version: 1
@@ -55,9 +54,8 @@ print(json.dumps([engine.runner.model.compiled is not None, tokens, compiler]))
 
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory):
-    """A cache, little text, quick timings, one thread, and variants that are kept whatever they were timed at."""
-    load_text, threads = data.load_text, torch.get_num_threads()
-    torch.set_num_threads(1)
+    """A cache, little text, quick timings, and variants that are kept whatever they were timed at."""
+    load_text = data.load_text
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OPTKIT_CACHE", str(tmp_path_factory.mktemp("cache") / "optkit"))
         patch.setattr(data, "load_text", lambda name: load_text(name)[:6000])
@@ -68,18 +66,15 @@ def cache(tmp_path_factory):
         import torch._inductor.config as inductor
 
         patch.setattr(inductor.aot_inductor, "compile_wrapper_opt_level", "O0")  # half of the compile time
+        patch.setattr(inductor.cpp, "vec_isa_ok", True)  # or it tries the compiler on each, once a cache
         yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
     """The artifact: a tiny llama with a bucket and a tail."""
     root = tmp_path_factory.mktemp("compiled")
-    model = root / "tiny"
-    tiny_model("llama", vocab_size=320, max_position_embeddings=256).save_pretrained(model)
-    (model / "tokenizer.json").write_text(fast_tokenizer().to_str())
-    (model / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    model = save_model(root / "tiny")
     optimize(str(model), parse_recipe(RECIPE), root / "artifact", final_tokens=1024)
     return root / "artifact"
 
@@ -119,7 +114,7 @@ def test_it_computes_what_the_uncompiled_model_does(made: Path):
     model, plain = opened.executable(), lower(opened.graph(), TARGET)
     assert model.compiled is not None
     assert [v.last for v in model.compiled[1].variants] == [32, None]
-    for ids in random_ids([2, 31, 32, 33, 70], 320):
+    for ids in random_ids([2, 31, 32, 33, 70], VOCABULARY):
         inputs = dense_logits(model, ids), dense_logits(plain, ids)
         torch.testing.assert_close(*inputs, atol=2e-3, rtol=2e-3)  # a flipped int8 rounding is allowed
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from optkit.artifact import MANIFEST, MEASURED, Artifact, walk
 from optkit.passes.finished_groups import FinishedGroups
@@ -21,21 +19,17 @@ from tests.killed_run import (
     phase_of,
     quick,
     run,
-    save_model,
     worked_groups,
     worked_on,
 )
+from tests.model_directory import save_model
 
 ROUNDS = 3  # times that the soak test kills each phase
 
 
 @pytest.fixture(autouse=True)
-def patched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def patched(monkeypatch: pytest.MonkeyPatch) -> None:
     quick(monkeypatch.setattr)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -115,6 +115,7 @@ def test_a_hub_snapshot_is_validated_too(model: Path, monkeypatch: pytest.Monkey
     assert resolve("org/name").name == "name"
     assert asked["repo_id"] == "org/name"
     assert not any(pattern.endswith((".bin", ".py", "*")) for pattern in asked["patterns"])
+    assert resolve("org/name", weights=False).digest == "" and asked["patterns"] == ["config.json"]
 
 
 # -- GGUF -------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,15 @@ from optkit.graph.ir import Graph
 from optkit.graph.lower import lower
 from optkit.graph.serialize import graph_to_json
 from optkit.kernels import reference
-from optkit.passes.base import Pass, PassContext, PassResult, Plan, Site, Stage
-from optkit.pipeline import PassFailed, optimize
+from optkit.model_source import ModelSource
+from optkit.passes.base import Pass, PassContext, PassResult, Plan, Site, Stage, silent
+from optkit.pipeline import PassFailed, Pipeline, optimize
 from optkit.recipe import Recipe, parse_recipe
 from optkit.records import RunRecord
 from optkit.states import States
-from tests.architectures import tiny_model
 from tests.graphs import TARGET, captured, dense, random_ids
-from tests.serve.fakes import fast_tokenizer
+from tests.model_directory import VOCABULARY, save_model
 
-VOCABULARY = 320
 HEAD = """
 schema_version: 1
 name: test
@@ -53,13 +52,7 @@ def recipe(text: str) -> Recipe:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face directory: a tiny llama and a byte-level tokenizer."""
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    tiny_model("llama", vocab_size=VOCABULARY, max_position_embeddings=1024).save_pretrained(directory)
-    (directory / "tokenizer.json").write_text(fast_tokenizer().to_str())
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
-    (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    return directory
+    return save_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -69,18 +62,14 @@ def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch, shared_cache: Path) -> Iterator[None]:
-    """Little text, one repeat of each timing, no measuring of the machine, one thread."""
+def quick(monkeypatch: pytest.MonkeyPatch, shared_cache: Path) -> None:
+    """Little text, one repeat of each timing, no measuring of the machine."""
     load_text = data.load_text
     monkeypatch.setenv("OPTKIT_CACHE", str(shared_cache))
     monkeypatch.setattr(data, "load_text", lambda name: load_text(name)[:6000])
     monkeypatch.setattr(measure, "SETTLE_SECONDS", 0)
     monkeypatch.setattr(pipeline, "PASS_TOKENS", 512)
     monkeypatch.setattr(targets, "detect", lambda refresh=False: TARGET)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def run(source: Path, out: Path, text: str, **options: Any) -> RunRecord:
@@ -523,3 +512,51 @@ def test_an_artifact_opens_by_a_relative_path(
     run(source, tmp_path / "here", "passes: {}")
     monkeypatch.chdir(tmp_path)
     assert Artifact.open(Path("here")).graph().meta.model_type == "llama"
+
+
+TWO_FORMS = """
+passes:
+  fuse_qkv: {}
+  gptq: {scheme: W4A8, max_tokens: 4, calibration: {samples: 2, length: 32}}
+  int8: {accept: {max_kld: 0.5}}
+accept: {max_kld: 10.0}
+"""
+
+
+def test_layers_with_two_forms(source: Path, tmp_path: Path) -> None:
+    """Both are judged, each where it changed; others read the one for many tokens."""
+    record = run(source, tmp_path / "out", TWO_FORMS)
+    assert decisions(record) == {"fuse_qkv": "kept", "gptq": "kept", "int8": "kept"}
+    few, many = "up to 4 tokens", "more than 4 tokens"
+    assert [list(r.forms) for r in record.passes] == [[], [few], [many]]
+    assert record.whole is not None and list(record.whole.forms) == [few, many]
+    loss = {form: report["kl_mean"]["value"] for form, report in record.whole.forms.items()}
+    assert loss[few] > 3 * loss[many] > 0
+    assert Evidence.of(record.whole).kld == loss[few] and Evidence.of(record.whole).steps == few
+
+    artifact = Artifact.open(tmp_path / "out")
+    assert len(list(artifact.graph().calls(reference.by_tokens))) == 2 * 5
+    expected = transformers_logits(source, IDS)
+    assert 0 < relative_error(transformers_logits(artifact.directory, IDS), expected) < 0.1
+    assert relative_error(dense(artifact.graph(), IDS[:4], TARGET), expected[:4]) > 0.02
+    assert relative_error(lower_dense(artifact), expected) < 0.1
+
+
+def test_a_bound_that_one_form_misses_gives_back_layers_of_that_form(source: Path, tmp_path: Path) -> None:
+    loss = run(source, tmp_path / "whole", TWO_FORMS).passes[1].quality["kl_mean"]["value"]
+    text = TWO_FORMS.replace("max_tokens: 4,", f"max_tokens: 4, accept: {{max_kld: {loss * 0.8}}},")
+    record = run(source, tmp_path / "out", text)
+    assert decisions(record) == {"fuse_qkv": "kept", "gptq": "reduced", "int8": "kept"}
+    assert "mean KL divergence in steps of up to 4 tokens" in record.passes[1].reason
+    assert all(site.endswith("up_to_4_tokens") for site in record.passes[1].restored)
+    graph = Artifact.open(tmp_path / "out").graph()
+    assert len(list(graph.calls(reference.by_tokens))) == 2 * 5 - len(record.passes[1].restored)
+    assert len(list(graph.calls(reference.linear_w8a8))) == 2 * 5
+
+
+def test_weights_on_a_gpu_are_counted_as_they_lie_there(source: Path) -> None:
+    graph = captured("llama")
+    for target, least, most in ((TARGET, 1.0, 1.0), (targets.DATASHEETS["cuda-h100"], 0.45, 0.55)):
+        driver = Pipeline(ModelSource("tiny", source, "0"), recipe("passes: {}"), target, silent)
+        model = lower(graph, target, device="cpu")
+        assert least <= driver.weight_bytes(graph, model) / graph.num_bytes() <= most

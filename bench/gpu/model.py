@@ -62,8 +62,11 @@ FUSIONS = ("fuse_qkv", "fuse_gate_up", "fuse_add_rms_norm", "prune_rows")
 SCHEMES: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
     "bf16": (),
     "fp8": (("fp8", {}),),
-    "int4": (("rtn", {"scheme": "W4A16", "group_size": 128}),),
+    # as recipes have it: int4 where memory bounds, fp8 for steps of more tokens
+    "int4": (("rtn", {"scheme": "W4A16", "group_size": 128, "max_tokens": 4}), ("fp8", {})),
+    "throughput": (("fp8", {}),),
 }
+KV: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {"throughput": (("kv_fp8", {}),)}
 
 
 def build(shape: ModelShape, scheme: str, target: Any, device: torch.device, dtype: torch.dtype) -> Any:
@@ -91,7 +94,8 @@ def filled(shape: ModelShape, scheme: str, target: Any, device: torch.device, dt
     graph = captured(shape).clone()
     context = PassContext(target)
     group = {"group_size": min(128, shape.hidden)}
-    for name, options in (*((n, {}) for n in FUSIONS), *SCHEMES[scheme], ("flash_attention", {})):
+    fusions, kv = ((name, {}) for name in FUSIONS), KV.get(scheme, ())
+    for name, options in (*fusions, *SCHEMES[scheme], ("flash_attention", {}), *kv):
         pass_class = load(name)
         options = options | (group if "group_size" in options else {})
         optimization = pass_class(pass_class.Config(**options))

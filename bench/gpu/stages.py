@@ -55,7 +55,7 @@ def checks(settings: Settings, right: Collection[str]) -> Measurements:
         from bench.gpu.models import agreement
 
         layer = replace(TINY if settings.tiny else LLAMA_7B, layers=1)
-        for scheme in ("bf16", "fp8", "int4"):
+        for scheme in ("bf16", "fp8", "int4", "throughput"):
             yield (
                 f"model · {layer.name}, 1 layer · {scheme}",
                 lambda scheme=scheme: agreement(layer, scheme, *place(settings), settings.dtype),
@@ -73,7 +73,7 @@ def warm_up(settings: Settings, layer: Any) -> Row:
     from bench.gpu.serving import Load, serve
 
     short = replace(Load(), answers=8, rate_answers=2, kv_bytes=1 << 30)
-    row = serve(layer, "fp8", short, *place(settings), settings.dtype)
+    row = serve(layer, "throughput", short, *place(settings), settings.dtype)
     return {"ok": row["captures_after_warm_up"] == 0, "eager_steps": row["eager_steps"]}
 
 
@@ -120,7 +120,7 @@ def load(settings: Settings, right: Collection[str]) -> Measurements:
 
     small = Load(clients=4, inputs=8, outputs=4, answers=6, rate_answers=3, ttft_bound=60.0, step_tokens=16)
     shape, clients = (TINY, small) if settings.tiny else (LLAMA_7B, Load())
-    for scheme in ("fp8",) if settings.tiny else ("fp8", "bf16"):
+    for scheme in ("throughput",) if settings.tiny else ("throughput", "fp8", "bf16"):
         yield (
             f"{shape.name} {scheme}",
             lambda scheme=scheme: freed(

@@ -22,16 +22,15 @@ class Kernel:
     """An implementation of a dialect op with the reference's signature.
 
     ``accepts`` says whether the kernel handles given weight tensors (by argument position); None means all.
-    ``pack`` maps weight tensors, and the site's options, to the packed tensors that ``fn`` wants in their place, and to
-    further ones by keyword (a second view of a weight, say); packing happens once, at load. ``handles`` says whether it
-    runs a site with given options (``Graph.site_options``); None means all.
+    ``pack`` maps weight tensors, and the site's options, to the packed tensors that ``fn`` wants in their place, once,
+    at load. ``handles`` says whether it runs a site with given options (``Graph.site_options``); None means all.
     """
 
     op: str
     name: str
     fn: Callable[..., Any]
     supports: Callable[[Target], bool]
-    pack: Callable[[dict[int, Tensor], Mapping[str, Any]], Mapping[Any, Tensor]] | None = None
+    pack: Callable[[dict[int, Tensor], Mapping[str, Any]], Mapping[int, Tensor]] | None = None
     accepts: Callable[[dict[int, Tensor]], bool] | None = None
     handles: Callable[[Mapping[str, Any]], bool] | None = None
 

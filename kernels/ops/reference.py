@@ -86,6 +86,15 @@ def select_rows(x: Tensor, index: Tensor) -> Tensor:
     return x.index_select(0, index)
 
 
+def by_tokens(few: Tensor, many: Tensor, positions: Tensor, limit: int) -> Tensor:
+    """``few`` in a step of up to ``limit`` tokens, else ``many``: the two forms of one layer, [T, N] both.
+
+    ``positions`` [T] int64, the graph's input, says how many tokens the step has. Lowering keeps one of the two
+    (``optkit.graph.forms``), so no kernel computes both.
+    """
+    return few if len(positions) <= limit else many
+
+
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """Mixture-of-experts product: rows of x [M, K], sorted by expert, times weight [E, K, N] of their expert.
 
@@ -226,7 +235,6 @@ def linear_wna16(
     *,
     bits: int = 4,
     group_size: int = 0,
-    dense: str = "float",
 ) -> Tensor:
     """Weight-only integers: ``x @ W.T + bias`` with ``W[n, k] = (code[n, k] - zero[n, g]) * scale[n, g]``.
 
@@ -237,15 +245,9 @@ def linear_wna16(
     Channel k belongs to group ``g_idx[k]`` (int32 [K], GPTQ's act-order) or, without g_idx, ``k // group_size``: the
     last group may be shorter. ``group_size`` 0 is one group of all channels.
 
-    ``dense="fp8"`` allows a kernel to multiply many tokens by W rounded to E4M3, a scale for each output channel, and
-    the tokens rounded so too (``linear_fp8_rowwise``): int4 for the memory that bounds decoding, fp8 for the arithmetic
-    that bounds prefill. It is a permission; here, as with ``"float"``, nothing is rounded.
-
     Source: GPTQ (arXiv 2210.17323), AWQ (arXiv 2306.00978) and compressed-tensors ``pack-quantized``.
     """
     check_wna16(x, weight, weight_scale, weight_zero, g_idx, bias, bits, group_size)
-    if dense not in ("float", "fp8"):
-        raise ValueError(f"dense is float or fp8, not {dense!r:.20}")
     out = x.new_empty(*x.shape[:-1], weight.shape[0])
     if x.device.type == "meta":
         return out

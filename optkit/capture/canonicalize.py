@@ -19,6 +19,9 @@ from optkit.kernels import reference
 
 aten = torch.ops.aten
 IDENTITY_OPS = (aten.clone.default, aten.alias.default, aten.type_as.default, aten._to_copy.default)
+LAYOUT_OPS = (
+    aten.unsqueeze.default, aten.select.int, aten.expand.default, aten.transpose.int, aten._to_copy.default,
+)  # fmt: skip
 GELU_TANH_SCALE = 0.7978845608028654  # sqrt(2 / pi)
 
 
@@ -244,18 +247,33 @@ def raise_rope_table(graph: Graph) -> int:
 
 
 def match_angles(graph: Graph, angles: Any) -> tuple[fx.Node, fx.Node] | None:
+    """Positions and inverse frequencies whose outer product [T, D/2] is both halves of ``angles`` [T, D].
+
+    Newer Transformers multiply a column by a row, 5.17 and before a matrix by a matrix, over a dimension of size 1,
+    and transpose. Either way positions and frequencies only change their layout on the way, so the shape of the
+    product says the rest.
+    """
     if not is_call(angles, aten.cat.default) or not is_last_dim(angles, angles.args[1]):
         return None
     first, second = (*angles.args[0], None)[:2]
-    if first is not second:
+    product = without_layout(first)
+    if first is not second or not is_call(product, aten.mul.Tensor, aten.matmul.default):
         return None
-    product = operands(first, aten.mul.Tensor, lambda a: is_vector_weight(graph, a))
-    if product is None:
+    sources = sorted(map(without_layout, product.args), key=lambda node: is_vector_weight(graph, node))
+    if not all(isinstance(node, fx.Node) for node in sources):
         return None
-    column = product[1].args[0] if is_call(product[1], aten._to_copy.default) else product[1]
-    if is_call(column, aten.unsqueeze.default) and column.args[0].name == "positions":
-        return column.args[0], product[0]
-    return None
+    positions, frequencies = sources
+    if positions.name != "positions" or not is_vector_weight(graph, frequencies):
+        return None
+    outer = (None, graph.weights[str(frequencies.target)].value.shape[0])
+    return (positions, frequencies) if first.meta.get("shape") == outer else None
+
+
+def without_layout(node: Any) -> Any:
+    """The value that ``node`` is, up to casts, transposes, and dimensions of size 1."""
+    while is_call(node, *LAYOUT_OPS):
+        node = node.args[0]
+    return node
 
 
 def scaled(node: fx.Node) -> tuple[fx.Node, float]:

@@ -29,7 +29,8 @@ SAMPLE_TOKENS = 24
 def capture_directory(directory: Path, *, weights: bool = True) -> Graph:
     """Capture the model of a checked HF directory.
 
-    ``weights=False`` builds it on the meta device: the same graph without reading a tensor, for dry runs.
+    ``weights=False`` builds it on the meta device: the same graph without reading a tensor, for dry runs. A config is
+    enough then.
 
     Raises:
         UnsupportedModel: the model can't be captured; the message says why.
@@ -38,7 +39,7 @@ def capture_directory(directory: Path, *, weights: bool = True) -> Graph:
     from optkit.formats.source import open_source
 
     boundary.register()
-    source = open_source(directory)
+    source = open_source(directory, weights=weights)
     if source.layers:
         return capture_packed(source)
     options: dict[str, Any] = {"attn_implementation": boundary.NAME, "dtype": torch.float32}

@@ -67,7 +67,7 @@ def _local(
     subject: str, against: str | None, text: str | None, tokens: int, tell: Any
 ) -> tuple[dict[str, Any], Lines]:
     """The report of a model that runs here, as data and as lines."""
-    from optkit.quality import compare, perplexity
+    from optkit.quality import compare_many, perplexity
 
     candidate, directory = _open(subject, tell)
     if against is None:
@@ -83,8 +83,14 @@ def _local(
     reference, source = _open(against, tell)
     windows = _windows(_tokenizer(directory, source), text, tokens, _length(candidate))
     tell(f"scoring {len(windows)} windows of {len(windows[0])} tokens")
-    report = compare(reference, candidate, windows)
-    return report.to_dict(), _lines(report)
+    reports = compare_many(reference, _forms(candidate), windows)
+    lines = [
+        (f"{name} (steps of {form})" if form else name, value)
+        for form, report in reports.items()
+        for name, value in _lines(report)
+    ]
+    found = {form: report.to_dict() for form, report in reports.items()}
+    return found.get("", {"forms": found}), lines
 
 
 def _served(
@@ -105,6 +111,17 @@ def _served(
         tell(f"scoring {len(windows)} windows of {len(windows[0])} tokens by {server.model}")
         report = compare_served(reference, server, windows, token_texts(tokenizer))
     return report.to_dict(), _served_lines(report)
+
+
+def _forms(candidate: Any) -> dict[str, Any]:
+    """A model whose layers have several forms, by form; any other under no name."""
+    from optkit.graph.forms import named
+
+    model = getattr(candidate, "model", None)
+    limits = [form.limit for form in getattr(model, "forms", ()) if form.limit is not None]
+    if model is None or not limits:
+        return {"": candidate}
+    return {name: type(candidate)(model.at(tokens)) for name, tokens in named(limits).items()}
 
 
 def _read_text(file: Path | None) -> str | None:

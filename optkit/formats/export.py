@@ -20,6 +20,7 @@ from optkit.formats import awq, gptq
 from optkit.formats.layer import G_IDX, PACKED, SCALE, ZERO, in_order
 from optkit.formats.modules import MINIMUM, Module, modules
 from optkit.formats.source import Source, open_source
+from optkit.graph import forms
 from optkit.hf_layout import write_directory
 from optkit.kernels import reference
 from optkit.kernels.packed_codes import pack_codes
@@ -33,7 +34,7 @@ def export(artifact: Artifact, format: str, out: Path) -> None:
     Raises:
         UserError: the format can't express a layer, or ``out`` exists.
     """
-    graph = artifact.graph()
+    graph = forms.widest(artifact.graph())
     found = list(modules(graph))
     source = open_source(artifact.directory)
     if format != "hf" and not found:

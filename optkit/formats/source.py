@@ -56,13 +56,13 @@ class Source(Mapping[str, Tensor]):
         return layer.read(name.rpartition(".")[2])
 
 
-def open_source(directory: Path) -> Source:
-    """The tensors of the checkpoint in ``directory``.
+def open_source(directory: Path, *, weights: bool = True) -> Source:
+    """The tensors of the checkpoint in ``directory``; with ``weights=False`` there may be none.
 
     Raises:
         UserError: a checkpoint that optkit does not read, or whose quantized layers contradict their description.
     """
-    return Source(directory, validate_checkpoint(directory))
+    return Source(directory, validate_checkpoint(directory, weights=weights))
 
 
 def quantized_layers(files: TensorFiles) -> list[Layer]:
@@ -71,6 +71,12 @@ def quantized_layers(files: TensorFiles) -> list[Layer]:
     if config is None:
         return []
     method = config["quant_method"]
+    if not files.info.tensors:
+        raise UserError(
+            "its config says that it is quantized, and how can only be seen from its weights",
+            where=str(files.directory),
+            fix="download the weights too",
+        )
     layers = FORMATS[method].layers(config, Checked(files.directory, files.info.tensors, files))
     if not layers:
         what = f"the config says that it is quantized by {method}, and it has no quantized tensor"

@@ -8,6 +8,7 @@ from torch import Tensor, fx
 
 from optkit import kernels
 from optkit.errors import UserError
+from optkit.graph.forms import SharedWeights
 from optkit.graph.ir import Graph, Weight
 from optkit.graph.ops import op_name
 
@@ -29,23 +30,23 @@ def kernel_of(graph: Graph, node: fx.Node, target: Target | None) -> kernels.Ker
         raise UserError(str(error), where=node.name, fix=fix) from error
 
 
-def bind(graph: Graph, node: fx.Node, kernel: kernels.Kernel) -> None:
+def bind(graph: Graph, node: fx.Node, kernel: kernels.Kernel, shared: SharedWeights | None = None) -> None:
     """Point ``node`` at the kernel; a packing kernel gets its weight arguments packed into new weights."""
     node.target = kernel.fn
     if kernel.pack is None:
         return
-    weights = weight_arguments(graph, node)
-    args, keywords = list(node.args), dict(node.kwargs)
-    for key, value in kernel.pack(weights, graph.site_options(node)).items():
+    pack, weights, options = kernel.pack, weight_arguments(graph, node), graph.site_options(node)
+    names = [str(node.args[position].target) for position in weights]
+    args = list(node.args)
+    key = (pack, *names, str(options))
+    made = (shared or SharedWeights()).once(key, names, lambda: pack(weights, options))
+    for key, value in made.items():
         name = f"packed.{node.name}.{key}"
         graph.weights[name] = Weight(value, None)
         packed = graph.weight_node(name, node)
-        if isinstance(key, str):
-            keywords[key] = packed
-        else:
-            args[key] = packed
+        args[key] = packed
     replaced = [node.args[position] for position in weights]
-    node.args, node.kwargs = tuple(args), keywords
+    node.args = tuple(args)
     for weight in replaced:
         drop_unread(graph, weight)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
+from optkit.graph import forms
 from optkit.graph.ir import Graph
 from optkit.graph.ops import op_name
 from optkit.graph.shapes import Point, infer_shapes
@@ -63,6 +64,7 @@ def node_cost(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point:
 
 def graph_cost(graph: Graph, point: Point) -> Cost:
     """Cost of a whole step."""
+    graph = forms.at(graph, point.tokens)
     values = infer_shapes(graph, point)
     calls = [n for n in graph.fx.nodes if n.op == "call_function"]
     return sum((node_cost(graph, n, values, point) for n in calls), Cost())
@@ -73,6 +75,7 @@ def predict_seconds(graph: Graph, point: Point, target: Target) -> float:
 
     For a GPU it is the graph as it is lowered there: fused, and in bfloat16.
     """
+    graph = forms.at(graph, point.tokens)
     if target.kind == "cuda":
         graph = as_lowered(graph, target)
     values = infer_shapes(graph, point)

@@ -183,6 +183,15 @@ class Graph:
         with self.fx.inserting_before(before):
             return self.fx.create_node("get_attr", name, name=name.replace(".", "_"))
 
+    def input(self, name: str) -> fx.Node:
+        """The batch input ``name``, a new placeholder if nothing has read it so far."""
+        nodes = list(self.fx.nodes)
+        found = next((node for node in nodes if node.op == "placeholder" and node.target == name), None)
+        if found is None:
+            with self.fx.inserting_before(nodes[0]):
+                found = self.fx.placeholder(name)
+        return found
+
     def prune(self) -> None:
         """Remove nodes nothing reads, then weights no node reads."""
         for node in reversed(list(self.fx.nodes)):
@@ -191,10 +200,15 @@ class Graph:
         used = {str(node.target) for node in self.fx.nodes if node.op == "get_attr"}
         self.weights = {name: weight for name, weight in self.weights.items() if name in used}
 
+    @property
+    def planned(self) -> bool:
+        """Whether weights are shapes only: a dry run's."""
+        return any(weight.value.device.type == "meta" for weight in self.weights.values())
+
     def num_bytes(self) -> int:
         """Bytes of all weights, tied tensors counted once."""
         storages = {w.value.untyped_storage().data_ptr(): w.value for w in self.weights.values()}
-        if any(w.value.device.type == "meta" for w in self.weights.values()):
+        if self.planned:
             return sum(w.value.nbytes for w in self.weights.values())
         return sum(value.nbytes for value in storages.values())
 

@@ -10,23 +10,28 @@ it; a step runs there if its number of tokens has code, else in the first. Lower
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, fx, nn
 
 from optkit import kernels
-from optkit.graph import gpu_rewrites, precision
+from optkit.errors import UserError
+from optkit.graph import forms, gpu_rewrites, precision
 from optkit.graph.bind import bind, kernel_of
-from optkit.graph.ir import Graph, KVSpec
+from optkit.graph.forms import SharedWeights
+from optkit.graph.ir import Graph, GraphMeta, KVSpec
 from optkit.graph.ops import op_name
+from optkit.kernels import reference
 
 if TYPE_CHECKING:
     from optkit.graph.compiled_region import CompiledRegion, Variant
     from optkit.graph.programs import Programs
     from optkit.graph.region_lowering import RegionSource
+    from optkit.kernels.cpu.program import Program
     from optkit.target import Target
 
 
@@ -38,45 +43,84 @@ class CompiledCode:
     variants: tuple[Variant, ...]
 
 
+@dataclass(frozen=True)
+class Form:
+    """The function of a graph in steps of up to ``limit`` tokens; None is any number.
+
+    ``compiled`` is the same with compiled layers, for the steps that it ``serves``; None without code.
+    """
+
+    limit: int | None
+    module: fx.GraphModule
+    meta: GraphMeta
+    kernels: dict[str, str]
+    compiled: tuple[fx.GraphModule, CompiledRegion] | None = None
+
+    @cached_property
+    def inputs(self) -> tuple[str, ...]:
+        return tuple(str(n.target) for n in self.module.graph.nodes if n.op == "placeholder")
+
+    @cached_property
+    def programs(self) -> list[Program]:
+        return [n.target for n in self.module.graph.nodes if hasattr(n.target, "bytes_per_row")]
+
+    def tensors(self) -> list[Tensor]:
+        """The weights, as they are packed."""
+        return [*self.module.buffers(), *(t for program in self.programs for t in program.constants)]
+
+    def workspace_bytes(self, sizes: tuple[int, int]) -> int:
+        return max((sum(map(operator.mul, sizes, p.bytes_per_row)) for p in self.programs), default=0)
+
+    def run(self, inputs: Mapping[str, Tensor], tokens: int) -> Tensor:
+        module = self.module
+        if self.compiled is not None and self.compiled[1].serves(tokens):
+            module = self.compiled[0]
+        return module(*[inputs[name] for name in self.inputs])
+
+
 class Executable:
     """A lowered graph: call it with the batch inputs of docs/architecture.md, get logits [L, V] float32.
 
-    ``compiled`` is the same model with compiled layers, for the steps that it ``serves``; None without code.
+    ``forms`` are what its layers are by number of tokens (``optkit.graph.forms``), the last for any number.
     """
 
-    def __init__(
-        self,
-        module: fx.GraphModule,
-        graph: Graph,
-        chosen: dict[str, str],
-        compiled: tuple[fx.GraphModule, CompiledRegion] | None = None,
-    ) -> None:
-        self.module, self.compiled = module, compiled
-        self.inputs = tuple(str(n.target) for n in module.graph.nodes if n.op == "placeholder")
-        self.kv_specs: list[KVSpec] = list(graph.meta.kv_specs)
-        self.vocab_size = graph.meta.vocab_size
-        self.max_model_len = graph.meta.max_model_len
-        self.device = next((b.device for b in module.buffers()), torch.device("cpu"))
-        self.kernels = chosen
-        self._programs = [n.target for n in module.graph.nodes if hasattr(n.target, "bytes_per_row")]
+    def __init__(self, forms: Sequence[Form]) -> None:
+        self.forms, meta = tuple(forms), forms[-1].meta
+        self.inputs = tuple(dict.fromkeys(name for form in forms for name in form.inputs))
+        self.kv_specs: list[KVSpec] = list(meta.kv_specs)
+        self.vocab_size = meta.vocab_size
+        self.max_model_len = meta.max_model_len
+        self.device = next((b.device for b in self.module.buffers()), torch.device("cpu"))
+        self.kernels = {name: kernel for form in forms for name, kernel in form.kernels.items()}
+
+    @property
+    def module(self) -> fx.GraphModule:
+        """The function for any number of tokens."""
+        return self.forms[-1].module
+
+    @property
+    def compiled(self) -> tuple[fx.GraphModule, CompiledRegion] | None:
+        return self.forms[-1].compiled
+
+    def at(self, tokens: int) -> Executable:
+        """This model with the layers of a step of ``tokens`` tokens, whatever number it gets."""
+        form = next(form for form in self.forms if form.limit is None or tokens <= form.limit)
+        return Executable([replace(form, limit=None)])
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weights as they are packed, those that share memory counted once."""
-        tensors = [*self.module.buffers(), *(t for program in self._programs for t in program.constants)]
-        return sum({t.data_ptr(): t.nbytes for t in tensors}.values())
+        return sum({t.data_ptr(): t.nbytes for form in self.forms for t in form.tensors()}.values())
 
     def workspace_bytes(self, num_tokens: int, num_rows: int) -> int:
         """Memory that native programs work in, for a step of ``num_tokens`` tokens and ``num_rows`` rows of logits."""
-        sizes = (num_tokens, num_rows)
-        return max((sum(map(operator.mul, sizes, p.bytes_per_row)) for p in self._programs), default=0)
+        return max(form.workspace_bytes((num_tokens, num_rows)) for form in self.forms)
 
     @torch.inference_mode()
     def __call__(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        module = self.module
-        if self.compiled is not None and self.compiled[1].serves(inputs["input_ids"].shape[0]):
-            module = self.compiled[0]
-        return module(*[inputs[name] for name in self.inputs])
+        tokens = inputs["input_ids"].shape[0]
+        form = next(form for form in self.forms if form.limit is None or tokens <= form.limit)
+        return form.run(inputs, tokens)
 
 
 def lower(
@@ -96,27 +140,63 @@ def lower(
     ``programs=False`` leaves every kernel call to Python, for comparison; results are the same to the bit.
     ``consume=True`` uses ``graph`` up: each weight goes as soon as it is packed, so that no two copies are held.
     ``code`` are compiled layers of this very graph; without them its compile plan means nothing. On a GPU there are
-    CUDA graphs in their place (``optkit.runtime.cuda``).
+    CUDA graphs in their place (``optkit.runtime.cuda``). Each form of a graph's layers is lowered by itself.
     """
-    working = graph if consume else graph.clone()
+    spans = forms.spans(graph)
+    if not spans:
+        working = graph if consume else graph.clone()
+        return Executable([lower_form(working, target, None, device, dtype, programs, code)])
+    parts = [forms.at(graph, tokens) for tokens in spans.values()]
+    shared = SharedWeights(parts)
+    lowered = []
+    for limit, part in zip([*forms.limits(graph), None], parts, strict=True):
+        lowered.append(lower_form(part, target, limit, device, dtype, programs, None, shared))
+    if consume:
+        graph.weights.clear()
+    return Executable(lowered)
+
+
+def lower_form(
+    working: Graph,
+    target: Target | None,
+    limit: int | None,
+    device: torch.device | str | None,
+    dtype: torch.dtype,
+    programs: bool,
+    code: CompiledCode | None,
+    shared: SharedWeights | None = None,
+) -> Form:
+    """``working``, which is used up, as the function for steps of up to ``limit`` tokens; see ``lower``."""
     rounding = torch.float32
     if target is not None and target.kind == "cuda":
         rounding = dtype
         gpu_rewrites.rewrite(working, target)
-        precision.narrow(working, dtype, device or target.device)
+        precision.narrow(working, dtype, device or target.device, shared)
     calls = [node for node in working.fx.nodes if node.op == "call_function"]
     picked = {node: kernel for node in calls if (kernel := kernel_of(working, node, target))}
+    if target is not None and torch.device(device or target.device).type == "cuda":
+        check_experts(working, picked, target)
     chosen = {node.name: kernel.name for node, kernel in picked.items()}
     native = native_programs(working, picked) if programs and target and target.kind == "cpu" else None
     for node, kernel in picked.items():
-        bind(working, node, kernel)
+        bind(working, node, kernel, shared)
     if rounding != torch.float32:
         precision.round_references(working, rounding)
     compiled = compiled_module(working.clone(), code) if code and rounding == torch.float32 else None
     if native is not None:
         chosen |= {node.name: "native" for node in native.ops}
         native.install()
-    return Executable(graph_module(working, nn.Module()), working, chosen, compiled)
+    return Form(limit, graph_module(working, nn.Module()), working.meta, chosen, compiled)
+
+
+def check_experts(graph: Graph, picked: Container[fx.Node], target: Target) -> None:
+    """Refuse experts that would run by their reference on a GPU: it asks the host for sizes, in every layer."""
+    if any(node not in picked for node in graph.calls(reference.grouped_mm)):
+        raise UserError(
+            "mixture-of-experts layers have a kernel for bfloat16 on Hopper GPUs alone",
+            where=target.name,
+            fix="use an H100 or H200 with runtime.compute_dtype bfloat16, or a model without experts",
+        )
 
 
 def compiled_module(graph: Graph, code: CompiledCode) -> tuple[fx.GraphModule, CompiledRegion]:

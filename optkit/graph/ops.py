@@ -30,6 +30,7 @@ DIALECT: dict[str, Callable[..., Any]] = {
         reference.silu_mul_packed,
         reference.gelu_mul_packed,
         reference.select_rows,
+        reference.by_tokens,
         reference.grouped_mm,
         reference.quantize_per_token,
         reference.quantize_fp8_per_token,

@@ -15,11 +15,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from optkit.graph.forms import SharedWeights
 from optkit.graph.ir import Graph, KVSpec, Weight
 from optkit.graph.ops import is_dialect, op_name
 from optkit.graph.shapes import MetaRun, Point
@@ -33,11 +35,17 @@ PROBE, PROBE_BLOCK = Point(tokens=11, sequences=3, context=37), 5
 NATIVE = {reference.embedding, reference.linear, reference.grouped_mm, reference.select_rows}
 
 
-def narrow(graph: Graph, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+def narrow(
+    graph: Graph,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    shared: SharedWeights | None = None,
+) -> None:
     """Make ``graph`` compute in ``dtype`` on ``device``, in place; ``torch.float32`` moves it and no more."""
+    shared = shared or SharedWeights()
     if dtype != torch.float32:
-        follow(graph, dtype, torch.device(device))
-    move(graph, torch.device(device))
+        follow(graph, dtype, torch.device(device), shared)
+    move(graph, torch.device(device), shared)
 
 
 def compute_dtype(name: str) -> torch.dtype:
@@ -45,22 +53,23 @@ def compute_dtype(name: str) -> torch.dtype:
     return HALF.get(name, torch.float32)
 
 
-def follow(graph: Graph, dtype: torch.dtype, device: torch.device) -> None:
+def follow(graph: Graph, dtype: torch.dtype, device: torch.device, shared: SharedWeights) -> None:
     graph.meta = replace(graph.meta, kv_specs=tuple(narrow_spec(spec, dtype) for spec in graph.meta.kv_specs))
     for node in graph.calls(reference.embedding):
-        node.update_arg(0, narrow_weight(graph, node.args[0], node, dtype, device))
-    Narrowing(graph, dtype, device)
+        node.update_arg(0, narrow_weight(graph, node.args[0], node, dtype, device, shared))
+    Narrowing(graph, dtype, device, shared)
     graph.prune()
 
 
-def move(graph: Graph, device: torch.device) -> None:
+def move(graph: Graph, device: torch.device, shared: SharedWeights) -> None:
     """All weights to ``device``, one by one; those that share memory still do."""
     moved: dict[tuple[int, int, torch.Size], Tensor] = {}
-    for weight in graph.weights.values():
+    for name, weight in graph.weights.items():
         value = weight.value
         if value.device.type != "meta":
             key = (value.data_ptr(), value.nbytes, value.shape)
-            weight.value = moved.setdefault(key, value.to(device))
+            there = shared.once(("moved", name), [name], partial(value.to, device))
+            weight.value = moved.setdefault(key, there)
 
 
 def narrow_spec(spec: KVSpec, dtype: torch.dtype) -> KVSpec:
@@ -69,22 +78,29 @@ def narrow_spec(spec: KVSpec, dtype: torch.dtype) -> KVSpec:
 
 
 def narrow_weight(
-    graph: Graph, weight: fx.Node, before: fx.Node, dtype: torch.dtype, device: torch.device
+    graph: Graph,
+    weight: fx.Node,
+    before: fx.Node,
+    dtype: torch.dtype,
+    device: torch.device,
+    shared: SharedWeights,
 ) -> fx.Node:
     """The weight that ``weight`` reads in ``dtype``, made once, on the device, and shared by whoever reads it."""
-    name = f"{weight.target}.{str(dtype).removeprefix('torch.')}"
+    wide = str(weight.target)
+    name = f"{wide}.{str(dtype).removeprefix('torch.')}"
     if name not in graph.weights:
-        old = graph.weights[str(weight.target)]
-        value = old.value if old.value.device.type == "meta" else old.value.to(device)
-        graph.weights[name] = Weight(value.to(dtype), old.origin)
+        old = graph.weights[wide]
+        place = old.value.device if old.value.device.type == "meta" else device
+        value = shared.once(("narrowed", name), [wide], lambda: old.value.to(place).to(dtype), name)
+        graph.weights[name] = Weight(value, old.origin)
     return graph.weight_node(name, before)
 
 
 class Narrowing(MetaRun):
     """Follows types through the graph and inserts casts where they would mix."""
 
-    def __init__(self, graph: Graph, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype, self.device = dtype, device
+    def __init__(self, graph: Graph, dtype: torch.dtype, device: torch.device, shared: SharedWeights) -> None:
+        self.dtype, self.device, self.shared = dtype, device, shared
         super().__init__(graph, PROBE, PROBE_BLOCK)
         self.cast_logits()
 
@@ -105,7 +121,7 @@ class Narrowing(MetaRun):
             return
         for wide in (i for i in inputs if self.values[i].dtype == torch.float32):
             if wide.op == "get_attr":
-                narrowed = narrow_weight(self.graph, wide, node, self.dtype, self.device)
+                narrowed = narrow_weight(self.graph, wide, node, self.dtype, self.device, self.shared)
             else:
                 with self.graph.fx.inserting_before(node):
                     narrowed = self.graph.fx.call_function(CAST, (wide,), {"dtype": self.dtype})

@@ -51,6 +51,12 @@ def gated_packed(gate_up: Tensor, approximate: str = "none") -> Tensor:
     return gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
 
 
+def by_tokens(few: Tensor, many: Tensor, positions: Tensor, limit: int) -> Tensor:
+    expect(few.shape == many.shape and few.dtype == many.dtype, "forms of a layer must give alike tensors")
+    expect(positions.ndim == 1 and type(limit) is int and limit > 0, "a limit is a number of tokens")
+    return torch.empty_like(few, memory_format=torch.contiguous_format)
+
+
 def quantize_per_token(x: Tensor, group_size: int = 0) -> tuple[Tensor, Tensor]:
     expect(x.ndim == 2, "what is quantized must be [T, K]")
     size = group_size or x.shape[1]
@@ -158,6 +164,7 @@ RULES: dict[Callable[..., Any], Callable[..., Any]] = {
     reference.gelu_mul: gated,
     reference.silu_mul_packed: gated_packed,
     reference.gelu_mul_packed: gated_packed,
+    reference.by_tokens: by_tokens,
     reference.quantize_per_token: quantize_per_token,
     reference.quantize_fp8_per_token: quantize_fp8,
     reference.rms_norm_quantize: norm_quantize,

@@ -5,10 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
+from optkit.graph import forms
 from optkit.graph.ir import BATCH_INPUTS, Graph
 from optkit.graph.ops import op_name
 from optkit.graph.shapes import Point, ShapeError, infer_shapes
 from optkit.kernels import reference
+
+MOST_FORMS = 4
 
 
 class VerifyError(Exception):
@@ -24,6 +27,7 @@ def verify(graph: Graph) -> None:
     check_nodes(graph)
     check_weights(graph)
     check_attention(graph)
+    check_forms(graph)
     for point in (Point(5, 2, 5), Point(2, 2, 33)):
         check_shapes(graph, point)
 
@@ -69,6 +73,15 @@ def check_attention(graph: Graph) -> None:
     expected = sorted((f"k_cache_{s.layer}", f"v_cache_{s.layer}") for s in graph.meta.kv_specs)
     if sorted(pools) != expected:
         raise VerifyError(f"attention ops use the pools {sorted(pools)}, the layers have {expected}")
+
+
+def check_forms(graph: Graph) -> None:
+    """Forms are told apart by the tokens of the step, and are few: each is lowered by itself."""
+    if len(forms.limits(graph)) >= MOST_FORMS:
+        raise VerifyError(f"layers have more than {MOST_FORMS} forms")
+    for node in graph.calls(reference.by_tokens):
+        if not isinstance(node.args[2], fx.Node) or node.args[2].target != "positions":
+            raise VerifyError(f"{node.name} must tell forms apart by the positions of the step")
 
 
 def check_shapes(graph: Graph, point: Point) -> None:

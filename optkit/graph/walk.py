@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
+from optkit.graph import forms
 from optkit.graph.dense import dense_inputs
 from optkit.graph.ir import Graph, KVSpec
 from optkit.graph.lower import Executable, lower
@@ -54,7 +55,7 @@ class Walk:
             for values in self.live:
                 yield values[node].cpu()
             return
-        segment = Segment(self.graph, self.done, node, self.target)
+        segment = self.segment(self.graph, self.done, node)
         kept = [n for n in [*self.live[0], *segment.results] if needed(n, self.done | segment.computed, node)]
         for window, values in zip(self.windows, self.live, strict=True):
             values |= segment.run(window, values)
@@ -72,11 +73,16 @@ class Walk:
         names = {node.name for node in self.done}
         same = {node.name: node for node in graph.fx.nodes if node.name in names}
         output = next(node for node in graph.fx.nodes if node.op == "output").args[0]
-        segment = Segment(graph, set(same.values()), output, self.target)
+        segment = self.segment(graph, set(same.values()), output)
+        chosen = of_chosen_rows(self.graph)
         for window, values in list(zip(self.windows, self.live, strict=True))[:count]:
-            kept = {same[node.name]: value for node, value in values.items()}
             rows = torch.arange(every - 1, len(window), every)
+            here = rows.to(self.device)
+            kept = {same[n.name]: value[here] if n in chosen else value for n, value in values.items()}
             yield segment.run(window, kept, rows)[output].cpu()
+
+    def segment(self, graph: Graph, done: set[fx.Node], goal: fx.Node) -> Segment:
+        return Segment(graph, done, goal, self.target, max(map(len, self.windows)))
 
     def change(self, node: fx.Node, factor: Tensor) -> None:
         """Multiply a value that was computed, where what makes it was changed to give that."""
@@ -109,6 +115,16 @@ class Walk:
 def needed(node: fx.Node, done: set[fx.Node], current: fx.Node) -> bool:
     """Whether something that is not computed yet reads ``node``."""
     return node is current or any(user not in done for user in node.users)
+
+
+def of_chosen_rows(graph: Graph) -> set[fx.Node]:
+    """The calls that work on the rows with logits alone (``prune_rows``); a walk computes them for all."""
+    found: set[fx.Node] = set()
+    for node in graph.fx.nodes:
+        sources = node.all_input_nodes
+        if any(n in found or (n.op == "placeholder" and n.target == "logits_index") for n in sources):
+            found.add(node)
+    return found
 
 
 def ancestors(nodes: Mapping[fx.Node, Any]) -> set[fx.Node]:
@@ -148,14 +164,16 @@ def is_piece(node: fx.Node) -> bool:
 
 
 class Segment:
-    """The part of a graph between what is computed and ``goal``, lowered by itself.
+    """The part of a graph between what is computed and ``goal``, lowered by itself for steps of ``tokens`` tokens.
 
     Attributes:
         computed: the calls it makes.
         results: those whose values it gives; tuples are given in pieces.
     """
 
-    def __init__(self, graph: Graph, done: set[fx.Node], goal: fx.Node, target: Target | None) -> None:
+    def __init__(
+        self, graph: Graph, done: set[fx.Node], goal: fx.Node, target: Target | None, tokens: int
+    ) -> None:
         order = stretch(graph, done, goal)
         self.computed = set(order)
         after = done | self.computed
@@ -163,10 +181,12 @@ class Segment:
         self.inputs = list(dict.fromkeys(i for n in order for i in n.all_input_nodes if i in done))
         self.specs = graph.meta.kv_specs
         self.device = torch.device("cpu" if target is None else target.device)
-        self.model = self.lowered(graph, order, target)
+        self.model = self.lowered(graph, order, target, tokens)
         self.pools: dict[str, Tensor] = {}
 
-    def lowered(self, graph: Graph, order: Sequence[fx.Node], target: Target | None) -> Executable:
+    def lowered(
+        self, graph: Graph, order: Sequence[fx.Node], target: Target | None, tokens: int
+    ) -> Executable:
         part = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {n: part.placeholder(f"value_{n.name}") for n in self.inputs}
         leaves = {i for n in order for i in n.all_input_nodes if i.op != "call_function"}
@@ -181,8 +201,8 @@ class Segment:
         weights = {
             name: replace(graph.weights[name]) for name in names
         }  # the graph's own stay where they are
-        part_graph = Graph(part, weights, graph.meta)
-        return lower(part_graph, target, dtype=torch.float32, programs=False, consume=True)
+        whole = forms.at(Graph(part, weights, graph.meta), tokens)
+        return lower(whole, target, dtype=torch.float32, programs=False, consume=True)
 
     @torch.inference_mode()
     def run(

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from bench.gpu import kernels, serving
+from bench.gpu import kernels, models, serving
 from bench.gpu.bounds import BOUNDS, table, verdicts
 from bench.gpu.case import Case
+from bench.gpu.model import TINY
 from bench.gpu.results import Results, attempt
 from bench.gpu.run import main
 
@@ -32,10 +35,26 @@ def test_every_stage_leaves_its_figures(tmp_path: Path, monkeypatch: pytest.Monk
     assert stages["kernels"] and all(row["ok"] for row in stages["check"].values())
     for row in stages["models"].values():
         assert row["ttft_8_ms"] > 0 and row["tpot_ms"] > 0 and row["wall_ttft_8_ms"] > 0
-        assert row["graph_captures"] == 6 and row["eager_steps"] == 0
+        assert row["graph_captures"] == 4 and row["eager_steps"] == 0
     (served,) = stages["serve"].values()
     assert served["answers"] == 6 and served["captures_after_warm_up"] == 0
-    assert served["open"]["trials"] and stages["transformers"]["tiny"]["wall_tpot_ms"] > 0
+    assert served["open"]["trials"]
+    baseline = stages["transformers"]["tiny"]
+    assert baseline["wall_ttft_8_ms"] > 0 and math.isfinite(baseline["wall_tpot_ms"])
+
+
+def test_what_a_caller_waits_for_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call of n prompt tokens and m new ones takes n + 5 (m - 1) seconds, the first of its kind 100 more."""
+    now, seen = 0.0, set[tuple[int, int]]()
+
+    def generate(prompt: int, outputs: int) -> None:
+        nonlocal now
+        now += prompt + 5 * (outputs - 1) + 100 * ((prompt, outputs) not in seen)
+        seen.add((prompt, outputs))
+
+    monkeypatch.setattr(models, "time", SimpleNamespace(perf_counter=lambda: now))
+    row = models.wall_clock(generate, models.Points((4, 8), 6, 3, wall_rounds=3), TINY)
+    assert (row["wall_ttft_4_ms"], row["wall_ttft_8_ms"], row["wall_tpot_ms"]) == (4000.0, 8000.0, 5000.0)
 
 
 def test_a_resumed_run_keeps_what_it_has_and_tries_failures_again(tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ import torch
 
 from optkit.cli import eval as eval_module
 from optkit.cli import main
-from optkit.quality import windows
+from optkit.graph.lower import lower
+from optkit.quality import RuntimeLogits, windows
+from tests.graphs import apply, captured
 
 
 class Noisy:
@@ -72,3 +74,20 @@ def test_more_tokens_than_there_are_is_a_user_error(monkeypatch):
 
     monkeypatch.setattr("optkit.quality.evaluation_windows", short)
     assert main.run(["eval", "artifact", "--baseline", "model", "--tokens", "900000"]) == 2
+
+
+def test_a_model_whose_layers_have_two_forms_is_judged_by_both(monkeypatch, capsys, tmp_path):
+    graph = captured("llama")
+    apply(graph, "rtn", scheme="W4A16", group_size=32, max_tokens=4)
+    models = {"artifact": graph, "model": captured("llama")}
+    monkeypatch.setattr(
+        eval_module, "_open", lambda model, tell: (RuntimeLogits(lower(models[model])), tmp_path)
+    )
+    cut = windows([(7 * i) % 128 for i in range(96)], 48)
+    monkeypatch.setattr("optkit.quality.evaluation_windows", lambda *_: cut)
+    assert main.run(["eval", "artifact", "--against", "model", "--json"]) == 0
+    forms = json.loads(capsys.readouterr().out)["forms"]
+    assert forms["up to 4 tokens"]["kl_mean"]["value"] > 1e-3
+    assert forms["more than 4 tokens"]["kl_mean"]["value"] < 1e-6
+    assert main.run(["eval", "artifact", "--against", "model"]) == 0
+    assert "steps of up to 4 tokens" in capsys.readouterr().out

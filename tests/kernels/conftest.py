@@ -1,19 +1,16 @@
-"""Threads and instruction set as they were: tests of kernels change both."""
+"""The instruction set as it was: tests of kernels change it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from optkit.kernels.cpu import native
 
 
 @pytest.fixture(autouse=True)
 def restored() -> Iterator[None]:
-    threads = torch.get_num_threads()
     yield
-    torch.set_num_threads(threads)
     if native.available():
         native.set_isa(None)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 from pydantic import ValidationError
 
-from optkit.capture import boundary, capture
 from optkit.graph.cost import compiled_nodes
 from optkit.graph.ir import Graph
 from optkit.graph.serialize import graph_from_json, graph_to_json
@@ -17,33 +14,20 @@ from optkit.passes import load
 from optkit.passes.base import PassContext
 from optkit.passes.compile import Compile, CompileConfig
 from optkit.target import Target, cpu_isa
-from tests.architectures import tiny_model
+from tests.graphs import captured as tiny_graph
 
 TARGET = Target("cpu", "cpu", cpu_isa(), 2, 1 << 33, 1e11, 4e11, 0.0, 0.0, 1e10, "measured")
 CONTEXT = PassContext(TARGET)
 
 
-LOCAL_GLOBAL_LOCAL = {
-    "num_hidden_layers": 3,
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-}
-
-
 def captured(name: str, passes: tuple[str, ...] = (), layers: int = 2) -> Graph:
     """A tiny model's graph after ``passes``, of its own."""
-    graph = source(name, layers).clone()
+    depth = {} if layers == 2 else {"num_hidden_layers": layers}
+    graph = tiny_graph(name, **depth | ({"n_layer": layers} if name == "gpt2" else {}))
     for row in passes:
         optimization = load(row)()
         optimization.apply(graph, optimization.check(graph, CONTEXT), CONTEXT)
     return graph
-
-
-@functools.cache
-def source(name: str, layers: int) -> Graph:
-    boundary.register()
-    depth = {"n_layer": layers} if name == "gpt2" else {}
-    overrides = LOCAL_GLOBAL_LOCAL if name == "gemma3_text" else {"num_hidden_layers": layers} | depth
-    return capture(tiny_model(name, attention=boundary.NAME, **overrides))
 
 
 def checked(graph: Graph, **options):

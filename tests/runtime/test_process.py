@@ -30,7 +30,7 @@ from optkit.runtime.worker import ParentGone, Worker
 from tests.fakes import fake_engine
 
 FACTORY = "tests.fakes:fake_engine"
-PATIENCE = 30.0
+PATIENCE = 120.0
 LONG = 3000  # tokens: with a step of 50 ms they outlast PATIENCE
 
 

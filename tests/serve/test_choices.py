@@ -266,5 +266,6 @@ def test_logprob_numbers_are_json_numbers() -> None:
     got = ask(
         CHAT, {**HELLO, "logprobs": True, "top_logprobs": 20, "max_tokens": 5, "logit_bias": {"3": -100}}
     )
-    for entry in got["choices"][0]["logprobs"]["content"]:
-        assert all(math.isfinite(top["logprob"]) for top in entry["top_logprobs"])
+    entries = got["choices"][0]["logprobs"]["content"]
+    assert [len(entry["top_logprobs"]) for entry in entries] == [20] * 5
+    assert all(math.isfinite(top["logprob"]) for entry in entries for top in entry["top_logprobs"])

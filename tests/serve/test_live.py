@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from tests.serve.fakes import TEXT
-from tests.serve.live import SCRIPT, LiveServer
+from tests.serve.live import PATIENCE, SCRIPT, LiveServer
 
 HELLO = [{"role": "user", "content": "Hello"}]
 
@@ -110,7 +110,7 @@ def test_closed_connection_frees_the_engine() -> None:
             parts = answer.iter_text()  # kept: a dropped iterator closes the response
             next(parts)
             assert gauge(live, "vllm:num_requests_running") == 1
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE
         while gauge(live, "vllm:num_requests_running") or gauge(live, "vllm:kv_cache_usage_perc"):
             assert time.monotonic() < deadline
             time.sleep(0.05)

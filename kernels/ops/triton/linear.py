@@ -1,8 +1,8 @@
 """Linear layers on NVIDIA GPUs: for each call, the implementation that ``selection`` names for its number of tokens.
 
 Each op has up to three: ``gemv`` for up to four tokens, ``tile`` on the tensor cores for any number, and the vendor's.
-They read the same weights; int4 layers (``linear_wna16``) have two views where their site allows it
-(``dense="fp8"``): codes for few tokens, where memory bounds, and E4M3 for many, where arithmetic does.
+They read the same weights. A layer of other weights for few tokens than for many is a matter of the graph
+(``optkit.graph.forms``).
 """
 
 from __future__ import annotations
@@ -171,14 +171,8 @@ def linear_wna16(
     *,
     bits: int = 4,
     group_size: int = 0,
-    dense: str = "float",
-    dense_weight: Tensor | None = None,
-    dense_scale: Tensor | None = None,
 ) -> Tensor:
-    """See ``reference.linear_wna16``; weights are packed, g_idx is the order of the channels, x's type the result's.
-
-    ``dense_weight`` [N, K] E4M3 and ``dense_scale`` [N, 1] are the view for many tokens that ``dense="fp8"`` asks for.
-    """
+    """See ``reference.linear_wna16``; weights are packed, g_idx is the order of the channels, x's type the result's."""
     rows = rows_of(x)
     if bits == 8:
         padded = F.pad(rows, (0, weight.shape[1] - rows.shape[1]))
@@ -188,40 +182,12 @@ def linear_wna16(
         return out.view(*x.shape[:-1], len(weight))
     able = {"dequantized": True, "tile": True, "gemv": few(rows)}
     name = selection.choose("linear_wna16", "int4", shape_of(rows, weight), architecture(x.device), able)
-    if name == "dequantized" and dense_weight is not None and dense_scale is not None:
-        q, scale = quantize_fp8_per_token(rows)
-        out = fp8_rowwise(q, scale, dense_weight, dense_scale, bias, x.dtype)
-    else:
-        run = {"gemv": wna16.gemv, "tile": wna16.tile, "dequantized": wna16.dequantized}[name]
-        out = run(rows, weight, weight_scale, weight_zero, g_idx, bias, group_size)
+    run = {"gemv": wna16.gemv, "tile": wna16.tile, "dequantized": wna16.dequantized}[name]
+    out = run(rows, weight, weight_scale, weight_zero, g_idx, bias, group_size)
     return out.view(*x.shape[:-1], len(weight))
 
 
 # -- packing, and what is accepted -----------------------------------------------------------------------
-
-
-def pack_codes(weights: dict[int, Tensor], options: Mapping[str, Any]) -> dict[int | str, Tensor]:
-    """Codes of up to 4 bits, and the dense view where the site asks for it."""
-    packed: dict[int | str, Tensor] = dict(wna16.pack(weights, options).items())
-    if options.get("dense", "float") == "fp8":
-        columns = columns_of(weights, options)
-        value = reference.dequantize_wna16(
-            *(weights.get(i) for i in (wna16.WEIGHT, wna16.SCALE, wna16.ZERO, wna16.G_IDX)),  # type: ignore[arg-type]
-            bits=options["bits"],
-            group_size=options.get("group_size", 0),
-            columns=columns,
-        )
-        packed["dense_weight"], packed["dense_scale"] = reference.quantize_fp8_per_token(value)
-    return packed
-
-
-def columns_of(weights: Mapping[int, Tensor], options: Mapping[str, Any]) -> int:
-    """Input channels of a packed layer: exact with g_idx, else as many as its words or its groups hold."""
-    if wna16.G_IDX in weights:
-        return len(weights[wna16.G_IDX])
-    columns = weights[wna16.WEIGHT].shape[1] * WORD // options["bits"]
-    group = options.get("group_size", 0)
-    return min(columns, weights[wna16.SCALE].shape[1] * group) if group else columns
 
 
 def pack_bytes(weights: dict[int, Tensor], options: Mapping[str, Any]) -> dict[int, Tensor]:
@@ -277,13 +243,14 @@ def a_scale_a_row(weights: dict[int, Tensor]) -> bool:
 
 
 KERNELS = (
+    Kernel("grouped_mm", "grouped_mm", vendor.grouped_mm, supports_fp8, accepts=vendor.can_grouped_mm),
     Kernel("linear", "triton", linear, supports),
     Kernel("linear_w8a8", "triton", linear_w8a8, supports, accepts=groups_fit(2, 3, LEAST_GROUP[1])),
     Kernel("linear_w4a8", "triton", linear_w4a8, supports, pack_int4, accepts=int4_groups_fit),
     Kernel("linear_w8a16", "triton", linear_w8a16, supports, accepts=groups_fit(1, 2, LEAST_GROUP[2])),
     Kernel("linear_fp8_rowwise", "triton", linear_fp8_rowwise, supports_fp8),
     Kernel("linear_fp8", "triton", linear_fp8, supports_fp8, accepts=a_scale_a_row),
-    Kernel("linear_wna16", "triton", linear_wna16, supports, pack_codes, handles=up_to_4_bits),
+    Kernel("linear_wna16", "triton", linear_wna16, supports, wna16.pack, handles=up_to_4_bits),
     Kernel(
         "linear_wna16", "triton", linear_wna16, supports, pack_bytes, accepts=in_order, handles=eight_bits
     ),

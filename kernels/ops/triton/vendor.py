@@ -1,12 +1,13 @@
 """Linear layers by NVIDIA's libraries, through PyTorch: what is hardest to beat where arithmetic bounds.
 
 Float ones are ``F.linear`` itself. ``scaled_mm`` is E4M3 with a scale for each token and output channel, ``int_mm``
-int8.
+int8. ``grouped_mm`` is the product of experts in bfloat16, whose groups are read on the device.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 from torch import Tensor
 
@@ -53,3 +54,14 @@ def int_mm(
         BLOCK=REDUCED, X=U8, HAS=has(weight_scale, bias),
     )  # fmt: skip
     return out
+
+
+def can_grouped_mm(weights: dict[int, Tensor]) -> bool:
+    """CUTLASS's grouped products are bfloat16 of 16-byte rows."""
+    weight = weights.get(1)
+    return weight is not None and weight.dtype == torch.bfloat16 and not any(s % 8 for s in weight.shape[1:])
+
+
+def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """See ``reference.grouped_mm``. The reference asks the host how large groups are, which no CUDA graph can."""
+    return F.grouped_mm(x, weight, offs=offsets)

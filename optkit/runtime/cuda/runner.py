@@ -102,10 +102,13 @@ class GraphRunner(ModelRunner):
 
     @torch.inference_mode()
     def capture(self, buckets: Buckets) -> None:
-        """Capture graphs for every shape of ``buckets``, largest first, and use them from now on."""
+        """Capture graphs for every shape of ``buckets``, largest first, and use them from now on.
+
+        Without sampling filters a decode saves launches; a chunk takes so long that one graph serves both.
+        """
         self._graphs = {}
         for shape in buckets.shapes():
-            for filtered in (False, True):
+            for filtered in (False, True) if shape.is_decode else (True,):
                 self._capture_both(shape, filtered)
         self.buckets = buckets
 
@@ -202,7 +205,7 @@ class GraphRunner(ModelRunner):
             promise = WholePrompt() if whole else None
             return self._compute(layout.views(self._eager_inputs), has_filters(due), promise), count
         self.num_replays += 1
-        graph = self._last = self._graphs[shape, has_filters(due), whole]
+        graph = self._last = self._graphs[shape, has_filters(due) or not shape.is_decode, whole]
         self._send(graph.layout, arrays, graph.inputs)
         graph.replay()
         return graph.replay.output, count

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from optkit import kernels
+from optkit.errors import UserError
+from optkit.graph.lower import lower
 from optkit.kernels.triton import available
 from optkit.target import DATASHEETS
 
@@ -20,6 +22,7 @@ if not available():
 from optkit.kernels import reference
 from optkit.kernels.packed_codes import pack_codes
 from optkit.kernels.triton import gemv, linear, selection, tile, vendor, wna16
+from tests.graphs import captured
 from tests.kernels.test_wna16 import Layer
 from tests.kernels.triton.calls import close, poison, random
 
@@ -141,22 +144,6 @@ def test_codes_of_8_bits(group: int, asymmetric: bool) -> None:
         close(got, layer.expected(x)[0], 1e-4)
 
 
-def test_int4_codes_for_few_tokens_and_float8_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        selection, "winner", lambda op, stored, shape, arch: "gemv" if shape[0] <= 4 else "dequantized"
-    )
-    layer = Layer(k=192, n=16, group=64, asymmetric=True, act_order=True)
-    options = layer.options | {"dense": "fp8"}
-    packed = linear.pack_codes(layer.weights, options)
-    keywords: Mapping[str, Any] = options | {key: t for key, t in packed.items() if isinstance(key, str)}
-    for m, exact in ((3, True), (8, False)):
-        x = random(m, layer.k)
-        got = linear.linear_wna16(x, *(packed.get(i) for i in (1, 2, 3, 4)), None, **keywords)
-        close(got, layer.expected(x)[0], 1e-4 if exact else 0.05)
-        error = (got.double() - layer.expected(x)[0]).abs().max() / got.abs().max()
-        assert exact or error > 1e-4
-
-
 def test_what_is_split_along_k_is_the_same_sum() -> None:
     q, scale = reference.quantize_per_token(random(6, 1100))
     weight, weight_scale = int8(9, 1100)
@@ -212,3 +199,22 @@ def test_no_tokens() -> None:
     assert linear.linear(random(0, 64), random(6, 64)).shape == (0, 6)
     q, q_scale = reference.quantize_per_token(random(1, 64))
     assert linear.linear_w8a8(q[:0], q_scale[:0], weight, scale).shape == (0, 6)
+
+
+def test_experts_run_by_the_vendor_where_it_can() -> None:
+    """CUTLASS's product has a CPU version; the launch is the same."""
+    x, weight = random(10, 16, dtype=torch.bfloat16), random(3, 16, 24, dtype=torch.bfloat16)
+    ends = torch.tensor([4, 4, 10], dtype=torch.int32)
+    kernel = kernels.select("grouped_mm", H100, weights={1: weight})
+    assert kernel is not None
+    close(kernel.fn(x, weight, ends), reference.grouped_mm(x.double(), weight.double(), ends), 1e-2)
+    for target, refused in ((H100, weight.half()), (H100, weight[..., :4]), (A100, weight)):
+        assert kernels.select("grouped_mm", target, weights={1: refused}) is None
+
+
+def test_a_gpu_without_a_kernel_for_experts_is_an_error_before_anything_runs() -> None:
+    graph = captured("mixtral")
+    for weight in graph.weights.values():  # as there is no GPU to move them to
+        weight.value = weight.value.to("meta")
+    with pytest.raises(UserError, match="experts layers have a kernel"):
+        lower(graph, A100, device="cuda")

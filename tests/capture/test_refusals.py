@@ -1,0 +1,79 @@
+"""Models that cannot be captured, or were captured wrongly, are refused with the reason and never served."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from optkit.capture import boundary, capture
+from optkit.capture.export import check_capture
+from optkit.errors import UnsupportedModel
+from tests.architectures import tiny_config, tiny_model
+from tests.graphs import captured
+
+ONE = {"num_hidden_layers": 1}
+
+
+class DependsOnData(LlamaForCausalLM):
+    """Takes another way for other tokens, which no graph can."""
+
+    def forward(self, input_ids: Any, **options: Any) -> Any:
+        if input_ids.sum() > 100:
+            input_ids = input_ids + 1
+        return super().forward(input_ids, **options)
+
+
+class UnknownOp(LlamaForCausalLM):
+    """Ends in an op that optkit has no rule for."""
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        out = super().forward(*args, **options)
+        out.logits = torch.erfinv(out.logits.tanh())
+        return out
+
+
+@pytest.mark.parametrize(
+    ("model_class", "reason"),
+    [(DependsOnData, "torch.export can't trace it"), (UnknownOp, "the op aten.erfinv")],
+)
+def test_what_no_graph_can_say(model_class: Any, reason: str) -> None:
+    boundary.register()
+    config = tiny_config("llama", **ONE)
+    config._attn_implementation = boundary.NAME
+    with pytest.raises(UnsupportedModel, match=reason) as refusal:
+        capture(model_class(config))
+    assert refusal.value.where == "llama" and "\n" not in str(refusal.value)
+
+
+def test_no_attention_that_could_be_given_a_cache() -> None:
+    boundary.register()
+    with pytest.raises(UnsupportedModel, match="attention interface"):
+        capture(tiny_model("llama", attention=boundary.NAME, num_hidden_layers=0))
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rope_that_changes_with_the_length(kind: str) -> None:
+    model = tiny_model("llama", **ONE)
+    model.config.rope_parameters = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
+    with pytest.raises(UnsupportedModel, match=f"RoPE type '{kind}'"):
+        capture(model)
+
+
+def test_an_encoder_beside_the_decoder() -> None:
+    model = tiny_model("llama", **ONE)
+    model.config.is_encoder_decoder = True
+    with pytest.raises(UnsupportedModel, match="encoder-decoder"):
+        capture(model)
+
+
+@pytest.mark.parametrize("change", [1.5, float("nan")])
+def test_a_graph_that_is_not_the_model(change: float) -> None:
+    graph, model = captured("llama"), tiny_model("llama")
+    check_capture(graph, model)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[:, 3] *= change
+    with pytest.raises(UnsupportedModel, match="logits differ"):
+        check_capture(graph, model)
