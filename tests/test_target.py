@@ -6,10 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from optkit import target
+from optkit.artifact import Artifact
 from optkit.errors import UserError
+from optkit.records import RunRecord
 from optkit.target import DATASHEETS, Target, detect, get_target
+from tests.sample_artifact import real_artifact
 
 
 @pytest.fixture
@@ -82,3 +86,13 @@ def test_measured_ceilings_are_plausible() -> None:
     assert 1e8 < here.memory_bandwidth < 1e13
     assert 1e8 < here.fp32_flops < 1e15
     assert 1e8 < here.int8_ops < 1e16
+
+
+def test_an_artifact_for_a_gpu_says_what_to_do_where_there_is_none(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    recipe = "schema_version: 1\nname: r\ntarget: cuda-h100\npasses: {}\n"
+    artifact = Artifact.open(real_artifact(tmp_path / "a", tmp_path / "source", recipe, RunRecord([], None)))
+    with pytest.raises(UserError, match="cuda-h100 and this machine has no CUDA GPU") as error:
+        artifact.executable()
+    assert error.value.where == str(tmp_path / "a") and "on a machine with an NVIDIA GPU" in error.value.fix
