@@ -15,6 +15,7 @@ OPTKIT  := $(BIN)/optkit
 PIP     := $(BIN)/python -m pip --disable-pip-version-check --no-input -q
 INSTALL := $(PIP) install -c constraints.txt
 WITHIN   = $(if $(shell command -v timeout),timeout --foreground $(1))
+SHARED   = -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 # The constraints of a file, and of constraints.txt what that leaves open.
 OVER     = awk -F== 'NR == FNR {its[$$1]} NR == FNR || !($$1 in its)' $(1) constraints.txt
 SOURCES := $(shell find optkit passes kernels/ops recipes -name '*.py' -o -name '*.cpp' -o -name '*.yaml')
@@ -111,7 +112,7 @@ peers: artifact-verified
 # -- checking ----------------------------------------------------------------------------------------------
 
 test: $(VENV)/.test $(VENV)/.model
-	$(BIN)/python -m pytest -m 'not soak and not chaos' -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -m 'not soak and not chaos' $(SHARED) $(ARGS)
 
 # The oldest versions that are supported, in an environment of its own (6 GB); what they leave open is constraints.txt's.
 OLDEST := .oldest/bin/python -m pip --disable-pip-version-check --no-input -q install -c .oldest/constraints.txt
@@ -126,7 +127,7 @@ OLDEST := .oldest/bin/python -m pip --disable-pip-version-check --no-input -q in
 
 test-oldest: .oldest/.made
 	.oldest/bin/python -m pytest -m 'not soak and not chaos and not real_model' tests/graph tests/capture tests/passes \
-	    tests/kernels tests/formats tests/runtime $(ARGS)
+	    tests/kernels tests/formats tests/runtime $(SHARED) $(ARGS)
 
 soak: $(VENV)/.test $(VENV)/.model
 	$(call WITHIN,3h) $(BIN)/python -m pytest -m soak $(ARGS)

@@ -14,6 +14,9 @@ and gives zeros. What comes out for tokens behind the last sequence is not speci
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -121,6 +124,7 @@ def paged_attention(
     if q.device.type == "meta":
         return out
     starts, lengths = query_start.tolist(), seq_lens.tolist()
+    check_decode(len(q), starts)
     for s, length in enumerate(lengths):
         rows = slice(starts[s], starts[s + 1])
         if length:
@@ -128,6 +132,16 @@ def paged_attention(
             values = gather_kv(v_cache, block_tables[s], length)
             out[rows] = attend(q[rows], keys, values, scale, window, softcap)
     return out
+
+
+def check_decode(tokens: int, starts: Sequence[int]) -> None:
+    """Refuse a padded batch that kernels would take for a decode, since they know shapes alone.
+
+    Raises:
+        ValueError: no more tokens than sequences, and a sequence with several.
+    """
+    if tokens < len(starts) and any(end - start > 1 for start, end in pairwise(starts)):
+        raise ValueError(f"{tokens} tokens of {len(starts) - 1} sequences are a decode, and one has several")
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:

@@ -71,9 +71,10 @@ class Walk:
         same = {node.name: node for node in graph.fx.nodes if node.name in names}
         output = next(node for node in graph.fx.nodes if node.op == "output").args[0]
         segment = self.segment(graph, set(same.values()), output)
+        chosen = of_chosen_rows(self.graph)
         for window, values in list(zip(self.windows, self.live, strict=True))[:count]:
-            kept = {same[node.name]: value for node, value in values.items()}
             rows = torch.arange(every - 1, len(window), every)
+            kept = {same[n.name]: value[rows] if n in chosen else value for n, value in values.items()}
             yield segment.run(window, kept, rows)[output]
 
     def segment(self, graph: Graph, done: set[fx.Node], goal: fx.Node) -> Segment:
@@ -110,6 +111,16 @@ class Walk:
 def needed(node: fx.Node, done: set[fx.Node], current: fx.Node) -> bool:
     """Whether something that is not computed yet reads ``node``."""
     return node is current or any(user not in done for user in node.users)
+
+
+def of_chosen_rows(graph: Graph) -> set[fx.Node]:
+    """The calls that work on the rows with logits alone (``prune_rows``); a walk computes them for all."""
+    found: set[fx.Node] = set()
+    for node in graph.fx.nodes:
+        sources = node.all_input_nodes
+        if any(n in found or (n.op == "placeholder" and n.target == "logits_index") for n in sources):
+            found.add(node)
+    return found
 
 
 def ancestors(nodes: Mapping[fx.Node, Any]) -> set[fx.Node]:

@@ -113,3 +113,17 @@ def test_a_value_can_be_scaled_with_what_makes_it() -> None:
     walk.change(x, torch.full((64,), 0.5))
     for old, new in zip(before, walk.values(x), strict=True):
         assert torch.equal(new, old * 0.5)
+
+
+def test_it_finishes_on_some_rows_where_few_rows_are_computed() -> None:
+    """After ``prune_rows`` the end of the graph works on chosen rows; a walk that stands there has them all."""
+    graph = fused("llama")
+    apply(graph, "prune_rows")
+    walk = Walk(graph, WINDOWS, TARGET)
+    every = 3
+    expected = [dense(graph, torch.tensor(window), TARGET)[every - 1 :: every] for window in WINDOWS]
+    for x in inputs(graph):
+        for _ in walk.values(x):
+            pass
+        for logits, whole in zip(walk.finish(graph, every=every), expected, strict=True):
+            torch.testing.assert_close(logits, whole, atol=1e-4, rtol=1e-4)

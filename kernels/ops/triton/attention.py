@@ -135,7 +135,8 @@ class Call:
     def prompts(self, skip_single: bool) -> None:
         """Sequences of any number of new tokens; without those of one with ``skip_single``."""
         tokens, sequences = self.q.shape[0], self.seq_lens.shape[0]
-        config = self.tile_config(-(-tokens // sequences) * self.group)
+        # how tokens are shared out is known on the device alone; beside decodes one prompt has nearly all
+        config = self.tile_config((tokens - sequences + 1) * self.group)
         blocks = tokens // (config.tile[0] // self.group) + sequences
         splits = 1 if skip_single else self.splits(blocks, config.tile[1])
         self.tiles(config, blocks, splits, tokens, single=False, skip_single=skip_single)

@@ -2,9 +2,10 @@
 
 Two kinds of steps are captured. *Decodes*, one token a sequence: a graph for each of a few batch sizes, chosen by
 dynamic programming over how often each size occurs and what it was measured to cost (``optkit.graph.buckets``).
-*Chunks*, any other mix: a graph for each of a few token counts, twice: for one prompt alone, which is what a first
-token waits for, and for as many sequences as may run. What fits no graph runs eagerly: there the device is busy for
-longer than the host takes to launch.
+*Chunks*, any other mix: a graph for each of some token counts, twice: for one prompt alone, which is what a first
+token waits for, and for as many sequences as may run, though always fewer than tokens. Four counts an octave, so that
+padding adds a tenth to a prompt and not a half. What fits no graph runs eagerly: there the device is busy for longer
+than the host takes to launch.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 from optkit.graph.buckets import choose_buckets
 from optkit.runtime.cuda.layout import StepShape
 
-CHUNK_TOKENS = (128, 256, 512, 1024, 2048)
+CHUNK_TOKENS = (128, 192, *range(256, 513, 64), *range(640, 1025, 128), *range(1280, 2049, 256))
 MAX_DECODE_BUCKETS = 12
 
 
@@ -39,14 +40,18 @@ class Buckets:
             size = at_least(self.decodes, sequences)
             return StepShape(size, size, self.blocks) if size else None
         size = at_least(self.chunks, tokens)
-        width = 1 if sequences == 1 else self.max_sequences
-        return StepShape(size, width, self.blocks) if size else None
+        if size is None:
+            return None
+        return StepShape(size, 1 if sequences == 1 else self.width(size), self.blocks)
+
+    def width(self, tokens: int) -> int:
+        """Sequences of a chunk of ``tokens`` tokens, at most: as many tokens as sequences would be a decode."""
+        return min(self.max_sequences, tokens - 1)
 
     def shapes(self) -> list[StepShape]:
         """All of them, largest first: a later capture fits into the memory of an earlier one."""
         decodes = [StepShape(n, n, self.blocks) for n in self.decodes]
-        widths = {1, self.max_sequences}
-        chunks = [StepShape(n, width, self.blocks) for n in self.chunks for width in widths]
+        chunks = [StepShape(n, width, self.blocks) for n in self.chunks for width in {1, self.width(n)}]
         return sorted({*decodes, *chunks}, reverse=True)
 
 
@@ -58,7 +63,13 @@ def at_least(sizes: Sequence[int], wanted: int) -> int | None:
 
 def chunk_sizes(max_tokens: int) -> tuple[int, ...]:
     """Token counts of chunk graphs: as far as a step may be large, and no further than pays."""
-    return (*(size for size in CHUNK_TOKENS if size < max_tokens), min(max_tokens, CHUNK_TOKENS[-1]))
+    sizes = (*(size for size in CHUNK_TOKENS if size < max_tokens), min(max_tokens, CHUNK_TOKENS[-1]))
+    return tuple(size for size in sizes if size > 1)  # one token is a decode
+
+
+def most_graphs(max_tokens: int) -> int:
+    """Graphs that may be captured: decodes with and without sampling filters, chunks of one and of many sequences."""
+    return 2 * (MAX_DECODE_BUCKETS + len(chunk_sizes(max_tokens)))
 
 
 def likely_batches(max_sequences: int) -> dict[int, float]:

@@ -21,11 +21,19 @@ from torch import Tensor
 
 @dataclass(frozen=True, order=True)
 class StepShape:
-    """What a bucket holds: tokens, sequences, and blocks of the longest sequence. Each sequence may get logits."""
+    """What a bucket holds: tokens, sequences, and blocks of the longest sequence. Each sequence may get logits.
+
+    As many tokens as sequences are a decode, one token each, to kernels too (``reference.paged_attention``). Anything
+    else has room for more tokens than sequences.
+    """
 
     tokens: int
     sequences: int
     blocks: int
+
+    @property
+    def is_decode(self) -> bool:
+        return self.tokens == self.sequences
 
 
 # name: (type, dimensions, what padding is)

@@ -100,11 +100,14 @@ class GraphRunner(ModelRunner):
 
     @torch.inference_mode()
     def capture(self, buckets: Buckets) -> None:
-        """Capture graphs for every shape of ``buckets``, largest first, and use them from now on."""
+        """Capture graphs for every shape of ``buckets``, largest first, and use them from now on.
+
+        Without sampling filters a decode saves launches; a chunk takes so long that one graph serves both.
+        """
         self._graphs = {
             (shape, filtered): self._capture(shape, filtered)
             for shape in buckets.shapes()
-            for filtered in (False, True)
+            for filtered in ((False, True) if shape.is_decode else (True,))
         }
         self.buckets = buckets
 
@@ -189,7 +192,7 @@ class GraphRunner(ModelRunner):
             self._send(layout, arrays, self._eager_inputs)
             return self._compute(layout.views(self._eager_inputs), has_filters(due)), count
         self.num_replays += 1
-        graph = self._last = self._graphs[shape, has_filters(due)]
+        graph = self._last = self._graphs[shape, has_filters(due) or not shape.is_decode]
         self._send(graph.layout, arrays, graph.inputs)
         graph.replay()
         return graph.replay.output, count

@@ -14,7 +14,7 @@ from optkit.errors import UserError
 from optkit.kernels import reference
 from optkit.runtime.ahead import AheadEngine
 from optkit.runtime.cost_model import CostModel
-from optkit.runtime.cuda.buckets import Buckets, chunk_sizes, decode_sizes, likely_batches
+from optkit.runtime.cuda.buckets import Buckets, chunk_sizes, decode_sizes, likely_batches, most_graphs
 from optkit.runtime.cuda.device import Device
 from optkit.runtime.cuda.layout import StepShape
 from optkit.runtime.cuda.runner import GraphRunner, Sampler
@@ -24,7 +24,7 @@ from optkit.runtime.offload import SlotStore
 from optkit.runtime.runner import Executable
 from optkit.runtime.scheduler import Proposer, SchedulerConfig
 
-GRAPH_BYTES = 256 << 20  # what captured graphs take besides their tensors, and fragmentation
+GRAPH_BYTES = 8 << 20  # what a captured graph takes besides its tensors, and fragmentation
 Progress = Callable[[str], None]
 
 
@@ -43,7 +43,8 @@ def kv_cache_bytes(
     free, total = device.free_memory()
     trial = GraphRunner(model, 1, limits.block_size, device, largest_step(limits))
     step = device.peak_bytes(trial.run_largest)
-    left = int(total * gpu_memory_utilization) - (total - free) - 2 * step - GRAPH_BYTES
+    graphs = GRAPH_BYTES * most_graphs(limits.max_num_batched_tokens)
+    left = int(total * gpu_memory_utilization) - (total - free) - 2 * step - graphs
     need = 2 * block_bytes(model.kv_specs, limits.block_size)
     if left < need:
         raise UserError(

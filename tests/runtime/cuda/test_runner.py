@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from optkit.graph.lower import Executable, lower
 from optkit.runtime.ahead import AheadEngine
-from optkit.runtime.cuda.buckets import Buckets, chunk_sizes, decode_sizes, likely_batches
+from optkit.runtime.cuda.buckets import Buckets, chunk_sizes, decode_sizes, likely_batches, most_graphs
 from optkit.runtime.cuda.device import HostDevice, Replay
 from optkit.runtime.cuda.layout import Layout, StepShape
 from optkit.runtime.cuda.runner import GraphRunner
@@ -82,6 +86,7 @@ def test_buckets_fit_the_smallest_graph_and_leave_the_rest_eager() -> None:
     assert buckets.fit(129, 2, 0) == StepShape(512, 8, 16)
     assert buckets.fit(513, 1, 1) is None
     assert buckets.fit(10, 1, 5) is None  # logits of a whole prompt
+    assert replace(buckets, max_sequences=256).fit(100, 2, 2) == StepShape(128, 127, 16)
     assert buckets.shapes()[0] == StepShape(512, 8, 16)
     assert buckets.shapes() == sorted(buckets.shapes(), reverse=True)
 
@@ -91,8 +96,34 @@ def test_decode_sizes_serve_every_batch_with_few_graphs() -> None:
     assert sizes[-1] == 64 and len(sizes) <= 6
     assert 16 in sizes  # up to there a larger batch costs nothing
     assert decode_sizes({1: 1.0}, lambda n: 1.0) == (1,)
-    assert chunk_sizes(600) == (128, 256, 512, 600)
-    assert chunk_sizes(8192)[-1] == 2048
+    assert chunk_sizes(600) == (128, 192, 256, 320, 384, 448, 512, 600)
+    assert chunk_sizes(8192)[-1] == 2048 and chunk_sizes(1) == () and chunk_sizes(2) == (2,)
+    assert all(after <= 1.5 * before for before, after in pairwise(chunk_sizes(8192)))
+
+
+@given(st.integers(1, 300), st.integers(1, 300), st.integers(1, 600))
+def test_only_decodes_have_the_shape_of_one(tokens: int, sequences: int, most: int) -> None:
+    """Kernels see shapes alone: a padded chunk with no more tokens than sequences would lose all but one of each."""
+    sequences = min(tokens, sequences)
+    buckets = Buckets(tuple(range(1, 301)), chunk_sizes(most), 300, 4)
+    shape = buckets.fit(tokens, sequences, sequences)
+    if shape is not None:
+        assert shape.is_decode == (tokens == sequences)
+        assert shape.tokens >= tokens and shape.sequences >= sequences and shape in buckets.shapes()
+    else:
+        assert tokens > min(most, 2048)
+
+
+def test_more_sequences_may_run_than_a_chunk_has_tokens(caplog: pytest.LogCaptureFixture) -> None:
+    """The reference refuses a decode in which a sequence has several tokens, as kernels would mistake it for one."""
+    config = replace(CONFIG, max_num_seqs=8, max_num_batched_tokens=8)
+    plain = Engine(ModelRunner(model(), config.num_blocks, config.block_size), config)
+    ahead = ahead_engine(config, Buckets((8,), (4, 8), 8, largest_step(config).blocks), Recorder())
+    asked = prompts(8)
+    assert ahead.generate(asked, GREEDY) == plain.generate(asked, GREEDY)
+    assert ahead.stats().graph_replays > 0
+    failed = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert not failed  # each would have been tried again by itself
 
 
 def test_padding_is_what_no_kernel_acts_on_and_nothing_old_is_left() -> None:
@@ -170,7 +201,8 @@ def test_a_small_pool_preempts_and_changes_no_token() -> None:
 def test_kv_gets_what_weights_and_the_largest_step_leave() -> None:
     device = HostDevice(memory=(900 << 20, 1 << 30))
     left = kv_cache_bytes(model(), CONFIG, device, 0.9)
-    assert left == int(0.9 * (1 << 30)) - ((1 << 30) - (900 << 20)) - (256 << 20)
+    graphs = (8 << 20) * most_graphs(CONFIG.max_num_batched_tokens)
+    assert left == int(0.9 * (1 << 30)) - ((1 << 30) - (900 << 20)) - graphs
     assert sized(model(), CONFIG, left).num_blocks > CONFIG.num_blocks
 
 
@@ -195,7 +227,8 @@ def test_a_loaded_engine_takes_what_the_gpu_has_left_unless_told() -> None:
     recipe = load_recipe("ttft-h100", ["runtime.max_num_batched_tokens=64", "runtime.max_num_seqs=4"])
     gpu = HostDevice(memory=(700 << 20, 1 << 30))
     given = with_kv_bytes(model(), recipe, {"gpu_memory_utilization": 0.8}, gpu)
-    assert given["kv_cache_bytes"] == int(0.8 * (1 << 30)) - (324 << 20) - (256 << 20)
+    graphs = (8 << 20) * most_graphs(64)
+    assert given["kv_cache_bytes"] == int(0.8 * (1 << 30)) - (324 << 20) - graphs
     assert with_kv_bytes(model(), recipe, {"kv_cache_bytes": 1 << 20}, gpu)["kv_cache_bytes"] == 1 << 20
     config = scheduler_config(model(), recipe, {"kv_cache_bytes": 1 << 20, "max_model_len": 64})
     engine = make_engine(model(), config, gpu, None, None, CostModel())
