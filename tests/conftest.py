@@ -16,12 +16,21 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)  # tiny matrices are faster without handing work over, and much so on a busy machine
 
 
+CAPTURING = tuple(f"tests/{folder}/" for folder in ("capture", "formats", "graph", "passes"))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """In several processes a file's tests share one, for its fixtures; those of the real model do, for its cache."""
+    """Of several processes one has all tests that capture the same models, one those of the embedded model."""
     if config.pluginmanager.hasplugin("xdist"):
         for item in items:
-            real = item.get_closest_marker("real_model")
-            item.add_marker(pytest.mark.xdist_group("real_model" if real else item.nodeid.split("::")[0]))
+            item.add_marker(pytest.mark.xdist_group(group(item)))
+
+
+def group(item: pytest.Item) -> str:
+    """Tests of a group share a process, and what is made once in it; others do by file, for their fixtures."""
+    if item.get_closest_marker("real_model"):
+        return "embedded model"
+    return "captured" if item.nodeid.startswith(CAPTURING) else item.nodeid.split("::")[0]
 
 
 @pytest.fixture(autouse=True)
