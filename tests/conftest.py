@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,21 +17,23 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)  # tiny matrices are faster without handing work over, and much so on a busy machine
 
 
-CAPTURING = tuple(f"tests/{folder}/" for folder in ("capture", "formats", "graph", "passes"))
+CAPTURING = ("tests/capture/", "tests/formats/", "tests/graph/", "tests/passes/")
+EMBEDDED = ("tests/test_model_source.py", "tests/test_real_model.py", "tests/serve/test_tokenizer.py")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of several processes one has all tests that capture the same models, one those of the embedded model."""
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            item.add_marker(pytest.mark.xdist_group(group(item)))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Of several processes one has all tests that capture the same models, or convert the embedded one.
 
+    The other tests are shared out by file, for their fixtures.
+    """
+    from xdist.scheduler import LoadScopeScheduling
 
-def group(item: pytest.Item) -> str:
-    """Tests of a group share a process, and what is made once in it; others do by file, for their fixtures."""
-    if item.get_closest_marker("real_model"):
-        return "embedded model"
-    return "captured" if item.nodeid.startswith(CAPTURING) else item.nodeid.split("::")[0]
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "models" if nodeid.startswith(CAPTURING + EMBEDDED) else nodeid.split("::")[0]
+
+    return ByFile(config, log)
 
 
 @pytest.fixture(autouse=True)
