@@ -16,6 +16,7 @@ from optkit.checkpoint_tensors import constants
 from optkit.code_tier import cached_tier, copy_to
 from optkit.graph import forms
 from optkit.graph.ir import Graph
+from optkit.graph.precision import compute_dtype
 from optkit.graph.serialize import graph_to_json
 from optkit.hf_layout import write_model
 from optkit.model_source import ModelSource
@@ -65,7 +66,8 @@ def write_artifact(
             (internal / name).write_text(text, "utf-8")
         write_manifest(directory, manifest(source, recipe, run, environment))
         if target.kind == "cpu" or torch.cuda.is_available():
-            artifact_check.check_reopened(directory, graph, target)
+            dtype = compute_dtype(recipe.runtime.compute_dtype)
+            artifact_check.check_reopened(directory, graph, target, dtype)
 
 
 def manifest(

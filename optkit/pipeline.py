@@ -45,7 +45,12 @@ from optkit.states import States, compiler_digest, state_key
 from optkit.target import Target, present_target
 from optkit.version import VERSION
 
-EXACT_BOUNDS = Accept(max_kld=1e-6, min_top1=0.999)
+# Of passes that change no number but its rounding, by the type that the target computes in.
+EXACT_BOUNDS = {
+    "float32": Accept(max_kld=1e-6, min_top1=0.999),
+    "float16": Accept(max_kld=1e-4, min_top1=0.99),
+    "bfloat16": Accept(max_kld=2e-3, min_top1=0.97),
+}
 EXACT_TOKENS, PASS_TOKENS, FINAL_TOKENS = 512, 4096, 20480
 
 
@@ -141,7 +146,8 @@ class Pipeline:
         record.changed, record.stats, record.exact = result.changed, result.stats, optimization.exact
         if PLAN in candidate.plan and not self.compile(candidate, record):
             return graph, record.to_dict()
-        bounds = bounds_for(self.counts_as_exact(record), resolved.entry.accept, self.recipe.accept)
+        exact = EXACT_BOUNDS[self.computed_in] if self.counts_as_exact(record) else None
+        bounds = bounds_for(exact, resolved.entry.accept, self.recipe.accept)
         self.measure(record, graph, candidate)
         kept, reason = decide(bounds, Evidence.of(record))
         record.decided("kept" if kept else "rolled back", reason)
@@ -163,8 +169,16 @@ class Pipeline:
     def lower(self, graph: Graph) -> Executable:
         """``graph`` for the target, with its compiled layers."""
         self.ensure_code(graph)
-        dtype = compute_dtype(self.recipe.runtime.compute_dtype)
-        return lower(graph, self.target, dtype=dtype, code=find_code(graph, self.target))
+        return lower(graph, self.target, dtype=self.dtype, code=find_code(graph, self.target))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What a GPU computes in."""
+        return compute_dtype(self.recipe.runtime.compute_dtype)
+
+    @property
+    def computed_in(self) -> str:
+        return "float32" if self.target.kind == "cpu" else self.recipe.runtime.compute_dtype
 
     def ensure_code(self, graph: Graph) -> None:
         """Compiled code is a part of a finished step that is kept apart from it, and may be gone."""
@@ -272,7 +286,7 @@ class Pipeline:
         models = {form: candidate.at(size) for form, size in judged.items()} or {"": candidate}
         tokenizer = load_tokenizer(str(self.source.directory))
         windows = evaluation_windows(tokenizer, tokens, self.window_length())
-        reference = RuntimeLogits(lower(self.fast_reference(), self.target), block_size)
+        reference = RuntimeLogits(lower(self.fast_reference(), self.target, dtype=self.dtype), block_size)
         candidates = {form: RuntimeLogits(model, block_size) for form, model in models.items()}
         reports = compare_many(reference, candidates, windows)
         return {form: report.to_dict() for form, report in reports.items()}
@@ -387,8 +401,8 @@ def step_of(resolved: ResolvedPass) -> list[Any]:
     return [resolved.entry.name, resolved.config.model_dump(), resolved.entry.accept.model_dump(), text]
 
 
-def bounds_for(exact: bool, own: Accept, recipe: Accept) -> Accept:
-    """A pass's bounds: its own, then the recipe's; an exact pass has a tight numeric bound besides.
+def bounds_for(exact: Accept | None, own: Accept, recipe: Accept) -> Accept:
+    """A pass's bounds: its own, then the recipe's; an exact pass has the tight numeric ones of ``exact`` besides.
 
     After a quantizer was kept no pass counts as exact: a last-bit difference flips roundings downstream, and the
     noise is as large as the quantizer's own. Such a pass is held to the recipe's bounds against the source model.
@@ -396,10 +410,10 @@ def bounds_for(exact: bool, own: Accept, recipe: Accept) -> Accept:
     values = recipe.model_dump(exclude={"min_speedup", "max_memory_bytes"}) | own.model_dump(
         exclude_none=True
     )
-    if exact:
-        tight = EXACT_BOUNDS.max_kld or 0.0
+    if exact is not None:
+        tight = exact.max_kld or 0.0
         values["max_kld"] = min(tight, tight if values["max_kld"] is None else values["max_kld"])
-        values["min_top1"] = max(EXACT_BOUNDS.min_top1 or 0.0, values["min_top1"] or 0.0)
+        values["min_top1"] = max(exact.min_top1 or 0.0, values["min_top1"] or 0.0)
     return Accept(**values)
 
 

@@ -7,12 +7,14 @@ replaces the layers that read an activation, and what comes after sees their err
 computed, so the last layer's MLP is not run for the sake of its attention.
 
 A walk can be put aside (``state``) and taken up again in another process (``restore``): everything not in the state is
-recomputed from what is. Kernels are the runtime's, so an activation is what serving will see.
+recomputed from what is. Kernels are the runtime's, so an activation is what serving will see; on a GPU it is computed
+there, in float32, and comes back to the host, where weights and the passes' mathematics are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,24 +41,25 @@ class Walk:
 
     def __init__(self, graph: Graph, windows: Sequence[Sequence[int]], target: Target | None) -> None:
         self.graph, self.target = graph, target
+        self.device = torch.device("cpu" if target is None else target.device)
         self.windows = [torch.tensor(window, dtype=torch.int64) for window in windows]
         self.live: list[dict[fx.Node, Tensor]] = [{} for _ in self.windows]
         self.done: set[fx.Node] = set()
 
     def values(self, node: fx.Node) -> Iterator[Tensor]:
-        """Go on to ``node`` and yield its value [T, ...] for each window; the whole iterator must be used up.
+        """Go on to ``node`` and yield its value [T, ...] on the host for each window; use up the whole iterator.
 
         The value stays available until the readers it has now are computed.
         """
         if node in self.done:
             for values in self.live:
-                yield values[node]
+                yield values[node].cpu()
             return
         segment = self.segment(self.graph, self.done, node)
         kept = [n for n in [*self.live[0], *segment.results] if needed(n, self.done | segment.computed, node)]
         for window, values in zip(self.windows, self.live, strict=True):
             values |= segment.run(window, values)
-            yield values[node]
+            yield values[node].cpu()
             for stale in set(values) - set(kept):
                 del values[stale]
         self.done |= segment.computed
@@ -75,7 +78,7 @@ class Walk:
         for window, values in list(zip(self.windows, self.live, strict=True))[:count]:
             rows = torch.arange(every - 1, len(window), every)
             kept = {same[n.name]: value[rows] if n in chosen else value for n, value in values.items()}
-            yield segment.run(window, kept, rows)[output]
+            yield segment.run(window, kept, rows)[output].cpu()
 
     def segment(self, graph: Graph, done: set[fx.Node], goal: fx.Node) -> Segment:
         return Segment(graph, done, goal, self.target, max(map(len, self.windows)))
@@ -83,14 +86,14 @@ class Walk:
     def change(self, node: fx.Node, factor: Tensor) -> None:
         """Multiply a value that was computed, where what makes it was changed to give that."""
         for values in self.live:
-            values[node] = values[node] * factor
+            values[node] = values[node] * factor.to(self.device)
 
     # -- putting it aside ----------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Tensor]:
         """Everything needed to go on later: tensors by ``window.node``."""
         return {
-            f"{index}.{node.name}": value
+            f"{index}.{node.name}": value.cpu()
             for index, values in enumerate(self.live)
             for node, value in values.items()
         }
@@ -100,7 +103,7 @@ class Walk:
         by_name = {node.name: node for node in self.graph.fx.nodes}
         for key, value in state.items():
             index, _, name = key.partition(".")
-            self.live[int(index)][by_name[name]] = value
+            self.live[int(index)][by_name[name]] = value.to(self.device)
         self.done = ancestors(self.live[0])
 
     def num_bytes(self) -> int:
@@ -176,6 +179,7 @@ class Segment:
         self.results = [n for n in order if needed(n, after, goal) and not pieces(n)]
         self.inputs = list(dict.fromkeys(i for n in order for i in n.all_input_nodes if i in done))
         self.specs = graph.meta.kv_specs
+        self.device = torch.device("cpu" if target is None else target.device)
         self.model = self.lowered(graph, order, target, tokens)
         self.pools: dict[str, Tensor] = {}
 
@@ -192,18 +196,22 @@ class Segment:
             if copies[node].meta.get("kernel") == "reference":  # attention, before a pass has chosen
                 del copies[node].meta["kernel"]  # the fastest there is, which differs in rounding only
         part.output(tuple(copies[node] for node in self.results))
-        weights = {str(n.target): graph.weights[str(n.target)] for n in copies if n.op == "get_attr"}
-        whole = Graph(part, dict(weights), graph.meta)
-        return lower(forms.at(whole, tokens), target, programs=False, consume=True)
+        names = {str(n.target) for n in copies if n.op == "get_attr"}
+        weights = {
+            name: replace(graph.weights[name]) for name in names
+        }  # the graph's own stay where they are
+        whole = forms.at(Graph(part, weights, graph.meta), tokens)
+        return lower(whole, target, dtype=torch.float32, programs=False, consume=True)
 
     @torch.inference_mode()
     def run(
         self, window: Tensor, values: Mapping[fx.Node, Tensor], rows: Tensor | None = None
     ) -> dict[fx.Node, Tensor]:
         """The results for one window, given what was computed before; logits of ``rows``, or of all."""
-        inputs = dense_inputs([len(window)], window, ()) | self.kv_pools(len(window))
+        inputs = dense_inputs([len(window)], window, ())
         if rows is not None:
             inputs["logits_index"] = rows
+        inputs = {name: value.to(self.device) for name, value in inputs.items()} | self.kv_pools(len(window))
         inputs |= {f"value_{node.name}": values[node] for node in self.inputs}
         return dict(zip(self.results, self.model(inputs), strict=True))
 
@@ -215,10 +223,10 @@ class Segment:
             self.pools = {}
             for spec in self.specs:
                 if f"k_cache_{spec.layer}" in self.model.inputs:
-                    self.pools |= named_pools(spec, blocks)
+                    self.pools |= named_pools(spec, blocks, self.device)
         return self.pools
 
 
-def named_pools(spec: KVSpec, blocks: int) -> dict[str, Tensor]:
-    k, v = spec.pools(blocks, BLOCK_SIZE)
+def named_pools(spec: KVSpec, blocks: int, device: torch.device) -> dict[str, Tensor]:
+    k, v = spec.pools(blocks, BLOCK_SIZE, device)
     return {f"k_cache_{spec.layer}": k, f"v_cache_{spec.layer}": v}

@@ -24,14 +24,13 @@ def kernels() -> tuple[Kernel, ...]:
     """Rows for targets of kind ``cuda``, best first for each op."""
     if not available():
         return ()
-    from optkit.kernels.triton import attention, common, linear, pointwise, quantize, rope_kv, sampling, sdpa
+    from optkit.kernels.triton import attention, common, linear, pointwise, quantize, rope_kv, sampling
 
     common.use_private_cache()
     return (
         *linear.KERNELS,
         *pointwise.KERNELS,
         *quantize.KERNELS,
-        *sdpa.KERNELS,
         *attention.KERNELS,
         *rope_kv.KERNELS,
         *sampling.KERNELS,

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from optkit.kernels import Kernel
-from optkit.kernels.triton import common
+from optkit.kernels.triton import common, sdpa
 from optkit.kernels.triton.attention_kernels import attention_heads, attention_tiles, merge_splits
 from optkit.kernels.triton.common import Config, next_power_of_2, supports
 from optkit.kernels.triton.rope_kv import FLOAT, FORMATS, planes, with_unit_stride, write_kv
@@ -100,8 +100,10 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
 ) -> Tensor:
-    """See ``reference.paged_attention``. q may have any strides; k and v are not read."""
+    """See ``reference.paged_attention``. q may have any strides; k and v are read for whole prompts (``sdpa``) only."""
     q = with_unit_stride(q)
+    if sdpa.takes(q, k, v, k_cache.dtype, window, softcap):
+        return sdpa.dense(q, k, v, scale)
     out = torch.empty((q.shape[0], q.shape[1], v.shape[2]), dtype=q.dtype, device=q.device)
     tokens, sequences = q.shape[0], seq_lens.shape[0]
     if not tokens or not sequences:

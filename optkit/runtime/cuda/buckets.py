@@ -68,8 +68,9 @@ def chunk_sizes(max_tokens: int) -> tuple[int, ...]:
 
 
 def most_graphs(max_tokens: int) -> int:
-    """Graphs that may be captured: decodes with and without sampling filters, chunks of one and of many sequences."""
-    return 2 * (MAX_DECODE_BUCKETS + len(chunk_sizes(max_tokens)))
+    """Graphs that may be captured: decodes with and without sampling filters; chunks that are a whole prompt, the end
+    of one, or of many sequences."""
+    return 2 * MAX_DECODE_BUCKETS + 3 * len(chunk_sizes(max_tokens))
 
 
 def likely_batches(max_sequences: int) -> dict[int, float]:

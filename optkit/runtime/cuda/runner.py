@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from optkit.kernels import reference
+from optkit.kernels.whole_prompt import WholePrompt, whole_prompt
 from optkit.runtime.cuda.buckets import Buckets
 from optkit.runtime.cuda.device import Device, Event, Replay
 from optkit.runtime.cuda.layout import MODEL_INPUTS, SAMPLING_INPUTS, Layout, StepShape, capacity
@@ -28,6 +29,7 @@ from optkit.runtime.sampler import BAD_LOGITS
 from optkit.runtime.types import PENDING, Batch, Failure, ScheduledSequence
 
 Sampler = Callable[..., Tensor]  # the signature of reference.sample
+GraphKey = tuple[StepShape, bool, bool]  # a shape, whether rows have filters, whether it is a whole prompt
 STEPS_IN_FLIGHT = 2
 
 
@@ -85,7 +87,7 @@ class GraphRunner(ModelRunner):
         self.gpu, self.largest, self.sample = device, largest, sample
         self.max_model_len = model.max_model_len
         self.buckets = Buckets((), (), largest.sequences, largest.blocks)
-        self._graphs: dict[tuple[StepShape, bool], Captured] = {}  # by shape, and whether rows have filters
+        self._graphs: dict[GraphKey, Captured] = {}
         size = capacity(largest)
         self._staging = itertools.cycle([Staging(device.pinned(size)) for _ in range(STEPS_IN_FLIGHT)])
         self._eager_inputs = torch.zeros(size, dtype=torch.uint8, device=self.device)
@@ -104,17 +106,16 @@ class GraphRunner(ModelRunner):
 
         Without sampling filters a decode saves launches; a chunk takes so long that one graph serves both.
         """
-        self._graphs = {
-            (shape, filtered): self._capture(shape, filtered)
-            for shape in buckets.shapes()
-            for filtered in ((False, True) if shape.is_decode else (True,))
-        }
+        self._graphs = {}
+        for shape in buckets.shapes():
+            for filtered in (False, True) if shape.is_decode else (True,):
+                self._capture_both(shape, filtered)
         self.buckets = buckets
 
     @torch.inference_mode()
     def measure(self, shape: StepShape, repeats: int = 5) -> float:
         """Seconds of a captured step of ``shape``, every sequence at its full length."""
-        captured = self._capture(shape, filtered=False)
+        captured, _ = self._capture(shape, filtered=False)
         packed = np.zeros(captured.layout.num_bytes, dtype=np.uint8)
         captured.layout.pack(full_step(shape, self.block_size, self.max_model_len), packed)
         captured.inputs.copy_(torch.from_numpy(packed))
@@ -129,7 +130,15 @@ class GraphRunner(ModelRunner):
         self._eager_inputs[: layout.num_bytes].copy_(torch.from_numpy(packed))
         self._compute(layout.views(self._eager_inputs), filtered=True)
 
-    def _capture(self, shape: StepShape, filtered: bool) -> Captured:
+    def _capture_both(self, shape: StepShape, filtered: bool) -> None:
+        """The graph of ``shape``; and one for whole prompts, where some kernel does another thing for them."""
+        alone = shape.sequences == 1 < shape.tokens
+        captured, differs = self._capture(shape, filtered, whole=alone)
+        self._graphs[shape, filtered, True] = captured
+        self._graphs[shape, filtered, False] = self._capture(shape, filtered)[0] if differs else captured
+
+    def _capture(self, shape: StepShape, filtered: bool, whole: bool = False) -> tuple[Captured, bool]:
+        """A graph; and whether it holds for nothing but whole prompts."""
         layout = Layout(shape, shape.sequences)
         inputs = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=self.device)
         empty = np.zeros(layout.num_bytes, dtype=np.uint8)
@@ -137,7 +146,9 @@ class GraphRunner(ModelRunner):
         inputs.copy_(torch.from_numpy(empty))
         views = layout.views(inputs)
         self.num_captures += 1
-        return Captured(layout, inputs, self.gpu.capture(lambda: self._compute(views, filtered)))
+        promise = WholePrompt() if whole else None
+        replay = self.gpu.capture(lambda: self._compute(views, filtered, promise))
+        return Captured(layout, inputs, replay), promise is not None and promise.used
 
     # -- running ---------------------------------------------------------------------------------------
 
@@ -185,14 +196,16 @@ class GraphRunner(ModelRunner):
             arrays["logits_index"] = np.array([batch.num_tokens - 1], dtype=np.int64)
         arrays |= sampling_inputs(due)
         tokens, (sequences, blocks) = batch.num_tokens, arrays["block_tables"].shape
+        whole = sequences == 1 and int(arrays["seq_lens"][0]) == tokens
         shape = self.buckets.fit(tokens, sequences, len(arrays["logits_index"]))
         if shape is None:
             self.num_eager += 1
             layout = Layout(StepShape(tokens, sequences, blocks), len(arrays["logits_index"]))
             self._send(layout, arrays, self._eager_inputs)
-            return self._compute(layout.views(self._eager_inputs), has_filters(due)), count
+            promise = WholePrompt() if whole else None
+            return self._compute(layout.views(self._eager_inputs), has_filters(due), promise), count
         self.num_replays += 1
-        graph = self._last = self._graphs[shape, has_filters(due) or not shape.is_decode]
+        graph = self._last = self._graphs[shape, has_filters(due) or not shape.is_decode, whole]
         self._send(graph.layout, arrays, graph.inputs)
         graph.replay()
         return graph.replay.output, count
@@ -204,14 +217,17 @@ class GraphRunner(ModelRunner):
         inputs[: layout.num_bytes].copy_(host, non_blocking=True)
         staging.copied = self.gpu.mark()
 
-    def _compute(self, views: Mapping[str, Tensor], filtered: bool) -> Tensor:
+    def _compute(
+        self, views: Mapping[str, Tensor], filtered: bool, promise: WholePrompt | None = None
+    ) -> Tensor:
         """One step from inputs on the device; the tokens it samples go to ``_sampled``."""
         source = views["source"]
         known = views["input_ids"]
         before = self._sampled[source.clamp_min(0)].clamp_min(0)  # a failed row gives a token like any other
         inputs = {name: views[name] for name in MODEL_INPUTS}
         inputs["input_ids"] = torch.where(source >= 0, before, known)
-        logits = self.model(inputs | self.kv_pools)
+        with whole_prompt(promise):
+            logits = self.model(inputs | self.kv_pools)
         tokens = self.sample(logits, *(views[name] for name in SAMPLING_INPUTS), filtered=filtered)
         self._sampled[: len(tokens)].copy_(tokens)
         return logits

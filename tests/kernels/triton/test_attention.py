@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from optkit import kernels
-from optkit.kernels.triton import attention, sdpa
-from optkit.target import DATASHEETS
+from optkit.kernels.triton import attention, sdpa, selection
+from optkit.kernels.whole_prompt import WholePrompt, whole_prompt
 from tests.kernels.triton.worlds import Shape, World, error, planar_write
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -125,25 +124,25 @@ def test_the_written_rows_are_what_is_attended() -> None:
     assert torch.equal(world.k_cache.nan_to_num(7.0), twin.k_cache.nan_to_num(7.0))
 
 
-def test_a_whole_prompt_by_the_vendor() -> None:
-    """Only where a site says that its steps are whole prompts; then with the same result as from the cache."""
-    target = DATASHEETS["cuda-h200"]
-    names = [
-        kernels.select(
-            "paged_attention", target, options={"kv_dtype": dtype, "first_chunk": True} | more
-        ).name
-        for dtype, more in (
-            ("bfloat16", {}),
-            ("int8", {}),
-            ("bfloat16", {"softcap": 30.0}),
-            ("bfloat16", {"window": 8}),
-        )
-    ]
-    assert names == ["sdpa", "triton", "triton", "triton"]
-    assert kernels.select("attention", target, options={"kv_dtype": "bfloat16"}).name == "triton"
+def test_a_whole_prompt_by_the_vendor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where the runtime promises one and the table says so; then with the same result as from the cache."""
     world = World(Shape(new=(17,), old=(0,), heads=2, kv_heads=1, dtype=torch.float16, pool=torch.float16))
-    world.call(attention.attention)
+    monkeypatch.setattr(selection, "winner", lambda *layer: "sdpa")
+    promise = WholePrompt()
+    with whole_prompt(promise):
+        assert error(world.call(attention.attention), world.expected()) < TOLERANCE[torch.float16]
+    assert promise.used
+    for shape, more in (
+        (Shape(new=(17,), old=(0,), pool=torch.int8, dtype=torch.float16), {}),
+        (Shape(new=(17,), old=(0,), softcap=30.0, dtype=torch.float16, pool=torch.float16), {}),
+        (Shape(new=(17,), old=(0,), window=8, dtype=torch.float16, pool=torch.float16), {}),
+        (Shape(new=(17,), old=(0,), dtype=torch.float16, pool=torch.float16), {"winner": "triton"}),
+    ):
+        monkeypatch.setattr(selection, "winner", lambda *layer, more=more: more.get("winner", "sdpa"))
+        promise, other = WholePrompt(), World(shape)
+        with whole_prompt(promise):
+            assert error(other.call(attention.attention), other.expected()) < 1e-2
+        assert not promise.used
     assert (
         error(sdpa.dense(world.q, world.k, world.v, world.scale), world.expected()) < TOLERANCE[torch.float16]
     )
-    assert error(world.call(sdpa.attention), world.expected()) < TOLERANCE[torch.float16]

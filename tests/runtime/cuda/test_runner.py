@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from optkit.graph.lower import Executable, lower
+from optkit.kernels.whole_prompt import promised
 from optkit.runtime.ahead import AheadEngine
 from optkit.runtime.cuda.buckets import Buckets, chunk_sizes, decode_sizes, likely_batches, most_graphs
 from optkit.runtime.cuda.device import HostDevice, Replay
@@ -235,3 +237,36 @@ def test_a_loaded_engine_takes_what_the_gpu_has_left_unless_told() -> None:
     assert isinstance(engine, AheadEngine)
     plain = Engine(ModelRunner(model(), config.num_blocks, config.block_size), config)
     assert engine.generate(prompts(3), GREEDY) == plain.generate(prompts(3), GREEDY)
+
+
+class Believing:
+    """The model, as if a kernel relied on what it is promised; it looks whether it may."""
+
+    def __init__(self) -> None:
+        self.model, self.believed, self.wondered = model(), 0, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def __call__(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        promise, lengths, counts = promised(), inputs["seq_lens"], inputs["query_start"].diff()
+        if promise is not None:
+            promise.used = True
+            assert len(lengths) == 1 and (lengths == counts).all()
+        single = len(lengths) == 1 and int(lengths[0]) == int(counts[0]) > 0
+        self.believed += promise is not None and single
+        self.wondered += promise is None and single and int(counts[0]) > 1
+        return self.model(inputs)
+
+
+def test_whole_prompts_have_graphs_of_their_own() -> None:
+    """Prompts alone from their first token on are told to kernels, others are not; the tokens are the same."""
+    config = replace(CONFIG, max_num_seqs=1)
+    plain, believing = Engine(ModelRunner(model(), config.num_blocks, config.block_size), config), Believing()
+    runner = GraphRunner(believing, config.num_blocks, config.block_size, HostDevice(), largest_step(config))
+    chunks = chunk_sizes(config.max_num_batched_tokens)
+    runner.capture(Buckets((1,), chunks, 1, runner.largest.blocks))
+    assert runner.num_captures == 2 * (1 + len(chunks))
+    ahead = AheadEngine(runner, config)
+    assert ahead.generate(prompts(6), GREEDY) == plain.generate(prompts(6), GREEDY)
+    assert believing.believed > 0 and believing.wondered == 0 and runner.num_eager == 0
