@@ -119,7 +119,11 @@ class Artifact:
         from optkit.mapped_pages import drop_mapped_pages
         from optkit.target import present_target
 
-        target = present_target(self.recipe.target)
+        target = present_target(
+            self.recipe.target,
+            where=str(self.directory),
+            fix="use it on a machine with an NVIDIA GPU; or optimize the model by a CPU recipe such as ttft-cpu",
+        )
         graph = self.graph()
         drop_mapped_pages(self.directory)
         code = find_code(graph, target, self.native, trust=trust_code)

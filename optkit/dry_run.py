@@ -22,13 +22,13 @@ from optkit.target import get_target
 
 def dry_run(model: str, recipe: Recipe, tell: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
     """The plan of ``recipe`` on ``model``: per pass its sites, skips and predicted seconds [before, after]."""
-    from optkit.capture import capture_directory
+    from optkit.planned import capture_planned
 
     resolved = recipe.resolve_passes()
     source = resolve(model, tell, weights=False)
     target = get_target(recipe.target)
     tell("capturing the model without weights")
-    graph = capture_directory(source.directory, weights=False)
+    graph = capture_planned(source.directory)
     points = workload_points(recipe)
     baseline = {point.label: predict_seconds(graph, point, target) for point in points}
     passes, previous = [], baseline

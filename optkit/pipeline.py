@@ -452,7 +452,7 @@ def optimize(
     artifact.check_output(out, force=force)
     source = resolve(model, tell)
     validate_checkpoint(source.directory)
-    target = present_target(recipe.target)
+    target = present_target(recipe.target, where=f"recipe {recipe.name}")
     graph, run = Pipeline(source, recipe, target, tell, final_tokens).run()
     tell(f"writing {out}")
     write_artifact(out, graph, source, recipe, run, target, environment(), force=force)

@@ -9,6 +9,7 @@ written aside and renamed, so a state is whole or absent. What was damaged since
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import shutil
@@ -116,14 +117,11 @@ def state_key(parts: Mapping[str, Any]) -> str:
 @cache
 def compiler_digest() -> str:
     """A hash of the sources that decide what a pipeline step produces; read once a process."""
-    import optkit.capture
-    import optkit.graph
-    import optkit.kernels
-    import optkit.passes
-
     digest = hashlib.sha256()
-    for package in (optkit.capture, optkit.graph, optkit.kernels, optkit.passes):
-        for file in sorted(Path(package.__path__[0]).rglob("*")):
+    for package in ("optkit.capture", "optkit.graph", "optkit.kernels", "optkit.passes"):
+        spec = importlib.util.find_spec(package)  # which imports nothing of it
+        assert spec is not None and spec.submodule_search_locations
+        for file in sorted(Path(spec.submodule_search_locations[0]).rglob("*")):
             if file.suffix in (".py", ".cpp", ".h"):
                 digest.update(file.read_bytes())
     return digest.hexdigest()

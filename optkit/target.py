@@ -96,8 +96,8 @@ def get_target(name: str) -> Target:
     return DATASHEETS[name]
 
 
-def present_target(name: str) -> Target:
-    """``get_target``, if this machine is one.
+def present_target(name: str, where: str | None = None, fix: str | None = None) -> Target:
+    """``get_target``, if this machine is one. ``where`` and ``fix`` are for the error: what asks for the target.
 
     Raises:
         UserError: it is a GPU's, and there is no CUDA GPU here.
@@ -108,7 +108,9 @@ def present_target(name: str) -> Target:
     if target.kind == "cuda" and not torch.cuda.is_available():
         raise UserError(
             f"it is for {target.name} and this machine has no CUDA GPU",
-            fix="optkit optimize --dry-run shows plan and predictions here; or use a CPU recipe such as ttft-cpu",
+            where=where,
+            fix=fix
+            or "optkit optimize --dry-run shows plan and predictions here; or use a CPU recipe such as ttft-cpu",
         )
     return target
 

@@ -20,6 +20,7 @@ from pydantic import Field
 from torch import Tensor, fx
 
 from optkit.calibration import Calibration
+from optkit.errors import UserError
 from optkit.graph.ir import Graph
 from optkit.graph.walk import Walk
 from optkit.kernels import reference
@@ -90,6 +91,20 @@ class FP8(LinearQuantization):
 
     def format_for(self, graph: Graph, node: fx.Node, name: str) -> WeightFormat | str:
         return Float8Format(self.config.scheme == "FP8")
+
+    def check(self, graph: Graph, ctx: PassContext) -> Plan:
+        """The layers to change.
+
+        Raises:
+            UserError: the target is a GPU without float8 units, where every product would be dequantized first.
+        """
+        if ctx.target.kind == "cuda" and not ctx.target.fp8_flops:
+            raise UserError(
+                f"{ctx.target.name} has no float8 units",
+                where="passes.fp8",
+                fix="use int8 in its place, or a target that has them, such as cuda-h100",
+            )
+        return super().check(graph, ctx)
 
     def apply(self, graph: Graph, plan: Plan, ctx: PassContext) -> PassResult:
         if self.config.scheme == "FP8_DYNAMIC" or graph.planned or not plan.sites:

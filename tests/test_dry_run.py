@@ -27,8 +27,9 @@ def config_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def captured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def captured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Every recipe is planned on the same graph: capturing takes longer than all the rest."""
+    monkeypatch.setenv("OPTKIT_CACHE", str(tmp_path / "cache"))
     from optkit import capture
 
     def once(directory: Path, *, weights: bool) -> Graph:

@@ -77,7 +77,8 @@ class Walk:
         chosen = of_chosen_rows(self.graph)
         for window, values in list(zip(self.windows, self.live, strict=True))[:count]:
             rows = torch.arange(every - 1, len(window), every)
-            kept = {same[n.name]: value[rows] if n in chosen else value for n, value in values.items()}
+            here = rows.to(self.device)
+            kept = {same[n.name]: value[here] if n in chosen else value for n, value in values.items()}
             yield segment.run(window, kept, rows)[output].cpu()
 
     def segment(self, graph: Graph, done: set[fx.Node], goal: fx.Node) -> Segment:

@@ -10,12 +10,15 @@ import torch
 from safetensors.torch import load_file
 
 from optkit.capture import capture_directory
+from optkit.errors import UserError
 from optkit.formats.modules import modules
 from optkit.graph.ir import Graph
 from optkit.graph.serialize import graph_to_json
 from optkit.graph.verify import verify
 from optkit.kernels import reference
-from optkit.passes.fp8 import quantize_fp8
+from optkit.passes.base import PassContext
+from optkit.passes.fp8 import FP8, FP8Config, quantize_fp8
+from optkit.target import DATASHEETS
 from tests.architectures import tiny_model
 from tests.graphs import TARGET, apply, captured, dense, random_ids
 from tests.test_stored_layers import transformers_logits, written
@@ -97,3 +100,9 @@ def test_transformers_loads_it(tmp_path: Path) -> None:
     error = (transformers_logits(tmp_path / "out") - expected).norm() / expected.norm()
     loss = (dense(captured("llama"), IDS) - expected).norm() / expected.norm()
     assert error < 0.5 * loss
+
+
+def test_a_gpu_without_float8_is_refused() -> None:
+    with pytest.raises(UserError, match="cuda-a100 has no float8"):
+        FP8(FP8Config()).check(captured("llama"), PassContext(DATASHEETS["cuda-a100"]))
+    assert FP8(FP8Config()).check(captured("llama"), PassContext(DATASHEETS["cuda-h100"])).sites

@@ -6,6 +6,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from optkit import kernels
 from optkit.graph.dense import dense_inputs
 from optkit.graph.ir import Graph
 from optkit.graph.lower import lower
@@ -137,7 +138,9 @@ def test_a_group_that_does_not_divide(options: dict[str, object]) -> None:
     assert len(plan.sites) == 12
 
 
-def test_no_kernel_for_the_target() -> None:
+def test_no_kernel_for_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert W4A8(W4A8Config()).check(captured("llama"), PassContext(DATASHEETS["cuda-h100"])).sites
+    monkeypatch.setattr(kernels, "table", lambda kind="cpu": ())
     plan = W4A8(W4A8Config()).check(captured("llama"), PassContext(DATASHEETS["cuda-h100"]))
     assert not plan.sites
     assert any("no int4 kernel on cuda-h100" in reason for reason in reasons(plan))

@@ -61,6 +61,28 @@ def linear_w8a8(
     return run(q, weight, scale, weight_scale, bias, out)
 
 
+def linear_w4a8(
+    q: Tensor,
+    scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    weight_minimum: Tensor | None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """See ``reference.linear_w4a8``; weight is int8 (``pack_int4``), twice the memory of its codes.
+
+    Minima meet sums of activations, which is a product with one column for each group.
+    """
+    groups = weight_scale.shape[1]
+    scale = scale.repeat_interleave(groups // scale.shape[1], dim=1)  # [T, G]
+    group = q.shape[1] // groups if groups > 1 else 0
+    out = tile.tile(q, weight, scale, weight_scale, bias, torch.float32, group=group)
+    if weight_minimum is None:
+        return out
+    sums = q.unflatten(1, (groups, -1)).sum(-1, dtype=torch.int32) - 128 * (q.shape[1] // groups)
+    return torch.addmm(out, sums * scale, weight_minimum.T)
+
+
 def linear_w8a16(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """See ``reference.linear_w8a16``; the result has the type of x."""
     return float_by_8_bits("linear_w8a16", "int8", x, weight, weight_scale, bias)
@@ -176,6 +198,19 @@ def pack_bytes(weights: dict[int, Tensor], options: Mapping[str, Any]) -> dict[i
     return {**weights, wna16.WEIGHT: codes}
 
 
+def pack_int4(weights: dict[int, Tensor], options: Mapping[str, Any]) -> dict[int, Tensor]:
+    """Codes of ``linear_w4a8`` as int8: as they are with minima, else less the code that stands for zero."""
+    codes = reference.unpack_int4(weights[2]).to(torch.int8)
+    codes = codes if 4 in weights else codes - reference.INT4_ZERO_POINT
+    return {2: codes} | {i: weights[i].to(torch.float32) for i in (3, 4) if i in weights}
+
+
+def int4_groups_fit(weights: dict[int, Tensor]) -> bool:
+    groups = weights[3].shape[1]
+    columns = weights[2].shape[1] * reference.INT4_PER_WORD
+    return groups == 1 or power_of_2(columns // groups, LEAST_GROUP[1])
+
+
 def up_to_4_bits(options: Mapping[str, Any]) -> bool:
     return options.get("bits") in (2, 3, 4)
 
@@ -211,6 +246,7 @@ KERNELS = (
     Kernel("grouped_mm", "grouped_mm", vendor.grouped_mm, supports_fp8, accepts=vendor.can_grouped_mm),
     Kernel("linear", "triton", linear, supports),
     Kernel("linear_w8a8", "triton", linear_w8a8, supports, accepts=groups_fit(2, 3, LEAST_GROUP[1])),
+    Kernel("linear_w4a8", "triton", linear_w4a8, supports, pack_int4, accepts=int4_groups_fit),
     Kernel("linear_w8a16", "triton", linear_w8a16, supports, accepts=groups_fit(1, 2, LEAST_GROUP[2])),
     Kernel("linear_fp8_rowwise", "triton", linear_fp8_rowwise, supports_fp8),
     Kernel("linear_fp8", "triton", linear_fp8, supports_fp8, accepts=a_scale_a_row),

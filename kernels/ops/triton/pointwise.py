@@ -7,6 +7,9 @@ Rows wider than ``MOST_COLUMNS`` run the reference.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +22,7 @@ from optkit.kernels.triton.common import (
     row_warps,
     rows_of,
     supports,
+    supports_fp8,
 )
 from optkit.kernels.triton.quantize import CODES, FORMATS, NONE, codes
 
@@ -232,19 +236,18 @@ def gelu_mul_quantize(gate_up: Tensor, fmt: str = "int8", approximate: str = "no
     return gated(gate, up, GATES[approximate], FORMATS[fmt])
 
 
-KERNELS = tuple(
-    Kernel(fn.__name__, "triton", fn, supports)
-    for fn in (
-        rms_norm,
-        add_rms_norm,
-        rms_norm_quantize,
-        add_rms_norm_quantize,
-        layer_norm,
-        silu_mul,
-        gelu_mul,
-        silu_mul_packed,
-        gelu_mul_packed,
-        silu_mul_quantize,
-        gelu_mul_quantize,
-    )
+def to_fp8(options: Mapping[str, Any]) -> bool:
+    return options.get("fmt") == "fp8"
+
+
+def to_int8(options: Mapping[str, Any]) -> bool:
+    return not to_fp8(options)
+
+
+PLAIN = (rms_norm, add_rms_norm, layer_norm, silu_mul, gelu_mul, silu_mul_packed, gelu_mul_packed)
+QUANTIZING = (rms_norm_quantize, add_rms_norm_quantize, silu_mul_quantize, gelu_mul_quantize)
+KERNELS = (
+    *(Kernel(fn.__name__, "triton", fn, supports) for fn in PLAIN),
+    *(Kernel(fn.__name__, "triton", fn, supports, handles=to_int8) for fn in QUANTIZING),
+    *(Kernel(fn.__name__, "triton", fn, supports_fp8, handles=to_fp8) for fn in QUANTIZING),
 )

@@ -7,7 +7,7 @@ mask keeps them from all others.
 
 cuDNN makes a plan for each shape at its first call, which takes tens of milliseconds: captured graphs have few shapes
 and warm up before they are captured. PyTorch's ``varlen_attn``, which would take several prompts, is FlashAttention-2,
-measured by others at half of cuDNN's speed on Hopper; several prompts go to Triton.
+which others measured at half of cuDNN's speed on Hopper; several prompts go to Triton.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOST_DIM = 256  # of a head, for the first two
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor, pool: torch.dtype, window: int, softcap: float) -> bool:
-    """Whether ``dense`` gives the attention of q [T, H, D] sooner: of a whole prompt whose cache rounds nothing."""
+    """Whether ``dense`` is to attend q [T, H, D]: a whole prompt, a cache that rounds nothing, and sooner done."""
     promise = promised()
     if promise is None or softcap or pool != q.dtype:
         return False

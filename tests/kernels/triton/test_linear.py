@@ -71,6 +71,23 @@ def test_w8a8_in_groups_and_other_types() -> None:
         close(linear.linear_w8a8(q, scale, weight, weight_scale, dtype="float16"), expected)
 
 
+@pytest.mark.parametrize("groups, activation_groups", [(1, 1), (4, 1), (4, 2), (4, 4)])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_w4a8(groups: int, activation_groups: int, symmetric: bool) -> None:
+    m, n, k = 5, 22, 128
+    q, scale = reference.quantize_per_token(random(m, k), k // activation_groups)
+    weights = {
+        2: reference.pack_int4(torch.randint(0, 16, (n, k), dtype=torch.uint8)),
+        3: torch.rand(n, groups).half(),
+    }
+    weights |= {} if symmetric else {4: random(n, groups).half()}
+    bias = random(n) if symmetric else None
+    assert kernels.select("linear_w4a8", A100, weights=weights).name == "triton"
+    packed = linear.pack_int4(weights, {})
+    expected = reference.linear_w4a8(q, scale, weights[2], weights[3], weights.get(4), bias).double()
+    close(linear.linear_w4a8(q, scale, packed[2], packed[3], packed.get(4), bias), expected, 1e-6)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_fp8(shape: tuple[int, int, int], dtype: torch.dtype, preferred: str) -> None:

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from optkit import kernels
 from optkit.kernels import reference
 from optkit.kernels.triton import available
+from optkit.target import DATASHEETS
 
 if not available():
     pytest.skip("Triton is not installed", allow_module_level=True)
@@ -168,3 +170,14 @@ def test_rows_too_wide_for_a_program_run_the_reference(monkeypatch: pytest.Monke
     monkeypatch.setattr(pointwise, "MOST_COLUMNS", 64)
     x = random(2, 65)
     assert torch.equal(pointwise.rms_norm(x, None, 1e-5), reference.rms_norm(x, None, 1e-5))
+
+
+def test_float8_needs_a_gpu_that_has_it() -> None:
+    for op in ("rms_norm_quantize", "add_rms_norm_quantize", "silu_mul_quantize", "gelu_mul_quantize"):
+        assert kernels.select(op, DATASHEETS["cuda-a100"], options={"fmt": "fp8"}) is None
+        for target, options in (
+            ("cuda-h100", {"fmt": "fp8"}),
+            ("cuda-a100", {"fmt": "int8"}),
+            ("cuda-a100", {}),
+        ):
+            assert kernels.select(op, DATASHEETS[target], options=options).name == "triton"
