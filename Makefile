@@ -15,7 +15,7 @@ OPTKIT  := $(BIN)/optkit
 PIP     := $(BIN)/python -m pip --disable-pip-version-check --no-input -q
 INSTALL := $(PIP) install -c constraints.txt
 WITHIN   = $(if $(shell command -v timeout),timeout --foreground $(1))
-SHARED   = -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+SHARED   = -n $(WORKERS) --no-loadscope-reorder
 # The constraints of a file, and of constraints.txt what that leaves open.
 OVER     = awk -F== 'NR == FNR {its[$$1]} NR == FNR || !($$1 in its)' $(1) constraints.txt
 SOURCES := $(shell find optkit passes kernels/ops recipes -name '*.py' -o -name '*.cpp' -o -name '*.yaml')

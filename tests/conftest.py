@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +17,23 @@ if not torch.cuda.is_available():
 torch.set_num_threads(1)  # tiny matrices are faster without handing work over, and much so on a busy machine
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """In several processes a file's tests share one, for its fixtures; those of the real model do, for its cache."""
-    if config.pluginmanager.hasplugin("xdist"):
-        for item in items:
-            real = item.get_closest_marker("real_model")
-            item.add_marker(pytest.mark.xdist_group("real_model" if real else item.nodeid.split("::")[0]))
+CAPTURING = ("tests/capture/", "tests/formats/", "tests/graph/", "tests/passes/")
+EMBEDDED = ("tests/test_model_source.py", "tests/test_real_model.py", "tests/serve/test_tokenizer.py")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Of several processes one has all tests that capture the same models, or convert the embedded one.
+
+    The other tests are shared out by file, for their fixtures.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "models" if nodeid.startswith(CAPTURING + EMBEDDED) else nodeid.split("::")[0]
+
+    return ByFile(config, log)
 
 
 @pytest.fixture(autouse=True)

@@ -83,6 +83,31 @@ def assert_same_logits(before: Graph, after: Graph, target: Target | None = None
         torch.testing.assert_close(logits, dense(before, prompt), **tolerance)
 
 
+def relative_error(value: Tensor, expected: Tensor) -> float:
+    return float((value - expected).norm() / expected.norm())
+
+
+def assert_kernels_agree(graph: Graph, before: Graph, kernel: str, share: float) -> None:
+    """This machine's kernels, dense and ragged, are off by less than ``share`` of what quantizing ``before`` lost."""
+    prompts = random_ids((29, 7, 41))
+    fast = lower(graph, TARGET)
+    assert any(name.startswith(kernel) for name in fast.kernels)
+    for prompt, ragged in zip(prompts, ragged_logits(fast, prompts), strict=True):
+        expected = dense(graph, prompt)
+        loss = relative_error(expected, dense(before, prompt))
+        assert relative_error(dense(graph, prompt, TARGET), expected) < share * loss
+        assert relative_error(ragged, expected) < share * loss
+
+
+def assert_one_layer_agrees(graph: Graph, op: Any) -> None:
+    """From equal inputs the kernel chosen here gives what the reference gives, up to float rounding."""
+    output = next(n for n in graph.fx.nodes if n.op == "output")
+    output.args = (next(graph.calls(op)),)
+    graph.prune()
+    (ids,) = random_ids([17])
+    torch.testing.assert_close(dense(graph, ids, TARGET), dense(graph, ids), atol=1e-5, rtol=1e-5)
+
+
 def assert_origins_invert(graph: Graph) -> None:
     """``Origin.build`` of what ``Origin.split`` gives is the weight, for every checkpoint weight."""
     for name, weight in graph.weights.items():

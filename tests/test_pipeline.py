@@ -26,7 +26,7 @@ from optkit.pipeline import PassFailed, Pipeline, optimize
 from optkit.recipe import Recipe, parse_recipe
 from optkit.records import RunRecord
 from optkit.states import States
-from tests.graphs import TARGET, captured, dense, random_ids
+from tests.graphs import TARGET, captured, dense, random_ids, relative_error
 from tests.model_directory import VOCABULARY, save_model
 
 HEAD = """
@@ -86,10 +86,6 @@ def transformers_logits(directory: Path, ids: Tensor) -> Tensor:
 
 def decisions(record: RunRecord) -> dict[str, str]:
     return {r.name: r.decision for r in record.passes}
-
-
-def relative_error(value: Tensor, expected: Tensor) -> float:
-    return float((value - expected).norm() / expected.norm())
 
 
 IDS = random_ids([31], VOCABULARY)[0]

@@ -7,10 +7,8 @@ import dataclasses
 import pytest
 import torch
 from pydantic import ValidationError
-from torch import Tensor
 
 from optkit.graph.ir import Graph
-from optkit.graph.lower import lower
 from optkit.graph.verify import verify
 from optkit.kernels import reference
 from optkit.passes.base import PassContext
@@ -21,6 +19,8 @@ from optkit.target import DATASHEETS
 from tests.graphs import (
     TARGET,
     apply,
+    assert_kernels_agree,
+    assert_one_layer_agrees,
     assert_origins_invert,
     captured,
     checked,
@@ -28,16 +28,12 @@ from tests.graphs import (
     dense,
     random_ids,
     reasons,
+    relative_error,
 )
-from tests.ragged import ragged_logits
 
 HEAD = "the output head stays in float (lm_head: false)"
 EXPERTS = "mixture-of-experts weights stay in float"
 LISTED = "on the ignore list"
-
-
-def relative_error(value: Tensor, expected: Tensor) -> float:
-    return float((value - expected).norm() / expected.norm())
 
 
 def quantized(name: str, **options: object) -> Graph:
@@ -68,25 +64,12 @@ def test_groups_are_closer_than_channels() -> None:
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 def test_kernels_agree_and_ragged_is_dense(name: str, group_size: int) -> None:
     """Between kernels a value may round to the next of 255 steps, so far less than quantizing itself."""
-    graph, before = quantized(name, group_size=group_size), captured(name)
-    prompts = random_ids((29, 7, 41))
-    fast = lower(graph, TARGET)
-    assert any(n.startswith("linear_w8a8") for n in fast.kernels)
-    for prompt, ragged in zip(prompts, ragged_logits(fast, prompts), strict=True):
-        expected, exact = dense(graph, prompt), dense(before, prompt)
-        loss = relative_error(expected, exact)
-        assert relative_error(dense(graph, prompt, TARGET), expected) < 0.3 * loss
-        assert relative_error(ragged, expected) < 0.3 * loss
+    graph = quantized(name, group_size=group_size)
+    assert_kernels_agree(graph, captured(name), "linear_w8a8", 0.3)
 
 
 def test_one_layer_is_the_same_in_every_kernel() -> None:
-    """From equal inputs the kernel chosen here gives what the reference gives, up to float rounding."""
-    graph = quantized("llama")
-    output = next(n for n in graph.fx.nodes if n.op == "output")
-    output.args = (next(graph.calls(reference.linear_w8a8)),)
-    graph.prune()
-    (ids,) = random_ids([17])
-    torch.testing.assert_close(dense(graph, ids, TARGET), dense(graph, ids), atol=1e-5, rtol=1e-5)
+    assert_one_layer_agrees(quantized("llama"), reference.linear_w8a8)
 
 
 def test_sites_and_skips_of_llama() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-import torch
 
 from optkit import kernels
 from optkit.graph.ir import Graph
@@ -19,7 +18,7 @@ from optkit.runtime.runner import ModelRunner
 from optkit.runtime.scheduler import SchedulerConfig
 from optkit.runtime.types import SamplingParams
 from optkit.target import DATASHEETS
-from tests.graphs import CONTEXT, TARGET, apply, captured, checked, dense, random_ids, reasons
+from tests.graphs import CONTEXT, TARGET, apply, captured, checked, dense, random_ids, reasons, relative_error
 from tests.ragged import ragged_logits
 
 NAMES = ["llama", "mistral", "gemma2", "gpt2", "phi3"]
@@ -31,10 +30,6 @@ def int8(name: str, *, flash: bool = True, **options: object) -> Graph:
         apply(graph, "flash_attention")
     apply(graph, "kv_int8", **options)
     return graph
-
-
-def relative_error(value: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((value - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("name", NAMES)

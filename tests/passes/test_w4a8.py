@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from pydantic import ValidationError
-from torch import Tensor
 
 from optkit import kernels
 from optkit.graph.dense import dense_inputs
@@ -19,6 +18,8 @@ from optkit.target import DATASHEETS
 from tests.graphs import (
     TARGET,
     apply,
+    assert_kernels_agree,
+    assert_one_layer_agrees,
     assert_origins_invert,
     captured,
     checked,
@@ -26,12 +27,8 @@ from tests.graphs import (
     dense,
     random_ids,
     reasons,
+    relative_error,
 )
-from tests.ragged import ragged_logits
-
-
-def relative_error(value: Tensor, expected: Tensor) -> float:
-    return float((value - expected).norm() / expected.norm())
 
 
 def quantized(name: str, **options: object) -> Graph:
@@ -54,24 +51,12 @@ def test_close_to_float(name: str, symmetric: bool) -> None:
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 def test_kernels_agree_and_ragged_is_dense(name: str, options: dict[str, object]) -> None:
     """Between kernels an activation may round to the next of 255 steps, far less than what 4 bits lose."""
-    graph, before = quantized(name, **options), captured(name)
-    prompts = random_ids((29, 7, 41))
-    fast = lower(graph, TARGET)
-    assert any(n.startswith("linear_w4a8") for n in fast.kernels)
-    for prompt, ragged in zip(prompts, ragged_logits(fast, prompts), strict=True):
-        expected, exact = dense(graph, prompt), dense(before, prompt)
-        loss = relative_error(expected, exact)
-        assert relative_error(dense(graph, prompt, TARGET), expected) < 0.2 * loss
-        assert relative_error(ragged, expected) < 0.2 * loss
+    graph = quantized(name, **options)
+    assert_kernels_agree(graph, captured(name), "linear_w4a8", 0.2)
 
 
 def test_one_layer_is_the_same_in_every_kernel() -> None:
-    graph = quantized("llama")
-    output = next(n for n in graph.fx.nodes if n.op == "output")
-    output.args = (next(graph.calls(reference.linear_w4a8)),)
-    graph.prune()
-    (ids,) = random_ids([17])
-    torch.testing.assert_close(dense(graph, ids, TARGET), dense(graph, ids), atol=1e-5, rtol=1e-5)
+    assert_one_layer_agrees(quantized("llama"), reference.linear_w4a8)
 
 
 def test_weights_are_what_the_float_graph_would_multiply() -> None:
