@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 from torch import Tensor
@@ -15,7 +16,8 @@ from torch import Tensor
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is decorated: before any is imported
 torch.set_num_threads(1)  # tiny matrices are faster without handing work over, and much so on a busy machine
-
+hypothesis.settings.register_profile("patient", deadline=None)  # by default 0.2 s for an example is a failure
+hypothesis.settings.load_profile("patient")
 
 CAPTURING = ("tests/capture/", "tests/formats/", "tests/graph/", "tests/passes/")
 EMBEDDED = ("tests/test_model_source.py", "tests/test_real_model.py", "tests/serve/test_tokenizer.py")

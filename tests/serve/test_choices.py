@@ -263,9 +263,14 @@ def test_stops_cut_where_they_first_appear(text: str, stops: list[str], keep: bo
 
 
 def test_logprob_numbers_are_json_numbers() -> None:
-    got = ask(
-        CHAT, {**HELLO, "logprobs": True, "top_logprobs": 20, "max_tokens": 5, "logit_bias": {"3": -100}}
-    )
+    asked = {
+        "logprobs": True,
+        "top_logprobs": 20,
+        "max_tokens": 5,
+        "ignore_eos": True,
+        "logit_bias": {"3": -100},
+    }
+    got = ask(CHAT, HELLO | asked)
     entries = got["choices"][0]["logprobs"]["content"]
     assert [len(entry["top_logprobs"]) for entry in entries] == [20] * 5
     assert all(math.isfinite(top["logprob"]) for entry in entries for top in entry["top_logprobs"])
