@@ -2,7 +2,8 @@
 
 Two executables are measured *paired*: rounds alternate between them, so drift of the machine hits both alike
 and the ratio of medians is what to trust. Prefill runs a whole prompt in chunks of the recipe's token budget;
-decode runs one token of each of ``batch`` sequences whose context is the longest prompt.
+decode runs one token of each of ``batch`` sequences whose context is the longest prompt. On a GPU steps are
+replayed graphs, as they are served: launched one by one, a decode would tell how fast the host is.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from optkit.recipe import Recipe
 from optkit.runtime.runner import ModelRunner
 from optkit.runtime.types import Batch, EngineRequest, SamplingParams, ScheduledSequence
 from optkit.runtime.types import Sequence as EngineSequence
+from optkit.target import get_target
 
 ROUNDS = 3
 SETTLE_SECONDS = 0.4  # a timing shorter than this is repeated until it adds up
@@ -87,7 +89,6 @@ def step_function(model: Executable, point: Point, recipe: Recipe) -> Callable[[
     """A function that runs ``point`` once on ``model``: all chunks of a prefill, or one decode step."""
     block = recipe.runtime.block_size
     per_sequence = -(-(point.context + 1) // block)
-    runner = ModelRunner(model, per_sequence * point.sequences, block)
     if point.tokens == point.sequences:
         decodes = (
             ScheduledSequence(
@@ -95,7 +96,8 @@ def step_function(model: Executable, point: Point, recipe: Recipe) -> Callable[[
             )
             for i in range(point.sequences)
         )
-        return runs(runner, [Batch(tuple(decodes))])
+        batches = [Batch(tuple(decodes))]
+        return runs(runner_for(model, per_sequence * point.sequences, recipe, batches), batches)
     budget = recipe.runtime.max_num_batched_tokens
     sizes = [min(budget, point.tokens - start) for start in range(0, point.tokens, budget)]
     starts = range(0, point.tokens, budget)
@@ -103,7 +105,29 @@ def step_function(model: Executable, point: Point, recipe: Recipe) -> Callable[[
         Batch((ScheduledSequence(sequence(0, point.tokens, start, per_sequence, model.vocab_size), size),))
         for start, size in zip(starts, sizes, strict=True)
     ]
-    return runs(runner, batches)
+    return runs(runner_for(model, per_sequence, recipe, batches), batches)
+
+
+def runner_for(model: Executable, num_blocks: int, recipe: Recipe, batches: Sequence[Batch]) -> ModelRunner:
+    """A runner with a pool of ``num_blocks``; on a GPU one that has captured ``batches``."""
+    block = recipe.runtime.block_size
+    if model.device.type != "cuda":
+        return ModelRunner(model, num_blocks, block)
+    from optkit.runtime.cuda.buckets import Buckets
+    from optkit.runtime.cuda.device import CudaDevice
+    from optkit.runtime.cuda.layout import StepShape
+    from optkit.runtime.cuda.runner import GraphRunner
+    from optkit.runtime.cuda.sampling import sampler
+
+    sequences = len(batches[0].items)
+    longest = num_blocks // sequences
+    sizes = {batch.num_tokens for batch in batches}
+    largest = StepShape(max(sizes), sequences, longest)
+    sample, gpu = sampler(get_target(recipe.target)), CudaDevice(model.device.index or 0)
+    runner = GraphRunner(model, num_blocks, block, gpu, largest, sample)
+    decodes = tuple(sizes & {sequences})
+    runner.capture(Buckets(decodes, tuple(sorted(sizes - {sequences})), sequences, longest))
+    return runner
 
 
 def runs(runner: ModelRunner, batches: Sequence[Batch]) -> Callable[[], None]:

@@ -123,10 +123,9 @@ def captured(shape: ModelShape) -> Any:
 
 def sampler(target: Any, device: torch.device) -> Any:
     """The kernel of the op ``sample``; its reference on a CPU."""
-    from optkit.kernels import reference, select
+    from optkit.runtime.cuda import sampling
 
-    kernel = select("sample", target) if device.type == "cuda" else None
-    return kernel.fn if kernel else reference.sample
+    return sampling.sampler(target if device.type == "cuda" else None)
 
 
 def fill(graph: Any, device: torch.device) -> None:

@@ -102,12 +102,10 @@ def make_engine(
     if gpu is None:
         runner = ModelRunner(model, config.num_blocks, config.block_size)
         return Engine(runner, config, store, guesses, cost=cost)
-    from optkit.kernels import reference, select
+    from optkit.runtime.cuda.sampling import sampler
     from optkit.runtime.cuda.start import gpu_engine
 
-    kernel = select("sample", target)
-    sample = kernel.fn if kernel else reference.sample
-    return gpu_engine(model, config, gpu, store=store, proposer=guesses, cost=cost, sample=sample)
+    return gpu_engine(model, config, gpu, store=store, proposer=guesses, cost=cost, sample=sampler(target))
 
 
 def scheduler_config(model: Executable, recipe: Recipe, options: Mapping[str, Any]) -> SchedulerConfig:

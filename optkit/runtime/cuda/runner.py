@@ -23,12 +23,11 @@ from optkit.kernels.whole_prompt import WholePrompt, whole_prompt
 from optkit.runtime.cuda.buckets import Buckets
 from optkit.runtime.cuda.device import Device, Event, Replay
 from optkit.runtime.cuda.layout import MODEL_INPUTS, SAMPLING_INPUTS, Layout, StepShape, capacity
-from optkit.runtime.cuda.sampling import FAILED, has_filters, sampling_inputs
+from optkit.runtime.cuda.sampling import FAILED, Sampler, has_filters, sampling_inputs
 from optkit.runtime.runner import Executable, ModelRunner, batch_inputs
 from optkit.runtime.sampler import BAD_LOGITS
 from optkit.runtime.types import PENDING, Batch, Failure, ScheduledSequence
 
-Sampler = Callable[..., Tensor]  # the signature of reference.sample
 GraphKey = tuple[StepShape, bool, bool]  # a shape, whether rows have filters, whether it is a whole prompt
 STEPS_IN_FLIGHT = 2
 

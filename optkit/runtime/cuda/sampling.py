@@ -7,15 +7,28 @@ The sampler itself is the op ``sample`` (``kernels.reference.sample``), which ma
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
 
 import numpy as np
+from torch import Tensor
 
+from optkit.kernels import reference, select
 from optkit.runtime.sampler import GREEDY_BELOW, uniform
 from optkit.runtime.types import ScheduledSequence
 
+if TYPE_CHECKING:
+    from optkit.target import Target
+
+Sampler = Callable[..., Tensor]  # the signature of reference.sample
 FAILED = -1  # the token of a row without a distribution
+
+
+def sampler(target: Target | None) -> Sampler:
+    """The op ``sample`` on ``target``: its kernel, or the reference."""
+    kernel = select("sample", target)
+    return kernel.fn if kernel else reference.sample
 
 
 def sampling_inputs(items: Seq[ScheduledSequence]) -> Mapping[str, np.ndarray]:

@@ -17,7 +17,8 @@ from optkit.runtime.cost_model import CostModel
 from optkit.runtime.cuda.buckets import Buckets, chunk_sizes, decode_sizes, likely_batches, most_graphs
 from optkit.runtime.cuda.device import Device
 from optkit.runtime.cuda.layout import StepShape
-from optkit.runtime.cuda.runner import GraphRunner, Sampler
+from optkit.runtime.cuda.runner import GraphRunner
+from optkit.runtime.cuda.sampling import Sampler
 from optkit.runtime.engine import Engine
 from optkit.runtime.kv_cache import block_bytes, blocks_for_bytes
 from optkit.runtime.offload import SlotStore
