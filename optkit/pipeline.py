@@ -193,7 +193,9 @@ class Pipeline:
         record.measured = paired(*measure_pair(slow, fast, self.recipe))
         record.weight_bytes = [self.weight_bytes(before, slow), self.weight_bytes(after, fast)]
         tokens = EXACT_TOKENS if self.counts_as_exact(record) else PASS_TOKENS
-        record.judged(self.quality(fast, tokens, record.name, forms.changed(before, after)))
+        changed = list(forms.changed(before, after).items())
+        widest = dict(changed[-1:])  # where a form for fewer tokens reads it too, that has losses of its own
+        record.judged(self.quality(fast, tokens, record.name, widest))
 
     def weight_bytes(self, graph: Graph, lowered: Executable) -> int:
         """Bytes of ``graph``'s weights; a GPU casts float32 as it loads it, so there it is what was loaded."""

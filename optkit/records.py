@@ -21,7 +21,7 @@ class PassRecord:
         predicted: roofline seconds [before, after] by workload point.
         measured: timings [before, after] by workload point.
         quality: a ``QualityReport`` against the source model, as a dict; of the worst, where layers have several forms.
-        forms: the reports of the forms, by name, that the pass changed; empty where layers have one.
+        forms: reports by form, where layers have several: of the widest that the pass changed, and for the whole of all.
     """
 
     name: str

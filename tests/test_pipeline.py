@@ -543,6 +543,7 @@ def test_a_bound_that_one_form_misses_gives_back_layers_of_that_form(source: Pat
     text = TWO_FORMS.replace("max_tokens: 4,", f"max_tokens: 4, accept: {{max_kld: {loss * 0.8}}},")
     record = run(source, tmp_path / "out", text)
     assert decisions(record) == {"fuse_qkv": "kept", "gptq": "reduced", "int8": "kept"}
+    assert list(record.passes[2].forms) == ["more than 4 tokens"]  # the other one has gptq's loss
     assert "mean KL divergence in steps of up to 4 tokens" in record.passes[1].reason
     assert all(site.endswith("up_to_4_tokens") for site in record.passes[1].restored)
     graph = Artifact.open(tmp_path / "out").graph()
