@@ -21,7 +21,7 @@ class PassRecord:
         predicted: roofline seconds [before, after] by workload point.
         measured: timings [before, after] by workload point.
         quality: a ``QualityReport`` against the source model, as a dict; of the worst, where layers have several forms.
-        forms: reports by form, where layers have several: of the widest that the pass changed, and for the whole of all.
+        forms: reports by form, where layers have several: of the widest that a pass changed, of all for the whole.
     """
 
     name: str
