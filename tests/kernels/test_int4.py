@@ -262,6 +262,7 @@ def test_what_it_accepts() -> None:
 
 
 def test_not_on_a_gpu() -> None:
+    """A GPU has a kernel of its own (``optkit.kernels.triton.linear``)."""
     target = DATASHEETS["cuda-h100"]
     assert not any(kernel.supports(target) for kernel in int4.KERNELS)
-    assert kernels.select("linear_w4a8", target) is None
+    assert kernels.select("linear_w4a8", target) not in int4.KERNELS
