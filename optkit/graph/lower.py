@@ -102,10 +102,13 @@ class Executable:
     def compiled(self) -> tuple[fx.GraphModule, CompiledRegion] | None:
         return self.forms[-1].compiled
 
+    def form(self, tokens: int) -> Form:
+        """What a step of ``tokens`` tokens runs."""
+        return next(form for form in self.forms if form.limit is None or tokens <= form.limit)
+
     def at(self, tokens: int) -> Executable:
         """This model with the layers of a step of ``tokens`` tokens, whatever number it gets."""
-        form = next(form for form in self.forms if form.limit is None or tokens <= form.limit)
-        return Executable([replace(form, limit=None)])
+        return Executable([replace(self.form(tokens), limit=None)])
 
     @property
     def weight_bytes(self) -> int:
@@ -119,8 +122,7 @@ class Executable:
     @torch.inference_mode()
     def __call__(self, inputs: Mapping[str, Tensor]) -> Tensor:
         tokens = inputs["input_ids"].shape[0]
-        form = next(form for form in self.forms if form.limit is None or tokens <= form.limit)
-        return form.run(inputs, tokens)
+        return self.form(tokens).run(inputs, tokens)
 
 
 def lower(

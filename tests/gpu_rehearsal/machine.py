@@ -216,11 +216,14 @@ def forgotten() -> Iterator[None]:
     """What optkit remembers of the GPU does not outlive the rehearsal, nor come from before it."""
     from optkit.kernels.triton import attention, common
 
-    for _ in ("before", "after"):
-        common.architecture_of.cache_clear()
-        attention.multiprocessors.cache_clear()
-        if _ == "before":
-            yield
+    remembered = (common.architecture_of, attention.multiprocessors)
+    try:
+        for each in remembered:
+            each.cache_clear()
+        yield
+    finally:
+        for each in remembered:
+            each.cache_clear()
 
 
 @contextmanager
