@@ -48,7 +48,9 @@ def native_artifact(root: Path, *passes: str) -> Path:
         apply(graph, name)
     model, run = ModelSource("tiny", root / "source", "0" * 64), RunRecord([], None)
     environment, target = {"optkit": "0"}, DATASHEETS["cuda-h100"]  # not this machine: it is not read back
-    write_artifact(root / "artifact", graph, model, parse_recipe(RECIPE), run, target, environment, force=False)
+    write_artifact(
+        root / "artifact", graph, model, parse_recipe(RECIPE), run, target, environment, force=False
+    )
     return root / "artifact"
 
 
@@ -148,7 +150,7 @@ def main(directory: str, *cases: str) -> None:
         copy = Path(shutil.copytree(directory, f"{directory}-{case.replace(' ', '-')}"))
         rewrite(copy, GRAPH, CASES[case])
         ends[case] = [ended(lambda: verified(copy)), ended(lambda: loaded(copy))]  # noqa: B023
-    print(json.dumps(ends))
+    sys.stdout.write(json.dumps(ends))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A graph.json of ill intent, whose hashes agree: ``verify`` names the place, and serving it is refused, not a crash."""
+"""A hostile graph.json whose hashes agree: ``verify`` reports it, and loading it is refused instead of crashing."""
 
 from __future__ import annotations
 

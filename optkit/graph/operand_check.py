@@ -87,14 +87,23 @@ def matches(pattern: tuple[str, ...], shape: tuple[int, ...], sizes: dict[str, A
         pattern, shape = pattern[:at] + pattern[at + 1 :], shape[:at] + shape[stop:]
     if len(pattern) != len(shape):
         return False
-    return all(sizes.setdefault(s, int(s) if s.isdigit() else n) == n for s, n in zip(pattern, shape, strict=True))
+    return all(is_size(symbol, size, sizes) for symbol, size in zip(pattern, shape, strict=True))
+
+
+def is_size(symbol: str, size: int, sizes: dict[str, Any]) -> bool:
+    """Whether ``size`` is that of ``symbol``: a number, a name, or a name plus a number such as ``S+1``."""
+    name, _, plus = symbol.partition("+")
+    more = int(plus or 0)
+    return sizes.setdefault(name, int(name) if name.isdigit() else size - more) + more == size
 
 
 def check_number(operand: Number, value: Any) -> None:
     kinds: tuple[type, ...] = (int,) if operand.whole else (int, float)
     ok = type(value) in kinds and operand.low <= value <= operand.high  # NaN compares false
     what = "an int" if operand.whole else "a number"
-    expect(ok, f"operand {operand.name} is {value!r:.40}, not {what} from {operand.low:g} to {operand.high:g}")
+    expect(
+        ok, f"operand {operand.name} is {value!r:.40}, not {what} from {operand.low:g} to {operand.high:g}"
+    )
 
 
 # -- where arguments come from ---------------------------------------------------------------------------

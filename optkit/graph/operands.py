@@ -1,7 +1,7 @@
 """The operands of every dialect op: where each comes from, its dtype and its shape. One row an op.
 
 Native kernels take addresses, so what they read is checked before anything runs (``operand_check``). A shape is a list
-of symbols: equal symbols of one op are equal sizes, a number is that size, and ``...`` is any number of leading sizes,
+of symbols: equal symbols of one op are equal sizes, a number is that size, ``S+1`` one more than S, and ``...`` is any number of leading sizes,
 the same wherever it stands in the row. Relations between sizes (a divisor, packed words) are in ``shape_rules``.
 """
 
@@ -131,12 +131,15 @@ GATE_UP = value("gate_up", Kind.COMPUTE, "... F")
 ROWS_GATE_UP = value("gate_up", Kind.COMPUTE, "T F")
 GELU = Choice("approximate", ("none", "tanh"))
 FMT, RESULT = Choice("fmt", FORMATS), Choice("dtype", ("float32", "bfloat16", "float16"), stored=False)
-Q, K, V = (value(*of) for of in (("q", Kind.COMPUTE, "T H D"), ("k", Kind.COMPUTE, "T J D"), ("v", Kind.COMPUTE, "T J E")))
+Q, K, V = (
+    value(*of)
+    for of in (("q", Kind.COMPUTE, "T H D"), ("k", Kind.COMPUTE, "T J D"), ("v", Kind.COMPUTE, "T J E"))
+)
 ANGLES = (value("cos", Kind.COMPUTE, "T R"), value("sin", Kind.COMPUTE, "T R"))
 POOLS = (pool("k_cache"), pool("v_cache"))
 SLOTS = batch("slot_mapping", Kind.INT64, "T")
 SEQUENCES = (
-    batch("query_start", Kind.INT32, "S_plus_1"),
+    batch("query_start", Kind.INT32, "S+1"),
     batch("seq_lens", Kind.INT32, "S"),
     batch("block_tables", Kind.INT32, "S B"),
 )
@@ -148,7 +151,11 @@ OPERANDS: dict[str, tuple[Operand, ...]] = {
     "rms_norm": (X, NORM_WEIGHT, EPS, OFFSET),
     "add_rms_norm": (X, RESIDUAL, NORM_WEIGHT, EPS, OFFSET),
     "layer_norm": (X, NORM_WEIGHT, optional(either("bias", Kind.COMPUTE, "K")), EPS),
-    "rope_table": (value("positions", Kind.INT64, "T"), either("inv_freq", Kind.FLOAT32, "R"), Number("scale")),
+    "rope_table": (
+        value("positions", Kind.INT64, "T"),
+        either("inv_freq", Kind.FLOAT32, "R"),
+        Number("scale"),
+    ),
     "rope": (value("x", Kind.COMPUTE, "T H R"), *ANGLES),
     "silu_mul": (GATE, UP),
     "gelu_mul": (GATE, UP, GELU),

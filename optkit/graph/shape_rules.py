@@ -60,7 +60,9 @@ def by_tokens(few: Tensor, many: Tensor, positions: Tensor, limit: int) -> Tenso
     return torch.empty_like(few, memory_format=torch.contiguous_format)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any, **options: Any) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any, **options: Any
+) -> Tensor:
     heads(q, k)
     pool(k, k_cache, "k_cache")
     pool(v, v_cache, "v_cache")
@@ -74,13 +76,18 @@ def rope_kv_write(
     pool(k, k_cache, "k_cache")
     pool(v, v_cache, "v_cache")
     rotary = cos.shape[1]
-    expect(rotary % 2 == 0 and rotary <= q.shape[2], f"{rotary} channels of heads of {q.shape[2]} can't rotate")
+    expect(
+        rotary % 2 == 0 and rotary <= q.shape[2], f"{rotary} channels of heads of {q.shape[2]} can't rotate"
+    )
     return torch.empty_like(q, memory_format=ROW_MAJOR), torch.empty_like(k, memory_format=ROW_MAJOR)
 
 
 def heads(q: Tensor, k: Tensor) -> None:
     expect(q.shape[1] % k.shape[1] == 0, f"{q.shape[1]} query heads can't share {k.shape[1]} KV heads")
-    expect(q.shape[1] * q.shape[2] <= MAX_HEAD_CHANNELS, f"heads of more than {MAX_HEAD_CHANNELS} channels in all")
+    expect(
+        q.shape[1] * q.shape[2] <= MAX_HEAD_CHANNELS,
+        f"heads of more than {MAX_HEAD_CHANNELS} channels in all",
+    )
 
 
 def pool(rows: Tensor, cache: Tensor, name: str) -> None:

@@ -108,7 +108,9 @@ def check(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> 
     extra = reference.KV_SCALE_BYTES if k_cache.dtype is torch.int8 else 0
     block = k_cache.shape[:2]
     native.require(k.dtype is v.dtype is torch.float32, "k and v must be float32")
-    native.require(k.shape == (tokens, kv_heads, dim) and v.shape[0] == tokens, "q, k and v differ in rows or heads")
+    native.require(
+        k.shape == (tokens, kv_heads, dim) and v.shape[0] == tokens, "q, k and v differ in rows or heads"
+    )
     native.require(kv_heads > 0 and heads % kv_heads == 0, f"{heads} heads can't share {kv_heads}")
     native.require(v_cache.dtype is k_cache.dtype, "the pools are of two dtypes")
     native.require(k_cache.shape == (*block, kv_heads, dim + extra), "k_cache has other rows than k")

@@ -72,7 +72,9 @@ def linear_w4a8(
         scale = scale.contiguous()
     levels = SYMMETRIC if weight_minimum is None else MINIMUM
     native.require(q.dtype is torch.uint8 and scale.dtype is torch.float32, "q must be uint8, scale float32")
-    native.require(scale.shape[0] == m and weight_scale.shape[1] % scale.shape[1] == 0, "scale has other groups")
+    native.require(
+        scale.shape[0] == m and weight_scale.shape[1] % scale.shape[1] == 0, "scale has other groups"
+    )
     check_packed(weight, weight_scale, k, levels, bias)
     out = torch.empty((m, n))
     native.library().optkit_linear_w4a8(

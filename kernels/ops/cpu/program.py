@@ -171,9 +171,15 @@ def check_argument(op: str, kind: str, argument: Argument) -> None:
     """
     match argument:
         case View():
-            fits = argument.dtype in POINTERS[kind] and (kind in STRIDED or argument.row_stride == argument.width)
+            fits = argument.dtype in POINTERS[kind] and (
+                kind in STRIDED or argument.row_stride == argument.width
+            )
         case Tensor():
-            fits = argument.dtype in POINTERS[kind] and argument.is_contiguous() and argument.device.type == "cpu"
+            fits = (
+                argument.dtype in POINTERS[kind]
+                and argument.is_contiguous()
+                and argument.device.type == "cpu"
+            )
         case Size() | bool() | int() | float():
             fits = kind == "-"
         case _:
