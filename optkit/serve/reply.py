@@ -62,7 +62,7 @@ class Service:
         Raises:
             ApiError: 400, 404 unknown model, 503 the engine is gone.
         """
-        if request.model and request.model not in self.settings.model_names:
+        if request.model is not None and request.model not in self.settings.model_names:
             message = "this model is not served here; GET /v1/models lists what is"
             raise ApiError(message, param="model", code="model_not_found", status=404)
         if request.priority and self.settings.scheduling_policy == "fcfs":
@@ -95,7 +95,7 @@ class Reply(Response):
         self._service, self._request, self._arrival = service, request, arrival
         self._is_chat = isinstance(request, ChatRequest)
         name = ("chatcmpl-" if self._is_chat else "cmpl-") + uuid.uuid4().hex
-        model = request.model or service.settings.model_names[0]
+        model = service.settings.model_names[0] if request.model is None else request.model
         self._head = ReplyHead(name, int(time.time()), model, self._is_chat)
         self._record = Record(
             operation="chat" if self._is_chat else "text_completion",

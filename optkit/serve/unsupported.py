@@ -38,6 +38,9 @@ INERT: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (None, False),
 }
 
+# The same of a message.
+NO_CALLS: dict[str, tuple[Any, ...]] = {"tool_calls": (None, []), "function_call": (None,)}
+
 
 def refuse_unsupported(data: dict[str, Any], supported: Container[str]) -> None:
     """Raise ApiError 400 for the first field of ``data`` that is not ``supported`` and asks for what it says."""
@@ -56,11 +59,8 @@ def _is_one_of(value: Any, inert: tuple[Any, ...]) -> bool:
 
 
 def _refuse_in_message(message: dict[str, Any]) -> None:
-    if (
-        message.get("role") in ("tool", "function")
-        or message.get("tool_calls")
-        or message.get("function_call")
-    ):
+    calls = any(not _is_one_of(message.get(name), inert) for name, inert in NO_CALLS.items())
+    if calls or message.get("role") in ("tool", "function"):
         raise unsupported("messages", "tool calls are not supported")
     parts = message.get("content")
     for part in parts if isinstance(parts, list) else ():
