@@ -177,6 +177,7 @@ class Scheduler:
         self.running.remove(seq)
         self.kv.release(seq)
         bisect.insort(self.waiting, seq, key=_rank)
+        seq.num_preemptions += 1
         self.num_preemptions += 1
 
     def reset_prefix_cache(self) -> None:
@@ -357,7 +358,7 @@ class Scheduler:
         for token in tokens:
             seq.num_computed = len(seq.token_ids)  # the KV of what was known, and of a right draft, is there
             if token in sampling.stop_token_ids:
-                return [*outputs, self._finish(seq, FinishReason.STOP)]
+                return [*outputs, self._finish(seq, FinishReason.STOP, stop_token=token)]
             seq.token_ids.append(token)
             if len(seq.token_ids) == self._final_length(seq):
                 return [*outputs, self._finish(seq, FinishReason.LENGTH, (token,))]
@@ -366,7 +367,12 @@ class Scheduler:
         return outputs
 
     def _finish(
-        self, seq: Sequence, reason: FinishReason, token_ids: tuple[int, ...] = (), error: str | None = None
+        self,
+        seq: Sequence,
+        reason: FinishReason,
+        token_ids: tuple[int, ...] = (),
+        error: str | None = None,
+        stop_token: int | None = None,
     ) -> TokenOutput:
         del self._sequences[seq.request.request_id]
         (self.running if seq in self.running else self.waiting).remove(seq)
@@ -376,7 +382,7 @@ class Scheduler:
         self.kv.release(seq)
         if self.proposer:
             self.proposer.finished(seq)
-        return self._output(seq, token_ids, reason, error)
+        return self._output(seq, token_ids, reason, error, stop_token)
 
     def _output(
         self,
@@ -384,6 +390,7 @@ class Scheduler:
         token_ids: tuple[int, ...],
         finish_reason: FinishReason | None = None,
         error: str | None = None,
+        stop_token: int | None = None,
     ) -> TokenOutput:
         first = None
         if not seq.progress.reported:
@@ -395,6 +402,8 @@ class Scheduler:
             finish_reason=finish_reason,
             error=error,
             first=first,
+            stop_token=stop_token,
+            num_preemptions=seq.num_preemptions,
         )
 
     def _refuse_late(self, seq: Sequence, work: int) -> None:

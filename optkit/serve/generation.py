@@ -36,10 +36,11 @@ class Delta(NamedTuple):
 
     choice: int
     text: str
-    num_tokens: int  # of the choice so far
+    num_tokens: int  # generated for the choice so far, a stop token among them
     finish_reason: FinishReason | None
     logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens since the last delta, when asked for
     first: FirstToken | None = None  # in the first delta
+    token_ids: tuple[int, ...] = ()  # generated since the last delta
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,7 @@ class _Choice:
         self._stops = StopStrings(work.stops, work.keep_stop)
         self._echo, self._logprobs = work.echo or "", list[TokenLogprob]()
         self._first: FirstToken | None = None
+        self._ids: list[int] = []
         if work.request.sampling.prompt_logprobs is not None:
             self._logprobs.append(TokenLogprob(work.request.prompt_ids[0], None))
 
@@ -122,9 +124,11 @@ class _Choice:
             return None  # a part of the prompt was scored
         if self._work.prompt_only:
             return self._delta("", 0, FinishReason.LENGTH)
-        if output.token_ids:
-            observed.tokens(len(output.token_ids))
-        listed = len(output.logprobs) if self._work.list_stop_token else len(output.token_ids)
+        new = output.generated_ids
+        if new:
+            observed.tokens(len(new))
+        self._ids += new
+        listed = len(new if self._work.list_stop_token else output.token_ids)
         self._logprobs += output.logprobs[:listed]
         piece, finish = self._text(output, observed.num_tokens)
         return self._delta(piece, observed.num_tokens, finish) if piece or finish else None
@@ -133,7 +137,8 @@ class _Choice:
         text, self._echo = self._echo + piece, ""
         logprobs, self._logprobs = tuple(self._logprobs), []
         first, self._first = self._first, None
-        return Delta(self._work.index, text, num_tokens, finish, logprobs, first)
+        ids, self._ids = tuple(self._ids), []
+        return Delta(self._work.index, text, num_tokens, finish, logprobs, first, ids)
 
     def _text(self, output: TokenOutput, num_tokens: int) -> tuple[str, FinishReason | None]:
         piece = self._detokenizer.push(output.token_ids) if output.token_ids else ""
@@ -215,6 +220,7 @@ async def collect(deltas: AsyncGenerator[Delta, None], count: int) -> list[Delta
         found[-1]._replace(
             text="".join(delta.text for delta in found),
             logprobs=tuple(entry for delta in found for entry in delta.logprobs),
+            token_ids=tuple(token for delta in found for token in delta.token_ids),
             first=found[0].first,
         )
         for found in parts

@@ -79,6 +79,8 @@ class GenerationRequest(BaseModel):
     stream_options: StreamOptions | None = None
     user: str | None = None
     priority: Annotated[int, Field(ge=-100, le=100)] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     cache_salt: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")] | None = None
     ttft_details: bool | None = None
 

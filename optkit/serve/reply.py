@@ -32,7 +32,7 @@ from optkit.serve.logprobs import ChatLogprobs, CompletionLogprobs, LogprobForma
 from optkit.serve.metrics import Metrics
 from optkit.serve.prompts import Prompt, PromptReader
 from optkit.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest
-from optkit.serve.stream import ChunkWriter, ReplyHead, error_event, whole_reply
+from optkit.serve.stream import ChunkWriter, ReplyForm, ReplyHead, error_event, whole_reply
 from optkit.serve.tracing import Record, Tracing
 
 log = logging.getLogger("optkit.serve")
@@ -182,13 +182,14 @@ class Reply(Response):
             prompts = await self._service.prompts.read(request)
             works = [work for at, prompt in enumerate(prompts) for work in self._works(at, prompt)]
             deltas = self._observed(merge([self._generate(work) for work in works]), len(works))
-            formats = [self._logprob_format() for _ in works]
-            lengths = [len(prompt.ids) for prompt in prompts]
-            self._record.num_prompt = sum(lengths)
-            if request.stream:
-                await self._stream(deltas, lengths, formats, wire)
-            else:
-                await self._whole(deltas, lengths, formats, wire)
+            form = ReplyForm(
+                prompts=[prompt.ids for prompt in prompts],
+                formats=[self._logprob_format() for _ in works],
+                show_ids=bool(request.return_token_ids),
+                ttft_details=bool(request.ttft_details),
+            )
+            self._record.num_prompt = sum(len(prompt.ids) for prompt in prompts)
+            await (self._stream if request.stream else self._whole)(deltas, form, wire)
 
     def _works(self, at: int, prompt: Prompt) -> Iterator[Work]:
         """The ``n`` choices of the prompt number ``at``."""
@@ -212,15 +213,15 @@ class Reply(Response):
                 skip_special=request.skip_special_tokens is not False,
                 echo=prompt.text if request.echoes else None,
                 prompt_only=budget == 0,
-                list_stop_token=not self._is_chat,
+                list_stop_token=not self._is_chat or bool(request.return_token_ids),
                 n=n if j == 0 else 0,
             )
 
     def _logprob_format(self) -> LogprobFormat | None:
         if self._request.num_logprobs is None:
             return None
-        texts = self._service.prompts.tokenizer.token_texts
-        return ChatLogprobs(texts) if self._is_chat else CompletionLogprobs(texts)
+        texts, as_ids = self._service.prompts.tokenizer.token_texts, self._request.return_tokens_as_token_ids
+        return (ChatLogprobs if self._is_chat else CompletionLogprobs)(texts, bool(as_ids))
 
     def _generate(self, work: Work) -> AsyncGenerator[Delta, None]:
         service = self._service
@@ -241,29 +242,15 @@ class Reply(Response):
                     done.finish_reasons = tuple(reasons)
                 yield delta
 
-    async def _whole(
-        self,
-        deltas: AsyncGenerator[Delta, None],
-        lengths: list[int],
-        formats: list[LogprobFormat | None],
-        wire: _Wire,
-    ) -> None:
-        answers = await collect(deltas, len(formats))
-        body = whole_reply(self._head, lengths, answers, formats, bool(self._request.ttft_details))
-        await wire.whole(body)
+    async def _whole(self, deltas: AsyncGenerator[Delta, None], form: ReplyForm, wire: _Wire) -> None:
+        answers = await collect(deltas, len(form.formats))
+        await wire.whole(whole_reply(self._head, form, answers))
 
-    async def _stream(
-        self,
-        deltas: AsyncGenerator[Delta, None],
-        lengths: list[int],
-        formats: list[LogprobFormat | None],
-        wire: _Wire,
-    ) -> None:
+    async def _stream(self, deltas: AsyncGenerator[Delta, None], form: ReplyForm, wire: _Wire) -> None:
         options = self._request.stream_options
         usage = options is not None and options.include_usage
         continuous = options is not None and options.continuous_usage_stats
-        details = bool(self._request.ttft_details)
-        writer = ChunkWriter(self._head, lengths, formats, usage, continuous, details)
+        writer = ChunkWriter(self._head, form, usage, continuous)
         async with aclosing(deltas):
             async for delta in deltas:
                 await wire.event(writer.chunk(delta))

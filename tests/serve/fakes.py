@@ -40,9 +40,11 @@ def fast_tokenizer() -> FastTokenizer:
     return fast
 
 
+EOS = fast_tokenizer().token_to_id("<|im_end|>")
+
+
 def tiny_tokenizer() -> Tokenizer:
-    fast = fast_tokenizer()
-    return Tokenizer(fast, ChatTemplate(TEMPLATE), eos_ids=[fast.token_to_id("<|im_end|>")])
+    return Tokenizer(fast_tokenizer(), ChatTemplate(TEMPLATE), eos_ids=[EOS])
 
 
 class FakeEngine:
@@ -98,7 +100,7 @@ class FakeEngine:
         if len(ids) >= limit:
             outputs[-1] = _output(request, [ids[limit - 1]], FinishReason.LENGTH)
             return outputs
-        return [*outputs, _output(request, [], FinishReason.STOP)]
+        return [*outputs, _output(request, [], FinishReason.STOP, stop_token=EOS)]
 
 
 class SteppedEngine:
@@ -141,9 +143,14 @@ class SteppedEngine:
 
 
 def _output(
-    request: EngineRequest, ids: list[int], reason: FinishReason | None = None, error: str | None = None
+    request: EngineRequest,
+    ids: list[int],
+    reason: FinishReason | None = None,
+    error: str | None = None,
+    **more: Any,
 ) -> TokenOutput:
-    return TokenOutput(request_id=request.request_id, token_ids=tuple(ids), finish_reason=reason, error=error)
+    name = request.request_id
+    return TokenOutput(request_id=name, token_ids=tuple(ids), finish_reason=reason, error=error, **more)
 
 
 def settings(**changes: Any) -> ServeSettings:
