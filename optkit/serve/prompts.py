@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from optkit.serve.api_error import ApiError, printable
 from optkit.serve.chat_template import TemplateFailure
@@ -74,9 +74,7 @@ class PromptReader:
         for name in (request.chat_template_kwargs or {}).keys() & reserved:
             raise ApiError(f"'{name}' cannot be set here", param="chat_template_kwargs", code="invalid_value")
         messages = [message.for_template() for message in request.messages]
-        variables = dict(request.chat_template_kwargs or {})
-        if request.add_generation_prompt is not None:
-            variables["add_generation_prompt"] = request.add_generation_prompt
+        variables = template_variables(request)
         render = template.render_open if request.continue_final_message else template.render
         try:
             return render(messages, **variables)
@@ -109,7 +107,7 @@ class PromptReader:
             raise overflow(self.max_model_len, param, f"at least {fewest}")
 
     def _checked(self, text: str | None, ids: list[int], request: GenerationRequest, param: str) -> Prompt:
-        """The prompt after ``truncate_prompt_tokens``, which keeps its end; all ids are tokens of the model."""
+        """The prompt after ``truncate_prompt_tokens``; all ids are tokens of the model."""
         if not ids:
             raise ApiError("the prompt is empty", param=param, code="empty_prompt")
         self._check_ids(param, ids)
@@ -120,7 +118,7 @@ class PromptReader:
                 message = f"at least one token and at most {self.max_model_len} must remain of the prompt"
                 raise ApiError(message, param="truncate_prompt_tokens", code="invalid_value")
             if len(ids) > keep:
-                text, ids = None, ids[-keep:]
+                text, ids = None, ids[:keep] if request.truncation_side == "right" else ids[-keep:]
         if text is None and request.echoes:
             text = self.tokenizer.decode(ids)
         return Prompt(ids, text or "")
@@ -163,6 +161,17 @@ class PromptReader:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def template_variables(request: ChatRequest) -> dict[str, Any]:
+    """The variables of the chat template that ``request`` sets, with vLLM's meaning of ``reasoning_effort``."""
+    variables: dict[str, Any] = dict(request.chat_template_kwargs or {})
+    if request.add_generation_prompt is not None:
+        variables["add_generation_prompt"] = request.add_generation_prompt
+    if request.reasoning_effort is not None:
+        variables["reasoning_effort"] = request.reasoning_effort
+        variables.setdefault("enable_thinking", request.reasoning_effort != "none")
+    return variables
 
 
 def overflow(limit: int, param: str, num_prompt: int | str, asked: int | None = None) -> ApiError:

@@ -94,7 +94,8 @@ class Reply(Response):
         self._tenant = tenant
         self._service, self._request, self._arrival = service, request, arrival
         self._is_chat = isinstance(request, ChatRequest)
-        name = ("chatcmpl-" if self._is_chat else "cmpl-") + uuid.uuid4().hex
+        self._engine_name = uuid.uuid4().hex  # clients may use a request_id twice
+        name = ("chatcmpl-" if self._is_chat else "cmpl-") + (request.request_id or self._engine_name)
         model = service.settings.model_names[0] if request.model is None else request.model
         self._head = ReplyHead(name, int(time.time()), model, self._is_chat)
         self._record = Record(
@@ -198,7 +199,7 @@ class Reply(Response):
         for j in range(n):
             index = at * n + j
             engine_request = EngineRequest(
-                request_id=f"{self._head.reply_id}-{index}",
+                request_id=f"{self._engine_name}-{index}",
                 prompt_ids=tuple(prompt.ids),
                 sampling=request.sampling(max(budget, 1), prompts.tokenizer.eos_ids, j),
                 arrival=self._arrival,
