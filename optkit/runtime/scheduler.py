@@ -36,6 +36,7 @@ from optkit.runtime.policy import make_policy, promised_ttft
 from optkit.runtime.prefix_cache import PrefixCache
 from optkit.runtime.proposer import SpeculationStats
 from optkit.runtime.scheduler_config import SchedulerConfig
+from optkit.runtime.step_sizes import StepSizes
 from optkit.runtime.types import (
     QUEUE_TIMEOUT,
     Batch,
@@ -100,7 +101,8 @@ class Scheduler:
         self.num_preemptions = 0
         self._sequences: dict[str, Sequence] = {}
         self._lost: list[TokenOutput] = []  # ends that were found while scheduling
-        self._num_added = self._iteration_tokens = 0
+        self.step_sizes = StepSizes()
+        self._num_added = 0
         self._step_start = 0.0
 
     @property
@@ -141,7 +143,7 @@ class Scheduler:
         items = self._decodes()
         items += self._prefills(items)
         batch = Batch(tuple(items), self.kv.take_transfers())
-        self._iteration_tokens = batch.num_tokens
+        self.step_sizes.add(batch.num_tokens)
         return batch
 
     def update(self, batch: Batch, results: Seq[Result]) -> list[TokenOutput]:
@@ -184,6 +186,11 @@ class Scheduler:
         """Forget the KV that no running sequence holds, in the pool and offloaded."""
         self.kv.reset()
 
+    def reset_counters(self) -> None:
+        """Forget what was counted while the engine was warmed up."""
+        self.kv.reset_counters()
+        self.step_sizes = StepSizes()
+
     def stats(self) -> EngineStats:
         kv = self.kv
         return EngineStats(
@@ -194,7 +201,9 @@ class Scheduler:
             kv_blocks_total=kv.blocks.num_blocks,
             kv_blocks_offloaded=len(kv.slots),
             num_preemptions=self.num_preemptions,
-            iteration_tokens=self._iteration_tokens,
+            num_deferred=len(self.waiting) - len(self._admissible()),
+            step_sizes=tuple(self.step_sizes.counts),
+            step_tokens=self.step_sizes.total,
             prefix_cache_queries=kv.num_queries,
             prefix_cache_hits=kv.num_hits,
             offload_saves=kv.num_saves,

@@ -159,6 +159,8 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Gauges and counters of the engine after a step, for /metrics. Tokens, blocks, requests.
 
+    ``num_deferred`` of those that wait could not be computed even if there were room. ``step_sizes`` are the counts of
+    ``optkit.runtime.step_sizes`` and ``step_tokens`` the tokens of all those steps.
     ``kv_blocks_cached`` are in no sequence and keep their KV until the room is needed. ``prefix_cache_queries`` are
     prompt tokens that were looked up, ``prefix_cache_hits`` those that were found. On a GPU ``graph_captures`` and
     ``kernel_compilations`` stand still once the engine is warm, and ``eager_steps`` were in no bucket.
@@ -171,7 +173,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     kv_blocks_total: int = 0
     kv_blocks_offloaded: int = 0
     num_preemptions: int = 0
-    iteration_tokens: int = 0
+    num_deferred: int = 0
+    step_sizes: tuple[int, ...] = ()
+    step_tokens: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     offload_saves: int = 0

@@ -57,9 +57,9 @@ def create_app(
 
     ``app.state.draining`` set to True makes the server not ready and refuses new work with 503.
     """
-    metrics = Metrics(settings.model_names[0], lambda: engine.stats, settings.ttft_slo_s, settings.block_size)
+    metrics = Metrics(settings.model_names[0], lambda: engine.stats, settings.ttft_slo_s, lambda: engine.info)
     prompts = PromptReader(tokenizer, settings.max_model_len)
-    admission = Admission(settings.max_running + settings.max_queue)
+    admission = Admission(settings.max_running + settings.max_queue, metrics.rejections["max_queue"].inc)
     service = Service(engine, prompts, metrics, admission, settings, tracing)
     app = FastAPI(title="optkit", version=VERSION, openapi_url=None, lifespan=_lifespan)
     app.state.service, app.state.draining = service, False

@@ -30,6 +30,8 @@ from optkit.serve.metrics import Metrics, SequenceMetrics
 from optkit.serve.quarantine import QUARANTINED
 from optkit.serve.tokenizer import Tokenizer
 
+TTFT_UNREACHABLE = "ttft_slo_unreachable"
+
 
 class Delta(NamedTuple):
     """What engine outputs add to one choice of the answer."""
@@ -115,6 +117,7 @@ class _Choice:
 
     def push(self, output: TokenOutput, observed: SequenceMetrics) -> Delta | None:
         """What ``output`` makes of the choice; None when there is nothing to show yet."""
+        observed.num_preemptions = output.num_preemptions
         _raise_failure(output)
         if output.first:
             self._first = output.first
@@ -162,7 +165,7 @@ def _raise_failure(output: TokenOutput) -> None:
     if output.retry_after is not None:
         message = "the first token would come later than promised; try again later"
         seconds = max(1, math.ceil(output.retry_after))
-        raise ApiError(message, code="ttft_slo_unreachable", status=429, retry_after=seconds)
+        raise ApiError(message, code=TTFT_UNREACHABLE, status=429, retry_after=seconds)
     if output.finish_reason is FinishReason.ERROR:
         raise internal_error(output.error or "the engine failed a request")
     if output.finish_reason is FinishReason.ABORT:

@@ -27,7 +27,7 @@ from optkit.runtime.types import EngineRequest
 from optkit.serve.admission import Admission
 from optkit.serve.api_error import ApiError, internal_error
 from optkit.serve.engine_api import Engine, ServeSettings
-from optkit.serve.generation import Delta, Work, collect, generate_text, merge
+from optkit.serve.generation import TTFT_UNREACHABLE, Delta, Work, collect, generate_text, merge
 from optkit.serve.logprobs import ChatLogprobs, CompletionLogprobs, LogprobFormat
 from optkit.serve.metrics import Metrics
 from optkit.serve.prompts import Prompt, PromptReader
@@ -135,6 +135,8 @@ class Reply(Response):
         except Exception as error:
             failure = self._failure(error)
             outcome = failure.code or "error"
+            if failure.code == TTFT_UNREACHABLE:
+                self._service.metrics.rejections["ttft_slo"].inc()
             if not wire.started:
                 raise failure from error
             await wire.fail(failure)

@@ -103,6 +103,13 @@ class FakeEngine:
         return [*outputs, _output(request, [], FinishReason.STOP, stop_token=EOS)]
 
 
+class LateEngine(FakeEngine):
+    """Cannot keep the promise of a first token."""
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[TokenOutput]:
+        yield _output(request, [], FinishReason.ERROR, "late", retry_after=2.3)
+
+
 class SteppedEngine:
     """The real engine on a fake model, stepped on the event loop of whoever waits for a token."""
 
@@ -110,12 +117,15 @@ class SteppedEngine:
         defaults = {"vocab_size": 302, "num_blocks": 512, "max_model_len": 512, "max_num_batched_tokens": 64}
         self.engine = fake_engine(options=defaults | options)
         self.is_healthy, self.is_restarting = True, False
-        self.info: dict[str, Any] = {}
         self._streams: dict[str, list[TokenOutput]] = {}
 
     @property
     def stats(self) -> EngineStats:
         return self.engine.stats()
+
+    @property
+    def info(self) -> dict[str, Any]:
+        return self.engine.info()
 
     async def reset_prefix_cache(self) -> None:
         self.engine.reset_prefix_cache()
