@@ -1,7 +1,7 @@
 """The engine's own numbers in ``/metrics``, read when somebody scrapes: queues, KV cache, steps, guesses.
 
-Names are vLLM's where vLLM has the number. After a restart of the engine the counters begin again at zero, which is what
-Prometheus expects of a counter.
+Names are vLLM's where vLLM has the number. After a restart of the engine the counters begin again at zero, which
+Prometheus expects.
 """
 
 from __future__ import annotations

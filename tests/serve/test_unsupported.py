@@ -28,15 +28,15 @@ VLLM_BOTH = """
     routed_experts_prompt_start return_token_offsets return_mm_kwargs cache_salt kv_transfer_params ec_transfer_params
     vllm_xargs repetition_detection thinking_token_budget stream_interval best_of guided_json guided_regex
     guided_choice guided_grammar guided_decoding_backend guided_whitespace_pattern structural_tag logits_processors
-""".split()
+"""
 VLLM_CHAT = """
     messages top_logprobs max_completion_tokens tools tool_choice reasoning_effort include_reasoning
     parallel_tool_calls add_generation_prompt continue_final_message documents chat_template chat_template_kwargs
     media_io_kwargs mm_processor_kwargs return_prompt_text
-""".split()
-VLLM_COMPLETIONS = ["prompt", "suffix", "prompt_embeds"]
-FIELDS = [(CHAT, name) for name in VLLM_BOTH + VLLM_CHAT]
-FIELDS += [(COMPLETIONS, name) for name in VLLM_BOTH + VLLM_COMPLETIONS]
+"""
+VLLM_COMPLETIONS = "prompt suffix prompt_embeds"
+FIELDS = [(CHAT, name) for name in (VLLM_BOTH + VLLM_CHAT).split()]
+FIELDS += [(COMPLETIONS, name) for name in (VLLM_BOTH + VLLM_COMPLETIONS).split()]
 NONSENSE = {"nonsense": ["x"]}
 
 
