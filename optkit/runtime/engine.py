@@ -67,6 +67,7 @@ class Engine:
         self.scheduler = self.scheduler_class(config, clock, cost, proposer)
         self.logprobs = LogprobRunner(runner)
         self.scheduler.kv.worth_saving = self._worth_saving
+        self.memory_share: float | None = None  # of a GPU's memory, when the KV cache got what is left of it
         self._copy_seconds = 0.0  # of a block, one way
         self._ids = itertools.count()
 
@@ -158,7 +159,8 @@ class Engine:
         plan = memory_plan(c.num_blocks, c.block_size, runner.kv_bytes, c.max_model_len, runner.kv_dtype)
         workspace = runner.workspace_bytes(c.max_num_batched_tokens, c.max_num_seqs)
         plan = replace(plan, weight_bytes=runner.weight_bytes, workspace_bytes=workspace)
-        return asdict(c) | {"vocab_size": runner.vocab_size, "memory_plan": asdict(plan)}
+        known = {"vocab_size": runner.vocab_size, "gpu_memory_utilization": self.memory_share}
+        return asdict(c) | known | {"memory_plan": asdict(plan)}
 
     def generate(
         self, prompts: Seq[Seq[int]], sampling: SamplingParams | Seq[SamplingParams]

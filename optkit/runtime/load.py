@@ -69,6 +69,8 @@ def load_engine(artifact_dir: str, options: Mapping[str, Any]) -> Engine:
     cost = CostModel()
     guesses = speculator(artifact, cost, given)
     engine = make_engine(model, config, gpu, store, guesses, cost, present_target(artifact.recipe.target))
+    if gpu is not None and options.get("kv_cache_bytes") is None:
+        engine.memory_share = memory_share(artifact.recipe, given)
     warm_up(engine)
     trim_heap()
     return engine
@@ -85,8 +87,13 @@ def with_kv_bytes(
     block = block_bytes(model.kv_specs, recipe.runtime.block_size)
     enough = (model.max_model_len // recipe.runtime.block_size + 2) * block
     limits = scheduler_config(model, recipe, {**options, "kv_cache_bytes": enough})
-    share = options.get("gpu_memory_utilization", recipe.runtime.gpu_memory_utilization)
+    share = memory_share(recipe, options)
     return {**options, "kv_cache_bytes": kv_cache_bytes(model, limits, gpu, share)}
+
+
+def memory_share(recipe: Recipe, options: Mapping[str, Any]) -> float:
+    """The part of a GPU's memory that the engine may use."""
+    return options.get("gpu_memory_utilization", recipe.runtime.gpu_memory_utilization)
 
 
 def make_engine(
@@ -205,4 +212,4 @@ def warm_up(engine: Engine) -> None:
     length = min(WARM_UP_TOKENS[0], engine.config.max_model_len - 4)
     engine.generate([[1] * max(length, 1)], SamplingParams(max_tokens=3, temperature=0.0))
     engine.reset_prefix_cache()
-    engine.scheduler.kv.reset_counters()
+    engine.scheduler.reset_counters()

@@ -36,6 +36,7 @@ from optkit.runtime.policy import make_policy, promised_ttft
 from optkit.runtime.prefix_cache import PrefixCache
 from optkit.runtime.proposer import SpeculationStats
 from optkit.runtime.scheduler_config import SchedulerConfig
+from optkit.runtime.step_sizes import StepSizes
 from optkit.runtime.types import (
     QUEUE_TIMEOUT,
     Batch,
@@ -100,7 +101,8 @@ class Scheduler:
         self.num_preemptions = 0
         self._sequences: dict[str, Sequence] = {}
         self._lost: list[TokenOutput] = []  # ends that were found while scheduling
-        self._num_added = self._iteration_tokens = 0
+        self.step_sizes = StepSizes()
+        self._num_added = 0
         self._step_start = 0.0
 
     @property
@@ -141,7 +143,7 @@ class Scheduler:
         items = self._decodes()
         items += self._prefills(items)
         batch = Batch(tuple(items), self.kv.take_transfers())
-        self._iteration_tokens = batch.num_tokens
+        self.step_sizes.add(batch.num_tokens)
         return batch
 
     def update(self, batch: Batch, results: Seq[Result]) -> list[TokenOutput]:
@@ -177,11 +179,17 @@ class Scheduler:
         self.running.remove(seq)
         self.kv.release(seq)
         bisect.insort(self.waiting, seq, key=_rank)
+        seq.num_preemptions += 1
         self.num_preemptions += 1
 
     def reset_prefix_cache(self) -> None:
         """Forget the KV that no running sequence holds, in the pool and offloaded."""
         self.kv.reset()
+
+    def reset_counters(self) -> None:
+        """Forget what was counted while the engine was warmed up."""
+        self.kv.reset_counters()
+        self.step_sizes = StepSizes()
 
     def stats(self) -> EngineStats:
         kv = self.kv
@@ -193,7 +201,9 @@ class Scheduler:
             kv_blocks_total=kv.blocks.num_blocks,
             kv_blocks_offloaded=len(kv.slots),
             num_preemptions=self.num_preemptions,
-            iteration_tokens=self._iteration_tokens,
+            num_deferred=len(self.waiting) - len(self._admissible()),
+            step_sizes=tuple(self.step_sizes.counts),
+            step_tokens=self.step_sizes.total,
             prefix_cache_queries=kv.num_queries,
             prefix_cache_hits=kv.num_hits,
             offload_saves=kv.num_saves,
@@ -357,7 +367,7 @@ class Scheduler:
         for token in tokens:
             seq.num_computed = len(seq.token_ids)  # the KV of what was known, and of a right draft, is there
             if token in sampling.stop_token_ids:
-                return [*outputs, self._finish(seq, FinishReason.STOP)]
+                return [*outputs, self._finish(seq, FinishReason.STOP, stop_token=token)]
             seq.token_ids.append(token)
             if len(seq.token_ids) == self._final_length(seq):
                 return [*outputs, self._finish(seq, FinishReason.LENGTH, (token,))]
@@ -366,7 +376,12 @@ class Scheduler:
         return outputs
 
     def _finish(
-        self, seq: Sequence, reason: FinishReason, token_ids: tuple[int, ...] = (), error: str | None = None
+        self,
+        seq: Sequence,
+        reason: FinishReason,
+        token_ids: tuple[int, ...] = (),
+        error: str | None = None,
+        stop_token: int | None = None,
     ) -> TokenOutput:
         del self._sequences[seq.request.request_id]
         (self.running if seq in self.running else self.waiting).remove(seq)
@@ -376,7 +391,7 @@ class Scheduler:
         self.kv.release(seq)
         if self.proposer:
             self.proposer.finished(seq)
-        return self._output(seq, token_ids, reason, error)
+        return self._output(seq, token_ids, reason, error, stop_token)
 
     def _output(
         self,
@@ -384,6 +399,7 @@ class Scheduler:
         token_ids: tuple[int, ...],
         finish_reason: FinishReason | None = None,
         error: str | None = None,
+        stop_token: int | None = None,
     ) -> TokenOutput:
         first = None
         if not seq.progress.reported:
@@ -395,6 +411,8 @@ class Scheduler:
             finish_reason=finish_reason,
             error=error,
             first=first,
+            stop_token=stop_token,
+            num_preemptions=seq.num_preemptions,
         )
 
     def _refuse_late(self, seq: Sequence, work: int) -> None:

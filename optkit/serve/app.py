@@ -12,6 +12,8 @@
 ``GET /version``
 =============================  =================================================================
 
+Where GET is allowed, HEAD is; OPTIONS answers with the ``Allow`` header that a 405 has (RFC 9110, 9.3 and 15.5.6).
+
 Health comes from the engine's heartbeat and never generates a token: a check that does is red under load
 and costs the users their latency.
 """
@@ -42,6 +44,7 @@ from optkit.serve.tokenizer import Tokenizer
 from optkit.serve.tracing import Tracing
 from optkit.version import VERSION
 
+READ = ["GET", "HEAD"]  # the server leaves the body of a HEAD out
 TRACE_HEADERS = ("traceparent", "tracestate")  # https://www.w3.org/TR/trace-context/
 
 Body = TypeVar("Body", bound=GenerationRequest)
@@ -54,9 +57,9 @@ def create_app(
 
     ``app.state.draining`` set to True makes the server not ready and refuses new work with 503.
     """
-    metrics = Metrics(settings.model_names[0], lambda: engine.stats, settings.ttft_slo_s, settings.block_size)
+    metrics = Metrics(settings.model_names[0], lambda: engine.stats, settings.ttft_slo_s, lambda: engine.info)
     prompts = PromptReader(tokenizer, settings.max_model_len)
-    admission = Admission(settings.max_running + settings.max_queue)
+    admission = Admission(settings.max_running + settings.max_queue, metrics.rejections["max_queue"].inc)
     service = Service(engine, prompts, metrics, admission, settings, tracing)
     app = FastAPI(title="optkit", version=VERSION, openapi_url=None, lifespan=_lifespan)
     app.state.service, app.state.draining = service, False
@@ -106,11 +109,11 @@ def _add_models(app: FastAPI, settings: ServeSettings) -> None:
         fixed = {"object": "model", "created": created, "owned_by": "optkit", "root": settings.model_names[0]}
         return {"id": name, **fixed, "max_model_len": settings.max_model_len}
 
-    @app.get("/v1/models")
+    @app.api_route("/v1/models", methods=READ)
     async def models() -> JSONResponse:
         return JSONResponse({"object": "list", "data": [card(name) for name in settings.model_names]})
 
-    @app.get("/v1/models/{name:path}")
+    @app.api_route("/v1/models/{name:path}", methods=READ)
     async def model(name: str) -> JSONResponse:
         if name not in settings.model_names:
             raise ApiError("no such model", param="model", code="model_not_found", status=404)
@@ -125,9 +128,9 @@ def _add_health(app: FastAPI, service: Service) -> None:
         return status(service.engine.is_healthy and not app.state.draining, "ready")
 
     for path in ("/health", "/health/ready", "/ping"):
-        app.add_api_route(path, ready, methods=["GET"])
+        app.add_api_route(path, ready, methods=READ)
 
-    @app.get("/health/live")
+    @app.api_route("/health/live", methods=READ)
     async def live() -> JSONResponse:
         return status(service.engine.is_healthy or service.engine.is_restarting, "live")
 
@@ -136,15 +139,15 @@ def _add_health(app: FastAPI, service: Service) -> None:
         await service.engine.reset_prefix_cache()
         return Response(status_code=200)
 
-    @app.get("/openapi.json")
+    @app.api_route("/openapi.json", methods=READ)
     async def openapi() -> JSONResponse:
         return JSONResponse(document())
 
-    @app.get("/version")
+    @app.api_route("/version", methods=READ)
     async def version() -> JSONResponse:
         return JSONResponse({"version": VERSION})
 
-    @app.get("/metrics")
+    @app.api_route("/metrics", methods=READ)
     async def metrics() -> Response:
         return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -153,11 +156,25 @@ def _add_errors(app: FastAPI) -> None:
     async def api_error(_http: Request, error: Exception) -> Response:
         return error.response() if isinstance(error, ApiError) else internal_error(error).response()
 
-    async def http_error(_http: Request, error: Exception) -> Response:
+    async def http_error(http: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
-        message = {404: "no such path", 405: "this method is not allowed here"}.get(status, "bad request")
+        if status == 405 and isinstance(error, HTTPException):
+            return _wrong_method(http, error)
+        message = "no such path" if status == 404 else "bad request"
         return ApiError(message, code="not_found" if status == 404 else None, status=status).response()
 
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(HTTPException, http_error)
     app.add_exception_handler(Exception, api_error)
+
+
+def _wrong_method(http: Request, error: HTTPException) -> Response:
+    """The 405 with the methods that the path has, or the answer to OPTIONS, which are the same methods."""
+    methods = (error.headers or {}).get("Allow", "").split(", ")
+    allow = ", ".join(sorted({*methods, "OPTIONS"}))
+    if http.method == "OPTIONS":
+        return Response(status_code=204, headers={"Allow": allow})
+    message = f"this method is not allowed here; the allowed ones are {allow}"
+    answer = ApiError(message, code="method_not_allowed", status=405).response()
+    answer.headers["Allow"] = allow
+    return answer

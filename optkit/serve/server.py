@@ -229,7 +229,6 @@ class _Server:
             request_timeout_s=options.request_timeout or None,
             allowed_hosts=None if guarded else LOOPBACK | {options.host},
             ttft_slo_s=ttft_ms / 1000 if ttft_ms else None,
-            block_size=info["block_size"],
             scheduling_policy=info["policy"],
         )
 
