@@ -21,7 +21,7 @@ from collections.abc import Sequence as Seq
 
 from optkit.runtime.block_manager import BlockManager
 from optkit.runtime.sampler import best_tokens
-from optkit.runtime.types import Batch, Runner, ScheduledSequence, Sequence
+from optkit.runtime.types import Batch, EngineRequest, Runner, SamplingParams, ScheduledSequence, Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +65,22 @@ class DraftModel:
 
     def finished(self, seq: Sequence) -> None:
         self._drop(seq.request.request_id)
+
+    def run_largest(self, num_sequences: int) -> None:
+        """Run the largest step for at most ``num_sequences``; it leaves nothing behind."""
+        count = min(num_sequences, self.max_num_batched_tokens, self.blocks.num_blocks)
+        room = self.blocks.num_blocks // count * self.blocks.block_size
+        length = min(self.max_num_batched_tokens // count, self.max_model_len, room)
+        params = SamplingParams(max_tokens=1)
+        request = EngineRequest(request_id="", prompt_ids=(0,) * length, sampling=params, arrival=0.0)
+        shadows = [Sequence(request, [0] * length) for _ in range(count)]
+        try:
+            for shadow in shadows:
+                self.blocks.extend(shadow.block_table, length, length)
+            self._step(shadows)
+        finally:
+            for shadow in shadows:
+                self.blocks.free(shadow.block_table)
 
     def _follow(self, seq: Sequence, count: int) -> bool:
         """A shadow of ``seq`` with its tokens, KV as far as it is right, and room for ``count`` guesses."""
