@@ -58,7 +58,8 @@ class FakeRunner:
         self.batches: list[Batch] = []
 
     def execute(self, batch: Batch) -> torch.Tensor:
-        time.sleep(self.step_delay)
+        if self.step_delay:
+            time.sleep(self.step_delay)
         if self.remember:
             self.batches.append(batch)
         seen = [self._write_and_read(item) for item in batch.items]

@@ -231,6 +231,7 @@ class Sequence:
         nodes: its first blocks in the prefix cache.
         sealed: no more of its blocks enter the prefix cache.
         progress: where the time goes until its first token.
+        num_preemptions: how often its blocks were taken back.
     """
 
     request: EngineRequest
@@ -242,8 +243,8 @@ class Sequence:
     nodes: list[Node] = field(default_factory=list)
     sealed: bool = False
     progress: Progress = field(default_factory=Progress)
-    num_scored: int = 0  # prompt positions whose logprobs have been reported; a preemption leaves it alone
     num_preemptions: int = 0
+    num_scored: int = 0  # prompt positions whose logprobs have been reported; a preemption leaves it alone
 
     @property
     def num_prompt(self) -> int:

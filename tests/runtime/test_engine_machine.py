@@ -7,6 +7,8 @@ wrong, and both policies. After each event all three books of the KV are checked
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -29,6 +31,7 @@ from optkit.runtime.proposer import SpeculationStats
 from optkit.runtime.scheduler import Scheduler, SchedulerConfig
 from optkit.runtime.types import Batch, EngineRefusal, EngineRequest, FinishReason, SamplingParams, Sequence
 from tests.fakes import FakeRunner
+from tests.runtime.histories import EngineHistory
 from tests.runtime.test_engine import VOCAB, solo
 
 MAX_LEN = 24
@@ -273,6 +276,30 @@ def test_two_thousand_random_events() -> None:
 @pytest.mark.soak
 def test_fifty_thousand_random_events() -> None:
     run_state_machine_as_test(EngineMachine, settings=LONG)
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    """Thousands of injected faults are not worth a traceback each."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+FAULTY = {"deadline": None, "suppress_health_check": list(HealthCheck)}
+
+
+def test_every_request_ends_once_in_random_histories_with_faults(quiet: None) -> None:
+    run_state_machine_as_test(
+        EngineHistory, settings=settings(max_examples=50, stateful_step_count=25, **FAULTY)
+    )
+
+
+@pytest.mark.soak
+def test_every_request_ends_once_in_thousands_of_histories_with_faults(quiet: None) -> None:
+    run_state_machine_as_test(
+        EngineHistory, settings=settings(max_examples=3000, stateful_step_count=50, **FAULTY)
+    )
 
 
 def test_the_weak_digest_collides() -> None:
