@@ -1,8 +1,8 @@
 """Cancellation of a model step between its parts.
 
 A step of many tokens can take seconds. Code that computes a step in parts (a program in groups of calls, a graph in
-groups of ops) calls ``check_cancelled`` between them. The caller of the step sets the check with ``cancellable``; the check
-ends the step by raising ``StepCancelled``. Without a check, ``check_cancelled`` does nothing.
+groups of ops) calls ``check_cancelled`` between them. The caller of the step sets the check with ``cancellable``; the
+check ends the step by raising ``StepCancelled``. Without a check, ``check_cancelled`` does nothing.
 A step that runs as a captured CUDA graph has no parts and cannot be cancelled.
 """
 

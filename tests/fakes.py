@@ -32,8 +32,9 @@ class FakeRunner:
 
     ``script``: always answer with these tokens, in turn. ``poison_token``: a prompt with it makes ``execute``
     raise. ``nan_token``: a prompt with it gets NaN logits. ``die_token``: a prompt with it ends the process.
-    ``remember``: keep the batches, which a server under load must not. ``slow_token``: a prompt with it makes ``execute``
-    compute until the file ``until`` exists, without a pause or, with ``parts``, in parts; it makes ``until.begun`` first.
+    ``remember``: keep the batches, which a server under load must not. ``slow_token``: a prompt with it makes
+    ``execute`` compute until the file ``until`` exists, without a pause or, with ``parts``, in parts; it makes
+    ``until.begun`` first.
     """
 
     kv_bytes, kv_dtype, weight_bytes = 0, "float32", 0

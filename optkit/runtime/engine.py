@@ -5,8 +5,8 @@ the model raises on a batch, each item is run alone, and the one that raises aga
 running an item twice is harmless, since it writes the same KV into its own slots. A NaN row is the
 sampler's to catch. What escapes ``step`` is a fault of the device or a bug of optkit, and ends the engine process.
 
-A step whose every client has left is cancelled between two parts of the model. The scheduler records nothing of it, so its KV is
-never published, and the aborts that follow free the blocks.
+A step whose every client has left is cancelled between two parts of the model. The scheduler records nothing of it, so
+its KV is never published, and the aborts that follow free the blocks.
 """
 
 from __future__ import annotations

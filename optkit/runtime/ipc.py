@@ -53,7 +53,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Begun(msgspec.Struct, frozen=True, tag="begun"):
-    """The engine begins to compute these requests. Sent before the step: it arrives even if the step ends the process."""
+    """The engine begins to compute these requests. Sent before the step, which may end the process."""
 
     request_ids: tuple[str, ...]
 

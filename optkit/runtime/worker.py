@@ -4,11 +4,12 @@
 own keeps the model's compute away from the API process's event loop and its interpreter lock, and a crash of
 native code costs the streams of this engine and not the server.
 
-The loop waits on the socket when there is nothing to do (no polling). Between steps it handles what has arrived. Between
-the parts of a long step (``optkit.cancellation``) it only reads: a step whose every request is aborted is cancelled, a
-``Shutdown`` ends the process, and a heartbeat shows that the step makes progress. All of it happens on the main thread. The loop
-ends when the parent says so, closes the pipe or dies; on Linux the kernel kills it then (PR_SET_PDEATHSIG), even in
-the middle of a load. SIGINT is ignored: Ctrl-C reaches both processes, and the parent decides.
+The loop waits on the socket when there is nothing to do (no polling). Between steps it handles what has arrived.
+Between the parts of a long step (``optkit.cancellation``) it only reads: a step whose every request is aborted is
+cancelled, a ``Shutdown`` ends the process, and a heartbeat shows that the step makes progress. All of it happens on the
+main thread. The loop ends when the parent says so, closes the pipe or dies; on Linux the kernel kills it then
+(PR_SET_PDEATHSIG), even in the middle of a load. SIGINT is ignored: Ctrl-C reaches both processes, and the parent
+decides.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ PR_SET_PDEATHSIG = 1
 
 
 class ParentGone(BaseException):
-    """The parent closed the pipe or asked to leave. Not an ``Exception``: a handler of failed batches must not catch it."""
+    """The parent closed the pipe or sent ``Shutdown``.
+
+    Not an ``Exception``: it is raised inside a step too, where a handler of failed batches must not catch it.
+    """
 
 
 class Worker:

@@ -12,8 +12,8 @@
 ``GET /version``
 =============================  =================================================================
 
-Health is that of the engine's process (``optkit.serve.supervisor``) and never generates a token: a check that does is red
-under load and costs the users their latency. For the same reason a step of minutes changes nothing about it.
+Health is that of the engine's process (``optkit.serve.supervisor``) and never generates a token: a check that does is
+red under load and costs the users their latency. For the same reason a step of minutes changes nothing about it.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Clients repeat what failed with 503, as they should, and so one request that cra
 engine down with it. Nobody can see from outside which of the sequences in flight it was, so it is found out:
 
 1. all that the engine had begun when it died become *suspects*, each with the number of tokens it had by then;
-2. a suspect that comes again is on *trial*: it waits until no other suspect runs and an engine is ready, then runs until it
-   has got past that point and is cleared;
+2. a suspect that comes again is on *trial*: it waits until no other suspect runs and an engine is ready, then runs
+   until it has got past that point and is cleared;
 3. a suspect on trial that the engine had begun when it died again is *convicted*: refused, without a try, for
    ``SENTENCE_SECONDS``.
 

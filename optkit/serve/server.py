@@ -5,10 +5,10 @@ costs no waiting. The port is bound but does not listen before the engine is rea
 refused, and nobody hangs.
 
 Order of the end, on the first SIGINT or SIGTERM: not ready, no new connections, requests in flight may finish
-(2 s after Ctrl-C, ``shutdown_timeout`` after SIGTERM), what is left is cut, with one line in the log and an error to each
-client (``shutdown``), the engine process stops. A second signal cuts at once and kills the engine. The exit code is 0 in all
-of these. If the engine dies, every stream ends with an error, and another one is started (``supervisor``); only when that fails
-again and again does the server end, with exit code 1.
+(2 s after Ctrl-C, ``shutdown_timeout`` after SIGTERM), what is left is cut, with one line in the log and an error to
+each client (``shutdown``), the engine process stops. A second signal cuts at once and kills the engine. The exit code
+is 0 in all of these. If the engine dies, every stream ends with an error, and another one is started (``supervisor``);
+only when that fails again and again does the server end, with exit code 1.
 """
 
 from __future__ import annotations

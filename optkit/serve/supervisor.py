@@ -1,7 +1,7 @@
 """An engine that comes back: when its process dies or falls silent, a new one is started in its place.
 
-An engine that computes a long step is neither: it stays healthy however long it sends nothing, as long as its process uses the
-processor. Every open stream ends with an error at once when the process dies (``EngineClient``). Until the new engine is ready
+Silent means without a message and without use of the processor: an engine that computes a long step stays healthy.
+When the process dies, every open stream ends with an error at once (``EngineClient``). Until the new engine is ready
 the server answers 503 with Retry-After and is not ready, but live: killing it would only make it longer. The first
 restart is immediate, each further one within ``WINDOW_SECONDS`` waits twice as long as the one before; after
 ``MAX_RESTARTS`` of them the supervisor gives up and the server ends, for a fault that comes back each time is not

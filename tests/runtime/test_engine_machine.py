@@ -1,8 +1,9 @@
 """The engine under random histories: KV accounting, fairness, and outputs equal to a solo run.
 
-Every kind of event in any order: add, step, abort, a step that clients leave, preempt, finish, a failing load, a reset of the prefix cache; on a
-pool too small for everyone, with prompts that begin alike, an offload store, digests that collide, guesses right and
-wrong, and both policies. After each event all three books of the KV are checked against each other.
+Every kind of event in any order: add, step, abort, a step that clients leave, preempt, finish, a failing load, a reset
+of the prefix cache; on a pool too small for everyone, with prompts that begin alike, an offload store, digests that
+collide, guesses right and wrong, and both policies. After each event all three books of the KV are checked against each
+other.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def test_whoever_leaves_takes_everything_along(count: int, patience: float) -> N
 @pytest.mark.parametrize("patience", [10, pytest.param(1, marks=FULL)])
 def test_sixty_four_who_leave_a_long_step_take_everything_along(patience: float, tmp_path: Path) -> None:
     """The step would never end by itself; within a second all blocks are free, and the engine serves others."""
-    slow = {"slow_token": 300, "until": str(tmp_path / "never"), "parts": True}
+    slow = {"slow_token": 299, "until": str(tmp_path / "never"), "parts": True}
     many = {"max_num_batched_tokens": 2048, "max_num_seqs": 64, "step_delay": 0.01}
     with LiveServer(**{**LONG, **many}, **slow) as live:
         pids = [child.pid for child in live.children()]
@@ -102,7 +102,7 @@ def test_sixty_four_who_leave_a_long_step_take_everything_along(patience: float,
                 crowd = [asyncio.create_task(http.post(COMPLETIONS, json=body)) for _ in range(63)]
                 while gauges(live)["vllm:num_requests_running"] < 63:
                     await asyncio.sleep(0.05)
-                crowd.append(asyncio.create_task(http.post(COMPLETIONS, json={"prompt": [300] * 1900})))
+                crowd.append(asyncio.create_task(http.post(COMPLETIONS, json={"prompt": [299] * 1900})))
                 while not (tmp_path / "never.begun").exists():
                     await asyncio.sleep(0.05)
                 for task in crowd:

@@ -88,10 +88,10 @@ def test_second_signal_does_not_wait_for_streams(second: signal.Signals, tmp_pat
 def test_shutdown_timeout_of_zero_cuts_at_once_with_one_line(tmp_path: Path) -> None:
     """Also a request that has no byte yet gets the error that says why."""
     log, server = tmp_path / "log", {"shutdown_timeout": 0}
-    slow = {"slow_token": 300, "until": str(tmp_path / "never"), "parts": True}
+    slow = {"slow_token": 299, "until": str(tmp_path / "never"), "parts": True}
     with LiveServer(server=server, log=log, **ENDLESS, **slow) as live, ThreadPoolExecutor() as pool:
         stream = Stream(live)
-        body = {"prompt": [300]}
+        body = {"prompt": [299]}
         waiting = pool.submit(httpx.post, f"{live.url}/v1/completions", json=body, timeout=PATIENCE)
         wait_until((tmp_path / "never.begun").exists)
         children = live.children()
@@ -127,7 +127,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def test_a_step_that_computes_for_long_changes_no_health_and_refuses_nobody(tmp_path: Path) -> None:
     """Silent for longer than a hung engine may be: it uses the processor."""
     end = tmp_path / "end"
-    slow = {"slow_token": 300, "until": str(end), "silence_seconds": 0.5}
+    slow = {"slow_token": 299, "until": str(end), "silence_seconds": 0.5}
     with LiveServer(**slow) as live, ThreadPoolExecutor() as pool:
         [worker] = live.children()
 
@@ -135,7 +135,7 @@ def test_a_step_that_computes_for_long_changes_no_health_and_refuses_nobody(tmp_
             body = {"prompt": [token], "max_tokens": 2}
             return pool.submit(httpx.post, f"{live.url}/v1/completions", json=body, timeout=PATIENCE)
 
-        answers = [complete(300)]
+        answers = [complete(299)]
         wait_until((tmp_path / "end.begun").exists)
         seen, began = set(), worker.cpu_times().user
         while worker.cpu_times().user < began + 3.0:  # silence, stillness and two looks of the supervisor
