@@ -83,6 +83,9 @@ class Scheduler:
         config: limits and policy.
         clock: seconds; the one that stamps ``EngineRequest.arrival``.
         cost: learns how long steps take.
+
+    Attributes:
+        announce: called before a step with the ids of the requests that it is the first step of.
     """
 
     def __init__(
@@ -104,6 +107,8 @@ class Scheduler:
         self._sequences: dict[str, Sequence] = {}
         self._lost: list[TokenOutput] = []  # ends that were found while scheduling
         self.step_sizes = StepSizes()
+        self.announce: Callable[[Seq[str]], None] = _to_nobody
+        self._begun: list[str] = []  # requests admitted for the first time in this step
         self._num_added = 0
         self._step_start = 0.0
 
@@ -148,6 +153,7 @@ class Scheduler:
         left = self.config.max_num_batched_tokens - Batch((*decodes, *prefills)).num_tokens
         batch = Batch((*self._with_drafts(ready, left), *prefills), self.kv.take_transfers())
         self.step_sizes.add(batch.num_tokens)
+        self._announce_begun()
         return batch
 
     def update(self, batch: Batch, results: Seq[Result]) -> list[TokenOutput]:
@@ -235,6 +241,11 @@ class Scheduler:
             assert len(seq.block_table) >= self.kv.blocks.blocks_for(seq.num_computed)
         assert not any(seq.block_table for seq in self.waiting)
         self.kv.check(self.running)
+
+    def _announce_begun(self) -> None:
+        begun, self._begun = self._begun, []
+        if begun:
+            self.announce(begun)
 
     def _give_up(self) -> None:
         """End those who have waited for their first step longer than ``queue_timeout``."""
@@ -354,6 +365,7 @@ class Scheduler:
         bisect.insort(self.running, seq, key=_rank)
         if seq.progress.started is None:
             seq.progress.started = self._step_start
+            self._begun.append(seq.request.request_id)
             seq.progress.cached_tokens = seq.num_computed
             self.kv.count(seq)
         return True
@@ -468,3 +480,7 @@ class Scheduler:
 
 def _rank(seq: Sequence) -> tuple[float, int]:
     return seq.rank
+
+
+def _to_nobody(request_ids: Seq[str]) -> None:
+    """The default of ``Scheduler.announce``."""

@@ -4,8 +4,8 @@
 ``POST /v1/chat/completions``  messages in, one answer
 ``POST /v1/completions``       prompts in, one answer each
 ``GET /v1/models``             the served names, with ``max_model_len``
-``GET /health/live``           the event loop answers, the engine's heart beats or it is being restarted
-``GET /health/ready``          the engine's heart beats, and no shutdown is going on; also ``/health``, ``/ping``
+``GET /health/live``           the event loop answers, the engine process lives or is being restarted
+``GET /health/ready``          the engine process lives, and no shutdown is going on; also ``/health``, ``/ping``
 ``GET /metrics``               Prometheus text
 ``POST /reset_prefix_cache``   forget the KV of finished sequences
 ``GET /openapi.json``          what this server accepts and answers, as OpenAPI 3.1
@@ -14,8 +14,8 @@
 
 Where GET is allowed, HEAD is; OPTIONS answers with the ``Allow`` header that a 405 has (RFC 9110, 9.3 and 15.5.6).
 
-Health comes from the engine's heartbeat and never generates a token: a check that does is red under load
-and costs the users their latency.
+Health is that of the engine's process (``optkit.serve.supervisor``) and never generates a token: a check that does is
+red under load and costs the users their latency. For the same reason a step of minutes changes nothing about it.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from optkit.serve.openapi import document
 from optkit.serve.prompts import PromptReader
 from optkit.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest, parse_request
 from optkit.serve.reply import Reply, Service
+from optkit.serve.shutdown import shutting_down
 from optkit.serve.tokenizer import Tokenizer
 from optkit.serve.tracing import Tracing
 from optkit.version import VERSION
@@ -84,7 +85,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def reply(http: Request, kind: type[Body]) -> Response:
         arrival = time.monotonic()
         if app.state.draining:
-            raise ApiError("the server is shutting down", code="server_shutdown", status=503, retry_after=5)
+            raise shutting_down()
         service.admission.check()
         settings = service.settings
         data = await read_json(http, settings.max_body_bytes, settings.body_timeout_s)

@@ -14,7 +14,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
-from optkit.runtime.process import ENGINE_DIED, ENGINE_STOPPED
+from optkit.runtime.process import ENGINE_DIED, ENGINE_GONE, ENGINE_STOPPED
 from optkit.runtime.types import (
     QUEUE_TIMEOUT,
     EngineRequest,
@@ -155,7 +155,7 @@ class _Choice:
 
 
 def _raise_failure(output: TokenOutput) -> None:
-    if output.error in (ENGINE_DIED, ENGINE_STOPPED):
+    if output.error in (ENGINE_DIED, ENGINE_GONE, ENGINE_STOPPED):
         raise ApiError("the engine is gone; try again", code="engine_unavailable", status=503, retry_after=1)
     if output.error == QUEUE_TIMEOUT:
         raise ApiError(f"{QUEUE_TIMEOUT}; try again later", code="queue_timeout", status=503, retry_after=1)

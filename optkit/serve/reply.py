@@ -17,7 +17,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 from starlette.responses import Response
@@ -32,12 +32,12 @@ from optkit.serve.logprobs import ChatLogprobs, CompletionLogprobs, LogprobForma
 from optkit.serve.metrics import Metrics
 from optkit.serve.prompts import Prompt, PromptReader
 from optkit.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from optkit.serve.shutdown import LAST_WORDS_SECONDS, RequestsInFlight, shutting_down
 from optkit.serve.stream import ChunkWriter, ReplyForm, ReplyHead, error_event, whole_reply
 from optkit.serve.tracing import Record, Tracing
 
 log = logging.getLogger("optkit.serve")
 
-LAST_WORDS_SECONDS = 1.0
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -55,6 +55,7 @@ class Service:
     admission: Admission
     settings: ServeSettings
     tracing: Tracing | None = None
+    requests: RequestsInFlight = field(default_factory=RequestsInFlight)
 
     def check(self, request: GenerationRequest) -> None:
         """Refuse early what needs no tokenizer to refuse.
@@ -126,11 +127,10 @@ class Reply(Response):
         """The answer, or how it failed, and the line in the log that says so."""
         wire, outcome = _Wire(send), "ok"
         try:
-            async with asyncio.timeout_at(self._deadline()):
+            async with self._service.requests.limit(self._deadline()):
                 await self._generate_and_send(wire)
-        except asyncio.CancelledError:  # shutdown, or nobody listens and this goes nowhere
+        except asyncio.CancelledError:  # nobody listens
             outcome = "cancelled"
-            await wire.fail(ApiError("the server is shutting down", code="server_shutdown", status=503))
             raise
         except Exception as error:
             failure = self._failure(error)
@@ -155,6 +155,8 @@ class Reply(Response):
         """``error`` as the client is told of it."""
         if isinstance(error, ApiError):
             return error
+        if isinstance(error, TimeoutError) and self._service.requests.is_cut:
+            return shutting_down()
         if isinstance(error, TimeoutError):
             limit = self._service.settings.request_timeout_s
             return ApiError(f"not answered within {limit:g} s", code="request_timeout", status=504)

@@ -1,8 +1,9 @@
 """The engine under random histories: KV accounting, fairness, and outputs equal to a solo run.
 
-Every kind of event in any order: add, step, abort, preempt, finish, a failing load, a reset of the prefix cache; on a
-pool too small for everyone, with prompts that begin alike, an offload store, digests that collide, guesses right and
-wrong, and both policies. After each event all three books of the KV are checked against each other.
+Every kind of event in any order: add, step, abort, a step that clients leave, preempt, finish, a failing load, a reset
+of the prefix cache; on a pool too small for everyone, with prompts that begin alike, an offload store, digests that
+collide, guesses right and wrong, and both policies. After each event all three books of the KV are checked against each
+other.
 """
 
 from __future__ import annotations
@@ -230,6 +231,26 @@ class EngineMachine(RuleBasedStateMachine):
                 del self.requests[out.request_id]
                 got = (self.tokens[out.request_id], out.finish_reason, out.error)
                 assert got == self.wanted[out.request_id]
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), stay=st.sets(st.integers(1, 40), max_size=2))
+    def step_while_clients_leave(self, data: st.DataObject, stay: set[int]) -> None:
+        left = {name for name in self.requests if int(name[1:]) not in stay}
+        self.engine.departed = lambda: left
+        published, tokens = self._published(), dict(self.tokens)
+        self.step()
+        self.engine.departed = frozenset
+        if self.batch.items and left.issuperset(item.seq.request.request_id for item in self.batch.items):
+            assert {name: self.tokens[name] for name in left} == {name: tokens[name] for name in left}
+            assert self._published() <= published, "KV of a cancelled step was published"
+        for name in left & self.requests.keys():
+            self.engine.abort(name)
+            del self.requests[name]
+
+    def _published(self) -> set[bytes]:
+        """The blocks that the prefix cache offers."""
+        cache = self.engine.scheduler.kv.cache
+        return set(cache._nodes) if cache is not None else set()
 
     def _schedule(self) -> Batch:
         self.batch = Scheduler.schedule(self.engine.scheduler)
