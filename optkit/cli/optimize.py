@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from optkit.cli import console
+from optkit.cli.tables import print_table
 
 if TYPE_CHECKING:
     from optkit.recipe import Recipe
@@ -66,9 +67,9 @@ def optimize(
 
     target = asdict(get_target(loaded.target))
 
-    console.stdout.print(run_table(run), soft_wrap=False)
+    print_table(run_table(run))
     if variants(run):
-        console.stdout.print(variants_table(variants(run)), soft_wrap=False)
+        print_table(variants_table(variants(run)))
     for line in summary_lines(run, target):
         console.stdout.print(line)
     console.stdout.print(f"wrote {path}\nnext: optkit serve {path}")
@@ -88,7 +89,7 @@ def _dry_run(model: str, recipe: Recipe, as_json: bool) -> None:
             console.stdout.print(
                 f"    skips {skip['count']}x: {skip['reason']} (first: {skip['first']})", style="dim"
             )
-    console.stdout.print(_prediction_table(plan))
+    print_table(_prediction_table(plan))
     console.stdout.print(f"target {plan['target']['name']}, ceilings {plan['target']['source']}", style="dim")
 
 
