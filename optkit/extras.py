@@ -59,7 +59,7 @@ def need_extra(extra: str, feature: str) -> None:
 
 
 def missing_package(error: ModuleNotFoundError) -> UserError | None:
-    """The refusal for an import that failed because another project's package is absent; None for a module of optkit."""
+    """The refusal for an import that failed because a package is absent; None for a module of optkit."""
     package = (error.name or "").partition(".")[0]
     if not package or package == "optkit":
         return None

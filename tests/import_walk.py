@@ -3,8 +3,8 @@
 The walk starts at a command's function and follows every import, also those inside functions, except those under
 ``TYPE_CHECKING``. A string that names a module of optkit counts as an import of it: the tables of passes and of
 engine factories hold such strings. An import in a function that calls ``need_extra("NAME", ...)`` is behind the extra
-NAME, and so is all that is reached only through it. The same holds for the methods of a class whose ``__init__`` calls it,
-and for a private function of a module all of whose callers there do.
+NAME, and so is all that is reached only through it. The same holds for the methods of a class whose ``__init__``
+calls it, and for a private function of a module all of whose callers there do.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Only results go to stdout, so ``optkit ... --json | jq`` works and a progress line never ends up in a file.
 rich turns colour and cursor movement off by itself when the stream is not a terminal. Text is never markup: square
-brackets and colons in paths, model names and ``optkit[serve]`` are printed as they are. A stream that is no terminal gets
-whole lines, which nothing wraps or cuts.
+brackets and colons in paths, model names and ``optkit[serve]`` are printed as they are. A stream that is no terminal
+gets whole lines, which nothing wraps or cuts.
 """
 
 from __future__ import annotations

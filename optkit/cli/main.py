@@ -16,7 +16,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from optkit import __version__
+from optkit import __version__, logs
 from optkit.cli import console, recipe
 from optkit.errors import UserError
 from optkit.extras import missing_package
@@ -103,6 +103,7 @@ def _failed(error: Exception) -> int:
 
 def main() -> NoReturn:
     """Entry point of the ``optkit`` script."""
+    logs.silence_progress_bars()
     sys.exit(run(sys.argv[1:]))
 
 

@@ -49,6 +49,7 @@ def optimize(
     from optkit.recipe import load_recipe
 
     loaded = load_recipe(recipe, overrides or [])
+    _warn_without_native_kernels(loaded)
     if dry_run:
         _dry_run(model, loaded, as_json)
         return
@@ -73,6 +74,14 @@ def optimize(
     for line in summary_lines(run, target):
         console.stdout.print(line)
     console.stdout.print(f"wrote {path}\nnext: optkit serve {path}")
+
+
+def _warn_without_native_kernels(recipe: Recipe) -> None:
+    from optkit.kernels.cpu.native import missing_warning
+
+    warning = missing_warning() if recipe.target == "cpu" else None
+    if warning:
+        console.warn(warning)
 
 
 def _dry_run(model: str, recipe: Recipe, as_json: bool) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from optkit.runtime.cuda.device import Device
     from optkit.target import Target
 
+logger = logging.getLogger(__name__)
+
 WARM_UP_TOKENS = (33, 1)  # one prefill and the decode after it
 PREFILL_TARGET_TOKENS = 256  # on a CPU, where matrix products reach full speed at 128 to 256 rows
 NUM_SPECULATIVE_TOKENS = 8
@@ -54,6 +57,8 @@ def load_engine(artifact_dir: str, options: Mapping[str, Any]) -> Engine:
     artifact = Artifact.open(artifact_dir, verify=False)
     model = artifact.executable(trust_code=bool(given.get("trust_artifact_code")))
     gpu = None
+    if model.device.type == "cpu":
+        warn_without_native_kernels()
     if model.device.type == "cuda":
         from optkit.runtime.cuda.device import CudaDevice
 
@@ -72,6 +77,15 @@ def load_engine(artifact_dir: str, options: Mapping[str, Any]) -> Engine:
     warm_up(engine)
     trim_heap()
     return engine
+
+
+def warn_without_native_kernels() -> None:
+    """Log why this CPU's steps will be slow, where the native kernels are missing."""
+    from optkit.kernels.cpu.native import missing_warning
+
+    warning = missing_warning()
+    if warning:
+        logger.warning(warning)
 
 
 def with_kv_bytes(

@@ -30,7 +30,7 @@ VARIANT = {"tokens": "1 to 2048", "compiled_seconds": 12.5, "uncompiled_seconds"
 
 def run_of_long_names() -> Table:
     pair = [timing(12.0), timing(3.0)]
-    measured, predicted = dict.fromkeys(LABELS, pair), dict.fromkeys(LABELS, [12.0, 4.0])
+    measured, predicted = dict.fromkeys(LABELS, pair), {label: [12.0, 4.0] for label in LABELS}
     records = [
         int8_record(name=name, decision=decision, measured=measured, predicted=predicted)
         for name, decision in (("fuse_add_rms_norm", "rolled back"), ("mixed_precision", "reduced"))
@@ -44,7 +44,7 @@ def benchmark() -> Table:
 
 
 def predictions() -> Table:
-    times = {label: (2.0, 1234.5) for label in LABELS}
+    times = dict.fromkeys(LABELS, (2.0, 1234.5))
     plan = {
         "baseline": dict.fromkeys(LABELS, 9876.5),
         "passes": [{"name": "fuse_add_rms_norm", "predicted": times}],

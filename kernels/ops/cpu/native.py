@@ -1,9 +1,9 @@
 """The native CPU kernels: finds and loads ``_native.so``, which setup.py built, and declares its functions.
 
-Plain C ABI: pointers and sizes as integers, no torch or Python headers, so it builds in seconds and depends on the version
-of neither. It is loaded on first use and **after torch**, whose ``libgomp.so.1`` then serves both: one OpenMP pool, so
-kernels and torch's own ops don't compete for cores (``openmp.py``). Every parallel function takes the number of threads
-as its last argument; pass ``threads()``.
+Plain C ABI: pointers and sizes as integers, no torch or Python headers, so it builds in seconds and depends on no
+version of them. It is loaded on first use and **after torch**, whose ``libgomp.so.1`` then serves both: one OpenMP
+pool, so kernels and torch's own ops don't compete for cores (``openmp.py``). Every parallel function takes the number
+of threads as its last argument; pass ``threads()``.
 
 ``OPTKIT_CPU_ISA`` = ``avx512_vnni``, ``avx2`` or ``portable`` overrides the instruction set, which is otherwise the
 best that the CPU has. Nothing is ever compiled here: without the file optkit runs on the other kernels.

@@ -1,10 +1,10 @@
 """The OpenMP runtimes of this process.
 
-``_native.so`` needs ``libgomp.so.1`` and brings none. torch's Linux wheels bring one of that name, and the loader takes a
-library that is loaded already over a file: after torch there is one runtime, one pool of threads, and the machine needs no
-libgomp of its own. A torch whose OpenMP has another name (libiomp5, libomp, a libgomp with a hash in its name) makes two.
-Both are correct side by side. They cost: each has as many threads as ``torch.set_num_threads`` allows, and the threads of
-the one that is idle spin for a while on the cores that the other needs.
+``_native.so`` needs ``libgomp.so.1`` and brings none. torch's Linux wheels bring one of that name, and the loader
+takes a library that is loaded already over a file: after torch there is one runtime, one pool of threads, and the
+machine needs no libgomp of its own. A torch whose OpenMP has another name (libiomp5, libomp, a libgomp with a hash
+in its name) makes two. Results are the same, but each has a pool of as many threads, and idle threads of one pool
+spin for a while on the cores that the other needs.
 """
 
 from __future__ import annotations
