@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from optkit.cli import console
+from optkit.cli.tables import print_table
 from optkit.errors import UserError, nearest
+from optkit.extras import need_extra
 
 if TYPE_CHECKING:
     from optkit.bench.metrics import Slo
@@ -76,6 +78,7 @@ def bench(
 
     Example: optkit bench artifact/ --baseline smollm2-135m --slo ttft:700
     """
+    need_extra("serve", "optkit bench")
     from optkit.bench.metrics import DEFINITIONS
     from optkit.bench.run import run_bench
     from optkit.bench.workload import WorkloadConfig
@@ -163,12 +166,12 @@ def _print(result: BenchResult, as_json: bool) -> None:
     from optkit.bench.table import legend, table
 
     for line in result.problems()[:10]:
-        console.stderr.print(f"warning: {line}", markup=False)
+        console.warn(line)
     if as_json:
         console.print_json(result.to_dict())
     else:
-        console.stdout.print(table(result), soft_wrap=False)
+        print_table(table(result))
         for line in legend(result):
-            console.stdout.print(line, style="dim", markup=False)
+            console.stdout.print(line, style="dim")
     for line in result.slo_misses():
-        console.stderr.print(f"SLO missed: {line}", style="bold red", markup=False)
+        console.stderr.print(f"SLO missed: {line}", style="bold red")

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
-from rich.text import Text
 
 from optkit.cli import console
+from optkit.cli.tables import print_table
 from optkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def bounds_table(rows: list[dict[str, Any]]) -> Table:
 def files_table(files: dict[str, Any]) -> Table:
     table = Table("file", "bytes", "sha256", box=None, pad_edge=False)
     for name, entry in files.items():
-        table.add_row(Text(name), f"{entry['bytes']:,}", entry["sha256"][:16])
+        table.add_row(printable(name), f"{entry['bytes']:,}", entry["sha256"][:16])
     total = sum(entry["bytes"] for entry in files.values())
     table.add_row("all", f"{total:,}", "")
     return table
@@ -184,11 +184,11 @@ def files_table(files: dict[str, Any]) -> Table:
 def show_table(table: Table) -> None:
     if table.row_count:
         console.stdout.print()
-        console.stdout.print(table, soft_wrap=False)
+        print_table(table)
 
 
 def show(line: str) -> None:
-    console.stdout.print(Text(printable(line)))
+    console.stdout.print(printable(line))
 
 
 def printable(text: str) -> str:

@@ -16,9 +16,10 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from optkit import __version__
+from optkit import __version__, logs
 from optkit.cli import console, recipe
 from optkit.errors import UserError
+from optkit.extras import missing_package
 
 COMMANDS = {
     "optimize": "optkit.cli.optimize:optimize",
@@ -86,13 +87,23 @@ def run(arguments: Sequence[str]) -> int:
     except Exception as error:  # noqa: BLE001 - the last line of defence
         if debug:
             console.stderr.print_exception()
-        console.bug_panel(error)
-        return 1
+        return _failed(error)
     return 0
+
+
+def _failed(error: Exception) -> int:
+    """Report an exception that no command expected; gives the exit code."""
+    absent = missing_package(error) if isinstance(error, ModuleNotFoundError) else None
+    if absent:
+        console.error_panel(absent)
+        return 2
+    console.bug_panel(error)
+    return 1
 
 
 def main() -> NoReturn:
     """Entry point of the ``optkit`` script."""
+    logs.silence_progress_bars()
     sys.exit(run(sys.argv[1:]))
 
 

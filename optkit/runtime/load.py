@@ -57,6 +57,8 @@ def load_engine(artifact_dir: str, options: Mapping[str, Any]) -> Engine:
     artifact = Artifact.open(artifact_dir, verify=False)
     model = artifact.executable(trust_code=bool(given.get("trust_artifact_code")))
     gpu = device_of(model)
+    if model.device.type == "cpu":
+        warn_without_native_kernels()
     cost = CostModel()
     guesses = speculator(artifact, model, cost, given)
     if gpu is not None:  # after the draft model, whose memory is not free
@@ -83,6 +85,15 @@ def device_of(model: Executable) -> Device | None:
     from optkit.runtime.cuda.device import CudaDevice
 
     return CudaDevice()
+
+
+def warn_without_native_kernels() -> None:
+    """Log why this CPU's steps will be slow, where the native kernels are missing."""
+    from optkit.kernels.cpu.native import missing_warning
+
+    warning = missing_warning()
+    if warning:
+        logger.warning(warning)
 
 
 def with_kv_bytes(
