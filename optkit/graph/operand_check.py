@@ -161,5 +161,5 @@ def check_indexes(graph: Graph) -> None:
                 continue
             low, high = (int(v) for v in torch.aminmax(g_idx.value))
             groups = scale.value.shape[1]
-            inside = 0 <= low and high < groups
+            inside = low >= 0 and high < groups
             expect(inside, f"{node.name}: operand g_idx has groups {low} to {high}, there are {groups}")
