@@ -62,9 +62,9 @@ def optimize(
     from dataclasses import asdict
 
     from optkit.report import run_table, summary_lines, variants, variants_table
-    from optkit.target import get_target
+    from optkit.target import present_target
 
-    target = asdict(get_target(loaded.target))
+    target = asdict(present_target(loaded.target))
 
     console.stdout.print(run_table(run), soft_wrap=False)
     if variants(run):

@@ -19,11 +19,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from optkit.cancellation import check_cancelled
 from optkit.kernels.cpu import native
 
 ALIGN = 64  # bytes: a cache line, and the widest vector
 CONSTANT, SIZE, INPUT, ARENA = range(4)  # of program.h
 TOKENS, LOGITS, SEQUENCES, TABLE_WIDTH, BLOCK_SIZE = range(5)  # the sizes of a batch
+LONG_STEP = (
+    2**32
+)  # tokens times bytes of weights: from here on a step is cancellable, some tens of milliseconds
+CALLS_A_PART = 8  # of a cancellable step: less than a layer
 
 
 @dataclass(eq=False)
@@ -238,6 +243,7 @@ class Program:
             calls += CALL.pack(op, len(arguments) // ARGUMENT.size)
             for value in values:
                 arguments += ARGUMENT.pack(*self._encode(value))
+        self._weight_bytes = sum(tensor.nbytes for tensor in self.constants)
         self._calls = ctypes.create_string_buffer(bytes(calls), len(calls))
         self._arguments = ctypes.create_string_buffer(bytes(arguments), len(arguments))
         self._sizes = (ctypes.c_int64 * 5)()
@@ -279,6 +285,7 @@ class Program:
         Raises:
             IndexError: a token id or a row to select does not exist.
             ValueError: an input has another shape or type than the program was made for.
+            StepCancelled: from the check of the step (``optkit.cancellation``).
         """
         sizes = (len(input_ids), len(logits_index), len(seq_lens), block_tables.shape[1], k_cache.shape[1])
         self._sizes[:] = list(sizes)
@@ -287,9 +294,19 @@ class Program:
         tensors += [torch.empty((sizes[rows], *shape), dtype=dtype) for rows, shape, dtype in self.outputs]
         self._inputs[:] = [t.data_ptr() for t in tensors]
         self._place_arenas(sizes)
+        is_long = sizes[TOKENS] * self._weight_bytes >= LONG_STEP
+        part = CALLS_A_PART if is_long else max(self.num_calls, 1)
+        for first in range(0, self.num_calls, part):
+            if first:
+                check_cancelled()
+            self._run(first, min(part, self.num_calls - first))
+        return tuple(tensors[self.num_inputs :])
+
+    def _run(self, first: int, count: int) -> None:
+        """Run ``count`` calls from the call ``first`` on."""
         failed = native.library().optkit_run_program(
-            ctypes.addressof(self._calls),
-            self.num_calls,
+            ctypes.addressof(self._calls) + first * CALL.size,
+            count,
             ctypes.addressof(self._arguments),
             ctypes.addressof(self._sizes),
             ctypes.addressof(self._inputs),
@@ -297,8 +314,7 @@ class Program:
             native.threads(),
         )
         if failed:
-            raise IndexError(f"an index is out of range in call {failed - 1} of the program")
-        return tuple(tensors[self.num_inputs :])
+            raise IndexError(f"an index is out of range in call {first + failed - 1} of the program")
 
     def _check(self, inputs: Sequence[Tensor], sizes: Sequence[int]) -> None:
         """Compare what torch computed with what the calls were made for: they take its address."""
