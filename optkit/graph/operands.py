@@ -1,8 +1,9 @@
 """The operands of every dialect op: where each comes from, its dtype and its shape. One row an op.
 
 Native kernels take addresses, so what they read is checked before anything runs (``operand_check``). A shape is a list
-of symbols: equal symbols of one op are equal sizes, a number is that size, ``S+1`` one more than S, and ``...`` is any
-number of leading sizes, the same wherever it stands in the row. Relations between sizes (a divisor, packed words) are in ``shape_rules``.
+of symbols: equal symbols of one op are equal sizes, a number is that size, ``S+1`` is one more than S, and ``...`` is
+any number of leading sizes, the same wherever it stands in the row. Relations between sizes (a divisor, packed words)
+are in ``shape_rules``.
 """
 
 from __future__ import annotations
