@@ -265,7 +265,7 @@ def test_a_client_that_insists_does_not_take_every_engine_down() -> None:
 
 
 def test_innocents_are_answered_beside_a_client_that_insists() -> None:
-    """Everybody repeats a 503, the one who kills the engine soonest: then the others wait for their trial when it dies."""
+    """Everybody repeats a 503; the culprit comes first, so the others wait for their trial when the engine dies."""
     with LiveServer(die_token=DEADLY, step_delay=0.3, script=SCRIPT[:-1]) as live:
 
         async def insist(http: httpx.AsyncClient, first: int) -> int:
