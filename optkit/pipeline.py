@@ -455,6 +455,8 @@ def optimize(
     source = resolve(model, tell)
     validate_checkpoint(source.directory)
     target = present_target(recipe.target, where=f"recipe {recipe.name}")
+    if target.name != recipe.target:
+        tell(f"the recipe is for {recipe.target}, the plan for the GPU of this machine: {target.name}")
     graph, run = Pipeline(source, recipe, target, tell, final_tokens).run()
     tell(f"writing {out}")
     write_artifact(out, graph, source, recipe, run, target, environment(), force=force)

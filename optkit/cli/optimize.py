@@ -64,9 +64,9 @@ def optimize(
     from dataclasses import asdict
 
     from optkit.report import run_table, summary_lines, variants, variants_table
-    from optkit.target import get_target
+    from optkit.target import present_target
 
-    target = asdict(get_target(loaded.target))
+    target = asdict(present_target(loaded.target))
 
     print_table(run_table(run))
     if variants(run):

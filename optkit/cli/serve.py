@@ -203,14 +203,15 @@ def serve(
         typer.Option(
             min=0,
             rich_help_panel=ACCESS,
-            help="Seconds that running answers may take to finish after SIGTERM. Ctrl-C gives them two.",
+            help="Seconds that running answers may take to finish after SIGTERM; 0 cuts them at once. "
+            "Ctrl-C gives them two, a second signal none.",
         ),
     ] = 25,
 ) -> None:
     """Serve an artifact over OpenAI's HTTP API, with streaming and Prometheus metrics.
 
     Prints one line when it is ready. Ctrl-C ends it, a second Ctrl-C at once. An engine that dies is started again;
-    exit code 1: it died again and again.
+    exit code 1: it died again and again. A signal ends the server with exit code 0.
     """
     need_extra("serve", "optkit serve")
     logs.configure(log_format.value)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from optkit.errors import UserError, nearest
 
@@ -139,3 +140,24 @@ def choose_isa(loaded: ctypes.CDLL, name: str | None) -> None:
         raise UserError(f"unknown instruction set '{name}'", where=ISA_VARIABLE, fix=nearest(name, ISAS))
     if loaded.optkit_set_isa(-1 if name is None else ISAS.index(name)):
         raise UserError(f"this CPU has no {name}", where=ISA_VARIABLE)
+
+
+def require(condition: bool, what: str) -> None:
+    """Refuse a call whose tensors are not what native code would read at their addresses.
+
+    Raises:
+        ValueError: ``condition`` is false.
+    """
+    if not condition:
+        raise ValueError(f"a native kernel can't run: {what}")
+
+
+def require_vector(tensor: Tensor | None, length: int, dtype: torch.dtype, name: str) -> None:
+    """Refuse a vector that is not [length] of ``dtype``, dense; None passes.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if tensor is not None:
+        fits = tensor.shape == (length,) and tensor.dtype is dtype and tensor.is_contiguous()
+        require(fits, f"{name} must be {dtype} [{length}]")
