@@ -18,6 +18,7 @@ import typer
 
 from optkit import __version__, logs
 from optkit.cli import console, recipe
+from optkit.cli.help import PlainCommand, summary
 from optkit.errors import UserError
 from optkit.extras import missing_package
 
@@ -39,6 +40,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -62,7 +64,8 @@ def _options(
 def _register() -> None:
     for name, place in COMMANDS.items():
         module, function = place.split(":")
-        app.command(name)(getattr(importlib.import_module(module), function))
+        command = getattr(importlib.import_module(module), function)
+        app.command(name, cls=PlainCommand, short_help=summary(command))(command)
     app.add_typer(recipe.app, name="recipe")
 
 

@@ -23,7 +23,7 @@ from optkit.recipe import (
     recipe_json_schema,
 )
 
-app = typer.Typer(help="List, show, check and start recipes.", no_args_is_help=True)
+app = typer.Typer(help="List, show, check and start recipes.", no_args_is_help=True, rich_markup_mode=None)
 
 Name = Annotated[str, typer.Argument(help="A shipped recipe's name or a YAML file.")]
 Overrides = Annotated[
