@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from optkit import data, measure, passes, pipeline
+from optkit import data, measure, passes, pipeline, sources
 from optkit import target as targets
 from optkit.artifact import Artifact
 from optkit.decision import Evidence
@@ -305,6 +308,53 @@ def test_a_second_run_resumes(source: Path, tmp_path: Path, monkeypatch: pytest.
 
     run(source, tmp_path / "three", "passes: {fuse_qkv: {}, int8: {group_size: 32}}")
     assert work[3:] == ["int8"]
+
+
+PLUGIN = """
+from optkit.passes.base import Pass, PassResult, Plan, Site, Stage
+
+class Notes(Pass):
+    name = "notes"
+    stage = Stage.FUSE
+
+    def check(self, graph, ctx):
+        return Plan([Site("everything", ())])
+
+    def apply(self, graph, plan, ctx):
+        return PassResult(1, {"word": "WORD"})
+"""
+
+
+def install_plugin(directory: Path, word: str, version: str = "0.1") -> None:
+    """A distribution with one pass, as it lies in a folder of installed packages."""
+    for left in directory.glob("*"):
+        shutil.rmtree(left)
+    package, metadata = directory / "notes_plugin", directory / f"notes_plugin-{version}.dist-info"
+    package.mkdir(parents=True)
+    metadata.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "notes.py").write_text(PLUGIN.replace("WORD", word))
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: notes-plugin\nVersion: {version}\n")
+    (metadata / "entry_points.txt").write_text("[optkit.passes]\nnotes = notes_plugin.notes:Notes\n")
+
+
+def test_a_plugin_pass_runs_again_after_an_edit_of_its_code_or_a_new_version(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path / "installed")
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    work, found = counted(monkeypatch), []
+    steps = [("first", "0.1"), ("first", "0.1"), ("second", "0.1"), ("second", "0.2")]
+    for number, (word, version) in enumerate(steps):
+        install_plugin(tmp_path / "installed", word, version)
+        for name in ("notes_plugin.notes", "notes_plugin"):  # as in a new process
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        importlib.invalidate_caches()
+        sources.package_digest.cache_clear()
+        sources.locations.cache_clear()
+        record = run(source, tmp_path / str(number), "passes: {notes: {}}").passes[0]
+        found.append((record.stats["word"], work.count("notes")))
+    assert found == [("first", 1), ("first", 1), ("second", 2), ("second", 3)]
 
 
 def test_an_interrupted_run_goes_on_where_it_stopped(
