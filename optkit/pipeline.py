@@ -31,6 +31,7 @@ from optkit.graph.precision import compute_dtype
 from optkit.graph.region_lowering import PLAN
 from optkit.graph.serialize import graph_to_json
 from optkit.graph.verify import VerifyError, verify
+from optkit.kernels import PLAIN
 from optkit.kernels.reference import attention
 from optkit.measure import measure_pair, workload_points
 from optkit.model_source import ModelSource, resolve
@@ -291,7 +292,7 @@ class Pipeline:
         models = {form: candidate.at(size) for form, size in judged.items()} or {"": candidate}
         tokenizer = load_tokenizer(str(self.source.directory))
         windows = evaluation_windows(tokenizer, tokens, self.window_length())
-        reference = RuntimeLogits(lower(self.fast_reference(), self.target, dtype=self.dtype), block_size)
+        reference = RuntimeLogits(lower(self.plain_reference(), self.target, dtype=self.dtype), block_size)
         candidates = {form: RuntimeLogits(model, block_size) for form, model in models.items()}
         reports = compare_many(reference, candidates, windows)
         return {form: report.to_dict() for form, report in reports.items()}
@@ -300,12 +301,11 @@ class Pipeline:
         """Tokens of a window of text: 512, or the whole context of a model that has less."""
         return min(512, self.reference.meta.max_model_len)
 
-    def fast_reference(self) -> Graph:
-        """The source model's graph with PyTorch's attention: exact, none of our kernels, a third faster."""
+    def plain_reference(self) -> Graph:
+        """The source model's graph without an attention kernel of optkit: PyTorch's on a CPU, else the spec."""
         graph = self.reference.clone()
         for node in graph.calls(attention):
-            if not node.kwargs.get("softcap"):
-                node.meta["kernel"] = "sdpa"
+            node.meta["kernel"] = PLAIN if self.target.kind == "cpu" else "reference"
         return graph
 
     def judge(self, graph: Graph, records: list[PassRecord]) -> tuple[Graph, RunRecord]:

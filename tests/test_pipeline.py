@@ -20,7 +20,7 @@ from optkit.artifact import Artifact
 from optkit.decision import Evidence
 from optkit.errors import UserError
 from optkit.graph.ir import Graph
-from optkit.graph.lower import lower
+from optkit.graph.lower import Executable, lower
 from optkit.graph.serialize import graph_to_json
 from optkit.kernels import reference
 from optkit.model_source import ModelSource
@@ -123,6 +123,34 @@ def test_a_whole_recipe(source: Path, tmp_path: Path) -> None:
     expected = transformers_logits(source, IDS)
     assert relative_error(lower_dense(artifact), expected) < 0.1
     assert artifact.recipe == recipe(TTFT_CPU)
+
+
+def test_speed_is_measured_against_pytorchs_attention(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model before any pass runs what a user has today, never the loop of the specification."""
+    monkeypatch.setenv("OPTKIT_CACHE", str(tmp_path / "cache"))
+    measured: list[tuple[str, str]] = []
+    measure_pair = pipeline.measure_pair
+
+    def measuring(before: Executable, after: Executable, *rest: Any) -> Any:
+        found = [
+            {kernel for name, kernel in model.kernels.items() if name.startswith("attention")}
+            for model in (before, after)
+        ]
+        measured.append(tuple("+".join(sorted(kinds)) for kinds in found))  # type: ignore[arg-type]
+        return measure_pair(before, after, *rest)
+
+    monkeypatch.setattr(pipeline, "measure_pair", measuring)
+    run(source, tmp_path / "out", "passes: {fuse_qkv: {}, flash_attention: {}}")
+    assert measured == [("sdpa", "sdpa"), ("sdpa", "native"), ("sdpa", "native")]
+    run(source, tmp_path / "baseline", "passes: {}")
+    attention = [
+        k
+        for name, k in Artifact.open(tmp_path / "baseline").executable().kernels.items()
+        if "attention" in name
+    ]
+    assert set(attention) == {"sdpa"}
 
 
 def test_an_int8_kv_cache_is_in_the_graph_and_nowhere_else(source: Path, tmp_path: Path) -> None:
