@@ -231,6 +231,7 @@ class _Server:
             ttft_slo_s=ttft_ms / 1000 if ttft_ms else None,
             block_size=info["block_size"],
             scheduling_policy=info["policy"],
+            form_limits=tuple(info.get("form_limits", ())),
         )
 
     async def _announce_ready(self, info: Mapping[str, Any]) -> None:
