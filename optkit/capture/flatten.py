@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from optkit.errors import UnsupportedModel
 from optkit.graph.ir import BATCH_INPUTS, Graph, GraphMeta, KVSpec, Origin, Part, Weight
 from optkit.graph.ops import op_name
-from optkit.kernels import reference
+from optkit.kernels import PLAIN, reference
 
 aten = torch.ops.aten
 
@@ -328,7 +328,7 @@ class Flattener:
         batch = [self.inputs[n] for n in ("slot_mapping", "query_start", "seq_lens", "block_tables")]
         options = {"scale": scale, "window": window, "softcap": softcap}
         out = self.graph.call_function(reference.attention, (*rows, k_cache, v_cache, *batch), options)
-        out.meta["kernel"] = "reference"
+        out.meta["kernel"] = PLAIN
         self.new[node] = out
         self.flat.add(node)
         self.note_shape(node, out)

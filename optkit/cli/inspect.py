@@ -78,7 +78,13 @@ def facts(artifact: Artifact, run: RunRecord) -> dict[str, Any]:
     """Everything ``inspect`` shows besides the graph, as plain data."""
     keys = ("name", "source", "digest", "recipe", "environment", "files")
     known = {key: artifact.manifest[key] for key in keys if key in artifact.manifest}
-    return known | run.to_dict() | {"bounds": list(bounds(artifact, run)), "code": code_line(artifact)}
+    more = {"bounds": list(bounds(artifact, run)), "code": code_line(artifact), "forms": form_names(run)}
+    return known | run.to_dict() | more
+
+
+def form_names(run: RunRecord) -> list[str]:
+    """The forms of the layers, few tokens first; empty where they have one form."""
+    return list(run.whole.forms) if run.whole else []
 
 
 def code_line(artifact: Artifact) -> str:
@@ -150,6 +156,8 @@ def show_artifact(artifact: Artifact, run: RunRecord) -> None:
     show_table(run_table(run))
     show_table(variants_table(variants(run)))
     show(code_line(artifact))
+    if forms := form_names(run):
+        show(f"forms   {', '.join(forms)} in a step: answers depend on how many tokens share a step")
     for line in reasons(run):
         show(line)
     show_table(bounds_table(list(bounds(artifact, run))))

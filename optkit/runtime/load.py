@@ -175,6 +175,7 @@ def scheduler_config(model: Executable, recipe: Recipe, options: Mapping[str, An
             queue_timeout=options.get("queue_timeout"),
             prefill_target_tokens=PREFILL_TARGET_TOKENS if recipe.target == "cpu" else 0,
             enable_prefix_caching=options.get("enable_prefix_caching", True),
+            form_limits=model.form_limits,
         )
     except ValueError as error:
         raise UserError(str(error), where="options of the runtime", fix="optkit serve --help") from error
