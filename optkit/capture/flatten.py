@@ -56,6 +56,9 @@ DIM_ARGUMENT: dict[Any, tuple[int, Any]] = {
 ADDS_DIMENSION = {aten.unsqueeze.default, aten.stack.default}
 SIZE_OPS = {aten.view.default, aten.reshape.default, aten.expand.default}
 ROW_OPS = {aten.linear.default, aten.layer_norm.default}  # act on the last dimension of their first argument
+OUTSIDE_INTERFACE = (
+    "its attention doesn't go through transformers' attention interface, so the KV cache can't be wired"
+)
 DROPPED = {aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten._assert_async.msg}
 
 
@@ -118,10 +121,7 @@ class Flattener:
 
     def finish(self) -> Graph:
         if not self.kv_specs:
-            raise UnsupportedModel(
-                "its attention doesn't go through transformers' attention interface, so the KV cache can't be wired",
-                where=self.captured.config.model_type,
-            )
+            raise UnsupportedModel(OUTSIDE_INTERFACE, where=self.captured.config.model_type)
         config = self.captured.config
         meta = GraphMeta(
             model_type=config.model_type,

@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from optkit.capture import boundary
+from optkit.capture.check import check_capture
 from optkit.errors import UnsupportedModel
 from optkit.formats.layer import Layer
 from optkit.formats.source import Source
@@ -137,8 +138,6 @@ def quantized_input(graph: Graph, node: fx.Node, x: Any, layer: Layer) -> tuple[
 
 def check_architecture(graph: Graph, model: Any, source: Source) -> None:
     """Compare the float graph with the model, both on the dequantized weights; not where those are too many."""
-    from optkit.capture.export import check_capture
-
     if sum(4 * layer.shape[0] * layer.shape[1] for layer in source.layers.values()) > MOST_CHECKED:
         return
     for layer in source.layers.values():

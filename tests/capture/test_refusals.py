@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from optkit.capture import boundary, capture
-from optkit.capture.export import check_capture
+from optkit.capture.check import check_capture
 from optkit.errors import UnsupportedModel
 from tests.architectures import tiny_config, tiny_model
 from tests.graphs import captured
