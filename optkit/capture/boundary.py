@@ -75,12 +75,14 @@ def layer_window(mask: Any, sliding_window: int | None) -> int:
     if mask is None:
         raise UnsupportedModel("its attention takes no mask, so it is not causal")
     if not isinstance(mask, Mask):
-        raise UnsupportedModel("its attention takes a mask of its own, which optkit's attention op does not model")
+        raise UnsupportedModel(
+            "its attention takes a mask of its own, which optkit's attention op does not model"
+        )
     if mask.refusal:
         raise UnsupportedModel(f"its attention mask {mask.refusal}")
     if sliding_window is not None and sliding_window != mask.window:
         raise UnsupportedModel(
-            f"its attention takes a window of {sliding_window} tokens, and a mask with a window of {mask.window or 'any'}"
+            f"its attention takes a window of {sliding_window} tokens, its mask one of {mask.window or 'any number'}"
         )
     return mask.window
 

@@ -7,10 +7,10 @@ The two sides share the weights and nothing else that a capture may get wrong. T
   call (a shift, a sum, a top-k over them) has other logits there than for one whole prompt;
 - a prompt at the last positions that the model has: scales and angles that depend on the position.
 
-A window or chunk too long to run beyond is made short for the check, on both sides: in the attention nodes of the graph,
-and in the model's configuration, from which transformers makes the eager masks. A window of the graph that no
-configuration has is refused. So the comparison covers which layers have a window or a chunk, the tokens inside it and
-its length, besides scale, softcap, RoPE, grouping of heads and every part of the model around attention.
+A long window or chunk is made short for the check, on both sides: in the attention nodes of the graph, and in the
+model's configuration, from which transformers makes the eager masks. A window of the graph that no configuration has is
+refused. So the comparison covers which layers have a window or a chunk, the tokens inside it and its length, besides
+scale, softcap, RoPE, grouping of heads and every part of the model around attention.
 
 It is a comparison of numbers: a difference of logits below ``TOLERANCE`` is not seen.
 """
@@ -51,8 +51,10 @@ def check_capture(graph: Graph, model: Any, tolerance: float = TOLERANCE) -> Non
     first, second = prompts = [random_ids(graph, tokens) for tokens in TOKENS]
     last = graph.meta.max_model_len - len(second)
     with eager(model), short_configuration(model, short):
-        compare("of a whole prompt", whole(executable, first), eager_logits(model, first), *limit)
-        paged = RuntimeLogits(executable, block_size=4, chunk=15, decode=4).logits([p.tolist() for p in prompts])
+        compare("in a whole prompt", whole(executable, first), eager_logits(model, first), *limit)
+        paged = RuntimeLogits(executable, block_size=4, chunk=15, decode=4).logits(
+            [p.tolist() for p in prompts]
+        )
         for given, ids in zip(paged, prompts, strict=True):
             compare("in batches of chunks", given, eager_logits(model, ids, use_cache=True), *limit)
         far = eager_logits(model, second, position_ids=positions(second, last)[None])
@@ -63,8 +65,8 @@ def compare(case: str, given: Tensor, expected: Tensor, tolerance: float, model_
     error, largest = (given - expected).abs().max().item(), expected.abs().max().item()
     if not error <= tolerance * largest:
         raise UnsupportedModel(
-            f"the captured graph's logits {case} differ from those of transformers' eager attention by {error:.2e} "
-            f"(allowed {tolerance * largest:.0e})",
+            f"the captured graph's logits differ from those of transformers' eager attention by {error:.2e} "
+            f"(allowed {tolerance * largest:.0e}) {case}",
             where=model_type,
         )
 

@@ -140,8 +140,8 @@ def export(model: Any) -> torch.export.ExportedProgram:
                 LogitsOf(model), (ids, positions, rows), dynamic_shapes=shapes, strict=False
             )
             return program.run_decompositions({})
-        except UnsupportedModel:
-            raise
+        except UnsupportedModel as error:
+            raise UnsupportedModel(error.what, where=model.config.model_type) from error
         except Exception as error:
             raise UnsupportedModel(
                 f"torch.export can't trace it: {first_line(error)}", where=model.config.model_type

@@ -2,9 +2,9 @@
 
 A family makes its masks with transformers' ``create_*_mask`` functions, which build a *mask function* of two positions
 and give it to the function that is registered for the attention implementation. optkit's entry, ``requested_mask``,
-answers with a ``Mask`` in place of a tensor. It goes through the model to the attention layers unchanged, so each layer's
-mask is known, whether or not the layer passes its window on. The mask function is read by its parts; a part
-that is not on the list below is refused by its name, at the layer that uses the mask.
+answers with a ``Mask`` in place of a tensor. The model passes it to its attention layers unchanged, so the mask of each
+layer is known, whether or not the layer passes its window on. The mask function is read by its parts; a part that is
+not in ``READERS`` is refused by its name, at the layer that uses the mask.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from transformers import masking_utils
 
+from optkit.errors import UnsupportedModel
+
 # Why a mask function of transformers is refused, by its name; others are refused by the name alone.
 REASONS = {
     "chunked_overlay": "is chunked: a token sees the tokens of its own chunk only",
@@ -25,6 +27,7 @@ REASONS = {
     "blockwise_overlay": "lets the tokens of a block see each other, later ones too",
     "or_masks": "lets tokens see more than a causal mask does",
 }
+COMPUTED = "it computes with its attention mask outside transformers' attention interface"
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,21 @@ class Mask:
         """The mask of what both masks allow."""
         windows = [mask.window for mask in (self, other) if mask.window]
         return Mask(self.causal or other.causal, min(windows, default=0), self.reason or other.reason)
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse a model that reads the mask as a tensor: it writes attention out by itself."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise UnsupportedModel(COMPUTED)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Refuse a model that cuts the mask, as ``__getattr__`` does."""
+        raise UnsupportedModel(COMPUTED)
+
+    @classmethod
+    def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Refuse a model that adds the mask to scores, as ``__getattr__`` does."""
+        raise UnsupportedModel(COMPUTED)
 
     @property
     def refusal(self) -> str:
@@ -67,7 +85,7 @@ def read(function: Any) -> Mask:
 
 
 def name_of(function: Any) -> str:
-    """The outermost name that the code of ``function`` stands in; with its module where that is not transformers' own."""
+    """The outermost name around the code of ``function``, with its module where that is not ``masking_utils``."""
     if not isinstance(function, FunctionType):
         return type(function).__name__
     name = function.__qualname__.partition(".")[0]
@@ -77,9 +95,7 @@ def name_of(function: Any) -> str:
 def closure_of(function: FunctionType) -> dict[str, Any]:
     """The variables of the enclosing function that ``function`` reads."""
     cells = function.__closure__ or ()
-    return {
-        name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)
-    }
+    return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
 
 
 def intersection(variables: Mapping[str, Any]) -> Mask:
