@@ -8,6 +8,8 @@ the entry for masks gives a description (``masks.Mask``) in place of a tensor; a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +22,9 @@ from optkit.errors import UnsupportedModel
 from optkit.kernels import reference
 
 NAME = "optkit"
+OUTSIDE_INTERFACE = (
+    "its attention doesn't go through transformers' attention interface, so the KV cache can't be wired"
+)
 KNOWN_KWARGS = {
     "position_ids",
     "use_cache",
@@ -96,6 +101,20 @@ def refuse_unknown(module: Any, options: dict[str, Any]) -> None:
         )
     if options.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise UnsupportedModel("its attention is not causal")
+
+
+@contextmanager
+def interface_needed(where: str) -> Iterator[None]:
+    """Refuse a model whose class looks ``NAME`` up in a table of attention classes of its own.
+
+    A class that does not read the name at all has no ``optkit::attention`` in its graph, which ``flatten`` refuses.
+    """
+    try:
+        yield
+    except KeyError as error:
+        if error.args != (NAME,):
+            raise
+        raise UnsupportedModel(OUTSIDE_INTERFACE, where=where) from error
 
 
 def register() -> None:

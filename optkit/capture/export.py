@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from optkit.capture import boundary
 from optkit.capture.canonicalize import canonicalize
 from optkit.capture.check import check_capture
-from optkit.capture.flatten import OUTSIDE_INTERFACE, Captured, flatten
+from optkit.capture.flatten import Captured, flatten
 from optkit.errors import UnsupportedModel
 from optkit.graph.ir import Graph
 
@@ -46,30 +44,17 @@ def capture_directory(directory: Path, *, weights: bool = True) -> Graph:
     if source.layers:
         return capture_packed(source)
     options: dict[str, Any] = {"attn_implementation": boundary.NAME, "dtype": torch.float32}
-    with refusals(str(directory)):
-        if weights:
-            model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, **options)
-        else:
-            config = AutoConfig.from_pretrained(directory, local_files_only=True)
-            with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config, **options)
-    return capture(model)
-
-
-@contextmanager
-def refusals(where: str) -> Iterator[None]:
-    """Turn what transformers raises for a model that it cannot build on optkit's attention into a refusal.
-
-    A family outside the attention interface looks the name of the implementation up in a table of its own classes.
-    """
     try:
-        yield
-    except KeyError as error:
-        if error.args != (boundary.NAME,):
-            raise
-        raise UnsupportedModel(OUTSIDE_INTERFACE, where=where) from error
+        with boundary.interface_needed(str(directory)):
+            if weights:
+                model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, **options)
+            else:
+                config = AutoConfig.from_pretrained(directory, local_files_only=True)
+                with torch.device("meta"):
+                    model = AutoModelForCausalLM.from_config(config, **options)
     except ValueError as error:
-        raise UnsupportedModel(first_line(error), where=where) from error
+        raise UnsupportedModel(first_line(error), where=str(directory)) from error
+    return capture(model)
 
 
 def capture(model: Any, *, check: bool = True) -> Graph:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from optkit.capture.boundary import OUTSIDE_INTERFACE
 from optkit.errors import UnsupportedModel
 from optkit.graph.ir import BATCH_INPUTS, Graph, GraphMeta, KVSpec, Origin, Part, Weight
 from optkit.graph.ops import op_name
@@ -56,9 +57,6 @@ DIM_ARGUMENT: dict[Any, tuple[int, Any]] = {
 ADDS_DIMENSION = {aten.unsqueeze.default, aten.stack.default}
 SIZE_OPS = {aten.view.default, aten.reshape.default, aten.expand.default}
 ROW_OPS = {aten.linear.default, aten.layer_norm.default}  # act on the last dimension of their first argument
-OUTSIDE_INTERFACE = (
-    "its attention doesn't go through transformers' attention interface, so the KV cache can't be wired"
-)
 DROPPED = {aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten._assert_async.msg}
 
 
