@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from optkit.capture import boundary
 from optkit.capture.canonicalize import canonicalize
 from optkit.capture.check import check_capture
+from optkit.capture.counters import refuse_counters
 from optkit.capture.flatten import Captured, flatten
 from optkit.errors import UnsupportedModel
 from optkit.graph.ir import Graph
@@ -67,6 +68,7 @@ def capture(model: Any, *, check: bool = True) -> Graph:
     model.eval()
     exported = export(model)
     graph = canonicalize(flatten(Captured(exported, model, config)))
+    refuse_counters(graph)
     if check and next(model.parameters()).device.type != "meta":
         check_capture(graph, model)
     return graph

@@ -320,6 +320,11 @@ class Flattener:
             int(k.meta["val"].shape[3]),
             int(v.meta["val"].shape[3]),
         )
+        if any(spec.layer == layer for spec in self.kv_specs):
+            raise UnsupportedModel(
+                f"two attentions have the layer number {layer}, and KV is cached by layer",
+                where=self.captured.config.model_type,
+            )
         self.kv_specs.append(KVSpec(layer, kv, k_dim, v_dim))
         k_cache = self.new_input(f"k_cache_{layer}")
         v_cache = self.new_input(f"v_cache_{layer}")

@@ -76,6 +76,37 @@ def test_attention_outside_the_interface(name: str, weights: bool, tmp_path: Pat
     assert "\n" not in str(refusal.value)
 
 
+class CountsTokens(LlamaForCausalLM):
+    """Scales embeddings by the number of the token in the call, in steps of thousands: 1 in every prompt of a check."""
+
+    def forward(self, input_ids: Any, **options: Any) -> Any:
+        number = torch.arange(input_ids.shape[1])
+        scale = (number // 8192 + 1).float()
+        embeddings = self.get_input_embeddings()(input_ids) * scale[None, :, None]
+        return super().forward(inputs_embeds=embeddings, **options)
+
+
+class TwoInALayer(LlamaForCausalLM):
+    """Gives two layers one number."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.self_attn.layer_idx = 0
+
+
+@pytest.mark.parametrize(
+    ("model_class", "layers", "reason"),
+    [(CountsTokens, 1, "counts the tokens of a call"), (TwoInALayer, 2, "the layer number 0")],
+)
+def test_what_holds_for_one_call_only(model_class: Any, layers: int, reason: str) -> None:
+    boundary.register()
+    config = tiny_config("llama", num_hidden_layers=layers)
+    config._attn_implementation = boundary.NAME
+    with pytest.raises(UnsupportedModel, match=reason):
+        capture(model_class(config))
+
+
 def test_no_attention_that_could_be_given_a_cache() -> None:
     boundary.register()
     with pytest.raises(UnsupportedModel, match="attention interface"):
