@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from optkit.capture.boundary import OUTSIDE_INTERFACE
 from optkit.errors import UnsupportedModel
 from optkit.graph.ir import BATCH_INPUTS, Graph, GraphMeta, KVSpec, Origin, Part, Weight
 from optkit.graph.ops import op_name
@@ -118,10 +119,7 @@ class Flattener:
 
     def finish(self) -> Graph:
         if not self.kv_specs:
-            raise UnsupportedModel(
-                "its attention doesn't go through transformers' attention interface, so the KV cache can't be wired",
-                where=self.captured.config.model_type,
-            )
+            raise UnsupportedModel(OUTSIDE_INTERFACE, where=self.captured.config.model_type)
         config = self.captured.config
         meta = GraphMeta(
             model_type=config.model_type,
@@ -322,6 +320,11 @@ class Flattener:
             int(k.meta["val"].shape[3]),
             int(v.meta["val"].shape[3]),
         )
+        if any(spec.layer == layer for spec in self.kv_specs):
+            raise UnsupportedModel(
+                f"two attentions have the layer number {layer}, and KV is cached by layer",
+                where=self.captured.config.model_type,
+            )
         self.kv_specs.append(KVSpec(layer, kv, k_dim, v_dim))
         k_cache = self.new_input(f"k_cache_{layer}")
         v_cache = self.new_input(f"v_cache_{layer}")
