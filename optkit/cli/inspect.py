@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from optkit.cli import console
-from optkit.errors import UserError
+from optkit.errors import UserError, printable
 
 if TYPE_CHECKING:
     from optkit.artifact import Artifact
@@ -189,8 +189,3 @@ def show_table(table: Table) -> None:
 
 def show(line: str) -> None:
     console.stdout.print(Text(printable(line)))
-
-
-def printable(text: str) -> str:
-    """``text`` with control characters spelled out, so that a file name can't command a terminal."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
