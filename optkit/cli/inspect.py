@@ -16,7 +16,7 @@ from rich.table import Table
 
 from optkit.cli import console
 from optkit.cli.tables import print_table
-from optkit.errors import UserError
+from optkit.errors import UserError, printable
 
 if TYPE_CHECKING:
     from optkit.artifact import Artifact
@@ -197,8 +197,3 @@ def show_table(table: Table) -> None:
 
 def show(line: str) -> None:
     console.stdout.print(printable(line))
-
-
-def printable(text: str) -> str:
-    """``text`` with control characters spelled out, so that a file name can't command a terminal."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

@@ -13,6 +13,8 @@ from optkit.graph.shapes import Point, ShapeError, infer_shapes
 from optkit.kernels import reference
 
 MOST_FORMS = 4
+# A prefill, a decode, and the batch that lowering looks at (``programs.PROBE``), each with its block size.
+POINTS = ((Point(5, 2, 5), 16), (Point(2, 2, 33), 16), (Point(11, 3, 37), 5))
 
 
 class VerifyError(Exception):
@@ -30,9 +32,9 @@ def verify(graph: Graph) -> None:
     check_attention(graph)
     check_operands(graph)
     check_forms(graph)
+    for point, block_size in POINTS:
+        check_shapes(graph, point, block_size)
     check_vocabulary(graph)
-    for point in (Point(5, 2, 5), Point(2, 2, 33)):
-        check_shapes(graph, point)
     check_values(graph)
 
 
@@ -72,7 +74,10 @@ def check_weights(graph: Graph) -> None:
     for name, weight in graph.weights.items():
         if weight.origin is None:
             continue
-        rows = weight.value.shape[1 if weight.origin.transposed else 0] if weight.value.ndim else 1
+        shape = tuple(weight.value.shape) or (1,)
+        if weight.origin.transposed and len(shape) != 2:
+            raise VerifyError(f"weight {name} is {list(shape)}, so it can't be transposed")
+        rows = shape[1 if weight.origin.transposed else 0]
         if sum(part.rows for part in weight.origin.parts) != rows:
             raise VerifyError(f"weight {name} has {rows} rows, its origin {weight.origin} does not")
 
@@ -106,10 +111,10 @@ def check_vocabulary(graph: Graph) -> None:
             raise VerifyError(f"{node.name} has {rows} rows for a vocabulary of {graph.meta.vocab_size}")
 
 
-def check_shapes(graph: Graph, point: Point) -> None:
+def check_shapes(graph: Graph, point: Point, block_size: int) -> None:
     """Every op accepts its inputs at ``point``, and the output is float32 [L, V]."""
     try:
-        values = infer_shapes(graph, point, half=False)
+        values = infer_shapes(graph, point, block_size, half=False)
     except ShapeError as error:
         raise VerifyError(str(error)) from error
     output = next(node for node in graph.fx.nodes if node.op == "output")

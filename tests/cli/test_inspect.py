@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from optkit.artifact import MANIFEST, write_manifest
-from optkit.cli.inspect import printable
 from optkit.cli.main import run
+from optkit.errors import printable
 from optkit.kernels import triton
 from tests.sample_artifact import fake_artifact, int8_record, real_artifact, sample_run
 
