@@ -134,10 +134,9 @@ def _download(repo_id: str, files: list[str], tell: Progress) -> Path:
         RepositoryNotFoundError,
     )
 
-    unreachable = (
-        *HfHubHTTPError.__bases__,
-        OSError,
-    )  # httpx's or httpx2's errors, by release of huggingface_hub
+    # The base of the Hub's errors is of httpx or of httpx2, by release of huggingface_hub.
+    bases = [base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception)]
+    unreachable: tuple[type[Exception], ...] = (OSError, *bases)
     tell(f"fetching {repo_id} from the Hugging Face Hub")
     try:
         return Path(snapshot_download(repo_id, allow_patterns=files))

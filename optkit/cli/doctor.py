@@ -135,7 +135,7 @@ def _native_rows(state: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(
             (
                 "OpenMP",
-                f"{len(state['openmp'])} runtimes, which slow each other: {', '.join(state['openmp'])}",
+                f"{len(state['openmp'])} runtimes are loaded, whose threads may compete: {', '.join(state['openmp'])}",
             )
         )
     return rows

@@ -2,9 +2,12 @@
 
 ``_native.so`` needs ``libgomp.so.1`` and brings none. torch's Linux wheels bring one of that name, and the loader
 takes a library that is loaded already over a file: after torch there is one runtime, one pool of threads, and the
-machine needs no libgomp of its own. A torch whose OpenMP has another name (libiomp5, libomp, a libgomp with a hash
-in its name) makes two. Results are the same, but each has a pool of as many threads, and idle threads of one pool
-spin for a while on the cores that the other needs.
+machine needs no libgomp of its own.
+
+A torch whose OpenMP has another name (libiomp5, libomp, a libgomp with a hash in its name) makes two in the process.
+torch loads its own with RTLD_GLOBAL, so the calls of ``_native.so`` reach that one first. Tried with a libgomp under a
+second name: both were loaded, results were the same, and there was no thread more. Where the kernels' calls do reach
+the second runtime, it has a pool of its own, whose idle threads spin for a while on the cores that the other needs.
 """
 
 from __future__ import annotations
