@@ -145,7 +145,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.scheduler.schedule = self._schedule
         self.engine.scheduler.kv.worth_saving = lambda: True
         if caching and weak:
-            self.engine.scheduler.kv.cache = PrefixCache(size, lambda data: sha256(data)[:1])
+            self.engine.scheduler.kv.cache = cache = PrefixCache(size, lambda data: sha256(data)[:1])
+            cache._seed = bytes(32)  # the same collisions when Hypothesis repeats a history
         self.requests: dict[str, EngineRequest] = {}
         self.tokens: dict[str, list[int]] = {}
         self.wanted: dict[str, tuple[list[int], FinishReason | None, str | None]] = {}
@@ -233,8 +234,8 @@ class EngineMachine(RuleBasedStateMachine):
                 assert got == self.wanted[out.request_id]
 
     @precondition(lambda self: self.requests)
-    @rule(data=st.data(), stay=st.sets(st.integers(1, 40), max_size=2))
-    def step_while_clients_leave(self, data: st.DataObject, stay: set[int]) -> None:
+    @rule(stay=st.sets(st.integers(1, 40), max_size=2))
+    def step_while_clients_leave(self, stay: set[int]) -> None:
         left = {name for name in self.requests if int(name[1:]) not in stay}
         self.engine.departed = lambda: left
         published, tokens = self._published(), dict(self.tokens)
