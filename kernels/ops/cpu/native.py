@@ -7,6 +7,9 @@ as its last argument; pass ``threads()``.
 
 ``OPTKIT_CPU_ISA`` = ``avx512_vnni``, ``avx2`` or ``portable`` overrides the instruction set, which is otherwise the
 best that the CPU has. Nothing is ever compiled here: without the file optkit runs on the other kernels.
+
+``OPTKIT_NATIVE_LIBRARY`` = a path loads that file instead of ``_native*.so``: a build with sanitizers, say. The file is
+code of the user's choice, as with ``LD_PRELOAD``; nothing in an artifact or a request can set it.
 """
 
 from __future__ import annotations
@@ -81,14 +84,12 @@ def library() -> ctypes.CDLL:
         OSError: it was not built, or does not load.
         UserError: ``OPTKIT_CPU_ISA`` names no instruction set of this CPU.
     """
-    files = sorted(Path(__file__).parent.glob("_native*.so"))
-    if not files:
-        raise OSError("the native kernels were not built: install optkit with a C++ compiler at hand")
-    loaded = ctypes.CDLL(str(files[0]))
+    file = library_file()
+    loaded = ctypes.CDLL(str(file))
     for name, (result, arguments) in PROTOTYPES.items():
         if not hasattr(loaded, name):
             raise OSError(
-                f"{files[0].name} is older than its sources ({name} is not in it): install optkit again"
+                f"{file.name} is older than its sources ({name} is not in it): install optkit again"
             )
         function = getattr(loaded, name)
         function.restype, function.argtypes = result, arguments
@@ -96,6 +97,17 @@ def library() -> ctypes.CDLL:
     if wanted:
         choose_isa(loaded, wanted)
     return loaded
+
+
+def library_file() -> Path:
+    """The file to load: the one that ``OPTKIT_NATIVE_LIBRARY`` names, else what setup.py built."""
+    chosen = os.environ.get("OPTKIT_NATIVE_LIBRARY")
+    if chosen:
+        return Path(chosen)
+    files = sorted(Path(__file__).parent.glob("_native*.so"))
+    if not files:
+        raise OSError("the native kernels were not built: install optkit with a C++ compiler at hand")
+    return files[0]
 
 
 def isa() -> str:
