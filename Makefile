@@ -21,7 +21,7 @@ OVER     = awk -F== 'NR == FNR {its[$$1]} NR == FNR || !($$1 in its)' $(1) const
 SOURCES := $(shell find optkit passes kernels/ops recipes -name '*.py' -o -name '*.cpp' -o -name '*.yaml')
 RESULTS := bench/results
 
-.PHONY: help demo test test-oldest lint format bench peers soak chaos clients clean artifact-verified FORCE
+.PHONY: help demo test test-oldest lint format bench peers soak chaos sanitize clients clean artifact-verified FORCE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -35,6 +35,7 @@ help:
 	@echo "make peers    compare with llama.cpp, OpenVINO and vLLM, installed into .peers (4 GB; ARGS=--quick)"
 	@echo "make soak     the long tests (about an hour; ends after three)"
 	@echo "make chaos    kill, flood and leave a live server at full size (ends after two hours; loopback only)"
+	@echo "make sanitize the native kernels under GCC's address, undefined-behaviour and thread sanitizers (half an hour)"
 	@echo "make clients  langchain-openai, litellm and guidellm, unmodified, against a live server"
 	@echo "make clean    remove .venv, the artifact and caches of this directory"
 	@echo
@@ -134,6 +135,18 @@ soak: $(VENV)/.test $(VENV)/.model
 
 chaos: $(VENV)/.test
 	$(call WITHIN,2h) $(BIN)/python -m pytest -m chaos $(ARGS)
+
+# Address: every test that runs native code, on the best instruction set and on AVX2 (tests/kernels takes all by itself).
+NATIVE_TESTS := tests/graph/test_programs.py tests/graph/test_forms.py tests/fuzz \
+    $(addprefix tests/passes/test_,int8.py w4a8.py kv_int8.py calibrated.py flash_attention.py) \
+    $(addprefix tests/runtime/test_,batch_invariance.py prefix_cache.py speculative.py runner.py load.py)
+KERNEL_TESTS := tests/kernels --ignore=tests/kernels/triton
+SANITIZED = $(BIN)/python -m tests.sanitized $(1) -m pytest --capture=sys -m 'not soak and not chaos and not real_model'
+
+sanitize: $(VENV)/.test
+	$(call SANITIZED,address) $(KERNEL_TESTS) $(NATIVE_TESTS) $(ARGS)
+	OPTKIT_CPU_ISA=avx2 $(call SANITIZED,address) $(NATIVE_TESTS) $(ARGS)
+	$(call SANITIZED,thread) $(KERNEL_TESTS) tests/runtime/test_batch_invariance.py $(ARGS)
 
 # The clients hold back what optkit pins too, so they have an environment of their own (6 GB).
 CLIENTS := .clients/bin/python -m pip --disable-pip-version-check --no-input -q install -c .clients/constraints.txt

@@ -21,13 +21,13 @@ from optkit.graph.lower import Executable
 from optkit.recipe import Recipe
 from optkit.runtime.cost_model import CostModel
 from optkit.runtime.draft_model import DraftModel
-from optkit.runtime.engine import Engine
+from optkit.runtime.engine import Engine, RequestFailed
 from optkit.runtime.kv_cache import block_bytes, blocks_for_bytes
 from optkit.runtime.offload import SlotStore, open_store
 from optkit.runtime.proposer import Lengths, NgramProposer, Speculator
 from optkit.runtime.runner import ModelRunner
 from optkit.runtime.scheduler import SchedulerConfig
-from optkit.runtime.types import SamplingParams
+from optkit.runtime.types import EngineRefusal, SamplingParams
 from optkit.target import present_target
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def load_engine(artifact_dir: str, options: Mapping[str, Any]) -> Engine:
     The API process verified the artifact's hashes just before; they are not computed twice.
 
     Raises:
-        UserError: the artifact can't be loaded, or the options ask for what cannot be.
+        UserError: the artifact can't be loaded or fails on a first request, or the options ask for what cannot be.
     """
     os.environ.setdefault("ONEDNN_CACHE_CONTEXT_UNSAFE", "1")  # weights never move: skip primitive rebuilds
     given = {k: v for k, v in options.items() if v is not None}
@@ -69,7 +69,11 @@ def load_engine(artifact_dir: str, options: Mapping[str, Any]) -> Engine:
     cost = CostModel()
     guesses = speculator(artifact, cost, given)
     engine = make_engine(model, config, gpu, store, guesses, cost, present_target(artifact.recipe.target))
-    warm_up(engine)
+    try:
+        warm_up(engine)
+    except (RequestFailed, EngineRefusal) as error:
+        fix = "optkit verify checks the files; make the artifact again; do not serve this one"
+        raise UserError(f"a first request failed ({error})", where=artifact_dir, fix=fix) from error
     trim_heap()
     return engine
 

@@ -58,7 +58,9 @@ def other_shape(dice: Random, contents: Contents) -> str | None:
     old, count = tensor.shape, math.prod(tensor.shape)
     rows = dice.choice([n for n in (1, 2, 3, 4, 8, 16, 32, 64, 128) if count % n == 0])
     columns = count // rows
-    tensor.shape = dice.choice(([rows, columns], [columns, rows], [count], [1, rows, columns], [rows, 1, columns]))
+    tensor.shape = dice.choice(
+        ([rows, columns], [columns, rows], [count], [1, rows, columns], [rows, 1, columns])
+    )
     declare(contents, name, tensor)
     return f"tensor {name}: {old} is {tensor.shape}"
 
@@ -91,7 +93,9 @@ def other_bytes(dice: Random, contents: Contents) -> str | None:
     name, tensor = dice.choice(candidates)
     size, count = DTYPES[tensor.dtype][0], len(tensor.data) // DTYPES[tensor.dtype][0]
     at = dice.choice((0, count - 1, dice.randrange(count))) * size
-    value = dice.choice((b"\xff" * size, b"\x00" * (size - 1) + b"\x7f", b"\x80" * size, dice.randbytes(size)))
+    value = dice.choice(
+        (b"\xff" * size, b"\x00" * (size - 1) + b"\x7f", b"\x80" * size, dice.randbytes(size))
+    )
     tensor.data = tensor.data[:at] + value + tensor.data[at + size :]
     return f"tensor {name}: bytes {at} to {at + size} are {value.hex()}"
 

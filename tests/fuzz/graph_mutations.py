@@ -20,7 +20,18 @@ Node = dict[str, Any]
 
 SHIFTS = (1, -1, 7, 256, -256, 4096, 100_000, 50_000_000, -50_000_000, 2**31 - 1, 2**33, -(2**62))
 KERNELS = ("native", "reference", "sdpa", "onednn", "torch", "triton", "")
-DTYPES = ("float32", "float16", "bfloat16", "float64", "int64", "int32", "int8", "uint8", "bool", "float8_e4m3fn")
+DTYPES = (
+    "float32",
+    "float16",
+    "bfloat16",
+    "float64",
+    "int64",
+    "int32",
+    "int8",
+    "uint8",
+    "bool",
+    "float8_e4m3fn",
+)
 
 
 def arguments(node: Node) -> Iterator[Place]:
@@ -100,10 +111,15 @@ def swap_arguments(dice: Random, contents: Contents) -> str | None:
 
 
 def shift_values(dice: Random, contents: Contents) -> str | None:
-    """Add a large number to what a node reads, addresses by choice."""
+    """Add a large number to what a node reads: half of the time to what attention takes for addresses."""
     graph, inputs = contents.graph, [f"%{name}" for name in contents.graph["inputs"]]
-    kind = (lambda a: a in inputs) if dice.random() < 0.8 else is_value
-    found = chosen(dice, graph, kind)
+    attention = [node for node in graph["nodes"] if node["op"] == "attention"]
+    found: tuple[Node, Place] | None
+    if attention and dice.random() < 0.5:
+        node = dice.choice(attention)
+        found = node, (node["args"], dice.choice((5, 6, 7, 8)))
+    else:
+        found = chosen(dice, graph, (lambda a: a in inputs) if dice.random() < 0.6 else is_value)
     if found is None:
         return None
     op = dice.choice(("aten.add.Scalar", "aten.add.Scalar", "aten.mul.Scalar", "aten.sub.Scalar"))
@@ -189,11 +205,15 @@ def change_arity(dice: Random, contents: Contents) -> str | None:
     if node["args"] and dice.random() < 0.5:
         i = dice.randrange(len(node["args"]))
         return f"{node['name']} ({node['op']}): argument {i} {node['args'].pop(i)!r} is gone"
-    extra = dice.choice((dice.choice(INTS), dice.choice(FLOATS), dice.choice(values_before(contents.graph, node)), None))
+    extra = dice.choice(
+        (dice.choice(INTS), dice.choice(FLOATS), dice.choice(values_before(contents.graph, node)), None)
+    )
     if dice.random() < 0.5:
         node["args"].append(extra)
     else:
-        name = dice.choice(("group_size", "bits", "window", "softcap", "offset", "eps", "bias", "dtype", "scale", "fmt"))
+        name = dice.choice(
+            ("group_size", "bits", "window", "softcap", "offset", "eps", "bias", "dtype", "scale", "fmt")
+        )
         node.setdefault("kwargs", {})[name] = extra
         return f"{node['name']} ({node['op']}): keyword {name} {extra!r}"
     return f"{node['name']} ({node['op']}): one more argument {extra!r}"
@@ -249,7 +269,9 @@ def pin_kernel(dice: Random, contents: Contents) -> str | None:
 
 def other_output(dice: Random, contents: Contents) -> str | None:
     graph = contents.graph
-    graph["output"] = dice.choice([f"%{n['name']}" for n in graph["nodes"]] + [f"%{n}" for n in graph["inputs"]])
+    graph["output"] = dice.choice(
+        [f"%{n['name']}" for n in graph["nodes"]] + [f"%{n}" for n in graph["inputs"]]
+    )
     return f"the output is {graph['output']}"
 
 
@@ -289,7 +311,9 @@ def other_inputs(dice: Random, contents: Contents) -> str | None:
 
 def other_plan(dice: Random, contents: Contents) -> str | None:
     plan = contents.graph["plan"]
-    plan[dice.choice(("compile", "config", "x"))] = dice.choice(({}, [], 3, {"num_attention_heads": 0}, {"regions": [1]}))
+    plan[dice.choice(("compile", "config", "x"))] = dice.choice(
+        ({}, [], 3, {"num_attention_heads": 0}, {"regions": [1]})
+    )
     return f"plan: {plan}"
 
 

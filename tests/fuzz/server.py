@@ -31,7 +31,7 @@ from optkit import target as targets
 from tests.fuzz.contents import Contents, read_contents
 from tests.fuzz.mutations import mutant
 from tests.fuzz.seeds import write_seeds
-from tests.fuzz.trial import Outcome, on_the_heap, trial
+from tests.fuzz.trial import Outcome, few_blocks, on_the_heap, trial
 from tests.graphs import TARGET
 
 HANG = 120  # seconds without a word
@@ -50,7 +50,9 @@ def run_all(seeds: Sequence[Contents], numbers: Sequence[int], folder: Path) -> 
             yield number, outcome
 
 
-def run_child(seeds: Sequence[Contents], numbers: Sequence[int], folder: Path) -> Iterator[tuple[int, Outcome]]:
+def run_child(
+    seeds: Sequence[Contents], numbers: Sequence[int], folder: Path
+) -> Iterator[tuple[int, Outcome]]:
     """Outcomes of as many of ``numbers`` as one process survives; the last is how it died, if it did."""
     reading, writing = os.pipe()
     with tempfile.TemporaryFile(dir=folder) as errors:
@@ -88,8 +90,8 @@ def child(seeds: Sequence[Contents], numbers: Sequence[int], folder: Path, pipe:
     """Try the mutants; does not return."""
     os.dup2(errors, 1)
     os.dup2(errors, 2)
-    faulthandler.enable()
-    if not SANITIZED:  # its shadow memory is larger than any limit
+    if not SANITIZED:  # a sanitizer reports signals itself, and its shadow memory is larger than any limit
+        faulthandler.enable()
         limit = address_space() + MEMORY
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     gc.freeze()
@@ -136,6 +138,7 @@ def prepare(directory: Path) -> list[Contents]:
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
     on_the_heap()
+    few_blocks()
     targets.detect = lambda refresh=False: TARGET  # type: ignore[assignment]
     return [read_contents(seed) for seed in write_seeds(directory)]
 

@@ -26,7 +26,9 @@ Place = tuple[Any, Any]  # a list or dict and an index or key in it
 
 def places(value: Any) -> Iterator[Place]:
     """Every place in nested lists and dicts."""
-    entries = enumerate(value) if isinstance(value, list) else value.items() if isinstance(value, dict) else ()
+    entries = (
+        enumerate(value) if isinstance(value, list) else value.items() if isinstance(value, dict) else ()
+    )
     for key, item in list(entries):
         yield value, key
         yield from places(item)
