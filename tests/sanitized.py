@@ -1,14 +1,13 @@
 """The native kernels built with sanitizers, and Python under them: ``python -m tests.sanitized address -m pytest ...``.
 
-The library goes to ``build/sanitize`` and is made again when a source is newer; nothing else of optkit is rebuilt, since
-``OPTKIT_NATIVE_LIBRARY`` names it. Python and torch are not instrumented, so the sanitizer's runtime is preloaded: torch's
-tensors come from its ``malloc`` and have guarded ends. The first report ends the process.
+The library goes to ``build/sanitize`` and is made again when a source is newer; nothing else of optkit is rebuilt,
+since ``OPTKIT_NATIVE_LIBRARY`` names it. Python and torch are not instrumented, so the sanitizer's runtime is
+preloaded: torch's tensors come from its ``malloc`` and have guarded ends. The first report ends the process. It goes to
+the real standard error, so pytest needs ``--capture=sys``.
 
-``address``: AddressSanitizer and UndefinedBehaviorSanitizer. Leaks are not looked for: Python and torch keep much on purpose.
+``address``: AddressSanitizer and UndefinedBehaviorSanitizer. Leaks are not looked for: Python and torch keep much.
 ``thread``: ThreadSanitizer, with ``tests/native/threads.cpp`` in the place of GCC's OpenMP, which it can't see into. It
 judges the kernels' own threads: races of torch's, or between torch and a kernel, are not seen.
-
-A report goes to the real standard error, so pytest needs ``--capture=sys``.
 """
 
 from __future__ import annotations
@@ -114,7 +113,7 @@ def main(arguments: list[str]) -> None:
     try:
         variables = environment(arguments[0])
     except Missing as error:
-        print(f"make sanitize: {error}", file=sys.stderr)
+        sys.stderr.write(f"make sanitize: {error}\n")
         sys.exit(BAD_USAGE)
     os.execve(sys.executable, [sys.executable, *arguments[1:]], variables)
 

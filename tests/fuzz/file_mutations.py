@@ -13,9 +13,17 @@ from tests.fuzz.values import INTS, like, places
 
 # safetensors dtype: bytes, and the name in graph.json
 DTYPES = {
-    **{"F64": (8, "float64"), "F32": (4, "float32"), "F16": (2, "float16"), "BF16": (2, "bfloat16")},
-    **{"I64": (8, "int64"), "I32": (4, "int32"), "I16": (2, "int16"), "I8": (1, "int8"), "U8": (1, "uint8")},
-    **{"BOOL": (1, "bool"), "F8_E4M3": (1, "float8_e4m3fn")},
+    "F64": (8, "float64"),
+    "F32": (4, "float32"),
+    "F16": (2, "float16"),
+    "BF16": (2, "bfloat16"),
+    "I64": (8, "int64"),
+    "I32": (4, "int32"),
+    "I16": (2, "int16"),
+    "I8": (1, "int8"),
+    "U8": (1, "uint8"),
+    "BOOL": (1, "bool"),
+    "F8_E4M3": (1, "float8_e4m3fn"),
 }
 
 

@@ -19,6 +19,7 @@ Mutation = Callable[[Random, Contents], str | None]
 Node = dict[str, Any]
 
 SHIFTS = (1, -1, 7, 256, -256, 4096, 100_000, 50_000_000, -50_000_000, 2**31 - 1, 2**33, -(2**62))
+KEYWORDS = ("group_size", "bits", "window", "softcap", "offset", "eps", "bias", "dtype", "scale", "fmt")
 KERNELS = ("native", "reference", "sdpa", "onednn", "torch", "triton", "")
 DTYPES = (
     "float32",

@@ -154,9 +154,14 @@ def parse() -> argparse.Namespace:
 
 def show(seeds: list[Contents], number: int, folder: Path) -> None:
     """One mutant, in a child: what it changed and what came of it."""
-    print("\n".join(mutant(number, seeds)[1]), flush=True)
+    tell("\n".join(mutant(number, seeds)[1]))
     ((_, outcome),) = run_all(seeds, [number], folder)
-    print(outcome.kind, outcome.cause, outcome.detail, sep="\n")
+    tell(f"{outcome.kind}\n{outcome.cause}\n{outcome.detail}")
+
+
+def tell(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
 
 
 def main() -> None:
@@ -174,9 +179,9 @@ def main() -> None:
             if outcome.kind == "failed":
                 changes = mutant(number, seeds)[1]
                 failures.append({"number": number, "changes": changes, **asdict(outcome)})
-                print(json.dumps(failures[-1]), flush=True)
-        print(json.dumps({"outcomes": kinds, "failures": len(failures)}))
+                tell(json.dumps(failures[-1]))
+        tell(json.dumps({"outcomes": kinds, "failures": len(failures)}))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -57,7 +57,7 @@ def test_load_engine_refuses_a_model_whose_logits_are_nan(sound: Path, tmp_path:
     tensors = load_file(broken / "model.safetensors")
     tensors["model.norm.weight"] = torch.full_like(tensors["model.norm.weight"], float("nan"))
     save_file(tensors, broken / "model.safetensors")
-    with pytest.raises(UserError, match="a first request failed .*invalid numbers"):
+    with pytest.raises(UserError, match=r"a first request failed .*invalid numbers"):
         load_engine(str(sealed(broken)), {})
 
 
@@ -70,7 +70,7 @@ def test_load_engine_refuses_a_model_that_raises(sound: Path, tmp_path: Path) ->
     embedding["args"][1] = "%shifted"
     graph["nodes"].insert(0, shifted)
     file.write_text(json.dumps(graph))
-    with pytest.raises(UserError, match="a first request failed|the graph is invalid"):
+    with pytest.raises(UserError, match=r"a first request failed|the graph is invalid"):
         load_engine(str(sealed(broken)), {})
 
 
