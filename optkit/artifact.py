@@ -13,7 +13,6 @@ source, recipe and versions decide the same, and ``digest`` in the manifest is o
 
 from __future__ import annotations
 
-import fcntl
 import glob
 import hashlib
 import json
@@ -27,11 +26,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
 
 from optkit.errors import UserError
+from optkit.locks import locked
 from optkit.recipe import Recipe, parse_recipe
 from optkit.sums import sha256_file
+from optkit.untrusted_json import Name, Schema, Size, check, parse_bounded, read_bounded
 
 if TYPE_CHECKING:
     from optkit.graph.ir import Graph
@@ -43,6 +46,37 @@ NATIVE = "optkit/native"
 MANIFEST = "optkit/manifest.json"
 SAFE_PATH = re.compile(r"(?:optkit/(?:native/)?)?[A-Za-z0-9._-]{1,128}", re.ASCII)
 MEASURED = re.compile(r"optkit/(?:report\.(?:json|html)|native/.*)", re.ASCII)
+
+
+MAX_MANIFEST_BYTES, MAX_GRAPH_BYTES, MAX_RECIPE_BYTES = 16 << 20, 256 << 20, 1 << 20
+
+
+class FileEntry(Schema):
+    """A file in the manifest."""
+
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    bytes: Size
+
+
+class SourceEntry(Schema):
+    """The model that an artifact was made from."""
+
+    name: Name
+    digest: Name
+
+
+class Manifest(Schema):
+    """``optkit/manifest.json``. Files written by hand may leave out what only people read."""
+
+    format: Literal["optkit-artifact"]
+    schema_version: Literal[1]
+    name: Name
+    source: SourceEntry | None = None
+    recipe: dict[str, Any] = Field(default_factory=dict)
+    passes: list[dict[str, Any]] = Field(default_factory=list)
+    environment: dict[Name, Name] = Field(default_factory=dict)
+    files: dict[str, FileEntry]
+    digest: Name = ""
 
 
 @dataclass(frozen=True)
@@ -65,7 +99,7 @@ class Artifact:
         if verify:
             for problem in problems(path, manifest):
                 fix = "make the artifact again; do not serve this one"
-                raise UserError(printable(problem), where=str(path), fix=fix)
+                raise UserError(problem, where=str(path), fix=fix)
         return artifact
 
     @property
@@ -80,25 +114,23 @@ class Artifact:
     @cached_property
     def recipe(self) -> Recipe:
         file = self.directory / INTERNAL / "recipe.yaml"
-        return parse_recipe(file.read_text("utf-8"), label=str(file))
+        return parse_recipe(read_text(file), label=str(file))
 
     def graph(self) -> Graph:
         """The optimized graph, with weights mapped from the artifact's files."""
-        from safetensors.torch import load_file
-
-        from optkit.checkpoint_tensors import Overlay, build
+        from optkit.checkpoint_tensors import Overlay, build, load_tensors
         from optkit.formats.source import open_source
         from optkit.graph.serialize import graph_from_json
         from optkit.graph.verify import VerifyError, verify
         from optkit.stored_layers import PACKED_FILE
 
         internal = self.directory / INTERNAL
-        packed = load_file(internal / PACKED_FILE) if (internal / PACKED_FILE).is_file() else {}
+        packed = load_tensors(internal / PACKED_FILE) if (internal / PACKED_FILE).is_file() else {}
         tensors = Overlay(open_source(self.directory), packed)
-        constants = load_file(internal / "constants.safetensors")
+        constants = load_tensors(internal / "constants.safetensors")
         file = internal / "graph.json"
         graph = graph_from_json(
-            file.read_text("utf-8"),
+            read_bounded(file, MAX_GRAPH_BYTES),
             lambda name, origin, dtype: constants[name] if origin is None else build(origin, tensors, dtype),
             where=str(file),
         )
@@ -154,24 +186,27 @@ def read_manifest(directory: Path) -> dict[str, Any]:
             where=str(directory),
             fix="make one with: optkit optimize MODEL --recipe ttft-cpu -o DIR",
         )
-    try:
-        manifest = json.loads(file.read_bytes())
-        known = manifest["format"] == FORMAT and manifest["schema_version"] == SCHEMA_VERSION
-        entries = {str(k): (str(v["sha256"]), int(v["bytes"])) for k, v in manifest["files"].items()}
-        str(manifest["name"])
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        raise UserError(f"the manifest is damaged ({type(error).__name__})", where=str(file)) from error
-    if not known:
+    manifest = parse_bounded(read_bounded(file, MAX_MANIFEST_BYTES), str(file))
+    version = [manifest.get(key) for key in ("format", "schema_version")]
+    if None not in version and version != [FORMAT, SCHEMA_VERSION]:
         raise UserError(f"this optkit reads artifacts of schema version {SCHEMA_VERSION}", where=str(file))
+    entries = check(Manifest, manifest, str(file), "the manifest is damaged").files
     for name in entries:
         if not SAFE_PATH.fullmatch(name) or name == MANIFEST:
             raise UserError(f"the manifest names a file outside the artifact: {name!r:.80}", where=str(file))
     return manifest
 
 
-def printable(text: str) -> str:
-    """``text`` with control characters escaped: file names are somebody else's data."""
-    return text.encode("unicode_escape").decode("ascii")
+def read_text(file: Path) -> str:
+    """The text of a small UTF-8 file.
+
+    Raises:
+        UserError: it can't be read, or is no such file.
+    """
+    try:
+        return read_bounded(file, MAX_RECIPE_BYTES).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError("it is not UTF-8 text", where=str(file)) from error
 
 
 def is_artifact(directory: Path) -> bool:
@@ -250,24 +285,6 @@ def staging(out: Path, *, force: bool) -> Iterator[Path]:
 
 def staging_prefix(out: Path) -> str:
     return f".{out.name}.optkit-tmp-"
-
-
-@contextmanager
-def locked(directory: Path) -> Iterator[bool]:
-    """Hold a directory as long as the block runs, or the process lives; False where another process holds it.
-
-    Not the process id says who is alive: in a container the next run has the same one.
-    """
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            held = True
-        except OSError:
-            held = False
-        yield held
-    finally:
-        os.close(descriptor)
 
 
 def remove_abandoned(out: Path) -> None:

@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from optkit.checkpoint import CheckpointInfo
 from optkit.errors import UserError
 from optkit.graph.ir import Graph, Origin
+from optkit.safetensors_header import read_header
 
 MAX_SHARD_BYTES = 4 << 30
 
@@ -49,6 +50,16 @@ class TensorFiles(Mapping[str, Tensor]):
         if file not in self.files:
             self.files[file] = safe_open(file, framework="pt")
         return self.files[file].get_tensor(name)
+
+
+def load_tensors(file: Path) -> dict[str, Tensor]:
+    """All tensors of a safetensors file, mapped, after a check of its header.
+
+    Raises:
+        UserError: it is no safetensors file, or contradicts itself.
+    """
+    read_header(file)
+    return load_file(file)
 
 
 class Overlay(Mapping[str, Tensor]):

@@ -21,7 +21,9 @@ class UserError(Exception):
     """
 
     def __init__(self, what: str, *, where: str | None = None, fix: str | None = None) -> None:
-        self.what, self.where, self.fix = what, where, fix
+        self.what = printable(what)
+        self.where = None if where is None else printable(where)
+        self.fix = None if fix is None else printable(fix)
         super().__init__(self.line())
 
     def line(self) -> str:
@@ -29,7 +31,13 @@ class UserError(Exception):
         parts = [f"{self.where}: {self.what}" if self.where else self.what]
         if self.fix:
             parts.append(self.fix)
-        return ". ".join(part.rstrip(".") for part in parts) + "."
+        line = ". ".join(part.rstrip(".") for part in parts)
+        return line if line.endswith("?") else f"{line}."
+
+
+def printable(text: str) -> str:
+    """``text`` with control characters and line ends spelled out: names of files and tensors are somebody else's."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 class UnsupportedModel(UserError):

@@ -3,8 +3,8 @@
 The cost model needs two numbers a piece of work can run into: arithmetic per second in each number type,
 and bytes per second from memory (the roofline of Williams, Waterman and Patterson, 2009). For the machine
 at hand they are **measured**, about two seconds in all, and kept in the cache: a virtual machine's cores
-are rarely what the data sheet says. For GPUs that are not here they come from the vendor's **data sheet**
-(dense, not sparse), which no kernel reaches; ``source`` says which.
+are rarely what the data sheet says. For the GPUs in ``DATASHEETS`` they come from the vendor's **data sheet**
+(dense, not sparse), which no kernel reaches; other GPUs are measured (``target_cuda``). ``source`` says which.
 
 Ceilings are per second: FLOP/s, int8 operations/s (a multiply and an add are two), bytes/s. Zero means
 the machine has no such units.
@@ -16,9 +16,10 @@ import hashlib
 import json
 import os
 import platform
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from optkit.errors import UserError, nearest
 from optkit.paths import cache_dir
@@ -32,9 +33,10 @@ class Target:
     """One machine.
 
     Attributes:
-        name: ``cpu``, ``cuda-h100``, ``cuda-h200`` or ``cuda-a100``.
+        name: ``cpu``, ``cuda-h100``, ``cuda-h200``, ``cuda-a100``, or ``cuda-`` and the name of another GPU.
         kind: ``cpu`` or ``cuda``.
-        isa: instruction sets that kernels choose by (CPU), or the compute capability such as ``sm_90``.
+        isa: instruction sets that kernels choose by (CPU), or the compute capability such as ``sm_90``, and after a
+            newer one those that kernels are written for.
         cores: cores this process may use, or streaming multiprocessors.
         memory_bytes: physical memory of the machine or the GPU.
         source: where the ceilings come from.
@@ -97,35 +99,26 @@ def get_target(name: str) -> Target:
 
 
 def present_target(name: str, where: str | None = None, fix: str | None = None) -> Target:
-    """``get_target``, if this machine is one. ``where`` and ``fix`` are for the error: what asks for the target.
+    """This machine as a target, if what is made for the target ``name`` runs on it.
+
+    A GPU may be another one than is named: the result is the GPU that is here. ``where`` and ``fix`` are for the error:
+    what needs the target, and what to do without a GPU.
 
     Raises:
-        UserError: it is a GPU's, and there is no CUDA GPU here.
+        UserError: it is a GPU's, and there is none here, or it lacks what the kernels need.
     """
-    import torch
-
     target = get_target(name)
-    if target.kind == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            f"it is for {target.name} and this machine has no CUDA GPU",
-            where=where,
-            fix=fix
-            or "optkit optimize --dry-run shows plan and predictions here; or use a CPU recipe such as ttft-cpu",
-        )
-    return target
+    if target.kind == "cpu":
+        return target
+    from optkit.target_cuda import present_gpu
+
+    return present_gpu(target, where, fix)
 
 
 def detect(refresh: bool = False) -> Target:
     """This machine's CPU with measured ceilings, from the cache unless ``refresh``."""
     threads = os.environ.get("OMP_NUM_THREADS", "")
-    key = [cpu_model(), cpu_isa(), usable_cores(), threads, _torch_version()]
-    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
-    file = cache_dir("targets") / f"cpu-{digest}.json"
-    target = None if refresh else _read_cached(file)
-    if target is None:
-        target = _measured_target()
-        _write_cached(file, target)
-    return target
+    return kept("cpu", [cpu_model(), cpu_isa(), usable_cores(), threads], _measured_target, refresh)
 
 
 # -- what the machine is ----------------------------------------------------------------------------
@@ -176,6 +169,17 @@ def _torch_version() -> str:
 
 
 # -- the cache --------------------------------------------------------------------------------------
+
+
+def kept(kind: str, machine: Any, measure: Callable[[], Target], refresh: bool = False) -> Target:
+    """The target that ``measure`` gave for ``machine`` (JSON data) under this torch, measured once."""
+    digest = hashlib.sha256(json.dumps([machine, _torch_version()]).encode()).hexdigest()[:16]
+    file = cache_dir("targets") / f"{kind}-{digest}.json"
+    target = None if refresh else _read_cached(file)
+    if target is None:
+        target = measure()
+        _write_cached(file, target)
+    return target
 
 
 def _read_cached(file: Path) -> Target | None:

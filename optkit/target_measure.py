@@ -1,4 +1,4 @@
-"""The four measurements behind a CPU target, each about half a second.
+"""The measurements behind a target, each about half a second: four for a CPU, then those for a GPU.
 
 Shapes are those of a large prefill: big enough to reach the compute ceiling, small enough to be quick.
 """
@@ -69,3 +69,39 @@ def memory_bandwidth() -> float:
     data = torch.ones(STREAM_BYTES // 4)
     with torch.inference_mode():
         return STREAM_BYTES / best_time(lambda: data.sum(), seconds=0.5)
+
+
+# -- GPUs -------------------------------------------------------------------------------------------
+
+GPU_SIDE = 8192  # rows, inner and columns of a product: milliseconds even on the fastest
+
+
+def product_rate(dtype: torch.dtype, device: torch.device, side: int = GPU_SIDE) -> float:
+    """Operations/s of a square matrix product in ``dtype``: float32, bfloat16, int8 or float8."""
+    with torch.inference_mode():
+        a = torch.ones(side, side, device=device).to(dtype)
+        scale = torch.ones((), device=device)
+        products: dict[torch.dtype, Callable[[], Any]] = {
+            torch.int8: lambda: torch._int_mm(a, a.t()),
+            torch.float8_e4m3fn: lambda: torch._scaled_mm(a, a.t(), scale, scale, out_dtype=torch.bfloat16),
+        }
+        product = products.get(dtype, lambda: a @ a.t())
+        return 2.0 * side**3 / best_time(finished(product, device))
+
+
+def copy_bandwidth(device: torch.device, num_bytes: int = 2 * STREAM_BYTES) -> float:
+    """Bytes/s of a copy within the device's memory, each byte read and written."""
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    copy = torch.empty_like(source)
+    return 2 * num_bytes / best_time(finished(lambda: copy.copy_(source), device))
+
+
+def finished(work: Callable[[], Any], device: torch.device) -> Callable[[], None]:
+    """``work``, and waiting until the device has done it."""
+
+    def whole() -> None:
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    return whole

@@ -7,11 +7,13 @@ import signal
 import time
 import zlib
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from optkit.cancellation import check_cancelled
 from optkit.errors import UserError
 from optkit.runtime import sampler
 from optkit.runtime.engine import Engine
@@ -30,7 +32,9 @@ class FakeRunner:
 
     ``script``: always answer with these tokens, in turn. ``poison_token``: a prompt with it makes ``execute``
     raise. ``nan_token``: a prompt with it gets NaN logits. ``die_token``: a prompt with it ends the process.
-    ``remember``: keep the batches, which a server under load must not.
+    ``remember``: keep the batches, which a server under load must not. ``slow_token``: a prompt with it makes
+    ``execute`` compute until the file ``until`` exists, without a pause or, with ``parts``, in parts; it makes
+    ``until.begun`` first.
     """
 
     kv_bytes, kv_dtype, weight_bytes = 0, "float32", 0
@@ -49,7 +53,11 @@ class FakeRunner:
         nan_token: int | None = None,
         die_token: int | None = None,
         remember: bool = True,
+        slow_token: int | None = None,
+        until: str = "",
+        parts: bool = False,
     ) -> None:
+        self.slow_token, self.until, self.parts = slow_token, Path(until), parts
         self.num_blocks, self.block_size, self.vocab_size = num_blocks, block_size, vocab_size
         self.step_delay, self.script = step_delay, script
         self.poison_token, self.nan_token, self.die_token = poison_token, nan_token, die_token
@@ -58,16 +66,27 @@ class FakeRunner:
         self.batches: list[Batch] = []
 
     def execute(self, batch: Batch) -> torch.Tensor:
-        time.sleep(self.step_delay)
+        if self.step_delay:
+            time.sleep(self.step_delay)
         if self.remember:
             self.batches.append(batch)
         seen = [self._write_and_read(item) for item in batch.items]
+        check_cancelled()
+        if any(self.slow_token in item.seq.token_ids for item in batch.items):
+            self._compute_for_long()
         rows = [
             self._logits(item, ids[: len(ids) - back], len(item.draft) - back)
             for item, ids in zip(batch.items, seen, strict=True)
             for back in reversed(range(item.num_logits))
         ]
         return torch.stack(rows) if rows else torch.zeros(0, self.vocab_size)
+
+    def _compute_for_long(self) -> None:
+        self.until.with_suffix(".begun").touch()
+        while not self.until.exists():
+            sum(range(10_000))
+            if self.parts:
+                check_cancelled()
 
     def read_block(self, block: int) -> np.ndarray:
         return self.slots[block * self.block_size : (block + 1) * self.block_size].view(np.uint8).copy()

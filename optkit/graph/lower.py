@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from optkit import kernels
+from optkit.cancellation import check_cancelled
 from optkit.errors import UserError
 from optkit.graph import forms, gpu_rewrites, precision
 from optkit.graph.bind import bind, kernel_of
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from optkit.graph.region_lowering import RegionSource
     from optkit.kernels.cpu.program import Program
     from optkit.target import Target
+
+
+OPS_A_PART = 8  # nodes between two checks for cancellation; a program or a compiled layer is one node
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,11 @@ class Executable:
     @property
     def compiled(self) -> tuple[fx.GraphModule, CompiledRegion] | None:
         return self.forms[-1].compiled
+
+    @property
+    def form_limits(self) -> tuple[int, ...]:
+        """The most tokens of each form but the last; empty where the layers have one form."""
+        return tuple(form.limit for form in self.forms if form.limit is not None)
 
     def form(self, tokens: int) -> Form:
         """What a step of ``tokens`` tokens runs."""
@@ -221,7 +230,16 @@ def graph_module(graph: Graph, root: nn.Module) -> fx.GraphModule:
                 names[name] = f"w{len(names)}"
                 root.register_buffer(names[name], graph.weights[name].value)
             node.target = names[name]
+    insert_checks(graph.fx)
     return fx.GraphModule(root, graph.fx)
+
+
+def insert_checks(graph: fx.Graph) -> None:
+    """Insert a check for cancellation (``optkit.cancellation``) after each ``OPS_A_PART`` nodes that compute."""
+    computing = [node for node in graph.nodes if node.op in ("call_function", "call_module")]
+    for node in computing[OPS_A_PART::OPS_A_PART]:
+        with graph.inserting_before(node):
+            graph.call_function(check_cancelled)
 
 
 def native_programs(graph: Graph, picked: Mapping[fx.Node, kernels.Kernel]) -> Programs | None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from optkit.graph.ir import Graph
+from optkit.graph.operands import OPERANDS, Source, TensorOperand
 from optkit.graph.ops import op_name
 from optkit.graph.shapes import Point, infer_shapes
 from optkit.kernels.cpu.emit import EMITTERS, FUSES_QUANTIZATION, Quantization
@@ -41,7 +42,7 @@ class Programs:
 
     def __init__(self, graph: Graph, native: set[fx.Node]) -> None:
         """``native`` are the nodes whose kernel is native."""
-        self.graph, self.values = graph, infer_shapes(graph, PROBE, PROBE_BLOCK)
+        self.graph, self.values = graph, infer_shapes(graph, PROBE, PROBE_BLOCK, half=False)
         self.ops = {node: name for node in native if (name := op_name(node.target)) in EMITTERS}
         self.sizes = {node: node.args[1] for node in graph.fx.nodes if op_name(node.target) in SPLITS}
         self.stage: dict[fx.Node, int] = {}
@@ -64,11 +65,24 @@ class Programs:
             return False
         packed = [node.args[i] for i in PACKED_TOGETHER.get(self.ops.get(node, ""), ())]
         read = [a for a in node.all_input_nodes if a not in packed]
-        return node in self.ops and self._has_rows(node) and all(map(self._is_typed, read))
+        typed = all(map(self._is_typed, read))
+        return node in self.ops and self._has_rows(node) and typed and self._takes_rows(node)
+
+    def _takes_rows(self, node: fx.Node) -> bool:
+        """Activations have a row a token, or one a row of logits; every other tensor but the batch is a weight."""
+        tensors = [
+            (operand.source, a)
+            for operand, a in zip(OPERANDS.get(self.ops[node], ()), node.args, strict=False)
+            if isinstance(operand, TensorOperand) and isinstance(a, fx.Node)
+        ]
+        rows = [a for source, a in tensors if source is Source.VALUE]
+        weights = [a for source, a in tensors if source in (Source.WEIGHT, Source.ANY)]
+        return all(map(self._has_rows, rows)) and all(a.op == "get_attr" for a in weights)
 
     def _adds_rows(self, node: fx.Node) -> bool:
         values = [self.values[a] for a in node.args if isinstance(a, fx.Node) and a.op == "call_function"]
-        return len(values) == 2 and values[0].shape == values[1].shape and not node.kwargs
+        alike = len(values) == 2 and values[0].shape == values[1].shape and not node.kwargs
+        return alike and all(value.dtype is torch.float32 for value in values)
 
     def _is_view(self, node: fx.Node, latest: int) -> bool:
         """A split, a reshape or a part of a result, of something native in the same stage."""
@@ -76,7 +90,7 @@ class Programs:
         if not isinstance(source, fx.Node) or latest % 2 == 0 or self.stage.get(source) != latest:
             return False
         if node.target is operator.getitem:
-            return True
+            return isinstance(self.values[source], tuple)
         value, name = self.values[source], op_name(node.target)
         if name in SPLITS:
             return value.dim() == 2 and (*node.args[2:], 0)[0] in (1, -1)
@@ -98,6 +112,8 @@ class Programs:
         Kernels must be bound: their weights packed.
         """
         arena, calls = Arena(), 0
+        if not self.graph.meta.kv_specs:  # without a pool nothing says how large a block is
+            return 0
         for _, nodes in sorted(self.stages.items()):
             if sum(node in self.ops for node in nodes) >= WORTH_IT:
                 try:
@@ -115,9 +131,8 @@ class Programs:
     def _replace(self, program: Any, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> None:
         """The values that others read now come from ``program``."""
         graph = self.graph.fx
-        placeholders = {str(n.target): n for n in graph.nodes if n.op == "placeholder"}
-        pool = next(n for name, n in placeholders.items() if name.startswith("k_cache"))
-        batch = [placeholders[name] for name in BATCH]
+        pool = self.graph.input(f"k_cache_{self.graph.meta.kv_specs[0].layer}")
+        batch = [self.graph.input(name) for name in BATCH]
         with graph.inserting_before(graph.output_node()):
             call = graph.call_function(program, (*batch, pool, *inputs))
             parts = [graph.call_function(operator.getitem, (call, i)) for i in range(len(outputs))]
@@ -220,7 +235,8 @@ class Segment:
         if node not in self.views:
             value = self.owner.values[node]
             rows = ROWS.get(int(value.shape[0]), TOKENS)
-            self.views[node] = self.builder.input(rows, value.shape[1:], value.dtype)
+            check = node.op != "placeholder"  # the runner makes those
+            self.views[node] = self.builder.input(rows, value.shape[1:], value.dtype, check=check)
             self.inputs.append(node)
         return self.views[node]
 

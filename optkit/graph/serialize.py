@@ -22,6 +22,8 @@ from torch import Tensor, fx
 from optkit.errors import UserError
 from optkit.graph.ir import BATCH_INPUTS, Graph, GraphMeta, KVSpec, Origin, Part, Weight
 from optkit.graph.ops import OPS, op_name
+from optkit.graph.schema import GraphFile
+from optkit.untrusted_json import check, parse_bounded
 
 # (weight name, its origin or None for a constant, the dtype the graph expects) -> the tensor
 WeightLoader = Callable[[str, Origin | None, torch.dtype], Tensor]
@@ -95,23 +97,24 @@ def dtype_name(dtype: torch.dtype) -> str:
 DAMAGE = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RuntimeError)
 
 
-def graph_from_json(text: str, load: WeightLoader, where: str = "graph.json") -> Graph:
-    """Rebuild a graph; ``load(name, origin, dtype)`` supplies each weight.
+def graph_from_json(text: str | bytes, load: WeightLoader, where: str = "graph.json") -> Graph:
+    """Rebuild a graph; ``load(name, origin, dtype)`` supplies each weight. Types are those of ``schema.GraphFile``.
 
     Raises:
         UserError: not a graph file of this version, or it names an op, input or weight that does not exist.
     """
+    data = parse_bounded(text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text, where)
+    if data.get("format") != FORMAT or data.get("version") != VERSION:
+        raise UserError(
+            f"it is not an {FORMAT} file of version {VERSION}",
+            where=where,
+            fix="optimize the model again with this version of optkit",
+        )
+    check(GraphFile, data, where)
     try:
-        data = json.loads(text)
-        if data.get("format") != FORMAT or data.get("version") != VERSION:
-            raise UserError(
-                f"it is not an {FORMAT} file of version {VERSION}",
-                where=where,
-                fix="optimize the model again with this version of optkit",
-            )
         return Reader(data, load).graph()
     except DAMAGE as error:
-        raise UserError(f"it is damaged ({type(error).__name__}: {error})", where=where) from error
+        raise UserError(f"it is damaged ({type(error).__name__}: {error!s:.300})", where=where) from error
 
 
 class Reader:
@@ -141,13 +144,13 @@ class Reader:
 
     def call(self, entry: Mapping[str, Any]) -> None:
         name = entry["name"]
-        args = tuple(self.decode(checked(entry["args"], list)))
+        args = tuple(self.decode(entry["args"]))
         kwargs = {identifier(key): self.decode(value) for key, value in entry.get("kwargs", {}).items()}
         if name in self.nodes:
             raise ValueError(f"two values are called {name}")
         node = self.fx.create_node("call_function", OPS[entry["op"]], args, kwargs, name=identifier(name))
         if "kernel" in entry:
-            node.meta["kernel"] = checked(entry["kernel"], str)
+            node.meta["kernel"] = entry["kernel"]
         self.nodes[name] = node
 
     def decode(self, value: Any) -> Any:
@@ -181,29 +184,19 @@ def identifier(name: Any) -> str:
     return name
 
 
-def checked(value: Any, kind: type) -> Any:
-    """``value``, of exactly this type."""
-    if type(value) is not kind:
-        raise TypeError(f"{value!r:.80} is no {kind.__name__}")
-    return value
-
-
 def decode_meta(data: Mapping[str, Any]) -> GraphMeta:
-    """The meta data, every field of its type."""
-    specs = tuple(
-        KVSpec(**{k: checked(v, str if k == "dtype" else int) for k, v in spec.items()})
-        for spec in data["kv_specs"]
-    )
-    numbers = ("vocab_size", "max_model_len")
-    fields = {k: checked(v, int if k in numbers else str) for k, v in data.items() if k != "kv_specs"}
-    return GraphMeta(kv_specs=specs, **fields)
+    """The meta data, whose types were checked."""
+    specs = tuple(KVSpec(**spec) for spec in data["kv_specs"])
+    if len({spec.layer for spec in specs}) != len(specs):
+        raise ValueError("two KV specs are of one layer")
+    return GraphMeta(kv_specs=specs, **{key: value for key, value in data.items() if key != "kv_specs"})
 
 
 def decode_weight(name: str, entry: Mapping[str, Any], load: WeightLoader) -> Weight:
     origin = None
     if not entry.get("constant"):
-        parts = tuple(Part(str(part), int(rows)) for part, rows in entry["from"])
-        origin = Origin(parts, bool(entry.get("transposed", False)))
+        parts = tuple(Part(part, rows) for part, rows in entry["from"])
+        origin = Origin(parts, entry.get("transposed", False))
     value = load(name, origin, decode_dtype(entry["dtype"]))
     if list(value.shape) != entry["shape"] or dtype_name(value.dtype) != entry["dtype"]:
         raise ValueError(

@@ -16,6 +16,9 @@ from torch import Tensor
 
 from optkit.kernels import reference
 
+ROW_MAJOR = torch.contiguous_format
+MAX_HEAD_CHANNELS = 1 << 22  # of all heads of a token: attention keeps so many floats for a thread
+
 
 def expect(condition: bool, message: str) -> None:
     if not condition:
@@ -55,6 +58,43 @@ def by_tokens(few: Tensor, many: Tensor, positions: Tensor, limit: int) -> Tenso
     expect(few.shape == many.shape and few.dtype == many.dtype, "forms of a layer must give alike tensors")
     expect(positions.ndim == 1 and type(limit) is int and limit > 0, "a limit is a number of tokens")
     return torch.empty_like(few, memory_format=torch.contiguous_format)
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any, **options: Any
+) -> Tensor:
+    heads(q, k)
+    pool(k, k_cache, "k_cache")
+    pool(v, v_cache, "v_cache")
+    return q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+
+
+def rope_kv_write(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
+) -> tuple[Tensor, Tensor]:
+    heads(q, k)
+    pool(k, k_cache, "k_cache")
+    pool(v, v_cache, "v_cache")
+    rotary = cos.shape[1]
+    expect(
+        rotary % 2 == 0 and rotary <= q.shape[2], f"{rotary} channels of heads of {q.shape[2]} can't rotate"
+    )
+    return torch.empty_like(q, memory_format=ROW_MAJOR), torch.empty_like(k, memory_format=ROW_MAJOR)
+
+
+def heads(q: Tensor, k: Tensor) -> None:
+    expect(q.shape[1] % k.shape[1] == 0, f"{q.shape[1]} query heads can't share {k.shape[1]} KV heads")
+    expect(
+        q.shape[1] * q.shape[2] <= MAX_HEAD_CHANNELS,
+        f"heads of more than {MAX_HEAD_CHANNELS} channels in all",
+    )
+
+
+def pool(rows: Tensor, cache: Tensor, name: str) -> None:
+    """A pool has the heads and channels of what is written, and the bytes of a scale where it is quantized."""
+    extra = reference.KV_SCALE_BYTES if cache.dtype in reference.KV_CODES else 0
+    wanted = [rows.shape[1], rows.shape[2] + extra]
+    expect(list(cache.shape[2:]) == wanted, f"{name} has rows of {list(cache.shape[2:])}, not {wanted}")
 
 
 def quantize_per_token(x: Tensor, group_size: int = 0) -> tuple[Tensor, Tensor]:
@@ -165,6 +205,9 @@ RULES: dict[Callable[..., Any], Callable[..., Any]] = {
     reference.silu_mul_packed: gated_packed,
     reference.gelu_mul_packed: gated_packed,
     reference.by_tokens: by_tokens,
+    reference.attention: attention,
+    reference.paged_attention: attention,
+    reference.rope_kv_write: rope_kv_write,
     reference.quantize_per_token: quantize_per_token,
     reference.quantize_fp8_per_token: quantize_fp8,
     reference.rms_norm_quantize: norm_quantize,

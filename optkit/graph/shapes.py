@@ -6,6 +6,7 @@ depend on the batch, so the batch is explicit: a ``Point``.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,13 @@ import torch
 from torch import Tensor, fx
 
 from optkit.graph.ir import Graph
-from optkit.graph.shape_rules import RULES
+from optkit.graph.operand_check import check_call
+from optkit.graph.operands import OPERANDS
+from optkit.graph.ops import aten, op_name
+from optkit.graph.shape_rules import RULES, expect
+
+SPLIT, MAX_PARTS = aten("split.Tensor"), 4096
+MAX_ELEMENTS = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -32,13 +39,15 @@ class Point:
         return f"decode@{self.context}" if self.tokens == self.sequences else f"prefill {self.tokens}"
 
 
-def infer_shapes(graph: Graph, point: Point, block_size: int = 16) -> dict[fx.Node, Any]:
-    """Meta tensors for every node's value at ``point``.
+def infer_shapes(
+    graph: Graph, point: Point, block_size: int = 16, *, half: bool = True
+) -> dict[fx.Node, Any]:
+    """Meta tensors for every node's value at ``point``; without ``half`` activations must be float32.
 
     Raises:
         ShapeError: a node's inputs don't fit its op; names the node.
     """
-    return MetaRun(graph, point, block_size).values
+    return MetaRun(graph, point, block_size, half=half).values
 
 
 class ShapeError(Exception):
@@ -52,8 +61,8 @@ class MetaRun:
     little more than one.
     """
 
-    def __init__(self, graph: Graph, point: Point, block_size: int) -> None:
-        self.graph = graph
+    def __init__(self, graph: Graph, point: Point, block_size: int, *, half: bool = True) -> None:
+        self.graph, self.half = graph, half
         self.inputs = meta_inputs(graph, point, block_size)
         self.values: dict[fx.Node, Any] = {}
         self.known: dict[Any, Any] = {}
@@ -76,10 +85,41 @@ class MetaRun:
 
     def call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         try:
-            return RULES.get(node.target, node.target)(*args, **kwargs)
-        except (RuntimeError, IndexError, ValueError, TypeError) as error:
+            return self.checked(node, args, kwargs)
+        except Exception as error:  # torch's own ops raise anything on arguments that somebody made up
             shapes = [tuple(a.shape) if isinstance(a, Tensor) else a for a in args]
-            raise ShapeError(f"{node.name}: {str(error).splitlines()[0]} (arguments {shapes})") from error
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise ShapeError(f"{node.name}: {reason} (arguments {shapes!s:.200})") from error
+
+    def checked(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        name = op_name(node.target)
+        if name in OPERANDS:
+            check_call(name, args, kwargs, half=self.half)
+        elif node.target is SPLIT:
+            check_split(*args[:2], *args[2:3] or (kwargs.get("dim", 0),))
+        result = RULES.get(node.target, node.target)(*args, **kwargs)
+        check_size(result)
+        return result
+
+
+def check_split(x: Tensor, size: int, dim: int) -> None:
+    """Refuse to make more than ``MAX_PARTS`` views.
+
+    Raises:
+        ValueError: too many parts.
+    """
+    expect(type(size) is int and x.shape[dim] <= size * MAX_PARTS, f"more than {MAX_PARTS} parts")
+
+
+def check_size(value: Any) -> None:
+    """Refuse tensors beyond any real model: products of their sizes would overflow.
+
+    Raises:
+        ValueError: a tensor has more than ``MAX_ELEMENTS`` elements.
+    """
+    for tensor in value if isinstance(value, (list, tuple)) else [value]:
+        if isinstance(tensor, Tensor):
+            expect(math.prod(tensor.shape) <= MAX_ELEMENTS, f"a result of {list(tensor.shape)} elements")
 
 
 def signature(value: Any) -> Any:

@@ -7,11 +7,14 @@ from torch import Tensor, fx
 
 from optkit.graph import forms
 from optkit.graph.ir import BATCH_INPUTS, Graph
+from optkit.graph.operand_check import check_indexes, check_origins
 from optkit.graph.ops import op_name
 from optkit.graph.shapes import Point, ShapeError, infer_shapes
 from optkit.kernels import reference
 
 MOST_FORMS = 4
+# A prefill, a decode, and the batch that lowering looks at (``programs.PROBE``), each with its block size.
+POINTS = ((Point(5, 2, 5), 16), (Point(2, 2, 33), 16), (Point(11, 3, 37), 5))
 
 
 class VerifyError(Exception):
@@ -27,9 +30,12 @@ def verify(graph: Graph) -> None:
     check_nodes(graph)
     check_weights(graph)
     check_attention(graph)
+    check_operands(graph)
     check_forms(graph)
-    for point in (Point(5, 2, 5), Point(2, 2, 33)):
-        check_shapes(graph, point)
+    for point, block_size in POINTS:
+        check_shapes(graph, point, block_size)
+    check_vocabulary(graph)
+    check_values(graph)
 
 
 def check_nodes(graph: Graph) -> None:
@@ -51,6 +57,15 @@ def check_nodes(graph: Graph) -> None:
         raise VerifyError("a graph has exactly one output")
 
 
+def check_operands(graph: Graph) -> None:
+    """Every argument of a dialect op comes from where it must; batch inputs that are addresses come as they are."""
+    for node in graph.fx.nodes:
+        try:
+            check_origins(node)
+        except ValueError as error:
+            raise VerifyError(f"{node.name}: {error}") from error
+
+
 def check_weights(graph: Graph) -> None:
     """Every weight read exists, every weight kept is read, origins account for all rows."""
     used = {str(node.target) for node in graph.fx.nodes if node.op == "get_attr"}
@@ -59,7 +74,10 @@ def check_weights(graph: Graph) -> None:
     for name, weight in graph.weights.items():
         if weight.origin is None:
             continue
-        rows = weight.value.shape[1 if weight.origin.transposed else 0] if weight.value.ndim else 1
+        shape = tuple(weight.value.shape) or (1,)
+        if weight.origin.transposed and len(shape) != 2:
+            raise VerifyError(f"weight {name} is {list(shape)}, so it can't be transposed")
+        rows = shape[1 if weight.origin.transposed else 0]
         if sum(part.rows for part in weight.origin.parts) != rows:
             raise VerifyError(f"weight {name} has {rows} rows, its origin {weight.origin} does not")
 
@@ -67,27 +85,36 @@ def check_weights(graph: Graph) -> None:
 def check_attention(graph: Graph) -> None:
     """Exactly one attention op a layer, on that layer's own pool."""
     pools = [
-        tuple(str(a) for a in n.args[3:5])
+        tuple(str(a.target) for a in n.args[3:5] if isinstance(a, fx.Node))
         for n in graph.calls(reference.attention, reference.paged_attention)
     ]
     expected = sorted((f"k_cache_{s.layer}", f"v_cache_{s.layer}") for s in graph.meta.kv_specs)
-    if sorted(pools) != expected:
+    if sorted(pools) != expected or len(set(expected)) != len(expected):
         raise VerifyError(f"attention ops use the pools {sorted(pools)}, the layers have {expected}")
 
 
 def check_forms(graph: Graph) -> None:
     """Forms are told apart by the tokens of the step, and are few: each is lowered by itself."""
+    for node in graph.calls(reference.by_tokens):
+        if type(forms.limit_of(node)) is not int:
+            raise VerifyError(f"{node.name}: the limit {forms.limit_of(node)!r:.40} is not an int")
     if len(forms.limits(graph)) >= MOST_FORMS:
         raise VerifyError(f"layers have more than {MOST_FORMS} forms")
-    for node in graph.calls(reference.by_tokens):
-        if not isinstance(node.args[2], fx.Node) or node.args[2].target != "positions":
-            raise VerifyError(f"{node.name} must tell forms apart by the positions of the step")
 
 
-def check_shapes(graph: Graph, point: Point) -> None:
+def check_vocabulary(graph: Graph) -> None:
+    """Every id below ``vocab_size`` has a row in each embedding that reads the ids of the batch."""
+    for node in graph.calls(reference.embedding):
+        weight = graph.weight_of(node.args[0])
+        rows, ids = (weight.value.shape[:1] or (0,))[0] if weight else 0, node.args[1]
+        if weight and ids.target == "input_ids" and rows < graph.meta.vocab_size:
+            raise VerifyError(f"{node.name} has {rows} rows for a vocabulary of {graph.meta.vocab_size}")
+
+
+def check_shapes(graph: Graph, point: Point, block_size: int) -> None:
     """Every op accepts its inputs at ``point``, and the output is float32 [L, V]."""
     try:
-        values = infer_shapes(graph, point)
+        values = infer_shapes(graph, point, block_size, half=False)
     except ShapeError as error:
         raise VerifyError(str(error)) from error
     output = next(node for node in graph.fx.nodes if node.op == "output")
@@ -98,3 +125,11 @@ def check_shapes(graph: Graph, point: Point) -> None:
         raise VerifyError(f"the output {source} is not one tensor")
     if tuple(logits.shape) != expected or logits.dtype != torch.float32:
         raise VerifyError(f"the output is {tuple(logits.shape)} {logits.dtype}, not float32 {expected}")
+
+
+def check_values(graph: Graph) -> None:
+    """Weights that are indexes name what exists."""
+    try:
+        check_indexes(graph)
+    except ValueError as error:
+        raise VerifyError(str(error)) from error

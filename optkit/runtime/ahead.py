@@ -13,6 +13,10 @@ whoever gets that block next writes to it later in the same stream. That a seque
 
 Whatever needs the tokens or the logits on the host (penalties, bias, logprobs, guesses) makes a step wait for the
 last one and run by itself, as in ``Engine``; such requests pay for themselves, and for those in their batch.
+
+A request can fail only itself, as in ``Engine``. A batch that cannot be launched runs by itself. If the results of a
+queued step cannot be read, that step and the one queued after it are taken back, and its batch runs by itself. KV
+enters the prefix cache when the step that wrote it has landed. A fault of the device ends the engine.
 """
 
 from __future__ import annotations
@@ -26,13 +30,13 @@ import torch
 
 from optkit.runtime.cost_model import StepShape, step_shape
 from optkit.runtime.engine import Engine
+from optkit.runtime.kv_forms import note_step
 from optkit.runtime.scheduler import Result, Scheduler
 from optkit.runtime.types import (
     PENDING,
     Batch,
     EngineStats,
     Failure,
-    FinishReason,
     Runner,
     SamplingParams,
     ScheduledSequence,
@@ -64,11 +68,32 @@ class DeviceRunner(Runner, Protocol):
 
 
 @dataclass(frozen=True)
+class Expected:
+    """What a queued step does for one sequence.
+
+    Attributes:
+        end: how many of its tokens have KV then; if the step samples, the place of the sampled token.
+        samples: whether a token is sampled.
+        num_preemptions: of the sequence when the step was queued; after another one, its blocks are not these.
+    """
+
+    item: ScheduledSequence
+    end: int
+    samples: bool
+    num_preemptions: int
+
+    @property
+    def keeps_blocks(self) -> bool:
+        """True if the sequence still has the blocks that the step writes."""
+        return self.item.seq.num_preemptions == self.num_preemptions
+
+
+@dataclass(frozen=True)
 class Promise:
-    """What is expected of a queued step. ``places[i]``: where the token of item i goes in its sequence, if any."""
+    """What is expected of a queued step, for each item of its batch."""
 
     batch: Batch
-    places: tuple[int | None, ...]
+    expected: tuple[Expected, ...]
     shape: StepShape
     started: float
 
@@ -81,8 +106,7 @@ class AheadScheduler(Scheduler):
     def promise(self, batch: Batch) -> Promise:
         """Go on as if ``batch``, just queued, had run."""
         shape = step_shape(batch.items)
-        places = tuple(self._advance(item) for item in batch.items)
-        return Promise(batch, places, shape, self._step_start)
+        return Promise(batch, tuple(map(self._advance, batch.items)), shape, self._step_start)
 
     def redeem(self, promise: Promise, results: list[Result]) -> list[TokenOutput]:
         """Record what a promised step gave, as ``update`` does."""
@@ -91,39 +115,66 @@ class AheadScheduler(Scheduler):
         self._landed, outputs = now, list[TokenOutput]()
         if not promise.batch.transfers:
             self.cost.observe(promise.shape, now - begun)
-        for item, place, result in zip(promise.batch.items, promise.places, results, strict=True):
-            seq = item.seq
-            if self._sequences.get(seq.request.request_id) is not seq:
+        for expected, result in zip(promise.expected, results, strict=True):
+            seq = expected.item.seq
+            if not self._is_here(seq):
                 continue  # aborted, or it ended in the step before
             if not seq.progress.reported:
                 seq.progress.prefill += now - begun
                 seq.progress.num_chunks += 1
-            if isinstance(result, Failure):
-                self.kv.distrust(seq)
-                outputs.append(self._finish(seq, FinishReason.ERROR, error=result.message))
-            elif result is None or place is None:
-                self.kv.publish(seq)
-            else:
-                outputs += self._fill_in(item, place, result[0])
-        return outputs
+            outputs += self._guarded(seq, self._settle, expected, result) or []
+        return outputs + self.take_lost()
 
-    def _advance(self, item: ScheduledSequence) -> int | None:
-        seq = item.seq
-        if not item.needs_logits:
-            seq.num_computed += item.num_new
-            return None
-        seq.num_computed = len(seq.token_ids)
-        seq.token_ids.append(PENDING)
-        return seq.num_computed
+    def retract(self, promise: Promise) -> Batch:
+        """Undo ``promise``, the last one that is not redeemed. Gives the part of its batch that can run now."""
+        items = tuple(expected.item for expected in promise.expected if self._take_back(expected))
+        return Batch(items)
 
-    def _fill_in(self, item: ScheduledSequence, place: int, token: int) -> list[TokenOutput]:
+    def _advance(self, item: ScheduledSequence) -> Expected:
         seq = item.seq
+        expected = Expected(item, seq.num_computed + item.num_new, item.needs_logits, seq.num_preemptions)
+        seq.num_computed = expected.end
+        if expected.samples:
+            seq.token_ids.append(PENDING)
+        return expected
+
+    def _take_back(self, expected: Expected) -> bool:
+        """Undo ``_advance``; False if the sequence has ended or lost its blocks, so that the item cannot run now."""
+        seq = expected.item.seq
+        if not self._is_here(seq):
+            return False
+        if expected.samples:
+            del seq.token_ids[expected.end :]
+        if expected.keeps_blocks:
+            seq.num_computed = expected.end - expected.item.num_new
+        return expected.keeps_blocks
+
+    def _settle(self, expected: Expected, result: Result) -> list[TokenOutput]:
+        if isinstance(result, Failure):
+            return [self._fail(expected.item.seq, result)]
+        if result is None:
+            self._publish(expected)
+            return []
+        return self._fill_in(expected, result[0])
+
+    def _fill_in(self, expected: Expected, token: int) -> list[TokenOutput]:
+        seq, place = expected.item.seq, expected.end
         if token in seq.request.sampling.stop_token_ids or place + 1 == self._final_length(seq):
             del seq.token_ids[place:]  # what follows was computed for nothing
-            return self._append(item, (token,))
+            return self._append(expected.item, (token,))
         seq.token_ids[place] = token
-        self.kv.publish(seq)
+        self._publish(expected)
         return [self._output(seq, (token,))]
+
+    def _publish(self, expected: Expected) -> None:
+        """Offer the KV that has landed, and not that of the step which is queued."""
+        if expected.keeps_blocks:
+            self.kv.publish(expected.item.seq, expected.end)
+
+    def _drafts(self, sequences: list[Sequence], left: int) -> list[tuple[int, ...]]:
+        """Guesses for those whose last token is known."""
+        drafts = iter(super()._drafts([seq for seq in sequences if not seq.is_pending], left))
+        return [() if seq.is_pending else next(drafts) for seq in sequences]
 
     def _is_due(self, seq: Sequence) -> bool:
         ends = seq.is_pending and len(seq.token_ids) == self._final_length(seq)
@@ -148,13 +199,12 @@ class AheadEngine(Engine):
     def step(self) -> list[TokenOutput]:
         """Queue the next step, then take in the one before it."""
         batch = self._transfer(self.scheduler.schedule())
-        launched = self._launch(batch) if batch.items else None
-        outputs = self._land()
-        if launched is not None:
-            self._flight = launched
-        elif batch.items:
+        before, self._flight = self._flight, self._launch(batch) if batch.items else None
+        runs_now = bool(batch.items) and self._flight is None
+        outputs = self._land(*before) if before is not None else []
+        if runs_now:
             outputs += self._run_now(batch)
-        return outputs
+        return outputs + self.scheduler.take_lost()
 
     @property
     def has_work(self) -> bool:
@@ -174,15 +224,27 @@ class AheadEngine(Engine):
         except Exception:
             logger.exception("a batch of %d sequences could not be launched", len(batch.items))
             return None  # run now, where each request can only fail itself
+        note_step(batch, self.config.few_tokens)
         return flight, self.scheduler.promise(batch)
 
-    def _land(self) -> list[TokenOutput]:
-        if self._flight is None:
-            return []
-        (flight, promise), self._flight = self._flight, None
-        tokens = iter(flight.tokens())
-        results = [None if place is None else as_result(next(tokens)) for place in promise.places]
+    def _land(self, flight: Flight, promise: Promise) -> list[TokenOutput]:
+        """Take in the results of a queued step."""
+        try:
+            tokens = iter(flight.tokens())
+            results = [as_result(next(tokens)) if e.samples else None for e in promise.expected]
+        except torch.AcceleratorError:
+            raise
+        except Exception:
+            logger.exception("the results of a batch of %d sequences were lost", len(promise.expected))
+            return self._run_again(promise)
         return self.scheduler.redeem(promise, results)
+
+    def _run_again(self, promise: Promise) -> list[TokenOutput]:
+        """Run a step by itself whose results were lost; what was queued after it goes back to the scheduler."""
+        after, self._flight = self._flight, None
+        if after is not None:
+            self.scheduler.retract(after[1])
+        return self._run_now(self.scheduler.retract(promise))
 
     def _run_now(self, batch: Batch) -> list[TokenOutput]:
         """The step as ``Engine`` runs it, for those that are still there now that the last one is known."""

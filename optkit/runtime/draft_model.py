@@ -7,6 +7,10 @@ any others, so what the small model says decides how fast an answer comes and ne
 
 A sequence that does not fit the small model's pool or context is served without guesses, and so is a step in which
 the small model fails.
+
+Two models with the same tokenizer may have vocabularies of different sizes: the rows beyond the tokenizer's ids are
+padding. Only ids that both models have are guessed, and a sequence with an id that the small model lacks is served
+without guesses.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from collections.abc import Sequence as Seq
 
 from optkit.runtime.block_manager import BlockManager
 from optkit.runtime.sampler import best_tokens
-from optkit.runtime.types import Batch, Runner, ScheduledSequence, Sequence
+from optkit.runtime.types import Batch, EngineRequest, Runner, SamplingParams, ScheduledSequence, Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -28,13 +32,17 @@ class DraftModel:
     """A ``Source`` of guesses.
 
     Args:
-        runner: of the small model, with the large one's vocabulary.
+        runner: of the small model.
         max_model_len: its longest sequence.
         max_num_batched_tokens: of one step, when it catches up.
+        vocab_size: of the large model.
     """
 
-    def __init__(self, runner: Runner, max_model_len: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self, runner: Runner, max_model_len: int, max_num_batched_tokens: int, vocab_size: int
+    ) -> None:
         self.runner, self.max_model_len = runner, max_model_len
+        self.num_shared_ids = min(vocab_size, runner.vocab_size)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.blocks = BlockManager(runner.num_blocks, runner.block_size)
         self.seconds_per_token = 0.0
@@ -58,6 +66,22 @@ class DraftModel:
     def finished(self, seq: Sequence) -> None:
         self._drop(seq.request.request_id)
 
+    def run_largest(self, num_sequences: int) -> None:
+        """Run the largest step for at most ``num_sequences``; it leaves nothing behind."""
+        count = min(num_sequences, self.max_num_batched_tokens, self.blocks.num_blocks)
+        room = self.blocks.num_blocks // count * self.blocks.block_size
+        length = min(self.max_num_batched_tokens // count, self.max_model_len, room)
+        params = SamplingParams(max_tokens=1)
+        request = EngineRequest(request_id="", prompt_ids=(0,) * length, sampling=params, arrival=0.0)
+        shadows = [Sequence(request, [0] * length) for _ in range(count)]
+        try:
+            for shadow in shadows:
+                self.blocks.extend(shadow.block_table, length, length)
+            self._step(shadows)
+        finally:
+            for shadow in shadows:
+                self.blocks.free(shadow.block_table)
+
     def _follow(self, seq: Sequence, count: int) -> bool:
         """A shadow of ``seq`` with its tokens, KV as far as it is right, and room for ``count`` guesses."""
         name, length = seq.request.request_id, len(seq.token_ids) + count
@@ -65,9 +89,11 @@ class DraftModel:
         same = shadow.num_computed
         while shadow.token_ids[:same] != seq.token_ids[:same]:  # rejected guesses, a few at the end
             same -= 1
+        known = max(seq.token_ids[same:], default=0) < self.runner.vocab_size
         shadow.num_computed = min(same, len(seq.token_ids) - 1)
         shadow.token_ids = list(seq.token_ids)
-        if length <= self.max_model_len and self.blocks.extend(shadow.block_table, length, length):
+        fits = known and length <= self.max_model_len
+        if fits and self.blocks.extend(shadow.block_table, length, length):
             return True
         self._drop(name)
         return False
@@ -93,7 +119,8 @@ class DraftModel:
                 items.append(ScheduledSequence(shadow, min(shadow.num_pending, budget)))
                 budget -= items[-1].num_new
         due = [item.seq for item in items if item.needs_logits]
-        tokens, _ = best_tokens(self.runner.execute(Batch(tuple(items))))
+        logits = self.runner.execute(Batch(tuple(items)))
+        tokens, _ = best_tokens(logits[:, : self.num_shared_ids])
         for item in items:
             item.seq.num_computed += item.num_new
         for shadow, token in zip(due, tokens, strict=True):

@@ -4,6 +4,9 @@
 the model raises on a batch, each item is run alone, and the one that raises again is the one that fails;
 running an item twice is harmless, since it writes the same KV into its own slots. A NaN row is the
 sampler's to catch. What escapes ``step`` is a fault of the device or a bug of optkit, and ends the engine process.
+
+A step whose every client has left is cancelled between two parts of the model. The scheduler records nothing of it, so
+its KV is never published, and the aborts that follow free the blocks.
 """
 
 from __future__ import annotations
@@ -13,13 +16,16 @@ import logging
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from collections.abc import Set as AbstractSet
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
+from optkit.cancellation import StepCancelled, cancellable
 from optkit.runtime.cost_model import CostModel
 from optkit.runtime.kv_cache import memory_plan
+from optkit.runtime.kv_forms import note_step
 from optkit.runtime.logprobs import LogprobRunner
 from optkit.runtime.offload import CorruptSlot, SlotStore
 from optkit.runtime.sampler import sample
@@ -50,7 +56,12 @@ class RequestFailed(RuntimeError):
 
 
 class Engine:
-    """Serves requests on one runner, one ``step`` at a time."""
+    """Serves requests on one runner, one ``step`` at a time.
+
+    Attributes:
+        departed: gives the ids of requests whose client has left and that ``abort`` will end after the step; called
+            between parts of a step.
+    """
 
     scheduler_class: type[Scheduler] = Scheduler
 
@@ -71,14 +82,30 @@ class Engine:
         self.scheduler = self.scheduler_class(config, clock, cost, proposer)
         self.logprobs = LogprobRunner(runner)
         self.scheduler.kv.worth_saving = self._worth_saving
+        self.memory_share: float | None = None  # of a GPU's memory, when the KV cache got what is left of it
         self._copy_seconds = 0.0  # of a block, one way
+        self.departed: Callable[[], AbstractSet[str]] = frozenset
         self._ids = itertools.count()
 
     def step(self) -> list[TokenOutput]:
         """Compute the next tokens of whoever is due."""
         batch = self._transfer(self.scheduler.schedule())
-        results = self._run(batch) if batch.items else []
+        try:
+            with cancellable(self._check_of(batch)):
+                results = self._run(batch) if batch.items else []
+        except StepCancelled:
+            batch, results = Batch(()), []
         return self.logprobs.attach(batch, self.scheduler.update(batch, results))
+
+    def _check_of(self, batch: Batch) -> Callable[[], None]:
+        """A check that cancels the step of ``batch`` when every client of it has left."""
+        names = {item.seq.request.request_id for item in batch.items}
+
+        def check() -> None:
+            if names <= self.departed():
+                raise StepCancelled
+
+        return check
 
     def _transfer(self, batch: Batch) -> Batch:
         """Copy KV between pool and store; the batch without the sequences whose KV could not be loaded."""
@@ -112,6 +139,7 @@ class Engine:
 
     def _run(self, batch: Batch) -> list[Result]:
         """For each item its tokens, None if its prompt goes on, or its failure."""
+        note_step(batch, self.config.few_tokens)
         try:
             logits = self.logprobs.execute(batch)
             due = [item for item in batch.items if item.needs_logits]
@@ -162,7 +190,8 @@ class Engine:
         plan = memory_plan(c.num_blocks, c.block_size, runner.kv_bytes, c.max_model_len, runner.kv_dtype)
         workspace = runner.workspace_bytes(c.max_num_batched_tokens, c.max_num_seqs)
         plan = replace(plan, weight_bytes=runner.weight_bytes, workspace_bytes=workspace)
-        return asdict(c) | {"vocab_size": runner.vocab_size, "memory_plan": asdict(plan)}
+        known = {"vocab_size": runner.vocab_size, "gpu_memory_utilization": self.memory_share}
+        return asdict(c) | known | {"memory_plan": asdict(plan)}
 
     def generate(
         self, prompts: Seq[Seq[int]], sampling: SamplingParams | Seq[SamplingParams]

@@ -52,6 +52,12 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     info: dict[str, Any]
 
 
+class Begun(msgspec.Struct, frozen=True, tag="begun"):
+    """The engine begins to compute these requests. Sent before the step, which may end the process."""
+
+    request_ids: tuple[str, ...]
+
+
 class Step(msgspec.Struct, frozen=True, tag="step"):
     """What a step produced, and the gauges after it."""
 
@@ -60,7 +66,7 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """The worker is idle and alive. A busy one sends ``Step``."""
+    """The worker is idle, or it has finished a part of a long step. It sends ``Step`` after each step."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
@@ -73,7 +79,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 ToWorker = Load | Add | Abort | ResetPrefixCache | Shutdown
-FromWorker = Ready | Step | Heartbeat | Failed
+FromWorker = Ready | Begun | Step | Heartbeat | Failed
 
 to_worker = msgspec.msgpack.Decoder(ToWorker)
 from_worker = msgspec.msgpack.Decoder(FromWorker)

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable
 from optkit.runtime.block_manager import BlockManager
 from optkit.runtime.offload import SlotTable
 from optkit.runtime.prefix_cache import Node, PrefixCache
-from optkit.runtime.types import Sequence, Transfer
+from optkit.runtime.types import ALL_TOKENS, Sequence, Transfer
 
 
 class KVManager:
@@ -81,12 +81,23 @@ class KVManager:
         """Blocks for ``num_tokens`` tokens of ``seq``; False, and nothing changed, if there are too few."""
         return self.blocks.extend(seq.block_table, num_tokens, expected_tokens)
 
-    def publish(self, seq: Sequence) -> None:
-        """Offer the blocks that ``seq`` has filled since to others."""
+    def trim(self, seq: Sequence) -> None:
+        """Give back the blocks beyond the tokens of ``seq``, which were for guesses."""
+        need = self.blocks.blocks_for(len(seq.token_ids))
+        spare = seq.block_table[need:]
+        del seq.block_table[need:]
+        self.blocks.free(spare)
+
+    def publish(self, seq: Sequence, num_tokens: int | None = None) -> None:
+        """Offer the blocks that ``seq`` has filled to others.
+
+        ``num_tokens``: how many of its tokens surely have KV, if not all that ``num_computed`` counts.
+        """
+        limit = seq.num_computed if num_tokens is None else num_tokens
         while (
             self.cache is not None
             and not seq.sealed
-            and (len(seq.nodes) + 1) * self.block_size <= seq.num_computed
+            and (len(seq.nodes) + 1) * self.block_size <= min(limit, seq.num_shareable)
             and len(seq.nodes) < len(seq.block_table)  # none after a preemption
         ):
             node = self._published(seq, len(seq.nodes))
@@ -99,7 +110,7 @@ class KVManager:
         """``seq`` needs its blocks no more; what it published stays until the room is needed."""
         self.blocks.free(seq.block_table)
         seq.nodes.clear()
-        seq.num_computed = 0
+        seq.num_computed, seq.num_shareable = 0, ALL_TOKENS
 
     def distrust(self, seq: Sequence) -> None:
         """Nobody shall reuse KV that ``seq`` used: something went wrong with it."""

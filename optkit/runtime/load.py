@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from optkit.runtime.cuda.device import Device
     from optkit.target import Target
 
+logger = logging.getLogger(__name__)
+
 WARM_UP_TOKENS = (33, 1)  # one prefill and the decode after it
 PREFILL_TARGET_TOKENS = 256  # on a CPU, where matrix products reach full speed at 128 to 256 rows
 NUM_SPECULATIVE_TOKENS = 8
@@ -53,12 +56,13 @@ def load_engine(artifact_dir: str, options: Mapping[str, Any]) -> Engine:
     given = {k: v for k, v in options.items() if v is not None}
     artifact = Artifact.open(artifact_dir, verify=False)
     model = artifact.executable(trust_code=bool(given.get("trust_artifact_code")))
-    gpu = None
-    if model.device.type == "cuda":
-        from optkit.runtime.cuda.device import CudaDevice
-
-        gpu = CudaDevice()
-        given = with_kv_bytes(model, artifact.recipe, given, gpu)
+    gpu = device_of(model)
+    if model.device.type == "cpu":
+        warn_without_native_kernels()
+    cost = CostModel()
+    guesses = speculator(artifact, model, cost, given)
+    if gpu is not None:  # after the draft model, whose memory is not free
+        given = with_kv_bytes(model, artifact.recipe, given, gpu, guesses)
     config, store = scheduler_config(model, artifact.recipe, given), None
     if "kv_offload_dir" in given and "kv_offload_bytes" not in given:
         raise UserError(
@@ -66,22 +70,43 @@ def load_engine(artifact_dir: str, options: Mapping[str, Any]) -> Engine:
         )
     if "kv_offload_bytes" in given:
         config, store = offloading(config, model, given)
-    cost = CostModel()
-    guesses = speculator(artifact, cost, given)
     engine = make_engine(model, config, gpu, store, guesses, cost, present_target(artifact.recipe.target))
-    try:
-        warm_up(engine)
-    except (RequestFailed, EngineRefusal) as error:
-        fix = "optkit verify checks the files; make the artifact again; do not serve this one"
-        raise UserError(f"a first request failed ({error})", where=artifact_dir, fix=fix) from error
+    if gpu is not None and options.get("kv_cache_bytes") is None:
+        engine.memory_share = memory_share(artifact.recipe, given)
+    warm_up(engine, artifact_dir)
     trim_heap()
     return engine
 
 
+def device_of(model: Executable) -> Device | None:
+    """The GPU that ``model`` is on, or None."""
+    if model.device.type != "cuda":
+        return None
+    from optkit.runtime.cuda.device import CudaDevice
+
+    return CudaDevice()
+
+
+def warn_without_native_kernels() -> None:
+    """Log why this CPU's steps will be slow, where the native kernels are missing."""
+    from optkit.kernels.cpu.native import missing_warning
+
+    warning = missing_warning()
+    if warning:
+        logger.warning(warning)
+
+
 def with_kv_bytes(
-    model: Executable, recipe: Recipe, options: Mapping[str, Any], gpu: Device
+    model: Executable,
+    recipe: Recipe,
+    options: Mapping[str, Any],
+    gpu: Device,
+    guesses: Speculator | None = None,
 ) -> dict[str, Any]:
-    """``options`` with the bytes of the KV cache, which on a GPU is what other things leave."""
+    """``options`` with the bytes of the KV cache, which on a GPU is what other things leave.
+
+    ``guesses``: what proposes tokens; its weights and its KV pool are on the GPU already.
+    """
     from optkit.runtime.cuda.start import kv_cache_bytes
 
     if "kv_cache_bytes" in options:
@@ -89,8 +114,14 @@ def with_kv_bytes(
     block = block_bytes(model.kv_specs, recipe.runtime.block_size)
     enough = (model.max_model_len // recipe.runtime.block_size + 2) * block
     limits = scheduler_config(model, recipe, {**options, "kv_cache_bytes": enough})
-    share = options.get("gpu_memory_utilization", recipe.runtime.gpu_memory_utilization)
-    return {**options, "kv_cache_bytes": kv_cache_bytes(model, limits, gpu, share)}
+    share = memory_share(recipe, options)
+    draft_step = gpu.peak_bytes(lambda: guesses.run_largest(limits.max_num_seqs)) if guesses else 0
+    return {**options, "kv_cache_bytes": kv_cache_bytes(model, limits, gpu, share, draft_step)}
+
+
+def memory_share(recipe: Recipe, options: Mapping[str, Any]) -> float:
+    """The part of a GPU's memory that the engine may use."""
+    return options.get("gpu_memory_utilization", recipe.runtime.gpu_memory_utilization)
 
 
 def make_engine(
@@ -144,6 +175,7 @@ def scheduler_config(model: Executable, recipe: Recipe, options: Mapping[str, An
             queue_timeout=options.get("queue_timeout"),
             prefill_target_tokens=PREFILL_TARGET_TOKENS if recipe.target == "cpu" else 0,
             enable_prefix_caching=options.get("enable_prefix_caching", True),
+            form_limits=model.form_limits,
         )
     except ValueError as error:
         raise UserError(str(error), where="options of the runtime", fix="optkit serve --help") from error
@@ -165,31 +197,57 @@ def offloading(
     return replace(config, num_offload_slots=num_slots), store
 
 
-def speculator(artifact: Artifact, cost: CostModel, options: Mapping[str, Any]) -> Speculator | None:
+def speculator(
+    artifact: Artifact, model: Executable, cost: CostModel, options: Mapping[str, Any]
+) -> Speculator | None:
     """Guesses as ``speculative_model`` says, ``ngram`` or another artifact; or none."""
     method = options.get("speculative_model")
     if method is None:
         return None
     lengths = Lengths(cost, options.get("num_speculative_tokens", NUM_SPECULATIVE_TOKENS))
-    return Speculator(NgramProposer() if method == "ngram" else draft_model(artifact, method), lengths)
+    source = NgramProposer() if method == "ngram" else draft_model(artifact, method, model.vocab_size)
+    return Speculator(source, lengths)
 
 
-def draft_model(artifact: Artifact, directory: str) -> DraftModel:
+def draft_model(artifact: Artifact, directory: str, vocab_size: int) -> DraftModel:
     """The model of another artifact, which must have the same tokenizer. Its own recipe sizes it.
+
+    ``vocab_size`` is that of the model it guesses for. The two may differ, as padding does.
 
     Raises:
         UserError: it has another tokenizer, or can't be loaded.
     """
     draft = Artifact.open(directory)
-    ours, theirs = ((a.directory / "tokenizer.json").read_bytes() for a in (artifact, draft))
-    if ours != theirs:
+    if tokenizer_of(artifact) != tokenizer_of(draft):
         raise UserError(
             "it has another tokenizer", where=directory, fix="say ngram, or name another artifact"
         )
     model = draft.executable()
     config = scheduler_config(model, draft.recipe, {})
+    if model.vocab_size != vocab_size:
+        logger.info(
+            "the draft model has %d token ids, the model %d: guesses are among the ids of both",
+            model.vocab_size,
+            vocab_size,
+        )
     runner = ModelRunner(model, config.num_blocks, config.block_size)
-    return DraftModel(runner, config.max_model_len, config.max_num_batched_tokens)
+    return DraftModel(runner, config.max_model_len, config.max_num_batched_tokens, vocab_size)
+
+
+def tokenizer_of(artifact: Artifact) -> bytes:
+    """The bytes of its ``tokenizer.json``.
+
+    Raises:
+        UserError: it has none.
+    """
+    file = artifact.directory / "tokenizer.json"
+    if not file.is_file():
+        raise UserError(
+            "it has no tokenizer.json, so a draft model's ids can't be compared with the model's",
+            where=str(artifact.directory),
+            fix="say --speculative-model ngram",
+        )
+    return file.read_bytes()
 
 
 def seconds(milliseconds: float | None) -> float | None:
@@ -204,9 +262,17 @@ def trim_heap() -> None:
         libc.malloc_trim(0)
 
 
-def warm_up(engine: Engine) -> None:
-    """Run a prefill and a few decodes, so that lazily initialized libraries are ready before the first request."""
+def warm_up(engine: Engine, artifact_dir: str) -> None:
+    """Run a prefill and a few decodes, so that lazily initialized libraries are ready before the first request.
+
+    Raises:
+        UserError: the model fails on it, so it would on others.
+    """
     length = min(WARM_UP_TOKENS[0], engine.config.max_model_len - 4)
-    engine.generate([[1] * max(length, 1)], SamplingParams(max_tokens=3, temperature=0.0))
+    try:
+        engine.generate([[1] * max(length, 1)], SamplingParams(max_tokens=3, temperature=0.0))
+    except (RequestFailed, EngineRefusal) as error:
+        fix = "optkit verify checks the files; make the artifact again; do not serve this one"
+        raise UserError(f"a first request failed ({error})", where=artifact_dir, fix=fix) from error
     engine.reset_prefix_cache()
     engine.scheduler.kv.reset_counters()

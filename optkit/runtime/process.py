@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 1.0
 ENGINE_DIED = "the engine died"
+ENGINE_GONE = "the engine died before it began the request"
 ENGINE_STOPPED = "the engine was stopped"
 
 
@@ -44,8 +45,8 @@ class EngineClient:
         factory: ``module:function`` called in the worker as ``function(artifact_dir, options) -> Engine``.
         threads: compute threads of the worker; 0 is one per core.
         launched: a worker that waits, with its factory and threads; without one ``start`` launches it.
-        silence_seconds: without a message for so long (a step that hangs), ``is_healthy`` is False. Time in which this
-            process itself did not run (SIGSTOP, a sleeping machine) does not count.
+        silence_seconds: without a message for so long, ``is_silent`` is True. Time in which this process itself did not
+            run (SIGSTOP, a sleeping machine) does not count.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class EngineClient:
         self.info: dict[str, Any] = {}
         self._stats = EngineStats()
         self._streams: dict[str, asyncio.Queue[TokenOutput]] = {}
+        self._begun: set[str] = set()  # those of them that the engine has begun to compute
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -106,14 +108,18 @@ class EngineClient:
             while True:
                 output = await stream.get()
                 if output.finish_reason:
-                    del self._streams[name]
+                    self._forget(name)
                     yield output
                     return
                 yield output
         finally:
             if self._streams.get(name) is stream:  # left early
-                del self._streams[name]
+                self._forget(name)
                 self._post(ipc.Abort(name))
+
+    def _forget(self, name: str) -> None:
+        del self._streams[name]
+        self._begun.discard(name)
 
     async def abort(self, request_id: str) -> None:
         """End a request: its stream gets an ABORT output, its KV is freed. Nothing happens if it is gone."""
@@ -134,9 +140,14 @@ class EngineClient:
 
     @property
     def is_healthy(self) -> bool:
-        """The worker is ready, alive and has been heard of lately."""
+        """The worker has loaded and its process has not ended. A long step changes nothing about it."""
+        return self._alive
+
+    @property
+    def is_silent(self) -> bool:
+        """The worker has sent no message for ``silence_seconds``: one part of a step takes long, or it hangs."""
         now = min(time.monotonic(), self._last_tick + 2 * TICK_SECONDS)
-        return self._alive and now - self._last_message < self.silence_seconds
+        return now - self._last_message >= self.silence_seconds
 
     def _tick(self) -> None:
         """Forgive the worker the time for which this process was stopped: nobody could have heard it."""
@@ -147,8 +158,13 @@ class EngineClient:
         self._last_tick = now
         self._ticking = asyncio.get_running_loop().call_later(TICK_SECONDS, self._tick)
 
-    def kill(self) -> None:
-        """End the worker without asking it; its streams are told when it has gone."""
+    def kill(self, *, wanted: bool = False) -> None:
+        """End the worker without waiting for its step; its streams end with an error when it has gone.
+
+        Args:
+            wanted: the caller stops the engine, as ``stop`` does: the log has no error about it.
+        """
+        self._stopping = self._stopping or wanted
         if self._process is not None:
             self._process.kill()
 
@@ -201,6 +217,8 @@ class EngineClient:
                 message = await self._receive(reader)
                 if isinstance(message, ipc.Step):
                     self._dispatch(message)
+                elif isinstance(message, ipc.Begun):
+                    self._begun |= self._streams.keys() & message.request_ids
         except (EOFError, ConnectionError):
             pass  # the worker has gone, by order or by accident
         except (ipc.ProtocolError, msgspec.MsgspecError):
@@ -225,7 +243,9 @@ class EngineClient:
             stream.put_nowait(self._death(name))
 
     def _death(self, request_id: str) -> TokenOutput:
-        error = ENGINE_STOPPED if self._stopping else ENGINE_DIED
+        error = ENGINE_DIED if request_id in self._begun else ENGINE_GONE
+        if self._stopping:
+            error = ENGINE_STOPPED
         return TokenOutput(request_id=request_id, token_ids=(), finish_reason=FinishReason.ERROR, error=error)
 
     def _post(self, message: ipc.ToWorker) -> None:

@@ -50,6 +50,10 @@ class Source(Protocol):
 
     def finished(self, seq: Sequence) -> None: ...
 
+    def run_largest(self, num_sequences: int) -> None:
+        """Run the step that allocates the most, for at most ``num_sequences``; it leaves nothing behind."""
+        ...
+
 
 @dataclass
 class _Record:
@@ -131,6 +135,10 @@ class Speculator:
         self.lengths.finished(seq)
         self.source.finished(seq)
 
+    def run_largest(self, num_sequences: int) -> None:
+        """Run the step of the source that allocates the most."""
+        self.source.run_largest(num_sequences)
+
 
 class _Index:
     """Where the n-grams of one sequence occurred last, but for the one at its end."""
@@ -169,6 +177,9 @@ class NgramProposer:
 
     def finished(self, seq: Sequence) -> None:
         self._indexes.pop(seq.request.request_id, None)
+
+    def run_largest(self, num_sequences: int) -> None:
+        """Nothing: it allocates nothing on a device."""
 
     def _draft(self, seq: Sequence, count: int) -> tuple[int, ...]:
         if count < 1:

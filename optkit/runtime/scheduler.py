@@ -4,11 +4,12 @@ There are no phases. Every sequence has ``len(token_ids) - num_computed`` tokens
 is new, one when it decodes. A step gives out ``max_num_batched_tokens`` tokens (continuous batching, Yu et al.
 2022; chunked prefill, Agrawal et al. 2023):
 
-1. one token to each running sequence that needs exactly one, so that a long prompt never stalls a stream, and the
-   tokens that a proposer guesses will follow it (speculative decoding);
+1. one token to each running sequence that needs exactly one, so that a long prompt never stalls a stream;
 2. a chunk of the prompt that is first in line, as large as the policy allows; the prompt may be running or waiting;
 3. more prompts, while they fit as a whole and the step has fewer than ``prefill_target_tokens`` of them. Then the
-   model computes at full speed, and another prompt would only delay those before it.
+   model computes at full speed, and another prompt would only delay those before it;
+4. what is left to the tokens that a proposer guesses will follow the sequences of 1 (speculative decoding). Guesses
+   come last, for tokens and for KV blocks, so prompts advance in each step as far as they would without guesses.
 
 Order: ``running`` and ``waiting`` are sorted by *rank*, which the policy (``fcfs`` or ``slo``) fixes on arrival.
 Admission allocates KV for all tokens known so far, so only decodes can run out of blocks. Then the *last* running
@@ -36,6 +37,7 @@ from optkit.runtime.policy import make_policy, promised_ttft
 from optkit.runtime.prefix_cache import PrefixCache
 from optkit.runtime.proposer import SpeculationStats
 from optkit.runtime.scheduler_config import SchedulerConfig
+from optkit.runtime.step_sizes import StepSizes
 from optkit.runtime.types import (
     QUEUE_TIMEOUT,
     Batch,
@@ -56,6 +58,7 @@ __all__ = ["Result", "Scheduler", "SchedulerConfig"]
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+SCHEDULER_FAILED = Failure("the scheduler failed")
 Result = tuple[int, ...] | Failure | None  # sampled tokens, why there are none, or a chunk with more to come
 
 
@@ -80,6 +83,9 @@ class Scheduler:
         config: limits and policy.
         clock: seconds; the one that stamps ``EngineRequest.arrival``.
         cost: learns how long steps take.
+
+    Attributes:
+        announce: called before a step with the ids of the requests that it is the first step of.
     """
 
     def __init__(
@@ -100,7 +106,10 @@ class Scheduler:
         self.num_preemptions = 0
         self._sequences: dict[str, Sequence] = {}
         self._lost: list[TokenOutput] = []  # ends that were found while scheduling
-        self._num_added = self._iteration_tokens = 0
+        self.step_sizes = StepSizes()
+        self.announce: Callable[[Seq[str]], None] = _to_nobody
+        self._begun: list[str] = []  # requests admitted for the first time in this step
+        self._num_added = 0
         self._step_start = 0.0
 
     @property
@@ -138,10 +147,13 @@ class Scheduler:
         """The next step's work; an empty batch if there is none. ``update`` follows, also after an empty one."""
         self._step_start = self.clock()
         self._give_up()
-        items = self._decodes()
-        items += self._prefills(items)
-        batch = Batch(tuple(items), self.kv.take_transfers())
-        self._iteration_tokens = batch.num_tokens
+        ready = self._ready()
+        decodes = [ScheduledSequence(seq, 1) for seq in ready]
+        prefills = self._prefills(decodes)
+        left = self.config.max_num_batched_tokens - Batch((*decodes, *prefills)).num_tokens
+        batch = Batch((*self._with_drafts(ready, left), *prefills), self.kv.take_transfers())
+        self.step_sizes.add(batch.num_tokens)
+        self._announce_begun()
         return batch
 
     def update(self, batch: Batch, results: Seq[Result]) -> list[TokenOutput]:
@@ -151,19 +163,16 @@ class Scheduler:
             self.cost.observe(step_shape(batch.items), now - self._step_start)
         outputs: list[TokenOutput] = []
         for item, result in zip(batch.items, results, strict=True):
-            if self._sequences.get(item.seq.request.request_id) is not item.seq:
+            if not self._is_here(item.seq):
                 continue  # aborted meanwhile
             self._count_chunk(item, now)
-            if isinstance(result, Failure):
-                self.kv.distrust(item.seq)
-                outputs.append(self._finish(item.seq, FinishReason.ERROR, error=result.message))
-            elif result is None:
-                item.seq.num_computed += item.num_new
-                self.kv.publish(item.seq)
-            else:
-                outputs += self._guarded(item.seq, self._append, item, result) or []
+            outputs += self._guarded(item.seq, self._record, item, result) or []
+        return outputs + self.take_lost()
+
+    def take_lost(self) -> list[TokenOutput]:
+        """The ends that were found outside ``update``, each of them once: queue timeouts and faults of one request."""
         lost, self._lost = self._lost, []
-        return outputs + lost
+        return lost
 
     def transfer_failed(self, transfer: Transfer) -> None:
         """KV that should have been saved or loaded was not: who relies on it starts over."""
@@ -177,11 +186,17 @@ class Scheduler:
         self.running.remove(seq)
         self.kv.release(seq)
         bisect.insort(self.waiting, seq, key=_rank)
+        seq.num_preemptions += 1
         self.num_preemptions += 1
 
     def reset_prefix_cache(self) -> None:
         """Forget the KV that no running sequence holds, in the pool and offloaded."""
         self.kv.reset()
+
+    def reset_counters(self) -> None:
+        """Forget what was counted while the engine was warmed up."""
+        self.kv.reset_counters()
+        self.step_sizes = StepSizes()
 
     def stats(self) -> EngineStats:
         kv = self.kv
@@ -193,7 +208,9 @@ class Scheduler:
             kv_blocks_total=kv.blocks.num_blocks,
             kv_blocks_offloaded=len(kv.slots),
             num_preemptions=self.num_preemptions,
-            iteration_tokens=self._iteration_tokens,
+            num_deferred=len(self.waiting) - len(self._admissible()),
+            step_sizes=tuple(self.step_sizes.counts),
+            step_tokens=self.step_sizes.total,
             prefix_cache_queries=kv.num_queries,
             prefix_cache_hits=kv.num_hits,
             offload_saves=kv.num_saves,
@@ -225,6 +242,11 @@ class Scheduler:
         assert not any(seq.block_table for seq in self.waiting)
         self.kv.check(self.running)
 
+    def _announce_begun(self) -> None:
+        begun, self._begun = self._begun, []
+        if begun:
+            self.announce(begun)
+
     def _give_up(self) -> None:
         """End those who have waited for their first step longer than ``queue_timeout``."""
         if self.config.queue_timeout is None:
@@ -234,7 +256,12 @@ class Scheduler:
             if seq.progress.started is None and seq.request.arrival < oldest:
                 self._lost.append(self._finish(seq, FinishReason.ERROR, error=QUEUE_TIMEOUT))
 
-    def _decodes(self) -> list[ScheduledSequence]:
+    def _is_here(self, seq: Sequence) -> bool:
+        """True until ``seq`` has ended; another request may have its id by then."""
+        return self._sequences.get(seq.request.request_id) is seq
+
+    def _ready(self) -> list[Sequence]:
+        """The running sequences that need exactly one token computed, with a KV slot for it."""
         ready = []
         index = 0
         while index < len(self.running):  # preemption shortens the list from behind
@@ -242,26 +269,37 @@ class Scheduler:
             if self._is_due(seq) and self._guarded(seq, self._make_room, seq):
                 ready.append(seq)
             index += seq in self.running[index : index + 1]
-        drafts = self._drafts(ready)
-        return [
-            ScheduledSequence(seq, 1 + len(draft), draft) for seq, draft in zip(ready, drafts, strict=True)
-        ]
+        return ready
 
     def _is_due(self, seq: Sequence) -> bool:
         """True for a running sequence that needs exactly one token computed."""
         return seq.num_pending == 1
 
-    def _drafts(self, sequences: list[Sequence]) -> list[tuple[int, ...]]:
-        """What may follow each of ``sequences``; only as far as there are blocks that nobody else needs."""
+    def _with_drafts(self, ready: list[Sequence], left: int) -> list[ScheduledSequence]:
+        """The decodes of ``ready``, with guesses of at most ``left`` tokens as far as blocks are there for them."""
+        items = []
+        for seq, draft in zip(ready, self._drafts(ready, left), strict=True):
+            fits = bool(draft) and self._guarded(seq, self._allocate, seq, len(draft))
+            draft = draft if fits else ()
+            items += [ScheduledSequence(seq, 1 + len(draft), draft)] if self._is_here(seq) else []
+        return items
+
+    def _drafts(self, sequences: list[Sequence], left: int) -> list[tuple[int, ...]]:
+        """Guesses of what follows each of ``sequences``, at most ``left`` tokens in all."""
+        none: list[tuple[int, ...]] = [()] * len(sequences)
         if self.proposer is None or not sequences:
-            return [()] * len(sequences)
-        budget = self.config.max_num_batched_tokens - len(self.running)
-        limits = [max(0, min(budget // len(sequences), self._draft_limit(seq))) for seq in sequences]
-        drafts = self.proposer.propose(sequences, limits)
-        return [
-            draft if draft and self._allocate(seq, len(draft)) else ()
-            for seq, draft in zip(sequences, drafts, strict=True)
-        ]
+            return none
+        share = left // len(sequences)
+        limits = [max(0, min(share, self._draft_limit(seq))) for seq in sequences]
+        return self._optional(self.proposer.propose, sequences, limits) or none
+
+    def _optional(self, work: Callable[..., T], *args: Any) -> T | None:
+        """The result of ``work(*args)`` of the proposer; None if it raises: an answer needs no guesses."""
+        try:
+            return work(*args)
+        except Exception:
+            logger.exception("the proposer failed")
+            return None
 
     def _draft_limit(self, seq: Sequence) -> int:
         """The last token of a sequence needs no KV, and the sampled token always comes on top of the draft."""
@@ -291,7 +329,12 @@ class Scheduler:
             if full and not seq.block_table:
                 continue
             limit = min(left, target) if items else left
-            if limit < 1 or (items and self._work(seq) > limit):
+            if limit < 1:
+                break
+            work = self._guarded(seq, self._work, seq)
+            if work is None:
+                continue
+            if items and work > limit:
                 break
             if not seq.block_table and not self._guarded(seq, self._admit, seq):
                 full = full or seq in self.waiting
@@ -322,6 +365,7 @@ class Scheduler:
         bisect.insort(self.running, seq, key=_rank)
         if seq.progress.started is None:
             seq.progress.started = self._step_start
+            self._begun.append(seq.request.request_id)
             seq.progress.cached_tokens = seq.num_computed
             self.kv.count(seq)
         return True
@@ -338,15 +382,29 @@ class Scheduler:
             return work(*args)
         except Exception:
             logger.exception("the scheduler failed on a request")
-            if self._sequences.get(seq.request.request_id) is seq:
-                self.kv.distrust(seq)
-                self._lost.append(self._finish(seq, FinishReason.ERROR, error="the scheduler failed"))
+            if self._is_here(seq):
+                self._lost.append(self._fail(seq, SCHEDULER_FAILED))
             return None
 
     def _count_chunk(self, item: ScheduledSequence, now: float) -> None:
         if not item.seq.progress.reported:
             item.seq.progress.prefill += now - self._step_start
             item.seq.progress.num_chunks += 1
+
+    def _record(self, item: ScheduledSequence, result: Result) -> list[TokenOutput]:
+        """Take over what a step gave for one sequence."""
+        if isinstance(result, Failure):
+            return [self._fail(item.seq, result)]
+        if result is not None:
+            return self._append(item, result)
+        item.seq.num_computed += item.num_new
+        self.kv.publish(item.seq)
+        return []
+
+    def _fail(self, seq: Sequence, failure: Failure) -> TokenOutput:
+        """End a sequence whose step failed; nobody reuses its KV."""
+        self.kv.distrust(seq)
+        return self._finish(seq, FinishReason.ERROR, error=failure.message)
 
     def _append(self, item: ScheduledSequence, tokens: tuple[int, ...]) -> list[TokenOutput]:
         """Take over ``tokens``: those of the draft that were right, and the one sampled after them."""
@@ -357,26 +415,34 @@ class Scheduler:
         for token in tokens:
             seq.num_computed = len(seq.token_ids)  # the KV of what was known, and of a right draft, is there
             if token in sampling.stop_token_ids:
-                return [*outputs, self._finish(seq, FinishReason.STOP)]
+                return [*outputs, self._finish(seq, FinishReason.STOP, stop_token=token)]
             seq.token_ids.append(token)
             if len(seq.token_ids) == self._final_length(seq):
                 return [*outputs, self._finish(seq, FinishReason.LENGTH, (token,))]
             outputs.append(self._output(seq, (token,)))
+        if item.draft:
+            self.kv.trim(seq)
         self.kv.publish(seq)
         return outputs
 
     def _finish(
-        self, seq: Sequence, reason: FinishReason, token_ids: tuple[int, ...] = (), error: str | None = None
+        self,
+        seq: Sequence,
+        reason: FinishReason,
+        token_ids: tuple[int, ...] = (),
+        error: str | None = None,
+        stop_token: int | None = None,
     ) -> TokenOutput:
-        del self._sequences[seq.request.request_id]
-        (self.running if seq in self.running else self.waiting).remove(seq)
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            # First: the forecast and the prefix cache may raise, and then ``seq`` must still be in the tables.
             self.forecast.finished(seq)
             self.kv.publish(seq)  # the next turn of a conversation begins with this answer
+        del self._sequences[seq.request.request_id]
+        (self.running if seq in self.running else self.waiting).remove(seq)
         self.kv.release(seq)
         if self.proposer:
-            self.proposer.finished(seq)
-        return self._output(seq, token_ids, reason, error)
+            self._optional(self.proposer.finished, seq)
+        return self._output(seq, token_ids, reason, error, stop_token)
 
     def _output(
         self,
@@ -384,6 +450,7 @@ class Scheduler:
         token_ids: tuple[int, ...],
         finish_reason: FinishReason | None = None,
         error: str | None = None,
+        stop_token: int | None = None,
     ) -> TokenOutput:
         first = None
         if not seq.progress.reported:
@@ -395,6 +462,8 @@ class Scheduler:
             finish_reason=finish_reason,
             error=error,
             first=first,
+            stop_token=stop_token,
+            num_preemptions=seq.num_preemptions,
         )
 
     def _refuse_late(self, seq: Sequence, work: int) -> None:
@@ -411,3 +480,7 @@ class Scheduler:
 
 def _rank(seq: Sequence) -> tuple[float, int]:
     return seq.rank
+
+
+def _to_nobody(request_ids: Seq[str]) -> None:
+    """The default of ``Scheduler.announce``."""

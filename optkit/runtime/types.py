@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 QUEUE_TIMEOUT = "the request waited too long for its turn"
 PENDING = -1  # stands in a sequence for a token that the device is still computing (optkit.runtime.ahead)
+ALL_TOKENS = 1 << 62  # more than any sequence has
 
 
 class EngineRefusal(ValueError):
@@ -129,12 +130,14 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
     """What one engine step produced for one request.
 
     Attributes:
-        token_ids: new tokens of this step; a stop token is not among them.
+        token_ids: new tokens of this step that are part of the answer; a stop token is not among them.
+        stop_token: the stop token that ended the answer. It was generated and is counted, and it is no text.
         logprobs: of ``token_ids``, and of the stop token after them, when asked for.
         prompt_logprobs: of the next prompt tokens, from the second on, when asked for.
         error: why the request failed, for the client.
         retry_after: seconds after which a request that was refused for lack of time may come again.
         first: with the first token (or an end without one).
+        num_preemptions: times the request has been preempted so far.
     """
 
     request_id: str
@@ -145,11 +148,20 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
     first: FirstToken | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    stop_token: int | None = None
+    num_preemptions: int = 0
+
+    @property
+    def generated_ids(self) -> tuple[int, ...]:
+        """The new tokens with the stop token: those that usage and metrics count."""
+        return self.token_ids if self.stop_token is None else (*self.token_ids, self.stop_token)
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Gauges and counters of the engine after a step, for /metrics. Tokens, blocks, requests.
 
+    ``num_deferred`` of those that wait could not be computed even if there were room. ``step_sizes`` are the counts of
+    ``optkit.runtime.step_sizes`` and ``step_tokens`` the tokens of all those steps.
     ``kv_blocks_cached`` are in no sequence and keep their KV until the room is needed. ``prefix_cache_queries`` are
     prompt tokens that were looked up, ``prefix_cache_hits`` those that were found. On a GPU ``graph_captures`` and
     ``kernel_compilations`` stand still once the engine is warm, and ``eager_steps`` were in no bucket.
@@ -162,7 +174,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     kv_blocks_total: int = 0
     kv_blocks_offloaded: int = 0
     num_preemptions: int = 0
-    iteration_tokens: int = 0
+    num_deferred: int = 0
+    step_sizes: tuple[int, ...] = ()
+    step_tokens: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     offload_saves: int = 0
@@ -217,7 +231,9 @@ class Sequence:
         digests: of its full blocks, as far as they were needed (``PrefixCache.digests``).
         nodes: its first blocks in the prefix cache.
         sealed: no more of its blocks enter the prefix cache.
+        num_shareable: its first tokens whose KV may enter the prefix cache (``kv_forms``).
         progress: where the time goes until its first token.
+        num_preemptions: how often its blocks were taken back.
     """
 
     request: EngineRequest
@@ -228,7 +244,9 @@ class Sequence:
     digests: list[bytes] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     sealed: bool = False
+    num_shareable: int = ALL_TOKENS
     progress: Progress = field(default_factory=Progress)
+    num_preemptions: int = 0
     num_scored: int = 0  # prompt positions whose logprobs have been reported; a preemption leaves it alone
 
     @property

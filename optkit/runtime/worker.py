@@ -4,9 +4,12 @@
 own keeps the model's compute away from the API process's event loop and its interpreter lock, and a crash of
 native code costs the streams of this engine and not the server.
 
-The loop waits on the socket when there is nothing to do (no polling) and only glances at it between steps. It ends
-when the parent says so, closes the pipe or dies; on Linux the kernel kills it then (PR_SET_PDEATHSIG), even in
-the middle of a load. SIGINT is ignored: Ctrl-C reaches both processes, and the parent decides.
+The loop waits on the socket when there is nothing to do (no polling). Between steps it handles what has arrived.
+Between the parts of a long step (``optkit.cancellation``) it only reads: a step whose every request is aborted is
+cancelled, a ``Shutdown`` ends the process, and a heartbeat shows that the step makes progress. All of it happens on the
+main thread. The loop ends when the parent says so, closes the pipe or dies; on Linux the kernel kills it then
+(PR_SET_PDEATHSIG), even in the middle of a load. SIGINT is ignored: Ctrl-C reaches both processes, and the parent
+decides.
 """
 
 from __future__ import annotations
@@ -22,7 +25,10 @@ import signal
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
 
 from optkit import logs
@@ -41,8 +47,11 @@ RECEIVE_BYTES = 1 << 18
 PR_SET_PDEATHSIG = 1
 
 
-class ParentGone(Exception):
-    """The parent closed the pipe or asked to leave."""
+class ParentGone(BaseException):
+    """The parent closed the pipe or sent ``Shutdown``.
+
+    Not an ``Exception``: it is raised inside a step too, where a handler of failed batches must not catch it.
+    """
 
 
 class Worker:
@@ -52,6 +61,11 @@ class Worker:
         self.engine, self.sock = engine, sock
         self._frames = frames or ipc.FrameReader()
         self._outputs: list[TokenOutput] = []  # answers that need no step: refusals, aborts
+        self._inbox: deque[ipc.ToWorker] = deque()  # messages that were read and not handled yet
+        self._aborted: set[str] = set()  # requests with an ``Abort`` in the inbox
+        self._last_sent = time.monotonic()
+        engine.departed = self._departed
+        engine.scheduler.announce = self._announce
 
     def serve(self) -> None:
         """Step while there is work, sleep on the socket while there is none, until ``ParentGone``."""
@@ -62,18 +76,46 @@ class Worker:
             elif self._outputs:
                 self._send([])
             else:
-                send(self.sock, ipc.Heartbeat())
+                self._post(ipc.Heartbeat())
+
+    def _post(self, message: ipc.FromWorker) -> None:
+        send(self.sock, message)
+        self._last_sent = time.monotonic()
+
+    def _announce(self, request_ids: Seq[str]) -> None:
+        self._post(ipc.Begun(tuple(request_ids)))
+
+    def _departed(self) -> AbstractSet[str]:
+        """The aborted requests, read from the socket between two parts of a step."""
+        try:
+            self._read(0.0)
+        except ipc.ProtocolError as error:
+            logger.exception("the parent broke the protocol")
+            raise ParentGone from error
+        if ipc.Shutdown() in self._inbox:
+            raise ParentGone
+        if time.monotonic() - self._last_sent >= HEARTBEAT_SECONDS:
+            self._post(ipc.Heartbeat())
+        return self._aborted
 
     def _send(self, outputs: list[TokenOutput]) -> None:
         message = ipc.Step(outputs=(*self._outputs, *outputs), stats=self.engine.stats())
         self._outputs.clear()
-        send(self.sock, message)
+        self._post(message)
 
     def _receive(self, timeout: float) -> None:
         """Handle what has arrived; wait up to ``timeout`` seconds for something to arrive."""
+        self._read(0.0 if self._inbox else timeout)
+        self._aborted.clear()
+        while self._inbox:
+            self._handle(self._inbox.popleft())
+
+    def _read(self, timeout: float) -> None:
+        """Move what has arrived to the inbox; wait up to ``timeout`` seconds for something to arrive."""
         while select.select([self.sock], [], [], timeout)[0]:
-            for message in self._frames.feed(receive(self.sock)):
-                self._handle(message)
+            messages = self._frames.feed(receive(self.sock))
+            self._inbox += messages
+            self._aborted |= {m.request_id for m in messages if isinstance(m, ipc.Abort)}
             timeout = 0.0
 
     def _handle(self, message: ipc.ToWorker) -> None:

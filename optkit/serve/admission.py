@@ -7,7 +7,7 @@ there are not enough, the answer is 429 at once, with the time after which to co
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from optkit.serve.api_error import ApiError
@@ -16,14 +16,19 @@ RETRY_SECONDS = 1
 
 
 class Admission:
-    """``capacity`` slots, handed out without waiting. Single-threaded: one event loop uses it."""
+    """``capacity`` slots, handed out without waiting. Single-threaded: one event loop uses it.
 
-    def __init__(self, capacity: int) -> None:
+    ``on_rejection`` is called for each request that is turned away for lack of slots.
+    """
+
+    def __init__(self, capacity: int, on_rejection: Callable[[], object] = lambda: None) -> None:
         self.capacity, self.used = capacity, 0
+        self._on_rejection = on_rejection
 
     def check(self) -> None:
         """Raise the 429 of ``slots`` if not even one is free: an overloaded server need not read what it refuses."""
         if self.used >= self.capacity:
+            self._on_rejection()
             raise at_capacity()
 
     @contextmanager
@@ -38,6 +43,7 @@ class Admission:
                 f"at most {self.capacity} prompts fit this server", param="prompt", code="too_many_prompts"
             )
         if self.used + count > self.capacity:
+            self._on_rejection()
             raise at_capacity()
         self.used += count
         try:

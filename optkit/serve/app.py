@@ -3,17 +3,19 @@
 =============================  =================================================================
 ``POST /v1/chat/completions``  messages in, one answer
 ``POST /v1/completions``       prompts in, one answer each
-``GET /v1/models``             the served names, with ``max_model_len``
-``GET /health/live``           the event loop answers, the engine's heart beats or it is being restarted
-``GET /health/ready``          the engine's heart beats, and no shutdown is going on; also ``/health``, ``/ping``
+``GET /v1/models``             the served names, with ``max_model_len`` and ``form_limits``
+``GET /health/live``           the event loop answers, the engine process lives or is being restarted
+``GET /health/ready``          the engine process lives, and no shutdown is going on; also ``/health``, ``/ping``
 ``GET /metrics``               Prometheus text
 ``POST /reset_prefix_cache``   forget the KV of finished sequences
 ``GET /openapi.json``          what this server accepts and answers, as OpenAPI 3.1
 ``GET /version``
 =============================  =================================================================
 
-Health comes from the engine's heartbeat and never generates a token: a check that does is red under load
-and costs the users their latency.
+Where GET is allowed, HEAD is; OPTIONS answers with the ``Allow`` header that a 405 has (RFC 9110, 9.3 and 15.5.6).
+
+Health is that of the engine's process (``optkit.serve.supervisor``) and never generates a token: a check that does is
+red under load and costs the users their latency. For the same reason a step of minutes changes nothing about it.
 """
 
 from __future__ import annotations
@@ -38,10 +40,12 @@ from optkit.serve.openapi import document
 from optkit.serve.prompts import PromptReader
 from optkit.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest, parse_request
 from optkit.serve.reply import Reply, Service
+from optkit.serve.shutdown import shutting_down
 from optkit.serve.tokenizer import Tokenizer
 from optkit.serve.tracing import Tracing
 from optkit.version import VERSION
 
+READ = ["GET", "HEAD"]  # the server leaves the body of a HEAD out
 TRACE_HEADERS = ("traceparent", "tracestate")  # https://www.w3.org/TR/trace-context/
 
 Body = TypeVar("Body", bound=GenerationRequest)
@@ -54,9 +58,9 @@ def create_app(
 
     ``app.state.draining`` set to True makes the server not ready and refuses new work with 503.
     """
-    metrics = Metrics(settings.model_names[0], lambda: engine.stats, settings.ttft_slo_s, settings.block_size)
+    metrics = Metrics(settings.model_names[0], lambda: engine.stats, settings.ttft_slo_s, lambda: engine.info)
     prompts = PromptReader(tokenizer, settings.max_model_len)
-    admission = Admission(settings.max_running + settings.max_queue)
+    admission = Admission(settings.max_running + settings.max_queue, metrics.rejections["max_queue"].inc)
     service = Service(engine, prompts, metrics, admission, settings, tracing)
     app = FastAPI(title="optkit", version=VERSION, openapi_url=None, lifespan=_lifespan)
     app.state.service, app.state.draining = service, False
@@ -81,7 +85,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def reply(http: Request, kind: type[Body]) -> Response:
         arrival = time.monotonic()
         if app.state.draining:
-            raise ApiError("the server is shutting down", code="server_shutdown", status=503, retry_after=5)
+            raise shutting_down()
         service.admission.check()
         settings = service.settings
         data = await read_json(http, settings.max_body_bytes, settings.body_timeout_s)
@@ -104,13 +108,14 @@ def _add_models(app: FastAPI, settings: ServeSettings) -> None:
 
     def card(name: str) -> dict[str, object]:
         fixed = {"object": "model", "created": created, "owned_by": "optkit", "root": settings.model_names[0]}
-        return {"id": name, **fixed, "max_model_len": settings.max_model_len}
+        limits = {"max_model_len": settings.max_model_len, "form_limits": list(settings.form_limits)}
+        return {"id": name, **fixed, **limits}
 
-    @app.get("/v1/models")
+    @app.api_route("/v1/models", methods=READ)
     async def models() -> JSONResponse:
         return JSONResponse({"object": "list", "data": [card(name) for name in settings.model_names]})
 
-    @app.get("/v1/models/{name:path}")
+    @app.api_route("/v1/models/{name:path}", methods=READ)
     async def model(name: str) -> JSONResponse:
         if name not in settings.model_names:
             raise ApiError("no such model", param="model", code="model_not_found", status=404)
@@ -125,9 +130,9 @@ def _add_health(app: FastAPI, service: Service) -> None:
         return status(service.engine.is_healthy and not app.state.draining, "ready")
 
     for path in ("/health", "/health/ready", "/ping"):
-        app.add_api_route(path, ready, methods=["GET"])
+        app.add_api_route(path, ready, methods=READ)
 
-    @app.get("/health/live")
+    @app.api_route("/health/live", methods=READ)
     async def live() -> JSONResponse:
         return status(service.engine.is_healthy or service.engine.is_restarting, "live")
 
@@ -136,15 +141,15 @@ def _add_health(app: FastAPI, service: Service) -> None:
         await service.engine.reset_prefix_cache()
         return Response(status_code=200)
 
-    @app.get("/openapi.json")
+    @app.api_route("/openapi.json", methods=READ)
     async def openapi() -> JSONResponse:
         return JSONResponse(document())
 
-    @app.get("/version")
+    @app.api_route("/version", methods=READ)
     async def version() -> JSONResponse:
         return JSONResponse({"version": VERSION})
 
-    @app.get("/metrics")
+    @app.api_route("/metrics", methods=READ)
     async def metrics() -> Response:
         return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -153,11 +158,25 @@ def _add_errors(app: FastAPI) -> None:
     async def api_error(_http: Request, error: Exception) -> Response:
         return error.response() if isinstance(error, ApiError) else internal_error(error).response()
 
-    async def http_error(_http: Request, error: Exception) -> Response:
+    async def http_error(http: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
-        message = {404: "no such path", 405: "this method is not allowed here"}.get(status, "bad request")
+        if status == 405 and isinstance(error, HTTPException):
+            return _wrong_method(http, error)
+        message = "no such path" if status == 404 else "bad request"
         return ApiError(message, code="not_found" if status == 404 else None, status=status).response()
 
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(HTTPException, http_error)
     app.add_exception_handler(Exception, api_error)
+
+
+def _wrong_method(http: Request, error: HTTPException) -> Response:
+    """The 405 with the methods that the path has, or the answer to OPTIONS, which are the same methods."""
+    methods = (error.headers or {}).get("Allow", "").split(", ")
+    allow = ", ".join(sorted({*methods, "OPTIONS"}))
+    if http.method == "OPTIONS":
+        return Response(status_code=204, headers={"Allow": allow})
+    message = f"this method is not allowed here; the allowed ones are {allow}"
+    answer = ApiError(message, code="method_not_allowed", status=405).response()
+    answer.headers["Allow"] = allow
+    return answer

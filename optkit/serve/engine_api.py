@@ -47,8 +47,8 @@ class ServeSettings:
         allowed_hosts: accepted ``Host`` names; None accepts any. Names stop DNS rebinding on loopback.
         ttft_slo_s: the recipe's promise in seconds, a bucket edge of the TTFT histogram.
         request_timeout_s: from arrival to the last token; None: no limit.
-        block_size: tokens of a KV block, for ``vllm:cache_config_info``.
         scheduling_policy: of the engine; priorities mean something to ``slo`` only.
+        form_limits: the most tokens of each form of the layers but the last; with one form, empty.
     """
 
     model_names: tuple[str, ...]
@@ -58,8 +58,8 @@ class ServeSettings:
     api_keys: tuple[str, ...] = ()
     allowed_hosts: frozenset[str] | None = None
     ttft_slo_s: float | None = None
-    block_size: int | None = None
     scheduling_policy: str = "fcfs"
+    form_limits: tuple[int, ...] = ()
     max_body_bytes: int = 2 * 1024 * 1024
     body_timeout_s: float = 30.0
     request_timeout_s: float | None = None

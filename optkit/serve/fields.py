@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
+from optkit.serve.api_error import printable
+
 MAX_PROMPTS = 64
 MAX_CHOICES = 128  # of one request: prompts times n
 MAX_MESSAGES = 2048
@@ -24,7 +26,9 @@ Scalar = Annotated[str, Field(max_length=256)] | int | float | bool | None
 
 
 def _stop_list(value: Any) -> Any:
-    stops = [value] if isinstance(value, str) else value or []
+    if value is None:
+        return []
+    stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or len(stops) > MAX_STOPS:
         raise ValueError(f"must be a string or a list of at most {MAX_STOPS} strings")
     if not all(isinstance(stop, str) and 1 <= len(stop) <= MAX_STOP_CHARS for stop in stops):
@@ -36,12 +40,17 @@ def _bias_pairs(value: Any) -> Any:
     """``{"50256": -100}`` as pairs of int and float; JSON keys are strings."""
     if not isinstance(value, dict) or len(value) > MAX_BIASES:
         raise ValueError(f"must be an object of at most {MAX_BIASES} token ids")
+    pairs: dict[int, float] = {}
     for token, bias in value.items():
+        name = f"'{printable(token, 20)}'"
         if not (token.isascii() and token.isdecimal() and len(token) <= 10):
-            raise ValueError("each key is a token id in decimal digits")
+            raise ValueError(f"the key {name} is not a token id in decimal digits")
         if type(bias) not in (int, float) or not -100 <= bias <= 100:
-            raise ValueError("each bias is a number from -100 to 100")
-    return tuple(sorted({int(token): float(bias) for token, bias in value.items()}.items()))
+            raise ValueError(f"the bias of token {name} is not a number from -100 to 100")
+        if int(token) in pairs:
+            raise ValueError(f"the key {name} names a token for the second time")
+        pairs[int(token)] = float(bias)
+    return tuple(sorted(pairs.items()))
 
 
 STOP_SCHEMA: dict[str, Any] = {

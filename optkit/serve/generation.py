@@ -14,7 +14,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
-from optkit.runtime.process import ENGINE_DIED, ENGINE_STOPPED
+from optkit.runtime.process import ENGINE_DIED, ENGINE_GONE, ENGINE_STOPPED
 from optkit.runtime.types import (
     QUEUE_TIMEOUT,
     EngineRequest,
@@ -30,16 +30,19 @@ from optkit.serve.metrics import Metrics, SequenceMetrics
 from optkit.serve.quarantine import QUARANTINED
 from optkit.serve.tokenizer import Tokenizer
 
+TTFT_UNREACHABLE = "ttft_slo_unreachable"
+
 
 class Delta(NamedTuple):
     """What engine outputs add to one choice of the answer."""
 
     choice: int
     text: str
-    num_tokens: int  # of the choice so far
+    num_tokens: int  # generated for the choice so far, a stop token among them
     finish_reason: FinishReason | None
     logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens since the last delta, when asked for
     first: FirstToken | None = None  # in the first delta
+    token_ids: tuple[int, ...] = ()  # generated since the last delta
 
 
 @dataclass(frozen=True)
@@ -108,11 +111,13 @@ class _Choice:
         self._stops = StopStrings(work.stops, work.keep_stop)
         self._echo, self._logprobs = work.echo or "", list[TokenLogprob]()
         self._first: FirstToken | None = None
+        self._ids: list[int] = []
         if work.request.sampling.prompt_logprobs is not None:
             self._logprobs.append(TokenLogprob(work.request.prompt_ids[0], None))
 
     def push(self, output: TokenOutput, observed: SequenceMetrics) -> Delta | None:
         """What ``output`` makes of the choice; None when there is nothing to show yet."""
+        observed.num_preemptions = output.num_preemptions
         _raise_failure(output)
         if output.first:
             self._first = output.first
@@ -122,9 +127,11 @@ class _Choice:
             return None  # a part of the prompt was scored
         if self._work.prompt_only:
             return self._delta("", 0, FinishReason.LENGTH)
-        if output.token_ids:
-            observed.tokens(len(output.token_ids))
-        listed = len(output.logprobs) if self._work.list_stop_token else len(output.token_ids)
+        new = output.generated_ids
+        if new:
+            observed.tokens(len(new))
+        self._ids += new
+        listed = len(new if self._work.list_stop_token else output.token_ids)
         self._logprobs += output.logprobs[:listed]
         piece, finish = self._text(output, observed.num_tokens)
         return self._delta(piece, observed.num_tokens, finish) if piece or finish else None
@@ -133,7 +140,8 @@ class _Choice:
         text, self._echo = self._echo + piece, ""
         logprobs, self._logprobs = tuple(self._logprobs), []
         first, self._first = self._first, None
-        return Delta(self._work.index, text, num_tokens, finish, logprobs, first)
+        ids, self._ids = tuple(self._ids), []
+        return Delta(self._work.index, text, num_tokens, finish, logprobs, first, ids)
 
     def _text(self, output: TokenOutput, num_tokens: int) -> tuple[str, FinishReason | None]:
         piece = self._detokenizer.push(output.token_ids) if output.token_ids else ""
@@ -147,7 +155,7 @@ class _Choice:
 
 
 def _raise_failure(output: TokenOutput) -> None:
-    if output.error in (ENGINE_DIED, ENGINE_STOPPED):
+    if output.error in (ENGINE_DIED, ENGINE_GONE, ENGINE_STOPPED):
         raise ApiError("the engine is gone; try again", code="engine_unavailable", status=503, retry_after=1)
     if output.error == QUEUE_TIMEOUT:
         raise ApiError(f"{QUEUE_TIMEOUT}; try again later", code="queue_timeout", status=503, retry_after=1)
@@ -157,7 +165,7 @@ def _raise_failure(output: TokenOutput) -> None:
     if output.retry_after is not None:
         message = "the first token would come later than promised; try again later"
         seconds = max(1, math.ceil(output.retry_after))
-        raise ApiError(message, code="ttft_slo_unreachable", status=429, retry_after=seconds)
+        raise ApiError(message, code=TTFT_UNREACHABLE, status=429, retry_after=seconds)
     if output.finish_reason is FinishReason.ERROR:
         raise internal_error(output.error or "the engine failed a request")
     if output.finish_reason is FinishReason.ABORT:
@@ -215,6 +223,7 @@ async def collect(deltas: AsyncGenerator[Delta, None], count: int) -> list[Delta
         found[-1]._replace(
             text="".join(delta.text for delta in found),
             logprobs=tuple(entry for delta in found for entry in delta.logprobs),
+            token_ids=tuple(token for delta in found for token in delta.token_ids),
             first=found[0].first,
         )
         for found in parts

@@ -12,13 +12,13 @@ instead of interpolated between 0.5 and 0.75. What happens before it inside the 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from optkit.runtime.types import EngineRequest, EngineStats, FinishReason, FirstToken
+from optkit.serve.engine_metrics import LABELS, CacheConfig, EngineGauges
 from optkit.version import VERSION
 
 TTFT_EDGES = (
@@ -65,7 +65,8 @@ REQUEST_EDGES = (
 )
 COUNT_EDGES = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 
-LABELS = ("model_name", "engine")
+PREEMPTION_EDGES = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0)  # vLLM's, and 0 to see who had none
+REJECTIONS = ("max_queue", "ttft_slo")  # the option that asked for it
 
 
 class Metrics:
@@ -75,7 +76,7 @@ class Metrics:
         model_name: value of the ``model_name`` label.
         stats: the engine's gauges, now.
         ttft_slo_s: the recipe's promise in seconds.
-        block_size: tokens of a KV block, if known.
+        info: what the engine said of itself when it started; empty while there is none.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Metrics:
         model_name: str,
         stats: Callable[[], EngineStats],
         ttft_slo_s: float | None = None,
-        block_size: int | None = None,
+        info: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         self.registry = CollectorRegistry()
         self._values = (model_name, "0")
@@ -103,6 +104,12 @@ class Metrics:
             "request_prefill_time_seconds", "First step to first token.", REQUEST_EDGES
         )
         self.decode = self._histogram("request_decode_time_seconds", "First to last token.", REQUEST_EDGES)
+        self.inference = self._histogram(
+            "request_inference_time_seconds", "First step to last token.", REQUEST_EDGES
+        )
+        self.preemptions = self._histogram(
+            "request_num_preemptions", "How often a request gave its KV back.", PREEMPTION_EDGES
+        )
         self.prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", COUNT_EDGES)
         self.generation = self._histogram("request_generation_tokens", "Generated tokens.", COUNT_EDGES)
         self.max_tokens = self._histogram(
@@ -112,8 +119,11 @@ class Metrics:
         self.prompt_total = self._counter("prompt_tokens", "Prompt tokens processed.")
         self.generation_total = self._counter("generation_tokens", "Tokens generated.")
         self.finished = self._finished_counters()
-        self._info(block_size)
-        self.registry.register(_EngineGauges(stats, self._values))
+        self.rejections = self._rejection_counters()
+        version = Gauge("optkit:build_info", "The running version.", ("version",), registry=self.registry)
+        version.labels(VERSION).set(1)
+        self.registry.register(CacheConfig(info))
+        self.registry.register(EngineGauges(stats, self._values))
 
     def render(self) -> bytes:
         """The exposition text."""
@@ -135,14 +145,10 @@ class Metrics:
         metric = Counter("vllm:request_success", "Finished requests.", labels, registry=self.registry)
         return {reason: metric.labels(*self._values, reason.value) for reason in FinishReason}
 
-    def _info(self, block_size: int | None) -> None:
-        labels = ("block_size", "engine")
-        info = Gauge(
-            "vllm:cache_config_info", "How the KV cache is laid out.", labels, registry=self.registry
-        )
-        info.labels(str(block_size), "0").set(1)
-        version = Gauge("optkit:build_info", "The running version.", ("version",), registry=self.registry)
-        version.labels(VERSION).set(1)
+    def _rejection_counters(self) -> dict[str, Counter]:
+        labels, text = (*LABELS, "reason"), "Requests refused with 429, by the option that asked for it."
+        metric = Counter("vllm:admission_rejections", text, labels, registry=self.registry)
+        return {reason: metric.labels(*self._values, reason) for reason in REJECTIONS}
 
 
 class SequenceMetrics:
@@ -153,10 +159,13 @@ class SequenceMetrics:
         self._num_prompt = len(request.prompt_ids) if n else 0
         self._max_tokens = request.sampling.max_tokens
         self._first = self._last = 0.0
+        self._started: float | None = None  # its first step, on the same clock
+        self.num_preemptions = 0
         self.num_tokens = 0
 
     def first_token(self, first: FirstToken) -> None:
         """What the engine says of the way to the first token."""
+        self._started = self._arrival + first.before_queue + first.queue
         self._metrics.queue.observe(first.queue)
         self._metrics.prefill.observe(first.prefill + first.chunk_wait)
 
@@ -180,6 +189,9 @@ class SequenceMetrics:
         if self.num_tokens == 0 and reason in (FinishReason.STOP, FinishReason.LENGTH):
             metrics.prompt_total.inc(self._num_prompt)
         metrics.e2e.observe(now - self._arrival)
+        if self._started is not None:
+            metrics.inference.observe((self._last or now) - self._started)
+        metrics.preemptions.observe(self.num_preemptions)
         metrics.generation.observe(self.num_tokens)
         metrics.max_tokens.observe(self._max_tokens)
         if self._n:
@@ -189,55 +201,3 @@ class SequenceMetrics:
             metrics.decode.observe(self._last - self._first)
         if self.num_tokens > 1:
             metrics.tpot.observe((self._last - self._first) / (self.num_tokens - 1))
-
-
-class _EngineGauges(Collector):
-    """The engine's own numbers, read when somebody scrapes."""
-
-    def __init__(self, stats: Callable[[], EngineStats], labels: Sequence[str]) -> None:
-        self._stats, self._labels = stats, labels
-
-    def collect(self) -> Iterator[Metric]:
-        stats = self._stats()
-        used = stats.kv_blocks_used / stats.kv_blocks_total if stats.kv_blocks_total else 0.0
-        yield self._gauge("num_requests_running", "Sequences in the running batch.", stats.num_running)
-        yield self._gauge("num_requests_waiting", "Sequences waiting to run.", stats.num_waiting)
-        yield self._gauge("kv_cache_usage_perc", "KV blocks in use, 0 to 1.", used)
-        accepted = sum(stats.spec_decode_accepted_per_pos)
-        for name, text, value in (
-            ("vllm:num_preemptions", "Preempted sequences.", stats.num_preemptions),
-            ("vllm:prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_cache_queries),
-            ("vllm:prefix_cache_hits", "Prompt tokens found.", stats.prefix_cache_hits),
-            ("vllm:spec_decode_num_drafts", "Drafts checked.", stats.spec_decode_drafts),
-            ("vllm:spec_decode_num_draft_tokens", "Guessed tokens.", stats.spec_decode_draft_tokens),
-            ("vllm:spec_decode_num_accepted_tokens", "Guesses that were right.", accepted),
-            ("optkit:kv_offload_saved_blocks", "KV blocks saved to the store.", stats.offload_saves),
-            ("optkit:kv_offload_loaded_blocks", "KV blocks loaded from it.", stats.offload_loads),
-            ("optkit:graph_captures", "CUDA graphs captured; none once warm.", stats.graph_captures),
-            ("optkit:graph_replays", "Steps run as a captured graph.", stats.graph_replays),
-            ("optkit:eager_steps", "Steps that fit no captured graph.", stats.eager_steps),
-            (
-                "optkit:kernel_compilations",
-                "GPU kernels compiled; none once warm.",
-                stats.kernel_compilations,
-            ),
-        ):
-            counter = CounterMetricFamily(name, text, labels=LABELS)
-            counter.add_metric(self._labels, value)
-            yield counter
-        yield self._accepted_per_pos(stats)
-
-    def _accepted_per_pos(self, stats: EngineStats) -> Metric:
-        name, labels = "vllm:spec_decode_num_accepted_tokens_per_pos", (*LABELS, "position")
-        family = CounterMetricFamily(name, "Right guesses at each place of a draft.", labels=labels)
-        for place, count in enumerate(stats.spec_decode_accepted_per_pos):
-            family.add_metric((*self._labels, str(place)), count)
-        return family
-
-    def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(f"vllm:{name}", text, labels=LABELS)
-        family.add_metric(self._labels, value)
-        return family
-
-    def describe(self) -> Iterable[Metric]:
-        return []

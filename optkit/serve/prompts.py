@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from optkit.serve.api_error import ApiError
+from optkit.serve.api_error import ApiError, printable
 from optkit.serve.chat_template import TemplateFailure
 from optkit.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from optkit.serve.tokenizer import Tokenizer
@@ -74,9 +74,7 @@ class PromptReader:
         for name in (request.chat_template_kwargs or {}).keys() & reserved:
             raise ApiError(f"'{name}' cannot be set here", param="chat_template_kwargs", code="invalid_value")
         messages = [message.for_template() for message in request.messages]
-        variables = dict(request.chat_template_kwargs or {})
-        if request.add_generation_prompt is not None:
-            variables["add_generation_prompt"] = request.add_generation_prompt
+        variables = template_variables(request)
         render = template.render_open if request.continue_final_message else template.render
         try:
             return render(messages, **variables)
@@ -94,7 +92,7 @@ class PromptReader:
         if not text:
             raise ApiError("the prompt is empty", param=param, code="empty_prompt")
         if len(text) > self.max_model_len and request.truncate_prompt_tokens is None:
-            self._refuse_hopeless(text, param)  # only then can it be too long
+            self._refuse_hopeless(text, param)  # a shorter text has too few characters to be too long
         work = functools.partial(self.tokenizer.encode, text, add_special_tokens=special)
         return await self._run(len(text), work)
 
@@ -106,15 +104,13 @@ class PromptReader:
     def _refuse_hopeless(self, text: str, param: str) -> None:
         fewest = len(text.encode()) // self.tokenizer.longest_token
         if fewest > self.max_model_len:
-            message = f"the prompt has at least {fewest} tokens, but max_model_len is {self.max_model_len}"
-            raise ApiError(message, param=param, code="context_length_exceeded")
+            raise overflow(self.max_model_len, param, f"at least {fewest}")
 
     def _checked(self, text: str | None, ids: list[int], request: GenerationRequest, param: str) -> Prompt:
-        """The prompt after ``truncate_prompt_tokens``, which keeps its end; all ids are tokens of the model."""
+        """The prompt after ``truncate_prompt_tokens``; all ids are tokens of the model."""
         if not ids:
             raise ApiError("the prompt is empty", param=param, code="empty_prompt")
-        if min(ids) < 0 or max(ids) >= self.tokenizer.vocab_size:
-            raise self._bad_id(param)
+        self._check_ids(param, ids)
         keep = request.truncate_prompt_tokens
         if keep is not None:
             keep = self.max_model_len - max(request.token_limit or 1, 1) if keep == -1 else keep
@@ -122,14 +118,19 @@ class PromptReader:
                 message = f"at least one token and at most {self.max_model_len} must remain of the prompt"
                 raise ApiError(message, param="truncate_prompt_tokens", code="invalid_value")
             if len(ids) > keep:
-                text, ids = None, ids[-keep:]
+                text, ids = None, ids[:keep] if request.truncation_side == "right" else ids[-keep:]
         if text is None and request.echoes:
             text = self.tokenizer.decode(ids)
         return Prompt(ids, text or "")
 
-    def _bad_id(self, param: str) -> ApiError:
-        message = f"token ids must be in [0, {self.tokenizer.vocab_size})"
-        return ApiError(message, param=param, code="invalid_token_id")
+    def _check_ids(self, param: str, ids: Sequence[int]) -> None:
+        """Refuse the first of ``ids``, which the field ``param`` holds, that is no token of the model."""
+        size = self.tokenizer.vocab_size
+        if not ids or (min(ids) >= 0 and max(ids) < size):
+            return
+        wrong = next(token for token in ids if not 0 <= token < size)
+        message = f"'{param}': {printable(str(wrong), 30)} is not a token id, which must be in [0, {size})"
+        raise ApiError(message, param=param, code="invalid_token_id")
 
     def token_budget(self, request: GenerationRequest, num_prompt: int) -> int:
         """How many tokens to generate after a prompt of ``num_prompt`` tokens; 0 if asked for none.
@@ -140,9 +141,7 @@ class PromptReader:
         room, asked = self.max_model_len - num_prompt, request.token_limit
         param = "messages" if isinstance(request, ChatRequest) else "prompt"
         if room < max(asked or 1, 1):
-            wanted = "" if asked is None else f" and max_tokens is {asked}"
-            message = f"the prompt has {num_prompt} tokens{wanted}, but max_model_len is {self.max_model_len}"
-            raise ApiError(message, param=param, code="context_length_exceeded")
+            raise overflow(self.max_model_len, param, num_prompt, asked)
         default = room if isinstance(request, ChatRequest) else min(COMPLETION_TOKENS, room)
         budget = default if asked is None else asked
         if (request.min_tokens or 0) > budget:
@@ -153,8 +152,7 @@ class PromptReader:
     def check_token_ids(self, request: GenerationRequest) -> None:
         """Refuse fields with ids that are no tokens of the model, or that leave no token to choose."""
         for name, ids in request.named_tokens.items():
-            if max(ids, default=0) >= self.tokenizer.vocab_size:
-                raise self._bad_id(name)
+            self._check_ids(name, ids)
         allowed = set(request.allowed_token_ids or ())
         stops = request.sampling(1, self.tokenizer.eos_ids).stop_token_ids
         if request.min_tokens and allowed and allowed <= set(stops):
@@ -163,3 +161,38 @@ class PromptReader:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def template_variables(request: ChatRequest) -> dict[str, Any]:
+    """The variables of the chat template that ``request`` sets, with vLLM's meaning of ``reasoning_effort``."""
+    variables: dict[str, Any] = dict(request.chat_template_kwargs or {})
+    if request.add_generation_prompt is not None:
+        variables["add_generation_prompt"] = request.add_generation_prompt
+    if request.reasoning_effort is not None:
+        variables["reasoning_effort"] = request.reasoning_effort
+        variables.setdefault("enable_thinking", request.reasoning_effort != "none")
+    return variables
+
+
+def overflow(limit: int, param: str, num_prompt: int | str, asked: int | None = None) -> ApiError:
+    """The 400 of a request that does not fit the context, in OpenAI's words.
+
+    Clients search the message for these words to know that a shorter conversation would be answered.
+
+    Args:
+        limit: tokens of prompt and answer together.
+        param: the field that holds the prompt.
+        num_prompt: tokens of the prompt, or in words how many at least, where it was not tokenized.
+        asked: tokens of the answer; None or 0 when none were asked for.
+    """
+    wanted = f"your {param} resulted in {num_prompt} tokens, and an answer needs at least one"
+    shorten = param
+    if asked and isinstance(num_prompt, int):
+        total = num_prompt + asked
+        wanted = f"you requested {total} tokens ({num_prompt} in the {param}, {asked} in the completion)"
+        shorten = f"{param} or completion"
+    message = (
+        f"This model's maximum context length is {limit} tokens. However, {wanted}. "
+        f"Please reduce the length of the {shorten}."
+    )
+    return ApiError(message, param=param, code="context_length_exceeded")

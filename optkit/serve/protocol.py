@@ -1,14 +1,16 @@
 """The requests of OpenAI's chat and completion endpoints, checked before anything is allocated.
 
-Three kinds of fields, three answers:
+Three kinds of fields:
 
 - **supported**: typed and bounded below; a wrong value is 400 and names the field;
-- **unsupported meaning** (``unsupported``: tools, structured output, ...): 400 unless the value asks for nothing;
+- **unsupported meaning** (``unsupported``: tools, structured output, ...): 400 unless the value asks for nothing, or
+  accepted, if the field cannot change an answer here (``HARMLESS``);
 - **unknown**: accepted with a log line, because clients send private extras and must keep working.
 
 Beyond OpenAI, with vLLM's names and meanings: ``top_k, min_p, repetition_penalty, min_tokens, ignore_eos,
 stop_token_ids, allowed_token_ids, include_stop_str_in_output, skip_special_tokens, add_special_tokens,
-truncate_prompt_tokens, add_generation_prompt, continue_final_message``.
+truncate_prompt_tokens, truncation_side, return_token_ids, return_tokens_as_token_ids, request_id,
+add_generation_prompt, continue_final_message``.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from optkit.runtime.types import SamplingParams
-from optkit.serve.api_error import ApiError, printable
+from optkit.serve.api_error import ApiError, printable, unsupported
 from optkit.serve.fields import (
     MAX_BIASES,
     MAX_CHOICES,
@@ -36,7 +38,7 @@ from optkit.serve.fields import (
     Scalar,
     Stops,
 )
-from optkit.serve.unsupported import INERT, refuse_unsupported
+from optkit.serve.unsupported import HARMLESS, INERT, refuse_unsupported
 
 log = logging.getLogger("optkit.serve")
 
@@ -74,11 +76,16 @@ class GenerationRequest(BaseModel):
     allowed_token_ids: Annotated[list[Natural], Field(min_length=1, max_length=MAX_BIASES)] | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
+    request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")] | None = None
     priority: Annotated[int, Field(ge=-100, le=100)] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     cache_salt: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")] | None = None
     ttft_details: bool | None = None
 
@@ -162,6 +169,7 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     chat_template_kwargs: Annotated[dict[str, Scalar], Field(max_length=16)] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
@@ -206,7 +214,7 @@ def parse_request(kind: type[Body], data: dict[str, Any]) -> Body:
     except ValidationError as error:
         raise _explain(error) from None
     _check_together(request)
-    if unknown := sorted(set(request.model_extra or {}) - set(INERT)):
+    if unknown := sorted(set(request.model_extra or {}) - INERT.keys() - HARMLESS):
         log.info("ignoring unknown fields: %s", printable(", ".join(unknown)))
     return request
 
@@ -223,6 +231,9 @@ def _check_together(request: GenerationRequest) -> None:
         raise _invalid("ttft_details", "they are part of the usage: a stream needs 'include_usage': true")
     if request.best_of not in (None, request.num_choices):
         raise _invalid("best_of", "'best_of' must equal 'n': choices are not ranked")
+    if request.spaces_between_special_tokens is False and request.skip_special_tokens is False:
+        message = "special tokens are written as the tokenizer writes them, with its spaces or without"
+        raise unsupported("spaces_between_special_tokens", message)
     num_prompts = len(request.prompt) if isinstance(request, CompletionRequest) else 1
     if num_prompts * request.num_choices > MAX_CHOICES:
         raise _invalid("n", f"at most {MAX_CHOICES} choices in one request: prompts times n")

@@ -3,10 +3,13 @@
 Clients repeat what failed with 503, as they should, and so one request that crashes native code could take every new
 engine down with it. Nobody can see from outside which of the sequences in flight it was, so it is found out:
 
-1. all that were in flight when the engine died become *suspects*, each with the number of tokens it had by then;
-2. a suspect that comes again runs while no other suspect runs, until it has got past that point and is cleared;
-3. the suspect under test when the engine dies again is *convicted*: refused, without a try, for ``SENTENCE_SECONDS``.
+1. all that the engine had begun when it died become *suspects*, each with the number of tokens it had by then;
+2. a suspect that comes again is on *trial*: it waits until no other suspect runs and an engine is ready, then runs
+   until it has got past that point and is cleared;
+3. a suspect on trial that the engine had begun when it died again is *convicted*: refused, without a try, for
+   ``SENTENCE_SECONDS``.
 
+A request that the engine had not begun (``ENGINE_GONE``) is no evidence: it neither becomes a suspect nor is convicted.
 So a culprit costs two engines, and those that were only near it wait for each other once. Requests are told
 apart by what they ask of the model, whoever asks; seeds do not count, since the choices of one request differ by them.
 """
@@ -17,7 +20,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import TypeVar, cast
 
@@ -36,10 +39,16 @@ V = TypeVar("V")
 
 
 class Quarantine:
-    """Stands before an engine's ``generate``. Use it from one event loop."""
+    """Stands before an engine's ``generate``. Use it from one event loop.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    Args:
+        until_ready: returns when an engine is ready or none will come; a trial begins after it.
+    """
+
+    def __init__(
+        self, until_ready: Callable[[], Awaitable[object]], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._until_ready, self._clock = until_ready, clock
         self._suspects = Remembered[int]()  # the tokens they had when the engine died
         self._convicts = Remembered[float]()  # until when
         self._trial = asyncio.Lock()
@@ -49,13 +58,13 @@ class Quarantine:
     ) -> AsyncIterator[TokenOutput]:
         """The outputs of ``source(request)``, or a refusal."""
         name = fingerprint(request)
-        on_trial = name in self._suspects
-        if on_trial:
-            await self._trial.acquire()
+        on_trial = await self._enter_trial(name)
         try:
             if self._is_convicted(name):
                 yield refusal(request)
                 return
+            if on_trial:
+                await self._until_ready()
             count = 0
             async with aclosing(cast(AsyncGenerator[TokenOutput, None], source(request))) as outputs:
                 async for output in outputs:
@@ -71,6 +80,16 @@ class Quarantine:
             if on_trial:
                 self._trial.release()
 
+    async def _enter_trial(self, name: bytes) -> bool:
+        """Wait for the turn of a suspect; False for a request that is none, or none any more."""
+        if name not in self._suspects:
+            return False
+        await self._trial.acquire()
+        if name in self._suspects:
+            return True
+        self._trial.release()
+        return False
+
     def _is_convicted(self, name: bytes) -> bool:
         return self._clock() < self._convicts.get(name, 0.0)
 
@@ -78,7 +97,7 @@ class Quarantine:
         return output.finish_reason is not None or count > self._suspects.get(name, 0)
 
     def _was_there(self, name: bytes, count: int, on_trial: bool) -> None:
-        """The engine died while the request ran, alone of all suspects or not."""
+        """Record that the engine died after it had begun the request, alone of all suspects or not."""
         if not on_trial:
             self._suspects.remember(name, max(count, self._suspects.get(name, 0)))
             return

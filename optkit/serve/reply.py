@@ -17,7 +17,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 from starlette.responses import Response
@@ -27,17 +27,17 @@ from optkit.runtime.types import EngineRequest
 from optkit.serve.admission import Admission
 from optkit.serve.api_error import ApiError, internal_error
 from optkit.serve.engine_api import Engine, ServeSettings
-from optkit.serve.generation import Delta, Work, collect, generate_text, merge
+from optkit.serve.generation import TTFT_UNREACHABLE, Delta, Work, collect, generate_text, merge
 from optkit.serve.logprobs import ChatLogprobs, CompletionLogprobs, LogprobFormat
 from optkit.serve.metrics import Metrics
 from optkit.serve.prompts import Prompt, PromptReader
 from optkit.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest
-from optkit.serve.stream import ChunkWriter, ReplyHead, error_event, whole_reply
+from optkit.serve.shutdown import LAST_WORDS_SECONDS, RequestsInFlight, shutting_down
+from optkit.serve.stream import ChunkWriter, ReplyForm, ReplyHead, error_event, whole_reply
 from optkit.serve.tracing import Record, Tracing
 
 log = logging.getLogger("optkit.serve")
 
-LAST_WORDS_SECONDS = 1.0
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -55,6 +55,7 @@ class Service:
     admission: Admission
     settings: ServeSettings
     tracing: Tracing | None = None
+    requests: RequestsInFlight = field(default_factory=RequestsInFlight)
 
     def check(self, request: GenerationRequest) -> None:
         """Refuse early what needs no tokenizer to refuse.
@@ -62,7 +63,7 @@ class Service:
         Raises:
             ApiError: 400, 404 unknown model, 503 the engine is gone.
         """
-        if request.model and request.model not in self.settings.model_names:
+        if request.model is not None and request.model not in self.settings.model_names:
             message = "this model is not served here; GET /v1/models lists what is"
             raise ApiError(message, param="model", code="model_not_found", status=404)
         if request.priority and self.settings.scheduling_policy == "fcfs":
@@ -94,8 +95,9 @@ class Reply(Response):
         self._tenant = tenant
         self._service, self._request, self._arrival = service, request, arrival
         self._is_chat = isinstance(request, ChatRequest)
-        name = ("chatcmpl-" if self._is_chat else "cmpl-") + uuid.uuid4().hex
-        model = request.model or service.settings.model_names[0]
+        self._engine_name = uuid.uuid4().hex  # clients may use a request_id twice
+        name = ("chatcmpl-" if self._is_chat else "cmpl-") + (request.request_id or self._engine_name)
+        model = service.settings.model_names[0] if request.model is None else request.model
         self._head = ReplyHead(name, int(time.time()), model, self._is_chat)
         self._record = Record(
             operation="chat" if self._is_chat else "text_completion",
@@ -125,15 +127,16 @@ class Reply(Response):
         """The answer, or how it failed, and the line in the log that says so."""
         wire, outcome = _Wire(send), "ok"
         try:
-            async with asyncio.timeout_at(self._deadline()):
+            async with self._service.requests.limit(self._deadline()):
                 await self._generate_and_send(wire)
-        except asyncio.CancelledError:  # shutdown, or nobody listens and this goes nowhere
+        except asyncio.CancelledError:  # nobody listens
             outcome = "cancelled"
-            await wire.fail(ApiError("the server is shutting down", code="server_shutdown", status=503))
             raise
         except Exception as error:
             failure = self._failure(error)
             outcome = failure.code or "error"
+            if failure.code == TTFT_UNREACHABLE:
+                self._service.metrics.rejections["ttft_slo"].inc()
             if not wire.started:
                 raise failure from error
             await wire.fail(failure)
@@ -152,6 +155,8 @@ class Reply(Response):
         """``error`` as the client is told of it."""
         if isinstance(error, ApiError):
             return error
+        if isinstance(error, TimeoutError) and self._service.requests.is_cut:
+            return shutting_down()
         if isinstance(error, TimeoutError):
             limit = self._service.settings.request_timeout_s
             return ApiError(f"not answered within {limit:g} s", code="request_timeout", status=504)
@@ -182,13 +187,14 @@ class Reply(Response):
             prompts = await self._service.prompts.read(request)
             works = [work for at, prompt in enumerate(prompts) for work in self._works(at, prompt)]
             deltas = self._observed(merge([self._generate(work) for work in works]), len(works))
-            formats = [self._logprob_format() for _ in works]
-            lengths = [len(prompt.ids) for prompt in prompts]
-            self._record.num_prompt = sum(lengths)
-            if request.stream:
-                await self._stream(deltas, lengths, formats, wire)
-            else:
-                await self._whole(deltas, lengths, formats, wire)
+            form = ReplyForm(
+                prompts=[prompt.ids for prompt in prompts],
+                formats=[self._logprob_format() for _ in works],
+                show_ids=bool(request.return_token_ids),
+                ttft_details=bool(request.ttft_details),
+            )
+            self._record.num_prompt = sum(len(prompt.ids) for prompt in prompts)
+            await (self._stream if request.stream else self._whole)(deltas, form, wire)
 
     def _works(self, at: int, prompt: Prompt) -> Iterator[Work]:
         """The ``n`` choices of the prompt number ``at``."""
@@ -197,7 +203,7 @@ class Reply(Response):
         for j in range(n):
             index = at * n + j
             engine_request = EngineRequest(
-                request_id=f"{self._head.reply_id}-{index}",
+                request_id=f"{self._engine_name}-{index}",
                 prompt_ids=tuple(prompt.ids),
                 sampling=request.sampling(max(budget, 1), prompts.tokenizer.eos_ids, j),
                 arrival=self._arrival,
@@ -212,15 +218,15 @@ class Reply(Response):
                 skip_special=request.skip_special_tokens is not False,
                 echo=prompt.text if request.echoes else None,
                 prompt_only=budget == 0,
-                list_stop_token=not self._is_chat,
+                list_stop_token=not self._is_chat or bool(request.return_token_ids),
                 n=n if j == 0 else 0,
             )
 
     def _logprob_format(self) -> LogprobFormat | None:
         if self._request.num_logprobs is None:
             return None
-        texts = self._service.prompts.tokenizer.token_texts
-        return ChatLogprobs(texts) if self._is_chat else CompletionLogprobs(texts)
+        texts, as_ids = self._service.prompts.tokenizer.token_texts, self._request.return_tokens_as_token_ids
+        return (ChatLogprobs if self._is_chat else CompletionLogprobs)(texts, bool(as_ids))
 
     def _generate(self, work: Work) -> AsyncGenerator[Delta, None]:
         service = self._service
@@ -241,29 +247,15 @@ class Reply(Response):
                     done.finish_reasons = tuple(reasons)
                 yield delta
 
-    async def _whole(
-        self,
-        deltas: AsyncGenerator[Delta, None],
-        lengths: list[int],
-        formats: list[LogprobFormat | None],
-        wire: _Wire,
-    ) -> None:
-        answers = await collect(deltas, len(formats))
-        body = whole_reply(self._head, lengths, answers, formats, bool(self._request.ttft_details))
-        await wire.whole(body)
+    async def _whole(self, deltas: AsyncGenerator[Delta, None], form: ReplyForm, wire: _Wire) -> None:
+        answers = await collect(deltas, len(form.formats))
+        await wire.whole(whole_reply(self._head, form, answers))
 
-    async def _stream(
-        self,
-        deltas: AsyncGenerator[Delta, None],
-        lengths: list[int],
-        formats: list[LogprobFormat | None],
-        wire: _Wire,
-    ) -> None:
+    async def _stream(self, deltas: AsyncGenerator[Delta, None], form: ReplyForm, wire: _Wire) -> None:
         options = self._request.stream_options
         usage = options is not None and options.include_usage
         continuous = options is not None and options.continuous_usage_stats
-        details = bool(self._request.ttft_details)
-        writer = ChunkWriter(self._head, lengths, formats, usage, continuous, details)
+        writer = ChunkWriter(self._head, form, usage, continuous)
         async with aclosing(deltas):
             async for delta in deltas:
                 await wire.event(writer.chunk(delta))

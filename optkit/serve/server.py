@@ -4,23 +4,22 @@ Order of the start: refuse to be exposed without a key, take the port, and only 
 costs no waiting. The port is bound but does not listen before the engine is ready: until then clients are
 refused, and nobody hangs.
 
-Order of the end, on the first SIGINT or SIGTERM: not ready, no new connections, streams in flight may finish
-(2 s after Ctrl-C, ``shutdown_timeout`` after SIGTERM), what is left ends with an error event, the engine process
-stops. A second signal kills the engine and leaves at once. If the engine dies, every stream is told, and another one
-is started (``supervisor``); only when that fails again and again does the server end, with exit code 1.
+Order of the end, on the first SIGINT or SIGTERM: not ready, no new connections, requests in flight may finish
+(2 s after Ctrl-C, ``shutdown_timeout`` after SIGTERM), what is left is cut, with one line in the log and an error to
+each client (``shutdown``), the engine process stops. A second signal cuts at once and kills the engine. The exit code
+is 0 in all of these. If the engine dies, every stream ends with an error, and another one is started (``supervisor``);
+only when that fails again and again does the server end, with exit code 1.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import logging
-import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +33,7 @@ from optkit.serve.chat_template import check_template
 from optkit.serve.connection import Connection
 from optkit.serve.engine_api import ServeSettings
 from optkit.serve.guard import LOOPBACK
+from optkit.serve.shutdown import DrainingServer
 from optkit.serve.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -134,14 +134,6 @@ def serve(
         return runner.run(_Server(artifact, make_client, options, sock, announce).run())
 
 
-class _Uvicorn(uvicorn.Server):
-    """uvicorn without its signal handlers: ``_Server`` has them from before the load until after the end."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
-        yield
-
-
 class _Server:
     """One run of the server."""
 
@@ -157,7 +149,7 @@ class _Server:
 
         self._artifact, self._client, self._options = artifact, EngineSupervisor(make_client), options
         self._sock, self._announce = sock, announce
-        self._uvicorn: _Uvicorn | None = None
+        self._uvicorn: DrainingServer | None = None
         self._main: asyncio.Task[Any] | None = None
         self._signals = 0
         self._engine_died = False
@@ -191,9 +183,9 @@ class _Server:
             server_header=False,
             proxy_headers=False,
             ws="none",
-            timeout_graceful_shutdown=self._options.shutdown_timeout,
         )
-        self._uvicorn = _Uvicorn(config)
+        requests = app.state.service.requests
+        self._uvicorn = DrainingServer(config, requests, self._options.shutdown_timeout)
         watch = asyncio.create_task(self._watch())
         ready = asyncio.create_task(self._announce_ready(info))
         await self._uvicorn.serve(sockets=[self._sock])
@@ -229,8 +221,8 @@ class _Server:
             request_timeout_s=options.request_timeout or None,
             allowed_hosts=None if guarded else LOOPBACK | {options.host},
             ttft_slo_s=ttft_ms / 1000 if ttft_ms else None,
-            block_size=info["block_size"],
             scheduling_policy=info["policy"],
+            form_limits=tuple(info.get("form_limits", ())),
         )
 
     async def _announce_ready(self, info: Mapping[str, Any]) -> None:
@@ -248,23 +240,23 @@ class _Server:
 
     def _on_signal(self, number: int) -> None:
         self._signals += 1
+        self._client.restarts = False
         if self._uvicorn is None:
             if self._main:
                 self._main.cancel()
         elif self._signals == 1:
             self._uvicorn.config.app.state.draining = True  # type: ignore[union-attr]
             if number == signal.SIGINT:
-                self._uvicorn.config.timeout_graceful_shutdown = CTRL_C_SECONDS
+                self._uvicorn.drain_seconds = CTRL_C_SECONDS
             self._uvicorn.should_exit = True
         if self._signals > 1:
-            self._leave_at_once()
+            self._leave_at_once(number)
 
-    def _leave_at_once(self) -> None:
+    def _leave_at_once(self, number: int) -> None:
+        log.warning("%s again: ending at once", signal.Signals(number).name)
         if self._uvicorn:
-            self._uvicorn.force_exit = True
-        if self._client.pid:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._client.pid, signal.SIGKILL)
+            self._uvicorn.cut()
+        self._client.kill()
 
 
 def servable_length(info: Mapping[str, Any]) -> int:

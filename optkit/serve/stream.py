@@ -67,57 +67,78 @@ def usage(
     return body
 
 
+@dataclass(frozen=True)
+class ReplyForm:
+    """The parts of an answer beside its text.
+
+    Attributes:
+        prompts: the token ids of each prompt; its choices follow each other.
+        formats: how the logprobs of each choice are written; None: not asked for.
+        show_ids: the answer has ``prompt_token_ids`` and ``token_ids``, in the places where vLLM has them.
+        ttft_details: the final usage says where the time to the first token went.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    formats: Sequence[LogprobFormat | None]
+    show_ids: bool = False
+    ttft_details: bool = False
+
+    @property
+    def n(self) -> int:
+        """Choices of each prompt."""
+        return len(self.formats) // len(self.prompts)
+
+    def prompt_of(self, choice: int) -> Sequence[int]:
+        return self.prompts[choice // self.n]
+
+    def total_usage(self, num_completion: int, firsts: Sequence[FirstToken | None]) -> dict[str, Any]:
+        """The usage of the whole answer; ``firsts`` as in ``usage``."""
+        return usage(sum(map(len, self.prompts)), num_completion, firsts, self.n, self.ttft_details)
+
+
 class ChunkWriter:
     """Writes the events of one answer.
 
     Args:
         head: id, model, kind.
-        prompt_lengths: tokens of each prompt; its choices follow each other.
-        formats: how the logprobs of each choice are written; None: not asked for.
+        form: what the events show beside the text.
         include_usage: send the final usage chunk.
         continuous: also send the running usage in every chunk.
-        ttft_details: the final usage says where the time to the first token went.
     """
 
     def __init__(
-        self,
-        head: ReplyHead,
-        prompt_lengths: list[int],
-        formats: list[LogprobFormat | None],
-        include_usage: bool = False,
-        continuous: bool = False,
-        ttft_details: bool = False,
+        self, head: ReplyHead, form: ReplyForm, include_usage: bool = False, continuous: bool = False
     ) -> None:
         kind = "chat.completion.chunk" if head.is_chat else "text_completion"
         shared = {"id": head.reply_id, "object": kind, "created": head.created, "model": head.model}
         self._begin = b"data: " + encode(shared)[:-1] + b',"choices":['
-        self._is_chat, self._prompt_lengths = head.is_chat, prompt_lengths
+        self._is_chat, self._form = head.is_chat, form
         self._include_usage, self._continuous = include_usage, include_usage and continuous
-        self._formats, self._n = formats, len(formats) // len(prompt_lengths)
-        self._counts = [0] * len(formats)
-        self._started = [False] * len(formats)
-        self._firsts: list[FirstToken | None] = [None] * len(formats)
-        self._ttft_details = ttft_details
+        count = len(form.formats)
+        self._counts, self._started = [0] * count, [False] * count
+        self._firsts: list[FirstToken | None] = [None] * count
 
     def chunk(self, delta: Delta) -> bytes:
         """The event for one delta."""
         self._counts[delta.choice] = delta.num_tokens
         self._firsts[delta.choice] = self._firsts[delta.choice] or delta.first
         finish = b"null" if delta.finish_reason is None else encode(delta.finish_reason.value)
-        choice = b'{"index":%d,%b,"logprobs":%b,"finish_reason":%b}' % (
+        in_choice, in_chunk = self._token_ids(delta) if self._form.show_ids else (b"", b"")
+        choice = b'{"index":%d,%b,"logprobs":%b,"finish_reason":%b%b}' % (
             delta.choice,
             self._text(delta),
             self._logprobs(delta),
             finish,
+            in_choice,
         )
-        return self._begin + choice + b"]" + self._running_usage(delta) + b"}\n\n"
+        self._started[delta.choice] = True
+        return self._begin + choice + b"]" + in_chunk + self._running_usage(delta) + b"}\n\n"
 
     def last(self) -> bytes:
         """The usage event, if asked for, and the end of the stream."""
         if not self._include_usage:
             return DONE
-        sums = sum(self._prompt_lengths), sum(self._counts)
-        total = encode(usage(*sums, self._firsts, self._n, self._ttft_details))
+        total = encode(self._form.total_usage(sum(self._counts), self._firsts))
         return self._begin + b'],"usage":' + total + b"}\n\n" + DONE
 
     def _text(self, delta: Delta) -> bytes:
@@ -125,12 +146,20 @@ class ChunkWriter:
         if not self._is_chat:
             return b'"text":' + text
         if not self._started[delta.choice]:
-            self._started[delta.choice] = True
             return b'"delta":{"role":"assistant","content":' + text + b"}"
         return b'"delta":{"content":' + text + b"}" if delta.text else b'"delta":{}'
 
+    def _token_ids(self, delta: Delta) -> tuple[bytes, bytes]:
+        """Ids for the choice, and for the chunk around it: where a chat's first one has those of the prompt."""
+        ids = b',"token_ids":' + encode(delta.token_ids)
+        started = any(self._started) if self._is_chat else self._started[delta.choice]
+        if started:
+            return ids, b""
+        prompt = b',"prompt_token_ids":' + encode(self._form.prompt_of(delta.choice))
+        return (ids, prompt) if self._is_chat else (ids + prompt, b"")
+
     def _logprobs(self, delta: Delta) -> bytes:
-        form = self._formats[delta.choice]
+        form = self._form.formats[delta.choice]
         return b"null" if form is None or not delta.logprobs else encode(form.write(delta.logprobs))
 
     def _running_usage(self, delta: Delta) -> bytes:
@@ -138,7 +167,7 @@ class ChunkWriter:
             return b""
         if not self._continuous:
             return b',"usage":null'
-        counts = self._prompt_lengths[delta.choice // self._n], delta.num_tokens
+        counts = len(self._form.prompt_of(delta.choice)), delta.num_tokens
         return b',"usage":' + encode(usage(*counts, [self._firsts[delta.choice]]))
 
 
@@ -147,32 +176,31 @@ def error_event(error: ApiError) -> bytes:
     return b"data: " + error.body() + b"\n\n" + DONE
 
 
-def whole_reply(
-    head: ReplyHead,
-    prompt_lengths: list[int],
-    answers: list[Delta],
-    formats: list[LogprobFormat | None],
-    ttft_details: bool = False,
-) -> bytes:
+def whole_reply(head: ReplyHead, form: ReplyForm, answers: list[Delta]) -> bytes:
     """The JSON body of an answer that is not streamed."""
     firsts = [answer.first for answer in answers]
-    sums = sum(prompt_lengths), sum(answer.num_tokens for answer in answers)
-    return encode(
-        {
-            "id": head.reply_id,
-            "object": "chat.completion" if head.is_chat else "text_completion",
-            "created": head.created,
-            "model": head.model,
-            "choices": [_choice(head, answer, form) for answer, form in zip(answers, formats, strict=True)],
-            "usage": usage(*sums, firsts, len(formats) // len(prompt_lengths), ttft_details),
-        }
-    )
+    body: dict[str, object] = {
+        "id": head.reply_id,
+        "object": "chat.completion" if head.is_chat else "text_completion",
+        "created": head.created,
+        "model": head.model,
+        "choices": [_choice(head, form, answer) for answer in answers],
+        "usage": form.total_usage(sum(answer.num_tokens for answer in answers), firsts),
+    }
+    if form.show_ids and head.is_chat:
+        body["prompt_token_ids"] = form.prompt_of(0)
+    return encode(body)
 
 
-def _choice(head: ReplyHead, answer: Delta, form: LogprobFormat | None) -> dict[str, object]:
+def _choice(head: ReplyHead, form: ReplyForm, answer: Delta) -> dict[str, object]:
     reason = answer.finish_reason.value if answer.finish_reason else None
     content: dict[str, object] = {"text": answer.text}
     if head.is_chat:
         content = {"message": {"role": "assistant", "content": answer.text, "refusal": None}}
-    logprobs = form.write(answer.logprobs) if form else None
-    return {"index": answer.choice, **content, "logprobs": logprobs, "finish_reason": reason}
+    written = form.formats[answer.choice]
+    logprobs = written.write(answer.logprobs) if written else None
+    choice = {"index": answer.choice, **content, "logprobs": logprobs, "finish_reason": reason}
+    if form.show_ids:
+        choice["token_ids"] = answer.token_ids
+        choice |= {} if head.is_chat else {"prompt_token_ids": form.prompt_of(answer.choice)}
+    return choice

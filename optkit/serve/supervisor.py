@@ -1,6 +1,7 @@
 """An engine that comes back: when its process dies or falls silent, a new one is started in its place.
 
-Whoever was waiting for an answer is told at once (``EngineClient`` ends every stream). Until the new engine is ready
+Silent means without a message and without use of the processor: an engine that computes a long step stays healthy.
+When the process dies, every open stream ends with an error at once (``EngineClient``). Until the new engine is ready
 the server answers 503 with Retry-After and is not ready, but live: killing it would only make it longer. The first
 restart is immediate, each further one within ``WINDOW_SECONDS`` waits twice as long as the one before; after
 ``MAX_RESTARTS`` of them the supervisor gives up and the server ends, for a fault that comes back each time is not
@@ -29,8 +30,8 @@ log = logging.getLogger("optkit.serve")
 
 MAX_RESTARTS, WINDOW_SECONDS = 3, 300.0
 BACKOFF_SECONDS = 1.0  # before the second restart
-LOOK_SECONDS = 1.0  # between two looks at the heartbeat
-STILL_SECONDS = 10.0  # of silence without computing, after which a process is taken for hung
+LOOK_SECONDS = 1.0  # between two looks at the engine
+STILL_SECONDS = 10.0  # without processor time, after which a silent process is taken for hung
 
 
 class EngineSupervisor:
@@ -41,16 +42,18 @@ class EngineSupervisor:
 
     Attributes:
         num_restarts: engines that were started after the first.
+        restarts: False once the server ends: an engine that dies then is not replaced.
         gave_up: the engine died too often and is not started again.
     """
 
     def __init__(self, make_client: Callable[[], EngineClient]) -> None:
         self._make_client = make_client
         self._client = make_client()
-        self._quarantine = Quarantine()
+        self._quarantine = Quarantine(self._until_settled)
         self._crashes: deque[float] = deque()
         self._watch: asyncio.Task[None] | None = None
-        self.num_restarts = 0
+        self._settled = asyncio.Event()  # set for a moment after each attempt to restart
+        self.num_restarts, self.restarts = 0, True
         self.gave_up = False
 
     async def start(self) -> dict[str, Any]:
@@ -79,12 +82,13 @@ class EngineSupervisor:
 
     @property
     def is_healthy(self) -> bool:
+        """There is an engine process and it has loaded; it may be in a step that takes minutes."""
         return self._client.is_healthy
 
     @property
     def is_restarting(self) -> bool:
         """The engine is gone, and a new one is on its way."""
-        return bool(self._crashes) and not self._client.is_healthy and not self.gave_up and self._watches
+        return not self._client.is_healthy and self.restarts and not self.gave_up and self._watches
 
     @property
     def _watches(self) -> bool:
@@ -95,30 +99,49 @@ class EngineSupervisor:
         if self._watch is not None:
             await asyncio.wait([self._watch])
 
+    def kill(self) -> None:
+        """End the engine process without waiting for its step; ``stop`` follows."""
+        self._client.kill(wanted=True)
+
     async def stop(self) -> None:
         """End the engine and the watch over it."""
         if self._watch is not None:
             self._watch.cancel()
             with suppress(asyncio.CancelledError):
                 await self._watch
+        self._wake()
         await self._client.stop()
+
+    async def _until_settled(self) -> None:
+        """Return when an engine is ready, or when none will come."""
+        while self.is_restarting:
+            await self._settled.wait()
+
+    def _wake(self) -> None:
+        """Let ``_until_settled`` look again."""
+        self._settled.set()
+        self._settled.clear()
 
     async def _keep_alive(self) -> None:
         while True:
             await self._until_dead()
+            if not self.restarts:
+                return
             delay = self._next_delay()
             if delay is None:
                 log.error("the engine died %d times in %d s: giving up", len(self._crashes), WINDOW_SECONDS)
                 self.gave_up = True
+                self._wake()
                 return
             log.error("the engine process is gone; starting another one in %.0f s", delay)
             await asyncio.sleep(delay)
             await self._restart()
+            self._wake()
 
     async def _until_dead(self) -> None:
         """Return when the engine's process has ended; one that is silent and still is made to.
 
-        Silence alone is no reason: a step may take minutes, but then it uses the processor.
+        Silence alone is no reason: a part of a step may take minutes, but then it uses the processor.
         """
         client, still_since, used = self._client, 0.0, -1.0
         dead = asyncio.create_task(client.wait_dead())
@@ -126,7 +149,7 @@ class EngineSupervisor:
             while not (await asyncio.wait([dead], timeout=LOOK_SECONDS))[0]:
                 now, before = time.monotonic(), used
                 used = cpu_seconds(client.pid)
-                if client.is_healthy or used != before:
+                if not client.is_silent or used != before:
                     still_since = now
                 elif now - still_since > STILL_SECONDS:
                     log.error("no sign of life from the engine: ending it")

@@ -1,7 +1,8 @@
 """Fields whose meaning this server does not implement.
 
 Each is refused with 400 and its name, unless its value asks for nothing: dropping it silently would answer another
-question than the one asked. The last ones are unsupported at one endpoint only.
+question than the one asked. The last ones are unsupported at one endpoint only. ``HARMLESS`` names the known fields
+that cannot change an answer of this server, whatever their value is.
 """
 
 from __future__ import annotations
@@ -32,11 +33,55 @@ INERT: dict[str, tuple[Any, ...]] = {
     "guided_regex": (None,),
     "guided_choice": (None,),
     "guided_grammar": (None,),
+    "guided_decoding_backend": (None,),
+    "guided_whitespace_pattern": (None,),
+    "structural_tag": (None,),
+    "json_schema": (None,),
+    "regex": (None,),
+    "ebnf": (None,),
+    "grammar": (None,),
+    "logits_processors": (None, []),
+    "logprob_token_ids": (None,),
+    "return_prompt_text": (None, False),
+    "return_hidden_states": (None, False),
+    "routed_experts_prompt_start": (None, 0),
+    "length_penalty": (None, 1, 1.0),
+    "watermarking": (None, False),
+    "repetition_detection": (None,),
+    "thinking_token_budget": (None, -1),
+    "include_reasoning": (None, True),
+    "verbosity": (None, "medium"),
+    "web_search_options": (None,),
+    "media_io_kwargs": (None, {}),
+    "mm_processor_kwargs": (None, {}),
+    "kv_transfer_params": (None,),
+    "ec_transfer_params": (None,),
+    "vllm_xargs": (None, {}),
+    "lora_path": (None,),
     "echo": (None, False),
     "top_logprobs": (None, 0),
     "add_generation_prompt": (None, True),
     "continue_final_message": (None, False),
+    "chat_template_kwargs": (None, {}),
+    "reasoning_effort": (None,),
 }
+
+HARMLESS = frozenset(
+    [
+        *("parallel_tool_calls", "prediction"),  # about tool calls, which are refused; about speed
+        *("store", "metadata", "service_tier", "safety_identifier"),  # for whoever runs the service
+        *(
+            "prompt_cache_key",
+            "prompt_cache_retention",
+            "session_id",
+        ),  # for routers; prefixes are found by content
+        *("return_token_offsets", "return_mm_kwargs"),  # vLLM too reads them at its render endpoints only
+        "stream_interval",  # how many tokens share an event; here each has its own
+    ]
+)
+
+# The same of a message.
+NO_CALLS: dict[str, tuple[Any, ...]] = {"tool_calls": (None, []), "function_call": (None,)}
 
 
 def refuse_unsupported(data: dict[str, Any], supported: Container[str]) -> None:
@@ -56,11 +101,8 @@ def _is_one_of(value: Any, inert: tuple[Any, ...]) -> bool:
 
 
 def _refuse_in_message(message: dict[str, Any]) -> None:
-    if (
-        message.get("role") in ("tool", "function")
-        or message.get("tool_calls")
-        or message.get("function_call")
-    ):
+    calls = any(not _is_one_of(message.get(name), inert) for name, inert in NO_CALLS.items())
+    if calls or message.get("role") in ("tool", "function"):
         raise unsupported("messages", "tool calls are not supported")
     parts = message.get("content")
     for part in parts if isinstance(parts, list) else ():

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from optkit.cancellation import StepCancelled, cancellable
 from optkit.graph.dense import dense_inputs
 from optkit.graph.ir import Graph
 from optkit.graph.lower import Executable, lower
-from optkit.kernels.cpu import native
+from optkit.kernels.cpu import native, program
 from optkit.kernels.cpu.program import Program
 from tests.architectures import SPECIFIC
 from tests.graphs import TARGET, apply, captured
@@ -68,6 +69,25 @@ def test_a_pinned_reference_stays_out_of_programs() -> None:
     assert len(programs(executable)) > 1
     names = [n.name for n in executable.module.graph.nodes]
     assert sum(name.startswith("silu_mul") for name in names) == 2
+
+
+@pytest.mark.parametrize("as_programs", [True, False])
+def test_a_step_is_cancelled_between_parts_of_the_model(
+    as_programs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program, "LONG_STEP", 0)
+    graph = optimized("llama", group_size=32)
+    executable, checks = lower(graph, TARGET, programs=as_programs), list[int]()
+    whole = logits(executable, graph, [20, 10])
+
+    def cancel_third() -> None:
+        checks.append(1)
+        if len(checks) == 3:
+            raise StepCancelled
+
+    with cancellable(cancel_third), pytest.raises(StepCancelled):
+        logits(executable, graph, [20, 10])
+    assert torch.equal(logits(executable, graph, [20, 10]), whole)
 
 
 def test_token_ids_are_checked() -> None:

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from optkit.cancellation import StepCancelled, cancellable
 from optkit.kernels import reference
-from optkit.kernels.cpu import emit, native
+from optkit.kernels.cpu import emit, native, program
 from optkit.kernels.cpu.program import LOGITS, TOKENS, Buffer, Builder, Program, View, place
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.missing_reason()))
@@ -78,6 +79,39 @@ def test_outputs_outlive_the_next_call() -> None:
     kept = first.clone()
     run(program, 9, torch.randn(9, 64))
     assert torch.equal(first, kept)
+
+
+def test_a_long_step_is_cancelled_between_two_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "CALLS_A_PART", 1)
+    b, total = mlp()
+    b.output(total)
+    made, x, checks = b.build(), torch.randn(5, 64), list[int]()
+    with cancellable(lambda: checks.append(1)):
+        (whole,) = run(made, 5, x)
+        assert not checks  # a short step is one call
+        monkeypatch.setattr(program, "LONG_STEP", 0)
+        (cut,) = run(made, 5, x)
+    assert len(checks) == made.num_calls - 1 and torch.equal(whole, cut)
+
+    def cancel() -> None:
+        raise StepCancelled
+
+    with cancellable(cancel), pytest.raises(StepCancelled):
+        run(made, 5, x)
+    assert torch.equal(run(made, 5, x)[0], whole)
+
+
+def test_an_index_out_of_range_is_an_error_in_any_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "CALLS_A_PART", 1)
+    monkeypatch.setattr(program, "LONG_STEP", 0)
+    b, total = mlp()
+    b.output(total)
+    ids = b.input(TOKENS, (), torch.int64)
+    (rows,) = emit.embedding(b, torch.randn(10, 16), ids)
+    assert rows is not None
+    b.output(rows)
+    with pytest.raises(IndexError, match="call 3"):
+        run(b.build(), 2, torch.randn(2, 64), torch.tensor([0, 10]))
 
 
 def test_an_index_out_of_range_is_an_error() -> None:

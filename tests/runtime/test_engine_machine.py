@@ -1,12 +1,15 @@
 """The engine under random histories: KV accounting, fairness, and outputs equal to a solo run.
 
-Every kind of event in any order: add, step, abort, preempt, finish, a failing load, a reset of the prefix cache; on a
-pool too small for everyone, with prompts that begin alike, an offload store, digests that collide, guesses right and
-wrong, and both policies. After each event all three books of the KV are checked against each other.
+Every kind of event in any order: add, step, abort, a step that clients leave, preempt, finish, a failing load, a reset
+of the prefix cache; on a pool too small for everyone, with prompts that begin alike, an offload store, digests that
+collide, guesses right and wrong, and both policies. After each event all three books of the KV are checked against each
+other.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -29,6 +32,7 @@ from optkit.runtime.proposer import SpeculationStats
 from optkit.runtime.scheduler import Scheduler, SchedulerConfig
 from optkit.runtime.types import Batch, EngineRefusal, EngineRequest, FinishReason, SamplingParams, Sequence
 from tests.fakes import FakeRunner
+from tests.runtime.histories import EngineHistory
 from tests.runtime.test_engine import VOCAB, solo
 
 MAX_LEN = 24
@@ -228,6 +232,26 @@ class EngineMachine(RuleBasedStateMachine):
                 got = (self.tokens[out.request_id], out.finish_reason, out.error)
                 assert got == self.wanted[out.request_id]
 
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), stay=st.sets(st.integers(1, 40), max_size=2))
+    def step_while_clients_leave(self, data: st.DataObject, stay: set[int]) -> None:
+        left = {name for name in self.requests if int(name[1:]) not in stay}
+        self.engine.departed = lambda: left
+        published, tokens = self._published(), dict(self.tokens)
+        self.step()
+        self.engine.departed = frozenset
+        if self.batch.items and left.issuperset(item.seq.request.request_id for item in self.batch.items):
+            assert {name: self.tokens[name] for name in left} == {name: tokens[name] for name in left}
+            assert self._published() <= published, "KV of a cancelled step was published"
+        for name in left & self.requests.keys():
+            self.engine.abort(name)
+            del self.requests[name]
+
+    def _published(self) -> set[bytes]:
+        """The blocks that the prefix cache offers."""
+        cache = self.engine.scheduler.kv.cache
+        return set(cache._nodes) if cache is not None else set()
+
     def _schedule(self) -> Batch:
         self.batch = Scheduler.schedule(self.engine.scheduler)
         return self.batch
@@ -273,6 +297,30 @@ def test_two_thousand_random_events() -> None:
 @pytest.mark.soak
 def test_fifty_thousand_random_events() -> None:
     run_state_machine_as_test(EngineMachine, settings=LONG)
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    """Thousands of injected faults are not worth a traceback each."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+FAULTY = {"deadline": None, "suppress_health_check": list(HealthCheck)}
+
+
+def test_every_request_ends_once_in_random_histories_with_faults(quiet: None) -> None:
+    run_state_machine_as_test(
+        EngineHistory, settings=settings(max_examples=50, stateful_step_count=25, **FAULTY)
+    )
+
+
+@pytest.mark.soak
+def test_every_request_ends_once_in_thousands_of_histories_with_faults(quiet: None) -> None:
+    run_state_machine_as_test(
+        EngineHistory, settings=settings(max_examples=3000, stateful_step_count=50, **FAULTY)
+    )
 
 
 def test_the_weak_digest_collides() -> None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,7 @@ from hypothesis import strategies as st
 from optkit.errors import UserError
 from optkit.runtime import ipc, process, worker
 from optkit.runtime.launch import launch
-from optkit.runtime.process import ENGINE_DIED, ENGINE_STOPPED, EngineClient, EngineDied
+from optkit.runtime.process import ENGINE_DIED, ENGINE_GONE, ENGINE_STOPPED, EngineClient, EngineDied
 from optkit.runtime.types import EngineRequest, FinishReason, SamplingParams, TokenOutput
 from optkit.runtime.worker import ParentGone, Worker
 from tests.fakes import fake_engine
@@ -129,7 +130,7 @@ def test_a_dead_engine_ends_every_stream_with_an_error(cause: str) -> None:
         tasks = [
             asyncio.create_task(collect(engine, request(f"r{i}", [i], max_tokens=60))) for i in range(10)
         ]
-        await eventually(lambda: engine.stats.num_running > 0)
+        await eventually(lambda: engine.stats.num_running == 10)
         if cause == "kill":
             os.kill(engine.pid, signal.SIGKILL)
         elif cause == "crash":
@@ -141,10 +142,62 @@ def test_a_dead_engine_ends_every_stream_with_an_error(cause: str) -> None:
         assert {(end.finish_reason, end.error) for end in ends} == {(FinishReason.ERROR, ENGINE_DIED)}
         assert not engine.is_healthy
         (late,) = await collect(engine, request("late", [1]))
-        assert late.error == ENGINE_DIED
+        assert late.error == ENGINE_GONE
 
     # die_token must not be sampled by the others: the script keeps them to token 1
     with_engine(scenario, step_delay=0.05, die_token=63, script=[1], max_num_seqs=12)
+
+
+def test_a_dead_engine_says_which_requests_it_had_begun() -> None:
+    async def scenario(engine: EngineClient) -> None:
+        tasks = []
+        for name in ("first", "second", "third"):
+            tasks.append(asyncio.create_task(collect(engine, request(name, [1], max_tokens=LONG))))
+            await eventually(lambda: engine.stats.num_running + engine.stats.num_waiting == len(tasks))
+        engine.kill()
+        assert [(await task)[-1].error for task in tasks] == [ENGINE_DIED, ENGINE_GONE, ENGINE_GONE]
+
+    with_engine(scenario, step_delay=0.05, max_num_seqs=1, num_blocks=2000, max_model_len=4000)
+
+
+def test_an_engine_in_the_step_that_ends_it_has_begun_the_request() -> None:
+    async def scenario(engine: EngineClient) -> None:
+        (died,) = await collect(engine, request("deadly", [63]))
+        assert died.error == ENGINE_DIED
+
+    with_engine(scenario, die_token=63)
+
+
+def test_a_long_step_makes_an_engine_silent_and_not_unhealthy(tmp_path: Path) -> None:
+    async def scenario(engine: EngineClient) -> None:
+        engine.silence_seconds = 0.5
+        slow = asyncio.create_task(collect(engine, request("slow", [63])))
+        await eventually(lambda: engine.is_silent)
+        assert engine.is_healthy
+        (tmp_path / "end").touch()
+        assert (await slow)[-1].finish_reason is FinishReason.LENGTH
+
+    with_engine(scenario, slow_token=63, until=str(tmp_path / "end"))
+
+
+def test_a_step_that_everybody_left_is_cancelled(tmp_path: Path) -> None:
+    async def scenario(engine: EngineClient) -> None:
+        names = [f"r{i}" for i in range(4)]
+        streams = [
+            asyncio.create_task(collect(engine, request(name, [1], max_tokens=LONG))) for name in names
+        ]
+        await eventually(lambda: engine.stats.num_running == len(names))
+        endless = asyncio.create_task(collect(engine, request("endless", [63] * 9)))
+        await eventually((tmp_path / "never.begun").exists)
+        assert engine.stats.kv_blocks_used
+        for task in [*streams, endless]:
+            task.cancel()
+        await eventually(lambda: engine.stats.num_running == engine.stats.kv_blocks_used == 0)
+        (first, *_) = await collect(engine, request("again", [62] * 9))
+        assert first.first is not None and first.first.cached_tokens == 0
+
+    options = {"slow_token": 63, "until": str(tmp_path / "never"), "parts": True, "script": [1]}
+    with_engine(scenario, step_delay=0.01, num_blocks=2000, max_model_len=4000, **options)
 
 
 def test_silence_counts_only_while_somebody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,13 +205,13 @@ def test_silence_counts_only_while_somebody_listens(monkeypatch: pytest.MonkeyPa
         os.kill(engine.pid, signal.SIGSTOP)
         an_hour_later = SimpleNamespace(monotonic=lambda: time.monotonic() + 3600.0)
         monkeypatch.setattr(process, "time", an_hour_later)  # as if both processes had been stopped for it
-        assert engine.is_healthy
+        assert not engine.is_silent
         await asyncio.sleep(2 * process.TICK_SECONDS)
-        assert engine.is_healthy
+        assert not engine.is_silent
         engine.silence_seconds = 0.5
-        await eventually(lambda: not engine.is_healthy)
+        await eventually(lambda: engine.is_silent)
         os.kill(engine.pid, signal.SIGCONT)
-        await eventually(lambda: engine.is_healthy)
+        await eventually(lambda: not engine.is_silent)
 
     with_engine(scenario)
 
@@ -205,6 +258,38 @@ def test_the_worker_leaves_in_the_middle_of_its_work(farewell: bytes) -> None:
     ours.close()
     with theirs, pytest.raises(ParentGone):
         Worker(fake_engine(), theirs).serve()
+
+
+@pytest.mark.parametrize("farewell", [ipc.frame(ipc.Shutdown()), b"", ipc.HEADER.pack(3) + b"abc"])
+def test_the_worker_leaves_in_the_middle_of_a_step(farewell: bytes, tmp_path: Path) -> None:
+    """On order, when the pipe closes, or when what comes is no message."""
+    engine = fake_engine(options={"slow_token": 1, "until": str(tmp_path / "never"), "parts": True})
+    ours, theirs = socket.socketpair()
+    with theirs, ThreadPoolExecutor() as pool:
+        serving = pool.submit(Worker(engine, theirs).serve)
+        ours.sendall(ipc.frame(ipc.Add(request("r", [1]))))
+        asyncio.run(eventually((tmp_path / "never.begun").exists))
+        ours.sendall(farewell)
+        ours.close()
+        assert isinstance(serving.exception(PATIENCE), ParentGone)
+
+
+def test_a_worker_in_a_long_step_shows_that_it_makes_progress(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(worker, "HEARTBEAT_SECONDS", 0.01)
+    engine = fake_engine(options={"slow_token": 1, "until": str(tmp_path / "end"), "parts": True})
+    ours, theirs = socket.socketpair()
+    with theirs, ThreadPoolExecutor() as pool:
+        serving = pool.submit(Worker(engine, theirs).serve)
+        ours.sendall(ipc.frame(ipc.Add(request("r", [1]))))
+        asyncio.run(eventually((tmp_path / "end.begun").exists))
+        beats = ipc.frame(ipc.Begun(("r",))) + 3 * ipc.frame(ipc.Heartbeat())
+        received = ours.recv(4096)
+        while not received.endswith(beats):
+            received += ours.recv(4096)
+        ours.close()
+        assert isinstance(serving.exception(PATIENCE), ParentGone)
 
 
 def test_an_idle_worker_shows_that_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:

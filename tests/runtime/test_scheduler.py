@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+import itertools
+from collections.abc import Sequence as Seq
 
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from optkit.runtime.proposer import SpeculationStats
 from optkit.runtime.scheduler import Scheduler, SchedulerConfig
 from optkit.runtime.types import (
     QUEUE_TIMEOUT,
@@ -226,7 +232,7 @@ def test_stats_follow_the_queues() -> None:
     add(scheduler, "b", 5)
     advance(scheduler)
     stats = scheduler.stats()
-    assert (stats.num_running, stats.num_waiting, stats.iteration_tokens) == (1, 1, 5)
+    assert (stats.num_running, stats.num_waiting, stats.step_tokens) == (1, 1, 5)
     assert (stats.kv_blocks_used, stats.kv_blocks_total) == (2, 64)
 
 
@@ -278,4 +284,112 @@ def test_what_raises_for_one_sequence_ends_that_one(monkeypatch: pytest.MonkeyPa
         ("good", None),
         ("bad", FinishReason.ERROR),
     ]
+    scheduler.check()
+
+
+# -- guesses ---------------------------------------------------------------------------------------------
+
+
+class Eager:
+    """Guesses as many tokens as it may; all of them are wrong where 5 is sampled."""
+
+    def __init__(self) -> None:
+        self.stats = SpeculationStats()
+
+    def propose(self, sequences: Seq[Sequence], limits: Seq[int]) -> list[tuple[int, ...]]:
+        return [(9,) * limit for limit in limits]
+
+    def observe(self, seq: Sequence, num_drafted: int, num_accepted: int) -> None:
+        pass
+
+    def finished(self, seq: Sequence) -> None:
+        pass
+
+
+def guessing(scheduler: Scheduler) -> Scheduler:
+    scheduler.proposer = Eager()
+    return scheduler
+
+
+def test_guesses_leave_a_waiting_prompt_its_tokens() -> None:
+    scheduler = guessing(make())
+    for name in "abc":
+        add(scheduler, name, 1, max_tokens=40)
+    advance(scheduler)
+    add(scheduler, "long", 30)
+    assert advance(scheduler) == [("a", 1), ("b", 1), ("c", 1), ("long", 13)]
+    assert advance(scheduler) == [("a", 1), ("b", 1), ("c", 1), ("long", 13)]
+
+
+def test_guesses_fill_what_decodes_and_prompts_leave() -> None:
+    scheduler = guessing(make())
+    add(scheduler, "a", 1, max_tokens=40)
+    advance(scheduler)
+    assert advance(scheduler) == [("a", 16)]
+    add(scheduler, "short", 6, max_tokens=1)
+    assert advance(scheduler) == [("a", 10), ("short", 6)]
+    assert advance(scheduler) == [("a", 16)]
+
+
+prompt_lengths = st.lists(st.integers(1, 30), min_size=1, max_size=12)
+
+
+@settings(max_examples=40)
+@given(prompt_lengths, prompt_lengths, st.integers(4, 40), st.integers(8, 40), st.integers(0, 20))
+def test_prompts_advance_in_each_step_as_without_guesses(
+    first: list[int], later: list[int], tokens: int, blocks: int, target: int
+) -> None:
+    """However wrong the guesses are, and however scarce KV is: also admissions and preemptions are the same."""
+    limits = {"max_num_batched_tokens": tokens, "num_blocks": blocks, "prefill_target_tokens": target}
+    plain, guessed = make(**limits), guessing(make(**limits))
+    arrivals = [*[(0, length) for length in first], *[(3 * i, length) for i, length in enumerate(later)]]
+    for step in itertools.count():
+        for number, (at, length) in enumerate(arrivals):
+            if at == step:
+                for scheduler in (plain, guessed):
+                    add(scheduler, str(number), min(length, 4 * blocks - 9), max_tokens=9)
+        batch, other = plain.schedule(), guessed.schedule()
+        known = [
+            (name, num_new - len(item.draft))
+            for (name, num_new), item in zip(plan(other), other.items, strict=True)
+        ]
+        assert known == plan(batch)
+        assert other.num_tokens <= tokens
+        for scheduler, items in ((plain, batch), (guessed, other)):
+            scheduler.update(items, [(5,) if item.needs_logits else None for item in items.items])
+            scheduler.check()
+        if step > 3 * len(later) and not plain.has_work:
+            break
+    assert not guessed.has_work and guessed.num_preemptions == plain.num_preemptions
+
+
+@pytest.mark.parametrize("broken", ["propose", "finished"])
+def test_a_proposer_that_raises_costs_its_guesses_only(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = guessing(make())
+
+    def raises(*args: object) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(scheduler.proposer, broken, raises)
+    add(scheduler, "r", 3, max_tokens=3)
+    assert finish(scheduler, [5, 6, 7]) == ([5, 6, 7], FinishReason.LENGTH)
+    scheduler.check()
+
+
+@pytest.mark.parametrize(("num_prompt", "max_tokens"), [(30, 8), (4, 1)])
+def test_a_fault_of_the_prefix_cache_ends_its_request_and_frees_its_kv(
+    num_prompt: int, max_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of a prompt, and with the last token of an answer."""
+    scheduler = make()
+    add(scheduler, "bad", num_prompt, max_tokens=max_tokens)
+
+    def broken(*args: object) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(scheduler.kv, "publish", broken)
+    batch = scheduler.schedule()
+    (output,) = scheduler.update(batch, [(5,) if item.needs_logits else None for item in batch.items])
+    assert (output.request_id, output.finish_reason) == ("bad", FinishReason.ERROR)
+    assert not scheduler.has_work and scheduler.stats().kv_blocks_used == 0
     scheduler.check()

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence as Seq
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
+from optkit.graph.lower import Executable, lower
 from optkit.kernels.cpu import native
 from optkit.runtime.cost_model import CostModel, StepShape
 from optkit.runtime.draft_model import DraftModel
 from optkit.runtime.engine import Engine
 from optkit.runtime.proposer import PROBE_STEPS, Lengths, NgramProposer, Speculator
 from optkit.runtime.runner import ModelRunner
-from optkit.runtime.types import EngineRequest, SamplingParams, Sequence
+from optkit.runtime.scheduler import SchedulerConfig
+from optkit.runtime.types import Batch, EngineRequest, SamplingParams, Sequence
 from tests.fakes import FakeRunner, fake_engine
+from tests.graphs import captured
 from tests.runtime import tiny
 
 needs_native = pytest.mark.skipif(not native.available(), reason=str(native.missing_reason()))
@@ -182,7 +187,7 @@ def test_a_failing_draft_row_fails_nobody() -> None:
 def drafted(longest: int = 4, **draft: object) -> tuple[Engine, DraftModel]:
     """A fake engine whose guesses come from another fake that says the same, unless ``draft`` says otherwise."""
     options = {"num_blocks": 64, "block_size": 2} | draft
-    source = DraftModel(FakeRunner(**options), max_model_len=64, max_num_batched_tokens=7)
+    source = DraftModel(FakeRunner(**options), max_model_len=64, max_num_batched_tokens=7, vocab_size=64)
     engine = fake_engine(options={"max_num_batched_tokens": 64})
     engine.scheduler.proposer = Speculator(source, Eager(CostModel(), longest))
     return engine, source
@@ -223,7 +228,51 @@ def test_two_models_say_what_the_large_one_says_alone() -> None:
     sampling = SamplingParams(max_tokens=24, temperature=0.0)
     plain = tiny.engine().generate(some, sampling)
     small = ModelRunner(tiny.int8_llama(), 100, 4)
-    speculator = Speculator(DraftModel(small, 128, 16), Eager(CostModel(), 4))
+    speculator = Speculator(DraftModel(small, 128, 16, small.vocab_size), Eager(CostModel(), 4))
     engine = tiny.engine(speculator)
     assert engine.generate(some, sampling) == plain
     assert sum(speculator.stats.accepted_per_pos) == speculator.stats.num_draft_tokens > 0
+
+
+@functools.cache
+def llama(vocab_size: int) -> Executable:
+    """A tiny random model; those of other vocabularies are other models."""
+    return lower(captured("llama", vocab_size=vocab_size))
+
+
+@pytest.mark.parametrize("vocab_size", [192, 128, 100], ids=["larger", "equal", "smaller"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_model_of_another_vocabulary_changes_no_token(vocab_size: int, temperature: float) -> None:
+    """Ids that only one of the two models has are neither guessed nor given to the other."""
+    config = SchedulerConfig(**tiny.LIMITS)
+    some = [[3, 4, 5], [6, 7, 8, 9] * 5, [100, 101], [39]]
+    sampling = [SamplingParams(max_tokens=24, temperature=temperature, seed=i) for i in range(len(some))]
+    runners = [ModelRunner(llama(128), config.num_blocks, config.block_size) for _ in range(2)]
+    plain = Engine(runners[0], config).generate(some, sampling)
+    draft = DraftModel(Watched(llama(vocab_size), 100, 4), 128, 16, vocab_size=128)
+    engine = Engine(runners[1], config, proposer=Speculator(draft, Eager(CostModel(), 4)))
+    assert engine.generate(some, sampling) == plain
+    assert draft.runner.largest_id >= 0, "the draft model was never used"
+    assert draft.runner.largest_id < vocab_size and draft.runner.num_failed == 0
+    assert not draft._shadows and draft.blocks.num_used == 0
+
+
+class Watched(ModelRunner):
+    """Remembers the ids it was given, and how often it failed."""
+
+    largest_id, num_failed = -1, 0
+
+    def execute(self, batch: Batch) -> Tensor:
+        self.largest_id = max(self.largest_id, *(t for item in batch.items for t in item.new_tokens))
+        try:
+            return super().execute(batch)
+        except Exception:
+            self.num_failed += 1
+            raise
+
+
+def test_a_guess_beyond_the_vocabulary_is_replaced_by_the_best_known_id() -> None:
+    """The padding of a vocabulary may have the largest logit."""
+    draft = DraftModel(FakeRunner(vocab_size=80, script=[70]), 64, 16, vocab_size=64)
+    (guess,) = draft.draft([sequence([1, 2, 3])], [4])
+    assert len(guess) == 4 and max(guess) < 64

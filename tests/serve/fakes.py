@@ -40,9 +40,11 @@ def fast_tokenizer() -> FastTokenizer:
     return fast
 
 
+EOS = fast_tokenizer().token_to_id("<|im_end|>")
+
+
 def tiny_tokenizer() -> Tokenizer:
-    fast = fast_tokenizer()
-    return Tokenizer(fast, ChatTemplate(TEMPLATE), eos_ids=[fast.token_to_id("<|im_end|>")])
+    return Tokenizer(fast_tokenizer(), ChatTemplate(TEMPLATE), eos_ids=[EOS])
 
 
 class FakeEngine:
@@ -98,7 +100,14 @@ class FakeEngine:
         if len(ids) >= limit:
             outputs[-1] = _output(request, [ids[limit - 1]], FinishReason.LENGTH)
             return outputs
-        return [*outputs, _output(request, [], FinishReason.STOP)]
+        return [*outputs, _output(request, [], FinishReason.STOP, stop_token=EOS)]
+
+
+class LateEngine(FakeEngine):
+    """Cannot keep the promise of a first token."""
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[TokenOutput]:
+        yield _output(request, [], FinishReason.ERROR, "late", retry_after=2.3)
 
 
 class SteppedEngine:
@@ -108,12 +117,15 @@ class SteppedEngine:
         defaults = {"vocab_size": 302, "num_blocks": 512, "max_model_len": 512, "max_num_batched_tokens": 64}
         self.engine = fake_engine(options=defaults | options)
         self.is_healthy, self.is_restarting = True, False
-        self.info: dict[str, Any] = {}
         self._streams: dict[str, list[TokenOutput]] = {}
 
     @property
     def stats(self) -> EngineStats:
         return self.engine.stats()
+
+    @property
+    def info(self) -> dict[str, Any]:
+        return self.engine.info()
 
     async def reset_prefix_cache(self) -> None:
         self.engine.reset_prefix_cache()
@@ -141,9 +153,14 @@ class SteppedEngine:
 
 
 def _output(
-    request: EngineRequest, ids: list[int], reason: FinishReason | None = None, error: str | None = None
+    request: EngineRequest,
+    ids: list[int],
+    reason: FinishReason | None = None,
+    error: str | None = None,
+    **more: Any,
 ) -> TokenOutput:
-    return TokenOutput(request_id=request.request_id, token_ids=tuple(ids), finish_reason=reason, error=error)
+    name = request.request_id
+    return TokenOutput(request_id=name, token_ids=tuple(ids), finish_reason=reason, error=error, **more)
 
 
 def settings(**changes: Any) -> ServeSettings:

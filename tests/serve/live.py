@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,7 @@ class LiveServer:
     """The server process.
 
     ``server`` are fields of ``ServeOptions``, ``engine`` options of ``tests.fakes.fake_engine``. ``mute_token``: the
-    detokenizer raises on it.
+    detokenizer raises on it. ``log``: standard error of both processes goes to this file, with all levels from INFO on.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class LiveServer:
         silence_seconds: float = 60.0,
         max_restarts: int = 3,
         mute_token: int | None = None,
+        log: Path | None = None,
         server: dict[str, Any] | None = None,
         **engine: Any,
     ) -> None:
@@ -53,10 +55,14 @@ class LiveServer:
             "silence_seconds": silence_seconds,
             "max_restarts": max_restarts,
             "mute_token": mute_token,
+            "log": log is not None,
         }
         command = [sys.executable, "-m", "tests.serve.live", json.dumps(work)]
         strict = {**os.environ, "PYTHONWARNINGS": "error::RuntimeWarning"}  # in both processes
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=strict)
+        with open(log, "w") if log else nullcontext() as errors:
+            self.process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=errors, text=True, env=strict
+            )
         self.url = ""
         if wait:
             self.line = self.process.stdout.readline()  # type: ignore[union-attr]
@@ -79,12 +85,15 @@ class LiveServer:
 
 
 def main() -> int:
+    from optkit import logs
     from optkit.runtime.process import EngineClient
     from optkit.serve import supervisor
     from optkit.serve.address import bind
     from optkit.serve.server import ServeOptions, _print_line, serve
 
     work = json.loads(sys.argv[1])
+    if work["log"]:
+        logs.configure()
     supervisor.MAX_RESTARTS, supervisor.STILL_SECONDS = work["max_restarts"], 1.0
     break_detokenizer(work["mute_token"])
     recipe = SimpleNamespace(slo=SimpleNamespace(ttft_ms=700))

@@ -23,6 +23,7 @@ from tests.serve.fakes import (
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}
 TOKENS = len(tiny_tokenizer().encode(TEXT))
+COUNTED = TOKENS + 1  # the end token is counted too
 
 
 def chunks(body: dict[str, Any], engine: FakeEngine | None = None, path: str = CHAT) -> list[dict[str, Any]]:
@@ -45,8 +46,8 @@ def test_chat() -> None:
     prompt = body["usage"]["prompt_tokens"]
     assert body["usage"] == {
         "prompt_tokens": prompt,
-        "completion_tokens": TOKENS,
-        "total_tokens": prompt + TOKENS,
+        "completion_tokens": COUNTED,
+        "total_tokens": prompt + COUNTED,
     }
 
 
@@ -113,13 +114,13 @@ def test_usage_chunk_comes_last_and_is_null_before() -> None:
     *body, last = chunks({**HELLO, "stream_options": {"include_usage": True}})
     assert all(chunk["usage"] is None for chunk in body)
     assert last["choices"] == []
-    assert last["usage"]["completion_tokens"] == TOKENS
+    assert last["usage"]["completion_tokens"] == COUNTED
 
 
 def test_continuous_usage_counts_up() -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     counts = [c["usage"]["completion_tokens"] for c in chunks({**HELLO, "stream_options": options})]
-    assert counts == [*range(1, TOKENS + 1), TOKENS, TOKENS]
+    assert counts == [*range(1, TOKENS + 1), COUNTED, COUNTED]
 
 
 def test_an_answer_without_text_still_has_role_and_reason() -> None:
@@ -364,8 +365,8 @@ def test_context_error_gives_the_numbers() -> None:
 
 def test_unknown_fields_are_logged_and_accepted(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "optkit.serve")
-    assert post(tiny_app(), CHAT, {**HELLO, "frob\nnicate": 1, "store": True}).status_code == 200
-    assert "ignoring unknown fields: frob\\nnicate, store" in caplog.text
+    assert post(tiny_app(), CHAT, {**HELLO, "frob\nnicate": 1, "thrice": True}).status_code == 200
+    assert "ignoring unknown fields: frob\\nnicate, thrice" in caplog.text
 
 
 BAD_BODIES = [
@@ -501,8 +502,10 @@ def test_models_and_version() -> None:
     app = tiny_app()
     cards = call(app, "GET", "/v1/models").json()["data"]
     assert [card["id"] for card in cards] == ["tiny", "alias"]
-    assert cards[0]["max_model_len"] == 512
+    assert cards[0]["max_model_len"] == 512 and cards[0]["form_limits"] == []
     assert call(app, "GET", "/v1/models/tiny").json()["id"] == "tiny"
+    two_forms = call(tiny_app(form_limits=(4,)), "GET", "/v1/models").json()["data"]
+    assert two_forms[0]["form_limits"] == [4]
     assert call(app, "GET", "/v1/models/other").status_code == 404
     assert "version" in call(app, "GET", "/version").json()
     missing = post(app, CHAT, {**HELLO, "model": "other"})

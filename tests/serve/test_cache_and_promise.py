@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from optkit.runtime.types import EngineRequest, FinishReason, TokenOutput
-from tests.serve.fakes import FakeEngine, SteppedEngine, call, events, post, tiny_app
+from tests.serve.fakes import FakeEngine, LateEngine, SteppedEngine, call, events, post, tiny_app
 
 COMPLETIONS = "/v1/completions"
 PROMPT = list(range(1, 40))
@@ -86,17 +85,7 @@ def test_priorities_need_a_policy_that_knows_them() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_promise_that_cannot_be_kept_is_429_with_a_time(stream: bool) -> None:
-    class Full(FakeEngine):
-        async def generate(self, request: EngineRequest) -> Any:
-            yield TokenOutput(
-                request_id=request.request_id,
-                token_ids=(),
-                finish_reason=FinishReason.ERROR,
-                error="late",
-                retry_after=2.3,
-            )
-
-    response = post(tiny_app(Full()), COMPLETIONS, {"prompt": PROMPT, "stream": stream})
+    response = post(tiny_app(LateEngine()), COMPLETIONS, {"prompt": PROMPT, "stream": stream})
     assert response.status_code == 429
     assert response.headers["retry-after"] == "3"
     assert response.json()["error"]["code"] == "ttft_slo_unreachable"

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -80,6 +81,33 @@ def test_whoever_leaves_takes_everything_along(count: int, patience: float) -> N
             async with client(live) as http:
                 for _ in range(0, count, 20):
                     await asyncio.gather(*(leave_early(http, dice) for _ in range(20)))
+
+        asyncio.run(go())
+        assert seconds_until(lambda: not any(gauges(live).values())) < 1 * patience
+        assert httpx.post(f"{live.url}{COMPLETIONS}", json={"prompt": "x"}).status_code == 200
+        assert [child.pid for child in live.children()] == pids
+
+
+@pytest.mark.parametrize("patience", [10, pytest.param(1, marks=FULL)])
+def test_sixty_four_who_leave_a_long_step_take_everything_along(patience: float, tmp_path: Path) -> None:
+    """The step would never end by itself; within a second all blocks are free, and the engine serves others."""
+    slow = {"slow_token": 299, "until": str(tmp_path / "never"), "parts": True}
+    many = {"max_num_batched_tokens": 2048, "max_num_seqs": 64, "step_delay": 0.01}
+    with LiveServer(**{**LONG, **many}, **slow) as live:
+        pids = [child.pid for child in live.children()]
+
+        async def go() -> None:
+            async with client(live) as http:
+                body = {"prompt": [20], "max_tokens": 3000}
+                crowd = [asyncio.create_task(http.post(COMPLETIONS, json=body)) for _ in range(63)]
+                while gauges(live)["vllm:num_requests_running"] < 63:
+                    await asyncio.sleep(0.05)
+                crowd.append(asyncio.create_task(http.post(COMPLETIONS, json={"prompt": [299] * 1900})))
+                while not (tmp_path / "never.begun").exists():
+                    await asyncio.sleep(0.05)
+                for task in crowd:
+                    task.cancel()
+                await asyncio.gather(*crowd, return_exceptions=True)
 
         asyncio.run(go())
         assert seconds_until(lambda: not any(gauges(live).values())) < 1 * patience

@@ -9,24 +9,25 @@ import pytest
 
 from optkit.serve.openapi import document
 from optkit.serve.protocol import ChatRequest, CompletionRequest
-from optkit.serve.unsupported import INERT
+from optkit.serve.unsupported import HARMLESS, INERT
 from tests.serve.fakes import post, tiny_app
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "http-api.md").read_text()
-FIELDS = dict(re.findall(r"^\| `(\w+)` \| (yes|no|chat|completions) \|", PAGE, re.MULTILINE))
+FIELDS = dict(re.findall(r"^\| `(\w+)` \| (yes|no|chat|completions|harmless) \|", PAGE, re.MULTILINE))
 ENDPOINTS = re.findall(r"^\| `(GET|POST) (\S+)` \|", PAGE, re.MULTILINE)
 MODELS = {"chat": ChatRequest, "completions": CompletionRequest}
 
 
 def test_every_field_is_in_the_table_and_no_other() -> None:
     supported = set(ChatRequest.model_fields) | set(CompletionRequest.model_fields)
-    assert set(FIELDS) == supported | set(INERT)
+    assert set(FIELDS) == supported | set(INERT) | HARMLESS
+    assert {name for name, where in FIELDS.items() if where == "harmless"} == HARMLESS
 
 
 @pytest.mark.parametrize(("name", "where"), FIELDS.items())
 def test_a_field_is_supported_where_the_table_says(name: str, where: str) -> None:
     found = {endpoint for endpoint, model in MODELS.items() if name in model.model_fields}
-    assert found == {"yes": {"chat", "completions"}, "no": set()}.get(where, {where})
+    assert found == {"yes": {"chat", "completions"}, "no": set(), "harmless": set()}.get(where, {where})
 
 
 @pytest.mark.parametrize("name", [name for name, where in FIELDS.items() if where == "no"])

@@ -6,6 +6,8 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -63,16 +65,88 @@ def test_ctrl_c_ends_endless_streams_with_an_error_and_takes_the_engine_along() 
         assert "server_shutdown" in stream.text
 
 
-def test_second_signal_does_not_wait_for_streams() -> None:
-    with LiveServer(server={"shutdown_timeout": 3600}, **{**ENDLESS, "step_delay": 0.2}) as live:
-        Stream(live)
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_second_signal_does_not_wait_for_streams(second: signal.Signals, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    server = {"shutdown_timeout": 3600}
+    with LiveServer(server=server, log=log, **{**ENDLESS, "step_delay": 0.2}) as live:
+        stream = Stream(live)
         children = live.children()
         live.process.send_signal(signal.SIGTERM)
         with pytest.raises(Exception, match="timed out"):
             live.process.wait(1.0)
-        live.process.send_signal(signal.SIGTERM)
-        live.process.wait(PATIENCE)
+        live.process.send_signal(second)
+        assert live.process.wait(PATIENCE) == 0
         assert_gone(children)
+        assert "server_shutdown" in stream.finish()
+    assert warnings(log) == [
+        f"WARNING optkit.serve: {second.name} again: ending at once",
+        "WARNING optkit.serve: shutting down: 1 requests in flight were cut",
+    ]
+
+
+def test_shutdown_timeout_of_zero_cuts_at_once_with_one_line(tmp_path: Path) -> None:
+    """Also a request that has no byte yet gets the error that says why."""
+    log, server = tmp_path / "log", {"shutdown_timeout": 0}
+    slow = {"slow_token": 299, "until": str(tmp_path / "never"), "parts": True}
+    with LiveServer(server=server, log=log, **ENDLESS, **slow) as live, ThreadPoolExecutor() as pool:
+        stream = Stream(live)
+        body = {"prompt": [299]}
+        waiting = pool.submit(httpx.post, f"{live.url}/v1/completions", json=body, timeout=PATIENCE)
+        wait_until((tmp_path / "never.begun").exists)
+        children = live.children()
+        live.process.send_signal(signal.SIGTERM)
+        assert live.process.wait(PATIENCE) == 0
+        assert_gone(children)
+        assert "server_shutdown" in stream.finish()
+        answer = waiting.result()
+        assert answer.status_code == 503 and answer.json()["error"]["code"] == "server_shutdown"
+    assert warnings(log) == ["WARNING optkit.serve: shutting down: 2 requests in flight were cut"]
+
+
+def test_shutdown_without_requests_says_nothing(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with LiveServer(server={"shutdown_timeout": 0}, log=log) as live:
+        live.process.send_signal(signal.SIGTERM)
+        assert live.process.wait(PATIENCE) == 0
+    assert warnings(log) == []
+
+
+def warnings(log: Path) -> list[str]:
+    """The lines of a server's log that are no INFO: warnings, errors, stack traces."""
+    return [line for line in log.read_text().splitlines() if not line.startswith("INFO ")]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.02)
+
+
+def test_a_step_that_computes_for_long_changes_no_health_and_refuses_nobody(tmp_path: Path) -> None:
+    """Silent for longer than a hung engine may be: it uses the processor."""
+    end = tmp_path / "end"
+    slow = {"slow_token": 299, "until": str(end), "silence_seconds": 0.5}
+    with LiveServer(**slow) as live, ThreadPoolExecutor() as pool:
+        [worker] = live.children()
+
+        def complete(token: int) -> Future[httpx.Response]:
+            body = {"prompt": [token], "max_tokens": 2}
+            return pool.submit(httpx.post, f"{live.url}/v1/completions", json=body, timeout=PATIENCE)
+
+        answers = [complete(299)]
+        wait_until((tmp_path / "end.begun").exists)
+        seen, began = set(), worker.cpu_times().user
+        while worker.cpu_times().user < began + 3.0:  # silence, stillness and two looks of the supervisor
+            seen |= {httpx.get(f"{live.url}{path}").status_code for path in HEALTH}
+            time.sleep(0.1)
+        answers.append(complete(20))
+        time.sleep(0.2)
+        end.touch()
+        assert seen == {200}
+        assert [answer.result().status_code for answer in answers] == [200, 200]
+        assert live.children() == [worker]
 
 
 def test_signal_while_loading_ends_both_processes() -> None:
@@ -84,6 +158,9 @@ def test_signal_while_loading_ends_both_processes() -> None:
         live.process.send_signal(signal.SIGINT)
         live.process.wait(PATIENCE)
         assert_gone(children)
+
+
+HEALTH = ("/health", "/health/live", "/health/ready")
 
 
 def wait_ready(live: LiveServer) -> None:

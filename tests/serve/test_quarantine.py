@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from collections import Counter
 from collections.abc import AsyncIterator
 
 import httpx
+from hypothesis import given
+from hypothesis import strategies as st
 
-from optkit.runtime.process import ENGINE_DIED
+from optkit.runtime.process import ENGINE_DIED, ENGINE_GONE
 from optkit.runtime.types import EngineRequest, FinishReason, SamplingParams, TokenOutput
 from optkit.serve import quarantine
 from optkit.serve.quarantine import QUARANTINED, SENTENCE_SECONDS, Quarantine, Remembered
-from tests.serve.live import PATIENCE, LiveServer
+from tests.serve.live import PATIENCE, SCRIPT, LiveServer
 from tests.serve.test_lifecycle import wait_ready
 
 DEADLY = 9
@@ -46,6 +50,10 @@ class Engine:
             self.running -= 1
 
 
+async def ready() -> None:
+    """An engine that is always there."""
+
+
 def ends(guard: Quarantine, engine: Engine, *requests: EngineRequest) -> list[str | None]:
     """How each of ``requests``, made at once, ended."""
 
@@ -60,7 +68,7 @@ def ends(guard: Quarantine, engine: Engine, *requests: EngineRequest) -> list[st
 
 def test_the_culprit_is_found_and_the_others_are_cleared() -> None:
     now = [0.0]
-    guard, engine = Quarantine(lambda: now[0]), Engine()
+    guard, engine = Quarantine(ready, lambda: now[0]), Engine()
     crowd = [request(i) for i in range(DEADLY + 1)]
     assert ends(guard, engine, *crowd) == [ENGINE_DIED] * len(crowd)
     again = ends(guard, engine, *crowd)
@@ -72,7 +80,7 @@ def test_the_culprit_is_found_and_the_others_are_cleared() -> None:
 
 
 def test_suspects_run_one_by_one_until_they_are_past_the_point() -> None:
-    guard, engine = Quarantine(), Engine()
+    guard, engine = Quarantine(ready), Engine()
     crowd = [request(i) for i in range(DEADLY + 1)]
     ends(guard, engine, *crowd)
     engine.most_running = 0
@@ -81,12 +89,157 @@ def test_suspects_run_one_by_one_until_they_are_past_the_point() -> None:
 
 
 def test_choices_of_one_request_are_one_request() -> None:
-    guard, engine = Quarantine(), Engine()
+    guard, engine = Quarantine(ready), Engine()
     choices = [request(DEADLY, seed=i) for i in range(3)]
     assert ends(guard, engine, *choices) == [ENGINE_DIED] * 3
     before = engine.deaths
     assert ends(guard, engine, *choices) == [ENGINE_DIED, QUARANTINED, QUARANTINED]
     assert engine.deaths == before + 1
+
+
+class MortalEngine:
+    """As ``EngineClient`` under its supervisor: steps of the requests that run, death of all, and a new engine later.
+
+    It dies in the step in which the request with ``DEADLY`` has ``fuse`` tokens.
+    """
+
+    def __init__(self, dice: random.Random, seats: int, fuse: int) -> None:
+        self.dice, self.seats, self.fuse = dice, seats, fuse
+        self.streams: dict[str, asyncio.Queue[TokenOutput]] = {}
+        self.deadly, self.running, self.tokens = set[str](), list[str](), Counter[str]()
+        self.is_alive, self.deaths = True, 0
+
+    async def until_ready(self) -> None:
+        while not self.is_alive:
+            await asyncio.sleep(0)
+
+    async def generate(self, asked: EngineRequest) -> AsyncIterator[TokenOutput]:
+        name = asked.request_id
+        if not self.is_alive:
+            yield output(name, error=ENGINE_GONE)
+            return
+        if DEADLY in asked.prompt_ids:
+            self.deadly.add(name)
+        stream = self.streams[name] = asyncio.Queue()
+        while True:
+            found = await stream.get()
+            yield found
+            if found.finish_reason:
+                return
+
+    async def live(self) -> None:
+        while True:
+            for _ in range(self.dice.randrange(4)):
+                await asyncio.sleep(0)
+            if self.is_alive:
+                self.step()
+            else:
+                self.is_alive = self.dice.random() < 0.3
+
+    def step(self) -> None:
+        self.running = [name for name in self.running if name in self.streams]
+        waiting = [name for name in self.streams if name not in self.running]
+        self.running += waiting[: self.seats - len(self.running)]
+        if any(name in self.deadly and self.tokens[name] >= self.fuse for name in self.running):
+            self.die()
+            return
+        for name in self.running:
+            self.tokens[name] += 1
+            self.put(output(name, (1,), FinishReason.LENGTH if self.tokens[name] == 4 else None))
+
+    def die(self) -> None:
+        self.is_alive, self.deaths = False, self.deaths + 1
+        for name in list(self.streams):
+            self.put(output(name, error=ENGINE_DIED if name in self.running else ENGINE_GONE))
+        self.running.clear()
+
+    def put(self, found: TokenOutput) -> None:
+        self.streams[found.request_id].put_nowait(found)
+        if found.finish_reason:
+            del self.streams[found.request_id]
+
+
+def output(
+    name: str, token_ids: tuple[int, ...] = (), reason: FinishReason | None = None, error: str | None = None
+) -> TokenOutput:
+    reason = FinishReason.ERROR if error else reason
+    return TokenOutput(request_id=name, token_ids=token_ids, finish_reason=reason, error=error)
+
+
+async def insist(guard: Quarantine, engine: MortalEngine, prompt: int) -> str | None:
+    """A client that repeats what failed with 503, as many do; gives how it ends."""
+    for attempt in range(1000):
+        asked = request(prompt, seed=attempt)
+        last = [found async for found in guard.generate(asked, engine.generate)][-1]
+        if last.error not in (ENGINE_DIED, ENGINE_GONE):
+            return last.error
+        for _ in range(engine.dice.randrange(6)):
+            await asyncio.sleep(0)
+    raise AssertionError("it is never answered")
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    innocents=st.integers(1, 12),
+    seats=st.integers(1, 6),
+    fuse=st.integers(0, 3),
+)
+def test_the_culprit_alone_is_convicted_and_all_others_are_answered(
+    seed: int, innocents: int, seats: int, fuse: int
+) -> None:
+    """Clients that all insist, in any order, on an engine that comes back."""
+    engine = MortalEngine(random.Random(seed), seats, fuse)
+    guard = Quarantine(engine.until_ready)
+    prompts = [DEADLY, *range(DEADLY + 1, DEADLY + 1 + innocents)]
+    engine.dice.shuffle(prompts)
+
+    async def go() -> list[str | None]:
+        life = asyncio.create_task(engine.live())
+        try:
+            return await asyncio.wait_for(
+                asyncio.gather(*(insist(guard, engine, prompt) for prompt in prompts)), PATIENCE
+            )
+        finally:
+            life.cancel()
+
+    answers = dict(zip(prompts, asyncio.run(go()), strict=True))
+    assert answers.pop(DEADLY) == QUARANTINED
+    assert set(answers.values()) == {None}
+    assert len(guard._convicts) == 1 and engine.deaths == 2
+
+
+def test_a_suspect_waits_for_an_engine_and_others_do_not() -> None:
+    async def go() -> None:
+        is_ready = asyncio.Event()
+        guard, engine = Quarantine(is_ready.wait), Engine()
+
+        async def one(asked: EngineRequest) -> str | None:
+            return [found.error async for found in guard.generate(asked, engine.generate)][-1]
+
+        suspect = request(1)
+        assert await asyncio.gather(one(suspect), one(request(DEADLY))) == [ENGINE_DIED] * 2
+        waiting = asyncio.create_task(one(suspect))
+        assert await one(request(2)) is None
+        assert not waiting.done() and engine.running == 0
+        is_ready.set()
+        assert await waiting is None
+
+    asyncio.run(go())
+
+
+def test_a_suspect_that_never_got_to_a_live_engine_stays_a_suspect() -> None:
+    guard, engine = Quarantine(ready), Engine()
+    innocent = request(1)
+    assert ends(guard, engine, innocent, request(DEADLY)) == [ENGINE_DIED] * 2
+
+    async def gone(asked: EngineRequest) -> AsyncIterator[TokenOutput]:
+        yield output(asked.request_id, error=ENGINE_GONE)
+
+    async def go() -> list[str | None]:
+        return [found.error async for found in guard.generate(innocent, gone)]
+
+    assert asyncio.run(go()) == [ENGINE_GONE]
+    assert ends(guard, engine, innocent) == [None]
 
 
 def test_what_is_remembered_is_bounded(monkeypatch) -> None:  # type: ignore[no-untyped-def]
@@ -109,3 +262,20 @@ def test_a_client_that_insists_does_not_take_every_engine_down() -> None:
         assert statuses[-1].json()["error"]["code"] == "request_quarantined"
         good = httpx.post(f"{live.url}/v1/completions", json={"prompt": [20], "max_tokens": 4})
         assert good.status_code == 200 and live.process.poll() is None
+
+
+def test_innocents_are_answered_beside_a_client_that_insists() -> None:
+    """Everybody repeats a 503; the culprit comes first, so the others wait for their trial when the engine dies."""
+    with LiveServer(die_token=DEADLY, step_delay=0.3, script=SCRIPT[:-1]) as live:
+
+        async def insist(http: httpx.AsyncClient, first: int) -> int:
+            body = {"prompt": [first, 20], "max_tokens": 2}
+            while (answer := await http.post("/v1/completions", json=body)).status_code == 503:
+                await asyncio.sleep(0.01 if first == DEADLY else 0.1)
+            return answer.status_code
+
+        async def go() -> list[int]:
+            async with httpx.AsyncClient(base_url=live.url, timeout=PATIENCE) as http:
+                return await asyncio.gather(*(insist(http, first) for first in (DEADLY, 20, 21, 22, 23)))
+
+        assert asyncio.run(go()) == [400, 200, 200, 200, 200]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
+from typing import Any
 
 import pytest
 
-from optkit.runtime.process import EngineClient
+from optkit.runtime.process import EngineClient, EngineDied
 from optkit.serve import supervisor
 from optkit.serve.supervisor import EngineSupervisor, cpu_seconds
 
@@ -35,3 +37,62 @@ def test_processor_time_grows_with_work_and_is_unknown_of_nobody() -> None:
     while cpu_seconds(os.getpid()) <= before:
         sum(range(100_000))
     assert math.isnan(cpu_seconds(None))
+
+
+class Client:
+    """A client whose engine starts when ``may_start`` is set, and fails to with ``error``."""
+
+    pid, is_silent = None, False
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error, self.is_healthy, self.dead = error, False, asyncio.Event()
+        self.may_start = asyncio.Event()
+
+    async def start(self) -> dict[str, object]:
+        await self.may_start.wait()
+        if self.error:
+            self.dead.set()
+            raise self.error
+        self.is_healthy = True
+        return {}
+
+    def die(self) -> None:
+        self.is_healthy = False
+        self.dead.set()
+
+    async def wait_dead(self) -> None:
+        await self.dead.wait()
+
+    async def stop(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("end", ["back", "gave up", "stopped"])
+def test_whoever_waits_for_an_engine_is_woken_when_it_is_settled(
+    end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "BACKOFF_SECONDS", 0.0)
+
+    async def go() -> bool:
+        error = EngineDied("for the test") if end == "gave up" else None
+        clients = [Client(), *(Client(error) for _ in range(supervisor.MAX_RESTARTS))]
+        makes: Any = iter(clients)
+        watched = EngineSupervisor(lambda: next(makes))
+        clients[0].may_start.set()
+        await watched.start()
+        await asyncio.wait_for(watched._until_settled(), 60)
+        clients[0].die()
+        assert watched.is_restarting and not watched.is_healthy
+        waiting = asyncio.create_task(watched._until_settled())
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        if end == "stopped":
+            await watched.stop()
+        for client in clients[1:]:
+            client.may_start.set()
+        await asyncio.wait_for(waiting, 60)
+        healthy = watched.is_healthy
+        await watched.stop()
+        return healthy
+
+    assert asyncio.run(go()) == (end == "back")

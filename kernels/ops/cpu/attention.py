@@ -61,6 +61,8 @@ def attention(
     if q_step != 1 or k_step != 1 or v_step != 1:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         (q_token, q_head, _), (k_token, k_head, _), (v_token, v_head, _) = q.stride(), k.stride(), v.stride()
+    check(q, k, v, k_cache, v_cache)
+    check_batch(tokens, slot_mapping, query_start, seq_lens, block_tables)
     out = torch.empty((tokens, heads, v_dim))
     native.library().optkit_attention(
         q.data_ptr(),
@@ -94,6 +96,42 @@ def attention(
         native.threads(),
     )
     return out
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    """Refuse rows that the pools were not made for.
+
+    Raises:
+        ValueError: a tensor has another dtype or shape than the kernel would read or write.
+    """
+    (tokens, heads, dim), (kv_heads, v_dim) = q.shape, v.shape[1:]
+    extra = reference.KV_SCALE_BYTES if k_cache.dtype is torch.int8 else 0
+    block = k_cache.shape[:2]
+    native.require(k.dtype is v.dtype is torch.float32, "k and v must be float32")
+    native.require(
+        k.shape == (tokens, kv_heads, dim) and v.shape[0] == tokens, "q, k and v differ in rows or heads"
+    )
+    native.require(kv_heads > 0 and heads % kv_heads == 0, f"{heads} heads can't share {kv_heads}")
+    native.require(v_cache.dtype is k_cache.dtype, "the pools are of two dtypes")
+    native.require(k_cache.shape == (*block, kv_heads, dim + extra), "k_cache has other rows than k")
+    native.require(v_cache.shape == (*block, kv_heads, v_dim + extra), "v_cache has other rows than v")
+    native.require(k_cache.is_contiguous() and v_cache.is_contiguous(), "the pools must be contiguous")
+
+
+def check_batch(
+    tokens: int, slot_mapping: Tensor, query_start: Tensor, seq_lens: Tensor, block_tables: Tensor
+) -> None:
+    """Refuse batch inputs of other sizes than ``tokens`` and the number of sequences.
+
+    Raises:
+        ValueError: an input has another dtype or shape, or is not dense.
+    """
+    sequences = seq_lens.shape[0]
+    native.require_vector(slot_mapping, tokens, torch.int64, "slot_mapping")
+    native.require_vector(query_start, sequences + 1, torch.int32, "query_start")
+    native.require_vector(seq_lens, sequences, torch.int32, "seq_lens")
+    tables = block_tables.shape[0] == sequences and block_tables.dtype is torch.int32
+    native.require(tables and block_tables.is_contiguous(), f"block_tables must be int32 [{sequences}, B]")
 
 
 def float_or_int8(options: Mapping[str, Any]) -> bool:

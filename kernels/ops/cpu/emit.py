@@ -43,15 +43,11 @@ def quantized_buffers(b: Builder, like: View, wanted: Quantization | None) -> tu
 
 def embedding(b: Builder, weight: Tensor, ids: View) -> Result:
     out = b.buffer(ids.rows, weight.shape[1:])
-    b.call(
-        "gather_rows", weight, ids, out, Size(ids.rows), weight.shape[0], weight.stride(0) * weight.itemsize
-    )
+    b.call("gather_rows", weight, ids, out, Size(ids.rows), weight.shape[0], out.width * weight.itemsize)
     return (out,)
 
 
 def select_rows(b: Builder, x: View, index: View) -> Result:
-    if x.row_stride != x.width:
-        raise NotImplementedError("rows of a part of a buffer")
     out = b.buffer(LOGITS, x.shape)
     b.call("gather_rows", x, index, out, Size(LOGITS), Size(x.rows), x.width * x.dtype.itemsize)
     return (out,)
@@ -174,6 +170,8 @@ def rope_table(b: Builder, positions: View, inv_freq: Tensor, scale: float = 1.0
 
 def rope(b: Builder, x: View, cos: View, sin: View) -> Result:
     heads, dim = x.shape
+    if cos.row_stride != sin.row_stride:
+        raise NotImplementedError("cosines and sines of several layouts")
     out = b.buffer(x.rows, x.shape)
     b.call("rope", x, cos, sin, out, Size(x.rows), heads, dim, x.row_stride, dim, cos.row_stride)
     return (out,)

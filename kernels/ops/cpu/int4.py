@@ -70,6 +70,12 @@ def linear_w4a8(
         q = q.contiguous()
     if not scale.is_contiguous():
         scale = scale.contiguous()
+    levels = SYMMETRIC if weight_minimum is None else MINIMUM
+    native.require(q.dtype is torch.uint8 and scale.dtype is torch.float32, "q must be uint8, scale float32")
+    native.require(
+        scale.shape[0] == m and weight_scale.shape[1] % scale.shape[1] == 0, "scale has other groups"
+    )
+    check_packed(weight, weight_scale, k, levels, bias)
     out = torch.empty((m, n))
     native.library().optkit_linear_w4a8(
         q.data_ptr(),
@@ -84,10 +90,23 @@ def linear_w4a8(
         weight_scale.shape[1],
         scale.shape[1],
         weight_scale.dtype == torch.float16,
-        SYMMETRIC if weight_minimum is None else MINIMUM,
+        levels,
         native.threads(),
     )
     return out
+
+
+def check_packed(weight: Tensor, weight_scale: Tensor, k: int, levels: int, bias: Tensor | None) -> None:
+    """Refuse a packed weight that was not made for ``k`` input channels.
+
+    Raises:
+        ValueError: it has other sizes.
+    """
+    n, groups = weight.shape[0], weight_scale.shape[1]
+    native.require(k % groups == 0, f"{k} channels are no {groups} groups")
+    needed = native.library().optkit_w4_bytes(n, k, groups, weight_scale.dtype == torch.float16, levels)
+    native.require(weight.shape[1] == -(-needed // n), f"the weight was not packed for {k} channels")
+    native.require_vector(bias, n, torch.float32, "bias")
 
 
 def whole_pairs(weights: dict[int, Tensor]) -> bool:

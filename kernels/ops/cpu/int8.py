@@ -47,6 +47,10 @@ def linear_w8a8(
         q = q.contiguous()
     if not scale.is_contiguous():
         scale = scale.contiguous()
+    groups = weight_scale.shape[1]
+    native.require(q.dtype is torch.uint8 and scale.dtype is torch.float32, "q must be uint8, scale float32")
+    native.require(scale.shape == (m, groups), f"scale must be [{m}, {groups}]")
+    check_packed(weight, weight_scale, k, bias)
     out = torch.empty((m, n))
     native.library().optkit_linear_w8a8(
         q.data_ptr(),
@@ -75,6 +79,8 @@ def linear_w8a16(
     rows, k = x.shape
     if x.stride(1) != 1 or x.dtype != torch.float32:
         x = x.to(torch.float32).contiguous()
+    check_packed(weight, weight_scale, k, bias)
+    native.require_vector(order, k, torch.int32, "order")
     out = torch.empty((rows, weight.shape[0]))
     native.library().optkit_linear_w8a16(
         x.data_ptr(),
@@ -93,12 +99,25 @@ def linear_w8a16(
     return out
 
 
+def check_packed(weight: Tensor, weight_scale: Tensor, k: int, bias: Tensor | None) -> None:
+    """Refuse a packed weight that was not made for ``k`` input channels.
+
+    Raises:
+        ValueError: it has other sizes.
+    """
+    n, groups = weight.shape[0], weight_scale.shape[1]
+    needed = native.library().optkit_w8_bytes(n, k, groups)
+    native.require(weight.shape[1] == -(-needed // n), f"the weight was not packed for {k} channels")
+    native.require_vector(bias, n, torch.float32, "bias")
+
+
 def quantize_per_token(x: Tensor, group_size: int = 0) -> tuple[Tensor, Tensor]:
     """See ``reference.quantize_per_token``; equal to the bit."""
     rows, columns = x.shape
     if x.stride(1) != 1 or x.dtype != torch.float32:
         x = x.to(torch.float32).contiguous()
     group = group_size or columns
+    native.require(columns % group == 0, f"{columns} channels are no groups of {group}")
     q = torch.empty((rows, columns), dtype=torch.uint8)
     scale = torch.empty((rows, columns // group))
     native.library().optkit_quantize_per_token(

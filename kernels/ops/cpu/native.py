@@ -1,14 +1,14 @@
-"""The native CPU kernels: finds and loads ``_native*.so``, which setup.py built, and declares its functions.
+"""The native CPU kernels: finds and loads ``_native.so``, which setup.py built, and declares its functions.
 
-Plain C ABI: pointers and sizes as integers, no torch headers, so it builds in seconds and does not depend on torch's
-version. It is loaded on first use and **after torch**, whose ``libgomp.so.1`` then serves both: one OpenMP pool, so
-kernels and torch's own ops don't compete for cores. Every parallel function takes the number of threads
-as its last argument; pass ``threads()``.
+Plain C ABI: pointers and sizes as integers, no torch or Python headers, so it builds in seconds and depends on no
+version of them. It is loaded on first use and **after torch**, whose ``libgomp.so.1`` then serves both: one OpenMP
+pool, so kernels and torch's own ops don't compete for cores (``openmp.py``). Every parallel function takes the number
+of threads as its last argument; pass ``threads()``.
 
 ``OPTKIT_CPU_ISA`` = ``avx512_vnni``, ``avx2`` or ``portable`` overrides the instruction set, which is otherwise the
 best that the CPU has. Nothing is ever compiled here: without the file optkit runs on the other kernels.
 
-``OPTKIT_NATIVE_LIBRARY`` = a path loads that file instead of ``_native*.so``: a build with sanitizers, say. The file is
+``OPTKIT_NATIVE_LIBRARY`` = a path loads that file in the place of ``_native.so``: a build with sanitizers, say. The file is
 code of the user's choice, as with ``LD_PRELOAD``; nothing in an artifact or a request can set it.
 """
 
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from optkit.errors import UserError, nearest
 
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from optkit.target import Target
 
 ISAS = ("portable", "avx2", "avx512_vnni")  # in the order of dispatch.h
+ISA_VARIABLE, LIBRARY_VARIABLE = "OPTKIT_CPU_ISA", "OPTKIT_NATIVE_LIBRARY"
+FILE = Path(__file__).with_name("_native.so")  # files of other names are left over from older builds
+REINSTALL = "install optkit again with a C++ compiler (g++ or clang++) on PATH"
 
 # A pointer is passed as the integer of ``data_ptr()``; 0 is null. ``None`` gives nothing back.
 POINTER, LONG, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
@@ -76,6 +80,12 @@ def missing_reason() -> str | None:
     return None
 
 
+def missing_warning() -> str | None:
+    """One line for users of a CPU without native kernels, or None when there are."""
+    reason = missing_reason()
+    return f"native kernels are missing, CPU steps take several times as long: {reason}" if reason else None
+
+
 @functools.cache
 def library() -> ctypes.CDLL:
     """The loaded library with typed functions.
@@ -85,15 +95,13 @@ def library() -> ctypes.CDLL:
         UserError: ``OPTKIT_CPU_ISA`` names no instruction set of this CPU.
     """
     file = library_file()
-    loaded = ctypes.CDLL(str(file))
+    loaded = _load(file)
     for name, (result, arguments) in PROTOTYPES.items():
         if not hasattr(loaded, name):
-            raise OSError(
-                f"{file.name} is older than its sources ({name} is not in it): install optkit again"
-            )
+            raise OSError(f"{file.name} is older than its sources ({name} is not in it); {REINSTALL}")
         function = getattr(loaded, name)
         function.restype, function.argtypes = result, arguments
-    wanted = os.environ.get("OPTKIT_CPU_ISA")
+    wanted = os.environ.get(ISA_VARIABLE)
     if wanted:
         choose_isa(loaded, wanted)
     return loaded
@@ -101,18 +109,30 @@ def library() -> ctypes.CDLL:
 
 def library_file() -> Path:
     """The file to load: the one that ``OPTKIT_NATIVE_LIBRARY`` names, else what setup.py built."""
-    chosen = os.environ.get("OPTKIT_NATIVE_LIBRARY")
-    if chosen:
-        return Path(chosen)
-    files = sorted(Path(__file__).parent.glob("_native*.so"))
-    if not files:
-        raise OSError("the native kernels were not built: install optkit with a C++ compiler at hand")
-    return files[0]
+    return Path(os.environ.get(LIBRARY_VARIABLE) or FILE)
+
+
+def _load(file: Path) -> ctypes.CDLL:
+    if not file.is_file():
+        raise OSError(f"{file.name} was not built; {REINSTALL}")
+    try:
+        return ctypes.CDLL(str(file))
+    except OSError as error:
+        fix = "install the package libgomp1 (libgomp)" if "libgomp" in str(error) else REINSTALL
+        raise OSError(f"{file.name} does not load ({error}); {fix}") from error
 
 
 def isa() -> str:
     """The instruction set in use."""
     return ISAS[library().optkit_isa()]
+
+
+def usable_isas() -> list[str]:
+    """The instruction sets that this CPU has, slowest first."""
+    loaded, used = library(), isa()
+    usable = [name for number, name in enumerate(ISAS) if not loaded.optkit_set_isa(number)]
+    loaded.optkit_set_isa(ISAS.index(used))
+    return usable
 
 
 def set_isa(name: str | None) -> None:
@@ -126,6 +146,27 @@ def set_isa(name: str | None) -> None:
 
 def choose_isa(loaded: ctypes.CDLL, name: str | None) -> None:
     if name is not None and name not in ISAS:
-        raise UserError(f"unknown instruction set '{name}'", where="OPTKIT_CPU_ISA", fix=nearest(name, ISAS))
+        raise UserError(f"unknown instruction set '{name}'", where=ISA_VARIABLE, fix=nearest(name, ISAS))
     if loaded.optkit_set_isa(-1 if name is None else ISAS.index(name)):
-        raise UserError(f"this CPU has no {name}", where="OPTKIT_CPU_ISA")
+        raise UserError(f"this CPU has no {name}", where=ISA_VARIABLE)
+
+
+def require(condition: bool, what: str) -> None:
+    """Refuse a call whose tensors are not what native code would read at their addresses.
+
+    Raises:
+        ValueError: ``condition`` is false.
+    """
+    if not condition:
+        raise ValueError(f"a native kernel can't run: {what}")
+
+
+def require_vector(tensor: Tensor | None, length: int, dtype: torch.dtype, name: str) -> None:
+    """Refuse a vector that is not [length] of ``dtype``, dense; None passes.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if tensor is not None:
+        fits = tensor.shape == (length,) and tensor.dtype is dtype and tensor.is_contiguous()
+        require(fits, f"{name} must be {dtype} [{length}]")

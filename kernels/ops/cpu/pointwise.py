@@ -19,7 +19,7 @@ GELUS = {"none": GELU, "tanh": GELU_TANH}
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:
     """See ``reference.rms_norm``."""
-    if not all_float32(x, weight):
+    if not (all_float32(x, weight) and are_rows_of(x, weight)):
         return reference.rms_norm(x, weight, eps, offset)
     x, rows, width, stride = as_rows(x)
     out = torch.empty_like(x, memory_format=ROW_MAJOR)
@@ -44,7 +44,7 @@ def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """See ``reference.add_rms_norm``."""
-    if not all_float32(x, residual, weight) or x.shape != residual.shape:
+    if not (all_float32(x, residual, weight) and are_rows_of(x, weight)) or x.shape != residual.shape:
         return reference.add_rms_norm(x, residual, weight, eps, offset)
     x, rows, width, stride = as_rows(x)
     residual, _, _, residual_stride = as_rows(residual)
@@ -68,7 +68,7 @@ def add_rms_norm(
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """See ``reference.layer_norm``."""
-    if not all_float32(x, weight, bias):
+    if not (all_float32(x, weight, bias) and are_rows_of(x, weight, bias)):
         return reference.layer_norm(x, weight, bias, eps)
     x, rows, width, stride = as_rows(x)
     out = torch.empty_like(x, memory_format=ROW_MAJOR)
@@ -147,7 +147,9 @@ def gelu_mul_packed(gate_up: Tensor, approximate: str = "none") -> Tensor:
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """See ``reference.rope``; x is often a view of a fused projection."""
-    if not all_float32(x, cos, sin) or x.shape[-1] != cos.shape[-1] or cos.stride() != sin.stride():
+    table = (x.shape[0], x.shape[2])
+    alike = cos.shape == sin.shape == table and cos.stride() == sin.stride()
+    if not (all_float32(x, cos, sin) and alike):
         return reference.rope(x, cos, sin)
     if x.stride(2) != 1:
         x = x.contiguous()
@@ -206,6 +208,14 @@ def as_rows(x: Tensor) -> tuple[Tensor, int, int, int]:
 def all_float32(*tensors: Tensor | None) -> bool:
     for tensor in tensors:  # noqa: SIM110 - a generator costs more than all the rest of a small call
         if tensor is not None and tensor.dtype is not FLOAT32:
+            return False
+    return True
+
+
+def are_rows_of(x: Tensor, *vectors: Tensor | None) -> bool:
+    """Whether each vector is as long as a row of ``x``, and dense: kernels take its address."""
+    for vector in vectors:
+        if vector is not None and not (vector.shape == x.shape[-1:] and vector.is_contiguous()):
             return False
     return True
 

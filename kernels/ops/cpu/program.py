@@ -19,11 +19,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from optkit.cancellation import check_cancelled
 from optkit.kernels.cpu import native
 
 ALIGN = 64  # bytes: a cache line, and the widest vector
 CONSTANT, SIZE, INPUT, ARENA = range(4)  # of program.h
 TOKENS, LOGITS, SEQUENCES, TABLE_WIDTH, BLOCK_SIZE = range(5)  # the sizes of a batch
+LONG_STEP = (
+    2**32
+)  # tokens times bytes of weights: from here on a step is cancellable, some tens of milliseconds
+CALLS_A_PART = 8  # of a cancellable step: less than a layer
 
 
 @dataclass(eq=False)
@@ -75,6 +80,34 @@ class Size:
 
 
 Argument = View | Tensor | Size | int | float | None
+# What each argument of an op is, one letter an argument: a pointer to float32 (f, or d where rows must be dense), uint8
+# (Q, or q where dense), int64 (l), int32 (i), a KV pool (p), or a number (-).
+ARGUMENTS = {
+    "gather_rows": "dld---",
+    "rms_norm": "ffdddd-------qd-",
+    "layer_norm": "ffdddd-------qd-",
+    "gated": "ffd-----qd-",
+    "rope": "fffd------",
+    "add": "ffd----",
+    "quantize": "f-qd---",
+    "linear_w8a8": "Q-dqqddd----",
+    "linear_w4a8": "Q-dqdd-------",
+    "linear_w8a16": "f-iqqddd----",
+    "linear_w4a16": "f-iqdd------",
+    "attention": "fffppdliii" + "-" * 18,
+    "rope_table": "lddd---",
+}
+POINTERS: dict[str, tuple[torch.dtype, ...]] = {
+    "f": (torch.float32,),
+    "d": (torch.float32,),
+    "Q": (torch.uint8,),
+    "q": (torch.uint8,),
+    "l": (torch.int64,),
+    "i": (torch.int32,),
+    "p": (torch.float32, torch.int8),
+    "-": (),
+}
+STRIDED = "fQ"  # the distance between rows is another argument
 ARGUMENT, CALL = struct.Struct("=iiqq"), struct.Struct("=ii")
 
 
@@ -86,10 +119,12 @@ class Builder:
         self.buffers: list[Buffer] = []
         self.outputs: list[View] = []
         self.num_inputs = 0
+        self.expected: list[tuple[int, tuple[int, ...], torch.dtype] | None] = []
 
-    def input(self, rows: int, shape: Sequence[int], dtype: torch.dtype) -> View:
-        """The next input tensor, [rows, *shape], contiguous."""
+    def input(self, rows: int, shape: Sequence[int], dtype: torch.dtype, *, check: bool = True) -> View:
+        """The next input tensor, [rows, *shape], contiguous; without ``check`` every step gives it like that."""
         self.num_inputs += 1
+        self.expected.append((rows, tuple(shape), dtype) if check else None)
         return View(self.num_inputs - 1, rows, tuple(shape), torch.Size(shape).numel(), 0, dtype)
 
     def buffer(self, rows: int, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> View:
@@ -100,10 +135,17 @@ class Builder:
         return View(self.buffers[-1], rows, tuple(shape), width, 0, dtype)
 
     def call(self, op: str, *arguments: Argument) -> None:
+        """Add a call.
+
+        Raises:
+            NotImplementedError: a pointer is of another type or layout than the op reads.
+        """
         count = ctypes.c_int()
         index = native.library().optkit_program_op(op.encode(), ctypes.addressof(count))
         if index < 0 or count.value != len(arguments):
             raise ValueError(f"{op} with {len(arguments)} arguments is not an op of programs")
+        for kind, argument in zip(ARGUMENTS[op], arguments, strict=True):
+            check_argument(op, kind, argument)
         for argument in arguments:
             if isinstance(argument, View) and isinstance(argument.memory, Buffer):
                 buffer = argument.memory
@@ -124,6 +166,31 @@ class Builder:
     def build(self) -> Program:
         kept = [b for b in self.buffers if b.output is None]
         return Program(self, [place([b for b in kept if b.rows == rows]) for rows in (TOKENS, LOGITS)])
+
+
+def check_argument(op: str, kind: str, argument: Argument) -> None:
+    """Compare an argument with its letter in ``ARGUMENTS``.
+
+    Raises:
+        NotImplementedError: native code would read it as something else.
+    """
+    match argument:
+        case View():
+            fits = argument.dtype in POINTERS[kind] and (
+                kind in STRIDED or argument.row_stride == argument.width
+            )
+        case Tensor():
+            fits = (
+                argument.dtype in POINTERS[kind]
+                and argument.is_contiguous()
+                and argument.device.type == "cpu"
+            )
+        case Size() | bool() | int() | float():
+            fits = kind == "-"
+        case _:
+            fits = argument is None and kind != "-"
+    if not fits:
+        raise NotImplementedError(f"{op} can't read {argument!r:.80}")
 
 
 def place(buffers: Sequence[Buffer]) -> int:
@@ -168,6 +235,7 @@ class Program:
     def __init__(self, builder: Builder, bytes_per_row: Sequence[int]) -> None:
         self.bytes_per_row, self.arena = tuple(bytes_per_row), Arena()
         self.num_inputs, self.num_calls = builder.num_inputs, len(builder.calls)
+        self.checked = [(i, *known) for i, known in enumerate(builder.expected) if known is not None]
         self.outputs = [(view.rows, view.shape, view.dtype) for view in builder.outputs]
         self.constants: list[Tensor] = []  # whose addresses the calls hold
         calls, arguments = bytearray(), bytearray()
@@ -175,6 +243,7 @@ class Program:
             calls += CALL.pack(op, len(arguments) // ARGUMENT.size)
             for value in values:
                 arguments += ARGUMENT.pack(*self._encode(value))
+        self._weight_bytes = sum(tensor.nbytes for tensor in self.constants)
         self._calls = ctypes.create_string_buffer(bytes(calls), len(calls))
         self._arguments = ctypes.create_string_buffer(bytes(arguments), len(arguments))
         self._sizes = (ctypes.c_int64 * 5)()
@@ -215,16 +284,29 @@ class Program:
 
         Raises:
             IndexError: a token id or a row to select does not exist.
+            ValueError: an input has another shape or type than the program was made for.
+            StepCancelled: from the check of the step (``optkit.cancellation``).
         """
         sizes = (len(input_ids), len(logits_index), len(seq_lens), block_tables.shape[1], k_cache.shape[1])
         self._sizes[:] = list(sizes)
+        self._check(inputs, sizes)
         tensors = [t if t.is_contiguous() else t.contiguous() for t in inputs]  # KV pools always are
         tensors += [torch.empty((sizes[rows], *shape), dtype=dtype) for rows, shape, dtype in self.outputs]
         self._inputs[:] = [t.data_ptr() for t in tensors]
         self._place_arenas(sizes)
+        is_long = sizes[TOKENS] * self._weight_bytes >= LONG_STEP
+        part = CALLS_A_PART if is_long else max(self.num_calls, 1)
+        for first in range(0, self.num_calls, part):
+            if first:
+                check_cancelled()
+            self._run(first, min(part, self.num_calls - first))
+        return tuple(tensors[self.num_inputs :])
+
+    def _run(self, first: int, count: int) -> None:
+        """Run ``count`` calls from the call ``first`` on."""
         failed = native.library().optkit_run_program(
-            ctypes.addressof(self._calls),
-            self.num_calls,
+            ctypes.addressof(self._calls) + first * CALL.size,
+            count,
             ctypes.addressof(self._arguments),
             ctypes.addressof(self._sizes),
             ctypes.addressof(self._inputs),
@@ -232,8 +314,15 @@ class Program:
             native.threads(),
         )
         if failed:
-            raise IndexError(f"an index is out of range in call {failed - 1} of the program")
-        return tuple(tensors[self.num_inputs :])
+            raise IndexError(f"an index is out of range in call {first + failed - 1} of the program")
+
+    def _check(self, inputs: Sequence[Tensor], sizes: Sequence[int]) -> None:
+        """Compare what torch computed with what the calls were made for: they take its address."""
+        for index, rows, shape, dtype in self.checked:
+            given = inputs[index]
+            if given.shape != (sizes[rows], *shape) or given.dtype is not dtype:
+                found, wanted = list(given.shape), [sizes[rows], *shape]
+                raise ValueError(f"input {index} of a program is {given.dtype} {found}, not {dtype} {wanted}")
 
     def _place_arenas(self, sizes: Sequence[int]) -> None:
         """One after another in the shared memory: the buffers of tokens, then those of rows of logits."""

@@ -48,6 +48,9 @@ def linear_wna16(
         x = F.pad(x, (0, k - x.shape[1]))
     if x.stride(1) != 1 or x.dtype != torch.float32:
         x = x.to(torch.float32).contiguous()
+    native.require(x.shape[1] == k, f"activations of {x.shape[1]} channels, the weight was packed for {k}")
+    native.require_vector(g_idx, k, torch.int32, "g_idx")
+    int4.check_packed(weight, weight_scale, k, levels(weight_zero), bias)
     out = torch.empty((rows, n))
     native.library().optkit_linear_w4a16(
         x.data_ptr(),
@@ -135,7 +138,8 @@ def sortable(weights: dict[int, Tensor]) -> bool:
         return True
     size = int(g_idx.bincount().amax())
     even = torch.equal(g_idx.sort().values, torch.arange(len(g_idx), dtype=torch.int32) // size)
-    return even and size % int4.PAIR == 0 and len(g_idx) % int4.PAIR == 0
+    groups = -(-len(g_idx) // size) == weights[SCALE].shape[1]  # each is used
+    return even and groups and size % int4.PAIR == 0 and len(g_idx) % int4.PAIR == 0
 
 
 def whole_pairs(options: Mapping[str, Any]) -> bool:

@@ -1,8 +1,9 @@
 """Starting a GPU engine: how much memory is left for KV, which graphs to capture, and warming up.
 
-Order matters. Weights are there. A *profile run* of the largest step says what else the runtime allocates at most; the
-KV pool gets what remains of ``gpu_memory_utilization``. Then decode graphs of a few sizes are timed, bucket sizes are
-chosen from that, and all graphs are captured, largest first. After that nothing compiles and nothing is captured.
+Order matters. Weights are there, those of a draft model and its KV pool, too. A *profile run* of the largest step gives
+what else the runtime allocates at most; the KV pool gets what remains of ``gpu_memory_utilization``. Then decode graphs
+of a few sizes are timed, bucket sizes are chosen from that, and all graphs are captured, largest first. After that
+nothing compiles and nothing is captured.
 """
 
 from __future__ import annotations
@@ -34,9 +35,15 @@ def quiet(text: str) -> None:
 
 
 def kv_cache_bytes(
-    model: Executable, limits: SchedulerConfig, device: Device, gpu_memory_utilization: float
+    model: Executable,
+    limits: SchedulerConfig,
+    device: Device,
+    gpu_memory_utilization: float,
+    draft_step: int = 0,
 ) -> int:
     """Bytes for the KV pool: of the device's memory the given share, less weights, the largest step and graphs.
+
+    ``draft_step``: bytes that the largest step of a draft model allocates. Its weights and its pool are taken already.
 
     Raises:
         UserError: not even two blocks are left.
@@ -45,7 +52,7 @@ def kv_cache_bytes(
     trial = GraphRunner(model, 1, limits.block_size, device, largest_step(limits))
     step = device.peak_bytes(trial.run_largest)
     graphs = GRAPH_BYTES * most_graphs(limits.max_num_batched_tokens)
-    left = int(total * gpu_memory_utilization) - (total - free) - 2 * step - graphs
+    left = int(total * gpu_memory_utilization) - (total - free) - 2 * step - graphs - draft_step
     need = 2 * block_bytes(model.kv_specs, limits.block_size)
     if left < need:
         raise UserError(

@@ -1,0 +1,36 @@
+"""Cancellation of a model step between its parts.
+
+A step of many tokens can take seconds. Code that computes a step in parts (a program in groups of calls, a graph in
+groups of ops) calls ``check_cancelled`` between them. The caller of the step sets the check with ``cancellable``; the
+check ends the step by raising ``StepCancelled``. Without a check, ``check_cancelled`` does nothing.
+A step that runs as a captured CUDA graph has no parts and cannot be cancelled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+_check: ContextVar[Callable[[], None] | None] = ContextVar("check", default=None)
+
+
+class StepCancelled(BaseException):
+    """The step ended before its results. Not an ``Exception``: a handler of failed batches must not catch it."""
+
+
+@contextmanager
+def cancellable(check: Callable[[], None]) -> Iterator[None]:
+    """Call ``check`` between the parts of what the body computes."""
+    token = _check.set(check)
+    try:
+        yield
+    finally:
+        _check.reset(token)
+
+
+def check_cancelled() -> None:
+    """Call the check of the step that runs, if it has one."""
+    check = _check.get()
+    if check is not None:
+        check()

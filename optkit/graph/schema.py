@@ -1,0 +1,89 @@
+"""The schema of graph.json: types and bounds of everything but the arguments of nodes, which ``serialize`` decodes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from optkit.graph.ir import KV_DTYPES
+from optkit.untrusted_json import Name, Schema, Size
+
+MAX_LAYERS, MAX_HEADS, MAX_HEAD_DIM = 1024, 65536, 65536
+MAX_VOCABULARY, MAX_LENGTH = 1 << 21, 1 << 24
+
+Heads = Annotated[int, Field(ge=1, le=MAX_HEADS)]
+HeadDim = Annotated[int, Field(ge=1, le=MAX_HEAD_DIM)]
+Rows = Annotated[int, Field(ge=0, le=1 << 48)]
+PartEntry = Annotated[tuple[Name, Rows], Field(strict=False)]
+Parts = Annotated[list[PartEntry], Field(min_length=1)]
+
+
+class KVEntry(Schema):
+    """A ``KVSpec``."""
+
+    layer: Annotated[int, Field(ge=0, lt=MAX_LAYERS)]
+    num_kv_heads: Heads
+    head_dim: HeadDim
+    v_head_dim: HeadDim
+    dtype: Literal[tuple(KV_DTYPES)] = "float32"  # type: ignore[valid-type]
+
+
+class MetaEntry(Schema):
+    """A ``GraphMeta``."""
+
+    model_type: Name
+    vocab_size: Annotated[int, Field(ge=1, le=MAX_VOCABULARY)]
+    max_model_len: Annotated[int, Field(ge=1, le=MAX_LENGTH)]
+    kv_specs: Annotated[list[KVEntry], Field(max_length=MAX_LAYERS)]
+    input_embedding: Name
+    output_embedding: Name
+
+
+class CompilePlan(Schema):
+    """Layers to compile (``optkit.graph.region_lowering``)."""
+
+    regions: list[list[Name]]
+    buckets: list[Annotated[tuple[int, int], Field(strict=False)]] | None = None
+    max_buckets: int | None = None
+    dynamic_tail: bool = False
+
+
+class PlanEntry(Schema):
+    """``Graph.plan``."""
+
+    compile: CompilePlan | None = None
+    config: dict[str, Any] = Field(default_factory=dict)
+
+
+class WeightEntry(Schema):
+    """A weight: a constant, or rows of checkpoint tensors."""
+
+    dtype: Name
+    shape: Annotated[list[Size], Field(max_length=16)]
+    parts: Parts | None = Field(default=None, alias="from")
+    constant: Literal[True] | None = None
+    transposed: bool = False
+
+
+class NodeEntry(Schema):
+    """A call."""
+
+    name: Name
+    op: Name
+    args: list[Any]
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    kernel: Name | None = None
+
+
+class GraphFile(Schema):
+    """graph.json."""
+
+    format: str
+    version: int
+    meta: MetaEntry
+    plan: PlanEntry
+    inputs: list[Name]
+    output: Any
+    weights: dict[Name, WeightEntry]
+    nodes: list[NodeEntry]

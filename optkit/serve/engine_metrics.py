@@ -1,0 +1,135 @@
+"""The engine's own numbers in ``/metrics``, read when somebody scrapes: queues, KV cache, steps, guesses.
+
+Names are vLLM's where vLLM has the number. After a restart of the engine the counters begin again at zero, which
+Prometheus expects.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from optkit.runtime.step_sizes import STEP_EDGES
+from optkit.runtime.types import EngineStats
+
+LABELS = ("model_name", "engine")
+
+
+class EngineGauges(Collector):
+    """The engine's own numbers, read when somebody scrapes."""
+
+    def __init__(self, stats: Callable[[], EngineStats], labels: Sequence[str]) -> None:
+        self._stats, self._labels = stats, labels
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats()
+        used = stats.kv_blocks_used / stats.kv_blocks_total if stats.kv_blocks_total else 0.0
+        yield self._gauge("num_requests_running", "Sequences in the running batch.", stats.num_running)
+        yield self._gauge("num_requests_waiting", "Sequences waiting to run.", stats.num_waiting)
+        yield self._gauge("kv_cache_usage_perc", "KV blocks in use, 0 to 1.", used)
+        accepted = sum(stats.spec_decode_accepted_per_pos)
+        for name, text, value in (
+            ("vllm:num_preemptions", "Preempted sequences.", stats.num_preemptions),
+            ("vllm:prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_cache_queries),
+            ("vllm:prefix_cache_hits", "Prompt tokens found.", stats.prefix_cache_hits),
+            ("vllm:spec_decode_num_drafts", "Drafts checked.", stats.spec_decode_drafts),
+            ("vllm:spec_decode_num_draft_tokens", "Guessed tokens.", stats.spec_decode_draft_tokens),
+            ("vllm:spec_decode_num_accepted_tokens", "Guesses that were right.", accepted),
+            ("optkit:kv_offload_saved_blocks", "KV blocks saved to the store.", stats.offload_saves),
+            ("optkit:kv_offload_loaded_blocks", "KV blocks loaded from it.", stats.offload_loads),
+            ("optkit:graph_captures", "CUDA graphs captured; none once warm.", stats.graph_captures),
+            ("optkit:graph_replays", "Steps run as a captured graph.", stats.graph_replays),
+            ("optkit:eager_steps", "Steps that fit no captured graph.", stats.eager_steps),
+            (
+                "optkit:kernel_compilations",
+                "GPU kernels compiled; none once warm.",
+                stats.kernel_compilations,
+            ),
+        ):
+            counter = CounterMetricFamily(name, text, labels=LABELS)
+            counter.add_metric(self._labels, value)
+            yield counter
+        yield self._accepted_per_pos(stats)
+        yield self._waiting_by_reason(stats)
+        yield self._step_sizes(stats)
+
+    def _accepted_per_pos(self, stats: EngineStats) -> Metric:
+        name, labels = "vllm:spec_decode_num_accepted_tokens_per_pos", (*LABELS, "position")
+        family = CounterMetricFamily(name, "Right guesses at each place of a draft.", labels=labels)
+        for place, count in enumerate(stats.spec_decode_accepted_per_pos):
+            family.add_metric((*self._labels, str(place)), count)
+        return family
+
+    def _waiting_by_reason(self, stats: EngineStats) -> Metric:
+        name, labels = "vllm:num_requests_waiting_by_reason", (*LABELS, "reason")
+        text = "Waiting for a place, KV or tokens of a step (capacity), or not to be computed yet (deferred)."
+        family = GaugeMetricFamily(name, text, labels=labels)
+        family.add_metric((*self._labels, "capacity"), stats.num_waiting - stats.num_deferred)
+        family.add_metric((*self._labels, "deferred"), stats.num_deferred)
+        return family
+
+    def _step_sizes(self, stats: EngineStats) -> Metric:
+        name, text = "vllm:iteration_tokens_total", "Tokens computed in a step."
+        family = HistogramMetricFamily(name, text, labels=LABELS)
+        counts = stats.step_sizes or (0,) * (len(STEP_EDGES) + 1)
+        edges = [*(str(float(edge)) for edge in STEP_EDGES), "+Inf"]
+        buckets = list(zip(edges, itertools.accumulate(counts), strict=True))
+        family.add_metric(self._labels, buckets, stats.step_tokens)
+        return family
+
+    def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(f"vllm:{name}", text, labels=LABELS)
+        family.add_metric(self._labels, value)
+        return family
+
+    def describe(self) -> Iterable[Metric]:
+        return []
+
+
+class CacheConfig(Collector):
+    """``vllm:cache_config_info``: the layout of the KV cache as labels of a constant 1, under vLLM's names.
+
+    ``num_gpu_blocks`` are the blocks of the pool wherever it lies, as vLLM's CPU backend has it, and ``num_cpu_blocks``
+    those of the offload store. While an engine is being replaced, the layout is that of the one before.
+    """
+
+    def __init__(self, info: Callable[[], Mapping[str, Any]]) -> None:
+        self._info, self._last = info, dict[str, Any]()
+
+    def collect(self) -> Iterator[Metric]:
+        self._last = dict(self._info()) or self._last
+        if self._last:
+            labels = {"engine": "0", **cache_labels(self._last)}
+            family = GaugeMetricFamily(
+                "vllm:cache_config_info", "The layout of the KV cache.", labels=list(labels)
+            )
+            family.add_metric(list(labels.values()), 1)
+            yield family
+
+    def describe(self) -> Iterable[Metric]:
+        return []
+
+
+def cache_labels(info: Mapping[str, Any]) -> dict[str, str]:
+    """The labels of vLLM that ``info`` of the engine has a value for; what does not apply is "None", as there."""
+    plan = info.get("memory_plan", {})
+    found = {
+        "block_size": info.get("block_size"),
+        "num_gpu_blocks": info.get("num_blocks"),
+        "num_cpu_blocks": info.get("num_offload_slots"),
+        "cache_dtype": plan.get("dtype"),
+        "enable_prefix_caching": info.get("enable_prefix_caching"),
+        "gpu_memory_utilization": info.get("gpu_memory_utilization"),
+        "kv_cache_memory_bytes": plan.get("num_bytes"),
+        "kv_cache_size_tokens": plan.get("num_tokens"),
+    }
+    return {name: str(value) for name, value in found.items()}

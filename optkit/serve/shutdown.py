@@ -1,0 +1,104 @@
+"""The end of the HTTP side: requests in flight get some seconds to finish, then they are cut.
+
+uvicorn ends what takes too long by cancelling its tasks: the log gets an ERROR and a stack trace for each of them, and
+a client without a byte yet gets 500. Here a cut is the expiry of each request's own time limit, so every request ends
+as after ``--request-timeout``, with the error ``server_shutdown``, and the log gets one line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import uvicorn
+
+from optkit.serve.api_error import ApiError
+
+log = logging.getLogger("optkit.serve")
+
+LAST_WORDS_SECONDS = 1.0  # for errors on their way to clients that may not read
+
+
+def shutting_down() -> ApiError:
+    """The answer to requests that come too late or are cut."""
+    return ApiError("the server is shutting down", code="server_shutdown", status=503, retry_after=5)
+
+
+class RequestsInFlight:
+    """The time limits of the requests that are being answered. Use it from one event loop.
+
+    Attributes:
+        is_cut: the server has ended those that were left, and none may begin.
+    """
+
+    def __init__(self) -> None:
+        self._limits: set[asyncio.Timeout] = set()
+        self.is_cut = False
+
+    @asynccontextmanager
+    async def limit(self, deadline: float | None) -> AsyncIterator[None]:
+        """Run the body until ``deadline`` (time of the event loop; None is no limit) or ``cut``: TimeoutError."""
+        async with asyncio.timeout_at(0.0 if self.is_cut else deadline) as limit:
+            self._limits.add(limit)
+            try:
+                yield
+            finally:
+                self._limits.discard(limit)
+
+    def cut(self) -> int:
+        """End all requests in flight; gives how many there were."""
+        self.is_cut = True
+        for limit in self._limits:
+            if not limit.expired():
+                limit.reschedule(0.0)  # in the past
+        return len(self._limits)
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn without its signal handlers and with its own way to end requests that take too long.
+
+    Args:
+        requests: those in flight.
+        drain_seconds: time that they may take to finish once the server ends.
+    """
+
+    def __init__(self, config: uvicorn.Config, requests: RequestsInFlight, drain_seconds: float) -> None:
+        super().__init__(config)
+        self.requests, self.drain_seconds = requests, drain_seconds
+        self._cut = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
+        yield
+
+    def cut(self) -> None:
+        """End what is in flight now, and the server without further waiting."""
+        self._cut.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop listening, wait for requests in flight, cut those that take longer than ``drain_seconds``."""
+        cutting = asyncio.create_task(self._cut_late())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            cutting.cancel()
+
+    async def _cut_late(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._cut.wait(), self.drain_seconds)
+        count = self.requests.cut()
+        if count:
+            log.warning("shutting down: %d requests in flight were cut", count)
+        await self._last_words()
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()  # type: ignore[union-attr]
+        self.force_exit = self._cut.is_set()  # what follows the requests (exporting spans) is left out
+
+    async def _last_words(self) -> None:
+        """Wait until the errors are on their way, or for ``LAST_WORDS_SECONDS``."""
+        if self.server_state.tasks:
+            await asyncio.wait(self.server_state.tasks, timeout=LAST_WORDS_SECONDS)

@@ -1,0 +1,88 @@
+"""Reads the JSON files of an artifact: data from somebody else, checked once against a schema.
+
+The schemas are pydantic models, strict and bounded. What passes has the types that the code relies on, so nothing
+behind it has to expect another one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from optkit.errors import UserError
+from optkit.safetensors_header import parse_json
+
+MAX_DEPTH = 64
+MAX_SIZE = 1 << 48
+
+Size = Annotated[int, Field(ge=0, le=MAX_SIZE)]
+Name = Annotated[str, Field(max_length=1024, pattern=r"^[^\x00-\x1f\x7f]*$")]
+
+
+class Schema(BaseModel):
+    """A JSON object with exactly these keys, each of exactly its type."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+
+Checked = TypeVar("Checked", bound=Schema)
+
+
+def read_bounded(file: Path, limit: int) -> bytes:
+    """The content of a plain file of at most ``limit`` bytes.
+
+    Raises:
+        UserError: it is missing, unreadable, a directory, or larger.
+    """
+    try:
+        with file.open("rb") as stream:
+            data = stream.read(limit + 1)
+    except OSError as error:
+        raise UserError(f"it can't be read: {error.strerror}", where=str(file)) from error
+    if len(data) > limit:
+        raise UserError(f"it is larger than {limit} bytes", where=str(file))
+    return data
+
+
+def parse_bounded(data: bytes, where: str) -> dict[str, Any]:
+    """A JSON object without duplicate keys, lone surrogates, or nesting beyond ``MAX_DEPTH``.
+
+    Raises:
+        UserError: it is something else.
+    """
+    value = parse_json(data, where)
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH):
+        level = [item for node in level for item in children(node)]
+        if any(isinstance(item, str) and not is_text(item) for item in level):
+            raise UserError("it holds half a character (a lone surrogate)", where=where)
+        level = [item for item in level if isinstance(item, (dict, list))]
+        if not level:
+            return value
+    raise UserError(f"it is nested more than {MAX_DEPTH} deep", where=where)
+
+
+def children(node: Any) -> list[Any]:
+    """The items of a list; the keys and values of an object."""
+    return [*node, *node.values()] if isinstance(node, dict) else node
+
+
+def is_text(value: str) -> bool:
+    """Whether ``value`` can be written as UTF-8."""
+    return value.isascii() or not any("\ud800" <= char <= "\udfff" for char in value)
+
+
+def check(schema: type[Checked], data: Any, where: str, subject: str = "it is damaged") -> Checked:
+    """``data`` as an instance of ``schema``.
+
+    Raises:
+        UserError: the first thing that does not fit, with its path.
+    """
+    try:
+        return schema.model_validate(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        path = ".".join(str(key) for key in first["loc"])
+        raise UserError(f"{subject} ({path[:200]}: {first['msg'][:200]})", where=where) from error

@@ -1,0 +1,280 @@
+"""The table of operands against the references, and every operand of a wrong dtype, shape or origin refused by name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from optkit.graph.ir import BATCH_INPUTS, Graph, GraphMeta, KVSpec, Weight
+from optkit.graph.operand_check import check_call, check_origins
+from optkit.graph.operands import BATCH_NAMES, OPERANDS, Choice, Number, Source, TensorOperand
+from optkit.graph.ops import DIALECT
+from optkit.graph.shapes import Point, meta_inputs
+from optkit.graph.verify import VerifyError, verify
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8)
+SPEC = KVSpec(0, 2, 8, 8)
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+U8, I8, I32, F8 = torch.uint8, torch.int8, torch.int32, torch.float8_e4m3fn
+BATCH = meta_inputs(Graph(fx.Graph(), {}, GraphMeta("", 8, 8, (SPEC,), "", "")), Point(5, 2, 33), 4)
+IDS, POSITIONS, INDEX = BATCH["input_ids"], BATCH["positions"], BATCH["logits_index"]
+SEQUENCES = (BATCH["query_start"], BATCH["seq_lens"], BATCH["block_tables"])
+QKV = (meta(5, 4, 8), meta(5, 2, 8), meta(5, 2, 8))
+POOLS = (BATCH["k_cache_0"], BATCH["v_cache_0"])
+ANGLES = (meta(5, 8), meta(5, 8))
+X, VECTOR, ROWS, GATES = meta(5, 64), meta(64), meta(5, 64), meta(5, 32)
+Q8, SCALE = meta(5, 64, dtype=U8), meta(5, 2)
+W8 = (meta(16, 64, dtype=I8), meta(16, 2), meta(16))
+CODES = meta(16, 8, dtype=I32)
+# A call of each op that is as it should be.
+CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "embedding": ((meta(9, 64), IDS), {}),
+    "linear": ((X, meta(16, 64), meta(16)), {}),
+    "rms_norm": ((X, VECTOR, 1e-5), {"offset": 1.0}),
+    "add_rms_norm": ((X, ROWS, VECTOR, 1e-5), {}),
+    "layer_norm": ((X, VECTOR, VECTOR, 1e-5), {}),
+    "rope_table": ((POSITIONS, meta(4)), {"scale": 1.0}),
+    "rope": ((meta(5, 4, 8), *ANGLES), {}),
+    "silu_mul": ((GATES, GATES), {}),
+    "gelu_mul": ((GATES, GATES), {"approximate": "tanh"}),
+    "silu_mul_packed": ((X,), {}),
+    "gelu_mul_packed": ((X,), {"approximate": "none"}),
+    "select_rows": ((X, INDEX), {}),
+    "by_tokens": ((X, ROWS, POSITIONS, 4), {}),
+    "grouped_mm": ((X, meta(3, 64, 16), meta(3, dtype=I32)), {}),
+    "quantize_per_token": ((X,), {"group_size": 32}),
+    "quantize_fp8_per_token": ((X,), {}),
+    "rms_norm_quantize": ((X, VECTOR, 1e-5), {"fmt": "fp8"}),
+    "add_rms_norm_quantize": ((X, ROWS, VECTOR, 1e-5), {"fmt": "int8"}),
+    "silu_mul_quantize": ((X,), {"fmt": "int8"}),
+    "gelu_mul_quantize": ((X,), {"approximate": "tanh"}),
+    "linear_w8a8": ((Q8, SCALE, *W8), {}),
+    "linear_w4a8": ((Q8, SCALE, CODES, meta(16, 2), meta(16, 2), meta(16)), {}),
+    "linear_w8a16": ((X, *W8), {}),
+    "linear_wna16": (
+        (X, CODES, meta(16, 2), meta(16, 2, dtype=U8), meta(64, dtype=I32), meta(16)),
+        {"bits": 4, "group_size": 32},
+    ),
+    "linear_fp8": (
+        (X, meta(16, 64, dtype=F8), meta(16, 2), meta(1), meta(16)),
+        {"activations": "tensor"},
+    ),
+    "linear_fp8_rowwise": (
+        (meta(5, 64, dtype=F8), meta(5, 1), meta(16, 64, dtype=F8), meta(16, 1), meta(16)),
+        {},
+    ),
+    "attention": ((*QKV, *POOLS, BATCH["slot_mapping"], *SEQUENCES), {"scale": 0.5, "window": 4}),
+    "rope_kv_write": ((*QKV, *ANGLES, *POOLS, BATCH["slot_mapping"]), {}),
+    "paged_attention": ((*QKV, *POOLS, *SEQUENCES), {"scale": 0.5, "softcap": 30.0}),
+}
+# Sizes that an operand alone decides: another one is another valid call, or breaks a relation of ``shape_rules``.
+FREE = {
+    ("embedding", "weight"),
+    ("embedding", "ids"),
+    ("rope_table", "positions"),
+    ("rope_table", "inv_freq"),
+    ("select_rows", "x"),
+    ("select_rows", "index"),
+    ("by_tokens", "positions"),
+}
+
+
+def tensors(op: str) -> list[tuple[int, TensorOperand]]:
+    return [(i, operand) for i, operand in enumerate(OPERANDS[op]) if isinstance(operand, TensorOperand)]
+
+
+def each_tensor() -> Iterator[tuple[str, int, TensorOperand]]:
+    for op in OPERANDS:
+        yield from ((op, i, operand) for i, operand in tensors(op))
+
+
+def named(case: Any) -> str:
+    return case.name if isinstance(case, TensorOperand) else str(case)
+
+
+EACH = list(each_tensor())
+
+
+def refused(op: str, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> None:
+    from optkit.graph.shape_rules import RULES
+
+    with pytest.raises(ValueError, match=rf"{name}\b") as caught:
+        check_call(op, args, kwargs, half=False)
+        RULES[DIALECT[op]](*args, **kwargs)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_op_has_a_row_with_the_parameters_of_its_reference() -> None:
+    assert set(OPERANDS) == set(DIALECT) == set(CALLS)
+    for op, row in OPERANDS.items():
+        assert [operand.name for operand in row] == list(inspect.signature(DIALECT[op]).parameters), op
+
+
+@pytest.mark.parametrize("op", OPERANDS)
+def test_a_call_as_it_should_be_passes(op: str) -> None:
+    args, kwargs = CALLS[op]
+    check_call(op, args, kwargs, half=False)
+    DIALECT[op](*args, **kwargs)
+
+
+@pytest.mark.parametrize(("op", "position", "operand"), EACH, ids=named)
+def test_every_operand_of_a_wrong_dtype_is_refused(op: str, position: int, operand: TensorOperand) -> None:
+    args, kwargs = CALLS[op]
+    wrong = [dtype for dtype in DTYPES if not operand.kind.accepts(dtype, half=False)]
+    assert wrong
+    for dtype in wrong:
+        changed = (*args[:position], args[position].to(dtype), *args[position + 1 :])
+        refused(op, changed, kwargs, operand.name)
+
+
+@pytest.mark.parametrize(("op", "position", "operand"), EACH, ids=named)
+def test_every_operand_of_a_wrong_shape_is_refused(op: str, position: int, operand: TensorOperand) -> None:
+    args, kwargs = CALLS[op]
+    tensor = args[position]
+    empty = tensor.new_empty((0, *tensor.shape[1:]))
+    wrong = (
+        [empty]
+        if "..." in operand.shape
+        else [empty, tensor.new_empty((2, 3, *tensor.shape)), tensor.new_empty(())]
+    )
+    for other in wrong:
+        refused(op, (*args[:position], other, *args[position + 1 :]), kwargs, operand.name)
+
+
+@pytest.mark.parametrize(("op", "position", "operand"), EACH, ids=named)
+def test_every_size_that_must_agree_with_another_operand_does(
+    op: str, position: int, operand: TensorOperand
+) -> None:
+    if len(tensors(op)) == 1:
+        return
+    args, kwargs = CALLS[op]
+    sizes = args[position].shape
+    failed = 0
+    for dim in range(len(sizes)):
+        other = args[position].new_empty((*sizes[:dim], sizes[dim] + 1, *sizes[dim + 1 :]))
+        try:
+            check_call(op, (*args[:position], other, *args[position + 1 :]), kwargs, half=False)
+        except ValueError:
+            failed += 1
+    assert bool(failed) != ((op, operand.name) in FREE)
+
+
+@pytest.mark.parametrize("op", OPERANDS)
+def test_numbers_and_choices_out_of_range_are_refused(op: str) -> None:
+    args, kwargs = CALLS[op]
+    for position, operand in enumerate(OPERANDS[op]):
+        if isinstance(operand, TensorOperand):
+            continue
+        wrong: list[Any] = ["no such", None, [], True, args[0]]
+        wrong += [float("nan"), float("inf"), 10**400, 1e300] if isinstance(operand, Number) else [4.0, -1]
+        for value in wrong:
+            if position < len(args):
+                refused(op, (*args[:position], value, *args[position + 1 :]), kwargs, operand.name)
+            else:
+                refused(op, args, {**kwargs, operand.name: value}, operand.name)
+
+
+@pytest.mark.parametrize("op", OPERANDS)
+def test_tensors_by_keyword_missing_ones_and_unknown_ones_are_refused(op: str) -> None:
+    args, kwargs = CALLS[op]
+    last, operand = tensors(op)[-1]
+    refused(op, args[:last], {**kwargs, operand.name: args[last]}, operand.name)
+    refused(op, args, {**kwargs, "evil": 1}, "evil")
+    first = OPERANDS[op][0].name
+    refused(op, (), {}, first)
+    refused(op, (None, *args[1:]), kwargs, first)
+
+
+# -- origins ---------------------------------------------------------------------------------------------
+
+
+def call(op: str, replaced: int | None = None, by: str = "") -> fx.Node:
+    """A node of ``op`` whose arguments come from where they should, but for one: a ``by`` of the table below."""
+    graph = fx.Graph()
+    args: list[Any] = list(CALLS[op][0])
+    made = {
+        "weight": lambda: graph.get_attr("weights.w"),
+        "value": lambda: graph.call_function(torch.ops.aten.clone.default, (graph.placeholder("input_ids"),)),
+        "batch": lambda: graph.placeholder("seq_lens"),
+        "named": lambda: graph.get_attr("k_cache_0"),
+    }
+    for i, operand in tensors(op):
+        match operand.source:
+            case Source.VALUE:
+                args[i] = made["value"]()
+            case Source.WEIGHT | Source.ANY:
+                args[i] = made["weight"]()
+            case Source.BATCH:
+                args[i] = graph.placeholder(BATCH_NAMES.get((op, operand.name), operand.name))
+            case Source.POOL:
+                args[i] = graph.placeholder(f"{operand.name}_0")
+    if replaced is not None:
+        args[replaced] = made[by]()
+    return graph.call_function(DIALECT[op], tuple(args), CALLS[op][1])
+
+
+WRONG_SOURCES = {
+    Source.VALUE: ("weight",),
+    Source.WEIGHT: ("value", "batch"),
+    Source.ANY: (),
+    Source.BATCH: ("value", "weight", "named"),
+    Source.POOL: ("value", "weight", "batch", "named"),
+}
+SOURCED = [(op, i, operand, by) for op, i, operand in EACH for by in WRONG_SOURCES[operand.source]]
+
+
+@pytest.mark.parametrize("op", OPERANDS)
+def test_arguments_from_where_they_should_come_pass(op: str) -> None:
+    check_origins(call(op))
+
+
+@pytest.mark.parametrize(("op", "position", "operand", "by"), SOURCED, ids=named)
+def test_every_operand_from_elsewhere_is_refused(
+    op: str, position: int, operand: TensorOperand, by: str
+) -> None:
+    with pytest.raises(ValueError, match=f"operand {operand.name} is"):
+        check_origins(call(op, position, by))
+
+
+def test_what_only_lowering_sets_is_refused_in_a_stored_graph() -> None:
+    for op, row in OPERANDS.items():
+        if any(isinstance(operand, Choice) and not operand.stored for operand in row):
+            node = call(op)
+            node.kwargs = {**node.kwargs, "dtype": "float32"}
+            with pytest.raises(ValueError, match="lowering"):
+                check_origins(node)
+
+
+# -- in a whole graph ------------------------------------------------------------------------------------
+
+
+def graph_of(op: str) -> Graph:
+    """A graph with one call of ``op``, unfit for anything but the verifier's first look."""
+    node = call(op)
+    node.graph.output(node)
+    weights = {str(n.target): Weight(torch.zeros(1), None) for n in node.graph.nodes if n.op == "get_attr"}
+    return Graph(node.graph, weights, GraphMeta("llama", 8, 8, (SPEC,), "w", "head"))
+
+
+def test_the_verifier_names_node_and_operand() -> None:
+    graph = graph_of("attention")
+    with pytest.raises(
+        VerifyError, match=r"^attention: operand q is int64 \[5\], it must be float32 \[T, H, D\]"
+    ):
+        verify(graph)
+
+
+def test_batch_names_are_inputs() -> None:
+    for op, i, operand in EACH:
+        if operand.source is Source.BATCH:
+            assert BATCH_NAMES.get((op, operand.name), operand.name) in BATCH_INPUTS, (op, i)
