@@ -24,7 +24,7 @@ def norm(columns, weight=0, shift=0):
 """
 PAST_THE_END = START + "norm({columns})"
 # The weight has 70 values and the last vector is read through a mask.
-PAST_THE_WEIGHT = START + "norm(70, torch.ones({weight}).data_ptr())"
+PAST_THE_WEIGHT = START + "weight = torch.ones({weight}); norm(70, weight.data_ptr())"
 UNALIGNED = START + "norm(69, shift=2)"
 # Two tokens go to one slot: their writers race. Many and wide, so that threads share the writing.
 ONE_SLOT = """
