@@ -8,8 +8,8 @@ of threads as its last argument; pass ``threads()``.
 ``OPTKIT_CPU_ISA`` = ``avx512_vnni``, ``avx2`` or ``portable`` overrides the instruction set, which is otherwise the
 best that the CPU has. Nothing is ever compiled here: without the file optkit runs on the other kernels.
 
-``OPTKIT_NATIVE_LIBRARY`` = a path loads that file in the place of ``_native.so``: a build with sanitizers, say. The file is
-code of the user's choice, as with ``LD_PRELOAD``; nothing in an artifact or a request can set it.
+``OPTKIT_NATIVE_LIBRARY`` = a path loads that file in the place of ``_native.so``: a build with sanitizers, say. The
+file is code of the user's choice, as with ``LD_PRELOAD``; nothing in an artifact or a request can set it.
 """
 
 from __future__ import annotations
