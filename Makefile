@@ -21,7 +21,7 @@ OVER     = awk -F== 'NR == FNR {its[$$1]} NR == FNR || !($$1 in its)' $(1) const
 SOURCES := $(shell find optkit passes kernels/ops recipes -name '*.py' -o -name '*.cpp' -o -name '*.yaml')
 RESULTS := bench/results
 
-.PHONY: help demo test test-oldest lint format bench peers soak chaos clients wheel clean artifact-verified FORCE
+.PHONY: help demo test test-oldest lint format bench peers soak chaos sanitize clients wheel clean artifact-verified FORCE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -34,7 +34,8 @@ help:
 	@echo "make bench    the demo's comparison with enough requests to quote (ARGS='--input-len 1024')"
 	@echo "make peers    compare with llama.cpp, OpenVINO and vLLM, installed into .peers (4 GB; ARGS=--quick)"
 	@echo "make soak     the long tests (about an hour; ends after three)"
-	@echo "make chaos    kill, flood and leave a live server at full size (ends after two hours; loopback only)"
+	@echo "make chaos    a live server killed, flooded and left; 20,000 hostile artifacts (ends after three hours)"
+	@echo "make sanitize native code under GCC's address, undefined-behaviour and thread sanitizers (an hour)"
 	@echo "make clients  langchain-openai, litellm and guidellm, unmodified, against a live server"
 	@echo "make wheel    build the wheel into dist/, install it into fresh environments and try the commands there"
 	@echo "make clean    remove .venv, the artifact and caches of this directory"
@@ -134,7 +135,19 @@ soak: $(VENV)/.test $(VENV)/.model
 	$(call WITHIN,3h) $(BIN)/python -m pytest -m soak $(ARGS)
 
 chaos: $(VENV)/.test
-	$(call WITHIN,2h) $(BIN)/python -m pytest -m chaos $(ARGS)
+	$(call WITHIN,3h) $(BIN)/python -m pytest -m chaos $(ARGS)
+
+# Address: every test that runs native code, on the best instruction set and on AVX2 (tests/kernels takes all by itself).
+NATIVE_TESTS := tests/graph/test_programs.py tests/graph/test_forms.py tests/fuzz \
+    $(addprefix tests/passes/test_,int8.py w4a8.py kv_int8.py calibrated.py flash_attention.py) \
+    $(addprefix tests/runtime/test_,batch_invariance.py prefix_cache.py speculative.py runner.py load_hostile.py)
+KERNEL_TESTS := tests/kernels --ignore=tests/kernels/triton
+SANITIZED = $(BIN)/python -m tests.sanitized $(1) -m pytest --capture=sys -m 'not soak and not chaos and not real_model'
+
+sanitize: $(VENV)/.test
+	$(call SANITIZED,address) $(KERNEL_TESTS) $(NATIVE_TESTS) $(ARGS)
+	OPTKIT_CPU_ISA=avx2 $(call SANITIZED,address) $(NATIVE_TESTS) $(ARGS)
+	$(call SANITIZED,thread) $(KERNEL_TESTS) tests/runtime/test_batch_invariance.py $(ARGS)
 
 # A wheel without the library would install and be slow, so the first test refuses it.
 wheel: $(VENV)/.test

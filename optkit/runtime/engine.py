@@ -51,6 +51,10 @@ FORGIVENESS = 0.99  # a block that was not saved makes the next one likelier: on
 MODEL_FAILED = Failure("the model failed on this request")
 
 
+class RequestFailed(RuntimeError):
+    """A request of ``Engine.generate`` ended in an error."""
+
+
 class Engine:
     """Serves requests on one runner, one ``step`` at a time.
 
@@ -194,7 +198,7 @@ class Engine:
     ) -> list[list[int]]:
         """Output tokens of each prompt; for tests and measurement in this process, without other requests.
 
-        Raises RuntimeError when a request fails, EngineRefusal when one can never be served.
+        Raises RequestFailed when a request fails, EngineRefusal when one can never be served.
         """
         params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
         texts: dict[str, list[int]] = {}
@@ -207,6 +211,6 @@ class Engine:
         while self.has_work:
             for output in self.step():
                 if output.finish_reason is FinishReason.ERROR:
-                    raise RuntimeError(output.error)
+                    raise RequestFailed(output.error)
                 texts[output.request_id] += output.token_ids
         return list(texts.values())

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from optkit.errors import UserError
 from optkit.graph.ir import KVSpec
 
 __all__ = [
@@ -47,8 +48,18 @@ class MemoryPlan:
 def allocate(
     specs: Sequence[KVSpec], num_blocks: int, block_size: int, device: torch.device | str = "cpu"
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Zeroed pools, one K and one V per spec. (On Linux the pages cost memory when first written.)"""
-    pools = [spec.pools(num_blocks, block_size, device) for spec in specs]
+    """Zeroed pools, one K and one V per spec. (On Linux the pages cost memory when first written.)
+
+    Raises:
+        UserError: there is not so much memory, or no tensor is so large.
+    """
+    try:
+        pools = [spec.pools(num_blocks, block_size, device) for spec in specs]
+    except (OSError, ValueError, OverflowError, MemoryError, RuntimeError) as error:  # of mmap, torch
+        size = num_blocks * block_bytes(specs, block_size)
+        raise UserError(
+            f"{size:,} bytes of KV cache can't be had", where="kv_cache_bytes", fix="lower --kv-cache-bytes"
+        ) from error
     return [k for k, _ in pools], [v for _, v in pools]
 
 

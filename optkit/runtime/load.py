@@ -22,13 +22,13 @@ from optkit.graph.lower import Executable
 from optkit.recipe import Recipe
 from optkit.runtime.cost_model import CostModel
 from optkit.runtime.draft_model import DraftModel
-from optkit.runtime.engine import Engine
+from optkit.runtime.engine import Engine, RequestFailed
 from optkit.runtime.kv_cache import block_bytes, blocks_for_bytes
 from optkit.runtime.offload import SlotStore, open_store
 from optkit.runtime.proposer import Lengths, NgramProposer, Speculator
 from optkit.runtime.runner import ModelRunner
 from optkit.runtime.scheduler import SchedulerConfig
-from optkit.runtime.types import SamplingParams
+from optkit.runtime.types import EngineRefusal, SamplingParams
 from optkit.target import present_target
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def load_engine(artifact_dir: str, options: Mapping[str, Any]) -> Engine:
     The API process verified the artifact's hashes just before; they are not computed twice.
 
     Raises:
-        UserError: the artifact can't be loaded, or the options ask for what cannot be.
+        UserError: the artifact can't be loaded or fails on a first request, or the options ask for what cannot be.
     """
     os.environ.setdefault("ONEDNN_CACHE_CONTEXT_UNSAFE", "1")  # weights never move: skip primitive rebuilds
     given = {k: v for k, v in options.items() if v is not None}
@@ -73,7 +73,7 @@ def load_engine(artifact_dir: str, options: Mapping[str, Any]) -> Engine:
     engine = make_engine(model, config, gpu, store, guesses, cost, present_target(artifact.recipe.target))
     if gpu is not None and options.get("kv_cache_bytes") is None:
         engine.memory_share = memory_share(artifact.recipe, given)
-    warm_up(engine)
+    warm_up(engine, artifact_dir)
     trim_heap()
     return engine
 
@@ -262,9 +262,17 @@ def trim_heap() -> None:
         libc.malloc_trim(0)
 
 
-def warm_up(engine: Engine) -> None:
-    """Run a prefill and a few decodes, so that lazily initialized libraries are ready before the first request."""
+def warm_up(engine: Engine, artifact_dir: str) -> None:
+    """Run a prefill and a few decodes, so that lazily initialized libraries are ready before the first request.
+
+    Raises:
+        UserError: the model fails on it, so it would on others.
+    """
     length = min(WARM_UP_TOKENS[0], engine.config.max_model_len - 4)
-    engine.generate([[1] * max(length, 1)], SamplingParams(max_tokens=3, temperature=0.0))
+    try:
+        engine.generate([[1] * max(length, 1)], SamplingParams(max_tokens=3, temperature=0.0))
+    except (RequestFailed, EngineRefusal) as error:
+        fix = "optkit verify checks the files; make the artifact again; do not serve this one"
+        raise UserError(f"a first request failed ({error})", where=artifact_dir, fix=fix) from error
     engine.reset_prefix_cache()
-    engine.scheduler.reset_counters()
+    engine.scheduler.kv.reset_counters()

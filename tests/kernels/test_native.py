@@ -15,6 +15,7 @@ from optkit.kernels.cpu import native
 from optkit.kernels.cpu.openmp import openmp_runtimes
 from optkit.runtime.load import warn_without_native_kernels
 
+BUILT = native.library_file()
 needs_native = pytest.mark.skipif(not native.available(), reason=str(native.missing_reason()))
 
 
@@ -23,6 +24,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     """An empty folder in which the library is looked for."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "FILE", tmp_path / native.FILE.name)
+        patch.delenv(native.LIBRARY_VARIABLE, raising=False)
         forget()
         yield tmp_path
     forget()
@@ -32,6 +34,22 @@ def forget() -> None:
     """Have the library looked for again."""
     native.library.cache_clear()
     native.missing_reason.cache_clear()
+
+
+@needs_native
+def test_library_is_the_file_that_the_variable_names(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = folder / "chosen.so"
+    shutil.copy(BUILT, chosen)
+    monkeypatch.setenv("OPTKIT_NATIVE_LIBRARY", str(chosen))
+    assert native.available()
+    assert str(chosen) in Path("/proc/self/maps").read_text()
+
+
+def test_library_names_the_file_of_the_variable_where_it_is_missing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPTKIT_NATIVE_LIBRARY", str(folder / "chosen.so"))
+    assert "chosen.so was not built" in str(native.missing_reason())
 
 
 def test_library_is_not_that_of_an_older_build(folder: Path) -> None:

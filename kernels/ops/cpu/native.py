@@ -7,6 +7,9 @@ of threads as its last argument; pass ``threads()``.
 
 ``OPTKIT_CPU_ISA`` = ``avx512_vnni``, ``avx2`` or ``portable`` overrides the instruction set, which is otherwise the
 best that the CPU has. Nothing is ever compiled here: without the file optkit runs on the other kernels.
+
+``OPTKIT_NATIVE_LIBRARY`` = a path loads that file in the place of ``_native.so``: a build with sanitizers, say. The
+file is code of the user's choice, as with ``LD_PRELOAD``; nothing in an artifact or a request can set it.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
     from optkit.target import Target
 
 ISAS = ("portable", "avx2", "avx512_vnni")  # in the order of dispatch.h
-ISA_VARIABLE = "OPTKIT_CPU_ISA"
+ISA_VARIABLE, LIBRARY_VARIABLE = "OPTKIT_CPU_ISA", "OPTKIT_NATIVE_LIBRARY"
 FILE = Path(__file__).with_name("_native.so")  # files of other names are left over from older builds
 REINSTALL = "install optkit again with a C++ compiler (g++ or clang++) on PATH"
 
@@ -91,10 +94,11 @@ def library() -> ctypes.CDLL:
         OSError: it was not built, or does not load.
         UserError: ``OPTKIT_CPU_ISA`` names no instruction set of this CPU.
     """
-    loaded = _load()
+    file = library_file()
+    loaded = _load(file)
     for name, (result, arguments) in PROTOTYPES.items():
         if not hasattr(loaded, name):
-            raise OSError(f"{FILE.name} is older than its sources ({name} is not in it); {REINSTALL}")
+            raise OSError(f"{file.name} is older than its sources ({name} is not in it); {REINSTALL}")
         function = getattr(loaded, name)
         function.restype, function.argtypes = result, arguments
     wanted = os.environ.get(ISA_VARIABLE)
@@ -103,14 +107,19 @@ def library() -> ctypes.CDLL:
     return loaded
 
 
-def _load() -> ctypes.CDLL:
-    if not FILE.is_file():
-        raise OSError(f"{FILE.name} was not built; {REINSTALL}")
+def library_file() -> Path:
+    """The file to load: the one that ``OPTKIT_NATIVE_LIBRARY`` names, else what setup.py built."""
+    return Path(os.environ.get(LIBRARY_VARIABLE) or FILE)
+
+
+def _load(file: Path) -> ctypes.CDLL:
+    if not file.is_file():
+        raise OSError(f"{file.name} was not built; {REINSTALL}")
     try:
-        return ctypes.CDLL(str(FILE))
+        return ctypes.CDLL(str(file))
     except OSError as error:
         fix = "install the package libgomp1 (libgomp)" if "libgomp" in str(error) else REINSTALL
-        raise OSError(f"{FILE.name} does not load ({error}); {fix}") from error
+        raise OSError(f"{file.name} does not load ({error}); {fix}") from error
 
 
 def isa() -> str:

@@ -5,6 +5,10 @@
 #include <cstdlib>
 #include <new>
 
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
+
 namespace optkit {
 
 class GrowingMemory {
@@ -25,11 +29,23 @@ public:
             memory_ = std::aligned_alloc(LINE, size_);
             if (!memory_) throw std::bad_alloc();
         }
+        show_sanitizer(bytes);
         return static_cast<T*>(memory_);
     }
 
 private:
     static constexpr int64_t LINE = 64;
+
+    // What lies past the `bytes` that were asked for is no memory for AddressSanitizer.
+    void show_sanitizer(int64_t bytes) {
+#if defined(__SANITIZE_ADDRESS__)
+        ASAN_UNPOISON_MEMORY_REGION(memory_, bytes);
+        ASAN_POISON_MEMORY_REGION(static_cast<char*>(memory_) + bytes, size_ - bytes);
+#else
+        static_cast<void>(bytes);
+#endif
+    }
+
     void* memory_ = nullptr;
     int64_t size_ = 0;
 };

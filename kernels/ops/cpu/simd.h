@@ -25,9 +25,15 @@ struct Avx512 {
     static constexpr int tile_rows = 6, tile_vecs = 4;  // of a register tile: 24 of 32 registers accumulate
 
     OP Vec load(const float* p) { return _mm512_loadu_ps(p); }
-    OP Vec load_some(const float* p, int n) { return _mm512_maskz_loadu_ps(mask(n), p); }
+    OP Vec load_some(const float* p, int n) {
+        touch(p, n * sizeof(float));
+        return _mm512_maskz_loadu_ps(mask(n), p);
+    }
     OP void store(float* p, Vec a) { _mm512_storeu_ps(p, a); }
-    OP void store_some(float* p, Vec a, int n) { _mm512_mask_storeu_ps(p, mask(n), a); }
+    OP void store_some(float* p, Vec a, int n) {
+        touch(p, n * sizeof(float));
+        _mm512_mask_storeu_ps(p, mask(n), a);
+    }
     OP Vec all(float x) { return _mm512_set1_ps(x); }
     OP Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
     OP Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }

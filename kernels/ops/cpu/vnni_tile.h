@@ -75,10 +75,13 @@ OPTKIT_AVX512 OPTKIT_INLINE void store(const Sums<R>& sum, const Linear& p, int6
     const __mmask16 m0 = columns >= 16 ? 0xffff : (1u << columns) - 1;
     const __mmask16 m1 = columns >= 32 ? 0xffff : columns <= 16 ? 0 : (1u << (columns - 16)) - 1;
     float* out = p.out + row * p.n + first;
+    const int64_t bytes = (columns < 32 ? columns : 32) * sizeof(float);
+    if (p.bias) touch(p.bias + first, bytes);
     const __m512 b0 = p.bias ? _mm512_maskz_loadu_ps(m0, p.bias + first) : _mm512_setzero_ps();
     const __m512 b1 = p.bias ? _mm512_maskz_loadu_ps(m1, p.bias + first + 16) : _mm512_setzero_ps();
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {  // sums are never -0, so that adding no bias changes nothing
+        touch(out + r * p.n, bytes);
         _mm512_mask_storeu_ps(out + r * p.n, m0, _mm512_add_ps(sum.v[r][0], b0));
         _mm512_mask_storeu_ps(out + r * p.n + 16, m1, _mm512_add_ps(sum.v[r][1], b1));
     }
