@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
-from pydantic import ConfigDict, Field, field_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from optkit.untrusted_json import Schema, Size
 
@@ -103,6 +103,14 @@ class RecordEntry(Shown):
     restored: list[str] = Field(default_factory=list)
     decision: str = ""
     reason: str = ""
+
+    @model_validator(mode="after")
+    def is_whole(self) -> Self:
+        """A record with times has those of a prefill, and the bytes of the weights."""
+        prefills = [label for label in self.measured if label.startswith("prefill")]
+        if self.measured and not (prefills and self.weight_bytes):
+            raise ValueError("times need those of a prefill, and weight_bytes")
+        return self
 
 
 class ReportFile(Shown):
