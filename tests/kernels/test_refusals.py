@@ -156,7 +156,5 @@ def test_program_refuses_a_value_whose_rows_are_others_at_more_tokens() -> None:
     model = lower(graph, TARGET)
     (few, many) = random_ids([12, 40])
     assert model(dense_inputs([12], few, graph.meta.kv_specs)).shape == (12, 128)
-    with pytest.raises(
-        ValueError, match=r"of a program is torch\.float32 \[16, 64\], not torch\.float32 \[40, 64\]"
-    ):
+    with pytest.raises(ValueError, match=r"of a program is .* \[16, .*, not .* \[40, "):
         model(dense_inputs([40], many, graph.meta.kv_specs))
