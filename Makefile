@@ -21,7 +21,7 @@ OVER     = awk -F== 'NR == FNR {its[$$1]} NR == FNR || !($$1 in its)' $(1) const
 SOURCES := $(shell find optkit passes kernels/ops recipes -name '*.py' -o -name '*.cpp' -o -name '*.yaml')
 RESULTS := bench/results
 
-.PHONY: help demo test test-oldest lint format bench peers soak chaos clients clean artifact-verified FORCE
+.PHONY: help demo test test-oldest lint format bench peers soak chaos clients wheel clean artifact-verified FORCE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -36,6 +36,7 @@ help:
 	@echo "make soak     the long tests (about an hour; ends after three)"
 	@echo "make chaos    kill, flood and leave a live server at full size (ends after two hours; loopback only)"
 	@echo "make clients  langchain-openai, litellm and guidellm, unmodified, against a live server"
+	@echo "make wheel    build the wheel into dist/, install it into fresh environments and try the commands there"
 	@echo "make clean    remove .venv, the artifact and caches of this directory"
 	@echo
 	@echo "Start with 'make demo'. Afterwards: $(OPTKIT) --help"
@@ -135,6 +136,13 @@ soak: $(VENV)/.test $(VENV)/.model
 chaos: $(VENV)/.test
 	$(call WITHIN,2h) $(BIN)/python -m pytest -m chaos $(ARGS)
 
+# A wheel without the library would install and be slow, so the first test refuses it.
+wheel: $(VENV)/.test
+	rm -rf build dist
+	$(BIN)/python -m pip wheel --disable-pip-version-check -q --no-deps --no-build-isolation -w dist .
+	OPTKIT_WHEEL=$$(echo dist/optkit-*.whl) $(call WITHIN,3h) $(BIN)/python -m pytest tests/test_install.py $(ARGS)
+	@ls dist
+
 # The clients hold back what optkit pins too, so they have an environment of their own (6 GB).
 CLIENTS := .clients/bin/python -m pip --disable-pip-version-check --no-input -q install -c .clients/constraints.txt
 
@@ -170,4 +178,4 @@ format: $(VENV)/.lint
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .clients .oldest artifact .typecheck .mypy_cache .ruff_cache .pytest_cache .hypothesis build ./*.egg-info
+	rm -rf $(VENV) .clients .oldest artifact .typecheck .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist ./*.egg-info

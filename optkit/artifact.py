@@ -13,7 +13,6 @@ source, recipe and versions decide the same, and ``digest`` in the manifest is o
 
 from __future__ import annotations
 
-import fcntl
 import glob
 import hashlib
 import json
@@ -32,6 +31,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from optkit.errors import UserError
+from optkit.locks import locked
 from optkit.recipe import Recipe, parse_recipe
 from optkit.sums import sha256_file
 from optkit.untrusted_json import Name, Schema, Size, check, parse_bounded, read_bounded
@@ -287,24 +287,6 @@ def staging(out: Path, *, force: bool) -> Iterator[Path]:
 
 def staging_prefix(out: Path) -> str:
     return f".{out.name}.optkit-tmp-"
-
-
-@contextmanager
-def locked(directory: Path) -> Iterator[bool]:
-    """Hold a directory as long as the block runs, or the process lives; False where another process holds it.
-
-    Not the process id says who is alive: in a container the next run has the same one.
-    """
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            held = True
-        except OSError:
-            held = False
-        yield held
-    finally:
-        os.close(descriptor)
 
 
 def remove_abandoned(out: Path) -> None:

@@ -22,6 +22,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -33,6 +34,7 @@ from optkit.graph.compiled_region import Variant
 from optkit.graph.ir import Graph
 from optkit.graph.lower import CompiledCode
 from optkit.graph.region_lowering import PLAN, RegionSource, region_source
+from optkit.locks import Locks, hold, locked
 from optkit.paths import cache_dir
 from optkit.seal import is_sealed, seal
 from optkit.target import Target, cpu_model
@@ -42,6 +44,7 @@ log = logging.getLogger(__name__)
 
 RECORD = "code.json"
 KEEP = 16  # directories in the cache; the oldest beyond these are removed
+IN_USE: dict[Path, int] = {}  # directories that this process holds until it ends, and the descriptors that do
 MAX_FILE = 1 << 28
 
 
@@ -184,7 +187,7 @@ def find_code(
     reason = "there is none" if shipped is None else refusal(shipped, fit, trust)
     if shipped is not None and reason is None:
         return loaded(shipped, source)
-    rebuilt = CodeTier.read(cached(fit, graph.plan[PLAN]))
+    rebuilt = cached_code(fit, graph.plan[PLAN])
     if rebuilt is not None and refusal(rebuilt, fit) is None:
         return loaded(rebuilt, source)
     log.warning(
@@ -197,8 +200,26 @@ def cached_tier(graph: Graph, target: Target) -> CodeTier | None:
     """The code that was made for ``graph`` here, in the private cache."""
     if PLAN not in graph.plan:
         return None
-    tier = CodeTier.read(cached(fit_of(region_source(graph, target), target), graph.plan[PLAN]))
+    tier = cached_code(fit_of(region_source(graph, target), target), graph.plan[PLAN])
     return tier if tier and tier.is_ours else None
+
+
+def cached_code(fit: Fit, plan: object) -> CodeTier | None:
+    """The code for ``fit`` and a compile plan in the private cache, which no other process removes from here on."""
+    place = cached(fit, plan)
+    with Locks(place.parent).holding(place.name):
+        use(place)
+        return CodeTier.read(place)
+
+
+def use(place: Path) -> None:
+    """Hold a directory of the cache until this process ends, so that ``remove_oldest`` leaves it alone."""
+    with suppress(FileNotFoundError):
+        descriptor = hold(place, shared=True)
+        if place in IN_USE:
+            os.close(IN_USE.pop(place))
+        if descriptor is not None:
+            IN_USE[place] = descriptor
 
 
 def refusal(tier: CodeTier, fit: Fit, trust: bool = False) -> str | None:
@@ -253,8 +274,10 @@ def publish(directory: Path, record: CodeRecord, place: Path) -> CodeTier:
         for name, _ in tier.files():
             shutil.copyfile(directory / name, temporary / name)
         (temporary / RECORD).write_text(sealed.model_dump_json(indent=1) + "\n", "utf-8")
-        shutil.rmtree(place, ignore_errors=True)
-        temporary.rename(place)
+        with Locks(place.parent).holding(place.name):
+            shutil.rmtree(place, ignore_errors=True)
+            temporary.rename(place)
+            use(place)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     remove_oldest(place.parent)
@@ -271,4 +294,6 @@ def copy_to(tier: CodeTier, native: Path) -> None:
 def remove_oldest(root: Path) -> None:
     made = sorted((p for p in root.iterdir() if (p / RECORD).exists()), key=lambda p: p.stat().st_mtime)
     for old in made[:-KEEP]:
-        shutil.rmtree(old, ignore_errors=True)
+        with suppress(FileNotFoundError), locked(old) as unused:  # another run may remove it right now
+            if unused:
+                shutil.rmtree(old, ignore_errors=True)

@@ -31,7 +31,8 @@ class UserError(Exception):
         parts = [f"{self.where}: {self.what}" if self.where else self.what]
         if self.fix:
             parts.append(self.fix)
-        return ". ".join(part.rstrip(".") for part in parts) + "."
+        line = ". ".join(part.rstrip(".") for part in parts)
+        return line if line.endswith("?") else f"{line}."
 
 
 def printable(text: str) -> str:

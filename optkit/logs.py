@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 from datetime import UTC, datetime
 
 FORMAT_VARIABLE = "OPTKIT_LOG_FORMAT"  # how the engine process, a child, is told
@@ -42,6 +43,17 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             line["trace"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)
+
+
+def silence_progress_bars() -> None:
+    """Turn off the progress bars of other libraries where standard error is no terminal.
+
+    To be called before they are imported: huggingface_hub, transformers and tqdm read these variables then. A value
+    that the user set stays.
+    """
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # also those of transformers
+        os.environ.setdefault("TQDM_DISABLE", "1")  # and of what else uses tqdm
 
 
 def configure(form: str | None = None, source: str | None = None) -> None:

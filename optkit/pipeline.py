@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from optkit import artifact, site_rollback
+from optkit import artifact, passes, site_rollback  # type: ignore[attr-defined]
 from optkit.calibration import Calibration, calibration_windows
 from optkit.checkpoint import validate_checkpoint
 from optkit.code_tier import cached_tier, find_code
@@ -31,6 +31,7 @@ from optkit.graph.precision import compute_dtype
 from optkit.graph.region_lowering import PLAN
 from optkit.graph.serialize import graph_to_json
 from optkit.graph.verify import VerifyError, verify
+from optkit.kernels import PLAIN
 from optkit.kernels.reference import attention
 from optkit.measure import measure_pair, workload_points
 from optkit.model_source import ModelSource, resolve
@@ -41,7 +42,8 @@ from optkit.prebuild import prebuild, rebuild
 from optkit.quality import RuntimeLogits, compare_many, evaluation_windows
 from optkit.recipe import Accept, Recipe, ResolvedPass, load_recipe
 from optkit.records import PassRecord, RunRecord, worst
-from optkit.states import States, compiler_digest, state_key
+from optkit.sources import compiler_digest, plugin_digest
+from optkit.states import States, state_key
 from optkit.target import Target, present_target
 from optkit.version import VERSION
 
@@ -70,24 +72,25 @@ class Pipeline:
 
     def run(self) -> tuple[Graph, RunRecord]:
         """Capture, run every pass, judge the whole; resumes from finished steps."""
-        passes = self.recipe.resolve_passes()
-        self.states = States(self.source.directory)
+        with States(self.source.directory) as self.states:
+            return self.run_passes(self.recipe.resolve_passes())
+
+    def run_passes(self, resolved_passes: Sequence[ResolvedPass]) -> tuple[Graph, RunRecord]:
+        """``run``, while the states and workspaces that it uses are held."""
         self.steps: list[Any] = []
         self.rounded = False  # a kept pass changed values, so exactness can't be seen any more
         self.reference = graph = self.capture()
         records: list[PassRecord] = []
-        workspaces = []
-        for resolved in passes:
+        for resolved in resolved_passes:
             self.steps.append(step_of(resolved))
-            workspaces.append(self.workspace(resolved, records))
-            graph, record = self.resumed(partial(self.run_pass, graph, resolved, workspaces[-1]))
-            self.states.set_aside(workspaces[-1])
+            workspace = self.workspace(resolved, records)
+            graph, record = self.resumed(partial(self.run_pass, graph, resolved, workspace))
+            self.states.set_aside(workspace)
             records.append(PassRecord.from_dict(record))
             self.rounded |= records[-1].in_effect and not records[-1].exact
             self.tell(f"{resolved.entry.name}: {records[-1].decision}, {records[-1].reason}")
         result = self.judge(graph, records)
-        for workspace in workspaces:  # judging may run passes again, from what is in these
-            self.states.remove(workspace)
+        self.states.remove_workspaces()  # not sooner: judging may run passes again, from what is in these
         return result
 
     def workspace(self, resolved: ResolvedPass, before: list[PassRecord]) -> Path:
@@ -113,11 +116,12 @@ class Pipeline:
         as they do here (the last bits of torch's products depend on that).
         """
         key = state_key(self.determinants())
-        found = self.states.load(key)
-        if found is None:
-            made = work()
-            self.states.save(key, *made)
-            found = self.states.load(key) or made
+        with self.states.working_on(key, lambda: self.tell("waiting for another run, which does this step")):
+            found = self.states.load(key)
+            if found is None:
+                made = work()
+                self.states.save(key, *made)
+                found = self.states.load(key) or made
         return found
 
     def determinants(self) -> dict[str, Any]:
@@ -127,7 +131,7 @@ class Pipeline:
             "source": self.source.digest,
             "steps": self.steps,
             "settings": {k: data[k] for k in ("workload", "runtime", "accept")} if self.steps else None,
-            "target": [self.target.name, *self.target.isa],
+            "target": asdict(self.target),
             "versions": environment(),
             "compiler": compiler_digest(),
         }
@@ -288,7 +292,7 @@ class Pipeline:
         models = {form: candidate.at(size) for form, size in judged.items()} or {"": candidate}
         tokenizer = load_tokenizer(str(self.source.directory))
         windows = evaluation_windows(tokenizer, tokens, self.window_length())
-        reference = RuntimeLogits(lower(self.fast_reference(), self.target, dtype=self.dtype), block_size)
+        reference = RuntimeLogits(lower(self.plain_reference(), self.target, dtype=self.dtype), block_size)
         candidates = {form: RuntimeLogits(model, block_size) for form, model in models.items()}
         reports = compare_many(reference, candidates, windows)
         return {form: report.to_dict() for form, report in reports.items()}
@@ -297,12 +301,11 @@ class Pipeline:
         """Tokens of a window of text: 512, or the whole context of a model that has less."""
         return min(512, self.reference.meta.max_model_len)
 
-    def fast_reference(self) -> Graph:
-        """The source model's graph with PyTorch's attention: exact, none of our kernels, a third faster."""
+    def plain_reference(self) -> Graph:
+        """The source model's graph without an attention kernel of optkit: PyTorch's on a CPU, else the spec."""
         graph = self.reference.clone()
         for node in graph.calls(attention):
-            if not node.kwargs.get("softcap"):
-                node.meta["kernel"] = "sdpa"
+            node.meta["kernel"] = PLAIN if self.target.kind == "cpu" else "reference"
         return graph
 
     def judge(self, graph: Graph, records: list[PassRecord]) -> tuple[Graph, RunRecord]:
@@ -397,10 +400,22 @@ class Pipeline:
 
 
 def step_of(resolved: ResolvedPass) -> list[Any]:
-    """What decides the outcome of a step: the pass, its options and bounds, and the text it calibrates on."""
+    """What decides the outcome of a step: the pass, its options and bounds, the text it calibrates on, its code.
+
+    Code of optkit itself is in every key; here is that of a plug-in.
+    """
     calibration = getattr(resolved.config, "calibration", None)
     text = calibration.digest() if isinstance(calibration, Calibration) else None
-    return [resolved.entry.name, resolved.config.model_dump(), resolved.entry.accept.model_dump(), text]
+    entry = passes.entry_point(resolved.entry.name)
+    distribution = [entry.dist.name, entry.dist.version] if entry and entry.dist else None
+    plugin = [distribution, plugin_digest(resolved.pass_class)]
+    return [
+        resolved.entry.name,
+        resolved.config.model_dump(),
+        resolved.entry.accept.model_dump(),
+        text,
+        plugin,
+    ]
 
 
 def bounds_for(exact: Accept | None, own: Accept, recipe: Accept) -> Accept:

@@ -20,7 +20,7 @@ from optkit.formats.source import open_source
 from optkit.graph.ir import Graph
 from optkit.graph.serialize import graph_from_json, graph_to_json
 from optkit.paths import cache_dir
-from optkit.states import compiler_digest
+from optkit.sources import compiler_digest
 
 LIBRARIES = ("torch", "transformers")
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from optkit.errors import UserError
+from optkit.extras import need_extra
 from optkit.quality import Estimate, LogitsSource, mean_estimate, perplexity_of
 
 TOP = 5  # most likely tokens to ask for: what OpenAI's API allows
@@ -62,6 +63,7 @@ class Server:
     """
 
     def __init__(self, url: str) -> None:
+        need_extra("serve", "optkit eval of a URL")
         import httpx
 
         key = os.environ.get("OPENAI_API_KEY")

@@ -2,7 +2,7 @@
 
 A recipe is one YAML file. Its ``passes`` mapping is the pipeline, in the order written; ``workload`` is
 what the cost model predicts for and what is measured; ``accept`` bounds what a pass (or the whole) may
-cost in quality and must bring in speed. ``slo`` is the promise that ``optkit bench`` holds it to.
+cost in quality and must bring in speed. ``slo`` is the promise that ``optkit bench --slo recipe`` holds it to.
 
 Everything is a frozen pydantic model, strict (``"4"`` is not a number) and closed: an unknown key is an
 error that names the nearest known one, the file and the line. Reading a recipe imports neither torch nor

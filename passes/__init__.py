@@ -6,7 +6,7 @@ Passes from other packages come through the entry-point group ``optkit.passes``.
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING
 
 from optkit.errors import UserError, nearest
@@ -41,6 +41,13 @@ def names() -> list[str]:
     return [*PASSES, *(e.name for e in entry_points(group="optkit.passes") if e.name not in PASSES)]
 
 
+def entry_point(name: str) -> EntryPoint | None:
+    """Where an installed package offers pass ``name``; None for a built-in pass and for no pass at all."""
+    if name in PASSES:
+        return None
+    return next((entry for entry in entry_points(group="optkit.passes") if entry.name == name), None)
+
+
 def load(name: str) -> type[Pass]:
     """The class of pass ``name``.
 
@@ -50,7 +57,7 @@ def load(name: str) -> type[Pass]:
     if name in PASSES:
         module, _, attribute = PASSES[name].partition(":")
         return getattr(import_module(module), attribute)
-    for entry in entry_points(group="optkit.passes"):
-        if entry.name == name:
-            return entry.load()
+    entry = entry_point(name)
+    if entry is not None:
+        return entry.load()
     raise UserError(f"there is no pass '{name}'", fix=nearest(name, names()))

@@ -1,16 +1,19 @@
 """flash_attention: substitutes the attention kernel that is best for the target.
 
-Capture pins attention to the reference, which builds the whole score matrix. Flash attention (arXiv 2205.14135)
-computes the same softmax blockwise and never writes it: memory linear in length, arithmetic in cache. Exact: online
-softmax is a reordering of the sum, not an approximation.
+Capture pins attention to the plain kernel: PyTorch's on a CPU. The pass pins the best one there is, where that is
+another. On a GPU the plain pin means the one kernel that there is: the pass writes its name down and gains nothing.
+
+Flash attention (arXiv 2205.14135) computes softmax blockwise and never writes the score matrix: memory linear in
+length, arithmetic in cache. Exact: online softmax is a reordering of the sum, not an approximation.
 """
 
 from __future__ import annotations
 
 from torch import fx
 
+from optkit.graph.bind import kernel_of
 from optkit.graph.ir import Graph
-from optkit.kernels import Kernel, reference, select
+from optkit.kernels import PLAIN_KERNELS, Kernel, reference, select
 from optkit.passes.base import Pass, PassContext, PassResult, Plan, Site, Skip, Stage
 
 
@@ -21,7 +24,12 @@ class FlashAttention(Pass):
     def check(self, graph: Graph, ctx: PassContext) -> Plan:
         plan = Plan()
         for node in graph.calls(reference.attention):
-            if best_kernel(graph, node, ctx) is not None:
+            best = best_kernel(graph, node, ctx)
+            if best is not None and best.name == PLAIN_KERNELS.get(ctx.target.kind) == running(
+                graph, node, ctx
+            ):
+                plan.skips.append(Skip(node.name, f"it has the best kernel already ({best.name})"))
+            elif best is not None:
                 plan.sites.append(Site(node.name, (node,)))
             elif node.kwargs.get("softcap"):
                 plan.skips.append(
@@ -44,3 +52,9 @@ class FlashAttention(Pass):
 def best_kernel(graph: Graph, node: fx.Node, ctx: PassContext) -> Kernel | None:
     """The best kernel for the target that handles this site's window, soft-cap and KV pools."""
     return select("attention", ctx.target, options=graph.site_options(node))
+
+
+def running(graph: Graph, node: fx.Node, ctx: PassContext) -> str:
+    """The name of the kernel that the site has now."""
+    kernel = kernel_of(graph, node, ctx.target)
+    return kernel.name if kernel else "reference"

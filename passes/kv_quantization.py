@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import fx
 
 from optkit.graph.ir import Graph, KVSpec
-from optkit.kernels import reference, select
+from optkit.kernels import PLAIN, reference, select
 from optkit.passes.base import Config, Pass, PassContext, PassResult, Plan, Site, Skip, Stage
 
 
@@ -53,7 +53,7 @@ class KVQuantization(Pass):
         """Why attention can't read such pools here, or None. A kernel that a pass has pinned must be able to."""
         pinned = node.meta.get("kernel")
         options = {**graph.site_options(node), "kv_dtype": self.dtype}
-        wanted = None if pinned == "reference" else pinned
+        wanted = None if pinned in (PLAIN, "reference") else pinned
         try:
             kernel = select("attention", ctx.target, pinned=wanted, options=options)
         except LookupError:

@@ -53,7 +53,7 @@ def tiny_config(name: str, **overrides: Any) -> Any:
     """The configuration of a tiny ``name`` model."""
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(name, **{**COMMON, **SPECIFIC[name], **overrides})
+    return AutoConfig.for_model(name, **{**COMMON, **SPECIFIC.get(name, {}), **overrides})
 
 
 def tiny_model(name: str, attention: str = "eager", **overrides: Any) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import itertools
+import re
 import subprocess
 import sys
 import tomllib
@@ -150,3 +152,13 @@ def test_every_package_that_is_there_is_listed() -> None:
     roots = [ROOT / "optkit", ROOT / "passes", ROOT / "kernels" / "ops", ROOT / "recipes"]
     present = {init.parent for root in roots for init in root.rglob("__init__.py")}
     assert present == set(package_folders().values())
+
+
+def test_every_dependency_says_what_it_is_for() -> None:
+    """docs/decisions/0005-dependencies.md names each package of pyproject.toml."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    text = (ROOT / "docs" / "decisions" / "0005-dependencies.md").read_text().lower()
+    extras = itertools.chain.from_iterable(project["optional-dependencies"].values())
+    for requirement in [*project["dependencies"], *extras]:
+        name = re.split(r"[^\w.-]", requirement)[0].lower()
+        assert name == "optkit" or re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", text), name

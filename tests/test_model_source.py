@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import json
 import os
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -91,11 +92,13 @@ def test_a_missing_package_says_how_to_install_it(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("error", ["connect", "oserror"])
 def test_without_a_network_a_hub_id_is_a_user_error(error: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import httpx
     import huggingface_hub
+    from huggingface_hub import errors
+
+    library = import_module(errors.HTTPError.__module__.partition(".")[0])  # httpx or httpx2, by release
 
     def unreachable(*_args: object, **_options: object) -> str:
-        raise httpx.ConnectError("no route") if error == "connect" else OSError("offline")
+        raise library.ConnectError("no route") if error == "connect" else OSError("offline")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
     with pytest.raises(UserError, match="Hub cannot be reached"):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from optkit import data, measure, passes, pipeline
+from optkit import data, measure, passes, pipeline, sources
 from optkit import target as targets
 from optkit.artifact import Artifact
 from optkit.decision import Evidence
 from optkit.errors import UserError
 from optkit.graph.ir import Graph
-from optkit.graph.lower import lower
+from optkit.graph.lower import Executable, lower
 from optkit.graph.serialize import graph_to_json
 from optkit.kernels import reference
 from optkit.model_source import ModelSource
@@ -120,6 +123,34 @@ def test_a_whole_recipe(source: Path, tmp_path: Path) -> None:
     expected = transformers_logits(source, IDS)
     assert relative_error(lower_dense(artifact), expected) < 0.1
     assert artifact.recipe == recipe(TTFT_CPU)
+
+
+def test_speed_is_measured_against_pytorchs_attention(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model before any pass runs what a user has today, never the loop of the specification."""
+    monkeypatch.setenv("OPTKIT_CACHE", str(tmp_path / "cache"))
+    measured: list[tuple[str, str]] = []
+    measure_pair = pipeline.measure_pair
+
+    def measuring(before: Executable, after: Executable, *rest: Any) -> Any:
+        found = [
+            {kernel for name, kernel in model.kernels.items() if name.startswith("attention")}
+            for model in (before, after)
+        ]
+        measured.append(tuple("+".join(sorted(kinds)) for kinds in found))  # type: ignore[arg-type]
+        return measure_pair(before, after, *rest)
+
+    monkeypatch.setattr(pipeline, "measure_pair", measuring)
+    run(source, tmp_path / "out", "passes: {fuse_qkv: {}, flash_attention: {}}")
+    assert measured == [("sdpa", "sdpa"), ("sdpa", "native"), ("sdpa", "native")]
+    run(source, tmp_path / "baseline", "passes: {}")
+    attention = [
+        k
+        for name, k in Artifact.open(tmp_path / "baseline").executable().kernels.items()
+        if "attention" in name
+    ]
+    assert set(attention) == {"sdpa"}
 
 
 def test_an_int8_kv_cache_is_in_the_graph_and_nowhere_else(source: Path, tmp_path: Path) -> None:
@@ -305,6 +336,53 @@ def test_a_second_run_resumes(source: Path, tmp_path: Path, monkeypatch: pytest.
 
     run(source, tmp_path / "three", "passes: {fuse_qkv: {}, int8: {group_size: 32}}")
     assert work[3:] == ["int8"]
+
+
+PLUGIN = """
+from optkit.passes.base import Pass, PassResult, Plan, Site, Stage
+
+class Notes(Pass):
+    name = "notes"
+    stage = Stage.FUSE
+
+    def check(self, graph, ctx):
+        return Plan([Site("everything", ())])
+
+    def apply(self, graph, plan, ctx):
+        return PassResult(1, {"word": "WORD"})
+"""
+
+
+def install_plugin(directory: Path, word: str, version: str = "0.1") -> None:
+    """A distribution with one pass, as it lies in a folder of installed packages."""
+    for left in directory.glob("*"):
+        shutil.rmtree(left)
+    package, metadata = directory / "notes_plugin", directory / f"notes_plugin-{version}.dist-info"
+    package.mkdir(parents=True)
+    metadata.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "notes.py").write_text(PLUGIN.replace("WORD", word))
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: notes-plugin\nVersion: {version}\n")
+    (metadata / "entry_points.txt").write_text("[optkit.passes]\nnotes = notes_plugin.notes:Notes\n")
+
+
+def test_a_plugin_pass_runs_again_after_an_edit_of_its_code_or_a_new_version(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path / "installed")
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    work, found = counted(monkeypatch), []
+    steps = [("first", "0.1"), ("first", "0.1"), ("second", "0.1"), ("second", "0.2")]
+    for number, (word, version) in enumerate(steps):
+        install_plugin(tmp_path / "installed", word, version)
+        for name in ("notes_plugin.notes", "notes_plugin"):  # as in a new process
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        importlib.invalidate_caches()
+        sources.package_digest.cache_clear()
+        sources.locations.cache_clear()
+        record = run(source, tmp_path / str(number), "passes: {notes: {}}").passes[0]
+        found.append((record.stats["word"], work.count("notes")))
+    assert found == [("first", 1), ("first", 1), ("second", 2), ("second", 3)]
 
 
 def test_an_interrupted_run_goes_on_where_it_stopped(

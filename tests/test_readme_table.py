@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,42 @@ def saved(**changes: Any) -> dict[str, Any]:
 
 def test_the_committed_readme_is_up_to_date() -> None:
     assert script().main(["--check"]) == 0
+
+
+def test_measurements_in_the_text_of_the_readme_are_in_a_result() -> None:
+    """Between the two tables: divergences, agreements and numbers of tokens, as they are rounded there."""
+    text = (ROOT / "README.md").read_text("utf-8")
+    paragraph = text.partition("<!-- measured:end -->")[2].partition("Every pass's record")[0]
+    quoted = re.findall(r"\d[\d,]*(?:\.\d+)?(?= (?:nats|%|tokens))|(?<=: )0\.\d+", paragraph)
+    assert len(quoted) == 6
+    found = set()
+    for file in (ROOT / "bench" / "results").rglob("*.json"):
+        for value in numbers(json.loads(file.read_text("utf-8"))):
+            found |= {f"{value:.4f}", f"{100 * value:.1f}", f"{value:,}"}
+    assert set(quoted) <= found
+
+
+def numbers(data: Any) -> Iterator[float]:
+    """Every number in a JSON document that is no time stamp of a token."""
+    if isinstance(data, dict):
+        for key, value in data.items():
+            if key not in ("records", "chunks", "rounds", "turns"):
+                yield from numbers(value)
+    elif isinstance(data, list):
+        for value in data:
+            yield from numbers(value)
+    elif isinstance(data, int | float) and not isinstance(data, bool):
+        yield data
+
+
+def test_engines_that_the_readme_names_beside_its_table_were_measured_or_are_said_to_be_left_out() -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    before, _, table = text.partition("<!-- peers:begin -->")
+    intro = before.partition("### Beside other engines")[2]
+    header = next(line for line in table.splitlines() if line.startswith("|  |")).lower()
+    for engine, name in (("llama.cpp", "llama.cpp"), ("OpenVINO", "openvino"), ("vLLM", "vllm")):
+        assert engine in intro
+        assert (name in header) != (f"left {engine} out" in intro)
 
 
 def test_a_result_becomes_a_table(tmp_path: Path) -> None:

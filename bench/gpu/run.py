@@ -118,11 +118,19 @@ def stages(text: str) -> tuple[str, ...]:
 
 
 def target_of(device: torch.device) -> str:
-    """The data sheet for the GPU at hand."""
-    from optkit.target import DATASHEETS
+    """The data sheet for the GPU at hand; the interpreter takes that of an H200.
 
-    name = torch.cuda.get_device_name(device).lower() if device.type == "cuda" else "h200"
-    return next((t for t in DATASHEETS if t.removeprefix("cuda-") in name), "cuda-h100")
+    Raises:
+        SystemExit: there is none, so that its bounds would be another GPU's.
+    """
+    from optkit.target_cuda import SHEETS
+
+    if device.type != "cuda":
+        return "cuda-h200"
+    name = torch.cuda.get_device_name(device)
+    if name not in SHEETS:
+        raise SystemExit(f"there is no data sheet for {name}; name the nearest target with --target")
+    return SHEETS[name]
 
 
 def environment(settings: Settings) -> Row:

@@ -2,7 +2,8 @@
 
 ``reference.py`` is the spec. ``select(op, target)`` gives the first kernel in ``TABLE`` that supports the target,
 else None, which means the reference itself. A graph node can pin a kernel by name (the ``flash_attention``
-pass does); ``"reference"`` pins the spec.
+pass does); ``"reference"`` pins the spec. ``"plain"`` is the pin of captured attention: what a model has before any
+pass, PyTorch's own attention on a CPU. Speed-ups are measured against it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,10 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from optkit.target import Target
+
+
+PLAIN = "plain"
+PLAIN_KERNELS = {"cpu": "sdpa"}  # by kind of target; elsewhere the best that there is
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ def select(
 ) -> Kernel | None:
     """The kernel for ``op`` on ``target``, given the weights and options of a site where known.
 
-    None means the reference.
+    None means the reference, also for a plain pin where the plain kernel does not run the site.
 
     Raises:
         LookupError: ``pinned`` names no kernel of this op that runs on the target.
@@ -75,7 +80,10 @@ def select(
         candidates = [k for k in candidates if k.accepts is None or k.accepts(weights)]
     if options is not None:
         candidates = [k for k in candidates if k.handles is None or k.handles(options)]
-    if pinned is not None:
+    if pinned == PLAIN:
+        wanted = PLAIN_KERNELS.get(target.kind)
+        candidates = [kernel for kernel in candidates if wanted in (None, kernel.name)]
+    elif pinned is not None:
         candidates = [kernel for kernel in candidates if kernel.name == pinned]
         if not candidates:
             raise LookupError(f"no kernel '{pinned}' for {op} on {target.name}")

@@ -127,15 +127,18 @@ def baseline_sides(model: str, progress: Progress | None = None) -> list[Side]:
 
 def baseline_artifact(model: str) -> Path:
     """The artifact of recipe ``baseline`` for ``model``, built into the cache on first use."""
-    from optkit import __version__
+    from optkit.locks import Locks
     from optkit.model_source import resolve
     from optkit.paths import cache_dir
-    from optkit.pipeline import optimize
-    from optkit.states import compiler_digest, state_key
+    from optkit.pipeline import environment, optimize
+    from optkit.sources import compiler_digest
+    from optkit.states import state_key
 
     source = resolve(model)
-    key = state_key({"source": source.digest, "compiler": compiler_digest(), "version": __version__})
+    parts = {"source": source.digest, "compiler": compiler_digest(), "versions": environment()}
+    key = state_key(parts)
     path = cache_dir("baselines") / f"{source.name}-{key}"
-    if not path.is_dir():
-        optimize(model, "baseline", path)
+    with Locks(path.parent).holding(path.name):
+        if not path.is_dir():
+            optimize(model, "baseline", path)
     return path

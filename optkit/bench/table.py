@@ -32,7 +32,7 @@ def table(result: BenchResult) -> Table:
     grid = Table(box=None, pad_edge=False)
     grid.add_column("", no_wrap=True)
     for name in [first, *(text for side in others for text in (side, f"x {side}"))]:
-        grid.add_column(name, justify="right", overflow="fold")
+        grid.add_column(name, justify="right")
     for label, path in rows(result):
         cells = [_cell(result.statistic(first, path))]
         for side in others:

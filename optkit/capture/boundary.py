@@ -2,12 +2,14 @@
 
 transformers calls attention through a registry (``AttentionInterface``). optkit registers its own entry,
 so that q, k and v (after RoPE) meet one opaque op, ``optkit::attention``, and the rest of the model is
-captured as it is, without per-architecture code. Masks are optkit's business too: the mask function
-returns None, because the paged op derives the causal mask from positions.
+captured as it is, without per-architecture code. The paged op makes its own mask, causal and within a window. So
+the entry for masks gives a description (``masks.Mask``) in place of a tensor; a layer whose mask is another is refused.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,10 +17,14 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from optkit.capture.masks import Mask, requested_mask
 from optkit.errors import UnsupportedModel
 from optkit.kernels import reference
 
 NAME = "optkit"
+OUTSIDE_INTERFACE = (
+    "its attention doesn't go through transformers' attention interface, so the KV cache can't be wired"
+)
 KNOWN_KWARGS = {
     "position_ids",
     "use_cache",
@@ -48,35 +54,70 @@ def attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Mask | Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The function transformers calls; refuses what the paged op could not reproduce."""
-    extra = {k for k, v in kwargs.items() if v is not None and k not in KNOWN_KWARGS}
-    if attention_mask is not None or any(isinstance(kwargs[k], Tensor) for k in extra):
-        raise UnsupportedModel(
-            f"its attention takes {', '.join(sorted(extra)) or 'a mask'}, which optkit's attention op does not model"
-        )
-    if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
-        raise UnsupportedModel("its attention is not causal")
+    """The function transformers calls.
+
+    Raises:
+        UnsupportedModel: the layer's mask, or an argument, is not among what the paged op computes.
+    """
+    window = layer_window(attention_mask, sliding_window)
+    refuse_unknown(module, kwargs)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     out = dense_attention(
-        query,
-        key,
-        value,
-        float(scale),
-        int(sliding_window or 0),
-        float(softcap or 0.0),
-        int(module.layer_idx),
+        query, key, value, float(scale), window, float(softcap or 0.0), int(module.layer_idx)
     )
     return out, None
+
+
+def layer_window(mask: Any, sliding_window: int | None) -> int:
+    """The window of a layer's mask, 0 for none; eager attention follows the mask alone, and so does the graph."""
+    if mask is None:
+        raise UnsupportedModel("its attention takes no mask, so it is not causal")
+    if not isinstance(mask, Mask):
+        raise UnsupportedModel(
+            "its attention takes a mask of its own, which optkit's attention op does not model"
+        )
+    if mask.refusal:
+        raise UnsupportedModel(f"its attention mask {mask.refusal}")
+    if sliding_window is not None and sliding_window != mask.window:
+        raise UnsupportedModel(
+            f"its attention takes a window of {sliding_window} tokens, its mask one of {mask.window or 'any number'}"
+        )
+    return mask.window
+
+
+def refuse_unknown(module: Any, options: dict[str, Any]) -> None:
+    """Refuse an argument of attention that may change its result."""
+    extra = sorted(name for name, value in options.items() if value is not None and name not in KNOWN_KWARGS)
+    if extra:
+        raise UnsupportedModel(
+            f"its attention takes {', '.join(extra)}, which optkit's attention op does not model"
+        )
+    if options.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        raise UnsupportedModel("its attention is not causal")
+
+
+@contextmanager
+def interface_needed(where: str) -> Iterator[None]:
+    """Refuse a model whose class looks ``NAME`` up in a table of attention classes of its own.
+
+    A class that does not read the name at all has no ``optkit::attention`` in its graph, which ``flatten`` refuses.
+    """
+    try:
+        yield
+    except KeyError as error:
+        if error.args != (NAME,):
+            raise
+        raise UnsupportedModel(OUTSIDE_INTERFACE, where=where) from error
 
 
 def register() -> None:
     """Make ``attn_implementation="optkit"`` known to transformers (idempotent)."""
     AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
+    AttentionMaskInterface.register(NAME, requested_mask)

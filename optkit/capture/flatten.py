@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from optkit.capture.boundary import OUTSIDE_INTERFACE
 from optkit.errors import UnsupportedModel
 from optkit.graph.ir import BATCH_INPUTS, Graph, GraphMeta, KVSpec, Origin, Part, Weight
 from optkit.graph.ops import op_name
-from optkit.kernels import reference
+from optkit.kernels import PLAIN, reference
 
 aten = torch.ops.aten
 
@@ -118,10 +119,7 @@ class Flattener:
 
     def finish(self) -> Graph:
         if not self.kv_specs:
-            raise UnsupportedModel(
-                "its attention doesn't go through transformers' attention interface, so the KV cache can't be wired",
-                where=self.captured.config.model_type,
-            )
+            raise UnsupportedModel(OUTSIDE_INTERFACE, where=self.captured.config.model_type)
         config = self.captured.config
         meta = GraphMeta(
             model_type=config.model_type,
@@ -322,13 +320,18 @@ class Flattener:
             int(k.meta["val"].shape[3]),
             int(v.meta["val"].shape[3]),
         )
+        if any(spec.layer == layer for spec in self.kv_specs):
+            raise UnsupportedModel(
+                f"two attentions have the layer number {layer}, and KV is cached by layer",
+                where=self.captured.config.model_type,
+            )
         self.kv_specs.append(KVSpec(layer, kv, k_dim, v_dim))
         k_cache = self.new_input(f"k_cache_{layer}")
         v_cache = self.new_input(f"v_cache_{layer}")
         batch = [self.inputs[n] for n in ("slot_mapping", "query_start", "seq_lens", "block_tables")]
         options = {"scale": scale, "window": window, "softcap": softcap}
         out = self.graph.call_function(reference.attention, (*rows, k_cache, v_cache, *batch), options)
-        out.meta["kernel"] = "reference"
+        out.meta["kernel"] = PLAIN
         self.new[node] = out
         self.flat.add(node)
         self.note_shape(node, out)

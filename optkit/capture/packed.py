@@ -4,8 +4,9 @@ No library of the format is needed. transformers builds the model of the config 
 float tensors are loaded as ever, and a quantized weight is stood in for by one zero, expanded to its shape: export
 looks at shapes only. In the captured graph each such linear then becomes the op that runs the layer as it is stored.
 
-The proof is that of other captures, against the model: its weights become the dequantized ones, and its logits must be
-the graph's. That takes the float model's memory, so it is done up to ``MOST_CHECKED`` bytes.
+The check is that of other captures (``check``): the weights become the dequantized ones, and the model's logits must be
+the graph's. That takes the float model's memory, so above ``MOST_CHECKED`` bytes of it the quantized layers are checked
+with random weights of little memory in their place: the same check of the graph, on other numbers.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from torch import Tensor, fx
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from optkit.capture import boundary
+from optkit.capture.check import check_capture
 from optkit.errors import UnsupportedModel
 from optkit.formats.layer import Layer
 from optkit.formats.source import Source
 from optkit.graph.ir import Graph, Origin, Part, Weight
 from optkit.kernels import reference
 
-MOST_CHECKED = 4 << 30  # bytes of float weights up to which the capture is compared with the model
+MOST_CHECKED = 4 << 30  # bytes of float weights up to which the check uses the checkpoint's own
 ON_INTEGERS = (reference.linear_w8a8, reference.linear_w4a8)  # ops that take quantized activations
 
 
@@ -53,14 +55,15 @@ def load_model(source: Source) -> Any:
         raise UnsupportedModel(f"'{config.model_type}' is no causal language model", where=where) from error
     tensors = {name: source[name] for name in source if module_of(name) not in source.layers or is_bias(name)}
     tensors |= stand_ins(model_class, config, source)
-    model, report = model_class.from_pretrained(
-        None,
-        config=config,
-        state_dict=tensors,
-        attn_implementation=boundary.NAME,
-        dtype=torch.float32,
-        output_loading_info=True,
-    )
+    with boundary.interface_needed(where):
+        model, report = model_class.from_pretrained(
+            None,
+            config=config,
+            state_dict=tensors,
+            attn_implementation=boundary.NAME,
+            dtype=torch.float32,
+            output_loading_info=True,
+        )
     missing = sorted(report["missing_keys"])
     if missing:
         raise UnsupportedModel(f"the checkpoint has no tensor for {missing[0]}", where=where)
@@ -136,18 +139,22 @@ def quantized_input(graph: Graph, node: fx.Node, x: Any, layer: Layer) -> tuple[
 
 
 def check_architecture(graph: Graph, model: Any, source: Source) -> None:
-    """Compare the float graph with the model, both on the dequantized weights; not where those are too many."""
-    from optkit.capture.export import check_capture
-
-    if sum(4 * layer.shape[0] * layer.shape[1] for layer in source.layers.values()) > MOST_CHECKED:
-        return
-    for layer in source.layers.values():
+    """Compare the float graph with the model, both on the dequantized weights; on random ones where those are many."""
+    many = sum(4 * layer.shape[0] * layer.shape[1] for layer in source.layers.values()) > MOST_CHECKED
+    for seed, layer in enumerate(source.layers.values()):
         weight = graph.weights.get(f"{layer.name}.weight")
         if weight is not None and weight.origin is not None:
-            weight.value = value = layer.float_weight()
-            stored = value.T.contiguous() if weight.origin.transposed else value
+            weight.value = value = random_weight(layer.shape, seed) if many else layer.float_weight()
+            stored = value.T if weight.origin.transposed else value
             model.get_parameter(f"{layer.name}.weight").data = stored
     check_capture(graph, model)
+
+
+def random_weight(shape: tuple[int, int], seed: int) -> Tensor:
+    """A random matrix in the memory of one row and one column: entry (i, j) is number i + j of a sequence."""
+    rows, columns = shape
+    numbers = torch.randn(rows + columns - 1, generator=torch.Generator().manual_seed(seed))
+    return (numbers / columns**0.5).as_strided(shape, (1, 1))
 
 
 def module_of(name: str) -> str:

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from optkit.cli import console
+from optkit.cli.tables import print_table
 from optkit.errors import UserError, nearest
+from optkit.extras import need_extra
 
 if TYPE_CHECKING:
     from optkit.bench.metrics import Slo
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from optkit.bench.run import Progress, Side
 
 SLO_MISSED = 3
+RECIPE = "recipe"  # of --slo: the promise of the artifact's recipe
 
 
 def _bounds_help(option: str) -> str:
@@ -50,7 +53,11 @@ def bench(
     num_warmups: Annotated[int, typer.Option(help="Requests a side before the first round.", min=0)] = 2,
     goodput: Annotated[str | None, typer.Option(help=_bounds_help("--goodput"))] = None,
     slo: Annotated[
-        str | None, typer.Option(help=_bounds_help("--slo") + " Exit code 3 if the p95 misses one.")
+        str | None,
+        typer.Option(
+            help=_bounds_help("--slo")
+            + " Or: --slo recipe, the artifact's own. Exit code 3 if the p95 misses one."
+        ),
     ] = None,
     definitions: Annotated[
         str, typer.Option(help="Whose formulas: optkit, vllm, aiperf, guidellm or llmperf.")
@@ -76,6 +83,7 @@ def bench(
 
     Example: optkit bench artifact/ --baseline smollm2-135m --slo ttft:700
     """
+    need_extra("serve", "optkit bench")
     from optkit.bench.metrics import DEFINITIONS
     from optkit.bench.run import run_bench
     from optkit.bench.workload import WorkloadConfig
@@ -86,7 +94,7 @@ def bench(
         raise UserError(
             "--slo and --goodput both set the bounds", where="optkit bench", fix="give one of them"
         )
-    bounds = parse_bounds(slo or goodput or "")
+    bounds = recipe_bounds(artifact) if slo == RECIPE else parse_bounds(slo or goodput or "")
     if request_rate is None and max_concurrency is None:
         max_concurrency = 1
     config = WorkloadConfig(num_prompts, input_len, output_len, max_concurrency, request_rate, seed)
@@ -115,6 +123,24 @@ def parse_bounds(text: str) -> Slo:
             )
         values[name] = _milliseconds(number, text)
     return Slo(**values)
+
+
+def recipe_bounds(artifact: Path | None) -> Slo:
+    """The promise of an artifact's recipe (``slo``) as bounds.
+
+    Raises:
+        UserError: there is no artifact, or its recipe promises nothing.
+    """
+    from optkit.artifact import Artifact
+    from optkit.bench.metrics import Slo
+
+    if artifact is None:
+        raise UserError("a server has no recipe", where="--slo recipe", fix="write --slo ttft:700")
+    promised = Artifact.open(artifact).recipe.slo
+    bounds = Slo(ttft=promised.ttft_ms, tpot=promised.tpot_ms)
+    if not bounds.bounds():
+        raise UserError("its recipe promises nothing", where="--slo recipe", fix="write --slo ttft:700")
+    return bounds
 
 
 def _milliseconds(number: str, text: str) -> float:
@@ -163,12 +189,12 @@ def _print(result: BenchResult, as_json: bool) -> None:
     from optkit.bench.table import legend, table
 
     for line in result.problems()[:10]:
-        console.stderr.print(f"warning: {line}", markup=False)
+        console.warn(line)
     if as_json:
         console.print_json(result.to_dict())
     else:
-        console.stdout.print(table(result), soft_wrap=False)
+        print_table(table(result))
         for line in legend(result):
-            console.stdout.print(line, style="dim", markup=False)
+            console.stdout.print(line, style="dim")
     for line in result.slo_misses():
-        console.stderr.print(f"SLO missed: {line}", style="bold red", markup=False)
+        console.stderr.print(f"SLO missed: {line}", style="bold red")

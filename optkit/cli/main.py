@@ -16,9 +16,11 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from optkit import __version__
+from optkit import __version__, logs
 from optkit.cli import console, recipe
+from optkit.cli.help import PlainCommand, summary
 from optkit.errors import UserError
+from optkit.extras import missing_package
 
 COMMANDS = {
     "optimize": "optkit.cli.optimize:optimize",
@@ -38,6 +40,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -61,7 +64,8 @@ def _options(
 def _register() -> None:
     for name, place in COMMANDS.items():
         module, function = place.split(":")
-        app.command(name)(getattr(importlib.import_module(module), function))
+        command = getattr(importlib.import_module(module), function)
+        app.command(name, cls=PlainCommand, short_help=summary(command))(command)
     app.add_typer(recipe.app, name="recipe")
 
 
@@ -86,13 +90,23 @@ def run(arguments: Sequence[str]) -> int:
     except Exception as error:  # noqa: BLE001 - the last line of defence
         if debug:
             console.stderr.print_exception()
-        console.bug_panel(error)
-        return 1
+        return _failed(error)
     return 0
+
+
+def _failed(error: Exception) -> int:
+    """Report an exception that no command expected; gives the exit code."""
+    absent = missing_package(error) if isinstance(error, ModuleNotFoundError) else None
+    if absent:
+        console.error_panel(absent)
+        return 2
+    console.bug_panel(error)
+    return 1
 
 
 def main() -> NoReturn:
     """Entry point of the ``optkit`` script."""
+    logs.silence_progress_bars()
     sys.exit(run(sys.argv[1:]))
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from optkit.cli import console
+from optkit.cli.tables import print_table
 
 if TYPE_CHECKING:
     from optkit.recipe import Recipe
@@ -48,6 +49,7 @@ def optimize(
     from optkit.recipe import load_recipe
 
     loaded = load_recipe(recipe, overrides or [])
+    _warn_without_native_kernels(loaded)
     if dry_run:
         _dry_run(model, loaded, as_json)
         return
@@ -66,12 +68,20 @@ def optimize(
 
     target = asdict(present_target(loaded.target))
 
-    console.stdout.print(run_table(run), soft_wrap=False)
+    print_table(run_table(run))
     if variants(run):
-        console.stdout.print(variants_table(variants(run)), soft_wrap=False)
+        print_table(variants_table(variants(run)))
     for line in summary_lines(run, target):
         console.stdout.print(line)
     console.stdout.print(f"wrote {path}\nnext: optkit serve {path}")
+
+
+def _warn_without_native_kernels(recipe: Recipe) -> None:
+    from optkit.kernels.cpu.native import missing_warning
+
+    warning = missing_warning() if recipe.target == "cpu" else None
+    if warning:
+        console.warn(warning)
 
 
 def _dry_run(model: str, recipe: Recipe, as_json: bool) -> None:
@@ -88,7 +98,7 @@ def _dry_run(model: str, recipe: Recipe, as_json: bool) -> None:
             console.stdout.print(
                 f"    skips {skip['count']}x: {skip['reason']} (first: {skip['first']})", style="dim"
             )
-    console.stdout.print(_prediction_table(plan))
+    print_table(_prediction_table(plan))
     console.stdout.print(f"target {plan['target']['name']}, ceilings {plan['target']['source']}", style="dim")
 
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from optkit.cli import console
+from optkit.cli.tables import print_table
 
 
 def rebuild(
@@ -42,4 +43,4 @@ def rebuild(
     if as_json:
         console.print_json({"artifact": str(artifact), "compiled": built.rows})
         return
-    console.stdout.print(variants_table(built.rows), soft_wrap=False)
+    print_table(variants_table(built.rows))

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Table
-from rich.text import Text
 
 from optkit.cli import console
+from optkit.cli.tables import print_table
 from optkit.errors import UserError
 from optkit.recipe import (
     Accept,
@@ -23,7 +23,7 @@ from optkit.recipe import (
     recipe_json_schema,
 )
 
-app = typer.Typer(help="List, show, check and start recipes.", no_args_is_help=True)
+app = typer.Typer(help="List, show, check and start recipes.", no_args_is_help=True, rich_markup_mode=None)
 
 Name = Annotated[str, typer.Argument(help="A shipped recipe's name or a YAML file.")]
 Overrides = Annotated[
@@ -39,11 +39,16 @@ def list_(as_json: Json = False) -> None:
     if as_json:
         console.print_json([_summary(recipe) for recipe in recipes])
         return
-    table = Table("recipe", "target", "passes", "description", box=None, pad_edge=False)
+    print_table(table(recipes))
+
+
+def table(recipes: list[Recipe]) -> Table:
+    """One row a recipe."""
+    grid = Table("recipe", "target", "passes", "description", box=None, pad_edge=False)
     for recipe in recipes:
         names = ", ".join(entry.name for entry in recipe.passes) or "(none)"
-        table.add_row(recipe.name, recipe.target, names, Text(recipe.description))
-    console.stdout.print(table, soft_wrap=False)
+        grid.add_row(recipe.name, recipe.target, names, recipe.description)
+    return grid
 
 
 def _summary(recipe: Recipe) -> dict[str, Any]:
@@ -58,7 +63,7 @@ def show(name: Name, set_: Overrides = None, as_json: Json = False) -> None:
     if as_json:
         console.print_json(recipe.to_data())
     else:
-        console.stdout.print(Text(recipe.to_yaml().rstrip()))
+        console.stdout.print(recipe.to_yaml().rstrip())
 
 
 @app.command()
@@ -71,7 +76,7 @@ def check(name: Name, set_: Overrides = None, as_json: Json = False) -> None:
         console.print_json({"valid": True, "recipe": recipe.to_data(), "passes": plans})
         return
     for line in _plan_lines(recipe, resolved):
-        console.stdout.print(Text(line))
+        console.stdout.print(line)
 
 
 def _plan(row: ResolvedPass) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import typer
 
 from optkit import logs
 from optkit.errors import UserError
+from optkit.extras import need_extra
 
 LOADING, SCHEDULING, ACCESS = "Loading", "Scheduling and KV cache", "Access and load"
 
@@ -212,7 +213,7 @@ def serve(
     Prints one line when it is ready. Ctrl-C ends it, a second Ctrl-C at once. An engine that dies is started again;
     exit code 1: it died again and again. A signal ends the server with exit code 0.
     """
-    _check_serve_extra()
+    need_extra("serve", "optkit serve")
     logs.configure(log_format.value)
     from optkit.runtime.launch import launch
 
@@ -248,14 +249,6 @@ def serve(
             trust_artifact_code=trust_artifact_code or None,
         )
         raise typer.Exit(run(artifact, options, launched=engine))
-
-
-def _check_serve_extra() -> None:
-    import importlib.util
-
-    for module in ("fastapi", "uvicorn", "msgspec", "prometheus_client", "jinja2"):
-        if importlib.util.find_spec(module) is None:
-            raise UserError(f"'{module}' is not installed", fix="pip install 'optkit[serve]'")
 
 
 def _bytes(text: str | None, option: str) -> int | None:

@@ -106,6 +106,11 @@ class Executable:
     def compiled(self) -> tuple[fx.GraphModule, CompiledRegion] | None:
         return self.forms[-1].compiled
 
+    @property
+    def form_limits(self) -> tuple[int, ...]:
+        """The most tokens of each form but the last; empty where the layers have one form."""
+        return tuple(form.limit for form in self.forms if form.limit is not None)
+
     def form(self, tokens: int) -> Form:
         """What a step of ``tokens`` tokens runs."""
         return next(form for form in self.forms if form.limit is None or tokens <= form.limit)

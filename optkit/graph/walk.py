@@ -24,6 +24,7 @@ from optkit.graph import forms
 from optkit.graph.dense import dense_inputs
 from optkit.graph.ir import Graph, KVSpec
 from optkit.graph.lower import Executable, lower
+from optkit.kernels import PLAIN
 
 if TYPE_CHECKING:
     from optkit.target import Target
@@ -194,7 +195,7 @@ class Segment:
             copies[node] = part.node_copy(node)
         for node in order:
             copies[node] = part.node_copy(node, copies.__getitem__)
-            if copies[node].meta.get("kernel") == "reference":  # attention, before a pass has chosen
+            if copies[node].meta.get("kernel") in (PLAIN, "reference"):  # before a pass has chosen
                 del copies[node].meta["kernel"]  # the fastest there is, which differs in rounding only
         part.output(tuple(copies[node] for node in self.results))
         names = {str(n.target) for n in copies if n.op == "get_attr"}

@@ -30,6 +30,7 @@ import torch
 
 from optkit.runtime.cost_model import StepShape, step_shape
 from optkit.runtime.engine import Engine
+from optkit.runtime.kv_forms import note_step
 from optkit.runtime.scheduler import Result, Scheduler
 from optkit.runtime.types import (
     PENDING,
@@ -223,6 +224,7 @@ class AheadEngine(Engine):
         except Exception:
             logger.exception("a batch of %d sequences could not be launched", len(batch.items))
             return None  # run now, where each request can only fail itself
+        note_step(batch, self.config.few_tokens)
         return flight, self.scheduler.promise(batch)
 
     def _land(self, flight: Flight, promise: Promise) -> list[TokenOutput]:

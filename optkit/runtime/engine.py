@@ -25,6 +25,7 @@ import torch
 from optkit.cancellation import StepCancelled, cancellable
 from optkit.runtime.cost_model import CostModel
 from optkit.runtime.kv_cache import memory_plan
+from optkit.runtime.kv_forms import note_step
 from optkit.runtime.logprobs import LogprobRunner
 from optkit.runtime.offload import CorruptSlot, SlotStore
 from optkit.runtime.sampler import sample
@@ -134,6 +135,7 @@ class Engine:
 
     def _run(self, batch: Batch) -> list[Result]:
         """For each item its tokens, None if its prompt goes on, or its failure."""
+        note_step(batch, self.config.few_tokens)
         try:
             logits = self.logprobs.execute(batch)
             due = [item for item in batch.items if item.needs_logits]

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable
 from optkit.runtime.block_manager import BlockManager
 from optkit.runtime.offload import SlotTable
 from optkit.runtime.prefix_cache import Node, PrefixCache
-from optkit.runtime.types import Sequence, Transfer
+from optkit.runtime.types import ALL_TOKENS, Sequence, Transfer
 
 
 class KVManager:
@@ -97,7 +97,7 @@ class KVManager:
         while (
             self.cache is not None
             and not seq.sealed
-            and (len(seq.nodes) + 1) * self.block_size <= limit
+            and (len(seq.nodes) + 1) * self.block_size <= min(limit, seq.num_shareable)
             and len(seq.nodes) < len(seq.block_table)  # none after a preemption
         ):
             node = self._published(seq, len(seq.nodes))
@@ -110,7 +110,7 @@ class KVManager:
         """``seq`` needs its blocks no more; what it published stays until the room is needed."""
         self.blocks.free(seq.block_table)
         seq.nodes.clear()
-        seq.num_computed = 0
+        seq.num_computed, seq.num_shareable = 0, ALL_TOKENS
 
     def distrust(self, seq: Sequence) -> None:
         """Nobody shall reuse KV that ``seq`` used: something went wrong with it."""

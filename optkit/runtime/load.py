@@ -57,6 +57,8 @@ def load_engine(artifact_dir: str, options: Mapping[str, Any]) -> Engine:
     artifact = Artifact.open(artifact_dir, verify=False)
     model = artifact.executable(trust_code=bool(given.get("trust_artifact_code")))
     gpu = device_of(model)
+    if model.device.type == "cpu":
+        warn_without_native_kernels()
     cost = CostModel()
     guesses = speculator(artifact, model, cost, given)
     if gpu is not None:  # after the draft model, whose memory is not free
@@ -83,6 +85,15 @@ def device_of(model: Executable) -> Device | None:
     from optkit.runtime.cuda.device import CudaDevice
 
     return CudaDevice()
+
+
+def warn_without_native_kernels() -> None:
+    """Log why this CPU's steps will be slow, where the native kernels are missing."""
+    from optkit.kernels.cpu.native import missing_warning
+
+    warning = missing_warning()
+    if warning:
+        logger.warning(warning)
 
 
 def with_kv_bytes(
@@ -166,6 +177,7 @@ def scheduler_config(model: Executable, recipe: Recipe, options: Mapping[str, An
             queue_timeout=options.get("queue_timeout"),
             prefill_target_tokens=PREFILL_TARGET_TOKENS if recipe.target == "cpu" else 0,
             enable_prefix_caching=options.get("enable_prefix_caching", True),
+            form_limits=model.form_limits,
         )
     except ValueError as error:
         raise UserError(str(error), where="options of the runtime", fix="optkit serve --help") from error

@@ -22,6 +22,7 @@ class SchedulerConfig:
             matrix products reach full speed; 0 is ``max_num_batched_tokens``.
         enable_prefix_caching: keep KV of finished and preempted sequences for those that begin alike.
         num_offload_slots: blocks that the offload store holds; needs the prefix cache.
+        form_limits: the most tokens of each form of the layers but the last; empty where they have one form.
     """
 
     max_num_seqs: int
@@ -37,6 +38,7 @@ class SchedulerConfig:
     prefill_target_tokens: int = 0
     enable_prefix_caching: bool = True
     num_offload_slots: int = 0
+    form_limits: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in LIMITS:
@@ -55,6 +57,11 @@ class SchedulerConfig:
             )
         if self.enforce_ttft_slo and not self.ttft_slo:
             raise ValueError("enforce_ttft_slo needs a ttft_slo")
+
+    @property
+    def few_tokens(self) -> int:
+        """The most tokens of a step whose layers may have another form than that for many; 0: there is none."""
+        return max(self.form_limits, default=0)
 
     @property
     def prefill_target(self) -> int:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 QUEUE_TIMEOUT = "the request waited too long for its turn"
 PENDING = -1  # stands in a sequence for a token that the device is still computing (optkit.runtime.ahead)
+ALL_TOKENS = 1 << 62  # more than any sequence has
 
 
 class EngineRefusal(ValueError):
@@ -230,6 +231,7 @@ class Sequence:
         digests: of its full blocks, as far as they were needed (``PrefixCache.digests``).
         nodes: its first blocks in the prefix cache.
         sealed: no more of its blocks enter the prefix cache.
+        num_shareable: its first tokens whose KV may enter the prefix cache (``kv_forms``).
         progress: where the time goes until its first token.
         num_preemptions: how often its blocks were taken back.
     """
@@ -242,6 +244,7 @@ class Sequence:
     digests: list[bytes] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     sealed: bool = False
+    num_shareable: int = ALL_TOKENS
     progress: Progress = field(default_factory=Progress)
     num_preemptions: int = 0
     num_scored: int = 0  # prompt positions whose logprobs have been reported; a preemption leaves it alone

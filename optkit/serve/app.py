@@ -3,7 +3,7 @@
 =============================  =================================================================
 ``POST /v1/chat/completions``  messages in, one answer
 ``POST /v1/completions``       prompts in, one answer each
-``GET /v1/models``             the served names, with ``max_model_len``
+``GET /v1/models``             the served names, with ``max_model_len`` and ``form_limits``
 ``GET /health/live``           the event loop answers, the engine process lives or is being restarted
 ``GET /health/ready``          the engine process lives, and no shutdown is going on; also ``/health``, ``/ping``
 ``GET /metrics``               Prometheus text
@@ -108,7 +108,8 @@ def _add_models(app: FastAPI, settings: ServeSettings) -> None:
 
     def card(name: str) -> dict[str, object]:
         fixed = {"object": "model", "created": created, "owned_by": "optkit", "root": settings.model_names[0]}
-        return {"id": name, **fixed, "max_model_len": settings.max_model_len}
+        limits = {"max_model_len": settings.max_model_len, "form_limits": list(settings.form_limits)}
+        return {"id": name, **fixed, **limits}
 
     @app.api_route("/v1/models", methods=READ)
     async def models() -> JSONResponse:

@@ -48,6 +48,7 @@ class ServeSettings:
         ttft_slo_s: the recipe's promise in seconds, a bucket edge of the TTFT histogram.
         request_timeout_s: from arrival to the last token; None: no limit.
         scheduling_policy: of the engine; priorities mean something to ``slo`` only.
+        form_limits: the most tokens of each form of the layers but the last; with one form, empty.
     """
 
     model_names: tuple[str, ...]
@@ -58,6 +59,7 @@ class ServeSettings:
     allowed_hosts: frozenset[str] | None = None
     ttft_slo_s: float | None = None
     scheduling_policy: str = "fcfs"
+    form_limits: tuple[int, ...] = ()
     max_body_bytes: int = 2 * 1024 * 1024
     body_timeout_s: float = 30.0
     request_timeout_s: float | None = None

@@ -95,7 +95,8 @@ def _get(summary: str, schema: Schema, media: str = "application/json", unwell: 
 
 def _model() -> Schema:
     name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-    card = _object({"id": STRING, "object": STRING, "max_model_len": INTEGER})
+    forms = {"type": "array", "items": INTEGER}
+    card = _object({"id": STRING, "object": STRING, "max_model_len": INTEGER, "form_limits": forms})
     return {
         "summary": "One name.",
         "parameters": [name],

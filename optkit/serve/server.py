@@ -222,6 +222,7 @@ class _Server:
             allowed_hosts=None if guarded else LOOPBACK | {options.host},
             ttft_slo_s=ttft_ms / 1000 if ttft_ms else None,
             scheduling_policy=info["policy"],
+            form_limits=tuple(info.get("form_limits", ())),
         )
 
     async def _announce_ready(self, info: Mapping[str, Any]) -> None:

@@ -76,7 +76,7 @@ class DrainingServer(uvicorn.Server):
         yield
 
     def cut(self) -> None:
-        """End what is in flight now."""
+        """End what is in flight now, and the server without further waiting."""
         self._cut.set()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -96,6 +96,7 @@ class DrainingServer(uvicorn.Server):
         await self._last_words()
         for connection in list(self.server_state.connections):
             connection.transport.abort()  # type: ignore[union-attr]
+        self.force_exit = self._cut.is_set()  # what follows the requests (exporting spans) is left out
 
     async def _last_words(self) -> None:
         """Wait until the errors are on their way, or for ``LAST_WORDS_SECONDS``."""

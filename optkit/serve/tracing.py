@@ -11,7 +11,6 @@ Spans go out as OTLP over HTTP (protobuf). The packages are the extra ``optkit[o
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,13 +20,14 @@ from urllib.parse import urlsplit
 import msgspec
 
 from optkit.errors import UserError
+from optkit.extras import need_extra
 from optkit.runtime.types import FirstToken
 from optkit.version import VERSION
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
-PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
+OPTION = "--otlp-traces-endpoint"
 EXPORT_SECONDS = 5
 
 
@@ -62,6 +62,7 @@ class Tracing:
     """Makes the spans of ``provider``."""
 
     def __init__(self, provider: TracerProvider) -> None:
+        need_extra("otel", OPTION)
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self._provider, self._propagator = provider, TraceContextTextMapPropagator()
@@ -75,6 +76,7 @@ class Tracing:
             UserError: it is no URL, or the packages are not installed.
         """
         check(endpoint)
+        need_extra("otel", OPTION)
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
@@ -142,19 +144,7 @@ def check(endpoint: str) -> None:
     if url.scheme not in ("http", "https") or not url.netloc:
         raise UserError(
             f"'{endpoint}' is no URL",
-            where="--otlp-traces-endpoint",
+            where=OPTION,
             fix="write it as http://localhost:4318/v1/traces",
         )
-    if not all(map(installed, PACKAGES)):
-        raise UserError(
-            "OpenTelemetry is not installed",
-            where="--otlp-traces-endpoint",
-            fix="pip install 'optkit[otel]', or leave the option out",
-        )
-
-
-def installed(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # its parent is missing
-        return False
+    need_extra("otel", OPTION)

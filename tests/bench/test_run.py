@@ -1,9 +1,12 @@
 """Paired runs: the order of turns, ratios within rounds, saved results, the command line."""
 
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from optkit.artifact import Artifact
 from optkit.bench import run as bench_run
 from optkit.bench.metrics import Slo
 from optkit.bench.records import Chunk, RequestRecord
@@ -12,8 +15,9 @@ from optkit.bench.run import Side, run_bench
 from optkit.bench.table import legend, rows, table
 from optkit.bench.workload import WorkloadConfig
 from optkit.cli import main
-from optkit.cli.bench import parse_bounds
+from optkit.cli.bench import parse_bounds, recipe_bounds
 from optkit.errors import UserError
+from optkit.recipe import parse_recipe
 from tests.bench.fake_server import FakeServer, normal
 
 CONFIG = WorkloadConfig(num_prompts=2, input_len=6, output_len=3)
@@ -166,3 +170,15 @@ def test_the_api_key_goes_to_the_url_and_nowhere_else(no_model, monkeypatch):
         words = ["bench", "--url", url, "--num-prompts", "1", "--rounds", "1", "--num-warmups", "0", "--json"]
         assert main.run([*words, "--input-len", "4", "--output-len", "1"]) == 0
     assert {h.get("authorization") for h in server.headers} == {"Bearer secret"}
+
+
+def test_slo_recipe_takes_the_promise_of_the_artifact(monkeypatch: pytest.MonkeyPatch) -> None:
+    promised = parse_recipe("schema_version: 1\nname: p\npasses: {}\nslo: {ttft_ms: 700}\n")
+    silent = parse_recipe("schema_version: 1\nname: s\npasses: {}\n")
+    opened = {"promised": promised, "silent": silent}
+    monkeypatch.setattr(Artifact, "open", lambda path: SimpleNamespace(recipe=opened[path.name]))
+    assert recipe_bounds(Path("promised")) == Slo(ttft=700)
+    with pytest.raises(UserError, match="promises nothing"):
+        recipe_bounds(Path("silent"))
+    with pytest.raises(UserError, match="a server has no recipe"):
+        recipe_bounds(None)

@@ -16,7 +16,7 @@ from bench.gpu.bounds import BOUNDS, table, verdicts
 from bench.gpu.case import Case
 from bench.gpu.model import TINY
 from bench.gpu.results import Results, attempt
-from bench.gpu.run import main
+from bench.gpu.run import main, target_of
 
 CPU = torch.device("cpu")
 
@@ -120,3 +120,12 @@ def test_the_highest_rate_is_between_what_holds_and_what_does_not() -> None:
 
     found = serving.highest_rate(trial, bound=0.7, first=8.0, rounds=8)
     assert 30.0 < found["highest_rate"] < 37.0
+
+
+def test_a_gpu_without_a_data_sheet_is_not_taken_for_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, target in (("NVIDIA H200", "cuda-h200"), ("NVIDIA A100-SXM4-80GB", "cuda-a100")):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
+        assert target_of(torch.device("cuda", 0)) == target
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 PCIe")
+    with pytest.raises(SystemExit, match="no data sheet for NVIDIA H100 PCIe"):
+        target_of(torch.device("cuda", 0))

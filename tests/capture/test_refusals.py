@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
-from optkit.capture import boundary, capture
-from optkit.capture.export import check_capture
+from optkit.capture import boundary, capture, capture_directory
+from optkit.capture.check import check_capture
 from optkit.errors import UnsupportedModel
 from tests.architectures import tiny_config, tiny_model
 from tests.graphs import captured
@@ -46,6 +47,64 @@ def test_what_no_graph_can_say(model_class: Any, reason: str) -> None:
     with pytest.raises(UnsupportedModel, match=reason) as refusal:
         capture(model_class(config))
     assert refusal.value.where == "llama" and "\n" not in str(refusal.value)
+
+
+OWN_ATTENTION: dict[str, dict[str, Any]] = {
+    "gptj": {"n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 64, "rotary_dim": 8},
+    "codegen": {"n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 64, "rotary_dim": 8},
+    "gpt_neo": {
+        "hidden_size": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "attention_types": [[["global", "local"], 1]],
+    },
+    "falcon": {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4},
+    "mpt": {"d_model": 64, "n_layers": 1, "n_heads": 4},
+    "bloom": {"hidden_size": 64, "n_layer": 1, "n_head": 4},
+}
+
+
+@pytest.mark.parametrize("weights", [True, False])
+@pytest.mark.parametrize("name", sorted(OWN_ATTENTION))
+def test_attention_outside_the_interface(name: str, weights: bool, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(name, vocab_size=128, **OWN_ATTENTION[name])
+    )
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match="attention interface") as refusal:
+        capture_directory(tmp_path, weights=weights)
+    assert "\n" not in str(refusal.value)
+
+
+class CountsTokens(LlamaForCausalLM):
+    """Scales embeddings by the number of the token in the call, in steps of thousands: 1 in every prompt of a check."""
+
+    def forward(self, input_ids: Any, **options: Any) -> Any:
+        number = torch.arange(input_ids.shape[1])
+        scale = (number // 8192 + 1).float()
+        embeddings = self.get_input_embeddings()(input_ids) * scale[None, :, None]
+        return super().forward(inputs_embeds=embeddings, **options)
+
+
+class TwoInALayer(LlamaForCausalLM):
+    """Gives two layers one number."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.self_attn.layer_idx = 0
+
+
+@pytest.mark.parametrize(
+    ("model_class", "layers", "reason"),
+    [(CountsTokens, 1, "counts the tokens of a call"), (TwoInALayer, 2, "the layer number 0")],
+)
+def test_what_holds_for_one_call_only(model_class: Any, layers: int, reason: str) -> None:
+    boundary.register()
+    config = tiny_config("llama", num_hidden_layers=layers)
+    config._attn_implementation = boundary.NAME
+    with pytest.raises(UnsupportedModel, match=reason):
+        capture(model_class(config))
 
 
 def test_no_attention_that_could_be_given_a_cache() -> None:

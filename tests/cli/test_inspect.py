@@ -45,6 +45,23 @@ def test_it_shows_passes_reasons_bounds_and_files(made: Path, capsys: Output) ->
         assert expected in shown
 
 
+def test_layers_of_several_forms_are_named_with_what_follows(tmp_path: Path, capsys: Output) -> None:
+    record = sample_run()
+    assert record.whole is not None
+    record.whole.forms = dict.fromkeys(("up to 4 tokens", "more than 4 tokens"), record.whole.quality)
+    made = real_artifact(tmp_path / "artifact", tmp_path / "source", RECIPE, record)
+    assert run(["inspect", str(made)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "forms up to 4 tokens, more than 4 tokens in a step: answers depend on how many tokens" in shown
+    assert run(["inspect", str(made), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["forms"] == ["up to 4 tokens", "more than 4 tokens"]
+
+
+def test_layers_of_one_form_have_no_line(made: Path, capsys: Output) -> None:
+    assert run(["inspect", str(made)]) == 0
+    assert "forms" not in capsys.readouterr().out
+
+
 def test_json_has_the_records_and_each_bound_with_what_was_measured(made: Path, capsys: Output) -> None:
     assert run(["inspect", str(made), "--json"]) == 0
     data = json.loads(capsys.readouterr().out)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import typer
 from typer import Typer
 
 from optkit import __version__
@@ -55,6 +56,29 @@ def test_listing_recipes_does_not_import_torch() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", [*main.COMMANDS, "recipe list", "recipe check", "recipe new", "recipe show"])
+def test_help_cuts_no_name_and_no_text(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main.run([*name.split(), "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "\u2026" not in shown and max(map(len, shown.splitlines())) <= 80
+    words = "".join(shown.split())
+    command = typer.main.get_command(main.app)
+    for part in name.split():
+        command = command.commands[part]  # type: ignore[attr-defined]
+    for option in command.params:
+        assert all(text in shown for text in option.opts if option.param_type_name == "option")
+        assert "".join((getattr(option, "help", None) or "").split()) in words  # lines may end after a hyphen
+
+
+def test_the_list_of_commands_has_whole_sentences(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["--help"]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    assert "Measure latency and throughput over HTTP, and compare with the unoptimized model." in words
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,18 +20,18 @@ from tests.graphs import CONTEXT, TARGET, apply, assert_same_logits, captured
 def test_same_logits(name: str) -> None:
     graph = captured(name)
     before = graph.clone()
-    assert {n.meta.get("kernel") for n in before.calls(reference.attention)} == {"reference"}
+    assert {n.meta.get("kernel") for n in before.calls(reference.attention)} == {"plain"}
     plan = apply(graph, "flash_attention")
     verify(graph)
     chosen = {n.meta["kernel"] for n in graph.calls(reference.attention)}
-    assert ("reference" not in chosen) == bool(plan.sites)
+    assert ("plain" not in chosen) == bool(plan.sites)
     assert len(plan.sites) + len(plan.skips) == 2
     assert_same_logits(before, graph, TARGET)
 
 
 def test_the_lowered_model_runs_the_kernel() -> None:
     graph = captured("llama")
-    assert "attention" not in lower(graph, TARGET).kernels
+    assert lower(graph, TARGET).kernels["attention"] == "sdpa"  # PyTorch's, which a user has today
     apply(graph, "flash_attention")
     (name,) = {n.meta["kernel"] for n in graph.calls(reference.attention)}
     assert lower(graph, TARGET).kernels["attention"] == name
@@ -44,8 +44,8 @@ def test_the_first_layer_only_changes_the_first_layer() -> None:
     plan.sites.pop()
     assert optimization.apply(graph, plan, CONTEXT).changed == 1
     first, second = graph.calls(reference.attention)
-    assert first.meta["kernel"] != "reference"
-    assert second.meta["kernel"] == "reference"
+    assert first.meta["kernel"] != "plain"
+    assert second.meta["kernel"] == "plain"
 
 
 def test_a_gpu_without_a_kernel_here() -> None:
@@ -62,4 +62,16 @@ def test_a_soft_cap_that_no_kernel_has(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = FlashAttention().check(captured("gemma2"), CONTEXT)
     assert not plan.sites
     assert all("soft-cap" in skip.reason for skip in plan.skips)
-    assert len(FlashAttention().check(captured("llama"), CONTEXT).sites) == 2
+
+
+def test_a_site_that_runs_the_best_kernel_already_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without native kernels PyTorch's attention is the best, and a captured graph has it."""
+    plain = tuple(kernel for kernel in kernels.table() if kernel.name == "sdpa")
+    monkeypatch.setattr(kernels, "table", lambda kind: plain)
+    plan = FlashAttention().check(captured("llama"), CONTEXT)
+    assert not plan.sites
+    assert {skip.reason for skip in plan.skips} == {"it has the best kernel already (sdpa)"}
+
+
+def test_a_soft_cap_keeps_the_reference_where_the_plain_kernel_has_none() -> None:
+    assert "attention" not in lower(captured("gemma2"), TARGET).kernels

@@ -232,7 +232,7 @@ def test_stats_follow_the_queues() -> None:
     add(scheduler, "b", 5)
     advance(scheduler)
     stats = scheduler.stats()
-    assert (stats.num_running, stats.num_waiting, stats.iteration_tokens) == (1, 1, 5)
+    assert (stats.num_running, stats.num_waiting, stats.step_tokens) == (1, 1, 5)
     assert (stats.kv_blocks_used, stats.kv_blocks_total) == (2, 64)
 
 

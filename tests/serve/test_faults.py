@@ -87,4 +87,4 @@ def test_fifteen_of_sixteen_are_the_same_to_the_byte(
     assert [child.pid for child in server.children()] == pids
     lines = httpx.get(f"{server.url}/metrics").text.splitlines()
     left = [line for line in lines if line.startswith(("vllm:num_requests_", "vllm:kv_cache_usage"))]
-    assert len(left) == 3 and all(line.endswith(" 0.0") for line in left), left
+    assert len(left) == 5 and all(line.endswith(" 0.0") for line in left), left

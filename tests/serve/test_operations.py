@@ -118,12 +118,11 @@ def test_the_request_schema_refuses_what_the_server_refuses() -> None:
     for bad in ({"n": 0}, {"logit_bias": {"a": 1}}, {"stop": [""]}, {"messages": []}, {"temperature": 3}):
         with pytest.raises(jsonschema.ValidationError):
             check(api, schema, HELLO | bad)
-    assert not set(api["components"]["schemas"]["ChatRequest"]["properties"]) & (
-        set(INERT) - {"top_logprobs"}
-    ) - {
-        "add_generation_prompt",
-        "continue_final_message",
-    }
+    chat_only = {"top_logprobs", "add_generation_prompt", "continue_final_message"}
+    chat_only |= {"chat_template_kwargs", "reasoning_effort"}
+    described = api["components"]["schemas"]
+    assert set(described["ChatRequest"]["properties"]) & set(INERT) == chat_only
+    assert set(described["CompletionRequest"]["properties"]) & set(INERT) == {"echo"}
 
 
 def check(api: dict[str, Any], schema: dict[str, Any], value: Any) -> None:

@@ -208,6 +208,25 @@ def test_the_culprit_alone_is_convicted_and_all_others_are_answered(
     assert len(guard._convicts) == 1 and engine.deaths == 2
 
 
+def test_a_suspect_waits_for_an_engine_and_others_do_not() -> None:
+    async def go() -> None:
+        is_ready = asyncio.Event()
+        guard, engine = Quarantine(is_ready.wait), Engine()
+
+        async def one(asked: EngineRequest) -> str | None:
+            return [found.error async for found in guard.generate(asked, engine.generate)][-1]
+
+        suspect = request(1)
+        assert await asyncio.gather(one(suspect), one(request(DEADLY))) == [ENGINE_DIED] * 2
+        waiting = asyncio.create_task(one(suspect))
+        assert await one(request(2)) is None
+        assert not waiting.done() and engine.running == 0
+        is_ready.set()
+        assert await waiting is None
+
+    asyncio.run(go())
+
+
 def test_a_suspect_that_never_got_to_a_live_engine_stays_a_suspect() -> None:
     guard, engine = Quarantine(ready), Engine()
     innocent = request(1)
@@ -246,19 +265,17 @@ def test_a_client_that_insists_does_not_take_every_engine_down() -> None:
 
 
 def test_innocents_are_answered_beside_a_client_that_insists() -> None:
-    """Everybody repeats a 503 at once; only the request that kills the engine is ever 400."""
-    with LiveServer(die_token=DEADLY, step_delay=0.02, script=SCRIPT[:-1]) as live:
+    """Everybody repeats a 503; the culprit comes first, so the others wait for their trial when the engine dies."""
+    with LiveServer(die_token=DEADLY, step_delay=0.3, script=SCRIPT[:-1]) as live:
 
         async def insist(http: httpx.AsyncClient, first: int) -> int:
-            body = {"prompt": [first, 20], "max_tokens": 8}
+            body = {"prompt": [first, 20], "max_tokens": 2}
             while (answer := await http.post("/v1/completions", json=body)).status_code == 503:
-                await asyncio.sleep(0.02)
+                await asyncio.sleep(0.01 if first == DEADLY else 0.1)
             return answer.status_code
 
         async def go() -> list[int]:
             async with httpx.AsyncClient(base_url=live.url, timeout=PATIENCE) as http:
-                return await asyncio.gather(
-                    *(insist(http, first) for first in range(20, 28)), insist(http, DEADLY)
-                )
+                return await asyncio.gather(*(insist(http, first) for first in (DEADLY, 20, 21, 22, 23)))
 
-        assert asyncio.run(go()) == [200] * 8 + [400]
+        assert asyncio.run(go()) == [400, 200, 200, 200, 200]

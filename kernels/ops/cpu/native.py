@@ -1,9 +1,9 @@
-"""The native CPU kernels: finds and loads ``_native*.so``, which setup.py built, and declares its functions.
+"""The native CPU kernels: finds and loads ``_native.so``, which setup.py built, and declares its functions.
 
-Plain C ABI: pointers and sizes as integers, no torch headers, so it builds in seconds and does not depend on torch's
-version. It is loaded on first use and **after torch**, whose ``libgomp.so.1`` then serves both: one OpenMP pool, so
-kernels and torch's own ops don't compete for cores. Every parallel function takes the number of threads
-as its last argument; pass ``threads()``.
+Plain C ABI: pointers and sizes as integers, no torch or Python headers, so it builds in seconds and depends on no
+version of them. It is loaded on first use and **after torch**, whose ``libgomp.so.1`` then serves both: one OpenMP
+pool, so kernels and torch's own ops don't compete for cores (``openmp.py``). Every parallel function takes the number
+of threads as its last argument; pass ``threads()``.
 
 ``OPTKIT_CPU_ISA`` = ``avx512_vnni``, ``avx2`` or ``portable`` overrides the instruction set, which is otherwise the
 best that the CPU has. Nothing is ever compiled here: without the file optkit runs on the other kernels.
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from optkit.target import Target
 
 ISAS = ("portable", "avx2", "avx512_vnni")  # in the order of dispatch.h
+ISA_VARIABLE = "OPTKIT_CPU_ISA"
+FILE = Path(__file__).with_name("_native.so")  # files of other names are left over from older builds
+REINSTALL = "install optkit again with a C++ compiler (g++ or clang++) on PATH"
 
 # A pointer is passed as the integer of ``data_ptr()``; 0 is null. ``None`` gives nothing back.
 POINTER, LONG, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
@@ -74,6 +77,12 @@ def missing_reason() -> str | None:
     return None
 
 
+def missing_warning() -> str | None:
+    """One line for users of a CPU without native kernels, or None when there are."""
+    reason = missing_reason()
+    return f"native kernels are missing, CPU steps take several times as long: {reason}" if reason else None
+
+
 @functools.cache
 def library() -> ctypes.CDLL:
     """The loaded library with typed functions.
@@ -82,26 +91,39 @@ def library() -> ctypes.CDLL:
         OSError: it was not built, or does not load.
         UserError: ``OPTKIT_CPU_ISA`` names no instruction set of this CPU.
     """
-    files = sorted(Path(__file__).parent.glob("_native*.so"))
-    if not files:
-        raise OSError("the native kernels were not built: install optkit with a C++ compiler at hand")
-    loaded = ctypes.CDLL(str(files[0]))
+    loaded = _load()
     for name, (result, arguments) in PROTOTYPES.items():
         if not hasattr(loaded, name):
-            raise OSError(
-                f"{files[0].name} is older than its sources ({name} is not in it): install optkit again"
-            )
+            raise OSError(f"{FILE.name} is older than its sources ({name} is not in it); {REINSTALL}")
         function = getattr(loaded, name)
         function.restype, function.argtypes = result, arguments
-    wanted = os.environ.get("OPTKIT_CPU_ISA")
+    wanted = os.environ.get(ISA_VARIABLE)
     if wanted:
         choose_isa(loaded, wanted)
     return loaded
 
 
+def _load() -> ctypes.CDLL:
+    if not FILE.is_file():
+        raise OSError(f"{FILE.name} was not built; {REINSTALL}")
+    try:
+        return ctypes.CDLL(str(FILE))
+    except OSError as error:
+        fix = "install the package libgomp1 (libgomp)" if "libgomp" in str(error) else REINSTALL
+        raise OSError(f"{FILE.name} does not load ({error}); {fix}") from error
+
+
 def isa() -> str:
     """The instruction set in use."""
     return ISAS[library().optkit_isa()]
+
+
+def usable_isas() -> list[str]:
+    """The instruction sets that this CPU has, slowest first."""
+    loaded, used = library(), isa()
+    usable = [name for number, name in enumerate(ISAS) if not loaded.optkit_set_isa(number)]
+    loaded.optkit_set_isa(ISAS.index(used))
+    return usable
 
 
 def set_isa(name: str | None) -> None:
@@ -115,9 +137,9 @@ def set_isa(name: str | None) -> None:
 
 def choose_isa(loaded: ctypes.CDLL, name: str | None) -> None:
     if name is not None and name not in ISAS:
-        raise UserError(f"unknown instruction set '{name}'", where="OPTKIT_CPU_ISA", fix=nearest(name, ISAS))
+        raise UserError(f"unknown instruction set '{name}'", where=ISA_VARIABLE, fix=nearest(name, ISAS))
     if loaded.optkit_set_isa(-1 if name is None else ISAS.index(name)):
-        raise UserError(f"this CPU has no {name}", where="OPTKIT_CPU_ISA")
+        raise UserError(f"this CPU has no {name}", where=ISA_VARIABLE)
 
 
 def require(condition: bool, what: str) -> None:

@@ -1,0 +1,167 @@
+"""The check of a capture: the graph against the model in transformers' own eager attention, with its own masks.
+
+The two sides share the weights and nothing else that a capture may get wrong. Three runs are compared:
+
+- a whole prompt, of another length than the export's and longer than every window and chunk;
+- two prompts in ragged batches over paged KV, in chunks and then token by token: a graph that mixes the tokens of a
+  call (a shift, a sum, a top-k over them) has other logits there than for one whole prompt;
+- a prompt at the last positions that the model has: scales and angles that depend on the position.
+
+A long window or chunk is made short for the check, on both sides: in the attention nodes of the graph, and in the
+model's configuration, from which transformers makes the eager masks. A window of the graph that no configuration has is
+refused. So the comparison covers which layers have a window or a chunk, the tokens inside it and its length, besides
+scale, softcap, RoPE, grouping of heads and every part of the model around attention.
+
+It is a comparison of numbers: a difference of logits below ``TOLERANCE`` is not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+from optkit.capture import boundary
+from optkit.errors import UnsupportedModel
+from optkit.graph.dense import dense_inputs
+from optkit.graph.ir import Graph
+from optkit.graph.lower import Executable, lower
+from optkit.kernels import reference
+from optkit.quality_runtime import RuntimeLogits
+
+TOLERANCE = 2e-4  # of the largest logit; what float32 rounding changes is below 1e-5 of it
+TOKENS = (37, 17)  # of the two prompts
+SHORT = 7  # tokens of the shortest window or chunk that a longer one is made into
+SPANS = ("sliding_window", "attention_chunk_size")  # lengths of windows and chunks in configurations
+
+
+def check_capture(graph: Graph, model: Any, tolerance: float = TOLERANCE) -> None:
+    """Compare ``graph`` with ``model`` in eager attention; the module's docstring says what that proves.
+
+    Raises:
+        UnsupportedModel: their logits differ, or a window or the model's attention leaves nothing to compare with.
+    """
+    short = short_spans(model)
+    executable = lower(with_short_windows(graph, short))
+    limit = tolerance, graph.meta.model_type
+    first, second = prompts = [random_ids(graph, tokens) for tokens in TOKENS]
+    last = graph.meta.max_model_len - len(second)
+    with eager(model), short_configuration(model, short):
+        compare("in a whole prompt", whole(executable, first), eager_logits(model, first), *limit)
+        paged = RuntimeLogits(executable, block_size=4, chunk=15, decode=4).logits(
+            [p.tolist() for p in prompts]
+        )
+        for given, ids in zip(paged, prompts, strict=True):
+            compare("in batches of chunks", given, eager_logits(model, ids, use_cache=True), *limit)
+        far = eager_logits(model, second, position_ids=positions(second, last)[None])
+        compare(f"from position {last} on", whole(executable, second, last), far, *limit)
+
+
+def compare(case: str, given: Tensor, expected: Tensor, tolerance: float, model_type: str) -> None:
+    error, largest = (given - expected).abs().max().item(), expected.abs().max().item()
+    if not error <= tolerance * largest:
+        raise UnsupportedModel(
+            f"the captured graph's logits differ from those of transformers' eager attention by {error:.2e} "
+            f"(allowed {tolerance * largest:.0e}) {case}",
+            where=model_type,
+        )
+
+
+def random_ids(graph: Graph, tokens: int) -> Tensor:
+    """Any ids of the vocabulary, as many as the model has positions for."""
+    generator = torch.Generator().manual_seed(tokens)
+    return torch.randint(graph.meta.vocab_size, (min(tokens, graph.meta.max_model_len),), generator=generator)
+
+
+def positions(ids: Tensor, first: int) -> Tensor:
+    return torch.arange(first, first + len(ids))
+
+
+def whole(executable: Executable, ids: Tensor, first: int = 0) -> Tensor:
+    """Logits [T, V] of the graph, for one sequence whose positions begin at ``first``."""
+    inputs = dense_inputs([len(ids)], ids, executable.kv_specs)
+    return executable(inputs | {"positions": positions(ids, first)})
+
+
+def eager_logits(model: Any, ids: Tensor, *, use_cache: bool = False, **options: Any) -> Tensor:
+    """Logits [T, V] of the model, for one sequence."""
+    with torch.no_grad():
+        return model(input_ids=ids[None], use_cache=use_cache, **options).logits[0]
+
+
+# -- the model in eager attention ------------------------------------------------------------------------
+
+
+@contextmanager
+def eager(model: Any) -> Iterator[None]:
+    """The family's eager attention and loop over experts inside; a call of optkit's own attention is refused."""
+    names = ("_attn_implementation", "_experts_implementation")
+    with changed([(config, name, "eager") for config, name, _ in settings(model, *names)]):
+        AttentionInterface.register(boundary.NAME, not_eager)
+        try:
+            yield
+        finally:
+            boundary.register()
+
+
+def not_eager(module: Any, *args: Any, **kwargs: Any) -> Any:
+    raise UnsupportedModel(
+        f"{type(module).__name__} keeps to the attention that it was built with, so there is nothing to compare with"
+    )
+
+
+Setting = tuple[Any, str, Any]  # a configuration, the name of an attribute, its value
+
+
+def settings(model: Any, *names: str) -> list[Setting]:
+    """The attributes of these names in the configurations that modules of the model read, outer ones first."""
+    found = [config for m in model.modules() if (config := getattr(m, "config", None)) is not None]
+    configurations = {id(config): config for config in found}.values()
+    return [(c, name, getattr(c, name)) for c in configurations for name in names if hasattr(c, name)]
+
+
+@contextmanager
+def changed(new: Sequence[Setting]) -> Iterator[None]:
+    """The settings as ``new`` has them inside, and as they were afterwards."""
+    old = [(config, name, getattr(config, name)) for config, name, _ in new]
+    try:
+        for setting in new:
+            setattr(*setting)
+        yield
+    finally:
+        for setting in old:
+            setattr(*setting)
+
+
+# -- windows and chunks ----------------------------------------------------------------------------------
+
+
+def short_spans(model: Any) -> dict[int, int]:
+    """A short length for each length of a window or chunk in the model's configuration, longer ones longer."""
+    lengths = {value for _, _, value in settings(model, *SPANS) if type(value) is int and value > SHORT}
+    return {length: SHORT + i for i, length in enumerate(sorted(lengths), start=1)}
+
+
+def with_short_windows(graph: Graph, short: Mapping[int, int]) -> Graph:
+    """The graph with its windows replaced as ``short`` says.
+
+    Raises:
+        UnsupportedModel: a window is none of the configuration's.
+    """
+    graph = graph.clone()
+    for node in graph.calls(reference.attention):
+        window = node.kwargs["window"]
+        if window > SHORT and window not in short:
+            what = f"a layer has a window of {window} tokens, which its configuration does not name"
+            raise UnsupportedModel(what, where=graph.meta.model_type)
+        node.kwargs = {**node.kwargs, "window": short.get(window, window)}
+    return graph
+
+
+def short_configuration(model: Any, short: Mapping[int, int]) -> Any:
+    """A context in which the model's configuration has the windows and chunks of ``short``."""
+    return changed([(c, name, short[v]) for c, name, v in settings(model, *SPANS) if v in short])

@@ -1,0 +1,66 @@
+"""The packages that optkit needs beyond the core, and the refusal of a command that lacks some of them.
+
+pyproject.toml has the one list. Here it is read back from the metadata that the installation wrote. Where optkit was
+not installed (run from a source tree alone) no list is known, and nothing is refused.
+"""
+
+from __future__ import annotations
+
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+from optkit.errors import UserError
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
+EXTRAS = ("serve", "formats", "otel")  # those for users; the others are for development
+
+
+def required(extra: str = "") -> list[Requirement]:
+    """The requirements of the core, or those that ``extra`` adds, on this platform."""
+    from packaging.requirements import Requirement
+
+    try:
+        lines = metadata.requires("optkit") or []
+    except metadata.PackageNotFoundError:
+        return []
+    return [found for found in map(Requirement, lines) if _is_of(found, extra)]
+
+
+def _is_of(requirement: Requirement, extra: str) -> bool:
+    marker = requirement.marker
+    in_core = marker is None or marker.evaluate({"extra": ""})
+    if not extra:
+        return in_core
+    return not in_core and marker is not None and marker.evaluate({"extra": extra})
+
+
+def installed_version(distribution: str) -> str | None:
+    """The version of an installed distribution, or None."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def need_extra(extra: str, feature: str) -> None:
+    """Refuse ``feature`` where packages of ``extra`` are missing.
+
+    Raises:
+        UserError: with the missing packages and the pip command.
+    """
+    missing = [found.name for found in required(extra) if installed_version(found.name) is None]
+    if missing:
+        raise UserError(
+            f"{feature} needs packages that are not installed: {', '.join(missing)}",
+            fix=f"pip install 'optkit[{extra}]'",
+        )
+
+
+def missing_package(error: ModuleNotFoundError) -> UserError | None:
+    """The refusal for an import that failed because a package is absent; None for a module of optkit."""
+    package = (error.name or "").partition(".")[0]
+    if not package or package == "optkit":
+        return None
+    return UserError(f"the package '{package}' is not installed", fix=f"pip install {package}")

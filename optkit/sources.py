@@ -1,0 +1,76 @@
+"""Hashes of the code that decides what a pipeline step produces: optkit's own files, and those of plug-in passes.
+
+An edit of any of these files makes other keys, so no step is taken from the cache that older code has made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("optkit", "optkit.passes", "optkit.kernels")  # in a checkout these are three folders
+LEFT_OUT = (
+    "optkit.cli",  # the pipeline imports nothing of it, which a test checks
+    "optkit.recipes",  # the content of a recipe is in the keys themselves
+)
+NO_SOURCE = "__pycache__"
+
+
+@cache
+def compiler_digest() -> str:
+    """A hash of every file of optkit but ``LEFT_OUT``: modules, kernels, built libraries, texts and tables."""
+    left_out = [location for package in LEFT_OUT for location in locations(package)]
+    files = {
+        file: f"{package}/{name}"
+        for package in PACKAGES
+        for file, name in sources(package)
+        if not any(file.is_relative_to(location) for location in left_out)
+    }
+    return digest(files)
+
+
+def plugin_digest(pass_class: type[Any]) -> str | None:
+    """A hash of the packages outside of optkit that define a pass and its base classes; None where there are none."""
+    modules = {base.__module__.partition(".")[0] for base in pass_class.__mro__}
+    outside = modules - {"optkit"} - sys.stdlib_module_names
+    return package_digest(tuple(sorted(outside))) if outside else None
+
+
+@cache
+def package_digest(packages: tuple[str, ...]) -> str:
+    """A hash of all files of ``packages``, read once a process as their modules are."""
+    return digest({file: f"{package}/{name}" for package in packages for file, name in sources(package)})
+
+
+def digest(files: dict[Path, str]) -> str:
+    """A hash of the names and contents of ``files``."""
+    total = hashlib.sha256()
+    for file, name in sorted(files.items(), key=lambda item: item[1]):
+        total.update(f"{name}\0{hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+    return total.hexdigest()
+
+
+def sources(package: str) -> Iterator[tuple[Path, str]]:
+    """The files of a package, or the one of a module, and their names in it."""
+    for location in locations(package):
+        if location.is_file():
+            yield location, location.name
+        for file in location.rglob("*"):
+            name = file.relative_to(location)
+            if file.is_file() and not any(part == NO_SOURCE or part.startswith(".") for part in name.parts):
+                yield file, name.as_posix()
+
+
+@cache
+def locations(package: str) -> tuple[Path, ...]:
+    """The folders of a package, or the file of a module; nothing of it is imported but what contains it."""
+    spec = importlib.util.find_spec(package)
+    if spec is None:
+        return ()
+    places = spec.submodule_search_locations or [spec.origin or ""]
+    return tuple(Path(place).resolve() for place in places)

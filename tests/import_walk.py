@@ -1,0 +1,145 @@
+"""The packages that each command can import, read from the sources without running them.
+
+The walk starts at a command's function and follows every import, also those inside functions, except those under
+``TYPE_CHECKING``. A string that names a module of optkit counts as an import of it: the tables of passes and of
+engine factories hold such strings. An import in a function that calls ``need_extra("NAME", ...)`` is behind the extra
+NAME, and so is all that is reached only through it. The same holds for the methods of a class whose ``__init__``
+calls it, and for a private function of a module all of whose callers there do.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = {
+    "optkit": ROOT / "optkit",
+    "optkit.passes": ROOT / "passes",
+    "optkit.kernels": ROOT / "kernels" / "ops",
+    "optkit.recipes": ROOT / "recipes",
+}
+NAMED = re.compile(r"optkit(\.\w+)+")
+Extras = frozenset[str]
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import: the module it names, and the extras that were checked before."""
+
+    name: str
+    extras: Extras
+    line: int
+
+
+@functools.cache
+def source_of(module: str) -> Path | None:
+    """The file of a module of optkit, or None."""
+    known = [name for name in FOLDERS if module == name or module.startswith(f"{name}.")]
+    if not known:
+        return None
+    root = max(known, key=len)
+    path = FOLDERS[root] / module[len(root) + 1 :].replace(".", "/")
+    return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
+
+
+@functools.cache
+def imports_of(module: str) -> tuple[Import, ...]:
+    """Every import of one module of optkit."""
+    file = source_of(module)
+    assert file is not None, module
+    body = ast.parse(file.read_text()).body
+    functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
+    return tuple(
+        found
+        for statement in body
+        for found in _of_node(statement, inherited_extras(getattr(statement, "name", ""), functions))
+    )
+
+
+def inherited_extras(name: str, functions: dict[str, ast.FunctionDef]) -> Extras:
+    """The extras that every caller of a private function checks for; none for any other statement of a module."""
+    callers = [
+        one for one in functions.values() if name in functions and one.name != name and _mentions(one, name)
+    ]
+    if not name.startswith("_") or not callers:
+        return frozenset()
+    return frozenset.intersection(
+        *(needed_extras(one) | inherited_extras(one.name, functions) for one in callers)
+    )
+
+
+def _mentions(function: ast.FunctionDef, name: str) -> bool:
+    return any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(function))
+
+
+def _imports(body: list[ast.stmt], extras: Extras) -> Iterator[Import]:
+    for statement in body:
+        yield from _of_node(statement, extras)
+
+
+def _of_node(node: ast.AST, extras: Extras) -> Iterator[Import]:
+    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        yield from _imports(node.orelse, extras)
+        return
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        extras |= needed_extras(node)
+    if isinstance(node, ast.ClassDef):  # a method runs after the constructor
+        constructors = (item for item in node.body if getattr(item, "name", "") == "__init__")
+        extras = extras.union(*map(needed_extras, constructors))
+    yield from _named(node, extras)
+    for child in ast.iter_child_nodes(node):
+        yield from _of_node(child, extras)
+
+
+def _named(node: ast.AST, extras: Extras) -> Iterator[Import]:
+    """The imports that ``node`` itself is."""
+    if isinstance(node, ast.Import):
+        yield from (Import(alias.name, extras, node.lineno) for alias in node.names)
+    elif isinstance(node, ast.ImportFrom) and node.module:
+        yield Import(node.module, extras, node.lineno)
+        yield from (Import(f"{node.module}.{alias.name}", extras, node.lineno) for alias in node.names)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        name = node.value.partition(":")[0]
+        if NAMED.fullmatch(name) and source_of(name):
+            yield Import(name, extras, node.lineno)
+
+
+def needed_extras(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Extras:
+    """The extras that ``function`` checks for, in its own body."""
+    calls = (node for node in ast.walk(function) if isinstance(node, ast.Call))
+    named = (call.args[0] for call in calls if ast.unparse(call.func).endswith("need_extra"))
+    return frozenset(str(name.value) for name in named if isinstance(name, ast.Constant))
+
+
+def outside_packages(module: str) -> dict[tuple[str, Extras], str]:
+    """(Top-level package outside optkit, the extras checked before) to one place that imports it."""
+    found: dict[tuple[str, Extras], str] = {}
+    waiting, seen = [(module, Extras())], {(module, Extras())}
+    while waiting:
+        current, extras = waiting.pop()
+        for item in imports_of(current):
+            behind = extras | item.extras
+            top = item.name.partition(".")[0]
+            if top != "optkit":
+                if top not in sys.stdlib_module_names:
+                    found.setdefault((top, behind), f"{current}, line {item.line}")
+            else:
+                for name in _with_parents(item.name):
+                    if (name, behind) not in seen:
+                        seen.add((name, behind))
+                        waiting.append((name, behind))
+    return found
+
+
+def _with_parents(name: str) -> Iterator[str]:
+    """The modules that importing ``name`` runs; ``name`` may also be an attribute of a module."""
+    parts = name.split(".")
+    for length in range(1, len(parts) + 1):
+        if source_of(".".join(parts[:length])):
+            yield ".".join(parts[:length])

@@ -1,0 +1,126 @@
+"""The native library: which file is loaded, and what users see where it is missing."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from optkit.cli.doctor import native_kernels
+from optkit.cli.main import run
+from optkit.kernels.cpu import native
+from optkit.kernels.cpu.openmp import openmp_runtimes
+from optkit.runtime.load import warn_without_native_kernels
+
+needs_native = pytest.mark.skipif(not native.available(), reason=str(native.missing_reason()))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """An empty folder in which the library is looked for."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "FILE", tmp_path / native.FILE.name)
+        forget()
+        yield tmp_path
+    forget()
+
+
+def forget() -> None:
+    """Have the library looked for again."""
+    native.library.cache_clear()
+    native.missing_reason.cache_clear()
+
+
+def test_library_is_not_that_of_an_older_build(folder: Path) -> None:
+    (folder / "_native.cpython-311-x86_64-linux-gnu.so").write_bytes(b"left over")
+    assert not native.available()
+    assert "_native.so was not built" in str(native.missing_reason())
+
+
+@needs_native
+def test_library_loads_beside_an_older_build(folder: Path) -> None:
+    shutil.copy(Path(native.__file__).with_name("_native.so"), folder)
+    (folder / "_native.cpython-311-x86_64-linux-gnu.so").write_bytes(b"left over")
+    assert native.missing_reason() is None
+
+
+def test_missing_reason_of_a_damaged_library_names_the_file_and_the_fix(folder: Path) -> None:
+    (folder / "_native.so").write_bytes(b"no library")
+    reason = str(native.missing_reason())
+    assert "_native.so does not load" in reason and "C++ compiler" in reason
+
+
+@pytest.mark.usefixtures("folder")
+def test_optimize_warns_in_one_line_without_native_kernels(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["optimize", str(tmp_path / "nowhere"), "-r", "ttft-cpu"]) == 2
+    first = capsys.readouterr().err.splitlines()[0]
+    assert first.startswith("warning: native kernels are missing") and "C++ compiler" in first
+
+
+@pytest.mark.usefixtures("folder")
+def test_optimize_for_a_gpu_does_not_warn_of_cpu_kernels(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["optimize", str(tmp_path / "nowhere"), "-r", "ttft-h100"]) == 2
+    assert "native kernels" not in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_engine_warns_without_native_kernels(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        warn_without_native_kernels()
+    assert "native kernels are missing" in caplog.text and "C++ compiler" in caplog.text
+
+
+@needs_native
+def test_the_engine_does_not_warn_with_native_kernels(caplog: pytest.LogCaptureFixture) -> None:
+    warn_without_native_kernels()
+    assert caplog.text == ""
+
+
+@pytest.mark.usefixtures("folder")
+def test_doctor_says_why_native_kernels_are_missing() -> None:
+    assert "was not built" in native_kernels()["missing"]
+
+
+@needs_native
+def test_doctor_says_which_instruction_set_runs_and_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(native.ISA_VARIABLE, "portable")
+    native.library.cache_clear()
+    try:
+        assert run(["doctor"]) == 0
+    finally:
+        monkeypatch.undo()
+        native.library.cache_clear()
+        native.set_isa(None)
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("native kernels")]
+    assert "run as portable, set by OPTKIT_CPU_ISA" in row
+
+
+@needs_native
+def test_torch_and_the_kernels_share_one_openmp_runtime() -> None:
+    native.library()
+    assert len(openmp_runtimes()) == 1
+
+
+def test_openmp_runtimes_are_found_by_name(tmp_path: Path) -> None:
+    names = (
+        "/a/libgomp.so.1",
+        "/b/libgomp-a34b3233.so.1",
+        "/c/libiomp5.so",
+        "/d e/libomp.so",
+        "/f/libcompute.so",
+    )
+    region = "7f00-7f01 r-xp 00000000 fd:00 {n}      {path}\n"
+    (tmp_path / "maps").write_text(
+        "7ffd-7ffe rw-p 0 00:00 0\n" + "".join(region.format(n=9, path=p) for p in names * 2)
+    )
+    assert openmp_runtimes(tmp_path / "maps") == sorted(names[:4])
+    assert openmp_runtimes(tmp_path / "nowhere") == []

@@ -1,0 +1,115 @@
+"""Virtual environments that hold exactly what a wheel of optkit requires, made in a second and without a download.
+
+Installing torch once more for each set of extras would take minutes and gigabytes. Here the distributions are links to
+those of the running environment: the closure of the wheel's requirements, by their metadata, and nothing else. What is
+not required is absent, so an import of it fails as it does for a user.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+from importlib.metadata import Distribution, distribution, distributions
+from pathlib import Path
+
+from packaging.metadata import parse_email
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[1]
+LIBRARY = "optkit/kernels/cpu/_native.so"
+
+
+# -- the wheel ---------------------------------------------------------------------------------------------
+
+
+def build_wheel(folder: Path) -> Path:
+    """The wheel of this source tree, with the library that is built here already in place of another compilation."""
+    tree = folder / "tree"
+    ignored = shutil.ignore_patterns(".*", "*.so", "__pycache__", "build", "dist", "*.egg-info", "artifact")
+    shutil.copytree(ROOT, tree, ignore=ignored)
+    platform = sysconfig.get_platform()
+    name = f"lib.{platform}-{sys.implementation.cache_tag}"  # where build_ext looks for what is up to date
+    library = tree / "build" / name / LIBRARY
+    library.parent.mkdir(parents=True)
+    shutil.copyfile(ROOT / "kernels" / "ops" / "cpu" / "_native.so", library)
+    command = [sys.executable, "setup.py", "-q", "bdist_wheel", "--dist-dir", str(folder / "dist")]
+    subprocess.run(command, cwd=tree, check=True, capture_output=True, timeout=600)
+    (wheel,) = (folder / "dist").glob("*.whl")
+    return wheel
+
+
+# -- the environment ---------------------------------------------------------------------------------------
+
+
+def make_environment(folder: Path, wheel: Path, extra: str = "") -> Path:
+    """A virtual environment with ``wheel`` installed by pip, and links to what it and ``extra`` require.
+
+    Returns:
+        the environment's ``bin``.
+    """
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=300)
+    python = folder / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps", "--no-index"]
+    subprocess.run([*pip, str(wheel)], check=True, timeout=300)
+    (packages,) = (folder / "lib").glob("python*/site-packages")
+    (metadata,) = packages.glob("optkit-*.dist-info/METADATA")
+    listed = parse_email(metadata.read_bytes())[0]["requires_dist"]
+    link(closure(map(Requirement, listed), extra), packages)
+    return folder / "bin"
+
+
+def closure(requirements: Iterable[Requirement], extra: str) -> dict[str, Distribution]:
+    """The distributions that ``requirements`` bring in on this platform, by name."""
+    found: dict[str, Distribution] = {}
+    seen: set[tuple[str, str]] = set()
+    waiting = [(requirement, extra) for requirement in requirements]
+    while waiting:
+        requirement, asked = waiting.pop()
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": asked}):
+            continue
+        name = canonicalize_name(requirement.name)
+        found[name] = distribution(name)
+        for further in {"", *requirement.extras}:
+            if (name, further) not in seen:
+                seen.add((name, further))
+                waiting += [(Requirement(text), further) for text in found[name].requires or ()]
+    return found
+
+
+def link(wanted: dict[str, Distribution], packages: Path) -> None:
+    """Link the files of ``wanted`` into ``packages``; a folder as a whole where it belongs to one distribution."""
+    for one in wanted.values():
+        for top in {file.parts[0] for file in one.files or () if file.parts[0] != ".."}:
+            if len(owners()[top]) == 1:
+                link_once(Path(str(one.locate_file(top))), packages / top)
+            else:
+                for file in (file for file in one.files or () if file.parts[0] == top):
+                    link_once(Path(str(one.locate_file(file))), packages / file)
+
+
+def link_once(source: Path, place: Path) -> None:
+    if source.exists() and not place.exists():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        os.symlink(source, place)
+
+
+@functools.cache
+def owners() -> dict[str, set[str]]:
+    """The distributions that have files under each top-level name."""
+    found: dict[str, set[str]] = {}
+    for one in distributions():
+        for file in one.files or ():
+            found.setdefault(file.parts[0], set()).add(canonicalize_name(one.metadata["Name"]))
+    return found
+
+
+def linked_names(packages: Path) -> Iterator[str]:
+    """The names of the distributions in ``packages``."""
+    for folder in packages.glob("*.dist-info"):
+        yield canonicalize_name(folder.name.removesuffix(".dist-info").rpartition("-")[0])
