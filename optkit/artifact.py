@@ -71,7 +71,7 @@ class Manifest(Schema):
     format: Literal["optkit-artifact"]
     schema_version: Literal[1]
     name: Name
-    source: SourceEntry | None = None
+    source: SourceEntry = Field(default=None)  # absent, never null
     recipe: dict[str, Any] = Field(default_factory=dict)
     passes: list[dict[str, Any]] = Field(default_factory=list)
     environment: dict[Name, Name] = Field(default_factory=dict)
@@ -186,7 +186,9 @@ def read_manifest(directory: Path) -> dict[str, Any]:
             where=str(directory),
             fix="make one with: optkit optimize MODEL --recipe ttft-cpu -o DIR",
         )
-    manifest = parse_bounded(read_bounded(file, MAX_MANIFEST_BYTES), str(file))
+    manifest = parse_bounded(
+        read_bounded(file, MAX_MANIFEST_BYTES), str(file), "the manifest is damaged: it is"
+    )
     version = [manifest.get(key) for key in ("format", "schema_version")]
     if None not in version and version != [FORMAT, SCHEMA_VERSION]:
         raise UserError(f"this optkit reads artifacts of schema version {SCHEMA_VERSION}", where=str(file))

@@ -46,22 +46,22 @@ def read_bounded(file: Path, limit: int) -> bytes:
     return data
 
 
-def parse_bounded(data: bytes, where: str) -> dict[str, Any]:
+def parse_bounded(data: bytes, where: str, subject: str = "it is") -> dict[str, Any]:
     """A JSON object without duplicate keys, lone surrogates, or nesting beyond ``MAX_DEPTH``.
 
     Raises:
         UserError: it is something else.
     """
-    value = parse_json(data, where)
+    value = parse_json(data, where, subject)
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH):
         level = [item for node in level for item in children(node)]
         if any(isinstance(item, str) and not is_text(item) for item in level):
-            raise UserError("it holds half a character (a lone surrogate)", where=where)
+            raise UserError(f"{subject} not valid JSON (a lone surrogate)", where=where)
         level = [item for item in level if isinstance(item, (dict, list))]
         if not level:
             return value
-    raise UserError(f"it is nested more than {MAX_DEPTH} deep", where=where)
+    raise UserError(f"{subject} nested more than {MAX_DEPTH} deep", where=where)
 
 
 def children(node: Any) -> list[Any]:

@@ -6,7 +6,6 @@ printed as they are, but never as terminal commands or markup (``printable``).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -54,6 +53,9 @@ def inspect(
         show_artifact(opened, run)
 
 
+MAX_REPORT_BYTES = 64 << 20
+
+
 # -- what there is to show -------------------------------------------------------------------------------
 
 
@@ -64,14 +66,14 @@ def load_run(artifact: Artifact) -> RunRecord:
         UserError: the file is missing or no report.
     """
     from optkit.records import PassRecord, RunRecord
+    from optkit.report_schema import ReportFile
+    from optkit.untrusted_json import check, parse_bounded, read_bounded
 
     file = artifact.directory / "optkit" / "report.json"
-    try:
-        data = json.loads(file.read_text("utf-8"))
-        whole = PassRecord.from_dict(data["whole"]) if data["whole"] else None
-        return RunRecord([PassRecord.from_dict(entry) for entry in data["passes"]], whole)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"the report can't be read ({type(error).__name__})", where=str(file)) from error
+    data = parse_bounded(read_bounded(file, MAX_REPORT_BYTES), str(file), "the report can't be read: it is")
+    check(ReportFile, data, str(file), "the report can't be read")
+    whole = PassRecord.from_dict(data["whole"]) if data["whole"] else None
+    return RunRecord([PassRecord.from_dict(entry) for entry in data["passes"]], whole)
 
 
 def facts(artifact: Artifact, run: RunRecord) -> dict[str, Any]:

@@ -122,7 +122,9 @@ class Executable:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weights as they are packed, those that share memory counted once."""
-        return sum({t.data_ptr(): t.nbytes for form in self.forms for t in form.tensors()}.values())
+        return sum(
+            {address(t): t.numel() * t.itemsize for form in self.forms for t in form.tensors()}.values()
+        )
 
     def workspace_bytes(self, num_tokens: int, num_rows: int) -> int:
         """Memory that native programs work in, for a step of ``num_tokens`` tokens and ``num_rows`` rows of logits."""
@@ -132,6 +134,11 @@ class Executable:
     def __call__(self, inputs: Mapping[str, Tensor]) -> Tensor:
         tokens = inputs["input_ids"].shape[0]
         return self.form(tokens).run(inputs, tokens)
+
+
+def address(tensor: Tensor) -> int:
+    """A number that tensors share when they share memory; those in oneDNN's own layout have no address to compare."""
+    return tensor.data_ptr() if tensor.layout is torch.strided else id(tensor)
 
 
 def lower(

@@ -109,7 +109,7 @@ def check_number(operand: Number, value: Any) -> None:
 # -- where arguments come from ---------------------------------------------------------------------------
 
 
-def check_origins(node: fx.Node) -> None:
+def check_origins(node: fx.Node, *, lowered: bool = False) -> None:
     """Check that each argument of a dialect op comes from where its operand must.
 
     Raises:
@@ -123,7 +123,7 @@ def check_origins(node: fx.Node) -> None:
             if argument is not None or not operand.optional:
                 check_origin(op, operand, argument)
         elif isinstance(operand, Choice):
-            expect(operand.stored, f"operand {operand.name} is set by lowering alone")
+            expect(operand.stored or lowered, f"operand {operand.name} is set by lowering alone")
 
 
 def check_origin(op: str, operand: TensorOperand, argument: Any) -> None:

@@ -52,7 +52,7 @@ class CompilePlan(Schema):
 class PlanEntry(Schema):
     """``Graph.plan``."""
 
-    compile: CompilePlan | None = None
+    compile: CompilePlan = Field(default=None)  # absent, never null
     config: dict[str, Any] = Field(default_factory=dict)
 
 

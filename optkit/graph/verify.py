@@ -21,8 +21,10 @@ class VerifyError(Exception):
     """A graph that breaks an invariant; the message names the node."""
 
 
-def verify(graph: Graph) -> None:
-    """Check structure, weights, attention wiring, and shapes at a prefill and at a decode batch.
+def verify(graph: Graph, *, lowered: bool = False) -> None:
+    """Check structure, weights, operands, attention wiring, and shapes at several batches.
+
+    ``lowered``: the graph was rewritten for a GPU, so it may compute in half precision.
 
     Raises:
         VerifyError: the first broken invariant.
@@ -30,10 +32,10 @@ def verify(graph: Graph) -> None:
     check_nodes(graph)
     check_weights(graph)
     check_attention(graph)
-    check_operands(graph)
+    check_operands(graph, lowered)
     check_forms(graph)
     for point, block_size in POINTS:
-        check_shapes(graph, point, block_size)
+        check_shapes(graph, point, block_size, lowered)
     check_vocabulary(graph)
     check_values(graph)
 
@@ -57,11 +59,11 @@ def check_nodes(graph: Graph) -> None:
         raise VerifyError("a graph has exactly one output")
 
 
-def check_operands(graph: Graph) -> None:
+def check_operands(graph: Graph, lowered: bool) -> None:
     """Every argument of a dialect op comes from where it must; batch inputs that are addresses come as they are."""
     for node in graph.fx.nodes:
         try:
-            check_origins(node)
+            check_origins(node, lowered=lowered)
         except ValueError as error:
             raise VerifyError(f"{node.name}: {error}") from error
 
@@ -111,10 +113,10 @@ def check_vocabulary(graph: Graph) -> None:
             raise VerifyError(f"{node.name} has {rows} rows for a vocabulary of {graph.meta.vocab_size}")
 
 
-def check_shapes(graph: Graph, point: Point, block_size: int) -> None:
+def check_shapes(graph: Graph, point: Point, block_size: int, lowered: bool) -> None:
     """Every op accepts its inputs at ``point``, and the output is float32 [L, V]."""
     try:
-        values = infer_shapes(graph, point, block_size, half=False)
+        values = infer_shapes(graph, point, block_size, half=lowered)
     except ShapeError as error:
         raise VerifyError(str(error)) from error
     output = next(node for node in graph.fx.nodes if node.op == "output")

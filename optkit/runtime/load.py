@@ -146,6 +146,8 @@ def make_engine(
 def scheduler_config(model: Executable, recipe: Recipe, options: Mapping[str, Any]) -> SchedulerConfig:
     """Limits of the runtime: the model's, the recipe's, and the command line's, in that order of strength."""
     runtime = recipe.runtime
+    if not model.kv_specs:
+        raise UserError("the model has no attention layer, so there is nothing to serve", where="graph.json")
     kv_bytes = int(options.get("kv_cache_bytes", runtime.kv_cache_bytes))
     blocks = blocks_for_bytes(model.kv_specs, runtime.block_size, kv_bytes)
     if blocks < 2:

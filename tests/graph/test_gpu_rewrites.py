@@ -123,7 +123,7 @@ def test_what_kernels_want_in_float32_stays() -> None:
     graph = fused("fp8")
     rewrite(graph, H200)
     narrow(graph, torch.bfloat16)
-    verify(graph)
+    verify(graph, lowered=True)
     for node in graph.fx.nodes:
         if op_name(node.target) in ("rms_norm_quantize", "add_rms_norm_quantize", "add_rms_norm"):
             position = 1 if node.target is reference.rms_norm_quantize else 2
@@ -151,4 +151,4 @@ def test_every_architecture_has_the_types_of_its_ops() -> None:
     for name in ("qwen3", "olmo2", "glm4", "phi3"):
         graph = captured(name)
         narrow(graph, torch.bfloat16)
-        verify(graph)
+        verify(graph, lowered=True)

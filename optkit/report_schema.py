@@ -1,0 +1,120 @@
+"""The schema of report.json, which ``optkit inspect`` shows. Other keys than these are for other readers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Self
+
+from pydantic import ConfigDict, Field, field_validator, model_validator
+
+from optkit.untrusted_json import Schema, Size
+
+MAX_LOG_RATIO = 700.0  # exp of more overflows
+
+Seconds = Annotated[float, Field(gt=0, lt=float("inf"))]
+Pair = Annotated[tuple[Seconds, Seconds], Field(strict=False)]
+
+
+class Shown(Schema):
+    """An object that may hold more; numbers that are no numbers are allowed where a run can measure them."""
+
+    model_config = ConfigDict(extra="ignore", allow_inf_nan=True)
+
+
+class EstimateEntry(Shown):
+    """A measured number."""
+
+    value: float
+
+
+class LogRatioEntry(Shown):
+    """A logarithm whose exponential is a number."""
+
+    value: float
+
+    @field_validator("value")
+    @classmethod
+    def bounded(cls, value: float) -> float:
+        if value > MAX_LOG_RATIO:  # false for NaN
+            raise ValueError(f"a logarithm beyond {MAX_LOG_RATIO:g}")
+        return value
+
+
+class QualityEntry(Shown):
+    """What is shown of a ``QualityReport``."""
+
+    kl_mean: EstimateEntry
+    top1_agreement: EstimateEntry
+    ln_ppl_ratio: LogRatioEntry
+
+
+class TimingEntry(Shown):
+    """A ``Timing``."""
+
+    median: Seconds
+
+
+class SkipEntry(Shown):
+    """Places that a pass left alone."""
+
+    reason: str
+    count: int
+    first: str
+
+
+class VariantEntry(Shown):
+    """A compiled variant."""
+
+    tokens: str
+    kept: bool
+    reason: str | None
+    compiled_seconds: float = 0.0
+    uncompiled_seconds: float = 0.0
+
+
+class StatsEntry(Shown):
+    """What is shown of a pass's statistics."""
+
+    compiled: list[VariantEntry] = Field(default_factory=list)
+
+
+class NoQuality(Schema):
+    """An empty object: not measured."""
+
+
+class RecordEntry(Shown):
+    """A ``PassRecord``."""
+
+    name: str
+    config: dict[str, Any]
+    sites: list[str]
+    skips: list[SkipEntry]
+    exact: bool = True
+    changed: int = 0
+    stats: StatsEntry = Field(default_factory=StatsEntry)
+    predicted: dict[str, Pair] = Field(default_factory=dict)
+    measured: dict[str, Annotated[tuple[TimingEntry, TimingEntry], Field(strict=False)]] = Field(
+        default_factory=dict
+    )
+    weight_bytes: (
+        Annotated[tuple[Size, Size], Field(strict=False)] | Annotated[list[Size], Field(max_length=0)]
+    ) = Field(default_factory=list)
+    quality: QualityEntry | NoQuality = Field(default_factory=NoQuality)
+    forms: dict[str, QualityEntry] = Field(default_factory=dict)
+    restored: list[str] = Field(default_factory=list)
+    decision: str = ""
+    reason: str = ""
+
+    @model_validator(mode="after")
+    def is_whole(self) -> Self:
+        """A record with times has those of a prefill, and the bytes of the weights."""
+        prefills = [label for label in self.measured if label.startswith("prefill")]
+        if self.measured and not (prefills and self.weight_bytes):
+            raise ValueError("times need those of a prefill, and weight_bytes")
+        return self
+
+
+class ReportFile(Shown):
+    """report.json."""
+
+    passes: list[RecordEntry]
+    whole: RecordEntry | None
