@@ -90,7 +90,7 @@ class Programs:
         if not isinstance(source, fx.Node) or latest % 2 == 0 or self.stage.get(source) != latest:
             return False
         if node.target is operator.getitem:
-            return isinstance(self.values[source], tuple)
+            return isinstance(self.values[source], (tuple, list))
         value, name = self.values[source], op_name(node.target)
         if name in SPLITS:
             return value.dim() == 2 and (*node.args[2:], 0)[0] in (1, -1)
