@@ -21,6 +21,7 @@ import logging
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from optkit.graph.compiled_region import Variant
 from optkit.graph.ir import Graph
 from optkit.graph.lower import CompiledCode
 from optkit.graph.region_lowering import PLAN, RegionSource, region_source
-from optkit.locks import Locks, hold, locked
+from optkit.locks import Locks, hold, locked, modified
 from optkit.paths import cache_dir
 from optkit.seal import is_sealed, seal
 from optkit.target import Target, cpu_model
@@ -44,6 +45,8 @@ log = logging.getLogger(__name__)
 
 RECORD = "code.json"
 KEEP = 16  # directories in the cache; the oldest beyond these are removed
+WRITING = ".tmp-"  # directories that are being written begin with this
+ABANDONED_SECONDS = 86400.0
 IN_USE: dict[Path, int] = {}  # directories that this process holds until it ends, and the descriptors that do
 MAX_FILE = 1 << 28
 
@@ -269,7 +272,7 @@ def publish(directory: Path, record: CodeRecord, place: Path) -> CodeTier:
     """Seal ``record`` and put its files from ``directory`` at ``place`` in the cache, whole or not at all."""
     sealed = record.model_copy(update={"seal": seal(record.sealed_text())})
     tier = CodeTier(place, sealed)
-    temporary = Path(tempfile.mkdtemp(prefix=".tmp-", dir=place.parent))
+    temporary = Path(tempfile.mkdtemp(prefix=WRITING, dir=place.parent))
     try:
         for name, _ in tier.files():
             shutil.copyfile(directory / name, temporary / name)
@@ -292,8 +295,11 @@ def copy_to(tier: CodeTier, native: Path) -> None:
 
 
 def remove_oldest(root: Path) -> None:
-    made = sorted((p for p in root.iterdir() if (p / RECORD).exists()), key=lambda p: p.stat().st_mtime)
-    for old in made[:-KEEP]:
+    """Remove unused code beyond ``KEEP``, and what a killed process was writing more than ``ABANDONED_SECONDS`` ago."""
+    abandoned = time.time() - ABANDONED_SECONDS
+    made = sorted((p for p in root.iterdir() if (p / RECORD).exists()), key=modified)
+    whole = [p for p in made if not p.name.startswith(WRITING)]
+    for old in [*whole[:-KEEP], *(p for p in made if p not in whole and modified(p) < abandoned)]:
         with suppress(FileNotFoundError), locked(old) as unused:  # another run may remove it right now
             if unused:
                 shutil.rmtree(old, ignore_errors=True)

@@ -66,6 +66,14 @@ def locked(directory: Path) -> Iterator[bool]:
             os.close(descriptor)
 
 
+def modified(path: Path) -> float:
+    """The time at which an entry of a cache was written or used last; 0 where another process has removed it."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
 class Locks:
     """The named locks of one directory that this object holds. A lock that it holds already can be taken again."""
 

@@ -31,7 +31,7 @@ from optkit.checkpoint_tensors import Overlay, build, changed_tensors, constants
 from optkit.formats.source import open_source
 from optkit.graph.ir import Graph
 from optkit.graph.serialize import graph_from_json, graph_to_json
-from optkit.locks import Locks, hold
+from optkit.locks import Locks, hold, modified
 from optkit.paths import cache_dir
 from optkit.sums import is_finished, list_finished
 
@@ -205,14 +205,6 @@ class States:
 def surplus(entries: list[Path], keep: int) -> list[Path]:
     """Those of ``entries``, oldest first, that are too many."""
     return entries[: max(0, len(entries) - keep)]
-
-
-def modified(path: Path) -> float:
-    """When an entry was written or used last; 0 where it is gone."""
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0
 
 
 def remove_unused(state: Path) -> None:
