@@ -71,7 +71,7 @@ class Manifest(Schema):
     format: Literal["optkit-artifact"]
     schema_version: Literal[1]
     name: Name
-    source: SourceEntry = Field(default=None)  # absent, never null
+    source: SourceEntry = Field(default_factory=lambda: SourceEntry(name="", digest=""))
     recipe: dict[str, Any] = Field(default_factory=dict)
     passes: list[dict[str, Any]] = Field(default_factory=list)
     environment: dict[Name, Name] = Field(default_factory=dict)

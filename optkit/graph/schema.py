@@ -52,7 +52,7 @@ class CompilePlan(Schema):
 class PlanEntry(Schema):
     """``Graph.plan``."""
 
-    compile: CompilePlan = Field(default=None)  # absent, never null
+    compile: CompilePlan = Field(default_factory=lambda: CompilePlan(regions=[]))
     config: dict[str, Any] = Field(default_factory=dict)
 
 
