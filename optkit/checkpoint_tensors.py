@@ -49,7 +49,7 @@ class TensorFiles(Mapping[str, Tensor]):
         file = str(self.info.tensors[name].file)
         if file not in self.files:
             self.files[file] = safe_open(file, framework="pt")
-        return self.files[file].get_tensor(name)
+        return aligned(self.files[file].get_tensor(name))
 
 
 def load_tensors(file: Path) -> dict[str, Tensor]:
@@ -59,7 +59,12 @@ def load_tensors(file: Path) -> dict[str, Tensor]:
         UserError: it is no safetensors file, or contradicts itself.
     """
     read_header(file)
-    return load_file(file)
+    return {name: aligned(tensor) for name, tensor in load_file(file).items()}
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """``tensor``, copied if its file has it at an address that its elements must not have."""
+    return tensor if tensor.data_ptr() % tensor.itemsize == 0 else tensor.clone()
 
 
 class Overlay(Mapping[str, Tensor]):

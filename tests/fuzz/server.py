@@ -62,15 +62,16 @@ def run_child(
             child(seeds, numbers, folder, writing, errors.fileno())
         os.close(writing)
         begun, hung = 0, False
-        with os.fdopen(reading) as lines:
-            while (line := next_line(lines)) not in ("", None):
-                message = json.loads(line)
-                if "begin" in message:
-                    begun = message["begin"]
-                else:
-                    yield begun, Outcome(**message)
-                    begun = 0
-            hung = line is None
+        for line in lines_of(reading):
+            if line is None:
+                hung = True
+                break
+            message = json.loads(line)
+            if "begin" in message:
+                begun = message["begin"]
+            else:
+                yield begun, Outcome(**message)
+        os.close(reading)
         if hung:
             os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
@@ -79,11 +80,18 @@ def run_child(
             yield begun, death(status, hung, errors.read().decode(errors="replace"))
 
 
-def next_line(lines: Any) -> str | None:
-    """The next line, "" at the end, None when nothing comes. The child writes and flushes whole lines, one by one."""
-    if not select.select([lines], [], [], HANG)[0]:
-        return None
-    return str(lines.readline())
+def lines_of(pipe: int) -> Iterator[bytes | None]:
+    """The lines that come from ``pipe``; None, and no more, when nothing comes for too long."""
+    rest = b""
+    while True:
+        if not select.select([pipe], [], [], HANG)[0]:
+            yield None
+            return
+        received = os.read(pipe, 1 << 16)
+        if not received:
+            return
+        *whole, rest = (rest + received).split(b"\n")
+        yield from whole
 
 
 def child(seeds: Sequence[Contents], numbers: Sequence[int], folder: Path, pipe: int, errors: int) -> None:

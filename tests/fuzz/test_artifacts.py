@@ -6,22 +6,34 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 
+from optkit import target as targets
 from optkit.kernels.cpu import native
 from tests import sanitized
 from tests.fuzz.contents import read_contents
 from tests.fuzz.mutations import TABLE, mutant
 from tests.fuzz.seeds import SEEDS, write_seeds
 from tests.fuzz.trial import trial
+from tests.graphs import TARGET
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.missing_reason()))
 ROOT = Path(__file__).resolve().parents[2]
 HOURS = 2 * 3600  # the limit for what hangs
+
+
+@pytest.fixture(scope="module", autouse=True)
+def not_measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The machine is described, not measured, and nothing goes to the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OPTKIT_CACHE", str(tmp_path_factory.mktemp("cache") / "optkit"))
+        patch.setattr(targets, "detect", lambda refresh=False: TARGET)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -104,16 +116,10 @@ def test_mutants_are_refused_or_run_under_address_sanitizer(seeds: Path) -> None
 def check(seeds: Path, count: int, environment: dict[str, str]) -> None:
     """Mutants 1 to ``count``: no failure, and some of both other kinds."""
     command = [sys.executable, "-m", "tests.fuzz.server", "--seeds", str(seeds), "--count", str(count)]
-    with subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment | {"OPTKIT_CACHE": str(seeds / "cache")},
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        out, _ = process.communicate(timeout=HOURS)
-    assert process.returncode == 0
-    *failures, summary = [json.loads(line) for line in out.splitlines()]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, timeout=HOURS, check=True
+    )
+    *failures, summary = [json.loads(line) for line in done.stdout.splitlines()]
     lines = [f"{f['number']}: {f['cause']}\n    {'; '.join(f['changes'])}" for f in failures]
     assert failures == [], "python -m tests.fuzz.server --seeds DIR --only NUMBER shows one:\n" + "\n".join(
         lines

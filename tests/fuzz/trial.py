@@ -107,15 +107,13 @@ def few_blocks() -> None:
 
 def on_the_heap() -> None:
     """Have KV pools and the tensors of files on the heap from now on."""
-    import safetensors.torch
-
     from optkit import checkpoint_tensors
 
-    load_file, get = safetensors.torch.load_file, checkpoint_tensors.TensorFiles.__getitem__
+    load_file, get = checkpoint_tensors.load_file, checkpoint_tensors.TensorFiles.__getitem__
 
     def copied(*args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         return {name: tensor.clone() for name, tensor in load_file(*args, **kwargs).items()}
 
-    safetensors.torch.load_file = copied
+    checkpoint_tensors.load_file = copied
     checkpoint_tensors.TensorFiles.__getitem__ = lambda self, name: get(self, name).clone()  # type: ignore[method-assign]
     ir.unwritten_zeros = lambda shape, dtype, device: torch.zeros(shape, dtype=dtype, device=device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,16 +20,18 @@ from tests.fuzz.seeds import write_seeds
 from tests.graphs import TARGET
 
 
+@pytest.fixture(scope="module", autouse=True)
+def not_measured() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(targets, "detect", lambda refresh=False: TARGET)
+        yield
+
+
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("artifacts")
     write_seeds(directory, ["llama-float"])
     return directory / "llama-float"
-
-
-@pytest.fixture(autouse=True)
-def not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(targets, "detect", lambda refresh=False: TARGET)
 
 
 def copied(directory: Path, to: Path) -> Path:
