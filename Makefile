@@ -138,11 +138,11 @@ chaos: $(VENV)/.test
 	$(call WITHIN,3h) $(BIN)/python -m pytest -m chaos $(ARGS)
 
 # Address: every test that runs native code, on the best instruction set and on AVX2 (tests/kernels takes all by itself).
-NATIVE_TESTS := tests/graph/test_programs.py tests/graph/test_forms.py tests/fuzz \
+NATIVE_TESTS := tests/lowering/test_launch_plan.py tests/graph/test_variants.py tests/fuzz \
     $(addprefix tests/passes/test_,int8.py w4a8.py kv_int8.py calibrated.py flash_attention.py) \
     $(addprefix tests/runtime/test_,batch_invariance.py prefix_cache.py speculative.py runner.py load_hostile.py)
 KERNEL_TESTS := tests/kernels --ignore=tests/kernels/triton
-SANITIZED = $(BIN)/python -m tests.sanitized $(1) -m pytest --capture=sys -m 'not soak and not chaos and not real_model'
+SANITIZED = $(BIN)/python -m tests.support.sanitized $(1) -m pytest --capture=sys -m 'not soak and not chaos and not real_model'
 
 sanitize: $(VENV)/.test
 	$(call SANITIZED,address) $(KERNEL_TESTS) $(NATIVE_TESTS) $(ARGS)

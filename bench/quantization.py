@@ -24,16 +24,16 @@ import yaml
 
 from optkit.bench.environment import environment, public
 from optkit.bench.workload import load_tokenizer
-from optkit.calibration import calibration_windows
+from optkit.calibration.samples import calibration_windows
 from optkit.capture import capture_directory
+from optkit.checkpoint.locate import resolve
+from optkit.evaluation.quality import QualityReport, RuntimeLogits, compare_many, evaluation_windows
 from optkit.graph.ir import Graph
-from optkit.graph.lower import lower
-from optkit.model_source import resolve
+from optkit.lowering.lower import lower
+from optkit.machine.target import get_target
 from optkit.passes import load
 from optkit.passes.base import PassContext
-from optkit.passes.calibration_cost import status
-from optkit.quality import QualityReport, RuntimeLogits, compare_many, evaluation_windows
-from optkit.target import get_target
+from optkit.passes.quantization.cost import status
 
 FUSIONS = ("fuse_qkv", "fuse_gate_up", "fuse_add_rms_norm")
 WHERE = ("cpu", "isa", "cores", "optkit", "python", "packages")  # of the environment, kept with every result

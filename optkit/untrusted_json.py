@@ -11,8 +11,8 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from optkit.checkpoint.safetensors_header import parse_json
 from optkit.errors import UserError
-from optkit.safetensors_header import parse_json
 
 MAX_DEPTH = 64
 MAX_SIZE = 1 << 48

@@ -14,16 +14,22 @@ import torch
 from pydantic import Field
 from torch import Tensor, fx
 
+from optkit.calibration.walk import Walk
 from optkit.graph.ir import Graph, module_name
-from optkit.graph.walk import Walk
-from optkit.passes.awq_search import search_clip, search_scale
 from optkit.passes.base import PassContext
-from optkit.passes.calibrated import CalibratedConfig, CalibratedQuantization, Group, Moments, walk_through
-from optkit.passes.calibration_cost import Rates, Shapes, Text
-from optkit.passes.finished_groups import FinishedGroups
-from optkit.passes.folding import fold, readers, why_not_foldable
-from optkit.passes.grid import QuantizedWeight, fit_groups, group_of, nearest_codes
-from optkit.passes.linear_quantization import weight_of
+from optkit.passes.quantization.awq_search import search_clip, search_scale
+from optkit.passes.quantization.calibrated import (
+    CalibratedConfig,
+    CalibratedQuantization,
+    Group,
+    Moments,
+    walk_through,
+)
+from optkit.passes.quantization.cost import Rates, Shapes, Text
+from optkit.passes.quantization.grid import QuantizedWeight, fit_groups, group_of, nearest_codes
+from optkit.passes.quantization.linear import weight_of
+from optkit.passes.quantization.resume import FinishedGroups
+from optkit.passes.rewriting.folding import fold, readers, why_not_foldable
 
 UNCLIPPED = ("q_proj", "k_proj", "query", "key")
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from pydantic import BaseModel, ConfigDict
 
 if TYPE_CHECKING:
-    from optkit.calibration import Calibration
+    from optkit.calibration.samples import Calibration
     from optkit.graph.ir import Graph
-    from optkit.target import Target
+    from optkit.machine.target import Target
 
 
 class Config(BaseModel):

@@ -6,7 +6,7 @@ minutes; compiling one layer and calling it for all takes seconds (*regional* co
 
 Code is specialized by the number of tokens T in a step. By default up to ``max_buckets`` ranges of T are chosen by
 measured cost over the recipe's histogram of lengths; ``buckets`` names exact sizes instead. ``dynamic_tail`` adds code
-for every other T. The pass only records the plan; ``optkit.prebuild`` compiles it while the artifact is made, times
+for every other T. The pass only records the plan; ``optkit.pipeline.aot_compile`` compiles it while the artifact is made, times
 each bucket and keeps those that beat the uncompiled path. Serving never compiles.
 """
 
@@ -18,12 +18,12 @@ from typing import Annotated, Any
 from pydantic import Field, field_validator
 from torch import fx
 
-from optkit.graph import forms
+from optkit.graph import variants
 from optkit.graph.ir import Graph, Weight
 from optkit.graph.ops import op_name
-from optkit.graph.region_lowering import PLAN
-from optkit.graph.regions import Region, call_nodes, shapes, structure, why_not
 from optkit.kernels import reference
+from optkit.lowering.compiled.plan import PLAN
+from optkit.lowering.compiled.regions import Region, call_nodes, shapes, structure, why_not
 from optkit.passes.base import Config, Pass, PassContext, PassResult, Plan, Site, Skip, Stage
 
 MAX_BUCKETS = 8
@@ -65,7 +65,7 @@ class Compile(Pass):
 
     def why_not(self, graph: Graph) -> str | None:
         """Why nothing can be compiled here, or None."""
-        if forms.limits(graph):
+        if variants.limits(graph):
             return "its linear layers have several forms, by the number of tokens"
         if self.config.buckets == [] and not self.config.dynamic_tail:
             return "no buckets and no dynamic tail: there is nothing to compile for"

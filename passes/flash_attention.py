@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from torch import fx
 
-from optkit.graph.bind import kernel_of
 from optkit.graph.ir import Graph
 from optkit.kernels import PLAIN_KERNELS, Kernel, reference, select
+from optkit.lowering.bind import kernel_of
 from optkit.passes.base import Pass, PassContext, PassResult, Plan, Site, Skip, Stage
 
 

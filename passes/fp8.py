@@ -19,25 +19,25 @@ import torch
 from pydantic import Field
 from torch import Tensor, fx
 
-from optkit.calibration import Calibration
+from optkit.calibration.samples import Calibration
+from optkit.calibration.walk import Walk
 from optkit.errors import UserError
 from optkit.graph.ir import Graph
-from optkit.graph.walk import Walk
 from optkit.kernels import reference
 from optkit.kernels.reference import FP8_MOST
+from optkit.machine.target import Target
 from optkit.passes.base import PassContext, PassResult, Plan
-from optkit.passes.calibrated import Group, by_activation, walk_through
-from optkit.passes.finished_groups import FinishedGroups
-from optkit.passes.grid import Grid, QuantizedWeight
-from optkit.passes.linear_quantization import (
+from optkit.passes.quantization.calibrated import Group, by_activation, walk_through
+from optkit.passes.quantization.formats import WeightFormat
+from optkit.passes.quantization.grid import Grid, QuantizedWeight
+from optkit.passes.quantization.linear import (
     Emitter,
     LinearQuantization,
     LinearQuantizationConfig,
     weight_of,
     weight_stats,
 )
-from optkit.passes.weight_formats import WeightFormat
-from optkit.target import Target
+from optkit.passes.quantization.resume import FinishedGroups
 
 
 class FP8Config(LinearQuantizationConfig):

@@ -13,7 +13,7 @@ from torch import fx
 from optkit.graph.ir import Graph
 from optkit.kernels import reference
 from optkit.passes.base import Pass, PassContext, PassResult, Plan, Site, Skip, Stage
-from optkit.passes.rewrite import LINEARS, can_stack, out_features, site_name, stack_linears
+from optkit.passes.rewriting.stack import LINEARS, can_stack, out_features, site_name, stack_linears
 
 PACKED: dict[Any, Any] = {
     reference.silu_mul: reference.silu_mul_packed,

@@ -13,7 +13,7 @@ from torch import fx
 from optkit.graph.ir import Graph
 from optkit.kernels import reference
 from optkit.passes.base import Pass, PassContext, PassResult, Plan, Site, Skip, Stage
-from optkit.passes.rewrite import (
+from optkit.passes.rewriting.stack import (
     LINEARS,
     can_stack,
     out_features,

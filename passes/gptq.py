@@ -15,14 +15,14 @@ from torch import Tensor
 
 from optkit.errors import UserError
 from optkit.graph.ir import Graph
-from optkit.passes.awq_search import search_clip
 from optkit.passes.base import PassContext, Plan
-from optkit.passes.calibrated import CalibratedConfig, CalibratedQuantization, Group, Moments
-from optkit.passes.calibration_cost import Rates, Shapes, Text
-from optkit.passes.gptq_solver import ActOrder, gptq
-from optkit.passes.grid import Grid, QuantizedWeight
-from optkit.passes.linear_quantization import members, weight_of
-from optkit.passes.weight_formats import PackedFormat
+from optkit.passes.quantization.awq_search import search_clip
+from optkit.passes.quantization.calibrated import CalibratedConfig, CalibratedQuantization, Group, Moments
+from optkit.passes.quantization.cost import Rates, Shapes, Text
+from optkit.passes.quantization.formats import PackedFormat
+from optkit.passes.quantization.gptq_solver import ActOrder, gptq
+from optkit.passes.quantization.grid import Grid, QuantizedWeight
+from optkit.passes.quantization.linear import members, weight_of
 
 
 class GPTQConfig(CalibratedConfig):

@@ -18,8 +18,8 @@ from pydantic import Field, field_validator
 from torch import fx
 
 from optkit.graph.ir import Graph
-from optkit.passes.linear_quantization import LinearQuantization, LinearQuantizationConfig, listed
-from optkit.passes.weight_formats import Int8Format
+from optkit.passes.quantization.formats import Int8Format
+from optkit.passes.quantization.linear import LinearQuantization, LinearQuantizationConfig, listed
 
 
 class Int8Config(LinearQuantizationConfig):

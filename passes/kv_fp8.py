@@ -10,7 +10,7 @@ not for its speed. So it goes without ``flash_attention`` there, which pins a ke
 
 from __future__ import annotations
 
-from optkit.passes.kv_quantization import KVQuantization
+from optkit.passes.quantization.kv import KVQuantization
 
 
 class KVFP8(KVQuantization):

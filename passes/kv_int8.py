@@ -11,7 +11,7 @@ A row of D values is D + 4 bytes in place of 4 D: 0.27 of float32 at D = 64.
 
 from __future__ import annotations
 
-from optkit.passes.kv_quantization import KVQuantization
+from optkit.passes.quantization.kv import KVQuantization
 
 
 class KVInt8(KVQuantization):

@@ -21,24 +21,24 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, fx
 
+from optkit.calibration.walk import Walk
 from optkit.errors import UserError
-from optkit.graph.cost import node_cost
 from optkit.graph.ir import Graph
 from optkit.graph.shapes import Point, infer_shapes
-from optkit.graph.walk import Walk
-from optkit.passes.assignment import Choice, assign
+from optkit.lowering.cost import node_cost
 from optkit.passes.base import PassContext, PassResult, Plan, Site
-from optkit.passes.calibrated import Group, Moments, walk_through
-from optkit.passes.calibration_cost import Rates, Shapes, Text
-from optkit.passes.finished_groups import FinishedGroups
 from optkit.passes.gptq import GPTQ, GPTQConfig
-from optkit.passes.gptq_solver import output_error
-from optkit.passes.grid import round_to_nearest
-from optkit.passes.linear_quantization import Emitter, weight_of
-from optkit.passes.schemes import fitting, make_format
-from optkit.passes.sensitivity import EVERY, Divergence
-from optkit.passes.weight_formats import WeightFormat
-from optkit.recipe import Bytes
+from optkit.passes.quantization.assignment import Choice, assign
+from optkit.passes.quantization.calibrated import Group, Moments, walk_through
+from optkit.passes.quantization.cost import Rates, Shapes, Text
+from optkit.passes.quantization.formats import WeightFormat
+from optkit.passes.quantization.gptq_solver import output_error
+from optkit.passes.quantization.grid import round_to_nearest
+from optkit.passes.quantization.linear import Emitter, weight_of
+from optkit.passes.quantization.resume import FinishedGroups
+from optkit.passes.quantization.schemes import fitting, make_format
+from optkit.passes.quantization.sensitivity import EVERY, Divergence
+from optkit.recipe.schema import Bytes
 
 DECODE = Point(1, 1, 512)
 

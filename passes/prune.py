@@ -18,13 +18,13 @@ import torch
 from pydantic import Field
 from torch import Tensor, fx
 
-from optkit.calibration import Calibration
+from optkit.calibration.samples import Calibration
+from optkit.calibration.walk import Walk
 from optkit.graph.ir import Graph, Origin, Part, Weight
-from optkit.graph.walk import Walk
 from optkit.kernels import reference
 from optkit.passes.base import Config, Pass, PassContext, PassResult, Plan, Site, Skip, Stage
-from optkit.passes.calibrated import Group, collect
-from optkit.passes.rewrite import site_name
+from optkit.passes.quantization.calibrated import Group, collect
+from optkit.passes.rewriting.stack import site_name
 
 PAIRS = (reference.silu_mul, reference.gelu_mul)
 PACKED = (reference.silu_mul_packed, reference.gelu_mul_packed)

@@ -23,14 +23,14 @@ import torch
 from pydantic import Field
 from torch import Tensor, fx
 
-from optkit.calibration import Calibration
+from optkit.calibration.samples import Calibration
+from optkit.calibration.walk import Walk
 from optkit.graph.ir import Graph, Origin, Part, Weight
-from optkit.graph.walk import Walk
 from optkit.kernels import reference
 from optkit.passes.base import Config, Pass, PassContext, PassResult, Plan, Site, Skip, Stage
-from optkit.passes.calibrated import Group, collect
 from optkit.passes.prune import importance, select_columns
-from optkit.passes.rewrite import site_name
+from optkit.passes.quantization.calibrated import Group, collect
+from optkit.passes.rewriting.stack import site_name
 
 aten = torch.ops.aten
 PER_HEAD = (reference.rope, reference.rms_norm)  # what may lie between a projection's heads and attention

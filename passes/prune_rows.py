@@ -16,7 +16,7 @@ from torch import fx
 from optkit.graph.ir import Graph
 from optkit.kernels import reference
 from optkit.passes.base import Pass, PassContext, PassResult, Plan, Site, Skip, Stage
-from optkit.passes.rewrite import LINEARS
+from optkit.passes.rewriting.stack import LINEARS
 
 aten = torch.ops.aten
 

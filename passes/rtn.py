@@ -8,9 +8,9 @@ from __future__ import annotations
 from torch import fx
 
 from optkit.graph.ir import Graph
-from optkit.passes.linear_quantization import LinearQuantization
-from optkit.passes.schemes import SchemeConfig
-from optkit.passes.weight_formats import WeightFormat
+from optkit.passes.quantization.formats import WeightFormat
+from optkit.passes.quantization.linear import LinearQuantization
+from optkit.passes.quantization.schemes import SchemeConfig
 
 
 class RTN(LinearQuantization):

@@ -18,15 +18,15 @@ import torch
 from pydantic import Field, field_validator
 from torch import Tensor
 
-from optkit.calibration import Calibration
+from optkit.calibration.samples import Calibration
+from optkit.calibration.walk import Walk
 from optkit.graph.ir import Graph
-from optkit.graph.walk import Walk
 from optkit.passes.base import Config, Pass, PassContext, PassResult, Plan, Site, Skip, Stage
-from optkit.passes.calibrated import Group, collect
-from optkit.passes.folding import fold, readers, why_not_foldable
-from optkit.passes.linear_quantization import weight_of
-from optkit.passes.rewrite import site_name
-from optkit.passes.smoothing import search_smoothing, smoothing_scale
+from optkit.passes.quantization.calibrated import Group, collect
+from optkit.passes.quantization.linear import weight_of
+from optkit.passes.quantization.smoothing import search_smoothing, smoothing_scale
+from optkit.passes.rewriting.folding import fold, readers, why_not_foldable
+from optkit.passes.rewriting.stack import site_name
 
 SAMPLED = 1024  # tokens that a search looks at
 

@@ -20,8 +20,8 @@ from pydantic import Field, model_validator
 from torch import fx
 
 from optkit.graph.ir import Graph
-from optkit.passes.linear_quantization import LinearQuantization, LinearQuantizationConfig
-from optkit.passes.weight_formats import Int4Format
+from optkit.passes.quantization.formats import Int4Format
+from optkit.passes.quantization.linear import LinearQuantization, LinearQuantizationConfig
 
 
 class W4A8Config(LinearQuantizationConfig):

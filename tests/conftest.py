@@ -20,7 +20,7 @@ hypothesis.settings.register_profile("patient", deadline=None)  # by default 0.2
 hypothesis.settings.load_profile("patient")
 
 CAPTURING = ("tests/capture/", "tests/formats/", "tests/graph/", "tests/passes/")
-EMBEDDED = ("tests/test_model_source.py", "tests/test_real_model.py", "tests/serve/test_tokenizer.py")
+EMBEDDED = ("tests/checkpoint/test_locate.py", "tests/test_real_model.py", "tests/text/test_tokenizer.py")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -50,24 +50,24 @@ def reopened_in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest
     """Artifacts are checked as they are written, but without a process each, which takes seconds."""
     if request.node.get_closest_marker("new_process"):
         return
-    from optkit import artifact_check
+    from optkit.pipeline import check
 
     def logits(directory: Path) -> Tensor:
-        from optkit.artifact import Artifact
+        from optkit.artifact.artifact import Artifact
 
-        return artifact_check.probe_logits(Artifact.open(directory).executable())
+        return check.probe_logits(Artifact.open(directory).executable())
 
-    monkeypatch.setattr(artifact_check, "reopened_logits", logits)
+    monkeypatch.setattr(check, "reopened_logits", logits)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def exported_once() -> Iterator[None]:
-    """Each model is traced once in a session, if a test that was collected traces any; see ``tests.exported``."""
+    """Each model is traced once in a session, if a test that was collected traces any; see ``tests.support.exported``."""
     module = sys.modules.get("optkit.capture.export")
     if module is None:
         yield
         return
-    from tests.exported import ExportOnce
+    from tests.support.exported import ExportOnce
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "export", ExportOnce(module.export))

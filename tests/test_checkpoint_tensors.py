@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from optkit.checkpoint import validate_checkpoint
-from optkit.checkpoint_tensors import TensorFiles, load_tensors
+from optkit.checkpoint.tensors import TensorFiles, load_tensors
+from optkit.checkpoint.validate import validate_checkpoint
 
 
 @pytest.mark.parametrize("shift", range(4))

@@ -13,7 +13,7 @@ from packaging.utils import canonicalize_name
 from optkit import extras
 from optkit.cli.main import COMMANDS, run
 from optkit.errors import UserError
-from tests.import_walk import imports_of, outside_packages
+from tests.support.import_walk import imports_of, outside_packages
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from optkit.kernels.cpu import native
-from tests.linked_environment import LIBRARY, build_wheel, linked_names, make_environment
-from tests.model_directory import save_model
+from tests.support.linked_environment import LIBRARY, build_wheel, linked_names, make_environment
+from tests.support.model_directory import save_model
 
 pytestmark = pytest.mark.skipif(
     "OPTKIT_WHEEL" not in os.environ and not native.available(), reason=str(native.missing_reason())

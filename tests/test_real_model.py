@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from optkit.data import load_text
-from optkit.pipeline import optimize
+from optkit.pipeline.driver import optimize
 from optkit.runtime.engine import Engine
-from optkit.runtime.load import load_engine
+from optkit.runtime.factory import load_engine
 from optkit.runtime.types import SamplingParams
+from optkit.text.corpora import load_text
 
 pytestmark = [
     pytest.mark.real_model,

@@ -71,7 +71,7 @@ KV: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {"throughput": (("kv_fp8
 
 def build(shape: ModelShape, scheme: str, target: Any, device: torch.device, dtype: torch.dtype) -> Any:
     """An executable of ``shape`` on ``device``, its linear layers stored as ``scheme``."""
-    from optkit.graph.lower import lower
+    from optkit.lowering.lower import lower
 
     graph = filled(shape, scheme, target, device, dtype)
     if device.type == "cpu":  # to try the script: an interpreter of kernels takes seconds a step
@@ -87,7 +87,7 @@ def by_reference(graph: Graph) -> None:
 
 def filled(shape: ModelShape, scheme: str, target: Any, device: torch.device, dtype: torch.dtype) -> Graph:
     """The graph of ``shape`` as ``target`` runs it, with numbers."""
-    from optkit.graph import gpu_rewrites, precision
+    from optkit.lowering import gpu_rewrites, precision
     from optkit.passes import load
     from optkit.passes.base import PassContext
 

@@ -45,12 +45,12 @@ def measure(
     shape: ModelShape, scheme: str, points: Points, target: Any, gpu: Any, dtype: torch.dtype
 ) -> dict[str, Any]:
     """Figures of one model; see the module."""
-    from optkit.measure import sequence
-    from optkit.runtime.ahead import AheadEngine
+    from optkit.evaluation.speed import sequence
     from optkit.runtime.cuda.buckets import Buckets
     from optkit.runtime.cuda.layout import StepShape
     from optkit.runtime.cuda.runner import GraphRunner
-    from optkit.runtime.scheduler import SchedulerConfig
+    from optkit.runtime.overlap import AheadEngine
+    from optkit.runtime.scheduling.scheduler import SchedulerConfig
     from optkit.runtime.types import Batch, SamplingParams, ScheduledSequence
 
     start = time.perf_counter()
@@ -98,8 +98,8 @@ def agreement(
     """
     from bench.gpu.kernels import error
     from bench.gpu.model import by_reference, filled
-    from optkit.graph.lower import lower
-    from optkit.measure import sequence
+    from optkit.evaluation.speed import sequence
+    from optkit.lowering.lower import lower
     from optkit.runtime.cuda.buckets import Buckets
     from optkit.runtime.cuda.layout import StepShape
     from optkit.runtime.cuda.runner import GraphRunner

@@ -123,7 +123,7 @@ def target_of(device: torch.device) -> str:
     Raises:
         SystemExit: there is none, so that its bounds would be another GPU's.
     """
-    from optkit.target_cuda import SHEETS
+    from optkit.machine.target_cuda import SHEETS
 
     if device.type != "cuda":
         return "cuda-h200"
@@ -181,7 +181,7 @@ def write_selection(results: Results, out: Path, target: str) -> None:
         from optkit.kernels.triton import selection
     except ImportError:  # without Triton there are no such kernels, and none was timed
         return
-    from optkit.target import get_target
+    from optkit.machine.target import get_target
 
     timings = [found for row in rows for m in (linear, attention) if (found := m.timing(row, row.us))]
     if timings:

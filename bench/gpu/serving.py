@@ -139,7 +139,7 @@ def serve(shape: Any, scheme: str, load: Load, target: Any, gpu: Any, dtype: Any
     """Both loads on one model, started as ``optkit serve`` starts it."""
     from bench.gpu.model import build, sampler
     from optkit.runtime.cuda.start import gpu_engine, kv_cache_bytes, sized
-    from optkit.runtime.scheduler import SchedulerConfig
+    from optkit.runtime.scheduling.scheduler import SchedulerConfig
 
     model = build(shape, scheme, target, gpu.torch_device, dtype)
     limits = SchedulerConfig(

@@ -153,8 +153,8 @@ def open_stage(stage: str, settings: Settings, right: Collection[str]) -> dict[s
 
 def place(settings: Settings) -> tuple[Any, Any]:
     """The target, and the device of the runtime."""
+    from optkit.machine.target import get_target
     from optkit.runtime.cuda.device import CudaDevice, HostDevice
-    from optkit.target import get_target
 
     target = get_target(settings.target)
     cuda = settings.device.type == "cuda"
@@ -167,7 +167,7 @@ def table_of(settings: Settings) -> Row:
         from optkit.kernels.triton import selection
     except ImportError:
         return {}
-    from optkit.target import get_target
+    from optkit.machine.target import get_target
 
     return {"table": selection.table(get_target(settings.target).isa[0]).get("note")}
 

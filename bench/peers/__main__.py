@@ -17,8 +17,8 @@ from bench.peers.transformers_peer import Transformers
 from bench.peers.vllm_peer import Vllm
 from bench.peers.workloads import WORKLOADS, quick
 from optkit.bench import workload
+from optkit.checkpoint.locate import ALIASES, packaged_gguf, resolve
 from optkit.errors import UserError, nearest
-from optkit.model_source import ALIASES, packaged_gguf, resolve
 
 PEERS: dict[str, Callable[[], Peer]] = {
     "transformers-fp32": Transformers,

@@ -21,7 +21,7 @@ from bench.peers.peer import MAX_CLIENTS, MAX_MODEL_LEN, Model, Peer, Progress, 
 from optkit.bench.environment import load_average
 from optkit.bench.servers import HOST
 from optkit.errors import UserError
-from optkit.target import usable_cores
+from optkit.machine.target import usable_cores
 
 BUILD = "11434"
 CMAKE_ARGS = (

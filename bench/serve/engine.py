@@ -23,11 +23,11 @@ from typing import Any
 
 import numpy as np
 
-from optkit.artifact import Artifact
+from optkit.artifact.artifact import Artifact
 from optkit.bench.environment import environment
 from optkit.bench.workload import load_tokenizer, text_ids
 from optkit.runtime.engine import Engine
-from optkit.runtime.load import load_engine
+from optkit.runtime.factory import load_engine
 from optkit.runtime.types import EngineRequest, SamplingParams
 
 SHORT, LONG, LONG_SHARE, OUTPUT = 64, 1800, 0.1, 32

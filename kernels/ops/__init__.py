@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from optkit.target import Target
+    from optkit.machine.target import Target
 
 
 PLAIN = "plain"

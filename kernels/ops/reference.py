@@ -90,7 +90,7 @@ def by_tokens(few: Tensor, many: Tensor, positions: Tensor, limit: int) -> Tenso
     """``few`` in a step of up to ``limit`` tokens, else ``many``: the two forms of one layer, [T, N] both.
 
     ``positions`` [T] int64, the graph's input, says how many tokens the step has. Lowering keeps one of the two
-    (``optkit.graph.forms``), so no kernel computes both.
+    (``optkit.graph.variants``), so no kernel computes both.
     """
     return few if len(positions) <= limit else many
 

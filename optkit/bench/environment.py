@@ -16,7 +16,7 @@ PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "httpx", "uvicorn")
 def environment() -> dict[str, Any]:
     """Hardware, versions, command line and time of this run."""
     from optkit import __version__
-    from optkit.target import cpu_isa, cpu_model, memory_bytes, usable_cores
+    from optkit.machine.target import cpu_isa, cpu_model, memory_bytes, usable_cores
 
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -118,7 +118,7 @@ def artifact_side(artifact: Path, name: str = "optkit") -> Side:
 
 def baseline_sides(model: str, progress: Progress | None = None) -> list[Side]:
     """The unoptimized model on our runtime, and plain transformers."""
-    from optkit.model_source import resolve
+    from optkit.checkpoint.locate import resolve
 
     directory = resolve(model, progress).directory
     plain = Side("transformers", lambda port: servers.transformers_command(directory, port))
@@ -127,12 +127,12 @@ def baseline_sides(model: str, progress: Progress | None = None) -> list[Side]:
 
 def baseline_artifact(model: str) -> Path:
     """The artifact of recipe ``baseline`` for ``model``, built into the cache on first use."""
-    from optkit.locks import Locks
-    from optkit.model_source import resolve
-    from optkit.paths import cache_dir
-    from optkit.pipeline import environment, optimize
-    from optkit.sources import compiler_digest
-    from optkit.states import state_key
+    from optkit.checkpoint.locate import resolve
+    from optkit.machine.locks import Locks
+    from optkit.machine.paths import cache_dir
+    from optkit.pipeline.cache import state_key
+    from optkit.pipeline.driver import environment, optimize
+    from optkit.pipeline.sources import compiler_digest
 
     source = resolve(model)
     parts = {"source": source.digest, "compiler": compiler_digest(), "versions": environment()}

@@ -75,7 +75,7 @@ def load_tokenizer(directory: str) -> Any:
 
 def text_ids(tokenizer: Encoder) -> list[int]:
     """The shipped evaluation text as token ids, without special tokens."""
-    from optkit.data import load_text
+    from optkit.text.corpora import load_text
 
     return list(tokenizer(load_text("evaluation"), add_special_tokens=False).input_ids)
 

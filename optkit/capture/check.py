@@ -27,11 +27,11 @@ from transformers import AttentionInterface
 
 from optkit.capture import boundary
 from optkit.errors import UnsupportedModel
-from optkit.graph.dense import dense_inputs
 from optkit.graph.ir import Graph
-from optkit.graph.lower import Executable, lower
 from optkit.kernels import reference
-from optkit.quality_runtime import RuntimeLogits
+from optkit.lowering.dense import dense_inputs
+from optkit.lowering.lower import Executable, lower
+from optkit.runtime.logits import RuntimeLogits
 
 TOLERANCE = 2e-4  # of the largest logit; what float32 rounding changes is below 1e-5 of it
 TOKENS = (37, 17)  # of the two prompts

@@ -37,8 +37,8 @@ def capture_directory(directory: Path, *, weights: bool = True) -> Graph:
     Raises:
         UnsupportedModel: the model can't be captured; the message says why.
     """
-    from optkit.capture.packed import capture_packed
-    from optkit.formats.source import open_source
+    from optkit.capture.quantized import capture_packed
+    from optkit.checkpoint.source import open_source
 
     boundary.register()
     source = open_source(directory, weights=weights)

@@ -131,7 +131,7 @@ def recipe_bounds(artifact: Path | None) -> Slo:
     Raises:
         UserError: there is no artifact, or its recipe promises nothing.
     """
-    from optkit.artifact import Artifact
+    from optkit.artifact.artifact import Artifact
     from optkit.bench.metrics import Slo
 
     if artifact is None:
@@ -173,7 +173,7 @@ def _sides(artifact: Path | None, url: str | None, baseline: str | None, tell: P
 
 def _tokenizer_dir(tokenizer: str | None, artifact: Path | None, baseline: str | None) -> str:
     """Where the tokenizer is: --tokenizer, the artifact itself, or the baseline model."""
-    from optkit.model_source import resolve
+    from optkit.checkpoint.locate import resolve
 
     if tokenizer is None and artifact is not None:
         return str(artifact)

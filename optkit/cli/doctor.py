@@ -44,8 +44,8 @@ def collect(refresh: bool = False) -> dict[str, Any]:
     """Everything ``doctor`` knows, as plain data."""
     from dataclasses import asdict
 
-    from optkit.paths import cache_root
-    from optkit.target import cpu_model, detect
+    from optkit.machine.paths import cache_root
+    from optkit.machine.target import cpu_model, detect
 
     return {
         "optkit": __version__,

@@ -15,8 +15,8 @@ from optkit.errors import UserError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from optkit.quality import Estimate, QualityReport
-    from optkit.quality_served import ServedReport
+    from optkit.evaluation.quality import Estimate, QualityReport
+    from optkit.evaluation.served import ServedReport
 
 MOST_TEXT = 64 << 20  # bytes of --text
 CHARACTERS = 4  # of a token, about, where a server cuts the text
@@ -68,7 +68,7 @@ def _local(
     subject: str, against: str | None, text: str | None, tokens: int, tell: Any
 ) -> tuple[dict[str, Any], Lines]:
     """The report of a model that runs here, as data and as lines."""
-    from optkit.quality import compare_many, perplexity
+    from optkit.evaluation.quality import compare_many, perplexity
 
     candidate, directory = _open(subject, tell)
     if against is None:
@@ -98,8 +98,8 @@ def _served(
     url: str, against: str | None, text: str | None, tokens: int, tell: Any
 ) -> tuple[dict[str, Any], Lines]:
     """The report of a served model, as data and as lines."""
-    from optkit.data import load_text
-    from optkit.quality_served import Server, compare_served, score_text
+    from optkit.evaluation.served import Server, compare_served, score_text
+    from optkit.text.corpora import load_text
 
     server = Server(url)
     if against is None:
@@ -116,7 +116,7 @@ def _served(
 
 def _forms(candidate: Any) -> dict[str, Any]:
     """A model whose layers have several forms, by form; any other under no name."""
-    from optkit.graph.forms import named
+    from optkit.graph.variants import named
 
     model = getattr(candidate, "model", None)
     limits = [form.limit for form in getattr(model, "forms", ()) if form.limit is not None]
@@ -145,7 +145,7 @@ def _length(source: Any) -> int:
 
 
 def _windows(tokenizer: Any, text: str | None, tokens: int, length: int) -> list[list[int]]:
-    from optkit.quality import evaluation_windows
+    from optkit.evaluation.quality import evaluation_windows
 
     try:
         return evaluation_windows(tokenizer, tokens, length, text)
@@ -155,7 +155,7 @@ def _windows(tokenizer: Any, text: str | None, tokens: int, length: int) -> list
 
 def _open(model: str, tell: Any) -> tuple[Any, Path]:
     """(logits source, directory with the tokenizer) of an artifact or a model."""
-    from optkit.artifact import is_artifact
+    from optkit.artifact.artifact import is_artifact
 
     if is_artifact(Path(model)):
         return _runtime(Path(model)), Path(model)
@@ -163,8 +163,8 @@ def _open(model: str, tell: Any) -> tuple[Any, Path]:
 
 
 def _runtime(artifact: Path) -> Any:
-    from optkit.artifact import Artifact
-    from optkit.quality import RuntimeLogits
+    from optkit.artifact.artifact import Artifact
+    from optkit.evaluation.quality import RuntimeLogits
 
     return RuntimeLogits(Artifact.open(artifact).executable())
 
@@ -172,10 +172,10 @@ def _runtime(artifact: Path) -> Any:
 def _reference(model: str, tell: Any) -> tuple[Any, Path]:
     """A model in plain transformers; of a quantized checkpoint, which may need more libraries, its captured graph."""
     from optkit.capture import capture_directory
-    from optkit.formats.source import open_source
-    from optkit.graph.lower import lower
-    from optkit.model_source import resolve
-    from optkit.quality import ModuleLogits, RuntimeLogits
+    from optkit.checkpoint.locate import resolve
+    from optkit.checkpoint.source import open_source
+    from optkit.evaluation.quality import ModuleLogits, RuntimeLogits
+    from optkit.lowering.lower import lower
 
     directory = resolve(model, tell).directory
     if open_source(directory).layers:
@@ -199,7 +199,7 @@ def _tokenizer(artifact: Path, source: Path) -> Any:
 
 def token_texts(tokenizer: Any) -> Callable[[int], str]:
     """How servers write a token in a list of log probabilities."""
-    from optkit.serve.token_text import TokenTexts, show
+    from optkit.text.token_text import TokenTexts, show
 
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if fast is None:

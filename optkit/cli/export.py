@@ -12,7 +12,7 @@ from optkit.cli import console
 
 
 class Format(enum.StrEnum):
-    """Keys of ``optkit.formats.export.WRITERS``."""
+    """Keys of ``optkit.artifact.export.WRITERS``."""
 
     gptq = "gptq"
     awq = "awq"
@@ -38,8 +38,8 @@ def export(
     logits are closer to the source model than those of optkit's integer kernels.
     What a format can't express is refused, with the layer; nothing is written then.
     """
-    from optkit.artifact import Artifact
-    from optkit.formats.export import export as write
+    from optkit.artifact.artifact import Artifact
+    from optkit.artifact.export import export as write
 
     with console.spinner(f"writing {out}"):
         write(Artifact.open(artifact), format.value, out)

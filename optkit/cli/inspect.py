@@ -18,9 +18,9 @@ from optkit.cli.tables import print_table
 from optkit.errors import UserError, printable
 
 if TYPE_CHECKING:
-    from optkit.artifact import Artifact
-    from optkit.recipe import Accept
-    from optkit.records import PassRecord, RunRecord
+    from optkit.artifact.artifact import Artifact
+    from optkit.pipeline.records import PassRecord, RunRecord
+    from optkit.recipe.schema import Accept
 
 
 def inspect(
@@ -39,7 +39,7 @@ def inspect(
 
     Example: optkit inspect artifact/ --graph | grep linear
     """
-    from optkit.artifact import Artifact
+    from optkit.artifact.artifact import Artifact
 
     opened = Artifact.open(artifact)
     run = load_run(opened)
@@ -65,8 +65,8 @@ def load_run(artifact: Artifact) -> RunRecord:
     Raises:
         UserError: the file is missing or no report.
     """
-    from optkit.records import PassRecord, RunRecord
-    from optkit.report_schema import ReportFile
+    from optkit.pipeline.records import PassRecord, RunRecord
+    from optkit.pipeline.report_schema import ReportFile
     from optkit.untrusted_json import check, parse_bounded, read_bounded
 
     file = artifact.directory / "optkit" / "report.json"
@@ -91,7 +91,7 @@ def form_names(run: RunRecord) -> list[str]:
 
 def code_line(artifact: Artifact) -> str:
     """What the code tier holds, and whether ``optkit serve`` would run it."""
-    from optkit.code_tier import CodeTier
+    from optkit.lowering.compiled.code_cache import CodeTier
 
     tier = CodeTier.read(artifact.native)
     if tier is None:
@@ -112,7 +112,7 @@ def bounds(artifact: Artifact, run: RunRecord) -> Iterator[dict[str, Any]]:
 
 def compared(scope: str, accept: Accept, record: PassRecord) -> Iterator[dict[str, Any]]:
     """The bounds of ``accept`` that are set; ``measured`` is None for a pass that was not measured."""
-    from optkit.decision import Evidence
+    from optkit.pipeline.decision import Evidence
 
     evidence = Evidence.of(record) if record.measured and record.quality else None
     for bound, limit in accept.model_dump(exclude_none=True).items():
@@ -127,9 +127,9 @@ def graph_lines(artifact: Artifact, tokens: int) -> Iterator[str]:
         UserError: the graph asks for a kernel that this machine does not have.
     """
     from optkit.graph.listing import list_graph
-    from optkit.graph.lower import lower
     from optkit.graph.shapes import Point
-    from optkit.target import get_target
+    from optkit.lowering.lower import lower
+    from optkit.machine.target import get_target
 
     graph = artifact.graph()
     try:
@@ -145,7 +145,7 @@ def graph_lines(artifact: Artifact, tokens: int) -> Iterator[str]:
 
 
 def show_artifact(artifact: Artifact, run: RunRecord) -> None:
-    from optkit.report import run_table, variants, variants_table
+    from optkit.pipeline.report import run_table, variants, variants_table
 
     recipe, manifest = artifact.recipe, artifact.manifest
     versions = ", ".join(f"{key} {value}" for key, value in manifest.get("environment", {}).items())

@@ -16,11 +16,12 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from optkit import __version__, logs
+from optkit import __version__
 from optkit.cli import console, recipe
 from optkit.cli.help import PlainCommand, summary
 from optkit.errors import UserError
 from optkit.extras import missing_package
+from optkit.machine import logs
 
 COMMANDS = {
     "optimize": "optkit.cli.optimize:optimize",

@@ -11,7 +11,7 @@ from optkit.cli import console
 from optkit.cli.tables import print_table
 
 if TYPE_CHECKING:
-    from optkit.recipe import Recipe
+    from optkit.recipe.schema import Recipe
 
 FIXED_STAGES = 4  # model, capture, the whole, writing
 
@@ -46,7 +46,7 @@ def optimize(
 
     Example: optkit optimize smollm2-135m --recipe ttft-cpu -o artifact/
     """
-    from optkit.recipe import load_recipe
+    from optkit.recipe.schema import load_recipe
 
     loaded = load_recipe(recipe, overrides or [])
     _warn_without_native_kernels(loaded)
@@ -55,7 +55,7 @@ def optimize(
         return
     path = out or Path(f"{loaded.name}-artifact")
     with console.stages(len(loaded.passes) + FIXED_STAGES) as tell:
-        from optkit.pipeline import optimize as run_pipeline
+        from optkit.pipeline.driver import optimize as run_pipeline
 
         run = run_pipeline(model, loaded, path, force=force, tell=tell, final_tokens=quality_tokens)
     if as_json:
@@ -63,8 +63,8 @@ def optimize(
         return
     from dataclasses import asdict
 
-    from optkit.report import run_table, summary_lines, variants, variants_table
-    from optkit.target import present_target
+    from optkit.machine.target import present_target
+    from optkit.pipeline.report import run_table, summary_lines, variants, variants_table
 
     target = asdict(present_target(loaded.target))
 
@@ -85,7 +85,7 @@ def _warn_without_native_kernels(recipe: Recipe) -> None:
 
 
 def _dry_run(model: str, recipe: Recipe, as_json: bool) -> None:
-    from optkit.dry_run import dry_run
+    from optkit.pipeline.dry_run import dry_run
 
     with console.spinner("planning") as tell:
         plan = dry_run(model, recipe, tell)

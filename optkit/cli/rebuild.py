@@ -24,13 +24,13 @@ def rebuild(
 
     Example: optkit rebuild artifact/ && optkit serve artifact/
     """
-    from optkit.artifact import Artifact
+    from optkit.artifact.artifact import Artifact
     from optkit.errors import UserError
-    from optkit.graph.region_lowering import PLAN
+    from optkit.lowering.compiled.plan import PLAN
+    from optkit.machine.target import get_target
     from optkit.passes.compile import has_compiler
-    from optkit.prebuild import rebuild as build
-    from optkit.report import variants_table
-    from optkit.target import get_target
+    from optkit.pipeline.aot_compile import rebuild as build
+    from optkit.pipeline.report import variants_table
 
     opened = Artifact.open(artifact)
     graph = opened.graph()

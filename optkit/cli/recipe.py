@@ -12,7 +12,7 @@ from rich.table import Table
 from optkit.cli import console
 from optkit.cli.tables import print_table
 from optkit.errors import UserError
-from optkit.recipe import (
+from optkit.recipe.schema import (
     Accept,
     Recipe,
     ResolvedPass,

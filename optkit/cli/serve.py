@@ -8,15 +8,15 @@ from typing import Annotated
 
 import typer
 
-from optkit import logs
 from optkit.errors import UserError
 from optkit.extras import need_extra
+from optkit.machine import logs
 
 LOADING, SCHEDULING, ACCESS = "Loading", "Scheduling and KV cache", "Access and load"
 
 
 class LogFormat(enum.StrEnum):
-    """What log lines look like (``optkit.logs``)."""
+    """What log lines look like (``optkit.machine.logs``)."""
 
     text = "text"
     json = "json"
@@ -215,10 +215,10 @@ def serve(
     """
     need_extra("serve", "optkit serve")
     logs.configure(log_format.value)
-    from optkit.runtime.launch import launch
+    from optkit.runtime.process.launch import launch
 
     with launch(threads=threads) as engine:  # it imports while this process does
-        from optkit.serve.address import read_api_keys
+        from optkit.serve.http.address import read_api_keys
         from optkit.serve.server import ServeOptions, run
 
         options = ServeOptions(
@@ -252,7 +252,7 @@ def serve(
 
 
 def _bytes(text: str | None, option: str) -> int | None:
-    from optkit.recipe import parse_bytes
+    from optkit.recipe.schema import parse_bytes
 
     try:
         return None if text is None else parse_bytes(text)

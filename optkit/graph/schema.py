@@ -41,7 +41,7 @@ class MetaEntry(Schema):
 
 
 class CompilePlan(Schema):
-    """Layers to compile (``optkit.graph.region_lowering``)."""
+    """Layers to compile (``optkit.lowering.compiled.plan``)."""
 
     regions: list[list[Name]]
     buckets: list[Annotated[tuple[int, int], Field(strict=False)]] | None = None

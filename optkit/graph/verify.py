@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-from optkit.graph import forms
+from optkit.graph import variants
 from optkit.graph.ir import BATCH_INPUTS, Graph
 from optkit.graph.operand_check import check_indexes, check_origins
 from optkit.graph.ops import op_name
@@ -98,9 +98,9 @@ def check_attention(graph: Graph) -> None:
 def check_forms(graph: Graph) -> None:
     """Forms are told apart by the tokens of the step, and are few: each is lowered by itself."""
     for node in graph.calls(reference.by_tokens):
-        if type(forms.limit_of(node)) is not int:
-            raise VerifyError(f"{node.name}: the limit {forms.limit_of(node)!r:.40} is not an int")
-    if len(forms.limits(graph)) >= MOST_FORMS:
+        if type(variants.limit_of(node)) is not int:
+            raise VerifyError(f"{node.name}: the limit {variants.limit_of(node)!r:.40} is not an int")
+    if len(variants.limits(graph)) >= MOST_FORMS:
         raise VerifyError(f"layers have more than {MOST_FORMS} forms")
 
 

@@ -23,14 +23,14 @@ from typing import Any
 import torch
 
 from optkit.cancellation import StepCancelled, cancellable
-from optkit.runtime.cost_model import CostModel
-from optkit.runtime.kv_cache import memory_plan
-from optkit.runtime.kv_forms import note_step
-from optkit.runtime.logprobs import LogprobRunner
-from optkit.runtime.offload import CorruptSlot, SlotStore
-from optkit.runtime.sampler import sample
-from optkit.runtime.scheduler import Proposer, Result, Scheduler, SchedulerConfig
-from optkit.runtime.speculative import first_rows, verify
+from optkit.runtime.kv.offload import CorruptSlot, SlotStore
+from optkit.runtime.kv.pools import memory_plan
+from optkit.runtime.kv.shareable import note_step
+from optkit.runtime.sampling.logprobs import LogprobRunner
+from optkit.runtime.sampling.sampler import sample
+from optkit.runtime.sampling.speculative import first_rows, verify
+from optkit.runtime.scheduling.cost_model import CostModel
+from optkit.runtime.scheduling.scheduler import Proposer, Result, Scheduler, SchedulerConfig
 from optkit.runtime.types import (
     Batch,
     EngineRefusal,

@@ -12,12 +12,12 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from optkit.runtime.kv_cache import KVSpec, allocate, block_bytes, dtype_label
+from optkit.runtime.kv.pools import KVSpec, allocate, block_bytes, dtype_label
 from optkit.runtime.types import Batch
 
 
 class Executable(Protocol):
-    """A lowered graph (``optkit.graph.lower.Executable``)."""
+    """A lowered graph (``optkit.lowering.lower.Executable``)."""
 
     @property
     def kv_specs(self) -> Sequence[KVSpec]: ...

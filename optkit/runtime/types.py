@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-    from optkit.runtime.prefix_cache import Node
+    from optkit.runtime.kv.prefix_cache import Node
 
 
 QUEUE_TIMEOUT = "the request waited too long for its turn"
-PENDING = -1  # stands in a sequence for a token that the device is still computing (optkit.runtime.ahead)
+PENDING = -1  # stands in a sequence for a token that the device is still computing (optkit.runtime.overlap)
 ALL_TOKENS = 1 << 62  # more than any sequence has
 
 
@@ -161,7 +161,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Gauges and counters of the engine after a step, for /metrics. Tokens, blocks, requests.
 
     ``num_deferred`` of those that wait could not be computed even if there were room. ``step_sizes`` are the counts of
-    ``optkit.runtime.step_sizes`` and ``step_tokens`` the tokens of all those steps.
+    ``optkit.runtime.scheduling.step_sizes`` and ``step_tokens`` the tokens of all those steps.
     ``kv_blocks_cached`` are in no sequence and keep their KV until the room is needed. ``prefix_cache_queries`` are
     prompt tokens that were looked up, ``prefix_cache_hits`` those that were found. On a GPU ``graph_captures`` and
     ``kernel_compilations`` stand still once the engine is warm, and ``eager_steps`` were in no bucket.

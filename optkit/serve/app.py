@@ -30,19 +30,19 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-from optkit.serve.admission import Admission
-from optkit.serve.api_error import ApiError, internal_error
 from optkit.serve.engine_api import Engine, ServeSettings
-from optkit.serve.guard import Guard
-from optkit.serve.json_body import read_json
+from optkit.serve.http.admission import Admission
+from optkit.serve.http.auth import Guard
+from optkit.serve.http.errors import ApiError, internal_error
+from optkit.serve.http.json_body import read_json
 from optkit.serve.metrics import Metrics
-from optkit.serve.openapi import document
-from optkit.serve.prompts import PromptReader
-from optkit.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest, parse_request
-from optkit.serve.reply import Reply, Service
+from optkit.serve.openai.prompts import PromptReader
+from optkit.serve.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest, parse_request
+from optkit.serve.openai.response import Reply, Service
+from optkit.serve.openai.schema import document
 from optkit.serve.shutdown import shutting_down
-from optkit.serve.tokenizer import Tokenizer
 from optkit.serve.tracing import Tracing
+from optkit.text.tokenizer import Tokenizer
 from optkit.version import VERSION
 
 READ = ["GET", "HEAD"]  # the server leaves the body of a HEAD out

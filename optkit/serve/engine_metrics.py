@@ -18,7 +18,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from optkit.runtime.step_sizes import STEP_EDGES
+from optkit.runtime.scheduling.step_sizes import STEP_EDGES
 from optkit.runtime.types import EngineStats
 
 LABELS = ("model_name", "engine")

@@ -26,7 +26,7 @@ from typing import TypeVar, cast
 
 import msgspec
 
-from optkit.runtime.process import ENGINE_DIED
+from optkit.runtime.process.client import ENGINE_DIED
 from optkit.runtime.types import EngineRequest, FinishReason, TokenOutput
 
 log = logging.getLogger("optkit.serve")

@@ -27,19 +27,19 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from optkit.serve import tracing
-from optkit.serve.address import bind, is_loopback, refuse_exposure
 from optkit.serve.app import create_app
-from optkit.serve.chat_template import check_template
-from optkit.serve.connection import Connection
 from optkit.serve.engine_api import ServeSettings
-from optkit.serve.guard import LOOPBACK
+from optkit.serve.http.address import bind, is_loopback, refuse_exposure
+from optkit.serve.http.auth import LOOPBACK
+from optkit.serve.http.connection import Connection
 from optkit.serve.shutdown import DrainingServer
-from optkit.serve.tokenizer import Tokenizer
+from optkit.text.chat_template import check_template
+from optkit.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from optkit.artifact import Artifact
-    from optkit.runtime.launch import Launched
-    from optkit.runtime.process import EngineClient
+    from optkit.artifact.artifact import Artifact
+    from optkit.runtime.process.client import EngineClient
+    from optkit.runtime.process.launch import Launched
 
 log = logging.getLogger("optkit.serve")
 
@@ -107,8 +107,8 @@ def run(
     if options.otlp_traces_endpoint:
         tracing.check(options.otlp_traces_endpoint)
     with bind(options.host, options.port) as sock:
-        from optkit.artifact import Artifact
-        from optkit.runtime.process import EngineClient
+        from optkit.artifact.artifact import Artifact
+        from optkit.runtime.process.client import EngineClient
 
         opened = Artifact.open(artifact)
         early = [launched] if launched else []

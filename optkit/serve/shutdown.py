@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 
 import uvicorn
 
-from optkit.serve.api_error import ApiError
+from optkit.serve.http.errors import ApiError
 
 log = logging.getLogger("optkit.serve")
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from optkit.errors import UserError
-from optkit.runtime.process import EngineClient, EngineDied
+from optkit.runtime.process.client import EngineClient, EngineDied
 from optkit.runtime.types import EngineRequest, EngineStats, TokenOutput
 from optkit.serve.quarantine import Quarantine
 

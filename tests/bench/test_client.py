@@ -7,7 +7,7 @@ from starlette.responses import JSONResponse
 
 from optkit.bench.client import problems, run_workload
 from optkit.bench.workload import WorkloadConfig, build
-from tests.bench.fake_server import FakeServer, normal, text, usage
+from tests.support.fake_server import FakeServer, normal, text, usage
 
 IDS = list(range(1000))
 

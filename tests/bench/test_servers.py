@@ -12,7 +12,7 @@ import pytest
 
 from optkit.bench.servers import free_port, healthy, model_name, running
 from optkit.errors import UserError
-from tests.bench.fake_server import FakeServer, normal
+from tests.support.fake_server import FakeServer, normal
 
 PATIENCE = 120.0  # seconds for what takes one, on a machine that has other work
 SERVER = """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from bench.gpu.isolation import measured
-from tests.bench_gpu.measures import open_measures
+from tests.support.measures import open_measures
 
 
 def test_what_breaks_costs_only_itself() -> None:

@@ -8,12 +8,12 @@ import torch
 from optkit.capture import boundary, capture
 from optkit.capture.check import check_capture
 from optkit.errors import UnsupportedModel
-from optkit.graph.dense import dense_logits
-from optkit.graph.lower import lower
 from optkit.kernels import reference
-from tests.architectures import SPECIFIC, tiny_model
-from tests.graphs import captured
-from tests.ragged import ragged_logits
+from optkit.lowering.dense import dense_logits
+from optkit.lowering.lower import lower
+from tests.support.architectures import SPECIFIC, tiny_model
+from tests.support.graphs import captured
+from tests.support.ragged import ragged_logits
 
 aten = torch.ops.aten
 TOLERANCE = 1e-4

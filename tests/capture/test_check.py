@@ -15,8 +15,8 @@ from optkit.capture.check import check_capture
 from optkit.errors import UnsupportedModel
 from optkit.graph.ir import Graph
 from optkit.kernels import reference
-from tests.architectures import tiny_config, tiny_model
-from tests.graphs import captured
+from tests.support.architectures import tiny_config, tiny_model
+from tests.support.graphs import captured
 
 LONG = {"sliding_window": 4096, "max_position_embeddings": 8192}  # no prompt of the check is as long
 

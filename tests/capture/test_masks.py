@@ -12,10 +12,10 @@ from transformers.models.mistral import modeling_mistral
 
 from optkit.capture import boundary, capture, masks
 from optkit.errors import UnsupportedModel
-from optkit.graph.dense import dense_logits
 from optkit.kernels import reference
-from tests.architectures import tiny_config, tiny_model
-from tests.graphs import captured
+from optkit.lowering.dense import dense_logits
+from tests.support.architectures import tiny_config, tiny_model
+from tests.support.graphs import captured
 
 WINDOWED_MOE = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,

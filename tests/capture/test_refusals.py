@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 from optkit.capture import boundary, capture, capture_directory
 from optkit.capture.check import check_capture
 from optkit.errors import UnsupportedModel
-from tests.architectures import tiny_config, tiny_model
-from tests.graphs import captured
+from tests.support.architectures import tiny_config, tiny_model
+from tests.support.graphs import captured
 
 ONE = {"num_hidden_layers": 1}
 

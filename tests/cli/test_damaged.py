@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from optkit.artifact import MANIFEST, Artifact, content_digest
+from optkit.artifact.artifact import MANIFEST, Artifact, content_digest
 from optkit.cli import console
 from optkit.cli.main import run
 from optkit.errors import UserError
-from optkit.runtime.load import load_engine
-from tests.hostile_artifact import rehash
-from tests.sample_artifact import real_artifact, sample_run
+from optkit.runtime.factory import load_engine
+from tests.support.hostile_artifact import rehash
+from tests.support.sample_artifact import real_artifact, sample_run
 
 Output = pytest.CaptureFixture[str]
 RECIPE = "schema_version: 1\nname: small\ntarget: cpu\npasses:\n  int8: {}\n"

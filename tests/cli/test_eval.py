@@ -7,9 +7,9 @@ import torch
 
 from optkit.cli import eval as eval_module
 from optkit.cli import main
-from optkit.graph.lower import lower
-from optkit.quality import RuntimeLogits, windows
-from tests.graphs import apply, captured
+from optkit.evaluation.quality import RuntimeLogits, windows
+from optkit.lowering.lower import lower
+from tests.support.graphs import apply, captured
 
 
 class Noisy:
@@ -34,7 +34,7 @@ def fakes(monkeypatch, tmp_path):
     monkeypatch.setattr(eval_module, "_tokenizer", lambda artifact, source: None)
     cut = windows([i % 50 for i in range(4096)], 512, 4)
     monkeypatch.setattr(
-        "optkit.quality.evaluation_windows",
+        "optkit.evaluation.quality.evaluation_windows",
         lambda tokenizer, tokens, length, text: cut if length == 512 else None,
     )
 
@@ -72,7 +72,7 @@ def test_more_tokens_than_there_are_is_a_user_error(monkeypatch):
     def short(tokenizer, tokens, length, text):
         raise ValueError("too short")
 
-    monkeypatch.setattr("optkit.quality.evaluation_windows", short)
+    monkeypatch.setattr("optkit.evaluation.quality.evaluation_windows", short)
     assert main.run(["eval", "artifact", "--baseline", "model", "--tokens", "900000"]) == 2
 
 
@@ -84,7 +84,7 @@ def test_a_model_whose_layers_have_two_forms_is_judged_by_both(monkeypatch, caps
         eval_module, "_open", lambda model, tell: (RuntimeLogits(lower(models[model])), tmp_path)
     )
     cut = windows([(7 * i) % 128 for i in range(96)], 48)
-    monkeypatch.setattr("optkit.quality.evaluation_windows", lambda *_: cut)
+    monkeypatch.setattr("optkit.evaluation.quality.evaluation_windows", lambda *_: cut)
     assert main.run(["eval", "artifact", "--against", "model", "--json"]) == 0
     forms = json.loads(capsys.readouterr().out)["forms"]
     assert forms["up to 4 tokens"]["kl_mean"]["value"] > 1e-3

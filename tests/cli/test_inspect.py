@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from optkit.artifact import MANIFEST, write_manifest
+from optkit.artifact.artifact import MANIFEST, write_manifest
 from optkit.cli.main import run
 from optkit.errors import printable
 from optkit.kernels import triton
-from tests.sample_artifact import fake_artifact, int8_record, real_artifact, sample_run
+from tests.support.sample_artifact import fake_artifact, int8_record, real_artifact, sample_run
 
 Output = pytest.CaptureFixture[str]
 RECIPE = """\

@@ -18,10 +18,10 @@ from optkit.cli.eval import table as eval_table
 from optkit.cli.inspect import bounds_table, files_table
 from optkit.cli.optimize import _prediction_table
 from optkit.cli.tables import print_table
-from optkit.recipe import list_recipes
-from optkit.records import RunRecord
-from optkit.report import run_table, variants_table
-from tests.sample_artifact import int8_record, timing
+from optkit.pipeline.records import RunRecord
+from optkit.pipeline.report import run_table, variants_table
+from optkit.recipe.schema import list_recipes
+from tests.support.sample_artifact import int8_record, timing
 
 ROOT = Path(__file__).resolve().parents[2]
 LABELS = ("prefill 512", "prefill 2048", "decode 512", "decode 2048")

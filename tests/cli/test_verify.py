@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from optkit.artifact import MANIFEST, write_manifest
+from optkit.artifact.artifact import MANIFEST, write_manifest
 from optkit.cli.main import run
-from tests.sample_artifact import fake_artifact, real_artifact, sample_run
+from tests.support.sample_artifact import fake_artifact, real_artifact, sample_run
 
 Output = pytest.CaptureFixture[str]
 RECIPE = "schema_version: 1\nname: small\ntarget: cpu\npasses:\n  int8: {}\n"

@@ -8,5 +8,5 @@ failure.
 A failure is printed with its number and what the mutant changed. To see one again, with the traceback or the report:
 
     python -m tests.fuzz.server --seeds DIR --only NUMBER    # DIR: any folder; seeds are made there if missing
-    python -m tests.sanitized address -m tests.fuzz.server --seeds DIR --only NUMBER
+    python -m tests.support.sanitized address -m tests.fuzz.server --seeds DIR --only NUMBER
 """

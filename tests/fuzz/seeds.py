@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from optkit import artifact_check
-from optkit.artifact_writer import write_artifact
+from optkit.checkpoint.locate import ModelSource
 from optkit.graph.ir import Graph
-from optkit.model_source import ModelSource
-from optkit.recipe import parse_recipe
-from optkit.records import RunRecord
-from tests.architectures import tiny_model
-from tests.graphs import TARGET, apply, captured
+from optkit.pipeline import check
+from optkit.pipeline.publish import write_artifact
+from optkit.pipeline.records import RunRecord
+from optkit.recipe.schema import parse_recipe
+from tests.support.architectures import tiny_model
+from tests.support.graphs import TARGET, apply, captured
 
 RECIPE = """
 schema_version: 1
@@ -60,7 +60,7 @@ def write_seed(
     source = directory / "sources" / name
     tiny_model(family, **changes).save_pretrained(source)
     graph = optimized(family, changes, passes)
-    with mock.patch.object(artifact_check, "check_reopened"):  # a process each; the tests load every seed
+    with mock.patch.object(check, "check_reopened"):  # a process each; the tests load every seed
         write_artifact(
             directory / name,
             graph,

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from optkit import target as targets
 from optkit.kernels.cpu import native
-from tests import sanitized
+from optkit.machine import target as targets
 from tests.fuzz.contents import read_contents
 from tests.fuzz.mutations import TABLE, mutant
 from tests.fuzz.seeds import SEEDS, write_seeds
 from tests.fuzz.trial import trial
-from tests.graphs import TARGET
+from tests.support import sanitized
+from tests.support.graphs import TARGET
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.missing_reason()))
 ROOT = Path(__file__).resolve().parents[2]

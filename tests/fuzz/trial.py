@@ -21,7 +21,7 @@ from optkit.cli import verify as verify_command
 from optkit.errors import UserError
 from optkit.graph import ir
 from optkit.runtime.engine import RequestFailed
-from optkit.runtime.load import load_engine
+from optkit.runtime.factory import load_engine
 from optkit.runtime.types import EngineRefusal, SamplingParams
 
 PROMPTS = [[3 + i % 100 for i in range(n)] for n in (5, 19, 1)]
@@ -99,21 +99,21 @@ def failure(stage: str, error: BaseException) -> Outcome:
 
 def few_blocks() -> None:
     """Have KV pools so small from now on that the prompts fill them, and what is past their end is reached."""
-    from optkit.runtime import load
+    from optkit.runtime import factory
 
-    fitting = load.blocks_for_bytes
-    load.blocks_for_bytes = lambda *given: min(BLOCKS, fitting(*given))
+    fitting = factory.blocks_for_bytes
+    factory.blocks_for_bytes = lambda *given: min(BLOCKS, fitting(*given))
 
 
 def on_the_heap() -> None:
     """Have KV pools and the tensors of files on the heap from now on."""
-    from optkit import checkpoint_tensors
+    from optkit.checkpoint import tensors
 
-    load_file, get = checkpoint_tensors.load_file, checkpoint_tensors.TensorFiles.__getitem__
+    load_file, get = tensors.load_file, tensors.TensorFiles.__getitem__
 
     def copied(*args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         return {name: tensor.clone() for name, tensor in load_file(*args, **kwargs).items()}
 
-    checkpoint_tensors.load_file = copied
-    checkpoint_tensors.TensorFiles.__getitem__ = lambda self, name: get(self, name).clone()  # type: ignore[method-assign]
+    tensors.load_file = copied
+    tensors.TensorFiles.__getitem__ = lambda self, name: get(self, name).clone()  # type: ignore[method-assign]
     ir.unwritten_zeros = lambda shape, dtype, device: torch.zeros(shape, dtype=dtype, device=device)

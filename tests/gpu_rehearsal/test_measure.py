@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from bench.gpu.model import TINY, build, captured
+from optkit.evaluation.speed import interleaved, step_function
 from optkit.graph.shapes import Point
-from optkit.measure import interleaved, step_function
-from optkit.recipe import parse_recipe
+from optkit.machine.target import get_target
+from optkit.recipe.schema import parse_recipe
 from optkit.runtime.cuda.device import CudaDevice
 from optkit.runtime.cuda.runner import GraphRunner
-from optkit.target import get_target
 from tests.gpu_rehearsal.machine import rehearsal
 
 RECIPE = parse_recipe(

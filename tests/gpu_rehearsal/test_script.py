@@ -18,8 +18,8 @@ from bench.gpu.models import TINY_POINTS, measure
 from bench.gpu.results import attempt
 from bench.gpu.serving import Load, serve
 from bench.gpu.timing import timed
+from optkit.machine.target import get_target
 from optkit.runtime.cuda.device import CudaDevice
-from optkit.target import get_target
 from tests.gpu_rehearsal.machine import CUDA, rehearsal
 
 H200 = get_target("cuda-h200")

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from optkit import kernels
-from optkit.graph.walk import Walk
+from optkit.calibration.walk import Walk
 from optkit.kernels import reference
-from optkit.target import get_target
+from optkit.machine.target import get_target
 from tests.gpu_rehearsal.machine import rehearsal
-from tests.graphs import captured
+from tests.support.graphs import captured
 
 WINDOWS = [[5, 9, 2, 7, 1, 4], [3, 8, 6]]
 

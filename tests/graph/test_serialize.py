@@ -12,15 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optkit.checkpoint_tensors import build
+from optkit.checkpoint.tensors import build
 from optkit.errors import UserError
 from optkit.graph.ir import Graph, Origin, Part, Weight
-from optkit.graph.lower import lower
 from optkit.graph.ops import OPS
 from optkit.graph.serialize import graph_from_json, graph_to_json
 from optkit.graph.verify import verify
-from tests.graphs import TARGET, apply, captured, checkpoint, dense, random_ids
-from tests.sample_artifact import small_graph
+from optkit.lowering.lower import lower
+from tests.support.graphs import TARGET, apply, captured, checkpoint, dense, random_ids
+from tests.support.sample_artifact import small_graph
 
 ALL_PASSES = ("fuse_qkv", "fuse_gate_up", "fuse_add_rms_norm", "int8", "flash_attention", "kv_int8")
 

@@ -16,9 +16,9 @@ from optkit.graph.ir import Graph
 from optkit.graph.shape_rules import RULES
 from optkit.graph.shapes import Point, infer_shapes
 from optkit.kernels import reference
-from optkit.records import RunRecord
-from tests.graphs import apply, captured
-from tests.sample_artifact import real_artifact
+from optkit.pipeline.records import RunRecord
+from tests.support.graphs import apply, captured
+from tests.support.sample_artifact import real_artifact
 
 POINTS = (Point(5, 2, 5), Point(2, 2, 33))
 
@@ -109,6 +109,8 @@ def test_what_does_not_fit_is_refused(op: Any, args: tuple[Any, ...], reason: st
 def test_opening_an_artifact_leaves_the_compiler_alone(tmp_path: Path) -> None:
     recipe = "schema_version: 1\nname: small\n"
     directory = real_artifact(tmp_path / "a", tmp_path / "source", recipe, RunRecord([], None))
-    code = "import sys; from optkit.artifact import Artifact; Artifact.open(sys.argv[1]).executable(); "
+    code = (
+        "import sys; from optkit.artifact.artifact import Artifact; Artifact.open(sys.argv[1]).executable(); "
+    )
     code += "sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code, str(directory)]).returncode == 0

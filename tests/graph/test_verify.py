@@ -11,8 +11,8 @@ from torch import fx
 from optkit.graph.ir import Graph, Origin, Part, Weight
 from optkit.graph.verify import VerifyError, verify
 from optkit.kernels import reference
-from tests.architectures import SPECIFIC
-from tests.graphs import captured
+from tests.support.architectures import SPECIFIC
+from tests.support.graphs import captured
 
 QUICK = sorted({"llama", "gemma2", "gpt2", "mixtral", "olmo2", "phi3", "qwen2"} & set(SPECIFIC))
 

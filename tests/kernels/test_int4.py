@@ -15,8 +15,8 @@ from torch import Tensor
 from optkit import kernels
 from optkit.kernels import reference
 from optkit.kernels.cpu import int4, native
-from optkit.target import DATASHEETS
-from tests.kernels.isas import usable_isas
+from optkit.machine.target import DATASHEETS
+from tests.support.isas import usable_isas
 
 NEEDS_NATIVE = pytest.mark.skipif(not native.available(), reason=str(native.missing_reason()))
 SETTINGS = settings(deadline=None, max_examples=150)

@@ -16,8 +16,8 @@ from optkit import kernels
 from optkit.errors import UserError
 from optkit.kernels import reference
 from optkit.kernels.cpu import int8, native
-from optkit.target import DATASHEETS
-from tests.kernels.isas import usable_isas
+from optkit.machine.target import DATASHEETS
+from tests.support.isas import usable_isas
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.missing_reason()))
 

@@ -13,7 +13,7 @@ from optkit.cli.doctor import native_kernels
 from optkit.cli.main import run
 from optkit.kernels.cpu import native
 from optkit.kernels.cpu.openmp import openmp_runtimes
-from optkit.runtime.load import warn_without_native_kernels
+from optkit.runtime.factory import warn_without_native_kernels
 
 BUILT = native.library_file()
 needs_native = pytest.mark.skipif(not native.available(), reason=str(native.missing_reason()))

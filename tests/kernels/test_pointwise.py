@@ -13,7 +13,7 @@ from torch import Tensor
 
 from optkit.kernels import reference
 from optkit.kernels.cpu import native, pointwise
-from tests.kernels.isas import usable_isas
+from tests.support.isas import usable_isas
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.missing_reason()))
 

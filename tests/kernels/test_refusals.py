@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from optkit.graph.dense import dense_inputs
-from optkit.graph.lower import lower
 from optkit.graph.ops import aten
 from optkit.graph.verify import verify
 from optkit.kernels.cpu import attention, int4, int8, native, wna16
 from optkit.kernels.cpu.program import TOKENS, Builder, Size
-from tests.graphs import TARGET, apply, captured, random_ids
+from optkit.lowering.dense import dense_inputs
+from optkit.lowering.lower import lower
+from tests.support.graphs import TARGET, apply, captured, random_ids
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.missing_reason()))
 T, K, N = 5, 64, 16

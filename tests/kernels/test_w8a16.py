@@ -12,8 +12,8 @@ from torch import Tensor
 
 from optkit.kernels import reference
 from optkit.kernels.cpu import int8, native
-from tests.kernels.isas import usable_isas
 from tests.kernels.test_int8 import layers, poisoned, weights_of
+from tests.support.isas import usable_isas
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.missing_reason()))
 

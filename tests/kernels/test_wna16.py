@@ -17,9 +17,9 @@ from optkit import kernels
 from optkit.kernels import reference
 from optkit.kernels.cpu import native
 from optkit.kernels.packed_codes import pack_codes
-from tests.graphs import TARGET
-from tests.kernels.isas import usable_isas
 from tests.kernels.test_int4 import poisoned
+from tests.support.graphs import TARGET
+from tests.support.isas import usable_isas
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.missing_reason()))
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from optkit.graph.cost import compiled_nodes
 from optkit.graph.ir import Graph
 from optkit.graph.serialize import graph_from_json, graph_to_json
 from optkit.graph.verify import verify
+from optkit.lowering.cost import compiled_nodes
+from optkit.machine.target import Target, cpu_isa
 from optkit.passes import compile as compile_pass
 from optkit.passes import load
 from optkit.passes.base import PassContext
 from optkit.passes.compile import Compile, CompileConfig
-from optkit.target import Target, cpu_isa
-from tests.graphs import captured as tiny_graph
+from tests.support.graphs import captured as tiny_graph
 
 TARGET = Target("cpu", "cpu", cpu_isa(), 2, 1 << 33, 1e11, 4e11, 0.0, 0.0, 1e10, "measured")
 CONTEXT = PassContext(TARGET)

@@ -7,13 +7,13 @@ import dataclasses
 import pytest
 
 from optkit import kernels
-from optkit.graph.lower import lower
 from optkit.graph.verify import verify
 from optkit.kernels import reference
+from optkit.lowering.lower import lower
+from optkit.machine.target import DATASHEETS
 from optkit.passes.base import PassContext
 from optkit.passes.flash_attention import FlashAttention
-from optkit.target import DATASHEETS
-from tests.graphs import CONTEXT, TARGET, apply, assert_same_logits, captured
+from tests.support.graphs import CONTEXT, TARGET, apply, assert_same_logits, captured
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt2", "phi3"])

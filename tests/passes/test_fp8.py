@@ -10,18 +10,18 @@ import torch
 from safetensors.torch import load_file
 
 from optkit.capture import capture_directory
+from optkit.checkpoint.modules import modules
 from optkit.errors import UserError
-from optkit.formats.modules import modules
 from optkit.graph.ir import Graph
 from optkit.graph.serialize import graph_to_json
 from optkit.graph.verify import verify
 from optkit.kernels import reference
+from optkit.machine.target import DATASHEETS
 from optkit.passes.base import PassContext
 from optkit.passes.fp8 import FP8, FP8Config, quantize_fp8
-from optkit.target import DATASHEETS
-from tests.architectures import tiny_model
-from tests.graphs import TARGET, apply, captured, dense, random_ids
-from tests.test_stored_layers import transformers_logits, written
+from tests.checkpoint.test_compressed_tensors_writer import transformers_logits, written
+from tests.support.architectures import tiny_model
+from tests.support.graphs import TARGET, apply, captured, dense, random_ids
 
 (IDS,) = random_ids([24])
 SCHEMES = ["FP8_DYNAMIC", "FP8"]

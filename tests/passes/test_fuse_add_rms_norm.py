@@ -6,7 +6,7 @@ import pytest
 
 from optkit.graph.verify import verify
 from optkit.kernels import reference
-from tests.graphs import apply, assert_origins_invert, assert_same_logits, captured, checked, reasons
+from tests.support.graphs import apply, assert_origins_invert, assert_same_logits, captured, checked, reasons
 
 NO_ADD = "its input is not a residual addition"
 

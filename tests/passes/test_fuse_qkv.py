@@ -7,7 +7,7 @@ import torch
 
 from optkit.graph.verify import verify
 from optkit.kernels import reference
-from tests.graphs import (
+from tests.support.graphs import (
     apply,
     assert_origins_invert,
     assert_same_logits,

@@ -11,12 +11,12 @@ from pydantic import ValidationError
 from optkit.graph.ir import Graph
 from optkit.graph.verify import verify
 from optkit.kernels import reference
+from optkit.machine.target import DATASHEETS
 from optkit.passes.base import PassContext
 from optkit.passes.int8 import Int8, Int8Config
-from optkit.passes.linear_quantization import matches
-from optkit.passes.weight_formats import quantize_weight
-from optkit.target import DATASHEETS
-from tests.graphs import (
+from optkit.passes.quantization.formats import quantize_weight
+from optkit.passes.quantization.linear import matches
+from tests.support.graphs import (
     TARGET,
     apply,
     assert_kernels_agree,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from optkit.graph.lower import lower
 from optkit.graph.serialize import graph_from_json, graph_to_json
 from optkit.graph.verify import verify
 from optkit.kernels.reference import dequantize_kv, quantize_kv
-from tests.graphs import TARGET, apply, captured, checked, dense, random_ids, reasons
-from tests.ragged import ragged_logits
+from optkit.lowering.lower import lower
+from tests.support.graphs import TARGET, apply, captured, checked, dense, random_ids, reasons
+from tests.support.ragged import ragged_logits
 
 
 def test_a_row_is_e4m3_values_and_their_scale() -> None:

@@ -7,18 +7,28 @@ import dataclasses
 import pytest
 
 from optkit.graph.ir import Graph
-from optkit.graph.lower import lower
 from optkit.graph.verify import verify
 from optkit.kernels import reference
+from optkit.lowering.lower import lower
+from optkit.machine.target import DATASHEETS
 from optkit.passes.base import PassContext
 from optkit.passes.kv_int8 import KVInt8
 from optkit.runtime.engine import Engine
 from optkit.runtime.runner import ModelRunner
-from optkit.runtime.scheduler import SchedulerConfig
+from optkit.runtime.scheduling.scheduler import SchedulerConfig
 from optkit.runtime.types import SamplingParams
-from optkit.target import DATASHEETS
-from tests.graphs import CONTEXT, TARGET, apply, captured, checked, dense, random_ids, reasons, relative_error
-from tests.ragged import ragged_logits
+from tests.support.graphs import (
+    CONTEXT,
+    TARGET,
+    apply,
+    captured,
+    checked,
+    dense,
+    random_ids,
+    reasons,
+    relative_error,
+)
+from tests.support.ragged import ragged_logits
 
 NAMES = ["llama", "mistral", "gemma2", "gpt2", "phi3"]
 

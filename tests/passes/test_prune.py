@@ -10,13 +10,22 @@ import torch
 
 from optkit.capture import capture_directory
 from optkit.graph.ir import Graph
-from optkit.graph.lower import lower
 from optkit.graph.verify import verify
 from optkit.kernels import reference
+from optkit.lowering.lower import lower
 from optkit.passes.prune import importance
-from tests.architectures import tiny_model
-from tests.graphs import TARGET, apply, assert_origins_invert, captured, checked, dense, random_ids, reasons
-from tests.test_stored_layers import transformers_logits, written
+from tests.checkpoint.test_compressed_tensors_writer import transformers_logits, written
+from tests.support.architectures import tiny_model
+from tests.support.graphs import (
+    TARGET,
+    apply,
+    assert_origins_invert,
+    captured,
+    checked,
+    dense,
+    random_ids,
+    reasons,
+)
 
 (IDS,) = random_ids([24])
 

@@ -13,9 +13,18 @@ from optkit.graph.ir import Graph
 from optkit.graph.verify import verify
 from optkit.passes import prune_heads
 from optkit.passes.prune_heads import names_head_size
-from tests.architectures import tiny_model
-from tests.graphs import TARGET, apply, assert_origins_invert, captured, checked, dense, random_ids, reasons
-from tests.test_stored_layers import transformers_logits, written
+from tests.checkpoint.test_compressed_tensors_writer import transformers_logits, written
+from tests.support.architectures import tiny_model
+from tests.support.graphs import (
+    TARGET,
+    apply,
+    assert_origins_invert,
+    captured,
+    checked,
+    dense,
+    random_ids,
+    reasons,
+)
 
 (IDS,) = random_ids([24])
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from optkit.graph.dense import dense_inputs
 from optkit.graph.ir import Graph
-from optkit.graph.lower import lower
 from optkit.graph.shapes import Point, infer_shapes
 from optkit.graph.verify import verify
 from optkit.kernels import reference
-from tests.graphs import TARGET, apply, assert_same_logits, captured
+from optkit.lowering.dense import dense_inputs
+from optkit.lowering.lower import lower
+from tests.support.graphs import TARGET, apply, assert_same_logits, captured
 
 POINT = Point(tokens=12, sequences=2, context=12)
 

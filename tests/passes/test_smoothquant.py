@@ -10,13 +10,13 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from optkit.calibration import Calibration
+from optkit.calibration.samples import Calibration
 from optkit.graph.ir import Graph, Weight
 from optkit.graph.verify import verify
 from optkit.passes.base import PassContext
-from optkit.passes.smoothing import smoothing_scale
+from optkit.passes.quantization.smoothing import smoothing_scale
 from optkit.passes.smoothquant import SmoothQuant, SmoothQuantConfig
-from tests.graphs import (
+from tests.support.graphs import (
     TARGET,
     apply,
     assert_origins_invert,

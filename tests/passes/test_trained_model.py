@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from optkit.bench.workload import load_tokenizer
-from optkit.calibration import calibration_windows
+from optkit.calibration.samples import calibration_windows
 from optkit.capture import capture_directory
+from optkit.evaluation.quality import QualityReport, RuntimeLogits, compare, evaluation_windows
 from optkit.graph.ir import Graph
-from optkit.graph.lower import lower
+from optkit.lowering.lower import lower
+from optkit.machine.target import Target, get_target
 from optkit.passes import load
 from optkit.passes.base import PassContext
-from optkit.quality import QualityReport, RuntimeLogits, compare, evaluation_windows
-from optkit.target import Target, get_target
-from tests.trained_model import VOCABULARY, held_out, trained_model
+from tests.support.trained_model import VOCABULARY, held_out, trained_model
 
 pytestmark = [pytest.mark.soak]
 TOKENS, LENGTH = 24_576, 256

@@ -7,15 +7,15 @@ import torch
 from pydantic import ValidationError
 
 from optkit import kernels
-from optkit.graph.dense import dense_inputs
 from optkit.graph.ir import Graph
-from optkit.graph.lower import lower
 from optkit.graph.verify import VerifyError, verify
 from optkit.kernels import reference
+from optkit.lowering.dense import dense_inputs
+from optkit.lowering.lower import lower
+from optkit.machine.target import DATASHEETS
 from optkit.passes.base import PassContext
 from optkit.passes.w4a8 import W4A8, W4A8Config
-from optkit.target import DATASHEETS
-from tests.graphs import (
+from tests.support.graphs import (
     TARGET,
     apply,
     assert_kernels_agree,

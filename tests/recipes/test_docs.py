@@ -10,7 +10,7 @@ import pytest
 
 from optkit.cli.main import run
 from optkit.passes import PASSES
-from optkit.recipe import Accept, parse_recipe
+from optkit.recipe.schema import Accept, parse_recipe
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "recipes.md").read_text()
 EXAMPLES = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)

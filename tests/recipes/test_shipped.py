@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from optkit.errors import UserError
-from optkit.recipe import list_recipes, load_recipe, parse_recipe, shipped_names
+from optkit.recipe.schema import list_recipes, load_recipe, parse_recipe, shipped_names
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes"
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from optkit.graph.lower import Executable, lower
 from optkit.kernels.cpu import native
+from optkit.lowering.lower import Executable, lower
 from optkit.runtime.engine import Engine
 from optkit.runtime.runner import ModelRunner
-from optkit.runtime.scheduler import SchedulerConfig
+from optkit.runtime.scheduling.scheduler import SchedulerConfig
 from optkit.runtime.types import SamplingParams
-from tests.graphs import TARGET, apply, captured
+from tests.support.graphs import TARGET, apply, captured
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.missing_reason()))
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from optkit.capture import boundary, capture
-from optkit.graph.lower import lower
+from optkit.lowering.lower import lower
 from optkit.runtime.engine import Engine
 from optkit.runtime.runner import ModelRunner
-from optkit.runtime.scheduler import SchedulerConfig
+from optkit.runtime.scheduling.scheduler import SchedulerConfig
 from optkit.runtime.types import SamplingParams
-from tests.architectures import tiny_model
+from tests.support.architectures import tiny_model
 
 NEW_TOKENS = 12
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from optkit.runtime.engine import MODEL_FAILED, Engine
-from optkit.runtime.sampler import BAD_LOGITS
+from optkit.runtime.sampling.sampler import BAD_LOGITS
 from optkit.runtime.types import Batch, EngineRefusal, EngineRequest, FinishReason, SamplingParams
-from tests.fakes import FakeRunner, fake_engine
+from tests.support.fakes import FakeRunner, fake_engine
 
 VOCAB = 64
 

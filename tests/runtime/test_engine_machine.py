@@ -26,14 +26,14 @@ from hypothesis.stateful import (
 )
 
 from optkit.runtime.engine import Engine
-from optkit.runtime.offload import CorruptSlot, MemorySlots
-from optkit.runtime.prefix_cache import PrefixCache, sha256
-from optkit.runtime.proposer import SpeculationStats
-from optkit.runtime.scheduler import Scheduler, SchedulerConfig
+from optkit.runtime.kv.offload import CorruptSlot, MemorySlots
+from optkit.runtime.kv.prefix_cache import PrefixCache, sha256
+from optkit.runtime.sampling.proposer import SpeculationStats
+from optkit.runtime.scheduling.scheduler import Scheduler, SchedulerConfig
 from optkit.runtime.types import Batch, EngineRefusal, EngineRequest, FinishReason, SamplingParams, Sequence
-from tests.fakes import FakeRunner
-from tests.runtime.histories import EngineHistory
 from tests.runtime.test_engine import VOCAB, solo
+from tests.support.fakes import FakeRunner
+from tests.support.histories import EngineHistory
 
 MAX_LEN = 24
 STEMS = tuple(tuple(range(start, start + 16)) for start in (1, 1, 9))  # two alike, one that overlaps

@@ -7,16 +7,9 @@ import pytest
 import torch
 
 from optkit.runtime.engine import Engine
-from optkit.runtime.kv_cache import (
-    KVSpec,
-    allocate,
-    block_bytes,
-    blocks_for_bytes,
-    dtype_label,
-    memory_plan,
-)
+from optkit.runtime.kv.pools import KVSpec, allocate, block_bytes, blocks_for_bytes, dtype_label, memory_plan
 from optkit.runtime.runner import ModelRunner, batch_inputs
-from optkit.runtime.scheduler import SchedulerConfig
+from optkit.runtime.scheduling.scheduler import SchedulerConfig
 from optkit.runtime.types import Batch, EngineRequest, SamplingParams, ScheduledSequence, Sequence
 
 VOCAB = 32

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from optkit.serve.api_error import ApiError
-from optkit.serve.json_body import parse_object
-from tests.serve.fakes import (
+from optkit.serve.http.errors import ApiError
+from optkit.serve.http.json_body import parse_object
+from tests.support.serve_fakes import (
     TEXT,
     FakeEngine,
     call,

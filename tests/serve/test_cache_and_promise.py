@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.serve.fakes import FakeEngine, LateEngine, SteppedEngine, call, events, post, tiny_app
+from tests.support.serve_fakes import FakeEngine, LateEngine, SteppedEngine, call, events, post, tiny_app
 
 COMPLETIONS = "/v1/completions"
 PROMPT = list(range(1, 40))

@@ -21,7 +21,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.serve.live import PATIENCE, SCRIPT, LiveServer
+from tests.support.live import PATIENCE, SCRIPT, LiveServer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 FULL = pytest.mark.chaos

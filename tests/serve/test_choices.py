@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optkit.runtime.types import SamplingParams
-from tests.serve.fakes import TEXT, FakeEngine, SteppedEngine, events, fast_tokenizer, post, tiny_app
+from tests.support.serve_fakes import TEXT, FakeEngine, SteppedEngine, events, fast_tokenizer, post, tiny_app
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.serve.fakes import TEXT
-from tests.serve.live import LiveServer
+from tests.support.live import LiveServer
+from tests.support.serve_fakes import TEXT
 
 HELLO = [{"role": "user", "content": "Hello"}]
 

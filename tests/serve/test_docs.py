@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from optkit.serve.openapi import document
-from optkit.serve.protocol import ChatRequest, CompletionRequest
-from optkit.serve.unsupported import HARMLESS, INERT
-from tests.serve.fakes import post, tiny_app
+from optkit.serve.openai.protocol import ChatRequest, CompletionRequest
+from optkit.serve.openai.schema import document
+from optkit.serve.openai.unsupported import HARMLESS, INERT
+from tests.support.serve_fakes import post, tiny_app
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "http-api.md").read_text()
 FIELDS = dict(re.findall(r"^\| `(\w+)` \| (yes|no|chat|completions|harmless) \|", PAGE, re.MULTILINE))

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from optkit.runtime.ahead import AheadScheduler
-from optkit.runtime.scheduler import SchedulerConfig
+from optkit.runtime.overlap import AheadScheduler
+from optkit.runtime.scheduling.scheduler import SchedulerConfig
 from optkit.runtime.types import EngineRequest, SamplingParams
-from tests.serve.fakes import FakeEngine, LateEngine, SteppedEngine, call, client, post, tiny_app
+from tests.support.serve_fakes import FakeEngine, LateEngine, SteppedEngine, call, client, post, tiny_app
 
 COMPLETIONS = "/v1/completions"
 VLLM_STEP_EDGES = [1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384]

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.serve.live import PATIENCE, LiveServer
+from tests.support.live import PATIENCE, LiveServer
 
 COMPLETIONS = "/v1/completions"
 BAD = 5

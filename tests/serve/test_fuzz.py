@@ -8,9 +8,9 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from optkit.serve.protocol import ChatRequest, CompletionRequest
-from optkit.serve.unsupported import INERT
-from tests.serve.fakes import FakeEngine, call, post, tiny_app
+from optkit.serve.openai.protocol import ChatRequest, CompletionRequest
+from optkit.serve.openai.unsupported import INERT
+from tests.support.serve_fakes import FakeEngine, call, post, tiny_app
 
 APP = tiny_app(FakeEngine("ok"))
 INSIDE = re.compile(r"0x[0-9a-f]{6,}|Traceback|\.py|/work|/usr|site-packages|pydantic")

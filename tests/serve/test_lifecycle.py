@@ -15,10 +15,10 @@ import psutil
 import pytest
 
 from optkit.errors import UserError
-from optkit.serve.address import bind, is_loopback, read_api_keys, refuse_exposure
+from optkit.serve.http.address import bind, is_loopback, read_api_keys, refuse_exposure
 from optkit.serve.server import ServeOptions, run
-from tests.serve.fakes import fast_tokenizer
-from tests.serve.live import PATIENCE, SCRIPT, LiveServer
+from tests.support.live import PATIENCE, SCRIPT, LiveServer
+from tests.support.serve_fakes import fast_tokenizer
 
 BODY = {"messages": [{"role": "user", "content": "Hello"}], "stream": True}
 ENDLESS = {"step_delay": 0.02, "max_model_len": 4000, "num_blocks": 1100, "script": SCRIPT[:-1]}
@@ -152,7 +152,7 @@ def test_a_step_that_computes_for_long_changes_no_health_and_refuses_nobody(tmp_
 def test_signal_while_loading_ends_both_processes() -> None:
     with LiveServer(wait=False, load_delay=600) as live:
         parent = psutil.Process(live.process.pid)
-        while not any("optkit.runtime.worker" in child.cmdline() for child in parent.children()):
+        while not any("optkit.runtime.process.worker" in child.cmdline() for child in parent.children()):
             assert live.process.poll() is None
         children = parent.children()
         live.process.send_signal(signal.SIGINT)

@@ -10,8 +10,8 @@ import httpx
 import openai
 import pytest
 
-from tests.serve.fakes import TEXT
-from tests.serve.live import PATIENCE, SCRIPT, LiveServer
+from tests.support.live import PATIENCE, SCRIPT, LiveServer
+from tests.support.serve_fakes import TEXT
 
 HELLO = [{"role": "user", "content": "Hello"}]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.serve.fakes import call, tiny_app
-from tests.serve.live import LiveServer
+from tests.support.live import LiveServer
+from tests.support.serve_fakes import call, tiny_app
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "http-api.md").read_text()
 DOCUMENTED = [

@@ -7,7 +7,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from optkit.runtime.types import FinishReason
-from tests.serve.fakes import FakeEngine, call, client, events, tiny_app
+from tests.support.serve_fakes import FakeEngine, call, client, events, tiny_app
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 LABELS = {"model_name": "tiny", "engine": "0"}

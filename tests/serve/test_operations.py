@@ -10,10 +10,10 @@ from typing import Any
 import jsonschema
 import pytest
 
-from optkit.logs import JsonFormatter, TextFormatter
-from optkit.serve.openapi import document
-from optkit.serve.unsupported import INERT
-from tests.serve.fakes import FakeEngine, SteppedEngine, call, client, events, post, tiny_app
+from optkit.machine.logs import JsonFormatter, TextFormatter
+from optkit.serve.openai.schema import document
+from optkit.serve.openai.unsupported import INERT
+from tests.support.serve_fakes import FakeEngine, SteppedEngine, call, client, events, post, tiny_app
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = {"messages": [{"role": "user", "content": "the secret prompt"}]}

@@ -11,12 +11,12 @@ import httpx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optkit.runtime.process import ENGINE_DIED, ENGINE_GONE
+from optkit.runtime.process.client import ENGINE_DIED, ENGINE_GONE
 from optkit.runtime.types import EngineRequest, FinishReason, SamplingParams, TokenOutput
 from optkit.serve import quarantine
 from optkit.serve.quarantine import QUARANTINED, SENTENCE_SECONDS, Quarantine, Remembered
-from tests.serve.live import PATIENCE, SCRIPT, LiveServer
 from tests.serve.test_lifecycle import wait_ready
+from tests.support.live import PATIENCE, SCRIPT, LiveServer
 
 DEADLY = 9
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.serve.live import LiveServer
+from tests.support.live import LiveServer
 
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
 SECONDS = 3600

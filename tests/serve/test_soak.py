@@ -16,8 +16,8 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.serve.live import SCRIPT, LiveServer
 from tests.serve.test_chaos import CHAT, COMPLETIONS, client, gauges, memory, seconds_until
+from tests.support.live import SCRIPT, LiveServer
 
 SECONDS = float(os.environ.get("OPTKIT_SOAK_SECONDS", "1800"))
 CLIENTS = 12

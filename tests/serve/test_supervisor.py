@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from optkit.runtime.process import EngineClient, EngineDied
+from optkit.runtime.process.client import EngineClient, EngineDied
 from optkit.serve import supervisor
 from optkit.serve.supervisor import EngineSupervisor, cpu_seconds
 
 
 def idle() -> EngineSupervisor:
-    return EngineSupervisor(lambda: EngineClient("", factory="tests.fakes:fake_engine"))
+    return EngineSupervisor(lambda: EngineClient("", factory="tests.support.fakes:fake_engine"))
 
 
 def test_each_restart_waits_longer_and_the_fourth_death_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:

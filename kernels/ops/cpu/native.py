@@ -26,7 +26,7 @@ from torch import Tensor
 from optkit.errors import UserError, nearest
 
 if TYPE_CHECKING:
-    from optkit.target import Target
+    from optkit.machine.target import Target
 
 ISAS = ("portable", "avx2", "avx512_vnni")  # in the order of dispatch.h
 ISA_VARIABLE, LIBRARY_VARIABLE = "OPTKIT_CPU_ISA", "OPTKIT_NATIVE_LIBRARY"

@@ -18,7 +18,7 @@ from optkit.kernels import Kernel, reference
 from optkit.kernels.reference import ACTIVATION_ZERO_POINT
 
 if TYPE_CHECKING:
-    from optkit.target import Target
+    from optkit.machine.target import Target
 
 
 def pack(weights: dict[int, Tensor], options: Mapping[str, Any] | None = None) -> dict[int, Tensor]:

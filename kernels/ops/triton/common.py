@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from optkit.target import Target
+    from optkit.machine.target import Target
 
 ARCHITECTURES = ("sm_80", "sm_90")  # that configurations were picked for
 MOST_COLUMNS = 1 << 16  # of a row that one program holds
@@ -76,6 +76,6 @@ def use_private_cache() -> None:
     Triton loads what it finds there as code, so it has to be a directory that only this user can write.
     """
     if "TRITON_CACHE_DIR" not in os.environ:
-        from optkit.paths import cache_dir
+        from optkit.machine.paths import cache_dir
 
         os.environ["TRITON_CACHE_DIR"] = str(cache_dir("triton"))

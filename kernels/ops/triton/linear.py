@@ -2,7 +2,7 @@
 
 Each op has up to three: ``gemv`` for up to four tokens, ``tile`` on the tensor cores for any number, and the vendor's.
 They read the same weights. A layer of other weights for few tokens than for many is a matter of the graph
-(``optkit.graph.forms``).
+(``optkit.graph.variants``).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which steps run as captured graphs, and how large each graph is.
 
 Two kinds of steps are captured. *Decodes*, one token a sequence: a graph for each of a few batch sizes, chosen by
-dynamic programming over how often each size occurs and what it was measured to cost (``optkit.graph.buckets``).
+dynamic programming over how often each size occurs and what it was measured to cost (``optkit.lowering.buckets``).
 *Chunks*, any other mix: a graph for each of some token counts, twice: for one prompt alone, which is what a first
 token waits for, and for as many sequences as may run, though always fewer than tokens. Four counts an octave, so that
 padding adds a tenth to a prompt and not a half. What fits no graph runs eagerly: there the device is busy for longer
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from optkit.graph.buckets import choose_buckets
+from optkit.lowering.buckets import choose_buckets
 from optkit.runtime.cuda.layout import StepShape
 
 CHUNK_TOKENS = (128, 192, *range(256, 513, 64), *range(640, 1025, 128), *range(1280, 2049, 256))

@@ -25,7 +25,7 @@ from optkit.runtime.cuda.device import Device, Event, Replay
 from optkit.runtime.cuda.layout import MODEL_INPUTS, SAMPLING_INPUTS, Layout, StepShape, capacity
 from optkit.runtime.cuda.sampling import FAILED, Sampler, has_filters, sampling_inputs
 from optkit.runtime.runner import Executable, ModelRunner, batch_inputs
-from optkit.runtime.sampler import BAD_LOGITS
+from optkit.runtime.sampling.sampler import BAD_LOGITS
 from optkit.runtime.types import PENDING, Batch, Failure, ScheduledSequence
 
 GraphKey = tuple[StepShape, bool, bool]  # a shape, whether rows have filters, whether it is a whole prompt
@@ -55,7 +55,7 @@ class Staging:
 
 
 class StepFlight:
-    """A step on its way; see ``optkit.runtime.ahead.Flight``."""
+    """A step on its way; see ``optkit.runtime.overlap.Flight``."""
 
     def __init__(self, done: Event, sampled: Tensor) -> None:
         self._done, self._sampled = done, sampled

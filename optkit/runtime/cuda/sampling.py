@@ -1,8 +1,8 @@
 """What sampling on the device needs of the host: each row's parameters and its random number, with the step's inputs.
 
 The sampler itself is the op ``sample`` (``kernels.reference.sample``), which makes the same choice as
-``optkit.runtime.sampler``. What a request wants beyond that (penalties, bias) is sampled on the host, see
-``optkit.runtime.ahead``.
+``optkit.runtime.sampling.sampler``. What a request wants beyond that (penalties, bias) is sampled on the host, see
+``optkit.runtime.overlap``.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import numpy as np
 from torch import Tensor
 
 from optkit.kernels import reference, select
-from optkit.runtime.sampler import GREEDY_BELOW, uniform
+from optkit.runtime.sampling.sampler import GREEDY_BELOW, uniform
 from optkit.runtime.types import ScheduledSequence
 
 if TYPE_CHECKING:
-    from optkit.target import Target
+    from optkit.machine.target import Target
 
 Sampler = Callable[..., Tensor]  # the signature of reference.sample
 FAILED = -1  # the token of a row without a distribution

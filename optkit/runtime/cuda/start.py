@@ -13,18 +13,18 @@ from dataclasses import replace
 
 from optkit.errors import UserError
 from optkit.kernels import reference
-from optkit.runtime.ahead import AheadEngine
-from optkit.runtime.cost_model import CostModel
 from optkit.runtime.cuda.buckets import Buckets, chunk_sizes, decode_sizes, likely_batches, most_graphs
 from optkit.runtime.cuda.device import Device
 from optkit.runtime.cuda.layout import StepShape
 from optkit.runtime.cuda.runner import GraphRunner
 from optkit.runtime.cuda.sampling import Sampler
 from optkit.runtime.engine import Engine
-from optkit.runtime.kv_cache import block_bytes, blocks_for_bytes
-from optkit.runtime.offload import SlotStore
+from optkit.runtime.kv.offload import SlotStore
+from optkit.runtime.kv.pools import block_bytes, blocks_for_bytes
+from optkit.runtime.overlap import AheadEngine
 from optkit.runtime.runner import Executable
-from optkit.runtime.scheduler import Proposer, SchedulerConfig
+from optkit.runtime.scheduling.cost_model import CostModel
+from optkit.runtime.scheduling.scheduler import Proposer, SchedulerConfig
 
 GRAPH_BYTES = 8 << 20  # what a captured graph takes besides its tensors, and fragmentation
 Progress = Callable[[str], None]

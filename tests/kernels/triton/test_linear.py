@@ -12,9 +12,9 @@ from torch import Tensor
 
 from optkit import kernels
 from optkit.errors import UserError
-from optkit.graph.lower import lower
 from optkit.kernels.triton import available
-from optkit.target import DATASHEETS
+from optkit.lowering.lower import lower
+from optkit.machine.target import DATASHEETS
 
 if not available():
     pytest.skip("Triton is not installed", allow_module_level=True)
@@ -22,9 +22,9 @@ if not available():
 from optkit.kernels import reference
 from optkit.kernels.packed_codes import pack_codes
 from optkit.kernels.triton import gemv, linear, selection, tile, vendor, wna16
-from tests.graphs import captured
 from tests.kernels.test_wna16 import Layer
 from tests.kernels.triton.calls import close, poison, random
+from tests.support.graphs import captured
 
 H100, A100 = DATASHEETS["cuda-h100"], DATASHEETS["cuda-a100"]
 SHAPES = [(1, 5, 576), (3, 66, 96), (5, 66, 200), (33, 6, 1536)]

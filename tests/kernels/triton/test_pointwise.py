@@ -13,7 +13,7 @@ from torch import Tensor
 from optkit import kernels
 from optkit.kernels import reference
 from optkit.kernels.triton import available
-from optkit.target import DATASHEETS
+from optkit.machine.target import DATASHEETS
 
 if not available():
     pytest.skip("Triton is not installed", allow_module_level=True)

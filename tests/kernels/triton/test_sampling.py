@@ -8,7 +8,7 @@ from torch import Tensor
 
 from optkit.kernels import reference
 from optkit.kernels.triton import sampling
-from optkit.runtime.sampler import distribution
+from optkit.runtime.sampling.sampler import distribution
 from optkit.runtime.types import SamplingParams
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -23,10 +23,10 @@ from hypothesis.stateful import (
 from optkit.runtime.cuda.buckets import Buckets
 from optkit.runtime.engine import Engine
 from optkit.runtime.runner import ModelRunner
-from optkit.runtime.scheduler import SchedulerConfig
+from optkit.runtime.scheduling.scheduler import SchedulerConfig
 from optkit.runtime.types import EngineRequest, FinishReason, SamplingParams
 from tests.runtime.cuda.test_runner import Recorder, ahead_engine, model
-from tests.runtime.tiny import prompts
+from tests.support.tiny_runtime import prompts
 
 CONFIG = SchedulerConfig(
     max_num_seqs=4, max_num_batched_tokens=16, max_model_len=48, block_size=4, num_blocks=20

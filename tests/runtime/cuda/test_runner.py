@@ -15,20 +15,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from optkit.graph.lower import Executable, lower
 from optkit.kernels.whole_prompt import promised
-from optkit.runtime.ahead import AheadEngine
+from optkit.lowering.lower import Executable, lower
 from optkit.runtime.cuda.buckets import Buckets, chunk_sizes, decode_sizes, likely_batches, most_graphs
 from optkit.runtime.cuda.device import HostDevice, Replay
 from optkit.runtime.cuda.layout import Layout, StepShape
 from optkit.runtime.cuda.runner import GraphRunner
 from optkit.runtime.cuda.start import gpu_engine, kv_cache_bytes, largest_step, sized
 from optkit.runtime.engine import Engine
+from optkit.runtime.overlap import AheadEngine
 from optkit.runtime.runner import ModelRunner
-from optkit.runtime.scheduler import SchedulerConfig
+from optkit.runtime.scheduling.scheduler import SchedulerConfig
 from optkit.runtime.types import SamplingParams
-from tests.graphs import apply, captured
-from tests.runtime.tiny import LIMITS, prompts
+from tests.support.graphs import apply, captured
+from tests.support.tiny_runtime import LIMITS, prompts
 
 CONFIG = SchedulerConfig(**LIMITS)
 GREEDY = SamplingParams(max_tokens=9, temperature=0.0)
@@ -222,9 +222,9 @@ def replace_params(params: SamplingParams, **changes: object) -> SamplingParams:
 
 
 def test_a_loaded_engine_takes_what_the_gpu_has_left_unless_told() -> None:
-    from optkit.recipe import load_recipe
-    from optkit.runtime.cost_model import CostModel
-    from optkit.runtime.load import make_engine, scheduler_config, with_kv_bytes
+    from optkit.recipe.schema import load_recipe
+    from optkit.runtime.factory import make_engine, scheduler_config, with_kv_bytes
+    from optkit.runtime.scheduling.cost_model import CostModel
 
     recipe = load_recipe("ttft-h100", ["runtime.max_num_batched_tokens=64", "runtime.max_num_seqs=4"])
     gpu = HostDevice(memory=(700 << 20, 1 << 30))

@@ -1,0 +1,150 @@
+"""Writes an artifact's model in the layout of another format: GPTQ, AWQ, or plain float.
+
+Quantized layers keep their codes: a weight is the same number before and after. Activations are not part of these
+formats: where optkit's runtime rounds them, readers of the result multiply in float. What a format can't express is
+refused, with the layer and the reason; nothing is rounded to make it fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optkit.artifact.artifact import Artifact, staging
+from optkit.errors import UserError
+from optkit.checkpoint import awq, gptq
+from optkit.checkpoint.quantized import G_IDX, PACKED, SCALE, ZERO, in_order
+from optkit.checkpoint.modules import MINIMUM, Module, modules
+from optkit.checkpoint.source import Source, open_source
+from optkit.graph import variants
+from optkit.checkpoint.hf_writer import write_directory
+from optkit.kernels import reference
+from optkit.kernels.packed_codes import pack_codes
+from optkit.checkpoint.quantization_config import float_modules
+from optkit.checkpoint.compressed_tensors_writer import smallest_exact
+
+
+def export(artifact: Artifact, format: str, out: Path) -> None:
+    """Write the model of ``artifact`` to the new directory ``out`` in ``format``, a key of ``WRITERS``.
+
+    Raises:
+        UserError: the format can't express a layer, or ``out`` exists.
+    """
+    graph = variants.widest(artifact.graph())
+    found = list(modules(graph))
+    source = open_source(artifact.directory)
+    if format != "hf" and not found:
+        raise UserError(
+            f"no layer is quantized, so there is nothing to write as {format}",
+            where=str(artifact.directory),
+            fix="use --format hf",
+        )
+    tensors, settings = WRITERS[format](found, set(float_modules(graph)), graph.meta.output_embedding)
+    config = {key: value for key, value in source.info.config.items() if key != "quantization_config"}
+    config |= {} if settings is None else {"quantization_config": settings}
+    with staging(out, force=False) as directory:
+        write_directory(directory, float_tensors(source, found) | tensors, config, artifact.directory)
+
+
+def float_tensors(source: Source, found: list[Module]) -> dict[str, Tensor]:
+    """The artifact's tensors besides those of quantized layers."""
+    replaced = {f"{module.name}.weight" for module in found}
+    replaced |= {name for layer in source.layers.values() for name in layer.names()}
+    return {name: source[name] for name in source if name not in replaced}
+
+
+Written = tuple[dict[str, Tensor], dict[str, Any] | None]
+
+
+def as_floats(found: list[Module], left: set[str], head: str) -> Written:
+    """Dequantized weights, in float16 where that is exact."""
+    return {f"{module.name}.weight": smallest_exact(module.float_weight()) for module in found}, None
+
+
+def as_gptq(found: list[Module], left: set[str], head: str) -> Written:
+    """GPTQ v1. All linear layers but the head must be quantized, and in one way."""
+    for name in sorted(left - {head}):
+        raise refused(name, "gptq", "it is not quantized, and readers of the format take every layer to be")
+    codes = {module.name: integer_codes(module, "gptq") for module in found}
+    bits, group_size = one_scheme(codes, "gptq")
+    tensors: dict[str, Tensor] = {}
+    for module in found:
+        if module.name == head:
+            raise refused(head, "gptq", "readers of the format take the output head to be float")
+        packed, zero = codes[module.name][2:]
+        reason = gptq.refusal(module.shape, bits, zero)
+        if reason:
+            raise refused(module.name, "gptq", reason)
+        g_idx = module.operands.get(G_IDX, in_order(module.columns, group_size))
+        pieces = gptq.pack(packed, module.operands[SCALE], zero, g_idx, bits)
+        tensors |= {f"{module.name}.{key}": value for key, value in pieces.items()}
+    symmetric = all(zero is None for *_, zero in codes.values())
+    act_order = any(G_IDX in module.operands for module in found)
+    return tensors, gptq.settings(bits, group_size, symmetric, act_order)
+
+
+def as_awq(found: list[Module], left: set[str], head: str) -> Written:
+    """AWQ, version gemm."""
+    codes = {module.name: integer_codes(module, "awq") for module in found}
+    tensors: dict[str, Tensor] = {}
+    for module in found:
+        bits, group_size, packed, zero = codes[module.name]
+        reason = awq.refusal(module.shape, bits, group_size, G_IDX in module.operands)
+        if reason:
+            raise refused(module.name, "awq", reason)
+        pieces = awq.pack(packed, module.operands[SCALE], zero, module.columns)
+        tensors |= {f"{module.name}.{key}": value for key, value in pieces.items()}
+    _, group_size = one_scheme(codes, "awq")
+    return tensors, awq.settings(group_size) | {"modules_to_not_convert": sorted(left)}
+
+
+WRITERS: dict[str, Callable[[list[Module], set[str], str], Written]] = {
+    "hf": as_floats,
+    "gptq": as_gptq,
+    "awq": as_awq,
+}
+
+
+# -- layers as integer codes -----------------------------------------------------------------------------
+
+Codes = tuple[int, int, Tensor, Tensor | None]  # bits, group size, packed codes [N, W], zero points [N, G]
+
+
+def integer_codes(module: Module, format: str) -> Codes:
+    """A layer as ``(code - zero) * scale``."""
+    if MINIMUM in module.operands:
+        raise refused(
+            module.name,
+            format,
+            "its groups have float minimums, which are no integer zero points",
+            "optimize with symmetric weights, or use --format hf",
+        )
+    if module.op is reference.linear_fp8:
+        raise refused(module.name, format, "it is float8")
+    if PACKED in module.operands:
+        return module.bits, module.group_size, module.operands[PACKED], module.operands.get(ZERO)
+    codes = (module.operands["weight"].to(torch.int16) + 128).to(torch.uint8)
+    return 8, module.group_size, pack_codes(codes, 8), None
+
+
+def one_scheme(codes: dict[str, Codes], format: str) -> tuple[int, int]:
+    """The bits and the group size of all layers, which have one place in the config."""
+    first, *others = codes
+    scheme = codes[first][:2]
+    for name in others:
+        if codes[name][:2] != scheme:
+            shown = [f"{bits} bits in groups of {size or 'all'}" for bits, size in (codes[name][:2], scheme)]
+            raise refused(
+                name, format, f"it has {shown[0]}, {first} has {shown[1]}, and the format has one of each"
+            )
+    return scheme
+
+
+def refused(
+    name: str, format: str, reason: str, fix: str = "use --format hf or serve the artifact"
+) -> UserError:
+    return UserError(f"{format} can't express it: {reason}", where=name, fix=fix)

@@ -1,0 +1,1 @@
+"""Calibration: text samples and the layer-by-layer walk that passes calibrate on."""

@@ -1,0 +1,176 @@
+"""Capture of quantized checkpoints: the float architecture, with the packed layers put in place of its linear layers.
+
+No library of the format is needed. transformers builds the model of the config without its ``quantization_config``;
+float tensors are loaded as ever, and a quantized weight is stood in for by one zero, expanded to its shape: export
+looks at shapes only. In the captured graph each such linear then becomes the op that runs the layer as it is stored.
+
+The check is that of other captures (``check``): the weights become the dequantized ones, and the model's logits must be
+the graph's. That takes the float model's memory, so above ``MOST_CHECKED`` bytes of it the quantized layers are checked
+with random weights of little memory in their place: the same check of the graph, on other numbers.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+from optkit.capture import boundary
+from optkit.capture.check import check_capture
+from optkit.checkpoint.quantized import Layer
+from optkit.checkpoint.source import Source
+from optkit.errors import UnsupportedModel
+from optkit.graph.ir import Graph, Origin, Part, Weight
+from optkit.kernels import reference
+
+MOST_CHECKED = 4 << 30  # bytes of float weights up to which the check uses the checkpoint's own
+ON_INTEGERS = (reference.linear_w8a8, reference.linear_w4a8)  # ops that take quantized activations
+
+
+def float_config(source: Source) -> Any:
+    """The config of the architecture, without quantization; a head that is stored quantized is tied to nothing."""
+    config = AutoConfig.from_pretrained(source.directory, local_files_only=True)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    if any(name.endswith("lm_head") for name in source.layers):
+        config.tie_word_embeddings = False
+    return config
+
+
+def load_model(source: Source) -> Any:
+    """The float model, with stand-ins for quantized weights.
+
+    Raises:
+        UnsupportedModel: a layer is none of the model's, or has another shape there, or a tensor is missing.
+    """
+    config = float_config(source)
+    where = str(source.directory)
+    model_class: Any
+    try:
+        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    except KeyError as error:
+        raise UnsupportedModel(f"'{config.model_type}' is no causal language model", where=where) from error
+    tensors = {name: source[name] for name in source if module_of(name) not in source.layers or is_bias(name)}
+    tensors |= stand_ins(model_class, config, source)
+    with boundary.interface_needed(where):
+        model, report = model_class.from_pretrained(
+            None,
+            config=config,
+            state_dict=tensors,
+            attn_implementation=boundary.NAME,
+            dtype=torch.float32,
+            output_loading_info=True,
+        )
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise UnsupportedModel(f"the checkpoint has no tensor for {missing[0]}", where=where)
+    return model
+
+
+def stand_ins(model_class: Any, config: Any, source: Source) -> dict[str, Tensor]:
+    """A zero of the float shape for each quantized weight."""
+    with torch.device("meta"):
+        shapes = {name: p.shape for name, p in model_class(config).named_parameters(remove_duplicate=False)}
+    values = {}
+    for layer in source.layers.values():
+        shape = shapes.get(f"{layer.name}.weight")
+        if shape is None:
+            what = f"the quantized layer {layer.name} is no linear layer of a {config.model_type} model"
+            raise UnsupportedModel(what, where=str(source.directory))
+        if sorted(shape) != sorted(layer.shape):  # Conv1D checkpoints have [in, out]
+            what = f"{layer.name} is {list(layer.shape)} in the checkpoint and {list(shape)} in its config"
+            raise UnsupportedModel(what, where=str(source.directory))
+        values[f"{layer.name}.weight"] = torch.zeros(()).expand(shape)
+    return values
+
+
+def insert_layers(graph: Graph, source: Source) -> None:
+    """Replace the linears of quantized layers by the ops that run them.
+
+    Raises:
+        UnsupportedModel: a quantized weight is used as something else than a linear layer.
+    """
+    for node in graph.calls(reference.linear):
+        weight = graph.weight_of(node.args[1])
+        layer = source.layers.get(module_of(str(node.args[1].target))) if weight else None
+        if layer is not None:
+            insert(graph, node, layer)
+    graph.prune()
+    left = {module_of(name) for name, weight in graph.weights.items() if weight.origin} & set(source.layers)
+    used = {name for name in graph.weights if module_of(name) in left and name.endswith(".weight")}
+    for name in sorted(used):
+        if graph.weights[name].value.dtype == torch.float32:
+            what = f"the quantized weight {name} is not that of a plain linear layer"
+            raise UnsupportedModel(what, where=graph.meta.model_type)
+
+
+def insert(graph: Graph, node: fx.Node, layer: Layer) -> None:
+    x, _, *bias = node.args
+    weights = [None if name is None else operand(graph, node, layer, name) for name in layer.operands]
+    inputs = quantized_input(graph, node, x, layer) if layer.op in ON_INTEGERS else (x,)
+    with graph.fx.inserting_before(node):
+        out = graph.fx.call_function(layer.op, (*inputs, *weights, *bias), dict(layer.options))
+    node.replace_all_uses_with(out)
+
+
+def operand(graph: Graph, node: fx.Node, layer: Layer, key: str) -> fx.Node:
+    """A node for a weight of the layer, registered under its own name."""
+    name, value = f"{layer.name}.{key}", layer.read(key)
+    graph.weights[name] = Weight(value, Origin((Part(name, value.shape[0]),)))
+    return graph.weight_node(name, node)
+
+
+def quantized_input(graph: Graph, node: fx.Node, x: Any, layer: Layer) -> tuple[fx.Node, fx.Node]:
+    """Activations in int8, scaled by the groups of an int8 weight, or by token; shared by all readers of ``x``."""
+    groups = layer.read("weight_scale").shape[1]
+    group = 0 if groups == 1 or layer.op is reference.linear_w4a8 else layer.shape[1] // groups
+    for user in x.users:
+        if user.target is reference.quantize_per_token and user.args == (x, group):
+            scale = next(u for u in user.users if u.args[1] == 1)
+            return next(u for u in user.users if u.args[1] == 0), scale
+    with graph.fx.inserting_after(x):
+        pair = graph.fx.call_function(reference.quantize_per_token, (x, group))
+    with graph.fx.inserting_after(pair):
+        scale = graph.fx.call_function(operator.getitem, (pair, 1))
+        return graph.fx.call_function(operator.getitem, (pair, 0)), scale
+
+
+def check_architecture(graph: Graph, model: Any, source: Source) -> None:
+    """Compare the float graph with the model, both on the dequantized weights; on random ones where those are many."""
+    many = sum(4 * layer.shape[0] * layer.shape[1] for layer in source.layers.values()) > MOST_CHECKED
+    for seed, layer in enumerate(source.layers.values()):
+        weight = graph.weights.get(f"{layer.name}.weight")
+        if weight is not None and weight.origin is not None:
+            weight.value = value = random_weight(layer.shape, seed) if many else layer.float_weight()
+            stored = value.T if weight.origin.transposed else value
+            model.get_parameter(f"{layer.name}.weight").data = stored
+    check_capture(graph, model)
+
+
+def random_weight(shape: tuple[int, int], seed: int) -> Tensor:
+    """A random matrix in the memory of one row and one column: entry (i, j) is number i + j of a sequence."""
+    rows, columns = shape
+    numbers = torch.randn(rows + columns - 1, generator=torch.Generator().manual_seed(seed))
+    return (numbers / columns**0.5).as_strided(shape, (1, 1))
+
+
+def module_of(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def is_bias(name: str) -> bool:
+    return name.endswith(".bias")
+
+
+def capture_packed(source: Source) -> Graph:
+    """Capture a quantized checkpoint; see ``export.capture_directory``."""
+    from optkit.capture.export import capture
+
+    model = load_model(source)
+    graph = capture(model, check=False)
+    check_architecture(graph, model, source)
+    insert_layers(graph, source)
+    return graph

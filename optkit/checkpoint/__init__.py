@@ -1,0 +1,1 @@
+"""Checkpoints in and out: locating, validating, reading and writing Hugging Face directories."""

@@ -1,0 +1,86 @@
+"""Quantized layers on disk: what transformers and vLLM load, and what only optkit's runtime does.
+
+compressed-tensors has a form for most: ``int-quantized``, ``pack-quantized``, ``float-quantized``. Where it has none (a
+float minimum, act-order, a short last group), the layer is written as a plain ``weight`` with the values that the codes
+stand for, and the codes go to ``optkit/packed.safetensors``, which the runtime reads instead
+(docs/decisions/0007-int4-on-disk.md).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from optkit.checkpoint.compressed import FLOAT8, INTS, PACK
+from optkit.checkpoint.modules import INPUT_SCALE, MINIMUM, Module, modules, shared_by_fused
+from optkit.checkpoint.quantized import G_IDX, PACKED, ZERO
+from optkit.checkpoint.tensors import same
+from optkit.graph import variants
+from optkit.graph.ir import Graph
+from optkit.kernels.packed_codes import pack_codes
+
+PACKED_FILE = "packed.safetensors"
+
+
+def stored_format(module: Module) -> str | None:
+    """The compressed-tensors format in which a module is written, or None: as a float weight."""
+    if PACKED in module.operands:
+        short = module.group_size and module.columns % module.group_size
+        return None if MINIMUM in module.operands or G_IDX in module.operands or short else PACK
+    return FLOAT8 if module.operands["weight"].dtype == torch.float8_e4m3fn else INTS
+
+
+def runtime_tensors(graph: Graph) -> dict[str, Tensor]:
+    """What goes to ``optkit/packed.safetensors``: the codes of layers that are written as floats, what fused layers
+    share, and the forms of layers for steps of few tokens."""
+    whole, graph = graph, variants.widest(graph)
+    few = {
+        name: piece.clone()
+        for key, weight in whole.weights.items()
+        if key not in graph.weights and weight.origin is not None
+        for name, piece in weight.origin.split(weight.value).items()
+    }
+    own = {
+        name: value.clone()
+        for module in modules(graph)
+        if stored_format(module) is None
+        for name, value in module.tensors().items()
+    }
+    return few | own | {name: value.clone() for name, value in shared_by_fused(graph).items()}
+
+
+def model_tensors(graph: Graph, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """``tensors``, the source's with the graph's over them, with quantized layers in the form that others read."""
+    fused = shared_by_fused(graph)
+    tensors = {name: value for name, value in tensors.items() if name not in fused}
+    for module in modules(graph):
+        weight = f"{module.name}.weight"
+        if stored_format(module) is None:
+            for name in module.tensors():
+                tensors.pop(name, None)
+            value = module.float_weight()
+            if weight not in tensors or not same(value, tensors[weight]):
+                tensors[weight] = smallest_exact(value)
+        elif PACKED in module.operands:
+            tensors.pop(weight, None)
+            tensors |= packed_tensors(module)
+            tensors.pop(f"{module.name}.{ZERO}", None)
+        elif INPUT_SCALE in module.operands:
+            tensors[f"{module.name}.{INPUT_SCALE}"] = module.operands[INPUT_SCALE].clone()
+    return tensors
+
+
+def packed_tensors(module: Module) -> dict[str, Tensor]:
+    """What ``pack-quantized`` has besides codes and scales: the shape, and zero points packed along N."""
+    tensors = {f"{module.name}.weight_shape": torch.tensor(module.shape)}
+    zero = module.operands.get(ZERO)
+    if zero is not None:
+        packed = pack_codes(zero.T.contiguous(), module.bits).T.contiguous()
+        tensors[f"{module.name}.weight_zero_point"] = packed
+    return tensors
+
+
+def smallest_exact(value: Tensor) -> Tensor:
+    """``value`` in float16 if that is the same numbers, else in float32."""
+    half = value.to(torch.float16)
+    return half if torch.equal(half.to(torch.float32), value) else value

@@ -1,0 +1,78 @@
+"""Writes a graph as a Hugging Face model directory: what transformers and vLLM load.
+
+Tensors keep their checkpoint names. Quantized layers are in the formats of compressed-tensors (stored_layers.py),
+described by ``quantization_config`` in config.json, whatever format the source was in. An output head that was tied to
+the embedding and is now quantized becomes a tensor of its own, so the config unties it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from optkit.checkpoint.compressed_tensors_writer import model_tensors
+from optkit.checkpoint.quantization_config import quantization_config, quantized_modules
+from optkit.checkpoint.source import open_source
+from optkit.checkpoint.tensors import changed_tensors, save_shards
+from optkit.graph.ir import Graph
+
+# Files of the source that describe text, not weights; each is copied if it is there.
+TEXT_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "generation_config.json",
+    "LICENSE",
+    "README.md",
+)
+
+
+def write_model(graph: Graph, source: Path, directory: Path) -> None:
+    """Write config, tokenizer files and tensors of ``graph``, whose checkpoint is ``source``, to ``directory``."""
+    files = open_source(source)
+    changed = changed_tensors(graph, files)
+    used = {part.name for w in graph.weights.values() if w.origin for part in w.origin.parts}
+    operands = {name for layer in files.layers.values() for name in layer.names()}
+    kept = {name: files[name] for name in files.names() - set(changed) - (operands - used)}
+    tensors = model_tensors(graph, kept | changed)
+    write_directory(directory, tensors, model_config(graph, files.info.config), source)
+
+
+def write_directory(
+    directory: Path, tensors: Mapping[str, Tensor], config: dict[str, Any], texts: Path
+) -> None:
+    """Write tensors, config and the text files of ``texts`` to ``directory``."""
+    placed = save_shards(tensors, directory)
+    if len(set(placed.values())) > 1:
+        index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": placed}
+        write_json(directory / "model.safetensors.index.json", index)
+    write_json(directory / "config.json", config)
+    for name in TEXT_FILES:
+        if (texts / name).is_file():
+            shutil.copyfile(texts / name, directory / name)
+
+
+def model_config(graph: Graph, config: dict[str, Any]) -> dict[str, Any]:
+    """config.json of the optimized model."""
+    config = {key: value for key, value in config.items() if key != "quantization_config"}
+    config |= graph.plan.get("config", {})
+    quantization = quantization_config(graph)
+    if quantization is not None:
+        config = {**config, "quantization_config": quantization}
+    if graph.meta.output_embedding in quantized_modules(graph):
+        config = {**config, "tie_word_embeddings": False}
+    return config
+
+
+def write_json(file: Path, content: Any) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", "utf-8")

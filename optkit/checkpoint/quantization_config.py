@@ -1,0 +1,95 @@
+"""``quantization_config`` of config.json: compressed-tensors' description of a graph's quantized layers.
+
+Modules of one scheme are a group. The first group there is stands for all linear layers but those ignored; others name
+their modules, which weighs more. Groups of packed weights say nothing of activations: who reads the directory
+multiplies in float, closer to the source than the int8 activations of optkit's runtime, and by kernels that exist
+everywhere.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from optkit.checkpoint.compressed import FLOAT8, INTS, NAME, PACK
+from optkit.checkpoint.compressed_tensors_writer import stored_format
+from optkit.checkpoint.modules import INPUT_SCALE, Module, modules
+from optkit.checkpoint.quantized import ZERO
+from optkit.graph.ir import Graph, module_name
+from optkit.kernels import reference
+
+# Formats in the order of their groups.
+ORDER = (INTS, FLOAT8, PACK)
+
+
+def quantization_config(graph: Graph) -> dict[str, Any] | None:
+    """The description, or None where nothing is stored quantized."""
+    found = list(modules(graph))
+    groups = config_groups(found)
+    if not groups:
+        return None
+    left = float_modules(graph) + [module.name for module in found if stored_format(module) is None]
+    formats = {group["format"] for group in groups}
+    described = {
+        "quant_method": NAME,
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "config_groups": {f"group_{i}": group for i, group in enumerate(groups)},
+        "ignore": sorted(set(left)),
+    }
+    return described | ({"dequantize": True} if any(map(packs_zero_points, groups)) else {})
+
+
+def packs_zero_points(group: dict[str, Any]) -> bool:
+    """Whether transformers must dequantize a group as it loads it.
+
+    By default it prepares modules by compressed-tensors (0.20), whose ``PackedQuantizationCompressor.compress``
+    forgets on the meta device that zero points are packed, and then finds shapes that differ. ``dequantize`` is its
+    other way.
+    """
+    return group["format"] == PACK and not group["weights"]["symmetric"]
+
+
+def config_groups(found: list[Module]) -> list[dict[str, Any]]:
+    """Modules by scheme, int8 first."""
+    by_scheme: dict[str, list[str]] = {}
+    for module in found:
+        if stored_format(module) is not None:
+            by_scheme.setdefault(json.dumps(scheme(module)), []).append(module.name)
+    groups = [{"targets": sorted(names), **json.loads(key)} for key, names in by_scheme.items()]
+    groups.sort(key=lambda group: (ORDER.index(group["format"]), "input_activations" not in group))
+    if groups:
+        groups[0]["targets"] = ["Linear"]
+    return groups
+
+
+def scheme(module: Module) -> dict[str, Any]:
+    """One module's weights, activations and format."""
+    form, floating = stored_format(module), stored_format(module) == FLOAT8
+    common = {"num_bits": module.bits, "type": "float" if floating else "int"}
+    size = module.group_size
+    strategy = {"strategy": "group", "group_size": size} if size else {"strategy": "channel"}
+    weights = {**common, "symmetric": ZERO not in module.operands, **strategy, "dynamic": False}
+    described: dict[str, Any] = {"weights": weights, "format": form}
+    if module.op is reference.linear_w8a8 or module.options.get("activations", "none") != "none":
+        dynamic = INPUT_SCALE not in module.operands
+        kind = "token" if dynamic else "tensor"
+        described["input_activations"] = {**common, "symmetric": True, "strategy": kind, "dynamic": dynamic}
+    return described
+
+
+def float_modules(graph: Graph) -> list[str]:
+    """Modules whose linear layer is float, fused ones spelled out."""
+    names = []
+    for node in graph.calls(reference.linear):
+        weight = graph.weight_of(node.args[1])
+        if weight is None or weight.origin is None:
+            continue
+        tied = str(node.args[1].target) == graph.meta.input_embedding
+        names += [graph.meta.output_embedding] if tied else [module_name(p.name) for p in weight.origin.parts]
+    return names
+
+
+def quantized_modules(graph: Graph) -> set[str]:
+    """Modules whose weight is quantized in the graph, however it is stored."""
+    return {module.name for module in modules(graph)}

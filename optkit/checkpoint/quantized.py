@@ -1,0 +1,174 @@
+"""A quantized linear layer of a checkpoint, in whatever format, as the graph runs it.
+
+A format module finds such layers by their tensors and says which op multiplies and how to read its operands. The names
+are the graph's: ``weight_packed`` (codes, ``optkit.kernels.packed_codes``), ``weight_scale``, ``weight_zero``,
+``weight_g_idx`` for packed weights, ``weight`` and ``weight_scale`` for int8 and float8. Everything a checkpoint says
+is checked when it is found, from the files' headers, before any tensor is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optkit.checkpoint.validate import TensorInfo
+from optkit.errors import UserError
+from optkit.kernels import reference
+from optkit.kernels.packed_codes import BITS
+
+PACKED, SCALE, ZERO, G_IDX = "weight_packed", "weight_scale", "weight_zero", "weight_g_idx"
+FLOATS = ("F16", "BF16", "F32")
+GROUP_SIZES = (-1, 0, *(8 * i for i in range(1, 8193)))
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer. ``operands`` are the names of the op's weight arguments, in order, None where there is none.
+
+    Attributes:
+        name: the module.
+        shape: [N, K] of the float weight.
+        op: the reference op that multiplies.
+        options: the op's keywords.
+        read: gives an operand by its name.
+        stored: the checkpoint's tensors that it is made of.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    op: Callable[..., Tensor]
+    operands: tuple[str | None, ...]
+    read: Callable[[str], Tensor]
+    stored: tuple[str, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def names(self) -> list[str]:
+        """Full names of the operands."""
+        return [f"{self.name}.{operand}" for operand in self.operands if operand]
+
+    def float_weight(self) -> Tensor:
+        """The float32 weight [N, K] that the layer stands for."""
+        operands = [None if key is None else self.read(key) for key in self.operands]
+        return float_weight(self.op, operands, self.options, self.shape[1])
+
+
+def float_weight(
+    op: Callable[..., Tensor], operands: Sequence[Tensor | None], options: Mapping[str, Any], columns: int
+) -> Tensor:
+    """The float32 weight [N, columns] by which ``op`` multiplies, given its weight arguments."""
+    weight, scale, *more = operands
+    assert weight is not None and scale is not None
+    if op is reference.linear_wna16:
+        return reference.dequantize_wna16(weight, scale, *more, **options, columns=columns)
+    if op is reference.linear_w4a8:
+        return reference.dequantize_int4(weight, scale, more[0])
+    if op is reference.linear_fp8:
+        return reference.dequantize_fp8(weight, scale)
+    return (weight.unflatten(1, (scale.shape[1], -1)) * scale[..., None]).flatten(1)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The tensors of a checkpoint, asked for with what they must be."""
+
+    directory: Path
+    tensors: Mapping[str, TensorInfo]
+    values: Mapping[str, Tensor]
+
+    def info(self, name: str, dtypes: Iterable[str], shape: tuple[int | None, ...]) -> TensorInfo:
+        """The tensor ``name``, of one of ``dtypes`` and of ``shape`` (None: any size)."""
+        if name not in self.tensors:
+            raise UserError(f"the tensor {name} is missing", where=str(self.directory))
+        info = self.tensors[name]
+        fits = len(info.shape) == len(shape) and all(
+            b is None or a == b for a, b in zip(info.shape, shape, strict=True)
+        )
+        if info.dtype not in dtypes or not fits or 0 in info.shape:
+            wanted = ["any" if size is None else size for size in shape]
+            raise UserError(
+                f"{name} is {info.dtype} {list(info.shape)}, its format wants {' or '.join(dtypes)} {wanted}",
+                where=str(self.directory),
+            )
+        return info
+
+    def modules(self, suffix: str) -> list[str]:
+        """The modules that have a tensor of this name."""
+        return [
+            name.removesuffix(f".{suffix}") for name in sorted(self.tensors) if name.endswith(f".{suffix}")
+        ]
+
+
+def setting(config: Mapping[str, Any], key: str, allowed: Iterable[Any], default: Any, where: str) -> Any:
+    """``config[key]``, which must be one of ``allowed``; a missing or null value is ``default``."""
+    value, known = config.get(key), list(allowed)
+    value = default if value is None else value
+    if not any(type(value) is type(a) and value == a for a in known):
+        shown = ", ".join(map(str, known[:6])) + (", ..." if len(known) > 6 else "")
+        raise UserError(
+            f"'{key}' in quantization_config is {value!r:.60}, optkit reads {shown}",
+            where=where,
+            fix="use a checkpoint of another format or optimize the float model",
+        )
+    return value
+
+
+def wna16(
+    name: str,
+    shape: tuple[int, int],
+    bits: int,
+    group_size: int,
+    zero: Tensor | None,
+    g_idx: Tensor | None,
+    read: Callable[[str], Tensor],
+    stored: Iterable[str],
+) -> Layer:
+    """A weight-only layer of packed codes. ``zero`` [N, G] and ``g_idx`` [K] were read, ``read`` gives the rest.
+
+    Zero points that are all in the middle, and channels that are all in order, are left out: the layer is the same.
+    """
+    assert bits in BITS
+    k = shape[1]
+    group_size = 0 if group_size >= k else group_size
+    if zero is not None and bool((zero == 1 << (bits - 1)).all()):
+        zero = None
+    if g_idx is not None and torch.equal(g_idx, in_order(k, group_size)):
+        g_idx = None
+    held = {ZERO: zero, G_IDX: g_idx}
+
+    def operand(key: str) -> Tensor:
+        value = held.get(key)
+        return read(key) if value is None else value
+
+    return Layer(
+        name,
+        shape,
+        reference.linear_wna16,
+        (PACKED, SCALE, ZERO if zero is not None else None, G_IDX if g_idx is not None else None),
+        operand,
+        tuple(stored),
+        {"bits": bits, "group_size": group_size},
+    )
+
+
+def in_order(channels: int, group_size: int) -> Tensor:
+    """The group of each channel without act-order, int32 [K]."""
+    return (torch.arange(channels) // (group_size or channels)).to(torch.int32)
+
+
+def checked_g_idx(g_idx: Tensor, groups: int, name: str, where: str) -> Tensor:
+    """``g_idx`` int32, every channel in one of ``groups``."""
+    if bool((g_idx < 0).any()) or bool((g_idx >= groups).any()):
+        raise UserError(f"{name} names groups outside 0 to {groups - 1}", where=where)
+    return g_idx.to(torch.int32)
+
+
+def checked_scale(scale: Tensor, name: str, where: str) -> Tensor:
+    """``scale``, every number finite: packed NaN scales make a model that answers nonsense without an error."""
+    if not bool(scale.isfinite().all()):
+        raise UserError(f"{name} holds values that are not finite", where=where)
+    return scale

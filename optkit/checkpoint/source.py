@@ -1,0 +1,100 @@
+"""Opens a checkpoint of any format under the names that graphs use.
+
+A float checkpoint is its files. Of a quantized one, the tensors of a quantized layer are replaced by the layer's
+operands (``layer.py``), converted when they are read: nothing is written to disk, and nothing becomes float.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from optkit.checkpoint import awq, compressed, gptq
+from optkit.checkpoint.quantized import Checked, Layer
+from optkit.checkpoint.tensors import TensorFiles
+from optkit.checkpoint.validate import CheckpointInfo, validate_checkpoint
+from optkit.errors import UnsupportedModel, UserError, nearest
+
+FORMATS = {format.NAME: format for format in (gptq, awq, compressed)}
+
+
+class Source(Mapping[str, Tensor]):
+    """The tensors of a checked checkpoint directory, under the names of graphs. Memory-mapped, converted on reading.
+
+    Attributes:
+        info: the checkpoint as it lies there.
+        layers: its quantized layers, by module.
+    """
+
+    def __init__(self, directory: Path, info: CheckpointInfo) -> None:
+        self.directory, self.info = directory, info
+        self.files = TensorFiles(directory, info)
+        self.layers = {layer.name: layer for layer in quantized_layers(self.files)}
+        operands = {name: layer for layer in self.layers.values() for name in layer.names()}
+        stored = {name for layer in self.layers.values() for name in layer.stored}
+        self._known: dict[str, Layer | None] = dict.fromkeys(self.files.names() - stored) | operands
+
+    def names(self) -> set[str]:
+        return set(self._known)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._known
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._known)
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def __getitem__(self, name: str) -> Tensor:
+        layer = self._known.get(name)
+        if layer is None:
+            return self.files[name]
+        return layer.read(name.rpartition(".")[2])
+
+
+def open_source(directory: Path, *, weights: bool = True) -> Source:
+    """The tensors of the checkpoint in ``directory``; with ``weights=False`` there may be none.
+
+    Raises:
+        UserError: a checkpoint that optkit does not read, or whose quantized layers contradict their description.
+    """
+    return Source(directory, validate_checkpoint(directory, weights=weights))
+
+
+def quantized_layers(files: TensorFiles) -> list[Layer]:
+    """The quantized layers of a checkpoint; none of a float one."""
+    config = quantization_settings(files.info, files.directory)
+    if config is None:
+        return []
+    method = config["quant_method"]
+    if not files.info.tensors:
+        raise UserError(
+            "its config says that it is quantized, and how can only be seen from its weights",
+            where=str(files.directory),
+            fix="download the weights too",
+        )
+    layers = FORMATS[method].layers(config, Checked(files.directory, files.info.tensors, files))
+    if not layers:
+        what = f"the config says that it is quantized by {method}, and it has no quantized tensor"
+        raise UserError(what, where=str(files.directory), fix="remove 'quantization_config' from config.json")
+    return layers
+
+
+def quantization_settings(info: CheckpointInfo, directory: Path) -> dict[str, Any] | None:
+    """``quantization_config`` of a checkpoint, of a known method; None for a float checkpoint."""
+    config, where = info.config.get("quantization_config"), str(directory / "config.json")
+    if config is None:
+        return None
+    if not isinstance(config, dict):
+        raise UserError("'quantization_config' must be a table", where=where)
+    method = config.get("quant_method")
+    if not isinstance(method, str) or method not in FORMATS:
+        fix = (
+            f"optkit reads {', '.join(FORMATS)}" if not isinstance(method, str) else nearest(method, FORMATS)
+        )
+        raise UnsupportedModel(f"the checkpoint is quantized by {method!r:.40}", where=where, fix=fix)
+    return config

@@ -1,0 +1,142 @@
+"""Tensors of a graph on disk: which checkpoint tensors it changed, and how to read them back.
+
+A graph's weights are built from checkpoint tensors (``Origin``). Saving goes the other way: every weight is
+split into the checkpoint tensors it came from, and those that differ from the source are *changed*. An artifact
+is the source with the changed tensors put over it; a cached pipeline state is the changed tensors alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from optkit.checkpoint.safetensors_header import read_header
+from optkit.checkpoint.validate import CheckpointInfo
+from optkit.errors import UserError
+from optkit.graph.ir import Graph, Origin
+
+MAX_SHARD_BYTES = 4 << 30
+
+
+class TensorFiles(Mapping[str, Tensor]):
+    """Lazy, memory-mapped access to the tensors of a checked checkpoint directory."""
+
+    def __init__(self, directory: Path, info: CheckpointInfo) -> None:
+        self.directory, self.info = directory, info
+        self.files: dict[str, Any] = {}
+
+    def names(self) -> set[str]:
+        return set(self.info.tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.info.tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.info.tensors)
+
+    def __len__(self) -> int:
+        return len(self.info.tensors)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.info.tensors:
+            raise UserError(f"tensor '{name}' is missing", where=str(self.directory))
+        file = str(self.info.tensors[name].file)
+        if file not in self.files:
+            self.files[file] = safe_open(file, framework="pt")
+        return aligned(self.files[file].get_tensor(name))
+
+
+def load_tensors(file: Path) -> dict[str, Tensor]:
+    """All tensors of a safetensors file, mapped, after a check of its header.
+
+    Raises:
+        UserError: it is no safetensors file, or contradicts itself.
+    """
+    read_header(file)
+    return {name: aligned(tensor) for name, tensor in load_file(file).items()}
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """``tensor``, copied if its file has it at an address that its elements must not have."""
+    return tensor if tensor.data_ptr() % tensor.itemsize == 0 else tensor.clone()
+
+
+class Overlay(Mapping[str, Tensor]):
+    """Some tensors in front of a checkpoint's; what is covered is not read."""
+
+    def __init__(self, source: Mapping[str, Tensor], over: Mapping[str, Tensor]) -> None:
+        self.source, self.over = source, over
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.over or name in self.source
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.over[name] if name in self.over else self.source[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(set(self.source) | set(self.over))
+
+    def __len__(self) -> int:
+        return len(set(self.source) | set(self.over))
+
+
+def build(origin: Origin, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Tensor:
+    """A weight from checkpoint tensors, contiguous, in the dtype the graph expects."""
+    value = origin.build({part.name: tensors[part.name] for part in origin.parts})
+    value = value.contiguous()
+    return value.to(dtype) if dtype is not None and value.is_floating_point() else value
+
+
+def changed_tensors(graph: Graph, source: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Checkpoint tensors of ``graph`` that are new or differ from ``source``.
+
+    Float weights that a pass left alone keep the source's dtype, so a bfloat16 checkpoint stays bfloat16.
+    """
+    changed: dict[str, Tensor] = {}
+    for weight in graph.weights.values():
+        if weight.origin is None:
+            continue
+        for name, piece in weight.origin.split(weight.value).items():
+            if not (name in source and same(piece, source[name])):
+                changed[name] = piece
+    return changed
+
+
+def same(piece: Tensor, original: Tensor) -> bool:
+    if piece.is_floating_point() != original.is_floating_point() or piece.shape != original.shape:
+        return False
+    if piece.dtype == torch.float8_e4m3fn:
+        return original.dtype == piece.dtype and torch.equal(
+            piece.view(torch.uint8), original.view(torch.uint8)
+        )
+    return torch.equal(piece, original.to(piece.dtype))
+
+
+def constants(graph: Graph) -> dict[str, Tensor]:
+    """Weights that are in no checkpoint, by their graph name."""
+    return {n: w.value.contiguous() for n, w in graph.weights.items() if w.origin is None}
+
+
+def save_shards(tensors: Mapping[str, Tensor], directory: Path) -> dict[str, str]:
+    """Write ``model.safetensors``, or numbered shards of at most 4 GiB; gives tensor name to file name."""
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name in sorted(tensors):
+        if shards[-1] and size + tensors[name].nbytes > MAX_SHARD_BYTES:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensors[name].contiguous()
+        size += tensors[name].nbytes
+    files: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        single = len(shards) == 1
+        file = "model.safetensors" if single else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        save_file(shard, directory / file, metadata={"format": "pt"})
+        files |= dict.fromkeys(shard, file)
+    return files

@@ -1,0 +1,1 @@
+"""Measured speed and quality of a graph, through the runtime."""

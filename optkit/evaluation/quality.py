@@ -1,0 +1,255 @@
+"""How much an optimization changed a model: perplexity, KL divergence, top-1 agreement, measured through the runtime.
+
+The text is cut into non-overlapping windows; each window is a sequence that starts from an empty KV cache.
+``RuntimeLogits`` feeds them as the server would: paged KV, chunked prefill, two sequences in one ragged batch, and
+the last tokens one at a time, so that an error in the decode kernels or the block tables counts as a loss
+of quality and not only an error in the weights. All numbers use natural logarithms, over positions 0..N-2 of each
+window (position t predicts token t+1; early positions have little context, for both sides alike):
+
+* perplexity ``exp(mean(-ln p(token)))``; it says how good a model is, on this text only;
+* ``ln_ppl_ratio = mean(nll_candidate - nll_reference)``, paired by token: far less noisy than two perplexities;
+* KL(reference || candidate), the whole distribution: the primary number, since a lucky candidate may lower
+  perplexity and still be another model (Dutta et al. 2024, "Accuracy is not all you need");
+* top-1 agreement, the share of positions where both would greedily choose the same token.
+
+Standard errors are taken over window means (tokens of one window share a topic, so they are not independent);
+with a single window, over tokens. Logits are the memory cost (512 x 49152 float32 = 100 MB), so windows stream: at
+most one pair of windows a side is alive, and rows are scored 64 at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from optkit.runtime.logits import RuntimeLogits as RuntimeLogits
+
+ROWS = 64  # logits rows scored at once: [64, V] float32 temporaries
+
+
+class LogitsSource(Protocol):
+    """Anything that yields float32 logits [T, V] for each window of T tokens, in order."""
+
+    def logits(self, windows: Sequence[Sequence[int]]) -> Iterator[Tensor]: ...
+
+
+class ModuleLogits:
+    """A plain transformers model, one whole window a call: a reference that shares no code with the runtime."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    @classmethod
+    def load(cls, directory: Path) -> ModuleLogits:
+        """The model of a local Hugging Face directory, in float32."""
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
+        return cls(model.eval())
+
+    @torch.inference_mode()
+    def logits(self, windows: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+        for window in windows:
+            yield self.module(torch.tensor([window]), use_cache=False).logits[0].float()
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean and its standard error."""
+
+    value: float
+    stderr: float
+
+
+@dataclass(frozen=True)
+class QualityReport:
+    """A candidate against its reference on the same windows. Divergences are in nats."""
+
+    windows: int
+    tokens: int  # scored positions
+    reference_ppl: Estimate
+    ppl: Estimate
+    ln_ppl_ratio: Estimate
+    kl_mean: Estimate
+    kl_median: float
+    kl_p99: float
+    kl_max: float
+    top1_agreement: Estimate  # 0..1
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def windows(
+    tokens: Sequence[int], length: int = 512, count: int | None = None, bos: Sequence[int] = ()
+) -> list[list[int]]:
+    """Up to ``count`` non-overlapping windows of exactly ``length`` tokens, each starting with ``bos``.
+
+    Raises:
+        ValueError: the text is too short for one window or for ``count`` of them.
+    """
+    step = length - len(bos)
+    if step < 2:
+        raise ValueError(f"a window of {length} tokens has nothing to predict")
+    available = len(tokens) // step
+    wanted = available if count is None else count
+    if not 1 <= wanted <= available:
+        raise ValueError(f"{len(tokens)} tokens give {available} windows of {length}, not {wanted}")
+    return [[*bos, *tokens[i * step : (i + 1) * step]] for i in range(wanted)]
+
+
+def evaluation_windows(
+    tokenizer: Any, tokens: int = 20480, length: int = 512, text: str | None = None
+) -> list[list[int]]:
+    """Windows of ``text``, by default the shipped held-out one, ``tokens`` in total.
+
+    Each begins with BOS if ``tokenizer`` (transformers) adds it.
+    """
+    from optkit.text.corpora import load_text
+
+    ids = tokenizer(text or load_text("evaluation"), add_special_tokens=False).input_ids
+    first = tokenizer("a").input_ids[:1]
+    bos = first if first == [tokenizer.bos_token_id] else []
+    return windows(ids, length, max(1, tokens // length), bos)
+
+
+def perplexity(source: LogitsSource, token_windows: Sequence[Sequence[int]]) -> Estimate:
+    """exp(mean nll) of ``source`` and its standard error (delta method: ppl * stderr of the mean)."""
+    scores = [
+        _score(window, rows) for window, rows in zip(token_windows, source.logits(token_windows), strict=True)
+    ]
+    return perplexity_of(scores)
+
+
+def compare(
+    reference: LogitsSource, candidate: LogitsSource, token_windows: Sequence[Sequence[int]]
+) -> QualityReport:
+    """Run both sides window by window and compare. Identical sides give KL 0, ratio 0, agreement 1.
+
+    Raises:
+        FloatingPointError: a side produced NaN logits, so that no bound on a metric could catch it.
+        ValueError: the vocabularies differ.
+    """
+    return compare_many(reference, {"candidate": candidate}, token_windows)["candidate"]
+
+
+def compare_many(
+    reference: LogitsSource, candidates: Mapping[str, LogitsSource], token_windows: Sequence[Sequence[int]]
+) -> dict[str, QualityReport]:
+    """Like ``compare`` for several candidates, with the reference run once per window."""
+    totals = {name: _Totals() for name in candidates}
+    streams = {name: source.logits(token_windows) for name, source in candidates.items()}
+    expected = reference.logits(token_windows)
+    for window, rows in zip(token_windows, expected, strict=True):
+        for name, stream in streams.items():
+            totals[name].add(window, rows, next(stream))
+    return {name: total.report() for name, total in totals.items()}
+
+
+def mean_kl(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """KL(reference || candidate) in nats, the mean over all rows of pairs of logits [T, V]."""
+    total, rows = 0.0, 0
+    for reference, candidate in pairs:
+        for start in range(0, len(reference), ROWS):
+            piece = slice(start, start + ROWS)
+            nothing = torch.zeros(len(reference[piece]), dtype=torch.int64)
+            total += float(_compare_rows(nothing, reference[piece], candidate[piece])[2].double().sum())
+        rows += len(reference)
+    return total / rows
+
+
+def first_divergence(reference: Sequence[int], candidate: Sequence[int]) -> int | None:
+    """Index of the first differing token of two greedy outputs; None when they are equal.
+
+    When one output is a prefix of the other, its length is the index.
+    """
+    for index, (a, b) in enumerate(zip(reference, candidate, strict=False)):
+        if a != b:
+            return index
+    return None if len(reference) == len(candidate) else min(len(reference), len(candidate))
+
+
+# -- scoring ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Totals:
+    """Per-token scores, one float32 tensor a window: 4 bytes a token, so thousands of windows fit."""
+
+    reference_nll: list[Tensor] = field(default_factory=list)
+    nll: list[Tensor] = field(default_factory=list)
+    kl: list[Tensor] = field(default_factory=list)
+    same: list[Tensor] = field(default_factory=list)
+
+    def add(self, window: Sequence[int], reference: Tensor, candidate: Tensor) -> None:
+        if reference.shape != candidate.shape:
+            raise ValueError(f"logits differ in shape: {tuple(reference.shape)}, {tuple(candidate.shape)}")
+        pieces = [_compare_rows(*piece) for piece in _pieces(window, reference, candidate)]
+        columns = [torch.cat(column) for column in zip(*pieces, strict=True)]
+        for values, side in zip(columns[:2], ("reference", "candidate"), strict=True):
+            if values.isnan().any():
+                raise FloatingPointError(f"the {side}'s logits are NaN")
+        for target, column in zip((self.reference_nll, self.nll, self.kl, self.same), columns, strict=True):
+            target.append(column)
+
+    def report(self) -> QualityReport:
+        kl = torch.cat(self.kl).double()
+        ratio = [b - a for a, b in zip(self.reference_nll, self.nll, strict=True)]
+        return QualityReport(
+            windows=len(self.kl),
+            tokens=len(kl),
+            reference_ppl=perplexity_of(self.reference_nll),
+            ppl=perplexity_of(self.nll),
+            ln_ppl_ratio=mean_estimate(ratio),
+            kl_mean=mean_estimate(self.kl),
+            kl_median=float(kl.quantile(0.5)),
+            kl_p99=float(kl.quantile(0.99)),
+            kl_max=float(kl.max()),
+            top1_agreement=mean_estimate(self.same),
+        )
+
+
+def _pieces(window: Sequence[int], *sides: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """(next tokens [r], rows [r, V] of each side), r <= ROWS, for the positions that predict a token."""
+    targets = torch.tensor(window[1:])
+    for start in range(0, len(targets), ROWS):
+        chosen = slice(start, min(start + ROWS, len(targets)))
+        yield targets[chosen], *(side[chosen] for side in sides)
+
+
+def _compare_rows(targets: Tensor, reference: Tensor, candidate: Tensor) -> tuple[Tensor, ...]:
+    """(reference nll, candidate nll, KL, same argmax), each [r] float32."""
+    p, q = reference.float().log_softmax(-1), candidate.float().log_softmax(-1)
+    terms = p.exp() * (p - q)
+    kl = terms.masked_fill_(p == -math.inf, 0.0).sum(-1).clamp_(min=0.0)  # 0 ln 0 = 0
+    return _nll(p, targets), _nll(q, targets), kl, (p.argmax(-1) == q.argmax(-1)).float()
+
+
+def _nll(log_probs: Tensor, targets: Tensor) -> Tensor:
+    return -log_probs.gather(-1, targets[:, None])[:, 0]
+
+
+def _score(window: Sequence[int], rows: Tensor) -> Tensor:
+    """-ln p of each next token of one window: [T-1]."""
+    pieces = [_nll(piece.float().log_softmax(-1), targets) for targets, piece in _pieces(window, rows)]
+    return torch.cat(pieces)
+
+
+def mean_estimate(values: Sequence[Tensor]) -> Estimate:
+    """Mean over all tokens; standard error over window means (over tokens if there is one window)."""
+    tokens = torch.cat(list(values)).double()
+    units = torch.stack([v.double().mean() for v in values]) if len(values) > 1 else tokens
+    stderr = float(units.std() / math.sqrt(len(units))) if len(units) > 1 else 0.0
+    return Estimate(float(tokens.mean()), stderr)
+
+
+def perplexity_of(nll: Sequence[Tensor]) -> Estimate:
+    mean = mean_estimate(nll)
+    value = math.exp(mean.value) if mean.value < 700 else math.inf
+    return Estimate(value, value * mean.stderr)

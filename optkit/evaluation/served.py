@@ -1,0 +1,225 @@
+"""Quality of a model behind a URL, as far as its API tells: OpenAI's ``/v1/completions``, ``echo`` and ``logprobs``.
+
+Asked to echo a prompt of token ids, a server (vLLM, optkit, others) gives the log probability of each of its tokens,
+and the few most likely tokens of each position. So perplexity is exact, and top-1 agreement too. Of the KL divergence
+there is a lower bound: with S the tokens whose probability is known, all others are one more event, and merging events
+never raises a divergence (the log-sum inequality):
+
+    KL(p || q) >= sum over S of p ln(p / q) + p(rest) ln(p(rest) / q(rest))
+
+Tokens are told apart by ``token_id:N`` where the server knows ``return_tokens_as_token_ids`` (vLLM), else by text, as
+OpenAI and optkit write it (``bytes:`` for parts of characters).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optkit.errors import UserError
+from optkit.evaluation.quality import Estimate, LogitsSource, mean_estimate, perplexity_of
+from optkit.extras import need_extra
+
+TOP = 5  # most likely tokens to ask for: what OpenAI's API allows
+TIMEOUT = 600.0  # seconds for one window
+PIECE = 2000  # characters of a window, where there is no tokenizer
+TOKEN_ID = "token_id:"
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A prompt of T tokens as a server sees it: ``logprobs`` [T - 1] of its tokens but the first, ``top`` of each."""
+
+    logprobs: Tensor
+    top: list[dict[str, float]]
+
+
+@dataclass(frozen=True)
+class ServedReport:
+    """A served model on some text, and against a reference if there is one. Divergences are in nats."""
+
+    windows: int
+    tokens: int
+    ppl: Estimate
+    reference_ppl: Estimate | None = None
+    ln_ppl_ratio: Estimate | None = None
+    kl_lower_bound: Estimate | None = None
+    top1_agreement: Estimate | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Server:
+    """An OpenAI-compatible server at ``url``; the key, if it wants one, is in ``OPENAI_API_KEY``.
+
+    ``context`` is the longest sequence, prompt and answer, if the server says it (``max_model_len``).
+    """
+
+    def __init__(self, url: str) -> None:
+        need_extra("serve", "optkit eval of a URL")
+        import httpx
+
+        key = os.environ.get("OPENAI_API_KEY")
+        self.url = url.rstrip("/").removesuffix("/v1")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self.client = httpx.Client(headers=headers, timeout=TIMEOUT)
+        self.model, self.context = self._model()
+
+    def _model(self) -> tuple[str, int | None]:
+        data: Any = self._ask("GET", "/v1/models").get("data")
+        try:
+            context = data[0].get("max_model_len")
+            return str(data[0]["id"]), context if type(context) is int and context > 0 else None
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise UserError("the server names no model", where=f"{self.url}/v1/models") from error
+
+    def longest(self, wanted: int) -> int:
+        """``wanted``, or the longest prompt that leaves room for the one token that is generated."""
+        return wanted if self.context is None else min(wanted, self.context - 1)
+
+    def score(self, prompt: Sequence[int] | str) -> Scored:
+        """Log probabilities of a prompt: token ids, or text that the server cuts into tokens.
+
+        Raises:
+            UserError: the server can't be reached, refuses, or does not echo log probabilities.
+        """
+        body = {
+            "model": self.model,
+            "prompt": prompt,
+            "max_tokens": 1,
+            "temperature": 0,
+            "echo": True,
+            "logprobs": TOP,
+            "return_tokens_as_token_ids": True,
+        }
+        answer = self._ask("POST", "/v1/completions", body)
+        return self._scored(answer, None if isinstance(prompt, str) else len(prompt))
+
+    def _scored(self, answer: dict[str, Any], expected: int | None) -> Scored:
+        where = f"{self.url}/v1/completions"
+        try:
+            given = answer["choices"][0]["logprobs"]
+            values, top = given["token_logprobs"], given["top_logprobs"]
+            count = len(values) - 1 if expected is None else expected  # the last token was generated
+            logprobs = torch.tensor([float(v) for v in values[1:count]], dtype=torch.float64)
+            likely = [{str(k): float(v) for k, v in (row or {}).items()} for row in top[1:count]]
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise UserError(
+                "the server gives no log probabilities of the prompt",
+                where=where,
+                fix="it must support echo with logprobs in /v1/completions, as vLLM and optkit serve do",
+            ) from error
+        if count < 2 or len(logprobs) != count - 1 or len(likely) != count - 1:
+            raise UserError(
+                f"the server gave {len(values)} log probabilities for {expected} tokens", where=where
+            )
+        if not bool(logprobs.isfinite().all()) or bool((logprobs > 1e-3).any()):
+            raise UserError("the server gave log probabilities that are none", where=where)
+        return Scored(logprobs, likely)
+
+    def _ask(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
+        import httpx
+
+        where = self.url + path
+        try:
+            answer = self.client.request(method, where, json=body)
+            answer.raise_for_status()
+            content = answer.json()
+        except httpx.HTTPStatusError as error:
+            text = error.response.text[:200].replace("\n", " ")
+            raise UserError(
+                f"the server answered {error.response.status_code}: {text}", where=where
+            ) from error
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+            raise UserError(
+                f"no answer ({type(error).__name__})",
+                where=where,
+                fix="is the server up, and is the URL right?",
+            ) from error
+        if not isinstance(content, dict):
+            raise UserError("the answer is no JSON object", where=where)
+        return content
+
+
+def score_text(server: Server, text: str, characters: int) -> ServedReport:
+    """Perplexity of a served model on ``text``, of at most so many characters, by its own tokens."""
+    length = server.longest(PIECE)  # hardly a character makes more than one token
+    pieces = [text[i : i + length] for i in range(0, min(len(text), characters), length)]
+    pieces = [piece for piece in pieces if len(piece) == length] or pieces
+    nll = [-server.score(piece).logprobs for piece in pieces]
+    return ServedReport(len(nll), sum(map(len, nll)), perplexity_of(nll))
+
+
+def compare_served(
+    reference: LogitsSource,
+    server: Server,
+    windows: Sequence[Sequence[int]],
+    decode: Callable[[int], str],
+) -> ServedReport:
+    """A served model against ``reference`` on windows of token ids; ``decode`` gives a token's text."""
+    columns: list[list[Tensor]] = [[], [], [], []]
+    for window, rows in zip(windows, reference.logits(windows), strict=True):
+        scored = server.score(window)
+        for column, values in zip(columns, compare_window(window, rows, scored, decode), strict=True):
+            column.append(values)
+    expected, given, kl, same = columns
+    return ServedReport(
+        windows=len(kl),
+        tokens=sum(map(len, kl)),
+        ppl=perplexity_of(given),
+        reference_ppl=perplexity_of(expected),
+        ln_ppl_ratio=mean_estimate([b - a for a, b in zip(expected, given, strict=True)]),
+        kl_lower_bound=mean_estimate(kl),
+        top1_agreement=mean_estimate(same),
+    )
+
+
+def compare_window(
+    window: Sequence[int], rows: Tensor, scored: Scored, decode: Callable[[int], str]
+) -> Iterator[Tensor]:
+    """Reference nll, served nll, lower bound of KL, same most likely token: each [T - 1]."""
+    log_p = rows[:-1].float().log_softmax(-1).double()
+    targets = torch.tensor(window[1:])
+    bounds, same = [], []
+    for row, target, value, top in zip(log_p, window[1:], scored.logprobs.tolist(), scored.top, strict=True):
+        known = identified(row, top, decode) | {target: value}
+        bounds.append(kl_lower_bound(row, known))
+        best = max(top, key=lambda token: top[token]) if top else ""
+        most = int(row.argmax())
+        same.append(float(best in (f"{TOKEN_ID}{most}", decode(most))))
+    yield -log_p.gather(-1, targets[:, None])[:, 0]
+    yield -scored.logprobs
+    yield torch.tensor(bounds)
+    yield torch.tensor(same)
+
+
+def identified(row: Tensor, top: dict[str, float], decode: Callable[[int], str]) -> dict[int, float]:
+    """Log probabilities by token id. Texts are looked for among the reference's likely tokens, where they matter."""
+    found = {
+        int(token.removeprefix(TOKEN_ID)): value
+        for token, value in top.items()
+        if token.startswith(TOKEN_ID) and token.removeprefix(TOKEN_ID).isdigit()
+    }
+    found = {token: value for token, value in found.items() if token < len(row)}
+    if not found:
+        likely = row.topk(min(len(row), 4 * TOP)).indices.tolist()
+        found = {token: top[decode(token)] for token in likely if decode(token) in top}
+    return found
+
+
+def kl_lower_bound(log_p: Tensor, known: dict[int, float]) -> float:
+    """The divergence that is certain when of the candidate only the ``known`` log probabilities are."""
+    ids = torch.tensor(list(known))
+    p, log_q = log_p[ids].exp(), torch.tensor(list(known.values()), dtype=torch.float64)
+    total = float((p * (log_p[ids] - log_q)).nan_to_num(0.0).sum())
+    rest_p, rest_q = max(0.0, 1.0 - float(p.sum())), max(1e-12, 1.0 - float(log_q.exp().sum()))
+    if rest_p > 1e-9:
+        total += rest_p * math.log(rest_p / rest_q)
+    return max(0.0, total)

@@ -1,0 +1,152 @@
+"""Speed of a graph, measured through the runtime's own runner.
+
+Two executables are measured *paired*: rounds alternate between them, so drift of the machine hits both alike
+and the ratio of medians is what to trust. Prefill runs a whole prompt in chunks of the recipe's token budget;
+decode runs one token of each of ``batch`` sequences whose context is the longest prompt. On a GPU steps are
+replayed graphs, as they are served: launched one by one, a decode would tell how fast the host is.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from optkit.graph.shapes import Point
+from optkit.lowering.lower import Executable
+from optkit.machine.target import get_target
+from optkit.recipe.schema import Recipe
+from optkit.runtime.runner import ModelRunner
+from optkit.runtime.types import Batch, EngineRequest, SamplingParams, ScheduledSequence
+from optkit.runtime.types import Sequence as EngineSequence
+
+ROUNDS = 3
+SETTLE_SECONDS = 0.4  # a timing shorter than this is repeated until it adds up
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one step: median and quartiles over rounds."""
+
+    median: float
+    q1: float
+    q3: float
+
+    @staticmethod
+    def of(samples: Sequence[float]) -> Timing:
+        q1, median, q3 = statistics.quantiles(samples, n=4, method="inclusive")
+        return Timing(median, q1, q3)
+
+    def to_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+
+def workload_points(recipe: Recipe) -> list[Point]:
+    """The steps that predict and measure look at: one prefill a prompt length, and one decode."""
+    workload = recipe.workload
+    longest = max(workload.prompt_tokens)
+    prefills = [Point(n, 1, n) for n in workload.prompt_tokens]
+    return [*prefills, Point(workload.batch, workload.batch, longest + 1)]
+
+
+def measure_pair(
+    before: Executable, after: Executable, recipe: Recipe
+) -> tuple[dict[str, Timing], dict[str, Timing]]:
+    """Timings of both executables at every workload point, by ``Point.label``."""
+    results: tuple[dict[str, Timing], dict[str, Timing]] = ({}, {})
+    for point in workload_points(recipe):
+        steps = [step_function(model, point, recipe) for model in (before, after)]
+        samples = interleaved(steps)
+        for result, values in zip(results, samples, strict=True):
+            result[point.label] = Timing.of(values)
+    return results
+
+
+def interleaved(steps: Sequence[Callable[[], None]], rounds: int = ROUNDS) -> list[list[float]]:
+    """Seconds per call of each function, ``rounds`` times in alternation after a warm-up."""
+    repeats = []
+    for step in steps:
+        step()
+        repeats.append(max(1, min(50, int(SETTLE_SECONDS / max(timed(step, 1), 1e-6) / rounds))))
+    samples: list[list[float]] = [[] for _ in steps]
+    for _ in range(rounds):
+        for index, step in enumerate(steps):
+            samples[index].append(timed(step, repeats[index]))
+    return samples
+
+
+def timed(step: Callable[[], None], repeat: int) -> float:
+    start = time.perf_counter()
+    for _ in range(repeat):
+        step()
+    return (time.perf_counter() - start) / repeat
+
+
+def step_function(model: Executable, point: Point, recipe: Recipe) -> Callable[[], None]:
+    """A function that runs ``point`` once on ``model``: all chunks of a prefill, or one decode step."""
+    block = recipe.runtime.block_size
+    per_sequence = -(-(point.context + 1) // block)
+    if point.tokens == point.sequences:
+        decodes = (
+            ScheduledSequence(
+                sequence(i, point.context, point.context - 1, per_sequence, model.vocab_size), 1
+            )
+            for i in range(point.sequences)
+        )
+        batches = [Batch(tuple(decodes))]
+        return runs(runner_for(model, per_sequence * point.sequences, recipe, batches), batches)
+    budget = recipe.runtime.max_num_batched_tokens
+    sizes = [min(budget, point.tokens - start) for start in range(0, point.tokens, budget)]
+    starts = range(0, point.tokens, budget)
+    batches = [
+        Batch((ScheduledSequence(sequence(0, point.tokens, start, per_sequence, model.vocab_size), size),))
+        for start, size in zip(starts, sizes, strict=True)
+    ]
+    return runs(runner_for(model, per_sequence, recipe, batches), batches)
+
+
+def runner_for(model: Executable, num_blocks: int, recipe: Recipe, batches: Sequence[Batch]) -> ModelRunner:
+    """A runner with a pool of ``num_blocks``; on a GPU one that has captured ``batches``."""
+    block = recipe.runtime.block_size
+    if model.device.type != "cuda":
+        return ModelRunner(model, num_blocks, block)
+    from optkit.runtime.cuda.buckets import Buckets
+    from optkit.runtime.cuda.device import CudaDevice
+    from optkit.runtime.cuda.layout import StepShape
+    from optkit.runtime.cuda.runner import GraphRunner
+    from optkit.runtime.cuda.sampling import sampler
+
+    sequences = len(batches[0].items)
+    longest = num_blocks // sequences
+    sizes = {batch.num_tokens for batch in batches}
+    largest = StepShape(max(sizes), sequences, longest)
+    sample, gpu = sampler(get_target(recipe.target)), CudaDevice(model.device.index or 0)
+    runner = GraphRunner(model, num_blocks, block, gpu, largest, sample)
+    decodes = tuple(sizes & {sequences})
+    runner.capture(Buckets(decodes, tuple(sorted(sizes - {sequences})), sequences, longest))
+    return runner
+
+
+def runs(runner: ModelRunner, batches: Sequence[Batch]) -> Callable[[], None]:
+    """A function that executes ``batches`` in order and drops the logits."""
+
+    def step() -> None:
+        for batch in batches:
+            runner.execute(batch)
+        if runner.device.type == "cuda":
+            torch.cuda.synchronize(runner.device)
+
+    return step
+
+
+def sequence(index: int, length: int, computed: int, blocks: int, vocabulary: int) -> EngineSequence:
+    """A sequence of ``length`` arbitrary tokens, ``computed`` of them already in its own KV blocks."""
+    tokens = [((7 + 13 * i + index) % 1000 + 3) % vocabulary for i in range(length)]
+    request = EngineRequest(
+        request_id=str(index), prompt_ids=tuple(tokens), sampling=SamplingParams(max_tokens=1), arrival=0.0
+    )
+    table = list(range(index * blocks, (index + 1) * blocks))
+    return EngineSequence(request, tokens, num_computed=computed, block_table=table)

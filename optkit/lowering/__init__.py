@@ -1,0 +1,1 @@
+"""Lowering: a graph becomes calls of kernels, with a predicted cost."""

@@ -1,0 +1,77 @@
+"""Buckets: which numbers of tokens get compiled code of their own.
+
+Code for a fixed number of tokens T also serves steps of fewer, padded up to T. So a bucket is a range of
+step sizes and costs each of them what a step of its upper end costs. Given how often each size occurs and what
+each costs, ``choose_buckets`` finds the ranges of least total cost by dynamic programming over the sorted sizes.
+
+The costs it is given are those of the uncompiled model: they are cheap to measure at every size, and what decides
+between ranges is how a step's time grows with T, which compiling changes little. Whether the code of a bucket is used
+at all is decided later, by timing it (``optkit.pipeline.aot_compile``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+
+@dataclass(frozen=True, order=True)
+class Bucket:
+    """Steps of ``first`` to ``last`` tokens, which run as steps of ``last``."""
+
+    first: int
+    last: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.first <= self.last:
+            raise ValueError(
+                f"a bucket serves at least one token, ascending, not {self.first} to {self.last}"
+            )
+
+
+def choose_buckets(
+    weights: Mapping[int, float], seconds: Mapping[int, float], max_buckets: int
+) -> tuple[Bucket, ...]:
+    """At most ``max_buckets`` buckets that serve every size of ``weights`` at the least expected time.
+
+    Args:
+        weights: how often each step size occurs; only ratios count.
+        seconds: measured time of a step of each of these sizes.
+        max_buckets: at least 1.
+
+    ``best[j]`` is the least cost of serving the ``j`` smallest sizes with the buckets allowed so far. One more bucket
+    serves sizes ``i`` to ``j`` for ``best[i]`` plus the weight of those sizes times the seconds of the largest.
+    O(max_buckets n^2) for n sizes. Fewer buckets win where more save nothing.
+    """
+    sizes = sorted(weights)
+    total = [0.0]
+    for size in sizes:
+        total.append(total[-1] + weights[size])
+    unserved: list[tuple[float, tuple[int, ...]]] = [(float("inf"), (0,))] * len(sizes)
+    best = [(0.0, (0,)), *unserved]
+    for _ in range(min(max_buckets, len(sizes))):
+        best = [
+            min(
+                [
+                    best[j],
+                    *(
+                        (best[i][0] + (total[j] - total[i]) * seconds[sizes[j - 1]], (*best[i][1], j))
+                        for i in range(j)
+                    ),
+                ],
+                key=lambda found: (found[0], len(found[1])),
+            )
+            for j in range(len(sizes) + 1)
+        ]
+    return tuple(Bucket(sizes[i], sizes[j - 1]) for i, j in pairwise(best[-1][1]))
+
+
+def expected_seconds(
+    buckets: tuple[Bucket, ...], weights: Mapping[int, float], seconds: Mapping[int, float]
+) -> float:
+    """Weighted time of all sizes, each padded to the bucket that serves it."""
+    return sum(
+        weight * next(seconds[b.last] for b in buckets if b.first <= size <= b.last)
+        for size, weight in weights.items()
+    )

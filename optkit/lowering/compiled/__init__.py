@@ -1,0 +1,1 @@
+"""Layers compiled by torch.compile, and the signed cache of their code."""

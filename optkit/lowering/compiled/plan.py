@@ -1,0 +1,202 @@
+"""Lowering of ``graph.plan["compile"]``: a layer as the compiler sees it, and calls of its code in the layers' place.
+
+``region_source`` makes the layer a function whose arguments are everything it reads, and tells of each what is fixed
+and what varies. Inside generated code the small ops are their references, which the compiler fuses; what has a
+kernel of its own is an opaque operator. ``install`` replaces the planned layers of a bound graph by calls of a
+``CompiledRegion``.
+
+The plan, as the pass leaves it and ``optkit.pipeline.aot_compile`` completes it, is data of graph.json:
+``{"regions": [[node names], ...], "buckets": [[first, last], ...], "dynamic_tail": bool}``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import getitem
+from typing import TYPE_CHECKING, Any
+
+from torch import fx, nn
+
+from optkit.errors import UserError
+from optkit.graph.ir import Graph
+from optkit.graph.ops import op_name
+from optkit.kernels import reference
+from optkit.lowering.bind import bind, kernel_of
+from optkit.lowering.compiled.opaque import operator
+from optkit.lowering.compiled.region import Argument, CompiledRegion, Variant
+from optkit.lowering.compiled.regions import BATCHES, Region, call_nodes, shapes, structure, why_not
+
+if TYPE_CHECKING:
+    from optkit.machine.target import Target
+
+PLAN = "compile"
+
+# Inside a region the compiler generates these from their reference, fused with their neighbours, whatever kernel
+# runs them outside. Others keep their kernel.
+FUSED = {"rms_norm", "add_rms_norm", "layer_norm", "rope", "rope_table", "silu_mul", "gelu_mul", "silu_mul_packed",
+         "gelu_mul_packed", "quantize_per_token", "embedding", "select_rows"}  # fmt: skip
+UNTRACEABLE = {"attention", "grouped_mm"}  # their references loop in Python over the batch
+
+
+@dataclass(frozen=True)
+class RegionSource:
+    """One layer for the compiler. ``digest`` tells whether code made from one source fits another."""
+
+    module: fx.GraphModule
+    arguments: tuple[Argument, ...]
+    token_input: int
+    digest: str
+
+
+def region_source(graph: Graph, target: Target | None) -> RegionSource:
+    """The layer that ``graph``'s plan compiles, with the kernels of ``target``. Leaves ``graph`` as it is.
+
+    Raises:
+        UserError: the plan does not fit the graph.
+    """
+    graph = graph.clone()
+    values = [shapes(graph, batch) for batch in range(len(BATCHES))]
+    regions = planned_regions(graph, planned_names(graph))
+    check_regions(regions, values)
+    nodes = regions[0].nodes
+    unbound = [(node.target, node.args, dict(node.meta)) for node in nodes]
+    for node in nodes:
+        kernel = kernel_of(graph, node, target)
+        if kernel is not None:
+            bind(graph, node, kernel)
+    region = Region.of(nodes)  # again: binding changed what it reads
+    (attention,) = (args for function, args, _ in unbound if function is reference.attention)
+    targets = compiler_targets(region, unbound, values[0])
+    arguments = tuple(argument(graph, node, values, node is attention[5]) for node in region.inputs)
+    text = digest_text(region, targets, arguments)
+    return RegionSource(
+        region_module(region, targets),
+        arguments,
+        region.inputs.index(attention[5]),
+        hashlib.sha256(text.encode()).hexdigest(),
+    )
+
+
+def digest_text(region: Region, targets: Mapping[fx.Node, Any], arguments: Sequence[Argument]) -> str:
+    """Everything the generated code depends on besides versions and the machine."""
+    numbers = {node: f"%{i}" for i, node in enumerate((*region.inputs, *region.nodes))}
+    lines = [f"{a.dtype} {a.device.type} {a.base} {a.per_token} {a.varies}" for a in arguments]
+    for node in region.nodes:
+        called = targets.get(node, node.target)
+        name = op_name(called) or str(called)
+        read = fx.map_arg((node.args, dict(node.kwargs)), numbers.__getitem__)
+        lines.append(f"{name} {read}")
+    return "\n".join([*lines, *(numbers[node] for node in region.outputs)])
+
+
+def compiler_targets(
+    region: Region, unbound: Sequence[tuple[Any, Any, dict[str, Any]]], values: Mapping[fx.Node, Any]
+) -> dict[fx.Node, Any]:
+    """What each node calls inside generated code: its reference, or its kernel as an opaque op."""
+    targets: dict[fx.Node, Any] = {}
+    for node, (target, args, meta) in zip(region.nodes, unbound, strict=True):
+        name = op_name(target)
+        packed = {i: values[a] for i, a in enumerate(args) if node.args[i] is not a}
+        if name in FUSED and not packed and "kernel" not in meta:
+            targets[node] = target
+        elif node.target is not target or name in UNTRACEABLE:
+            targets[node] = operator(target, node.target, packed)
+    return targets
+
+
+def argument(
+    graph: Graph, node: fx.Node, values: Sequence[Mapping[fx.Node, Any]], is_slots: bool
+) -> Argument:
+    """What the compiler is told of a region input; the slots keep their true number in a padded step."""
+    weight = graph.weight_of(node)
+    if weight is not None:
+        size = tuple(weight.value.shape)
+        none = (0,) * len(size)
+        return Argument(
+            weight.value.dtype, weight.value.device, size, none, (False,) * len(size), weight.value
+        )
+    first, other, more = (batch[node] for batch in values)
+    tokens = BATCHES[0][0].tokens
+    per_token = tuple(b - a for a, b in zip(first.shape, more.shape, strict=True))
+    base = tuple(a - p * tokens for a, p in zip(first.shape, per_token, strict=True))
+    varies = tuple(is_slots or a != b for a, b in zip(first.shape, other.shape, strict=True))
+    device = next(iter(graph.weights.values())).value.device
+    return Argument(first.dtype, device, base, per_token, varies)
+
+
+def install(
+    graph: Graph, root: nn.Module, source: RegionSource, variants: Sequence[Variant]
+) -> CompiledRegion:
+    """Replace each planned region of a bound graph by one call of a ``CompiledRegion`` that all share."""
+    compiled = CompiledRegion(source.arguments, source.token_input, variants)
+    root.add_module("region", compiled)
+    for region in planned_regions(graph, planned_names(graph)):
+        call_region(graph.fx, Region.of(region.nodes))  # again: it may read the region before it
+    return compiled
+
+
+def planned_names(graph: Graph) -> Any:
+    """The plan's layers as lists of op names; what is in a file may be anything."""
+    plan = graph.plan[PLAN]
+    return plan.get("regions") if isinstance(plan, dict) else None
+
+
+def planned_regions(graph: Graph, names: Sequence[Sequence[str]]) -> list[Region]:
+    """The regions a plan names; their nodes must exist and be contiguous."""
+    calls = list(call_nodes(graph))
+    position = {node.name: index for index, node in enumerate(calls)}
+    regions = []
+    if not is_names(names):
+        raise UserError("its compile plan is no list of lists of op names", where="graph.json")
+    for members in names:
+        start = position.get(members[0], 0) if members else 0
+        nodes = calls[start : start + len(members)]
+        if not members or [node.name for node in nodes] != list(members):
+            raise UserError(
+                "its compile plan names ops that are not there, in that order", where="graph.json"
+            )
+        regions.append(Region.of(nodes))
+    return regions
+
+
+def is_names(plan: Any) -> bool:
+    """A list of lists of strings."""
+    lists = isinstance(plan, list) and all(isinstance(members, list) for members in plan)
+    return lists and all(isinstance(name, str) for members in plan for name in members)
+
+
+def check_regions(regions: Sequence[Region], values: Sequence[Mapping[fx.Node, Any]]) -> None:
+    """One code for all only where all are equal, and none that can't be compiled."""
+    if not regions or len({structure(region, values[0]) for region in regions}) > 1:
+        raise UserError("its compile plan names layers that are not alike", where="graph.json")
+    reason = why_not(regions[0], *values[:2])
+    if reason:
+        raise UserError(
+            f"its compile plan names a layer that can't be compiled: {reason}", where="graph.json"
+        )
+
+
+def region_module(region: Region, targets: Mapping[fx.Node, Any]) -> fx.GraphModule:
+    """The region as a function of its inputs; gives the tuple of its outputs."""
+    graph = fx.Graph()
+    copies = {node: graph.placeholder(f"input{i}") for i, node in enumerate(region.inputs)}
+    for node in region.nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node].target = targets.get(node, node.target)
+    graph.output(tuple(copies[node] for node in region.outputs))
+    return fx.GraphModule(nn.Module(), graph)
+
+
+def call_region(graph: fx.Graph, region: Region) -> None:
+    """Put a call of the shared region after the nodes of ``region`` and remove them."""
+    with graph.inserting_after(region.nodes[-1]):
+        call = graph.call_module("region", region.inputs)
+    anchor = call
+    for index, node in enumerate(region.outputs):
+        with graph.inserting_after(anchor):
+            anchor = graph.call_function(getitem, (call, index))
+        node.replace_all_uses_with(anchor)
+    for node in reversed(region.nodes):
+        graph.erase_node(node)

@@ -1,0 +1,201 @@
+"""What a step should cost: FLOPs and bytes of every op, and the roofline time on a target.
+
+An op takes as long as its arithmetic at the target's peak or its memory traffic at the target's bandwidth,
+whichever is longer (Williams et al., CACM 2009), plus a fixed dispatch cost. Weights and KV are read from memory
+every step; activations count only where they are too large to stay in cache. The prediction is a lower bound
+that a pass's measured gain is compared with, not a simulation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx
+
+from optkit.graph import variants
+from optkit.graph.ir import Graph
+from optkit.graph.ops import op_name
+from optkit.graph.shapes import Point, infer_shapes
+from optkit.kernels import reference
+
+if TYPE_CHECKING:
+    from optkit.machine.target import Target
+
+CACHE_BYTES = 1 << 20  # activations below this stay in the last private cache level
+DISPATCH_SECONDS = {"cpu": 4e-6, "cuda": 2e-6}  # per op, without a compiled region around it
+FREE_OPS = {"getitem", "aten.reshape.default", "aten.transpose.int", "aten.split.Tensor", "aten.slice.Tensor",
+            "aten.split_with_sizes.default", "aten.unsqueeze.default", "aten.select.int"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Work of an op or a graph. ``flops`` are float32, ``half_flops`` of 16 bits, ``int8_ops`` of 8, int or float."""
+
+    flops: float = 0.0
+    half_flops: float = 0.0
+    int8_ops: float = 0.0
+    weight_bytes: float = 0.0
+    kv_bytes: float = 0.0
+    activation_bytes: float = 0.0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(*(getattr(self, f) + getattr(other, f) for f in self.__dataclass_fields__))
+
+    def seconds(self, target: Target) -> float:
+        """Roofline time on ``target``."""
+        rates = (
+            (self.flops, target.fp32_flops),
+            (self.half_flops, target.bf16_flops),
+            (self.int8_ops, target.int8_ops),
+        )
+        compute = sum(work / rate for work, rate in rates if work and rate)
+        memory = (self.weight_bytes + self.kv_bytes + self.activation_bytes) / target.memory_bandwidth
+        return max(compute, memory)
+
+
+def node_cost(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point: Point) -> Cost:
+    """Cost of one op at ``point``, given the shapes of all values there."""
+    rule = RULES.get(node.target, pointwise)
+    return rule(graph, node, values, point)
+
+
+def graph_cost(graph: Graph, point: Point) -> Cost:
+    """Cost of a whole step."""
+    graph = variants.at(graph, point.tokens)
+    values = infer_shapes(graph, point)
+    calls = [n for n in graph.fx.nodes if n.op == "call_function"]
+    return sum((node_cost(graph, n, values, point) for n in calls), Cost())
+
+
+def predict_seconds(graph: Graph, point: Point, target: Target) -> float:
+    """Predicted time of one step: roofline of each op, plus dispatch of those outside compiled regions.
+
+    For a GPU it is the graph as it is lowered there: fused, and in bfloat16.
+    """
+    graph = variants.at(graph, point.tokens)
+    if target.kind == "cuda":
+        graph = as_lowered(graph, target)
+    values = infer_shapes(graph, point)
+    compiled = compiled_nodes(graph)
+    total = 0.0
+    for node in graph.fx.nodes:
+        if node.op == "call_function" and op_name(node.target) not in FREE_OPS:
+            total += node_cost(graph, node, values, point).seconds(target)
+            total += 0.0 if node.name in compiled else DISPATCH_SECONDS[target.kind]
+    return total
+
+
+def as_lowered(graph: Graph, target: Target) -> Graph:
+    """``graph`` without its numbers, rewritten and narrowed as ``lower`` would for a GPU."""
+    from optkit.lowering import gpu_rewrites, precision
+
+    planned = graph.clone()
+    for weight in planned.weights.values():
+        weight.value = weight.value.to("meta")
+    gpu_rewrites.rewrite(planned, target)
+    precision.narrow(planned, torch.bfloat16, "meta")
+    return planned
+
+
+def products(count: float, x: Tensor) -> dict[str, float]:
+    """FLOPs of activations ``x``, by the units that do them."""
+    return {"half_flops" if x.dtype in (torch.bfloat16, torch.float16) else "flops": count}
+
+
+def compiled_nodes(graph: Graph) -> set[str]:
+    """Names of nodes inside compiled regions."""
+    plan = graph.plan.get("compile")
+    return {name for region in plan["regions"] for name in region} if plan else set()
+
+
+# -- rules -----------------------------------------------------------------------------------------------
+
+
+def bytes_of(value: Any) -> float:
+    if isinstance(value, Tensor):
+        return float(value.nbytes)
+    if isinstance(value, (list, tuple)):
+        return sum(bytes_of(v) for v in value)
+    return 0.0
+
+
+def traffic(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[float, float]:
+    """(weight bytes, activation bytes beyond the cache) that an op moves."""
+    inputs = node.all_input_nodes
+    weights = sum(bytes_of(values[i]) for i in inputs if i.op == "get_attr")
+    moved = [bytes_of(values[i]) for i in inputs if i.op == "call_function"] + [bytes_of(values[node])]
+    return weights, sum(size for size in moved if size > CACHE_BYTES)
+
+
+def pointwise(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point: Point) -> Cost:
+    weights, activations = traffic(graph, node, values)
+    return Cost(flops=bytes_of(values[node]) / 4, weight_bytes=weights, activation_bytes=activations)
+
+
+def embedding(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point: Point) -> Cost:
+    return Cost(activation_bytes=2 * bytes_of(values[node]))
+
+
+def linear(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point: Point) -> Cost:
+    weights, activations = traffic(graph, node, values)
+    out, weight = values[node], values[node.args[1]]
+    work = products(2.0 * out.numel() * weight.shape[1], values[node.args[0]])
+    return Cost(**work, weight_bytes=weights, activation_bytes=activations)
+
+
+def integer_linear(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point: Point) -> Cost:
+    """int8 products, whatever the weights are stored as."""
+    weights, activations = traffic(graph, node, values)
+    out, k = values[node], values[node.args[0]].shape[1]
+    return Cost(int8_ops=2.0 * out.numel() * k, weight_bytes=weights, activation_bytes=activations)
+
+
+def weight_only_linear(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point: Point) -> Cost:
+    """Activations of 16 bits are two int8 rows each on a CPU; a GPU multiplies them as they are."""
+    weights, activations = traffic(graph, node, values)
+    out, x = values[node], values[node.args[0]]
+    k = x.shape[-1]
+    if x.dtype != torch.float32:
+        return Cost(half_flops=2.0 * out.numel() * k, weight_bytes=weights, activation_bytes=activations)
+    return Cost(int8_ops=4.0 * out.numel() * k, weight_bytes=weights, activation_bytes=activations)
+
+
+def grouped_mm(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point: Point) -> Cost:
+    """Each row meets one expert; at most all experts are read."""
+    rows, k = values[node.args[0]].shape
+    weight = values[node.args[1]]
+    read = min(rows, weight.shape[0]) / weight.shape[0] * bytes_of(weight)
+    return Cost(flops=2.0 * rows * k * weight.shape[2], weight_bytes=read)
+
+
+def attention(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point: Point) -> Cost:
+    """Pairs of (query, visible key): a chunk of n tokens that ends at context c sees c - (n - 1) / 2 each."""
+    q, k_pool, v_pool = values[node.args[0]], values[node.args[3]], values[node.args[4]]
+    new = point.tokens / point.sequences
+    seen = point.context - (new - 1) / 2
+    window = node.kwargs.get("window", 0) or point.context
+    pairs = point.tokens * min(seen, window)
+    per_token = (
+        k_pool.shape[2] * k_pool.shape[3] + v_pool.shape[2] * v_pool.shape[3]
+    ) * k_pool.element_size()
+    kv = point.sequences * min(point.context, window + new) * per_token
+    flops = 2.0 * pairs * q.shape[1] * (q.shape[2] + values[node.args[2]].shape[2])
+    return Cost(**products(flops, q), kv_bytes=kv)
+
+
+RULES = {
+    reference.embedding: embedding,
+    reference.linear: linear,
+    reference.linear_w8a8: integer_linear,
+    reference.linear_w4a8: integer_linear,
+    reference.linear_w8a16: weight_only_linear,
+    reference.linear_wna16: weight_only_linear,
+    reference.linear_fp8: linear,
+    reference.linear_fp8_rowwise: integer_linear,  # the rates are the same where there is fp8
+    reference.grouped_mm: grouped_mm,
+    reference.attention: attention,
+    reference.paged_attention: attention,
+}

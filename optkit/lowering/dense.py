@@ -1,0 +1,42 @@
+"""Run a graph on whole sequences, for checks: builds the batch inputs and a KV pool that just fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from optkit.graph.ir import Graph, KVSpec
+from optkit.lowering.lower import lower
+
+
+def dense_inputs(
+    lengths: Sequence[int], ids: Tensor, specs: Sequence[KVSpec], block_size: int = 16
+) -> dict[str, Tensor]:
+    """Batch inputs that process sequences of ``lengths`` in one call, with logits for every row."""
+    blocks = [-(-n // block_size) for n in lengths]
+    first = torch.tensor([0, *blocks]).cumsum(0)
+    tables = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)
+    for row, (start, count) in enumerate(zip(first.tolist(), blocks, strict=False)):
+        tables[row, :count] = torch.arange(start, start + count)
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    starts = torch.cat([first[i] * block_size + torch.arange(n) for i, n in enumerate(lengths)])
+    inputs = {
+        "input_ids": ids,
+        "positions": positions,
+        "slot_mapping": starts,
+        "query_start": torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
+        "seq_lens": torch.tensor(lengths, dtype=torch.int32),
+        "block_tables": tables,
+        "logits_index": torch.arange(len(ids)),
+    }
+    for spec in specs:
+        k, v = spec.pools(sum(blocks), block_size)
+        inputs |= {f"k_cache_{spec.layer}": k, f"v_cache_{spec.layer}": v}
+    return inputs
+
+
+def dense_logits(graph: Graph, ids: Tensor) -> Tensor:
+    """Logits [T, V] of one sequence ``ids`` [T], by the reference kernels."""
+    return lower(graph)(dense_inputs([len(ids)], ids, graph.meta.kv_specs))

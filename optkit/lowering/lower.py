@@ -1,0 +1,262 @@
+"""Lowering: each op of a graph becomes the kernel that runs it, and the graph becomes a Python function.
+
+``lower`` picks a kernel per node (``kernels.select``, or the kernel a pass pinned), lets kernels pack
+their weights once, and compiles the FX graph to straight-line Python: no interpreter at run time, values freed
+after their last use. Stretches of native kernels become programs (``optkit.lowering.launch_plan``). Where compiled code is
+at hand (``optkit.lowering.compiled.code_cache``) the graph is lowered a second time, over the same packed weights, with layers that call
+it; a step runs there if its number of tokens has code, else in the first. Lowering itself never compiles.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, fx, nn
+
+from optkit import kernels
+from optkit.cancellation import check_cancelled
+from optkit.errors import UserError
+from optkit.graph import variants as forms
+from optkit.graph.ir import Graph, GraphMeta, KVSpec
+from optkit.graph.ops import op_name
+from optkit.graph.variants import SharedWeights
+from optkit.kernels import reference
+from optkit.lowering import gpu_rewrites, precision
+from optkit.lowering.bind import bind, kernel_of
+
+if TYPE_CHECKING:
+    from optkit.kernels.cpu.program import Program
+    from optkit.lowering.compiled.plan import RegionSource
+    from optkit.lowering.compiled.region import CompiledRegion, Variant
+    from optkit.lowering.launch_plan import Programs
+    from optkit.machine.target import Target
+
+
+OPS_A_PART = 8  # nodes between two checks for cancellation; a program or a compiled layer is one node
+
+
+@dataclass(frozen=True)
+class CompiledCode:
+    """Code for the layers of a graph: what it was made from, and the functions by number of tokens."""
+
+    source: RegionSource
+    variants: tuple[Variant, ...]
+
+
+@dataclass(frozen=True)
+class Form:
+    """The function of a graph in steps of up to ``limit`` tokens; None is any number.
+
+    ``compiled`` is the same with compiled layers, for the steps that it ``serves``; None without code.
+    """
+
+    limit: int | None
+    module: fx.GraphModule
+    meta: GraphMeta
+    kernels: dict[str, str]
+    compiled: tuple[fx.GraphModule, CompiledRegion] | None = None
+
+    @cached_property
+    def inputs(self) -> tuple[str, ...]:
+        return tuple(str(n.target) for n in self.module.graph.nodes if n.op == "placeholder")
+
+    @cached_property
+    def programs(self) -> list[Program]:
+        return [n.target for n in self.module.graph.nodes if hasattr(n.target, "bytes_per_row")]
+
+    def tensors(self) -> list[Tensor]:
+        """The weights, as they are packed."""
+        return [*self.module.buffers(), *(t for program in self.programs for t in program.constants)]
+
+    def workspace_bytes(self, sizes: tuple[int, int]) -> int:
+        return max((sum(map(operator.mul, sizes, p.bytes_per_row)) for p in self.programs), default=0)
+
+    def run(self, inputs: Mapping[str, Tensor], tokens: int) -> Tensor:
+        module = self.module
+        if self.compiled is not None and self.compiled[1].serves(tokens):
+            module = self.compiled[0]
+        return module(*[inputs[name] for name in self.inputs])
+
+
+class Executable:
+    """A lowered graph: call it with the batch inputs of docs/architecture.md, get logits [L, V] float32.
+
+    ``forms`` are what its layers are by number of tokens (``optkit.graph.variants``), the last for any number.
+    """
+
+    def __init__(self, forms: Sequence[Form]) -> None:
+        self.forms, meta = tuple(forms), forms[-1].meta
+        self.inputs = tuple(dict.fromkeys(name for form in forms for name in form.inputs))
+        self.kv_specs: list[KVSpec] = list(meta.kv_specs)
+        self.vocab_size = meta.vocab_size
+        self.max_model_len = meta.max_model_len
+        self.device = next((b.device for b in self.module.buffers()), torch.device("cpu"))
+        self.kernels = {name: kernel for form in forms for name, kernel in form.kernels.items()}
+
+    @property
+    def module(self) -> fx.GraphModule:
+        """The function for any number of tokens."""
+        return self.forms[-1].module
+
+    @property
+    def compiled(self) -> tuple[fx.GraphModule, CompiledRegion] | None:
+        return self.forms[-1].compiled
+
+    @property
+    def form_limits(self) -> tuple[int, ...]:
+        """The most tokens of each form but the last; empty where the layers have one form."""
+        return tuple(form.limit for form in self.forms if form.limit is not None)
+
+    def form(self, tokens: int) -> Form:
+        """What a step of ``tokens`` tokens runs."""
+        return next(form for form in self.forms if form.limit is None or tokens <= form.limit)
+
+    def at(self, tokens: int) -> Executable:
+        """This model with the layers of a step of ``tokens`` tokens, whatever number it gets."""
+        return Executable([replace(self.form(tokens), limit=None)])
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights as they are packed, those that share memory counted once."""
+        return sum(
+            {address(t): t.numel() * t.itemsize for form in self.forms for t in form.tensors()}.values()
+        )
+
+    def workspace_bytes(self, num_tokens: int, num_rows: int) -> int:
+        """Memory that native programs work in, for a step of ``num_tokens`` tokens and ``num_rows`` rows of logits."""
+        return max(form.workspace_bytes((num_tokens, num_rows)) for form in self.forms)
+
+    @torch.inference_mode()
+    def __call__(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        tokens = inputs["input_ids"].shape[0]
+        return self.form(tokens).run(inputs, tokens)
+
+
+def address(tensor: Tensor) -> int:
+    """A number that tensors share when they share memory; those in oneDNN's own layout have no address to compare."""
+    return tensor.data_ptr() if tensor.layout is torch.strided else id(tensor)
+
+
+def lower(
+    graph: Graph,
+    target: Target | None = None,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    programs: bool = True,
+    consume: bool = False,
+    code: CompiledCode | None = None,
+) -> Executable:
+    """Make ``graph`` executable on ``target``; without a target every op runs its reference.
+
+    For a GPU the graph is rewritten (``gpu_rewrites``), made to compute in ``dtype`` (``precision``) and its weights
+    go to ``device``, by default the GPU; a CPU computes in float32.
+    ``programs=False`` leaves every kernel call to Python, for comparison; results are the same to the bit.
+    ``consume=True`` uses ``graph`` up: each weight goes as soon as it is packed, so that no two copies are held.
+    ``code`` are compiled layers of this very graph; without them its compile plan means nothing. On a GPU there are
+    CUDA graphs in their place (``optkit.runtime.cuda``). Each form of a graph's layers is lowered by itself.
+    """
+    spans = forms.spans(graph)
+    if not spans:
+        working = graph if consume else graph.clone()
+        return Executable([lower_form(working, target, None, device, dtype, programs, code)])
+    parts = [forms.at(graph, tokens) for tokens in spans.values()]
+    shared = SharedWeights(parts)
+    lowered = []
+    for limit, part in zip([*forms.limits(graph), None], parts, strict=True):
+        lowered.append(lower_form(part, target, limit, device, dtype, programs, None, shared))
+    if consume:
+        graph.weights.clear()
+    return Executable(lowered)
+
+
+def lower_form(
+    working: Graph,
+    target: Target | None,
+    limit: int | None,
+    device: torch.device | str | None,
+    dtype: torch.dtype,
+    programs: bool,
+    code: CompiledCode | None,
+    shared: SharedWeights | None = None,
+) -> Form:
+    """``working``, which is used up, as the function for steps of up to ``limit`` tokens; see ``lower``."""
+    rounding = torch.float32
+    if target is not None and target.kind == "cuda":
+        rounding = dtype
+        gpu_rewrites.rewrite(working, target)
+        precision.narrow(working, dtype, device or target.device, shared)
+    calls = [node for node in working.fx.nodes if node.op == "call_function"]
+    picked = {node: kernel for node in calls if (kernel := kernel_of(working, node, target))}
+    if target is not None and torch.device(device or target.device).type == "cuda":
+        check_experts(working, picked, target)
+    chosen = {node.name: kernel.name for node, kernel in picked.items()}
+    native = native_programs(working, picked) if programs and target and target.kind == "cpu" else None
+    for node, kernel in picked.items():
+        bind(working, node, kernel, shared)
+    if rounding != torch.float32:
+        precision.round_references(working, rounding)
+    compiled = compiled_module(working.clone(), code) if code and rounding == torch.float32 else None
+    if native is not None:
+        chosen |= {node.name: "native" for node in native.ops}
+        native.install()
+    return Form(limit, graph_module(working, nn.Module()), working.meta, chosen, compiled)
+
+
+def check_experts(graph: Graph, picked: Container[fx.Node], target: Target) -> None:
+    """Refuse experts that would run by their reference on a GPU: it asks the host for sizes, in every layer."""
+    if any(node not in picked for node in graph.calls(reference.grouped_mm)):
+        raise UserError(
+            "mixture-of-experts layers have a kernel for bfloat16 on Hopper GPUs alone",
+            where=target.name,
+            fix="use an H100 or H200 with runtime.compute_dtype bfloat16, or a model without experts",
+        )
+
+
+def compiled_module(graph: Graph, code: CompiledCode) -> tuple[fx.GraphModule, CompiledRegion]:
+    """The bound ``graph`` with calls of ``code`` in the place of its planned layers."""
+    from optkit.lowering.compiled.plan import install
+
+    root = nn.Module()
+    region = install(graph, root, code.source, code.variants)
+    return graph_module(graph, root), region
+
+
+def graph_module(graph: Graph, root: nn.Module) -> fx.GraphModule:
+    """``graph`` as a module, its weights as buffers of ``root`` under short names."""
+    graph.prune()
+    names: dict[str, str] = {}
+    for node in graph.fx.nodes:
+        if node.op == "get_attr":
+            name = str(node.target)
+            if name not in names:
+                names[name] = f"w{len(names)}"
+                root.register_buffer(names[name], graph.weights[name].value)
+            node.target = names[name]
+    insert_checks(graph.fx)
+    return fx.GraphModule(root, graph.fx)
+
+
+def insert_checks(graph: fx.Graph) -> None:
+    """Insert a check for cancellation (``optkit.cancellation``) after each ``OPS_A_PART`` nodes that compute."""
+    computing = [node for node in graph.nodes if node.op in ("call_function", "call_module")]
+    for node in computing[OPS_A_PART::OPS_A_PART]:
+        with graph.inserting_before(node):
+            graph.call_function(check_cancelled)
+
+
+def native_programs(graph: Graph, picked: Mapping[fx.Node, kernels.Kernel]) -> Programs | None:
+    """The parts of ``graph`` that run as programs, or None where there are no native kernels."""
+    from optkit.kernels.cpu import native
+    from optkit.lowering.launch_plan import Programs
+
+    if not native.available():
+        return None
+    in_table = {kernel.op for kernel in kernels.table()}  # not picked, they run by their reference
+    able = {node for node in graph.fx.nodes if op_name(node.target) not in in_table}
+    return Programs(graph, able | {node for node, kernel in picked.items() if kernel.name == "native"})

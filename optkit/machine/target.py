@@ -1,0 +1,219 @@
+"""What a machine can do: its instruction set, cores, memory and ceilings.
+
+The cost model needs two numbers a piece of work can run into: arithmetic per second in each number type,
+and bytes per second from memory (the roofline of Williams, Waterman and Patterson, 2009). For the machine
+at hand they are **measured**, about two seconds in all, and kept in the cache: a virtual machine's cores
+are rarely what the data sheet says. For the GPUs in ``DATASHEETS`` they come from the vendor's **data sheet**
+(dense, not sparse), which no kernel reaches; other GPUs are measured (``target_cuda``). ``source`` says which.
+
+Ceilings are per second: FLOP/s, int8 operations/s (a multiply and an add are two), bytes/s. Zero means
+the machine has no such units.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from optkit.errors import UserError, nearest
+from optkit.machine.paths import cache_dir
+
+ISA_FLAGS = ("sse4_2", "avx", "avx2", "fma", "avx512f", "avx512bw", "avx512_vnni", "avx_vnni", "avx512_bf16")
+ISA_EXTRA = ("amx_tile", "amx_int8", "amx_bf16", "asimd", "asimddp", "i8mm", "sve")
+
+
+@dataclass(frozen=True)
+class Target:
+    """One machine.
+
+    Attributes:
+        name: ``cpu``, ``cuda-h100``, ``cuda-h200``, ``cuda-a100``, or ``cuda-`` and the name of another GPU.
+        kind: ``cpu`` or ``cuda``.
+        isa: instruction sets that kernels choose by (CPU), or the compute capability such as ``sm_90``, and after a
+            newer one those that kernels are written for.
+        cores: cores this process may use, or streaming multiprocessors.
+        memory_bytes: physical memory of the machine or the GPU.
+        source: where the ceilings come from.
+    """
+
+    name: str
+    kind: Literal["cpu", "cuda"]
+    isa: tuple[str, ...]
+    cores: int
+    memory_bytes: int
+    fp32_flops: float
+    int8_ops: float
+    bf16_flops: float
+    fp8_flops: float
+    memory_bandwidth: float
+    source: Literal["measured", "datasheet"]
+
+    @property
+    def device(self) -> str:
+        """The torch device type of this target."""
+        return self.kind
+
+
+def _gpu(name: str, capability: str, cores: int, gigabytes: int, tera: dict[str, float]) -> Target:
+    """A data sheet row; ``tera`` is in 1e12 per second."""
+    rates = {key: value * 1e12 for key, value in tera.items()}
+    return Target(
+        name,
+        "cuda",
+        (capability,),
+        cores,
+        gigabytes * 10**9,
+        **rates,
+        source="datasheet",  # type: ignore[arg-type]
+    )
+
+
+_HOPPER = {"fp32_flops": 67.0, "int8_ops": 1979.0, "bf16_flops": 989.0, "fp8_flops": 1979.0}
+_AMPERE = {"fp32_flops": 19.5, "int8_ops": 624.0, "bf16_flops": 312.0, "fp8_flops": 0.0}
+
+# NVIDIA data sheets, SXM parts, dense. fp32 is the CUDA cores' rate, without TF32.
+DATASHEETS = {
+    "cuda-h100": _gpu("cuda-h100", "sm_90", 132, 80, _HOPPER | {"memory_bandwidth": 3.35}),
+    "cuda-h200": _gpu("cuda-h200", "sm_90", 132, 141, _HOPPER | {"memory_bandwidth": 4.8}),
+    "cuda-a100": _gpu("cuda-a100", "sm_80", 108, 80, _AMPERE | {"memory_bandwidth": 2.039}),
+}
+
+
+def get_target(name: str) -> Target:
+    """The target called ``name``; ``cpu`` is this machine, measured.
+
+    Raises:
+        UserError: no such target.
+    """
+    if name == "cpu":
+        return detect()
+    if name not in DATASHEETS:
+        raise UserError(f"unknown target '{name}'", fix=nearest(name, ["cpu", *DATASHEETS]))
+    return DATASHEETS[name]
+
+
+def present_target(name: str, where: str | None = None, fix: str | None = None) -> Target:
+    """This machine as a target, if what is made for the target ``name`` runs on it.
+
+    A GPU may be another one than is named: the result is the GPU that is here. ``where`` and ``fix`` are for the error:
+    what needs the target, and what to do without a GPU.
+
+    Raises:
+        UserError: it is a GPU's, and there is none here, or it lacks what the kernels need.
+    """
+    target = get_target(name)
+    if target.kind == "cpu":
+        return target
+    from optkit.machine.target_cuda import present_gpu
+
+    return present_gpu(target, where, fix)
+
+
+def detect(refresh: bool = False) -> Target:
+    """This machine's CPU with measured ceilings, from the cache unless ``refresh``."""
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    return kept("cpu", [cpu_model(), cpu_isa(), usable_cores(), threads], _measured_target, refresh)
+
+
+# -- what the machine is ----------------------------------------------------------------------------
+
+
+def cpu_model() -> str:
+    """The processor's name as the kernel reports it."""
+    fields = _cpuinfo()
+    names = [fields.get(key) for key in ("model name", "Model", "CPU part")]
+    return next(filter(None, names), platform.processor() or platform.machine())
+
+
+def cpu_isa() -> tuple[str, ...]:
+    """The instruction sets of this CPU that optkit's kernels choose by."""
+    fields = _cpuinfo()
+    flags = set((fields.get("flags") or fields.get("Features") or "").split())
+    return tuple(flag for flag in ISA_FLAGS + ISA_EXTRA if flag in flags)
+
+
+def _cpuinfo() -> dict[str, str]:
+    """The first processor's fields of ``/proc/cpuinfo``; empty where there is none."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return {}
+    lines = text.split("\n\n")[0].splitlines()
+    return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+
+
+def usable_cores() -> int:
+    """Cores this process may run on; fewer than the machine's in a container or under taskset."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:
+        return os.cpu_count() or 1
+
+
+def memory_bytes() -> int:
+    """Physical memory of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _torch_version() -> str:
+    """Without importing torch, so that a cached target costs nothing."""
+    from importlib.metadata import version
+
+    return version("torch")
+
+
+# -- the cache --------------------------------------------------------------------------------------
+
+
+def kept(kind: str, machine: Any, measure: Callable[[], Target], refresh: bool = False) -> Target:
+    """The target that ``measure`` gave for ``machine`` (JSON data) under this torch, measured once."""
+    digest = hashlib.sha256(json.dumps([machine, _torch_version()]).encode()).hexdigest()[:16]
+    file = cache_dir("targets") / f"{kind}-{digest}.json"
+    target = None if refresh else _read_cached(file)
+    if target is None:
+        target = measure()
+        _write_cached(file, target)
+    return target
+
+
+def _read_cached(file: Path) -> Target | None:
+    """The cached target, or None where there is none or it has another shape."""
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        return Target(**{**data, "isa": tuple(data["isa"])})
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _write_cached(file: Path, target: Target) -> None:
+    temporary = file.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(asdict(target), indent=2) + "\n", encoding="utf-8")
+    temporary.replace(file)
+
+
+# -- measuring --------------------------------------------------------------------------------------
+
+
+def _measured_target() -> Target:
+    from optkit.machine import ceilings as measure
+
+    bf16_units = {"avx512_bf16", "amx_bf16"} & set(cpu_isa())
+    return Target(
+        name="cpu",
+        kind="cpu",
+        isa=cpu_isa(),
+        cores=usable_cores(),
+        memory_bytes=memory_bytes(),
+        fp32_flops=measure.fp32_flops(),
+        int8_ops=measure.int8_ops(),
+        bf16_flops=measure.bf16_flops() if bf16_units else 0.0,
+        fp8_flops=0.0,
+        memory_bandwidth=measure.memory_bandwidth(),
+        source="measured",
+    )

@@ -1,0 +1,1 @@
+"""The optimizer: runs passes, judges each, keeps the evidence, writes the artifact."""

@@ -1,0 +1,96 @@
+"""An artifact proves itself before it is published: a new process opens it and must compute what was measured.
+
+What is on disk went through splitting, packing, renaming and two libraries since it was measured. So the finished
+directory is opened as a server would, with its hashes, by a process that shares no memory with this one, and gives its
+logits on a fixed probe: two sequences in ragged chunks, prefill and decode, through the paged KV cache. They must be
+those of the graph in memory. The same kernels give the same bits; ``TOLERANCE`` is for torch's own products, whose
+rounding may depend on where in memory their operands lie.
+
+``python -m optkit.pipeline.check DIRECTORY THREADS`` is that process; if this one is killed, its pipe breaks and it
+ends.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from optkit.artifact.artifact import Artifact
+from optkit.errors import UserError
+from optkit.lowering.lower import Executable, lower
+from optkit.runtime.logits import RuntimeLogits
+
+if TYPE_CHECKING:
+    from optkit.graph.ir import Graph
+    from optkit.machine.target import Target
+
+PROBE_TOKENS = 48  # of each of the two sequences
+TOLERANCE = {"cpu": 1e-5, "cuda": 0.02}  # of the largest logit; a GPU's libraries may choose other kernels
+PATIENCE = 1800  # seconds, for large models on slow disks
+
+
+class ArtifactDiffers(UserError):
+    """What was written is not what was measured."""
+
+
+def check_reopened(directory: Path, graph: Graph, target: Target, dtype: torch.dtype) -> None:
+    """Compare the artifact in ``directory`` with ``graph``, which it was written from; a GPU computes in ``dtype``.
+
+    Raises:
+        ArtifactDiffers: it can't be opened, or its logits are others.
+    """
+    expected = probe_logits(lower(graph, target, dtype=dtype))
+    given = reopened_logits(directory)
+    if given.shape != expected.shape:
+        raise differs(f"its logits are {list(given.shape)}, those measured {list(expected.shape)}")
+    error = (given - expected).abs().max().item()
+    if not error <= TOLERANCE[target.kind] * expected.abs().max().item():
+        raise differs(f"its logits differ from those measured by up to {error:.2g}")
+
+
+def differs(what: str) -> ArtifactDiffers:
+    return ArtifactDiffers(
+        f"the artifact was written and read back by a new process, and {what}; nothing was published",
+        fix="try again; if it happens again the disk is faulty or this is a bug: please report it",
+    )
+
+
+def probe_logits(model: Executable) -> Tensor:
+    """Logits of the probe [T, V]: ids are arbitrary and always the same."""
+    length = min(PROBE_TOKENS, model.max_model_len)
+    generator = torch.Generator().manual_seed(0)
+    windows = torch.randint(0, model.vocab_size, (2, length), generator=generator).tolist()
+    return torch.cat(list(RuntimeLogits(model).logits(windows)))
+
+
+def reopened_logits(directory: Path) -> Tensor:
+    """Logits of the probe by a new process that opens ``directory``; they come through a pipe."""
+    command = [sys.executable, "-m", "optkit.pipeline.check", str(directory), str(torch.get_num_threads())]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=PATIENCE, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise differs(f"that took more than {PATIENCE} seconds") from error
+    if done.returncode:
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        reason = lines[-1] if lines else f"exit code {done.returncode}"
+        raise differs(f"it could not be opened ({reason[:300]})")
+    return load(done.stdout)["logits"]
+
+
+def main(directory: str, threads: str) -> None:
+    """The new process. Its standard output is the logits alone; what libraries print goes where errors go."""
+    with os.fdopen(os.dup(1), "wb") as out:
+        os.dup2(2, 1)
+        torch.set_num_threads(int(threads))
+        out.write(save({"logits": probe_logits(Artifact.open(directory).executable())}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

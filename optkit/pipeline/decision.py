@@ -1,0 +1,80 @@
+"""Keep or roll back: bounds against evidence, with the reason in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import geometric_mean
+
+from optkit.pipeline.records import PassRecord, worst
+from optkit.recipe.schema import Accept
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a decision looks at: quality against the source, speed against before, weight bytes after.
+
+    Where layers have several forms, quality is that of the worst, in steps of ``steps`` (``up to 4 tokens``).
+    """
+
+    kld: float
+    top1: float
+    ppl_ratio: float
+    speedup: float
+    memory_bytes: int
+    steps: str = ""
+
+    @staticmethod
+    def of(record: PassRecord) -> Evidence:
+        from math import exp
+
+        quality = record.quality
+        prefills = [label for label in record.measured if label.startswith("prefill")]
+        return Evidence(
+            kld=quality["kl_mean"]["value"],
+            top1=quality["top1_agreement"]["value"],
+            ppl_ratio=exp(quality["ln_ppl_ratio"]["value"]),
+            speedup=geometric_mean(record.speedup(label) for label in prefills),
+            memory_bytes=record.weight_bytes[1],
+            steps=worst(record.forms) if record.forms else "",
+        )
+
+
+def decide(bounds: Accept, evidence: Evidence) -> tuple[bool, str]:
+    """(kept, reason). The reason of a roll-back names every bound that was missed and by how much."""
+    missed = list(misses(bounds, evidence))
+    if missed:
+        return False, "; ".join(missed)
+    return True, f"prefill {evidence.speedup:.2f}x, KL {evidence.kld:.2g}, top-1 {evidence.top1:.1%}"
+
+
+def missed_quality(bounds: Accept, evidence: Evidence) -> bool:
+    """Whether what is missed is quality alone, which fewer quantized layers can mend."""
+    size_and_speed = bounds.model_copy(update={"max_kld": None, "min_top1": None, "max_ppl_ratio": None})
+    return not list(misses(size_and_speed, evidence)) and bool(list(misses(bounds, evidence)))
+
+
+def excess_share(bounds: Accept, evidence: Evidence) -> float:
+    """The share of the divergence that is too much, by the bound that names it; 0 where another bound is missed."""
+    return 1 - bounds.max_kld / evidence.kld if bounds.max_kld is not None and evidence.kld > 0 else 0.0
+
+
+def misses(bounds: Accept, evidence: Evidence) -> list[str]:
+    """Each missed bound as a phrase."""
+    found = []
+    where = f" in steps of {evidence.steps}" if evidence.steps else ""
+    upper = (
+        (f"mean KL divergence{where}", evidence.kld, bounds.max_kld, ".2g"),
+        (f"perplexity ratio{where}", evidence.ppl_ratio, bounds.max_ppl_ratio, ".4f"),
+        ("weight bytes", evidence.memory_bytes, bounds.max_memory_bytes, ",d"),
+    )
+    lower = (
+        (f"top-1 agreement{where}", evidence.top1, bounds.min_top1, ".2%"),
+        ("prefill speedup", evidence.speedup, bounds.min_speedup, ".3f"),
+    )
+    for name, value, bound, form in upper:
+        if bound is not None and not value <= bound:
+            found.append(f"{name} {value:{form}} is above {bound:{form}}")
+    for name, value, bound, form in lower:
+        if bound is not None and not value >= bound:
+            found.append(f"{name} {value:{form}} is below {bound:{form}}")
+    return found

@@ -1,0 +1,67 @@
+"""The graph of a model without its weights, captured once: planning a recipe again takes moments.
+
+It follows from the configuration, the libraries and optkit's own sources, so those name the file it is kept in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optkit.checkpoint.source import open_source
+from optkit.errors import UserError
+from optkit.graph.ir import Graph
+from optkit.graph.serialize import graph_from_json, graph_to_json
+from optkit.machine.paths import cache_dir
+from optkit.pipeline.sources import compiler_digest
+
+LIBRARIES = ("torch", "transformers")
+
+
+def capture_planned(directory: Path) -> Graph:
+    """``capture_directory`` without weights, from the cache where it has been done before."""
+    file = cache_dir("captures") / f"{key_of(directory)}.json"
+    quantized = open_source(
+        directory, weights=False
+    ).layers  # their graph follows from what lies in the files, too
+    graph = None if quantized else read(file)
+    if graph is None:
+        from optkit.capture import capture_directory  # seconds of imports
+
+        graph = capture_directory(directory, weights=False)
+        if not quantized and all(weight.value.device.type == "meta" for weight in graph.weights.values()):
+            write(file, graph)
+    return graph
+
+
+def key_of(directory: Path) -> str:
+    parts = [compiler_digest(), *(version(name) for name in LIBRARIES)]
+    config = (directory / "config.json").read_bytes()
+    return hashlib.sha256(json.dumps(parts).encode() + config).hexdigest()[:32]
+
+
+def read(file: Path) -> Graph | None:
+    """The graph in ``file``; None where there is none, or it is damaged."""
+    try:
+        text = file.read_text("utf-8")
+        shapes = {name: entry["shape"] for name, entry in json.loads(text)["weights"].items()}
+
+        def load(name: str, origin: Any, dtype: torch.dtype) -> Tensor:
+            return torch.empty(shapes[name], dtype=dtype, device="meta")
+
+        return graph_from_json(text, load)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError):
+        return None
+
+
+def write(file: Path, graph: Graph) -> None:
+    temporary = file.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(graph_to_json(graph), encoding="utf-8")
+    temporary.replace(file)

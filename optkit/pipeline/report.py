@@ -1,0 +1,268 @@
+"""What a run did, for people: ``report.html`` in the artifact and the table ``optkit optimize`` prints.
+
+The page is made from the report dict (``report.json`` in the artifact) and needs nothing else: no script, no
+image, no font, nothing fetched. Every text in it is escaped, since model names, skip reasons and options come
+from files. Numbers are shown as measured; a prediction stands next to each measurement, so that a cost model
+that is wrong can be seen to be wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from math import exp
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from optkit.pipeline.explain import explain, speed_sentences
+from optkit.pipeline.records import PassRecord, RunRecord
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
+table { border-collapse: collapse; margin: .5rem 0 1rem; } th, td { text-align: left; padding: .2rem .8rem .2rem 0;
+border-bottom: 1px solid #ddd; vertical-align: top; } td { font-variant-numeric: tabular-nums; } h2 { margin-top:
+2rem; border-top: 2px solid #222; padding-top: .5rem; } .kept { color: #17652f; } .reduced { color: #8a5a00; }
+.rolled-back { color: #a02c1c; } .skipped { color: #666; } .note { color: #555; }
+"""
+NOTE = (
+    "Predicted is the roofline of the ops, measured the ratio of medians over alternating rounds on this "
+    "machine. Quality is against the source model on held-out text, through the same runtime."
+)
+
+
+# -- the page --------------------------------------------------------------------------------------------
+
+
+def report_html(report: Mapping[str, Any]) -> str:
+    """The whole report as one self-contained page.
+
+    Args:
+        report: ``model``, ``recipe``, ``target`` (a ``Target`` as a dict), ``passes`` and ``whole`` (``PassRecord``
+            dicts; ``whole`` is None when nothing was kept).
+    """
+    passes = [PassRecord.from_dict(data) for data in report["passes"]]
+    whole = PassRecord.from_dict(report["whole"]) if report["whole"] else None
+    title = f"{report['model']} by {report['recipe']}"
+    target = report["target"]
+    body = [
+        element("h1", title),
+        element("p", f"Made for {target_line(target)}."),
+        *whole_section(whole, target),
+        element("h2", "Passes"),
+        html_table(("pass", "decision", "reason", "sites", "weights"), map(overview_row, passes)),
+        element("p", NOTE, "note"),
+    ]
+    for record in passes:
+        body += pass_section(record, target)
+    return page(title, body)
+
+
+def whole_section(whole: PassRecord | None, target: Mapping[str, Any]) -> list[str]:
+    heading = element("h2", "The whole, against the source model")
+    if whole is None:
+        return [heading, element("p", "No pass was kept: the artifact is the source model as it is.")]
+    return [heading, *evidence(whole, target)]
+
+
+def pass_section(record: PassRecord, target: Mapping[str, Any]) -> list[str]:
+    """One pass in full: decision, options, sites, skips, speed, quality."""
+    options = ", ".join(f"{key}={value}" for key, value in record.config.items())
+    parts = [
+        element("h2", record.name),
+        element("p", f"{record.decision}: {record.reason}", css_class(record)),
+        element("p", f"{sites_text(record)}." + (f" Options: {options}." if options else "")),
+    ]
+    if record.restored:
+        parts.append(element("p", f"Back in float, the most sensitive first: {', '.join(record.restored)}."))
+    if record.skips:
+        rows = [(skip["reason"], str(skip["count"]), skip["first"]) for skip in record.skips]
+        parts.append(html_table(("left alone because", "places", "first"), rows))
+    if tried := record.stats.get("compiled"):
+        parts.append(html_table(VARIANT_HEADER, map(variant_row, tried)))
+    return parts + evidence(record, target)
+
+
+def evidence(record: PassRecord, target: Mapping[str, Any]) -> list[str]:
+    """Speed and quality of one record; empty for a pass that had no site."""
+    parts = [element("p", f"{line}.") for line in speed_sentences(record, target)]
+    if record.measured:
+        header = ("step", "predicted", "measured", "before ms [quartiles]", "after ms [quartiles]")
+        parts.append(html_table(header, speed_rows(record)))
+    if record.weight_bytes:
+        parts.append(element("p", f"Weights: {weights_text(record)}."))
+    for steps, quality in (record.forms or ({"": record.quality} if record.quality else {})).items():
+        where = f", steps of {steps}" if steps else ""
+        parts.append(html_table((f"quality against the source model{where}", "value"), quality_rows(quality)))
+    return parts
+
+
+VARIANT_HEADER = ("tokens a step", "compiled ms", "uncompiled ms", "runs", "because")
+
+
+def variant_row(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """One variant of compiled code: both times, and which of the two serves these steps."""
+    keys = ("compiled_seconds", "uncompiled_seconds")
+    times = (f"{row[key] * 1e3:.3f}" if key in row else "-" for key in keys)
+    return row["tokens"], *times, "compiled" if row["kept"] else "uncompiled", row["reason"] or "faster"
+
+
+def page(title: str, body: Sequence[str]) -> str:
+    policy = "default-src 'none'; style-src 'unsafe-inline'"
+    head = f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
+    head += f"<title>{escape(title)}</title><style>{STYLE}</style>"
+    content = "\n".join(body)
+    return f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{content}\n</body></html>\n'
+
+
+def element(tag: str, text: str, css: str = "") -> str:
+    attribute = f' class="{escape(css)}"' if css else ""
+    return f"<{tag}{attribute}>{escape(text)}</{tag}>"
+
+
+def html_table(header: Sequence[str], rows: Any) -> str:
+    lines = ["".join(element("th", cell) for cell in header)]
+    lines += ["".join(element("td", cell) for cell in row) for row in rows]
+    return "<table>\n" + "\n".join(f"<tr>{line}</tr>" for line in lines) + "\n</table>"
+
+
+# -- a record in words -----------------------------------------------------------------------------------
+
+
+def overview_row(record: PassRecord) -> tuple[str, ...]:
+    return record.name, record.decision, record.reason, str(record.changed), weights_text(record)
+
+
+def css_class(record: PassRecord) -> str:
+    return record.decision.replace(" ", "-")
+
+
+def sites_text(record: PassRecord) -> str:
+    return f"{record.changed} of {len(record.sites)} sites changed" if record.sites else "No site found"
+
+
+def target_line(target: Mapping[str, Any]) -> str:
+    """``cpu, 2 cores: 210 GFLOP/s float32, 890 Gop/s int8, 18.2 GB/s (measured)``."""
+    rates = (("fp32_flops", "GFLOP/s float32"), ("int8_ops", "Gop/s int8"), ("memory_bandwidth", "GB/s"))
+    shown = [f"{target[key] / 1e9:.3g} {unit}" for key, unit in rates if target.get(key)]
+    return f"{target['name']}, {target['cores']} cores: {', '.join(shown)} ({target['source']})"
+
+
+def weights_text(record: PassRecord) -> str:
+    if not record.weight_bytes:
+        return "-"
+    before, after = (f"{size / 1e6:.1f}" for size in record.weight_bytes)
+    return f"{before} MB" if before == after else f"{before} to {after} MB"
+
+
+def speed_rows(record: PassRecord) -> Iterator[tuple[str, ...]]:
+    for label, timings in record.measured.items():
+        predicted = f"{record.predicted_speedup(label):.2f}x" if label in record.predicted else "-"
+        yield label, predicted, f"{record.speedup(label):.2f}x", *map(timing_text, timings)
+
+
+def timing_text(timing: Mapping[str, float]) -> str:
+    """Milliseconds, from seconds."""
+    median, q1, q3 = (timing[key] * 1e3 for key in ("median", "q1", "q3"))
+    digits = 0 if median >= 1000 else 1 if median >= 10 else 3
+    return f"{median:.{digits}f} [{q1:.{digits}f}, {q3:.{digits}f}]"
+
+
+def quality_rows(quality: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Divergences in nats; the plus-minus is one standard error over windows."""
+
+    def estimate(key: str, form: str) -> str:
+        return f"{quality[key]['value']:{form}} ± {quality[key]['stderr']:.2g}"
+
+    ratio = quality["ln_ppl_ratio"]
+    return [
+        ("mean KL divergence, nats", estimate("kl_mean", ".3g")),
+        ("99th percentile KL, nats", f"{quality['kl_p99']:.3g}"),
+        ("top-1 agreement", estimate("top1_agreement", ".4f")),
+        (
+            "perplexity, over the source's",
+            f"{exp(ratio['value']):.4f} ± {exp(ratio['value']) * ratio['stderr']:.2g}",
+        ),
+        (
+            "perplexity, source and here",
+            f"{quality['reference_ppl']['value']:.2f} and {quality['ppl']['value']:.2f}",
+        ),
+        ("scored positions", f"{quality['tokens']} in {quality['windows']} windows"),
+    ]
+
+
+# -- the terminal ----------------------------------------------------------------------------------------
+
+COLORS = {"kept": "green", "reduced": "yellow", "rolled back": "red", "skipped": "dim"}
+
+
+def run_table(run: RunRecord) -> Table:
+    """One row a pass and one for the whole: decision, sites, speedups (measured, predicted), quality."""
+    labels = workload_labels(run)
+    header = ["pass", "decision", "sites", *labels, "KL, nats", "top-1", "weights"]
+    table = Table(*header, box=None, pad_edge=False)
+    for record in records_of(run):
+        decision = Text(record.decision, style=COLORS.get(record.decision, ""))
+        middle = ["", ""] if record is run.whole else [decision, str(record.changed)]
+        speeds = [speed_cell(record, label) for label in labels]
+        table.add_row(Text(record.name), *middle, *speeds, *quality_cells(record), size_cell(record))
+    if labels:
+        table.caption = "speedups: measured (predicted)"
+        forms = next((list(record.forms) for record in records_of(run) if len(record.forms) > 1), [])
+        if forms:
+            table.caption += f"; quality: in steps of {' / of '.join(forms)}"
+    return table
+
+
+def variants_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """What was compiled, its times, and what runs; empty without rows."""
+    table = Table(*VARIANT_HEADER, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*map(Text, variant_row(row)))
+    return table
+
+
+def variants(run: RunRecord) -> list[dict[str, Any]]:
+    """The variants of compiled code that a run tried."""
+    return [row for record in run.passes for row in record.stats.get("compiled", ())]
+
+
+def records_of(run: RunRecord) -> list[PassRecord]:
+    return [*run.passes, *([run.whole] if run.whole else [])]
+
+
+def workload_labels(run: RunRecord) -> list[str]:
+    """Every workload point that was measured, in the recipe's order."""
+    return list(dict.fromkeys(label for record in records_of(run) for label in record.measured))
+
+
+def size_cell(record: PassRecord) -> str:
+    return f"{record.weight_bytes[1] / 1e6:.0f} MB" if record.weight_bytes else "-"
+
+
+def speed_cell(record: PassRecord, label: str) -> str:
+    if label not in record.measured:
+        return "-"
+    predicted = f" ({record.predicted_speedup(label):.2f})" if label in record.predicted else ""
+    return f"{record.speedup(label):.2f}x{predicted}"
+
+
+def quality_cells(record: PassRecord) -> tuple[str, str]:
+    """KL and top-1; of layers with several forms that of each, few tokens first."""
+    if not record.quality:
+        return "-", "-"
+    reports = list(record.forms.values()) or [record.quality]
+    divergence = " / ".join(f"{quality['kl_mean']['value']:.2g}" for quality in reports)
+    return divergence, " / ".join(f"{quality['top1_agreement']['value']:.1%}" for quality in reports)
+
+
+def summary_lines(run: RunRecord, target: Mapping[str, Any] | None = None) -> list[str]:
+    """The result in a few sentences: the gain of the whole, and of each pass why it was kept, reduced or undone."""
+    lines = []
+    if run.whole is None:
+        lines.append("no pass was kept: the artifact is the source model as it is")
+    elif run.whole.measured:
+        speeds = ", ".join(f"{label} {run.whole.speedup(label):.2f}x" for label in run.whole.measured)
+        lines.append(f"against the source model, measured: {speeds}; weights {weights_text(run.whole)}")
+    return lines + [f"{record.name} {explain(record, target or {})}" for record in run.passes]

@@ -1,0 +1,1 @@
+"""Recipes: schema, strict YAML, errors with line numbers."""

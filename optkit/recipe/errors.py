@@ -1,0 +1,118 @@
+"""Recipe overrides, and pydantic's complaints put in the words of the file.
+
+pydantic says *what* is wrong and at which path of the data; the ``Document`` knows which line, or which
+``--set`` argument, that path came from. Together they make the one line a user needs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from optkit.errors import UserError, nearest
+from optkit.recipe import schema
+from optkit.recipe.strict_yaml import Document, KeyPath, parse
+
+_SECTIONS: dict[KeyPath, type[BaseModel]] = {
+    (): schema.Recipe,
+    ("workload",): schema.Workload,
+    ("slo",): schema.Slo,
+    ("runtime",): schema.Runtime,
+    ("accept",): schema.Accept,
+}
+
+
+def apply_override(document: Document, override: str) -> None:
+    """Set one ``key.path=value`` in ``document.data``; the value is YAML.
+
+    Raises:
+        UserError: no ``=``, a path that does not exist, or a pass that is not in the recipe.
+    """
+    label = "--set " + "".join(letter if letter.isprintable() else "?" for letter in override)
+    dotted, equals, text = override.partition("=")
+    path = tuple(dotted.strip().split("."))
+    if not equals or not all(path):
+        raise UserError("an override is key.path=value", where=label, fix="as in runtime.max_num_seqs=4")
+    _check_path(document.data, path, label)
+    section = document.data
+    for key in path[:-1]:
+        if section.get(key) is None:
+            section[key] = {}
+        section = section[key]
+        if not isinstance(section, dict):
+            raise UserError(f"'{key}' holds a value, not keys", where=label)
+    section[path[-1]] = parse(text, label).data
+    document.overridden[path] = label
+
+
+def _check_path(data: dict[str, Any], path: tuple[str, ...], label: str) -> None:
+    known = list(schema.Recipe.model_fields)
+    if path[0] not in known:
+        raise UserError(f"unknown key '{path[0]}'", where=label, fix=nearest(path[0], known))
+    if path[0] == "passes":
+        _check_pass(data.get("passes"), path, label)
+        known, rest = list(schema.Accept.model_fields), path[3:] if path[2:3] == ("accept",) else ()
+    else:
+        model = _SECTIONS.get(path[:1])
+        known, rest = list(model.model_fields) if model else [], path[1:]
+    if rest and rest[0] not in known:
+        fix = nearest(rest[0], known) if known else f"'{path[0]}' has no keys below it"
+        raise UserError(f"unknown key '{'.'.join(path)}'", where=label, fix=fix)
+
+
+def _check_pass(passes: Any, path: tuple[str, ...], label: str) -> None:
+    present = list(passes) if isinstance(passes, dict) else []
+    if len(path) < 3:
+        raise UserError("name the pass and its option", where=label, fix="as in passes.int8.lm_head=false")
+    if path[1] not in present:
+        fix = f"it has: {', '.join(map(str, present))}" if present else "it has no passes"
+        raise UserError(f"the pass '{path[1]}' is not in this recipe", where=label, fix=fix)
+
+
+def explain(
+    error: ValidationError, document: Document, prefix: KeyPath = (), known: Iterable[str] = ()
+) -> UserError:
+    """The most telling complaint of ``error`` as a ``UserError`` with place, key and what is allowed.
+
+    Args:
+        error: from validating ``document.data`` or the part of it at ``prefix``.
+        document: where the data came from.
+        prefix: path of the validated part.
+        known: keys allowed there, for a model that is not part of the recipe schema.
+    """
+    complaints = error.errors(include_url=False, include_context=False)
+    unknown = [complaint for complaint in complaints if complaint["type"] == "extra_forbidden"]
+    first = (unknown or complaints)[0]  # a misspelt key explains a missing one
+    path = prefix + _written_path(first["loc"], document.data)
+    where, dotted = document.where(path), ".".join(map(str, path))
+    if first["type"] == "extra_forbidden":
+        candidates = list(known) or list(_section_of(path).model_fields)
+        return UserError(f"unknown key '{dotted}'", where=where, fix=nearest(str(path[-1]), candidates))
+    if first["type"] == "missing":
+        return UserError(f"the key '{dotted}' is missing", where=where)
+    message = _plain(first["msg"])
+    return UserError(f"{dotted}: {message}, got {first['input']!r:.80}" if dotted else message, where=where)
+
+
+def _plain(message: str) -> str:
+    """pydantic's message without the words of Python's type system."""
+    message = message.removeprefix("Value error, ").replace("a valid tuple", "a list")
+    return re.sub(r"a valid dictionary( or instance of \w+)?", "a mapping of keys to values", message)
+
+
+def _section_of(path: KeyPath) -> type[BaseModel]:
+    """The model that a key at ``path`` belongs to."""
+    if path[0] == "passes":
+        return schema.Accept
+    return _SECTIONS.get(path[:-1], schema.Recipe)
+
+
+def _written_path(loc: tuple[str | int, ...], data: Any) -> KeyPath:
+    """pydantic's location as the path in the file: ``passes`` is a list there and a mapping here."""
+    if len(loc) < 2 or loc[0] != "passes" or not isinstance(data.get("passes"), dict):
+        return loc
+    names = list(data["passes"])
+    return ("passes", names[int(loc[1])], *loc[2:])

@@ -1,0 +1,1 @@
+"""KV blocks: ownership, prefix cache, offload, pools."""

@@ -1,0 +1,111 @@
+"""Logits of whole windows through an executable, the way a server would compute them.
+
+Two windows share a batch, their chunks have different lengths (so the batch is ragged and no chunk ends where
+a block does), their KV blocks interleave, and the last ``decode`` tokens of each window run one at a time:
+prefill kernels, decode kernels and block tables are all under the measurement. Pools are reused from pair to
+pair without clearing: a kernel that reads a slot it should not sees stale data, as in a server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from optkit.runtime.kv.pools import allocate
+
+
+class Model(Protocol):
+    """The part of ``optkit.lowering.lower.Executable`` that is used here."""
+
+    kv_specs: Any
+    vocab_size: int
+    max_model_len: int
+
+    def __call__(self, inputs: dict[str, Tensor]) -> Tensor: ...
+
+
+class RuntimeLogits:
+    """A ``LogitsSource`` over an executable.
+
+    Args:
+        model: called with the inputs of docs/architecture.md, returns logits [L, V].
+        block_size: tokens in a KV block.
+        chunk: new tokens of a sequence in one call; the second sequence takes fewer.
+        decode: tokens at the end of each window that run one at a time.
+    """
+
+    def __init__(self, model: Model, block_size: int = 16, chunk: int = 128, decode: int = 8) -> None:
+        self.model, self.block_size, self.chunk, self.decode = model, block_size, chunk, decode
+        self.device = getattr(model, "device", torch.device("cpu"))
+        self._pools: tuple[int, dict[str, Tensor]] = (0, {})
+
+    @property
+    def max_length(self) -> int:
+        """The longest window that the model has positions for."""
+        return self.model.max_model_len
+
+    def logits(self, windows: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+        for first in range(0, len(windows), 2):
+            outputs = self._run([torch.tensor(window) for window in windows[first : first + 2]])
+            while outputs:  # each window's logits are freed once the caller is done with them
+                yield outputs.pop(0)
+
+    def _run(self, sequences: list[Tensor]) -> list[Tensor]:
+        tables = self._block_tables(sequences)
+        caches = self._caches(tables.numel())
+        outputs = [torch.empty(len(tokens), self.model.vocab_size) for tokens in sequences]
+        done = [0] * len(sequences)
+        while take := self._take(sequences, done):
+            inputs = self._inputs(sequences, tables, done, take)
+            rows = self.model({name: value.to(self.device) for name, value in inputs.items()} | caches)
+            counts = list(take.values())
+            for i, piece in zip(take, rows.split(counts), strict=True):
+                outputs[i][done[i] : done[i] + take[i]] = piece
+                done[i] += take[i]
+        return outputs
+
+    def _take(self, sequences: list[Tensor], done: list[int]) -> dict[int, int]:
+        """{sequence: new tokens of this call}; sequences that are finished are left out."""
+        take = {}
+        for i, tokens in enumerate(sequences):
+            left = len(tokens) - done[i]
+            prefill = min(left - self.decode, max(1, self.chunk - 11 * i))
+            if left:
+                take[i] = max(1, prefill)
+        return take
+
+    def _block_tables(self, sequences: list[Tensor]) -> Tensor:
+        """[S, B]: sequence i of n owns blocks i, i + n, i + 2n, ..."""
+        blocks = -(-max(len(tokens) for tokens in sequences) // self.block_size)
+        return torch.arange(blocks * len(sequences)).view(blocks, -1).T.contiguous()
+
+    def _caches(self, blocks: int) -> dict[str, Tensor]:
+        if self._pools[0] < blocks:
+            specs = self.model.kv_specs
+            keys, values = allocate(specs, blocks, self.block_size, self.device)
+            named = {f"k_cache_{spec.layer}": pool for spec, pool in zip(specs, keys, strict=True)}
+            named |= {f"v_cache_{spec.layer}": pool for spec, pool in zip(specs, values, strict=True)}
+            self._pools = (blocks, named)
+        return self._pools[1]
+
+    def _inputs(
+        self, sequences: list[Tensor], tables: Tensor, done: list[int], take: dict[int, int]
+    ) -> dict[str, Tensor]:
+        positions = [torch.arange(done[i], done[i] + n) for i, n in take.items()]
+        slots = [self._slots(tables[i], where) for i, where in zip(take, positions, strict=True)]
+        counts = torch.tensor([0, *take.values()])
+        return {
+            "input_ids": torch.cat([sequences[i][where] for i, where in zip(take, positions, strict=True)]),
+            "positions": torch.cat(positions),
+            "slot_mapping": torch.cat(slots),
+            "query_start": counts.cumsum(0).to(torch.int32),
+            "seq_lens": torch.tensor([done[i] + n for i, n in take.items()], dtype=torch.int32),
+            "block_tables": tables[list(take)].to(torch.int32),
+            "logits_index": torch.arange(int(counts.sum())),
+        }
+
+    def _slots(self, table: Tensor, positions: Tensor) -> Tensor:
+        return table[positions // self.block_size] * self.block_size + positions % self.block_size

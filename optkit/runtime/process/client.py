@@ -1,0 +1,260 @@
+"""EngineClient: the API process's side of the engine process.
+
+``start`` tells a launched worker (``optkit.runtime.process.launch``) what to load and waits until it has. ``generate`` is an
+async iterator of ``TokenOutput``; leaving it early, by ``break`` with ``aclose`` or by cancellation, aborts the
+request and so frees its KV. When the worker dies, whatever the cause, the pipe closes and every open stream ends
+with an ERROR output: a client is told, never left hanging. The client does not restart the worker; a new
+``EngineClient`` does (``optkit.serve.supervisor``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import subprocess
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import msgspec
+
+from optkit.errors import UserError
+from optkit.runtime.process import ipc
+from optkit.runtime.process.launch import DEFAULT_FACTORY, Launched, end_process, launch
+from optkit.runtime.types import EngineRequest, EngineStats, FinishReason, TokenOutput
+
+logger = logging.getLogger(__name__)
+
+TICK_SECONDS = 1.0
+ENGINE_DIED = "the engine died"
+ENGINE_GONE = "the engine died before it began the request"
+ENGINE_STOPPED = "the engine was stopped"
+
+
+class EngineDied(RuntimeError):
+    """The engine process ended before it was ready."""
+
+
+class EngineClient:
+    """Starts, feeds and stops one engine process. Use it from one event loop.
+
+    Args:
+        artifact_dir: what the factory loads.
+        options: JSON-able options of the factory.
+        factory: ``module:function`` called in the worker as ``function(artifact_dir, options) -> Engine``.
+        threads: compute threads of the worker; 0 is one per core.
+        launched: a worker that waits, with its factory and threads; without one ``start`` launches it.
+        silence_seconds: without a message for so long, ``is_silent`` is True. Time in which this process itself did not
+            run (SIGSTOP, a sleeping machine) does not count.
+    """
+
+    def __init__(
+        self,
+        artifact_dir: str,
+        options: Mapping[str, Any] | None = None,
+        *,
+        factory: str = DEFAULT_FACTORY,
+        threads: int = 0,
+        launched: Launched | None = None,
+        silence_seconds: float = 60.0,
+    ) -> None:
+        self.artifact_dir, self.options = artifact_dir, dict(options or {})
+        self.factory, self.threads, self.silence_seconds = factory, threads, silence_seconds
+        self._launched = launched
+        self.info: dict[str, Any] = {}
+        self._stats = EngineStats()
+        self._streams: dict[str, asyncio.Queue[TokenOutput]] = {}
+        self._begun: set[str] = set()  # those of them that the engine has begun to compute
+        self._process: subprocess.Popen[bytes] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._alive = self._stopping = False
+        self._last_message = self._last_tick = 0.0
+        self._ticking: asyncio.TimerHandle | None = None
+
+    async def start(self, timeout: float = 3600.0) -> dict[str, Any]:
+        """Have the worker load the artifact and wait until it is ready; returns its info.
+
+        Raises UserError if the artifact is at fault, EngineDied if the worker failed, TimeoutError.
+        """
+        if self._process is not None:
+            raise RuntimeError("an EngineClient starts once")
+        self._process, sock = (self._launched or launch(self.factory, self.threads)).take()
+        try:
+            reader, self._writer = await asyncio.open_connection(sock=sock)
+            self._post(ipc.Load(self.artifact_dir, self.options))
+            self.info = await asyncio.wait_for(self._wait_until_ready(reader), timeout)
+        except BaseException:
+            await self.stop()
+            raise
+        self._alive = True
+        self._last_tick = time.monotonic()
+        self._tick()
+        self._reading = asyncio.create_task(self._read(reader))
+        return self.info
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[TokenOutput]:
+        """The outputs of ``request`` as they come; the last one has a ``finish_reason``."""
+        name = request.request_id
+        if name in self._streams:
+            raise ValueError(f"a request with the id {name!r} is being served")
+        if not self._alive:
+            yield self._death(name)
+            return
+        stream = self._streams[name] = asyncio.Queue()
+        try:
+            await self._send(ipc.Add(request))
+            while True:
+                output = await stream.get()
+                if output.finish_reason:
+                    self._forget(name)
+                    yield output
+                    return
+                yield output
+        finally:
+            if self._streams.get(name) is stream:  # left early
+                self._forget(name)
+                self._post(ipc.Abort(name))
+
+    def _forget(self, name: str) -> None:
+        del self._streams[name]
+        self._begun.discard(name)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request: its stream gets an ABORT output, its KV is freed. Nothing happens if it is gone."""
+        await self._send(ipc.Abort(request_id))
+
+    async def reset_prefix_cache(self) -> None:
+        """Have the engine forget the KV that no running sequence holds."""
+        await self._send(ipc.ResetPrefixCache())
+
+    @property
+    def stats(self) -> EngineStats:
+        """The gauges of the engine, as of its last message."""
+        return self._stats
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    @property
+    def is_healthy(self) -> bool:
+        """The worker has loaded and its process has not ended. A long step changes nothing about it."""
+        return self._alive
+
+    @property
+    def is_silent(self) -> bool:
+        """The worker has sent no message for ``silence_seconds``: one part of a step takes long, or it hangs."""
+        now = min(time.monotonic(), self._last_tick + 2 * TICK_SECONDS)
+        return now - self._last_message >= self.silence_seconds
+
+    def _tick(self) -> None:
+        """Forgive the worker the time for which this process was stopped: nobody could have heard it."""
+        now = time.monotonic()
+        stopped = now - self._last_tick - TICK_SECONDS
+        if stopped > TICK_SECONDS:
+            self._last_message = min(now, self._last_message + stopped)
+        self._last_tick = now
+        self._ticking = asyncio.get_running_loop().call_later(TICK_SECONDS, self._tick)
+
+    def kill(self, *, wanted: bool = False) -> None:
+        """End the worker without waiting for its step; its streams end with an error when it has gone.
+
+        Args:
+            wanted: the caller stops the engine, as ``stop`` does: the log has no error about it.
+        """
+        self._stopping = self._stopping or wanted
+        if self._process is not None:
+            self._process.kill()
+
+    async def wait_dead(self) -> None:
+        """Return when a started worker has gone."""
+        if self._reading is not None:
+            await asyncio.wait([self._reading])
+
+    async def stop(self) -> None:
+        """End the worker within 5 seconds, whatever it is doing, and every open stream with it."""
+        if self._process is None:
+            return
+        self._stopping = True
+        self._post(ipc.Shutdown())
+        await asyncio.to_thread(end_process, self._process)
+        if self._ticking is not None:
+            self._ticking.cancel()
+        if self._reading is not None:
+            await asyncio.wait([self._reading])
+        if self._writer is not None:
+            self._writer.close()
+            with contextlib.suppress(ConnectionError):
+                await self._writer.wait_closed()
+
+    async def _wait_until_ready(self, reader: asyncio.StreamReader) -> dict[str, Any]:
+        try:
+            message = await self._receive(reader)
+        except (EOFError, ConnectionError):
+            code = await asyncio.to_thread(end_process, self._process)
+            raise EngineDied(f"the engine process ended with code {code} while it was loading") from None
+        match message:
+            case ipc.Ready(info):
+                return info
+            case ipc.Failed(what, where, fix, is_user_error=True):
+                raise UserError(what, where=where, fix=fix)
+            case ipc.Failed(what):
+                raise EngineDied(f"the engine failed to load: {what}")
+        raise EngineDied("the engine broke the protocol")
+
+    async def _receive(self, reader: asyncio.StreamReader) -> ipc.FromWorker:
+        length = ipc.body_length(await reader.readexactly(ipc.HEADER.size))
+        message = ipc.from_worker.decode(await reader.readexactly(length))
+        self._last_message = time.monotonic()
+        return message
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        """Hand outputs to their streams until the pipe closes."""
+        try:
+            while True:
+                message = await self._receive(reader)
+                if isinstance(message, ipc.Step):
+                    self._dispatch(message)
+                elif isinstance(message, ipc.Begun):
+                    self._begun |= self._streams.keys() & message.request_ids
+        except (EOFError, ConnectionError):
+            pass  # the worker has gone, by order or by accident
+        except (ipc.ProtocolError, msgspec.MsgspecError):
+            logger.exception("the engine broke the protocol")
+        finally:
+            self._end_streams()
+
+    def _dispatch(self, step: ipc.Step) -> None:
+        self._stats = step.stats
+        for output in step.outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is not None:
+                stream.put_nowait(output)
+
+    def _end_streams(self) -> None:
+        self._alive = False
+        self._stats = EngineStats()
+        if not self._stopping and self._process is not None:
+            logger.error("the engine process died; %d requests failed", len(self._streams))
+            self._process.kill()  # it may only have broken the protocol
+        for name, stream in self._streams.items():
+            stream.put_nowait(self._death(name))
+
+    def _death(self, request_id: str) -> TokenOutput:
+        error = ENGINE_DIED if request_id in self._begun else ENGINE_GONE
+        if self._stopping:
+            error = ENGINE_STOPPED
+        return TokenOutput(request_id=request_id, token_ids=(), finish_reason=FinishReason.ERROR, error=error)
+
+    def _post(self, message: ipc.ToWorker) -> None:
+        """Queue a message without waiting; a worker that has gone needs none."""
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(ipc.frame(message))
+
+    async def _send(self, message: ipc.ToWorker) -> None:
+        self._post(message)
+        if self._writer is not None:
+            with contextlib.suppress(ConnectionError):  # the reading side reports the death
+                await self._writer.drain()

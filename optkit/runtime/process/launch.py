@@ -1,0 +1,75 @@
+"""Launching the engine process: a Python that imports its libraries and then waits to be told what to load.
+
+Importing torch takes a second and so do the server's own imports and the artifact's hashes. Launched first of all,
+the engine process does its part of it beside them. Only the standard library is imported here, for that reason.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from types import TracebackType
+
+DEFAULT_FACTORY = "optkit.runtime.factory:load_engine"
+STOP_SECONDS = 2.0  # each for leaving by itself and for SIGTERM; then SIGKILL
+
+
+class Launched:
+    """An engine process that waits for its ``Load`` message, and our end of its socket.
+
+    Leaving it as a context manager kills the process if nobody took it over.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], sock: socket.socket) -> None:
+        self.process, self._sock = process, sock
+        self._taken = False
+
+    def take(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        """Process and socket; from now on they are the caller's to end."""
+        if self._taken:
+            raise RuntimeError("an engine process is taken once")
+        self._taken = True
+        return self.process, self._sock
+
+    def __enter__(self) -> Launched:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._taken:
+            self._sock.close()
+            self.process.kill()
+            self.process.wait()
+
+
+def launch(factory: str = DEFAULT_FACTORY, threads: int = 0) -> Launched:
+    """Start an engine process.
+
+    Args:
+        factory: ``module:function`` called in it as ``function(artifact_dir, options) -> Engine``.
+        threads: its compute threads; 0 is one per core.
+    """
+    # -P keeps the current directory out of its import path; only the tests' factories live there
+    path = ["-P"] if factory.startswith("optkit.") else []
+    ours, theirs = socket.socketpair()
+    arguments = {"--fd": theirs.fileno(), "--parent": os.getpid(), "--factory": factory, "--threads": threads}
+    command = [sys.executable, *path, "-m", "optkit.runtime.process.worker"]
+    command += [f"{name}={value}" for name, value in arguments.items()]
+    with theirs:
+        fd = theirs.fileno()
+        return Launched(subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL, stdout=2), ours)
+
+
+def end_process(process: subprocess.Popen[bytes] | None) -> int | None:
+    """Wait for the process to leave, then make it; returns its exit code. Blocks at most 4 seconds and a kill."""
+    if process is None:
+        return None
+    for insist in (process.terminate, process.kill):
+        try:
+            return process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            insist()
+    return process.wait()

@@ -1,0 +1,255 @@
+"""The engine process: import, be told what to load, load it, say so, then step for as long as the parent lives.
+
+``optkit.runtime.process.launch`` starts it as ``python -m optkit.runtime.process.worker --fd N ...``. A process of its
+own keeps the model's compute away from the API process's event loop and its interpreter lock, and a crash of
+native code costs the streams of this engine and not the server.
+
+The loop waits on the socket when there is nothing to do (no polling). Between steps it handles what has arrived.
+Between the parts of a long step (``optkit.cancellation``) it only reads: a step whose every request is aborted is
+cancelled, a ``Shutdown`` ends the process, and a heartbeat shows that the step makes progress. All of it happens on the
+main thread. The loop ends when the parent says so, closes the pipe or dies; on Linux the kernel kills it then
+(PR_SET_PDEATHSIG), even in the middle of a load. SIGINT is ignored: Ctrl-C reaches both processes, and the parent
+decides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import importlib
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from collections.abc import Set as AbstractSet
+from typing import TYPE_CHECKING, Any
+
+from optkit.errors import UserError
+from optkit.machine import logs
+from optkit.runtime.process import ipc
+from optkit.runtime.types import EngineOverload, EngineRefusal, FinishReason, TokenOutput
+
+if TYPE_CHECKING:
+    from optkit.runtime.engine import Engine
+
+logger = logging.getLogger(__name__)
+
+FACTORY_PREFIXES = ("optkit.", "tests.")
+HEARTBEAT_SECONDS = 1.0
+RECEIVE_BYTES = 1 << 18
+PR_SET_PDEATHSIG = 1
+
+
+class ParentGone(BaseException):
+    """The parent closed the pipe or sent ``Shutdown``.
+
+    Not an ``Exception``: it is raised inside a step too, where a handler of failed batches must not catch it.
+    """
+
+
+class Worker:
+    """One engine, driven by the messages on ``sock``."""
+
+    def __init__(self, engine: Engine, sock: socket.socket, frames: ipc.FrameReader | None = None) -> None:
+        self.engine, self.sock = engine, sock
+        self._frames = frames or ipc.FrameReader()
+        self._outputs: list[TokenOutput] = []  # answers that need no step: refusals, aborts
+        self._inbox: deque[ipc.ToWorker] = deque()  # messages that were read and not handled yet
+        self._aborted: set[str] = set()  # requests with an ``Abort`` in the inbox
+        self._last_sent = time.monotonic()
+        engine.departed = self._departed
+        engine.scheduler.announce = self._announce
+
+    def serve(self) -> None:
+        """Step while there is work, sleep on the socket while there is none, until ``ParentGone``."""
+        while True:
+            self._receive(timeout=0.0 if self.engine.has_work else HEARTBEAT_SECONDS)
+            if self.engine.has_work:
+                self._send(self.engine.step())
+            elif self._outputs:
+                self._send([])
+            else:
+                self._post(ipc.Heartbeat())
+
+    def _post(self, message: ipc.FromWorker) -> None:
+        send(self.sock, message)
+        self._last_sent = time.monotonic()
+
+    def _announce(self, request_ids: Seq[str]) -> None:
+        self._post(ipc.Begun(tuple(request_ids)))
+
+    def _departed(self) -> AbstractSet[str]:
+        """The aborted requests, read from the socket between two parts of a step."""
+        try:
+            self._read(0.0)
+        except ipc.ProtocolError as error:
+            logger.exception("the parent broke the protocol")
+            raise ParentGone from error
+        if ipc.Shutdown() in self._inbox:
+            raise ParentGone
+        if time.monotonic() - self._last_sent >= HEARTBEAT_SECONDS:
+            self._post(ipc.Heartbeat())
+        return self._aborted
+
+    def _send(self, outputs: list[TokenOutput]) -> None:
+        message = ipc.Step(outputs=(*self._outputs, *outputs), stats=self.engine.stats())
+        self._outputs.clear()
+        self._post(message)
+
+    def _receive(self, timeout: float) -> None:
+        """Handle what has arrived; wait up to ``timeout`` seconds for something to arrive."""
+        self._read(0.0 if self._inbox else timeout)
+        self._aborted.clear()
+        while self._inbox:
+            self._handle(self._inbox.popleft())
+
+    def _read(self, timeout: float) -> None:
+        """Move what has arrived to the inbox; wait up to ``timeout`` seconds for something to arrive."""
+        while select.select([self.sock], [], [], timeout)[0]:
+            messages = self._frames.feed(receive(self.sock))
+            self._inbox += messages
+            self._aborted |= {m.request_id for m in messages if isinstance(m, ipc.Abort)}
+            timeout = 0.0
+
+    def _handle(self, message: ipc.ToWorker) -> None:
+        match message:
+            case ipc.Shutdown():
+                raise ParentGone
+            case ipc.Abort(request_id):
+                output = self.engine.abort(request_id)
+                self._outputs += [output] if output else []
+            case ipc.ResetPrefixCache():
+                self.engine.reset_prefix_cache()
+            case ipc.Add(request):
+                try:
+                    self.engine.add_request(request)
+                except EngineOverload as refusal:
+                    later = failed_output(request.request_id, str(refusal), refusal.retry_after)
+                    self._outputs.append(later)
+                except EngineRefusal as refusal:
+                    self._outputs.append(failed_output(request.request_id, str(refusal)))
+                except Exception:
+                    logger.exception("a request could not be added")
+                    self.engine.abort(request.request_id)
+                    self._outputs.append(failed_output(request.request_id, "it could not be added"))
+
+
+def failed_output(request_id: str, error: str, retry_after: float | None = None) -> TokenOutput:
+    """The end of a request that failed without a token."""
+    return TokenOutput(
+        request_id=request_id,
+        token_ids=(),
+        finish_reason=FinishReason.ERROR,
+        error=error,
+        retry_after=retry_after,
+    )
+
+
+def receive(sock: socket.socket) -> bytes:
+    try:
+        data = sock.recv(RECEIVE_BYTES)
+    except ConnectionError:  # a close with unread messages is a reset
+        data = b""
+    if not data:
+        raise ParentGone
+    return data
+
+
+def send(sock: socket.socket, message: ipc.FromWorker) -> None:
+    try:
+        sock.sendall(ipc.frame(message))
+    except ConnectionError:
+        raise ParentGone from None
+
+
+def resolve(factory: str) -> Callable[[str, dict[str, Any]], Engine]:
+    """The engine factory ``module:function``; only optkit's own modules, and those of its tests."""
+    module, _, function = factory.partition(":")
+    if not module.startswith(FACTORY_PREFIXES):
+        raise ValueError(f"{factory} is not a factory of optkit")
+    return getattr(importlib.import_module(module), function)
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when the thread that started it ends (Linux); it may have ended already."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:
+        raise SystemExit(1)
+
+
+def cores() -> int:
+    """The cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def first_message(sock: socket.socket, frames: ipc.FrameReader) -> ipc.Load:
+    """Wait for the ``Load`` message."""
+    messages: list[ipc.ToWorker] = []
+    while not messages:
+        messages = frames.feed(receive(sock))
+    first, *more = messages
+    if more or not isinstance(first, ipc.Load):  # the parent gave up: nothing else follows before ``Ready``
+        raise ParentGone
+    return first
+
+
+def load(
+    args: argparse.Namespace, sock: socket.socket, frames: ipc.FrameReader
+) -> tuple[Engine, dict[str, Any]]:
+    """The engine and what the parent is told about it. Imports go first, while the parent is busy with its own."""
+    import torch
+
+    torch.set_num_threads(args.threads or cores())
+    factory = resolve(args.factory)
+    message = first_message(sock, frames)
+    start = time.monotonic()
+    engine = factory(message.artifact_dir, message.options)
+    gc.collect()
+    gc.freeze()  # the model's objects live as long as the process: keep them out of every collection
+    return engine, engine.info() | {"load_seconds": time.monotonic() - start, "pid": os.getpid()}
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m optkit.runtime.process.worker")
+    parser.add_argument("--fd", type=int, required=True, help="the inherited socket")
+    parser.add_argument("--parent", type=int, required=True, help="process id of the parent")
+    parser.add_argument("--factory", required=True, help="module:function that builds the engine")
+    parser.add_argument("--threads", type=int, default=0, help="compute threads; 0: one per core")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent(args.parent)
+    logs.configure(source="engine")
+    sock, frames = socket.socket(fileno=args.fd), ipc.FrameReader()
+    try:
+        engine, info = load(args, sock, frames)
+    except ParentGone:
+        return 0
+    except UserError as error:
+        send(sock, ipc.Failed(error.what, error.where, error.fix, is_user_error=True))
+        return 2
+    except Exception as error:
+        logger.exception("the engine could not be loaded")
+        send(sock, ipc.Failed(f"{type(error).__name__}: {error}"))
+        return 1
+    try:
+        send(sock, ipc.Ready(info))
+        Worker(engine, sock, frames).serve()
+    except ParentGone:
+        return 0
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

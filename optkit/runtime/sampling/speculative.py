@@ -1,0 +1,63 @@
+"""Speculative decoding: guess what follows, check all guesses in one step (Leviathan et al. 2023).
+
+A step with one token and k guesses of a sequence costs little more than one with the token alone, because on a CPU
+as on a GPU decoding waits for the weights. The logits after each guess are those that decoding one by one would have
+seen. So every position is *sampled as always*, with its own parameters and its own random number, and a guess is right
+if it is what was sampled; at the first wrong one the rest is dropped. That needs no rejection sampling and no
+exception for temperature: with a kernel whose bits do not depend on the batch, the output is token for token what it is
+without speculation, greedy and seeded, and for unseeded requests its distribution is the same.
+
+KV of wrong guesses stays in its slots and is overwritten: ``num_computed`` never counts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from torch import Tensor
+
+from optkit.runtime.sampling.sampler import sample
+from optkit.runtime.scheduling.scheduler import Result
+from optkit.runtime.types import Failure, ScheduledSequence
+
+
+def first_rows(items: Seq[ScheduledSequence]) -> list[int]:
+    """The row of each item's last known token in the logits of a batch; those of its draft follow."""
+    rows, row = [], 0
+    for item in items:
+        rows.append(row)
+        row += item.num_logits
+    return rows
+
+
+def verify(
+    items: Seq[ScheduledSequence], sampled: Seq[int | Failure], logits: Tensor, rows: Seq[int]
+) -> list[Result]:
+    """For each item the right tokens of its draft and the one after them, or its failure.
+
+    ``sampled[i]`` comes from ``logits[rows[i]]`` (``first_rows``), the last known token of ``items[i]``.
+    """
+    return [
+        token
+        if isinstance(token, Failure)
+        else follow(item, token, logits[row + 1 : row + 1 + len(item.draft)])
+        for item, token, row in zip(items, sampled, rows, strict=True)
+    ]
+
+
+def follow(item: ScheduledSequence, token: int, logits: Tensor) -> tuple[int, ...]:
+    """``token`` and, as long as the draft says the same, what is sampled after it from ``logits`` [draft, V]."""
+    seq, tokens = item.seq, [token]
+    length = len(seq.token_ids)
+    try:
+        for row, guess in enumerate(item.draft):
+            if tokens[-1] != guess or guess in seq.request.sampling.stop_token_ids:
+                break
+            seq.token_ids.append(guess)  # the sampler looks at what came before
+            (following,) = sample(logits[row : row + 1], [seq])
+            if isinstance(following, Failure):
+                break  # it comes again as the first row of the next step, and what is right until here counts
+            tokens.append(following)
+    finally:
+        del seq.token_ids[length:]
+    return tuple(tokens)

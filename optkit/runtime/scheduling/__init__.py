@@ -1,0 +1,1 @@
+"""The scheduler: which tokens of which request run in a step."""

@@ -1,0 +1,1 @@
+"""The HTTP layer below OpenAI's endpoints: access, limits, bodies, errors."""

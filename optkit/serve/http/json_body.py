@@ -1,0 +1,114 @@
+"""Bytes from the network to JSON, strictly.
+
+Python's parser accepts more than JSON and repairs what should be refused: NaN, duplicate keys (the last one
+wins, so a checker in front and the server behind can see different requests), lone surrogates (which no
+UTF-8 text has, and which Rust libraries refuse by panicking), integers of any length. Each of these is a
+400 here, and so are NUL and nesting deeper than any request needs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+
+from optkit.serve.http.errors import ApiError
+
+MAX_DEPTH = 64
+
+
+async def read_json(request: Request, max_bytes: int, timeout_s: float) -> dict[str, Any]:
+    """The JSON object in the body of ``request``.
+
+    Raises:
+        ApiError: 400 not a JSON object, 408 too slow, 413 too large, 415 not plain JSON.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError("the request body must be application/json", code="unsupported_media_type", status=415)
+    if request.headers.get("content-encoding", "identity") != "identity":
+        raise ApiError("compressed bodies are not accepted", code="unsupported_media_type", status=415)
+    try:
+        async with asyncio.timeout(timeout_s):
+            body = await _read(request, max_bytes)
+    except TimeoutError:
+        raise ApiError("the request body came too slowly", code="request_timeout", status=408) from None
+    except ClientDisconnect:
+        raise ApiError("the client left", code="client_closed_request", status=400) from None
+    return parse_object(body)
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    """The body, counted as it streams in: ``Content-Length`` may lie or be absent."""
+    too_large = ApiError(f"the request body exceeds {max_bytes} bytes", code="request_too_large", status=413)
+    length = request.headers.get("content-length", "0")
+    if length.isdecimal() and int(length[:20]) > max_bytes:
+        raise too_large
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > max_bytes:
+            raise too_large
+    return bytes(body)
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """Strict JSON: one object, as RFC 8259 and RFC 7493 (I-JSON) have it.
+
+    Raises:
+        ApiError: 400 with the reason.
+    """
+    try:
+        data = json.loads(body.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_constant)
+    except UnicodeDecodeError:
+        raise _bad("the request body is not UTF-8") from None
+    except (ValueError, RecursionError):
+        raise _bad("the request body is not valid JSON") from None
+    if not isinstance(data, dict):
+        raise _bad("the request body must be a JSON object")
+    _check(data, 0)
+    return data
+
+
+def _bad(message: str) -> ApiError:
+    return ApiError(message, code="invalid_json")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data = dict(pairs)
+    if len(data) != len(pairs):
+        raise _bad("the request body has a duplicate key")
+    return data
+
+
+def _constant(name: str) -> None:
+    raise _bad(f"{name} is not JSON")
+
+
+def _check(value: Any, depth: int) -> None:
+    """Walk ``value`` and refuse what strict JSON text cannot carry safely."""
+    if depth > MAX_DEPTH:
+        raise _bad(f"the request body is nested deeper than {MAX_DEPTH}")
+    if isinstance(value, str):
+        _check_text(value)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise _bad("a number is out of range")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _check_text(key)
+            _check(item, depth + 1)
+    elif isinstance(value, list) and set(map(type, value)) != {int}:
+        for item in value:
+            _check(item, depth + 1)
+
+
+def _check_text(text: str) -> None:
+    if "\0" in text:
+        raise _bad("a string contains NUL")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise _bad("a string contains a lone surrogate") from None

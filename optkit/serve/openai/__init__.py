@@ -1,0 +1,1 @@
+"""OpenAI's endpoints: request fields, prompts, generation, streams."""

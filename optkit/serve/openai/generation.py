@@ -1,0 +1,230 @@
+"""One choice of an answer: engine outputs in, text out.
+
+``generate_text`` is the only consumer of the engine. It detokenizes, looks for stop strings, and observes the
+metrics. Leaving it early, by a stop string, a disconnect or a shutdown, closes the engine's generator, and
+that aborts the request and frees its KV.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import NamedTuple, cast
+
+from optkit.runtime.process.client import ENGINE_DIED, ENGINE_GONE, ENGINE_STOPPED
+from optkit.runtime.types import (
+    QUEUE_TIMEOUT,
+    EngineRequest,
+    FinishReason,
+    FirstToken,
+    TokenLogprob,
+    TokenOutput,
+)
+from optkit.serve.engine_api import Engine
+from optkit.serve.http.errors import ApiError, internal_error
+from optkit.serve.metrics import Metrics, SequenceMetrics
+from optkit.serve.quarantine import QUARANTINED
+from optkit.text.detokenizer import StopStrings
+from optkit.text.tokenizer import Tokenizer
+
+TTFT_UNREACHABLE = "ttft_slo_unreachable"
+
+
+class Delta(NamedTuple):
+    """What engine outputs add to one choice of the answer."""
+
+    choice: int
+    text: str
+    num_tokens: int  # generated for the choice so far, a stop token among them
+    finish_reason: FinishReason | None
+    logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens since the last delta, when asked for
+    first: FirstToken | None = None  # in the first delta
+    token_ids: tuple[int, ...] = ()  # generated since the last delta
+
+
+@dataclass(frozen=True)
+class Work:
+    """One choice to generate, and what its text needs beyond the engine's request.
+
+    Attributes:
+        index: of the choice.
+        stops: strings that end the text.
+        keep_stop: the text includes the stop string that ended it.
+        skip_special: special tokens are no text.
+        echo: the prompt's text when the choice begins with it.
+        prompt_only: no token was asked for; the engine cannot generate none, so its first one is dropped.
+        list_stop_token: a stop token has an entry in the logprobs, though not in the text.
+        n: choices of this prompt, told by the first of them only, which counts the prompt; 0 in the others.
+    """
+
+    index: int
+    request: EngineRequest
+    stops: Sequence[str] = ()
+    keep_stop: bool = False
+    skip_special: bool = True
+    echo: str | None = None
+    prompt_only: bool = False
+    list_stop_token: bool = False
+    n: int = 1
+
+
+async def generate_text(
+    engine: Engine, tokenizer: Tokenizer, metrics: Metrics, work: Work
+) -> AsyncGenerator[Delta, None]:
+    """Deltas until one has a ``finish_reason``; outputs without new text are held until there is some, or the end.
+
+    Raises:
+        ApiError: 500 the engine failed this request, 503 it died, 429 it cannot keep its promise, 400 the request
+            is what it died of.
+    """
+    request = work.request
+    observed = metrics.sequence(request, work.n)
+    choice = _Choice(tokenizer, work)
+    reason = FinishReason.ABORT
+    try:
+        async with aclosing(cast(AsyncGenerator[TokenOutput, None], engine.generate(request))) as outputs:
+            async for output in outputs:
+                delta = choice.push(output, observed)
+                if delta and delta.finish_reason:
+                    reason = delta.finish_reason
+                if delta:
+                    yield delta
+                if reason is not FinishReason.ABORT:
+                    return
+        raise internal_error("the engine ended a stream without a reason")
+    except ApiError:
+        reason = FinishReason.ERROR
+        raise
+    finally:
+        observed.finish(reason)
+
+
+class _Choice:
+    """One choice as it grows: detokenizer, stop strings, echo, and logprobs that wait for their text."""
+
+    def __init__(self, tokenizer: Tokenizer, work: Work) -> None:
+        self._work, self._min_tokens = work, work.request.sampling.min_tokens
+        self._detokenizer = tokenizer.detokenizer(work.skip_special)
+        self._stops = StopStrings(work.stops, work.keep_stop)
+        self._echo, self._logprobs = work.echo or "", list[TokenLogprob]()
+        self._first: FirstToken | None = None
+        self._ids: list[int] = []
+        if work.request.sampling.prompt_logprobs is not None:
+            self._logprobs.append(TokenLogprob(work.request.prompt_ids[0], None))
+
+    def push(self, output: TokenOutput, observed: SequenceMetrics) -> Delta | None:
+        """What ``output`` makes of the choice; None when there is nothing to show yet."""
+        observed.num_preemptions = output.num_preemptions
+        _raise_failure(output)
+        if output.first:
+            self._first = output.first
+            observed.first_token(output.first)
+        self._logprobs += output.prompt_logprobs
+        if not output.token_ids and not output.finish_reason:
+            return None  # a part of the prompt was scored
+        if self._work.prompt_only:
+            return self._delta("", 0, FinishReason.LENGTH)
+        new = output.generated_ids
+        if new:
+            observed.tokens(len(new))
+        self._ids += new
+        listed = len(new if self._work.list_stop_token else output.token_ids)
+        self._logprobs += output.logprobs[:listed]
+        piece, finish = self._text(output, observed.num_tokens)
+        return self._delta(piece, observed.num_tokens, finish) if piece or finish else None
+
+    def _delta(self, piece: str, num_tokens: int, finish: FinishReason | None) -> Delta:
+        text, self._echo = self._echo + piece, ""
+        logprobs, self._logprobs = tuple(self._logprobs), []
+        first, self._first = self._first, None
+        ids, self._ids = tuple(self._ids), []
+        return Delta(self._work.index, text, num_tokens, finish, logprobs, first, ids)
+
+    def _text(self, output: TokenOutput, num_tokens: int) -> tuple[str, FinishReason | None]:
+        piece = self._detokenizer.push(output.token_ids) if output.token_ids else ""
+        if num_tokens >= self._min_tokens:  # before that, a stop string is ordinary text
+            piece = self._stops.push(piece)
+        if self._stops.matched is not None:
+            return piece, FinishReason.STOP
+        if output.finish_reason is not None:
+            piece += self._stops.flush()
+        return piece, output.finish_reason
+
+
+def _raise_failure(output: TokenOutput) -> None:
+    if output.error in (ENGINE_DIED, ENGINE_GONE, ENGINE_STOPPED):
+        raise ApiError("the engine is gone; try again", code="engine_unavailable", status=503, retry_after=1)
+    if output.error == QUEUE_TIMEOUT:
+        raise ApiError(f"{QUEUE_TIMEOUT}; try again later", code="queue_timeout", status=503, retry_after=1)
+    if output.error == QUARANTINED:
+        message = "this request ended the engine twice and is refused for some minutes"
+        raise ApiError(message, code="request_quarantined")
+    if output.retry_after is not None:
+        message = "the first token would come later than promised; try again later"
+        seconds = max(1, math.ceil(output.retry_after))
+        raise ApiError(message, code=TTFT_UNREACHABLE, status=429, retry_after=seconds)
+    if output.finish_reason is FinishReason.ERROR:
+        raise internal_error(output.error or "the engine failed a request")
+    if output.finish_reason is FinishReason.ABORT:
+        raise internal_error("the engine aborted a request")
+
+
+async def merge(streams: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[Delta, None]:
+    """The deltas of all ``streams`` as they come; one failure ends them all."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:
+            async for delta in only:
+                yield delta
+        return
+    queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue(maxsize=2 * len(streams))
+    tasks = [asyncio.create_task(_pump(stream, queue)) for stream in streams]
+    try:
+        async for delta in _drain(queue, len(streams)):
+            yield delta
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(stream: AsyncGenerator[Delta, None], queue: asyncio.Queue[Delta | Exception | None]) -> None:
+    """Move ``stream`` into ``queue``; its end is None, its failure the exception."""
+    end: Exception | None = None
+    try:
+        async with aclosing(stream):
+            async for delta in stream:
+                await queue.put(delta)
+    except Exception as error:  # noqa: BLE001 - raised again by _drain
+        end = error
+    await queue.put(end)
+
+
+async def _drain(queue: asyncio.Queue[Delta | Exception | None], open_streams: int) -> AsyncIterator[Delta]:
+    while open_streams:
+        item = await queue.get()
+        if isinstance(item, Exception):
+            raise item
+        if item is None:
+            open_streams -= 1
+        else:
+            yield item
+
+
+async def collect(deltas: AsyncGenerator[Delta, None], count: int) -> list[Delta]:
+    """Each of ``count`` choices as one delta, by index."""
+    parts: list[list[Delta]] = [[] for _ in range(count)]
+    async with aclosing(deltas):
+        async for delta in deltas:
+            parts[delta.choice].append(delta)
+    return [
+        found[-1]._replace(
+            text="".join(delta.text for delta in found),
+            logprobs=tuple(entry for delta in found for entry in delta.logprobs),
+            token_ids=tuple(token for delta in found for token in delta.token_ids),
+            first=found[0].first,
+        )
+        for found in parts
+    ]

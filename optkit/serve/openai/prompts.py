@@ -1,0 +1,198 @@
+"""Requests to token ids that fit the context.
+
+Short prompts are tokenized on the event loop, because a hop to a thread costs more than the work. Long ones
+go to a small thread pool, so that the streams of others keep flowing, and a text that cannot fit is refused
+by its length in bytes before it is tokenized at all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from optkit.serve.http.errors import ApiError, printable
+from optkit.serve.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from optkit.text.chat_template import TemplateFailure
+from optkit.text.tokenizer import Tokenizer
+
+INLINE_CHARS = 4096  # about a millisecond of tokenization
+RESERVED = frozenset(["messages", "tools", "documents", "add_generation_prompt", "chat_template"])
+COMPLETION_TOKENS = 16  # OpenAI's default for completions
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids, and the text they came from (or stand for, when they are echoed)."""
+
+    ids: list[int]
+    text: str
+
+
+class PromptReader:
+    """Turns requests into lists of token ids.
+
+    Args:
+        tokenizer: of the served model.
+        max_model_len: tokens of prompt and answer together.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, max_model_len: int) -> None:
+        self.tokenizer, self.max_model_len = tokenizer, max_model_len
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
+
+    async def read(self, request: GenerationRequest) -> list[Prompt]:
+        """Each prompt of ``request`` as token ids.
+
+        Raises:
+            ApiError: 400, for everything that is wrong with a prompt.
+        """
+        if isinstance(request, ChatRequest):
+            return [await self._chat(request)]
+        if isinstance(request, CompletionRequest):
+            return [await self._prompt(prompt, request) for prompt in request.prompt]
+        raise TypeError(type(request).__name__)
+
+    async def _chat(self, request: ChatRequest) -> Prompt:
+        size = sum(len(message.content) for message in request.messages)
+        text = await self._run(size, functools.partial(self.render, request))
+        ids = await self._encode(text, request, "messages", special=bool(request.add_special_tokens))
+        return self._checked(text, ids, request, "messages")
+
+    def render(self, request: ChatRequest) -> str:
+        """The messages as one text."""
+        template = self.tokenizer.chat_template
+        if template is None:
+            message = "this model has no chat template; use /v1/completions"
+            raise ApiError(message, param="messages", code="no_chat_template")
+        reserved = RESERVED | set(template.special_tokens)
+        for name in (request.chat_template_kwargs or {}).keys() & reserved:
+            raise ApiError(f"'{name}' cannot be set here", param="chat_template_kwargs", code="invalid_value")
+        messages = [message.for_template() for message in request.messages]
+        variables = template_variables(request)
+        render = template.render_open if request.continue_final_message else template.render
+        try:
+            return render(messages, **variables)
+        except TemplateFailure as failure:
+            raise ApiError(str(failure), param="messages", code="template_error") from failure
+
+    async def _prompt(self, prompt: str | list[int], request: CompletionRequest) -> Prompt:
+        if isinstance(prompt, str):
+            special = request.add_special_tokens is not False
+            ids = await self._encode(prompt, request, "prompt", special=special)
+            return self._checked(prompt, ids, request, "prompt")
+        return self._checked(None, prompt, request, "prompt")
+
+    async def _encode(self, text: str, request: GenerationRequest, param: str, *, special: bool) -> list[int]:
+        if not text:
+            raise ApiError("the prompt is empty", param=param, code="empty_prompt")
+        if len(text) > self.max_model_len and request.truncate_prompt_tokens is None:
+            self._refuse_hopeless(text, param)  # a shorter text has too few characters to be too long
+        work = functools.partial(self.tokenizer.encode, text, add_special_tokens=special)
+        return await self._run(len(text), work)
+
+    async def _run(self, size: int, work: Callable[[], Result]) -> Result:
+        if size <= INLINE_CHARS:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def _refuse_hopeless(self, text: str, param: str) -> None:
+        fewest = len(text.encode()) // self.tokenizer.longest_token
+        if fewest > self.max_model_len:
+            raise overflow(self.max_model_len, param, f"at least {fewest}")
+
+    def _checked(self, text: str | None, ids: list[int], request: GenerationRequest, param: str) -> Prompt:
+        """The prompt after ``truncate_prompt_tokens``; all ids are tokens of the model."""
+        if not ids:
+            raise ApiError("the prompt is empty", param=param, code="empty_prompt")
+        self._check_ids(param, ids)
+        keep = request.truncate_prompt_tokens
+        if keep is not None:
+            keep = self.max_model_len - max(request.token_limit or 1, 1) if keep == -1 else keep
+            if not 1 <= keep <= self.max_model_len:
+                message = f"at least one token and at most {self.max_model_len} must remain of the prompt"
+                raise ApiError(message, param="truncate_prompt_tokens", code="invalid_value")
+            if len(ids) > keep:
+                text, ids = None, ids[:keep] if request.truncation_side == "right" else ids[-keep:]
+        if text is None and request.echoes:
+            text = self.tokenizer.decode(ids)
+        return Prompt(ids, text or "")
+
+    def _check_ids(self, param: str, ids: Sequence[int]) -> None:
+        """Refuse the first of ``ids``, which the field ``param`` holds, that is no token of the model."""
+        size = self.tokenizer.vocab_size
+        if not ids or (min(ids) >= 0 and max(ids) < size):
+            return
+        wrong = next(token for token in ids if not 0 <= token < size)
+        message = f"'{param}': {printable(str(wrong), 30)} is not a token id, which must be in [0, {size})"
+        raise ApiError(message, param=param, code="invalid_token_id")
+
+    def token_budget(self, request: GenerationRequest, num_prompt: int) -> int:
+        """How many tokens to generate after a prompt of ``num_prompt`` tokens; 0 if asked for none.
+
+        Raises:
+            ApiError: 400, prompt and answer do not fit ``max_model_len`` together.
+        """
+        room, asked = self.max_model_len - num_prompt, request.token_limit
+        param = "messages" if isinstance(request, ChatRequest) else "prompt"
+        if room < max(asked or 1, 1):
+            raise overflow(self.max_model_len, param, num_prompt, asked)
+        default = room if isinstance(request, ChatRequest) else min(COMPLETION_TOKENS, room)
+        budget = default if asked is None else asked
+        if (request.min_tokens or 0) > budget:
+            message = f"min_tokens is {request.min_tokens}, but at most {budget} tokens are generated"
+            raise ApiError(message, param="min_tokens", code="invalid_value")
+        return budget
+
+    def check_token_ids(self, request: GenerationRequest) -> None:
+        """Refuse fields with ids that are no tokens of the model, or that leave no token to choose."""
+        for name, ids in request.named_tokens.items():
+            self._check_ids(name, ids)
+        allowed = set(request.allowed_token_ids or ())
+        stops = request.sampling(1, self.tokenizer.eos_ids).stop_token_ids
+        if request.min_tokens and allowed and allowed <= set(stops):
+            message = "min_tokens forbids every one of the allowed tokens"
+            raise ApiError(message, param="allowed_token_ids", code="invalid_value")
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def template_variables(request: ChatRequest) -> dict[str, Any]:
+    """The variables of the chat template that ``request`` sets, with vLLM's meaning of ``reasoning_effort``."""
+    variables: dict[str, Any] = dict(request.chat_template_kwargs or {})
+    if request.add_generation_prompt is not None:
+        variables["add_generation_prompt"] = request.add_generation_prompt
+    if request.reasoning_effort is not None:
+        variables["reasoning_effort"] = request.reasoning_effort
+        variables.setdefault("enable_thinking", request.reasoning_effort != "none")
+    return variables
+
+
+def overflow(limit: int, param: str, num_prompt: int | str, asked: int | None = None) -> ApiError:
+    """The 400 of a request that does not fit the context, in OpenAI's words.
+
+    Clients search the message for these words to know that a shorter conversation would be answered.
+
+    Args:
+        limit: tokens of prompt and answer together.
+        param: the field that holds the prompt.
+        num_prompt: tokens of the prompt, or in words how many at least, where it was not tokenized.
+        asked: tokens of the answer; None or 0 when none were asked for.
+    """
+    wanted = f"your {param} resulted in {num_prompt} tokens, and an answer needs at least one"
+    shorten = param
+    if asked and isinstance(num_prompt, int):
+        total = num_prompt + asked
+        wanted = f"you requested {total} tokens ({num_prompt} in the {param}, {asked} in the completion)"
+        shorten = f"{param} or completion"
+    message = (
+        f"This model's maximum context length is {limit} tokens. However, {wanted}. "
+        f"Please reduce the length of the {shorten}."
+    )
+    return ApiError(message, param=param, code="context_length_exceeded")

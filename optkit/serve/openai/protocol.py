@@ -1,0 +1,268 @@
+"""The requests of OpenAI's chat and completion endpoints, checked before anything is allocated.
+
+Three kinds of fields:
+
+- **supported**: typed and bounded below; a wrong value is 400 and names the field;
+- **unsupported meaning** (``unsupported``: tools, structured output, ...): 400 unless the value asks for nothing, or
+  accepted, if the field cannot change an answer here (``HARMLESS``);
+- **unknown**: accepted with a log line, because clients send private extras and must keep working.
+
+Beyond OpenAI, with vLLM's names and meanings: ``top_k, min_p, repetition_penalty, min_tokens, ignore_eos,
+stop_token_ids, allowed_token_ids, include_stop_str_in_output, skip_special_tokens, add_special_tokens,
+truncate_prompt_tokens, truncation_side, return_token_ids, return_tokens_as_token_ids, request_id,
+add_generation_prompt, continue_final_message``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from optkit.runtime.types import SamplingParams
+from optkit.serve.http.errors import ApiError, printable, unsupported
+from optkit.serve.openai.fields import (
+    MAX_BIASES,
+    MAX_CHOICES,
+    MAX_INT,
+    MAX_LOGPROBS,
+    MAX_MESSAGES,
+    Content,
+    Count,
+    LogitBias,
+    Natural,
+    Penalty,
+    Prompts,
+    Scalar,
+    Stops,
+)
+from optkit.serve.openai.unsupported import HARMLESS, INERT, refuse_unsupported
+
+log = logging.getLogger("optkit.serve")
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class GenerationRequest(BaseModel):
+    """What chat and completions have in common."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: Annotated[str, Field(max_length=512)] | None = None
+    max_tokens: Count | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    best_of: Count | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: Stops = []
+    stop_token_ids: Annotated[list[Natural], Field(max_length=64)] | None = None
+    include_stop_str_in_output: bool | None = None
+    min_tokens: Natural | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
+    logit_bias: LogitBias | None = None
+    allowed_token_ids: Annotated[list[Natural], Field(min_length=1, max_length=MAX_BIASES)] | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")] | None = None
+    priority: Annotated[int, Field(ge=-100, le=100)] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    cache_salt: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")] | None = None
+    ttft_details: bool | None = None
+
+    @property
+    def token_limit(self) -> int | None:
+        """The number of tokens asked for, None for the endpoint's default."""
+        return self.max_tokens
+
+    @property
+    def num_choices(self) -> int:
+        """Answers to each prompt."""
+        return self.n or 1
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Likely tokens to report at each position of the answer, None for no logprobs."""
+        return None
+
+    @property
+    def echoes(self) -> bool:
+        """True when the answer begins with the prompt."""
+        return False
+
+    @property
+    def named_tokens(self) -> dict[str, list[int]]:
+        """The fields that hold token ids, with the ids."""
+        return {
+            "stop_token_ids": self.stop_token_ids or [],
+            "allowed_token_ids": self.allowed_token_ids or [],
+            "logit_bias": [token for token, _ in self.logit_bias or ()],
+        }
+
+    def sampling(self, max_tokens: int, eos_ids: tuple[int, ...], choice: int = 0) -> SamplingParams:
+        """The engine's view of one of the ``n`` answers; end-of-sequence ids are ordinary stop ids to it."""
+        stops = tuple(self.stop_token_ids or ()) + (() if self.ignore_eos else eos_ids)
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=max(self.top_k or 0, 0),
+            min_p=self.min_p or 0.0,
+            seed=choice_seed(self.seed, choice),
+            min_tokens=self.min_tokens or 0,
+            stop_token_ids=stops,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            logit_bias=self.logit_bias or (),
+            allowed_token_ids=tuple(self.allowed_token_ids or ()),
+            logprobs=self.num_logprobs,
+            prompt_logprobs=self.num_logprobs if self.echoes else None,
+        )
+
+
+def choice_seed(seed: int | None, choice: int) -> int | None:
+    """The seed of one of the ``n`` answers. The first has the request's own, so that n changes nothing for it."""
+    if seed is None or choice == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}:choice:{choice}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, signed=True)
+
+
+class Message(BaseModel):
+    """One turn; the template sees ``role``, ``content`` and, when given, ``name``."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content = ""
+    name: Annotated[str, Field(max_length=256)] | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        return {"role": self.role, "content": self.content} | ({"name": self.name} if self.name else {})
+
+
+class ChatRequest(GenerationRequest):
+    """Body of ``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    chat_template_kwargs: Annotated[dict[str, Scalar], Field(max_length=16)] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    @property
+    def token_limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.top_logprobs or 0 if self.logprobs else None
+
+
+class CompletionRequest(GenerationRequest):
+    """Body of ``POST /v1/completions``. ``max_tokens`` 0 generates nothing: with ``echo`` it scores the prompt."""
+
+    prompt: Prompts
+    max_tokens: Natural | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def echoes(self) -> bool:
+        return bool(self.echo)
+
+
+Body = TypeVar("Body", bound=GenerationRequest)
+
+
+def parse_request(kind: type[Body], data: dict[str, Any]) -> Body:
+    """Check ``data`` against ``kind``.
+
+    Raises:
+        ApiError: 400 that names the field.
+    """
+    refuse_unsupported(data, kind.model_fields)
+    try:
+        request = kind.model_validate(data)
+    except ValidationError as error:
+        raise _explain(error) from None
+    _check_together(request)
+    if unknown := sorted(set(request.model_extra or {}) - INERT.keys() - HARMLESS):
+        log.info("ignoring unknown fields: %s", printable(", ".join(unknown)))
+    return request
+
+
+def _check_together(request: GenerationRequest) -> None:
+    """What one field alone does not show."""
+    if request.stream_options and not request.stream:
+        raise _invalid("stream_options", "'stream_options' needs 'stream': true")
+    if (
+        request.ttft_details
+        and request.stream
+        and not (request.stream_options or StreamOptions()).include_usage
+    ):
+        raise _invalid("ttft_details", "they are part of the usage: a stream needs 'include_usage': true")
+    if request.best_of not in (None, request.num_choices):
+        raise _invalid("best_of", "'best_of' must equal 'n': choices are not ranked")
+    if request.spaces_between_special_tokens is False and request.skip_special_tokens is False:
+        message = "special tokens are written as the tokenizer writes them, with its spaces or without"
+        raise unsupported("spaces_between_special_tokens", message)
+    num_prompts = len(request.prompt) if isinstance(request, CompletionRequest) else 1
+    if num_prompts * request.num_choices > MAX_CHOICES:
+        raise _invalid("n", f"at most {MAX_CHOICES} choices in one request: prompts times n")
+    if isinstance(request, ChatRequest):
+        _check_chat(request)
+
+
+def _check_chat(request: ChatRequest) -> None:
+    if request.top_logprobs and not request.logprobs:
+        raise _invalid("top_logprobs", "'top_logprobs' needs 'logprobs': true")
+    if request.continue_final_message:
+        if request.add_generation_prompt:
+            message = "'continue_final_message' and 'add_generation_prompt' exclude each other"
+            raise _invalid("continue_final_message", message)
+        if request.messages[-1].role != "assistant" or not request.messages[-1].content.strip():
+            message = "'continue_final_message' needs a last message of the assistant with text"
+            raise _invalid("continue_final_message", message)
+
+
+def _invalid(param: str, message: str) -> ApiError:
+    return ApiError(message, param=param, code="invalid_value")
+
+
+def _explain(error: ValidationError) -> ApiError:
+    """The first problem, in words that show nothing but the field and the rule."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    path = [str(part) for part in first["loc"]]
+    param = path[0] if path else None
+    where = ".".join(path[:4])
+    message = first["msg"].removeprefix("Value error, ")
+    code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
+    return ApiError(f"'{printable(where, 100)}': {printable(message, 200)}", param=param, code=code)

@@ -1,0 +1,294 @@
+"""The HTTP answer to a generation request, from admission to the last byte.
+
+The whole life of a request is one ``Reply``: take slots, tokenize, generate, write, give the slots back. It
+runs beside a task that listens for the client's disconnect; when the client goes, the work is cancelled at
+whatever point it has reached, and cancelling it aborts the sequences in the engine.
+
+The status line of a stream waits for the first token. So an engine that fails before it answers 500, which
+clients and load balancers can act on, and not 200 with bad news inside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from optkit.runtime.types import EngineRequest
+from optkit.serve.engine_api import Engine, ServeSettings
+from optkit.serve.http.admission import Admission
+from optkit.serve.http.errors import ApiError, internal_error
+from optkit.serve.metrics import Metrics
+from optkit.serve.openai.generation import TTFT_UNREACHABLE, Delta, Work, collect, generate_text, merge
+from optkit.serve.openai.logprobs import ChatLogprobs, CompletionLogprobs, LogprobFormat
+from optkit.serve.openai.prompts import Prompt, PromptReader
+from optkit.serve.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from optkit.serve.openai.stream import ChunkWriter, ReplyForm, ReplyHead, error_event, whole_reply
+from optkit.serve.shutdown import LAST_WORDS_SECONDS, RequestsInFlight, shutting_down
+from optkit.serve.tracing import Record, Tracing
+
+log = logging.getLogger("optkit.serve")
+
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+@dataclass(frozen=True)
+class Service:
+    """The parts that answering a request takes."""
+
+    engine: Engine
+    prompts: PromptReader
+    metrics: Metrics
+    admission: Admission
+    settings: ServeSettings
+    tracing: Tracing | None = None
+    requests: RequestsInFlight = field(default_factory=RequestsInFlight)
+
+    def check(self, request: GenerationRequest) -> None:
+        """Refuse early what needs no tokenizer to refuse.
+
+        Raises:
+            ApiError: 400, 404 unknown model, 503 the engine is gone.
+        """
+        if request.model is not None and request.model not in self.settings.model_names:
+            message = "this model is not served here; GET /v1/models lists what is"
+            raise ApiError(message, param="model", code="model_not_found", status=404)
+        if request.priority and self.settings.scheduling_policy == "fcfs":
+            message = "priorities need a server with --scheduling-policy slo"
+            raise ApiError(message, param="priority", code="unsupported_parameter")
+        self.prompts.check_token_ids(request)
+        if not self.engine.is_healthy:
+            raise ApiError(
+                "the engine is not available", code="engine_unavailable", status=503, retry_after=5
+            )
+
+
+class Reply(Response):
+    """Answers ``request``, which arrived at ``arrival`` (``time.monotonic()``).
+
+    ``tenant`` names the key it came with; requests of different tenants share no cached KV. ``parent`` are the headers
+    that say which trace it belongs to.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        request: GenerationRequest,
+        arrival: float,
+        tenant: str = "",
+        parent: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__()
+        self._tenant = tenant
+        self._service, self._request, self._arrival = service, request, arrival
+        self._is_chat = isinstance(request, ChatRequest)
+        self._engine_name = uuid.uuid4().hex  # clients may use a request_id twice
+        name = ("chatcmpl-" if self._is_chat else "cmpl-") + (request.request_id or self._engine_name)
+        model = service.settings.model_names[0] if request.model is None else request.model
+        self._head = ReplyHead(name, int(time.time()), model, self._is_chat)
+        self._record = Record(
+            operation="chat" if self._is_chat else "text_completion",
+            reply_id=name,
+            model=model,
+            arrival=arrival,
+            parent=parent or {},
+            max_tokens=request.token_limit,
+            temperature=request.temperature,
+            top_p=request.top_p,
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = asyncio.create_task(self._answer(send))
+        watch = asyncio.create_task(_disconnect(receive))
+        try:
+            await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone = not work.done()
+            for task in (work, watch):
+                task.cancel()
+            await asyncio.gather(work, watch, return_exceptions=True)
+        if not gone:
+            work.result()
+
+    async def _answer(self, send: Send) -> None:
+        """The answer, or how it failed, and the line in the log that says so."""
+        wire, outcome = _Wire(send), "ok"
+        try:
+            async with self._service.requests.limit(self._deadline()):
+                await self._generate_and_send(wire)
+        except asyncio.CancelledError:  # nobody listens
+            outcome = "cancelled"
+            raise
+        except Exception as error:
+            failure = self._failure(error)
+            outcome = failure.code or "error"
+            if failure.code == TTFT_UNREACHABLE:
+                self._service.metrics.rejections["ttft_slo"].inc()
+            if not wire.started:
+                raise failure from error
+            await wire.fail(failure)
+        finally:
+            self._record.outcome = outcome
+            self._log()
+
+    def _deadline(self) -> float | None:
+        """When the request has taken too long, on the event loop's clock."""
+        limit = self._service.settings.request_timeout_s
+        if limit is None:
+            return None
+        return asyncio.get_running_loop().time() + self._arrival + limit - time.monotonic()
+
+    def _failure(self, error: Exception) -> ApiError:
+        """``error`` as the client is told of it."""
+        if isinstance(error, ApiError):
+            return error
+        if isinstance(error, TimeoutError) and self._service.requests.is_cut:
+            return shutting_down()
+        if isinstance(error, TimeoutError):
+            limit = self._service.settings.request_timeout_s
+            return ApiError(f"not answered within {limit:g} s", code="request_timeout", status=504)
+        return internal_error(error)
+
+    def _log(self) -> None:
+        """The line in the log, and the span of the trace."""
+        done = self._record
+        if self._service.tracing:
+            self._service.tracing.record(done)
+        event = {
+            "id": done.reply_id,
+            "outcome": done.outcome,
+            "stream": bool(self._request.stream),
+            "seconds": round(time.monotonic() - self._arrival, 3),
+            "tenant": self._tenant,
+            "prompt_tokens": done.num_prompt,
+            "completion_tokens": done.num_output,
+        }
+        if done.first:  # of the first choice: where the time to its first token went
+            event |= {name: round(value, 4) for name, value in msgspec.structs.asdict(done.first).items()}
+        log.info("request", extra={"event": event})
+
+    async def _generate_and_send(self, wire: _Wire) -> None:
+        request = self._request
+        count = len(request.prompt) if isinstance(request, CompletionRequest) else 1
+        with self._service.admission.slots(count * request.num_choices):
+            prompts = await self._service.prompts.read(request)
+            works = [work for at, prompt in enumerate(prompts) for work in self._works(at, prompt)]
+            deltas = self._observed(merge([self._generate(work) for work in works]), len(works))
+            form = ReplyForm(
+                prompts=[prompt.ids for prompt in prompts],
+                formats=[self._logprob_format() for _ in works],
+                show_ids=bool(request.return_token_ids),
+                ttft_details=bool(request.ttft_details),
+            )
+            self._record.num_prompt = sum(len(prompt.ids) for prompt in prompts)
+            await (self._stream if request.stream else self._whole)(deltas, form, wire)
+
+    def _works(self, at: int, prompt: Prompt) -> Iterator[Work]:
+        """The ``n`` choices of the prompt number ``at``."""
+        prompts, request = self._service.prompts, self._request
+        budget, n = prompts.token_budget(request, len(prompt.ids)), request.num_choices
+        for j in range(n):
+            index = at * n + j
+            engine_request = EngineRequest(
+                request_id=f"{self._engine_name}-{index}",
+                prompt_ids=tuple(prompt.ids),
+                sampling=request.sampling(max(budget, 1), prompts.tokenizer.eos_ids, j),
+                arrival=self._arrival,
+                priority=request.priority or 0,
+                cache_salt=f"{self._tenant}:{request.cache_salt or ''}",
+            )
+            yield Work(
+                index=index,
+                request=engine_request,
+                stops=request.stop,
+                keep_stop=bool(request.include_stop_str_in_output),
+                skip_special=request.skip_special_tokens is not False,
+                echo=prompt.text if request.echoes else None,
+                prompt_only=budget == 0,
+                list_stop_token=not self._is_chat or bool(request.return_token_ids),
+                n=n if j == 0 else 0,
+            )
+
+    def _logprob_format(self) -> LogprobFormat | None:
+        if self._request.num_logprobs is None:
+            return None
+        texts, as_ids = self._service.prompts.tokenizer.token_texts, self._request.return_tokens_as_token_ids
+        return (ChatLogprobs if self._is_chat else CompletionLogprobs)(texts, bool(as_ids))
+
+    def _generate(self, work: Work) -> AsyncGenerator[Delta, None]:
+        service = self._service
+        return generate_text(service.engine, service.prompts.tokenizer, service.metrics, work)
+
+    async def _observed(self, deltas: AsyncGenerator[Delta, None], count: int) -> AsyncGenerator[Delta, None]:
+        """``deltas`` of ``count`` choices, as they come, for the record."""
+        done, tokens, reasons = self._record, [0] * count, [""] * count
+        async with aclosing(deltas):
+            async for delta in deltas:
+                done.first_at = done.first_at or time.monotonic()
+                if delta.choice == 0:
+                    done.first = done.first or delta.first
+                done.num_output += delta.num_tokens - tokens[delta.choice]
+                tokens[delta.choice] = delta.num_tokens
+                if delta.finish_reason:
+                    reasons[delta.choice] = delta.finish_reason.value
+                    done.finish_reasons = tuple(reasons)
+                yield delta
+
+    async def _whole(self, deltas: AsyncGenerator[Delta, None], form: ReplyForm, wire: _Wire) -> None:
+        answers = await collect(deltas, len(form.formats))
+        await wire.whole(whole_reply(self._head, form, answers))
+
+    async def _stream(self, deltas: AsyncGenerator[Delta, None], form: ReplyForm, wire: _Wire) -> None:
+        options = self._request.stream_options
+        usage = options is not None and options.include_usage
+        continuous = options is not None and options.continuous_usage_stats
+        writer = ChunkWriter(self._head, form, usage, continuous)
+        async with aclosing(deltas):
+            async for delta in deltas:
+                await wire.event(writer.chunk(delta))
+        await wire.event(writer.last(), more=False)
+
+
+class _Wire:
+    """The way back to the client: one JSON body, or events of which the first takes the response head with it."""
+
+    def __init__(self, send: Send) -> None:
+        self._send, self.started, self._streams = send, False, False
+
+    async def event(self, event: bytes, more: bool = True) -> None:
+        if not self.started:
+            self.started = self._streams = True
+            await self._send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+        await self._send({"type": "http.response.body", "body": event, "more_body": more})
+
+    async def whole(self, body: bytes) -> None:
+        self.started = True
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def fail(self, error: ApiError) -> None:
+        """End a stream with ``error``; a client that does not read must not hold up the end."""
+        if self._streams:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LAST_WORDS_SECONDS):
+                    await self.event(error_event(error), more=False)
+
+
+async def _disconnect(receive: Receive) -> None:
+    """Return when the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,151 @@
+"""The OpenAPI 3.1 document of the server, at ``GET /openapi.json``.
+
+The request bodies are the schemas of the models that check them (``protocol``), so the document cannot promise other
+fields. A schema cannot say everything that is checked: the vocabulary, the context length, fields that exclude each
+other. Such requests are 400 although they fit the schema. Fields of ``unsupported`` are left out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from optkit.serve.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from optkit.version import VERSION
+
+Schema = dict[str, Any]
+
+ERRORS = {
+    400: "The request is wrong; `param` names the field.",
+    401: "No valid API key.",
+    403: "The `Host` header is not one that is served.",
+    404: "No such model or path.",
+    408: "The body came too slowly.",
+    413: "The body is too large.",
+    415: "The body is not plain JSON.",
+    429: "At capacity, or the first token would come too late; `Retry-After` says when to come again.",
+    431: "Too many or too large headers.",
+    500: "This request failed; the id in the message is in the server's log.",
+    503: "Shutting down, or the engine is being restarted.",
+    504: "Not answered within the server's request timeout.",
+}
+NUMBER, INTEGER, STRING = {"type": "number"}, {"type": "integer"}, {"type": "string"}
+REASON = {"enum": ["stop", "length", None]}
+
+
+def document() -> Schema:
+    """The whole document, JSON-able."""
+    schemas: Schema = {"Error": _error(), "ChatAnswer": _answer("chat.completion", _chat_choice())}
+    schemas["CompletionAnswer"] = _answer("text_completion", _completion_choice())
+    paths = {
+        "/v1/chat/completions": {"post": _generation(ChatRequest, "ChatAnswer", schemas)},
+        "/v1/completions": {"post": _generation(CompletionRequest, "CompletionAnswer", schemas)},
+        "/v1/models": {
+            "get": _get("The served names.", _object({"object": STRING, "data": {"type": "array"}}))
+        },
+        "/v1/models/{name}": {"get": _model()},
+        "/reset_prefix_cache": {
+            "post": {"summary": "Forget the KV of finished sequences.", **_answers({}, 401, 403)}
+        },
+        "/metrics": {"get": _get("Prometheus metrics.", STRING, "text/plain")},
+        "/version": {"get": _get("The version.", _object({"version": STRING}))},
+        "/openapi.json": {"get": _get("This document.", {"type": "object"})},
+    }
+    for path in ("/health", "/health/ready", "/health/live", "/ping"):
+        paths[path] = {
+            "get": _get("200 or 503; generates nothing.", _object({"status": STRING}), unwell=True)
+        }
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "optkit", "version": VERSION},
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{"key": []}, {}],
+    }
+
+
+def _generation(kind: type[GenerationRequest], answer: str, schemas: Schema) -> Schema:
+    schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
+    schemas.update(schema.pop("$defs", {}))
+    schemas[kind.__name__] = schema
+    content = {
+        "application/json": {"schema": _ref(answer)},
+        "text/event-stream": {
+            "schema": _object({"data": STRING})
+        },  # of each event: a chunk in JSON, or [DONE]
+    }
+    return {
+        "summary": (kind.__doc__ or "").splitlines()[0],
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": _ref(kind.__name__)}},
+        },
+        **_answers(content, *ERRORS),
+    }
+
+
+def _get(summary: str, schema: Schema, media: str = "application/json", unwell: bool = False) -> Schema:
+    errors = _answers({media: {"schema": schema}}, 401, 403, 431)
+    if unwell:
+        errors["responses"]["503"] = {"description": "No.", "content": {media: {"schema": schema}}}
+    return {"summary": summary, **errors}
+
+
+def _model() -> Schema:
+    name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+    forms = {"type": "array", "items": INTEGER}
+    card = _object({"id": STRING, "object": STRING, "max_model_len": INTEGER, "form_limits": forms})
+    return {
+        "summary": "One name.",
+        "parameters": [name],
+        **_answers({"application/json": {"schema": card}}, 401, 403, 404),
+    }
+
+
+def _answers(content: Schema, *errors: int) -> Schema:
+    responses: Schema = {"200": {"description": "Done.", **({"content": content} if content else {})}}
+    for status in errors:
+        body = {"application/json": {"schema": _ref("Error")}}
+        responses[str(status)] = {"description": ERRORS[status], "content": body}
+    return {"responses": responses}
+
+
+def _answer(kind: str, choice: Schema) -> Schema:
+    usage = _object({"prompt_tokens": INTEGER, "completion_tokens": INTEGER, "total_tokens": INTEGER})
+    fields = {"id": STRING, "object": {"const": kind}, "created": INTEGER, "model": STRING, "usage": usage}
+    return _object({**fields, "choices": {"type": "array", "items": choice, "minItems": 1}})
+
+
+def _chat_choice() -> Schema:
+    message = _object({"role": {"const": "assistant"}, "content": STRING})
+    token = {"token": STRING, "logprob": NUMBER, "bytes": {"type": "array", "items": INTEGER}}
+    entry = _object({**token, "top_logprobs": {"type": "array", "items": _object(token)}})
+    logprobs = {"anyOf": [{"type": "null"}, _object({"content": {"type": "array", "items": entry}})]}
+    return _object({"index": INTEGER, "message": message, "logprobs": logprobs, "finish_reason": REASON})
+
+
+def _completion_choice() -> Schema:
+    lists = {
+        "tokens": {"type": "array", "items": STRING},
+        "token_logprobs": {"type": "array", "items": {"type": ["number", "null"]}},
+        "top_logprobs": {"type": "array", "items": {"type": ["object", "null"]}},
+        "text_offset": {"type": "array", "items": INTEGER},
+    }
+    logprobs = {"anyOf": [{"type": "null"}, _object(lists)]}
+    return _object({"index": INTEGER, "text": STRING, "logprobs": logprobs, "finish_reason": REASON})
+
+
+def _error() -> Schema:
+    text = {"type": ["string", "null"]}
+    return _object({"error": _object({"message": STRING, "type": STRING, "param": text, "code": text})})
+
+
+def _object(fields: Schema) -> Schema:
+    """An object that has all ``fields`` and may have more."""
+    return {"type": "object", "properties": fields, "required": list(fields)}
+
+
+def _ref(name: str) -> Schema:
+    return {"$ref": f"#/components/schemas/{name}"}

@@ -1,0 +1,206 @@
+"""Server-sent events as OpenAI clients read them.
+
+Rules (they are what makes a client's TTFT and inter-token latency true):
+
+- nothing is sent before the first token: ``role`` travels with the first content, not ahead of it;
+- one chunk per token, as far as the text allows (half a character is no text);
+- the last chunk of a choice has its ``finish_reason``; then, if asked, one usage chunk with ``choices: []``;
+  then ``[DONE]``. With ``include_usage`` all other chunks say ``usage: null``, or the running count with
+  ``continuous_usage_stats``;
+- an error after the first byte is an event with the error body, and ``[DONE]`` still ends the stream.
+
+This runs once per token per client, so a chunk is two constant byte strings around one JSON string; there
+is no model object and no dict in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from optkit.runtime.types import FirstToken
+from optkit.serve.http.errors import ApiError
+from optkit.serve.openai.generation import Delta
+from optkit.serve.openai.logprobs import LogprobFormat
+
+DONE = b"data: [DONE]\n\n"
+
+encode = msgspec.json.encode
+
+
+@dataclass(frozen=True)
+class ReplyHead:
+    """What all chunks of one answer share."""
+
+    reply_id: str
+    created: int
+    model: str
+    is_chat: bool
+
+
+def usage(
+    num_prompt: int,
+    num_completion: int,
+    firsts: Sequence[FirstToken | None] = (),
+    n: int = 1,
+    ttft_details: bool = False,
+) -> dict[str, Any]:
+    """OpenAI's ``usage`` object.
+
+    Args:
+        firsts: what the engine said with the first token of each choice; ``n`` choices share a prompt.
+        ttft_details: also say, for each choice and in seconds, where the time to its first token went.
+    """
+    body: dict[str, Any] = {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_completion,
+        "total_tokens": num_prompt + num_completion,
+    }
+    cached = [first.cached_tokens for first in firsts[::n] if first]
+    if cached:
+        body["prompt_tokens_details"] = {"cached_tokens": sum(cached)}
+    if ttft_details:
+        body["ttft_details"] = firsts
+    return body
+
+
+@dataclass(frozen=True)
+class ReplyForm:
+    """The parts of an answer beside its text.
+
+    Attributes:
+        prompts: the token ids of each prompt; its choices follow each other.
+        formats: how the logprobs of each choice are written; None: not asked for.
+        show_ids: the answer has ``prompt_token_ids`` and ``token_ids``, in the places where vLLM has them.
+        ttft_details: the final usage says where the time to the first token went.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    formats: Sequence[LogprobFormat | None]
+    show_ids: bool = False
+    ttft_details: bool = False
+
+    @property
+    def n(self) -> int:
+        """Choices of each prompt."""
+        return len(self.formats) // len(self.prompts)
+
+    def prompt_of(self, choice: int) -> Sequence[int]:
+        return self.prompts[choice // self.n]
+
+    def total_usage(self, num_completion: int, firsts: Sequence[FirstToken | None]) -> dict[str, Any]:
+        """The usage of the whole answer; ``firsts`` as in ``usage``."""
+        return usage(sum(map(len, self.prompts)), num_completion, firsts, self.n, self.ttft_details)
+
+
+class ChunkWriter:
+    """Writes the events of one answer.
+
+    Args:
+        head: id, model, kind.
+        form: what the events show beside the text.
+        include_usage: send the final usage chunk.
+        continuous: also send the running usage in every chunk.
+    """
+
+    def __init__(
+        self, head: ReplyHead, form: ReplyForm, include_usage: bool = False, continuous: bool = False
+    ) -> None:
+        kind = "chat.completion.chunk" if head.is_chat else "text_completion"
+        shared = {"id": head.reply_id, "object": kind, "created": head.created, "model": head.model}
+        self._begin = b"data: " + encode(shared)[:-1] + b',"choices":['
+        self._is_chat, self._form = head.is_chat, form
+        self._include_usage, self._continuous = include_usage, include_usage and continuous
+        count = len(form.formats)
+        self._counts, self._started = [0] * count, [False] * count
+        self._firsts: list[FirstToken | None] = [None] * count
+
+    def chunk(self, delta: Delta) -> bytes:
+        """The event for one delta."""
+        self._counts[delta.choice] = delta.num_tokens
+        self._firsts[delta.choice] = self._firsts[delta.choice] or delta.first
+        finish = b"null" if delta.finish_reason is None else encode(delta.finish_reason.value)
+        in_choice, in_chunk = self._token_ids(delta) if self._form.show_ids else (b"", b"")
+        choice = b'{"index":%d,%b,"logprobs":%b,"finish_reason":%b%b}' % (
+            delta.choice,
+            self._text(delta),
+            self._logprobs(delta),
+            finish,
+            in_choice,
+        )
+        self._started[delta.choice] = True
+        return self._begin + choice + b"]" + in_chunk + self._running_usage(delta) + b"}\n\n"
+
+    def last(self) -> bytes:
+        """The usage event, if asked for, and the end of the stream."""
+        if not self._include_usage:
+            return DONE
+        total = encode(self._form.total_usage(sum(self._counts), self._firsts))
+        return self._begin + b'],"usage":' + total + b"}\n\n" + DONE
+
+    def _text(self, delta: Delta) -> bytes:
+        text = encode(delta.text)
+        if not self._is_chat:
+            return b'"text":' + text
+        if not self._started[delta.choice]:
+            return b'"delta":{"role":"assistant","content":' + text + b"}"
+        return b'"delta":{"content":' + text + b"}" if delta.text else b'"delta":{}'
+
+    def _token_ids(self, delta: Delta) -> tuple[bytes, bytes]:
+        """Ids for the choice, and for the chunk around it: where a chat's first one has those of the prompt."""
+        ids = b',"token_ids":' + encode(delta.token_ids)
+        started = any(self._started) if self._is_chat else self._started[delta.choice]
+        if started:
+            return ids, b""
+        prompt = b',"prompt_token_ids":' + encode(self._form.prompt_of(delta.choice))
+        return (ids, prompt) if self._is_chat else (ids + prompt, b"")
+
+    def _logprobs(self, delta: Delta) -> bytes:
+        form = self._form.formats[delta.choice]
+        return b"null" if form is None or not delta.logprobs else encode(form.write(delta.logprobs))
+
+    def _running_usage(self, delta: Delta) -> bytes:
+        if not self._include_usage:
+            return b""
+        if not self._continuous:
+            return b',"usage":null'
+        counts = len(self._form.prompt_of(delta.choice)), delta.num_tokens
+        return b',"usage":' + encode(usage(*counts, [self._firsts[delta.choice]]))
+
+
+def error_event(error: ApiError) -> bytes:
+    """The error body as an event, and the end of the stream."""
+    return b"data: " + error.body() + b"\n\n" + DONE
+
+
+def whole_reply(head: ReplyHead, form: ReplyForm, answers: list[Delta]) -> bytes:
+    """The JSON body of an answer that is not streamed."""
+    firsts = [answer.first for answer in answers]
+    body: dict[str, object] = {
+        "id": head.reply_id,
+        "object": "chat.completion" if head.is_chat else "text_completion",
+        "created": head.created,
+        "model": head.model,
+        "choices": [_choice(head, form, answer) for answer in answers],
+        "usage": form.total_usage(sum(answer.num_tokens for answer in answers), firsts),
+    }
+    if form.show_ids and head.is_chat:
+        body["prompt_token_ids"] = form.prompt_of(0)
+    return encode(body)
+
+
+def _choice(head: ReplyHead, form: ReplyForm, answer: Delta) -> dict[str, object]:
+    reason = answer.finish_reason.value if answer.finish_reason else None
+    content: dict[str, object] = {"text": answer.text}
+    if head.is_chat:
+        content = {"message": {"role": "assistant", "content": answer.text, "refusal": None}}
+    written = form.formats[answer.choice]
+    logprobs = written.write(answer.logprobs) if written else None
+    choice = {"index": answer.choice, **content, "logprobs": logprobs, "finish_reason": reason}
+    if form.show_ids:
+        choice["token_ids"] = answer.token_ids
+        choice |= {} if head.is_chat else {"prompt_token_ids": form.prompt_of(answer.choice)}
+    return choice

@@ -1,0 +1,110 @@
+"""Fields whose meaning this server does not implement.
+
+Each is refused with 400 and its name, unless its value asks for nothing: dropping it silently would answer another
+question than the one asked. The last ones are unsupported at one endpoint only. ``HARMLESS`` names the known fields
+that cannot change an answer of this server, whatever their value is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Any
+
+from optkit.serve.http.errors import unsupported
+
+# Field -> values that ask for nothing.
+INERT: dict[str, tuple[Any, ...]] = {
+    "suffix": (None, ""),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "response_format": (None, {"type": "text"}),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "chat_template": (None,),
+    "prompt_embeds": (None,),
+    "documents": (None, []),
+    "use_beam_search": (None, False),
+    "bad_words": (None, []),
+    "prompt_logprobs": (None,),
+    "structured_outputs": (None,),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "guided_decoding_backend": (None,),
+    "guided_whitespace_pattern": (None,),
+    "structural_tag": (None,),
+    "json_schema": (None,),
+    "regex": (None,),
+    "ebnf": (None,),
+    "grammar": (None,),
+    "logits_processors": (None, []),
+    "logprob_token_ids": (None,),
+    "return_prompt_text": (None, False),
+    "return_hidden_states": (None, False),
+    "routed_experts_prompt_start": (None, 0),
+    "length_penalty": (None, 1, 1.0),
+    "watermarking": (None, False),
+    "repetition_detection": (None,),
+    "thinking_token_budget": (None, -1),
+    "include_reasoning": (None, True),
+    "verbosity": (None, "medium"),
+    "web_search_options": (None,),
+    "media_io_kwargs": (None, {}),
+    "mm_processor_kwargs": (None, {}),
+    "kv_transfer_params": (None,),
+    "ec_transfer_params": (None,),
+    "vllm_xargs": (None, {}),
+    "lora_path": (None,),
+    "echo": (None, False),
+    "top_logprobs": (None, 0),
+    "add_generation_prompt": (None, True),
+    "continue_final_message": (None, False),
+    "chat_template_kwargs": (None, {}),
+    "reasoning_effort": (None,),
+}
+
+HARMLESS = frozenset(
+    [
+        *("parallel_tool_calls", "prediction"),  # about tool calls, which are refused; about speed
+        *("store", "metadata", "service_tier", "safety_identifier"),  # for whoever runs the service
+        *(
+            "prompt_cache_key",
+            "prompt_cache_retention",
+            "session_id",
+        ),  # for routers; prefixes are found by content
+        *("return_token_offsets", "return_mm_kwargs"),  # vLLM too reads them at its render endpoints only
+        "stream_interval",  # how many tokens share an event; here each has its own
+    ]
+)
+
+# The same of a message.
+NO_CALLS: dict[str, tuple[Any, ...]] = {"tool_calls": (None, []), "function_call": (None,)}
+
+
+def refuse_unsupported(data: dict[str, Any], supported: Container[str]) -> None:
+    """Raise ApiError 400 for the first field of ``data`` that is not ``supported`` and asks for what it says."""
+    for name, inert in INERT.items():
+        if name in data and name not in supported and not _is_one_of(data[name], inert):
+            raise unsupported(name)
+    messages = data.get("messages")
+    for message in messages if isinstance(messages, list) else ():
+        if isinstance(message, dict):
+            _refuse_in_message(message)
+
+
+def _is_one_of(value: Any, inert: tuple[Any, ...]) -> bool:
+    """True when ``value`` is in ``inert``, type and all: to Python, 1 and True are the same."""
+    return any(type(value) is type(known) and value == known for known in inert)
+
+
+def _refuse_in_message(message: dict[str, Any]) -> None:
+    calls = any(not _is_one_of(message.get(name), inert) for name, inert in NO_CALLS.items())
+    if calls or message.get("role") in ("tool", "function"):
+        raise unsupported("messages", "tool calls are not supported")
+    parts = message.get("content")
+    for part in parts if isinstance(parts, list) else ():
+        if isinstance(part, dict) and part.get("type") not in ("text", None):
+            raise unsupported("messages", "only text content parts are supported")

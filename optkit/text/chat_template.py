@@ -1,0 +1,246 @@
+"""Chat templates: messages to one prompt text, with a Jinja program that came with the model.
+
+The program is somebody else's code, so it runs in Jinja's immutable sandbox: no attribute that starts with
+an underscore, no loader, no globals beyond those that published templates use (``range``, ``dict``,
+``namespace``, ``raise_exception``, ``strftime_now``). The environment is otherwise the one of
+``transformers.apply_chat_template`` (trimmed blocks, loop controls, its ``tojson``), so that the same
+messages give the same text.
+
+A sandbox does not stop a program that loops or allocates. A Python thread cannot be killed, but a process
+can: ``check_template`` compiles and renders the template once in a child with limited CPU time and memory, and the
+server refuses to start with a template that does not survive it. Templates in requests are never accepted.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import datetime
+from functools import cached_property
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+
+from optkit.errors import UserError
+
+MAX_RENDERED_CHARS = 8 * 1024 * 1024
+MAX_POWER_BITS = 4096
+CHILD_CPU_SECONDS = 2
+CHILD_MEMORY_BYTES = 1024**3
+REFUSED, FAILED, BROKEN = 3, 4, 5  # exit codes of the child
+
+
+class TemplateFailure(Exception):
+    """The template refused these messages, or broke on them."""
+
+
+class ChatTemplate:
+    """A chat template, compiled at the first use.
+
+    Compiling is part of the danger: Jinja computes constant expressions then. So ``check_template`` comes first.
+
+    Args:
+        source: the Jinja text.
+        special_tokens: ``bos_token`` and the like, visible to the template by those names.
+    """
+
+    def __init__(self, source: str, special_tokens: dict[str, str] | None = None) -> None:
+        self.source, self.special_tokens = source, special_tokens or {}
+
+    @cached_property
+    def _template(self) -> jinja2.Template:
+        try:
+            return _environment().from_string(self.source)
+        except jinja2.TemplateError as error:
+            raise UserError(f"the chat template does not compile: {error}", where="chat_template") from error
+
+    def render(self, messages: list[dict[str, Any]], **variables: Any) -> str:
+        """The prompt text, ending where the assistant's answer begins.
+
+        Raises:
+            TemplateFailure: the template raised, left the sandbox or wrote too much.
+        """
+        names = {"add_generation_prompt": True, "tools": None, "documents": None}
+        names |= self.special_tokens | variables
+        template = self._template
+        try:
+            return _join(template.generate(messages=messages, **names))
+        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+            raise TemplateFailure(_reason(error)) from error
+
+    def render_open(self, messages: list[dict[str, Any]], **variables: Any) -> str:
+        """The prompt text up to the end of the last message's content, for the model to continue that message.
+
+        As in transformers' ``continue_final_message``.
+
+        Raises:
+            TemplateFailure: as ``render``, or the template does not show the content as it is.
+        """
+        content = str(messages[-1]["content"]).rstrip()
+        text = self.render(messages, **(variables | {"add_generation_prompt": False}))
+        end = text.rfind(content)
+        if not content or end < 0:
+            raise TemplateFailure("the chat template does not end with the last message's content")
+        end += len(content)
+        rest = str(messages[-1]["content"])[len(content) :]  # white space that the template may have kept
+        return text[:end] + (rest if text.startswith(rest, end) else "")
+
+
+def _join(pieces: Any) -> str:
+    parts, size = [], 0
+    for piece in pieces:
+        size += len(piece)
+        if size > MAX_RENDERED_CHARS:
+            raise TemplateFailure("the chat template writes too much")
+        parts.append(piece)
+    return "".join(parts)
+
+
+def _reason(error: Exception) -> str:
+    """A template's own ``raise_exception`` text is meant for the client; other errors are not."""
+    if isinstance(error, _Raised):
+        return str(error)[:300]
+    return "the chat template cannot render these messages"
+
+
+# -- the sandbox ------------------------------------------------------------------------------------
+
+
+class _Raised(jinja2.TemplateError):
+    """``raise_exception`` in a template."""
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The immutable sandbox, with a bound on what ``*`` and ``**`` may build."""
+
+    intercepted_binops = frozenset(["*", "**"])
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**" and _length(left).bit_length() * _length(right) > MAX_POWER_BITS:
+            raise SecurityError("power too large")
+        if operator == "*" and _length(left) * _length(right) > MAX_RENDERED_CHARS:
+            raise SecurityError("product too large")
+        return super().call_binop(context, operator, left, right)
+
+    def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
+        """Raise at once; Jinja's own answer is an undefined value that prints as nothing."""
+        raise SecurityError(f"access to {attribute!r} is unsafe")
+
+
+def _length(value: Any) -> int:
+    if isinstance(value, (str, list, tuple)):
+        return len(value)
+    return abs(value) if isinstance(value, int) else 1
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """``namespace()`` without underscore names, which would reach interpreter internals."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if str(name).startswith("_"):
+            raise SecurityError("underscore names are not allowed")
+        super().__setitem__(name, value)
+
+
+def _namespace(**names: Any) -> _Namespace:
+    if any(name.startswith("_") for name in names):
+        raise SecurityError("underscore names are not allowed")
+    return _Namespace(names)
+
+
+class _Generation(jinja2.ext.Extension):
+    """``{% generation %}`` marks assistant text for training; for serving it is transparent."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja's interface
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> None:
+    raise _Raised(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, **options: Any) -> str:
+    """As transformers: plain JSON, without Jinja's HTML escaping."""
+    known = {name: options.get(name) for name in ("separators", "sort_keys")}
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **known)  # type: ignore[arg-type]
+
+
+def _environment() -> _Environment:
+    environment = _Environment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    keep: dict[str, Callable[..., Any]] = {"range": environment.globals["range"]}  # type: ignore[dict-item]
+    keep |= {"dict": lambda *args, **names: dict(*args, **names), "namespace": _namespace}
+    keep |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+    environment.globals.clear()
+    environment.globals.update(keep)
+    environment.filters["tojson"] = _tojson
+    return environment
+
+
+# -- the trial in a child ---------------------------------------------------------------------------
+
+TRIAL = [{"role": "user", "content": "Hello"}]
+
+
+def check_template(template: ChatTemplate, timeout_s: float = 20.0) -> None:
+    """Compile and render ``template`` once in a child with 2 s of CPU time and 1 GiB of memory.
+
+    A template that merely dislikes the trial messages passes: it will answer requests with 400.
+
+    Raises:
+        UserError: it does not compile, ran too long, took too much memory or tried to leave the sandbox.
+    """
+    command = [sys.executable, "-m", "optkit.text.chat_template"]
+    work = json.dumps({"source": template.source, "special_tokens": template.special_tokens})
+    try:
+        done = subprocess.run(
+            command, input=work.encode(), capture_output=True, timeout=timeout_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise _refused("does not finish") from None
+    if done.returncode == REFUSED:
+        raise _refused("tries to leave its sandbox")
+    if done.returncode == BROKEN:
+        raise _refused("does not compile")
+    if done.returncode not in (0, FAILED):
+        raise _refused("takes too much time or memory")
+
+
+def _refused(what: str) -> UserError:
+    fix = "use a model whose template you trust, or remove chat_template.jinja and serve completions only"
+    return UserError(f"the chat template {what}", where="chat_template", fix=fix)
+
+
+def _trial() -> int:
+    """The child: limits first, then the template on standard input."""
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_CPU, (CHILD_CPU_SECONDS, CHILD_CPU_SECONDS + 1))
+    resource.setrlimit(resource.RLIMIT_AS, (CHILD_MEMORY_BYTES, CHILD_MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    work = json.load(sys.stdin)
+    try:
+        ChatTemplate(work["source"], work["special_tokens"]).render(TRIAL)
+    except TemplateFailure as failure:
+        return REFUSED if isinstance(failure.__cause__, SecurityError) else FAILED
+    except UserError:
+        return BROKEN
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_trial())

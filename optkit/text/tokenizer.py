@@ -1,0 +1,157 @@
+"""Text to token ids and back, from the files of a Hugging Face directory.
+
+Only the Rust ``tokenizers`` library is used: importing transformers takes seconds, and a server that
+restarts should be ready before its weights are. Files read:
+
+- ``tokenizer.json``: the tokenizer itself;
+- ``tokenizer_config.json``: special tokens, and ``chat_template`` when there is no ``chat_template.jinja``;
+- ``generation_config.json``, ``config.json``: which ids end an answer, and how many rows the vocabulary has.
+
+Ids equal those of ``AutoTokenizer`` for models whose ``tokenizer.json`` says all there is to say, which is
+what ``save_pretrained`` writes. Special tokens spelled out in a message become those tokens, as in
+``apply_chat_template``: whoever writes the messages can write the template's markers too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as FastTokenizer
+
+from optkit.errors import UserError
+from optkit.text.chat_template import ChatTemplate
+from optkit.text.detokenizer import Detokenizer
+from optkit.text.token_text import TokenTexts
+
+SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """Encodes prompts and decodes answers.
+
+    Args:
+        fast: the Rust tokenizer.
+        chat_template: None for a base model, which has no notion of messages.
+        eos_ids: ids that end an answer.
+        vocab_size: rows of the model's embedding; ids at or above it are refused.
+    """
+
+    def __init__(
+        self,
+        fast: FastTokenizer,
+        chat_template: ChatTemplate | None = None,
+        eos_ids: Sequence[int] = (),
+        vocab_size: int | None = None,
+    ) -> None:
+        fast.no_truncation()
+        fast.no_padding()
+        self._fast, self.chat_template = fast, chat_template
+        self.eos_ids = tuple(sorted(set(eos_ids)))
+        self.vocab_size = vocab_size or fast.get_vocab_size(with_added_tokens=True)
+
+    @classmethod
+    def from_directory(cls, directory: Path) -> Tokenizer:
+        """Read the tokenizer of a Hugging Face directory or an artifact.
+
+        Raises:
+            UserError: a file is missing or broken.
+        """
+        fast = _load_fast(directory / "tokenizer.json")
+        config = _load_json(directory / "tokenizer_config.json")
+        special = special_tokens(config)
+        source = _template_source(directory, config)
+        template = ChatTemplate(source, special) if source is not None else None
+        model_config = _load_json(directory / "config.json")
+        eos_ids = _eos_ids(directory, model_config, fast.token_to_id(special.get("eos_token", "")))
+        return cls(fast, template, eos_ids, _vocab_size(model_config))
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Bytes of the longest token, or more: a text of N bytes has at least N / longest_token tokens."""
+        return max((len(token.encode()) for token in self._fast.get_vocab(with_added_tokens=True)), default=1)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of ``text``."""
+        return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+
+    @cached_property
+    def token_texts(self) -> TokenTexts:
+        """Bytes of single tokens, for logprobs."""
+        return TokenTexts(self._fast)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of ``token_ids``, without special tokens unless told; a broken character shows as U+FFFD."""
+        return self._fast.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
+        """A fresh incremental ``decode``."""
+        return Detokenizer(partial(self.decode, skip_special_tokens=skip_special_tokens))
+
+
+# -- reading the directory --------------------------------------------------------------------------
+
+
+def _load_fast(path: Path) -> FastTokenizer:
+    if not path.is_file():
+        fix = "save it with AutoTokenizer.from_pretrained(...).save_pretrained(DIR)"
+        raise UserError("tokenizer.json is missing", where=str(path.parent), fix=fix)
+    try:
+        return FastTokenizer.from_str(path.read_text(encoding="utf-8"))
+    except Exception as error:
+        raise UserError(f"not a tokenizer: {error!s:.200}", where=str(path)) from error
+
+
+def _load_json(path: Path) -> dict[str, Any]:
+    """The object in ``path``; an absent file is an empty object."""
+    if not path.is_file():
+        return {}
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError("not a JSON file", where=str(path)) from error
+    if not isinstance(data, dict):
+        raise UserError("the file must hold a JSON object", where=str(path))
+    return data
+
+
+def special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """``bos_token`` and the like as plain strings; older files write them as objects."""
+    found = {}
+    for name in SPECIAL:
+        value = config.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str):
+            found[name] = text
+    return found
+
+
+def _template_source(directory: Path, config: dict[str, Any]) -> str | None:
+    """The file wins over the key, and the template named ``default`` over its siblings."""
+    file = directory / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    source = config.get("chat_template")
+    if isinstance(source, list):
+        named = {item.get("name"): item.get("template") for item in source if isinstance(item, dict)}
+        source = named.get("default")
+    return source if isinstance(source, str) else None
+
+
+def _eos_ids(directory: Path, model_config: dict[str, Any], eos_token: int | None) -> list[int]:
+    """Union of the tokenizer's end token and those that generation stops at."""
+    listed = _load_json(directory / "generation_config.json").get("eos_token_id")
+    if listed is None:
+        listed = model_config.get("eos_token_id")
+    ids = [*(listed if isinstance(listed, list) else [listed]), eos_token]
+    return [value for value in ids if isinstance(value, int) and not isinstance(value, bool) and value >= 0]
+
+
+def _vocab_size(model_config: dict[str, Any]) -> int | None:
+    for config in (model_config, model_config.get("text_config")):
+        if isinstance(config, dict) and isinstance(config.get("vocab_size"), int):
+            return config["vocab_size"]
+    return None

@@ -1,0 +1,1 @@
+"""What the quantizing passes share: formats, grids, solvers, the calibrated walk."""

@@ -1,0 +1,226 @@
+"""What passes that quantize linear layers by calibration share: the walk, its statistics, and resuming.
+
+Layers that read one activation form a *group*. Groups are taken in execution order: the graph is run up to the
+activation, which already sees the rounding of all layers before (GPTQ's "true sequential"); its statistics are
+collected, window by window; the layers are quantized and replaced; the walk goes on through them. So each layer is
+run once, and memory holds the activations between two layers.
+
+Every finished group is written down at once, and once a layer the walk itself. A run that was killed applies what is
+written and goes on; the result is the same to the byte, because it continues from the very numbers.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor, fx
+
+from optkit.calibration.samples import Calibration
+from optkit.calibration.walk import Walk
+from optkit.graph.ir import Graph
+from optkit.kernels import reference
+from optkit.passes.base import PassContext, PassResult, Plan, Site, Tell
+from optkit.passes.quantization.cost import (
+    CalibrationCost,
+    Rates,
+    Shapes,
+    Text,
+    estimate,
+    estimate_text,
+    measure_rates,
+    measured_text,
+)
+from optkit.passes.quantization.formats import WeightFormat
+from optkit.passes.quantization.gptq_solver import add_products, mirrored
+from optkit.passes.quantization.linear import Emitter, LinearQuantization, weight_of, weight_stats
+from optkit.passes.quantization.resume import FinishedGroups
+from optkit.passes.quantization.schemes import SchemeConfig
+
+
+class CalibratedConfig(SchemeConfig):
+    calibration: Calibration = Field(
+        default_factory=lambda: Calibration(), description="the text to calibrate on"
+    )
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers that read one activation."""
+
+    sites: tuple[Site, ...]
+
+    @property
+    def x(self) -> fx.Node:
+        """The activation: of the graph as it is now, since an earlier layer that made it may have been replaced."""
+        return self.sites[0].nodes[0].args[0]
+
+    @property
+    def name(self) -> str:
+        return self.sites[0].name
+
+
+class Moments:
+    """Statistics of an activation [T, K] over all windows.
+
+    Attributes:
+        hessian: the mean of x x^T, [K, K].
+        mean: the mean of |x|, [K].
+    """
+
+    def __init__(self, values: Iterable[Tensor]) -> None:
+        count = 0
+        for x in values:
+            x = x.flatten(0, -2)
+            if not count:
+                self.hessian = torch.zeros(x.shape[1], x.shape[1])
+                self.mean = torch.zeros(x.shape[1])
+            count += len(x)
+            add_products(self.hessian, x)
+            self.mean += x.abs().sum(dim=0)
+        self.hessian = mirrored(self.hessian) / count
+        self.mean /= count
+
+
+class CalibratedQuantization(LinearQuantization):
+    """A quantizer that looks at the activations of each layer before it chooses codes."""
+
+    def format_for(self, graph: Graph, node: fx.Node, name: str) -> WeightFormat | str:
+        return self.config.format_for(graph, node)
+
+    @abstractmethod
+    def solve(self, graph: Graph, group: Group, moments: Moments) -> dict[str, Tensor]:
+        """The tensors that replace the group's layers, by ``index.tensor``. Leaves the graph alone."""
+
+    def apply(self, graph: Graph, plan: Plan, ctx: PassContext) -> PassResult:
+        if not plan.sites:
+            return PassResult(0)
+        if graph.planned:
+            return super().apply(graph, plan, ctx)
+        before, groups = graph.num_bytes(), by_activation(plan.sites)
+        windows = ctx.calibration_windows(self.config.calibration)
+        expected = self.expected(graph, groups, Text.of(windows), ctx)
+        ctx.tell(f"{self.name}: calibrating on {len(windows)} samples, {estimate_text(expected)}")
+        start = time.monotonic()
+        self.prepare(graph, groups, windows, ctx)
+        emitter = Emitter(graph, self.config.max_tokens)
+
+        def put_back(group: Group, solution: Mapping[str, Tensor], walk: Walk) -> None:
+            for index, site in enumerate(group.sites):
+                form = self.site_format(graph, site)[1]
+                own = {t: solution[f"{index}.{t}"] for t in form.tensors if f"{index}.{t}" in solution}
+                emitter.emit(site, form, own)
+
+        walk_through(
+            Walk(graph, windows, ctx.target),
+            groups,
+            lambda group, walk: self.solve(graph, group, Moments(walk.values(group.x))),
+            put_back,
+            FinishedGroups(ctx.workspace, "codes"),
+            lambda text, part=None: ctx.tell(f"{self.name}: {text}", part=part),
+        )
+        emitter.finish()
+        stats = weight_stats(before, graph) | {"calibration_tokens": sum(map(len, windows))}
+        ctx.tell(f"{self.name}: calibrated, {measured_text(expected, time.monotonic() - start)}")
+        return PassResult(len(plan.sites), stats)
+
+    def expected(
+        self, graph: Graph, groups: Sequence[Group], text: Text, ctx: PassContext
+    ) -> CalibrationCost:
+        """Time and memory of ``apply``."""
+        layers = [shapes(graph, group) for group in groups]
+        after = graph.clone()
+        emitter, by_name = Emitter(after), {node.name: node for node in after.fx.nodes}
+        for site in (site for group in groups for site in group.sites):
+            form = self.site_format(graph, site)[1]
+            planned = form.planned(*weight_of(graph, site.nodes[0]).shape)
+            emitter.emit(Site(site.name, (by_name[site.nodes[0].name],)), form, planned)
+        after.prune()
+        rates = measure_rates(layers, text, self.site_format(graph, groups[0].sites[0])[1].grid)
+        walks = rates.walk(graph, text, ctx.target), rates.walk(after, text, ctx.target)
+        seconds = self.seconds(rates, layers, text, walks)
+        cost = estimate(graph, [group.x for group in groups], layers, text, seconds)
+        return replace(cost, num_bytes=cost.num_bytes + self.held_bytes(graph, text))
+
+    def held_bytes(self, graph: Graph, text: Text) -> int:
+        """Bytes that this pass needs besides the walk and the solver."""
+        return 0
+
+    @abstractmethod
+    def seconds(
+        self, rates: Rates, layers: Sequence[Shapes], text: Text, walks: tuple[float, float]
+    ) -> float:
+        """What calibrating takes; ``walks`` are of the float graph and of the quantized one."""
+
+    def prepare(
+        self, graph: Graph, groups: list[Group], windows: Sequence[Sequence[int]], ctx: PassContext
+    ) -> None:
+        """Change the float model before its layers are quantized; must be exact."""
+
+
+def walk_through(
+    walk: Walk,
+    groups: Sequence[Group],
+    solve: Callable[[Group, Walk], dict[str, Tensor]],
+    replace: Callable[[Group, Mapping[str, Tensor], Walk], None],
+    finished: FinishedGroups,
+    tell: Tell,
+) -> None:
+    """Solve group after group and put each solution into the graph before the walk goes on."""
+    attentions, count = 0, finished.count()
+    for index, group in enumerate(groups):
+        if index < count:
+            solution = finished.load(index)
+        else:
+            finished.catch_up(walk, index)
+            tell(group.name, part=(index, len(groups)))
+            solution = solve(group, walk)
+            finished.save(index, solution)
+        replace(group, solution, walk)
+        passed = sum(node.target is reference.attention for node in walk.done)
+        if index >= count and passed > attentions:
+            finished.save_walk(index, walk.state())
+            attentions = passed
+
+
+def collect(
+    graph: Graph,
+    groups: Sequence[Group],
+    windows: Sequence[Sequence[int]],
+    solve: Callable[[Group, Walk], Tensor],
+    key: str,
+    ctx: PassContext,
+    name: str,
+) -> list[Tensor]:
+    """What ``solve`` finds for each group while the graph stays as it is; finished ones are kept under ``key``.
+
+    ``name`` is the pass's, for its progress.
+    """
+    found: list[Tensor] = []
+    walk_through(
+        Walk(graph, windows, ctx.target),
+        groups,
+        lambda group, walk: {key: solve(group, walk)},
+        lambda group, solution, walk: found.append(solution[key]),
+        FinishedGroups(ctx.workspace, key),
+        lambda text, part=None: ctx.tell(f"{name}: {text}", part=part),
+    )
+    return found
+
+
+def by_activation(sites: Iterable[Site]) -> list[Group]:
+    """Sites grouped by the activation they read, in execution order."""
+    found: dict[fx.Node, list[Site]] = {}
+    for site in sites:
+        found.setdefault(site.nodes[0].args[0], []).append(site)
+    return [Group(tuple(of_x)) for of_x in found.values()]
+
+
+def shapes(graph: Graph, group: Group) -> list[Any]:
+    """[N, K] of each layer of a group."""
+    return [tuple(weight_of(graph, site.nodes[0]).shape) for site in group.sites]

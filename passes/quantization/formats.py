@@ -1,0 +1,215 @@
+"""How a quantized linear layer lies in the graph: which op multiplies, by which tensors, on which grid.
+
+A format knows nothing of how codes were chosen; passes (``rtn``, ``gptq``, ``awq``, ...) know nothing of how they are
+stored. ``Int8Format`` and ``Int4Format`` are those of the native kernels that work on int8 activations;
+``PackedFormat`` is weight-only, for any number of bits and any groups.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optkit.graph.ops import op_name
+from optkit.kernels import reference, select
+from optkit.kernels.packed_codes import pack_codes, words_of
+from optkit.kernels.reference import INT4_PER_WORD, pack_int4
+from optkit.machine.target import Target
+from optkit.passes.quantization.grid import Grid, IntegerGrid, QuantizedWeight, round_to_nearest
+from optkit.passes.quantization.int4_grid import Int4Grid, quantize_int4
+
+
+class WeightFormat(ABC):
+    """A way to store a linear layer's weight, and the op that multiplies by it.
+
+    Attributes:
+        op: takes the activation (q and scale of ``quantize_per_token`` if ``quantizes_input``), then ``tensors`` in
+            order, then the bias. ``options`` are its keywords.
+        activation_group_size: channels of an activation that share a scale; 0 is the whole token.
+    """
+
+    label: str
+    op: Any
+    tensors: tuple[str, ...]
+    quantizes_input: bool = True
+    activation_group_size: int = 0
+
+    @property
+    @abstractmethod
+    def grid(self) -> Grid: ...
+
+    @abstractmethod
+    def lacks(self, n: int, k: int, target: Target) -> str | None:
+        """Why a layer [N, K] can't run in this format on ``target``, or None."""
+
+    @abstractmethod
+    def pack(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        """The tensors, by name; rows stay rows. What is absent becomes None in the graph."""
+
+    def options(self, weight: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Keywords of the op."""
+        return {}
+
+    def round(self, weight: Tensor) -> dict[str, Tensor]:
+        """Every weight to the nearest level, packed."""
+        return self.pack(round_to_nearest(weight, self.grid))
+
+    def planned(self, n: int, k: int) -> dict[str, Tensor]:
+        """The tensors of a layer [N, K] on the meta device."""
+        scales = torch.empty(n, -(-k // (self.grid.group_size or k)), device="meta")
+        return self.pack(QuantizedWeight(torch.empty(n, k, dtype=torch.uint8, device="meta"), scales, scales))
+
+    def num_bytes(self, n: int, k: int) -> int:
+        """Everything that is stored for a layer [N, K]."""
+        return sum(tensor.nbytes for tensor in self.planned(n, k).values())
+
+    def first_weight(self) -> int:
+        """The position of the first tensor among the op's arguments."""
+        return 2 if self.quantizes_input else 1
+
+
+def uneven(k: int, size: int) -> str | None:
+    if size and k % size:
+        return f"its {k} input channels are not a multiple of the group size {size}"
+    return None
+
+
+@dataclass(frozen=True)
+class Int8Format(WeightFormat):
+    """int8 weights [N, K] with float32 scales [N, G]: compressed-tensors ``int-quantized``."""
+
+    group_size: int = 0
+    weight_only: bool = False
+    label = "int8"
+    tensors = ("weight", "weight_scale")
+
+    @property
+    def op(self) -> Any:  # type: ignore[override]
+        return reference.linear_w8a16 if self.weight_only else reference.linear_w8a8
+
+    @property
+    def quantizes_input(self) -> bool:  # type: ignore[override]
+        return not self.weight_only
+
+    @property
+    def activation_group_size(self) -> int:  # type: ignore[override]
+        return self.group_size
+
+    @property
+    def grid(self) -> Grid:
+        return IntegerGrid(8, self.group_size, symmetric=True, half=False)
+
+    def lacks(self, n: int, k: int, target: Target) -> str | None:
+        reason = uneven(k, self.group_size)
+        if reason:
+            return reason
+        scales = torch.empty(n, k // (self.group_size or k), device="meta")
+        int8 = torch.empty(n, k, dtype=torch.int8, device="meta")
+        position = self.first_weight()
+        if select(str(op_name(self.op)), target, weights={position: int8, position + 1: scales}) is None:
+            groups = f" with groups of {self.group_size}" if self.group_size else ""
+            return f"no int8 kernel{groups} on {target.name} (optkit doctor says what is missing)"
+        return None
+
+    def pack(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        values = (weight.codes.to(torch.int16) - 128).to(torch.int8)
+        return {"weight": values, "weight_scale": weight.scale.contiguous()}
+
+    def round(self, weight: Tensor) -> dict[str, Tensor]:
+        q, scale = quantize_weight(weight, self.group_size)
+        return {"weight": q, "weight_scale": scale}
+
+
+@dataclass(frozen=True)
+class Int4Format(WeightFormat):
+    """int4 weights for int8 activations, symmetric or with a float minimum (``int4_grid``)."""
+
+    group_size: int = 32
+    symmetric: bool = True
+    activation_group_size: int = 32
+    label = "int4"
+    op = staticmethod(reference.linear_w4a8)
+    tensors = ("weight_packed", "weight_scale", "weight_minimum")
+
+    @property
+    def grid(self) -> Int4Grid:
+        return Int4Grid(self.group_size, self.symmetric)
+
+    def lacks(self, n: int, k: int, target: Target) -> str | None:
+        reason = uneven(k, self.group_size) or uneven(k, self.activation_group_size)
+        if reason:
+            return reason
+        codes = torch.empty(n, k // INT4_PER_WORD, dtype=torch.int32, device="meta")
+        scales = torch.empty(n, k // self.group_size, device="meta")
+        if select("linear_w4a8", target, weights={2: codes, 3: scales}) is None:
+            return f"no int4 kernel on {target.name} (optkit doctor says what is missing)"
+        return None
+
+    def pack(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        scale = self.grid.stored_type(weight)
+        tensors = {"weight_packed": pack_int4(weight.codes), "weight_scale": weight.scale.to(scale)}
+        if not self.symmetric:
+            tensors["weight_minimum"] = weight.minimum.to(scale)
+        return tensors
+
+    def round(self, weight: Tensor) -> dict[str, Tensor]:
+        result = quantize_int4(weight, self.group_size, self.symmetric)
+        tensors = {"weight_packed": pack_int4(result.codes), "weight_scale": result.scale}
+        if result.minimum is not None:
+            tensors["weight_minimum"] = result.minimum
+        return tensors
+
+
+@dataclass(frozen=True)
+class PackedFormat(WeightFormat):
+    """Weight-only codes of 2, 3, 4 or 8 bits, with integer zero points if asymmetric: ``pack-quantized``.
+
+    ``activation order``: with a ``g_idx`` groups may be any channels. A last group may be shorter than the others.
+    """
+
+    bits: int = 4
+    group_size: int = 128
+    symmetric: bool = True
+    label = "packed integer"
+    op = staticmethod(reference.linear_wna16)
+    tensors = ("weight_packed", "weight_scale", "weight_zero", "weight_g_idx")
+    quantizes_input = False
+
+    @property
+    def grid(self) -> Grid:
+        return IntegerGrid(self.bits, self.group_size, self.symmetric)
+
+    def lacks(self, n: int, k: int, target: Target) -> str | None:
+        return None  # the reference runs everywhere
+
+    def options(self, weight: Mapping[str, Tensor]) -> dict[str, Any]:
+        return {"bits": self.bits, "group_size": self.group_size}
+
+    def pack(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        if weight.codes.device.type == "meta":  # only sizes are asked for
+            words = words_of(weight.codes.shape[1], self.bits)
+            packed = torch.empty(len(weight.codes), words, dtype=torch.int32, device="meta")
+        else:
+            packed = pack_codes(weight.codes, self.bits)
+        tensors = {"weight_packed": packed, "weight_scale": weight.scale.to(torch.float16)}
+        if not self.symmetric:
+            tensors["weight_zero"] = (-weight.minimum / weight.scale).round().to(torch.uint8)
+        if weight.g_idx is not None:
+            tensors["weight_g_idx"] = weight.g_idx
+        return tensors
+
+
+def quantize_weight(weight: Tensor, group_size: int = 0) -> tuple[Tensor, Tensor]:
+    """Symmetric int8 per row and group: weight [N, K] float gives (int8 [N, K], scale [N, G] float32).
+
+    G is K / group_size, or 1 when ``group_size`` is 0.
+    """
+    groups = weight.unflatten(1, (-1, group_size or weight.shape[1])).to(torch.float32)  # [N, G, g]
+    scale = groups.abs().amax(dim=2, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / 127.0
+    q = torch.round(groups / scale).clamp_(-127, 127).to(torch.int8)
+    return q.reshape(weight.shape), scale[..., 0].contiguous()

@@ -1,0 +1,52 @@
+"""How much a model changes when a single layer is quantized: the KL divergence of its outputs.
+
+The float graph is walked layer by layer; at each, only the rest of the graph is run, once for every variant of that
+layer. So the whole measurement costs half a forward pass a variant. The logits of a position cost as much as several
+layers, so every second position is scored and more text is seen. It is calibration text: what is decided by
+sensitivity is judged on another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from optkit.calibration.walk import Walk
+from optkit.evaluation.quality import mean_kl
+from optkit.graph.ir import Graph
+
+EVERY = 2  # so many positions have one that is scored
+
+
+class Divergence:
+    """What variants of ``graph`` are compared with: its logits, for the first windows of a walk over it.
+
+    Windows are taken until they hold ``tokens``; the walk may stand anywhere, and go on later.
+    """
+
+    def __init__(self, graph: Graph, walk: Walk, tokens: int) -> None:
+        self.walk, self.count, held = walk, 0, 0
+        while held < tokens and self.count < len(walk.windows):
+            held += len(walk.windows[self.count])
+            self.count += 1
+        self.expected = list(walk.finish(graph, self.count, EVERY))
+
+    def of(self, variant: Graph) -> float:
+        """Mean KL of ``variant``, which differs from the walk's graph only after where the walk stands."""
+        return mean_kl(zip(self.expected, self.walk.finish(variant, self.count, EVERY), strict=True))
+
+
+def site_sensitivity(
+    base: Graph, variants: Iterable[tuple[str, str, Graph]], walk: Walk
+) -> Iterator[tuple[str, float]]:
+    """For each site, in execution order, the KL of the variant in which it alone is quantized.
+
+    Args:
+        base: the float graph that ``walk`` goes over.
+        variants: of each site its name, that of the activation it reads, and the graph.
+    """
+    divergence = Divergence(base, walk, sum(map(len, walk.windows)))
+    by_name = {node.name: node for node in walk.graph.fx.nodes}
+    for site, x, variant in variants:
+        for _ in walk.values(by_name[x]):
+            pass
+        yield site, divergence.of(variant)

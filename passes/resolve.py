@@ -1,0 +1,72 @@
+"""The passes' side of a recipe: unknown passes, each pass's own options, and their JSON Schema.
+
+Importing a pass may import torch, so nothing here is needed to read, list or show a recipe.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from optkit.errors import UserError, nearest
+from optkit.recipe.errors import explain
+from optkit.recipe.schema import PassEntry, ResolvedPass
+from optkit.recipe.strict_yaml import Document
+
+
+def resolve_entries(entries: Sequence[PassEntry], document: Document) -> list[ResolvedPass]:
+    """Resolve every entry and check that their stages come in order (fuse, smooth, quantize, attention, compile)."""
+    resolved = [resolve_entry(entry, document) for entry in entries]
+    for before, after in itertools.pairwise(resolved):
+        if after.pass_class.stage < before.pass_class.stage:
+            raise UserError(
+                f"'{after.entry.name}' must come before '{before.entry.name}'",
+                where=document.where(("passes", after.entry.name)),
+                fix="the order is: fusions, smoothing, quantization, attention, compile",
+            )
+    return resolved
+
+
+def resolve_entry(entry: PassEntry, document: Document) -> ResolvedPass:
+    """Look the pass up in the table and validate ``entry.config`` with its ``Config``."""
+    from optkit import passes  # type: ignore[attr-defined]
+
+    path = ("passes", entry.name)
+    if entry.name not in passes.names():
+        fix = nearest(entry.name, passes.names())
+        raise UserError(f"unknown pass '{entry.name}'", where=document.where(path), fix=fix)
+    pass_class = passes.load(entry.name)
+    model: type[BaseModel] = pass_class.Config
+    try:
+        config = model.model_validate(copy.deepcopy(entry.config))
+    except ValidationError as error:
+        raise explain(error, document, path, [*model.model_fields, "accept"]) from error
+    return ResolvedPass(entry, pass_class, config)
+
+
+def passes_schema(definitions: dict[str, Any]) -> dict[str, Any]:
+    """Schema of the ``passes`` mapping; the passes' definitions are added to ``definitions``."""
+    schema: dict[str, Any] = {"type": "object", "default": {}, "description": "The pipeline, in this order."}
+    try:
+        from optkit import passes  # type: ignore[attr-defined]
+
+        models = {name: passes.load(name).Config for name in passes.names()}
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("optkit"):
+            raise
+        # Without torch: any pass, any options.
+        return schema | {"additionalProperties": {"type": ["object", "null"]}}
+    properties = {name: _options_schema(name, model, definitions) for name, model in models.items()}
+    return schema | {"properties": properties, "additionalProperties": False}
+
+
+def _options_schema(name: str, model: type[BaseModel], definitions: dict[str, Any]) -> dict[str, Any]:
+    options = model.model_json_schema(ref_template=f"#/$defs/{name}.{{model}}")
+    for key, value in options.pop("$defs", {}).items():
+        definitions[f"{name}.{key}"] = value
+    options.setdefault("properties", {})["accept"] = {"$ref": "#/$defs/Accept"}
+    return {"anyOf": [options, {"type": "null"}]}

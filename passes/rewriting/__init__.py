@@ -1,0 +1,1 @@
+"""Graph rewrites that several passes share."""

@@ -1,0 +1,113 @@
+"""Small steps that rewriting passes share."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from optkit.checkpoint.modules import OPERANDS, SHARED
+from optkit.graph.ir import Graph, Origin, Weight
+from optkit.kernels import reference
+
+aten = torch.ops.aten
+LINEARS = {reference.linear, *OPERANDS}  # float, and as the checkpoint or a pass quantized it
+
+
+def stack_linears(graph: Graph, linears: Sequence[fx.Node], name: str) -> fx.Node:
+    """One linear in place of several that read the same input (``can_stack``); gives [T, sum of N].
+
+    Operands are stacked row after row, so the result's columns are the outputs in order. The new operand's origin
+    lists the old ones': on disk nothing changes. What belongs to input channels is the same for all, and stays one.
+    """
+    head = linears[0]
+    first, operands = layout(head)
+    arguments: list[Any] = list(head.args[:first])
+    for position, operand in enumerate((*operands, "bias"), first):
+        nodes = [argument(linear, position) for linear in linears]
+        if nodes[0] is None or operand in SHARED:
+            arguments.append(nodes[0])
+            continue
+        stack_weights(graph, [str(node.target) for node in nodes], f"{name}.{operand}")
+        arguments.append(graph.weight_node(f"{name}.{operand}", head))
+    with graph.fx.inserting_before(head):
+        return graph.fx.call_function(head.target, tuple(arguments), head.kwargs)
+
+
+def layout(linear: fx.Node) -> tuple[int, tuple[str, ...]]:
+    """Where the weights of a linear begin among its arguments, and what they are called; a bias comes after them."""
+    return OPERANDS.get(linear.target, (1, ("weight",)))
+
+
+def argument(linear: fx.Node, position: int) -> Any:
+    return linear.args[position] if len(linear.args) > position else None
+
+
+def stack_weights(graph: Graph, names: Sequence[str], new: str) -> None:
+    """Register the concatenation of weights ``names`` along dimension 0 as ``new``."""
+    weights = [graph.weights[name] for name in names]
+    parts = tuple(part for weight in weights for part in (weight.origin.parts if weight.origin else ()))
+    graph.weights[new] = Weight(torch.cat([weight.value for weight in weights]), Origin(parts))
+
+
+def can_stack(graph: Graph, linears: Sequence[fx.Node]) -> str | None:
+    """Why these linears can't become one, or None when they can."""
+    head = linears[0]
+    if any(linear.target is not head.target or linear.kwargs != head.kwargs for linear in linears):
+        return "the projections are quantized in different ways"
+    first, operands = layout(head)
+    if any(linear.args[:first] != head.args[:first] for linear in linears):
+        return "the projections read different inputs"
+    for position, operand in enumerate((*operands, "bias"), first):
+        reason = can_stack_operand(graph, [argument(linear, position) for linear in linears], operand)
+        if reason:
+            return reason
+    return None
+
+
+def can_stack_operand(graph: Graph, nodes: Sequence[Any], operand: str) -> str | None:
+    """Why one operand of several linears can't be stacked, or be the same for all."""
+    if len({node is None for node in nodes}) > 1:
+        return f"only some of the projections have a {operand}"
+    if nodes[0] is None:
+        return None
+    weights = [graph.weight_of(node) for node in nodes]
+    found = [w for w in weights if w is not None and w.origin is not None and not w.origin.transposed]
+    if len(found) < len(nodes):
+        return "a weight is not a plain checkpoint tensor"
+    values = [weight.value for weight in found]
+    if any(value.dtype != values[0].dtype or value.shape[1:] != values[0].shape[1:] for value in values):
+        return f"the projections differ in the form of their {operand}"
+    planned = values[0].device.type == "meta"  # of a dry run: values are not known
+    if operand in SHARED and not planned and not all(torch.equal(value, values[0]) for value in values):
+        return f"the projections differ in their {operand}, which belongs to the input"
+    return None
+
+
+def split_columns(graph: Graph, value: fx.Node, old: Sequence[fx.Node], sizes: Sequence[int]) -> None:
+    """Replace each of ``old`` by its columns of ``value`` [T, sum of sizes]."""
+    with graph.fx.inserting_after(value):
+        pieces = graph.fx.call_function(aten.split_with_sizes.default, (value, list(sizes), -1))
+    anchor = pieces
+    for index, node in enumerate(old):
+        with graph.fx.inserting_after(anchor):
+            anchor = graph.fx.call_function(operator.getitem, (pieces, index))
+        node.replace_all_uses_with(anchor)
+
+
+def out_features(graph: Graph, linear: fx.Node) -> int:
+    return graph.weights[weight_name(linear)].value.shape[0]
+
+
+def weight_name(linear: fx.Node) -> str:
+    """The name of a linear's first weight."""
+    return str(linear.args[layout(linear)[0]].target)
+
+
+def site_name(graph: Graph, linear: fx.Node) -> str:
+    """The module a linear came from; a head that is tied to the embedding is called by the head's name."""
+    weight = weight_name(linear)
+    return graph.meta.output_embedding if weight == graph.meta.input_embedding else weight.rpartition(".")[0]

@@ -1,0 +1,218 @@
+"""Quality metrics: by hand, by property, and through the runtime against a plain transformers model."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from optkit.evaluation.quality import (
+    ModuleLogits,
+    RuntimeLogits,
+    compare,
+    compare_many,
+    evaluation_windows,
+    first_divergence,
+    perplexity,
+    windows,
+)
+
+
+class Fixed:
+    """A source with given logits, one [T, V] tensor a window."""
+
+    def __init__(self, *tensors):
+        self.tensors = tensors
+        self.runs = 0
+
+    def logits(self, token_windows):
+        for tensor in self.tensors:
+            self.runs += 1
+            yield tensor
+
+
+def random_source(seed, count=3, length=70, vocab=11):
+    generator = torch.Generator().manual_seed(seed)
+    return Fixed(*(torch.randn(length, vocab, generator=generator) for _ in range(count)))
+
+
+WINDOWS = [[(i * 7 + j * 3) % 11 for i in range(70)] for j in range(3)]
+
+
+def test_hand_computed_case():
+    reference = Fixed(torch.tensor([[3.0, 1.0], [9.0, 9.0]]).log())  # p = 3/4, 1/4
+    candidate = Fixed(torch.tensor([[1.0, 1.0], [9.0, 9.0]]).log())  # q = 1/2, 1/2
+    report = compare(reference, candidate, [[0, 0]])
+    assert report.tokens == 1
+    assert report.reference_ppl.value == pytest.approx(4 / 3)
+    assert report.ppl.value == pytest.approx(2)
+    assert report.ln_ppl_ratio.value == pytest.approx(math.log(1.5))
+    kl = 0.75 * math.log(0.75 / 0.5) + 0.25 * math.log(0.25 / 0.5)
+    assert report.kl_mean.value == pytest.approx(kl)
+    assert report.kl_median == report.kl_p99 == report.kl_max == pytest.approx(kl)
+
+
+def test_identical_sides_do_not_differ():
+    report = compare(random_source(0), random_source(0), WINDOWS)
+    assert report.kl_mean.value == report.kl_max == report.ln_ppl_ratio.value == 0
+    assert report.top1_agreement.value == 1
+    assert report.ppl == report.reference_ppl
+    assert report.to_dict()["tokens"] == 3 * 69
+
+
+def test_standard_errors_are_over_windows():
+    # window 0 scores nll 0 on every token, window 1 scores ln 2: mean ln(2)/2, standard error ln(2)/2
+    sure = torch.tensor([[0.0, -math.inf]] * 5)
+    even = torch.zeros(5, 2)
+    estimate = perplexity(Fixed(sure, even), [[0] * 5, [0] * 5])
+    assert estimate.value == pytest.approx(math.sqrt(2))
+    assert estimate.stderr == pytest.approx(math.sqrt(2) * math.log(2) / 2)
+
+
+def test_impossible_tokens_of_both_sides_do_not_count():
+    masked = torch.tensor([[1.0, 2.0, -math.inf]] * 3)
+    assert compare(Fixed(masked), Fixed(masked + 1), [[0, 1, 0]]).kl_max == pytest.approx(0, abs=1e-6)
+
+
+def test_nan_logits_are_an_error_and_not_a_number():
+    broken = torch.zeros(70, 11)
+    broken[3, 4] = math.nan
+    with pytest.raises(FloatingPointError, match="candidate"):
+        compare(Fixed(torch.zeros(70, 11)), Fixed(broken), WINDOWS[:1])
+
+
+def test_different_vocabularies_are_refused():
+    with pytest.raises(ValueError, match="shape"):
+        compare(random_source(0), random_source(0, vocab=12), WINDOWS)
+
+
+def test_many_candidates_run_the_reference_once():
+    reference = random_source(0)
+    reports = compare_many(reference, {"a": random_source(1), "b": random_source(0)}, WINDOWS)
+    assert reference.runs == 3
+    assert reports["a"].kl_mean.value > 0 == reports["b"].kl_mean.value
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 1000), st.floats(-50, 50), st.floats(0.01, 1))
+def test_metrics_keep_their_bounds(seed, shift, noise):
+    reference, other = random_source(seed), random_source(seed + 1)
+    moved = Fixed(*(a + noise * b + shift for a, b in zip(reference.tensors, other.tensors, strict=True)))
+    report = compare(reference, moved, WINDOWS)
+    assert 0 <= report.kl_median <= report.kl_p99 <= report.kl_max
+    assert 0 <= report.top1_agreement.value <= 1
+    ratio = math.log(report.ppl.value / report.reference_ppl.value)
+    assert report.ln_ppl_ratio.value == pytest.approx(ratio, abs=1e-5)
+
+
+@given(st.lists(st.integers(0, 5), min_size=0, max_size=60), st.integers(3, 20), st.booleans())
+def test_windows_cover_a_prefix_without_overlap(tokens, length, with_bos):
+    bos = [99] if with_bos else []
+    step = length - len(bos)
+    if len(tokens) < step:
+        with pytest.raises(ValueError, match="0 windows"):
+            windows(tokens, length, None, bos)
+        return
+    cut = windows(tokens, length, None, bos)
+    assert all(len(window) == length and window[: len(bos)] == bos for window in cut)
+    assert [t for window in cut for t in window[len(bos) :]] == tokens[: len(cut) * step]
+
+
+def test_windows_says_what_is_missing():
+    with pytest.raises(ValueError, match="nothing to predict"):
+        windows([1, 2, 3], 1)
+    with pytest.raises(ValueError, match="give 2 windows of 4, not 3"):
+        windows(range(9), 4, 3)
+
+
+@given(st.lists(st.integers(0, 2)), st.lists(st.integers(0, 2)))
+def test_first_divergence(a, b):
+    index = first_divergence(a, b)
+    if index is None:
+        assert a == b
+    else:
+        assert a[:index] == b[:index] and a[index : index + 1] != b[index : index + 1]
+
+
+class Uniform:
+    """A tokenizer of characters, with or without BOS."""
+
+    bos_token_id = 1
+
+    def __init__(self, bos):
+        self.bos = bos
+
+    def __call__(self, text, add_special_tokens=True):
+        ids = [2 + ord(c) % 50 for c in text]
+        return type("Encoding", (), {"input_ids": ([1] if self.bos and add_special_tokens else []) + ids})
+
+
+@pytest.mark.parametrize("bos", [True, False])
+def test_evaluation_windows_start_with_bos_if_the_model_wants_it(bos):
+    cut = evaluation_windows(Uniform(bos), tokens=2048, length=512)
+    assert [len(w) for w in cut] == [512] * 4
+    assert all((w[0] == 1) == bos for w in cut)
+
+
+# -- through the runtime ----------------------------------------------------------------------------
+
+
+def tiny(attention):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, attn_implementation=attention,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def test_runtime_logits_equal_the_module():
+    from optkit.capture import boundary
+    from optkit.capture.export import capture
+    from optkit.lowering.lower import lower
+
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, 97, (3 * 50,), generator=generator).tolist()
+    cut = windows(tokens, 50)
+    boundary.register()
+    module = ModuleLogits(tiny("eager"))
+    source = RuntimeLogits(lower(capture(tiny(boundary.NAME))), block_size=4, chunk=21, decode=5)
+    report = compare(module, source, cut)
+    assert report.kl_max < 1e-6 and report.top1_agreement.value == 1
+    for expected, actual in zip(module.logits(cut), source.logits(cut), strict=True):
+        torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
+
+
+class Recorder:
+    """An executable that only checks the batch and returns the token and its position as logits."""
+
+    kv_specs = ()
+    vocab_size = 2
+
+    def __init__(self):
+        self.steps = []
+
+    def __call__(self, inputs):
+        starts = inputs["query_start"].tolist()
+        self.steps.append([b - a for a, b in itertools.pairwise(starts)])
+        return torch.stack([inputs["input_ids"], inputs["positions"]], dim=1).float()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(2, 40), min_size=1, max_size=5), st.integers(1, 30), st.integers(0, 9))
+def test_chunks_put_every_row_where_it_belongs(lengths, chunk, decode):
+    model = Recorder()
+    cut = [list(range(n)) for n in lengths]
+    for window, rows in zip(cut, RuntimeLogits(model, 4, chunk, decode).logits(cut), strict=True):
+        assert rows[:, 0].tolist() == rows[:, 1].tolist() == window
+    assert all(len(step) <= 2 and max(step) <= max(chunk, 1) for step in model.steps)
+
+
+def test_decode_tail_runs_one_token_at_a_time():
+    model = Recorder()
+    list(RuntimeLogits(model, 4, 16, 3).logits([list(range(35))]))
+    assert model.steps == [[16], [16], [1], [1], [1]]

@@ -1,0 +1,98 @@
+"""Targets: data sheet rows, detection, and a cache that can be wrong without harm."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from optkit.artifact.artifact import Artifact
+from optkit.errors import UserError
+from optkit.machine import target
+from optkit.machine.target import DATASHEETS, Target, detect, get_target
+from optkit.pipeline.records import RunRecord
+from tests.support.sample_artifact import real_artifact
+
+
+@pytest.fixture
+def fast_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Ceilings without measuring; the list counts how often they were asked for."""
+    from optkit.machine import ceilings
+
+    calls: list[int] = []
+    monkeypatch.setenv("OPTKIT_CACHE", str(tmp_path / "cache"))
+    for name in ("fp32_flops", "int8_ops", "bf16_flops"):
+        monkeypatch.setattr(ceilings, name, lambda: 1e9)
+    monkeypatch.setattr(ceilings, "memory_bandwidth", lambda: float(len(calls) or calls.append(1) or 1))
+    return calls
+
+
+@pytest.mark.parametrize("name", sorted(DATASHEETS))
+def test_data_sheet_rows_are_consistent(name: str) -> None:
+    row = get_target(name)
+    assert row.name == name
+    assert row.device == "cuda"
+    assert row.source == "datasheet"
+    assert row.int8_ops == 2 * row.bf16_flops or row.int8_ops == pytest.approx(2 * row.bf16_flops, rel=0.01)
+    assert row.memory_bandwidth < row.fp32_flops
+
+
+def test_an_unknown_target_names_the_nearest() -> None:
+    with pytest.raises(UserError, match="did you mean 'cuda-h100'"):
+        get_target("cuda-h10")
+
+
+def test_detection_is_cached(fast_measurements: list[int]) -> None:
+    first = detect()
+    assert first == get_target("cpu")
+    assert fast_measurements == [1]
+    assert first.kind == "cpu"
+    assert first.cores >= 1
+    assert first.memory_bytes > 1 << 28
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"name": "cpu"}', '{"isa": 3}', "\x00"])
+def test_a_damaged_cache_entry_is_measured_again(
+    fast_measurements: list[int], tmp_path: Path, content: str
+) -> None:
+    expected = detect()
+    (entry,) = (tmp_path / "cache" / "targets").iterdir()
+    entry.write_text(content)
+    assert detect() == expected
+    assert json.loads(entry.read_text())["name"] == "cpu"
+
+
+def test_another_machine_is_another_entry(
+    fast_measurements: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    detect()
+    monkeypatch.setattr(target, "cpu_model", lambda: "another CPU")
+    detect()
+    assert len(list((tmp_path / "cache" / "targets").iterdir())) == 2
+
+
+def test_a_machine_without_proc_still_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target, "_cpuinfo", dict)
+    assert target.cpu_model()
+    assert target.cpu_isa() == ()
+
+
+def test_measured_ceilings_are_plausible() -> None:
+    here = detect()
+    assert isinstance(here, Target)
+    assert here.source == "measured"
+    assert 1e8 < here.memory_bandwidth < 1e13
+    assert 1e8 < here.fp32_flops < 1e15
+    assert 1e8 < here.int8_ops < 1e16
+
+
+def test_an_artifact_for_a_gpu_says_what_to_do_where_there_is_none(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    recipe = "schema_version: 1\nname: r\ntarget: cuda-h100\npasses: {}\n"
+    artifact = Artifact.open(real_artifact(tmp_path / "a", tmp_path / "source", recipe, RunRecord([], None)))
+    with pytest.raises(UserError, match="cuda-h100 and this machine has no CUDA GPU") as error:
+        artifact.executable()
+    assert error.value.where == str(tmp_path / "a") and "on a machine with an NVIDIA GPU" in error.value.fix

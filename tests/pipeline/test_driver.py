@@ -1,0 +1,641 @@
+"""The driver from a model directory to an artifact: kept, rolled back, resumed, broken, interrupted."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from optkit import passes
+from optkit.artifact.artifact import Artifact
+from optkit.checkpoint.locate import ModelSource
+from optkit.errors import UserError
+from optkit.evaluation import speed
+from optkit.graph.ir import Graph
+from optkit.graph.serialize import graph_to_json
+from optkit.kernels import reference
+from optkit.lowering.lower import Executable, lower
+from optkit.machine import target as targets
+from optkit.passes.base import Pass, PassContext, PassResult, Plan, Site, Stage, silent
+from optkit.pipeline import driver as pipeline
+from optkit.pipeline import sources
+from optkit.pipeline.cache import States
+from optkit.pipeline.decision import Evidence
+from optkit.pipeline.driver import PassFailed, Pipeline, optimize
+from optkit.pipeline.records import RunRecord
+from optkit.recipe.schema import Recipe, parse_recipe
+from optkit.text import corpora
+from tests.support.graphs import TARGET, captured, dense, random_ids, relative_error
+from tests.support.model_directory import VOCABULARY, save_model
+
+HEAD = """
+schema_version: 1
+name: test
+workload: {prompt_tokens: [24, 40], output_tokens: 4, batch: 2}
+runtime: {block_size: 8, max_num_batched_tokens: 32, kv_cache_bytes: 1MiB}
+"""
+TTFT_CPU = """
+passes:
+  fuse_qkv: {}
+  fuse_gate_up: {}
+  fuse_add_rms_norm: {}
+  smoothquant: {calibration: {samples: 1}}
+  int8: {}
+  flash_attention: {}
+"""
+
+
+def recipe(text: str) -> Recipe:
+    return parse_recipe(HEAD + text)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One cache for the tests of this file, so that the model is captured once."""
+    return tmp_path_factory.mktemp("cache") / "optkit"
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch, shared_cache: Path) -> None:
+    """Little text, one repeat of each timing, no measuring of the machine."""
+    load_text = corpora.load_text
+    monkeypatch.setenv("OPTKIT_CACHE", str(shared_cache))
+    monkeypatch.setattr(corpora, "load_text", lambda name: load_text(name)[:6000])
+    monkeypatch.setattr(speed, "SETTLE_SECONDS", 0)
+    monkeypatch.setattr(pipeline, "PASS_TOKENS", 512)
+    monkeypatch.setattr(targets, "detect", lambda refresh=False: TARGET)
+
+
+def run(source: Path, out: Path, text: str, **options: Any) -> RunRecord:
+    return optimize(str(source), recipe(text), out, final_tokens=1024, **options)
+
+
+def transformers_logits(directory: Path, ids: Tensor) -> Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
+    with torch.no_grad():
+        return model.eval()(ids[None], use_cache=False).logits[0]
+
+
+def decisions(record: RunRecord) -> dict[str, str]:
+    return {r.name: r.decision for r in record.passes}
+
+
+IDS = random_ids([31], VOCABULARY)[0]
+
+
+def test_baseline_is_the_model_itself(source: Path, tmp_path: Path) -> None:
+    record = run(source, tmp_path / "out", "passes: {}")
+    assert record.passes == [] and record.whole is None
+    artifact = Artifact.open(tmp_path / "out")
+    expected = transformers_logits(source, IDS)
+    assert torch.equal(transformers_logits(artifact.directory, IDS), expected)
+    torch.testing.assert_close(dense(artifact.graph(), IDS), expected, atol=1e-4, rtol=1e-4)
+    assert not (artifact.directory / "pytorch_model.bin").exists()
+    assert (artifact.directory / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+
+
+def test_a_whole_recipe(source: Path, tmp_path: Path) -> None:
+    told: list[str] = []
+    record = run(source, tmp_path / "out", TTFT_CPU, tell=lambda text, part=None: told.append(text))
+    assert decisions(record) == dict.fromkeys(
+        ("fuse_qkv", "fuse_gate_up", "fuse_add_rms_norm", "smoothquant", "int8", "flash_attention"), "kept"
+    )
+    assert record.whole is not None
+    assert list(record.whole.measured) == ["prefill 24", "prefill 40", "decode@41"]
+    assert list(record.whole.predicted) == list(record.whole.measured)
+    assert record.whole.weight_bytes[1] < record.whole.weight_bytes[0]
+    assert 0 < Evidence.of(record.whole).kld < 0.1
+    assert any("writing" in line for line in told)
+
+    artifact = Artifact.open(tmp_path / "out")
+    assert [p["decision"] for p in artifact.manifest["passes"]] == ["kept"] * 6
+    expected = transformers_logits(source, IDS)
+    assert relative_error(lower_dense(artifact), expected) < 0.1
+    assert artifact.recipe == recipe(TTFT_CPU)
+
+
+def test_speed_is_measured_against_pytorchs_attention(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model before any pass runs what a user has today, never the loop of the specification."""
+    monkeypatch.setenv("OPTKIT_CACHE", str(tmp_path / "cache"))
+    measured: list[tuple[str, str]] = []
+    measure_pair = pipeline.measure_pair
+
+    def measuring(before: Executable, after: Executable, *rest: Any) -> Any:
+        found = [
+            {kernel for name, kernel in model.kernels.items() if name.startswith("attention")}
+            for model in (before, after)
+        ]
+        measured.append(tuple("+".join(sorted(kinds)) for kinds in found))  # type: ignore[arg-type]
+        return measure_pair(before, after, *rest)
+
+    monkeypatch.setattr(pipeline, "measure_pair", measuring)
+    run(source, tmp_path / "out", "passes: {fuse_qkv: {}, flash_attention: {}}")
+    assert measured == [("sdpa", "sdpa"), ("sdpa", "native"), ("sdpa", "native")]
+    run(source, tmp_path / "baseline", "passes: {}")
+    attention = [
+        k
+        for name, k in Artifact.open(tmp_path / "baseline").executable().kernels.items()
+        if "attention" in name
+    ]
+    assert set(attention) == {"sdpa"}
+
+
+def test_an_int8_kv_cache_is_in_the_graph_and_nowhere_else(source: Path, tmp_path: Path) -> None:
+    record = run(source, tmp_path / "out", "passes: {flash_attention: {}, kv_int8: {}}")
+    assert decisions(record) == {"flash_attention": "kept", "kv_int8": "kept"}
+    quality = record.passes[1].quality
+    assert quality is not None and quality["kl_mean"]["value"] > 0
+    artifact = Artifact.open(tmp_path / "out")
+    assert {spec.dtype for spec in artifact.graph().meta.kv_specs} == {"int8"}
+    assert {spec.dtype for spec in artifact.executable().kv_specs} == {"int8"}
+    assert "quantization_config" not in json.loads((artifact.directory / "config.json").read_text())
+    assert torch.equal(transformers_logits(artifact.directory, IDS), transformers_logits(source, IDS))
+
+
+def lower_dense(artifact: Artifact) -> Tensor:
+    return dense(artifact.graph(), IDS, TARGET)
+
+
+def test_an_int8_artifact_in_transformers(source: Path, tmp_path: Path) -> None:
+    """Weights are the same numbers; activations are rounded by the other library's rule, so within the loss."""
+    pytest.importorskip("compressed_tensors")
+    run(source, tmp_path / "out", TTFT_CPU)
+    expected, ours = transformers_logits(source, IDS), lower_dense(Artifact.open(tmp_path / "out"))
+    theirs = transformers_logits(tmp_path / "out", IDS)
+    loss = relative_error(ours, expected)
+    assert loss > 1e-3
+    assert relative_error(theirs, expected) < 2 * loss
+    assert relative_error(theirs, ours) < 2 * loss
+
+
+@pytest.mark.parametrize("symmetric", ["true", "false"])
+def test_int4_from_recipe_to_artifact_and_back(source: Path, tmp_path: Path, symmetric: str) -> None:
+    """Kept, written, read again; and the second run takes the finished step from the cache."""
+    text = f"passes: {{fuse_qkv: {{}}, w4a8: {{symmetric: {symmetric}}}}}\naccept: {{max_kld: 10.0}}"
+    for out in ("first", "second"):
+        record = run(source, tmp_path / out, text)
+        assert decisions(record) == {"fuse_qkv": "kept", "w4a8": "kept"}
+    first, second = (Artifact.open(tmp_path / out).graph() for out in ("first", "second"))
+    assert graph_to_json(first) == graph_to_json(second)
+    assert len(list(first.calls(reference.linear_w4a8))) == 2 * 5
+    expected = dense(first, IDS, TARGET)
+    assert torch.equal(dense(second, IDS, TARGET), expected)
+    loss = relative_error(expected, transformers_logits(source, IDS))
+    assert relative_error(transformers_logits(tmp_path / "first", IDS), expected) < 0.3 * loss
+
+
+def test_exact_passes_alone_change_no_tensor(source: Path, tmp_path: Path) -> None:
+    run(source, tmp_path / "out", "passes: {fuse_qkv: {}, fuse_gate_up: {}, fuse_add_rms_norm: {}}")
+    assert torch.equal(transformers_logits(tmp_path / "out", IDS), transformers_logits(source, IDS))
+    graph = Artifact.open(tmp_path / "out").graph()
+    assert len(list(graph.calls(reference.linear))) == 2 * 4 + 1
+    torch.testing.assert_close(dense(graph, IDS), transformers_logits(source, IDS), atol=1e-4, rtol=1e-4)
+
+
+def test_int8_beyond_its_bound_is_rolled_back(source: Path, tmp_path: Path) -> None:
+    record = run(source, tmp_path / "out", "passes: {fuse_qkv: {}, int8: {accept: {max_kld: 1.0e-9}}}")
+    assert decisions(record) == {"fuse_qkv": "kept", "int8": "rolled back"}
+    assert "mean KL divergence" in record.passes[1].reason
+    assert "above 1e-09" in record.passes[1].reason
+    artifact = Artifact.open(tmp_path / "out")
+    assert artifact.manifest["passes"][1]["decision"] == record.passes[1].decision
+    graph = artifact.graph()
+    assert not list(graph.calls(reference.linear_w8a8))
+    expected = transformers_logits(source, IDS)
+    torch.testing.assert_close(dense(graph, IDS), expected, atol=1e-4, rtol=1e-4)
+    assert torch.equal(transformers_logits(artifact.directory, IDS), expected)
+
+
+def test_a_bound_of_the_whole_undoes_the_inexact_pass(source: Path, tmp_path: Path) -> None:
+    """int8 passes its own looser bound; the whole misses the recipe's, so int8 goes and the fusion stays."""
+    text = "passes: {fuse_qkv: {}, int8: {accept: {max_kld: 10.0}}}\naccept: {max_kld: 1.0e-6}"
+    record = run(source, tmp_path / "out", text)
+    assert decisions(record) == {"fuse_qkv": "kept", "int8": "rolled back"}
+    assert "the whole missed a bound" in record.passes[1].reason
+    assert record.whole is not None and Evidence.of(record.whole).kld <= 1e-6
+    graph = Artifact.open(tmp_path / "out").graph()
+    assert not list(graph.calls(reference.linear_w8a8))
+    assert "model.layers.0.self_attn.qkv_proj.weight" in graph.weights
+
+
+def test_the_worst_layers_go_back_until_the_bound_holds(source: Path, tmp_path: Path) -> None:
+    """4 bits miss a bound that they meet once the most sensitive layers are float again."""
+    text = "passes: {{fuse_qkv: {{}}, rtn: {{scheme: W4A16, group_size: 32, accept: {{max_kld: {bound}}}}}}}"
+    free = run(source, tmp_path / "free", text.format(bound=10.0)).passes[1]
+    loss = free.quality["kl_mean"]["value"]
+    record = run(source, tmp_path / "out", text.format(bound=0.8 * loss)).passes[1]
+    assert record.decision == "reduced"
+    assert 0 < len(record.restored) < len(free.sites) / 2 + 1
+    assert record.changed == len(record.sites) - len(record.restored)
+    assert record.quality["kl_mean"]["value"] <= 0.8 * loss < loss
+    assert "back in float" in record.reason and "mean KL divergence" in record.reason
+    graph = Artifact.open(tmp_path / "out").graph()
+    floats = {str(node.args[1].target).removesuffix(".weight") for node in graph.calls(reference.linear)}
+    assert floats == {*record.restored, "lm_head"}
+
+
+def test_a_bound_of_the_whole_takes_back_layers_before_a_pass(source: Path, tmp_path: Path) -> None:
+    """The whole misses a bound that it meets without the worst layers, so the pass stays; nothing is solved twice."""
+    text = (
+        "passes: {{fuse_qkv: {{}}, gptq: {{scheme: W4A8, group_size: 32, calibration: {{samples: 2, length: 32}}, "
+        "accept: {{max_kld: 10.0}}}}, flash_attention: {{}}}}\naccept: {{max_kld: {bound}}}"
+    )
+    free = run(source, tmp_path / "free", text.format(bound=10.0))
+    assert free.whole is not None
+    loss = Evidence.of(free.whole).kld
+    told: list[str] = []
+    record = run(
+        source,
+        tmp_path / "out",
+        text.format(bound=0.8 * loss),
+        tell=lambda text, part=None: told.append(text),
+    )
+    gptq = record.passes[1]
+    assert decisions(record) == {"fuse_qkv": "kept", "gptq": "reduced", "flash_attention": "kept"}
+    assert 0 < len(gptq.restored) < len(gptq.sites) / 2 + 1
+    assert gptq.changed == len(gptq.sites) - len(gptq.restored)
+    assert "the whole missed a bound" in gptq.reason and "back in float" in gptq.reason
+    assert record.whole is not None and Evidence.of(record.whole).kld <= 0.8 * loss < loss
+    graph = Artifact.open(tmp_path / "out").graph()
+    floats = {str(node.args[1].target).removesuffix(".weight") for node in graph.calls(reference.linear)}
+    assert floats == {*gptq.restored, "lm_head"}
+    solved = [line for line in told if line.startswith("gptq: model.layers")]
+    assert (
+        len(solved) == len(set(solved)) > 0
+    )  # runs of the pass for the whole's sake take what it had solved
+
+
+def test_a_bound_that_half_of_the_layers_cannot_meet_undoes_the_pass(source: Path, tmp_path: Path) -> None:
+    record = run(
+        source, tmp_path / "out", "passes: {rtn: {scheme: W2A16, accept: {max_kld: 1.0e-9}}}"
+    ).passes[0]
+    assert record.decision == "rolled back"
+    assert "also with half of the layers in float" in record.reason
+    assert not list(Artifact.open(tmp_path / "out").graph().calls(reference.linear_wna16))
+
+
+def test_a_pass_without_a_site_is_skipped(source: Path, tmp_path: Path) -> None:
+    record = run(source, tmp_path / "out", "passes: {int8: {ignore: ['re:.*']}}")
+    (only,) = record.passes
+    assert (only.decision, only.reason, only.sites) == ("skipped", "no site to change", [])
+    assert {skip["reason"] for skip in only.skips} == {
+        "on the ignore list",
+        "the output head stays in float (lm_head: false)",
+    }
+    assert record.whole is None
+
+
+# -- resuming --------------------------------------------------------------------------------------------
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was worked on: "capture", and the name of each pass that was run."""
+    work: list[str] = []
+    import optkit.capture
+
+    capture, run_pass = optkit.capture.capture_directory, pipeline.Pipeline.run_pass
+
+    def capturing(*args: Any, **options: Any) -> Graph:
+        work.append("capture")
+        return capture(*args, **options)
+
+    def passing(self: Any, graph: Graph, resolved: Any, *rest: Any) -> Any:
+        work.append(resolved.entry.name)
+        return run_pass(self, graph, resolved, *rest)
+
+    monkeypatch.setattr(optkit.capture, "capture_directory", capturing)
+    monkeypatch.setattr(pipeline.Pipeline, "run_pass", passing)
+    return work
+
+
+def test_a_second_run_resumes(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPTKIT_CACHE", str(tmp_path / "cache"))
+    work = counted(monkeypatch)
+    text = "passes: {fuse_qkv: {}, int8: {}}"
+    first = run(source, tmp_path / "one", text)
+    assert work == ["capture", "fuse_qkv", "int8"]
+    second = run(source, tmp_path / "two", text)
+    assert work == ["capture", "fuse_qkv", "int8"]
+    assert second.to_dict() == first.to_dict()
+    one, two = (Artifact.open(tmp_path / name).graph() for name in ("one", "two"))
+    assert graph_to_json(one) == graph_to_json(two)
+    assert all(torch.equal(weight.value, two.weights[name].value) for name, weight in one.weights.items())
+
+    run(source, tmp_path / "three", "passes: {fuse_qkv: {}, int8: {group_size: 32}}")
+    assert work[3:] == ["int8"]
+
+
+PLUGIN = """
+from optkit.passes.base import Pass, PassResult, Plan, Site, Stage
+
+class Notes(Pass):
+    name = "notes"
+    stage = Stage.FUSE
+
+    def check(self, graph, ctx):
+        return Plan([Site("everything", ())])
+
+    def apply(self, graph, plan, ctx):
+        return PassResult(1, {"word": "WORD"})
+"""
+
+
+def install_plugin(directory: Path, word: str, version: str = "0.1") -> None:
+    """A distribution with one pass, as it lies in a folder of installed packages."""
+    for left in directory.glob("*"):
+        shutil.rmtree(left)
+    package, metadata = directory / "notes_plugin", directory / f"notes_plugin-{version}.dist-info"
+    package.mkdir(parents=True)
+    metadata.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "notes.py").write_text(PLUGIN.replace("WORD", word))
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: notes-plugin\nVersion: {version}\n")
+    (metadata / "entry_points.txt").write_text("[optkit.passes]\nnotes = notes_plugin.notes:Notes\n")
+
+
+def test_a_plugin_pass_runs_again_after_an_edit_of_its_code_or_a_new_version(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path / "installed")
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    work, found = counted(monkeypatch), []
+    steps = [("first", "0.1"), ("first", "0.1"), ("second", "0.1"), ("second", "0.2")]
+    for number, (word, version) in enumerate(steps):
+        install_plugin(tmp_path / "installed", word, version)
+        for name in ("notes_plugin.notes", "notes_plugin"):  # as in a new process
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        importlib.invalidate_caches()
+        sources.package_digest.cache_clear()
+        sources.locations.cache_clear()
+        record = run(source, tmp_path / str(number), "passes: {notes: {}}").passes[0]
+        found.append((record.stats["word"], work.count("notes")))
+    assert found == [("first", 1), ("first", 1), ("second", 2), ("second", 3)]
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPTKIT_CACHE", str(tmp_path / "cache"))
+    out = tmp_path / "here" / "out"
+    text = "passes: {fuse_qkv: {}, fuse_gate_up: {}}"
+    with monkeypatch.context() as patch:
+        interrupt(patch, pipeline, "measure_pair", calls=1)
+        with pytest.raises(KeyboardInterrupt):
+            run(source, out, text)
+    assert not out.parent.exists() or list(out.parent.iterdir()) == []
+    assert not list((tmp_path / "cache" / "states").glob(".tmp-*"))
+    work = counted(monkeypatch)
+    assert decisions(run(source, out, text)) == {"fuse_qkv": "kept", "fuse_gate_up": "kept"}
+    assert work == ["fuse_gate_up"]
+
+
+def interrupt(patch: pytest.MonkeyPatch, module: Any, name: str, calls: int = 0) -> None:
+    """Let ``module.name`` raise KeyboardInterrupt after so many calls."""
+    original: Callable[..., Any] = getattr(module, name)
+    left = [calls]
+
+    def stand_in(*args: Any, **options: Any) -> Any:
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        return original(*args, **options)
+
+    patch.setattr(module, name, stand_in)
+
+
+def test_an_interrupt_while_writing_leaves_nothing(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from optkit.pipeline import publish
+
+    out = tmp_path / "here" / "out"
+    with monkeypatch.context() as patch:
+        interrupt(patch, publish, "report_html")
+        with pytest.raises(KeyboardInterrupt):
+            run(source, out, "passes: {}")
+    assert list(out.parent.iterdir()) == []
+    run(source, out, "passes: {}")
+    Artifact.open(out)
+
+
+def test_an_interrupt_while_saving_a_state_leaves_none(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from optkit.pipeline import cache as states
+
+    monkeypatch.setenv("OPTKIT_CACHE", str(tmp_path / "cache"))
+    interrupt(monkeypatch, states, "save_file", calls=1)
+    with pytest.raises(KeyboardInterrupt):
+        run(source, tmp_path / "out", "passes: {}")
+    assert list((tmp_path / "cache" / "states").iterdir()) == []
+
+
+# -- what goes wrong -------------------------------------------------------------------------------------
+
+
+class Breaks(Pass):
+    """Gives the first projection a weight of another layer's shape."""
+
+    name = "breaks"
+    stage = Stage.FUSE
+
+    def check(self, graph: Graph, ctx: PassContext) -> Plan:
+        return Plan([Site("everything", ())])
+
+    def apply(self, graph: Graph, plan: Plan, ctx: PassContext) -> PassResult:
+        node = next(graph.calls(reference.linear))
+        node.args = (node.args[0], next(iter(graph.calls(reference.silu_mul))).args[0].args[1])
+        return PassResult(1)
+
+
+class Raises(Breaks):
+    name = "raises"
+
+    def apply(self, graph: Graph, plan: Plan, ctx: PassContext) -> PassResult:
+        graph.fx.erase_node(next(n for n in graph.fx.nodes if n.op == "output"))
+        raise ZeroDivisionError("in the middle")
+
+
+class Wrong(Breaks):
+    """Claims to be exact and is not: no graph invariant is broken, only the numbers are."""
+
+    name = "wrong"
+
+    def apply(self, graph: Graph, plan: Plan, ctx: PassContext) -> PassResult:
+        for norm in graph.calls(reference.rms_norm):
+            norm.args = (*norm.args[:2], 0.5)
+        return PassResult(1)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [(Breaks, "pass breaks broke the graph"), (Raises, "pass raises failed: in the middle")],
+)
+def test_a_broken_pass_is_named_and_reproducible(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: type[Pass], message: str
+) -> None:
+    monkeypatch.setitem(passes.PASSES, row.name, f"{__name__}:{row.__name__}")
+    with pytest.raises(PassFailed, match=message) as failure:
+        run(source, tmp_path / "out", f"passes: {{fuse_qkv: {{}}, {row.name}: {{}}}}")
+    place = Path(str(failure.value).split("reproducer: ")[1].rstrip(")"))
+    assert {file.name for file in place.iterdir()} == {"graph.json", "recipe.yaml", "versions.json"}
+    given = json.loads((place / "graph.json").read_text())
+    assert "model.layers.0.self_attn.qkv_proj.weight" in given["weights"]
+    assert row.name in (place / "recipe.yaml").read_text()
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_wrong_exact_pass_is_rolled_back(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(passes.PASSES, "wrong", f"{__name__}:Wrong")
+    record = run(source, tmp_path / "out", "passes: {wrong: {}}")
+    assert decisions(record) == {"wrong": "rolled back"}
+    assert "mean KL divergence" in record.passes[0].reason
+    assert torch.equal(transformers_logits(tmp_path / "out", IDS), transformers_logits(source, IDS))
+
+
+@pytest.fixture
+def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that takes time may begin."""
+    for name in ("resolve", "present_target", "Pipeline"):
+        monkeypatch.setattr(pipeline, name, lambda *args, **options: pytest.fail("work began"))
+
+
+@pytest.mark.usefixtures("no_work")
+def test_an_output_that_exists_is_refused_before_any_work(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    for force in (False, True):
+        with pytest.raises(UserError, match="not an optkit artifact"):
+            run(source, out, "passes: {}", force=force)
+    assert [file.name for file in out.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.usefixtures("no_work")
+@pytest.mark.parametrize("text", ["passes: {fuse_qvk: {}}", "passes: {int8: {group: 3}}"])
+def test_a_bad_recipe_is_refused_before_any_work(source: Path, tmp_path: Path, text: str) -> None:
+    with pytest.raises(UserError):
+        run(source, tmp_path / "out", text)
+
+
+def test_an_artifact_is_replaced_only_by_force(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run(source, out, "passes: {}")
+    manifest = (out / "optkit" / "manifest.json").read_bytes()
+    with pytest.raises(UserError, match="--force"):
+        run(source, out, "passes: {fuse_qkv: {}}")
+    assert (out / "optkit" / "manifest.json").read_bytes() == manifest
+    run(source, out, "passes: {fuse_qkv: {}}", force=True)
+    assert Artifact.open(out).manifest["passes"][0]["name"] == "fuse_qkv"
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_recipe_for_a_gpu_that_is_not_here(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="dry-run"):
+        run(source, tmp_path / "out", "target: cuda-h100\npasses: {}")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_state_keeps_graph_and_tensors(source: Path, tmp_path: Path) -> None:
+    """What a resumed run continues from is, to the bit, what the interrupted one had."""
+    run(source, tmp_path / "out", TTFT_CPU)
+    graph = Artifact.open(tmp_path / "out").graph()
+    states = States(source)
+    states.save("0" * 32, graph, {"name": "kept"})
+    found = states.load("0" * 32)
+    assert found is not None and found[1] == {"name": "kept"}
+    assert graph_to_json(found[0]) == graph_to_json(graph)
+    assert all(torch.equal(found[0].weights[name].value, w.value) for name, w in graph.weights.items())
+    assert lower(found[0], TARGET).kernels == lower(graph, TARGET).kernels
+    assert states.load("1" * 32) is None
+
+
+@pytest.mark.parametrize("file", ["graph.json", "changed.safetensors", "record.json", "sums.json"])
+def test_a_damaged_state_is_none_and_goes(source: Path, file: str) -> None:
+    states = States(source)
+    states.save("2" * 32, captured("llama"), {"name": "kept"})
+    place = states.root / ("2" * 32) / file
+    content = bytearray(place.read_bytes())
+    content[len(content) // 2] ^= 1
+    place.write_bytes(content)
+    assert states.load("2" * 32) is None
+    assert not place.parent.exists()
+
+
+def test_an_artifact_opens_by_a_relative_path(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(source, tmp_path / "here", "passes: {}")
+    monkeypatch.chdir(tmp_path)
+    assert Artifact.open(Path("here")).graph().meta.model_type == "llama"
+
+
+TWO_FORMS = """
+passes:
+  fuse_qkv: {}
+  gptq: {scheme: W4A8, max_tokens: 4, calibration: {samples: 2, length: 32}}
+  int8: {accept: {max_kld: 0.5}}
+accept: {max_kld: 10.0}
+"""
+
+
+def test_layers_with_two_forms(source: Path, tmp_path: Path) -> None:
+    """Both are judged, each where it changed; others read the one for many tokens."""
+    record = run(source, tmp_path / "out", TWO_FORMS)
+    assert decisions(record) == {"fuse_qkv": "kept", "gptq": "kept", "int8": "kept"}
+    few, many = "up to 4 tokens", "more than 4 tokens"
+    assert [list(r.forms) for r in record.passes] == [[], [few], [many]]
+    assert record.whole is not None and list(record.whole.forms) == [few, many]
+    loss = {form: report["kl_mean"]["value"] for form, report in record.whole.forms.items()}
+    assert loss[few] > 3 * loss[many] > 0
+    assert Evidence.of(record.whole).kld == loss[few] and Evidence.of(record.whole).steps == few
+
+    artifact = Artifact.open(tmp_path / "out")
+    assert len(list(artifact.graph().calls(reference.by_tokens))) == 2 * 5
+    expected = transformers_logits(source, IDS)
+    assert 0 < relative_error(transformers_logits(artifact.directory, IDS), expected) < 0.1
+    assert relative_error(dense(artifact.graph(), IDS[:4], TARGET), expected[:4]) > 0.02
+    assert relative_error(lower_dense(artifact), expected) < 0.1
+
+
+def test_a_bound_that_one_form_misses_gives_back_layers_of_that_form(source: Path, tmp_path: Path) -> None:
+    loss = run(source, tmp_path / "whole", TWO_FORMS).passes[1].quality["kl_mean"]["value"]
+    text = TWO_FORMS.replace("max_tokens: 4,", f"max_tokens: 4, accept: {{max_kld: {loss * 0.8}}},")
+    record = run(source, tmp_path / "out", text)
+    assert decisions(record) == {"fuse_qkv": "kept", "gptq": "reduced", "int8": "kept"}
+    assert list(record.passes[2].forms) == ["more than 4 tokens"]  # the other one has gptq's loss
+    assert "mean KL divergence in steps of up to 4 tokens" in record.passes[1].reason
+    assert all(site.endswith("up_to_4_tokens") for site in record.passes[1].restored)
+    graph = Artifact.open(tmp_path / "out").graph()
+    assert len(list(graph.calls(reference.by_tokens))) == 2 * 5 - len(record.passes[1].restored)
+    assert len(list(graph.calls(reference.linear_w8a8))) == 2 * 5
+
+
+def test_weights_on_a_gpu_are_counted_as_they_lie_there(source: Path) -> None:
+    graph = captured("llama")
+    for target, least, most in ((TARGET, 1.0, 1.0), (targets.DATASHEETS["cuda-h100"], 0.45, 0.55)):
+        driver = Pipeline(ModelSource("tiny", source, "0"), recipe("passes: {}"), target, silent)
+        model = lower(graph, target, device="cpu")
+        assert least <= driver.weight_bytes(graph, model) / graph.num_bytes() <= most

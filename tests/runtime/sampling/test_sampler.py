@@ -1,0 +1,215 @@
+"""Sampler: each parameter against its definition, reproducible seeds, and errors that stay in their row."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from optkit.runtime.sampling import sampler
+from optkit.runtime.sampling.sampler import BAD_LOGITS, BAD_ROW, distribution, penalize, sample, wide_nucleus
+from optkit.runtime.types import EngineRequest, SamplingParams, Sequence
+
+VOCAB = 50
+
+
+def sequence(prompt: list[int] | None = None, output: list[int] | None = None, **params: object) -> Sequence:
+    prompt = prompt or [0]
+    sampling = SamplingParams(**{"max_tokens": 100} | params)
+    request = EngineRequest(request_id="r", prompt_ids=tuple(prompt), sampling=sampling, arrival=0.0)
+    return Sequence(request, prompt + (output or []))
+
+
+def random_logits(rows: int = 1, seed: int = 0) -> torch.Tensor:
+    return 1.5 * torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed))
+
+
+def support(**params: object) -> set[int]:
+    """The tokens that can be drawn."""
+    return set(
+        distribution(random_logits()[0], sequence(**params).request.sampling).nonzero().flatten().tolist()
+    )
+
+
+def ranked() -> list[tuple[int, float]]:
+    probs = random_logits()[0].softmax(0)
+    return [(int(t), float(probs[t])) for t in probs.argsort(descending=True)]
+
+
+def test_greedy_rows_take_the_argmax() -> None:
+    logits = random_logits(5)
+    assert sample(logits, [sequence(temperature=0.0) for _ in range(5)]) == logits.argmax(1).tolist()
+    assert sample(logits[:0], []) == []
+
+
+def test_top_k_keeps_the_k_most_likely() -> None:
+    assert support(top_k=3) == {token for token, _ in ranked()[:3]}
+    assert len(support(top_k=0)) == len(support(top_k=VOCAB + 1)) == VOCAB
+
+
+@pytest.mark.parametrize("top_p", [0.0, 0.3, 0.7, 0.95])
+@pytest.mark.parametrize("guess", [2, 512])
+def test_top_p_keeps_the_smallest_nucleus(top_p: float, guess: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampler, "TOP_P_GUESS", guess)
+    wanted, mass = set(), 0.0
+    for token, p in ranked():
+        if wanted and mass >= top_p:
+            break
+        wanted.add(token)
+        mass += p
+    assert support(top_p=top_p) == wanted
+    assert len(support(top_p=1.0)) == VOCAB
+
+
+def test_min_p_is_relative_to_the_most_likely() -> None:
+    best = ranked()[0][1]
+    assert support(min_p=0.02) == {token for token, p in ranked() if p >= 0.02 * best}
+    assert 1 < len(support(min_p=0.02)) < VOCAB
+
+
+def test_filters_combine() -> None:
+    assert support(top_k=5, top_p=0.5) <= support(top_k=5) & {token for token, _ in ranked()}
+    # top_p counts within what top_k left: half of the best two is the best one
+    assert len(support(top_k=2, top_p=0.5)) == 1
+
+
+def test_temperature_scales_the_logits() -> None:
+    logits = random_logits()[0]
+    probs = distribution(logits, sequence(temperature=0.5).request.sampling)
+    assert torch.allclose(probs, (logits / 0.5).softmax(0))
+
+
+def test_draws_follow_the_distribution() -> None:
+    logits = torch.tensor([[0.1, 0.2, 0.7, 0.0]]).log()
+    draws = Counter(sample(logits, [sequence(output=[1] * n, seed=3)])[0] for n in range(3000))
+    assert draws[3] == 0
+    for token, p in enumerate([0.1, 0.2, 0.7]):
+        assert abs(draws[token] / 3000 - p) < 0.04
+
+
+def test_unseeded_requests_differ() -> None:
+    logits = torch.zeros(1, VOCAB).expand(40, VOCAB)
+    assert len(set(sample(logits, [sequence() for _ in range(40)]))) > 1
+
+
+def test_a_seeded_token_depends_on_nothing_but_its_own_request() -> None:
+    logits = random_logits(4)
+    seqs = [sequence(seed=7, output=[1, 2]), sequence(), sequence(seed=8), sequence(temperature=0.0)]
+    alone = sample(logits[:1], seqs[:1])[0]
+    for order in ([0, 1, 2, 3], [3, 2, 1, 0], [1, 0]):
+        tokens = sample(logits[order], [seqs[i] for i in order])
+        assert tokens[order.index(0)] == alone
+
+
+def test_seed_and_position_both_matter() -> None:
+    flat = torch.zeros(1, VOCAB)
+    by_position = {sample(flat, [sequence(seed=1, output=[0] * n)])[0] for n in range(20)}
+    by_seed = {sample(flat, [sequence(seed=s)])[0] for s in (-(2**63), -1, 0, 1, 2**64, *range(2, 20))}
+    assert len(by_position) > 5 and len(by_seed) > 5
+
+
+def test_repetition_penalty_covers_prompt_and_output() -> None:
+    logits = random_logits()[0]
+    out = penalize(logits, sequence([1, 1, 2], [3], repetition_penalty=1.5))
+    for token in range(VOCAB):
+        x = float(logits[token])
+        wanted = (x / 1.5 if x > 0 else x * 1.5) if token in (1, 2, 3) else x
+        assert float(out[token]) == pytest.approx(wanted)
+
+
+def test_presence_and_frequency_penalties_cover_the_output_only() -> None:
+    logits = random_logits()[0]
+    out = penalize(logits, sequence([1, 2], [3, 3, 2], presence_penalty=0.5, frequency_penalty=0.25))
+    change = {3: -1.0, 2: -0.75}
+    for token in range(VOCAB):
+        assert float(out[token] - logits[token]) == pytest.approx(change.get(token, 0.0), abs=1e-6)
+
+
+def test_greedy_honours_penalties() -> None:
+    logits = random_logits()
+    best, second = logits[0].topk(2).indices.tolist()
+    seq = sequence(output=[best], temperature=0.0, presence_penalty=100.0)
+    before = logits.clone()
+    assert sample(logits, [seq]) == [second]
+    assert logits.equal(before)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_min_tokens_masks_stop_tokens_until_then(temperature: float) -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 7] = 100.0
+    params = {"min_tokens": 2, "stop_token_ids": (7,), "temperature": temperature}
+    assert sample(logits, [sequence(output=[1], **params)]) != [7]
+    assert sample(logits, [sequence(output=[1, 1], **params)]) == [7]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), "all masked"])
+def test_bad_logits_fail_their_row_only(temperature: float, bad: float | str) -> None:
+    logits = random_logits(3)
+    good = sample(logits, [sequence(temperature=temperature, seed=1) for _ in range(3)])
+    if bad == "all masked":
+        logits[1] = float("-inf")
+    else:
+        logits[1, 5] = bad
+    tokens = sample(logits, [sequence(temperature=temperature, seed=1) for _ in range(3)])
+    assert tokens == [good[0], BAD_LOGITS, good[2]]
+
+
+def test_an_exception_fails_its_row_only() -> None:
+    logits = random_logits(3)
+    seqs = [
+        sequence(seed=1),
+        sequence(stop_token_ids=(VOCAB,), min_tokens=1),
+        sequence(temperature=float("nan")),
+    ]
+    first, second, third = sample(logits, seqs)
+    assert first == sample(logits[:1], seqs[:1])[0]
+    assert second == third == BAD_ROW
+
+
+def test_masking_every_token_is_a_failure_not_a_guess() -> None:
+    seq = sequence(min_tokens=1, stop_token_ids=tuple(range(VOCAB)), temperature=0.0)
+    assert sample(random_logits(), [seq]) == [BAD_LOGITS]
+
+
+def test_logit_bias_is_added_before_the_choice() -> None:
+    logits = random_logits()
+    best = int(logits.argmax())
+    assert sample(logits, [sequence(temperature=0.0, logit_bias=((best, -100.0),))]) != [best]
+    assert sample(logits, [sequence(logit_bias=((7, 100.0),))]) == [7]
+    assert sample(logits, [sequence(temperature=0.0, logit_bias=((7, 50.0), (8, 60.0)))]) == [8]
+    assert int(logits.argmax()) == best  # other rows read the same tensor
+
+
+def test_only_allowed_tokens_are_drawn() -> None:
+    allowed = {3, 11, 40}
+    drawn = {
+        sample(random_logits(), [sequence(allowed_token_ids=tuple(allowed), seed=i)])[0] for i in range(60)
+    }
+    assert drawn == allowed
+    greedy = sequence(temperature=0.0, allowed_token_ids=(5,), logit_bias=((6, 100.0),))
+    assert sample(random_logits(), [greedy]) == [5]
+
+
+@settings(deadline=None)
+@given(
+    weights=st.lists(st.integers(0, 6), min_size=1, max_size=60).filter(any),
+    top_p=st.floats(0.0, 1.0, exclude_max=True),
+)
+def test_wide_nucleus_is_the_nucleus(weights: list[int], top_p: float) -> None:
+    """Small integers, so that there are ties and the sums are exact."""
+    probs = torch.tensor(weights, dtype=torch.float32)
+    order = sorted(range(len(weights)), key=lambda i: (-weights[i], i))
+    wanted, mass = set(), 0
+    for i in order:
+        if wanted and mass >= top_p * sum(weights):
+            break
+        wanted.add(i)
+        mass += weights[i]
+    kept = wide_nucleus(probs, top_p)
+    assert set(kept.nonzero().flatten().tolist()) == {i for i in wanted if weights[i]}
+    assert all(kept[i] == probs[i] for i in wanted)

@@ -1,0 +1,143 @@
+"""Loading an engine: the draft model of another artifact, and the KV cache of a GPU, which gets what is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from optkit.errors import UserError
+from optkit.lowering.lower import lower
+from optkit.recipe.schema import load_recipe
+from optkit.runtime import factory
+from optkit.runtime.cuda.device import HostDevice
+from optkit.runtime.engine import Engine
+from optkit.runtime.sampling.proposer import Speculator
+from optkit.runtime.types import SamplingParams
+from tests.support.graphs import captured
+
+RECIPE = load_recipe(
+    "ttft-h100", ["target=cpu", "runtime.max_num_batched_tokens=32", "runtime.max_num_seqs=4"]
+)
+VOCABULARIES = {"wide": 192}  # by the artifact's name; others have 128 ids
+FREE, DRAFT_BYTES, DRAFT_STEP = 700 << 20, 100 << 20, 3 << 20
+
+
+class Shelf:
+    """Artifacts without files but a tokenizer, by their directories, and a GPU that their models take memory of."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.loaded = folder, list[str]()
+
+    def put(self, name: str, tokenizer: str | None = "{}") -> str:
+        directory = self.folder / name
+        directory.mkdir()
+        if tokenizer is not None:
+            (directory / "tokenizer.json").write_text(tokenizer)
+        return str(directory)
+
+    def open(self, directory: str, *, verify: bool = True) -> Any:
+        name = Path(directory).name
+        vocab_size = VOCABULARIES.get(name, 128)
+
+        def executable(**options: Any) -> Any:
+            self.loaded.append(name)
+            return lower(captured("llama", vocab_size=vocab_size))
+
+        return SimpleNamespace(directory=Path(directory), recipe=RECIPE, executable=executable)
+
+
+class GPU(HostDevice):
+    """Has less memory free when a second model is loaded, and counts the steps it profiles."""
+
+    def __init__(self, shelf: Shelf) -> None:
+        super().__init__()
+        self.shelf, self.profiled = shelf, 0
+
+    def free_memory(self) -> tuple[int, int]:
+        return FREE - DRAFT_BYTES * (len(self.shelf.loaded) - 1), 1 << 30
+
+    def peak_bytes(self, step: Callable[[], Any]) -> int:
+        step()
+        self.profiled += 1
+        return DRAFT_STEP if self.profiled < len(self.shelf.loaded) else 0  # the draft model's comes first
+
+
+@pytest.fixture
+def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shelf:
+    made = Shelf(tmp_path)
+    monkeypatch.setattr(factory, "Artifact", made)
+    return made
+
+
+def blocks_on_a_gpu(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch, directory: str, options: dict[str, Any]
+) -> int:
+    """The blocks in the pool of an engine on ``GPU``."""
+    found: list[int] = []
+    shelf.loaded.clear()
+
+    def make_engine(model: Any, config: Any, gpu: Any, *rest: Any) -> Any:
+        assert isinstance(gpu, GPU)
+        found.append(config.num_blocks)
+        raise Made
+
+    gpu = GPU(shelf)
+    monkeypatch.setattr(factory, "device_of", lambda model: gpu)
+    monkeypatch.setattr(factory, "make_engine", make_engine)
+    with pytest.raises(Made):
+        factory.load_engine(directory, options)
+    return found[0]
+
+
+class Made(Exception):
+    """The engine would be made now."""
+
+
+def test_kv_cache_gets_what_a_draft_model_leaves(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = lower(captured("llama"))
+    block = factory.block_bytes(model.kv_specs, RECIPE.runtime.block_size)
+    large, small = shelf.put("large"), shelf.put("small")
+    drafted = blocks_on_a_gpu(shelf, monkeypatch, large, {"speculative_model": small})
+    plain = blocks_on_a_gpu(shelf, monkeypatch, large, {})
+    assert plain - drafted == pytest.approx((DRAFT_BYTES + DRAFT_STEP) / block, abs=1)
+
+
+def answers(engine: Engine) -> list[list[int]]:
+    return engine.generate([[3, 4, 5], [100, 101]], SamplingParams(max_tokens=12, temperature=0.0))
+
+
+def test_a_draft_model_of_a_padded_vocabulary_is_used(shelf: Shelf) -> None:
+    large, wide = shelf.put("large"), shelf.put("wide")
+    engine = factory.load_engine(large, {"speculative_model": wide, "kv_cache_bytes": 1 << 20})
+    proposer = engine.scheduler.proposer
+    assert isinstance(proposer, Speculator) and proposer.source.num_shared_ids == 128
+    proposer.lengths.choose = lambda sequences, seconds: [3] * len(sequences)
+    assert answers(engine) == answers(factory.load_engine(large, {"kv_cache_bytes": 1 << 20}))
+    assert proposer.stats.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "message"), [('{"a": 1}', "another tokenizer"), (None, r"no tokenizer\.json")]
+)
+def test_a_draft_model_needs_the_same_tokenizer(shelf: Shelf, tokenizer: str | None, message: str) -> None:
+    large, small = shelf.put("large"), shelf.put("small", tokenizer)
+    with pytest.raises(UserError, match=message) as error:
+        factory.load_engine(large, {"speculative_model": small, "kv_cache_bytes": 1 << 20})
+    assert error.value.where == small and "ngram" in error.value.fix
+
+
+def test_the_largest_step_of_a_draft_model_leaves_nothing_behind(shelf: Shelf) -> None:
+    artifact = shelf.open(shelf.put("large"))
+    draft = factory.draft_model(artifact, shelf.put("small"), 128)
+    steps: list[tuple[int, int]] = []
+    execute = draft.runner.execute
+    draft.runner.execute = lambda batch: steps.append((len(batch.items), batch.num_tokens)) or execute(batch)
+    for count in (1, 4, 100):
+        draft.run_largest(count)
+    assert steps == [(1, 32), (4, 32), (32, 32)]
+    assert draft.blocks.num_used == 0
+    draft.blocks.check([])

@@ -1,0 +1,176 @@
+"""Fakes for tests: an engine without a model, whose output depends on every token and on where its KV lies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import zlib
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from optkit.cancellation import check_cancelled
+from optkit.errors import UserError
+from optkit.runtime.engine import Engine
+from optkit.runtime.kv.offload import MemorySlots
+from optkit.runtime.sampling import sampler
+from optkit.runtime.scheduling.scheduler import SchedulerConfig
+from optkit.runtime.types import Batch, ScheduledSequence
+
+EMPTY = -1
+
+
+class FakeRunner:
+    """Logits are a hash of the sequence's tokens *as read back through its block table*.
+
+    A token written to a wrong slot, a block given to two sequences, a chunk skipped or computed from a wrong
+    position: each changes the output, so comparing with a solo run checks all KV bookkeeping.
+
+    ``script``: always answer with these tokens, in turn. ``poison_token``: a prompt with it makes ``execute``
+    raise. ``nan_token``: a prompt with it gets NaN logits. ``die_token``: a prompt with it ends the process.
+    ``remember``: keep the batches, which a server under load must not. ``slow_token``: a prompt with it makes
+    ``execute`` compute until the file ``until`` exists, without a pause or, with ``parts``, in parts; it makes
+    ``until.begun`` first.
+    """
+
+    kv_bytes, kv_dtype, weight_bytes = 0, "float32", 0
+
+    def workspace_bytes(self, num_tokens: int, num_rows: int) -> int:
+        return 0
+
+    def __init__(
+        self,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        vocab_size: int = 64,
+        step_delay: float = 0.0,
+        script: list[int] | None = None,
+        poison_token: int | None = None,
+        nan_token: int | None = None,
+        die_token: int | None = None,
+        remember: bool = True,
+        slow_token: int | None = None,
+        until: str = "",
+        parts: bool = False,
+    ) -> None:
+        self.slow_token, self.until, self.parts = slow_token, Path(until), parts
+        self.num_blocks, self.block_size, self.vocab_size = num_blocks, block_size, vocab_size
+        self.step_delay, self.script = step_delay, script
+        self.poison_token, self.nan_token, self.die_token = poison_token, nan_token, die_token
+        self.slots = np.full(num_blocks * block_size, EMPTY, dtype=np.int64)
+        self.remember = remember
+        self.batches: list[Batch] = []
+
+    def execute(self, batch: Batch) -> torch.Tensor:
+        if self.step_delay:
+            time.sleep(self.step_delay)
+        if self.remember:
+            self.batches.append(batch)
+        seen = [self._write_and_read(item) for item in batch.items]
+        check_cancelled()
+        if any(self.slow_token in item.seq.token_ids for item in batch.items):
+            self._compute_for_long()
+        rows = [
+            self._logits(item, ids[: len(ids) - back], len(item.draft) - back)
+            for item, ids in zip(batch.items, seen, strict=True)
+            for back in reversed(range(item.num_logits))
+        ]
+        return torch.stack(rows) if rows else torch.zeros(0, self.vocab_size)
+
+    def _compute_for_long(self) -> None:
+        self.until.with_suffix(".begun").touch()
+        while not self.until.exists():
+            sum(range(10_000))
+            if self.parts:
+                check_cancelled()
+
+    def read_block(self, block: int) -> np.ndarray:
+        return self.slots[block * self.block_size : (block + 1) * self.block_size].view(np.uint8).copy()
+
+    def write_block(self, block: int, data: np.ndarray) -> None:
+        self.slots[block * self.block_size : (block + 1) * self.block_size] = data.view(np.int64)
+
+    def _write_and_read(self, item: ScheduledSequence) -> np.ndarray:
+        seq, end = item.seq, item.seq.num_computed + item.num_new
+        positions = np.arange(end)
+        table = np.array(seq.block_table)
+        slots = table[positions // self.block_size] * self.block_size + positions % self.block_size
+        self.slots[slots[seq.num_computed :]] = item.new_tokens
+        if self.poison_token in seq.token_ids:
+            raise RuntimeError("poisoned")
+        if self.die_token in seq.token_ids:
+            os.kill(os.getpid(), signal.SIGSEGV)  # as native code that fails does
+        return self.slots[slots]
+
+    def _logits(self, item: ScheduledSequence, ids: np.ndarray, num_ahead: int) -> torch.Tensor:
+        """After the tokens ``ids``, of which ``num_ahead`` are guesses."""
+        if self.nan_token in item.seq.token_ids:
+            return torch.full((self.vocab_size,), float("nan"))
+        logits = self.logits_after(ids)
+        if self.script:
+            logits[self.script[(item.seq.num_output + num_ahead) % len(self.script)]] = 1e4
+        return logits
+
+    def logits_after(self, ids: np.ndarray) -> torch.Tensor:
+        """Logits [V] for what follows the tokens ``ids``."""
+        random = np.random.default_rng(zlib.crc32(ids.tobytes()))
+        return torch.from_numpy(random.standard_normal(self.vocab_size, dtype=np.float32))
+
+
+def fake_engine(artifact_dir: str = "", options: dict[str, Any] | None = None) -> Engine:
+    """An ``Engine`` on a ``FakeRunner``; the factory ``tests.support.fakes:fake_engine`` of the engine process.
+
+    ``options`` are fields of ``SchedulerConfig`` and arguments of ``FakeRunner``, and for the process tests
+    ``load_error``: "user" or "bug", ``load_delay``: seconds, ``faults``: tokens and the places they break.
+    """
+    options = dict(options or {})
+    faults = options.pop("faults", {})
+    time.sleep(options.pop("load_delay", 0))
+    match options.pop("load_error", None):
+        case "user":
+            raise UserError("the artifact is broken", where=artifact_dir, fix="build it again")
+        case "bug":
+            raise KeyError("weights")
+    limits = {
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 32,
+        "max_model_len": 64,
+        "block_size": 4,
+        "num_blocks": 64,
+    }
+    names = {f.name for f in fields(SchedulerConfig)}
+    config = SchedulerConfig(**limits | {name: options.pop(name) for name in names & options.keys()})
+    runner = FakeRunner(num_blocks=config.num_blocks, block_size=config.block_size, **options)
+    slots = config.num_offload_slots
+    engine = Engine(runner, config, store=MemorySlots(slots, runner.read_block(0).nbytes) if slots else None)
+    if slots:
+        engine.scheduler.kv.worth_saving = lambda: True  # a fake computes faster than anything can be copied
+    for token, place in faults.items():
+        inject(engine, int(token), place)
+    return engine
+
+
+def inject(engine: Engine, token: int, place: str) -> None:
+    """Have ``place`` raise on sequences whose prompt has ``token``."""
+    owners: dict[str, tuple[Any, str]] = {
+        "sampler": (sampler, "sample_row"),
+        "arrival": (engine.scheduler.policy, "rank"),
+        "admission": (engine.scheduler.kv, "admit"),
+        "growth": (engine.scheduler.kv, "grow"),
+        "update": (engine.scheduler.kv, "publish"),
+    }
+    owner, name = owners[place]
+    original = getattr(owner, name)
+
+    def broken(*args: Any) -> Any:
+        for arg in args:
+            request = getattr(arg, "request", arg)
+            if token in getattr(request, "prompt_ids", ()):
+                raise RuntimeError(f"injected into {name}")
+        return original(*args)
+
+    setattr(owner, name, broken)

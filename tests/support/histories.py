@@ -1,0 +1,387 @@
+"""Random histories of an engine under faults, against a reference without scheduler, batch or cache.
+
+Requests are added, are aborted, wait too long, preempt each other, have KV offloaded and tokens guessed. Faults hit one
+request (its rows, its KV bookkeeping), one step (a batch, a launch, a step on the device) or one part (the offload
+store, the proposer). Every request ends exactly once; its tokens are those of ``reference``, up to its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from optkit.runtime.engine import MODEL_FAILED, Engine
+from optkit.runtime.kv.offload import CorruptSlot, MemorySlots
+from optkit.runtime.overlap import AheadEngine
+from optkit.runtime.sampling.proposer import SpeculationStats
+from optkit.runtime.sampling.sampler import BAD_LOGITS, sample
+from optkit.runtime.scheduling.scheduler import SchedulerConfig
+from optkit.runtime.types import (
+    PENDING,
+    QUEUE_TIMEOUT,
+    Batch,
+    EngineRefusal,
+    EngineRequest,
+    Failure,
+    FinishReason,
+    SamplingParams,
+    ScheduledSequence,
+    Sequence,
+    TokenOutput,
+)
+from tests.support.fakes import FakeRunner
+
+VOCAB, MAX_LEN = 64, 24
+STEMS = tuple(tuple(range(start, start + 16)) for start in (1, 1, 9))  # two alike, one that overlaps
+SCHEDULER_FAILED = "the scheduler failed"
+FAULTS = {  # of one request: the error that its client gets
+    "model": MODEL_FAILED.message,
+    "nan": BAD_LOGITS.message,
+    "admit": SCHEDULER_FAILED,
+    "grow": SCHEDULER_FAILED,
+    "publish": SCHEDULER_FAILED,
+}
+STEP_FAULTS = ("batch", "launch", "flight", "flight that wrote nothing", "propose", "finished")
+
+End = tuple[list[int], FinishReason, str | None]
+
+
+def reference(request: EngineRequest) -> tuple[list[int], FinishReason]:
+    """The answer by sampling token after token from the logits of the whole text."""
+    runner, seq = FakeRunner(vocab_size=VOCAB), Sequence(request, list(request.prompt_ids))
+    longest = min(seq.num_prompt + request.sampling.max_tokens, MAX_LEN)
+    while len(seq.token_ids) < longest:
+        logits = runner.logits_after(np.array(seq.token_ids, dtype=np.int64))
+        (token,) = sample(logits[None], [seq])
+        if token in request.sampling.stop_token_ids:
+            return seq.output_ids, FinishReason.STOP
+        seq.token_ids.append(token)
+    return seq.output_ids, FinishReason.LENGTH
+
+
+class Faults:
+    """The faults to come: of requests, for as long as they are there, and of steps, one each."""
+
+    def __init__(self) -> None:
+        self.requests: dict[str, str] = {}
+        self.steps: set[str] = set()
+
+    def of(self, seq: Sequence) -> str | None:
+        return self.requests.get(seq.request.request_id)
+
+    def strike(self, name: str) -> None:
+        """Raise if a step's fault of that name is to come; the next step has none."""
+        if name in self.steps:
+            self.steps.discard(name)
+            raise RuntimeError(f"injected: {name}")
+
+    def wrap(self, owner: Any, name: str) -> None:
+        """Have the method raise for sequences that have the fault of its name."""
+        original: Callable[..., Any] = getattr(owner, name)
+
+        def method(seq: Sequence, *args: Any) -> Any:
+            if self.of(seq) == name:
+                raise RuntimeError(f"injected: {name}")
+            return original(seq, *args)
+
+        setattr(owner, name, method)
+
+
+class Flight:
+    def __init__(self, tokens: list[int | Failure], broken: bool) -> None:
+        self._tokens, self._broken = tokens, broken
+
+    def tokens(self) -> list[int | Failure]:
+        if self._broken:
+            raise RuntimeError("injected: the results of a step cannot be read")
+        return self._tokens
+
+
+class FaultyRunner(FakeRunner):
+    """A fake that also samples by itself, like a device, and fails where ``faults`` say so."""
+
+    def __init__(self, faults: Faults, **options: Any) -> None:
+        super().__init__(**options)
+        self.faults = faults
+        self._sampled: dict[int, int | Failure] = {}  # id of a sequence: its token in the last step
+
+    def execute(self, batch: Batch) -> torch.Tensor:
+        assert not any(item.seq.is_pending for item in batch.items), "a token that is not known yet"
+        if len(batch.items) > 1:
+            self.faults.strike("batch")
+        return super().execute(batch)
+
+    def launch(self, batch: Batch) -> Flight:
+        if "model" in map(self.faults.of, (item.seq for item in batch.items)):
+            raise RuntimeError("injected: model")
+        self.faults.strike("launch")
+        known = Batch(tuple(replace(item, seq=self._known(item.seq)) for item in batch.items))
+        due = [
+            (item.seq, copy.seq)
+            for item, copy in zip(batch.items, known.items, strict=True)
+            if copy.needs_logits
+        ]
+        broken = bool(self.faults.steps & {"flight", "flight that wrote nothing"})
+        if "flight that wrote nothing" in self.faults.steps:
+            tokens: list[int | Failure] = [0] * len(due)
+        else:
+            tokens = sample(super().execute(known), [copy for _, copy in due])
+        self.faults.steps -= {"flight", "flight that wrote nothing"}
+        self._sampled = {id(seq): token for (seq, _), token in zip(due, tokens, strict=True)}
+        return Flight(tokens, broken)
+
+    def counters(self) -> dict[str, int]:
+        return {}
+
+    def _known(self, seq: Sequence) -> Sequence:
+        """``seq`` with the token that the step before has sampled."""
+        if not seq.is_pending:
+            return replace(seq, token_ids=list(seq.token_ids))
+        assert PENDING not in seq.token_ids[:-1]
+        token = self._sampled[id(seq)]
+        return replace(seq, token_ids=[*seq.token_ids[:-1], 0 if isinstance(token, Failure) else token])
+
+    def _logits(self, item: ScheduledSequence, ids: np.ndarray, num_ahead: int) -> torch.Tensor:
+        if self.faults.of(item.seq) == "model":
+            raise RuntimeError("injected: model")
+        if self.faults.of(item.seq) == "nan":
+            return torch.full((self.vocab_size,), float("nan"))
+        return super()._logits(item, ids, num_ahead)
+
+
+class Guesser:
+    """Proposes what the reference says, and now and then something else, to half of the requests."""
+
+    def __init__(self, answers: dict[str, list[int]], faults: Faults) -> None:
+        self.answers, self.faults, self.stats = answers, faults, SpeculationStats()
+
+    def propose(self, sequences: Seq[Sequence], limits: Seq[int]) -> list[tuple[int, ...]]:
+        self.faults.strike("propose")
+        return [self.guess(seq)[: max(limit, 0)] for seq, limit in zip(sequences, limits, strict=True)]
+
+    def guess(self, seq: Sequence) -> tuple[int, ...]:
+        assert not seq.is_pending
+        if int(seq.request.request_id[1:]) % 2:
+            return ()
+        right = self.answers[seq.request.request_id][seq.num_output :]
+        return (*right[: len(seq.token_ids) % 4], (len(seq.token_ids) * 7) % VOCAB)
+
+    def observe(self, seq: Sequence, num_drafted: int, num_accepted: int) -> None:
+        assert 0 <= num_accepted <= num_drafted
+
+    def finished(self, seq: Sequence) -> None:
+        self.faults.strike("finished")
+
+
+class UnreliableSlots(MemorySlots):
+    """Loses what it was given, when told."""
+
+    broken = False
+
+    def read(self, slot: int) -> np.ndarray:
+        if self.broken:
+            raise CorruptSlot("broken for the test")
+        return super().read(slot)
+
+
+def sampling_params() -> st.SearchStrategy[SamplingParams]:
+    """Most of them a device can sample by itself."""
+    return st.builds(
+        SamplingParams,
+        max_tokens=st.integers(1, 12),
+        temperature=st.sampled_from([0.0, 1.0]),
+        seed=st.integers(0, 5),
+        stop_token_ids=st.sampled_from([(), tuple(range(0, VOCAB, 8))]),
+        repetition_penalty=st.sampled_from([1.0, 1.0, 1.0, 1.3]),
+        logprobs=st.sampled_from([None, None, None, 1]),
+    )
+
+
+class FaultyHistory(RuleBasedStateMachine):
+    """Random events on a pool too small for everyone."""
+
+    engine_class: type[Engine]
+
+    @initialize(
+        seqs=st.integers(1, 5),
+        budget=st.integers(5, 12),
+        blocks=st.integers(9, 20),
+        size=st.integers(1, 4),
+        policy=st.sampled_from(["fcfs", "slo"]),
+        caching=st.booleans(),
+        slots=st.integers(0, 12),
+        guessing=st.booleans(),
+        timeout=st.sampled_from([None, 0.05, 0.5]),
+    )
+    def start(
+        self,
+        seqs: int,
+        budget: int,
+        blocks: int,
+        size: int,
+        policy: str,
+        caching: bool,
+        slots: int,
+        guessing: bool,
+        timeout: float | None,
+    ) -> None:
+        config = SchedulerConfig(
+            max_num_seqs=seqs,
+            max_num_batched_tokens=budget,
+            max_model_len=MAX_LEN,
+            block_size=size,
+            num_blocks=blocks,
+            policy=policy,
+            ttft_slo=0.5,
+            tpot_slo=0.05,
+            queue_timeout=timeout,
+            enable_prefix_caching=caching,
+            num_offload_slots=slots * caching,
+        )
+        self.now, self.total, self.faults = 0.0, 0, Faults()
+        self.wanted: dict[str, tuple[list[int], FinishReason]] = {}
+        self.answers: dict[str, list[int]] = {}
+        self.open: dict[str, EngineRequest] = {}
+        self.tokens: dict[str, list[int]] = {}
+        self.store = UnreliableSlots(max(slots, 1), 8 * size)
+        runner = FaultyRunner(self.faults, num_blocks=blocks, block_size=size, vocab_size=VOCAB)
+        proposer = Guesser(self.answers, self.faults) if guessing else None
+        self.engine = self.engine_class(runner, config, self.store, proposer, lambda: self.now)
+        kv = self.engine.scheduler.kv
+        kv.worth_saving = lambda: True
+        for name in ("admit", "grow", "publish"):
+            self.faults.wrap(kv, name)
+
+    @rule(
+        stem=st.sampled_from(STEMS),
+        cut=st.integers(0, 16),
+        tail=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6),
+        sampling=sampling_params(),
+        priority=st.integers(-1, 1),
+    )
+    def add(
+        self, stem: tuple[int, ...], cut: int, tail: list[int], sampling: SamplingParams, priority: int
+    ) -> None:
+        self.total += 1
+        name, prompt = f"r{self.total}", (*stem[:cut], *tail)
+        request = EngineRequest(
+            request_id=name, prompt_ids=prompt, sampling=sampling, arrival=self.now, priority=priority
+        )
+        if self.engine.config.refusal(len(prompt), sampling.max_tokens):
+            with pytest.raises(EngineRefusal):
+                self.engine.add_request(request)
+            return
+        self.wanted[name] = reference(request)
+        self.answers[name], self.tokens[name] = self.wanted[name][0], []
+        self.engine.add_request(request)
+        self.open[name] = request
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.open)))
+        out = self.engine.abort(name)
+        assert out is not None and out.finish_reason is FinishReason.ABORT
+        self.take(out)
+        assert self.engine.abort(name) is None
+
+    @precondition(lambda self: self.engine.scheduler.running)
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        self.engine.scheduler.preempt(data.draw(st.sampled_from(self.engine.scheduler.running)))
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), fault=st.sampled_from(sorted(FAULTS)))
+    def spoil(self, data: st.DataObject, fault: str) -> None:
+        self.faults.requests.setdefault(data.draw(st.sampled_from(sorted(self.open))), fault)
+
+    @rule(event=st.sampled_from((*STEP_FAULTS, "store breaks", "store works", "reset")))
+    def disturb(self, event: str) -> None:
+        """A fault in the next step that can have it, in the offload store, or a reset of the prefix cache."""
+        if event in STEP_FAULTS:
+            self.faults.steps.add(event)
+        elif event == "reset":
+            self.engine.reset_prefix_cache()
+        else:
+            self.store.broken = event == "store breaks"
+
+    @rule(seconds=st.floats(0.001, 1.0))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule()
+    def one_step(self) -> None:
+        self.step(1)
+
+    @rule(times=st.integers(2, 8))
+    def step(self, times: int) -> None:
+        for _ in range(times):
+            for out in self.engine.step():
+                self.take(out)
+            self.nobody_waits_too_long()
+            self.consistent()
+            self.now += 0.01
+
+    def nobody_waits_too_long(self) -> None:
+        timeout = self.engine.config.queue_timeout
+        for seq in self.engine.scheduler.waiting if timeout is not None else ():
+            assert seq.progress.started is not None or seq.request.arrival >= self.now - timeout
+
+    def take(self, out: TokenOutput) -> None:
+        name = out.request_id
+        assert name in self.open, "an output of a request that is over"
+        self.tokens[name] += out.token_ids
+        right, reason = self.wanted[name]
+        got = self.tokens[name]
+        assert got == right[: len(got)]
+        if out.finish_reason is None:
+            return
+        request = self.open.pop(name)
+        match out.finish_reason:
+            case FinishReason.ERROR if out.error == QUEUE_TIMEOUT:
+                timeout = self.engine.config.queue_timeout
+                assert not got and timeout is not None and request.arrival < self.now - timeout
+            case FinishReason.ERROR:
+                assert out.error == FAULTS[self.faults.requests[name]]
+            case FinishReason.STOP | FinishReason.LENGTH:
+                assert (got, out.finish_reason) == (right, reason)
+
+    @invariant()
+    def consistent(self) -> None:
+        self.engine.scheduler.check()
+        known = {
+            seq.request.request_id for seq in self.engine.scheduler.running + self.engine.scheduler.waiting
+        }
+        assert known == set(self.open), "a request ended and its client does not hear of it"
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        self.store.broken = False
+        self.faults.steps.clear()
+        for _ in range(1000):
+            if not self.engine.has_work:
+                break
+            self.step(1)
+        assert not self.open and not self.engine.has_work
+        assert self.engine.stats().kv_blocks_used == 0
+
+
+class EngineHistory(FaultyHistory):
+    """Of the engine that computes a step at a time."""
+
+    engine_class = Engine
+
+
+class AheadHistory(FaultyHistory):
+    """Of the engine that plans a step before it knows the last one."""
+
+    engine_class = AheadEngine

@@ -1,0 +1,157 @@
+"""Artifacts with a changed graph.json whose hashes agree, and what commands make of them in processes of their own.
+
+``python -m tests.support.hostile_artifact DIRECTORY CASE ...`` prints a JSON object: for each case the exit code of ``verify``,
+and the end of a load and warm-up: the exit code, or minus the signal that killed it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from optkit.artifact.artifact import MANIFEST, write_manifest
+
+GRAPH = "optkit/graph.json"
+FAR = 50_000_000
+REFUSED, NOT_REFUSED = 2, 0
+RECIPE = """
+schema_version: 1
+name: small
+target: cpu
+runtime: {block_size: 8, max_num_batched_tokens: 32, kv_cache_bytes: 1MiB}
+"""
+
+
+def native_artifact(root: Path, *passes: str) -> Path:
+    """An artifact of a tiny llama whose attention is native, in ``root``; not read back after writing."""
+    from optkit.checkpoint.locate import ModelSource
+    from optkit.machine.target import DATASHEETS
+    from optkit.pipeline.publish import write_artifact
+    from optkit.pipeline.records import RunRecord
+    from optkit.recipe.schema import parse_recipe
+    from tests.support.graphs import apply, captured
+    from tests.support.model_directory import VOCABULARY, save_model
+
+    (root / "source").mkdir(parents=True)
+    save_model(root / "source")
+    graph = captured("llama", vocab_size=VOCABULARY, max_position_embeddings=1024)
+    for name in (*passes, "flash_attention"):
+        apply(graph, name)
+    model, run = ModelSource("tiny", root / "source", "0" * 64), RunRecord([], None)
+    environment, target = {"optkit": "0"}, DATASHEETS["cuda-h100"]  # not this machine: it is not read back
+    write_artifact(
+        root / "artifact", graph, model, parse_recipe(RECIPE), run, target, environment, force=False
+    )
+    return root / "artifact"
+
+
+def rewrite(directory: Path, name: str, change: Callable[[Any], Any]) -> None:
+    """Change the JSON of a file in place, and then the manifest so that every hash agrees."""
+    file = directory / name
+    data = json.loads(file.read_text())
+    change(data)
+    file.write_text(json.dumps(data))
+    rehash(directory)
+
+
+def rehash(directory: Path) -> None:
+    content = json.loads((directory / MANIFEST).read_text())
+    for key in ("format", "schema_version", "files", "digest"):
+        content.pop(key)
+    (directory / MANIFEST).unlink()
+    write_manifest(directory, content)
+
+
+# -- hostile changes -------------------------------------------------------------------------------------
+
+
+def far_input(position: int, name: str) -> Callable[[Any], None]:
+    """Attention gets the batch input ``name`` plus a large number for argument ``position``."""
+
+    def change(data: Any) -> None:
+        added = {"name": "far", "op": "aten.add.Scalar", "args": [f"%{name}", FAR]}
+        for node in data["nodes"]:
+            if node["op"] == "attention":
+                node["args"][position] = "%far"
+        data["nodes"].insert(0, added)
+
+    return change
+
+
+def smaller(key: str) -> Callable[[Any], None]:
+    """The KV specs say 1 for ``key``."""
+
+    def change(data: Any) -> None:
+        for spec in data["meta"]["kv_specs"]:
+            spec[key] = 1
+
+    return change
+
+
+CASES: dict[str, Callable[[Any], None]] = {
+    "slots": far_input(5, "slot_mapping"),
+    "block tables": far_input(8, "block_tables"),
+    "query starts": far_input(6, "query_start"),
+    "lengths": far_input(7, "seq_lens"),
+    "kv heads": smaller("num_kv_heads"),
+    "head dim": smaller("head_dim"),
+    "value dim": smaller("v_head_dim"),
+}
+
+
+# -- in processes of their own ---------------------------------------------------------------------------
+
+
+def ended(work: Callable[[], int]) -> int:
+    """The exit code of ``work`` in a child process, or minus the signal that killed it."""
+    child = os.fork()
+    if child == 0:
+        code = 70
+        try:
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                code = work()
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def verified(directory: Path) -> int:
+    from optkit.cli.main import run
+
+    return run(["verify", str(directory)])
+
+
+def loaded(directory: Path) -> int:
+    """Load an engine, which computes a prompt and some tokens."""
+    from optkit.errors import UserError
+    from optkit.runtime.factory import load_engine
+
+    try:
+        load_engine(str(directory), {})
+    except UserError:
+        return REFUSED
+    return NOT_REFUSED
+
+
+def main(directory: str, *cases: str) -> None:
+    torch.set_num_threads(1)
+    ends = {}
+    for case in cases:
+        copy = Path(shutil.copytree(directory, f"{directory}-{case.replace(' ', '-')}"))
+        rewrite(copy, GRAPH, CASES[case])
+        ends[case] = [ended(lambda: verified(copy)), ended(lambda: loaded(copy))]  # noqa: B023
+    sys.stdout.write(json.dumps(ends))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,160 @@
+"""A recipe run in a process of its own that is killed on the way, and what it says of the work it did.
+
+``python -m tests.support.killed_run SOURCE OUT LOG PHASE DELAY`` runs ``RECIPE`` and ends by SIGKILL: DELAY seconds into
+PHASE, or at PHASE's end if that comes first; if PHASE is finished already, into the next that is not. Phases are
+``capture``, the passes, ``whole`` and ``write``. Every message goes to LOG, a JSON list a line, before the work it
+speaks of.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from optkit.pipeline.driver import optimize
+from optkit.recipe.schema import parse_recipe
+
+PASSES = ("fuse_qkv", "prune", "smoothquant", "awq", "mixed_precision", "kv_int8")
+PHASES = ("capture", *PASSES, "whole", "write")
+RECIPE = """
+schema_version: 1
+name: six
+workload: {prompt_tokens: [16], output_tokens: 4, batch: 1}
+runtime: {block_size: 8, max_num_batched_tokens: 32, kv_cache_bytes: 1MiB}
+passes:
+  fuse_qkv: {}
+  prune: {ffn: 0.3, multiple: 32, calibration: {samples: 4, length: 32}}
+  smoothquant: {calibration: {samples: 4, length: 32}}
+  awq: {scheme: W4A16, group_size: 32, ignore: ["re:.*mlp"], calibration: {samples: 8, length: 32}}
+  mixed_precision:
+    {schemes: ["W4A8:32", "W8A8:32"], bits: 7, sensitivity_tokens: 32, calibration: {samples: 8, length: 32}}
+  kv_int8: {}
+"""
+# Where a pass keeps what it has finished, and how its messages about that begin.
+STAGES = {
+    "prune: ": "channels",
+    "smoothquant: ": "smoothing",
+    "awq: scale of ": "scales",
+    "awq: ": "codes",
+    "mixed_precision: sensitivity of ": "sensitivity",
+    "mixed_precision: ": "codes",
+}
+Message = tuple[float, str, tuple[int, int] | None]
+
+
+def quick(replace: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Little text and short timings: what is tested is what is written."""
+    from optkit.evaluation import speed
+    from optkit.machine import target as targets
+    from optkit.pipeline import driver
+    from optkit.text import corpora
+    from tests.support.graphs import TARGET
+
+    load_text = corpora.load_text
+    replace(corpora, "load_text", lambda name: load_text(name)[:6000])
+    replace(speed, "SETTLE_SECONDS", 0)
+    replace(driver, "PASS_TOKENS", 512)
+    replace(targets, "detect", lambda refresh=False: TARGET)
+
+
+def run(source: Path, out: Path, hear: Callable[[Message], None] | None = None) -> list[Message]:
+    """The recipe on ``source``; gives every message with its time."""
+    messages: list[Message] = []
+
+    def tell(text: str, /, *, part: tuple[int, int] | None = None) -> None:
+        messages.append((time.monotonic(), text, part))
+        if hear:
+            hear(messages[-1])
+
+    optimize(str(source), parse_recipe(RECIPE), out, force=True, tell=tell, final_tokens=512)
+    return messages
+
+
+def phase_of(text: str, before: str) -> str:
+    """The phase that begins with a message, or the one that goes on."""
+    name, _, what = text.partition(": ")
+    if text.startswith("capturing"):
+        return "capture"
+    if text.startswith("writing "):
+        return "write"
+    if name == "whole" or what.startswith("rewriting"):
+        return name
+    return before
+
+
+def worked_on(messages: list[Message]) -> list[str]:
+    """The passes that were worked on."""
+    return [text.partition(": ")[0] for _, text, _ in messages if ": rewriting" in text]
+
+
+def worked_groups(messages: list[Message], name: str) -> dict[str, list[int]]:
+    """The groups of layers that pass ``name`` worked on, by stage."""
+    found: dict[str, list[int]] = {}
+    for _, text, part in messages:
+        stage = next((stage for prefix, stage in STAGES.items() if text.startswith(prefix)), None)
+        if part is not None and stage is not None and text.startswith(f"{name}: "):
+            found.setdefault(stage, []).append(part[0])
+    return found
+
+
+# -- the process that dies ---------------------------------------------------------------------------------
+
+
+def killed(source: Path, out: Path, cache: Path, phase: str, delay: float) -> list[Message]:
+    """Run in a process that is killed in ``phase``; gives what it said."""
+    log = cache / "log"
+    log.unlink(missing_ok=True)
+    command = [
+        sys.executable,
+        "-m",
+        "tests.support.killed_run",
+        str(source),
+        str(out),
+        str(log),
+        phase,
+        str(delay),
+    ]
+    environment = os.environ | {"OPTKIT_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
+    root = Path(__file__).resolve().parents[1]
+    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
+    return [(at, text, part) for at, text, part in map(json.loads, log.read_text().splitlines())]
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main(source: str, out: str, log: str, phase: str, delay: str) -> None:
+    torch.set_num_threads(1)
+    quick()
+    current, timer = "start", threading.Timer(float(delay), die)
+
+    def hear(message: Message) -> None:
+        nonlocal current
+        now = phase_of(message[1], current)
+        if timer.is_alive() and now != current:
+            die()
+        with open(log, "a", encoding="utf-8") as stream:
+            print(json.dumps(message), file=stream)
+        if now in PHASES[PHASES.index(phase) :] and not timer.is_alive():
+            timer.start()
+        current = now
+
+    timer.daemon = True
+    run(Path(source), Path(out), hear)
+    die()  # the last phase ended before its time
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,19 @@
+"""A Hugging Face directory for whole runs: a tiny llama and a byte-level tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.support.architectures import tiny_model
+from tests.support.serve_fakes import fast_tokenizer
+
+VOCABULARY = 320
+
+
+def save_model(directory: Path) -> Path:
+    tiny_model("llama", vocab_size=VOCABULARY, max_position_embeddings=1024).save_pretrained(directory)
+    (directory / "tokenizer.json").write_text(fast_tokenizer().to_str())
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return directory

@@ -1,0 +1,122 @@
+"""The native kernels built with sanitizers, and Python under them: ``python -m tests.support.sanitized address -m pytest ...``.
+
+The library goes to ``build/sanitize`` and is made again when a source is newer; nothing else of optkit is rebuilt,
+since ``OPTKIT_NATIVE_LIBRARY`` names it. Python and torch are not instrumented, so the sanitizer's runtime is
+preloaded: torch's tensors come from its ``malloc`` and have guarded ends. The first report ends the process. It goes to
+the real standard error, so pytest needs ``--capture=sys``.
+
+``address``: AddressSanitizer and UndefinedBehaviorSanitizer. Leaks are not looked for: Python and torch keep much.
+``thread``: ThreadSanitizer, with ``tests/native/threads.cpp`` in the place of GCC's OpenMP, which it can't see into. It
+judges the kernels' own threads: races of torch's, or between torch and a kernel, are not seen.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES, PLACE = ROOT / "kernels" / "ops" / "cpu", ROOT / "build" / "sanitize"
+NATIVE = ROOT / "tests" / "native"
+SUPPRESSIONS = f"suppressions={NATIVE / 'thread_suppressions.txt'}"
+COMMON = (
+    "-shared -fPIC -O1 -g -std=c++17 -fopenmp -ffp-contract=off -fvisibility=hidden -fno-omit-frame-pointer"
+)
+BAD_USAGE = 2
+
+
+@dataclass(frozen=True)
+class Sanitizer:
+    """How a sanitizer is built in and run: the runtime's library, compiler flags, options in the environment."""
+
+    runtime: str
+    flags: str
+    environment: dict[str, str]
+    more_sources: tuple[Path, ...] = ()
+
+
+SANITIZERS = {
+    "address": Sanitizer(
+        "libasan.so",
+        "-fsanitize=address,undefined -fno-sanitize-recover=all",
+        {
+            # Sizes that nobody can allocate give a null pointer, as without the sanitizer.
+            "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1:max_allocation_size_mb=4096:redzone=256:"
+            "quarantine_size_mb=16:malloc_context_size=8",
+            "UBSAN_OPTIONS": "print_stacktrace=1",
+            "PYTHONMALLOC": "malloc",
+        },
+    ),
+    "thread": Sanitizer(
+        "libtsan.so",
+        "-fsanitize=thread",
+        {
+            "TSAN_OPTIONS": f"halt_on_error=1:report_thread_leaks=0:ignore_noninstrumented_modules=1:{SUPPRESSIONS}"
+        },
+        (NATIVE / "threads.cpp",),
+    ),
+}
+
+
+class Missing(Exception):
+    """A tool that is not installed; the message says what to install."""
+
+
+def library(name: str) -> Path:
+    """The kernels built with sanitizer ``name``.
+
+    Raises:
+        Missing: there is no g++, or it has no such sanitizer.
+    """
+    sanitizer, made = SANITIZERS[name], PLACE / f"{name}.so"
+    runtime_file(sanitizer.runtime)
+    sources = [*sorted(SOURCES.glob("*.cpp")), *sanitizer.more_sources]
+    inputs = [*sources, *SOURCES.glob("*.h"), Path(__file__)]
+    if not made.exists() or made.stat().st_mtime < max(file.stat().st_mtime for file in inputs):
+        PLACE.mkdir(parents=True, exist_ok=True)
+        flags = [*COMMON.split(), *sanitizer.flags.split()]
+        # Every symbol must be found now. The OpenMP of the address build is GCC's; threads.cpp stands in for it.
+        openmp = [] if sanitizer.more_sources else ["-lgomp"]
+        command = ["g++", *flags, *map(str, sources), "-fno-openmp", *openmp, "-o", str(made)]
+        subprocess.run(command, check=True)
+    return made
+
+
+def runtime_file(name: str) -> str:
+    """The full path of a library of GCC's."""
+    if shutil.which("g++") is None:
+        raise Missing("there is no g++; on Debian or Ubuntu: apt-get install g++")
+    command = ["g++", f"-print-file-name={name}"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    if not os.path.isabs(found):
+        raise Missing(
+            f"g++ has no {name}; it is in the compiler's package libgcc-N-dev (Fedora: libasan, libubsan)"
+        )
+    return found
+
+
+def environment(name: str) -> dict[str, str]:
+    """This process's environment for a Python that runs under sanitizer ``name``."""
+    sanitizer = SANITIZERS[name]
+    preload = f"{runtime_file(sanitizer.runtime)} {runtime_file('libstdc++.so')}"
+    own = {"OPTKIT_NATIVE_LIBRARY": str(library(name)), "LD_PRELOAD": preload, "OMP_NUM_THREADS": "1"}
+    return dict(os.environ) | sanitizer.environment | own
+
+
+def main(arguments: list[str]) -> None:
+    if not arguments or arguments[0] not in SANITIZERS:
+        sys.exit(f"usage: python -m tests.support.sanitized {'|'.join(SANITIZERS)} ARGUMENTS OF PYTHON")
+    try:
+        variables = environment(arguments[0])
+    except Missing as error:
+        sys.stderr.write(f"make sanitize: {error}\n")
+        sys.exit(BAD_USAGE)
+    os.execve(sys.executable, [sys.executable, *arguments[1:]], variables)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,196 @@
+"""A tiny byte-level tokenizer and an engine that speaks a script, for the whole server without a model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import cache
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as FastTokenizer
+
+from optkit.runtime.types import EngineRequest, EngineStats, FinishReason, TokenOutput
+from optkit.serve.app import create_app
+from optkit.serve.engine_api import ServeSettings
+from optkit.text.chat_template import ChatTemplate
+from optkit.text.tokenizer import Tokenizer
+from tests.support.fakes import fake_engine
+
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TEXT = "Hello there, how are you doing today? The end is near."
+CORPUS = [TEXT, "the cat sat on the mat and the dog ran to the cat", "hello hello hello"] * 4
+
+
+@cache
+def fast_tokenizer() -> FastTokenizer:
+    """Byte-level BPE over all 256 bytes, with a few dozen merges and two special tokens."""
+    fast = FastTokenizer(models.BPE())
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+    fast.train_from_iterator(CORPUS, trainer)
+    fast.add_special_tokens([AddedToken(word, special=True) for word in ("<|im_start|>", "<|im_end|>")])
+    return fast
+
+
+EOS = fast_tokenizer().token_to_id("<|im_end|>")
+
+
+def tiny_tokenizer() -> Tokenizer:
+    return Tokenizer(fast_tokenizer(), ChatTemplate(TEMPLATE), eos_ids=[EOS])
+
+
+class FakeEngine:
+    """Answers each request with ``script`` (text or ids), then end-of-sequence.
+
+    Attributes:
+        requests: what came, in order.
+        aborted: ids of requests whose generator was left early.
+        delay: seconds before each token.
+        fail_after: number of tokens after which the request fails.
+        gate: when set, each request waits for it before its first token.
+    """
+
+    def __init__(self, script: str | Callable[[EngineRequest], str] = TEXT) -> None:
+        self.script = script
+        self.requests: list[EngineRequest] = []
+        self.aborted: list[str] = []
+        self.finished: list[str] = []
+        self.sent_tokens = 0
+        self.delay = 0.0
+        self.fail_after: int | None = None
+        self.gate: asyncio.Event | None = None
+        self.is_healthy, self.is_restarting = True, False
+        self.resets = 0
+        self.stats = EngineStats(num_running=2, num_waiting=3, kv_blocks_used=1, kv_blocks_total=4)
+        self.info: dict[str, Any] = {}
+
+    async def reset_prefix_cache(self) -> None:
+        self.resets += 1
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[TokenOutput]:
+        self.requests.append(request)
+        done = False
+        try:
+            if self.gate:
+                await self.gate.wait()
+            for output in self._outputs(request):
+                await asyncio.sleep(self.delay)
+                self.sent_tokens += len(output.token_ids)
+                done = output.finish_reason is not None
+                yield output
+        finally:
+            (self.finished if done else self.aborted).append(request.request_id)
+
+    def _outputs(self, request: EngineRequest) -> Sequence[TokenOutput]:
+        text = self.script if isinstance(self.script, str) else self.script(request)
+        ids = fast_tokenizer().encode(text, add_special_tokens=False).ids
+        limit = request.sampling.max_tokens
+        if self.fail_after is not None:
+            good = [_output(request, [token]) for token in ids[: self.fail_after]]
+            return [*good, _output(request, [], FinishReason.ERROR, "secret /path 0xdeadbeef")]
+        outputs = [_output(request, [token]) for token in ids[:limit]]
+        if len(ids) >= limit:
+            outputs[-1] = _output(request, [ids[limit - 1]], FinishReason.LENGTH)
+            return outputs
+        return [*outputs, _output(request, [], FinishReason.STOP, stop_token=EOS)]
+
+
+class LateEngine(FakeEngine):
+    """Cannot keep the promise of a first token."""
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[TokenOutput]:
+        yield _output(request, [], FinishReason.ERROR, "late", retry_after=2.3)
+
+
+class SteppedEngine:
+    """The real engine on a fake model, stepped on the event loop of whoever waits for a token."""
+
+    def __init__(self, **options: Any) -> None:
+        defaults = {"vocab_size": 302, "num_blocks": 512, "max_model_len": 512, "max_num_batched_tokens": 64}
+        self.engine = fake_engine(options=defaults | options)
+        self.is_healthy, self.is_restarting = True, False
+        self._streams: dict[str, list[TokenOutput]] = {}
+
+    @property
+    def stats(self) -> EngineStats:
+        return self.engine.stats()
+
+    @property
+    def info(self) -> dict[str, Any]:
+        return self.engine.info()
+
+    async def reset_prefix_cache(self) -> None:
+        self.engine.reset_prefix_cache()
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[TokenOutput]:
+        self.engine.add_request(request)
+        ready = self._streams[request.request_id] = []
+        try:
+            while True:
+                if not ready:
+                    self._step()
+                await asyncio.sleep(0)
+                while ready:
+                    yield (output := ready.pop(0))
+                    if output.finish_reason:
+                        return
+        finally:
+            del self._streams[request.request_id]
+            self.engine.abort(request.request_id)
+
+    def _step(self) -> None:
+        for output in self.engine.step():
+            if output.request_id in self._streams:
+                self._streams[output.request_id].append(output)
+
+
+def _output(
+    request: EngineRequest,
+    ids: list[int],
+    reason: FinishReason | None = None,
+    error: str | None = None,
+    **more: Any,
+) -> TokenOutput:
+    name = request.request_id
+    return TokenOutput(request_id=name, token_ids=tuple(ids), finish_reason=reason, error=error, **more)
+
+
+def settings(**changes: Any) -> ServeSettings:
+    return ServeSettings(**({"model_names": ("tiny", "alias"), "max_model_len": 512} | changes))
+
+
+def tiny_app(engine: FakeEngine | SteppedEngine | None = None, **changes: Any) -> FastAPI:
+    return create_app(engine or FakeEngine(), tiny_tokenizer(), settings(**changes))
+
+
+def client(app: FastAPI) -> httpx.AsyncClient:
+    """An in-process client; server errors become responses, as on the network."""
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://localhost")
+
+
+def call(app: FastAPI, method: str, path: str, **options: Any) -> httpx.Response:
+    """One request on a loop of its own."""
+
+    async def go() -> httpx.Response:
+        async with client(app) as http:
+            return await http.request(method, path, **options)
+
+    return asyncio.run(go())
+
+
+def post(app: FastAPI, path: str, body: Any) -> httpx.Response:
+    return call(app, "POST", path, json=body)
+
+
+def events(text: str) -> list[str]:
+    """The data of each server-sent event."""
+    return [block.removeprefix("data: ") for block in text.split("\n\n") if block]
