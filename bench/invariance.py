@@ -14,10 +14,10 @@ import sys
 from collections.abc import Sequence
 
 from optkit.artifact.artifact import Artifact
-from optkit.bench.workload import load_tokenizer
 from optkit.runtime.factory import load_engine
 from optkit.runtime.types import SamplingParams
 from optkit.text.corpora import load_text
+from optkit.text.load import load_tokenizer
 
 BATCHES = ((4, 2048), (16, 2048), (1, 37), (4, 128), (16, 37))  # sequences at once, tokens a step
 

@@ -23,7 +23,6 @@ import torch
 import yaml
 
 from optkit.bench.environment import environment, public
-from optkit.bench.workload import load_tokenizer
 from optkit.calibration.samples import calibration_windows
 from optkit.capture import capture_directory
 from optkit.checkpoint.locate import resolve
@@ -34,6 +33,7 @@ from optkit.machine.target import get_target
 from optkit.passes import load
 from optkit.passes.base import PassContext
 from optkit.passes.quantization.cost import status
+from optkit.text.load import load_tokenizer
 
 FUSIONS = ("fuse_qkv", "fuse_gate_up", "fuse_add_rms_norm")
 WHERE = ("cpu", "isa", "cores", "optkit", "python", "packages")  # of the environment, kept with every result

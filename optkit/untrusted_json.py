@@ -6,12 +6,12 @@ behind it has to expect another one.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from optkit.checkpoint.safetensors_header import parse_json
 from optkit.errors import UserError
 
 MAX_DEPTH = 64
@@ -44,6 +44,24 @@ def read_bounded(file: Path, limit: int) -> bytes:
     if len(data) > limit:
         raise UserError(f"it is larger than {limit} bytes", where=str(file))
     return data
+
+
+def parse_json(text: bytes, where: str, subject: str = "it is") -> dict[str, Any]:
+    """A JSON object from untrusted bytes: no duplicate keys, no unbounded nesting."""
+    try:
+        value = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{subject} not valid JSON ({error!s:.120})", where=where) from error
+    if not isinstance(value, dict):
+        raise UserError(f"{subject} not a JSON object", where=where)
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("duplicate keys")
+    return result
 
 
 def parse_bounded(data: bytes, where: str, subject: str = "it is") -> dict[str, Any]:

@@ -8,14 +8,31 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ValidationError
 
 from optkit.errors import UserError, nearest
 from optkit.recipe.errors import explain
-from optkit.recipe.schema import PassEntry, ResolvedPass
+from optkit.recipe.schema import PassEntry, Recipe
 from optkit.recipe.strict_yaml import Document
+
+
+class ResolvedPass(NamedTuple):
+    """A pass entry with its class and its validated ``Config``."""
+
+    entry: PassEntry
+    pass_class: Any
+    config: Any
+
+
+def resolve_passes(recipe: Recipe) -> list[ResolvedPass]:
+    """Load each pass of ``recipe`` and validate its options with the pass's ``Config``.
+
+    Raises:
+        UserError: unknown pass, unknown option, bad value or order, with file and line.
+    """
+    return resolve_entries(recipe.passes, recipe.document)
 
 
 def resolve_entries(entries: Sequence[PassEntry], document: Document) -> list[ResolvedPass]:
@@ -46,6 +63,15 @@ def resolve_entry(entry: PassEntry, document: Document) -> ResolvedPass:
     except ValidationError as error:
         raise explain(error, document, path, [*model.model_fields, "accept"]) from error
     return ResolvedPass(entry, pass_class, config)
+
+
+def recipe_json_schema() -> dict[str, Any]:
+    """JSON Schema of a recipe's YAML form, with each pass's options where the passes can be imported."""
+    schema = Recipe.model_json_schema()
+    definitions = schema["$defs"]
+    del definitions["PassEntry"]
+    schema["properties"]["passes"] = passes_schema(definitions)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
 def passes_schema(definitions: dict[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from bench.peers.workloads import WORKLOADS, quick
 from optkit.bench import workload
 from optkit.checkpoint.locate import ALIASES, packaged_gguf, resolve
 from optkit.errors import UserError, nearest
+from optkit.text.load import load_tokenizer
 
 PEERS: dict[str, Callable[[], Peer]] = {
     "transformers-fp32": Transformers,
@@ -125,7 +126,7 @@ def main(arguments: Sequence[str]) -> int:
         if options.retune:
             LlamaCpp.forget_trials(model)
         usable, skipped = ready(peers, model, options.install)
-        ids = workload.text_ids(workload.load_tokenizer(str(model.directory)))
+        ids = workload.text_ids(load_tokenizer(str(model.directory)))
         loads = quick(WORKLOADS) if options.quick else WORKLOADS
         run = Run(model, loads, 1 if options.quick else options.rounds, ids, tell)
         measured = run.measure(usable, skipped)

@@ -25,10 +25,11 @@ import numpy as np
 
 from optkit.artifact.artifact import Artifact
 from optkit.bench.environment import environment
-from optkit.bench.workload import load_tokenizer, text_ids
+from optkit.bench.workload import text_ids
 from optkit.runtime.engine import Engine
 from optkit.runtime.factory import load_engine
 from optkit.runtime.types import EngineRequest, SamplingParams
+from optkit.text.load import load_tokenizer
 
 SHORT, LONG, LONG_SHARE, OUTPUT = 64, 1800, 0.1, 32
 names = itertools.count()

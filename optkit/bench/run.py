@@ -23,6 +23,7 @@ from optkit.bench.metrics import Slo
 from optkit.bench.records import RequestRecord
 from optkit.bench.result import BenchResult, Turn
 from optkit.errors import UserError
+from optkit.text.load import load_tokenizer
 
 SETTLE = 0.5  # seconds between turns, so that the last server's threads have gone to sleep
 
@@ -54,7 +55,7 @@ def run_bench(
     Raises:
         UserError: a server does not come up, or the workload cannot be built.
     """
-    ids = workload.text_ids(workload.load_tokenizer(tokenizer_dir))
+    ids = workload.text_ids(load_tokenizer(tokenizer_dir))
     workloads = [workload.build(config, ids, round_) for round_ in range(rounds)]
     warmup = warmups(config, ids, num_warmups)
     names = [side.name for side in sides]

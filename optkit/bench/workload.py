@@ -66,13 +66,6 @@ class Workload:
     requests: tuple[Request, ...]
 
 
-def load_tokenizer(directory: str) -> Any:
-    """The transformers tokenizer of a local model directory."""
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(directory, local_files_only=True)
-
-
 def text_ids(tokenizer: Encoder) -> list[int]:
     """The shipped evaluation text as token ids, without special tokens."""
     from optkit.text.corpora import load_text

@@ -56,7 +56,7 @@ def calibration_windows(config: Calibration, directory: Path, max_length: int) -
     Raises:
         UserError: the file can't be read, a line is not a sample, or there are too few.
     """
-    from optkit.bench.workload import load_tokenizer
+    from optkit.text.load import load_tokenizer
 
     tokenizer = load_tokenizer(str(directory))
     length = min(config.length, max_length)

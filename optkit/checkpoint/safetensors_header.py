@@ -9,7 +9,6 @@ equal shape times dtype, and together they must cover the data exactly, without 
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from optkit.errors import UserError
+from optkit.untrusted_json import parse_json
 
 MAX_HEADER_BYTES = 25 * 1000**2
 MAX_TENSORS = 200_000
@@ -80,24 +80,6 @@ def _read_json(stream: BinaryIO, size: int, file: Path) -> tuple[dict[str, Any],
         raise UserError(f"truncated: its header needs {8 + length} bytes, it has {size}", where=str(file))
     header = parse_json(stream.read(length), str(file), "its header is")
     return header, size - 8 - length
-
-
-def parse_json(text: bytes, where: str, subject: str = "it is") -> dict[str, Any]:
-    """A JSON object from untrusted bytes: no duplicate keys, no unbounded nesting."""
-    try:
-        value = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{subject} not valid JSON ({error!s:.120})", where=where) from error
-    if not isinstance(value, dict):
-        raise UserError(f"{subject} not a JSON object", where=where)
-    return value
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("duplicate keys")
-    return result
 
 
 def _check_entry(name: str, entry: Any, file: Path) -> tuple[int, int, str]:

@@ -24,8 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from optkit.checkpoint.safetensors_header import TensorInfo, parse_json, read_header
+from optkit.checkpoint.safetensors_header import TensorInfo, read_header
 from optkit.errors import UnsupportedModel, UserError
+from optkit.untrusted_json import parse_json
 
 __all__ = ["CheckpointInfo", "TensorInfo", "validate_checkpoint"]
 

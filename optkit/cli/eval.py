@@ -187,7 +187,7 @@ def _reference(model: str, tell: Any) -> tuple[Any, Path]:
 
 def _tokenizer(artifact: Path, source: Path) -> Any:
     """The source's tokenizer, if the artifact's is the same."""
-    from optkit.bench.workload import load_tokenizer
+    from optkit.text.load import load_tokenizer
 
     ours, theirs = load_tokenizer(str(artifact)), load_tokenizer(str(source))
     if ours.get_vocab() != theirs.get_vocab():

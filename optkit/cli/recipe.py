@@ -12,16 +12,8 @@ from rich.table import Table
 from optkit.cli import console
 from optkit.cli.tables import print_table
 from optkit.errors import UserError
-from optkit.recipe.schema import (
-    Accept,
-    Recipe,
-    ResolvedPass,
-    format_bytes,
-    list_recipes,
-    load_recipe,
-    parse_recipe,
-    recipe_json_schema,
-)
+from optkit.passes.resolve import ResolvedPass, recipe_json_schema, resolve_passes
+from optkit.recipe.schema import Accept, Recipe, format_bytes, list_recipes, load_recipe, parse_recipe
 
 app = typer.Typer(help="List, show, check and start recipes.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -70,7 +62,7 @@ def show(name: Name, set_: Overrides = None, as_json: Json = False) -> None:
 def check(name: Name, set_: Overrides = None, as_json: Json = False) -> None:
     """Validate a recipe, its passes' options included, and print what would run."""
     recipe = load_recipe(name, set_ or [])
-    resolved = recipe.resolve_passes()
+    resolved = resolve_passes(recipe)
     if as_json:
         plans = [_plan(row) for row in resolved]
         console.print_json({"valid": True, "recipe": recipe.to_data(), "passes": plans})

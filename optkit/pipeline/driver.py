@@ -40,13 +40,14 @@ from optkit.machine.paths import cache_dir
 from optkit.machine.target import Target, present_target
 from optkit.passes.base import Pass, PassContext, Plan, Tell, silent
 from optkit.passes.quantization.linear import LinearQuantization, quantized_sites, restored
+from optkit.passes.resolve import ResolvedPass, resolve_passes
 from optkit.pipeline import fallback  # type: ignore[attr-defined]
 from optkit.pipeline.aot_compile import prebuild, rebuild
 from optkit.pipeline.cache import States, state_key
 from optkit.pipeline.decision import Evidence, decide, excess_share, missed_quality
 from optkit.pipeline.records import PassRecord, RunRecord, worst
 from optkit.pipeline.sources import compiler_digest, plugin_digest
-from optkit.recipe.schema import Accept, Recipe, ResolvedPass, load_recipe
+from optkit.recipe.schema import Accept, Recipe, load_recipe
 from optkit.version import VERSION
 
 # Of passes that change no number but its rounding, by the type that the target computes in.
@@ -75,7 +76,7 @@ class Pipeline:
     def run(self) -> tuple[Graph, RunRecord]:
         """Capture, run every pass, judge the whole; resumes from finished steps."""
         with States(self.source.directory) as self.states:
-            return self.run_passes(self.recipe.resolve_passes())
+            return self.run_passes(resolve_passes(self.recipe))
 
     def run_passes(self, resolved_passes: Sequence[ResolvedPass]) -> tuple[Graph, RunRecord]:
         """``run``, while the states and workspaces that it uses are held."""
@@ -97,7 +98,7 @@ class Pipeline:
 
     def workspace(self, resolved: ResolvedPass, before: list[PassRecord]) -> Path:
         """Where a pass that follows those of ``before`` keeps what it has finished: decided by what is in effect."""
-        steps = {r.entry.name: step_of(r) for r in self.recipe.resolve_passes()}
+        steps = {r.entry.name: step_of(r) for r in resolve_passes(self.recipe)}
         effect = [[steps[r.name], sorted(r.restored)] for r in before if r.in_effect]
         parts = self.determinants() | {"steps": effect, "pass": step_of(resolved)}
         return self.states.workspace(state_key(parts))
@@ -287,7 +288,7 @@ class Pipeline:
     ) -> dict[str, dict[str, Any]]:
         """The candidate against the source model, both through the runtime, on held-out text: a report of each
         form in ``judged``, or under no name of the only one."""
-        from optkit.bench.workload import load_tokenizer
+        from optkit.text.load import load_tokenizer
 
         self.tell(f"{name}: measuring quality on {tokens} tokens")
         block_size = self.recipe.runtime.block_size
@@ -335,7 +336,7 @@ class Pipeline:
         """The worst quantized layers back in float until the whole's bounds hold; None if that is no help."""
         bounds, evidence = self.recipe.accept, Evidence.of(whole)
         quantizers = {
-            r.entry.name for r in self.recipe.resolve_passes() if issubclass(r.pass_class, LinearQuantization)
+            r.entry.name for r in resolve_passes(self.recipe) if issubclass(r.pass_class, LinearQuantization)
         }
         if not missed_quality(bounds, evidence) or not any(
             r.in_effect and r.name in quantizers for r in records
@@ -365,7 +366,7 @@ class Pipeline:
     def replay(self, records: list[PassRecord]) -> Graph:
         """The graph of the passes that are still kept. What they calibrated is taken from their workspaces."""
         graph = self.reference.clone()
-        resolved = {r.entry.name: r for r in self.recipe.resolve_passes()}
+        resolved = {r.entry.name: r for r in resolve_passes(self.recipe)}
         for index, record in enumerate(records):
             if record.in_effect:
                 optimization = resolved[record.name].pass_class(resolved[record.name].config)
@@ -467,7 +468,7 @@ def optimize(
     from optkit.pipeline.publish import write_artifact
 
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
-    recipe.resolve_passes()
+    resolve_passes(recipe)
     artifact.check_output(out, force=force)
     source = resolve(model, tell)
     validate_checkpoint(source.directory)

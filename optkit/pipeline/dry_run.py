@@ -16,6 +16,7 @@ from optkit.graph.verify import verify
 from optkit.lowering.cost import predict_seconds
 from optkit.machine.target import get_target
 from optkit.passes.base import PassContext
+from optkit.passes.resolve import resolve_passes
 from optkit.pipeline.records import PassRecord
 from optkit.recipe.schema import Recipe
 
@@ -24,7 +25,7 @@ def dry_run(model: str, recipe: Recipe, tell: Callable[[str], None] = lambda tex
     """The plan of ``recipe`` on ``model``: per pass its sites, skips and predicted seconds [before, after]."""
     from optkit.pipeline.dry_graph import capture_planned
 
-    resolved = recipe.resolve_passes()
+    resolved = resolve_passes(recipe)
     source = resolve(model, tell, weights=False)
     target = get_target(recipe.target)
     tell("capturing the model without weights")

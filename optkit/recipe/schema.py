@@ -6,7 +6,7 @@ cost in quality and must bring in speed. ``slo`` is the promise that ``optkit be
 
 Everything is a frozen pydantic model, strict (``"4"`` is not a number) and closed: an unknown key is an
 error that names the nearest known one, the file and the line. Reading a recipe imports neither torch nor
-the passes. So a pass's own keys are checked in a second step, ``Recipe.resolve_passes``, which hands each
+the passes. So a pass's own keys are checked in a second step, ``optkit.passes.resolve``, which hands each
 mapping to that pass's ``Config``.
 """
 
@@ -17,7 +17,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -157,14 +157,6 @@ class PassEntry(_Section):
     config: dict[str, Any] = Field(default_factory=dict)
 
 
-class ResolvedPass(NamedTuple):
-    """A pass entry with its class and its validated ``Config``."""
-
-    entry: PassEntry
-    pass_class: Any
-    config: Any
-
-
 def _pass_entries(value: Any) -> Any:
     """The YAML mapping ``name: {options, accept}`` to pass entries, in the order written."""
     if isinstance(value, list | tuple) and all(isinstance(entry, PassEntry) for entry in value):
@@ -197,15 +189,10 @@ class Recipe(_Section):
 
     _document: Document = PrivateAttr(default_factory=Document)
 
-    def resolve_passes(self) -> list[ResolvedPass]:
-        """Load each pass and validate its options with the pass's ``Config``.
-
-        Raises:
-            UserError: unknown pass, unknown option, bad value or order, with file and line.
-        """
-        from optkit.passes.resolve import resolve_entries
-
-        return resolve_entries(self.passes, self._document)
+    @property
+    def document(self) -> Document:
+        """The YAML document that the recipe was read from, for errors with file and line."""
+        return self._document
 
     def to_data(self) -> dict[str, Any]:
         """The YAML form as plain dicts, with every default written out."""
@@ -280,14 +267,3 @@ def _read(name_or_path: str) -> tuple[str, str]:
         return str(path), path.read_text(encoding="utf-8")
     except (UnicodeDecodeError, OSError) as error:
         raise UserError(f"cannot be read as UTF-8 text: {error}", where=str(path)) from error
-
-
-def recipe_json_schema() -> dict[str, Any]:
-    """JSON Schema of the YAML form, with each pass's options where the passes can be imported."""
-    from optkit.passes.resolve import passes_schema
-
-    schema = Recipe.model_json_schema()
-    definitions = schema["$defs"]
-    del definitions["PassEntry"]
-    schema["properties"]["passes"] = passes_schema(definitions)
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

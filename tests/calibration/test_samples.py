@@ -38,7 +38,7 @@ def samples(directory: Path, max_length: int = 512, **options: object) -> list[l
 
 
 def text(directory: Path, ids: list[int]) -> str:
-    from optkit.bench.workload import load_tokenizer
+    from optkit.text.load import load_tokenizer
 
     return str(load_tokenizer(str(directory)).decode(ids))
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from optkit.bench.workload import load_tokenizer
 from optkit.calibration.samples import calibration_windows
 from optkit.capture import capture_directory
 from optkit.evaluation.quality import QualityReport, RuntimeLogits, compare, evaluation_windows
@@ -18,6 +17,7 @@ from optkit.lowering.lower import lower
 from optkit.machine.target import Target, get_target
 from optkit.passes import load
 from optkit.passes.base import PassContext
+from optkit.text.load import load_tokenizer
 from tests.support.trained_model import VOCABULARY, held_out, trained_model
 
 pytestmark = [pytest.mark.soak]

@@ -13,7 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 import optkit.passes
 from optkit.errors import UserError
-from optkit.recipe.schema import Accept, PassEntry, Recipe, load_recipe, parse_recipe, recipe_json_schema
+from optkit.passes.resolve import recipe_json_schema, resolve_passes
+from optkit.recipe.schema import Accept, PassEntry, Recipe, load_recipe, parse_recipe
 
 TEXT = """\
 schema_version: 1
@@ -65,7 +66,7 @@ def message(text: str, *overrides: str, resolve: bool = False) -> str:
     with pytest.raises(UserError) as caught:
         recipe = parse_recipe(text, "r.yaml", overrides)
         if resolve:
-            recipe.resolve_passes()
+            resolve_passes(recipe)
     line = str(caught.value)
     assert "\n" not in line
     return line
@@ -225,7 +226,7 @@ def test_a_bad_override_names_the_argument(override: str, parts: list[str]) -> N
 
 @pytest.mark.usefixtures("pass_table")
 def test_resolve_gives_each_pass_its_config() -> None:
-    fuse, int8 = parse_recipe(TEXT).resolve_passes()
+    fuse, int8 = resolve_passes(parse_recipe(TEXT))
     assert fuse.pass_class is FakeFuse
     assert int8.config == Int8Config(lm_head=True)
     assert int8.entry.accept.max_kld == 0.01

@@ -10,6 +10,7 @@ import pytest
 
 from optkit.cli.main import run
 from optkit.passes import PASSES
+from optkit.passes.resolve import resolve_passes
 from optkit.recipe.schema import Accept, parse_recipe
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "recipes.md").read_text()
@@ -25,7 +26,7 @@ def test_there_are_examples() -> None:
 @pytest.mark.parametrize("text", EXAMPLES)
 def test_an_example_is_a_recipe_whose_passes_resolve(text: str) -> None:
     recipe = parse_recipe(text)
-    assert len(recipe.resolve_passes()) == len(recipe.passes)
+    assert len(resolve_passes(recipe)) == len(recipe.passes)
 
 
 def test_the_commands_run_in_the_order_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from optkit.errors import UserError
+from optkit.passes.resolve import resolve_passes
 from optkit.recipe.schema import list_recipes, load_recipe, parse_recipe, shipped_names
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes"
@@ -29,7 +30,7 @@ def test_a_shipped_recipe_round_trips(name: str) -> None:
 @pytest.mark.parametrize("name", shipped_names())
 def test_a_shipped_recipe_resolves_against_the_real_passes(name: str) -> None:
     recipe = load_recipe(name)
-    assert [row.entry for row in recipe.resolve_passes()] == list(recipe.passes)
+    assert [row.entry for row in resolve_passes(recipe)] == list(recipe.passes)
 
 
 @pytest.mark.parametrize("name", shipped_names())
@@ -39,14 +40,14 @@ def test_the_catalogue_has_a_row_for_each(name: str) -> None:
 
 def test_the_starter_is_valid_for_the_real_passes_also_uncommented() -> None:
     text = (FOLDER / "_starter.yaml").read_text().replace("NAME", "mine")
-    assert [row.entry.name for row in parse_recipe(text).resolve_passes()] == ["fuse_qkv", "fuse_gate_up"]
+    assert [row.entry.name for row in resolve_passes(parse_recipe(text))] == ["fuse_qkv", "fuse_gate_up"]
     head, passes = text.split("passes:\n")
     passes = re.sub(r"(?m)^  # ", "  ", passes)
     recipe = parse_recipe(f"{head}passes:\n{passes}")
-    assert recipe.resolve_passes()[-1].config.lm_head is True
+    assert resolve_passes(recipe)[-1].config.lm_head is True
 
 
 def test_a_typo_in_a_real_pass_names_the_nearest() -> None:
     text = load_recipe("ttft-cpu").to_yaml().replace("fuse_qkv", "fuse_qvk")
     with pytest.raises(UserError, match=r"recipe:\d+: unknown pass 'fuse_qvk'. did you mean 'fuse_qkv'"):
-        parse_recipe(text).resolve_passes()
+        resolve_passes(parse_recipe(text))

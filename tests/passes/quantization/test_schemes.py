@@ -9,6 +9,7 @@ from optkit.errors import UserError
 from optkit.kernels import reference
 from optkit.passes.quantization.formats import Int4Format, Int8Format, PackedFormat, WeightFormat
 from optkit.passes.quantization.schemes import fitting, make_format
+from optkit.passes.resolve import resolve_passes
 from optkit.recipe.schema import parse_recipe
 from tests.support.graphs import apply, captured, checked, reasons
 
@@ -52,7 +53,7 @@ def test_nonsense_is_refused_by_name(scheme: str, group_size: int | None, messag
 def test_a_recipe_with_a_bad_scheme_names_the_line(name: str) -> None:
     recipe = parse_recipe(f"schema_version: 1\nname: x\npasses:\n  {name}: {{scheme: W4A17}}\n")
     with pytest.raises(UserError, match="there is no scheme 'W4A17'"):
-        recipe.resolve_passes()
+        resolve_passes(recipe)
 
 
 @pytest.mark.parametrize(
