@@ -128,8 +128,8 @@ OLDEST := .oldest/bin/python -m pip --disable-pip-version-check --no-input -q in
 	@touch $@
 
 test-oldest: .oldest/.made
-	.oldest/bin/python -m pytest -m 'not soak and not chaos and not real_model' tests/graph tests/capture tests/passes \
-	    tests/kernels tests/formats tests/runtime $(SHARED) $(ARGS)
+	.oldest/bin/python -m pytest -m 'not soak and not chaos and not real_model' tests/graph tests/lowering tests/capture tests/passes \
+	    tests/kernels tests/checkpoint tests/calibration tests/artifact tests/runtime $(SHARED) $(ARGS)
 
 soak: $(VENV)/.test $(VENV)/.model
 	$(call WITHIN,3h) $(BIN)/python -m pytest -m soak $(ARGS)
@@ -139,8 +139,8 @@ chaos: $(VENV)/.test
 
 # Address: every test that runs native code, on the best instruction set and on AVX2 (tests/kernels takes all by itself).
 NATIVE_TESTS := tests/lowering/test_launch_plan.py tests/graph/test_variants.py tests/fuzz \
-    $(addprefix tests/passes/test_,int8.py w4a8.py kv_int8.py calibrated.py flash_attention.py) \
-    $(addprefix tests/runtime/test_,batch_invariance.py prefix_cache.py speculative.py runner.py load_hostile.py)
+    $(addprefix tests/passes/,test_int8.py test_w4a8.py test_kv_int8.py quantization/test_calibrated.py test_flash_attention.py) \
+    $(addprefix tests/runtime/,test_batch_invariance.py kv/test_prefix_cache.py sampling/test_speculative.py test_runner.py test_factory_hostile.py)
 KERNEL_TESTS := tests/kernels --ignore=tests/kernels/triton
 SANITIZED = $(BIN)/python -m tests.support.sanitized $(1) -m pytest --capture=sys -m 'not soak and not chaos and not real_model'
 

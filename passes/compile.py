@@ -6,8 +6,8 @@ minutes; compiling one layer and calling it for all takes seconds (*regional* co
 
 Code is specialized by the number of tokens T in a step. By default up to ``max_buckets`` ranges of T are chosen by
 measured cost over the recipe's histogram of lengths; ``buckets`` names exact sizes instead. ``dynamic_tail`` adds code
-for every other T. The pass only records the plan; ``optkit.pipeline.aot_compile`` compiles it while the artifact is made, times
-each bucket and keeps those that beat the uncompiled path. Serving never compiles.
+for every other T. The pass only records the plan; ``optkit.pipeline.aot_compile`` compiles it while the artifact is
+made, times each bucket and keeps those that beat the uncompiled path. Serving never compiles.
 """
 
 from __future__ import annotations

@@ -19,7 +19,15 @@ torch.set_num_threads(1)  # tiny matrices are faster without handing work over, 
 hypothesis.settings.register_profile("patient", deadline=None)  # by default 0.2 s for an example is a failure
 hypothesis.settings.load_profile("patient")
 
-CAPTURING = ("tests/capture/", "tests/formats/", "tests/graph/", "tests/passes/")
+CAPTURING = (
+    "tests/artifact/",
+    "tests/calibration/",
+    "tests/capture/",
+    "tests/checkpoint/",
+    "tests/graph/",
+    "tests/lowering/",
+    "tests/passes/",
+)
 EMBEDDED = ("tests/checkpoint/test_locate.py", "tests/test_real_model.py", "tests/text/test_tokenizer.py")
 
 
@@ -62,7 +70,7 @@ def reopened_in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def exported_once() -> Iterator[None]:
-    """Each model is traced once in a session, if a test that was collected traces any; see ``tests.support.exported``."""
+    """Each model is traced once in a session, if any test needs it; see ``tests.support.exported``."""
     module = sys.modules.get("optkit.capture.export")
     if module is None:
         yield

@@ -1,9 +1,9 @@
 """The spec of sampling on the device: a token for each row of logits, without a round trip to the host.
 
-The choice of ``optkit.runtime.sampling.sampler``, in its order (temperature, min_p, top_k, top_p, draw) and with its random
-numbers: a row's number in [0, 1) is a hash of the request's seed and of the position drawn for, made on the host, which
-knows both before the step. So a draw depends on nothing else in the batch and no state is kept. Where tokens tie at the
-edge of a filter all of them stay, so that no order among equals has to be agreed on.
+The choice of ``optkit.runtime.sampling.sampler``, in its order (temperature, min_p, top_k, top_p, draw) and with
+its random numbers: a row's number in [0, 1) is a hash of the request's seed and of the position drawn for, made on
+the host, which knows both before the step. So a draw depends on nothing else in the batch and no state is kept.
+Where tokens tie at the edge of a filter all of them stay, so that no order among equals has to be agreed on.
 """
 
 from __future__ import annotations

@@ -67,7 +67,8 @@ def layer(name: str, group_size: int, source: Checked) -> Layer:
     def read(key: str) -> Tensor:
         if key == PACKED:
             return pack_codes(from_words(source.values[f"{name}.qweight"]), BITS)
-        assert key == SCALE
+        if key != SCALE:
+            raise KeyError(key)
         return checked_scale(source.values[f"{name}.scales"].T.contiguous(), f"{name}.scales", where)
 
     stored = [f"{name}.{suffix}" for suffix in SUFFIXES]

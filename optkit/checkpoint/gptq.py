@@ -83,7 +83,8 @@ def layer(name: str, bits: int, group_size: int, offset: int, dynamic: bool, sou
     def read(key: str) -> Tensor:
         if key == PACKED:
             return source.values[f"{name}.qweight"].T.contiguous()
-        assert key == SCALE
+        if key != SCALE:
+            raise KeyError(key)
         return checked_scale(source.values[f"{name}.scales"].T.contiguous(), f"{name}.scales", where)
 
     return wna16(name, (n, k), bits, group_size, zero.to(torch.uint8).contiguous(), g_idx, read, stored)

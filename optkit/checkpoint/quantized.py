@@ -62,7 +62,8 @@ def float_weight(
 ) -> Tensor:
     """The float32 weight [N, columns] by which ``op`` multiplies, given its weight arguments."""
     weight, scale, *more = operands
-    assert weight is not None and scale is not None
+    if weight is None or scale is None:
+        raise ValueError("a quantized layer has a weight and scales")
     if op is reference.linear_wna16:
         return reference.dequantize_wna16(weight, scale, *more, **options, columns=columns)
     if op is reference.linear_w4a8:
@@ -131,7 +132,8 @@ def wna16(
 
     Zero points that are all in the middle, and channels that are all in order, are left out: the layer is the same.
     """
-    assert bits in BITS
+    if bits not in BITS:
+        raise ValueError(f"codes of {bits} bits, not of {', '.join(map(str, BITS))}")
     k = shape[1]
     group_size = 0 if group_size >= k else group_size
     if zero is not None and bool((zero == 1 << (bits - 1)).all()):

@@ -2,8 +2,8 @@
 
 On a GPU an op is a kernel launch and a round trip through memory, so the quantization of activations belongs into the
 kernel that has the row in registers: the norm or the gate before it. On a CPU that fusion is the program's
-(``optkit.lowering.launch_plan``), and the graph says nothing of it. Hence lowering steps and not passes: the artifact stays
-the same for every target. A fusion is exact: the reference gives the same numbers before and after.
+(``optkit.lowering.launch_plan``), and the graph says nothing of it. Hence lowering steps and not passes: the
+artifact stays the same for every target. A fusion is exact: the reference gives the same numbers before and after.
 """
 
 from __future__ import annotations

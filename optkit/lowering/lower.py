@@ -2,9 +2,10 @@
 
 ``lower`` picks a kernel per node (``kernels.select``, or the kernel a pass pinned), lets kernels pack
 their weights once, and compiles the FX graph to straight-line Python: no interpreter at run time, values freed
-after their last use. Stretches of native kernels become programs (``optkit.lowering.launch_plan``). Where compiled code is
-at hand (``optkit.lowering.compiled.code_cache``) the graph is lowered a second time, over the same packed weights, with layers that call
-it; a step runs there if its number of tokens has code, else in the first. Lowering itself never compiles.
+after their last use. Stretches of native kernels become programs (``optkit.lowering.launch_plan``). Where compiled
+code is at hand (``optkit.lowering.compiled.code_cache``) the graph is lowered a second time, over the same packed
+weights, with layers that call it; a step runs there if its number of tokens has code, else in the first. Lowering
+itself never compiles.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor, fx, nn
 from optkit import kernels
 from optkit.cancellation import check_cancelled
 from optkit.errors import UserError
-from optkit.graph import variants as forms
+from optkit.graph import variants
 from optkit.graph.ir import Graph, GraphMeta, KVSpec
 from optkit.graph.ops import op_name
 from optkit.graph.variants import SharedWeights
@@ -161,14 +162,14 @@ def lower(
     ``code`` are compiled layers of this very graph; without them its compile plan means nothing. On a GPU there are
     CUDA graphs in their place (``optkit.runtime.cuda``). Each form of a graph's layers is lowered by itself.
     """
-    spans = forms.spans(graph)
+    spans = variants.spans(graph)
     if not spans:
         working = graph if consume else graph.clone()
         return Executable([lower_form(working, target, None, device, dtype, programs, code)])
-    parts = [forms.at(graph, tokens) for tokens in spans.values()]
+    parts = [variants.at(graph, tokens) for tokens in spans.values()]
     shared = SharedWeights(parts)
     lowered = []
-    for limit, part in zip([*forms.limits(graph), None], parts, strict=True):
+    for limit, part in zip([*variants.limits(graph), None], parts, strict=True):
         lowered.append(lower_form(part, target, limit, device, dtype, programs, None, shared))
     if consume:
         graph.weights.clear()

@@ -7,7 +7,8 @@ model is timed at each size, and ``graph.buckets`` finds the ranges that cost le
 the runtime. A variant is kept if it is faster than all else that could run its steps. All times are recorded, of
 what is not kept too.
 
-What is kept goes to the private cache as a code tier (``optkit.lowering.compiled.code_cache``) and from there into the artifact.
+What is kept goes to the private cache as a code tier (``optkit.lowering.compiled.code_cache``) and from there into
+the artifact.
 """
 
 from __future__ import annotations

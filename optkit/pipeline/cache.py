@@ -2,9 +2,9 @@
 
 A state is the graph after a step and the step's record. Its key is a hash of everything that determines it: the
 source model, the steps so far with their options and bounds, the workload, the target, the versions, optkit's own
-sources and those of plug-in passes (``optkit.pipeline.sources``). On disk it is ``graph.json``, the tensors that differ from
-the source, and the record; written aside and renamed, so a state is whole or absent. What was damaged since counts
-as absent (``sums``).
+sources and those of plug-in passes (``optkit.pipeline.sources``). On disk it is ``graph.json``, the tensors that
+differ from the source, and the record; written aside and renamed, so a state is whole or absent. What was damaged
+since counts as absent (``sums``).
 
 Several runs share the cache. A run holds a lock while it works on a step, and a run that needs the same step waits
 for it. A run also holds every state it has used and every workspace it works in until it ends; the removal of old

@@ -1,9 +1,9 @@
 """What a calibrating pass has finished, on disk: so that a run that was killed goes on where it was.
 
 ``NNNN.safetensors`` is the solution of group N and ``walk-NNNN.safetensors`` the activations after it. Each is
-written aside and renamed, then listed with its hash (``optkit.machine.checksums``); a file is whole or counts as absent. Solutions
-count up to the first that is missing. The directory belongs to one pass on one graph with one text (the driver names
-it by their hash), so nothing here has to be checked against them.
+written aside and renamed, then listed with its hash (``optkit.machine.checksums``); a file is whole or counts as
+absent. Solutions count up to the first that is missing. The directory belongs to one pass on one graph with one
+text (the driver names it by their hash), so nothing here has to be checked against them.
 
 What is read is copied: the last bits of torch's products depend on how operands lie in memory, and copies lie as what
 was just computed does.

@@ -17,7 +17,7 @@ from optkit.bench.records import Chunk, RequestRecord
 from optkit.bench.workload import WorkloadConfig
 from optkit.errors import UserError
 
-SERVER = str(Path(__file__).with_name("completions_server.py"))
+SERVER = str(Path(__file__).parents[1] / "support" / "completions_server.py")
 MODEL = Model("tiny", Path("nowhere"))
 LOADS = {
     "short": WorkloadConfig(num_prompts=2, input_len=6, output_len=3),

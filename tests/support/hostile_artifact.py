@@ -1,7 +1,7 @@
 """Artifacts with a changed graph.json whose hashes agree, and what commands make of them in processes of their own.
 
-``python -m tests.support.hostile_artifact DIRECTORY CASE ...`` prints a JSON object: for each case the exit code of ``verify``,
-and the end of a load and warm-up: the exit code, or minus the signal that killed it.
+``python -m tests.support.hostile_artifact DIRECTORY CASE ...`` prints a JSON object: for each case the exit code of
+``verify``, and the end of a load and warm-up: the exit code, or minus the signal that killed it.
 """
 
 from __future__ import annotations

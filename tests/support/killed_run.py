@@ -1,7 +1,7 @@
 """A recipe run in a process of its own that is killed on the way, and what it says of the work it did.
 
-``python -m tests.support.killed_run SOURCE OUT LOG PHASE DELAY`` runs ``RECIPE`` and ends by SIGKILL: DELAY seconds into
-PHASE, or at PHASE's end if that comes first; if PHASE is finished already, into the next that is not. Phases are
+``python -m tests.support.killed_run SOURCE OUT LOG PHASE DELAY`` runs ``RECIPE`` and ends by SIGKILL: DELAY seconds
+into PHASE, or at PHASE's end if that comes first; if PHASE is finished already, into the next that is not. Phases are
 ``capture``, the passes, ``whole`` and ``write``. Every message goes to LOG, a JSON list a line, before the work it
 speaks of.
 """
@@ -125,7 +125,7 @@ def killed(source: Path, out: Path, cache: Path, phase: str, delay: float) -> li
         str(delay),
     ]
     environment = os.environ | {"OPTKIT_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
     return [(at, text, part) for at, text, part in map(json.loads, log.read_text().splitlines())]

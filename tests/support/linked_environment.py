@@ -21,7 +21,7 @@ from packaging.metadata import parse_email
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = "optkit/kernels/cpu/_native.so"
 
 

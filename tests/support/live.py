@@ -27,8 +27,9 @@ SCRIPT = [*fast_tokenizer().encode(TEXT).ids, END]
 class LiveServer:
     """The server process.
 
-    ``server`` are fields of ``ServeOptions``, ``engine`` options of ``tests.support.fakes.fake_engine``. ``mute_token``: the
-    detokenizer raises on it. ``log``: standard error of both processes goes to this file, with all levels from INFO on.
+    ``server`` are fields of ``ServeOptions``, ``engine`` options of ``tests.support.fakes.fake_engine``.
+    ``mute_token``: the detokenizer raises on it. ``log``: standard error of both processes goes to this file, with
+    all levels from INFO on.
     """
 
     def __init__(

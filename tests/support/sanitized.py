@@ -1,4 +1,5 @@
-"""The native kernels built with sanitizers, and Python under them: ``python -m tests.support.sanitized address -m pytest ...``.
+"""The native kernels built with sanitizers, and Python under them: ``python -m tests.support.sanitized address -m
+pytest ...``.
 
 The library goes to ``build/sanitize`` and is made again when a source is newer; nothing else of optkit is rebuilt,
 since ``OPTKIT_NATIVE_LIBRARY`` names it. Python and torch are not instrumented, so the sanitizer's runtime is
@@ -19,7 +20,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SOURCES, PLACE = ROOT / "kernels" / "ops" / "cpu", ROOT / "build" / "sanitize"
 NATIVE = ROOT / "tests" / "native"
 SUPPRESSIONS = f"suppressions={NATIVE / 'thread_suppressions.txt'}"

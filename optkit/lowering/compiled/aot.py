@@ -1,9 +1,9 @@
 """Ahead-of-time compilation of a region: a shared object that runs without the compiler.
 
 AOTInductor turns the captured layer into C++ and that into a ``.so`` with a plain C interface; beside it lies a
-``.json`` that names the operators the code calls by their schema, which are our opaque ops (``optkit.lowering.compiled.opaque``).
-Both are what ``AOTIModelContainerRunner`` of torch's C++ library reads: no archive, no pickle, no Python. ``.pt2``
-packages and Inductor's own caches are not used, since both hold pickles.
+``.json`` that names the operators the code calls by their schema, which are our opaque ops
+(``optkit.lowering.compiled.opaque``). Both are what ``AOTIModelContainerRunner`` of torch's C++ library reads: no
+archive, no pickle, no Python. ``.pt2`` packages and Inductor's own caches are not used, since both hold pickles.
 
 ``torch.compile`` and ``torch.export`` are not needed: the graph is already captured, so Inductor gets it directly,
 with what may vary spelled out as symbols. Code that relies on a condition over such sizes is refused: nothing could

@@ -5,7 +5,8 @@ form is used in an artifact (``optkit/native/``) and in the private cache, where
 
 Opening a shared object runs it, so a directory is only used when
 
-1. **it is ours**: ``code.json`` carries the seal of this user on this machine (``optkit.lowering.compiled.signature``). Or the user said
+1. **it is ours**: ``code.json`` carries the seal of this user on this machine
+(``optkit.lowering.compiled.signature``). Or the user said
    ``--trust-artifact-code``;
 2. **it fits**: the same torch, optkit, processor, and a layer with the same digest (``region_lowering``);
 3. **it is whole**: every file has the sha256 of the record. What was hashed is what is opened: the bytes go to the

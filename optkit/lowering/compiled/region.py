@@ -1,8 +1,8 @@
 """CompiledRegion: what runs in the place of a layer when compiled code for the step's number of tokens is there.
 
-The code was generated earlier (``optkit.lowering.compiled.aot``) and loaded from a code tier (``optkit.lowering.compiled.code_cache``): nothing
-here compiles, or imports what could. Which steps have code is asked first (``serves``); all others run the model as it
-is without a compile plan, native programs included.
+The code was generated earlier (``optkit.lowering.compiled.aot``) and loaded from a code tier
+(``optkit.lowering.compiled.code_cache``): nothing here compiles, or imports what could. Which steps have code is
+asked first (``serves``); all others run the model as it is without a compile plan, native programs included.
 
 Code for a fixed number of tokens also serves fewer: the rows of what is computed are padded with zeros and the results
 cut. Attention is the one op that mixes rows, and it is opaque to the compiler. It gets the true number of tokens with

@@ -1,8 +1,8 @@
 """KV of steps of few tokens stays with its sequence, where layers have another form in such steps.
 
-A model whose layers have several forms (``optkit.graph.variants``) rounds K and V of a token by how many tokens shared its
-step. The prefix cache holds KV of the form for many tokens alone: what a prompt takes over is what it would have
-computed. From the first token that a smaller step computed, no block of a sequence is shared.
+A model whose layers have several forms (``optkit.graph.variants``) rounds K and V of a token by how many tokens
+shared its step. The prefix cache holds KV of the form for many tokens alone: what a prompt takes over is what it
+would have computed. From the first token that a smaller step computed, no block of a sequence is shared.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """EngineClient: the API process's side of the engine process.
 
-``start`` tells a launched worker (``optkit.runtime.process.launch``) what to load and waits until it has. ``generate`` is an
-async iterator of ``TokenOutput``; leaving it early, by ``break`` with ``aclose`` or by cancellation, aborts the
-request and so frees its KV. When the worker dies, whatever the cause, the pipe closes and every open stream ends
-with an ERROR output: a client is told, never left hanging. The client does not restart the worker; a new
-``EngineClient`` does (``optkit.serve.supervisor``).
+``start`` tells a launched worker (``optkit.runtime.process.launch``) what to load and waits until it has.
+``generate`` is an async iterator of ``TokenOutput``; leaving it early, by ``break`` with ``aclose`` or by
+cancellation, aborts the request and so frees its KV. When the worker dies, whatever the cause, the pipe closes and
+every open stream ends with an ERROR output: a client is told, never left hanging. The client does not restart the
+worker; a new ``EngineClient`` does (``optkit.serve.supervisor``).
 """
 
 from __future__ import annotations

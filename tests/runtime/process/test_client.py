@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optkit.errors import UserError
-from optkit.runtime.process import client as process
+from optkit.runtime.process import client as client_module
 from optkit.runtime.process import ipc, worker
 from optkit.runtime.process.client import ENGINE_DIED, ENGINE_GONE, ENGINE_STOPPED, EngineClient, EngineDied
 from optkit.runtime.process.launch import launch
@@ -205,9 +205,11 @@ def test_silence_counts_only_while_somebody_listens(monkeypatch: pytest.MonkeyPa
     async def scenario(engine: EngineClient) -> None:
         os.kill(engine.pid, signal.SIGSTOP)
         an_hour_later = SimpleNamespace(monotonic=lambda: time.monotonic() + 3600.0)
-        monkeypatch.setattr(process, "time", an_hour_later)  # as if both processes had been stopped for it
+        monkeypatch.setattr(
+            client_module, "time", an_hour_later
+        )  # as if both processes had been stopped for it
         assert not engine.is_silent
-        await asyncio.sleep(2 * process.TICK_SECONDS)
+        await asyncio.sleep(2 * client_module.TICK_SECONDS)
         assert not engine.is_silent
         engine.silence_seconds = 0.5
         await eventually(lambda: engine.is_silent)
