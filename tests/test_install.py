@@ -32,11 +32,11 @@ passes: {fuse_qkv: {}, int8: {}}
 # the pauses of measurements are not what is tested.
 COMMANDS = """
 import json, sys
-from optkit import logs
+from optkit.machine import logs, target
 logs.silence_progress_bars()
-from optkit import measure, target
+from optkit.evaluation import speed
 from optkit.cli.main import run
-measure.SETTLE_SECONDS = 0
+speed.SETTLE_SECONDS = 0
 ceilings = target.Target(name="cpu", kind="cpu", isa=("avx2",), cores=1, memory_bytes=2**34, fp32_flops=1e11,
     int8_ops=2e11, bf16_flops=1e11, fp8_flops=0.0, memory_bandwidth=2e10, source="datasheet")
 target.detect = lambda refresh=False: ceilings

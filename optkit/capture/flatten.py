@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from optkit.capture.boundary import OUTSIDE_INTERFACE
 from optkit.errors import UnsupportedModel
 from optkit.graph.ir import BATCH_INPUTS, Graph, GraphMeta, KVSpec, Origin, Part, Weight
-from optkit.graph.ops import op_name
+from optkit.graph.ops import PLACEMENT, op_name
 from optkit.kernels import PLAIN, reference
 
 aten = torch.ops.aten
@@ -376,6 +376,4 @@ def sizes_of(node: fx.Node, out_flat: bool) -> list[Any]:
 
 def portable_kwargs(node: fx.Node) -> dict[str, Any]:
     """Keyword arguments without device and layout, which belong to the executor."""
-    return {
-        k: v for k, v in node.kwargs.items() if k not in ("device", "pin_memory", "layout", "memory_format")
-    }
+    return {k: v for k, v in node.kwargs.items() if k not in PLACEMENT}

@@ -64,6 +64,9 @@ sub.Scalar sub.Tensor sum.dim_IntList sym_size.int tanh.default topk.default tra
 unsqueeze.default view.default where.self zeros_like.default
 """
 ATEN_OPS = tuple(ATEN_TABLE.split())
+# Keywords that say where a result lies. They belong to the executor: no graph has them, because native kernels take
+# the address of a tensor, and on the meta device that is 0.
+PLACEMENT = ("device", "layout", "memory_format", "pin_memory")
 
 SCALAR_OPS: dict[str, Callable[..., Any]] = {
     "getitem": operator.getitem,

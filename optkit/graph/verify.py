@@ -8,7 +8,7 @@ from torch import Tensor, fx
 from optkit.graph import variants
 from optkit.graph.ir import BATCH_INPUTS, Graph
 from optkit.graph.operand_check import check_indexes, check_origins
-from optkit.graph.ops import op_name
+from optkit.graph.ops import PLACEMENT, op_name
 from optkit.graph.shapes import Point, ShapeError, infer_shapes
 from optkit.kernels import reference
 
@@ -41,7 +41,7 @@ def verify(graph: Graph, *, lowered: bool = False) -> None:
 
 
 def check_nodes(graph: Graph) -> None:
-    """Closed op list, inputs known, arguments defined before use, one output."""
+    """Closed op list, no devices or layouts, inputs known, arguments defined before use, one output."""
     seen: set[fx.Node] = set()
     inputs = set(BATCH_INPUTS) | {f"{c}_cache_{s.layer}" for s in graph.meta.kv_specs for c in "kv"}
     for node in graph.fx.nodes:
@@ -52,6 +52,9 @@ def check_nodes(graph: Graph) -> None:
             raise VerifyError(f"unknown graph input {node.target}")
         if node.op == "call_function" and op_name(node.target) is None:
             raise VerifyError(f"{node.name} calls {node.target}, which is not on the op list")
+        for keyword in PLACEMENT:
+            if keyword in node.kwargs:
+                raise VerifyError(f"{node.name} sets {keyword}, which is not a graph's to say")
         if node.op not in ("placeholder", "get_attr", "call_function", "output"):
             raise VerifyError(f"{node.name} is a {node.op} node")
         seen.add(node)

@@ -62,7 +62,7 @@ def test_stages_print_few_lines_outside_a_terminal(capsys: pytest.CaptureFixture
 
 BARS = """
 import os, sys
-from optkit import logs
+from optkit.machine import logs
 logs.silence_progress_bars()
 from tqdm import tqdm
 from huggingface_hub.utils import are_progress_bars_disabled

@@ -21,6 +21,12 @@ Node = dict[str, Any]
 SHIFTS = (1, -1, 7, 256, -256, 4096, 100_000, 50_000_000, -50_000_000, 2**31 - 1, 2**33, -(2**62))
 KEYWORDS = ("group_size", "bits", "window", "softcap", "offset", "eps", "bias", "dtype", "scale", "fmt")
 KERNELS = ("native", "reference", "sdpa", "onednn", "torch", "triton", "")
+PLACES: tuple[tuple[str, Any], ...] = (
+    *(("device", {"str": name}) for name in ("meta", "meta", "cpu", "cuda")),
+    *(("layout", number) for number in range(9)),
+    *(("memory_format", number) for number in range(5)),
+    ("pin_memory", True),
+)
 DTYPES = (
     "float32",
     "float16",
@@ -169,6 +175,16 @@ def cast(dice: Random, contents: Contents) -> str | None:
     dtype = dice.choice(DTYPES)
     line = insert_before(contents.graph, *found, "aten._to_copy.default", dtype={"dtype": dtype})
     return f"{line} as {dtype}"
+
+
+def elsewhere(dice: Random, contents: Contents) -> str | None:
+    """A value on another device, or in another layout: an address that native code cannot read."""
+    found = chosen(dice, contents.graph, lambda a: is_value(a) or is_weight(a))
+    if found is None:
+        return None
+    op = dice.choice(("aten._to_copy.default", "aten.zeros_like.default", "aten.empty_like.default"))
+    keyword, place = dice.choice(PLACES)
+    return f"{insert_before(contents.graph, *found, op, **{keyword: place})} with {keyword} {place}"
 
 
 def other_scalar(dice: Random, contents: Contents) -> str | None:
@@ -353,6 +369,7 @@ MUTATIONS: dict[Mutation, int] = {
     shift_values: 6,
     view_otherwise: 8,
     cast: 5,
+    elsewhere: 2,
     other_scalar: 10,
     other_weight: 5,
     weight_for_value: 3,

@@ -55,6 +55,18 @@ def test_a_method_call(graph: Graph) -> None:
         verify(graph)
 
 
+@pytest.mark.parametrize(
+    ("keyword", "value"),
+    [("device", "meta"), ("device", "cpu"), ("layout", 7), ("pin_memory", True), ("memory_format", 3)],
+)
+def test_a_place_in_memory(graph: Graph, keyword: str, value: object) -> None:
+    linear = node(graph, "linear")
+    with graph.fx.inserting_after(linear):
+        graph.fx.call_function(torch.ops.aten.zeros_like.default, (linear,), {keyword: value}, name="there")
+    with pytest.raises(VerifyError, match=f"there sets {keyword}"):
+        verify(graph)
+
+
 def test_use_before_computation(graph: Graph) -> None:
     node(graph, "rms_norm").prepend(node(graph, "linear"))
     with pytest.raises(VerifyError, match="linear reads rms_norm before it is computed"):

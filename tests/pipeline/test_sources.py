@@ -87,8 +87,17 @@ def test_compiler_digest_changes_with_every_module_that_the_pipeline_can_import(
     copied: Path, digest: object
 ) -> None:
     modules = closure("optkit.pipeline.driver")
-    decisive = {"formats.source", "calibration", "quality", "measure", "decision", "site_rollback", "recipe"}
-    assert {f"optkit.{name}" for name in decisive | {"passes.gptq", "kernels.cpu.int8"}} <= set(modules)
+    decisive = {
+        "checkpoint.source",
+        "calibration.samples",
+        "evaluation.quality",
+        "evaluation.speed",
+        "pipeline.decision",
+    }
+    assert {
+        f"optkit.{name}"
+        for name in decisive | {"pipeline.fallback", "recipe.schema", "passes.gptq", "kernels.cpu.int8"}
+    } <= set(modules)
     assert len(modules) > 100
     before = digest()  # type: ignore[operator]
     for module, file in modules.items():
@@ -104,7 +113,7 @@ def test_compiler_digest_changes_with_every_module_that_the_pipeline_can_import(
 
 def test_compiler_digest_changes_with_texts_tables_and_native_code(copied: Path, digest: object) -> None:
     before = digest()  # type: ignore[operator]
-    for name in ("data/evaluation.txt", "kernels/cpu/int8.cpp", "kernels/cpu/simd.h"):
+    for name in ("text/corpora/evaluation.txt", "kernels/cpu/int8.cpp", "kernels/cpu/simd.h"):
         content = (copied / name).read_bytes()
         (copied / name).write_bytes(content + b"\n")
         assert digest() != before, name  # type: ignore[operator]

@@ -97,6 +97,18 @@ def smaller(key: str) -> Callable[[Any], None]:
     return change
 
 
+def elsewhere(op: str) -> Callable[[Any], None]:
+    """Attention gets queries on the meta device, which have no memory: their address is 0."""
+
+    def change(data: Any) -> None:
+        i, node = next((i, n) for i, n in enumerate(data["nodes"]) if n["op"] == "attention")
+        moved = {"name": "moved", "op": op, "args": [node["args"][0]], "kwargs": {"device": {"str": "meta"}}}
+        data["nodes"].insert(i, moved)
+        node["args"][0] = "%moved"
+
+    return change
+
+
 CASES: dict[str, Callable[[Any], None]] = {
     "slots": far_input(5, "slot_mapping"),
     "block tables": far_input(8, "block_tables"),
@@ -105,6 +117,8 @@ CASES: dict[str, Callable[[Any], None]] = {
     "kv heads": smaller("num_kv_heads"),
     "head dim": smaller("head_dim"),
     "value dim": smaller("v_head_dim"),
+    "copied to no memory": elsewhere("aten._to_copy.default"),
+    "made in no memory": elsewhere("aten.zeros_like.default"),
 }
 
 
