@@ -20,13 +20,13 @@ needs_native = pytest.mark.skipif(not native.available(), reason=str(native.miss
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty folder in which the library is looked for."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "FILE", tmp_path / native.FILE.name)
-        patch.delenv(native.LIBRARY_VARIABLE, raising=False)
-        forget()
-        yield tmp_path
+    monkeypatch.setattr(native, "FILE", tmp_path / native.FILE.name)
+    monkeypatch.delenv(native.LIBRARY_VARIABLE, raising=False)
+    forget()
+    yield tmp_path
+    monkeypatch.undo()
     forget()
 
 

@@ -177,6 +177,7 @@ struct Avx2 {
 struct Portable {
     typedef float Quad __attribute__((vector_size(16)));
     typedef std::int32_t Bits __attribute__((vector_size(16)));
+    typedef std::uint32_t Wrapping __attribute__((vector_size(16)));
     struct Vec {
         Quad q[4];
     };
@@ -217,7 +218,7 @@ struct Portable {
     // The integer n is in the low bits of n + 1.5 * 2^23.
     OP Vec times_two_to(Vec a, Vec n) {
         n = add(n, all(12582912.0f));
-        for (int i = 0; i < 4; ++i) a.q[i] = (Quad)((Bits)a.q[i] + ((Bits)n.q[i] << 23));
+        for (int i = 0; i < 4; ++i) a.q[i] = (Quad)((Wrapping)a.q[i] + ((Wrapping)n.q[i] << 23));
         return a;
     }
     OP float sum(Vec a) {
