@@ -1,0 +1,1 @@
+"""Artifacts: opening, verifying and exporting the directory that a run writes."""
