@@ -31,8 +31,11 @@ LIBRARY = "optkit/kernels/cpu/_native.so"
 def build_wheel(folder: Path) -> Path:
     """The wheel of this source tree, with the library that is built here already in place of another compilation."""
     tree = folder / "tree"
-    ignored = shutil.ignore_patterns(".*", "*.so", "__pycache__", "build", "dist", "*.egg-info", "artifact")
-    shutil.copytree(ROOT, tree, ignore=ignored)
+    ignored = shutil.ignore_patterns(".*", "*.so", "__pycache__", "build", "dist", "*.egg-info")
+    made = str(ROOT / "artifact")  # by the demo; the package optkit/artifact has the same name
+    shutil.copytree(
+        ROOT, tree, ignore=lambda at, names: {*ignored(at, names), *(n for n in names if f"{at}/{n}" == made)}
+    )
     platform = sysconfig.get_platform()
     name = f"lib.{platform}-{sys.implementation.cache_tag}"  # where build_ext looks for what is up to date
     library = tree / "build" / name / LIBRARY
