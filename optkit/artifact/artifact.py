@@ -31,9 +31,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from optkit.errors import UserError
+from optkit.machine.checksums import sha256_file
 from optkit.machine.locks import locked
 from optkit.recipe.schema import Recipe, parse_recipe
-from optkit.machine.checksums import sha256_file
 from optkit.untrusted_json import Name, Schema, Size, check, parse_bounded, read_bounded
 
 if TYPE_CHECKING:
@@ -118,11 +118,11 @@ class Artifact:
 
     def graph(self) -> Graph:
         """The optimized graph, with weights mapped from the artifact's files."""
-        from optkit.checkpoint.tensors import Overlay, build, load_tensors
+        from optkit.checkpoint.compressed_tensors_writer import PACKED_FILE
         from optkit.checkpoint.source import open_source
+        from optkit.checkpoint.tensors import Overlay, build, load_tensors
         from optkit.graph.serialize import graph_from_json
         from optkit.graph.verify import VerifyError, verify
-        from optkit.checkpoint.compressed_tensors_writer import PACKED_FILE
 
         internal = self.directory / INTERNAL
         packed = load_tensors(internal / PACKED_FILE) if (internal / PACKED_FILE).is_file() else {}

@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from optkit.artifact.artifact import Artifact, staging
-from optkit.errors import UserError
 from optkit.checkpoint import awq, gptq
-from optkit.checkpoint.quantized import G_IDX, PACKED, SCALE, ZERO, in_order
-from optkit.checkpoint.modules import MINIMUM, Module, modules
-from optkit.checkpoint.source import Source, open_source
-from optkit.graph import variants
+from optkit.checkpoint.compressed_tensors_writer import smallest_exact
 from optkit.checkpoint.hf_writer import write_directory
+from optkit.checkpoint.modules import MINIMUM, Module, modules
+from optkit.checkpoint.quantization_config import float_modules
+from optkit.checkpoint.quantized import G_IDX, PACKED, SCALE, ZERO, in_order
+from optkit.checkpoint.source import Source, open_source
+from optkit.errors import UserError
+from optkit.graph import variants
 from optkit.kernels import reference
 from optkit.kernels.packed_codes import pack_codes
-from optkit.checkpoint.quantization_config import float_modules
-from optkit.checkpoint.compressed_tensors_writer import smallest_exact
 
 
 def export(artifact: Artifact, format: str, out: Path) -> None:

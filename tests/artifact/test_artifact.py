@@ -13,8 +13,8 @@ import pytest
 
 from optkit.artifact import artifact
 from optkit.artifact.artifact import (
-    Artifact,
     MANIFEST,
+    Artifact,
     content_digest,
     is_artifact,
     problems,

@@ -14,21 +14,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from optkit.lowering.compiled import code_cache, signature
-from optkit.text import corpora
-from optkit.evaluation import speed
-from optkit.pipeline import aot_compile, driver
-from optkit.machine import target as targets
 from optkit.artifact.artifact import Artifact, write_manifest
 from optkit.cli.main import run as cli
-from optkit.lowering.compiled.code_cache import CodeTier
 from optkit.errors import UserError
+from optkit.evaluation import speed
+from optkit.lowering.compiled import code_cache, signature
+from optkit.lowering.compiled.code_cache import CodeTier
 from optkit.lowering.lower import lower
+from optkit.machine import target as targets
+from optkit.machine.target import cpu_isa
+from optkit.pipeline import aot_compile, driver
 from optkit.pipeline.driver import optimize
 from optkit.recipe.schema import parse_recipe
 from optkit.runtime.factory import load_engine
 from optkit.runtime.types import SamplingParams
-from optkit.machine.target import cpu_isa
+from optkit.text import corpora
 from tests.support.graphs import TARGET, dense, random_ids
 from tests.support.model_directory import VOCABULARY, save_model
 

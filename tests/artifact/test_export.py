@@ -16,17 +16,17 @@ from safetensors import safe_open
 from torch import Tensor
 
 from optkit.artifact.artifact import Artifact
-from optkit.capture import capture_directory
-from optkit.cli import main
-from optkit.errors import UserError
 from optkit.artifact.export import export
+from optkit.capture import capture_directory
 from optkit.checkpoint.modules import modules
 from optkit.checkpoint.source import open_source
+from optkit.cli import main
+from optkit.errors import UserError
 from optkit.graph.ir import Graph
-from tests.support.packers import checkpoint, gptq
+from tests.checkpoint.test_compressed_tensors_writer import transformers_logits, written
 from tests.checkpoint.test_source import GPTQ
 from tests.support.graphs import TARGET, apply, captured, dense, random_ids
-from tests.checkpoint.test_compressed_tensors_writer import transformers_logits, written
+from tests.support.packers import checkpoint, gptq
 
 (IDS,) = random_ids([24])
 Make = Callable[..., tuple[Graph, Artifact]]
