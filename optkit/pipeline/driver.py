@@ -20,6 +20,8 @@ import torch
 from optkit import passes
 from optkit.artifact import artifact
 from optkit.calibration.samples import Calibration, calibration_windows
+from optkit.checkpoint.insertion import fall_back as restored
+from optkit.checkpoint.insertion import quantized_sites
 from optkit.checkpoint.locate import ModelSource, resolve
 from optkit.checkpoint.validate import validate_checkpoint
 from optkit.errors import UserError
@@ -39,7 +41,7 @@ from optkit.lowering.precision import compute_dtype
 from optkit.machine.paths import cache_dir
 from optkit.machine.target import Target, present_target
 from optkit.passes.base import Pass, PassContext, Plan, Progress, no_progress
-from optkit.passes.quantization.linear import LinearQuantization, quantized_sites, restored
+from optkit.passes.quantization.linear import LinearQuantization
 from optkit.passes.resolve import ResolvedPass, resolve_passes
 from optkit.pipeline import fallback  # type: ignore[attr-defined]
 from optkit.pipeline.aot_compile import prebuild, rebuild

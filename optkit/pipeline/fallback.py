@@ -13,9 +13,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from optkit.calibration.walk import Walk
+from optkit.checkpoint.insertion import activation_of, quantized_sites
+from optkit.checkpoint.insertion import fall_back as restored
 from optkit.graph.ir import Graph
 from optkit.passes.base import Progress
-from optkit.passes.quantization.linear import activation_of, quantized_sites, restored
 from optkit.passes.quantization.sensitivity import site_sensitivity
 from optkit.pipeline.records import PassRecord
 
