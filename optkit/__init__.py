@@ -6,7 +6,7 @@ Importing this package is cheap by design: it pulls in neither torch nor transfo
 - ``optkit.capture``   a Hugging Face causal LM becomes an ``optkit.graph.Graph``
 - ``optkit.passes``    the table of graph passes
 - ``optkit.pipeline.driver``  the driver: check, predict, apply, verify, measure, keep or roll back
-- ``optkit.artifact.artifact``  the directory that is written, verified and opened again
+- ``optkit.artifact``           the directory that is written, verified and opened again
 - ``optkit.runtime``   the engine that serves it
 """
 

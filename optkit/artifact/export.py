@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optkit.artifact.artifact import Artifact, staging
+from optkit.artifact.open import Artifact
+from optkit.artifact.staging import staging
 from optkit.checkpoint import awq, gptq
 from optkit.checkpoint.compressed_tensors_writer import smallest_exact
 from optkit.checkpoint.hf_writer import write_directory

@@ -12,6 +12,7 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from optkit.checkpoint.quantized_linear import OPERANDS, QuantizedLinear
@@ -29,12 +30,14 @@ class FloatOrigin:
         site: the layer's name in reports.
         weight_name: the name of its weight in the graph.
         origin: the checkpoint tensors of its weight.
+        dtype: the type of its weight.
         read: gives its weight [N, K]; from disk where the op was read from a state.
     """
 
     site: str
     weight_name: str
     origin: Origin | None
+    dtype: torch.dtype
     read: Callable[[], Tensor]
 
     @staticmethod
@@ -42,7 +45,8 @@ class FloatOrigin:
         """The origin that keeps ``linear``, a float layer of ``graph``."""
         name = str(linear.args[1].target)
         weight = graph.weights[name]
-        return FloatOrigin(site, name, weight.origin, lambda: weight.value)
+        value = weight.value
+        return FloatOrigin(site, name, weight.origin, value.dtype, lambda: value)
 
     def restore(self, graph: Graph) -> None:
         """Register the float weight in ``graph``."""

@@ -131,7 +131,7 @@ def recipe_bounds(artifact: Path | None) -> Slo:
     Raises:
         UserError: there is no artifact, or its recipe promises nothing.
     """
-    from optkit.artifact.artifact import Artifact
+    from optkit.artifact.open import Artifact
     from optkit.bench.metrics import Slo
 
     if artifact is None:

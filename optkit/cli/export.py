@@ -38,8 +38,8 @@ def export(
     logits are closer to the source model than those of optkit's integer kernels.
     What a format can't express is refused, with the layer; nothing is written then.
     """
-    from optkit.artifact.artifact import Artifact
     from optkit.artifact.export import export as write
+    from optkit.artifact.open import Artifact
 
     with console.spinner(f"writing {out}"):
         write(Artifact.open(artifact), format.value, out)

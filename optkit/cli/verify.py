@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from optkit.artifact.artifact import NATIVE
+from optkit.artifact.manifest import NATIVE
 from optkit.cli import console
 from optkit.cli.inspect import code_line, show
 
 if TYPE_CHECKING:
-    from optkit.artifact.artifact import Artifact
+    from optkit.artifact.open import Artifact
 
 DIFFERS = 3
 
@@ -32,7 +32,8 @@ def verify(
     Exit codes: 0 all is well, 2 it is not an artifact (or its manifest is
     damaged), 3 something differs; every difference is listed.
     """
-    from optkit.artifact.artifact import Artifact, read_manifest
+    from optkit.artifact.manifest import read_manifest
+    from optkit.artifact.open import Artifact
 
     opened = Artifact(artifact, read_manifest(artifact))
     with console.spinner(f"checking {artifact}"):
@@ -49,7 +50,7 @@ def verify(
 
 def file_problems(artifact: Artifact) -> Iterator[str]:
     """Differences between the files and the manifest; a file that can't be read is one."""
-    from optkit.artifact.artifact import problems
+    from optkit.artifact.manifest import problems
 
     try:
         yield from problems(artifact.directory, artifact.manifest)

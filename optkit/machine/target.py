@@ -98,23 +98,6 @@ def get_target(name: str) -> Target:
     return DATASHEETS[name]
 
 
-def present_target(name: str, where: str | None = None, fix: str | None = None) -> Target:
-    """This machine as a target, if what is made for the target ``name`` runs on it.
-
-    A GPU may be another one than is named: the result is the GPU that is here. ``where`` and ``fix`` are for the error:
-    what needs the target, and what to do without a GPU.
-
-    Raises:
-        UserError: it is a GPU's, and there is none here, or it lacks what the kernels need.
-    """
-    target = get_target(name)
-    if target.kind == "cpu":
-        return target
-    from optkit.machine.target_cuda import present_gpu
-
-    return present_gpu(target, where, fix)
-
-
 def detect(refresh: bool = False) -> Target:
     """This machine's CPU with measured ceilings, from the cache unless ``refresh``."""
     threads = os.environ.get("OMP_NUM_THREADS", "")

@@ -15,8 +15,8 @@ from packaging.version import Version
 from safetensors import safe_open
 from torch import Tensor
 
-from optkit.artifact.artifact import Artifact
 from optkit.artifact.export import export
+from optkit.artifact.open import Artifact
 from optkit.capture import capture_directory
 from optkit.checkpoint.modules import modules
 from optkit.checkpoint.source import open_source

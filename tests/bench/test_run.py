@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from optkit.artifact.artifact import Artifact
+from optkit.artifact.open import Artifact
 from optkit.bench import run as bench_run
 from optkit.bench.metrics import Slo
 from optkit.bench.records import Chunk, RequestRecord
@@ -17,7 +17,7 @@ from optkit.bench.workload import WorkloadConfig
 from optkit.cli import main
 from optkit.cli.bench import parse_bounds, recipe_bounds
 from optkit.errors import UserError
-from optkit.recipe.schema import parse_recipe
+from optkit.recipe.load import parse_recipe
 from tests.support.fake_server import FakeServer, normal
 
 CONFIG = WorkloadConfig(num_prompts=2, input_len=6, output_len=3)

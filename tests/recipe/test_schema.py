@@ -14,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field
 import optkit.passes
 from optkit.errors import UserError
 from optkit.passes.resolve import recipe_json_schema, resolve_passes
-from optkit.recipe.schema import Accept, PassEntry, Recipe, load_recipe, parse_recipe
+from optkit.recipe.load import load_recipe, parse_recipe
+from optkit.recipe.schema import Accept, PassEntry, Recipe
 
 TEXT = """\
 schema_version: 1
