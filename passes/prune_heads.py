@@ -129,7 +129,7 @@ class PruneHeads(Pass):
 
         def solve(group: Group, walk: Walk) -> Tensor:
             layer = heads_at(graph, group.sites[0])
-            weight = graph.weights[str(layer.out.args[1].target)].value
+            weight = graph.linear_weight(layer.out)
             score = importance([x.flatten(1) for x in walk.values(group.x)], weight)
             return score.unflatten(0, (layer.shape[1], -1)).sum(dim=1).topk(kept).indices.sort().values
 
@@ -223,9 +223,7 @@ def remove(graph: Graph, layer: Heads, groups: Tensor) -> None:
     sizes = [heads * size, before * size, before * values]
     if len(layer.projections) == 3:
         for linear, index in zip(layer.projections, rows, strict=True):
-            select_stacked_rows(
-                graph, linear, [index], [len(graph.weights[str(linear.args[1].target)].value)]
-            )
+            select_stacked_rows(graph, linear, [index], [len(graph.linear_weight(linear))])
     else:
         (linear,) = layer.projections
         select_stacked_rows(graph, linear, rows, sizes)

@@ -28,20 +28,18 @@ def rotate(graph: Graph, stream: ResidualStream) -> None:
     for reader in stream.readers:
         norm = norm_before(reader)
         weight = norm_of(norm).args[norm_weight_position(norm)]
-        factor = graph.weights[str(weight.target)].value + norm_offset(norm)
+        factor = graph.weight_value(weight) + norm_offset(norm)
         set_reader(graph, reader, (graph.linear_weight(reader) * factor) @ q)
     for norm in stream.norms:
         position = 2 if norm.target is reference.add_rms_norm else 1
-        graph.set_weight(
-            norm.args[position], torch.ones_like(graph.weights[str(norm.args[position].target)].value)
-        )
+        graph.set_weight(norm.args[position], torch.ones_like(graph.weight_value(norm.args[position])))
     for writer in stream.writers:
         embedding = writer.target is reference.embedding
         weight = writer.args[0] if embedding else writer.args[1]
-        value = graph.weights[str(weight.target)].value
+        value = graph.weight_value(weight)
         graph.set_weight(weight, value @ q if embedding else q.T @ value)
         if not embedding and len(writer.args) > 2 and writer.args[2] is not None:
-            graph.set_weight(writer.args[2], graph.weights[str(writer.args[2].target)].value @ q)
+            graph.set_weight(writer.args[2], graph.weight_value(writer.args[2]) @ q)
 
 
 def norm_before(reader: fx.Node) -> fx.Node:
