@@ -22,7 +22,8 @@ from optkit.graph.ir import Graph
 from optkit.graph.operands import OPERANDS, Source, TensorOperand
 from optkit.graph.ops import op_name
 from optkit.graph.shapes import Point, infer_shapes
-from optkit.kernels.cpu.emit import EMITTERS, FUSES_QUANTIZATION, Quantization
+from optkit.kernels.cpu import emitters
+from optkit.kernels.cpu.emit import Quantization
 from optkit.kernels.cpu.program import LOGITS, TOKENS, Arena, Builder, View
 
 # No two sizes are equal, so that a first dimension tells what the rows are.
@@ -43,7 +44,7 @@ class Programs:
     def __init__(self, graph: Graph, native: set[fx.Node]) -> None:
         """``native`` are the nodes whose kernel is native."""
         self.graph, self.values = graph, infer_shapes(graph, PROBE, PROBE_BLOCK, half=False)
-        self.ops = {node: name for node in native if (name := op_name(node.target)) in EMITTERS}
+        self.ops = {node: name for node in native if (name := op_name(node.target)) in emitters()}
         self.sizes = {node: node.args[1] for node in graph.fx.nodes if op_name(node.target) in SPLITS}
         self.stage: dict[fx.Node, int] = {}
         self.stages: dict[int, list[fx.Node]] = {}
@@ -193,7 +194,7 @@ class Segment:
             self.views[node] = self._view(node.args[0]).reshape(self.owner.values[node].shape[1:])
 
     def _call(self, node: fx.Node) -> None:
-        emitter = EMITTERS[self.owner.ops[node]]
+        emitter = emitters()[self.owner.ops[node]].emit
         args = [self._argument(a) for a in node.args]
         kwargs = {name: self._argument(a) for name, a in node.kwargs.items()}
         reader = self._quantization_of(node)
@@ -210,7 +211,7 @@ class Segment:
 
     def _quantization_of(self, node: fx.Node) -> fx.Node | None:
         """The one op that quantizes this op's first result, if it can be done on the way."""
-        if self.owner.ops[node] not in FUSES_QUANTIZATION:
+        if not emitters()[self.owner.ops[node]].fuses_quantization:
             return None
         found = [r for r in self._readers(node) if self.owner.ops.get(r) == "quantize_per_token"]
         return found[0] if len(found) == 1 and found[0] in self.inside else None

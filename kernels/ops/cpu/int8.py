@@ -12,8 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from optkit.kernels import Kernel
 from optkit.kernels.cpu import native
+from optkit.kernels.cpu.emit import Emitter, Quantization, Result, quantized_buffers
+from optkit.kernels.cpu.program import Builder, Size, View
+from optkit.kernels.kernel import Kernel
 
 PANEL, STEP = 32, 4  # of the packed layout, as in int8.h
 
@@ -133,8 +135,67 @@ def whole_steps(weights: dict[int, Tensor]) -> bool:
     return groups == 1 or weights[position].shape[1] % (STEP * groups) == 0
 
 
+# -- in programs -----------------------------------------------------------------------------------------
+
+
+def layer_arguments(
+    b: Builder, x: View, weight: Tensor, weight_scale: Tensor, bias: Tensor | None
+) -> dict[str, Any]:
+    """The arguments that both linear layers have, for activations ``x``.
+
+    Raises:
+        NotImplementedError: the input channels are no whole steps.
+    """
+    if x.width % STEP:
+        raise NotImplementedError(f"{x.width} input channels are no whole steps")
+    n = weight.shape[0]
+    sizes = {"rows": Size(x.rows), "n": n, "k": x.width, "groups": weight_scale.shape[1]}
+    return {
+        **sizes,
+        "weight": weight,
+        "weight_scale": weight_scale,
+        "bias": bias,
+        "out": b.buffer(x.rows, (n,)),
+    }
+
+
+def emit_linear_w8a8(
+    b: Builder, q: View, scale: View, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None
+) -> Result:
+    layer = layer_arguments(b, q, weight, weight_scale, bias)
+    b.call("linear_w8a8", q=q, q_stride=q.row_stride, scale=scale, **layer)
+    return (layer["out"],)
+
+
+def emit_linear_w8a16(
+    b: Builder,
+    x: View,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    order: Tensor | None = None,
+) -> Result:
+    layer = layer_arguments(b, x, weight, weight_scale, bias)
+    b.call("linear_w8a16", x=x, x_stride=x.row_stride, order=order, **layer)
+    return (layer["out"],)
+
+
+def emit_quantize_per_token(b: Builder, x: View, group_size: int = 0) -> Result:
+    q, scale, group = quantized_buffers(b, x, Quantization(group_size, keep=True))
+    b.call(
+        "quantize_per_token", x=x, x_stride=x.row_stride, q=q, scale=scale, rows=Size(x.rows), columns=x.width,
+        group=group,
+    )  # fmt: skip
+    return q, scale
+
+
 KERNELS = (
     Kernel("linear_w8a8", "native", linear_w8a8, native.supports, pack, accepts=whole_steps),
     Kernel("linear_w8a16", "native", linear_w8a16, native.supports, pack, accepts=whole_steps),
     Kernel("quantize_per_token", "native", quantize_per_token, native.supports),
+)
+EMITTERS = (
+    Emitter("linear_w8a8", emit_linear_w8a8),
+    Emitter("linear_w8a16", emit_linear_w8a16),
+    Emitter("quantize_per_token", emit_quantize_per_token),
 )

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from optkit.kernels import Kernel, reference
+from optkit.kernels import reference
+from optkit.kernels.kernel import Kernel
 from optkit.kernels.reference import ACTIVATION_ZERO_POINT
 
 if TYPE_CHECKING:

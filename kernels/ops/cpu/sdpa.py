@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from optkit.kernels import Kernel
+from optkit.kernels.kernel import Kernel
 from optkit.kernels.reference import causal_mask, write_kv
 
 if TYPE_CHECKING:

@@ -20,8 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from optkit.kernels import Kernel
 from optkit.kernels.cpu import int4, int8, native
+from optkit.kernels.cpu.emit import Emitter, Result
+from optkit.kernels.cpu.program import Builder, Size, View
+from optkit.kernels.kernel import Kernel
 from optkit.kernels.packed_codes import WORD, unpack_codes
 
 WEIGHT, SCALE, ZERO, G_IDX = 1, 2, 3, 4  # positions among the arguments
@@ -155,7 +157,32 @@ def symmetric(weights: dict[int, Tensor]) -> bool:
     return ZERO not in weights and sortable(weights)
 
 
+def emit_linear_wna16(
+    b: Builder,
+    x: View,
+    weight: Tensor,
+    weight_scale: Tensor,
+    weight_zero: Tensor | None,
+    g_idx: Tensor | None,
+    bias: Tensor | None = None,
+    *,
+    bits: int = 4,
+    group_size: int = 0,
+) -> Result:
+    if bits == 8:
+        return int8.emit_linear_w8a16(b, x, weight, weight_scale, bias, g_idx)
+    n, out, (groups, group) = weight.shape[0], b.buffer(x.rows, (weight.shape[0],)), weight_scale.shape[1:]
+    if x.width != groups * group:
+        raise NotImplementedError(f"{x.width} input channels are no whole words of codes")
+    b.call(
+        "linear_w4a16", x=x, x_stride=x.row_stride, order=g_idx, weight=weight, bias=bias, out=out, rows=Size(x.rows),
+        n=n, k=x.width, groups=groups, half=weight_scale.dtype == torch.float16, levels=levels(weight_zero),
+    )  # fmt: skip
+    return (out,)
+
+
 KERNELS = (
     Kernel("linear_wna16", "native", linear_wna16, native.supports, pack_w4, sortable, whole_pairs),
     Kernel("linear_wna16", "native", linear_wna16, native.supports, pack_w8, symmetric, eight_bits),
 )
+EMITTERS = (Emitter("linear_wna16", emit_linear_wna16),)

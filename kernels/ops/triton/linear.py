@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from optkit.kernels import Kernel, reference
+from optkit.kernels import reference
+from optkit.kernels.kernel import Kernel
 from optkit.kernels.packed_codes import WORD, unpack_codes
 from optkit.kernels.triton import gemv, selection, tile, vendor, wna16
 from optkit.kernels.triton.common import architecture, rows_of, supports, supports_fp8

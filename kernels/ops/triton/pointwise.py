@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from optkit.kernels import Kernel, reference
+from optkit.kernels import reference
+from optkit.kernels.kernel import Kernel
 from optkit.kernels.triton.common import (
     MOST_COLUMNS,
     next_power_of_2,
