@@ -71,12 +71,17 @@ def linear_w8a8(
     return out
 
 
-def linear_w8a16(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None, order: Tensor | None = None
-) -> Tensor:
-    """See ``reference.linear_w8a16``; weights are packed, activations keep 16 bits (w8a16.cpp).
+def linear_w8a16(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """See ``reference.linear_w8a16``; weights are packed, activations keep 16 bits (w8a16.cpp)."""
+    return weight_only(x, weight, weight_scale, bias, None)
 
-    ``order`` int32 [K] says which column of ``x`` each input channel of the weight is; by default they are in order.
+
+def weight_only(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, order: Tensor | None
+) -> Tensor:
+    """The product of float activations [T, K] and a packed int8 weight, [T, N].
+
+    ``order`` int32 [K] holds for each input channel of the weight its column in ``x``; None: they are in order.
     """
     rows, k = x.shape
     if x.stride(1) != 1 or x.dtype != torch.float32:
@@ -168,12 +173,13 @@ def emit_linear_w8a8(
 
 
 def emit_linear_w8a16(
-    b: Builder,
-    x: View,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None = None,
-    order: Tensor | None = None,
+    b: Builder, x: View, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None
+) -> Result:
+    return emit_weight_only(b, x, weight, weight_scale, bias, None)
+
+
+def emit_weight_only(
+    b: Builder, x: View, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, order: Tensor | None
 ) -> Result:
     layer = layer_arguments(b, x, weight, weight_scale, bias)
     b.call("linear_w8a16", x=x, x_stride=x.row_stride, order=order, **layer)

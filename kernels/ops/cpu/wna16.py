@@ -43,7 +43,7 @@ def linear_wna16(
 ) -> Tensor:
     """See ``reference.linear_wna16``; everything but the bias is packed, and ``g_idx`` is the order of the columns."""
     if bits == 8:
-        return int8.linear_w8a16(F.pad(x, (0, -x.shape[1] % int8.STEP)), weight, weight_scale, bias, g_idx)
+        return int8.weight_only(F.pad(x, (0, -x.shape[1] % int8.STEP)), weight, weight_scale, bias, g_idx)
     groups, group = weight_scale.shape[1:]
     rows, k, n = len(x), groups * group, weight.shape[0]
     if x.shape[1] < k:
@@ -170,7 +170,7 @@ def emit_linear_wna16(
     group_size: int = 0,
 ) -> Result:
     if bits == 8:
-        return int8.emit_linear_w8a16(b, x, weight, weight_scale, bias, g_idx)
+        return int8.emit_weight_only(b, x, weight, weight_scale, bias, g_idx)
     n, out, (groups, group) = weight.shape[0], b.buffer(x.rows, (weight.shape[0],)), weight_scale.shape[1:]
     if x.width != groups * group:
         raise NotImplementedError(f"{x.width} input channels are no whole words of codes")

@@ -121,6 +121,7 @@ OPS = (
         shape=rope_kv_write,
         work=Work.POINTWISE,
         absent={CPU: ONE_CALL, PROGRAM: ONE_CALL},
+        traceable=False,
         mutates=("k_cache", "v_cache"),
         only_lowered=True,
     ),

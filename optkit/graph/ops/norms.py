@@ -18,7 +18,7 @@ from optkit.graph.ops.operands import (
     optional,
     value,
 )
-from optkit.graph.ops.record import CPU, CUDA, PROGRAM, Op, Work
+from optkit.graph.ops.record import CPU, PROGRAM, Op, Work
 from optkit.kernels import reference
 
 WEIGHT = optional(either("weight", Kind.COMPUTE, "K"))
@@ -85,7 +85,6 @@ OPS = (
         (X, WEIGHT, optional(either("bias", Kind.COMPUTE, "K", Role.BIAS)), EPS),
         shape=reference.layer_norm,
         work=Work.POINTWISE,
-        absent={CUDA: "torch's own kernel is as fast"},
         row_wise=True,
         compiled=True,
     ),
