@@ -25,6 +25,7 @@ class Kernel:
             takes in their place; called once, at load. None: weights stay as they are.
         accepts: true for weight tensors (by argument position) that ``fn`` handles; None: all.
         handles: true for options of a site (``Graph.site_options``) that ``fn`` handles; None: all.
+        needs: the conditions of ``supports``, ``accepts`` and ``handles`` in words, beyond those of its whole module.
     """
 
     op: str
@@ -34,3 +35,4 @@ class Kernel:
     pack: Callable[[dict[int, Tensor], Mapping[str, Any]], Mapping[int, Tensor]] | None = None
     accepts: Callable[[dict[int, Tensor]], bool] | None = None
     handles: Callable[[Mapping[str, Any]], bool] | None = None
+    needs: str = ""

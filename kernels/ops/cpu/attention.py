@@ -169,5 +169,14 @@ def emit_attention(
     return (out,)
 
 
-KERNELS = (Kernel("attention", "native", attention, native.supports, handles=float_or_int8),)
+KERNELS = (
+    Kernel(
+        "attention",
+        "native",
+        attention,
+        native.supports,
+        handles=float_or_int8,
+        needs="a float32 or int8 KV cache",
+    ),
+)
 EMITTERS = (Emitter("attention", emit_attention),)

@@ -135,5 +135,15 @@ def emit_linear_w4a8(
     return (out,)
 
 
-KERNELS = (Kernel("linear_w4a8", "native", linear_w4a8, native.supports, pack, accepts=whole_pairs),)
+KERNELS = (
+    Kernel(
+        "linear_w4a8",
+        "native",
+        linear_w4a8,
+        native.supports,
+        pack,
+        whole_pairs,
+        needs="groups of whole 8 channels",
+    ),
+)
 EMITTERS = (Emitter("linear_w4a8", emit_linear_w4a8),)

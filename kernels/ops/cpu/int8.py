@@ -18,6 +18,7 @@ from optkit.kernels.cpu.program import Builder, Size, View
 from optkit.kernels.kernel import Kernel
 
 PANEL, STEP = 32, 4  # of the packed layout, as in int8.h
+GROUPS = "one group, or groups of whole 4 channels"
 
 
 def pack(weights: dict[int, Tensor], options: Mapping[str, Any] | None = None) -> dict[int, Tensor]:
@@ -196,8 +197,8 @@ def emit_quantize_per_token(b: Builder, x: View, group_size: int = 0) -> Result:
 
 
 KERNELS = (
-    Kernel("linear_w8a8", "native", linear_w8a8, native.supports, pack, accepts=whole_steps),
-    Kernel("linear_w8a16", "native", linear_w8a16, native.supports, pack, accepts=whole_steps),
+    Kernel("linear_w8a8", "native", linear_w8a8, native.supports, pack, accepts=whole_steps, needs=GROUPS),
+    Kernel("linear_w8a16", "native", linear_w8a16, native.supports, pack, accepts=whole_steps, needs=GROUPS),
     Kernel("quantize_per_token", "native", quantize_per_token, native.supports),
 )
 EMITTERS = (

@@ -27,6 +27,8 @@ from optkit.kernels.kernel import Kernel
 from optkit.kernels.packed_codes import WORD, unpack_codes
 
 WEIGHT, SCALE, ZERO, G_IDX = 1, 2, 3, 4  # positions among the arguments
+UP_TO_4_BITS = "up to 4 bits; groups of whole 8 channels, equal ones with act-order"
+EIGHT_BITS = "8 bits, symmetric; groups of whole 8 channels, equal ones with act-order"
 MIDDLE = 8  # the code that stands for 0 in symmetric int4
 
 
@@ -182,7 +184,11 @@ def emit_linear_wna16(
 
 
 KERNELS = (
-    Kernel("linear_wna16", "native", linear_wna16, native.supports, pack_w4, sortable, whole_pairs),
-    Kernel("linear_wna16", "native", linear_wna16, native.supports, pack_w8, symmetric, eight_bits),
+    Kernel(
+        "linear_wna16", "native", linear_wna16, native.supports, pack_w4, sortable, whole_pairs, UP_TO_4_BITS
+    ),
+    Kernel(
+        "linear_wna16", "native", linear_wna16, native.supports, pack_w8, symmetric, eight_bits, EIGHT_BITS
+    ),
 )
 EMITTERS = (Emitter("linear_wna16", emit_linear_wna16),)

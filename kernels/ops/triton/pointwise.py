@@ -250,5 +250,8 @@ QUANTIZING = (rms_norm_quantize, add_rms_norm_quantize, silu_mul_quantize, gelu_
 KERNELS = (
     *(Kernel(fn.__name__, "triton", fn, supports) for fn in PLAIN),
     *(Kernel(fn.__name__, "triton", fn, supports, handles=to_int8) for fn in QUANTIZING),
-    *(Kernel(fn.__name__, "triton", fn, supports_fp8, handles=to_fp8) for fn in QUANTIZING),
+    *(
+        Kernel(fn.__name__, "triton", fn, supports_fp8, handles=to_fp8, needs="fp8: Hopper")
+        for fn in QUANTIZING
+    ),
 )

@@ -90,5 +90,5 @@ def quantize_fp8_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
 
 KERNELS = (
     Kernel("quantize_per_token", "triton", quantize_per_token, supports),
-    Kernel("quantize_fp8_per_token", "triton", quantize_fp8_per_token, supports_fp8),
+    Kernel("quantize_fp8_per_token", "triton", quantize_fp8_per_token, supports_fp8, needs="Hopper"),
 )

@@ -9,7 +9,7 @@ from optkit.graph.ops.operands import MAX_INT, Kind, batch, either, expect, valu
 from optkit.graph.ops.record import CPU, CUDA, PROGRAM, Op, Work
 from optkit.kernels import reference
 
-TORCH = "torch's own gather is as fast"
+TORCH = "torch copies the rows"
 
 
 def by_tokens(few: Tensor, many: Tensor, positions: Tensor, limit: int) -> Tensor:

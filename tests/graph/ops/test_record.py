@@ -1,4 +1,4 @@
-"""Every record: complete, or with a stated reason, and true: compared with kernel tables and with runs of references."""
+"""Every record: complete or with a stated reason, and true: compared with kernel tables and runs of references."""
 
 from __future__ import annotations
 
