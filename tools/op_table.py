@@ -1,7 +1,7 @@
 """Print the ops of the dialect with the kernels of each device, their files and conditions: a Markdown table.
 
-The rows come from the records of ``optkit.graph.ops`` and the tables of ``optkit.kernels``. An op without a kernel shows
-the reason that its record states.
+The rows come from the records of ``optkit.graph.ops`` and the tables of ``optkit.kernels``. An op without a kernel has
+the reason of its record in the place of a kernel.
 
     python -m tools.op_table
 """
