@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 #if defined(__x86_64__)
 #define OPTKIT_X86 1
@@ -41,3 +42,10 @@ OPTKIT_INLINE void touch(const void* p, std::ptrdiff_t bytes) {
 Isa isa();
 
 }  // namespace optkit
+
+// The functions of signatures.h.
+#define FUNCTION(result, name, ...) OPTKIT_API result optkit_##name(__VA_ARGS__);
+#define KERNEL(result, name, ...) OPTKIT_API result optkit_##name(__VA_ARGS__, int threads);
+#include "signatures.h"
+#undef FUNCTION
+#undef KERNEL

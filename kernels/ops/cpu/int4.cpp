@@ -251,21 +251,21 @@ OPTKIT_API int64_t optkit_w4_bytes(int64_t n, int64_t k, int64_t groups, int hal
 
 // Pack codes [n, k / 2], two to a byte, and their scales [n, groups] into `blob` of optkit_w4_bytes bytes. `low` holds
 // the minimums or the zero points, as `levels` says; null for symmetric weights.
-OPTKIT_API void optkit_pack_w4(const uint8_t* codes, const uint8_t* scale, const uint8_t* low, uint8_t* blob,
+OPTKIT_API void optkit_pack_w4(const uint8_t* codes, const void* scale, const void* low, uint8_t* blob,
                                int64_t n, int64_t k, int64_t groups, int half, int levels, int threads) {
-    const Source w{codes, scale, low, n, k, groups};
+    const Source w{codes, static_cast<const uint8_t*>(scale), static_cast<const uint8_t*>(low), n, k, groups};
     const RecordLayout layout{half != 0, static_cast<Levels>(levels)};
     const int64_t size = layout.size(k / groups / STEP), records = divide_up(n, PANEL) * groups;
 #pragma omp parallel for num_threads(threads)
     for (int64_t i = 0; i < records; ++i) pack_record(w, layout, i / groups * PANEL, i % groups, blob + i * size);
 }
 
-// reference.linear_w4a8 of q [m, k] with rows `q_stride` apart, groups a multiple of 8 channels: out [m, n]. `scale` is
-// [m, scale_groups], `bias` may be null.
-OPTKIT_API void optkit_linear_w4a8(const uint8_t* q, int64_t q_stride, const float* scale, const uint8_t* blob,
-                                   const float* bias, float* out, int64_t m, int64_t n, int64_t k, int64_t groups,
+// reference.linear_w4a8 of q [rows, k] with rows `q_stride` apart, groups a multiple of 8 channels: out [rows, n].
+// `weight` is the blob of optkit_pack_w4, `scale` is [rows, scale_groups], `bias` may be null.
+OPTKIT_API void optkit_linear_w4a8(const uint8_t* q, int64_t q_stride, const float* scale, const uint8_t* weight,
+                                   const float* bias, float* out, int64_t rows, int64_t n, int64_t k, int64_t groups,
                                    int64_t scale_groups, int half, int levels, int threads) {
     const RecordLayout layout{half != 0, static_cast<Levels>(levels)};
-    const LinearW4A8 p{q, q_stride, scale, scale_groups, blob, layout, bias, out, n, groups, k / groups / STEP};
-    linear_w4a8(p, m, k, threads);
+    const LinearW4A8 p{q, q_stride, scale, scale_groups, weight, layout, bias, out, n, groups, k / groups / STEP};
+    linear_w4a8(p, rows, k, threads);
 }

@@ -98,13 +98,4 @@ OPTKIT_INLINE void widen_minimums(const uint8_t* record, RecordLayout layout, co
     for (int64_t c = 0; c < PANEL; ++c) to[c] = (0.0f - static_cast<float>(low[c])) * scale[c];
 }
 
-// reference.linear_wna16 of codes of up to 4 bits: out [m][n] of float activations x [m][x_stride]. See w4a16.cpp.
-struct LinearW4A16 {
-    const float* x;
-    int64_t x_stride;
-    const int32_t* order;  // [k]: the column of x that is input channel i; null: they are in order
-    LinearW4A8 layer;      // all but q, q_stride, scale and scale_groups
-};
-void linear_w4a16(const LinearW4A16& p, int64_t m, int64_t k, int threads);
-
 }  // namespace optkit
