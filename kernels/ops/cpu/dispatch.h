@@ -12,8 +12,8 @@
 #if defined(__x86_64__)
 #define OPTKIT_X86 1
 #include <immintrin.h>
-#define OPTKIT_AVX2 __attribute__((target("avx2,fma")))
-#define OPTKIT_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma")))
+#define OPTKIT_AVX2 __attribute__((target("avx2,fma,f16c")))
+#define OPTKIT_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")))
 #else
 #define OPTKIT_X86 0
 #endif

@@ -53,6 +53,8 @@ struct Unpacked {
 };
 
 void unpack_avx512(const LinearW4A8& p, const uint8_t* records, const Unpacked& to);
+// The codes as they are, 0 .. 15, and no offsets: for linear_codes_avx2.
+void unpack_avx2(const LinearW4A8& p, const uint8_t* records, const Unpacked& to);
 
 // For few rows, unpacking in registers: out[row .. row + rows) of the panel whose records start at `records` and whose
 // first output channel is `first`. `p.q` holds q - 128 as s8 and `start` [M][groups] the accumulators' initial values.
@@ -60,6 +62,10 @@ using FewRows = void (*)(const Linear& p, const int32_t* start, const uint8_t* r
                          int64_t first, int64_t row, int64_t rows);
 void linear_w4a8_avx2(const Linear& p, const int32_t* start, const uint8_t* records, RecordLayout layout,
                       int64_t first, int64_t row, int64_t rows);
+
+// For many rows of an unpacked panel whose weights are codes: out[row .. row + rows); `p.q` and `start` as in FewRows.
+using ManyRows = void (*)(const Linear& p, const int32_t* start, const Panel& panel, int64_t row, int64_t rows);
+void linear_codes_avx2(const Linear& p, const int32_t* start, const Panel& panel, int64_t row, int64_t rows);
 void linear_w4a8_avx512(const Linear& p, const int32_t* start, const uint8_t* records, RecordLayout layout,
                         int64_t first, int64_t row, int64_t rows);
 
