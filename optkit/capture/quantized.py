@@ -23,6 +23,7 @@ from optkit.capture.export import capture
 from optkit.checkpoint.insertion import insert
 from optkit.checkpoint.source import Source
 from optkit.errors import UnsupportedModel
+from optkit.graph import ops
 from optkit.graph.ir import Graph
 from optkit.kernels import reference
 
@@ -93,8 +94,8 @@ def insert_layers(graph: Graph, source: Source) -> None:
         UnsupportedModel: a quantized weight is used as something else than a linear layer.
     """
     for node in graph.calls(reference.linear):
-        weight = graph.weight_of(node.args[1])
-        layer = source.layers.get(module_of(str(node.args[1].target))) if weight else None
+        weight = graph.weight_of(ops.weight(node))
+        layer = source.layers.get(module_of(str(ops.weight(node).target))) if weight else None
         if layer is not None:
             insert(graph, node, layer)
     graph.prune()

@@ -15,20 +15,19 @@ from typing import Any
 
 from torch import Tensor
 
-from optkit.kernels import reference
+from optkit.graph import ops
+from optkit.graph.ops.operands import Role
 
 PACKED, SCALE, ZERO_POINT, G_IDX = "weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx"
 MINIMUM, INPUT_SCALE = "weight_minimum", "input_scale"
 
-# For each quantized op: the position of its first weight argument, and the names of its weight arguments.
-OPERANDS: dict[Callable[..., Tensor], tuple[int, tuple[str, ...]]] = {
-    reference.linear_w8a8: (2, ("weight", SCALE)),
-    reference.linear_w8a16: (1, ("weight", SCALE)),
-    reference.linear_w4a8: (2, (PACKED, SCALE, MINIMUM)),
-    reference.linear_wna16: (1, (PACKED, SCALE, ZERO_POINT, G_IDX)),
-    reference.linear_fp8: (1, ("weight", SCALE, INPUT_SCALE)),
-}
-SHARED = (G_IDX, INPUT_SCALE)  # operands indexed by input channel, the same for all modules of a fused layer
+# Operands indexed by input channel, the same for all modules of a fused layer.
+SHARED = {o.stored for op in ops.QUANTIZED_LINEARS.values() for o in op.stored if o.role is Role.CHANNELS}
+
+
+def operand_names(op: Callable[..., Tensor]) -> tuple[str, ...]:
+    """Names of the weight operands of a quantized op, in the order of its arguments, without the bias."""
+    return tuple(operand.stored for operand in ops.QUANTIZED_LINEARS[op].stored)
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class QuantizedLinear:
     Attributes:
         name: the module, or the site of a pass.
         shape: [N, K] of the float weight.
-        op: the reference op that multiplies, a key of ``OPERANDS``.
+        op: the reference op that multiplies, a key of ``ops.QUANTIZED_LINEARS``.
         operands: weight operands of the op by name, without those that the layer lacks.
         options: keywords of the op.
         activation_group: channels of an activation that share an int8 scale, 0 for a whole token; None where the
@@ -80,16 +79,11 @@ class QuantizedLinear:
 
     def float_weight(self) -> Tensor:
         """The float32 weight [N, K] that the codes stand for."""
-        weight, scale, *more = (self.operands.get(operand) for operand in OPERANDS[self.op][1])
-        if weight is None or scale is None:
-            raise ValueError("a quantized layer has a weight and scales")
-        if self.op is reference.linear_wna16:
-            return reference.dequantize_wna16(weight, scale, *more, **self.options, columns=self.columns)
-        if self.op is reference.linear_w4a8:
-            return reference.dequantize_int4(weight, scale, more[0])
-        if self.op is reference.linear_fp8:
-            return reference.dequantize_fp8(weight, scale)
-        return (weight.unflatten(1, (scale.shape[1], -1)) * scale[..., None]).flatten(1)
+        dequantize = ops.QUANTIZED_LINEARS[self.op].dequantize
+        if dequantize is None:
+            raise ValueError(f"{self.op.__name__} is no quantized linear layer")
+        weights = [self.operands.get(name) for name in operand_names(self.op)]
+        return dequantize(weights, self.options, self.columns)
 
 
 class LazyOperands(Mapping[str, Tensor]):

@@ -1,4 +1,4 @@
-"""Checks a call of a dialect op against its row of ``operands``: arguments, origins, dtypes, shapes."""
+"""Compare a call of a dialect op with the operands of its record: arguments, origins, dtypes, shapes."""
 
 from __future__ import annotations
 
@@ -8,27 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from optkit.graph import ops
 from optkit.graph.ir import Graph
-from optkit.graph.operands import (
-    BATCH_NAMES,
-    OPERANDS,
-    Choice,
-    Number,
-    Operand,
-    Source,
-    TensorOperand,
-)
-from optkit.graph.ops import op_name
-from optkit.graph.shape_rules import expect
+from optkit.graph.ops.operands import Choice, Number, Operand, Source, TensorOperand, expect
+from optkit.graph.ops.record import Op
 
 # -- one call with the values of its arguments -----------------------------------------------------------
 
 
 def check_call(op: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, half: bool) -> None:
-    """Check the tensors and numbers of one call; with ``half`` activations may be bfloat16 or float16.
+    """Check the tensors and numbers of a call; with ``half`` activations may be bfloat16 or float16.
 
     Raises:
-        ValueError: an operand is missing, unknown, or of another dtype, shape or size; the message names it.
+        ValueError: an operand is missing, unknown, or of another dtype, shape or size; the message names the operand.
     """
     sizes: dict[str, Any] = {}
     for operand, argument in bound(op, args, kwargs):
@@ -44,8 +36,11 @@ def check_call(op: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, half:
 
 
 def bound(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Operand, Any]]:
-    """The operands that a call gives, each with its argument. Tensors stand among ``args``, as kernels expect them."""
-    row = OPERANDS[op]
+    """The operands of a call, each with its argument.
+
+    Tensors must stand among ``args``, where kernels expect them.
+    """
+    row = ops.RECORDS[op].operands
     expect(len(args) <= len(row), f"{len(args)} arguments, {op} has {len(row)} operands")
     names = {operand.name for operand in row}
     for name in kwargs:
@@ -76,7 +71,9 @@ def check_tensor(operand: TensorOperand, tensor: Any, sizes: dict[str, Any], hal
 
 
 def matches(pattern: tuple[str, ...], shape: tuple[int, ...], sizes: dict[str, Any]) -> bool:
-    """Whether ``shape`` agrees with ``pattern`` and with what its symbols stand for; new symbols are remembered."""
+    """Compare ``shape`` with ``pattern`` and with the known ``sizes`` of its symbols; new symbols are added to
+    ``sizes``.
+    """
     if "..." in pattern:
         at, rest = pattern.index("..."), len(pattern) - 1
         if len(shape) < rest:
@@ -91,7 +88,7 @@ def matches(pattern: tuple[str, ...], shape: tuple[int, ...], sizes: dict[str, A
 
 
 def is_size(symbol: str, size: int, sizes: dict[str, Any]) -> bool:
-    """Whether ``size`` is that of ``symbol``: a number, a name, or a name plus a number such as ``S+1``."""
+    """Compare ``size`` with a symbol: a number, a name, or a name plus a number such as ``S+1``."""
     name, _, plus = symbol.partition("+")
     more = int(plus or 0)
     return sizes.setdefault(name, int(name) if name.isdigit() else size - more) + more == size
@@ -110,15 +107,16 @@ def check_number(operand: Number, value: Any) -> None:
 
 
 def check_origins(node: fx.Node, *, lowered: bool = False) -> None:
-    """Check that each argument of a dialect op comes from where its operand must.
+    """Check the source of each argument of a dialect op.
 
     Raises:
-        ValueError: an operand is missing, or is a weight, a value or a batch input where it must not be one.
+        ValueError: an operand is missing, or is a weight, a value or a batch input where its record forbids this
+            source.
     """
-    op = op_name(node.target)
-    if op not in OPERANDS:
+    op = ops.record_of(node.target)
+    if op is None:
         return
-    for operand, argument in bound(op, node.args, node.kwargs):
+    for operand, argument in bound(op.name, node.args, node.kwargs):
         if isinstance(operand, TensorOperand):
             if argument is not None or not operand.optional:
                 check_origin(op, operand, argument)
@@ -126,7 +124,7 @@ def check_origins(node: fx.Node, *, lowered: bool = False) -> None:
             expect(operand.stored or lowered, f"operand {operand.name} is set by lowering alone")
 
 
-def check_origin(op: str, operand: TensorOperand, argument: Any) -> None:
+def check_origin(op: Op, operand: TensorOperand, argument: Any) -> None:
     expect(isinstance(argument, fx.Node), f"operand {operand.name} is {argument!r:.40}, not a tensor")
     is_weight, target = argument.op == "get_attr", str(argument.target)
     wanted: str = operand.source.value
@@ -138,7 +136,7 @@ def check_origin(op: str, operand: TensorOperand, argument: Any) -> None:
         case Source.ANY:
             ok = True
         case Source.BATCH:
-            name = BATCH_NAMES.get((op, operand.name), operand.name)
+            name = op.inputs.get(operand.name, operand.name)
             ok, wanted = argument.op == "placeholder" and target == name, f"the graph's input {name}"
         case Source.POOL:
             ok = argument.op == "placeholder" and target.startswith(f"{operand.name}_")
@@ -149,14 +147,14 @@ def check_origin(op: str, operand: TensorOperand, argument: Any) -> None:
 
 
 def check_indexes(graph: Graph) -> None:
-    """Check the values of weights that are indexes: channel groups of ``linear_wna16``.
+    """Check the values of weights used as indexes: channel groups of ``linear_wna16``.
 
     Raises:
         ValueError: a group of ``g_idx`` does not exist.
     """
     for node in graph.fx.nodes:
-        if op_name(node.target) == "linear_wna16" and len(node.args) > 4:
-            scale, g_idx = graph.weight_of(node.args[2]), graph.weight_of(node.args[4])
+        if ops.op_name(node.target) == "linear_wna16":
+            scale, g_idx = (graph.weight_of(ops.argument(node, name)) for name in ("weight_scale", "g_idx"))
             if scale is None or g_idx is None or g_idx.value.device.type == "meta":
                 continue
             low, high = (int(v) for v in torch.aminmax(g_idx.value))

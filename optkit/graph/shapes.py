@@ -1,7 +1,7 @@
-"""Shapes of every value, learned by running the graph on the meta device at a concrete batch.
+"""Shapes of all values of a graph, from a run on the meta device at a given batch.
 
-An op's reference, run on meta tensors, is its shape rule, unless it has one of its own (``shape_rules``). Sizes
-depend on the batch, so the batch is explicit: a ``Point``.
+The shape rule of a dialect op is in its record; an aten op runs on meta tensors. Sizes depend on the batch, so the
+batch is an argument: a ``Point``.
 """
 
 from __future__ import annotations
@@ -13,19 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from optkit.graph import ops
 from optkit.graph.ir import Graph
 from optkit.graph.operand_check import check_call
-from optkit.graph.operands import OPERANDS
-from optkit.graph.ops import aten, op_name
-from optkit.graph.shape_rules import RULES, expect
+from optkit.graph.ops.operands import expect
 
-SPLIT, MAX_PARTS = aten("split.Tensor"), 4096
+SPLIT, MAX_PARTS = ops.aten("split.Tensor"), 4096
 MAX_ELEMENTS = 1 << 40
 
 
 @dataclass(frozen=True)
 class Point:
-    """One step's batch: ``tokens`` new tokens in all, over ``sequences`` that are ``context`` long after the step.
+    """The batch of a step: ``tokens`` new tokens in all, over ``sequences`` of ``context`` tokens after the step.
 
     A prefill of n tokens is ``Point(n, 1, n)``; a decode of a batch of b is ``Point(b, b, context)``.
     """
@@ -55,10 +54,10 @@ class ShapeError(Exception):
 
 
 class MetaRun:
-    """Runs the graph on meta tensors, node by node.
+    """A run of the graph on meta tensors, node by node.
 
-    Layers are alike: an op on the same shapes as before has the result it had before, so a model of thirty layers costs
-    little more than one.
+    Layers are alike, and an op on known shapes has a known result, so a model of thirty layers costs little more than
+    a model of one.
     """
 
     def __init__(self, graph: Graph, point: Point, block_size: int, *, half: bool = True) -> None:
@@ -92,12 +91,12 @@ class MetaRun:
             raise ShapeError(f"{node.name}: {reason} (arguments {shapes!s:.200})") from error
 
     def checked(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        name = op_name(node.target)
-        if name in OPERANDS:
-            check_call(name, args, kwargs, half=self.half)
+        op = ops.record_of(node.target)
+        if op is not None:
+            check_call(op.name, args, kwargs, half=self.half)
         elif node.target is SPLIT:
             check_split(*args[:2], *args[2:3] or (kwargs.get("dim", 0),))
-        result = RULES.get(node.target, node.target)(*args, **kwargs)
+        result = ops.shape_rule(node.target)(*args, **kwargs)
         check_size(result)
         return result
 
@@ -123,7 +122,7 @@ def check_size(value: Any) -> None:
 
 
 def signature(value: Any) -> Any:
-    """What the shape of an op's result depends on, hashable: shapes, types and plain values."""
+    """Shapes, types and plain values of ``value``, hashable: the shape of an op's result depends on nothing else."""
     match value:
         case Tensor():
             return (tuple(value.shape), value.stride(), value.dtype)

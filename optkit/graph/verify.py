@@ -1,30 +1,31 @@
-"""The verifier: what must be true of a graph after every pass. Run by the driver, not by passes."""
+"""The verifier: the invariants of a graph after every pass. The driver runs it, not the passes."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, fx
 
-from optkit.graph import variants
+from optkit.graph import ops, variants
 from optkit.graph.ir import BATCH_INPUTS, Graph
 from optkit.graph.operand_check import check_indexes, check_origins
-from optkit.graph.ops import PLACEMENT, op_name
+from optkit.graph.ops.aten import PLACEMENT
 from optkit.graph.shapes import Point, ShapeError, infer_shapes
 from optkit.kernels import reference
 
 MAX_VARIANTS = 4
 # A prefill, a decode, and the batch that lowering looks at (``programs.PROBE``), each with its block size.
 POINTS = ((Point(5, 2, 5), 16), (Point(2, 2, 33), 16), (Point(11, 3, 37), 5))
+POOLS = ("k_cache", "v_cache")
 
 
 class VerifyError(Exception):
-    """A graph that breaks an invariant; the message names the node."""
+    """A broken invariant of a graph; the message names the node."""
 
 
 def verify(graph: Graph, *, lowered: bool = False) -> None:
     """Check structure, weights, operands, attention wiring, and shapes at several batches.
 
-    ``lowered``: the graph was rewritten for a GPU, so it may compute in half precision.
+    ``lowered``: the graph was rewritten for a GPU and may compute in half precision.
 
     Raises:
         VerifyError: the first broken invariant.
@@ -50,7 +51,7 @@ def check_nodes(graph: Graph) -> None:
                 raise VerifyError(f"{node.name} reads {argument.name} before it is computed")
         if node.op == "placeholder" and str(node.target) not in inputs:
             raise VerifyError(f"unknown graph input {node.target}")
-        if node.op == "call_function" and op_name(node.target) is None:
+        if node.op == "call_function" and ops.op_name(node.target) is None:
             raise VerifyError(f"{node.name} calls {node.target}, which is not on the op list")
         for keyword in PLACEMENT:
             if keyword in node.kwargs:
@@ -63,7 +64,7 @@ def check_nodes(graph: Graph) -> None:
 
 
 def check_operands(graph: Graph, lowered: bool) -> None:
-    """Every argument of a dialect op comes from where it must; batch inputs that are addresses come as they are."""
+    """Each argument of a dialect op has an allowed source; batch inputs used as addresses come unchanged."""
     for node in graph.fx.nodes:
         try:
             check_origins(node, lowered=lowered)
@@ -76,21 +77,21 @@ def check_weights(graph: Graph) -> None:
     used = {str(node.target) for node in graph.fx.nodes if node.op == "get_attr"}
     for name in sorted(used ^ set(graph.weights)):
         raise VerifyError(f"weight {name} is {'missing' if name in used else 'never read'}")
-    for name, weight in graph.weights.items():
-        if weight.origin is None:
+    for name, stored in graph.weights.items():
+        if stored.origin is None:
             continue
-        shape = tuple(weight.value.shape) or (1,)
-        if weight.origin.transposed and len(shape) != 2:
+        shape = tuple(stored.value.shape) or (1,)
+        if stored.origin.transposed and len(shape) != 2:
             raise VerifyError(f"weight {name} is {list(shape)}, so it can't be transposed")
-        rows = shape[1 if weight.origin.transposed else 0]
-        if sum(part.rows for part in weight.origin.parts) != rows:
-            raise VerifyError(f"weight {name} has {rows} rows, its origin {weight.origin} does not")
+        rows = shape[1 if stored.origin.transposed else 0]
+        if sum(part.rows for part in stored.origin.parts) != rows:
+            raise VerifyError(f"weight {name} has {rows} rows, its origin {stored.origin} does not")
 
 
 def check_attention(graph: Graph) -> None:
-    """Exactly one attention op a layer, on that layer's own pool."""
+    """One attention op a layer, on the layer's own pools."""
     pools = [
-        tuple(str(a.target) for a in n.args[3:5] if isinstance(a, fx.Node))
+        tuple(str(a.target) for name in POOLS if isinstance(a := ops.argument(n, name), fx.Node))
         for n in graph.calls(reference.attention, reference.paged_attention)
     ]
     expected = sorted((f"k_cache_{s.layer}", f"v_cache_{s.layer}") for s in graph.meta.kv_specs)
@@ -99,7 +100,7 @@ def check_attention(graph: Graph) -> None:
 
 
 def check_forms(graph: Graph) -> None:
-    """Forms are told apart by the tokens of the step, and are few: each is lowered by itself."""
+    """Variants are chosen by an int number of tokens, and are few, since each variant is lowered."""
     for node in graph.calls(reference.by_tokens):
         if type(variants.limit_of(node)) is not int:
             raise VerifyError(f"{node.name}: the limit {variants.limit_of(node)!r:.40} is not an int")
@@ -108,16 +109,16 @@ def check_forms(graph: Graph) -> None:
 
 
 def check_vocabulary(graph: Graph) -> None:
-    """Every id below ``vocab_size`` has a row in each embedding that reads the ids of the batch."""
+    """Each id below ``vocab_size`` has a row in every embedding of the batch's ids."""
     for node in graph.calls(reference.embedding):
-        weight = graph.weight_of(node.args[0])
-        rows, ids = (weight.value.shape[:1] or (0,))[0] if weight else 0, node.args[1]
-        if weight and ids.target == "input_ids" and rows < graph.meta.vocab_size:
+        table = graph.weight_of(ops.weight(node))
+        rows, ids = (table.value.shape[:1] or (0,))[0] if table else 0, ops.argument(node, "ids")
+        if table and ids.target == "input_ids" and rows < graph.meta.vocab_size:
             raise VerifyError(f"{node.name} has {rows} rows for a vocabulary of {graph.meta.vocab_size}")
 
 
 def check_shapes(graph: Graph, point: Point, block_size: int, lowered: bool) -> None:
-    """Every op accepts its inputs at ``point``, and the output is float32 [L, V]."""
+    """Each op accepts its inputs at ``point``, and the output is float32 [L, V]."""
     try:
         values = infer_shapes(graph, point, block_size, half=lowered)
     except ShapeError as error:
@@ -133,7 +134,7 @@ def check_shapes(graph: Graph, point: Point, block_size: int, lowered: bool) -> 
 
 
 def check_values(graph: Graph) -> None:
-    """Weights that are indexes name what exists."""
+    """Weights used as indexes stay inside of their tables."""
     try:
         check_indexes(graph)
     except ValueError as error:

@@ -1,12 +1,12 @@
-"""Programs: the parts of a graph that one C call runs (optkit.kernels.cpu.program).
+"""Programs: the parts of a graph that run as one C call (optkit.kernels.cpu.program).
 
-Nodes whose kernel is native are gathered into *stages*: a stage is everything that can run before the next plain torch
-op has to. Stages alternate between torch (even) and native (odd), and each native stage becomes one call. A model
-whose every op has a native kernel is one stage: a step is one C call, after a torch op for the rotary angles. What
-only looks at rows differently (splits, reshapes) costs nothing: it is a view in the program.
+Nodes with a native kernel are gathered into *stages*: a stage holds all nodes that can run before the next op of
+torch must. Stages alternate between torch (even) and native (odd), and each native stage becomes one call. A model
+with a native kernel for every op is one stage: a step is one C call, after a torch op for the rotary angles. Splits
+and reshapes of rows cost nothing: they are views in the program.
 
-Quantization is fused here rather than by a pass, since it changes no bits: an op that can quantize its row while it
-has it does so, and its float result is only written if somebody else reads it.
+Quantization is fused here rather than by a pass, since the fusion changes no bits: an op with an emitter that fuses
+quantization also writes the quantized row, and writes the float result only for other readers.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from optkit.graph import ops
 from optkit.graph.ir import Graph
-from optkit.graph.operands import OPERANDS, Source, TensorOperand
-from optkit.graph.ops import op_name
+from optkit.graph.ops.operands import Source
 from optkit.graph.shapes import Point, infer_shapes
-from optkit.kernels.cpu.emit import EMITTERS, FUSES_QUANTIZATION, Quantization
+from optkit.kernels.cpu import emitters
+from optkit.kernels.cpu.emit import Quantization
 from optkit.kernels.cpu.program import LOGITS, TOKENS, Arena, Builder, View
 
 # No two sizes are equal, so that a first dimension tells what the rows are.
@@ -32,8 +33,6 @@ SPLITS = {"aten.split_with_sizes.default", "aten.split.Tensor"}
 RESHAPES = {"aten.reshape.default", "aten.view.default"}
 BATCH = ("input_ids", "logits_index", "seq_lens", "block_tables")  # they tell the sizes of a batch
 TYPES = (torch.float32, torch.int64, torch.int32, torch.uint8, torch.int8)
-# Arguments that the kernel packs into one tensor, whatever their types were.
-PACKED_TOGETHER = {"linear_w4a8": (2, 3, 4), "linear_wna16": (1, 2, 3, 4)}
 WORTH_IT = 4  # ops: a program of fewer gains nothing over calling their kernels
 
 
@@ -43,8 +42,8 @@ class Programs:
     def __init__(self, graph: Graph, native: set[fx.Node]) -> None:
         """``native`` are the nodes whose kernel is native."""
         self.graph, self.values = graph, infer_shapes(graph, PROBE, PROBE_BLOCK, half=False)
-        self.ops = {node: name for node in native if (name := op_name(node.target)) in EMITTERS}
-        self.sizes = {node: node.args[1] for node in graph.fx.nodes if op_name(node.target) in SPLITS}
+        self.ops = {node: name for node in native if (name := ops.op_name(node.target)) in emitters()}
+        self.sizes = {node: node.args[1] for node in graph.fx.nodes if ops.op_name(node.target) in SPLITS}
         self.stage: dict[fx.Node, int] = {}
         self.stages: dict[int, list[fx.Node]] = {}
         for node in graph.fx.nodes:
@@ -61,19 +60,23 @@ class Programs:
             self.stage[node] = latest + latest % 2
 
     def _is_native(self, node: fx.Node) -> bool:
-        if op_name(node.target) == "aten.add.Tensor" and not self._adds_rows(node):
+        if ops.op_name(node.target) == "aten.add.Tensor" and not self._adds_rows(node):
             return False
-        packed = [node.args[i] for i in PACKED_TOGETHER.get(self.ops.get(node, ""), ())]
+        op = ops.record_of(node.target)
+        packed = [op.argument(node, operand.name) for operand in op.stored] if op else []
         read = [a for a in node.all_input_nodes if a not in packed]
         typed = all(map(self._is_typed, read))
         return node in self.ops and self._has_rows(node) and typed and self._takes_rows(node)
 
     def _takes_rows(self, node: fx.Node) -> bool:
-        """Activations have a row a token, or one a row of logits; every other tensor but the batch is a weight."""
+        """True where activations have a row a token, or a row a row of logits, and every other tensor but the batch
+        is a weight.
+        """
+        op = ops.record_of(node.target)
         tensors = [
             (operand.source, a)
-            for operand, a in zip(OPERANDS.get(self.ops[node], ()), node.args, strict=False)
-            if isinstance(operand, TensorOperand) and isinstance(a, fx.Node)
+            for operand, a in zip(op.tensors if op else (), node.args, strict=False)
+            if isinstance(a, fx.Node)
         ]
         rows = [a for source, a in tensors if source is Source.VALUE]
         weights = [a for source, a in tensors if source in (Source.WEIGHT, Source.ANY)]
@@ -91,13 +94,13 @@ class Programs:
             return False
         if node.target is operator.getitem:
             return isinstance(self.values[source], (tuple, list))
-        value, name = self.values[source], op_name(node.target)
+        value, name = self.values[source], ops.op_name(node.target)
         if name in SPLITS:
             return value.dim() == 2 and (*node.args[2:], 0)[0] in (1, -1)
         return name in RESHAPES and self.values[node].shape[0] == value.shape[0]
 
     def _has_rows(self, node: fx.Node) -> bool:
-        """Its first result has one row a token, or one a row of logits."""
+        """True where the first result has a row a token, or a row a row of logits."""
         value = self.values[node]
         value = value if isinstance(value, Tensor) else value[0]
         return value.dim() > 0 and int(value.shape[0]) in ROWS
@@ -107,7 +110,7 @@ class Programs:
         return not isinstance(value, Tensor) or value.dtype in TYPES
 
     def install(self) -> int:
-        """Replace each native stage of the graph, in place, by a call; gives how many kernel calls they hold.
+        """Replace each native stage of the graph, in place, by a call; the number of kernel calls in all stages.
 
         Kernels must be bound: their weights packed.
         """
@@ -129,7 +132,7 @@ class Programs:
         return calls
 
     def _replace(self, program: Any, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> None:
-        """The values that others read now come from ``program``."""
+        """Replace the ``outputs`` of a stage by results of ``program``."""
         graph = self.graph.fx
         pool = self.graph.input(f"k_cache_{self.graph.meta.kv_specs[0].layer}")
         batch = [self.graph.input(name) for name in BATCH]
@@ -142,7 +145,7 @@ class Programs:
 
 
 class Segment:
-    """Turns the nodes of one native stage into a program."""
+    """The nodes of a native stage on their way to a program."""
 
     def __init__(self, owner: Programs, nodes: Sequence[fx.Node]) -> None:
         self.owner, self.nodes, self.inside = owner, nodes, set(nodes)
@@ -151,7 +154,7 @@ class Segment:
         self.inputs: list[fx.Node] = []
 
     def build(self) -> tuple[Any, list[fx.Node], list[fx.Node]]:
-        """The program, the nodes it reads and the nodes it gives."""
+        """The program, its input nodes and its output nodes."""
         outputs = self._outputs()
         for node in self.nodes:
             if node not in self.views:
@@ -161,7 +164,7 @@ class Segment:
         return self.builder.build(), self.inputs, outputs
 
     def _outputs(self) -> list[fx.Node]:
-        """What is read outside: whole results only. Views that are read outside are made again there."""
+        """The nodes read outside. Only whole buffers can be outputs; a view read outside is made again there."""
         for node in reversed(self.nodes):
             if (
                 self._read_outside(node)
@@ -193,7 +196,7 @@ class Segment:
             self.views[node] = self._view(node.args[0]).reshape(self.owner.values[node].shape[1:])
 
     def _call(self, node: fx.Node) -> None:
-        emitter = EMITTERS[self.owner.ops[node]]
+        emitter = emitters()[self.owner.ops[node]].emit
         args = [self._argument(a) for a in node.args]
         kwargs = {name: self._argument(a) for name, a in node.kwargs.items()}
         reader = self._quantization_of(node)
@@ -201,22 +204,22 @@ class Segment:
         if reader is None:
             result = emitter(self.builder, *args, **kwargs)
         else:
-            group = (*reader.args[1:], *reader.kwargs.values(), 0)[0]
-            wanted = Quantization(int(group), keep=len(list(self._readers(node))) > 1)
+            group_size = ops.RECORDS["quantize_per_token"].argument(reader, "group_size")
+            wanted = Quantization(group_size, keep=len(list(self._readers(node))) > 1)
             *result, q, scale = emitter(self.builder, *args, **kwargs, quantized=wanted)
             self.views[reader] = (q, scale)
         is_tuple = not isinstance(self.owner.values[node], Tensor)
         self.views[node] = tuple(result) if is_tuple else result[0]
 
     def _quantization_of(self, node: fx.Node) -> fx.Node | None:
-        """The one op that quantizes this op's first result, if it can be done on the way."""
-        if self.owner.ops[node] not in FUSES_QUANTIZATION:
+        """The quantization of the first result of ``node`` that the same call can do; None without one."""
+        if not emitters()[self.owner.ops[node]].fuses_quantization:
             return None
         found = [r for r in self._readers(node) if self.owner.ops.get(r) == "quantize_per_token"]
         return found[0] if len(found) == 1 and found[0] in self.inside else None
 
     def _readers(self, node: fx.Node) -> Iterator[fx.Node]:
-        """Who reads the first result of ``node``."""
+        """The nodes that read the first result of ``node``."""
         if isinstance(self.owner.values[node], Tensor):
             yield from node.users
         else:
@@ -242,12 +245,12 @@ class Segment:
 
 
 def is_result(node: fx.Node, ops: Mapping[fx.Node, str]) -> bool:
-    """A part of a native op's several results: memory of its own, unlike other views."""
+    """True for a part of a native op's results: the part has memory of its own, unlike other views."""
     return node.target is operator.getitem and node.args[0] in ops
 
 
 def reorder(graph: fx.Graph) -> None:
-    """Move nodes so that each stands after what it reads, keeping the order where it is free."""
+    """Move each node behind its inputs; otherwise the order stays."""
     done: set[fx.Node] = set()
     nodes = list(graph.nodes)
     last = nodes[0]

@@ -15,6 +15,7 @@ import torch
 from pydantic import Field, field_validator
 from torch import Tensor, fx
 
+from optkit.graph import ops
 from optkit.graph.ir import Graph
 from optkit.kernels import reference
 from optkit.passes.base import Config, Pass, PassContext, PassResult, Plan, Site, Skip, Stage
@@ -115,7 +116,7 @@ class LinearQuantization(Pass):
                 return "not a target"
             if not all(found) and not matches_any(named, name):
                 return "only some of the layers fused into it are targets"
-        weight = graph.weight_of(node.args[1])
+        weight = graph.weight_of(ops.weight(node))
         if weight is None or weight.origin is None or weight.value.dtype != torch.float32:
             return "its weight is not a float32 checkpoint tensor"
         form = self.format_for(graph, node, name)

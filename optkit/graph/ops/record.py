@@ -1,0 +1,143 @@
+"""The record of an op: every fact about the op outside of the kernels, once.
+
+A record holds the reference, the operands, the shape rule, the kind of work for the cost model, and the treatment by
+passes and lowering. Kernels and emitters are found in the kernel tables; where an op has none, its record states the
+reason.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor, fx
+
+from optkit.graph.ops.operands import Operand, Role, TensorOperand
+
+
+class Work(Enum):
+    """The kind of work of an op; ``optkit.lowering.cost`` has a rule for each."""
+
+    POINTWISE = "a few operations on each element"
+    GATHER = "copies of rows"
+    LINEAR = "products in the dtype of the activations"
+    LINEAR_8BIT = "products of two 8-bit numbers"
+    LINEAR_WEIGHT_ONLY = "products of float activations and quantized weights"
+    EXPERTS = "products of rows with one of several weights"
+    ATTENTION = "attention over the KV cache"
+
+
+# The places that may lack an implementation, each with a reason in ``Op.absent``.
+CPU, CUDA, PROGRAM = "cpu", "cuda", "program"
+
+
+@dataclass(frozen=True, eq=False)
+class Op:
+    """An op of the dialect.
+
+    Attributes:
+        reference: the spec, a function of ``optkit.kernels.reference``; its name is the op's name.
+        operands: the arguments, in the order of the reference's parameters.
+        shape: the shape rule: results on the meta device for meta arguments, and checks between sizes. The reference
+            itself where a run on meta tensors is the rule. A separate function where native kernels need stricter
+            checks than broadcasting, or where PyTorch would compute meta tensors in Python, at the price of an import
+            of ``torch._dynamo`` (0.6 s and 70 MB).
+        work: the kind of work, for the cost model.
+        absent: the reason for each missing kernel or emitter, by ``CPU``, ``CUDA`` and ``PROGRAM``.
+        row_wise: True where a row of the result depends on the same row of the activations alone, so rows can be
+            selected before the op.
+        any_dtype: True where the reference computes in the dtype of its activations, with float32 sums, like torch's
+            op.
+        traceable: False where the reference reads values of the batch in Python.
+        compiled: True where a compiler generates the op from its reference, whatever kernel runs it elsewhere.
+        mutates: the operands written by the op.
+        only_lowered: True for ops made by lowering alone, not by passes or capture.
+        quantized: the reference of the op with the same result in quantized rows.
+        packed: the reference of the op with the same result from the halves of one stacked operand.
+        dequantize: the float32 weight [N, columns] of a quantized layer, from its weight operands without the bias,
+            the op's options and the number of input channels.
+        inputs: the graph's input of a batch operand, where the operand has another name.
+    """
+
+    reference: Callable[..., Any]
+    operands: tuple[Operand, ...]
+    shape: Callable[..., Any]
+    work: Work
+    absent: Mapping[str, str] = field(default_factory=dict)
+    row_wise: bool = False
+    any_dtype: bool = False
+    traceable: bool = True
+    compiled: bool = False
+    mutates: tuple[str, ...] = ()
+    only_lowered: bool = False
+    quantized: Callable[..., Any] | None = None
+    packed: Callable[..., Any] | None = None
+    dequantize: Callable[[Sequence[Tensor | None], Mapping[str, Any], int], Tensor] | None = None
+    inputs: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.reference.__name__
+
+    # -- operands ------------------------------------------------------------------------------------------
+
+    @cached_property
+    def tensors(self) -> tuple[TensorOperand, ...]:
+        """The tensor operands; they come first."""
+        return tuple(operand for operand in self.operands if isinstance(operand, TensorOperand))
+
+    @cached_property
+    def positions(self) -> dict[str, int]:
+        """The position of each operand among the arguments, by name."""
+        return {operand.name: position for position, operand in enumerate(self.operands)}
+
+    @cached_property
+    def defaults(self) -> dict[str, Any]:
+        """The value of each argument left out of a call; None without a default."""
+        parameters = inspect.signature(self.reference).parameters
+        return {n: None if p.default is inspect.Parameter.empty else p.default for n, p in parameters.items()}
+
+    @cached_property
+    def stored(self) -> tuple[TensorOperand, ...]:
+        """The weight operands of a quantized layer without the bias; none for other ops."""
+        return tuple(operand for operand in self.tensors if operand.stored and operand.role is not Role.BIAS)
+
+    @property
+    def quantizes_input(self) -> bool:
+        """True for ops on quantized activations, as ``quantize_per_token`` gives them."""
+        return any(operand.role is Role.ACTIVATION_SCALE for operand in self.tensors)
+
+    @property
+    def first_weight(self) -> int:
+        """The position of the weight."""
+        return next(i for i, operand in enumerate(self.tensors) if operand.role is Role.WEIGHT)
+
+    # -- arguments of a call -------------------------------------------------------------------------------
+
+    def argument(self, node: fx.Node, name: str) -> Any:
+        """The argument of operand ``name`` in a call, by position or keyword, else its default."""
+        position = self.positions[name]
+        if position < len(node.args):
+            return node.args[position]
+        return node.kwargs.get(name, self.defaults[name])
+
+    def with_role(self, node: fx.Node, role: Role) -> Any:
+        """The argument of the first operand with ``role``; None for an op without this role."""
+        found = next((operand.name for operand in self.tensors if operand.role is role), None)
+        return None if found is None else self.argument(node, found)
+
+    def activation(self, node: fx.Node) -> Any:
+        """The first activation of a call."""
+        return self.with_role(node, Role.ACTIVATION)
+
+    def weight(self, node: fx.Node) -> Any:
+        """The weight of a call, None where the call or the op has none."""
+        return self.with_role(node, Role.WEIGHT)
+
+    def bias(self, node: fx.Node) -> Any:
+        """The bias of a call, None where the call or the op has none."""
+        return self.with_role(node, Role.BIAS)
