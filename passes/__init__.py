@@ -42,7 +42,7 @@ def names() -> list[str]:
 
 
 def entry_point(name: str) -> EntryPoint | None:
-    """Where an installed package offers pass ``name``; None for a built-in pass and for no pass at all."""
+    """The entry point of pass ``name`` in an installed package; None for a built-in or unknown pass."""
     if name in PASSES:
         return None
     return next((entry for entry in entry_points(group="optkit.passes") if entry.name == name), None)
@@ -52,7 +52,7 @@ def load(name: str) -> type[Pass]:
     """The class of pass ``name``.
 
     Raises:
-        UserError: no such pass; names the nearest.
+        UserError: an unknown pass; the message has the nearest name.
     """
     if name in PASSES:
         module, _, attribute = PASSES[name].partition(":")

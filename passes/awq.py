@@ -22,8 +22,8 @@ from optkit.passes.quantization.awq_search import search_clip, search_scale
 from optkit.passes.quantization.calibrated import (
     CalibratedConfig,
     CalibratedQuantization,
-    Group,
     Moments,
+    SharedInput,
     walk_through,
 )
 from optkit.passes.quantization.cost import Rates, Shapes, Text
@@ -51,11 +51,11 @@ class AWQ(CalibratedQuantization):
         return sum(walks) + 2 * rates.hessians(layers, text) + searches
 
     def prepare(
-        self, graph: Graph, groups: list[Group], windows: Sequence[Sequence[int]], ctx: PassContext
+        self, graph: Graph, groups: list[SharedInput], windows: Sequence[Sequence[int]], ctx: PassContext
     ) -> None:
-        """Fold the scale of each group into what produces its activation."""
+        """Fold the scale of each group into the producer of the activation."""
 
-        def scale(group: Group, walk: Walk) -> dict[str, Tensor]:
+        def scale(group: SharedInput, walk: Walk) -> dict[str, Tensor]:
             moments = Moments(walk.values(group.x))
             layers = [self.site_format(graph, site) for site in group.sites]
             weights, grids = (
@@ -65,7 +65,7 @@ class AWQ(CalibratedQuantization):
             duo = self.config.duo_scaling
             return {"scale": search_scale(weights, grids, moments.mean, moments.hessian, duo)}
 
-        def replace(group: Group, solution: Mapping[str, Tensor], walk: Walk) -> None:
+        def replace(group: SharedInput, solution: Mapping[str, Tensor], walk: Walk) -> None:
             fold(graph, group.x, [site.nodes[0] for site in group.sites], solution["scale"])
             if group.x in walk.done:
                 walk.change(group.x, 1 / solution["scale"])
@@ -79,7 +79,7 @@ class AWQ(CalibratedQuantization):
             lambda text, part=None: ctx.progress(f"{self.name}: scale of {text}", part=part),
         )
 
-    def solve(self, graph: Graph, group: Group, moments: Moments) -> dict[str, Tensor]:
+    def solve(self, graph: Graph, group: SharedInput, moments: Moments) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         for index, site in enumerate(group.sites):
             node, form = self.site_format(graph, site)
@@ -96,15 +96,15 @@ class AWQ(CalibratedQuantization):
         return found
 
 
-def can_scale(graph: Graph, group: Group) -> bool:
-    """Whether the activation's producer takes a scale, and all its readers are in the group."""
+def can_scale(graph: Graph, group: SharedInput) -> bool:
+    """True where the activation's producer takes a scale, and all readers are in the group."""
     linears = [site.nodes[0] for site in group.sites]
     all_readers = set(readers(graph).get(group.x, [])) == set(linears)
     return all_readers and why_not_foldable(graph, group.x, linears) is None
 
 
 def clipped_rows(graph: Graph, name: str, node: fx.Node) -> Tensor:
-    """Rows of the weight that may be clipped [.] int64: all but those of query and key projections."""
+    """Rows of the weight to clip [.] int64: all but the rows of query and key projections."""
     weight = graph.weight_of(ops.weight(node))
     parts = weight.origin.parts if weight is not None and weight.origin is not None else ()
     rows = [part.rows for part in parts] or [graph.linear_weight(node).shape[0]]

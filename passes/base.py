@@ -28,7 +28,7 @@ class Config(BaseModel):
 
 
 class Stage(enum.IntEnum):
-    """Where in a recipe a pass belongs; a recipe out of this order is refused."""
+    """The place of a pass in a recipe; a recipe in another order is refused."""
 
     FUSE = 1
     SMOOTH = 2
@@ -39,7 +39,7 @@ class Stage(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Site:
-    """A place the pass will change: a readable name and the nodes it needs."""
+    """A place to change: a readable name and the nodes for the change."""
 
     name: str
     nodes: tuple[Any, ...]
@@ -47,7 +47,7 @@ class Site:
 
 @dataclass(frozen=True)
 class Skip:
-    """A place the pass looked at and leaves alone, with the reason."""
+    """A place without a change, with the reason."""
 
     site: str
     reason: str
@@ -70,23 +70,23 @@ class PassResult:
 
 
 class Progress(Protocol):
-    """Says what is going on; ``part`` is how much of it is done, (done, total)."""
+    """A progress callback; ``part`` is (done, total)."""
 
     def __call__(self, text: str, /, *, part: tuple[int, int] | None = None) -> None: ...
 
 
 def no_progress(text: str, /, *, part: tuple[int, int] | None = None) -> None:
-    """A ``Progress`` that does not."""
+    """A ``Progress`` without output."""
 
 
 @dataclass(frozen=True)
 class PassContext:
-    """What a pass may look at besides the graph.
+    """The surroundings of a pass besides the graph.
 
     Attributes:
         calibration: gives samples of token ids for a pass's ``calibration`` option.
-        workspace: a private directory for what is finished of this very pass on this very graph; None keeps nothing.
-        progress: says what is going on; ``part`` is (done, total).
+        workspace: a private directory for finished parts of the pass on the graph; None keeps nothing.
+        progress: the progress callback.
     """
 
     target: Target
@@ -95,17 +95,21 @@ class PassContext:
     progress: Progress = no_progress
 
     def calibration_windows(self, config: Calibration) -> list[list[int]]:
-        """Calibration text; a pass that needs it and has none is a mistake of the caller."""
+        """Calibration text.
+
+        Raises:
+            ValueError: the context has no text.
+        """
         if self.calibration is None:
             raise ValueError("this pass needs calibration text, and the context has none")
         return self.calibration(config)
 
 
 class Pass(ABC):
-    """One optimization. ``name`` is its row in the table and its key in recipes.
+    """An optimization. ``name`` is the row in the table of passes and the key in recipes.
 
-    ``exact`` passes change no value beyond float rounding: the driver holds them to a tight numeric bound
-    even where the recipe names none.
+    ``exact`` passes change no value beyond float rounding: the driver applies a tight numeric bound, also in a
+    recipe without bounds.
     """
 
     name: ClassVar[str]
@@ -118,8 +122,8 @@ class Pass(ABC):
 
     @abstractmethod
     def check(self, graph: Graph, ctx: PassContext) -> Plan:
-        """Sites the pass will change and those it skips, with reasons. Does not touch the graph."""
+        """Find the sites to change, and the places to skip with reasons; ``graph`` is not changed."""
 
     @abstractmethod
     def apply(self, graph: Graph, plan: Plan, ctx: PassContext) -> PassResult:
-        """Rewrite the sites of ``plan``, which ``check`` made for this very graph."""
+        """Rewrite the sites of ``plan``, made by ``check`` for the same graph."""

@@ -64,7 +64,7 @@ class Compile(Pass):
         return plan_layers(graph, layers)
 
     def why_not(self, graph: Graph) -> str | None:
-        """Why nothing can be compiled here, or None."""
+        """The reason against compiling anything, or None."""
         if variants.limits(graph):
             return "its linear layers have several forms, by the number of tokens"
         if self.config.buckets == [] and not self.config.dynamic_tail:
@@ -87,7 +87,7 @@ class Compile(Pass):
 
 
 def has_compiler() -> bool:
-    """Whether Inductor finds a C++ compiler."""
+    """True where Inductor finds a C++ compiler."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -108,11 +108,11 @@ class Undelimited(Exception):
 def find_layers(graph: Graph) -> dict[int, list[fx.Node]]:
     """The call nodes of each decoder layer, by layer index.
 
-    A layer begins at the first op that reads one of its weights (checkpoints number their layers:
-    ``model.layers.7.``) and ends where the next begins, or at the first op that reads a weight of no layer.
+    A layer begins at the first op with a weight of the layer (checkpoints number layers: ``model.layers.7.``) and
+    ends where the next begins, or at the first op with a weight of no layer.
 
     Raises:
-        Undelimited: layers interleave, or one has not exactly one attention op.
+        Undelimited: layers interleave, or a layer has another number of attention ops than 1.
     """
     layers: dict[int, list[fx.Node]] = {}
     current: int | None = None
@@ -156,7 +156,7 @@ def check_attention(layers: dict[int, list[fx.Node]]) -> None:
 
 
 def plan_layers(graph: Graph, layers: dict[int, list[fx.Node]]) -> Plan:
-    """The largest group of equal layers as sites; the others skipped, with what sets them apart."""
+    """The largest group of equal layers as sites; other layers are skipped, with the difference as reason."""
     values = shapes(graph)
     other = shapes(graph, 1)
     structures = {i: structure(Region.of(nodes), values) for i, nodes in layers.items()}
@@ -176,7 +176,7 @@ def plan_layers(graph: Graph, layers: dict[int, list[fx.Node]]) -> Plan:
 
 
 def difference(nodes: list[fx.Node], others: list[fx.Node], own: Any, chosen: Any) -> str:
-    """What sets a layer apart from the compiled one, in words."""
+    """The difference between a layer and the compiled layer, in words."""
     ops, compiled_ops = ([op_name(n.target) for n in group] for group in (nodes, others))
     if ops[0] == "rms_norm" and compiled_ops[0] == "add_rms_norm":
         return "it has no residual addition before its first norm; the compiled layer has"
@@ -193,7 +193,7 @@ def difference(nodes: list[fx.Node], others: list[fx.Node], own: Any, chosen: An
 
 
 def attention_difference(mine: Any, theirs: Any) -> str:
-    """Such as "sliding window 8 instead of none"."""
+    """A text like "sliding window 8 instead of none"."""
     words = {"window": "sliding window", "softcap": "soft-cap", "scale": "scale"}
     return ", ".join(
         f"{words.get(key, key)} {mine.get(key) or 'none'} instead of {theirs.get(key) or 'none'}"

@@ -50,11 +50,11 @@ class FlashAttention(Pass):
 
 
 def best_kernel(graph: Graph, node: fx.Node, ctx: PassContext) -> Kernel | None:
-    """The best kernel for the target that handles this site's window, soft-cap and KV pools."""
+    """The best kernel for the target and the site's window, soft-cap and KV pools."""
     return select("attention", ctx.target, options=graph.site_options(node))
 
 
 def running(graph: Graph, node: fx.Node, ctx: PassContext) -> str:
-    """The name of the kernel that the site has now."""
+    """The name of the site's present kernel."""
     kernel = kernel_of(graph, node, ctx.target)
     return kernel.name if kernel else "reference"

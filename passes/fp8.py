@@ -27,7 +27,7 @@ from optkit.kernels import reference
 from optkit.kernels.reference import FP8_MOST
 from optkit.machine.target import Target
 from optkit.passes.base import PassContext, PassResult, Plan
-from optkit.passes.quantization.calibrated import Group, by_activation, walk_through
+from optkit.passes.quantization.calibrated import SharedInput, by_activation, walk_through
 from optkit.passes.quantization.formats import WeightFormat
 from optkit.passes.quantization.grid import Grid, QuantizedWeight
 from optkit.passes.quantization.linear import (
@@ -111,11 +111,11 @@ class FP8(LinearQuantization):
         windows = ctx.calibration_windows(self.config.calibration)
         rewriter = QuantizedLinearRewriter(graph, self.config.max_tokens)
 
-        def solve(group: Group, walk: Walk) -> dict[str, Tensor]:
+        def solve(group: SharedInput, walk: Walk) -> dict[str, Tensor]:
             absmax = torch.stack([x.abs().amax() for x in walk.values(group.x)]).amax()
             return {"input_scale": static_scale(absmax)}
 
-        def replace(group: Group, solution: Mapping[str, Tensor], walk: Walk) -> None:
+        def replace(group: SharedInput, solution: Mapping[str, Tensor], walk: Walk) -> None:
             for site in group.sites:
                 node, form = self.site_format(graph, site)
                 own = {"input_scale": solution["input_scale"].clone()}
@@ -142,5 +142,5 @@ def quantize_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def static_scale(absmax: Tensor) -> Tensor:
-    """The scale [1] of activations that reached ``absmax``."""
+    """The scale [1] of activations up to ``absmax``."""
     return (absmax.reshape(1) / FP8_MOST).clamp_min(torch.finfo(torch.float32).tiny)

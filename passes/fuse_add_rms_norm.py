@@ -50,7 +50,7 @@ def is_residual_add(node: object) -> bool:
 
 
 def fuse(graph: Graph, added: fx.Node, norm: fx.Node) -> None:
-    """The op goes where the addition was: the norm's weight is the only other thing it needs."""
+    """Put the fused op in the place of the addition; the norm's weight is the only other operand."""
     residual, x = added.args
     weight = ops.weight(norm)
     if isinstance(weight, fx.Node):

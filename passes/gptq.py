@@ -17,7 +17,12 @@ from optkit.errors import UserError
 from optkit.graph.ir import Graph
 from optkit.passes.base import PassContext, Plan
 from optkit.passes.quantization.awq_search import search_clip
-from optkit.passes.quantization.calibrated import CalibratedConfig, CalibratedQuantization, Group, Moments
+from optkit.passes.quantization.calibrated import (
+    CalibratedConfig,
+    CalibratedQuantization,
+    Moments,
+    SharedInput,
+)
 from optkit.passes.quantization.cost import Rates, Shapes, Text
 from optkit.passes.quantization.formats import PackedFormat
 from optkit.passes.quantization.gptq_solver import ActOrder, gptq
@@ -54,7 +59,7 @@ class GPTQ(CalibratedQuantization):
                 )
         return plan
 
-    def solve(self, graph: Graph, group: Group, moments: Moments) -> dict[str, Tensor]:
+    def solve(self, graph: Graph, group: SharedInput, moments: Moments) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         for index, site in enumerate(group.sites):
             node, form = self.site_format(graph, site)
@@ -73,7 +78,7 @@ class GPTQ(CalibratedQuantization):
 
     @property
     def clips(self) -> bool:
-        """Whether ranges are searched: grids must be known before the first column is rounded."""
+        """True where ranges are searched: static grids, known before the first column is rounded."""
         return bool(self.config.clip and self.config.actorder == "static")
 
     def solution(self, weight: Tensor, grid: Grid, hessian: Tensor) -> QuantizedWeight:

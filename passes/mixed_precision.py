@@ -30,7 +30,7 @@ from optkit.lowering.cost import node_cost
 from optkit.passes.base import PassContext, PassResult, Plan, Site
 from optkit.passes.gptq import GPTQ, GPTQConfig
 from optkit.passes.quantization.assignment import Choice, assign
-from optkit.passes.quantization.calibrated import Group, Moments, walk_through
+from optkit.passes.quantization.calibrated import Moments, SharedInput, walk_through
 from optkit.passes.quantization.cost import Rates, Shapes, Text
 from optkit.passes.quantization.formats import WeightFormat
 from optkit.passes.quantization.gptq_solver import output_error
@@ -86,14 +86,14 @@ class MixedPrecision(GPTQ):
         self.result: dict[str, Any] = {}
 
     def format_for(self, graph: Graph, node: fx.Node, name: str) -> WeightFormat | str:
-        """The assigned format; before there is one, the last scheme's, which must fit."""
+        """The assigned format; before the assignment the format of the last scheme."""
         if name in self.assigned:
             return self.assigned[name]
         choices = self.choices(graph, node)
         return choices[-1]
 
     def choices(self, graph: Graph, node: fx.Node) -> list[WeightFormat | str]:
-        """The format of each scheme for one linear, or why it has none."""
+        """The format of each scheme for a linear, or the reason against the scheme."""
         k = graph.linear_weight(node).shape[1] if graph.weight_of(ops.weight(node)) else 0
         return [
             fitting(parsed(s), s.partition(":")[0], k, self.config.uneven_groups) for s in self.config.schemes
@@ -114,12 +114,12 @@ class MixedPrecision(GPTQ):
         return super().seconds(rates, layers, text, walks) + sensitivity + solving
 
     def held_bytes(self, graph: Graph, text: Text) -> int:
-        """The float model's logits, and those of a variant and its probabilities."""
+        """Bytes of the float model's logits, of a variant's logits and of probabilities."""
         windows = -(-min(self.config.sensitivity_tokens, text.tokens) // text.longest)
         return 4 * graph.meta.vocab_size * (text.longest // EVERY) * (windows + 2)
 
     def prepare(
-        self, graph: Graph, groups: list[Group], windows: Sequence[Sequence[int]], ctx: PassContext
+        self, graph: Graph, groups: list[SharedInput], windows: Sequence[Sequence[int]], ctx: PassContext
     ) -> None:
         """Measure every layer alone in every scheme, and assign."""
         forms = {site.name: self.usable(graph, site, ctx) for group in groups for site in group.sites}
@@ -155,7 +155,7 @@ class MixedPrecision(GPTQ):
         )
 
     def usable(self, graph: Graph, site: Site, ctx: PassContext) -> list[WeightFormat]:
-        """The formats that run this layer; in place of one that doesn't, the last scheme's."""
+        """The formats for a layer; the last scheme's replaces formats not run by the target."""
         (node,) = site.nodes
         n, k = graph.linear_weight(node).shape
         found = self.choices(graph, node)
@@ -174,17 +174,17 @@ class MixedPrecision(GPTQ):
     def measure(
         self,
         graph: Graph,
-        groups: Sequence[Group],
+        groups: Sequence[SharedInput],
         forms: Mapping[str, Sequence[WeightFormat]],
         windows: Sequence[Sequence[int]],
         ctx: PassContext,
     ) -> dict[str, list[float]]:
-        """KL of each site in each of its formats, alone."""
+        """KL divergence of each site alone, in each format of the site."""
         walk = Walk(graph, windows, ctx.target)
         divergence: list[Divergence] = []
         losses: dict[str, list[float]] = {}
 
-        def solve(group: Group, walk: Walk) -> dict[str, Tensor]:
+        def solve(group: SharedInput, walk: Walk) -> dict[str, Tensor]:
             if not divergence:
                 divergence.append(Divergence(graph, walk, self.config.sensitivity_tokens))
             moments = Moments(walk.values(group.x))
@@ -195,7 +195,7 @@ class MixedPrecision(GPTQ):
                 for index, site in enumerate(group.sites)
             }
 
-        def replace(group: Group, solution: Mapping[str, Tensor], walk: Walk) -> None:
+        def replace(group: SharedInput, solution: Mapping[str, Tensor], walk: Walk) -> None:
             for index, site in enumerate(group.sites):
                 losses[site.name] = solution[str(index)].tolist()
 
@@ -213,7 +213,7 @@ class MixedPrecision(GPTQ):
         hessian: Tensor,
         divergence: Divergence,
     ) -> list[float]:
-        """KL of one site in each of its formats; the walk stands at its input."""
+        """KL divergence of a site in each format; the walk stands at the site's input."""
         weight = graph.linear_weight(site.nodes[0])
         errors = [rounding_error(weight, form, hessian) for form in forms]
         measured: dict[Any, tuple[float, float]] = {}
@@ -226,13 +226,13 @@ class MixedPrecision(GPTQ):
 
 
 def rounding_error(weight: Tensor, form: WeightFormat, hessian: Tensor) -> float:
-    """Squared error of a layer's outputs when its weights are rounded to nearest."""
+    """Squared error of a layer's outputs with weights rounded to nearest."""
     rounded = round_to_nearest(weight, form.grid).dequantize(form.grid.group_size)
     return output_error(weight, rounded, hessian)
 
 
 def expected_loss(form: WeightFormat, error: float, measured: Mapping[Any, tuple[float, float]]) -> float:
-    """The divergence of ``form`` as measured, or in proportion to that of one that treats activations alike."""
+    """The measured divergence of ``form``, or an estimate from a format with equal treatment of activations."""
     if form in measured:
         return measured[form][0]
     loss, of_error = measured[treatment(form)]
@@ -240,14 +240,14 @@ def expected_loss(form: WeightFormat, error: float, measured: Mapping[Any, tuple
 
 
 def treatment(form: WeightFormat) -> tuple[bool, int]:
-    """What a format does to activations."""
+    """The treatment of activations by a format."""
     return form.quantizes_input, form.activation_group_size if form.quantizes_input else 0
 
 
 def alone(
     graph: Graph, site: Site, form: WeightFormat, tensors: Mapping[str, Tensor]
 ) -> tuple[Graph, fx.Node]:
-    """A clone in which ``site`` alone is quantized, and its op."""
+    """A clone with ``site`` alone quantized, and the quantized op."""
     clone = graph.clone()
     node = next(n for n in clone.fx.nodes if n.name == site.nodes[0].name)
     op = QuantizedLinearRewriter(clone).replace(Site(site.name, (node,)), form, tensors)

@@ -24,7 +24,7 @@ from optkit.graph import ops
 from optkit.graph.ir import Graph, Origin, Part, Weight
 from optkit.kernels import reference
 from optkit.passes.base import Config, Pass, PassContext, PassResult, Plan, Site, Skip, Stage
-from optkit.passes.quantization.calibrated import Group, collect
+from optkit.passes.quantization.calibrated import SharedInput, collect
 from optkit.passes.rewriting.stack import site_name
 
 GATED, PACKED = tuple(ops.GATED), tuple(ops.GATED.values())
@@ -45,7 +45,7 @@ class Prune(Pass):
     Config = PruneConfig
 
     def check(self, graph: Graph, ctx: PassContext) -> Plan:
-        """A site is a feed-forward part: (down, activation, linears that make it)."""
+        """Find the feed-forward parts; the nodes of a site are (down, activation, producing linears)."""
         plan = Plan()
         for down in graph.linears():
             x = ops.activation(down)
@@ -81,7 +81,7 @@ class Prune(Pass):
             plan.sites.clear()
 
     def kept(self, channels: int) -> int:
-        """How many of ``channels`` stay: the nearest multiple to the share asked for."""
+        """The number of ``channels`` to keep: the multiple nearest to the wanted share."""
         wanted = channels * (1 - self.config.ffn) / self.config.multiple
         return min(channels, round(wanted) * self.config.multiple)
 
@@ -101,18 +101,18 @@ class Prune(Pass):
         return PassResult(len(plan.sites), stats | bytes_)
 
     def choices(self, graph: Graph, plan: Plan, kept: int, ctx: PassContext) -> list[Tensor]:
-        """The channels [kept] that stay, in order, of each site. A dry run, which has shapes only, takes the first."""
+        """The channels [kept] to keep of each site, in order. A dry run, without values, takes the first."""
         if graph.is_meta:
             return [torch.arange(kept) for _ in plan.sites]
         windows = ctx.calibration_windows(self.config.calibration)
 
-        def solve(group: Group, walk: Walk) -> Tensor:
+        def solve(group: SharedInput, walk: Walk) -> Tensor:
             weight = graph.linear_weight(group.sites[0].nodes[0])
             score = importance(list(walk.values(group.x)), weight)
             return score.topk(kept).indices.sort().values
 
         return collect(
-            graph, [Group((site,)) for site in plan.sites], windows, solve, "channels", ctx, self.name
+            graph, [SharedInput((site,)) for site in plan.sites], windows, solve, "channels", ctx, self.name
         )
 
 
@@ -123,7 +123,7 @@ def importance(activations: list[Tensor], down: Tensor) -> Tensor:
 
 
 def makers(x: fx.Node) -> tuple[Any, ...]:
-    """What a gated activation is made of: gate and up, or both in one."""
+    """The inputs of a gated activation: gate and up, or both stacked."""
     names = ("gate", "up") if x.target in GATED else ("gate_up",)
     return tuple(ops.argument(x, name) for name in names)
 

@@ -30,7 +30,7 @@ from optkit.graph.ir import Graph, Origin, Part, Weight
 from optkit.kernels import reference
 from optkit.passes.base import Config, Pass, PassContext, PassResult, Plan, Site, Skip, Stage
 from optkit.passes.prune import importance, select_columns
-from optkit.passes.quantization.calibrated import Group, collect
+from optkit.passes.quantization.calibrated import SharedInput, collect
 from optkit.passes.rewriting.stack import site_name
 
 aten = torch.ops.aten
@@ -46,12 +46,12 @@ class PruneHeadsConfig(Config):
 
 @dataclass(frozen=True)
 class Heads:
-    """The attention of one layer, as far as its heads are concerned.
+    """The heads of an attention layer.
 
     Attributes:
-        reshapes: those that make heads of the query, key and value projections' columns.
-        joined: the reshape of attention's result back to columns, which ``out`` reads.
-        projections: the linears the heads come from: three, or one for all.
+        reshapes: the reshapes from columns of the query, key and value projections to heads.
+        joined: the reshape of attention's result back to columns, the input of ``out``.
+        projections: the linears before the reshapes: three, or a single stacked linear.
     """
 
     attention: fx.Node
@@ -90,7 +90,7 @@ class PruneHeads(Pass):
         return plan
 
     def why_none(self, graph: Graph, plan: Plan, shapes: set[Any]) -> str | None:
-        """Why the layers can't lose equally many groups."""
+        """The reason against removing equally many groups from all layers, or None."""
         if plan.skips:
             return f"the number of heads is one for all layers, and {plan.skips[0].site} can't be pruned"
         if len(shapes) > 1:
@@ -103,7 +103,7 @@ class PruneHeads(Pass):
         return None
 
     def kept(self, groups: int) -> int:
-        """How many KV groups stay, at least one."""
+        """The number of KV groups to keep, at least 1."""
         return max(1, round(groups * (1 - self.config.share)))
 
     def apply(self, graph: Graph, plan: Plan, ctx: PassContext) -> PassResult:
@@ -123,25 +123,25 @@ class PruneHeads(Pass):
         )
 
     def choices(self, graph: Graph, plan: Plan, kept: int, ctx: PassContext) -> list[Tensor]:
-        """The KV groups [kept] that stay, in order, of each site. A dry run, which has shapes only, takes the first."""
+        """The KV groups [kept] to keep of each site, in order. A dry run, without values, takes the first."""
         if graph.is_meta:
             return [torch.arange(kept) for _ in plan.sites]
         windows = ctx.calibration_windows(self.config.calibration)
 
-        def solve(group: Group, walk: Walk) -> Tensor:
+        def solve(group: SharedInput, walk: Walk) -> Tensor:
             layer = heads_at(graph, group.sites[0])
             weight = graph.linear_weight(layer.out)
             score = importance([x.flatten(1) for x in walk.values(group.x)], weight)
             return score.unflatten(0, (layer.shape[1], -1)).sum(dim=1).topk(kept).indices.sort().values
 
         return collect(
-            graph, [Group((site,)) for site in plan.sites], windows, solve, "heads", ctx, self.name
+            graph, [SharedInput((site,)) for site in plan.sites], windows, solve, "heads", ctx, self.name
         )
 
 
 @cache
 def names_head_size(model_type: str) -> bool:
-    """Whether transformers' config of this architecture says the size of a head beside their number."""
+    """True where transformers' config of the architecture has the size of a head beside the number of heads."""
     from transformers import CONFIG_MAPPING
 
     fields = ("num_attention_heads", "num_key_value_heads", "head_dim")
@@ -159,7 +159,7 @@ def heads_at(graph: Graph, site: Site) -> Heads:
 
 
 def heads_of(graph: Graph, attention: fx.Node) -> Heads | str:
-    """The layer around ``attention``, or why heads can't be taken from it."""
+    """The layer around ``attention``, or the reason against pruning the heads."""
     joined = only_user(attention)
     out = only_user(joined) if joined is not None and joined.target is aten.reshape.default else None
     if (
@@ -191,7 +191,7 @@ def only_user(node: fx.Node | None) -> fx.Node | None:
 
 
 def split_into_heads(node: Any) -> fx.Node | None:
-    """The reshape to [T, heads, size] that an input of attention comes from, through what works head by head."""
+    """The reshape to [T, heads, size] behind an input of attention, through ops on single heads."""
     while isinstance(node, fx.Node) and node.target in PER_HEAD and len(node.users) == 1:
         node = node.args[0]
     if not isinstance(node, fx.Node) or node.target is not aten.reshape.default or len(node.users) > 1:
@@ -201,7 +201,7 @@ def split_into_heads(node: Any) -> fx.Node | None:
 
 
 def projections_of(sources: Sequence[Any]) -> tuple[fx.Node, ...] | None:
-    """The linears whose columns are ``sources``: one each, or one that is split into them in order."""
+    """The linears with columns ``sources``: three linears, or a single linear split in order."""
     if not all(isinstance(node, fx.Node) and len(node.users) == 1 for node in sources):
         return None
     if all(node.target is reference.linear for node in sources) and len(set(sources)) == 3:

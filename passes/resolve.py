@@ -19,7 +19,7 @@ from optkit.recipe.strict_yaml import Document
 
 
 class ResolvedPass(NamedTuple):
-    """A pass entry with its class and its validated ``Config``."""
+    """A pass entry with class and validated ``Config``."""
 
     entry: PassEntry
     pass_class: Any
@@ -27,7 +27,7 @@ class ResolvedPass(NamedTuple):
 
 
 def resolve_passes(recipe: Recipe) -> list[ResolvedPass]:
-    """Load each pass of ``recipe`` and validate its options with the pass's ``Config``.
+    """Load each pass of ``recipe`` and validate the options with the pass's ``Config``.
 
     Raises:
         UserError: unknown pass, unknown option, bad value or order, with file and line.
@@ -36,7 +36,7 @@ def resolve_passes(recipe: Recipe) -> list[ResolvedPass]:
 
 
 def resolve_entries(entries: Sequence[PassEntry], document: Document) -> list[ResolvedPass]:
-    """Resolve every entry and check that their stages come in order (fuse, smooth, quantize, attention, compile)."""
+    """Resolve every entry and check the order of stages (fuse, smooth, quantize, attention, compile)."""
     resolved = [resolve_entry(entry, document) for entry in entries]
     for before, after in itertools.pairwise(resolved):
         if after.pass_class.stage < before.pass_class.stage:
@@ -49,7 +49,7 @@ def resolve_entries(entries: Sequence[PassEntry], document: Document) -> list[Re
 
 
 def resolve_entry(entry: PassEntry, document: Document) -> ResolvedPass:
-    """Look the pass up in the table and validate ``entry.config`` with its ``Config``."""
+    """Look up the pass in the table and validate ``entry.config`` with the pass's ``Config``."""
     from optkit import passes  # type: ignore[attr-defined]
 
     path = ("passes", entry.name)

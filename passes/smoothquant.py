@@ -22,7 +22,7 @@ from optkit.calibration.samples import Calibration
 from optkit.calibration.walk import Walk
 from optkit.graph.ir import Graph
 from optkit.passes.base import Config, Pass, PassContext, PassResult, Plan, Site, Skip, Stage
-from optkit.passes.quantization.calibrated import Group, collect
+from optkit.passes.quantization.calibrated import SharedInput, collect
 from optkit.passes.quantization.smoothing import search_smoothing, smoothing_scale
 from optkit.passes.rewriting.folding import fold, readers, why_not_foldable
 from optkit.passes.rewriting.stack import site_name
@@ -55,7 +55,7 @@ class SmoothQuant(Pass):
     Config = SmoothQuantConfig
 
     def check(self, graph: Graph, ctx: PassContext) -> Plan:
-        """A site is an activation and all linears that read it: (producer, linears...)."""
+        """Find activations with foldable producers; the nodes of a site are (activation, linears...)."""
         plan = Plan()
         for x, linears in readers(graph).items():
             name = site_name(graph, linears[0])
@@ -71,11 +71,11 @@ class SmoothQuant(Pass):
             return PassResult(len(plan.sites))
         windows = ctx.calibration_windows(self.config.calibration)
 
-        def solve(group: Group, walk: Walk) -> Tensor:
+        def solve(group: SharedInput, walk: Walk) -> Tensor:
             weights = [graph.linear_weight(node) for site in group.sites for node in site.nodes]
             return self.scale(walk.values(group.x), weights, len(windows))
 
-        groups = [Group((Site(site.name, site.nodes[1:]),)) for site in plan.sites]
+        groups = [SharedInput((Site(site.name, site.nodes[1:]),)) for site in plan.sites]
         scales = collect(graph, groups, windows, solve, "scales", ctx, self.name)
         for site, scale in zip(plan.sites, scales, strict=True):
             x, *linears = site.nodes
@@ -83,7 +83,7 @@ class SmoothQuant(Pass):
         return PassResult(len(plan.sites), {"calibration_tokens": sum(map(len, windows))})
 
     def scale(self, values: Iterable[Tensor], weights: Sequence[Tensor], windows: int) -> Tensor:
-        """``s`` [K] of an activation, whose ``values`` [T, K] come window by window, and its readers [N, K]."""
+        """``s`` [K] of an activation with ``values`` [T, K], window by window, and readers ``weights`` [N, K]."""
         if self.config.alpha == "search":
             few = -(-SAMPLED // windows)  # of each window, evenly
             sample = torch.cat([x[:: -(-len(x) // few)] for x in values])

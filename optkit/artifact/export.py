@@ -53,7 +53,7 @@ def export(artifact: Artifact, format: str, out: Path) -> None:
 
 
 def float_tensors(source: Source, found: list[QuantizedLinear]) -> dict[str, Tensor]:
-    """The artifact's tensors besides those of quantized layers."""
+    """The artifact's tensors without tensors of quantized layers."""
     replaced = {f"{module.name}.weight" for module in found}
     replaced |= {name for layer in source.layers.values() for name in layer.names()}
     return {name: source[name] for name in source if name not in replaced}
@@ -63,12 +63,12 @@ Written = tuple[dict[str, Tensor], dict[str, Any] | None]
 
 
 def as_floats(found: list[QuantizedLinear], left: set[str], head: str) -> Written:
-    """Dequantized weights, in float16 where that is exact."""
+    """Dequantized weights, in float16 where exact."""
     return {f"{module.name}.weight": smallest_exact(module.float_weight()) for module in found}, None
 
 
 def as_gptq(found: list[QuantizedLinear], left: set[str], head: str) -> Written:
-    """GPTQ v1. All linear layers but the head must be quantized, and in one way."""
+    """Tensors and settings of GPTQ v1. All linear layers but the head must be quantized, in the same way."""
     for name in sorted(left - {head}):
         raise refused(name, "gptq", "it is not quantized, and readers of the format take every layer to be")
     codes = {module.name: integer_codes(module, "gptq") for module in found}
@@ -134,7 +134,7 @@ def integer_codes(module: QuantizedLinear, format: str) -> Codes:
 
 
 def one_scheme(codes: dict[str, Codes], format: str) -> tuple[int, int]:
-    """The bits and the group size of all layers, which have one place in the config."""
+    """The bits and the group size of all layers, stated once in the config."""
     first, *others = codes
     scheme = codes[first][:2]
     for name in others:

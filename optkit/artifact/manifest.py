@@ -44,7 +44,7 @@ class FileEntry(Schema):
 
 
 class SourceEntry(Schema):
-    """The model that an artifact was made from."""
+    """The source model of an artifact."""
 
     name: Name
     digest: Name
@@ -65,7 +65,7 @@ class Manifest(Schema):
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest of an artifact directory, its shape checked.
+    """The manifest of an artifact directory, with checked types.
 
     Raises:
         UserError: the directory is no artifact, or the manifest is damaged or of another version.
@@ -143,7 +143,7 @@ def write_manifest(directory: Path, content: Mapping[str, Any]) -> None:
 
 
 def content_digest(manifest: Mapping[str, Any]) -> str:
-    """sha256 of all of an artifact that is not measured: two artifacts of one digest are the same model."""
+    """sha256 of an artifact without measurements: equal digests mean the same model."""
     files = {name: entry for name, entry in manifest["files"].items() if not MEASURED.fullmatch(name)}
     content = {key: value for key, value in manifest.items() if key != "digest"} | {"files": files}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -57,7 +57,7 @@ class Artifact:
 
     @property
     def native(self) -> Path:
-        """Where the code tier is, if there is one."""
+        """The directory of the code tier; may be absent."""
         return self.directory / NATIVE
 
     @cached_property
@@ -94,9 +94,9 @@ class Artifact:
         return graph
 
     def executable(self, *, trust_code: bool = False) -> Executable:
-        """The graph lowered for the machine at hand. What is packed is not kept a second time.
+        """The graph lowered for the machine at hand. Weights packed by a kernel are freed: memory holds one copy.
 
-        Compiled layers run if they were made on this machine by this user, or are trusted; nothing is compiled.
+        Compiled layers run if made on this machine by this user, or if trusted; nothing is compiled.
         """
         from optkit.lowering.compiled.hook import lower_with_code
         from optkit.lowering.precision import compute_dtype
@@ -119,7 +119,7 @@ class Artifact:
 
 
 def with_present_names(origin: Origin, tensors: Mapping[str, Tensor]) -> Origin:
-    """``origin``, whose tensors may have a former name that ``tensors`` no longer has."""
+    """``origin`` with the present names of tensors, where ``tensors`` lacks a former name."""
     renamed = origin.renamed(*FORMER_ZERO_POINT)
     former = all(
         part.name.endswith(FORMER_ZERO_POINT[0]) and part.name not in tensors for part in origin.parts
@@ -131,7 +131,7 @@ def read_text(file: Path) -> str:
     """The text of a small UTF-8 file.
 
     Raises:
-        UserError: it can't be read, or is no such file.
+        UserError: the file is absent or can't be read.
     """
     try:
         return read_bounded(file, MAX_RECIPE_BYTES).decode("utf-8")

@@ -1,4 +1,4 @@
-"""Publication of a directory: written aside, flushed, then renamed, so that there is never half of it."""
+"""Publication of a directory: written aside, flushed, then renamed. A half-written directory is never visible."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from optkit.machine.locks import locked
 
 
 def check_output(out: Path, *, force: bool) -> None:
-    """Refuse an output path that would overwrite something, before any work is done.
+    """Refuse an output path with other content, before any work is done.
 
     Raises:
         UserError: ``out`` exists and ``force`` is false, or ``out`` exists and is not an artifact.
@@ -35,7 +35,7 @@ def check_output(out: Path, *, force: bool) -> None:
 
 @contextmanager
 def staging(out: Path, *, force: bool) -> Iterator[Path]:
-    """A temporary directory beside ``out`` that becomes ``out`` when the block ends well, and vanishes otherwise."""
+    """A temporary directory beside ``out``: renamed to ``out`` after success, removed otherwise."""
     check_output(out, force=force)
     out.parent.mkdir(parents=True, exist_ok=True)
     remove_abandoned(out)
@@ -54,7 +54,7 @@ def staging_prefix(out: Path) -> str:
 
 
 def remove_abandoned(out: Path) -> None:
-    """Remove staging directories of runs that were killed."""
+    """Remove staging directories of killed runs."""
     for left in out.parent.glob(f"{glob.escape(staging_prefix(out))}*"):
         with suppress(FileNotFoundError), locked(left) as held:  # its run may end right now
             if held:
@@ -62,7 +62,7 @@ def remove_abandoned(out: Path) -> None:
 
 
 def flush(directory: Path) -> None:
-    """fsync every file and directory, so that the rename publishes complete data."""
+    """fsync every file and directory: the rename publishes complete data."""
     for root, _, files in os.walk(directory):
         for path in [*(Path(root) / f for f in files), Path(root)]:
             descriptor = os.open(path, os.O_RDONLY)
@@ -71,7 +71,7 @@ def flush(directory: Path) -> None:
 
 
 def publish(directory: Path, out: Path) -> None:
-    """Rename into place. An artifact that is replaced moves aside first and comes back if the rename fails."""
+    """Rename into place. A replaced artifact moves aside first and comes back if the rename fails."""
     directory.chmod(0o755)
     if not out.exists():
         directory.rename(out)

@@ -26,7 +26,7 @@ MIN_SAMPLE_TOKENS = 8  # tokens: a sample of fewer says nothing of how a layer i
 
 
 class Calibration(BaseModel):
-    """What to calibrate on: the ``calibration`` option of every pass that needs it."""
+    """The text to calibrate on: the ``calibration`` option of passes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -54,7 +54,7 @@ class Calibration(BaseModel):
 
 
 def calibration_windows(config: Calibration, directory: Path, max_length: int) -> list[list[int]]:
-    """The samples as token ids, each beginning with BOS where the tokenizer of model ``directory`` puts one.
+    """The samples as token ids, with a first BOS where the tokenizer of model ``directory`` adds BOS.
 
     Raises:
         UserError: the file can't be read, a line is not a sample, or there are too few.
@@ -78,13 +78,13 @@ def calibration_windows(config: Calibration, directory: Path, max_length: int) -
 
 
 def cut(ids: Sequence[int], length: int, bos: Sequence[int]) -> list[list[int]]:
-    """Windows of ``length`` tokens that don't overlap; a rest that is shorter is left."""
+    """Windows of ``length`` tokens without overlap; a shorter rest is dropped."""
     step = length - len(bos)
     return [[*bos, *ids[i : i + step]] for i in range(0, len(ids) - step + 1, step)]
 
 
 def pick(config: Calibration, samples: list[list[int]]) -> list[list[int]]:
-    """``config.samples`` of them, by the seed."""
+    """A choice of ``config.samples`` windows, by the seed."""
     if len(samples) < config.samples:
         raise UserError(
             f"calibration asks for {config.samples} samples of {config.length} tokens, and there are {len(samples)}",
@@ -117,7 +117,7 @@ def read(source: str) -> str:
 
 
 def records(config: Calibration, directory: Path) -> list[str] | None:
-    """The texts of a JSONL file's lines, or of a text rendered as one message; None for text that is to be cut."""
+    """The texts of a JSONL file's lines, or a text rendered as a single message; None for text to be cut."""
     jsonl = config.source.endswith((".jsonl", ".ndjson"))
     if not jsonl and not config.chat_template:
         return None
@@ -148,7 +148,7 @@ def parsed(line: str, where: str) -> dict[str, Any]:
 
 
 def text_of(record: dict[str, Any], render: Callable[[list[Any]], str] | None, where: str) -> str:
-    """The text of one sample, through the chat template where there is one."""
+    """The text of a sample, through the chat template where present."""
     text, messages = record.get("text"), record.get("messages")
     if isinstance(text, str):
         return render([{"role": "user", "content": text}]) if render else text

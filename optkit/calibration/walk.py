@@ -36,8 +36,8 @@ class Walk:
     """A position in ``graph`` over ``windows`` of token ids.
 
     Attributes:
-        live: for each window the values that are computed and still needed, by node.
-        done: nodes whose values have been computed.
+        live: for each window the values still needed, by node.
+        done: nodes with computed values.
     """
 
     def __init__(self, graph: Graph, windows: Sequence[Sequence[int]], target: Target | None) -> None:
@@ -48,9 +48,9 @@ class Walk:
         self.done: set[fx.Node] = set()
 
     def values(self, node: fx.Node) -> Iterator[Tensor]:
-        """Go on to ``node`` and yield its value [T, ...] on the host for each window; use up the whole iterator.
+        """Advance to ``node`` and yield the value [T, ...] on the host for each window; use up the whole iterator.
 
-        The value stays available until the readers it has now are computed.
+        The value stays available until the present readers are computed.
         """
         if node in self.done:
             for values in self.live:
@@ -66,10 +66,10 @@ class Walk:
         self.done |= segment.computed
 
     def finish(self, graph: Graph, count: int | None = None, every: int = 1) -> Iterator[Tensor]:
-        """The output of ``graph`` for each window, from where this walk stands; the walk stays there.
+        """Yield the output of ``graph`` for each window, from the position of the walk, which stays.
 
-        ``graph`` is this walk's or one that differs from it after this position only; nodes are matched by name.
-        Of the first ``count`` windows only, if it is given, and of each the rows of ``every``-th tokens.
+        ``graph`` is the walk's graph, or differs after the position only; nodes are matched by name. ``count`` limits
+        the windows, and of each window only the rows of ``every``-th tokens are computed.
         """
         names = {node.name for node in self.done}
         same = {node.name: node for node in graph.fx.nodes if node.name in names}
@@ -86,7 +86,7 @@ class Walk:
         return Segment(graph, done, goal, self.target, max(map(len, self.windows)))
 
     def change(self, node: fx.Node, factor: Tensor) -> None:
-        """Multiply a value that was computed, where what makes it was changed to give that."""
+        """Multiply the computed values of ``node`` by ``factor``, after the same change of the op."""
         for values in self.live:
             values[node] = values[node] * factor.to(self.device)
 
@@ -109,17 +109,17 @@ class Walk:
         self.done = ancestors(self.live[0])
 
     def num_bytes(self) -> int:
-        """Bytes of all values that are kept."""
+        """Bytes of all kept values."""
         return sum(value.nbytes for values in self.live for value in values.values())
 
 
 def needed(node: fx.Node, done: set[fx.Node], current: fx.Node) -> bool:
-    """Whether something that is not computed yet reads ``node``."""
+    """True where an op outside ``done`` reads ``node``."""
     return node is current or any(user not in done for user in node.users)
 
 
 def of_chosen_rows(graph: Graph) -> set[fx.Node]:
-    """The calls that work on the rows with logits alone (``prune_rows``); a walk computes them for all."""
+    """The calls on rows with logits alone (``prune_rows``); a walk computes all rows."""
     found: set[fx.Node] = set()
     for node in graph.fx.nodes:
         sources = node.all_input_nodes
@@ -156,7 +156,7 @@ def stretch(graph: Graph, done: set[fx.Node], goal: fx.Node) -> list[fx.Node]:
 
 
 def pieces(node: fx.Node) -> set[fx.Node]:
-    """The nodes that take ``node`` apart, if its value is a tuple."""
+    """The ``getitem`` nodes of ``node``, for a tuple."""
     return {user for user in node.users if is_piece(user) and user.args[0] is node}
 
 
@@ -165,11 +165,11 @@ def is_piece(node: fx.Node) -> bool:
 
 
 class Segment:
-    """The part of a graph between what is computed and ``goal``, lowered by itself for steps of ``tokens`` tokens.
+    """The part of a graph between computed values and ``goal``, lowered separately for steps of ``tokens`` tokens.
 
     Attributes:
-        computed: the calls it makes.
-        results: those whose values it gives; tuples are given in pieces.
+        computed: the calls of the part.
+        results: the calls with returned values; tuples are returned in pieces.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class Segment:
     def run(
         self, window: Tensor, values: Mapping[fx.Node, Tensor], rows: Tensor | None = None
     ) -> dict[fx.Node, Tensor]:
-        """The results for one window, given what was computed before; logits of ``rows``, or of all."""
+        """The results for a window, given the values computed before; logits of ``rows``, or of all."""
         inputs = dense_inputs([len(window)], window, ())
         if rows is not None:
             inputs["logits_index"] = rows
@@ -218,7 +218,7 @@ class Segment:
         return dict(zip(self.results, self.model(inputs), strict=True))
 
     def kv_pools(self, length: int) -> dict[str, Tensor]:
-        """Pools of the layers in this part, with room for one window; each window writes before it reads."""
+        """Pools of the layers in the part, with room for a window; each window writes before reading."""
         blocks = -(-length // BLOCK_SIZE)
         first = next(iter(self.pools.values()), None)
         if first is None or len(first) < blocks:

@@ -39,7 +39,7 @@ KNOWN_KWARGS = {
 def dense_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float, layer: int
 ) -> Tensor:
-    """Causal attention of one whole sequence: q [1, H, T, D], k and v [1, Hkv, T, D]; gives [1, T, H, Dv]."""
+    """Causal attention of a whole sequence: q [1, H, T, D], k and v [1, Hkv, T, D]; gives [1, T, H, Dv]."""
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
     return reference.attend(q, k, v, scale, window, softcap).contiguous()[None]
 
@@ -93,7 +93,7 @@ def layer_window(mask: Any, sliding_window: int | None) -> int:
 
 
 def refuse_unknown(module: Any, options: dict[str, Any]) -> None:
-    """Refuse an argument of attention that may change its result."""
+    """Refuse an unknown argument of attention, which may change the result."""
     extra = sorted(name for name, value in options.items() if value is not None and name not in KNOWN_KWARGS)
     if extra:
         raise UnsupportedModel(
@@ -105,9 +105,9 @@ def refuse_unknown(module: Any, options: dict[str, Any]) -> None:
 
 @contextmanager
 def interface_needed(where: str) -> Iterator[None]:
-    """Refuse a model whose class looks ``NAME`` up in a table of attention classes of its own.
+    """Refuse a model with a table of attention classes instead of the attention interface.
 
-    A class that does not read the name at all has no ``optkit::attention`` in its graph, which ``flatten`` refuses.
+    A model without either has no ``optkit::attention`` in the graph, and ``flatten`` refuses the graph.
     """
     try:
         yield

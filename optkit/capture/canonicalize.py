@@ -41,7 +41,7 @@ def canonicalize(graph: Graph) -> Graph:
 
 
 def replace(old: fx.Node, new: Any) -> None:
-    """Make every reader of ``old`` read ``new``; a node keeps the shape notes of what it replaces."""
+    """Make every reader of ``old`` read ``new``; a new node takes over the shape notes of ``old``."""
     if isinstance(new, fx.Node) and "shape" not in new.meta:
         new.meta.update({k: old.meta[k] for k in ("shape", "dtype") if k in old.meta})
     old.replace_all_uses_with(new)
@@ -52,7 +52,7 @@ def is_call(node: Any, *targets: Any) -> bool:
 
 
 def operands(node: Any, target: Any, first: Callable[[Any], bool]) -> tuple[Any, Any] | None:
-    """The two arguments of a commutative call, the one that satisfies ``first`` in front."""
+    """The two arguments of a commutative call, in the order of ``first``: the argument with a true result in front."""
     if not is_call(node, target) or len(node.args) < 2:
         return None
     a, b = node.args[0], node.args[1]
@@ -103,7 +103,7 @@ def raise_linear(graph: Graph) -> int:
 
 
 def transpose_weight(graph: Graph, name: str) -> None:
-    """Store a Conv1D weight as [out, in] from here on; its origin remembers."""
+    """Store a Conv1D weight as [out, in] and mark the origin as transposed."""
     weight = graph.weights[name]
     if weight.origin is not None and not weight.origin.transposed:
         graph.weights[name] = Weight(
@@ -130,7 +130,7 @@ def raise_layer_norm(graph: Graph) -> int:
 
 
 def raise_rms_norm(graph: Graph) -> int:
-    """``x * rsqrt(mean(x^2) + eps)``, with its weight (or ``1 + weight``, Gemma) where one follows."""
+    """Raise ``x * rsqrt(mean(x^2) + eps)``, with a following weight (or ``1 + weight``, Gemma), to ``rms_norm``."""
     count = 0
     for root in graph.calls(aten.rsqrt.default):
         found = match_rms(root)
@@ -162,7 +162,7 @@ def match_rms(root: fx.Node) -> tuple[fx.Node, float, fx.Node] | None:
 
 
 def match_scale(graph: Graph, normed: fx.Node) -> tuple[Any, float, fx.Node]:
-    """The weight that multiplies a normalized value: (weight, offset, node to replace)."""
+    """The weight of a normalized value: (weight, offset, node to replace)."""
     if len(normed.users) == 1:
         user = next(iter(normed.users))
         pair = operands(user, aten.mul.Tensor, lambda a: a is normed)
@@ -270,7 +270,7 @@ def match_angles(graph: Graph, angles: Any) -> tuple[fx.Node, fx.Node] | None:
 
 
 def without_layout(node: Any) -> Any:
-    """The value that ``node`` is, up to casts, transposes, and dimensions of size 1."""
+    """The value of ``node`` before casts, transposes, and dimensions of size 1."""
     while is_call(node, *LAYOUT_OPS):
         node = node.args[0]
     return node
@@ -389,7 +389,7 @@ def note_transposed(source: fx.Node, new: fx.Node) -> None:
 
 
 def fold_reshapes(graph: Graph) -> int:
-    """Views that change nothing go; a view of a view is one view."""
+    """Remove views without effect; merge a view of a view."""
     count = 0
     for node in graph.calls(aten.view.default, aten.reshape.default):
         source, sizes = node.args

@@ -40,10 +40,10 @@ SPANS = ("sliding_window", "attention_chunk_size")  # lengths of windows and chu
 
 
 def check_capture(graph: Graph, model: Any, tolerance: float = TOLERANCE) -> None:
-    """Compare ``graph`` with ``model`` in eager attention; the module's docstring says what that proves.
+    """Compare ``graph`` with ``model`` in eager attention, as described at the head of the module.
 
     Raises:
-        UnsupportedModel: their logits differ, or a window or the model's attention leaves nothing to compare with.
+        UnsupportedModel: the logits differ, or nothing can be compared, by a window or the model's attention.
     """
     short = short_spans(model)
     executable = lower(with_short_windows(graph, short))
@@ -82,13 +82,13 @@ def positions(ids: Tensor, first: int) -> Tensor:
 
 
 def whole(executable: Executable, ids: Tensor, first: int = 0) -> Tensor:
-    """Logits [T, V] of the graph, for one sequence whose positions begin at ``first``."""
+    """Logits [T, V] of the graph, for a sequence with positions from ``first`` on."""
     inputs = dense_inputs([len(ids)], ids, executable.kv_specs)
     return executable(inputs | {"positions": positions(ids, first)})
 
 
 def eager_logits(model: Any, ids: Tensor, *, use_cache: bool = False, **options: Any) -> Tensor:
-    """Logits [T, V] of the model, for one sequence."""
+    """Logits [T, V] of the model, for a sequence."""
     with torch.no_grad():
         return model(input_ids=ids[None], use_cache=use_cache, **options).logits[0]
 
@@ -118,7 +118,7 @@ Setting = tuple[Any, str, Any]  # a configuration, the name of an attribute, its
 
 
 def settings(model: Any, *names: str) -> list[Setting]:
-    """The attributes of these names in the configurations that modules of the model read, outer ones first."""
+    """The attributes ``names`` in all configurations read by modules of the model, outer modules first."""
     found = [config for m in model.modules() if (config := getattr(m, "config", None)) is not None]
     configurations = {id(config): config for config in found}.values()
     return [(c, name, getattr(c, name)) for c in configurations for name in names if hasattr(c, name)]
@@ -126,7 +126,7 @@ def settings(model: Any, *names: str) -> list[Setting]:
 
 @contextmanager
 def changed(new: Sequence[Setting]) -> Iterator[None]:
-    """The settings as ``new`` has them inside, and as they were afterwards."""
+    """Apply the settings ``new`` inside the block, and the former values after the block."""
     old = [(config, name, getattr(config, name)) for config, name, _ in new]
     try:
         for setting in new:
@@ -141,13 +141,13 @@ def changed(new: Sequence[Setting]) -> Iterator[None]:
 
 
 def short_spans(model: Any) -> dict[int, int]:
-    """A short length for each length of a window or chunk in the model's configuration, longer ones longer."""
+    """A short length for each length of a window or chunk in the model's configuration, in the same order."""
     lengths = {value for _, _, value in settings(model, *SPANS) if type(value) is int and value > SHORT}
     return {length: SHORT + i for i, length in enumerate(sorted(lengths), start=1)}
 
 
 def with_short_windows(graph: Graph, short: Mapping[int, int]) -> Graph:
-    """The graph with its windows replaced as ``short`` says.
+    """The graph with windows replaced by the lengths of ``short``.
 
     Raises:
         UnsupportedModel: a window is none of the configuration's.

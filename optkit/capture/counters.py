@@ -22,10 +22,10 @@ INDEXED = {
 
 
 def refuse_counters(graph: Graph) -> None:
-    """Refuse a graph in which a count of the call's tokens becomes a floating-point value.
+    """Refuse a graph with a count of the call's tokens as a floating-point value.
 
     Raises:
-        UnsupportedModel: it does.
+        UnsupportedModel: the graph has a count in floating point.
     """
     left = [node for node in graph.calls(*ARANGES) if node.all_input_nodes]
     seen = set(left)

@@ -19,7 +19,7 @@ from optkit.graph.ir import Graph
 def capture_directory(directory: Path, *, weights: bool = True) -> Graph:
     """Capture the model of a checked Hugging Face directory.
 
-    ``weights=False`` builds the model on the meta device, from its config alone: the same graph without tensors.
+    ``weights=False`` builds the model on the meta device, from the config alone: the same graph without tensors.
 
     Raises:
         UnsupportedModel: the model can't be captured; the message has the reason.

@@ -26,9 +26,9 @@ SAMPLE_TOKENS = 24
 
 
 def capture(model: Any, *, check: bool = True) -> Graph:
-    """Capture a causal LM whose attention implementation is optkit's boundary; ``check`` compares the graph with it.
+    """Capture a causal LM whose attention implementation is optkit's boundary; ``check`` compares the logits.
 
-    A model on the meta device has no logits: what its layers take for masks and arguments is checked, and nothing else.
+    A model on the meta device has no logits: only masks and arguments of attention are checked.
     """
     config = model.config.get_text_config()
     refuse_unsupported(config)
@@ -42,7 +42,7 @@ def capture(model: Any, *, check: bool = True) -> Graph:
 
 
 def refuse_unsupported(config: Any) -> None:
-    """Refuse what is known not to be expressible before spending time on it."""
+    """Refuse configurations known to be unsupported, before the export."""
     rope = getattr(config, "rope_parameters", None) or {}
     tables = [rope] + [value for value in rope.values() if isinstance(value, dict)]
     kinds = {table.get("rope_type") for table in tables} & DYNAMIC_ROPE
@@ -59,7 +59,7 @@ def refuse_unsupported(config: Any) -> None:
 
 
 class LogitsOf(torch.nn.Module):
-    """The exported signature: token ids and positions of one sequence, rows that need logits."""
+    """The exported signature: token ids and positions of a sequence, rows of wanted logits."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -103,6 +103,6 @@ def export(model: Any) -> torch.export.ExportedProgram:
 
 
 def first_line(error: BaseException) -> str:
-    """The first non-empty line of an error's text, for a one-line message."""
+    """The first non-empty line of an error's text, for a message of a line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0][:200] if lines else type(error).__name__

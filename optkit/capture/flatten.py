@@ -63,7 +63,7 @@ DROPPED = {aten._assert_tensor_metadata.default, aten._assert_scalar.default, at
 
 @dataclass(frozen=True)
 class Captured:
-    """An exported program with the model it came from, for names of weights and the configuration."""
+    """An exported program and the source model, for names of weights and the configuration."""
 
     program: torch.export.ExportedProgram
     model: Any
@@ -76,7 +76,7 @@ def flatten(captured: Captured) -> Graph:
 
 
 def read_by_output(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that the logits depend on; some models still make the masks that nobody reads."""
+    """The nodes with an effect on the logits; some models make unread masks."""
     output = next(node for node in graph.nodes if node.op == "output")
     live, left = set[fx.Node](), [output.args[0][0]]
     while left:
@@ -88,7 +88,7 @@ def read_by_output(graph: fx.Graph) -> set[fx.Node]:
 
 
 class Flattener:
-    """Copies node by node; ``new`` maps exported nodes to copies, ``flat`` holds those without the batch dimension."""
+    """Copies node by node; ``new`` maps exported nodes to copies, ``flat`` holds nodes without the batch dimension."""
 
     def __init__(self, captured: Captured) -> None:
         self.captured = captured
@@ -143,7 +143,7 @@ class Flattener:
             self.flat.add(node)
 
     def weight(self, exported_name: str) -> fx.Node:
-        """A ``get_attr`` node; tied weights get the input embedding's name, as checkpoints store them."""
+        """A ``get_attr`` node; tied weights get the input embedding's name, as in checkpoints."""
         model = self.captured.model
         program = self.captured.program
         name = exported_name.removeprefix("model.")
@@ -270,7 +270,7 @@ class Flattener:
         self.note_shape(node, out)
 
     def getitem(self, node: fx.Node) -> None:
-        """One output of a multi-output op; those of a wrapped op still have the batch dimension."""
+        """Copy an output of a multi-output op; outputs of a wrapped op still have the batch dimension."""
         source = node.args[0]
         new = self.graph.call_function(operator.getitem, (self.new[source], node.args[1]))
         if is_flat_shape(node):
@@ -297,7 +297,7 @@ class Flattener:
             new.meta["dtype"] = value.dtype
 
     def scalar(self, node: fx.Node) -> None:
-        """Symbolic sizes and their arithmetic; a flat tensor's dimension moves down by one."""
+        """Copy symbolic sizes and arithmetic on sizes; a flat tensor's dimension moves down by 1."""
         args = list(node.args)
         if node.target is aten.sym_size.int:
             args[1] = args[1] - (args[0] in self.flat)
@@ -339,9 +339,9 @@ class Flattener:
 
 
 def is_flat_shape(node: fx.Node) -> bool:
-    """A value with a leading dimension of exactly 1 and at least two dimensions is kept without it.
+    """True for a value with a leading dimension of exactly 1 and at least two dimensions: the copy drops the first.
 
-    A multi-output node is flat when all its outputs are.
+    A multi-output node is flat when all outputs are.
     """
     value = node.meta.get("val")
     values = value if isinstance(value, (tuple, list)) else [value]
@@ -357,7 +357,7 @@ def rank(node: fx.Node) -> Any:
 
 
 def shift(dims: Any, ndim: int) -> Any:
-    """Dimensions of [1, ...] as dimensions of [...]; None when the dropped one is meant."""
+    """Dimensions of [1, ...] as dimensions of [...]; None for the dropped dimension."""
     if isinstance(dims, (list, tuple)):
         shifted = [shift(d, ndim) for d in dims]
         return None if None in shifted else shifted
@@ -367,7 +367,7 @@ def shift(dims: Any, ndim: int) -> Any:
 
 
 def sizes_of(node: fx.Node, out_flat: bool) -> list[Any]:
-    """Static sizes of a view with -1 for the one dynamic dimension; the original arguments if there are more."""
+    """Static sizes of a view with -1 for a single dynamic dimension; the original arguments for several."""
     shape = list(node.meta["val"].shape)[int(out_flat) :]
     dynamic = [i for i, size in enumerate(shape) if not isinstance(size, int)]
     if len(dynamic) > 1 or node.target is aten.expand.default:

@@ -32,9 +32,9 @@ COMPUTED = "it computes with its attention mask outside transformers' attention 
 
 @dataclass(frozen=True)
 class Mask:
-    """A mask: ``window`` > 0 is the number of last positions that a token sees, its own included.
+    """A mask: ``window`` > 0 is the number of last positions seen by a token, the own position included.
 
-    ``reason`` is empty, or names what the attention op cannot compute.
+    ``reason`` is empty, or names the part not computed by the attention op.
     """
 
     causal: bool = False
@@ -47,37 +47,37 @@ class Mask:
         return Mask(self.causal or other.causal, min(windows, default=0), self.reason or other.reason)
 
     def __getattr__(self, name: str) -> Any:
-        """Refuse a model that reads the mask as a tensor: it writes attention out by itself."""
+        """Refuse a model with attention of the model's own, which reads the mask as a tensor."""
         if name.startswith("__"):
             raise AttributeError(name)
         raise UnsupportedModel(COMPUTED)
 
     def __getitem__(self, index: Any) -> Any:
-        """Refuse a model that cuts the mask, as ``__getattr__`` does."""
+        """Refuse a model with cuts of the mask, as in ``__getattr__``."""
         raise UnsupportedModel(COMPUTED)
 
     @classmethod
     def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Refuse a model that adds the mask to scores, as ``__getattr__`` does."""
+        """Refuse a model with sums of mask and scores, as in ``__getattr__``."""
         raise UnsupportedModel(COMPUTED)
 
     @property
     def refusal(self) -> str:
-        """Why optkit's attention op cannot compute this mask; empty where it can."""
+        """The reason against computing the mask in optkit's attention op; empty where supported."""
         return self.reason or ("" if self.causal else REASONS["bidirectional_mask_function"])
 
 
 def requested_mask(
     *args: Any, mask_function: Any = None, attention_mask: torch.Tensor | None = None, **kwargs: Any
 ) -> Mask:
-    """The entry for transformers' mask registry; a padding mask (2-D) is of one whole sequence, so it hides nothing."""
+    """The entry for transformers' mask registry; a padding mask (2-D) covers a whole sequence and hides nothing."""
     if attention_mask is not None and attention_mask.ndim != 2:
         return Mask(reason=f"is joined with a tensor of {attention_mask.ndim} dimensions")
     return read(mask_function)
 
 
 def read(function: Any) -> Mask:
-    """The mask that a mask function of transformers stands for."""
+    """The mask of a mask function of transformers."""
     name = name_of(function)
     if name not in READERS:
         return Mask(reason=REASONS.get(name, f"is made by {name}, which optkit does not model"))
@@ -85,7 +85,7 @@ def read(function: Any) -> Mask:
 
 
 def name_of(function: Any) -> str:
-    """The outermost name around the code of ``function``, with its module where that is not ``masking_utils``."""
+    """The outermost name around the code of ``function``, with the module unless ``masking_utils``."""
     if not isinstance(function, FunctionType):
         return type(function).__name__
     name = function.__qualname__.partition(".")[0]
@@ -93,7 +93,7 @@ def name_of(function: Any) -> str:
 
 
 def closure_of(function: FunctionType) -> dict[str, Any]:
-    """The variables of the enclosing function that ``function`` reads."""
+    """The variables of the enclosing function read by ``function``."""
     cells = function.__closure__ or ()
     return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
 

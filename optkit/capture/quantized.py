@@ -31,7 +31,7 @@ MAX_CHECKED_BYTES = 4 << 30  # bytes of float weights up to which the check uses
 
 
 def float_config(source: Source) -> Any:
-    """The config of the architecture, without quantization; a head that is stored quantized is tied to nothing."""
+    """The config of the architecture, without quantization; a quantized head is not tied."""
     config = AutoConfig.from_pretrained(source.directory, local_files_only=True)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -88,10 +88,10 @@ def stand_ins(model_class: Any, config: Any, source: Source) -> dict[str, Tensor
 
 
 def insert_layers(graph: Graph, source: Source) -> None:
-    """Replace the linears of quantized layers by the ops that run them.
+    """Replace the linears of quantized layers by quantized ops.
 
     Raises:
-        UnsupportedModel: a quantized weight is used as something else than a linear layer.
+        UnsupportedModel: a quantized weight is used outside of a linear layer.
     """
     for node in graph.calls(reference.linear):
         weight = graph.weight_of(ops.weight(node))
@@ -108,7 +108,7 @@ def insert_layers(graph: Graph, source: Source) -> None:
 
 
 def check_architecture(graph: Graph, model: Any, source: Source) -> None:
-    """Compare the float graph with the model, both on the dequantized weights; on random ones where those are many."""
+    """Compare the float graph with the model, both on dequantized weights, or on random weights for large models."""
     many = sum(4 * layer.shape[0] * layer.shape[1] for layer in source.layers.values()) > MAX_CHECKED_BYTES
     for seed, layer in enumerate(source.layers.values()):
         weight = graph.weights.get(f"{layer.name}.weight")
@@ -120,7 +120,7 @@ def check_architecture(graph: Graph, model: Any, source: Source) -> None:
 
 
 def random_weight(shape: tuple[int, int], seed: int) -> Tensor:
-    """A random matrix in the memory of one row and one column: entry (i, j) is number i + j of a sequence."""
+    """A random matrix in the memory of a row and a column: entry (i, j) is number i + j of a sequence."""
     rows, columns = shape
     numbers = torch.randn(rows + columns - 1, generator=torch.Generator().manual_seed(seed))
     return (numbers / columns**0.5).as_strided(shape, (1, 1))

@@ -30,10 +30,10 @@ SUFFIXES = ("qweight", "qzeros", "scales")
 
 
 def layers(config: Mapping[str, Any], source: Checked) -> list[QuantizedLinear]:
-    """The quantized layers of a checkpoint with this ``quantization_config``.
+    """The quantized layers of a checkpoint with ``quantization_config`` ``config``.
 
     Raises:
-        UserError: settings or tensors that the format does not have, or that optkit does not run.
+        UserError: settings or tensors outside of the format, or not run by optkit.
     """
     where = str(source.directory / "config.json")
     setting(config, "bits", (BITS,), config.get("w_bit", BITS), where)
@@ -67,7 +67,7 @@ def layer(name: str, group_size: int, source: Checked) -> QuantizedLinear:
 
 
 def from_words(words: Tensor) -> Tensor:
-    """Codes uint8 [N, R] of output channels that lie along the rows of ``words`` int32 [R, N / 8]."""
+    """Codes uint8 [N, R] of output channels, from ``words`` int32 [R, N / 8] with channels along the rows."""
     codes = unpack_codes(words, BITS, words.shape[1] * PER_WORD).unflatten(1, (-1, PER_WORD))
     ordered = torch.empty_like(codes)
     ordered[..., list(ORDER)] = codes
@@ -95,7 +95,7 @@ def settings(group_size: int) -> dict[str, Any]:
 
 
 def refusal(shape: tuple[int, int], bits: int, group_size: int, act_order: bool) -> str | None:
-    """Why the format can't hold a layer, or None."""
+    """The reason against writing a layer in the format, or None."""
     n, k = shape
     if bits != BITS:
         return f"its weights have {bits} bits, and the format is for {BITS}"

@@ -54,7 +54,7 @@ MAX_WILDCARDS, MAX_PATTERN_CHARS, MAX_NAME_CHARS = 3, 400, 128
 
 @dataclass(frozen=True)
 class Scheme:
-    """One of ``config_groups``. ``activations`` is None (float), ``"token"`` (dynamic) or ``"tensor"`` (static)."""
+    """A scheme of ``config_groups``; ``activations``: None (float), ``"token"`` (dynamic) or ``"tensor"`` (static)."""
 
     targets: tuple[str, ...]
     bits: int
@@ -66,10 +66,10 @@ class Scheme:
 
 
 def layers(config: Mapping[str, Any], source: Checked) -> list[QuantizedLinear]:
-    """The quantized layers of a checkpoint with this ``quantization_config``.
+    """The quantized layers of a checkpoint with ``quantization_config`` ``config``.
 
     Raises:
-        UserError: settings or tensors that the formats do not have, or that optkit does not run.
+        UserError: settings or tensors outside of the formats, or not run by optkit.
     """
     where = str(source.directory / "config.json")
     refuse_extensions(config, where)
@@ -177,7 +177,7 @@ def read_block(weights: Mapping[str, Any], where: str) -> tuple[int, int]:
 
 
 def scheme_of(name: str, schemes: list[Scheme], where: str) -> Scheme:
-    """The scheme of module ``name``: by its name, by a pattern, or by a class, which all quantized layers fit."""
+    """The scheme of module ``name``: by name, by a pattern, or by a class, which all quantized layers fit."""
     tests: list[Callable[[str], bool]] = [
         lambda target: target == name,
         lambda target: target.startswith("re:") and simple_match(target[3:], name, where),
@@ -297,7 +297,7 @@ def plain_layer(name: str, scheme: Scheme, source: Checked) -> QuantizedLinear:
 def scale_groups(
     name: str, shape: tuple[int, int], scale: tuple[int, ...], scheme: Scheme, where: str
 ) -> int:
-    """Groups along K that scales of shape ``scale`` make."""
+    """The number of groups along K for scales of shape ``scale``."""
     n, k = shape
     if scheme.block is not None:
         high, wide = scheme.block

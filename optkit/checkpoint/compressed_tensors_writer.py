@@ -38,8 +38,8 @@ def stored_format(module: QuantizedLinear) -> str | None:
 
 
 def runtime_tensors(graph: Graph) -> dict[str, Tensor]:
-    """What goes to ``optkit/packed.safetensors``: the codes of layers that are written as floats, what fused layers
-    share, and the forms of layers for steps of few tokens."""
+    """The tensors of ``optkit/packed.safetensors``: codes of layers written as floats, shared operands of fused layers,
+    and the variants of layers for steps of few tokens."""
     whole, graph = graph, variants.widest(graph)
     few = {
         name: piece.clone()
@@ -57,7 +57,7 @@ def runtime_tensors(graph: Graph) -> dict[str, Tensor]:
 
 
 def model_tensors(graph: Graph, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """``tensors``, the source's with the graph's over them, with quantized layers in the form that others read."""
+    """``tensors``, of the source and the graph, with quantized layers in the layouts of compressed-tensors."""
     fused = shared_by_fused(graph)
     tensors = {name: value for name, value in tensors.items() if name not in fused}
     for module in modules(graph):
@@ -77,7 +77,7 @@ def model_tensors(graph: Graph, tensors: dict[str, Tensor]) -> dict[str, Tensor]
 
 
 def packed_tensors(module: QuantizedLinear) -> dict[str, Tensor]:
-    """What ``pack-quantized`` has besides codes and scales: the shape, and zero points packed along N."""
+    """The tensors of ``pack-quantized`` besides codes and scales: the shape, and zero points packed along N."""
     tensors = {f"{module.name}.weight_shape": torch.tensor(module.shape)}
     zero = module.operands.get(ZERO_POINT)
     if zero is not None:
@@ -87,6 +87,6 @@ def packed_tensors(module: QuantizedLinear) -> dict[str, Tensor]:
 
 
 def smallest_exact(value: Tensor) -> Tensor:
-    """``value`` in float16 if that is the same numbers, else in float32."""
+    """``value`` in float16 where exact, else in float32."""
     half = value.to(torch.float16)
     return half if torch.equal(half.to(torch.float32), value) else value

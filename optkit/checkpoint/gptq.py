@@ -39,10 +39,10 @@ SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")
 
 
 def layers(config: Mapping[str, Any], source: Checked) -> list[QuantizedLinear]:
-    """The quantized layers of a checkpoint with this ``quantization_config``.
+    """The quantized layers of a checkpoint with ``quantization_config`` ``config``.
 
     Raises:
-        UserError: settings or tensors that the format does not have, or that optkit does not run.
+        UserError: settings or tensors outside of the format, or not run by optkit.
     """
     where = str(source.directory / "config.json")
     bits = setting(config, "bits", BITS, None, where)
@@ -93,7 +93,7 @@ def layer(
 def dynamic_settings(
     name: str, rows: int, n: int, bits: int, group_size: int, source: Checked
 ) -> tuple[int, int]:
-    """Bits and group size of a layer that may have its own, from the sizes of its tensors."""
+    """Bits and group size of a layer with settings of the layer's own, from the sizes of the tensors."""
     (k,) = source.info(f"{name}.g_idx", ("I32", "I64"), (None,)).shape
     groups, _ = source.info(f"{name}.scales", FLOATS, (None, n)).shape
     own = [b for b in BITS if k * b == rows * WORD]
@@ -124,7 +124,7 @@ def settings(bits: int, group_size: int, symmetric: bool, desc_act: bool) -> dic
 
 
 def refusal(shape: tuple[int, int], bits: int, zero: Tensor | None) -> str | None:
-    """Why the format can't hold a layer, or None."""
+    """The reason against writing a layer in the format, or None."""
     n, k = shape
     if k * bits % WORD or n * bits % WORD:
         return f"[{n}, {k}] codes of {bits} bits don't fill whole 32-bit words along both sides"

@@ -63,7 +63,7 @@ def write_directory(
 
 
 def model_config(graph: Graph, source: Source) -> dict[str, Any]:
-    """config.json of the optimized model, made from that of ``source``."""
+    """config.json of the optimized model, from the config of ``source``."""
     config = {key: value for key, value in source.info.config.items() if key != "quantization_config"}
     config |= graph.annotations.get("config", {})
     quantization = quantization_config(graph)
@@ -75,9 +75,9 @@ def model_config(graph: Graph, source: Source) -> dict[str, Any]:
 
 
 def unties_head(graph: Graph, source: Source) -> bool:
-    """Whether the head has a float weight of its own in ``graph`` and none in ``source``.
+    """True where the head is tied in ``source`` and has a float weight of the head's own in ``graph``.
 
-    transformers would tie the head to the embedding again when it loads the directory.
+    With the source's config transformers would tie the head to the embedding again.
     """
     weight = f"{graph.meta.output_embedding}.weight"
     parts = {part.name for w in graph.weights.values() if w.origin for part in w.origin.parts}

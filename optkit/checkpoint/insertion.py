@@ -24,14 +24,14 @@ FLOAT_ORIGIN = "float_origin"  # key of node.meta
 
 @dataclass(frozen=True)
 class FloatOrigin:
-    """The float linear that a quantized op replaced.
+    """The float linear replaced by a quantized op.
 
     Attributes:
         site: the layer's name in reports.
-        weight_name: the name of its weight in the graph.
-        origin: the checkpoint tensors of its weight.
-        dtype: the type of its weight.
-        read: gives its weight [N, K]; from disk where the op was read from a state.
+        weight_name: the name of the float weight in the graph.
+        origin: the checkpoint tensors of the float weight.
+        dtype: the dtype of the float weight.
+        read: returns the float weight [N, K]; from disk in a graph read from a state.
     """
 
     site: str
@@ -42,7 +42,7 @@ class FloatOrigin:
 
     @staticmethod
     def of(graph: Graph, linear: fx.Node, site: str) -> FloatOrigin:
-        """The origin that keeps ``linear``, a float layer of ``graph``."""
+        """The origin of an op in the place of ``linear``, a float layer of ``graph``."""
         name = str(ops.weight(linear).target)
         weight = graph.weights[name]
         value = weight.value
@@ -54,12 +54,12 @@ class FloatOrigin:
 
 
 def float_origins(graph: Graph) -> dict[fx.Node, FloatOrigin]:
-    """The ops that a pass put in place of float linears, in execution order."""
+    """The quantized ops made by passes, in execution order, with the replaced linears."""
     return {node: node.meta[FLOAT_ORIGIN] for node in graph.fx.nodes if FLOAT_ORIGIN in node.meta}
 
 
 def quantized_sites(graph: Graph) -> dict[str, fx.Node]:
-    """The ops that passes put in place of float linears, by site."""
+    """The quantized ops made by passes, by site."""
     return {origin.site: node for node, origin in float_origins(graph).items()}
 
 
@@ -82,9 +82,9 @@ def insert(graph: Graph, linear: fx.Node, layer: QuantizedLinear) -> fx.Node:
 
 
 def register_operands(graph: Graph, weight_name: str, layer: QuantizedLinear) -> None:
-    """Add the operands of ``layer``, which replaces the linear of weight ``weight_name``, to the graph's weights.
+    """Add the operands of ``layer`` to the graph's weights; ``weight_name`` is the weight of the replaced linear.
 
-    Operands of a fused layer belong to its modules row by row. A tied embedding keeps its weight.
+    Operands of a fused layer belong to the modules row by row. The weight of a tied embedding stays.
     """
     weight = graph.weights[weight_name]
     parts = weight.origin.parts if weight.origin else ()
@@ -101,7 +101,7 @@ def register_operands(graph: Graph, weight_name: str, layer: QuantizedLinear) ->
 
 
 def quantized_activation(graph: Graph, x: fx.Node, group: int) -> tuple[fx.Node, fx.Node]:
-    """Int8 values and scales of activation ``x``, from one op that all its readers share."""
+    """Int8 values and scales of activation ``x``, from an op shared by all readers."""
     for user in x.users:
         if user.target is reference.quantize_per_token and ops.argument(user, "group_size") == group:
             pieces = {piece.args[1]: piece for piece in user.users}
@@ -117,10 +117,10 @@ def quantized_activation(graph: Graph, x: fx.Node, group: int) -> tuple[fx.Node,
 
 
 def fall_back(graph: Graph, sites: Container[str]) -> Graph:
-    """A clone of ``graph`` in which the layers of ``sites`` are float again.
+    """A clone of ``graph`` with the layers of ``sites`` in float again.
 
-    A variant for few tokens falls back to the layer's other variant. New nodes are named after those they replace, so
-    that clones with other sites agree on all names.
+    A variant for few tokens falls back to the layer's other variant. New nodes are named after the replaced nodes:
+    clones with other sites agree on all names.
     """
     clone = graph.clone()
     for node, origin in float_origins(clone).items():
@@ -159,5 +159,5 @@ def activation_of(node: fx.Node) -> fx.Node:
 
 
 def bias_of(node: fx.Node) -> tuple[Any, ...]:
-    """The bias argument of a quantized op as its linear had it: a node, None, or absent."""
+    """The bias argument of a quantized op, as in the replaced linear: a node, None, or absent."""
     return node.args[ops.op_of(node).positions["bias"] :]

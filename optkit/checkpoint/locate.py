@@ -48,12 +48,12 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model that lies on this machine.
+    """A model on the local machine.
 
     Attributes:
         name: short name for reports and file names.
-        directory: Hugging Face directory that passed validation.
-        digest: sha256 of what the user named: the GGUF file, or every file of the directory; empty for a plan.
+        directory: validated Hugging Face directory.
+        digest: sha256 of the GGUF file, or of every file of the directory; empty for a plan.
     """
 
     name: str
@@ -66,11 +66,11 @@ def resolve(model: str, progress: Progress | None = None, *, weights: bool = Tru
 
     Args:
         model: a directory, a ``.gguf`` file, an alias or a Hub id.
-        progress: called with one line whenever a slow step starts.
+        progress: called with a line before each slow step.
         weights: False is for a plan: a config is enough, of a Hub model nothing else is fetched, and nothing is hashed.
 
     Raises:
-        UserError: no such model, or one that optkit refuses to read.
+        UserError: an unknown model, or a model refused by optkit.
     """
     progress = progress or (lambda _line: None)
     path = _existing(model)
@@ -119,13 +119,13 @@ def directory_digest(directory: Path) -> str:
 
 
 def file_digest(file: Path) -> str:
-    """sha256 of one file's content, in hex."""
+    """sha256 of a file's content, in hex."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _download(repo_id: str, files: list[str], progress: Progress) -> Path:
-    """``files`` of one snapshot of a Hub repository, from the local Hub cache when it is already there."""
+    """``files`` of a snapshot of a Hub repository, from the local Hub cache where present."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -205,7 +205,7 @@ def _sweep(models: Path) -> None:
 
 
 def _write_converted(file: Path, digest: str, temporary: Path, written: Path) -> None:
-    """Let transformers read the GGUF from a directory where it is the only file."""
+    """Let transformers read the GGUF from a directory with no other file."""
     need_extra("formats", "reading GGUF")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -231,7 +231,7 @@ def _write_converted(file: Path, digest: str, temporary: Path, written: Path) ->
 
 
 def _flush(directory: Path) -> None:
-    """fsync every file of ``directory`` and the directory itself."""
+    """fsync every file of ``directory``, then the directory."""
     for path in [*directory.iterdir(), directory]:
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -241,7 +241,7 @@ def _flush(directory: Path) -> None:
 
 
 def _publish(written: Path, target: Path) -> None:
-    """Rename into place; when another process was faster, its identical result stands."""
+    """Rename into place; the identical result of a faster process stands."""
     try:
         written.rename(target)
     except OSError:

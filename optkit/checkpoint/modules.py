@@ -18,7 +18,7 @@ from optkit.kernels.packed_codes import WORD
 
 
 def modules(graph: Graph) -> Iterator[QuantizedLinear]:
-    """The quantized modules of ``graph``, fused ones apart."""
+    """The quantized modules of ``graph``; a fused layer gives several."""
     for node in graph.calls(*ops.QUANTIZED_LINEARS):
         weight = graph.weight_of(ops.weight(node))
         if weight is None or weight.origin is None:
@@ -34,7 +34,7 @@ def modules(graph: Graph) -> Iterator[QuantizedLinear]:
 
 
 def pieces(graph: Graph, argument: Any, key: str, found: Mapping[str, Any]) -> dict[str, Tensor]:
-    """An operand cut into what belongs to each module; nothing if there is no such operand."""
+    """The pieces of an operand by module; empty for an absent operand."""
     weight = graph.weight_of(argument)
     if weight is None or weight.origin is None:
         return {}
@@ -44,7 +44,7 @@ def pieces(graph: Graph, argument: Any, key: str, found: Mapping[str, Any]) -> d
 
 
 def shared_by_fused(graph: Graph) -> dict[str, Tensor]:
-    """Operands of fused layers that all their modules share, by the names the graph reads; no module has these."""
+    """Operands of fused layers shared by all modules of the layer, by name in the graph."""
     names = {module.name for module in modules(graph)}
     found = {}
     for node in graph.calls(*ops.QUANTIZED_LINEARS):
@@ -59,7 +59,7 @@ def shared_by_fused(graph: Graph) -> dict[str, Tensor]:
 
 
 def channels(operands: Mapping[str, Tensor], node: fx.Node) -> int:
-    """Input channels of a module. Packed codes may end in padding; what the op says of its groups tells."""
+    """Input channels of a module. Packed codes may end in padding, so the op's groups decide."""
     if "weight" in operands:
         return operands["weight"].shape[1]
     if G_IDX in operands:

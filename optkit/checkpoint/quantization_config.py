@@ -42,11 +42,11 @@ def quantization_config(graph: Graph) -> dict[str, Any] | None:
 
 
 def packs_zero_points(group: dict[str, Any]) -> bool:
-    """Whether transformers must dequantize a group as it loads it.
+    """True where transformers must dequantize a group at load.
 
-    By default it prepares modules by compressed-tensors (0.20), whose ``PackedQuantizationCompressor.compress``
-    forgets on the meta device that zero points are packed, and then finds shapes that differ. ``dequantize`` is its
-    other way.
+    By default transformers prepares modules by compressed-tensors (0.20). On the meta device
+    ``PackedQuantizationCompressor.compress`` takes packed zero points for unpacked and finds other shapes.
+    ``dequantize`` avoids the preparation.
     """
     return group["format"] == PACK and not group["weights"]["symmetric"]
 
@@ -65,7 +65,7 @@ def config_groups(found: list[QuantizedLinear]) -> list[dict[str, Any]]:
 
 
 def scheme(module: QuantizedLinear) -> dict[str, Any]:
-    """One module's weights, activations and format."""
+    """Weights, activations and format of a module, as in ``config_groups``."""
     form, floating = stored_format(module), stored_format(module) == FLOAT8
     common = {"num_bits": module.bits, "type": "float" if floating else "int"}
     size = module.group_size
@@ -80,7 +80,7 @@ def scheme(module: QuantizedLinear) -> dict[str, Any]:
 
 
 def float_modules(graph: Graph) -> list[str]:
-    """Modules whose linear layer is float, fused ones spelled out."""
+    """Modules with a float linear layer; fused layers are spelled out."""
     names = []
     for node in graph.calls(reference.linear):
         weight = graph.weight_of(ops.weight(node))
@@ -92,5 +92,5 @@ def float_modules(graph: Graph) -> list[str]:
 
 
 def quantized_modules(graph: Graph) -> set[str]:
-    """Modules whose weight is quantized in the graph, however it is stored."""
+    """Modules with a quantized weight in the graph, in any stored layout."""
     return {module.name for module in modules(graph)}

@@ -37,12 +37,12 @@ class QuantizedLinear:
     Attributes:
         name: the module, or the site of a pass.
         shape: [N, K] of the float weight.
-        op: the reference op that multiplies, a key of ``ops.QUANTIZED_LINEARS``.
-        operands: weight operands of the op by name, without those that the layer lacks.
+        op: the reference op, a key of ``ops.QUANTIZED_LINEARS``.
+        operands: weight operands of the op by name; a layer may lack some.
         options: keywords of the op.
-        activation_group: channels of an activation that share an int8 scale, 0 for a whole token; None where the
+        activation_group: channels of an activation with a common int8 scale, 0 for a whole token; None where the
             op takes float activations.
-        stored: names of the checkpoint tensors that the layer is read from.
+        stored: names of the checkpoint tensors behind the operands.
     """
 
     name: str
@@ -65,7 +65,7 @@ class QuantizedLinear:
 
     @property
     def group_size(self) -> int:
-        """Channels that share a weight scale; 0 for a whole row."""
+        """Channels with a common weight scale; 0 for a whole row."""
         groups = self.operands[SCALE].shape[1]
         return int(self.options.get("group_size", 0)) or (0 if groups == 1 else self.columns // groups)
 
@@ -78,7 +78,7 @@ class QuantizedLinear:
         return {f"{self.name}.{operand}": value for operand, value in self.operands.items()}
 
     def float_weight(self) -> Tensor:
-        """The float32 weight [N, K] that the codes stand for."""
+        """The float32 weight [N, K] of the codes."""
         dequantize = ops.QUANTIZED_LINEARS[self.op].dequantize
         if dequantize is None:
             raise ValueError(f"{self.op.__name__} is no quantized linear layer")

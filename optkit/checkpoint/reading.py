@@ -26,14 +26,14 @@ GROUP_SIZES = (-1, 0, *(8 * i for i in range(1, 8193)))
 
 @dataclass(frozen=True)
 class Checked:
-    """The tensors of a checkpoint, asked for with what they must be."""
+    """The tensors of a checkpoint, with checks of dtype and shape."""
 
     directory: Path
     tensors: Mapping[str, TensorInfo]
     values: Mapping[str, Tensor]
 
     def info(self, name: str, dtypes: Iterable[str], shape: tuple[int | None, ...]) -> TensorInfo:
-        """The tensor ``name``, of one of ``dtypes`` and of ``shape`` (None: any size)."""
+        """The tensor ``name``, checked for a dtype of ``dtypes`` and for ``shape`` (None: any size)."""
         if name not in self.tensors:
             raise UserError(f"the tensor {name} is missing", where=str(self.directory))
         info = self.tensors[name]
@@ -49,14 +49,14 @@ class Checked:
         return info
 
     def modules(self, suffix: str) -> list[str]:
-        """The modules that have a tensor of this name."""
+        """The modules with a tensor called ``suffix``."""
         return [
             name.removesuffix(f".{suffix}") for name in sorted(self.tensors) if name.endswith(f".{suffix}")
         ]
 
 
 def setting(config: Mapping[str, Any], key: str, allowed: Iterable[Any], default: Any, where: str) -> Any:
-    """``config[key]``, which must be one of ``allowed``; a missing or null value is ``default``."""
+    """``config[key]``, a value of ``allowed``; a missing or null value is ``default``."""
     value, known = config.get(key), list(allowed)
     value = default if value is None else value
     if not any(type(value) is type(a) and value == a for a in known):
@@ -81,7 +81,7 @@ def wna16(
 ) -> QuantizedLinear:
     """A weight-only layer of packed codes. ``zero`` [N, G] and ``g_idx`` [K] were read, ``read`` gives the rest.
 
-    Zero points that are all in the middle, and channels that are all in order, are left out: the layer is the same.
+    Zero points all in the middle and channels all in order are left out: the layer computes the same.
     """
     if bits not in BITS:
         raise ValueError(f"codes of {bits} bits, not of {', '.join(map(str, BITS))}")
@@ -114,14 +114,14 @@ def in_order(channels: int, group_size: int) -> Tensor:
 
 
 def checked_g_idx(g_idx: Tensor, groups: int, name: str, where: str) -> Tensor:
-    """``g_idx`` int32, every channel in one of ``groups``."""
+    """``g_idx`` int32, every channel in a group below ``groups``."""
     if bool((g_idx < 0).any()) or bool((g_idx >= groups).any()):
         raise UserError(f"{name} names groups outside 0 to {groups - 1}", where=where)
     return g_idx.to(torch.int32)
 
 
 def checked_scale(scale: Tensor, name: str, where: str) -> Tensor:
-    """``scale``, every number finite: packed NaN scales make a model that answers nonsense without an error."""
+    """``scale``, every number finite: NaN scales would give nonsense without an error."""
     if not bool(scale.isfinite().all()):
         raise UserError(f"{name} holds values that are not finite", where=where)
     return scale

@@ -35,12 +35,12 @@ DTYPE_BITS = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor of a checkpoint.
+    """A tensor of a checkpoint.
 
     Attributes:
-        file: the safetensors file that holds it.
+        file: the safetensors file of the tensor.
         dtype: the format's own name, such as ``"F32"``.
-        shape: its dimensions; empty for a scalar.
+        shape: the dimensions; empty for a scalar.
     """
 
     file: Path
@@ -52,7 +52,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     """Every tensor of ``file`` by name.
 
     Raises:
-        UserError: not a safetensors file, truncated, or a header that contradicts itself.
+        UserError: not a safetensors file, a truncated file, or a contradictory header.
     """
     try:
         with file.open("rb") as stream:
@@ -69,7 +69,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
 
 def _read_json(stream: BinaryIO, size: int, file: Path) -> tuple[dict[str, Any], int]:
-    """The header object and how many bytes of data follow it."""
+    """The header object and the number of data bytes after the header."""
     stream.seek(0)
     prefix = stream.read(8)
     length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
@@ -83,7 +83,7 @@ def _read_json(stream: BinaryIO, size: int, file: Path) -> tuple[dict[str, Any],
 
 
 def _check_entry(name: str, entry: Any, file: Path) -> tuple[int, int, str]:
-    """Begin, end and name of one tensor's bytes, after checking them against dtype and shape."""
+    """Begin, end and name of a tensor's bytes, checked against dtype and shape."""
     where = f"{file}: tensor {name!r:.100}"
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise UserError("needs exactly dtype, shape and data_offsets", where=where)

@@ -26,8 +26,8 @@ class Source(Mapping[str, Tensor]):
     """The tensors of a checked checkpoint directory, under the names of graphs. Memory-mapped, converted on reading.
 
     Attributes:
-        info: the checkpoint as it lies there.
-        layers: its quantized layers, by module.
+        info: the checkpoint on disk.
+        layers: the quantized layers, by module.
     """
 
     def __init__(self, directory: Path, info: CheckpointInfo) -> None:
@@ -61,13 +61,13 @@ def open_source(directory: Path, *, weights: bool = True) -> Source:
     """The tensors of the checkpoint in ``directory``; with ``weights=False`` there may be none.
 
     Raises:
-        UserError: a checkpoint that optkit does not read, or whose quantized layers contradict their description.
+        UserError: a checkpoint of an unknown format, or with quantized layers in contradiction to the config.
     """
     return Source(directory, validate_checkpoint(directory, weights=weights))
 
 
 def quantized_layers(files: TensorFiles) -> list[QuantizedLinear]:
-    """The quantized layers of a checkpoint; none of a float one."""
+    """The quantized layers of a checkpoint; empty for a float checkpoint."""
     config = quantization_settings(files.info, files.directory)
     if config is None:
         return []

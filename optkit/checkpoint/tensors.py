@@ -56,14 +56,14 @@ def load_tensors(file: Path) -> dict[str, Tensor]:
     """All tensors of a safetensors file, mapped, after a check of its header.
 
     Raises:
-        UserError: it is no safetensors file, or contradicts itself.
+        UserError: not a safetensors file, or a contradictory header.
     """
     read_header(file)
     return {name: aligned(tensor) for name, tensor in load_file(file).items()}
 
 
 def aligned(tensor: Tensor) -> Tensor:
-    """``tensor``, copied if its file has it at an address that its elements must not have."""
+    """``tensor``, copied if the address in the file is not a multiple of the element size."""
     return tensor if tensor.data_ptr() % tensor.itemsize == 0 else tensor.clone()
 
 
@@ -94,9 +94,9 @@ def build(origin: Origin, tensors: Mapping[str, Tensor], dtype: torch.dtype | No
 
 
 def changed_tensors(graph: Graph, source: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Checkpoint tensors of ``graph`` that are new or differ from ``source``.
+    """Checkpoint tensors of ``graph`` without an equal in ``source``.
 
-    Float weights that a pass left alone keep the source's dtype, so a bfloat16 checkpoint stays bfloat16.
+    Unchanged float weights keep the source's dtype: a bfloat16 checkpoint stays bfloat16.
     """
     changed: dict[str, Tensor] = {}
     for weight in graph.weights.values():
@@ -119,7 +119,7 @@ def same(piece: Tensor, original: Tensor) -> bool:
 
 
 def constants(graph: Graph) -> dict[str, Tensor]:
-    """Weights that are in no checkpoint, by their graph name."""
+    """Weights without a checkpoint tensor, by graph name."""
     return {n: w.value.contiguous() for n, w in graph.weights.items() if w.origin is None}
 
 

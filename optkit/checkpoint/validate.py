@@ -51,7 +51,7 @@ BOUNDS = {
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """What a valid checkpoint holds.
+    """The content of a valid checkpoint.
 
     Attributes:
         config: ``config.json``.
@@ -65,10 +65,10 @@ class CheckpointInfo:
 def validate_checkpoint(directory: Path, *, weights: bool = True) -> CheckpointInfo:
     """Check ``directory`` and return its config and tensor table; reads no weights.
 
-    ``weights=False`` accepts a directory that has none, only a config: enough for a plan.
+    ``weights=False`` accepts a directory with a config alone: enough for a plan.
 
     Raises:
-        UserError: what is wrong, in which file, and what to do.
+        UserError: an invalid checkpoint; the message has the file and a fix.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -112,7 +112,7 @@ def _check_files(directory: Path) -> set[str]:
 
 
 def _allowed_roots(directory: Path) -> list[Path]:
-    """Where a symlink may lead: the directory, the Hub cache, the blobs of a Hub snapshot."""
+    """Allowed targets of symlinks: the directory, the Hub cache, the blobs of a Hub snapshot."""
     home = os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface"
     roots = [directory, Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")]
     real = directory.resolve()
@@ -167,7 +167,7 @@ def _check_json(file: Path) -> None:
 
 
 def _check_bound(key: str, value: Any, limit: int, file: Path) -> None:
-    """``value`` is null, or an integer (or a list of them, one a layer) from 0 to ``limit``."""
+    """Check that ``value`` is null, an integer from 0 to ``limit``, or a list of integers in the range, by layer."""
     for number in value if isinstance(value, list) else [value]:
         if number is not None and (type(number) is not int or not 0 <= number <= limit):
             what = f"'{key}' must be an integer from 0 to {limit}, got {number!r:.40}"

@@ -51,7 +51,7 @@ MAX_PLANNED = 64
 
 @dataclass
 class Candidate:
-    """Code for steps of ``first`` to ``last`` tokens (None: the tail). ``reason`` says why it is not kept.
+    """Code for steps of ``first`` to ``last`` tokens (None: the tail). ``reason`` is set where the code is not kept.
 
     ``seconds`` and ``uncompiled`` are the times of each round, by step size.
     """
@@ -73,18 +73,18 @@ class Candidate:
         return self.first <= tokens and (self.last is None or tokens <= self.last)
 
     def expected(self, seconds: Mapping[int, list[float]], weights: Mapping[int, float]) -> list[float]:
-        """Mean of ``seconds`` over the sizes timed, weighted by how often they occur, of each round."""
+        """Mean of ``seconds`` over the sizes timed, weighted by frequency, of each round."""
         total = sum(weights.get(n, 1.0) for n in self.seconds)
         rounds = zip(*(seconds[n] for n in self.seconds), strict=True)
         shares = [weights.get(n, 1.0) / total for n in self.seconds]
         return [sum(s * share for s, share in zip(row, shares, strict=True)) for row in rounds]
 
     def medians(self, weights: Mapping[int, float]) -> tuple[float, float]:
-        """Seconds of its steps, compiled and uncompiled."""
+        """Median seconds of the candidate's steps, compiled and uncompiled."""
         return median(self.expected(self.seconds, weights)), median(self.expected(self.uncompiled, weights))
 
     def row(self, weights: Mapping[int, float]) -> dict[str, Any]:
-        """What the report shows of it."""
+        """The candidate's row in the report."""
         row: dict[str, Any] = {"tokens": self.label, "kept": not self.reason, "reason": self.reason}
         if self.seconds:
             row["compiled_seconds"], row["uncompiled_seconds"] = self.medians(weights)
@@ -93,14 +93,14 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Built:
-    """The result: the code kept (None when none was), and a row for every variant that was tried."""
+    """The result: the code kept, None without any, and a row for every variant tried."""
 
     tier: CodeTier | None
     rows: list[dict[str, Any]]
 
 
 def step_points(recipe: Recipe) -> dict[int, tuple[float, Point]]:
-    """Step sizes of the recipe's workload: how often each occurs, and a batch of that size.
+    """Step sizes of the recipe's workload: the frequency of each, and a batch of the size.
 
     A prompt is computed in chunks of at most ``max_num_batched_tokens``; after each comes ``output_tokens`` decodes,
     shared by ``workload.batch`` sequences.
@@ -126,7 +126,7 @@ def step_points(recipe: Recipe) -> dict[int, tuple[float, Point]]:
 def prebuild(
     graph: Graph, recipe: Recipe, target: Target, progress: Callable[[str], None] = lambda text: None
 ) -> Built:
-    """Compile ``graph``'s planned layers, keep what is faster; completes the plan in place, or removes it.
+    """Compile ``graph``'s planned layers and keep the faster code; complete the plan in place, or remove the plan.
 
     Raises:
         UserError: the plan does not fit the graph.
@@ -156,7 +156,7 @@ def prebuild(
 
 
 def rebuild(graph: Graph, recipe: Recipe, target: Target, progress: Callable[[str], None]) -> Built:
-    """Compile what an artifact's plan names, on this machine, into the private cache, where serving finds it."""
+    """Compile the planned layers of an artifact on this machine into the private cache, for serving."""
     source = region_source(graph, target)
     plan = dict(graph.annotations[PLAN])
     built = prebuild(graph, recipe, target, progress)
@@ -169,7 +169,7 @@ def rebuild(graph: Graph, recipe: Recipe, target: Target, progress: Callable[[st
 def compile_candidates(
     graph: Graph, recipe: Recipe, target: Target, steps: Mapping[int, tuple[float, Point]]
 ) -> list[Candidate]:
-    """What to compile: the plan's own buckets, or those that cost least; the tail if it is wanted."""
+    """The candidates: the plan's own buckets or the cheapest ones, and the tail if the plan has it."""
     plan = graph.annotations[PLAN]
     try:
         if plan["buckets"] is None:
@@ -200,7 +200,7 @@ def step_seconds(
 
 
 def make(candidate: Candidate, source: RegionSource, directory: Path) -> None:
-    """Compile and load one candidate; a failure becomes its reason."""
+    """Compile and load ``candidate``; a failure becomes the candidate's reason."""
     destination = directory / file_stem(candidate.last)
     device = source.arguments[source.token_input].device.type
     try:
@@ -221,7 +221,7 @@ def choose(
     target: Target,
     steps: Mapping[int, tuple[float, Point]],
 ) -> None:
-    """Time every candidate; those that are not faster get a reason. The tail first: buckets have to beat it too."""
+    """Time every candidate and give slower ones a reason; the tail first, since buckets have to beat the tail too."""
     weights = {size: weight for size, (weight, _) in steps.items()}
     plain = lower(graph, target)
     best: dict[int, list[float]] = {}
@@ -252,7 +252,7 @@ def wins(own: list[float], other: list[float]) -> bool:
 def timed_points(
     candidate: Candidate, recipe: Recipe, steps: Mapping[int, tuple[float, Point]]
 ) -> dict[int, Point]:
-    """The workload's steps that the candidate would run; one of its own size where the workload has none."""
+    """The workload's steps for the candidate; a step of the candidate's own size where the workload has none."""
     found = {size: point for size, (_, point) in steps.items() if candidate.serves(size)}
     size = candidate.last or max(recipe.workload.prompt_tokens)
     return found or {size: Point(size, 1, size)}

@@ -1,4 +1,4 @@
-"""Application of a pass to a graph, verified; a pass that breaks the graph is named, with a reproducer."""
+"""Application of a pass to a graph, verified. A failure names the pass and writes a reproducer."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def apply_pass(
     """Rewrite ``graph`` by ``plan`` and verify the result.
 
     Raises:
-        UserError: the pass can't do its work, with calibration text that can't be read, for example.
-        PassFailed: the pass failed or broke the graph; ``reproduce`` has written what it was given.
+        UserError: the pass lacks something from the user, such as readable calibration text.
+        PassFailed: the pass failed or broke the graph; ``reproduce`` has written the graph before the pass.
     """
     if reproduce is None:
         result = optimization.apply(graph, plan, context)

@@ -51,7 +51,7 @@ Work = Callable[[], tuple[Graph, Mapping[str, Any]]]
 
 
 class PassCache:
-    """The finished steps of one source checkpoint, as one run uses them; ``close`` ends the use."""
+    """The finished steps of a source checkpoint, for the use of one run; ``close`` ends the use."""
 
     def __init__(self, source: Path) -> None:
         self.root = cache_dir("states")
@@ -71,7 +71,7 @@ class PassCache:
         self.close()
 
     def close(self) -> None:
-        """End the use of all states and workspaces. Workspaces that no other run can use are removed."""
+        """End the use of all states and workspaces. Private workspaces are removed."""
         for workspace in self.workspaces.values():
             if PRIVATE.fullmatch(workspace.name):
                 self.remove(workspace)
@@ -84,10 +84,10 @@ class PassCache:
     def resume(
         self, step: Step, parent: State | None, work: Work, busy: Callable[[], None] = lambda: None
     ) -> State:
-        """The state of ``step``, from disk or by ``work``, which gives its graph and record.
+        """The state of ``step``, from disk or by ``work``, a function that returns graph and record.
 
-        A new state is read back too: the memory layout of operands decides the last bits of torch's products, so a
-        resumed run and an uninterrupted one must both use the copy from disk. ``busy`` is called before a wait for
+        A new state is read back too: the memory layout of operands decides the last bits of torch's products, so
+        resumed and uninterrupted runs must both use the copy from disk. ``busy`` is called before a wait for
         another run.
         """
         with self.working_on(step.key, busy):
@@ -98,13 +98,13 @@ class PassCache:
         return found
 
     def working_on(self, key: str, busy: Callable[[], None] = lambda: None) -> AbstractContextManager[None]:
-        """The lock of state ``key``, for a block that loads or makes it. ``busy`` is called before a wait."""
+        """The lock of state ``key``, for loading or making the state. ``busy`` is called before a wait."""
         return self.locks.holding(key, busy)
 
     def load(self, step: Step, parent: State | None = None) -> State | None:
-        """The state of ``step``, or None where it was not finished, or is damaged and now removed.
+        """The state of ``step``; None for an unfinished step, and for a damaged state, now removed.
 
-        Weights that it shares with ``parent`` are the parent's tensors in memory.
+        Weights equal to those of ``parent`` are the parent's tensors in memory.
         """
         with self.working_on(step.key):
             if not self.use(step.key):
@@ -113,7 +113,7 @@ class PassCache:
             return read_state(self.root / step.key, step, self.tensor, parent)
 
     def tensor(self, place: Place) -> Tensor:
-        """The tensor at ``place``, mapped from its file."""
+        """The tensor at ``place``, mapped from disk."""
         if place.step is None:
             return self.source[place.name]
         if place.step not in self.files:
@@ -121,7 +121,7 @@ class PassCache:
         return aligned(self.files[place.step].get_tensor(place.name))
 
     def use(self, key: str) -> bool:
-        """Hold state ``key`` until the run ends; False where it was not finished, or is damaged and now removed."""
+        """Hold state ``key`` until the run ends; False for an absent state, and for a damaged state, now removed."""
         if not self.claim(key):
             return False
         if self.is_whole(key):
@@ -133,14 +133,14 @@ class PassCache:
         return False
 
     def is_whole(self, key: str) -> bool:
-        """Whether state ``key``, which is held, and the steps that it needs are as they were written."""
+        """Check the files of the held state ``key``, and of the states needed by the state, against their hashes."""
         directory = self.root / key
         if not all(is_finished(directory, name) for name in FILES):
             return False
         return all(self.holds(other) for other in steps_needed(directory) - {key})
 
     def holds(self, key: str) -> bool:
-        """Hold state ``key``, which another one needs; False where it is absent or damaged."""
+        """Hold state ``key``, needed by another state; False for an absent or damaged state."""
         if key not in self.verified and self.claim(key) and self.is_whole(key):
             self.verified.add(key)
         return key in self.verified
@@ -162,12 +162,12 @@ class PassCache:
         return descriptor is not None
 
     def touch(self, key: str) -> None:
-        """Mark state ``key`` as used now; the steps that it needs count as newer, so that they are removed later."""
+        """Mark state ``key`` as used now, then the states needed by the state: removal takes the oldest first."""
         for used in (key, *(steps_needed(self.root / key) - {key})):
             os.utime(self.root / used)
 
     def save(self, step: Step, graph: Graph, record: Mapping[str, Any], parent: State | None) -> State:
-        """Keep a finished step. A whole state that another run saved meanwhile stays."""
+        """Keep a finished step. A whole state from another run stays."""
         temporary = self.root / f"{WRITING}{step.key}"
         difference = Difference(step.key, parent, self.source, self.tensor)
         difference.add_graph(graph)
@@ -187,7 +187,7 @@ class PassCache:
     # -- workspaces ----------------------------------------------------------------------------------------
 
     def workspace(self, step: Step) -> Path:
-        """A directory for the finished parts of a step that is not finished; a private one if another run has that."""
+        """A directory for the finished parts of an unfinished step; private where another run works on the step."""
         key = step.key
         if key not in self.workspaces:
             name = f"{WORKSPACE}{key}"
@@ -198,11 +198,11 @@ class PassCache:
         return self.workspaces[key]
 
     def remove(self, workspace: Path) -> None:
-        """Remove the parts of a step that is finished."""
+        """Remove the parts of a finished step."""
         shutil.rmtree(workspace, ignore_errors=True)
 
     def remove_workspaces(self) -> None:
-        """Remove the parts of every step of this run, which is over."""
+        """Remove the parts of every step at the end of the run."""
         for workspace in self.workspaces.values():
             self.remove(workspace)
 
@@ -211,7 +211,7 @@ class PassCache:
     def remove_oldest(self) -> None:
         """Remove states beyond ``KEEP``, workspaces beyond ``KEEP_WORKSPACES``, and the rest of killed runs.
 
-        Entries that a run uses stay.
+        Entries in use by a run stay.
         """
         entries = sorted(self.entries(), key=modified)
         for old in surplus([p for p in entries if not p.name.startswith(".")], KEEP):
@@ -222,11 +222,11 @@ class PassCache:
             self.remove_unlocked(old)
 
     def entries(self) -> list[Path]:
-        """Every directory of the cache. A state that is being removed may be gone when it is looked at."""
+        """Every directory of the cache; another run may remove some of the directories at any time."""
         return [path for path in self.root.iterdir() if path.is_dir() and not path.is_symlink()]
 
     def remove_unlocked(self, directory: Path) -> None:
-        """Remove a workspace, or a state that was being written, unless a run works there."""
+        """Remove a workspace or a half-written state, unless a run works there."""
         name = directory.name.removeprefix(WRITING)  # of the lock
         if name in self.locks.held or not self.locks.take(name):
             return

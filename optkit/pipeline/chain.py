@@ -1,4 +1,4 @@
-"""The finished steps of a run, and what the passes give together, also where some of them are changed afterwards.
+"""The finished steps of a run, and the result of all passes together, also with changes made afterwards.
 
 A changed record (a pass undone, more layers in float) takes effect from the last state before the change: later passes
 are applied to it again. Nothing before it is done twice.
@@ -34,7 +34,7 @@ class Chain:
         steps: the capture, then a step for each pass.
         records: a record for each pass.
         last: the state after the last step.
-        reproduce: writes a reproducer of a pass that fails.
+        reproduce: writes a reproducer of a failing pass.
     """
 
     passes: Sequence[ResolvedPass]
@@ -48,7 +48,7 @@ class Chain:
 
     @property
     def quantizers(self) -> set[str]:
-        """Names of the passes that quantize linear layers."""
+        """Names of the recipe's passes with quantized linear layers as result."""
         return {p.entry.name for p in self.passes if issubclass(p.pass_class, LinearQuantization)}
 
     def measure(self, records: Sequence[PassRecord]) -> tuple[Graph, RunRecord]:
@@ -70,14 +70,14 @@ class Chain:
         return state.graph, RunRecord.from_dict(state.record)
 
     def first_change(self, records: Sequence[PassRecord]) -> int:
-        """The index of the first pass whose effect in ``records`` is not that of its step."""
+        """The index of the first pass with another effect in ``records`` than in the chain."""
         pairs = enumerate(zip(records, self.records, strict=True))
         return next((i for i, (new, old) in pairs if effect(new) != effect(old)), len(records))
 
     def base(self, records: Sequence[PassRecord], start: int) -> State:
-        """The last finished state that ``records``, changed from index ``start`` on, go on from.
+        """The last finished state before the change in ``records`` at index ``start``.
 
-        A pass that stays in effect with more layers in float is changed in the state after it.
+        For more layers in float, the state after the pass is the base; for an undone pass, the state before.
         """
         if start == len(records):
             return self.last
@@ -94,7 +94,7 @@ class Chain:
     def rebuilt(
         self, base: State, records: Sequence[PassRecord], start: int
     ) -> tuple[Graph, list[PassRecord]]:
-        """The graph of ``records``, from ``base`` on; and the records with the sites that later passes found."""
+        """The graph of ``records``, from ``base`` on; and the records, with the new sites of later passes."""
         graph, found = base.graph, [replace(record) for record in records]
         for index in range(start, len(found)):
             record = found[index]
@@ -108,9 +108,9 @@ class Chain:
         return graph, found
 
     def apply_again(self, graph: Graph, index: int, base: State, records: Sequence[PassRecord]) -> Graph:
-        """Pass ``index`` on another graph than before; its sites there go into its record.
+        """Apply pass ``index`` to ``graph``, a changed input; the sites found go into the pass's record.
 
-        A layer that fell back in an earlier pass may be a site now.
+        A layer with fallback in an earlier pass may be a site now.
         """
         resolved, record, graph = self.passes[index], records[index], graph.clone()
         optimization = resolved.pass_class(resolved.config)
@@ -127,5 +127,5 @@ class Chain:
 
 
 def effect(record: PassRecord) -> tuple[bool, list[str]]:
-    """The part of a record that decides the graph after a pass."""
+    """The part of a record with an effect on the graph after the pass."""
     return record.in_effect, sorted(record.fallback)

@@ -37,14 +37,14 @@ TIMEOUT_SECONDS = 1800  # seconds, for large models on slow disks
 
 
 class ArtifactDiffers(UserError):
-    """What was written is not what was measured."""
+    """The saved artifact gives other logits than the measured graph."""
 
 
 def check_reopened(directory: Path, graph: Graph, target: Target, dtype: torch.dtype) -> None:
-    """Compare the artifact in ``directory`` with ``graph``, which it was written from; a GPU computes in ``dtype``.
+    """Compare the artifact in ``directory`` with ``graph``, the graph in memory; a GPU computes in ``dtype``.
 
     Raises:
-        ArtifactDiffers: it can't be opened, or its logits are others.
+        ArtifactDiffers: the artifact can't be opened, or the logits differ.
     """
     expected = probe_logits(lower(graph, target, dtype=dtype))
     given = reopened_logits(directory)
@@ -71,7 +71,7 @@ def probe_logits(model: Executable) -> Tensor:
 
 
 def reopened_logits(directory: Path) -> Tensor:
-    """Logits of the probe by a new process that opens ``directory``; they come through a pipe."""
+    """Logits of the probe from ``directory``, computed by a new process and sent through a pipe."""
     command = [sys.executable, "-m", "optkit.pipeline.check", str(directory), str(torch.get_num_threads())]
     try:
         done = subprocess.run(command, capture_output=True, timeout=TIMEOUT_SECONDS, check=False)
@@ -85,7 +85,7 @@ def reopened_logits(directory: Path) -> Tensor:
 
 
 def main(directory: str, threads: str) -> None:
-    """The new process. Its standard output is the logits alone; what libraries print goes where errors go."""
+    """Run as the new process. Standard output has the logits alone; prints of libraries go to standard error."""
     with os.fdopen(os.dup(1), "wb") as out:
         os.dup2(2, 1)
         torch.set_num_threads(int(threads))

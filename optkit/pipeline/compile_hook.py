@@ -38,7 +38,7 @@ def ensure_code(graph: Graph, recipe: Recipe, target: Target, progress: Progress
 
 
 def lower_with_code(graph: Graph, recipe: Recipe, target: Target, progress: Progress) -> Executable:
-    """``graph`` for ``target``, with its compiled layers."""
+    """``graph`` lowered for ``target``, with compiled layers."""
     ensure_code(graph, recipe, target, progress)
     dtype = compute_dtype(recipe.runtime.compute_dtype)
     return hook.lower_with_code(graph, target, dtype=dtype)

@@ -11,9 +11,9 @@ from optkit.recipe.schema import Accept
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a decision looks at: quality against the source, speed against before, weight bytes after.
+    """The numbers behind a decision: quality against the source, speed against before, weight bytes after.
 
-    Where layers have several forms, quality is that of the worst, in steps of ``steps`` (``up to 4 tokens``).
+    Where layers have several variants, quality is of the worst, in steps of ``steps`` (``up to 4 tokens``).
     """
 
     kld: float
@@ -40,7 +40,7 @@ class Evidence:
 
 
 def decide(bounds: Accept, evidence: Evidence) -> tuple[bool, str]:
-    """(kept, reason). The reason of a roll-back names every bound that was missed and by how much."""
+    """Return (kept, reason). The reason of a roll-back names every missed bound and the measured value."""
     missed = list(misses(bounds, evidence))
     if missed:
         return False, "; ".join(missed)
@@ -48,13 +48,13 @@ def decide(bounds: Accept, evidence: Evidence) -> tuple[bool, str]:
 
 
 def missed_quality(bounds: Accept, evidence: Evidence) -> bool:
-    """Whether what is missed is quality alone, which fewer quantized layers can mend."""
+    """True where only quality bounds are missed: fewer quantized layers can help."""
     size_and_speed = bounds.model_copy(update={"max_kld": None, "min_top1": None, "max_ppl_ratio": None})
     return not list(misses(size_and_speed, evidence)) and bool(list(misses(bounds, evidence)))
 
 
 def excess_share(bounds: Accept, evidence: Evidence) -> float:
-    """The share of the divergence that is too much, by the bound that names it; 0 where another bound is missed."""
+    """The share of the divergence above ``max_kld``; at most 0 within the bound, 0 without the bound."""
     return 1 - bounds.max_kld / evidence.kld if bounds.max_kld is not None and evidence.kld > 0 else 0.0
 
 

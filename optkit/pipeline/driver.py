@@ -49,7 +49,7 @@ def run_pass(
     judge: Judge,
     reproduce: Reproduce | None = None,
 ) -> tuple[Graph, PassRecord]:
-    """Run one pass: check, apply, verify, then keep or roll back as ``judge`` decides; ``graph`` stays as it is."""
+    """Run a pass: check, apply, verify, then keep or roll back by ``judge``; ``graph`` itself is not changed."""
     optimization = resolved.pass_class(resolved.config)
     candidate = graph.clone()
     plan = optimization.check(candidate, context)
@@ -64,7 +64,7 @@ def run_pass(
 
 @dataclass(frozen=True)
 class Pipeline:
-    """One run: a source model, a recipe, a target."""
+    """A run: a source model, a recipe, a target."""
 
     source: ModelSource
     recipe: Recipe
@@ -82,7 +82,7 @@ class Pipeline:
         return graph, run
 
     def run_passes(self, passes: Sequence[ResolvedPass], cache: PassCache) -> Chain:
-        """The capture and every pass, each after the one before."""
+        """Run the capture and every pass in order."""
         state = self.capture(cache)
         directory = self.source.directory
         measurement = Measurement(directory, self.recipe, self.target, self.progress, state.graph)
@@ -108,7 +108,7 @@ class Pipeline:
         return cache.resume(capture_step(self.source, self.target), None, work, self.waiting)
 
     def advance(self, state: State, resolved: ResolvedPass, judge: PassJudge, cache: PassCache) -> State:
-        """The state after one more pass."""
+        """The state after the pass ``resolved`` on ``state``."""
         step = pass_step(state.step, resolved, self.recipe)
         workspace = cache.workspace(step)
         context = judge.measurement.context(workspace)
@@ -125,7 +125,7 @@ class Pipeline:
         self.progress("waiting for another run, which does this step")
 
     def reproducer(self, step: Step) -> Reproduce:
-        """The function that writes the graph a pass was given, the recipe and the versions; returns the directory."""
+        """A function for ``apply_pass``: writes graph, recipe and versions, and returns the directory."""
 
         def write(name: str, graph_text: str) -> Path:
             place = cache_dir("reproducers") / f"{name}-{step.key[:12]}"

@@ -26,7 +26,7 @@ LIBRARIES = ("torch", "transformers")
 
 
 def capture_planned(directory: Path) -> Graph:
-    """``capture_directory`` without weights, from the cache where it has been done before."""
+    """``capture_directory`` without weights, from the cache after the first time."""
     file = cache_dir("captures") / f"{key_of(directory)}.json"
     quantized = open_source(
         directory, weights=False
@@ -48,7 +48,7 @@ def key_of(directory: Path) -> str:
 
 
 def read(file: Path) -> Graph | None:
-    """The graph in ``file``; None where there is none, or it is damaged."""
+    """The graph in ``file``; None for an absent or damaged file."""
     try:
         text = file.read_text("utf-8")
         shapes = {name: entry["shape"] for name, entry in json.loads(text)["weights"].items()}

@@ -22,7 +22,7 @@ from optkit.recipe.schema import Recipe
 
 
 def dry_run(model: str, recipe: Recipe, progress: Callable[[str], None] = no_progress) -> dict[str, Any]:
-    """The plan of ``recipe`` on ``model``: per pass its sites, skips and predicted seconds [before, after]."""
+    """The plan of ``recipe`` on ``model``: per pass sites, skips and predicted seconds [before, after]."""
     from optkit.pipeline.dry_graph import capture_planned
 
     resolved = resolve_passes(recipe)

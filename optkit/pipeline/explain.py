@@ -21,7 +21,7 @@ def explain(record: PassRecord, target: Mapping[str, Any]) -> str:
 
 
 def speed_sentences(record: PassRecord, target: Mapping[str, Any]) -> Iterator[str]:
-    """``decode@513 is memory bound: predicted 1.90x, measured 1.80x`` for each step that was measured."""
+    """``decode@513 is memory bound: predicted 1.90x, measured 1.80x`` for each measured step."""
     for label in record.measured:
         bound = bound_by(record, label, target)
         subject = f"{label} is {bound} bound" if bound else label

@@ -66,7 +66,7 @@ def choices(losses: dict[str, float], share: float) -> Iterator[list[str]]:
 def with_fallback(
     records: Sequence[PassRecord], sites: Sequence[str], quantizers: Container[str]
 ) -> list[PassRecord]:
-    """Copies of ``records`` in which each of ``sites`` falls back, in the last pass that quantized it."""
+    """Copies of ``records`` with each of ``sites`` in the fallback of the last pass that quantized the site."""
     found = [replace(record, fallback=list(record.fallback)) for record in records]
     for site in sites:
         for record in reversed(found):

@@ -36,11 +36,11 @@ EXACT_TOKENS, PASS_TOKENS = 512, 4096
 
 @dataclass(frozen=True)
 class PassJudge:
-    """Measures the candidate of one pass and decides.
+    """Measures the candidate of a pass and decides.
 
     Attributes:
-        accept: the pass's own bounds.
-        after_inexact: whether a pass before changed values, so that exactness can't be measured any more.
+        accept: the bounds of the pass.
+        after_inexact: True after a pass that changed values; exactness can't be measured any more.
     """
 
     measurement: Measurement
@@ -72,7 +72,7 @@ class PassJudge:
         return record.exact and not self.after_inexact
 
     def measure(self, record: PassRecord, before: Graph, after: Graph) -> None:
-        """Measure ``after``; of its variants the widest that the pass changed."""
+        """Measure ``after``; the widest of the changed variants."""
         tokens = EXACT_TOKENS if self.counts_as_exact(record) else PASS_TOKENS
         changed = list(variants.changed(before, after).items())
         self.measurement.measure(record, before, after, tokens, dict(changed[-1:]))
@@ -99,10 +99,10 @@ class PassJudge:
 
 
 def bounds_for(exact: Accept | None, own: Accept, recipe: Accept) -> Accept:
-    """Bounds of a pass: its own, then the recipe's; those of ``exact`` besides.
+    """Bounds of a pass: ``own``, then the recipe's; and the tight bounds of ``exact``.
 
     After an inexact pass no pass counts as exact: a last-bit difference flips later roundings, and the noise is as
-    large as that of quantization. Such a pass is held to the recipe's bounds against the source model.
+    large as the noise of quantization. A pass without ``exact`` is held to the recipe's bounds against the source.
     """
     values = recipe.model_dump(exclude={"min_speedup", "max_memory_bytes"}) | own.model_dump(
         exclude_none=True
@@ -133,7 +133,7 @@ def site_losses(
 
 
 def judge_whole(chain: Chain) -> tuple[Graph, RunRecord]:
-    """The result of a run: all passes of ``chain`` together, after fallback or without passes as the bounds need it."""
+    """The result of all passes of ``chain``, with layers in float or passes undone until the bounds hold."""
     records, accept = chain.records, chain.measurement.recipe.accept
     while True:
         graph, run = chain.measure(records)
@@ -155,7 +155,7 @@ def judge_whole(chain: Chain) -> tuple[Graph, RunRecord]:
 def fall_back_whole(
     chain: Chain, graph: Graph, run: RunRecord, missed: str
 ) -> tuple[Graph, RunRecord] | None:
-    """The result with the most sensitive quantized layers in float, once the bounds hold; None if they never do."""
+    """The result with the most sensitive quantized layers in float; None where the bounds never hold."""
     assert run.whole is not None
     measurement, bounds, evidence = chain.measurement, chain.measurement.recipe.accept, Evidence.of(run.whole)
     sites = quantized_sites(graph).keys()
@@ -177,7 +177,7 @@ def fall_back_whole(
 def explain_fallback(
     before: Sequence[PassRecord], after: Sequence[PassRecord], missed: str, held: str
 ) -> None:
-    """Write decision and reason into those records of ``after`` with more layers in float than in ``before``."""
+    """Write decision and reason into the records of ``after`` with more layers in float than in ``before``."""
     for record, old in zip(after, before, strict=True):
         if len(record.fallback) > len(old.fallback):
             count = f"{len(record.fallback)} layers"

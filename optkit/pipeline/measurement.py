@@ -34,7 +34,7 @@ WINDOW_TOKENS = 512  # of text that quality is measured on, at most
 
 @dataclass(frozen=True)
 class Measurement:
-    """Measures graphs of one run on its target; ``reference`` is the graph of the source model in ``directory``."""
+    """Measures graphs on a target; ``reference`` is the graph of the source model in ``directory``."""
 
     directory: Path
     recipe: Recipe
@@ -44,16 +44,16 @@ class Measurement:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type that a GPU computes in."""
+        """The compute dtype of a GPU."""
         return compute_dtype(self.recipe.runtime.compute_dtype)
 
     @property
     def computed_in(self) -> str:
-        """The name of the type that the target computes in."""
+        """The name of the target's compute dtype."""
         return "float32" if self.target.kind == "cpu" else self.recipe.runtime.compute_dtype
 
     def context(self, workspace: Path | None = None) -> PassContext:
-        """The context of a pass: target, calibration text, and the directory for its finished parts."""
+        """The context of a pass: target, calibration text, and the directory for finished parts."""
         length = self.reference.meta.max_model_len
         calibration = partial(calibration_windows, directory=self.directory, max_length=length)
         return PassContext(self.target, calibration, workspace, self.progress)
@@ -74,17 +74,17 @@ class Measurement:
         record.judged(self.quality(fast, tokens, variants))
 
     def lower(self, graph: Graph) -> Executable:
-        """``graph`` for the target, with its compiled layers."""
+        """``graph`` lowered for the target, with compiled layers."""
         return lower_with_code(graph, self.recipe, self.target, self.progress)
 
     def weight_bytes(self, graph: Graph, lowered: Executable) -> int:
-        """Bytes of ``graph``'s weights; on a GPU of the lowered ones, since float32 is cast there."""
+        """Bytes of ``graph``'s weights; on a GPU of the lowered weights, since float32 is cast there."""
         return lowered.weight_bytes if self.target.kind == "cuda" else graph.num_bytes()
 
     def quality(
         self, candidate: Executable, tokens: int, variants: Mapping[str, int]
     ) -> dict[str, dict[str, Any]]:
-        """A report by variant, or under the empty name for a model with one variant."""
+        """A report by variant; the name is empty for a model with a single variant."""
         from optkit.text.load import load_tokenizer
 
         block_size = self.recipe.runtime.block_size
@@ -96,7 +96,7 @@ class Measurement:
         return {name: report.to_dict() for name, report in reports.items()}
 
     def window_length(self) -> int:
-        """Tokens of a window of text: ``WINDOW_TOKENS``, or the whole context of a model with a shorter one."""
+        """Tokens of a window of text: ``WINDOW_TOKENS``, or the context length if shorter."""
         return min(WINDOW_TOKENS, self.reference.meta.max_model_len)
 
     def plain_reference(self) -> Graph:

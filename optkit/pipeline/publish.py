@@ -39,12 +39,12 @@ def write_artifact(
     *,
     force: bool,
 ) -> None:
-    """Write everything to a staging directory, check it in a new process, and publish it as ``out``.
+    """Write the artifact to a staging directory, check the files in a new process, and publish ``out``.
 
-    An artifact for a machine of another kind than this one can't be run here, so it is not checked.
+    An artifact for another kind of machine can't be run here and is not checked.
 
     Raises:
-        ArtifactDiffers: read back, it is not what ``graph`` computes; ``out`` is as it was.
+        ArtifactDiffers: the files, read back, give other logits than ``graph``; ``out`` is unchanged.
     """
     with staging(out, force=force) as directory:
         internal = directory / INTERNAL
@@ -73,7 +73,7 @@ def write_artifact(
 def manifest(
     source: ModelSource, recipe: Recipe, run: RunRecord, environment: dict[str, str]
 ) -> dict[str, Any]:
-    """The manifest's content besides the file list; reasons quote times, so they are in the report."""
+    """The manifest's content besides the file list, without reasons, which quote times."""
     return {
         "name": source.name,
         "source": {"name": source.name, "digest": source.digest},

@@ -1,4 +1,4 @@
-"""What happened to each pass: the record that goes into the manifest, the report and the terminal."""
+"""Records of passes: the data of the manifest, the report and the terminal."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ JSON_NAMES = {"fallback": "restored"}  # as manifests and reports have named it 
 
 @dataclass
 class PassRecord:
-    """One pass of one run. Times in seconds; pairs are [before, after].
+    """A pass of a run. Times in seconds; pairs are [before, after].
 
     Attributes:
-        decision: ``kept``, ``reduced``, ``rolled back`` or ``skipped``; ``reason`` says why in words.
-        fallback: sites of a ``reduced`` pass that are float again, the most sensitive first; ``restored`` in JSON.
-        skips: places the pass left alone, with reasons (each reason once, with its count).
+        decision: ``kept``, ``reduced``, ``rolled back`` or ``skipped``; ``reason`` is a sentence.
+        fallback: sites of a ``reduced`` pass in float again, the most sensitive first; ``restored`` in JSON.
+        skips: places without a change, each reason once with the number of places.
         predicted: roofline seconds [before, after] by workload point.
         measured: timings [before, after] by workload point.
-        quality: a ``QualityReport`` against the source model, as a dict; of the worst, where layers have several forms.
-        forms: reports by form, where layers have several: of the widest that a pass changed, of all for the whole.
+        quality: a ``QualityReport`` against the source model, as a dict; of the worst of several variants.
+        forms: reports by variant, where layers have several: the widest changed by the pass, all for the whole.
     """
 
     name: str
@@ -49,7 +49,7 @@ class PassRecord:
 
     @property
     def in_effect(self) -> bool:
-        """Whether the pass changed the result: kept as it is, or reduced to some of its sites."""
+        """True where the pass changed the result: kept, or reduced to some of the sites."""
         return self.decision in ("kept", "reduced")
 
     def decided(self, decision: str, reason: str) -> PassRecord:
@@ -57,7 +57,7 @@ class PassRecord:
         return self
 
     def judged(self, reports: Mapping[str, dict[str, Any]]) -> None:
-        """Record quality, of each form or, under no name, of the only one: the worst counts."""
+        """Record quality by variant, under the empty name for a single variant: the worst counts."""
         self.forms = dict(reports) if "" not in reports else {}
         self.quality = reports[worst(reports)]
 
@@ -87,7 +87,7 @@ class PassRecord:
 
 
 def worst(reports: Mapping[str, dict[str, Any]]) -> str:
-    """The form whose divergence is the largest; one that is no number is worse than any."""
+    """The variant with the largest divergence; NaN counts as the largest."""
     losses = {name: report["kl_mean"]["value"] for name, report in reports.items()}
     return max(losses, key=lambda name: (isnan(losses[name]), losses[name]))
 
@@ -113,7 +113,7 @@ class RunRecord:
 
 
 def grouped_skips(plan: Plan) -> list[dict[str, Any]]:
-    """Skips by reason: thirty layers that say the same are one line."""
+    """Skips by reason: thirty layers with equal reasons are a line."""
     reasons: dict[str, list[str]] = {}
     for skip in plan.skips:
         reasons.setdefault(skip.reason, []).append(skip.site)

@@ -36,7 +36,7 @@ NOTE = (
 
 
 def report_html(report: Mapping[str, Any]) -> str:
-    """The whole report as one self-contained page.
+    """The report as a self-contained page.
 
     Args:
         report: ``model``, ``recipe``, ``target`` (a ``Target`` as a dict), ``passes`` and ``whole`` (``PassRecord``
@@ -67,7 +67,7 @@ def whole_section(whole: PassRecord | None, target: Mapping[str, Any]) -> list[s
 
 
 def pass_section(record: PassRecord, target: Mapping[str, Any]) -> list[str]:
-    """One pass in full: decision, options, sites, skips, speed, quality."""
+    """A pass in full: decision, options, sites, skips, speed, quality."""
     options = ", ".join(f"{key}={value}" for key, value in record.config.items())
     parts = [
         element("h2", record.name),
@@ -85,7 +85,7 @@ def pass_section(record: PassRecord, target: Mapping[str, Any]) -> list[str]:
 
 
 def evidence(record: PassRecord, target: Mapping[str, Any]) -> list[str]:
-    """Speed and quality of one record; empty for a pass that had no site."""
+    """Speed and quality of a record; empty for a pass without sites."""
     parts = [element("p", f"{line}.") for line in speed_sentences(record, target)]
     if record.measured:
         header = ("step", "predicted", "measured", "before ms [quartiles]", "after ms [quartiles]")
@@ -102,7 +102,7 @@ VARIANT_HEADER = ("tokens a step", "compiled ms", "uncompiled ms", "runs", "beca
 
 
 def variant_row(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """One variant of compiled code: both times, and which of the two serves these steps."""
+    """A row of the table of compiled variants: both times, and the code in use."""
     keys = ("compiled_seconds", "uncompiled_seconds")
     times = (f"{row[key] * 1e3:.3f}" if key in row else "-" for key in keys)
     return row["tokens"], *times, "compiled" if row["kept"] else "uncompiled", row["reason"] or "faster"
@@ -170,7 +170,7 @@ def timing_text(timing: Mapping[str, float]) -> str:
 
 
 def quality_rows(quality: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Divergences in nats; the plus-minus is one standard error over windows."""
+    """Rows of divergences in nats, with the standard error over windows."""
 
     def estimate(key: str, form: str) -> str:
         return f"{quality[key]['value']:{form}} ± {quality[key]['stderr']:.2g}"
@@ -198,7 +198,7 @@ COLORS = {"kept": "green", "reduced": "yellow", "rolled back": "red", "skipped":
 
 
 def run_table(run: RunRecord) -> Table:
-    """One row a pass and one for the whole: decision, sites, speedups (measured, predicted), quality."""
+    """A row a pass and a row for the whole: decision, sites, speedups (measured, predicted), quality."""
     labels = workload_labels(run)
     header = ["pass", "decision", "sites", *labels, "KL, nats", "top-1", "weights"]
     table = Table(*header, box=None, pad_edge=False)
@@ -216,7 +216,7 @@ def run_table(run: RunRecord) -> Table:
 
 
 def variants_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """What was compiled, its times, and what runs; empty without rows."""
+    """The table of compiled variants, their times and the code in use; empty without rows."""
     table = Table(*VARIANT_HEADER, box=None, pad_edge=False)
     for row in rows:
         table.add_row(*map(Text, variant_row(row)))
@@ -224,7 +224,7 @@ def variants_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def variants(run: RunRecord) -> list[dict[str, Any]]:
-    """The variants of compiled code that a run tried."""
+    """The variants of compiled code tried in a run."""
     return [row for record in run.passes for row in record.stats.get("compiled", ())]
 
 
@@ -233,7 +233,7 @@ def records_of(run: RunRecord) -> list[PassRecord]:
 
 
 def workload_labels(run: RunRecord) -> list[str]:
-    """Every workload point that was measured, in the recipe's order."""
+    """Every measured workload point, in the recipe's order."""
     return list(dict.fromkeys(label for record in records_of(run) for label in record.measured))
 
 
@@ -249,7 +249,7 @@ def speed_cell(record: PassRecord, label: str) -> str:
 
 
 def quality_cells(record: PassRecord) -> tuple[str, str]:
-    """KL and top-1; of layers with several forms that of each, few tokens first."""
+    """KL and top-1; by variant where layers have several, few tokens first."""
     if not record.quality:
         return "-", "-"
     reports = list(record.forms.values()) or [record.quality]
@@ -258,7 +258,7 @@ def quality_cells(record: PassRecord) -> tuple[str, str]:
 
 
 def summary_lines(run: RunRecord, target: Mapping[str, Any] | None = None) -> list[str]:
-    """The result in a few sentences: the gain of the whole, and of each pass why it was kept, reduced or undone."""
+    """The result in a few sentences: the gain of the whole, and the reason for the decision on each pass."""
     lines = []
     if run.whole is None:
         lines.append("no pass was kept: the artifact is the source model as it is")

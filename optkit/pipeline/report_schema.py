@@ -15,7 +15,7 @@ Pair = Annotated[tuple[Seconds, Seconds], Field(strict=False)]
 
 
 class Shown(Schema):
-    """An object that may hold more; numbers that are no numbers are allowed where a run can measure them."""
+    """An object with more keys allowed; NaN is allowed where a run can measure NaN."""
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=True)
 
@@ -40,7 +40,7 @@ class LogRatioEntry(Shown):
 
 
 class QualityEntry(Shown):
-    """What is shown of a ``QualityReport``."""
+    """The shown part of a ``QualityReport``."""
 
     kl_mean: EstimateEntry
     top1_agreement: EstimateEntry
@@ -54,7 +54,7 @@ class TimingEntry(Shown):
 
 
 class SkipEntry(Shown):
-    """Places that a pass left alone."""
+    """Places without a change, and the reason."""
 
     reason: str
     count: int
@@ -72,7 +72,7 @@ class VariantEntry(Shown):
 
 
 class StatsEntry(Shown):
-    """What is shown of a pass's statistics."""
+    """The shown part of a pass's statistics."""
 
     compiled: list[VariantEntry] = Field(default_factory=list)
 
@@ -106,7 +106,7 @@ class RecordEntry(Shown):
 
     @model_validator(mode="after")
     def is_whole(self) -> Self:
-        """A record with times has those of a prefill, and the bytes of the weights."""
+        """Check that a record with times has prefill times and the bytes of the weights."""
         prefills = [label for label in self.measured if label.startswith("prefill")]
         if self.measured and not (prefills and self.weight_bytes):
             raise ValueError("times need those of a prefill, and weight_bytes")

@@ -35,7 +35,7 @@ def compiler_digest() -> str:
 
 
 def plugin_digest(pass_class: type[Any]) -> str | None:
-    """A hash of the packages outside of optkit that define a pass and its base classes; None where there are none."""
+    """A hash of the packages outside of optkit with the code of a pass and of base classes; None for optkit's own."""
     modules = {base.__module__.partition(".")[0] for base in pass_class.__mro__}
     outside = modules - {"optkit"} - sys.stdlib_module_names
     return package_digest(tuple(sorted(outside))) if outside else None
@@ -56,7 +56,7 @@ def digest(files: dict[Path, str]) -> str:
 
 
 def sources(package: str) -> Iterator[tuple[Path, str]]:
-    """The files of a package, or the one of a module, and their names in it."""
+    """The files of a package or module, with names relative to the package."""
     for location in locations(package):
         if location.is_file():
             yield location, location.name
@@ -68,7 +68,7 @@ def sources(package: str) -> Iterator[tuple[Path, str]]:
 
 @cache
 def locations(package: str) -> tuple[Path, ...]:
-    """The folders of a package, or the file of a module; nothing of it is imported but what contains it."""
+    """The folders of a package, or the file of a module; only parent packages are imported."""
     spec = importlib.util.find_spec(package)
     if spec is None:
         return ()

@@ -30,7 +30,7 @@ FILES = (GRAPH, TENSORS, INDEX, RECORD)
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a tensor: the key of the step that stores it, None for the source, and the name there."""
+    """The place of a tensor: the key of the storing step, None for the source, and the name there."""
 
     step: str | None
     name: str
@@ -38,9 +38,9 @@ class Place:
 
 @dataclass(frozen=True)
 class State:
-    """A finished step: the graph after it, its record, and the places of the graph's tensors by name.
+    """A finished step: graph and record after the step, and the places of the graph's tensors by name.
 
-    Tensors that are not in ``places`` lie in the source under their own name.
+    Tensors without an entry in ``places`` lie in the source under their own name.
     """
 
     step: Step
@@ -53,12 +53,12 @@ ReadTensor = Callable[[Place], Tensor]
 
 
 def tensor_names(name: str, origin: Origin | None) -> list[str]:
-    """Names of the tensors that weight ``name`` of a graph is made of."""
+    """Names of the stored tensors of weight ``name``."""
     return [f"constant:{name}"] if origin is None else [part.name for part in origin.parts]
 
 
 def tensors_of(name: str, weight: Weight) -> dict[str, Tensor]:
-    """The tensors that weight ``name`` of a graph is made of."""
+    """The stored tensors of weight ``name``."""
     if weight.origin is None:
         return {f"constant:{name}": weight.value.contiguous()}
     return weight.origin.split(weight.value)
@@ -74,11 +74,11 @@ def float_name(site: str, name: str) -> str:
 
 @dataclass
 class Difference:
-    """Tensors of a graph that neither the parent state nor the source holds, collected for the step ``key``.
+    """Tensors of a graph in neither the parent state nor the source, collected for the step ``key``.
 
     Attributes:
-        new: those tensors, by name.
-        places: places of all tensors but those of the source under their own name.
+        new: the tensors to write, by name.
+        places: places of all tensors, without tensors of the source under their own name.
     """
 
     key: str
@@ -90,7 +90,7 @@ class Difference:
     addresses: dict[Any, str] = field(default_factory=dict)
 
     def add_graph(self, graph: Graph) -> None:
-        """Add all weights of ``graph``, and the float layers behind its quantized ops."""
+        """Add all weights of ``graph``, and the float layers behind quantized ops."""
         known = {id(origin) for origin in float_origins(self.parent.graph).values()} if self.parent else set()
         for name, weight in graph.weights.items():
             self.add(weight, name, {name: name for name in tensor_names(name, weight.origin)})
@@ -122,7 +122,7 @@ class Difference:
         return self.parent.places.get(name, Place(None, name)) if self.parent else Place(None, name)
 
     def candidates(self, name: str) -> Iterator[Place]:
-        """Places of tensors that may be equal to a new value of tensor ``name``."""
+        """Places of tensors to compare with a new value of tensor ``name``."""
         before = self.parent.places if self.parent else {}
         place = self.place_before(name)
         if place.step is not None or place.name in self.source:
@@ -132,7 +132,7 @@ class Difference:
         )
 
     def own(self, name: str, value: Tensor) -> Place:
-        """A place in the files of this step; a value that is there already has one place."""
+        """A place in the files of the new step; equal memory is stored once."""
         address = (value.data_ptr(), value.shape, value.stride(), value.dtype)
         if address not in self.addresses:
             self.addresses[address] = name
@@ -152,7 +152,7 @@ def write_state(directory: Path, graph: Graph, record: Mapping[str, Any], differ
 
 
 def encode_float(origin: FloatOrigin) -> dict[str, Any]:
-    """A float layer as JSON, without its weight."""
+    """A float layer as JSON, without the weight."""
     parts = [[part.name, part.rows] for part in origin.origin.parts] if origin.origin else None
     transposed = origin.origin is not None and origin.origin.transposed
     kept = {"site": origin.site, "weight": origin.weight_name, "dtype": dtype_name(origin.dtype)}
@@ -163,7 +163,7 @@ def encode_float(origin: FloatOrigin) -> dict[str, Any]:
 
 
 def read_state(directory: Path, step: Step, read: ReadTensor, parent: State | None) -> State:
-    """The state of ``step``. Weights that it shares with ``parent`` are the parent's tensors in memory."""
+    """The state of ``step``. Weights equal to weights of ``parent`` are the parent's tensors in memory."""
     index = json.loads((directory / INDEX).read_text("utf-8"))
     places = {name: Place(*place) for name, place in index["places"].items()}
 
@@ -187,7 +187,7 @@ def place_of(places: Mapping[str, Place], name: str) -> Place:
 def is_shared(
     parent: State, places: Mapping[str, Place], name: str, origin: Origin | None, dtype: torch.dtype
 ) -> bool:
-    """Whether weight ``name`` is, tensor by tensor, that of ``parent``."""
+    """True where all tensors of weight ``name`` have the places of the parent's weight."""
     before = parent.graph.weights.get(name)
     if before is None or before.origin != origin or before.value.dtype != dtype:
         return False
@@ -197,7 +197,7 @@ def is_shared(
 def read_weight(
     name: str, origin: Origin | None, dtype: torch.dtype, read: Callable[[str], Tensor]
 ) -> Tensor:
-    """The value of weight ``name`` from the tensors that it is made of."""
+    """The value of weight ``name``, built from stored tensors."""
     names = tensor_names(name, origin)
     if origin is None:
         return read(names[0])
@@ -205,7 +205,7 @@ def read_weight(
 
 
 def decode_float(entry: Mapping[str, Any], places: Mapping[str, Place], read: ReadTensor) -> FloatOrigin:
-    """A float layer whose weight is read from disk when it is needed."""
+    """A float layer with a weight read from disk on demand."""
     parts = entry["from"]
     origin = Origin(tuple(Part(*part) for part in parts), entry["transposed"]) if parts is not None else None
     name, site, dtype = entry["weight"], entry["site"], decode_dtype(entry["dtype"])
@@ -217,6 +217,6 @@ def decode_float(entry: Mapping[str, Any], places: Mapping[str, Place], read: Re
 
 
 def steps_needed(directory: Path) -> set[str]:
-    """Keys of the steps in whose files tensors of a state lie, its own among them."""
+    """Keys of the steps with tensors of a state, the state's own step included."""
     places = json.loads((directory / INDEX).read_text("utf-8"))["places"]
     return {step for step, _ in places.values() if step is not None}

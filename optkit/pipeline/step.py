@@ -36,7 +36,7 @@ class Step:
     parent: Step | None = None
 
     def then(self, decisive: Mapping[str, Any]) -> Step:
-        """The step that follows; ``decisive`` is JSON data of what decides its outcome."""
+        """The next step; ``decisive`` is JSON data of all facts with an effect on the outcome."""
         return Step(digest_of({"parent": self.key, **decisive}), self)
 
 
@@ -62,7 +62,7 @@ def whole_step(parent: Step, records: Sequence[PassRecord], final_tokens: int) -
 def pass_facts(resolved: ResolvedPass) -> list[Any]:
     """A pass as JSON: name, options, bounds, calibration text, and the distribution and sources of a plug-in.
 
-    Sources of optkit itself are in the key of the capture.
+    Sources of optkit are in the key of the capture.
     """
     calibration = getattr(resolved.config, "calibration", None)
     text = calibration.digest() if isinstance(calibration, Calibration) else None
@@ -74,7 +74,7 @@ def pass_facts(resolved: ResolvedPass) -> list[Any]:
 
 
 def environment() -> dict[str, str]:
-    """Versions that the results depend on."""
+    """Versions with an effect on results."""
     import transformers
 
     versions = {"optkit": VERSION, "torch": torch.__version__, "transformers": transformers.__version__}

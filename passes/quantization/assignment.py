@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Choice:
-    """One precision of one site. ``price`` is what an upgrade is judged by: bytes or milliseconds."""
+    """A precision of a site. ``price`` ranks upgrades, in bytes or milliseconds."""
 
     loss: float
     size: float
@@ -28,8 +28,8 @@ def assign(
     """The index of the choice of each site.
 
     Args:
-        max_size: sum of sizes that must not be exceeded; upgrades are made as long as they fit.
-        max_loss: upgrades stop once the sum of losses is at most this.
+        max_size: limit of the sum of sizes.
+        max_loss: upgrades stop at a sum of losses up to ``max_loss``.
 
     Raises:
         ValueError: the smallest choices together exceed ``max_size``, or the best miss ``max_loss``.
@@ -65,7 +65,7 @@ def assign(
 
 
 def lower_hull(choices: Sequence[Choice]) -> list[int]:
-    """Indices of the choices worth taking, by price: each has less loss than all cheaper ones, at falling returns."""
+    """Indices of the useful choices, by price: each has less loss than all cheaper choices, at falling returns."""
     hull: list[int] = []
     for i in sorted(range(len(choices)), key=lambda i: (choices[i].price, choices[i].loss)):
         if hull and choices[i].loss >= choices[hull[-1]].loss:

@@ -32,15 +32,15 @@ def search_scale(
     hessian: Tensor,
     duo_scaling: bool = True,
 ) -> Tensor:
-    """The scale [K] that leaves the least output error of ``weights`` [N, K], all of which read one activation.
+    """The scale [K] with the least output error of ``weights`` [N, K] on a common activation.
 
     Args:
-        grids: what each weight is rounded to.
+        grids: the grid of each weight.
         x_mean: mean magnitude of each channel [K].
         hessian: [K, K], as in ``gptq``.
         duo_scaling: let the weights' magnitudes count too, as AutoAWQ does.
 
-    Ones if no scale is better than none.
+    Returns ones if no scale is better.
     """
     w_mean = torch.cat(
         [relative_magnitude(w, g.group_size) for w, g in zip(weights, grids, strict=True)]
@@ -70,7 +70,7 @@ def scaled_error(weights: Sequence[Tensor], grids: Sequence[Grid], scale: Tensor
 
 
 def relative_magnitude(weight: Tensor, group_size: int) -> Tensor:
-    """|w| over the largest of its group, [N, K]."""
+    """|w| over the largest |w| of the group, [N, K]."""
     parts = []
     for run in runs(weight.shape[1], group_size):
         groups = (
@@ -81,7 +81,7 @@ def relative_magnitude(weight: Tensor, group_size: int) -> Tensor:
 
 
 def search_clip(weight: Tensor, grid: Grid, hessian: Tensor) -> tuple[Tensor, Tensor]:
-    """(scale, minimum) [N, G] of the grids that cost least, fitted to a group's values or a part of their range."""
+    """(scale, minimum) [N, G] of the cheapest grids, fitted to a group's values or a part of the range."""
     size = grid.group_size or weight.shape[1]
     found = []
     for run in runs(weight.shape[1], grid.group_size):
@@ -104,13 +104,13 @@ def search_clip(weight: Tensor, grid: Grid, hessian: Tensor) -> tuple[Tensor, Te
 
 
 def diagonal_blocks(hessian: Tensor, width: int) -> Tensor:
-    """The blocks of [K, K] that couple channels of one group: [G, g, g]."""
+    """The blocks of [K, K] between channels of a group: [G, g, g]."""
     tiled = hessian.unflatten(0, (-1, width)).unflatten(2, (-1, width))  # [G, g, G, g]
     return tiled.diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
 
 
 def group_errors(groups: Tensor, fit: tuple[Tensor, Tensor], grid: Grid, blocks: Tensor) -> Tensor:
-    """Output error of each group by itself [N, G, 1]."""
+    """Output error of each group alone [N, G, 1]."""
     scale, minimum = fit
     change = nearest_codes(groups, scale, minimum, grid) * scale + minimum - groups
     weighted = torch.einsum("ngi,gij->ngj", change, blocks)

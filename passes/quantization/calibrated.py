@@ -52,14 +52,14 @@ class CalibratedConfig(SchemeConfig):
 
 
 @dataclass(frozen=True)
-class Group:
-    """Layers that read one activation."""
+class SharedInput:
+    """Linear layers with a common input."""
 
     sites: tuple[Site, ...]
 
     @property
     def x(self) -> fx.Node:
-        """The activation: of the graph as it is now, since an earlier layer that made it may have been replaced."""
+        """The activation in the present graph: the producer may have been replaced."""
         return ops.activation(self.sites[0].nodes[0])
 
     @property
@@ -90,14 +90,14 @@ class Moments:
 
 
 class CalibratedQuantization(LinearQuantization):
-    """A quantizer that looks at the activations of each layer before it chooses codes."""
+    """A quantizer with statistics of each layer's activations."""
 
     def format_for(self, graph: Graph, node: fx.Node, name: str) -> WeightFormat | str:
         return self.config.format_for(graph, node)
 
     @abstractmethod
-    def solve(self, graph: Graph, group: Group, moments: Moments) -> dict[str, Tensor]:
-        """The tensors that replace the group's layers, by ``index.tensor``. Leaves the graph alone."""
+    def solve(self, graph: Graph, group: SharedInput, moments: Moments) -> dict[str, Tensor]:
+        """The operands of the group's quantized layers, by ``index.operand``; the graph is not changed."""
 
     def apply(self, graph: Graph, plan: Plan, ctx: PassContext) -> PassResult:
         if not plan.sites:
@@ -112,7 +112,7 @@ class CalibratedQuantization(LinearQuantization):
         self.prepare(graph, groups, windows, ctx)
         rewriter = QuantizedLinearRewriter(graph, self.config.max_tokens)
 
-        def put_back(group: Group, solution: Mapping[str, Tensor], walk: Walk) -> None:
+        def put_back(group: SharedInput, solution: Mapping[str, Tensor], walk: Walk) -> None:
             for index, site in enumerate(group.sites):
                 form = self.site_format(graph, site)[1]
                 own = {
@@ -134,7 +134,7 @@ class CalibratedQuantization(LinearQuantization):
         return PassResult(len(plan.sites), stats)
 
     def expected(
-        self, graph: Graph, groups: Sequence[Group], text: Text, ctx: PassContext
+        self, graph: Graph, groups: Sequence[SharedInput], text: Text, ctx: PassContext
     ) -> CalibrationCost:
         """Time and memory of ``apply``."""
         layers = [shapes(graph, group) for group in groups]
@@ -152,26 +152,26 @@ class CalibratedQuantization(LinearQuantization):
         return replace(cost, num_bytes=cost.num_bytes + self.held_bytes(graph, text))
 
     def held_bytes(self, graph: Graph, text: Text) -> int:
-        """Bytes that this pass needs besides the walk and the solver."""
+        """Bytes of the pass besides the walk and the solver."""
         return 0
 
     @abstractmethod
     def seconds(
         self, rates: Rates, layers: Sequence[Shapes], text: Text, walks: tuple[float, float]
     ) -> float:
-        """What calibrating takes; ``walks`` are of the float graph and of the quantized one."""
+        """Seconds of calibration; ``walks`` are the seconds over the float graph and over the quantized graph."""
 
     def prepare(
-        self, graph: Graph, groups: list[Group], windows: Sequence[Sequence[int]], ctx: PassContext
+        self, graph: Graph, groups: list[SharedInput], windows: Sequence[Sequence[int]], ctx: PassContext
     ) -> None:
-        """Change the float model before its layers are quantized; must be exact."""
+        """Change the float model before quantization; must be exact."""
 
 
 def walk_through(
     walk: Walk,
-    groups: Sequence[Group],
-    solve: Callable[[Group, Walk], dict[str, Tensor]],
-    replace: Callable[[Group, Mapping[str, Tensor], Walk], None],
+    groups: Sequence[SharedInput],
+    solve: Callable[[SharedInput, Walk], dict[str, Tensor]],
+    replace: Callable[[SharedInput, Mapping[str, Tensor], Walk], None],
     finished: FinishedGroups,
     progress: Progress,
 ) -> None:
@@ -194,16 +194,16 @@ def walk_through(
 
 def collect(
     graph: Graph,
-    groups: Sequence[Group],
+    groups: Sequence[SharedInput],
     windows: Sequence[Sequence[int]],
-    solve: Callable[[Group, Walk], Tensor],
+    solve: Callable[[SharedInput, Walk], Tensor],
     key: str,
     ctx: PassContext,
     name: str,
 ) -> list[Tensor]:
-    """What ``solve`` finds for each group while the graph stays as it is; finished ones are kept under ``key``.
+    """The results of ``solve`` for each group on the unchanged graph; finished results are kept under ``key``.
 
-    ``name`` is the pass's, for its progress.
+    ``name`` is the name of the pass, for progress.
     """
     found: list[Tensor] = []
     walk_through(
@@ -217,14 +217,14 @@ def collect(
     return found
 
 
-def by_activation(sites: Iterable[Site]) -> list[Group]:
-    """Sites grouped by the activation they read, in execution order."""
+def by_activation(sites: Iterable[Site]) -> list[SharedInput]:
+    """Sites grouped by input activation, in execution order."""
     found: dict[fx.Node, list[Site]] = {}
     for site in sites:
         found.setdefault(ops.activation(site.nodes[0]), []).append(site)
-    return [Group(tuple(of_x)) for of_x in found.values()]
+    return [SharedInput(tuple(of_x)) for of_x in found.values()]
 
 
-def shapes(graph: Graph, group: Group) -> list[Any]:
+def shapes(graph: Graph, group: SharedInput) -> list[Any]:
     """[N, K] of each layer of a group."""
     return [tuple(graph.linear_weight(site.nodes[0]).shape) for site in group.sites]

@@ -37,7 +37,7 @@ PROBE = 256, 512  # a weight that searches are tried on
 
 @dataclass(frozen=True)
 class CalibrationCost:
-    """Seconds, and bytes of the whole process at its largest."""
+    """Seconds, and the peak bytes of the process."""
 
     seconds: float
     num_bytes: int
@@ -45,7 +45,7 @@ class CalibrationCost:
 
 @dataclass(frozen=True)
 class Text:
-    """How much text there is: tokens in all, and in the longest window."""
+    """The amount of text: tokens in all, and in the longest window."""
 
     tokens: int
     longest: int
@@ -57,14 +57,14 @@ class Text:
 
 @dataclass(frozen=True)
 class Rates:
-    """What this process gets done now.
+    """The present speed of the process.
 
     Attributes:
         product: FLOP/s of ``x @ w``.
-        square: of ``x.T @ x``, counted as a whole product though only what is above the diagonal is computed.
-        column, value: seconds that a column takes in GPTQ, and what each of its values adds.
-        rounding: seconds a weight takes to be rounded and restored.
-        clipping: seconds a weight takes in the search for ranges.
+        square: FLOP/s of ``x.T @ x``, counted as a whole product though only a triangle is computed.
+        column, value: seconds of a column in GPTQ, and the seconds added by each value.
+        rounding: seconds to round and dequantize a weight.
+        clipping: seconds of a weight in the search for ranges.
     """
 
     product: float
@@ -75,7 +75,7 @@ class Rates:
     clipping: float
 
     def walk(self, graph: Graph, text: Text, target: Target) -> float:
-        """Seconds to run ``graph`` over the text: the roofline, at the rate that products have now."""
+        """Seconds to run ``graph`` over the text: the roofline, at the present rate of products."""
         once = predict_seconds(graph, Point(text.longest, 1, text.longest), target)
         return once * target.fp32_flops / self.product * text.tokens / text.longest
 
@@ -83,14 +83,14 @@ class Rates:
         return sum(2 * text.tokens * shapes[0][1] ** 2 for shapes in layers) / self.square
 
     def gptq(self, shapes: Iterable[tuple[int, int]]) -> float:
-        """Columns one by one; and the inverse of H, three factorizations of K^3 / 3 multiply-adds."""
+        """Seconds of the columns, and of the inverse of H: three factorizations of K^3 / 3 multiply-adds."""
         return sum(k * (self.column + self.value * n) + 2 * k**3 / self.product for n, k in shapes)
 
     def clips(self, shapes: Iterable[tuple[int, int]]) -> float:
         return sum(self.clipping * n * k for n, k in shapes)
 
     def scales(self, shapes: Iterable[tuple[int, int]]) -> float:
-        """The exponents of AWQ: each rounds the weight, and multiplies what that changed by H."""
+        """Seconds of AWQ's exponents: each rounds the weight, and multiplies the change by H."""
         return sum((POINTS + 1) * n * k * (self.rounding + 2 * k / self.product) for n, k in shapes)
 
 
@@ -116,7 +116,7 @@ def measure_rates(layers: Sequence[Shapes], text: Text, grid: Grid) -> Rates:
 def estimate(
     graph: Graph, goals: Sequence[fx.Node], layers: Sequence[Shapes], text: Text, seconds: float
 ) -> CalibrationCost:
-    """What a pass will take that walks ``graph`` to each activation of ``goals`` and solves its ``layers``."""
+    """The cost of a pass with a walk of ``graph`` to each of ``goals`` and a solution for each of ``layers``."""
     kept = max(kept_bytes(graph, goals, text.longest), default=0) * text.tokens // text.longest
     solver = max((solver_bytes(n, k) for shapes in layers for n, k in shapes), default=0)
     window = window_bytes(graph, text.longest)
@@ -124,7 +124,7 @@ def estimate(
 
 
 def kept_bytes(graph: Graph, goals: Sequence[fx.Node], length: int) -> list[int]:
-    """Bytes of the values of one window of ``length`` tokens that a walk keeps at each of ``goals``."""
+    """Bytes kept by a walk at each of ``goals``, for a window of ``length`` tokens."""
     values = infer_shapes(graph, Point(length, length, length))  # as many rows with logits as tokens
     done: set[fx.Node] = set()
     live: list[fx.Node] = []
@@ -138,7 +138,7 @@ def kept_bytes(graph: Graph, goals: Sequence[fx.Node], length: int) -> list[int]
 
 
 def window_bytes(graph: Graph, length: int) -> int:
-    """The largest value of one window, three times: an op's inputs and its output. The logits are not computed."""
+    """Bytes of the largest value of a window, three times: inputs and output of an op, without logits."""
     values = infer_shapes(graph, Point(length, 1, length))
     calls = [values[n] for n in graph.fx.nodes if n.op == "call_function"]
     return 3 * max((v.nbytes for v in calls if isinstance(v, Tensor)), default=0)
@@ -149,7 +149,7 @@ def solver_bytes(n: int, k: int) -> int:
 
 
 def graph_growth(graph: Graph) -> int:
-    """Bytes of weights that are still only mapped from a file, and will be read."""
+    """Bytes of weights mapped from a file and not read so far."""
     return max(0, graph.num_bytes() - resident_file_bytes())
 
 
@@ -158,7 +158,7 @@ def column_trial(n: int) -> Any:
 
 
 def average(work: Callable[[], Any]) -> float:
-    """Seconds of a call, over ``PROBE_SECONDS`` after one that warms up: long enough to feel who else is running."""
+    """Seconds of a call, over ``PROBE_SECONDS`` after a warm-up: long enough to include the load of other processes."""
     work()
     calls, start = 0, time.perf_counter()
     while (passed := time.perf_counter() - start) < PROBE_SECONDS:

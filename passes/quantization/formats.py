@@ -35,12 +35,12 @@ from optkit.passes.quantization.int4_grid import Int4Grid, quantize_int4
 
 
 class WeightFormat(ABC):
-    """A way to store a linear layer's weight, and the op that multiplies by it.
+    """A layout of a linear layer's quantized weight, and the op on the layout.
 
     Attributes:
-        op: takes the activation (q and scale of ``quantize_per_token`` if ``quantizes_input``), then ``operands`` in
-            order, then the bias. ``options`` are its keywords.
-        activation_group_size: channels of an activation that share a scale; 0 is the whole token.
+        op: on the activation (q and scale of ``quantize_per_token`` if ``quantizes_input``), then ``operands`` in
+            order, then the bias. ``options`` are the op's keywords.
+        activation_group_size: channels of an activation with a common scale; 0 is the whole token.
     """
 
     label: str
@@ -54,11 +54,11 @@ class WeightFormat(ABC):
 
     @abstractmethod
     def lacks(self, n: int, k: int, target: Target) -> str | None:
-        """Why a layer [N, K] can't run in this format on ``target``, or None."""
+        """The reason against a layer [N, K] in the format on ``target``, or None."""
 
     @abstractmethod
     def pack(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """The tensors, by name; rows stay rows. What is absent becomes None in the graph."""
+        """The operands by name; rows stay rows. Absent operands become None in the graph."""
 
     def options(self, weight: Mapping[str, Tensor]) -> dict[str, Any]:
         """Keywords of the op."""
@@ -74,7 +74,7 @@ class WeightFormat(ABC):
         return self.pack(QuantizedWeight(torch.empty(n, k, dtype=torch.uint8, device="meta"), scales, scales))
 
     def num_bytes(self, n: int, k: int) -> int:
-        """Everything that is stored for a layer [N, K]."""
+        """Bytes of all operands of a layer [N, K]."""
         return sum(tensor.nbytes for tensor in self.meta_tensors(n, k).values())
 
     @property
@@ -88,7 +88,7 @@ class WeightFormat(ABC):
         return operand_names(self.op)
 
     def layer(self, name: str, shape: tuple[int, int], operands: Mapping[str, Tensor]) -> QuantizedLinear:
-        """The linear ``name`` [N, K] with weight ``operands`` of this format."""
+        """The linear ``name`` [N, K] with weight ``operands`` in the format."""
         ordered = {key: operands[key] for key in self.operands if key in operands}
         group = self.activation_group_size if self.quantizes_input else None
         return QuantizedLinear(name, shape, self.op, ordered, self.options(operands), group)
@@ -188,7 +188,7 @@ class Int4Format(WeightFormat):
 class PackedFormat(WeightFormat):
     """Weight-only codes of 2, 3, 4 or 8 bits, with integer zero points if asymmetric: ``pack-quantized``.
 
-    ``activation order``: with a ``g_idx`` groups may be any channels. A last group may be shorter than the others.
+    Activation order: with a ``g_idx`` groups may be any channels. The last group may be shorter.
     """
 
     bits: int = 4

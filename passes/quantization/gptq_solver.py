@@ -37,13 +37,13 @@ def gptq(
 
     Args:
         damping: of the mean of H's diagonal, added to the diagonal.
-        actorder: round columns of large H first. ``static`` keeps every channel in the group it has by position,
-            ``group`` makes groups of channels that are rounded together, so the result has a ``g_idx``.
-        static_groups: fit all grids to the weight as it was, not to what is left when a group's turn comes;
+        actorder: round columns of large H first. ``static`` keeps the groups by position, ``group`` makes groups in
+            the order of rounding, so the result has a ``g_idx``.
+        static_groups: fit all grids to the original weight, not to the updated weight at the group's turn;
             implied by actorder ``static``.
         fitted: (scale, minimum) [N, G] to use as static grids.
 
-    A channel that no calibration token used (a dead column) is rounded to nearest and moves nothing.
+    A channel without calibration values (a dead column) is rounded to nearest and moves nothing.
 
     Raises:
         ValueError: H holds NaN or infinity.
@@ -94,7 +94,7 @@ def add_products(hessian: Tensor, x: Tensor) -> None:
 
 
 def mirrored(hessian: Tensor) -> Tensor:
-    """The symmetric matrix that ``hessian`` holds on and above its diagonal."""
+    """The symmetric matrix from ``hessian``, an upper triangle with diagonal."""
     return hessian.triu() + hessian.triu(1).T
 
 

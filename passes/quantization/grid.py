@@ -18,7 +18,7 @@ HALF = torch.finfo(torch.float16)
 
 
 class Grid(Protocol):
-    """What a solver must know of a format: how many channels share a grid, and the grid that fits values best.
+    """The grid of a format for solvers: the channels of a group, and the best fit of a grid to values.
 
     ``group_size`` 0 is a whole row. Codes are ``lowest`` .. ``highest``.
     """
@@ -34,7 +34,7 @@ class Grid(Protocol):
         ...
 
     def span(self, groups: Tensor) -> tuple[Tensor, Tensor]:
-        """``fit`` that looks at the extremes alone: for values that a search has cut, many times over."""
+        """``fit`` by the extremes alone: fast, for values clipped in a search."""
         ...
 
 
@@ -42,7 +42,7 @@ class Grid(Protocol):
 class IntegerGrid:
     """``bits`` a code; symmetric, or with an integer zero point.
 
-    ``half`` rounds scales to float16 before codes are chosen, so that the codes are right for what is stored.
+    ``half`` rounds scales to float16 before codes are chosen, so codes match the stored scales.
     Symmetric grids of 8 bits leave the lowest code out, as int8 kernels want.
     """
 
@@ -72,7 +72,7 @@ class IntegerGrid:
         return self.fit(groups)
 
     def stored(self, scale: Tensor) -> Tensor:
-        """As it will be kept: within float16's range if that is the type. A group of zeros has any scale."""
+        """The scale as stored: within float16's range with ``half``. A group of zeros has any scale."""
         scale = torch.where(scale > 0, scale, torch.ones_like(scale))
         if not self.half:
             return scale
@@ -92,7 +92,7 @@ class QuantizedWeight:
     g_idx: Tensor | None = None
 
     def dequantize(self, group_size: int) -> Tensor:
-        """The float32 weight [N, K] that the codes stand for."""
+        """The float32 weight [N, K] of the codes."""
         group = group_of(self.codes.shape[1], group_size) if self.g_idx is None else self.g_idx.long()
         return self.codes.to(torch.float32) * self.scale[:, group] + self.minimum[:, group]
 
@@ -103,7 +103,7 @@ def group_of(columns: int, group_size: int) -> Tensor:
 
 
 def runs(columns: int, group_size: int) -> Iterator[slice]:
-    """Stretches of channels whose groups are equally long: the whole groups, and a shorter last one."""
+    """Runs of channels with groups of equal length: the whole groups, and a shorter last group."""
     size = group_size or columns
     whole = columns - columns % size
     if whole:
@@ -129,7 +129,7 @@ def nearest_codes(weight: Tensor, scale: Tensor, minimum: Tensor, grid: Grid) ->
 
 
 def round_to_nearest(weight: Tensor, grid: Grid) -> QuantizedWeight:
-    """RTN: every weight of [N, K] to the nearest level of its group's grid."""
+    """Round every weight of [N, K] to the nearest level of the group's grid (RTN)."""
     weight = weight.to(torch.float32)
     scale, minimum = fit_groups(weight, grid)
     group = group_of(weight.shape[1], grid.group_size)

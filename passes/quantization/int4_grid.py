@@ -39,7 +39,7 @@ class Int4Weight:
 
 @dataclass(frozen=True)
 class Int4Grid:
-    """The grids of ``quantize_int4`` in the form that solvers use (``grid.Grid``)."""
+    """The grids of ``quantize_int4`` as a ``grid.Grid``, for solvers."""
 
     group_size: int
     symmetric: bool
@@ -47,7 +47,7 @@ class Int4Grid:
     highest: ClassVar[int] = LEVELS - 1
 
     def fit(self, groups: Tensor) -> tuple[Tensor, Tensor]:
-        """(scale, minimum) [..., 1], through the type they are stored in. A group of equal values has any scale."""
+        """(scale, minimum) [..., 1], through the stored type. A group of equal values has any scale."""
         return self._grid(groups, snap=True)
 
     def span(self, groups: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,7 +61,7 @@ class Int4Grid:
         return scale.reshape(*shape[:-1], 1), minimum.reshape(*shape[:-1], 1)
 
     def stored_type(self, weight: QuantizedWeight) -> torch.dtype:
-        """float16 where the grids are float16 numbers, as ``fit`` makes them where it can."""
+        """float16 where all grids are float16 numbers, as from ``fit`` where possible."""
         values = (weight.scale,) if self.symmetric else (weight.scale, weight.minimum)
         if weight.scale.device.type == "meta":
             return torch.float16
@@ -70,7 +70,7 @@ class Int4Grid:
 
 
 def quantize_int4(weight: Tensor, group_size: int, symmetric: bool) -> Int4Weight:
-    """Round weight [N, K] to the nearest levels of its groups' grids."""
+    """Round weight [N, K] to the nearest levels of the groups' grids."""
     groups = weight.unflatten(1, (-1, group_size)).to(torch.float32)  # [N, G, g]
     scale, minimum = fitted_grid(groups, symmetric)
     zero = INT4_ZERO_POINT if symmetric else 0
@@ -80,7 +80,7 @@ def quantize_int4(weight: Tensor, group_size: int, symmetric: bool) -> Int4Weigh
 
 
 def fitted_grid(groups: Tensor, symmetric: bool, snap: bool = True) -> tuple[Tensor, Tensor]:
-    """(scale, minimum) [N, G, 1] of groups [N, G, g] in the types they are stored in; ``snap`` to a former grid."""
+    """(scale, minimum) [N, G, 1] of groups [N, G, g] in the stored types; ``snap`` to a former grid."""
     scale, minimum = spanning_grid(groups, symmetric)
     kept, kept_minimum = half_if_enough(scale, scale), half_if_enough(minimum, scale)
     scale, minimum = kept.to(torch.float32), kept_minimum.to(torch.float32)
@@ -90,7 +90,7 @@ def fitted_grid(groups: Tensor, symmetric: bool, snap: bool = True) -> tuple[Ten
 
 
 def spanning_grid(groups: Tensor, symmetric: bool) -> tuple[Tensor, Tensor]:
-    """(scale, minimum) [N, G, 1] of grids that reach a group's extremes; symmetric ones miss one end by half a step."""
+    """(scale, minimum) [N, G, 1] of grids up to a group's extremes; symmetric grids miss an end by half a step."""
     if symmetric:
         scale = groups.abs().amax(dim=-1, keepdim=True) / ((LEVELS - 1) / 2)
         return scale, torch.zeros_like(scale)
@@ -99,14 +99,14 @@ def spanning_grid(groups: Tensor, symmetric: bool) -> tuple[Tensor, Tensor]:
 
 
 def half_if_enough(value: Tensor, scale: Tensor) -> Tensor:
-    """``value`` in float16 where that moves none of it by more than 2^-10 of itself or of its scale."""
+    """``value`` in float16 where no number moves by more than 2^-10 of the number or of the scale."""
     half = value.to(torch.float16)
     error = (half.to(torch.float32) - value).abs()
     return half if bool((error <= HALF_ERROR * torch.maximum(value.abs(), scale)).all()) else value
 
 
 def nearest(groups: Tensor, scale: Tensor, minimum: Tensor, zero: int) -> Tensor:
-    """The codes of the nearest levels, as floats. A scale of 0 has one level."""
+    """The codes of the nearest levels, as floats. A scale of 0 has a single level."""
     steps = torch.where(scale != 0, (groups - minimum) / scale, torch.zeros((), device=groups.device))
     return (steps + zero).round_().clamp_(0, LEVELS - 1)
 
@@ -121,7 +121,7 @@ def largest_error(groups: Tensor, scale: Tensor, minimum: Tensor, zero: int) -> 
 
 
 def snap_to_grid(groups: Tensor, scale: Tensor, minimum: Tensor, zero: int) -> None:
-    """Improve ``scale`` and ``minimum`` in place, for groups of few values that don't lie on their levels."""
+    """Improve ``scale`` and ``minimum`` in place, for groups of few values off the levels."""
     distinct = (groups.sort(dim=-1).values.diff(dim=-1) != 0).sum(dim=-1) + 1
     error = largest_error(groups, scale, minimum, zero)
     chosen = (distinct <= LEVELS) & (error > ON_GRID * scale)[..., 0]
@@ -138,7 +138,7 @@ def snap_to_grid(groups: Tensor, scale: Tensor, minimum: Tensor, zero: int) -> N
 
 
 def symmetric_grids(values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Grids with the value of largest magnitude on any code; GGUF's Q4_0 has it on code 0, with either sign."""
+    """Grids with the value of largest magnitude on any code; in GGUF's Q4_0 on code 0, with either sign."""
     peak = values.gather(-1, values.abs().argmax(dim=-1, keepdim=True))
     for steps in range(-INT4_ZERO_POINT, LEVELS - INT4_ZERO_POINT):
         if steps:

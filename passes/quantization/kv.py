@@ -23,7 +23,7 @@ class KVConfig(Config):
 
 
 class KVQuantization(Pass):
-    """A pass that gives layers a KV cache of ``dtype``."""
+    """A pass for a KV cache of ``dtype``."""
 
     stage = Stage.ATTENTION
     exact = False
@@ -51,7 +51,7 @@ class KVQuantization(Pass):
         return self.kernel_lacks(graph, node, ctx)
 
     def kernel_lacks(self, graph: Graph, node: fx.Node, ctx: PassContext) -> str | None:
-        """Why attention can't read such pools here, or None. A kernel that a pass has pinned must be able to."""
+        """The reason against pools of the dtype on the target, or None; a pinned kernel must support the dtype."""
         pinned = node.meta.get("kernel")
         options = {**graph.site_options(node), "kv_dtype": self.dtype}
         wanted = None if pinned in (PLAIN, "reference") else pinned
@@ -76,7 +76,7 @@ class KVQuantization(Pass):
 
 
 def spec_of(graph: Graph, node: fx.Node) -> KVSpec:
-    """The spec of the pools that an attention node reads."""
+    """The spec of the pools of an attention node."""
     return next(
         spec for spec in graph.meta.kv_specs if f"k_cache_{spec.layer}" == str(ops.argument(node, "k_cache"))
     )

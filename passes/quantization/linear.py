@@ -61,17 +61,17 @@ class LinearQuantizationConfig(Config):
 
 
 class LinearQuantization(Pass):
-    """A pass that replaces ``linear`` by an op on quantized weights."""
+    """A pass from ``linear`` to an op on quantized weights."""
 
     stage = Stage.QUANTIZE
     exact = False
 
     @abstractmethod
     def format_for(self, graph: Graph, node: fx.Node, name: str) -> WeightFormat | str:
-        """How ``node``, a linear called ``name``, is stored; or why it can't be."""
+        """The format of ``node``, a linear called ``name``, or the reason against any."""
 
     def quantize(self, name: str, weight: Tensor, form: WeightFormat) -> dict[str, Tensor]:
-        """The tensors that replace weight [N, K] of layer ``name``: rounded to nearest, unless overridden."""
+        """The operands for weight [N, K] of layer ``name``: rounded to nearest, unless overridden."""
         return form.round(weight)
 
     def check(self, graph: Graph, ctx: PassContext) -> Plan:
@@ -91,7 +91,7 @@ class LinearQuantization(Pass):
         return Plan(skips=plan.skips + [Skip(site.name, reason) for site in plan.sites]) if reason else plan
 
     def too_large(self, graph: Graph, plan: Plan, ctx: PassContext) -> str | None:
-        """Why a second form of the layers has no room on the target, or None; the other one takes 8 bits at least."""
+        """The reason against a second variant of the layers, by memory, or None. The other has 8 bits at least."""
         if self.config.max_tokens is None:
             return None
         needed = 0
@@ -141,7 +141,7 @@ class LinearQuantization(Pass):
         return PassResult(len(plan.sites), weight_stats(before, graph))
 
     def site_format(self, graph: Graph, site: Site) -> tuple[fx.Node, WeightFormat]:
-        """The linear of a site that ``check`` found, and its format."""
+        """The linear of a site found by ``check``, and the format."""
         (node,) = site.nodes
         form = self.format_for(graph, node, site.name)
         if isinstance(form, str):
@@ -150,5 +150,5 @@ class LinearQuantization(Pass):
 
 
 def weight_stats(before: int, graph: Graph) -> dict[str, Any]:
-    """Bytes of all weights before and after a pass, for its record."""
+    """Bytes of all weights before and after a pass, for the record."""
     return {"weight_bytes_before": before, "weight_bytes_after": graph.num_bytes()}

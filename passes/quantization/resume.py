@@ -23,10 +23,10 @@ from optkit.machine.checksums import is_finished, list_finished
 
 
 class FinishedGroups:
-    """The finished groups of one stage of a pass, under ``workspace``; None keeps nothing.
+    """The finished groups of a stage of a pass, under ``workspace``; None keeps nothing.
 
-    ``with_walk`` counts only groups up to the last walk that was put aside: for stages that change activations the
-    walk has computed already, which computing them again would give with other last bits.
+    ``with_walk`` counts only groups up to the last saved walk: for stages with changes of computed activations,
+    where a new computation would give other last bits.
     """
 
     def __init__(self, workspace: Path | None, stage: str, with_walk: bool = False) -> None:
@@ -34,7 +34,7 @@ class FinishedGroups:
         self.with_walk, self.caught_up = with_walk, False
 
     def count(self) -> int:
-        """How many groups are finished, from the first on."""
+        """The number of finished groups, from the first on."""
         if self.directory is None:
             return 0
         count = 0
@@ -53,7 +53,7 @@ class FinishedGroups:
             write(self.solution_file(index), solution)
 
     def save_walk(self, index: int, state: Mapping[str, Tensor]) -> None:
-        """Keep the walk as it stands after group ``index``, in place of earlier ones."""
+        """Keep the walk after group ``index``, in place of earlier walks."""
         if self.directory is None:
             return
         earlier = list(self.directory.glob("walk-*.safetensors"))
@@ -62,7 +62,7 @@ class FinishedGroups:
             file.unlink()
 
     def catch_up(self, walk: Walk, index: int) -> None:
-        """Before the first group that is not finished: take the walk up where it was put aside last."""
+        """Restore the last saved walk, before the first unfinished group."""
         if self.directory is None or self.caught_up:
             return
         self.caught_up = True

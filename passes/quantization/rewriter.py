@@ -14,7 +14,7 @@ from optkit.passes.quantization.formats import WeightFormat
 
 
 class QuantizedLinearRewriter:
-    """Replaces linears of ``graph`` and keeps their float layers.
+    """Replaces linears of ``graph`` and keeps the float layers.
 
     With a ``limit`` the quantized layers are for steps of up to ``limit`` tokens, from ``finish`` on. Before, they
     serve every step: later calibration sees the rounding of earlier layers.
@@ -35,7 +35,7 @@ class QuantizedLinearRewriter:
         return out
 
     def finish(self) -> None:
-        """Restore the float layers for steps of more tokens than the limit; remove what nothing reads."""
+        """Restore the float layers for steps of more tokens than the limit; remove unread nodes."""
         if self.limit is not None:
             positions = self.graph.input("positions")
             for node in self.replaced:
@@ -43,7 +43,7 @@ class QuantizedLinearRewriter:
         self.graph.prune()
 
     def choose(self, few: fx.Node, positions: fx.Node, limit: int) -> None:
-        """Make ``few`` the variant for steps of up to ``limit`` tokens, beside its float layer for larger steps."""
+        """Make ``few`` the variant for steps of up to ``limit`` tokens, beside the float layer for larger steps."""
         origin: FloatOrigin = few.meta[FLOAT_ORIGIN]
         origin.restore(self.graph)
         with self.graph.fx.inserting_after(few):

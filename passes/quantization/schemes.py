@@ -39,7 +39,7 @@ def canonical(name: str) -> str:
     """The scheme's name as in ``NAMES``.
 
     Raises:
-        ValueError: it is none, or no integer scheme.
+        ValueError: an unknown scheme, or no integer scheme.
     """
     upper = ALIASES.get(name.upper(), name.upper())
     if upper in FLOATS:
@@ -65,7 +65,7 @@ def make_format(scheme: str, group_size: int | None = None) -> WeightFormat:
     """The format of a scheme; ``group_size`` 0 is per output channel, None the scheme's own.
 
     Raises:
-        ValueError: no such scheme, or groups that its op does not do.
+        ValueError: an unknown scheme, or groups not supported by the op.
     """
     name = canonical(scheme)
     group = DEFAULT_GROUP.get(name, 128) if group_size is None else group_size
@@ -83,9 +83,9 @@ def make_format(scheme: str, group_size: int | None = None) -> WeightFormat:
 
 
 def fitting(form: WeightFormat, scheme: str, k: int, uneven: UnevenGroups) -> WeightFormat | str:
-    """``form`` for a layer of ``k`` input channels, or why there is none.
+    """``form`` for a layer of ``k`` input channels, or the reason against the form.
 
-    Groups that don't divide K become the next smaller standard ones, get a shorter last group, or the layer is left.
+    Where the groups don't divide K, the layer gets the next smaller standard groups, a shorter last group, or none.
     """
     group = form.grid.group_size
     if not group or k % group == 0:
@@ -106,7 +106,7 @@ def fitting(form: WeightFormat, scheme: str, k: int, uneven: UnevenGroups) -> We
 
 
 class SchemeConfig(LinearQuantizationConfig):
-    """Options of the passes that take a scheme."""
+    """Options of passes with a scheme."""
 
     scheme: str = Field("W4A16", description="W4A16, W4A16_ASYM, W8A16, W8A8, W4A8, W3A16, W2A16, ...")
     group_size: int | None = Field(
@@ -129,6 +129,6 @@ class SchemeConfig(LinearQuantizationConfig):
         return make_format(self.scheme, self.group_size)
 
     def format_for(self, graph: Graph, node: fx.Node) -> WeightFormat | str:
-        """The format of one linear, or why it has none."""
+        """The format of a linear, or the reason against any."""
         k = graph.linear_weight(node).shape[1] if graph.weight_of(ops.weight(node)) else 0
         return fitting(self.format(), self.scheme, k, self.uneven_groups)

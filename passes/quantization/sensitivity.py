@@ -18,9 +18,9 @@ EVERY = 2  # so many positions have one that is scored
 
 
 class Divergence:
-    """What variants of ``graph`` are compared with: its logits, for the first windows of a walk over it.
+    """The reference for variants of ``graph``: the logits of the first windows of a walk.
 
-    Windows are taken until they hold ``tokens``; the walk may stand anywhere, and go on later.
+    The windows hold ``tokens`` tokens at least; the walk may stand anywhere, and go on later.
     """
 
     def __init__(self, graph: Graph, walk: Walk, tokens: int) -> None:
@@ -38,11 +38,11 @@ class Divergence:
 def site_sensitivity(
     base: Graph, variants: Iterable[tuple[str, str, Graph]], walk: Walk
 ) -> Iterator[tuple[str, float]]:
-    """For each site, in execution order, the KL of the variant in which it alone is quantized.
+    """Yield each site, in execution order, with the KL divergence of the variant with only the site quantized.
 
     Args:
-        base: the float graph that ``walk`` goes over.
-        variants: of each site its name, that of the activation it reads, and the graph.
+        base: the float graph of ``walk``.
+        variants: for each site the name, the name of the input activation, and the graph.
     """
     divergence = Divergence(base, walk, sum(map(len, walk.windows)))
     by_name = {node.name: node for node in walk.graph.fx.nodes}

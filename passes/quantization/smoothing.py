@@ -22,7 +22,7 @@ LEVELS = 127.0
 def smoothing_scale(magnitude: Tensor, weights: Sequence[Tensor], alpha: float) -> Tensor:
     """``s = magnitude^alpha / max|w|^(1 - alpha)`` [K], normalized to geometric mean 1.
 
-    magnitude [K] is of the activation's channels; weights [N, K] read that activation.
+    magnitude [K] is of the activation's channels; weights [N, K] read the activation.
     """
     w_absmax = torch.stack([w.abs().amax(dim=0) for w in weights]).amax(dim=0)
     scale = magnitude.clamp_min(1e-5) ** alpha / w_absmax.clamp_min(1e-5) ** (1 - alpha)
@@ -30,7 +30,7 @@ def smoothing_scale(magnitude: Tensor, weights: Sequence[Tensor], alpha: float) 
 
 
 def search_smoothing(x: Tensor, weights: Sequence[Tensor], group_size: int) -> Tensor:
-    """The scale [K] for activations x [T, K] that are read by weights [N, K]; ones if none is better.
+    """The scale [K] for activations x [T, K] and their readers, weights [N, K]; ones if no scale is better.
 
     ``group_size`` channels of a token, and of a weight row, will share an int8 scale; 0: all.
     """
@@ -55,7 +55,7 @@ def smoothed_error(x: Tensor, weight: Tensor, scale: Tensor, group_size: int) ->
 
 
 def rounding_error(values: Tensor, group_size: int) -> Tensor:
-    """What int8 with a scale for each run of channels loses of values [M, K]."""
+    """The squared error of int8 with a scale for each run of channels, on values [M, K]."""
     groups = values.unflatten(1, (-1, group_size or values.shape[1]))
     step = groups.abs().amax(dim=2, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / LEVELS
     return (torch.round(groups / step) * step - groups).flatten(1)

@@ -15,14 +15,14 @@ LINEAR = "Linear"  # the class name that stands for all linear layers
 
 
 def members(graph: Graph, node: fx.Node, name: str) -> list[str]:
-    """The modules of the checkpoint that linear ``name`` is made of: itself, or those that were fused into it."""
+    """The modules of linear ``name`` in the checkpoint: several for a fused linear."""
     weight = graph.weight_of(ops.weight(node))
     parts = weight.origin.parts if weight is not None and weight.origin is not None else ()
     return [module_name(part.name) for part in parts] if len(parts) > 1 else [name]
 
 
 def listed(patterns: Sequence[str], graph: Graph, node: fx.Node, name: str) -> bool:
-    """True when one of ``patterns`` names site ``name`` or a module that was fused into it."""
+    """True when ``patterns`` name site ``name`` or a module fused into the site."""
     return any(matches_any(patterns, member) for member in [*members(graph, node, name), name])
 
 
@@ -38,7 +38,7 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def check_pattern(pattern: str) -> None:
-    """Raise ValueError for a ``re:`` pattern that is none."""
+    """Raise ValueError for an invalid ``re:`` pattern."""
     if pattern.startswith("re:"):
         try:
             re.compile(pattern[3:])
@@ -47,7 +47,7 @@ def check_pattern(pattern: str) -> None:
 
 
 def check_targets(targets: Sequence[str], graph: Graph, linears: Mapping[fx.Node, str]) -> None:
-    """Refuse a target that names no linear layer: a typo there would leave a model in float."""
+    """Refuse a target without a linear layer of the name: a typo would leave a model in float."""
     names = {member for node, name in linears.items() for member in [*members(graph, node, name), name]}
     for target in targets:
         if target != LINEAR and names and not any(matches(target, name) for name in names):

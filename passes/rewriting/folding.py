@@ -21,7 +21,7 @@ GATED, PACKED = tuple(ops.GATED), tuple(ops.GATED.values())
 
 
 def readers(graph: Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Linears by the activation they read."""
+    """Linears by input activation."""
     found: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.linears():
         found.setdefault(ops.activation(node), []).append(node)
@@ -41,7 +41,7 @@ def why_not_foldable(graph: Graph, x: fx.Node, linears: list[fx.Node]) -> str | 
 
 
 def producer_weight(graph: Graph, x: fx.Node) -> fx.Node | None:
-    """The weight node that scales x channel by channel: a norm's, or the up projection's rows."""
+    """The weight node with a scale for each channel of x: of a norm, or the rows of the up projection."""
     if is_norm_output(x):
         weight = ops.weight(norm_of(x))
         return weight if private(graph, weight) else None
@@ -53,7 +53,7 @@ def producer_weight(graph: Graph, x: fx.Node) -> fx.Node | None:
 
 
 def private(graph: Graph, node: Any) -> bool:
-    """True for a weight that exactly one op reads, so that changing it changes nothing else."""
+    """True for a weight with a single reader: a change affects nothing else."""
     if graph.weight_of(node) is None:
         return False
     same = [n for n in graph.fx.nodes if n.op == "get_attr" and n.target == node.target]
@@ -75,7 +75,7 @@ def norm_of(x: fx.Node) -> Any:
 
 
 def fold(graph: Graph, x: fx.Node, linears: Sequence[fx.Node], scale: Tensor) -> None:
-    """Divide activation ``x`` by ``scale`` [K] in its producer, and multiply its readers' weights by it."""
+    """Divide activation ``x`` by ``scale`` [K] in the producer, and multiply the readers' weights by ``scale``."""
     divide_producer(graph, x, scale)
     for linear in linears:
         graph.set_weight(ops.weight(linear), graph.linear_weight(linear) * scale)

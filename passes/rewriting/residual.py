@@ -27,10 +27,10 @@ class ResidualStream:
     """The parts of a residual stream, each in execution order.
 
     Attributes:
-        values: the stream itself: embeddings, and each sum.
-        writers: ops whose output is added to the stream: embeddings, and linears such as output and down projections.
-        norms: ``rms_norm``, ``layer_norm`` and ``add_rms_norm`` ops that read the stream.
-        readers: linears that read a norm's output, the output head among them.
+        values: the stream: embeddings, and each sum.
+        writers: ops added to the stream: embeddings, and linears (output and down projections).
+        norms: ``rms_norm``, ``layer_norm`` and ``add_rms_norm`` ops on the stream.
+        readers: linears on a norm's output, the output head included.
     """
 
     values: list[fx.Node] = field(default_factory=list)
@@ -40,11 +40,11 @@ class ResidualStream:
 
 
 class Unsupported(Exception):
-    """The graph has no residual stream that can be delimited; the message has the reason."""
+    """The residual stream of the graph can't be delimited; the message has the reason."""
 
 
 def residual_stream(graph: Graph) -> ResidualStream | str:
-    """The residual stream of ``graph``, or the reason why it can't be delimited."""
+    """The residual stream of ``graph``, or the reason against delimiting the stream."""
     try:
         return Finder(graph).find()
     except Unsupported as error:
@@ -62,7 +62,7 @@ class Finder:
         """The stream of the graph.
 
         Raises:
-            Unsupported: an op that is no norm, sum or linear reads the stream or its norms, or writes to it.
+            Unsupported: an op other than norms, sums and linears reads the stream or a norm, or writes to the stream.
         """
         for node in self.graph.fx.nodes:
             if node.op == "call_function":
@@ -72,7 +72,7 @@ class Finder:
         return self.stream
 
     def visit(self, node: fx.Node) -> None:
-        """Sort ``node`` into the stream, or pass over it where it reads nothing of the stream."""
+        """Sort ``node`` into the stream; nodes without an input from the stream are left out."""
         read = [source for source in node.all_input_nodes if source in self.stream.values]
         if self.is_token_embedding(node):
             self.stream.writers.append(node)
@@ -91,7 +91,7 @@ class Finder:
         )
 
     def read_stream(self, node: fx.Node, read: list[fx.Node]) -> None:
-        """``node`` reads values of the stream: it is a sum, a norm, a selection of rows or a scale."""
+        """Sort ``node``, a reader of the stream: a sum, a norm, a selection of rows or a scale."""
         if node.target in NORMS:
             self.stream.norms.append(node)
             if node.target is reference.add_rms_norm:
@@ -116,14 +116,14 @@ class Finder:
             self.stream.values.append(node)
 
     def is_scale(self, node: fx.Node) -> bool:
-        """Whether ``node`` multiplies its first argument by one number."""
+        """True where ``node`` multiplies the first argument by a number."""
         if node.target not in SCALES:
             return False
         weight = self.graph.weight_of(node.args[1])
         return isinstance(node.args[1], int | float) or (weight is not None and weight.value.numel() == 1)
 
     def write(self, sources: list[fx.Node]) -> None:
-        """Find the op that makes each of ``sources``, which are added to the stream."""
+        """Find the producer of each of ``sources``, values added to the stream."""
         for source in sources:
             while source.target is reference.select_rows or self.is_scale(source):
                 source = source.args[0]
@@ -132,7 +132,7 @@ class Finder:
             self.stream.writers.append(source)
 
     def read_norm(self, node: fx.Node) -> None:
-        """``node`` reads a norm's output: it is a linear or a selection of rows."""
+        """Sort ``node``, a reader of a norm's output: a linear or a selection of rows."""
         if node.target is reference.select_rows:
             self.normed.add(node)
         elif node.target is reference.linear and ops.activation(node) in self.normed:

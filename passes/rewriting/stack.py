@@ -19,10 +19,10 @@ LINEARS = {reference.linear, *ops.QUANTIZED_LINEARS}  # float, and as the checkp
 
 
 def stack_linears(graph: Graph, linears: Sequence[fx.Node], name: str) -> fx.Node:
-    """One linear in place of several that read the same input (``can_stack``); gives [T, sum of N].
+    """A linear in place of several on the same input (``can_stack``); gives [T, sum of N].
 
     Operands are stacked row after row, so the result's columns are the outputs in order. The new operand's origin
-    lists the old ones': on disk nothing changes. What belongs to input channels is the same for all, and stays one.
+    lists the origins of all: on disk nothing changes. Operands by input channel are shared, not stacked.
     """
     head = linears[0]
     first, operands = layout(head)
@@ -39,7 +39,7 @@ def stack_linears(graph: Graph, linears: Sequence[fx.Node], name: str) -> fx.Nod
 
 
 def layout(linear: fx.Node) -> tuple[int, tuple[str, ...]]:
-    """Where the weights of a linear begin among its arguments, and what they are called; a bias comes after them."""
+    """The position of a linear's first weight argument, and the names of the weight arguments; a bias follows."""
     if linear.target is reference.linear:
         return 1, ("weight",)
     return ops.op_of(linear).first_weight, operand_names(linear.target)
@@ -57,7 +57,7 @@ def stack_weights(graph: Graph, names: Sequence[str], new: str) -> None:
 
 
 def can_stack(graph: Graph, linears: Sequence[fx.Node]) -> str | None:
-    """Why these linears can't become one, or None when they can."""
+    """The reason against stacking the linears, or None."""
     head = linears[0]
     if any(linear.target is not head.target or linear.kwargs != head.kwargs for linear in linears):
         return "the projections are quantized in different ways"
@@ -72,7 +72,7 @@ def can_stack(graph: Graph, linears: Sequence[fx.Node]) -> str | None:
 
 
 def can_stack_operand(graph: Graph, nodes: Sequence[Any], operand: str) -> str | None:
-    """Why one operand of several linears can't be stacked, or be the same for all."""
+    """The reason against stacking or sharing an operand of several linears, or None."""
     if len({node is None for node in nodes}) > 1:
         return f"only some of the projections have a {operand}"
     if nodes[0] is None:
@@ -91,7 +91,7 @@ def can_stack_operand(graph: Graph, nodes: Sequence[Any], operand: str) -> str |
 
 
 def split_columns(graph: Graph, value: fx.Node, old: Sequence[fx.Node], sizes: Sequence[int]) -> None:
-    """Replace each of ``old`` by its columns of ``value`` [T, sum of sizes]."""
+    """Replace each of ``old`` by columns of ``value`` [T, sum of sizes]."""
     with graph.fx.inserting_after(value):
         pieces = graph.fx.call_function(aten.split_with_sizes.default, (value, list(sizes), -1))
     anchor = pieces
@@ -111,6 +111,6 @@ def weight_name(linear: fx.Node) -> str:
 
 
 def site_name(graph: Graph, linear: fx.Node) -> str:
-    """The module a linear came from; a head that is tied to the embedding is called by the head's name."""
+    """The module of a linear; a tied head has the head's name."""
     weight = weight_name(linear)
     return graph.meta.output_embedding if weight == graph.meta.input_embedding else weight.rpartition(".")[0]
