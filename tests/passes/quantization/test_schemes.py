@@ -11,7 +11,7 @@ from optkit.passes.quantization.formats import Int4Format, Int8Format, PackedFor
 from optkit.passes.quantization.schemes import fitting, make_format
 from optkit.passes.resolve import resolve_passes
 from optkit.recipe.load import parse_recipe
-from tests.support.graphs import apply, captured, checked, reasons
+from tests.support.graphs import apply, captured, checked
 
 
 @pytest.mark.parametrize(
@@ -82,50 +82,6 @@ def test_groups_that_do_not_divide(k: int, uneven: str, expected: WeightFormat |
 def test_int8_activations_have_no_ragged_groups() -> None:
     reason = fitting(make_format("W8A8", 64), "W8A8", 96, "ragged")
     assert isinstance(reason, str) and "only weight-only schemes" in reason
-
-
-def test_targets_are_classes_names_and_patterns() -> None:
-    _, plan = checked(captured("llama"), "rtn", targets=["re:.*mlp.*", "o_proj"])
-    assert {site.name.rpartition(".")[2] for site in plan.sites} == {
-        "gate_proj",
-        "up_proj",
-        "down_proj",
-        "o_proj",
-    }
-    assert "not a target" in reasons(plan)
-    _, plan = checked(captured("llama"), "rtn", targets=["Linear"], ignore=["re:.*down_proj"])
-    assert len(plan.sites) == 12
-
-
-def test_the_head_is_a_target_by_name_or_by_option() -> None:
-    for options in (
-        {"targets": ["Linear", "lm_head"]},
-        {"lm_head": True},
-        {"targets": ["o_proj"], "lm_head": True},
-    ):
-        _, plan = checked(captured("llama"), "rtn", **options)
-        assert "lm_head" in {site.name for site in plan.sites}
-    _, plan = checked(captured("llama"), "rtn", ignore=["lm_head"], lm_head=True)
-    assert "lm_head" not in {site.name for site in plan.sites}
-
-
-def test_a_fused_layer_is_a_target_if_all_of_it_is() -> None:
-    graph = captured("llama")
-    apply(graph, "fuse_qkv")
-    _, plan = checked(graph, "rtn", targets=["q_proj", "down_proj"])
-    assert len(plan.sites) == 2
-    assert "only some of the layers fused into it are targets" in reasons(plan)
-    _, plan = checked(graph, "rtn", targets=["q_proj", "k_proj", "v_proj"])
-    assert len(plan.sites) == 2
-    _, plan = checked(graph, "rtn", ignore=["k_proj"])
-    assert not any("qkv" in site.name for site in plan.sites)
-
-
-def test_a_target_that_is_no_layer_is_an_error() -> None:
-    with pytest.raises(
-        UserError, match=r"target 'down_porj' is no linear layer of this model. did you mean 'down_proj'"
-    ):
-        checked(captured("llama"), "rtn", targets=["down_porj"])
 
 
 @pytest.mark.parametrize(
