@@ -1,22 +1,19 @@
-"""The artifact directory: what opening refuses, and that writing leaves nothing half done."""
+"""The manifest: every difference between files and manifest is refused by name."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from optkit.artifact import staging as staging_module
 from optkit.artifact.manifest import MANIFEST, content_digest, is_artifact, problems, read_manifest
 from optkit.artifact.open import Artifact
-from optkit.artifact.staging import staging
 from optkit.errors import UserError
-from tests.support.sample_artifact import FAKE_FILES, fake_artifact, fake_files
+from tests.support.sample_artifact import FAKE_FILES, fake_artifact
 
 EXTRA = ["notes.txt", ".hidden", "optkit/extra.json", "deep/er/file", "optkit/native/kernel.so", "model.pt2"]
 HOSTILE_NAMES = [
@@ -47,9 +44,6 @@ def edit_manifest(directory: Path, change: Callable[[Any], Any]) -> None:
     file = directory / MANIFEST
     data = json.loads(file.read_text())
     file.write_text(json.dumps(change(data) or data))
-
-
-# -- opening ---------------------------------------------------------------------------------------------
 
 
 def test_an_untouched_artifact_opens(made: Path) -> None:
@@ -180,109 +174,6 @@ def test_what_is_no_artifact_says_so(tmp_path: Path) -> None:
         Artifact.open(tmp_path)
 
 
-# -- writing ---------------------------------------------------------------------------------------------
-
-
-def write(out: Path, name: str = "fake", *, force: bool = False) -> None:
-    with staging(out, force=force) as directory:
-        fake_artifact(directory / "x", name)  # staging exists already, so its content is made aside
-        for entry in (directory / "x").iterdir():
-            entry.rename(directory / entry.name)
-        (directory / "x").rmdir()
-
-
-def names(directory: Path) -> set[str]:
-    return {entry.name for entry in directory.iterdir()}
-
-
-def test_written_artifacts_open_and_leave_nothing_beside(tmp_path: Path) -> None:
-    write(tmp_path / "new" / "artifact")
-    Artifact.open(tmp_path / "new" / "artifact")
-    assert names(tmp_path / "new") == {"artifact"}
-
-
-def test_an_exception_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), staging(tmp_path / "artifact", force=False) as directory:
-        fake_files(directory / "x")
-        raise KeyboardInterrupt
-    assert names(tmp_path) == set()
-
-
-def test_an_exception_leaves_the_old_artifact(made: Path) -> None:
-    with pytest.raises(RuntimeError), staging(made, force=True):
-        raise RuntimeError
-    Artifact.open(made)
-    assert names(made.parent) == {"artifact"}
-
-
-def test_an_existing_artifact_needs_force(made: Path) -> None:
-    with pytest.raises(UserError, match="--force"):
-        write(made, "second")
-    assert Artifact.open(made).name == "fake"
-    write(made, "second", force=True)
-    assert Artifact.open(made).name == "second"
-    assert names(made.parent) == {"artifact"}
-
-
-def test_an_empty_directory_may_be_filled(tmp_path: Path) -> None:
-    (tmp_path / "artifact").mkdir()
-    write(tmp_path / "artifact")
-    Artifact.open(tmp_path / "artifact")
-
-
-@pytest.mark.parametrize("kind", ["directory", "file", "link", "dangling link", "damaged manifest"])
-def test_what_is_not_an_artifact_is_never_replaced(tmp_path: Path, kind: str) -> None:
-    out = tmp_path / "out"
-    match kind:
-        case "directory":
-            out.mkdir()
-            (out / "thesis.txt").write_text("precious")
-        case "file":
-            out.write_text("precious")
-        case "link":
-            out.symlink_to(fake_artifact(tmp_path / "elsewhere"))
-        case "dangling link":
-            out.symlink_to(tmp_path / "nowhere")
-        case "damaged manifest":
-            fake_files(out)
-            (out / MANIFEST).write_text("{")
-    before = names(tmp_path)
-    with pytest.raises(UserError, match="will not be replaced"):
-        write(out, force=True)
-    assert names(tmp_path) == before
-    assert not out.is_file() or out.read_text() == "precious"
-
-
-def test_the_replaced_artifact_comes_back_if_the_rename_fails(
-    made: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rename = Path.rename
-
-    def failing(self: Path, target: Path) -> Path:
-        if target == made and (self / MANIFEST).exists() and is_artifact(self) and not is_old(self):
-            raise OSError("disk on fire")
-        return rename(self, target)
-
-    def is_old(directory: Path) -> bool:
-        return read_manifest(directory)["name"] == "fake"
-
-    monkeypatch.setattr(Path, "rename", failing)
-    with pytest.raises(OSError, match="disk on fire"):
-        write(made, "second", force=True)
-    assert Artifact.open(made).name == "fake"
-    assert names(made.parent) == {"artifact"}
-
-
-def test_staging_of_a_killed_run_is_removed_and_of_a_live_one_kept(tmp_path: Path) -> None:
-    (tmp_path / ".artifact.optkit-tmp-dead").mkdir()
-    with staging(tmp_path / "artifact", force=False) as live:
-        write(tmp_path / "artifact")
-        assert names(tmp_path) == {"artifact", live.name}
-        shutil.rmtree(tmp_path / "artifact")
-        (live / "file").write_text("x")
-    assert names(tmp_path / "artifact") == {"file"}
-
-
 def test_the_digest_is_that_of_everything_but_what_is_measured(made: Path) -> None:
     manifest = read_manifest(made)
     assert manifest["digest"] == content_digest(manifest)
@@ -298,23 +189,3 @@ def test_a_manifest_whose_words_were_changed_is_refused(made: Path) -> None:
     edit_manifest(made, lambda data: data.update(name="another"))
     with pytest.raises(UserError, match="the digest in the manifest"):
         Artifact.open(made)
-
-
-def test_every_file_and_folder_is_flushed_before_the_rename(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flushed: list[str] = []
-    fsync = os.fsync
-
-    def recording(descriptor: int) -> None:
-        flushed.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
-        fsync(descriptor)
-
-    def publishing(directory: Path, out: Path) -> None:
-        expected = {Path(name).name for name in FAKE_FILES} | {"manifest.json", "optkit", directory.name}
-        assert expected <= set(flushed)
-
-    monkeypatch.setattr(os, "fsync", recording)
-    monkeypatch.setattr(staging_module, "publish", publishing)
-    write(tmp_path / "artifact")
-    assert flushed
