@@ -17,7 +17,7 @@ import json
 import re
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -56,11 +56,16 @@ class Module:
         nodes = [n for n in ast.walk(self.tree) if isinstance(n, kinds)]
         return [(n.lineno, text) for n in nodes if (text := ast.get_docstring(n))]
 
+    @property
+    def folder(self) -> str:
+        """The folder of this file, relative to the root."""
+        return self.path.parent.as_posix()
 
-def modules(root: Path) -> list[Module]:
-    """The modules of the three source folders, sorted by name."""
+
+def modules(root: Path, folders: Mapping[str, str] = FOLDERS) -> list[Module]:
+    """The modules of the source ``folders`` (path to package name), sorted by name."""
     found = []
-    for folder, package in FOLDERS.items():
+    for folder, package in folders.items():
         for path in sorted((root / folder).rglob("*.py")):
             parts = list(path.relative_to(root / folder).with_suffix("").parts)
             name = ".".join([package, *(parts[:-1] if parts[-1] == "__init__" else parts)])
@@ -160,9 +165,24 @@ def question_openings(found: list[Module]) -> list[str]:
 
 def pronouns_per_100_words(found: list[Module]) -> float:
     """Density of pronouns in the docstrings of functions and classes."""
-    texts = [text for module in found for _, text in module.docstrings]
-    total = sum(len(PRONOUNS.findall(text)) for text in texts)
-    return 100 * total / max(1, sum(map(words, texts)))
+    return pronoun_density(text for module in found for _, text in module.docstrings)
+
+
+def pronoun_density(texts: Iterable[str]) -> float:
+    """Pronouns per 100 words over all ``texts``; 0 where there are no words."""
+    joined = "\n".join(texts)
+    return 100 * len(PRONOUNS.findall(joined)) / max(1, words(joined))
+
+
+def pronoun_places(found: list[Module]) -> list[str]:
+    """Places of docstrings with pronouns: path, line and the pronouns, most pronouns first."""
+    rows = [
+        (PRONOUNS.findall(text), f"{module.path}:{line}")
+        for module in found
+        for line, text in [*module.docstrings, (1, ast.get_docstring(module.tree) or "")]
+    ]
+    rows.sort(key=lambda row: -len(row[0]))
+    return [f"{place}: {', '.join(pronouns)}" for pronouns, place in rows if pronouns]
 
 
 def untested(found: list[Module], tests: Path) -> list[str]:
@@ -212,16 +232,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--root", type=Path, default=Path())
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--list", choices=("question", "untested"))
+    parser.add_argument("--list", choices=("question", "pronouns", "untested"))
     options = parser.parse_args()
     if options.list:
         found = modules(options.root)
-        lines = (
-            question_openings(found)
-            if options.list == "question"
-            else untested(found, options.root / "tests")
-        )
-        print("\n".join(lines))
+        lists = {
+            "question": lambda: question_openings(found),
+            "pronouns": lambda: pronoun_places(found),
+            "untested": lambda: untested(found, options.root / "tests"),
+        }
+        print("\n".join(lists[options.list]()))
         return
     figures = measure(options.root)
     print(json.dumps(figures, indent=1) if options.json else table(figures))
