@@ -26,7 +26,7 @@ from optkit.errors import UserError
 from optkit.evaluation.quality import Estimate, LogitsSource, mean_estimate, perplexity_of
 from optkit.extras import need_extra
 
-TOP = 5  # most likely tokens to ask for: what OpenAI's API allows
+TOP = 5  # most likely tokens in a response: the maximum of OpenAI's API
 TIMEOUT = 600.0  # seconds for one window
 PIECE = 2000  # characters of a window, where there is no tokenizer
 TOKEN_ID = "token_id:"
@@ -107,7 +107,9 @@ class Server:
         try:
             given = answer["choices"][0]["logprobs"]
             values, top = given["token_logprobs"], given["top_logprobs"]
-            count = len(values) - 1 if expected is None else expected  # the last token was generated
+            count = (
+                len(values) - 1 if expected is None else expected
+            )  # less the generated token
             logprobs = torch.tensor([float(v) for v in values[1:count]], dtype=torch.float64)
             likely = [{str(k): float(v) for k, v in (row or {}).items()} for row in top[1:count]]
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
@@ -150,7 +152,7 @@ class Server:
 
 def score_text(server: Server, text: str, characters: int) -> ServedReport:
     """Perplexity of a served model on ``text``, of at most so many characters, by its own tokens."""
-    length = server.longest(PIECE)  # hardly a character makes more than one token
+    length = server.longest(PIECE)  # a character rarely makes more than one token
     pieces = [text[i : i + length] for i in range(0, min(len(text), characters), length)]
     pieces = [piece for piece in pieces if len(piece) == length] or pieces
     nll = [-server.score(piece).logprobs for piece in pieces]

@@ -24,7 +24,7 @@ from optkit.runtime.types import Batch, EngineRequest, SamplingParams, Scheduled
 from optkit.runtime.types import Sequence as EngineSequence
 
 ROUNDS = 3
-SETTLE_SECONDS = 0.4  # a timing shorter than this is repeated until it adds up
+SETTLE_SECONDS = 0.4  # shorter steps are repeated up to this total
 
 
 @dataclass(frozen=True)

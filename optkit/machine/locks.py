@@ -57,7 +57,7 @@ def locked(directory: Path) -> Iterator[bool]:
     """
     try:
         descriptor = hold(directory)
-    except UserError:  # without locks nobody can say that it is abandoned
+    except UserError:  # without locks the directory may still be in use
         descriptor = None
     try:
         yield descriptor is not None

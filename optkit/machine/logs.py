@@ -13,7 +13,7 @@ import os
 import sys
 from datetime import UTC, datetime
 
-FORMAT_VARIABLE = "OPTKIT_LOG_FORMAT"  # how the engine process, a child, is told
+FORMAT_VARIABLE = "OPTKIT_LOG_FORMAT"  # environment variable, read by the engine process
 FORMATS = ("text", "json")
 
 
@@ -52,8 +52,8 @@ def silence_progress_bars() -> None:
     variables. A value set by the user stays.
     """
     if not sys.stderr.isatty():
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # also those of transformers
-        os.environ.setdefault("TQDM_DISABLE", "1")  # and of what else uses tqdm
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # for huggingface_hub and transformers
+        os.environ.setdefault("TQDM_DISABLE", "1")  # for all other users of tqdm
 
 
 def configure(form: str | None = None, source: str | None = None) -> None:

@@ -124,7 +124,7 @@ def detect(refresh: bool = False) -> Target:
     return kept("cpu", [cpu_model(), cpu_isa(), usable_cores(), threads], _measured_target, refresh)
 
 
-# -- what the machine is ----------------------------------------------------------------------------
+# -- facts of the machine --------------------------------------------------------------------------
 
 
 def cpu_model() -> str:

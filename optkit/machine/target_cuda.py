@@ -12,14 +12,14 @@ from dataclasses import asdict, dataclass, replace
 from optkit.errors import UserError
 from optkit.machine.target import DATASHEETS, Target, kept
 
-SHEETS = {  # the devices that the data sheets are of, by the name that CUDA gives them
+SHEETS = {  # CUDA device name -> target with a data sheet
     "NVIDIA H100 80GB HBM3": "cuda-h100",
     "NVIDIA H200": "cuda-h200",
     "NVIDIA A100-SXM4-80GB": "cuda-a100",
 }
-KERNELS = ((9, 0), (8, 0))  # compute capabilities that kernels are written for, newest first
-SHARED_MEMORY = {(9, 0): 232_448, (8, 0): 166_912}  # bytes that a block of these can have
-FP8 = (8, 9)  # from here on tensor cores take E4M3
+KERNELS = ((9, 0), (8, 0))  # compute capabilities with kernels, newest first
+SHARED_MEMORY = {(9, 0): 232_448, (8, 0): 166_912}  # bytes, the most of one block
+FP8 = (8, 9)  # the first compute capability whose tensor cores take E4M3
 
 
 @dataclass(frozen=True)
@@ -78,14 +78,14 @@ def present_gpu(wanted: Target, where: str | None, fix: str | None) -> Target:
     gpu = first_gpu()
     if gpu is None:
         raise UserError(
-            f"it is for {wanted.name} and this machine has no CUDA GPU",
+            f"made for {wanted.name} and this machine has no CUDA GPU",
             where=where,
             fix=fix
             or "optkit optimize --dry-run shows plan and predictions here; or use a CPU recipe such as ttft-cpu",
         )
     if reason := lack(gpu, wanted):
         raise UserError(
-            f"it is for {wanted.name} ({wanted.isa[0]}) and the GPU of this machine is {gpu.text}, {reason}",
+            f"made for {wanted.name} ({wanted.isa[0]}) and the GPU of this machine is {gpu.text}, {reason}",
             where=where,
             fix="set CUDA_VISIBLE_DEVICES to another GPU, or use a recipe for this one (optkit recipe list)",
         )

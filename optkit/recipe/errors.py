@@ -87,7 +87,7 @@ def explain(
     """
     complaints = error.errors(include_url=False, include_context=False)
     unknown = [complaint for complaint in complaints if complaint["type"] == "extra_forbidden"]
-    first = (unknown or complaints)[0]  # a misspelt key explains a missing one
+    first = (unknown or complaints)[0]  # a misspelt key also explains a missing key
     path = prefix + _written_path(first["loc"], document.data)
     where, dotted = document.where(path), ".".join(map(str, path))
     if first["type"] == "extra_forbidden":
