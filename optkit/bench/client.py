@@ -24,7 +24,7 @@ MALFORMED = (
     KeyError,
     IndexError,
     AttributeError,
-)  # raised by streams in another format than OpenAI's
+)  # of streams in another format
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 
 

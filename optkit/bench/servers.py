@@ -132,7 +132,7 @@ def model_name(url: str, api_key: str | None = None) -> str:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Send SIGTERM to the whole process group, then SIGKILL to the remaining processes, and wait for the server to end."""
+    """Send SIGTERM to the whole process group, then SIGKILL to the remaining processes, and wait for the end."""
     try:
         _signal_group(process, signal.SIGTERM)
         process.wait(STOP_TIMEOUT)
