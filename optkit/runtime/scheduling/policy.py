@@ -27,7 +27,7 @@ POLICIES = ("fcfs", "slo")
 
 STRETCH = 3.0
 STEP_SHARE = 0.25  # of the promised TTFT: the longest step
-LEAST_CHUNK = 64  # tokens; smaller ones cost throughput and save no time to speak of
+MIN_CHUNK = 64  # tokens; smaller ones cost throughput and save no time to speak of
 DEFAULT_STEP_SECONDS = 0.25
 
 
@@ -73,7 +73,7 @@ class Slo:
         longest = self.ttft * STEP_SHARE or DEFAULT_STEP_SECONDS
         if decodes.tokens and self.tpot:
             longest = min(longest, self.tpot)
-        return max(self.cost.tokens_within(longest, decodes, context), LEAST_CHUNK)
+        return max(self.cost.tokens_within(longest, decodes, context), MIN_CHUNK)
 
 
 def make_policy(name: str, cost: CostModel, ttft: float | None, tpot: float | None) -> SchedulingPolicy:
