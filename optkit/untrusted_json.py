@@ -40,13 +40,13 @@ def read_bounded(file: Path, limit: int) -> bytes:
         with file.open("rb") as stream:
             data = stream.read(limit + 1)
     except OSError as error:
-        raise UserError(f"it can't be read: {error.strerror}", where=str(file)) from error
+        raise UserError(f"the file can't be read: {error.strerror}", where=str(file)) from error
     if len(data) > limit:
-        raise UserError(f"it is larger than {limit} bytes", where=str(file))
+        raise UserError(f"the file is larger than {limit} bytes", where=str(file))
     return data
 
 
-def parse_json(text: bytes, where: str, subject: str = "it is") -> dict[str, Any]:
+def parse_json(text: bytes, where: str, subject: str = "the file is") -> dict[str, Any]:
     """A JSON object from untrusted bytes: no duplicate keys, no unbounded nesting.
 
     Raises:
@@ -68,7 +68,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def parse_bounded(data: bytes, where: str, subject: str = "it is") -> dict[str, Any]:
+def parse_bounded(data: bytes, where: str, subject: str = "the file is") -> dict[str, Any]:
     """A JSON object without duplicate keys, lone surrogates, or nesting beyond ``MAX_DEPTH``.
 
     Raises:
@@ -96,7 +96,7 @@ def is_text(value: str) -> bool:
     return value.isascii() or not any("\ud800" <= char <= "\udfff" for char in value)
 
 
-def check(schema: type[Checked], data: Any, where: str, subject: str = "it is damaged") -> Checked:
+def check(schema: type[Checked], data: Any, where: str, subject: str = "the file is damaged") -> Checked:
     """``data`` as an instance of ``schema``.
 
     Raises:

@@ -83,7 +83,7 @@ class Server:
             context = data[0].get("max_model_len")
             return str(data[0]["id"]), context if type(context) is int and context > 0 else None
         except (KeyError, IndexError, TypeError, AttributeError) as error:
-            raise UserError("the server names no model", where=f"{self.url}/v1/models") from error
+            raise UserError("the server lists no model", where=f"{self.url}/v1/models") from error
 
     def longest(self, wanted: int) -> int:
         """``wanted``, or less: the longest prompt with room for the generated token."""
@@ -119,14 +119,14 @@ class Server:
             raise UserError(
                 "the server gives no log probabilities of the prompt",
                 where=where,
-                fix="it must support echo with logprobs in /v1/completions, as vLLM and optkit serve do",
+                fix="use a server with echo and logprobs in /v1/completions, such as vLLM or optkit serve",
             ) from error
         if count < 2 or len(logprobs) != count - 1 or len(likely) != count - 1:
             raise UserError(
                 f"the server gave {len(values)} log probabilities for {expected} tokens", where=where
             )
         if not bool(logprobs.isfinite().all()) or bool((logprobs > 1e-3).any()):
-            raise UserError("the server gave log probabilities that are none", where=where)
+            raise UserError("the server gave invalid log probabilities (positive, infinite or NaN)", where=where)
         return Scored(logprobs, likely)
 
     def _ask(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
@@ -144,12 +144,12 @@ class Server:
             ) from error
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             raise UserError(
-                f"no answer ({type(error).__name__})",
+                f"no answer from the server ({type(error).__name__})",
                 where=where,
-                fix="is the server up, and is the URL right?",
+                fix="check that the server runs, and the URL",
             ) from error
         if not isinstance(content, dict):
-            raise UserError("the answer is no JSON object", where=where)
+            raise UserError("the answer is not a JSON object", where=where)
         return content
 
 

@@ -68,7 +68,7 @@ def _check_pass(passes: Any, path: tuple[str, ...], label: str) -> None:
     if len(path) < 3:
         raise UserError("name the pass and its option", where=label, fix="as in passes.int8.lm_head=false")
     if path[1] not in present:
-        fix = f"it has: {', '.join(map(str, present))}" if present else "it has no passes"
+        fix = f"the recipe has: {', '.join(map(str, present))}" if present else "the recipe has no passes"
         raise UserError(f"the pass '{path[1]}' is not in this recipe", where=label, fix=fix)
 
 

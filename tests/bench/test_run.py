@@ -178,7 +178,7 @@ def test_slo_recipe_takes_the_promise_of_the_artifact(monkeypatch: pytest.Monkey
     opened = {"promised": promised, "silent": silent}
     monkeypatch.setattr(Artifact, "open", lambda path: SimpleNamespace(recipe=opened[path.name]))
     assert recipe_bounds(Path("promised")) == Slo(ttft=700)
-    with pytest.raises(UserError, match="promises nothing"):
+    with pytest.raises(UserError, match="the artifact's recipe has no slo"):
         recipe_bounds(Path("silent"))
     with pytest.raises(UserError, match="a server has no recipe"):
         recipe_bounds(None)
