@@ -20,12 +20,9 @@ MAX_PRONOUNS = 2.0  # per 100 words; 1.4 to 1.7 in comparable projects
 FOLDERS = structure.FOLDERS | {"bench": "bench", "tools": "tools", "tests/support": "tests.support"}
 NOT_YET: set[str] = {
     "optkit/cli",
-    "bench",
     "bench/gpu",
     "bench/gpu/cases",
-    "bench/kernels",
     "bench/peers",
-    "bench/serve",
     "kernels/ops",
     "kernels/ops/cpu",
     "kernels/ops/triton",
@@ -49,16 +46,11 @@ NOT_YET: set[str] = {
     "passes",
     "passes/quantization",
     "passes/rewriting",
-    "tests/support",
-    "tools",
 }
 NOT_YET_MODULES: set[str] = {
-    "bench",
     "bench/gpu",
     "bench/gpu/cases",
-    "bench/kernels",
     "bench/peers",
-    "bench/serve",
     "kernels/ops",
     "kernels/ops/cpu",
     "kernels/ops/triton",
@@ -82,7 +74,6 @@ NOT_YET_MODULES: set[str] = {
     "passes",
     "passes/quantization",
     "passes/rewriting",
-    "tests/support",
 }
 
 

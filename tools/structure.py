@@ -32,7 +32,7 @@ PRONOUNS = re.compile(
 
 @dataclass(frozen=True)
 class Module:
-    """One source file: its dotted name, its path and its syntax tree."""
+    """A source file: dotted name, path and syntax tree."""
 
     name: str
     path: Path
@@ -41,7 +41,7 @@ class Module:
 
     @property
     def unit(self) -> str:
-        """The module or package directly below ``optkit`` that holds this file."""
+        """The module or package directly below ``optkit`` with the source file."""
         parts = self.name.split(".")
         return parts[1] if len(parts) > 1 else "optkit"
 
@@ -58,7 +58,7 @@ class Module:
 
     @property
     def folder(self) -> str:
-        """The folder of this file, relative to the root."""
+        """The folder of the file, relative to the root."""
         return self.path.parent.as_posix()
 
 
@@ -75,7 +75,7 @@ def modules(root: Path, folders: Mapping[str, str] = FOLDERS) -> list[Module]:
 
 
 def imports(module: Module, names: set[str]) -> set[str]:
-    """Names of the modules in ``names`` that ``module`` imports at run time."""
+    """Names of the modules in ``names`` imported by ``module`` at run time."""
     found = set()
     for node in run_time_nodes(module.tree):
         if isinstance(node, ast.Import):
@@ -95,14 +95,14 @@ def run_time_nodes(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def nearest(name: str, names: set[str]) -> str:
-    """``name`` or the closest parent of it that is in ``names``; empty if there is none."""
+    """``name`` or the closest parent of ``name`` in ``names``; empty without a match."""
     while name and name not in names:
         name = name.rpartition(".")[0]
     return name
 
 
 def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """The strongly connected components of more than one node (Tarjan 1972)."""
+    """The strongly connected components of at least two nodes (Tarjan 1972)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -129,7 +129,7 @@ def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
 
 
 def num_levels(graph: dict[str, set[str]]) -> int:
-    """The length of the longest import chain, cycles taken as one node."""
+    """The length of the longest import chain; a cycle counts as a single node."""
     of = {name: component[0] for component in cycles(graph) for name in component}
     merged: dict[str, set[str]] = defaultdict(set)
     for name, targets in graph.items():
@@ -154,7 +154,7 @@ def num_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def question_openings(found: list[Module]) -> list[str]:
-    """Places of docstrings whose first word is a question word."""
+    """Places of docstrings with a question word at the start."""
     return [
         f"{module.path}:{line}: {text.splitlines()[0]}"
         for module in found
@@ -169,7 +169,7 @@ def pronouns_per_100_words(found: list[Module]) -> float:
 
 
 def pronoun_density(texts: Iterable[str]) -> float:
-    """Pronouns per 100 words over all ``texts``; 0 where there are no words."""
+    """Pronouns per 100 words over all ``texts``; 0 without words."""
     joined = "\n".join(texts)
     return 100 * len(PRONOUNS.findall(joined)) / max(1, words(joined))
 
@@ -186,7 +186,7 @@ def pronoun_places(found: list[Module]) -> list[str]:
 
 
 def untested(found: list[Module], tests: Path) -> list[str]:
-    """Modules for which ``tests`` has no ``test_<stem>.py``."""
+    """Modules without a ``test_<stem>.py`` in ``tests``."""
     stems = {path.stem.removeprefix("test_") for path in tests.rglob("test_*.py")}
     return [module.name for module in found if module.path.stem not in stems | {"__init__", "__main__"}]
 

@@ -126,7 +126,9 @@ class Server:
                 f"the server gave {len(values)} log probabilities for {expected} tokens", where=where
             )
         if not bool(logprobs.isfinite().all()) or bool((logprobs > 1e-3).any()):
-            raise UserError("the server gave invalid log probabilities (positive, infinite or NaN)", where=where)
+            raise UserError(
+                "the server gave invalid log probabilities (positive, infinite or NaN)", where=where
+            )
         return Scored(logprobs, likely)
 
     def _ask(self, method: str, path: str, body: Any = None) -> dict[str, Any]:

@@ -52,7 +52,9 @@ def test_layers_of_several_forms_are_named_with_what_follows(tmp_path: Path, cap
     made = real_artifact(tmp_path / "artifact", tmp_path / "source", RECIPE, record)
     assert run(["inspect", str(made)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "forms up to 4 tokens, more than 4 tokens in a step: answers depend on the number of tokens" in shown
+    assert (
+        "forms up to 4 tokens, more than 4 tokens in a step: answers depend on the number of tokens" in shown
+    )
     assert run(["inspect", str(made), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["forms"] == ["up to 4 tokens", "more than 4 tokens"]
 

@@ -57,7 +57,7 @@ def tiny_config(name: str, **overrides: Any) -> Any:
 
 
 def tiny_model(name: str, attention: str = "eager", **overrides: Any) -> Any:
-    """A float32 model with random weights; biases and norms are random too, so that none can be dropped unseen."""
+    """A float32 model with random weights, biases and norms: a dropped bias or norm changes the logits."""
     from transformers import AutoModelForCausalLM
 
     config = tiny_config(name, **overrides)
