@@ -20,9 +20,6 @@ MAX_PRONOUNS = 2.0  # per 100 words; 1.4 to 1.7 in comparable projects
 FOLDERS = structure.FOLDERS | {"bench": "bench", "tools": "tools", "tests/support": "tests.support"}
 NOT_YET: set[str] = {
     "optkit/cli",
-    "bench/gpu",
-    "bench/gpu/cases",
-    "bench/peers",
     "kernels/ops",
     "kernels/ops/cpu",
     "kernels/ops/triton",
@@ -48,9 +45,6 @@ NOT_YET: set[str] = {
     "passes/rewriting",
 }
 NOT_YET_MODULES: set[str] = {
-    "bench/gpu",
-    "bench/gpu/cases",
-    "bench/peers",
     "kernels/ops",
     "kernels/ops/cpu",
     "kernels/ops/triton",
