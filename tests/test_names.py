@@ -58,7 +58,8 @@ def files() -> set[str]:
 @cache
 def identifiers() -> dict[str, set[str]]:
     """The words of the code of each module, without docstrings and comments, by module name."""
-    return {module.name: set(re.findall(r"\w+", code_of(module))) for module in sources()}
+    modules = [module for module in sources() if module.name != __name__]  # NOT_YET below is no evidence
+    return {module.name: set(re.findall(r"\w+", code_of(module))) for module in modules}
 
 
 def code_of(module: structure.Module) -> str:
