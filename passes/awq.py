@@ -15,6 +15,7 @@ from pydantic import Field
 from torch import Tensor, fx
 
 from optkit.calibration.walk import Walk
+from optkit.graph import ops
 from optkit.graph.ir import Graph, module_name
 from optkit.passes.base import PassContext
 from optkit.passes.quantization.awq_search import search_clip, search_scale
@@ -102,7 +103,7 @@ def can_scale(graph: Graph, group: Group) -> bool:
 
 def clipped_rows(graph: Graph, name: str, node: fx.Node) -> Tensor:
     """Rows of the weight that may be clipped [.] int64: all but those of query and key projections."""
-    weight = graph.weight_of(node.args[1])
+    weight = graph.weight_of(ops.weight(node))
     parts = weight.origin.parts if weight is not None and weight.origin is not None else ()
     rows = [part.rows for part in parts] or [weight_of(graph, node).shape[0]]
     names = [module_name(part.name) for part in parts] or [name]

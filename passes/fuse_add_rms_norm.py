@@ -11,6 +11,7 @@ import operator
 import torch
 from torch import fx
 
+from optkit.graph import ops
 from optkit.graph.ir import Graph
 from optkit.kernels import reference
 from optkit.passes.base import Pass, PassContext, PassResult, Plan, Site, Skip, Stage
@@ -26,7 +27,7 @@ class FuseAddRMSNorm(Pass):
         plan = Plan()
         for node in graph.calls(reference.rms_norm):
             name = f"norm {node.name}"
-            added = node.args[0]
+            added = ops.activation(node)
             if not is_residual_add(added):
                 plan.skips.append(Skip(name, "its input is not a residual addition"))
             elif sum(user.target is reference.rms_norm for user in added.users) > 1:
@@ -51,7 +52,7 @@ def is_residual_add(node: object) -> bool:
 def fuse(graph: Graph, added: fx.Node, norm: fx.Node) -> None:
     """The op goes where the addition was: the norm's weight is the only other thing it needs."""
     residual, x = added.args
-    weight = norm.args[1]
+    weight = ops.weight(norm)
     if isinstance(weight, fx.Node):
         weight = graph.weight_node(str(weight.target), added)
     with graph.fx.inserting_before(added):

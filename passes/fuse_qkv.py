@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from optkit.graph import ops
 from optkit.graph.ir import Graph
 from optkit.kernels import reference
 from optkit.passes.base import Pass, PassContext, PassResult, Plan, Site, Skip, Stage
@@ -33,7 +34,7 @@ class FuseQKV(Pass):
     def check(self, graph: Graph, ctx: PassContext) -> Plan:
         plan = Plan()
         for node in graph.calls(reference.attention):
-            sources = [projection(x) for x in node.args[:3]]
+            sources = [projection(ops.argument(node, name)) for name in "qkv"]
             name = f"attention {node.name}"
             if None in sources or len(set(sources)) < 3:
                 plan.skips.append(Skip(name, "q, k and v are not three separate projections"))

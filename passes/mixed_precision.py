@@ -23,6 +23,7 @@ from torch import Tensor, fx
 
 from optkit.calibration.walk import Walk
 from optkit.errors import UserError
+from optkit.graph import ops
 from optkit.graph.ir import Graph
 from optkit.graph.shapes import Point, infer_shapes
 from optkit.lowering.cost import node_cost
@@ -93,7 +94,7 @@ class MixedPrecision(GPTQ):
 
     def choices(self, graph: Graph, node: fx.Node) -> list[WeightFormat | str]:
         """The format of each scheme for one linear, or why it has none."""
-        k = weight_of(graph, node).shape[1] if graph.weight_of(node.args[1]) else 0
+        k = weight_of(graph, node).shape[1] if graph.weight_of(ops.weight(node)) else 0
         return [
             fitting(parsed(s), s.partition(":")[0], k, self.config.uneven_groups) for s in self.config.schemes
         ]

@@ -20,14 +20,14 @@ from torch import Tensor, fx
 
 from optkit.calibration.samples import Calibration
 from optkit.calibration.walk import Walk
+from optkit.graph import ops
 from optkit.graph.ir import Graph, Origin, Part, Weight
 from optkit.kernels import reference
 from optkit.passes.base import Config, Pass, PassContext, PassResult, Plan, Site, Skip, Stage
 from optkit.passes.quantization.calibrated import Group, collect
 from optkit.passes.rewriting.stack import site_name
 
-PAIRS = (reference.silu_mul, reference.gelu_mul)
-PACKED = (reference.silu_mul_packed, reference.gelu_mul_packed)
+GATED, PACKED = tuple(ops.GATED), tuple(ops.GATED.values())
 
 
 class PruneConfig(Config):
@@ -48,8 +48,8 @@ class Prune(Pass):
         """A site is a feed-forward part: (down, activation, linears that make it)."""
         plan = Plan()
         for down in graph.calls(reference.linear):
-            x = down.args[0]
-            if isinstance(x, fx.Node) and x.target in (*PAIRS, *PACKED):
+            x = ops.activation(down)
+            if isinstance(x, fx.Node) and x.target in (*GATED, *PACKED):
                 reason = why_not(graph, down, x)
                 name = site_name(graph, down)
                 if reason:
@@ -107,7 +107,7 @@ class Prune(Pass):
         windows = ctx.calibration_windows(self.config.calibration)
 
         def solve(group: Group, walk: Walk) -> Tensor:
-            weight = graph.weights[str(group.sites[0].nodes[0].args[1].target)].value
+            weight = graph.weights[str(ops.weight(group.sites[0].nodes[0]).target)].value
             score = importance(list(walk.values(group.x)), weight)
             return score.topk(kept).indices.sort().values
 
@@ -124,12 +124,13 @@ def importance(activations: list[Tensor], down: Tensor) -> Tensor:
 
 def makers(x: fx.Node) -> tuple[Any, ...]:
     """What a gated activation is made of: gate and up, or both in one."""
-    return x.args[:2] if x.target in PAIRS else x.args[:1]
+    names = ("gate", "up") if x.target in GATED else ("gate_up",)
+    return tuple(ops.argument(x, name) for name in names)
 
 
 def width(graph: Graph, site: Site) -> int:
     """The channels of a feed-forward part."""
-    return graph.weights[str(site.nodes[0].args[1].target)].value.shape[1]
+    return graph.weights[str(ops.weight(site.nodes[0]).target)].value.shape[1]
 
 
 def why_not(graph: Graph, down: fx.Node, x: fx.Node) -> str | None:
@@ -139,26 +140,26 @@ def why_not(graph: Graph, down: fx.Node, x: fx.Node) -> str | None:
         if not (isinstance(linear, fx.Node) and linear.target is reference.linear and len(linear.users) == 1):
             return "gate and up are not plain linear layers of its own"
     for linear in (down, *makers(x)):
-        weight = graph.weight_of(linear.args[1])
+        weight = graph.weight_of(ops.weight(linear))
         if (
             weight is None
             or weight.origin is None
             or weight.value.dtype != torch.float32
-            or len(linear.args[1].users) > 1
+            or len(ops.weight(linear).users) > 1
         ):
             return "a weight is not a float32 checkpoint tensor of its own"
     return None
 
 
 def select_columns(graph: Graph, linear: fx.Node, index: Tensor) -> None:
-    name = str(linear.args[1].target)
+    name = str(ops.weight(linear).target)
     weight = graph.weights[name]
     graph.weights[name] = Weight(weight.value[:, index.to(weight.value.device)].contiguous(), weight.origin)
 
 
 def select_rows(graph: Graph, linear: fx.Node, index: Tensor, channels: int) -> None:
     """Rows ``index`` of each run of ``channels`` rows (gate and up may be stacked), of the weight and the bias."""
-    for argument in linear.args[1:3]:
+    for argument in (ops.weight(linear), ops.bias(linear)):
         weight = graph.weight_of(argument)
         if weight is None or weight.origin is None:
             continue

@@ -25,6 +25,7 @@ from torch import Tensor, fx
 
 from optkit.calibration.samples import Calibration
 from optkit.calibration.walk import Walk
+from optkit.graph import ops
 from optkit.graph.ir import Graph, Origin, Part, Weight
 from optkit.kernels import reference
 from optkit.passes.base import Config, Pass, PassContext, PassResult, Plan, Site, Skip, Stage
@@ -129,7 +130,7 @@ class PruneHeads(Pass):
 
         def solve(group: Group, walk: Walk) -> Tensor:
             layer = heads_at(graph, group.sites[0])
-            weight = graph.weights[str(layer.out.args[1].target)].value
+            weight = graph.weights[str(ops.weight(layer.out).target)].value
             score = importance([x.flatten(1) for x in walk.values(group.x)], weight)
             return score.unflatten(0, (layer.shape[1], -1)).sum(dim=1).topk(kept).indices.sort().values
 
@@ -152,7 +153,7 @@ def names_head_size(model_type: str) -> bool:
 
 def heads_at(graph: Graph, site: Site) -> Heads:
     """The layer of a site, which ``check`` has found before."""
-    found = heads_of(graph, site.nodes[0].args[0].args[0])
+    found = heads_of(graph, ops.activation(site.nodes[0]).args[0])
     assert isinstance(found, Heads)
     return found
 
@@ -161,9 +162,14 @@ def heads_of(graph: Graph, attention: fx.Node) -> Heads | str:
     """The layer around ``attention``, or why heads can't be taken from it."""
     joined = only_user(attention)
     out = only_user(joined) if joined is not None and joined.target is aten.reshape.default else None
-    if joined is None or out is None or out.target is not reference.linear or out.args[0] is not joined:
+    if (
+        joined is None
+        or out is None
+        or out.target is not reference.linear
+        or ops.activation(out) is not joined
+    ):
         return "something besides an output projection reads its result"
-    reshapes = tuple(split_into_heads(node) for node in attention.args[:3])
+    reshapes = tuple(split_into_heads(ops.argument(attention, name)) for name in "qkv")
     if None in reshapes:
         return "its heads are not plain columns of projections"
     query, key, value = (node for node in reshapes if node is not None)
@@ -172,10 +178,10 @@ def heads_of(graph: Graph, attention: fx.Node) -> Heads | str:
     if projections is None:
         return "q, k and v are not three projections, or one for all"
     for linear in (out, *projections):
-        weight = graph.weight_of(linear.args[1])
+        weight = graph.weight_of(ops.weight(linear))
         if weight is None or weight.origin is None or weight.value.dtype != torch.float32:
             return "a weight is not a float32 checkpoint tensor"
-        if len(linear.args[1].users) > 1:
+        if len(ops.weight(linear).users) > 1:
             return "something else uses one of its weights"
     return Heads(attention, (query, key, value), joined, out, projections)
 
@@ -224,7 +230,7 @@ def remove(graph: Graph, layer: Heads, groups: Tensor) -> None:
     if len(layer.projections) == 3:
         for linear, index in zip(layer.projections, rows, strict=True):
             select_stacked_rows(
-                graph, linear, [index], [len(graph.weights[str(linear.args[1].target)].value)]
+                graph, linear, [index], [len(graph.weights[str(ops.weight(linear).target)].value)]
             )
     else:
         (linear,) = layer.projections
@@ -246,7 +252,7 @@ def select_stacked_rows(graph: Graph, linear: fx.Node, index: Sequence[Tensor], 
     """Keep the rows ``index`` of each piece of a linear's weight and bias, whose rows are pieces of ``sizes``."""
     starts = [0, *accumulate(sizes)]
     rows = torch.cat([piece + start for piece, start in zip(index, starts, strict=False)])
-    for argument in linear.args[1:3]:
+    for argument in (ops.weight(linear), ops.bias(linear)):
         weight = graph.weight_of(argument)
         if weight is None or weight.origin is None:
             continue

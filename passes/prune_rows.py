@@ -13,6 +13,7 @@ import operator
 import torch
 from torch import fx
 
+from optkit.graph import ops
 from optkit.graph.ir import Graph
 from optkit.kernels import reference
 from optkit.passes.base import Pass, PassContext, PassResult, Plan, Site, Skip, Stage
@@ -20,19 +21,7 @@ from optkit.passes.rewriting.stack import LINEARS
 
 aten = torch.ops.aten
 
-# Ops that compute each row of their result from the same row of what they read.
-ROW_BY_ROW = {
-    *LINEARS,
-    reference.by_tokens,
-    reference.quantize_per_token,
-    reference.rms_norm,
-    reference.add_rms_norm,
-    reference.layer_norm,
-    reference.silu_mul,
-    reference.gelu_mul,
-    reference.silu_mul_packed,
-    reference.gelu_mul_packed,
-}
+ROW_BY_ROW = ops.having(lambda op: op.row_wise)
 POINTWISE = {aten.add.Tensor, aten.mul.Tensor, aten.relu.default, aten.gelu.default, aten.silu.default}
 SPLITS = {aten.split.Tensor, aten.split_with_sizes.default}
 
@@ -84,7 +73,7 @@ def is_row_by_row(node: fx.Node) -> bool:
 
 def move_up(graph: Graph, select: fx.Node, *pruned: fx.Node) -> None:
     """Select rows of what the ``pruned`` ops read from outside, and nothing where the selection was."""
-    inside, index = set(pruned), select.args[1]
+    inside, index = set(pruned), ops.argument(select, "index")
     selected: dict[fx.Node, fx.Node] = {}
     for node in pruned:
         for value in node.all_input_nodes:
@@ -93,5 +82,5 @@ def move_up(graph: Graph, select: fx.Node, *pruned: fx.Node) -> None:
                     with graph.fx.inserting_after(value):
                         selected[value] = graph.fx.call_function(reference.select_rows, (value, index))
                 node.replace_input_with(value, selected[value])
-    select.replace_all_uses_with(select.args[0])
+    select.replace_all_uses_with(ops.activation(select))
     graph.fx.erase_node(select)

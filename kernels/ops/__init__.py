@@ -1,43 +1,26 @@
-"""Kernels: what runs each dialect op on each target. One explicit table, best first.
+"""Kernels: the implementations of each op on each target. One explicit table a kind of device, best first.
 
-``reference.py`` is the spec. ``select(op, target)`` gives the first kernel in ``TABLE`` that supports the target,
-else None, which means the reference itself. A graph node can pin a kernel by name (the ``flash_attention``
-pass does); ``"reference"`` pins the spec. ``"plain"`` is the pin of captured attention: what a model has before any
-pass, PyTorch's own attention on a CPU. Speed-ups are measured against it.
+``reference`` is the spec. ``select(op, target)`` returns the first kernel of ``table`` that supports the target, else
+None, which stands for the reference itself. A graph node can pin a kernel by name (the ``flash_attention`` pass does);
+``"reference"`` pins the spec. ``"plain"`` is the pin of captured attention: PyTorch's own attention on a CPU, as the
+model has before any pass. Speed-ups are measured against it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+
+from optkit.kernels.kernel import Kernel
 
 if TYPE_CHECKING:
     from optkit.machine.target import Target
 
 
 PLAIN = "plain"
-PLAIN_KERNELS = {"cpu": "sdpa"}  # by kind of target; elsewhere the best that there is
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """An implementation of a dialect op with the reference's signature.
-
-    ``accepts`` says whether the kernel handles given weight tensors (by argument position); None means all.
-    ``pack`` maps weight tensors, and the site's options, to the packed tensors that ``fn`` wants in their place, once,
-    at load. ``handles`` says whether it runs a site with given options (``Graph.site_options``); None means all.
-    """
-
-    op: str
-    name: str
-    fn: Callable[..., Any]
-    supports: Callable[[Target], bool]
-    pack: Callable[[dict[int, Tensor], Mapping[str, Any]], Mapping[int, Tensor]] | None = None
-    accepts: Callable[[dict[int, Tensor]], bool] | None = None
-    handles: Callable[[Mapping[str, Any]], bool] | None = None
+PLAIN_KERNELS = {"cpu": "sdpa"}  # by kind of target; on other kinds the best kernel
 
 
 def table(kind: str = "cpu") -> tuple[Kernel, ...]:
@@ -46,17 +29,9 @@ def table(kind: str = "cpu") -> tuple[Kernel, ...]:
         from optkit.kernels import triton
 
         return triton.kernels()
-    from optkit.kernels.cpu import attention, int4, int8, onednn, pointwise, sdpa, wna16
+    from optkit.kernels import cpu
 
-    return (
-        *int8.KERNELS,
-        *int4.KERNELS,
-        *wna16.KERNELS,
-        *onednn.KERNELS,
-        *attention.KERNELS,
-        *sdpa.KERNELS,
-        *pointwise.KERNELS,
-    )
+    return cpu.kernels()
 
 
 def select(

@@ -19,7 +19,8 @@ from torch import Tensor, fx
 from optkit.capture.boundary import OUTSIDE_INTERFACE
 from optkit.errors import UnsupportedModel
 from optkit.graph.ir import BATCH_INPUTS, Graph, GraphMeta, KVSpec, Origin, Part, Weight
-from optkit.graph.ops import PLACEMENT, op_name
+from optkit.graph.ops import op_name
+from optkit.graph.ops.aten import PLACEMENT
 from optkit.kernels import PLAIN, reference
 
 aten = torch.ops.aten

@@ -23,11 +23,11 @@ from optkit.capture.check import check_capture
 from optkit.checkpoint.quantized import Layer
 from optkit.checkpoint.source import Source
 from optkit.errors import UnsupportedModel
+from optkit.graph import ops
 from optkit.graph.ir import Graph, Origin, Part, Weight
 from optkit.kernels import reference
 
 MAX_CHECKED_BYTES = 4 << 30  # bytes of float weights up to which the check uses the checkpoint's own
-ON_INTEGERS = (reference.linear_w8a8, reference.linear_w4a8)  # ops that take quantized activations
 
 
 def float_config(source: Source) -> Any:
@@ -94,8 +94,8 @@ def insert_layers(graph: Graph, source: Source) -> None:
         UnsupportedModel: a quantized weight is used as something else than a linear layer.
     """
     for node in graph.calls(reference.linear):
-        weight = graph.weight_of(node.args[1])
-        layer = source.layers.get(module_of(str(node.args[1].target))) if weight else None
+        weight = graph.weight_of(ops.weight(node))
+        layer = source.layers.get(module_of(str(ops.weight(node).target))) if weight else None
         if layer is not None:
             insert(graph, node, layer)
     graph.prune()
@@ -110,7 +110,9 @@ def insert_layers(graph: Graph, source: Source) -> None:
 def insert(graph: Graph, node: fx.Node, layer: Layer) -> None:
     x, _, *bias = node.args
     weights = [None if name is None else operand(graph, node, layer, name) for name in layer.operands]
-    inputs = quantized_input(graph, node, x, layer) if layer.op in ON_INTEGERS else (x,)
+    inputs = (
+        quantized_input(graph, node, x, layer) if ops.RECORDS[layer.op.__name__].quantizes_input else (x,)
+    )
     with graph.fx.inserting_before(node):
         out = graph.fx.call_function(layer.op, (*inputs, *weights, *bias), dict(layer.options))
     node.replace_all_uses_with(out)
@@ -128,7 +130,7 @@ def quantized_input(graph: Graph, node: fx.Node, x: Any, layer: Layer) -> tuple[
     groups = layer.read("weight_scale").shape[1]
     group = 0 if groups == 1 or layer.op is reference.linear_w4a8 else layer.shape[1] // groups
     for user in x.users:
-        if user.target is reference.quantize_per_token and user.args == (x, group):
+        if user.target is reference.quantize_per_token and ops.argument(user, "group_size") == group:
             scale = next(u for u in user.users if u.args[1] == 1)
             return next(u for u in user.users if u.args[1] == 0), scale
     with graph.fx.inserting_after(x):

@@ -12,22 +12,19 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from optkit.checkpoint.quantized import G_IDX, PACKED, SCALE, ZERO, float_weight
+from optkit.checkpoint.quantized import G_IDX, PACKED, SCALE, float_weight
+from optkit.graph import ops
 from optkit.graph.ir import Graph, module_name
-from optkit.kernels import reference
+from optkit.graph.ops.operands import Role
 from optkit.kernels.packed_codes import WORD
 
 MINIMUM, INPUT_SCALE = "weight_minimum", "input_scale"
-
-# For each quantized op: the position of its first weight argument, and what its weight arguments are called.
+# For each quantized op: the position of its first weight argument, and the names of its weight tensors in a module.
 OPERANDS: dict[Callable[..., Tensor], tuple[int, tuple[str, ...]]] = {
-    reference.linear_w8a8: (2, ("weight", SCALE)),
-    reference.linear_w8a16: (1, ("weight", SCALE)),
-    reference.linear_w4a8: (2, (PACKED, SCALE, MINIMUM)),
-    reference.linear_wna16: (1, (PACKED, SCALE, ZERO, G_IDX)),
-    reference.linear_fp8: (1, ("weight", SCALE, INPUT_SCALE)),
+    reference: (op.first_weight, tuple(operand.stored for operand in op.stored))
+    for reference, op in ops.QUANTIZED_LINEARS.items()
 }
-SHARED = (G_IDX, INPUT_SCALE)
+SHARED = {o.stored for op in ops.QUANTIZED_LINEARS.values() for o in op.stored if o.role is Role.CHANNELS}
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from optkit.checkpoint.compressed import FLOAT8, INTS, NAME, PACK
 from optkit.checkpoint.compressed_tensors_writer import stored_format
 from optkit.checkpoint.modules import INPUT_SCALE, Module, modules
 from optkit.checkpoint.quantized import ZERO
+from optkit.graph import ops
 from optkit.graph.ir import Graph, module_name
 from optkit.kernels import reference
 
@@ -82,10 +83,10 @@ def float_modules(graph: Graph) -> list[str]:
     """Modules whose linear layer is float, fused ones spelled out."""
     names = []
     for node in graph.calls(reference.linear):
-        weight = graph.weight_of(node.args[1])
+        weight = graph.weight_of(ops.weight(node))
         if weight is None or weight.origin is None:
             continue
-        tied = str(node.args[1].target) == graph.meta.input_embedding
+        tied = str(ops.weight(node).target) == graph.meta.input_embedding
         names += [graph.meta.output_embedding] if tied else [module_name(p.name) for p in weight.origin.parts]
     return names
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from optkit.checkpoint.validate import TensorInfo
 from optkit.errors import UserError
+from optkit.graph import ops
 from optkit.kernels import reference
 from optkit.kernels.packed_codes import BITS
 
@@ -61,16 +62,10 @@ def float_weight(
     op: Callable[..., Tensor], operands: Sequence[Tensor | None], options: Mapping[str, Any], columns: int
 ) -> Tensor:
     """The float32 weight [N, columns] by which ``op`` multiplies, given its weight arguments."""
-    weight, scale, *more = operands
-    if weight is None or scale is None:
-        raise ValueError("a quantized layer has a weight and scales")
-    if op is reference.linear_wna16:
-        return reference.dequantize_wna16(weight, scale, *more, **options, columns=columns)
-    if op is reference.linear_w4a8:
-        return reference.dequantize_int4(weight, scale, more[0])
-    if op is reference.linear_fp8:
-        return reference.dequantize_fp8(weight, scale)
-    return (weight.unflatten(1, (scale.shape[1], -1)) * scale[..., None]).flatten(1)
+    dequantize = ops.QUANTIZED_LINEARS[op].dequantize
+    if dequantize is None:
+        raise ValueError(f"{op.__name__} is no quantized linear layer")
+    return dequantize(operands, options, columns)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Checks a call of a dialect op against its row of ``operands``: arguments, origins, dtypes, shapes."""
+"""Checks a call of a dialect op against the operands of its record: arguments, origins, dtypes, shapes."""
 
 from __future__ import annotations
 
@@ -8,18 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from optkit.graph import ops
 from optkit.graph.ir import Graph
-from optkit.graph.operands import (
-    BATCH_NAMES,
-    OPERANDS,
-    Choice,
-    Number,
-    Operand,
-    Source,
-    TensorOperand,
-)
-from optkit.graph.ops import op_name
-from optkit.graph.shape_rules import expect
+from optkit.graph.ops.operands import Choice, Number, Operand, Source, TensorOperand, expect
+from optkit.graph.ops.record import Op
 
 # -- one call with the values of its arguments -----------------------------------------------------------
 
@@ -45,7 +37,7 @@ def check_call(op: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, half:
 
 def bound(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Operand, Any]]:
     """The operands that a call gives, each with its argument. Tensors stand among ``args``, as kernels expect them."""
-    row = OPERANDS[op]
+    row = ops.RECORDS[op].operands
     expect(len(args) <= len(row), f"{len(args)} arguments, {op} has {len(row)} operands")
     names = {operand.name for operand in row}
     for name in kwargs:
@@ -115,10 +107,10 @@ def check_origins(node: fx.Node, *, lowered: bool = False) -> None:
     Raises:
         ValueError: an operand is missing, or is a weight, a value or a batch input where it must not be one.
     """
-    op = op_name(node.target)
-    if op not in OPERANDS:
+    op = ops.record_of(node.target)
+    if op is None:
         return
-    for operand, argument in bound(op, node.args, node.kwargs):
+    for operand, argument in bound(op.name, node.args, node.kwargs):
         if isinstance(operand, TensorOperand):
             if argument is not None or not operand.optional:
                 check_origin(op, operand, argument)
@@ -126,7 +118,7 @@ def check_origins(node: fx.Node, *, lowered: bool = False) -> None:
             expect(operand.stored or lowered, f"operand {operand.name} is set by lowering alone")
 
 
-def check_origin(op: str, operand: TensorOperand, argument: Any) -> None:
+def check_origin(op: Op, operand: TensorOperand, argument: Any) -> None:
     expect(isinstance(argument, fx.Node), f"operand {operand.name} is {argument!r:.40}, not a tensor")
     is_weight, target = argument.op == "get_attr", str(argument.target)
     wanted: str = operand.source.value
@@ -138,7 +130,7 @@ def check_origin(op: str, operand: TensorOperand, argument: Any) -> None:
         case Source.ANY:
             ok = True
         case Source.BATCH:
-            name = BATCH_NAMES.get((op, operand.name), operand.name)
+            name = op.inputs.get(operand.name, operand.name)
             ok, wanted = argument.op == "placeholder" and target == name, f"the graph's input {name}"
         case Source.POOL:
             ok = argument.op == "placeholder" and target.startswith(f"{operand.name}_")
@@ -155,8 +147,8 @@ def check_indexes(graph: Graph) -> None:
         ValueError: a group of ``g_idx`` does not exist.
     """
     for node in graph.fx.nodes:
-        if op_name(node.target) == "linear_wna16" and len(node.args) > 4:
-            scale, g_idx = graph.weight_of(node.args[2]), graph.weight_of(node.args[4])
+        if ops.op_name(node.target) == "linear_wna16":
+            scale, g_idx = (graph.weight_of(ops.argument(node, name)) for name in ("weight_scale", "g_idx"))
             if scale is None or g_idx is None or g_idx.value.device.type == "meta":
                 continue
             low, high = (int(v) for v in torch.aminmax(g_idx.value))

@@ -1,7 +1,7 @@
 """Shapes of every value, learned by running the graph on the meta device at a concrete batch.
 
-An op's reference, run on meta tensors, is its shape rule, unless it has one of its own (``shape_rules``). Sizes
-depend on the batch, so the batch is explicit: a ``Point``.
+The shape rule of a dialect op is in its record; an aten op is run on meta tensors. Sizes depend on the batch, so the
+batch is explicit: a ``Point``.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from optkit.graph import ops
 from optkit.graph.ir import Graph
 from optkit.graph.operand_check import check_call
-from optkit.graph.operands import OPERANDS
-from optkit.graph.ops import aten, op_name
-from optkit.graph.shape_rules import RULES, expect
+from optkit.graph.ops.operands import expect
 
-SPLIT, MAX_PARTS = aten("split.Tensor"), 4096
+SPLIT, MAX_PARTS = ops.aten("split.Tensor"), 4096
 MAX_ELEMENTS = 1 << 40
 
 
@@ -92,12 +91,12 @@ class MetaRun:
             raise ShapeError(f"{node.name}: {reason} (arguments {shapes!s:.200})") from error
 
     def checked(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        name = op_name(node.target)
-        if name in OPERANDS:
-            check_call(name, args, kwargs, half=self.half)
+        op = ops.record_of(node.target)
+        if op is not None:
+            check_call(op.name, args, kwargs, half=self.half)
         elif node.target is SPLIT:
             check_split(*args[:2], *args[2:3] or (kwargs.get("dim", 0),))
-        result = RULES.get(node.target, node.target)(*args, **kwargs)
+        result = ops.shape_rule(node.target)(*args, **kwargs)
         check_size(result)
         return result
 

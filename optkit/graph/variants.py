@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import fx
 
+from optkit.graph import ops
 from optkit.graph.ir import Graph
-from optkit.graph.ops import OPS
 from optkit.kernels import reference
 
 
@@ -31,7 +31,7 @@ def at(graph: Graph, tokens: int) -> Graph:
         return graph
     chosen = graph.clone()
     for node in chosen.calls(reference.by_tokens):
-        node.replace_all_uses_with(node.args[0] if tokens <= limit_of(node) else node.args[1])
+        node.replace_all_uses_with(ops.argument(node, "few" if tokens <= limit_of(node) else "many"))
     chosen.prune()
     return chosen
 
@@ -60,7 +60,7 @@ def changed(before: Graph, after: Graph) -> dict[str, int]:
 
 def contents(graph: Graph) -> list[Any]:
     """What tells two rewrites of one graph apart: their ops, by position and not by name, and where weights lie."""
-    numbers = {node: f"%{index}" for index, node in enumerate(graph.calls(*OPS.values()))}
+    numbers = {node: f"%{index}" for index, node in enumerate(graph.calls(*ops.OPS.values()))}
     lines: list[Any] = [graph.meta, graph.annotations]
     for node in numbers:
         read = fx.map_arg((node.args, node.kwargs), lambda n: numbers.get(n, str(n.target)))
@@ -70,8 +70,7 @@ def contents(graph: Graph) -> list[Any]:
 
 
 def limit_of(node: fx.Node) -> int:
-    *_, limit = node.args
-    return limit
+    return ops.argument(node, "limit")
 
 
 class SharedWeights:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-from optkit.graph import variants
+from optkit.graph import ops, variants
 from optkit.graph.ir import BATCH_INPUTS, Graph
 from optkit.graph.operand_check import check_indexes, check_origins
-from optkit.graph.ops import PLACEMENT, op_name
+from optkit.graph.ops.aten import PLACEMENT
 from optkit.graph.shapes import Point, ShapeError, infer_shapes
 from optkit.kernels import reference
 
 MAX_VARIANTS = 4
 # A prefill, a decode, and the batch that lowering looks at (``programs.PROBE``), each with its block size.
 POINTS = ((Point(5, 2, 5), 16), (Point(2, 2, 33), 16), (Point(11, 3, 37), 5))
+POOLS = ("k_cache", "v_cache")
 
 
 class VerifyError(Exception):
@@ -50,7 +51,7 @@ def check_nodes(graph: Graph) -> None:
                 raise VerifyError(f"{node.name} reads {argument.name} before it is computed")
         if node.op == "placeholder" and str(node.target) not in inputs:
             raise VerifyError(f"unknown graph input {node.target}")
-        if node.op == "call_function" and op_name(node.target) is None:
+        if node.op == "call_function" and ops.op_name(node.target) is None:
             raise VerifyError(f"{node.name} calls {node.target}, which is not on the op list")
         for keyword in PLACEMENT:
             if keyword in node.kwargs:
@@ -76,21 +77,21 @@ def check_weights(graph: Graph) -> None:
     used = {str(node.target) for node in graph.fx.nodes if node.op == "get_attr"}
     for name in sorted(used ^ set(graph.weights)):
         raise VerifyError(f"weight {name} is {'missing' if name in used else 'never read'}")
-    for name, weight in graph.weights.items():
-        if weight.origin is None:
+    for name, stored in graph.weights.items():
+        if stored.origin is None:
             continue
-        shape = tuple(weight.value.shape) or (1,)
-        if weight.origin.transposed and len(shape) != 2:
+        shape = tuple(stored.value.shape) or (1,)
+        if stored.origin.transposed and len(shape) != 2:
             raise VerifyError(f"weight {name} is {list(shape)}, so it can't be transposed")
-        rows = shape[1 if weight.origin.transposed else 0]
-        if sum(part.rows for part in weight.origin.parts) != rows:
-            raise VerifyError(f"weight {name} has {rows} rows, its origin {weight.origin} does not")
+        rows = shape[1 if stored.origin.transposed else 0]
+        if sum(part.rows for part in stored.origin.parts) != rows:
+            raise VerifyError(f"weight {name} has {rows} rows, its origin {stored.origin} does not")
 
 
 def check_attention(graph: Graph) -> None:
     """Exactly one attention op a layer, on that layer's own pool."""
     pools = [
-        tuple(str(a.target) for a in n.args[3:5] if isinstance(a, fx.Node))
+        tuple(str(a.target) for name in POOLS if isinstance(a := ops.argument(n, name), fx.Node))
         for n in graph.calls(reference.attention, reference.paged_attention)
     ]
     expected = sorted((f"k_cache_{s.layer}", f"v_cache_{s.layer}") for s in graph.meta.kv_specs)
@@ -110,9 +111,9 @@ def check_forms(graph: Graph) -> None:
 def check_vocabulary(graph: Graph) -> None:
     """Every id below ``vocab_size`` has a row in each embedding that reads the ids of the batch."""
     for node in graph.calls(reference.embedding):
-        weight = graph.weight_of(node.args[0])
-        rows, ids = (weight.value.shape[:1] or (0,))[0] if weight else 0, node.args[1]
-        if weight and ids.target == "input_ids" and rows < graph.meta.vocab_size:
+        table = graph.weight_of(ops.weight(node))
+        rows, ids = (table.value.shape[:1] or (0,))[0] if table else 0, ops.argument(node, "ids")
+        if table and ids.target == "input_ids" and rows < graph.meta.vocab_size:
             raise VerifyError(f"{node.name} has {rows} rows for a vocabulary of {graph.meta.vocab_size}")
 
 

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
-from optkit.graph import variants
+from optkit.graph import ops, variants
 from optkit.graph.ir import Graph
-from optkit.graph.ops import op_name
+from optkit.graph.ops.record import Work
 from optkit.graph.shapes import Point, infer_shapes
-from optkit.kernels import reference
 
 if TYPE_CHECKING:
     from optkit.machine.target import Target
@@ -58,8 +57,8 @@ class Cost:
 
 def node_cost(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point: Point) -> Cost:
     """Cost of one op at ``point``, given the shapes of all values there."""
-    rule = RULES.get(node.target, pointwise)
-    return rule(graph, node, values, point)
+    op = ops.record_of(node.target)
+    return RULES[op.work if op else Work.POINTWISE](graph, node, values, point)
 
 
 def graph_cost(graph: Graph, point: Point) -> Cost:
@@ -82,7 +81,7 @@ def predict_seconds(graph: Graph, point: Point, target: Target) -> float:
     compiled = compiled_nodes(graph)
     total = 0.0
     for node in graph.fx.nodes:
-        if node.op == "call_function" and op_name(node.target) not in FREE_OPS:
+        if node.op == "call_function" and ops.op_name(node.target) not in FREE_OPS:
             total += node_cost(graph, node, values, point).seconds(target)
             total += 0.0 if node.name in compiled else DISPATCH_SECONDS[target.kind]
     return total
@@ -141,22 +140,22 @@ def embedding(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point:
 
 def linear(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point: Point) -> Cost:
     weights, activations = traffic(graph, node, values)
-    out, weight = values[node], values[node.args[1]]
-    work = products(2.0 * out.numel() * weight.shape[1], values[node.args[0]])
+    out, k = values[node], values[ops.weight(node)].shape[1]
+    work = products(2.0 * out.numel() * k, values[ops.activation(node)])
     return Cost(**work, weight_bytes=weights, activation_bytes=activations)
 
 
 def integer_linear(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point: Point) -> Cost:
     """int8 products, whatever the weights are stored as."""
     weights, activations = traffic(graph, node, values)
-    out, k = values[node], values[node.args[0]].shape[1]
+    out, k = values[node], values[ops.activation(node)].shape[1]
     return Cost(int8_ops=2.0 * out.numel() * k, weight_bytes=weights, activation_bytes=activations)
 
 
 def weight_only_linear(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point: Point) -> Cost:
     """Activations of 16 bits are two int8 rows each on a CPU; a GPU multiplies them as they are."""
     weights, activations = traffic(graph, node, values)
-    out, x = values[node], values[node.args[0]]
+    out, x = values[node], values[ops.activation(node)]
     k = x.shape[-1]
     if x.dtype != torch.float32:
         return Cost(half_flops=2.0 * out.numel() * k, weight_bytes=weights, activation_bytes=activations)
@@ -165,37 +164,33 @@ def weight_only_linear(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any
 
 def grouped_mm(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point: Point) -> Cost:
     """Each row meets one expert; at most all experts are read."""
-    rows, k = values[node.args[0]].shape
-    weight = values[node.args[1]]
-    read = min(rows, weight.shape[0]) / weight.shape[0] * bytes_of(weight)
-    return Cost(flops=2.0 * rows * k * weight.shape[2], weight_bytes=read)
+    rows, k = values[ops.activation(node)].shape
+    experts = values[ops.weight(node)]
+    read = min(rows, experts.shape[0]) / experts.shape[0] * bytes_of(experts)
+    return Cost(flops=2.0 * rows * k * experts.shape[2], weight_bytes=read)
 
 
 def attention(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point: Point) -> Cost:
     """Pairs of (query, visible key): a chunk of n tokens that ends at context c sees c - (n - 1) / 2 each."""
-    q, k_pool, v_pool = values[node.args[0]], values[node.args[3]], values[node.args[4]]
+    q, v, k_pool, v_pool = (values[ops.argument(node, name)] for name in ("q", "v", "k_cache", "v_cache"))
     new = point.tokens / point.sequences
     seen = point.context - (new - 1) / 2
-    window = node.kwargs.get("window", 0) or point.context
+    window = ops.argument(node, "window") or point.context
     pairs = point.tokens * min(seen, window)
     per_token = (
         k_pool.shape[2] * k_pool.shape[3] + v_pool.shape[2] * v_pool.shape[3]
     ) * k_pool.element_size()
     kv = point.sequences * min(point.context, window + new) * per_token
-    flops = 2.0 * pairs * q.shape[1] * (q.shape[2] + values[node.args[2]].shape[2])
+    flops = 2.0 * pairs * q.shape[1] * (q.shape[2] + v.shape[2])
     return Cost(**products(flops, q), kv_bytes=kv)
 
 
 RULES = {
-    reference.embedding: embedding,
-    reference.linear: linear,
-    reference.linear_w8a8: integer_linear,
-    reference.linear_w4a8: integer_linear,
-    reference.linear_w8a16: weight_only_linear,
-    reference.linear_wna16: weight_only_linear,
-    reference.linear_fp8: linear,
-    reference.linear_fp8_rowwise: integer_linear,  # the rates are the same where there is fp8
-    reference.grouped_mm: grouped_mm,
-    reference.attention: attention,
-    reference.paged_attention: attention,
+    Work.POINTWISE: pointwise,
+    Work.GATHER: embedding,
+    Work.LINEAR: linear,
+    Work.LINEAR_8BIT: integer_linear,
+    Work.LINEAR_WEIGHT_ONLY: weight_only_linear,
+    Work.EXPERTS: grouped_mm,
+    Work.ATTENTION: attention,
 }

@@ -9,16 +9,20 @@ artifact stays the same for every target. A fusion is exact: the reference gives
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
+from optkit.graph import ops
 from optkit.graph.ir import Graph
 from optkit.kernels import reference
 
 if TYPE_CHECKING:
     from optkit.machine.target import Target
+
+FP8_OPERANDS = ("x", "weight", "weight_scale", "input_scale", "bias")
+SEQUENCES = ("query_start", "seq_lens", "block_tables")
 
 
 def rewrite(graph: Graph, target: Target) -> None:
@@ -34,14 +38,14 @@ def rewrite(graph: Graph, target: Target) -> None:
 def quantize_apart(graph: Graph) -> None:
     """``linear_fp8`` that rounds each token: the rounding becomes an op of its own, which others can share or fuse."""
     for node in graph.calls(reference.linear_fp8):
-        x, weight, scale, input_scale, *bias = node.args
+        x, weight, scale, input_scale, bias = (ops.argument(node, name) for name in FP8_OPERANDS)
         rowwise = graph.weights[str(scale.target)].value.shape[1] == 1 and input_scale is None
-        if not rowwise or node.kwargs.get("activations", "token") != "token":
+        if not rowwise or ops.argument(node, "activations") != "token":
             continue
         with graph.fx.inserting_before(node):
             rounded = graph.fx.call_function(reference.quantize_fp8_per_token, (x,))
             q, s = items(graph, rounded, 2)
-            product = graph.fx.call_function(reference.linear_fp8_rowwise, (q, s, weight, scale, *bias))
+            product = graph.fx.call_function(reference.linear_fp8_rowwise, (q, s, weight, scale, bias))
         replace(graph, node, product)
 
 
@@ -57,42 +61,40 @@ def share_quantization(graph: Graph) -> None:
 def fuse_quantization(graph: Graph) -> None:
     """A norm or a gate whose result is quantized per token writes the quantized rows itself."""
     for node in graph.calls(reference.quantize_fp8_per_token, reference.quantize_per_token):
-        if group_size(node):
+        if node.target is reference.quantize_per_token and ops.argument(node, "group_size"):
             continue
-        producer = node.args[0]
-        fuse = FUSIONS.get(producer.target)
-        if fuse is not None and list(producer.users) == [node]:
-            fuse(graph, producer, node, "int8" if node.target is reference.quantize_per_token else "fp8")
+        producer, fmt = ops.activation(node), "int8" if node.target is reference.quantize_per_token else "fp8"
+        if list(producer.users) != [node]:
+            continue
+        if producer.target is operator.getitem:
+            fuse_add_norm(graph, producer, node, fmt)
+        elif (op := ops.record_of(producer.target)) and op.quantized:
+            fuse(graph, producer, node, fmt)
 
 
-def fuse_norm(graph: Graph, norm: fx.Node, quantize: fx.Node, fmt: str) -> None:
+def fuse(graph: Graph, producer: fx.Node, quantize: fx.Node, fmt: str) -> None:
+    """One op in the place of ``producer`` and ``quantize``."""
     with graph.fx.inserting_before(quantize):
-        fused = graph.fx.call_function(reference.rms_norm_quantize, norm.args, {**norm.kwargs, "fmt": fmt})
+        fused = call_quantized(graph, producer, fmt)
     replace(graph, quantize, fused)
 
 
-def fuse_gate(graph: Graph, gate: fx.Node, quantize: fx.Node, fmt: str) -> None:
-    op = (
-        reference.silu_mul_quantize
-        if gate.target is reference.silu_mul_packed
-        else reference.gelu_mul_quantize
-    )
-    options = dict(zip(("gate_up", "approximate"), gate.args, strict=False)) | gate.kwargs
-    gate_up = options.pop("gate_up")
-    with graph.fx.inserting_before(quantize):
-        fused = graph.fx.call_function(op, (gate_up,), {**options, "fmt": fmt})
-    replace(graph, quantize, fused)
+def call_quantized(graph: Graph, node: fx.Node, fmt: str) -> fx.Node:
+    """A call of the op that does the same as ``node`` and quantizes, on the same arguments: tensors by position."""
+    op = ops.op_of(node)
+    tensors = tuple(op.argument(node, operand.name) for operand in op.tensors)
+    given = (*list(op.positions)[: len(node.args)], *node.kwargs)
+    options = {name: op.argument(node, name) for name in given if op.positions[name] >= len(tensors)}
+    return graph.fx.call_function(op.quantized, tensors, {**options, "fmt": fmt})
 
 
 def fuse_add_norm(graph: Graph, normed: fx.Node, quantize: fx.Node, fmt: str) -> None:
     """``normed`` is the first result of an ``add_rms_norm``; its second, the sum, moves to the third place."""
-    norm = normed.args[0]
-    if norm.target is not reference.add_rms_norm or normed.args[1] != 0:
+    norm, index = normed.args
+    if norm.target is not reference.add_rms_norm or index != 0:
         return
     with graph.fx.inserting_before(norm):
-        fused = graph.fx.call_function(
-            reference.add_rms_norm_quantize, norm.args, {**norm.kwargs, "fmt": fmt}
-        )
+        fused = call_quantized(graph, norm, fmt)
         q, s, total = items(graph, fused, 3)
     for user in list(quantize.users):
         user.replace_all_uses_with((q, s)[user.args[1]])
@@ -105,31 +107,30 @@ def fuse_add_norm(graph: Graph, normed: fx.Node, quantize: fx.Node, fmt: str) ->
 def fuse_rope(graph: Graph) -> None:
     """Where attention reads rotated q and k: rotation and KV write in one op, then attention over the cache alone."""
     for node in graph.calls(reference.attention):
-        q, k, v, k_cache, v_cache, slots, *batch = node.args
-        rotated = q.target is k.target is reference.rope and q.args[1:] == k.args[1:]
+        q, k, v, k_cache, v_cache = (
+            ops.argument(node, name) for name in ("q", "k", "v", "k_cache", "v_cache")
+        )
+        rotated = q.target is k.target is reference.rope and angles(q) == angles(k)
         if not rotated or node.meta.get("kernel") == "reference":
             continue
         with graph.fx.inserting_before(node):
-            arguments = (q.args[0], k.args[0], v, *q.args[1:], k_cache, v_cache, slots)
+            slots = ops.argument(node, "slot_mapping")
+            arguments = (ops.activation(q), ops.activation(k), v, *angles(q), k_cache, v_cache, slots)
             written = graph.fx.call_function(reference.rope_kv_write, arguments)
             new_q, new_k = items(graph, written, 2)
+            batch = [ops.argument(node, name) for name in SEQUENCES]
+            scores = node.args[len(ops.op_of(node).tensors) :]
             attended = graph.fx.call_function(
-                reference.paged_attention, (new_q, new_k, v, k_cache, v_cache, *batch), node.kwargs
+                reference.paged_attention,
+                (new_q, new_k, v, k_cache, v_cache, *batch, *scores),
+                node.kwargs,
             )
         replace(graph, node, attended)
 
 
-FUSIONS: dict[Any, Callable[[Graph, fx.Node, fx.Node, str], None]] = {
-    reference.rms_norm: fuse_norm,
-    reference.silu_mul_packed: fuse_gate,
-    reference.gelu_mul_packed: fuse_gate,
-    operator.getitem: fuse_add_norm,
-}
-
-
-def group_size(quantize: fx.Node) -> int:
-    """0 for one scale a token, else the channels that share one."""
-    return quantize.kwargs.get("group_size", (*quantize.args, 0)[1])
+def angles(rope: fx.Node) -> tuple[Any, Any]:
+    """The cosines and sines of a rotation."""
+    return ops.argument(rope, "cos"), ops.argument(rope, "sin")
 
 
 def items(graph: Graph, node: fx.Node, count: int) -> Sequence[fx.Node]:

@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from optkit.graph import ops
 from optkit.graph.ir import Graph
-from optkit.graph.operands import OPERANDS, Source, TensorOperand
-from optkit.graph.ops import op_name
+from optkit.graph.ops.operands import Source
 from optkit.graph.shapes import Point, infer_shapes
-from optkit.kernels.cpu.emit import EMITTERS, FUSES_QUANTIZATION, Quantization
+from optkit.kernels.cpu import emitters
+from optkit.kernels.cpu.emit import Quantization
 from optkit.kernels.cpu.program import LOGITS, TOKENS, Arena, Builder, View
 
 # No two sizes are equal, so that a first dimension tells what the rows are.
@@ -32,8 +33,6 @@ SPLITS = {"aten.split_with_sizes.default", "aten.split.Tensor"}
 RESHAPES = {"aten.reshape.default", "aten.view.default"}
 BATCH = ("input_ids", "logits_index", "seq_lens", "block_tables")  # they tell the sizes of a batch
 TYPES = (torch.float32, torch.int64, torch.int32, torch.uint8, torch.int8)
-# Arguments that the kernel packs into one tensor, whatever their types were.
-PACKED_TOGETHER = {"linear_w4a8": (2, 3, 4), "linear_wna16": (1, 2, 3, 4)}
 WORTH_IT = 4  # ops: a program of fewer gains nothing over calling their kernels
 
 
@@ -43,8 +42,8 @@ class Programs:
     def __init__(self, graph: Graph, native: set[fx.Node]) -> None:
         """``native`` are the nodes whose kernel is native."""
         self.graph, self.values = graph, infer_shapes(graph, PROBE, PROBE_BLOCK, half=False)
-        self.ops = {node: name for node in native if (name := op_name(node.target)) in EMITTERS}
-        self.sizes = {node: node.args[1] for node in graph.fx.nodes if op_name(node.target) in SPLITS}
+        self.ops = {node: name for node in native if (name := ops.op_name(node.target)) in emitters()}
+        self.sizes = {node: node.args[1] for node in graph.fx.nodes if ops.op_name(node.target) in SPLITS}
         self.stage: dict[fx.Node, int] = {}
         self.stages: dict[int, list[fx.Node]] = {}
         for node in graph.fx.nodes:
@@ -61,19 +60,21 @@ class Programs:
             self.stage[node] = latest + latest % 2
 
     def _is_native(self, node: fx.Node) -> bool:
-        if op_name(node.target) == "aten.add.Tensor" and not self._adds_rows(node):
+        if ops.op_name(node.target) == "aten.add.Tensor" and not self._adds_rows(node):
             return False
-        packed = [node.args[i] for i in PACKED_TOGETHER.get(self.ops.get(node, ""), ())]
+        op = ops.record_of(node.target)
+        packed = [op.argument(node, operand.name) for operand in op.stored] if op else []
         read = [a for a in node.all_input_nodes if a not in packed]
         typed = all(map(self._is_typed, read))
         return node in self.ops and self._has_rows(node) and typed and self._takes_rows(node)
 
     def _takes_rows(self, node: fx.Node) -> bool:
         """Activations have a row a token, or one a row of logits; every other tensor but the batch is a weight."""
+        op = ops.record_of(node.target)
         tensors = [
             (operand.source, a)
-            for operand, a in zip(OPERANDS.get(self.ops[node], ()), node.args, strict=False)
-            if isinstance(operand, TensorOperand) and isinstance(a, fx.Node)
+            for operand, a in zip(op.tensors if op else (), node.args, strict=False)
+            if isinstance(a, fx.Node)
         ]
         rows = [a for source, a in tensors if source is Source.VALUE]
         weights = [a for source, a in tensors if source in (Source.WEIGHT, Source.ANY)]
@@ -91,7 +92,7 @@ class Programs:
             return False
         if node.target is operator.getitem:
             return isinstance(self.values[source], (tuple, list))
-        value, name = self.values[source], op_name(node.target)
+        value, name = self.values[source], ops.op_name(node.target)
         if name in SPLITS:
             return value.dim() == 2 and (*node.args[2:], 0)[0] in (1, -1)
         return name in RESHAPES and self.values[node].shape[0] == value.shape[0]
@@ -193,7 +194,7 @@ class Segment:
             self.views[node] = self._view(node.args[0]).reshape(self.owner.values[node].shape[1:])
 
     def _call(self, node: fx.Node) -> None:
-        emitter = EMITTERS[self.owner.ops[node]]
+        emitter = emitters()[self.owner.ops[node]].emit
         args = [self._argument(a) for a in node.args]
         kwargs = {name: self._argument(a) for name, a in node.kwargs.items()}
         reader = self._quantization_of(node)
@@ -201,8 +202,8 @@ class Segment:
         if reader is None:
             result = emitter(self.builder, *args, **kwargs)
         else:
-            group = (*reader.args[1:], *reader.kwargs.values(), 0)[0]
-            wanted = Quantization(int(group), keep=len(list(self._readers(node))) > 1)
+            group_size = ops.RECORDS["quantize_per_token"].argument(reader, "group_size")
+            wanted = Quantization(group_size, keep=len(list(self._readers(node))) > 1)
             *result, q, scale = emitter(self.builder, *args, **kwargs, quantized=wanted)
             self.views[reader] = (q, scale)
         is_tuple = not isinstance(self.owner.values[node], Tensor)
@@ -210,7 +211,7 @@ class Segment:
 
     def _quantization_of(self, node: fx.Node) -> fx.Node | None:
         """The one op that quantizes this op's first result, if it can be done on the way."""
-        if self.owner.ops[node] not in FUSES_QUANTIZATION:
+        if not emitters()[self.owner.ops[node]].fuses_quantization:
             return None
         found = [r for r in self._readers(node) if self.owner.ops.get(r) == "quantize_per_token"]
         return found[0] if len(found) == 1 and found[0] in self.inside else None

@@ -12,7 +12,6 @@ is missing would do.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -21,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from optkit.graph import ops
 from optkit.graph.ir import Graph, KVSpec, Weight
-from optkit.graph.ops import is_dialect, op_name
 from optkit.graph.shapes import MetaRun, Point
 from optkit.graph.variants import SharedWeights
 from optkit.kernels import reference
@@ -31,8 +30,7 @@ HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 CAST = torch.ops.aten._to_copy.default
 # No two sizes are equal, and none is 1, which would broadcast.
 PROBE, PROBE_BLOCK = Point(tokens=11, sequences=3, context=37), 5
-# Ops that torch itself runs in half precision with float32 sums: their reference is as good as it is.
-NATIVE = {reference.embedding, reference.linear, reference.grouped_mm, reference.select_rows}
+ANY_DTYPE = ops.having(lambda op: op.any_dtype)
 
 
 def narrow(
@@ -56,7 +54,8 @@ def compute_dtype(name: str) -> torch.dtype:
 def follow(graph: Graph, dtype: torch.dtype, device: torch.device, shared: SharedWeights) -> None:
     graph.meta = replace(graph.meta, kv_specs=tuple(narrow_spec(spec, dtype) for spec in graph.meta.kv_specs))
     for node in graph.calls(reference.embedding):
-        node.update_arg(0, narrow_weight(graph, node.args[0], node, dtype, device, shared))
+        narrowed = narrow_weight(graph, ops.weight(node), node, dtype, device, shared)
+        node.replace_input_with(ops.weight(node), narrowed)
     Narrowing(graph, dtype, device, shared)
     graph.prune()
 
@@ -107,14 +106,15 @@ class Narrowing(MetaRun):
     def value(self, node: fx.Node) -> Any:
         if node.op == "call_function":
             self.agree(node)
-            if "dtype" in named_options(node.target) and is_dialect(node.target):
+            op = ops.record_of(node.target)
+            if op is not None and "dtype" in op.positions:
                 node.kwargs = {**node.kwargs, "dtype": str(self.dtype).removeprefix("torch.")}
         value = super().value(node)
         return self.cast_product(node, value)
 
     def agree(self, node: fx.Node) -> None:
         """Plain ops and matrix products take all their float arguments in one type."""
-        if is_dialect(node.target) and node.target not in NATIVE:
+        if ops.record_of(node.target) is not None and node.target not in ANY_DTYPE:
             return
         inputs = [i for i in node.all_input_nodes if is_float(self.values[i])]
         if self.dtype not in {self.values[i].dtype for i in inputs}:
@@ -130,7 +130,7 @@ class Narrowing(MetaRun):
 
     def cast_product(self, node: fx.Node, value: Any) -> Any:
         """A matrix product of quantized numbers that only comes in float32 is rounded after it."""
-        name = op_name(node.target) if node.op == "call_function" else None
+        name = ops.op_name(node.target) if node.op == "call_function" else None
         if name and name.startswith("linear") and is_float(value) and value.dtype == torch.float32:
             with self.graph.fx.inserting_after(node):
                 narrowed = self.graph.fx.call_function(CAST, (node,), {"dtype": self.dtype})
@@ -149,7 +149,7 @@ class Narrowing(MetaRun):
 def round_references(graph: Graph, dtype: torch.dtype) -> None:
     """After kernels are bound: what still calls a float32 reference computes in float32 and rounds (``rounded``)."""
     for node in graph.fx.nodes:
-        if node.op == "call_function" and is_dialect(node.target) and node.target not in NATIVE:
+        if node.op == "call_function" and ops.record_of(node.target) and node.target not in ANY_DTYPE:
             inputs = [isinstance(a, fx.Node) and a.op == "placeholder" for a in node.args]
             in_place = frozenset(i for i, is_input in enumerate(inputs) if is_input)
             node.target = rounded(node.target, dtype, in_place)
@@ -160,19 +160,13 @@ def is_float(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0 and value.dtype in (torch.float32, *HALF.values())
 
 
-def named_options(target: Any) -> tuple[str, ...]:
-    return tuple(inspect.signature(target).parameters) if inspect.isfunction(target) else ()
-
-
 def rounded(fn: Callable[..., Any], dtype: torch.dtype, in_place: frozenset[int]) -> Callable[..., Any]:
     """``fn``, a float32 reference, for arguments of ``dtype``: computes in float32, and rounds what has their type.
 
     ``in_place`` are the positions of tensors that ``fn`` writes to; they go in as they are. What comes out float32
     although activations were ``dtype`` is float32 by the op's shape rule (rotary angles, scales).
     """
-    from optkit.graph.shape_rules import RULES
-
-    rule = RULES.get(fn, fn)
+    rule = ops.shape_rule(fn)
 
     def widened(value: Any, position: int) -> Any:
         narrow = isinstance(value, Tensor) and value.dtype == dtype and position not in in_place

@@ -23,6 +23,7 @@ from torch import Tensor, fx
 
 from optkit.calibration.samples import Calibration
 from optkit.calibration.walk import Walk
+from optkit.graph import ops
 from optkit.graph.ir import Graph
 from optkit.kernels import reference
 from optkit.passes.base import PassContext, PassResult, Plan, Progress, Site
@@ -58,7 +59,7 @@ class Group:
     @property
     def x(self) -> fx.Node:
         """The activation: of the graph as it is now, since an earlier layer that made it may have been replaced."""
-        return self.sites[0].nodes[0].args[0]
+        return ops.activation(self.sites[0].nodes[0])
 
     @property
     def name(self) -> str:
@@ -217,7 +218,7 @@ def by_activation(sites: Iterable[Site]) -> list[Group]:
     """Sites grouped by the activation they read, in execution order."""
     found: dict[fx.Node, list[Site]] = {}
     for site in sites:
-        found.setdefault(site.nodes[0].args[0], []).append(site)
+        found.setdefault(ops.activation(site.nodes[0]), []).append(site)
     return [Group(tuple(of_x)) for of_x in found.values()]
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optkit.graph import ops
 from optkit.graph.ops import op_name
 from optkit.kernels import reference, select
 from optkit.kernels.packed_codes import pack_codes, words_of
@@ -70,7 +71,7 @@ class WeightFormat(ABC):
 
     def first_weight(self) -> int:
         """The position of the first tensor among the op's arguments."""
-        return 2 if self.quantizes_input else 1
+        return ops.RECORDS[self.op.__name__].first_weight
 
 
 def uneven(k: int, size: int) -> str | None:

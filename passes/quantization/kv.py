@@ -12,6 +12,7 @@ from typing import ClassVar
 from pydantic import Field
 from torch import fx
 
+from optkit.graph import ops
 from optkit.graph.ir import Graph, KVSpec
 from optkit.kernels import PLAIN, reference, select
 from optkit.passes.base import Config, Pass, PassContext, PassResult, Plan, Site, Skip, Stage
@@ -76,4 +77,6 @@ class KVQuantization(Pass):
 
 def spec_of(graph: Graph, node: fx.Node) -> KVSpec:
     """The spec of the pools that an attention node reads."""
-    return next(spec for spec in graph.meta.kv_specs if f"k_cache_{spec.layer}" == str(node.args[3]))
+    return next(
+        spec for spec in graph.meta.kv_specs if f"k_cache_{spec.layer}" == str(ops.argument(node, "k_cache"))
+    )

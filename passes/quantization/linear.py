@@ -8,7 +8,6 @@ asked for; a tied head gets a weight of its own, so that the embedding stays as 
 
 from __future__ import annotations
 
-import inspect
 import operator
 import re
 from abc import abstractmethod
@@ -21,6 +20,7 @@ from pydantic import Field, field_validator
 from torch import Tensor, fx
 
 from optkit.errors import UserError, nearest
+from optkit.graph import ops
 from optkit.graph.ir import Graph, Origin, Part, Weight
 from optkit.kernels import reference
 from optkit.passes.base import Config, Pass, PassContext, PassResult, Plan, Site, Skip, Stage
@@ -114,7 +114,7 @@ class LinearQuantization(Pass):
                 return "not a target"
             if not all(found) and not matches_any(named, name):
                 return "only some of the layers fused into it are targets"
-        weight = graph.weight_of(node.args[1])
+        weight = graph.weight_of(ops.weight(node))
         if weight is None or weight.origin is None or weight.value.dtype != torch.float32:
             return "its weight is not a float32 checkpoint tensor"
         form = self.format_for(graph, node, name)
@@ -171,7 +171,7 @@ def restored(graph: Graph, sites: Container[str]) -> Graph:
     for site, node in quantized_sites(clone).items():
         layer: FloatLayer = node.meta[FLOAT]
         if site in sites and (choice := choice_of(node)):
-            choice.replace_all_uses_with(choice.args[1])
+            choice.replace_all_uses_with(ops.argument(choice, "many"))
         elif site in sites:
             clone.weights[layer.source] = layer.weight
             weight = clone.weight_node(layer.source, node)
@@ -190,20 +190,25 @@ def restored(graph: Graph, sites: Container[str]) -> Graph:
 def choice_of(node: fx.Node) -> fx.Node | None:
     """The ``by_tokens`` that ``node`` is the form for few tokens of."""
     return next(
-        (user for user in node.users if user.target is reference.by_tokens and user.args[0] is node), None
+        (
+            user
+            for user in node.users
+            if user.target is reference.by_tokens and ops.argument(user, "few") is node
+        ),
+        None,
     )
 
 
 def activation_of(node: fx.Node) -> fx.Node:
     """The float activation that a quantized op reads, before it is quantized."""
-    x = node.args[0]
+    x = ops.activation(node)
     quantized = x.target is operator.getitem and x.args[0].target is reference.quantize_per_token
-    return x.args[0].args[0] if quantized else x
+    return ops.activation(x.args[0]) if quantized else x
 
 
 def bias_of(node: fx.Node) -> tuple[Any, ...]:
     """The bias argument of a quantized op, as its linear had it: maybe None, maybe not there."""
-    return node.args[list(inspect.signature(node.target).parameters).index("bias") :]
+    return node.args[ops.op_of(node).positions["bias"] :]
 
 
 def weight_stats(before: int, graph: Graph) -> dict[str, Any]:
@@ -212,7 +217,7 @@ def weight_stats(before: int, graph: Graph) -> dict[str, Any]:
 
 def weight_of(graph: Graph, linear: fx.Node) -> Tensor:
     """The weight [N, K] of a linear."""
-    return graph.weights[str(linear.args[1].target)].value
+    return graph.weights[str(ops.weight(linear).target)].value
 
 
 class Emitter:
@@ -312,7 +317,7 @@ def add_weights(
 
 def members(graph: Graph, node: fx.Node, name: str) -> list[str]:
     """The modules of the checkpoint that linear ``name`` is made of: itself, or those that were fused into it."""
-    weight = graph.weight_of(node.args[1])
+    weight = graph.weight_of(ops.weight(node))
     parts = weight.origin.parts if weight is not None and weight.origin is not None else ()
     return [part.name.rpartition(".")[0] for part in parts] if len(parts) > 1 else [name]
 

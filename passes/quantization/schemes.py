@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from torch import fx
 
 from optkit.errors import nearest
+from optkit.graph import ops
 from optkit.graph.ir import Graph
 from optkit.passes.quantization.formats import Int4Format, Int8Format, PackedFormat, WeightFormat
 from optkit.passes.quantization.linear import LinearQuantizationConfig, weight_of
@@ -129,5 +130,5 @@ class SchemeConfig(LinearQuantizationConfig):
 
     def format_for(self, graph: Graph, node: fx.Node) -> WeightFormat | str:
         """The format of one linear, or why it has none."""
-        k = weight_of(graph, node).shape[1] if graph.weight_of(node.args[1]) else 0
+        k = weight_of(graph, node).shape[1] if graph.weight_of(ops.weight(node)) else 0
         return fitting(self.format(), self.scheme, k, self.uneven_groups)

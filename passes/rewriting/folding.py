@@ -13,25 +13,25 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from optkit.graph import ops
 from optkit.graph.ir import Graph, Weight
 from optkit.kernels import reference
 
-PACKED = (reference.silu_mul_packed, reference.gelu_mul_packed)
-GATED = (reference.silu_mul, reference.gelu_mul)
+GATED, PACKED = tuple(ops.GATED), tuple(ops.GATED.values())
 
 
 def readers(graph: Graph) -> dict[fx.Node, list[fx.Node]]:
     """Linears by the activation they read."""
     found: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.calls(reference.linear):
-        found.setdefault(node.args[0], []).append(node)
+        found.setdefault(ops.activation(node), []).append(node)
     return found
 
 
 def why_not_foldable(graph: Graph, x: fx.Node, linears: list[fx.Node]) -> str | None:
-    if any(graph.weight_of(n.args[1]) is None for n in linears):
+    if any(graph.weight_of(ops.weight(n)) is None for n in linears):
         return "its weight is computed"
-    if any(str(n.args[1].target) == graph.meta.input_embedding for n in linears):
+    if any(str(ops.weight(n).target) == graph.meta.input_embedding for n in linears):
         return "its weight is tied to the embedding"
     if any(user.target is not reference.linear for user in x.users):
         return "something besides linear layers reads its input"
@@ -43,12 +43,12 @@ def why_not_foldable(graph: Graph, x: fx.Node, linears: list[fx.Node]) -> str | 
 def producer_weight(graph: Graph, x: fx.Node) -> fx.Node | None:
     """The weight node that scales x channel by channel: a norm's, or the up projection's rows."""
     if is_norm_output(x):
-        weight = norm_of(x).args[norm_weight_position(x)]
+        weight = ops.weight(norm_of(x))
         return weight if private(graph, weight) else None
     if x.target in PACKED + GATED:
-        up = x.args[0] if x.target in PACKED else x.args[1]
+        up = ops.argument(x, "gate_up" if x.target in PACKED else "up")
         alone = isinstance(up, fx.Node) and up.target is reference.linear and len(up.users) == 1
-        return up.args[1] if alone and private(graph, up.args[1]) else None
+        return ops.weight(up) if alone and private(graph, ops.weight(up)) else None
     return None
 
 
@@ -71,10 +71,6 @@ def norm_of(x: fx.Node) -> Any:
     return x.args[0] if fused else None
 
 
-def norm_weight_position(x: fx.Node) -> int:
-    return 1 if norm_of(x).target is reference.rms_norm else 2
-
-
 # -- changing weights ------------------------------------------------------------------------------------
 
 
@@ -88,8 +84,8 @@ def fold(graph: Graph, x: fx.Node, linears: Sequence[fx.Node], scale: Tensor) ->
     """Divide activation ``x`` by ``scale`` [K] in its producer, and multiply its readers' weights by it."""
     divide_producer(graph, x, scale)
     for linear in linears:
-        value = graph.weights[str(linear.args[1].target)].value
-        change(graph, linear.args[1], value * scale)
+        value = graph.weights[str(ops.weight(linear).target)].value
+        change(graph, ops.weight(linear), value * scale)
 
 
 def divide_producer(graph: Graph, x: fx.Node, scale: Tensor) -> None:
@@ -111,11 +107,8 @@ def divide_producer(graph: Graph, x: fx.Node, scale: Tensor) -> None:
 
 
 def norm_offset(x: fx.Node) -> float:
-    norm = norm_of(x)
-    position = norm_weight_position(x) + 2
-    return float(norm.args[position] if len(norm.args) > position else norm.kwargs.get("offset", 0.0))
+    return float(ops.argument(norm_of(x), "offset"))
 
 
 def up_bias(x: fx.Node) -> Any:
-    up = x.args[0] if x.target in PACKED else x.args[1]
-    return up.args[2] if len(up.args) > 2 else None
+    return ops.bias(ops.argument(x, "gate_up" if x.target in PACKED else "up"))

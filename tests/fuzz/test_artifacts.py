@@ -100,7 +100,9 @@ for number, outcome in server.run_all([], [1, 2, 3, 4, 5, 6], Path({str(tmp_path
     assert [line[:2] for line in lines] == [
         ["1", "ran"], ["2", "failed"], ["3", "ran"], ["4", "failed"], ["5", "failed"], ["6", "ran"],
     ]  # fmt: skip
-    assert lines[1][2].startswith("SIGSEGV") and lines[3][2].startswith("hang")
+    assert "SEGV" in lines[1][2] and lines[3][2].startswith(
+        "hang"
+    )  # a sanitizer reports the signal in its own words
     assert "KeyError" in lines[4][2]
 
 

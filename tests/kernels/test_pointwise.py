@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from optkit.kernels import reference
-from optkit.kernels.cpu import native, pointwise
+from optkit.kernels import cpu, reference
+from optkit.kernels.cpu import gates, native, norms, rope
 from tests.support.isas import usable_isas
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.missing_reason()))
@@ -25,6 +25,9 @@ THREADS = st.integers(1, 4)
 ROWS = st.one_of(st.integers(1, 9), st.sampled_from([64, 300]))
 WIDTHS = st.one_of(st.integers(1, 70), st.sampled_from([96, 100, 576, 1000]))
 SEEDS = st.integers(0, 1000)
+
+
+KERNELS = {kernel.op: kernel.fn for kernel in cpu.kernels() if kernel.name == "native"}
 
 
 def rows_of(count: int, width: int, seed: int, spread: float = 3.0) -> Tensor:
@@ -44,7 +47,7 @@ def check(
     atol: float = 1e-6,
 ) -> None:
     """The kernel agrees with the reference, and each row alone gives the bits it has in the batch."""
-    kernel = getattr(pointwise, name)
+    kernel = KERNELS[name]
     native.set_isa(isa)
     torch.set_num_threads(threads)
     out = as_tuple(kernel(*args))
@@ -111,6 +114,12 @@ def test_rope(t: int, heads: int, dim: int, seed: int, threads: int, isa: str) -
     check("rope", (x, cos, sin), lambda r: (x[r : r + 1], cos[r : r + 1], sin[r : r + 1]), threads, isa)
 
 
+def test_rope_reads_cosines_and_sines_with_rows_of_other_distances() -> None:
+    x, cos, sin = torch.randn(5, 3, 16), rows_of(5, 16, 1), torch.randn(5, 16)
+    assert cos.stride() != sin.stride()
+    torch.testing.assert_close(rope.rope(x, cos, sin), reference.rope(x, cos, sin))
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 600), st.integers(1, 64), st.integers(0, 200_000), st.sampled_from([1.0, 1.3]), THREADS)
 def test_rope_table(t: int, half: int, start: int, scale: float, threads: int) -> None:
@@ -119,7 +128,7 @@ def test_rope_table(t: int, half: int, start: int, scale: float, threads: int) -
     positions, inv_freq = torch.arange(t) + start, torch.rand(half)
     angles = (positions.to(torch.float32)[:, None] * inv_freq).double()
     for got, expected in zip(
-        pointwise.rope_table(positions, inv_freq, scale), (angles.cos(), angles.sin()), strict=True
+        rope.rope_table(positions, inv_freq, scale), (angles.cos(), angles.sin()), strict=True
     ):
         torch.testing.assert_close(
             got, torch.cat((expected, expected), 1).float() * scale, rtol=2e-7, atol=1e-12
@@ -134,7 +143,7 @@ def test_activations_over_the_whole_range(isa: str, op: tuple[str, ...]) -> None
         [torch.linspace(-12, 12, 100_001), torch.tensor([-3e38, -1e4, -200.0, -0.0, 0.0, 200.0, 1e30])]
     )
     native.set_isa(isa)
-    out = getattr(pointwise, op[0])(gate[None], torch.ones_like(gate)[None], *op[1:])[0]
+    out = KERNELS[op[0]](gate[None], torch.ones_like(gate)[None], *op[1:])[0]
     spec = getattr(reference, op[0])(gate.double(), torch.ones(1, dtype=torch.float64), *op[1:])
     # gelu(-3e38) by tanh: x^3 overflows, as it does in the reference.
     finite = torch.isfinite(spec)
@@ -146,15 +155,15 @@ def test_activations_over_the_whole_range(isa: str, op: tuple[str, ...]) -> None
 def test_nan_stays_nan(isa: str) -> None:
     native.set_isa(isa)
     x = torch.tensor([[1.0, float("nan")] * 20])
-    for out in (pointwise.silu_mul(x, x), pointwise.gelu_mul(x, x), pointwise.gelu_mul(x, x, "tanh")):
+    for out in (gates.silu_mul(x, x), gates.gelu_mul(x, x), gates.gelu_mul(x, x, "tanh")):
         assert torch.equal(out.isnan(), x.isnan())
-    assert pointwise.rms_norm(x, None, 1e-5).isnan().all()
+    assert norms.rms_norm(x, None, 1e-5).isnan().all()
 
 
 def test_more_dimensions_and_other_types() -> None:
     x = torch.randn(3, 4, 40)
-    torch.testing.assert_close(pointwise.rms_norm(x, None, 1e-5), reference.rms_norm(x, None, 1e-5))
-    torch.testing.assert_close(pointwise.silu_mul_packed(x), reference.silu_mul_packed(x))
+    torch.testing.assert_close(norms.rms_norm(x, None, 1e-5), reference.rms_norm(x, None, 1e-5))
+    torch.testing.assert_close(gates.silu_mul_packed(x), reference.silu_mul_packed(x))
     half = x.bfloat16()
-    assert torch.equal(pointwise.rms_norm(half, None, 1e-5), reference.rms_norm(half, None, 1e-5))
-    assert pointwise.rms_norm(x[:0], None, 1e-5).shape == (0, 4, 40)
+    assert torch.equal(norms.rms_norm(half, None, 1e-5), reference.rms_norm(half, None, 1e-5))
+    assert norms.rms_norm(x[:0], None, 1e-5).shape == (0, 4, 40)

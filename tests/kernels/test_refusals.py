@@ -132,7 +132,7 @@ def test_builder_refuses_a_weight_that_native_code_would_misread(wrong: Tensor) 
     b = Builder()
     ids, out = b.input(TOKENS, (), torch.int64), b.buffer(TOKENS, (8,))
     with pytest.raises(NotImplementedError, match="gather_rows can't read"):
-        b.call("gather_rows", wrong, ids, out, Size(TOKENS), 9, 32)
+        b.call("gather_rows", table=wrong, index=ids, out=out, rows=Size(TOKENS), count=9, width=8)
 
 
 def test_builder_refuses_parts_of_rows_where_rows_must_be_dense() -> None:
@@ -140,8 +140,20 @@ def test_builder_refuses_parts_of_rows_where_rows_must_be_dense() -> None:
     x = b.input(TOKENS, (16,), torch.float32)
     with pytest.raises(NotImplementedError, match="rope_table can't read"):
         b.call(
-            "rope_table", b.input(TOKENS, (), torch.int64), None, x.split([8, 8])[0], x, Size(TOKENS), 4, 1.0
-        )
+            "rope_table", positions=b.input(TOKENS, (), torch.int64), inv_freq=None, cos=x.split([8, 8])[0], sin=x,
+            rows=Size(TOKENS), half=4, scale=1.0,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(("half", "scale"), [(4, 1), (4.0, 1.0)])
+def test_builder_refuses_a_number_of_another_type_than_the_parameter(half: Any, scale: Any) -> None:
+    b = Builder()
+    x = b.buffer(TOKENS, (8,))
+    with pytest.raises(NotImplementedError, match="rope_table can't read"):
+        b.call(
+            "rope_table", positions=b.input(TOKENS, (), torch.int64), inv_freq=None, cos=x, sin=x, rows=Size(TOKENS),
+            half=half, scale=scale,
+        )  # fmt: skip
 
 
 def test_program_refuses_a_value_whose_rows_are_others_at_more_tokens() -> None:

@@ -20,7 +20,8 @@ import torch
 from optkit.kernels.cpu import native
 library, x, out = native.library(), torch.zeros(4, 70), torch.zeros(4, 80)
 def norm(columns, weight=0, shift=0):
-    library.optkit_rms_norm(x.data_ptr() + shift, 0, weight, out.data_ptr(), 0, 4, columns, 70, 0, 1e-6, 0.0, 1)
+    sizes = (4, columns, 70, 0, 1, 1e-6, 0.0)
+    library.optkit_rms_norm(x.data_ptr() + shift, 0, weight, out.data_ptr(), 0, *sizes, 0, 0, 0, 1)
 """
 PAST_THE_END = START + "norm({columns})"
 # The weight has 70 values and the last vector is read through a mask.

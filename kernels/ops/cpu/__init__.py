@@ -1,1 +1,33 @@
-"""CPU kernels."""
+"""CPU kernels: the modules of this folder that hold kernels, and their tables as one.
+
+A module holds ``KERNELS``, and where its ops can be calls of a program ``EMITTERS``. Best first for each op.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from optkit.kernels.cpu.emit import Emitter
+    from optkit.kernels.kernel import Kernel
+
+
+def modules() -> tuple[ModuleType, ...]:
+    """The modules, imported on use."""
+    from optkit.kernels.cpu import attention, gates, gather, int4, int8, norms, onednn, rope, sdpa, wna16
+
+    return int8, int4, wna16, onednn, attention, sdpa, norms, gates, rope, gather
+
+
+def kernels() -> tuple[Kernel, ...]:
+    """Rows for targets of kind ``cpu``, best first for each op."""
+    return tuple(kernel for module in modules() for kernel in module.KERNELS)
+
+
+@cache
+def emitters() -> dict[str, Emitter]:
+    """The emitter of each op that can be a call of a program, by the op's name."""
+    rows = [row for module in modules() for row in getattr(module, "EMITTERS", ())]
+    return {row.op: row for row in rows}

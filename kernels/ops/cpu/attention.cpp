@@ -304,15 +304,16 @@ void attention(const AttentionArgs& args, int threads) {
 
 // See reference.attention and AttentionArgs.
 OPTKIT_API void optkit_attention(const float* q, const float* k, const float* v, void* k_cache, void* v_cache,
-                                 float* out, const int64_t* slots, const int32_t* query_start,
-                                 const int32_t* seq_lens, const int32_t* tables, int64_t tokens, int64_t sequences,
+                                 float* out, const int64_t* slot_mapping, const int32_t* query_start,
+                                 const int32_t* seq_lens, const int32_t* block_tables, int64_t tokens, int64_t sequences,
                                  int64_t table_width, int64_t block_size, int64_t q_token, int64_t q_head,
                                  int64_t k_token, int64_t k_head, int64_t v_token, int64_t v_head, int heads,
                                  int kv_heads, int dim, int v_dim, int64_t window, float scale, float softcap,
                                  int int8_cache, int threads) {
-    optkit::attention({q,       k,       v,        k_cache,  v_cache,   out,         slots,      query_start, seq_lens,
-                       tables,  tokens,  sequences, table_width, block_size, q_token, q_head,    k_token,     k_head,
-                       v_token, v_head,  heads,    kv_heads, dim,       v_dim,       window,     scale,       softcap,
-                       int8_cache != 0},
+    optkit::attention({q,            k,           v,          k_cache,      v_cache,   out,
+                       slot_mapping, query_start, seq_lens,   block_tables, tokens,    sequences,
+                       table_width,  block_size,  q_token,    q_head,       k_token,   k_head,
+                       v_token,      v_head,      heads,      kv_heads,     dim,       v_dim,
+                       window,       scale,       softcap,    int8_cache != 0},
                       threads);
 }

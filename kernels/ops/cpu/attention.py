@@ -19,8 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optkit.kernels import Kernel, reference
+from optkit.kernels import reference
 from optkit.kernels.cpu import native
+from optkit.kernels.cpu.emit import Emitter, Result
+from optkit.kernels.cpu.program import BLOCK_SIZE, SEQUENCES, TABLE_WIDTH, Builder, Size, View
+from optkit.kernels.kernel import Kernel
 
 
 def attention(
@@ -138,4 +141,42 @@ def float_or_int8(options: Mapping[str, Any]) -> bool:
     return options.get("kv_dtype", "float32") in ("float32", "int8")
 
 
-KERNELS = (Kernel("attention", "native", attention, native.supports, handles=float_or_int8),)
+def emit_attention(
+    b: Builder,
+    q: View,
+    k: View,
+    v: View,
+    k_cache: View,
+    v_cache: View,
+    slot_mapping: View,
+    query_start: View,
+    seq_lens: View,
+    block_tables: View,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Result:
+    (heads, dim), (kv_heads, v_dim) = q.shape, v.shape
+    out = b.buffer(q.rows, (heads, v_dim))
+    b.call(
+        "attention", q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache, out=out, slot_mapping=slot_mapping,
+        query_start=query_start, seq_lens=seq_lens, block_tables=block_tables, tokens=Size(q.rows),
+        sequences=Size(SEQUENCES), table_width=Size(TABLE_WIDTH), block_size=Size(BLOCK_SIZE), q_token=q.row_stride,
+        q_head=dim, k_token=k.row_stride, k_head=dim, v_token=v.row_stride, v_head=v_dim, heads=heads,
+        kv_heads=kv_heads, dim=dim, v_dim=v_dim, window=window, scale=float(scale), softcap=float(softcap),
+        int8_cache=k_cache.dtype is torch.int8,
+    )  # fmt: skip
+    return (out,)
+
+
+KERNELS = (
+    Kernel(
+        "attention",
+        "native",
+        attention,
+        native.supports,
+        handles=float_or_int8,
+        needs="a float32 or int8 KV cache",
+    ),
+)
+EMITTERS = (Emitter("attention", emit_attention),)

@@ -9,7 +9,8 @@ namespace {
 bool supported(Isa isa) {
 #if OPTKIT_X86
     __builtin_cpu_init();
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    const bool avx2 =
+        __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     if (isa == Isa::avx2) return avx2;
     if (isa == Isa::avx512_vnni)
         return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

@@ -7,12 +7,13 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 #if defined(__x86_64__)
 #define OPTKIT_X86 1
 #include <immintrin.h>
-#define OPTKIT_AVX2 __attribute__((target("avx2,fma")))
-#define OPTKIT_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma")))
+#define OPTKIT_AVX2 __attribute__((target("avx2,fma,f16c")))
+#define OPTKIT_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")))
 #else
 #define OPTKIT_X86 0
 #endif
@@ -41,3 +42,10 @@ OPTKIT_INLINE void touch(const void* p, std::ptrdiff_t bytes) {
 Isa isa();
 
 }  // namespace optkit
+
+// The functions of signatures.h.
+#define FUNCTION(result, name, ...) OPTKIT_API result optkit_##name(__VA_ARGS__);
+#define KERNEL(result, name, ...) OPTKIT_API result optkit_##name(__VA_ARGS__, int threads);
+#include "signatures.h"
+#undef FUNCTION
+#undef KERNEL

@@ -11,9 +11,10 @@
 // holds byte j of the first step in its low half and byte j of the second in its high half. A panel is a sequence of
 // records, one a group: 32 scales, 32 minimums, the steps. So decode reads memory strictly forward, in one stream.
 //
-// Many rows: a panel is unpacked to int8 into scratch memory, once for each block of rows, and the int8 tiles do the
-// rest. Few rows: tiles of their own unpack in registers (int4_avx512.cpp, int4_avx2.cpp), since the weights then pass
-// only once. Both add the same integers and then the same floats in the same order (int8.cpp), so they give the same
+// Many rows: a panel is unpacked to bytes into scratch memory, once for each block of rows. With AVX512-VNNI the int8
+// tiles do the rest; AVX2 has tiles of its own, because the codes, up to 15, allow a cheaper product than int8 weights
+// do (int4_avx2.cpp). Few rows: tiles unpack in registers (int4_avx512.cpp, int4_avx2.cpp), since the weights then pass
+// only once. All add the same integers and then the same floats in the same order (int8.cpp), so they give the same
 // bits.
 #include "int4.h"
 
@@ -34,14 +35,14 @@ struct Rows {
     float* scale;       // [rows][groups]
     float* sums;        // [rows][groups]: scale * sum of the group's (q - 128)
     int32_t* start;     // [rows][groups]: where accumulators of few rows start
-    uint8_t* signed_q;  // [rows][k]: q - 128 as s8; null for many rows
+    uint8_t* signed_q;  // [rows][k]: q - 128 as s8; null for the int8 tiles
 };
 
-Rows rows_in(GrowingMemory& scratch, int64_t rows, int64_t groups, int64_t k, bool few) {
-    auto* scale = reinterpret_cast<float*>(scratch.at_least<char>(rows * (groups * 12 + (few ? k : 0))));
+Rows rows_in(GrowingMemory& scratch, int64_t rows, int64_t groups, int64_t k, bool with_signed_q) {
+    auto* scale = reinterpret_cast<float*>(scratch.at_least<char>(rows * (groups * 12 + (with_signed_q ? k : 0))));
     float* sums = scale + rows * groups;
     auto* start = reinterpret_cast<int32_t*>(sums + rows * groups);
-    return {scale, sums, start, few ? reinterpret_cast<uint8_t*>(start + rows * groups) : nullptr};
+    return {scale, sums, start, with_signed_q ? reinterpret_cast<uint8_t*>(start + rows * groups) : nullptr};
 }
 
 OPTKIT_INLINE int32_t sum_of(const uint8_t* q, int64_t n) {
@@ -116,9 +117,6 @@ void unpack_portable(const LinearW4A8& p, const uint8_t* records, const Unpacked
 OPTKIT_AVX2 void prepare_avx2(const LinearW4A8& p, int64_t m, int64_t count, const Rows& to) {
     prepare_rows(p, m, count, to);
 }
-OPTKIT_AVX2 void unpack_avx2(const LinearW4A8& p, const uint8_t* records, const Unpacked& to) {
-    unpack_panel(p, records, to);
-}
 OPTKIT_AVX512 void prepare_avx512(const LinearW4A8& p, int64_t m, int64_t count, const Rows& to) {
     prepare_rows(p, m, count, to);
 }
@@ -127,15 +125,16 @@ OPTKIT_AVX512 void prepare_avx512(const LinearW4A8& p, int64_t m, int64_t count,
 struct Functions {
     Prepare prepare;
     Unpack unpack;
-    FewRows few_rows;  // null: there is no tile for few rows
+    FewRows few_rows;    // null: there is no tile for few rows
+    ManyRows many_rows;  // null: the int8 tiles, for weights less their zero point
 };
 
 Functions functions() {
 #if OPTKIT_X86
-    if (isa() == Isa::avx512_vnni) return {prepare_avx512, unpack_avx512, linear_w4a8_avx512};
-    if (isa() == Isa::avx2) return {prepare_avx2, unpack_avx2, linear_w4a8_avx2};
+    if (isa() == Isa::avx512_vnni) return {prepare_avx512, unpack_avx512, linear_w4a8_avx512, nullptr};
+    if (isa() == Isa::avx2) return {prepare_avx2, unpack_avx2, linear_w4a8_avx2, linear_codes_avx2};
 #endif
-    return {prepare_portable, unpack_portable, nullptr};
+    return {prepare_portable, unpack_portable, nullptr, nullptr};
 }
 
 // -- the loop --------------------------------------------------------------------------------------------
@@ -156,7 +155,7 @@ Linear view_of(const LinearW4A8& p, int64_t m, const Rows& rows) {
 void by_unpacking(const LinearW4A8& p, const Functions& f, int64_t from, int64_t to, int64_t m, int64_t count) {
     thread_local GrowingMemory row_scratch, panel_scratch;
     const int64_t k = p.groups * p.group_steps * STEP, record = p.layout.size(p.group_steps), bytes = p.groups * record;
-    const Rows rows = rows_in(row_scratch, count, p.groups, k, false);
+    const Rows rows = rows_in(row_scratch, count, p.groups, k, f.many_rows);
     const Unpacked unpacked = unpacked_in(panel_scratch.at_least<char>(unpacked_bytes(p.groups, k)), p.groups, k);
     const Linear view = view_of(p, m, rows);
     const LinearRows tiles = linear_rows();
@@ -167,7 +166,10 @@ void by_unpacking(const LinearW4A8& p, const Functions& f, int64_t from, int64_t
         const float* minimum = p.layout.minimum() ? unpacked.minimum : nullptr;
         const Panel panel{i * PANEL, unpacked.weight, unpacked.offset, unpacked.scale, minimum,
                           records + bytes, record / p.group_steps};
-        tiles(view, panel, 0, count);
+        if (f.many_rows)
+            f.many_rows(view, rows.start, panel, 0, count);
+        else
+            tiles(view, panel, 0, count);
     }
 }
 
@@ -251,21 +253,21 @@ OPTKIT_API int64_t optkit_w4_bytes(int64_t n, int64_t k, int64_t groups, int hal
 
 // Pack codes [n, k / 2], two to a byte, and their scales [n, groups] into `blob` of optkit_w4_bytes bytes. `low` holds
 // the minimums or the zero points, as `levels` says; null for symmetric weights.
-OPTKIT_API void optkit_pack_w4(const uint8_t* codes, const uint8_t* scale, const uint8_t* low, uint8_t* blob,
+OPTKIT_API void optkit_pack_w4(const uint8_t* codes, const void* scale, const void* low, uint8_t* blob,
                                int64_t n, int64_t k, int64_t groups, int half, int levels, int threads) {
-    const Source w{codes, scale, low, n, k, groups};
+    const Source w{codes, static_cast<const uint8_t*>(scale), static_cast<const uint8_t*>(low), n, k, groups};
     const RecordLayout layout{half != 0, static_cast<Levels>(levels)};
     const int64_t size = layout.size(k / groups / STEP), records = divide_up(n, PANEL) * groups;
 #pragma omp parallel for num_threads(threads)
     for (int64_t i = 0; i < records; ++i) pack_record(w, layout, i / groups * PANEL, i % groups, blob + i * size);
 }
 
-// reference.linear_w4a8 of q [m, k] with rows `q_stride` apart, groups a multiple of 8 channels: out [m, n]. `scale` is
-// [m, scale_groups], `bias` may be null.
-OPTKIT_API void optkit_linear_w4a8(const uint8_t* q, int64_t q_stride, const float* scale, const uint8_t* blob,
-                                   const float* bias, float* out, int64_t m, int64_t n, int64_t k, int64_t groups,
+// reference.linear_w4a8 of q [rows, k] with rows `q_stride` apart, groups a multiple of 8 channels: out [rows, n].
+// `weight` is the blob of optkit_pack_w4, `scale` is [rows, scale_groups], `bias` may be null.
+OPTKIT_API void optkit_linear_w4a8(const uint8_t* q, int64_t q_stride, const float* scale, const uint8_t* weight,
+                                   const float* bias, float* out, int64_t rows, int64_t n, int64_t k, int64_t groups,
                                    int64_t scale_groups, int half, int levels, int threads) {
     const RecordLayout layout{half != 0, static_cast<Levels>(levels)};
-    const LinearW4A8 p{q, q_stride, scale, scale_groups, blob, layout, bias, out, n, groups, k / groups / STEP};
-    linear_w4a8(p, m, k, threads);
+    const LinearW4A8 p{q, q_stride, scale, scale_groups, weight, layout, bias, out, n, groups, k / groups / STEP};
+    linear_w4a8(p, rows, k, threads);
 }

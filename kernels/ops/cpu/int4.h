@@ -53,6 +53,8 @@ struct Unpacked {
 };
 
 void unpack_avx512(const LinearW4A8& p, const uint8_t* records, const Unpacked& to);
+// The codes as they are, 0 .. 15, and no offsets: for linear_codes_avx2.
+void unpack_avx2(const LinearW4A8& p, const uint8_t* records, const Unpacked& to);
 
 // For few rows, unpacking in registers: out[row .. row + rows) of the panel whose records start at `records` and whose
 // first output channel is `first`. `p.q` holds q - 128 as s8 and `start` [M][groups] the accumulators' initial values.
@@ -60,6 +62,10 @@ using FewRows = void (*)(const Linear& p, const int32_t* start, const uint8_t* r
                          int64_t first, int64_t row, int64_t rows);
 void linear_w4a8_avx2(const Linear& p, const int32_t* start, const uint8_t* records, RecordLayout layout,
                       int64_t first, int64_t row, int64_t rows);
+
+// For many rows of an unpacked panel whose weights are codes: out[row .. row + rows); `p.q` and `start` as in FewRows.
+using ManyRows = void (*)(const Linear& p, const int32_t* start, const Panel& panel, int64_t row, int64_t rows);
+void linear_codes_avx2(const Linear& p, const int32_t* start, const Panel& panel, int64_t row, int64_t rows);
 void linear_w4a8_avx512(const Linear& p, const int32_t* start, const uint8_t* records, RecordLayout layout,
                         int64_t first, int64_t row, int64_t rows);
 
@@ -97,14 +103,5 @@ OPTKIT_INLINE void widen_minimums(const uint8_t* record, RecordLayout layout, co
     if (layout.levels == Levels::minimum) return widen(low, layout.half, to);
     for (int64_t c = 0; c < PANEL; ++c) to[c] = (0.0f - static_cast<float>(low[c])) * scale[c];
 }
-
-// reference.linear_wna16 of codes of up to 4 bits: out [m][n] of float activations x [m][x_stride]. See w4a16.cpp.
-struct LinearW4A16 {
-    const float* x;
-    int64_t x_stride;
-    const int32_t* order;  // [k]: the column of x that is input channel i; null: they are in order
-    LinearW4A8 layer;      // all but q, q_stride, scale and scale_groups
-};
-void linear_w4a16(const LinearW4A16& p, int64_t m, int64_t k, int threads);
 
 }  // namespace optkit

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optkit.kernels import Kernel
 from optkit.kernels.cpu import native
+from optkit.kernels.cpu.emit import Emitter, Result
+from optkit.kernels.cpu.program import Builder, Size, View
+from optkit.kernels.kernel import Kernel
 from optkit.kernels.reference import INT4_PER_WORD
 
 SYMMETRIC, MINIMUM, ZERO_POINT = range(3)  # Levels of int4.h
@@ -114,4 +116,34 @@ def whole_pairs(weights: dict[int, Tensor]) -> bool:
     return weights[2].shape[1] * INT4_PER_WORD % (PAIR * weights[3].shape[1]) == 0
 
 
-KERNELS = (Kernel("linear_w4a8", "native", linear_w4a8, native.supports, pack, accepts=whole_pairs),)
+def emit_linear_w4a8(
+    b: Builder,
+    q: View,
+    scale: View,
+    weight: Tensor,
+    weight_scale: Tensor,
+    weight_minimum: Tensor | None,
+    bias: Tensor | None = None,
+) -> Result:
+    n, out = weight.shape[0], b.buffer(q.rows, (weight.shape[0],))
+    levels = SYMMETRIC if weight_minimum is None else MINIMUM
+    b.call(
+        "linear_w4a8", q=q, q_stride=q.row_stride, scale=scale, weight=weight, bias=bias, out=out, rows=Size(q.rows),
+        n=n, k=q.width, groups=weight_scale.shape[1], scale_groups=scale.width,
+        half=weight_scale.dtype == torch.float16, levels=levels,
+    )  # fmt: skip
+    return (out,)
+
+
+KERNELS = (
+    Kernel(
+        "linear_w4a8",
+        "native",
+        linear_w4a8,
+        native.supports,
+        pack,
+        whole_pairs,
+        needs="groups of whole 8 channels",
+    ),
+)
+EMITTERS = (Emitter("linear_w4a8", emit_linear_w4a8),)

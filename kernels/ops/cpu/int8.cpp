@@ -61,6 +61,14 @@ Panel panel_of(const Linear& p, int64_t i) {
     return {i * PANEL, weight, p.offset + group, p.weight_scale + group, nullptr, weight + bytes, STEP_BYTES};
 }
 
+Linear packed_linear(const uint8_t* blob, const float* weight_scale, const float* bias, float* out, int64_t n,
+                     int64_t k, int64_t groups) {
+    const int64_t steps = divide_up(k, STEP);
+    const auto* weight = reinterpret_cast<const int8_t*>(blob);
+    const auto* offset = reinterpret_cast<const int32_t*>(blob + divide_up(n, PANEL) * steps * STEP_BYTES);
+    return {nullptr, 0, nullptr, weight, offset, weight_scale, bias, out, n, steps, groups, steps / groups};
+}
+
 void linear_w8a8(const Linear& p, int64_t m, int64_t k, int threads) {
     if (m == 0 || p.n == 0) return;
     const int64_t all_panels = divide_up(p.n, PANEL);
@@ -106,21 +114,21 @@ OPTKIT_API int64_t optkit_w8_bytes(int64_t n, int64_t k, int64_t groups) {
 }
 
 // Pack `weight` int8 [n, k] into `blob` of optkit_w8_bytes(n, k, groups) bytes.
-OPTKIT_API void optkit_pack_w8(const int8_t* weight, int8_t* blob, int64_t n, int64_t k, int64_t groups, int threads) {
+OPTKIT_API void optkit_pack_w8(const int8_t* weight, uint8_t* blob, int64_t n, int64_t k, int64_t groups, int threads) {
     const int64_t panels = divide_up(n, PANEL), bytes = divide_up(k, STEP) * STEP_BYTES;
+    auto* steps = reinterpret_cast<int8_t*>(blob);
     auto* offset = reinterpret_cast<int32_t*>(blob + panels * bytes);
 #pragma omp parallel for num_threads(threads)
     for (int64_t i = 0; i < panels; ++i)
-        pack_panel(weight, i * PANEL, n, k, groups, blob + i * bytes, offset + i * groups * PANEL);
+        pack_panel(weight, i * PANEL, n, k, groups, steps + i * bytes, offset + i * groups * PANEL);
 }
 
-// reference.linear_w8a8 of q [m, k] with rows `q_stride` apart, k a multiple of 4 (and of 4 * groups): out [m, n].
-// `bias` may be null. `weight_scale` is [panels][groups][32].
-OPTKIT_API void optkit_linear_w8a8(const uint8_t* q, int64_t q_stride, const float* scale, const int8_t* blob,
-                                   const float* weight_scale, const float* bias, float* out, int64_t m, int64_t n,
+// reference.linear_w8a8 of q [rows, k] with rows `q_stride` apart, k a multiple of 4 (and of 4 * groups): out [rows, n].
+// `weight` is the blob of optkit_pack_w8, `weight_scale` is [panels][groups][32], `bias` may be null.
+OPTKIT_API void optkit_linear_w8a8(const uint8_t* q, int64_t q_stride, const float* scale, const uint8_t* weight,
+                                   const float* weight_scale, const float* bias, float* out, int64_t rows, int64_t n,
                                    int64_t k, int64_t groups, int threads) {
-    const int64_t steps = k / STEP;
-    const auto* offset = reinterpret_cast<const int32_t*>(blob + divide_up(n, PANEL) * steps * STEP_BYTES);
-    const Linear p{q, q_stride, scale, blob, offset, weight_scale, bias, out, n, steps, groups, steps / groups};
-    linear_w8a8(p, m, k, threads);
+    Linear p = packed_linear(weight, weight_scale, bias, out, n, k, groups);
+    p.q = q, p.q_stride = q_stride, p.scale = scale;
+    linear_w8a8(p, rows, k, threads);
 }

@@ -44,16 +44,11 @@ void linear_avx512(const Linear& p, const Panel& panel, int64_t row, int64_t row
 // The variant of the instruction set in use.
 LinearRows linear_rows();
 
+// The layer whose packed weight [n, k] is `blob`: all of `Linear` but q, q_stride and scale.
+Linear packed_linear(const uint8_t* blob, const float* weight_scale, const float* bias, float* out, int64_t n,
+                     int64_t k, int64_t groups);
+
 // All of it: rows [0, m). `k` is 4 * steps.
 void linear_w8a8(const Linear& p, int64_t m, int64_t k, int threads);
-
-// reference.linear_w8a16: out [m][n] of float activations x [m][x_stride]. See w8a16.cpp.
-struct WeightOnly {
-    const float* x;
-    int64_t x_stride;
-    const int32_t* order;  // [k]: the column of x that is input channel i; null: they are in order
-    Linear layer;          // all but q, q_stride and scale
-};
-void linear_w8a16(const WeightOnly& p, int64_t m, int64_t k, int threads);
 
 }  // namespace optkit

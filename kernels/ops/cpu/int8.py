@@ -12,10 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from optkit.kernels import Kernel
 from optkit.kernels.cpu import native
+from optkit.kernels.cpu.emit import Emitter, Quantization, Result, quantized_buffers
+from optkit.kernels.cpu.program import Builder, Size, View
+from optkit.kernels.kernel import Kernel
 
 PANEL, STEP = 32, 4  # of the packed layout, as in int8.h
+GROUPS = "one group, or groups of whole 4 channels"
 
 
 def pack(weights: dict[int, Tensor], options: Mapping[str, Any] | None = None) -> dict[int, Tensor]:
@@ -69,12 +72,17 @@ def linear_w8a8(
     return out
 
 
-def linear_w8a16(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None, order: Tensor | None = None
-) -> Tensor:
-    """See ``reference.linear_w8a16``; weights are packed, activations keep 16 bits (w8a16.cpp).
+def linear_w8a16(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """See ``reference.linear_w8a16``; weights are packed, activations keep 16 bits (w8a16.cpp)."""
+    return weight_only(x, weight, weight_scale, bias, None)
 
-    ``order`` int32 [K] says which column of ``x`` each input channel of the weight is; by default they are in order.
+
+def weight_only(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, order: Tensor | None
+) -> Tensor:
+    """The product of float activations [T, K] and a packed int8 weight, [T, N].
+
+    ``order`` int32 [K] holds for each input channel of the weight its column in ``x``; None: they are in order.
     """
     rows, k = x.shape
     if x.stride(1) != 1 or x.dtype != torch.float32:
@@ -133,8 +141,68 @@ def whole_steps(weights: dict[int, Tensor]) -> bool:
     return groups == 1 or weights[position].shape[1] % (STEP * groups) == 0
 
 
+# -- in programs -----------------------------------------------------------------------------------------
+
+
+def layer_arguments(
+    b: Builder, x: View, weight: Tensor, weight_scale: Tensor, bias: Tensor | None
+) -> dict[str, Any]:
+    """The arguments that both linear layers have, for activations ``x``.
+
+    Raises:
+        NotImplementedError: the input channels are no whole steps.
+    """
+    if x.width % STEP:
+        raise NotImplementedError(f"{x.width} input channels are no whole steps")
+    n = weight.shape[0]
+    sizes = {"rows": Size(x.rows), "n": n, "k": x.width, "groups": weight_scale.shape[1]}
+    return {
+        **sizes,
+        "weight": weight,
+        "weight_scale": weight_scale,
+        "bias": bias,
+        "out": b.buffer(x.rows, (n,)),
+    }
+
+
+def emit_linear_w8a8(
+    b: Builder, q: View, scale: View, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None
+) -> Result:
+    layer = layer_arguments(b, q, weight, weight_scale, bias)
+    b.call("linear_w8a8", q=q, q_stride=q.row_stride, scale=scale, **layer)
+    return (layer["out"],)
+
+
+def emit_linear_w8a16(
+    b: Builder, x: View, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None
+) -> Result:
+    return emit_weight_only(b, x, weight, weight_scale, bias, None)
+
+
+def emit_weight_only(
+    b: Builder, x: View, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, order: Tensor | None
+) -> Result:
+    layer = layer_arguments(b, x, weight, weight_scale, bias)
+    b.call("linear_w8a16", x=x, x_stride=x.row_stride, order=order, **layer)
+    return (layer["out"],)
+
+
+def emit_quantize_per_token(b: Builder, x: View, group_size: int = 0) -> Result:
+    q, scale, group = quantized_buffers(b, x, Quantization(group_size, keep=True))
+    b.call(
+        "quantize_per_token", x=x, x_stride=x.row_stride, q=q, scale=scale, rows=Size(x.rows), columns=x.width,
+        group=group,
+    )  # fmt: skip
+    return q, scale
+
+
 KERNELS = (
-    Kernel("linear_w8a8", "native", linear_w8a8, native.supports, pack, accepts=whole_steps),
-    Kernel("linear_w8a16", "native", linear_w8a16, native.supports, pack, accepts=whole_steps),
+    Kernel("linear_w8a8", "native", linear_w8a8, native.supports, pack, accepts=whole_steps, needs=GROUPS),
+    Kernel("linear_w8a16", "native", linear_w8a16, native.supports, pack, accepts=whole_steps, needs=GROUPS),
     Kernel("quantize_per_token", "native", quantize_per_token, native.supports),
+)
+EMITTERS = (
+    Emitter("linear_w8a8", emit_linear_w8a8),
+    Emitter("linear_w8a16", emit_linear_w8a16),
+    Emitter("quantize_per_token", emit_quantize_per_token),
 )

@@ -1,5 +1,7 @@
 """The native CPU kernels: finds and loads ``_native.so``, which setup.py built, and declares its functions.
 
+The functions and their parameters are those of ``signatures.h``, which the library was compiled with.
+
 Plain C ABI: pointers and sizes as integers, no torch or Python headers, so it builds in seconds and depends on no
 version of them. It is loaded on first use and **after torch**, whose ``libgomp.so.1`` then serves both: one OpenMP
 pool, so kernels and torch's own ops don't compete for cores (``openmp.py``). Every parallel function takes the number
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +27,7 @@ import torch
 from torch import Tensor
 
 from optkit.errors import UserError, nearest
+from optkit.kernels.cpu import signatures
 
 if TYPE_CHECKING:
     from optkit.machine.target import Target
@@ -32,30 +36,6 @@ ISAS = ("portable", "avx2", "avx512_vnni")  # in the order of dispatch.h
 ISA_VARIABLE, LIBRARY_VARIABLE = "OPTKIT_CPU_ISA", "OPTKIT_NATIVE_LIBRARY"
 FILE = Path(__file__).with_name("_native.so")  # files of other names are left over from older builds
 REINSTALL = "install optkit again with a C++ compiler (g++ or clang++) on PATH"
-
-# A pointer is passed as the integer of ``data_ptr()``; 0 is null. ``None`` gives nothing back.
-POINTER, LONG, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
-PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
-    "optkit_isa": (INT, ()),
-    "optkit_set_isa": (INT, (INT,)),
-    "optkit_w8_bytes": (LONG, (LONG,) * 3),
-    "optkit_pack_w8": (None, (POINTER,) * 2 + (LONG,) * 3 + (INT,)),
-    "optkit_linear_w8a8": (None, (POINTER, LONG) + (POINTER,) * 5 + (LONG,) * 4 + (INT,)),
-    "optkit_w4_bytes": (LONG, (LONG,) * 3 + (INT,) * 2),
-    "optkit_pack_w4": (None, (POINTER,) * 4 + (LONG,) * 3 + (INT,) * 3),
-    "optkit_linear_w4a8": (None, (POINTER, LONG) + (POINTER,) * 4 + (LONG,) * 5 + (INT,) * 3),
-    "optkit_linear_w8a16": (None, (POINTER, LONG) + (POINTER,) * 5 + (LONG,) * 4 + (INT,)),
-    "optkit_linear_w4a16": (None, (POINTER, LONG) + (POINTER,) * 4 + (LONG,) * 4 + (INT,) * 3),
-    "optkit_quantize_per_token": (None, (POINTER, LONG, POINTER, POINTER) + (LONG,) * 3 + (INT,)),
-    "optkit_attention": (None, (POINTER,) * 10 + (LONG,) * 10 + (INT,) * 4 + (LONG, FLOAT, FLOAT, INT, INT)),
-    "optkit_rms_norm": (None, (POINTER,) * 5 + (LONG,) * 4 + (FLOAT, FLOAT, INT)),
-    "optkit_layer_norm": (None, (POINTER,) * 4 + (LONG,) * 3 + (FLOAT, INT)),
-    "optkit_gated": (None, (POINTER,) * 3 + (LONG,) * 4 + (INT,) * 2),
-    "optkit_rope": (None, (POINTER,) * 4 + (LONG,) * 6 + (INT,)),
-    "optkit_rope_table": (None, (POINTER,) * 4 + (LONG,) * 2 + (FLOAT, INT)),
-    "optkit_program_op": (INT, (ctypes.c_char_p, POINTER)),
-    "optkit_run_program": (LONG, (POINTER, LONG) + (POINTER,) * 4 + (INT,)),
-}
 
 threads = torch.get_num_threads
 
@@ -96,11 +76,10 @@ def library() -> ctypes.CDLL:
     """
     file = library_file()
     loaded = _load(file)
-    for name, (result, arguments) in PROTOTYPES.items():
-        if not hasattr(loaded, name):
-            raise OSError(f"{file.name} is older than its sources ({name} is not in it); {REINSTALL}")
-        function = getattr(loaded, name)
-        function.restype, function.argtypes = result, arguments
+    check_signatures(loaded, file.name)
+    for name, signature in signatures.signatures().items():
+        function = getattr(loaded, f"optkit_{name}")
+        function.restype, function.argtypes = signature.prototype
     wanted = os.environ.get(ISA_VARIABLE)
     if wanted:
         choose_isa(loaded, wanted)
@@ -120,6 +99,28 @@ def _load(file: Path) -> ctypes.CDLL:
     except OSError as error:
         fix = "install the package libgomp1 (libgomp)" if "libgomp" in str(error) else REINSTALL
         raise OSError(f"{file.name} does not load ({error}); {fix}") from error
+
+
+def check_signatures(loaded: ctypes.CDLL, name: str) -> None:
+    """Compare the functions that ``loaded`` was compiled with to those of ``signatures.h``.
+
+    Raises:
+        OSError: a function differs, is missing or is too many; the message names the first.
+    """
+    compiled = compiled_signatures(loaded)
+    for own, other in itertools.zip_longest(signatures.listed(), compiled, fillvalue=""):
+        if own != other:
+            what = signatures.inside(own or other).split(", ")[1]
+            raise OSError(f"{name} is older than its sources ({what} is another function in it); {REINSTALL}")
+
+
+def compiled_signatures(loaded: ctypes.CDLL) -> list[str]:
+    """The entries of ``signatures.h`` at the time ``loaded`` was compiled; empty for a library of an older form."""
+    if not hasattr(loaded, "optkit_signature"):
+        return []
+    read = loaded.optkit_signature
+    read.restype, read.argtypes = ctypes.c_char_p, (ctypes.c_int,)
+    return [text.decode() for text in iter(map(read, itertools.count()).__next__, None)]
 
 
 def isa() -> str:

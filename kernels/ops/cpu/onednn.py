@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from optkit.kernels import Kernel, reference
+from optkit.kernels import reference
+from optkit.kernels.kernel import Kernel
 from optkit.kernels.reference import ACTIVATION_ZERO_POINT
 
 if TYPE_CHECKING:
@@ -83,6 +84,14 @@ def one_scale_a_row(weights: dict[int, Tensor]) -> bool:
 
 
 KERNELS = (
-    Kernel("linear_w8a8", "onednn", linear_w8a8, has_int8, pack, accepts=one_scale_a_row),
+    Kernel(
+        "linear_w8a8",
+        "onednn",
+        linear_w8a8,
+        has_int8,
+        pack,
+        one_scale_a_row,
+        needs="AVX512-VNNI or AVX-VNNI; one scale a row",
+    ),
     Kernel("quantize_per_token", "torch", quantize_per_token, lambda target: target.kind == "cpu"),
 )

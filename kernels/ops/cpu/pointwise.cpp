@@ -5,6 +5,7 @@
 #include "pointwise.h"
 
 #include <cmath>
+#include <cstring>
 
 #include "quantize_row.h"
 #include "scratch.h"
@@ -86,37 +87,58 @@ void add(const Add& op, int64_t rows, int threads) {
 }  // namespace optkit
 
 // See reference.rms_norm and, where residual and total are not null, reference.add_rms_norm. x and residual [rows,
-// width] with strides in floats; out and total contiguous; weight [width] or null.
+// width] with strides in floats; out and total contiguous; weight [width] or null. `parts`, q, scale and group: see Norm.
 OPTKIT_API void optkit_rms_norm(const float* x, const float* residual, const float* weight, float* out, float* total,
-                                int64_t rows, int64_t width, int64_t x_stride, int64_t residual_stride, float eps,
-                                float offset, int threads) {
-    optkit::rms_norm({x, residual, weight, nullptr, out, total, width, x_stride, residual_stride, 1, eps, offset,
-                      {}},
+                                int64_t rows, int64_t width, int64_t x_stride, int64_t residual_stride,
+                                int64_t parts, float eps, float offset, uint8_t* q, float* scale, int64_t group,
+                                int threads) {
+    optkit::rms_norm({x, residual, weight, nullptr, out, total, width, x_stride, residual_stride, parts, eps, offset,
+                      {q, scale, group}},
                      rows, threads);
 }
 
 // See reference.layer_norm. x [rows, width] with a stride; out contiguous; weight and bias [width] or null.
 OPTKIT_API void optkit_layer_norm(const float* x, const float* weight, const float* bias, float* out, int64_t rows,
-                                  int64_t width, int64_t x_stride, float eps, int threads) {
-    optkit::layer_norm({x, nullptr, weight, bias, out, nullptr, width, x_stride, 0, 1, eps, 0.0f, {}}, rows, threads);
+                                  int64_t width, int64_t x_stride, int64_t parts, float eps, uint8_t* q, float* scale,
+                                  int64_t group, int threads) {
+    optkit::layer_norm({x, nullptr, weight, bias, out, nullptr, width, x_stride, 0, parts, eps, 0.0f,
+                        {q, scale, group}},
+                       rows, threads);
 }
 
 // act(gate) * up: act 0 silu, 1 gelu, 2 gelu by tanh. gate and up [rows, width] with strides; out contiguous.
 OPTKIT_API void optkit_gated(const float* gate, const float* up, float* out, int64_t rows, int64_t width,
-                             int64_t gate_stride, int64_t up_stride, int activation, int threads) {
-    optkit::gated({gate, up, out, width, gate_stride, up_stride, {}}, rows,
+                             int64_t gate_stride, int64_t up_stride, int activation, uint8_t* q, float* scale, int64_t group,
+                             int threads) {
+    optkit::gated({gate, up, out, width, gate_stride, up_stride, {q, scale, group}}, rows,
                   static_cast<optkit::Activation>(activation), threads);
 }
 
-// See reference.rope. x [rows, heads, dim] with strides, cos and sin [rows, dim] with one stride; out contiguous.
+// See reference.rope. x [rows, heads, dim], cos and sin [rows, dim] with strides; out contiguous.
 OPTKIT_API void optkit_rope(const float* x, const float* cos, const float* sin, float* out, int64_t rows,
-                            int64_t heads, int64_t dim, int64_t x_token, int64_t x_head, int64_t table_stride,
-                            int threads) {
-    optkit::rope({x, cos, sin, out, heads, dim, x_token, x_head, table_stride}, rows, threads);
+                            int64_t heads, int64_t dim, int64_t x_token, int64_t x_head, int64_t cos_stride,
+                            int64_t sin_stride, int threads) {
+    optkit::rope({x, cos, sin, out, heads, dim, x_token, x_head, cos_stride, sin_stride}, rows, threads);
 }
 
 // See reference.rope_table. positions [rows], inv_freq [half]; cos and sin [rows, 2 half] contiguous.
 OPTKIT_API void optkit_rope_table(const int64_t* positions, const float* inv_freq, float* cos, float* sin, int64_t rows,
                                   int64_t half, float scale, int threads) {
     optkit::rope_table({positions, inv_freq, cos, sin, half, scale}, rows, threads);
+}
+
+// a + b, both [rows, width] with strides; out contiguous.
+OPTKIT_API void optkit_add(const float* a, const float* b, float* out, int64_t rows, int64_t width, int64_t a_stride,
+                           int64_t b_stride, int threads) {
+    optkit::add({a, b, out, width, a_stride, b_stride}, rows, threads);
+}
+
+// Rows `index` [rows] of `table` [count, width]. Gives 1 where an index is out of range.
+OPTKIT_API int optkit_gather_rows(const float* table, const int64_t* index, float* out, int64_t rows, int64_t count,
+                                  int64_t width, int) {
+    for (int64_t row = 0; row < rows; ++row) {
+        if (index[row] < 0 || index[row] >= count) return 1;
+        std::memcpy(out + row * width, table + index[row] * width, width * sizeof(float));
+    }
+    return 0;
 }

@@ -36,7 +36,7 @@ struct Gated {
 struct Rope {
     const float *x, *cos, *sin;
     float* out;
-    int64_t heads, dim, x_token, x_head, table_stride;
+    int64_t heads, dim, x_token, x_head, cos_stride, sin_stride;
 };
 
 // Cosines and sines of positions[row] * inv_freq, twice in a row, times `scale`.

@@ -124,7 +124,7 @@ OPTKIT_TARGET inline void add_row(const Add& op, int64_t row) {
 // x cos + (-x2, x1) sin for one token: all its heads.
 OPTKIT_TARGET inline void rope_row(const Rope& op, int64_t row) {
     const int64_t n = op.dim / 2;
-    const float *cos = op.cos + row * op.table_stride, *sin = op.sin + row * op.table_stride;
+    const float *cos = op.cos + row * op.cos_stride, *sin = op.sin + row * op.sin_stride;
     for (int64_t head = 0; head < op.heads; ++head) {
         const float* x = op.x + row * op.x_token + head * op.x_head;
         float* out = op.out + (row * op.heads + head) * op.dim;

@@ -26,7 +26,7 @@ struct Argument {
 };
 
 struct Call {
-    int32_t op;     // index into the table of program.cpp
+    int32_t op;     // index among the KERNELs of signatures.h
     int32_t first;  // of its arguments
 };
 

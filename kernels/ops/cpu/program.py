@@ -6,7 +6,7 @@ own, an input tensor, or an output tensor. Buffers live in one arena: each has a
 once and holds for every batch size, and buffers whose lives do not overlap share their place. The arena grows to
 the largest batch seen and stays; a step allocates only its outputs.
 
-The order of arguments of each op is that of program.cpp.
+The kernels, the order of their arguments and what each points to are those of ``signatures.h``.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ import ctypes
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from optkit.cancellation import check_cancelled
-from optkit.kernels.cpu import native
+from optkit.kernels.cpu import native, signatures
+from optkit.kernels.cpu.signatures import Parameter
 
 ALIGN = 64  # bytes: a cache line, and the widest vector
 CONSTANT, SIZE, INPUT, ARENA = range(4)  # of program.h
@@ -80,34 +82,6 @@ class Size:
 
 
 Argument = View | Tensor | Size | int | float | None
-# What each argument of an op is, one letter an argument: a pointer to float32 (f, or d where rows must be dense), uint8
-# (Q, or q where dense), int64 (l), int32 (i), a KV pool (p), or a number (-).
-ARGUMENTS = {
-    "gather_rows": "dld---",
-    "rms_norm": "ffdddd-------qd-",
-    "layer_norm": "ffdddd-------qd-",
-    "gated": "ffd-----qd-",
-    "rope": "fffd------",
-    "add": "ffd----",
-    "quantize": "f-qd---",
-    "linear_w8a8": "Q-dqqddd----",
-    "linear_w4a8": "Q-dqdd-------",
-    "linear_w8a16": "f-iqqddd----",
-    "linear_w4a16": "f-iqdd------",
-    "attention": "fffppdliii" + "-" * 18,
-    "rope_table": "lddd---",
-}
-POINTERS: dict[str, tuple[torch.dtype, ...]] = {
-    "f": (torch.float32,),
-    "d": (torch.float32,),
-    "Q": (torch.uint8,),
-    "q": (torch.uint8,),
-    "l": (torch.int64,),
-    "i": (torch.int32,),
-    "p": (torch.float32, torch.int8),
-    "-": (),
-}
-STRIDED = "fQ"  # the distance between rows is another argument
 ARGUMENT, CALL = struct.Struct("=iiqq"), struct.Struct("=ii")
 
 
@@ -134,24 +108,25 @@ class Builder:
         self.buffers.append(Buffer(rows, -(-size // ALIGN) * ALIGN))
         return View(self.buffers[-1], rows, tuple(shape), width, 0, dtype)
 
-    def call(self, op: str, *arguments: Argument) -> None:
-        """Add a call.
+    def call(self, name: str, **arguments: Argument) -> None:
+        """Add a call of kernel ``name``, each argument by the name of its parameter.
 
         Raises:
-            NotImplementedError: a pointer is of another type or layout than the op reads.
+            ValueError: no such kernel, or an argument is missing or too many.
+            NotImplementedError: a pointer is of another type or layout than the kernel reads.
         """
-        count = ctypes.c_int()
-        index = native.library().optkit_program_op(op.encode(), ctypes.addressof(count))
-        if index < 0 or count.value != len(arguments):
-            raise ValueError(f"{op} with {len(arguments)} arguments is not an op of programs")
-        for kind, argument in zip(ARGUMENTS[op], arguments, strict=True):
-            check_argument(op, kind, argument)
-        for argument in arguments:
+        kernel = signatures.kernel(name)
+        names = [parameter.name for parameter in kernel.parameters]
+        if set(names) != set(arguments):
+            raise ValueError(f"{name} takes {', '.join(names)}; given are {', '.join(arguments)}")
+        for parameter in kernel.parameters:
+            check_argument(name, parameter, arguments[parameter.name])
+        for argument in arguments.values():
             if isinstance(argument, View) and isinstance(argument.memory, Buffer):
                 buffer = argument.memory
                 buffer.born = len(self.calls) if buffer.born < 0 else buffer.born
                 buffer.dies = len(self.calls)
-        self.calls.append((index, list(arguments)))
+        self.calls.append((cast(int, kernel.number), [arguments[each] for each in names]))
 
     def output(self, view: View) -> int:
         """Make the buffer of ``view``, which must fill it, an output tensor; its number."""
@@ -168,29 +143,28 @@ class Builder:
         return Program(self, [place([b for b in kept if b.rows == rows]) for rows in (TOKENS, LOGITS)])
 
 
-def check_argument(op: str, kind: str, argument: Argument) -> None:
-    """Compare an argument with its letter in ``ARGUMENTS``.
+def check_argument(kernel: str, parameter: Parameter, argument: Argument) -> None:
+    """Compare an argument with the parameter it is for.
 
     Raises:
         NotImplementedError: native code would read it as something else.
     """
+    dtypes = signatures.DTYPES.get(parameter.type, ())
     match argument:
         case View():
-            fits = argument.dtype in POINTERS[kind] and (
-                kind in STRIDED or argument.row_stride == argument.width
-            )
+            dense = argument.row_stride == argument.width
+            fits = argument.dtype in dtypes and (dense or parameter.strided)
         case Tensor():
-            fits = (
-                argument.dtype in POINTERS[kind]
-                and argument.is_contiguous()
-                and argument.device.type == "cpu"
-            )
-        case Size() | bool() | int() | float():
-            fits = kind == "-"
+            on_cpu = argument.device.type == "cpu" and argument.is_contiguous()
+            fits = argument.dtype in dtypes and on_cpu
+        case Size() | int():
+            fits = parameter.type in ("int64_t", "int")
+        case float():
+            fits = parameter.type == "float"
         case _:
-            fits = argument is None and kind != "-"
+            fits = argument is None and parameter.is_pointer
     if not fits:
-        raise NotImplementedError(f"{op} can't read {argument!r:.80}")
+        raise NotImplementedError(f"{kernel} can't read {argument!r:.80} as {parameter.name}")
 
 
 def place(buffers: Sequence[Buffer]) -> int:

@@ -35,10 +35,10 @@ Variant variant() {
 
 }  // namespace
 
-// q [rows, columns] and scale [rows, columns / group] of x, whose rows are `stride` floats apart.
-OPTKIT_API void optkit_quantize_per_token(const float* x, int64_t stride, uint8_t* q, float* scale, int64_t rows,
+// q [rows, columns] and scale [rows, columns / group] of x, whose rows are `x_stride` floats apart.
+OPTKIT_API void optkit_quantize_per_token(const float* x, int64_t x_stride, uint8_t* q, float* scale, int64_t rows,
                                           int64_t columns, int64_t group, int threads) {
-    const Rows p{x, stride, q, scale, columns, group};
+    const Rows p{x, x_stride, q, scale, columns, group};
     const Variant quantize = variant();
 #pragma omp parallel for num_threads(threads) if (threads > 1 && rows > 1 && rows * columns >= 1 << 15)
     for (int64_t row = 0; row < rows; ++row) quantize(p, row);

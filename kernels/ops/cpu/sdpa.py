@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from optkit.kernels import Kernel
+from optkit.kernels.kernel import Kernel
 from optkit.kernels.reference import causal_mask, write_kv
 
 if TYPE_CHECKING:
@@ -86,4 +86,13 @@ def plain(options: Mapping[str, Any]) -> bool:
     return not options.get("softcap") and options.get("kv_dtype", "float32") == "float32"
 
 
-KERNELS = (Kernel("attention", "sdpa", attention, lambda target: target.kind == "cpu", handles=plain),)
+KERNELS = (
+    Kernel(
+        "attention",
+        "sdpa",
+        attention,
+        lambda target: target.kind == "cpu",
+        handles=plain,
+        needs="a float32 KV cache, no soft-cap",
+    ),
+)

@@ -25,9 +25,14 @@ void add_pairs(const float* pairs, const float* bias, float* out, int64_t rows, 
     }
 }
 
-}  // namespace
+struct WeightOnly {
+    const float* x;
+    int64_t x_stride;
+    const int32_t* order;  // [k]: the column of x that is input channel i; null: they are in order
+    LinearW4A8 layer;      // all but q, q_stride, scale and scale_groups
+};
 
-void linear_w4a16(const LinearW4A16& p, int64_t m, int64_t k, int threads) {
+void run(const WeightOnly& p, int64_t m, int64_t k, int threads) {
     thread_local GrowingMemory q_memory, scale_memory, pair_memory;
     const int64_t most = std::min(m, BLOCK), n = p.layer.n, groups = p.layer.groups;
     LinearW4A8 layer = p.layer;
@@ -45,18 +50,19 @@ void linear_w4a16(const LinearW4A16& p, int64_t m, int64_t k, int threads) {
     }
 }
 
+}  // namespace
 }  // namespace optkit
 
 using namespace optkit;
 
-// reference.linear_wna16 of x [m, k] with rows `x_stride` apart, its columns in `order` [k] unless that is null: out
-// [m, n]. Weights as for optkit_linear_w4a8.
-OPTKIT_API void optkit_linear_w4a16(const float* x, int64_t x_stride, const int32_t* order, const uint8_t* blob,
-                                    const float* bias, float* out, int64_t m, int64_t n, int64_t k, int64_t groups,
+// reference.linear_wna16 of x [rows, k] with rows `x_stride` apart, its columns in `order` [k] unless that is null: out
+// [rows, n]. Weights as for optkit_linear_w4a8.
+OPTKIT_API void optkit_linear_w4a16(const float* x, int64_t x_stride, const int32_t* order, const uint8_t* weight,
+                                    const float* bias, float* out, int64_t rows, int64_t n, int64_t k, int64_t groups,
                                     int half, int levels, int threads) {
-    LinearW4A16 p{x, x_stride, order, {}};
-    p.layer.weight = blob, p.layer.bias = bias, p.layer.out = out, p.layer.n = n, p.layer.groups = groups;
+    WeightOnly p{x, x_stride, order, {}};
+    p.layer.weight = weight, p.layer.bias = bias, p.layer.out = out, p.layer.n = n, p.layer.groups = groups;
     p.layer.layout = {half != 0, static_cast<Levels>(levels)};
     p.layer.group_steps = k / groups / STEP;
-    if (m > 0 && n > 0) linear_w4a16(p, m, k, threads);
+    if (rows > 0 && n > 0) run(p, rows, k, threads);
 }

@@ -35,9 +35,14 @@ void run_panel(const Linear& p, LinearRows variant, int64_t panel, int64_t row, 
     }
 }
 
-}  // namespace
+struct WeightOnly {
+    const float* x;
+    int64_t x_stride;
+    const int32_t* order;  // [k]: the column of x that is input channel i; null: they are in order
+    Linear layer;          // all but q, q_stride and scale
+};
 
-void linear_w8a16(const WeightOnly& p, int64_t m, int64_t k, int threads) {
+void run(const WeightOnly& p, int64_t m, int64_t k, int threads) {
     thread_local GrowingMemory q_memory, scale_memory;
     Linear layer = p.layer;
     layer.q_stride = layer.steps * STEP;
@@ -57,17 +62,16 @@ void linear_w8a16(const WeightOnly& p, int64_t m, int64_t k, int threads) {
     }
 }
 
+}  // namespace
 }  // namespace optkit
 
 using namespace optkit;
 
-// reference.linear_w8a16 of x [m, k] with rows `x_stride` apart, its columns in `order` [k] unless that is null: out
-// [m, n]. Weights as for optkit_linear_w8a8.
-OPTKIT_API void optkit_linear_w8a16(const float* x, int64_t x_stride, const int32_t* order, const int8_t* blob,
-                                    const float* weight_scale, const float* bias, float* out, int64_t m, int64_t n,
+// reference.linear_w8a16 of x [rows, k] with rows `x_stride` apart, its columns in `order` [k] unless that is null: out
+// [rows, n]. Weights as for optkit_linear_w8a8.
+OPTKIT_API void optkit_linear_w8a16(const float* x, int64_t x_stride, const int32_t* order, const uint8_t* weight,
+                                    const float* weight_scale, const float* bias, float* out, int64_t rows, int64_t n,
                                     int64_t k, int64_t groups, int threads) {
-    const int64_t steps = divide_up(k, STEP);
-    const auto* offset = reinterpret_cast<const int32_t*>(blob + divide_up(n, PANEL) * steps * STEP_BYTES);
-    const Linear layer{nullptr, 0, nullptr, blob, offset, weight_scale, bias, out, n, steps, groups, steps / groups};
-    if (m > 0 && n > 0) linear_w8a16({x, x_stride, order, layer}, m, k, threads);
+    const Linear layer = packed_linear(weight, weight_scale, bias, out, n, k, groups);
+    if (rows > 0 && n > 0) run({x, x_stride, order, layer}, rows, k, threads);
 }

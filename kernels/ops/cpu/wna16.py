@@ -20,11 +20,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from optkit.kernels import Kernel
 from optkit.kernels.cpu import int4, int8, native
+from optkit.kernels.cpu.emit import Emitter, Result
+from optkit.kernels.cpu.program import Builder, Size, View
+from optkit.kernels.kernel import Kernel
 from optkit.kernels.packed_codes import WORD, unpack_codes
 
 WEIGHT, SCALE, ZERO, G_IDX = 1, 2, 3, 4  # positions among the arguments
+UP_TO_4_BITS = "up to 4 bits; groups of whole 8 channels, equal ones with act-order"
+EIGHT_BITS = "8 bits, symmetric; groups of whole 8 channels, equal ones with act-order"
 MIDDLE = 8  # the code that stands for 0 in symmetric int4
 
 
@@ -41,7 +45,7 @@ def linear_wna16(
 ) -> Tensor:
     """See ``reference.linear_wna16``; everything but the bias is packed, and ``g_idx`` is the order of the columns."""
     if bits == 8:
-        return int8.linear_w8a16(F.pad(x, (0, -x.shape[1] % int8.STEP)), weight, weight_scale, bias, g_idx)
+        return int8.weight_only(F.pad(x, (0, -x.shape[1] % int8.STEP)), weight, weight_scale, bias, g_idx)
     groups, group = weight_scale.shape[1:]
     rows, k, n = len(x), groups * group, weight.shape[0]
     if x.shape[1] < k:
@@ -155,7 +159,36 @@ def symmetric(weights: dict[int, Tensor]) -> bool:
     return ZERO not in weights and sortable(weights)
 
 
+def emit_linear_wna16(
+    b: Builder,
+    x: View,
+    weight: Tensor,
+    weight_scale: Tensor,
+    weight_zero: Tensor | None,
+    g_idx: Tensor | None,
+    bias: Tensor | None = None,
+    *,
+    bits: int = 4,
+    group_size: int = 0,
+) -> Result:
+    if bits == 8:
+        return int8.emit_weight_only(b, x, weight, weight_scale, bias, g_idx)
+    n, out, (groups, group) = weight.shape[0], b.buffer(x.rows, (weight.shape[0],)), weight_scale.shape[1:]
+    if x.width != groups * group:
+        raise NotImplementedError(f"{x.width} input channels are no whole words of codes")
+    b.call(
+        "linear_w4a16", x=x, x_stride=x.row_stride, order=g_idx, weight=weight, bias=bias, out=out, rows=Size(x.rows),
+        n=n, k=x.width, groups=groups, half=weight_scale.dtype == torch.float16, levels=levels(weight_zero),
+    )  # fmt: skip
+    return (out,)
+
+
 KERNELS = (
-    Kernel("linear_wna16", "native", linear_wna16, native.supports, pack_w4, sortable, whole_pairs),
-    Kernel("linear_wna16", "native", linear_wna16, native.supports, pack_w8, symmetric, eight_bits),
+    Kernel(
+        "linear_wna16", "native", linear_wna16, native.supports, pack_w4, sortable, whole_pairs, UP_TO_4_BITS
+    ),
+    Kernel(
+        "linear_wna16", "native", linear_wna16, native.supports, pack_w8, symmetric, eight_bits, EIGHT_BITS
+    ),
 )
+EMITTERS = (Emitter("linear_wna16", emit_linear_wna16),)

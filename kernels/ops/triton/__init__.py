@@ -11,7 +11,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from optkit.kernels import Kernel
+    from optkit.kernels.kernel import Kernel
 
 
 @cache

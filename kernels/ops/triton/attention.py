@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optkit.kernels import Kernel
+from optkit.kernels.kernel import Kernel
 from optkit.kernels.triton import common, sdpa
 from optkit.kernels.triton.attention_kernels import attention_heads, attention_tiles, merge_splits
 from optkit.kernels.triton.common import Config, next_power_of_2, supports

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from optkit.kernels import Kernel, reference
+from optkit.kernels import reference
+from optkit.kernels.kernel import Kernel
 from optkit.kernels.packed_codes import WORD, unpack_codes
 from optkit.kernels.triton import gemv, selection, tile, vendor, wna16
 from optkit.kernels.triton.common import architecture, rows_of, supports, supports_fp8
@@ -242,16 +243,28 @@ def a_scale_a_row(weights: dict[int, Tensor]) -> bool:
     return weights[2].shape[1] == 1
 
 
+INT8_GROUPS, FLOAT_GROUPS = groups_fit(2, 3, MIN_GROUP[1]), groups_fit(1, 2, MIN_GROUP[2])
+EXPERTS = "Hopper, bfloat16; on other GPUs models with experts are refused"
+LARGE, SMALL = "one group, or groups of 32, 64, 128, ...", "one group, or groups of 16, 32, 64, ..."
+ROW_SCALES, ANY_GROUPS = "Hopper; a scale a row", "up to 4 bits; any groups, act-order"
+BYTES = f"8 bits, no act-order; {SMALL}"
+
 KERNELS = (
-    Kernel("grouped_mm", "grouped_mm", vendor.grouped_mm, supports_fp8, accepts=vendor.can_grouped_mm),
-    Kernel("linear", "triton", linear, supports),
-    Kernel("linear_w8a8", "triton", linear_w8a8, supports, accepts=groups_fit(2, 3, MIN_GROUP[1])),
-    Kernel("linear_w4a8", "triton", linear_w4a8, supports, pack_int4, accepts=int4_groups_fit),
-    Kernel("linear_w8a16", "triton", linear_w8a16, supports, accepts=groups_fit(1, 2, MIN_GROUP[2])),
-    Kernel("linear_fp8_rowwise", "triton", linear_fp8_rowwise, supports_fp8),
-    Kernel("linear_fp8", "triton", linear_fp8, supports_fp8, accepts=a_scale_a_row),
-    Kernel("linear_wna16", "triton", linear_wna16, supports, wna16.pack, handles=up_to_4_bits),
     Kernel(
-        "linear_wna16", "triton", linear_wna16, supports, pack_bytes, accepts=in_order, handles=eight_bits
+        "grouped_mm",
+        "grouped_mm",
+        vendor.grouped_mm,
+        supports_fp8,
+        None,
+        vendor.can_grouped_mm,
+        needs=EXPERTS,
     ),
+    Kernel("linear", "triton", linear, supports),
+    Kernel("linear_w8a8", "triton", linear_w8a8, supports, None, INT8_GROUPS, needs=LARGE),
+    Kernel("linear_w4a8", "triton", linear_w4a8, supports, pack_int4, int4_groups_fit, needs=SMALL),
+    Kernel("linear_w8a16", "triton", linear_w8a16, supports, None, FLOAT_GROUPS, needs=SMALL),
+    Kernel("linear_fp8_rowwise", "triton", linear_fp8_rowwise, supports_fp8, needs="Hopper"),
+    Kernel("linear_fp8", "triton", linear_fp8, supports_fp8, None, a_scale_a_row, needs=ROW_SCALES),
+    Kernel("linear_wna16", "triton", linear_wna16, supports, wna16.pack, None, up_to_4_bits, ANY_GROUPS),
+    Kernel("linear_wna16", "triton", linear_wna16, supports, pack_bytes, in_order, eight_bits, BYTES),
 )

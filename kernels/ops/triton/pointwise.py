@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from optkit.kernels import Kernel, reference
+from optkit.kernels import reference
+from optkit.kernels.kernel import Kernel
 from optkit.kernels.triton.common import (
     MAX_COLUMNS,
     next_power_of_2,
@@ -249,5 +250,8 @@ QUANTIZING = (rms_norm_quantize, add_rms_norm_quantize, silu_mul_quantize, gelu_
 KERNELS = (
     *(Kernel(fn.__name__, "triton", fn, supports) for fn in PLAIN),
     *(Kernel(fn.__name__, "triton", fn, supports, handles=to_int8) for fn in QUANTIZING),
-    *(Kernel(fn.__name__, "triton", fn, supports_fp8, handles=to_fp8) for fn in QUANTIZING),
+    *(
+        Kernel(fn.__name__, "triton", fn, supports_fp8, handles=to_fp8, needs="fp8: Hopper")
+        for fn in QUANTIZING
+    ),
 )

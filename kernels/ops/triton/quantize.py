@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from optkit.kernels import Kernel, reference
+from optkit.kernels import reference
+from optkit.kernels.kernel import Kernel
 from optkit.kernels.triton.common import (
     MAX_COLUMNS,
     next_power_of_2,
@@ -89,5 +90,5 @@ def quantize_fp8_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
 
 KERNELS = (
     Kernel("quantize_per_token", "triton", quantize_per_token, supports),
-    Kernel("quantize_fp8_per_token", "triton", quantize_fp8_per_token, supports_fp8),
+    Kernel("quantize_fp8_per_token", "triton", quantize_fp8_per_token, supports_fp8, needs="Hopper"),
 )

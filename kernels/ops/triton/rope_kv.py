@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from optkit.kernels import Kernel
+from optkit.kernels.kernel import Kernel
 from optkit.kernels.reference_attention import KV_CODES, kv_planes
 from optkit.kernels.triton.common import next_power_of_2, supports
 

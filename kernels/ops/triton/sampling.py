@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from optkit.kernels import Kernel
+from optkit.kernels.kernel import Kernel
 from optkit.kernels.triton.common import next_power_of_2, supports
 
 CHUNK = 4096  # tokens of a program

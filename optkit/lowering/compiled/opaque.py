@@ -20,12 +20,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from optkit.graph import ops
 from optkit.kernels.reference import attention
 
 Shapes = Mapping[int, Tensor]  # argument position -> meta tensor of the weight before packing
-
-# What an op writes to besides its result.
-MUTATED = {"attention": ("k_cache", "v_cache")}
 
 _operators: dict[Any, Any] = {}
 _library: list[torch.library.Library] = []
@@ -46,7 +44,8 @@ def operator(reference: Callable[..., Any], kernel: Callable[..., Any], unpacked
 
 def register(name: str, reference: Callable[..., Any], kernel: Callable[..., Any], unpacked: Shapes) -> None:
     library = optkit_library()
-    mutated = MUTATED.get(reference.__name__, ())
+    op = ops.record_of(reference)
+    mutated = op.mutates if op else ()
     library.define(name + torch.library.infer_schema(reference, mutates_args=mutated))
     run = true_rows(kernel) if reference is attention else kernel
     library.impl(name, contiguous(run), "CompositeExplicitAutograd")

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from torch import fx, nn
 
 from optkit.errors import UserError
+from optkit.graph import ops
 from optkit.graph.ir import Graph
-from optkit.graph.ops import op_name
 from optkit.kernels import reference
 from optkit.lowering.bind import bind, kernel_of
 from optkit.lowering.compiled.opaque import operator
@@ -32,12 +32,6 @@ if TYPE_CHECKING:
     from optkit.machine.target import Target
 
 PLAN = "compile"
-
-# Inside a region the compiler generates these from their reference, fused with their neighbours, whatever kernel
-# runs them outside. Others keep their kernel.
-FUSED = {"rms_norm", "add_rms_norm", "layer_norm", "rope", "rope_table", "silu_mul", "gelu_mul", "silu_mul_packed",
-         "gelu_mul_packed", "quantize_per_token", "embedding", "select_rows"}  # fmt: skip
-UNTRACEABLE = {"attention", "grouped_mm"}  # their references loop in Python over the batch
 
 
 @dataclass(frozen=True)
@@ -68,13 +62,14 @@ def region_source(graph: Graph, target: Target | None) -> RegionSource:
             bind(graph, node, kernel)
     region = Region.of(nodes)  # again: binding changed what it reads
     (attention,) = (args for function, args, _ in unbound if function is reference.attention)
+    slots = attention[ops.RECORDS["attention"].positions["slot_mapping"]]
     targets = compiler_targets(region, unbound, values[0])
-    arguments = tuple(argument(graph, node, values, node is attention[5]) for node in region.inputs)
+    arguments = tuple(argument(graph, node, values, node is slots) for node in region.inputs)
     text = digest_text(region, targets, arguments)
     return RegionSource(
         region_module(region, targets),
         arguments,
-        region.inputs.index(attention[5]),
+        region.inputs.index(slots),
         hashlib.sha256(text.encode()).hexdigest(),
     )
 
@@ -85,7 +80,7 @@ def digest_text(region: Region, targets: Mapping[fx.Node, Any], arguments: Seque
     lines = [f"{a.dtype} {a.device.type} {a.base} {a.per_token} {a.varies}" for a in arguments]
     for node in region.nodes:
         called = targets.get(node, node.target)
-        name = op_name(called) or str(called)
+        name = ops.op_name(called) or str(called)
         read = fx.map_arg((node.args, dict(node.kwargs)), numbers.__getitem__)
         lines.append(f"{name} {read}")
     return "\n".join([*lines, *(numbers[node] for node in region.outputs)])
@@ -97,11 +92,11 @@ def compiler_targets(
     """What each node calls inside generated code: its reference, or its kernel as an opaque op."""
     targets: dict[fx.Node, Any] = {}
     for node, (target, args, meta) in zip(region.nodes, unbound, strict=True):
-        name = op_name(target)
+        op = ops.record_of(target)
         packed = {i: values[a] for i, a in enumerate(args) if node.args[i] is not a}
-        if name in FUSED and not packed and "kernel" not in meta:
+        if op is not None and op.compiled and not packed and "kernel" not in meta:
             targets[node] = target
-        elif node.target is not target or name in UNTRACEABLE:
+        elif node.target is not target or (op is not None and not op.traceable):
             targets[node] = operator(target, node.target, packed)
     return targets
 

@@ -1,4 +1,4 @@
-"""The table of operands against the references, and every operand of a wrong dtype, shape or origin refused by name."""
+"""Operands of the records against the references; operands of a wrong dtype, shape or origin are refused by name."""
 
 from __future__ import annotations
 
@@ -8,25 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from optkit.graph.ir import BATCH_INPUTS, Graph, GraphMeta, KVSpec, Weight
+from optkit.graph.ir import BATCH_INPUTS, Graph, GraphMeta, Weight
 from optkit.graph.operand_check import check_call, check_origins
-from optkit.graph.operands import BATCH_NAMES, OPERANDS, Choice, Number, Source, TensorOperand
-from optkit.graph.ops import DIALECT
-from optkit.graph.shapes import Point, meta_inputs
+from optkit.graph.ops import OPS, RECORDS, shape_rule
+from optkit.graph.ops.operands import Choice, Number, Source, TensorOperand
 from optkit.graph.verify import VerifyError, verify
+from tests.support.op_calls import BATCH, SPEC, meta, sound_call
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8)
-SPEC = KVSpec(0, 2, 8, 8)
-
-
-def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
 U8, I8, I32, F8 = torch.uint8, torch.int8, torch.int32, torch.float8_e4m3fn
-BATCH = meta_inputs(Graph(fx.Graph(), {}, GraphMeta("", 8, 8, (SPEC,), "", "")), Point(5, 2, 33), 4)
 IDS, POSITIONS, INDEX = BATCH["input_ids"], BATCH["positions"], BATCH["logits_index"]
 SEQUENCES = (BATCH["query_start"], BATCH["seq_lens"], BATCH["block_tables"])
 QKV = (meta(5, 4, 8), meta(5, 2, 8), meta(5, 2, 8))
@@ -36,8 +28,8 @@ X, VECTOR, ROWS, GATES = meta(5, 64), meta(64), meta(5, 64), meta(5, 32)
 Q8, SCALE = meta(5, 64, dtype=U8), meta(5, 2)
 W8 = (meta(16, 64, dtype=I8), meta(16, 2), meta(16))
 CODES = meta(16, 8, dtype=I32)
-# A call of each op that is as it should be.
-CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+# Sound calls, written by hand: what the records are compared with.
+WRITTEN: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "embedding": ((meta(9, 64), IDS), {}),
     "linear": ((X, meta(16, 64), meta(16)), {}),
     "rms_norm": ((X, VECTOR, 1e-5), {"offset": 1.0}),
@@ -77,24 +69,22 @@ CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "rope_kv_write": ((*QKV, *ANGLES, *POOLS, BATCH["slot_mapping"]), {}),
     "paged_attention": ((*QKV, *POOLS, *SEQUENCES), {"scale": 0.5, "softcap": 30.0}),
 }
-# Sizes that an operand alone decides: another one is another valid call, or breaks a relation of ``shape_rules``.
-FREE = {
-    ("embedding", "weight"),
-    ("embedding", "ids"),
-    ("rope_table", "positions"),
-    ("rope_table", "inv_freq"),
-    ("select_rows", "x"),
-    ("select_rows", "index"),
-    ("by_tokens", "positions"),
-}
+CALLS = {name: WRITTEN.get(name) or sound_call(op) for name, op in RECORDS.items()}
 
 
 def tensors(op: str) -> list[tuple[int, TensorOperand]]:
-    return [(i, operand) for i, operand in enumerate(OPERANDS[op]) if isinstance(operand, TensorOperand)]
+    return list(enumerate(RECORDS[op].tensors))
+
+
+def is_free(op: str, operand: TensorOperand) -> bool:
+    """True where no other operand has one of the sizes: another size is another sound call."""
+    others = {symbol.partition("+")[0] for _, each in tensors(op) if each != operand for symbol in each.shape}
+    own = {symbol.partition("+")[0] for symbol in operand.shape}
+    return not any(symbol in others or symbol.isdigit() for symbol in own)
 
 
 def each_tensor() -> Iterator[tuple[str, int, TensorOperand]]:
-    for op in OPERANDS:
+    for op in RECORDS:
         yield from ((op, i, operand) for i, operand in tensors(op))
 
 
@@ -106,25 +96,24 @@ EACH = list(each_tensor())
 
 
 def refused(op: str, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> None:
-    from optkit.graph.shape_rules import RULES
-
     with pytest.raises(ValueError, match=rf"{name}\b") as caught:
         check_call(op, args, kwargs, half=False)
-        RULES[DIALECT[op]](*args, **kwargs)
+        shape_rule(OPS[op])(*args, **kwargs)
     assert "\n" not in str(caught.value)
 
 
 def test_every_op_has_a_row_with_the_parameters_of_its_reference() -> None:
-    assert set(OPERANDS) == set(DIALECT) == set(CALLS)
-    for op, row in OPERANDS.items():
-        assert [operand.name for operand in row] == list(inspect.signature(DIALECT[op]).parameters), op
+    assert set(WRITTEN) <= set(RECORDS)
+    for name, op in RECORDS.items():
+        assert list(op.positions) == list(inspect.signature(op.reference).parameters), name
 
 
-@pytest.mark.parametrize("op", OPERANDS)
-def test_a_call_as_it_should_be_passes(op: str) -> None:
-    args, kwargs = CALLS[op]
+@pytest.mark.parametrize("op", RECORDS)
+@pytest.mark.parametrize("calls", ["written", "from the record"])
+def test_a_sound_call_passes(op: str, calls: str) -> None:
+    args, kwargs = CALLS[op] if calls == "written" else sound_call(RECORDS[op])
     check_call(op, args, kwargs, half=False)
-    DIALECT[op](*args, **kwargs)
+    OPS[op](*args, **kwargs)
 
 
 @pytest.mark.parametrize(("op", "position", "operand"), EACH, ids=named)
@@ -166,13 +155,13 @@ def test_every_size_that_must_agree_with_another_operand_does(
             check_call(op, (*args[:position], other, *args[position + 1 :]), kwargs, half=False)
         except ValueError:
             failed += 1
-    assert bool(failed) != ((op, operand.name) in FREE)
+    assert bool(failed) != is_free(op, operand)
 
 
-@pytest.mark.parametrize("op", OPERANDS)
+@pytest.mark.parametrize("op", RECORDS)
 def test_numbers_and_choices_out_of_range_are_refused(op: str) -> None:
     args, kwargs = CALLS[op]
-    for position, operand in enumerate(OPERANDS[op]):
+    for position, operand in enumerate(RECORDS[op].operands):
         if isinstance(operand, TensorOperand):
             continue
         wrong: list[Any] = ["no such", None, [], True, args[0]]
@@ -184,13 +173,13 @@ def test_numbers_and_choices_out_of_range_are_refused(op: str) -> None:
                 refused(op, args, {**kwargs, operand.name: value}, operand.name)
 
 
-@pytest.mark.parametrize("op", OPERANDS)
+@pytest.mark.parametrize("op", RECORDS)
 def test_tensors_by_keyword_missing_ones_and_unknown_ones_are_refused(op: str) -> None:
     args, kwargs = CALLS[op]
     last, operand = tensors(op)[-1]
     refused(op, args[:last], {**kwargs, operand.name: args[last]}, operand.name)
     refused(op, args, {**kwargs, "evil": 1}, "evil")
-    first = OPERANDS[op][0].name
+    first = RECORDS[op].operands[0].name
     refused(op, (), {}, first)
     refused(op, (None, *args[1:]), kwargs, first)
 
@@ -215,12 +204,12 @@ def call(op: str, replaced: int | None = None, by: str = "") -> fx.Node:
             case Source.WEIGHT | Source.ANY:
                 args[i] = made["weight"]()
             case Source.BATCH:
-                args[i] = graph.placeholder(BATCH_NAMES.get((op, operand.name), operand.name))
+                args[i] = graph.placeholder(RECORDS[op].inputs.get(operand.name, operand.name))
             case Source.POOL:
                 args[i] = graph.placeholder(f"{operand.name}_0")
     if replaced is not None:
         args[replaced] = made[by]()
-    return graph.call_function(DIALECT[op], tuple(args), CALLS[op][1])
+    return graph.call_function(OPS[op], tuple(args), CALLS[op][1])
 
 
 WRONG_SOURCES = {
@@ -233,7 +222,7 @@ WRONG_SOURCES = {
 SOURCED = [(op, i, operand, by) for op, i, operand in EACH for by in WRONG_SOURCES[operand.source]]
 
 
-@pytest.mark.parametrize("op", OPERANDS)
+@pytest.mark.parametrize("op", RECORDS)
 def test_arguments_from_where_they_should_come_pass(op: str) -> None:
     check_origins(call(op))
 
@@ -247,8 +236,8 @@ def test_every_operand_from_elsewhere_is_refused(
 
 
 def test_what_only_lowering_sets_is_refused_in_a_stored_graph() -> None:
-    for op, row in OPERANDS.items():
-        if any(isinstance(operand, Choice) and not operand.stored for operand in row):
+    for op, record in RECORDS.items():
+        if any(isinstance(operand, Choice) and not operand.stored for operand in record.operands):
             node = call(op)
             node.kwargs = {**node.kwargs, "dtype": "float32"}
             with pytest.raises(ValueError, match="lowering"):
@@ -277,4 +266,4 @@ def test_the_verifier_names_node_and_operand() -> None:
 def test_batch_names_are_inputs() -> None:
     for op, i, operand in EACH:
         if operand.source is Source.BATCH:
-            assert BATCH_NAMES.get((op, operand.name), operand.name) in BATCH_INPUTS, (op, i)
+            assert RECORDS[op].inputs.get(operand.name, operand.name) in BATCH_INPUTS, (op, i)

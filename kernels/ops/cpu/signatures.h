@@ -1,0 +1,53 @@
+// Every function that Python calls: its result, its name (without the prefix `optkit_`) and its parameters, once.
+//
+// Included with the macros FUNCTION and KERNEL defined, as often as needed: dispatch.h declares the functions, so that a
+// definition with other types does not compile; program.cpp makes the table of kernels that programs run, with a caller
+// for each that is made from the parameter types. native.py reads this file: ctypes prototypes, the order of arguments
+// in programs, and the dtypes that programs accept come from here. The library carries the same text
+// (optkit_signature), and native.py refuses a library whose text is another one.
+//
+// A KERNEL can be a call of a program; its last parameter, `int threads`, is not listed. Rules that programs rely on:
+//   - `const float* x` with a parameter `x_stride` or `x_token` may have any distance between rows; without one, rows
+//     are dense. `void*` is a KV pool, float32 or int8. `uint8_t*` is also a packed weight. A pointer may be null.
+//   - the result is void, or int: 0, and 1 for an index out of range.
+FUNCTION(int, isa, void)
+FUNCTION(int, set_isa, int wanted)
+FUNCTION(int64_t, w8_bytes, int64_t n, int64_t k, int64_t groups)
+FUNCTION(void, pack_w8, const int8_t* weight, uint8_t* blob, int64_t n, int64_t k, int64_t groups, int threads)
+FUNCTION(int64_t, w4_bytes, int64_t n, int64_t k, int64_t groups, int half, int levels)
+FUNCTION(void, pack_w4, const uint8_t* codes, const void* scale, const void* low, uint8_t* blob, int64_t n, int64_t k,
+         int64_t groups, int half, int levels, int threads)
+FUNCTION(int64_t, run_program, const void* calls, int64_t count, const void* arguments, const int64_t* sizes,
+         const int64_t* inputs, const int64_t* arenas, int threads)
+
+KERNEL(int, gather_rows, const float* table, const int64_t* index, float* out, int64_t rows, int64_t count,
+       int64_t width)
+KERNEL(void, rms_norm, const float* x, const float* residual, const float* weight, float* out, float* total,
+       int64_t rows, int64_t width, int64_t x_stride, int64_t residual_stride, int64_t parts, float eps, float offset,
+       uint8_t* q, float* scale, int64_t group)
+KERNEL(void, layer_norm, const float* x, const float* weight, const float* bias, float* out, int64_t rows,
+       int64_t width, int64_t x_stride, int64_t parts, float eps, uint8_t* q, float* scale, int64_t group)
+KERNEL(void, gated, const float* gate, const float* up, float* out, int64_t rows, int64_t width, int64_t gate_stride,
+       int64_t up_stride, int activation, uint8_t* q, float* scale, int64_t group)
+KERNEL(void, rope, const float* x, const float* cos, const float* sin, float* out, int64_t rows, int64_t heads,
+       int64_t dim, int64_t x_token, int64_t x_head, int64_t cos_stride, int64_t sin_stride)
+KERNEL(void, rope_table, const int64_t* positions, const float* inv_freq, float* cos, float* sin, int64_t rows,
+       int64_t half, float scale)
+KERNEL(void, add, const float* a, const float* b, float* out, int64_t rows, int64_t width, int64_t a_stride,
+       int64_t b_stride)
+KERNEL(void, quantize_per_token, const float* x, int64_t x_stride, uint8_t* q, float* scale, int64_t rows,
+       int64_t columns, int64_t group)
+KERNEL(void, linear_w8a8, const uint8_t* q, int64_t q_stride, const float* scale, const uint8_t* weight,
+       const float* weight_scale, const float* bias, float* out, int64_t rows, int64_t n, int64_t k, int64_t groups)
+KERNEL(void, linear_w4a8, const uint8_t* q, int64_t q_stride, const float* scale, const uint8_t* weight,
+       const float* bias, float* out, int64_t rows, int64_t n, int64_t k, int64_t groups, int64_t scale_groups,
+       int half, int levels)
+KERNEL(void, linear_w8a16, const float* x, int64_t x_stride, const int32_t* order, const uint8_t* weight,
+       const float* weight_scale, const float* bias, float* out, int64_t rows, int64_t n, int64_t k, int64_t groups)
+KERNEL(void, linear_w4a16, const float* x, int64_t x_stride, const int32_t* order, const uint8_t* weight,
+       const float* bias, float* out, int64_t rows, int64_t n, int64_t k, int64_t groups, int half, int levels)
+KERNEL(void, attention, const float* q, const float* k, const float* v, void* k_cache, void* v_cache, float* out,
+       const int64_t* slot_mapping, const int32_t* query_start, const int32_t* seq_lens, const int32_t* block_tables,
+       int64_t tokens, int64_t sequences, int64_t table_width, int64_t block_size, int64_t q_token, int64_t q_head,
+       int64_t k_token, int64_t k_head, int64_t v_token, int64_t v_head, int heads, int kv_heads, int dim, int v_dim,
+       int64_t window, float scale, float softcap, int int8_cache)

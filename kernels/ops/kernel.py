@@ -1,0 +1,38 @@
+"""A row of the kernel tables: one implementation of an op, and the targets, weights and options it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from optkit.machine.target import Target
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """An implementation of an op with the reference's signature.
+
+    Attributes:
+        op: the name of the op.
+        name: the name that a graph can pin; rows of one op may share a name.
+        fn: the function that runs, called like the reference.
+        supports: true for targets that ``fn`` runs on.
+        pack: maps weight tensors (by argument position) and the site's options to the packed tensors that ``fn``
+            takes in their place; called once, at load. None: weights stay as they are.
+        accepts: true for weight tensors (by argument position) that ``fn`` handles; None: all.
+        handles: true for options of a site (``Graph.site_options``) that ``fn`` handles; None: all.
+        needs: the conditions of ``supports``, ``accepts`` and ``handles`` in words, beyond those of its whole module.
+    """
+
+    op: str
+    name: str
+    fn: Callable[..., Any]
+    supports: Callable[[Target], bool]
+    pack: Callable[[dict[int, Tensor], Mapping[str, Any]], Mapping[int, Tensor]] | None = None
+    accepts: Callable[[dict[int, Tensor]], bool] | None = None
+    handles: Callable[[Mapping[str, Any]], bool] | None = None
+    needs: str = ""

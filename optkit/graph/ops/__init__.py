@@ -1,0 +1,87 @@
+"""The dialect: the closed list of ops a graph may hold, one record an op, and how names map to callables.
+
+Two kinds. *Dialect ops* are the functions of ``optkit.kernels.reference``: the model's idioms, which passes look for
+and kernels implement. The facts about an op that are stated outside of the kernels are its record (``record.Op``).
+*Aten ops* (``aten``) are the ops that capture did not recognize; they run as they are. No other op is accepted in a
+``graph.json``, so a graph file cannot call arbitrary code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from optkit.graph.ops import attention, fp8, gates, linear, norms, rows
+from optkit.graph.ops.aten import ATEN_OPS, SCALAR_OPS, aten
+from optkit.graph.ops.record import Op
+
+RECORDS: dict[str, Op] = {
+    op.name: op for module in (rows, linear, fp8, norms, gates, attention) for op in module.OPS
+}
+OPS: dict[str, Any] = (
+    {name: op.reference for name, op in RECORDS.items()}
+    | SCALAR_OPS
+    | {f"aten.{name}": aten(name) for name in ATEN_OPS}
+)
+NAMES: dict[Any, str] = {target: name for name, target in OPS.items()}
+# Gated activations on two operands, each with the op on their halves in one.
+GATED: dict[Any, Any] = {op.reference: op.packed for op in RECORDS.values() if op.packed}
+# Linear layers on quantized weights, as checkpoints and passes make them.
+QUANTIZED_LINEARS: dict[Any, Op] = {
+    op.reference: op for op in RECORDS.values() if op.dequantize and not op.only_lowered
+}
+
+
+def op_name(target: Any) -> str | None:
+    """The name of a call target in the closed list, or None when it is not on it."""
+    return NAMES.get(target)
+
+
+def record_of(target: Any) -> Op | None:
+    """The record of a dialect op, or None for plain aten and scalar ops."""
+    return RECORDS.get(NAMES.get(target, ""))
+
+
+def op_of(node: fx.Node) -> Op:
+    """The record of the op that ``node`` calls.
+
+    Raises:
+        ValueError: it calls no op of the dialect.
+    """
+    op = record_of(node.target)
+    if op is None:
+        raise ValueError(f"{node.name} calls {node.target}, which is no op of the dialect")
+    return op
+
+
+def shape_rule(target: Any) -> Callable[..., Any]:
+    """The shape rule of a call target; an op that is not of the dialect is its own rule."""
+    op = record_of(target)
+    return target if op is None else op.shape
+
+
+def having(fact: Callable[[Op], Any]) -> set[Any]:
+    """The references of the ops for which ``fact`` is true."""
+    return {op.reference for op in RECORDS.values() if fact(op)}
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """The argument of operand ``name`` in a call of a dialect op, else its default."""
+    return op_of(node).argument(node, name)
+
+
+def activation(node: fx.Node) -> Any:
+    """The first activation that a call of a dialect op reads."""
+    return op_of(node).activation(node)
+
+
+def weight(node: fx.Node) -> Any:
+    """The weight of a call of a dialect op; None where there is none."""
+    return op_of(node).weight(node)
+
+
+def bias(node: fx.Node) -> Any:
+    """The bias of a call of a dialect op; None where there is none."""
+    return op_of(node).bias(node)

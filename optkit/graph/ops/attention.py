@@ -1,0 +1,137 @@
+"""Records of rotary embedding and attention over the KV cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optkit.graph.ops.operands import (
+    MAX_INT,
+    Kind,
+    Number,
+    Role,
+    batch,
+    either,
+    expect,
+    pool,
+    value,
+    whole,
+)
+from optkit.graph.ops.record import CPU, CUDA, PROGRAM, Op, Work
+from optkit.kernels import reference
+
+ROW_MAJOR = torch.contiguous_format
+MAX_HEAD_CHANNELS = 1 << 22  # of all heads of a token: attention keeps so many floats for a thread
+
+Q, K, V = (
+    value(*of)
+    for of in (("q", Kind.COMPUTE, "T H D"), ("k", Kind.COMPUTE, "T J D"), ("v", Kind.COMPUTE, "T J E"))
+)
+ANGLES = (value("cos", Kind.COMPUTE, "T R", Role.TABLE), value("sin", Kind.COMPUTE, "T R", Role.TABLE))
+POOLS = (pool("k_cache"), pool("v_cache"))
+SLOTS = batch("slot_mapping", Kind.INT64, "T")
+SEQUENCES = (
+    batch("query_start", Kind.INT32, "S+1"),
+    batch("seq_lens", Kind.INT32, "S"),
+    batch("block_tables", Kind.INT32, "S B"),
+)
+SCORES = (Number("scale", required=True), whole("window", 0, MAX_INT), Number("softcap", 0.0))
+ONE_CALL = "on a CPU ``attention`` writes the cache and attends in one call"
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    expect(x.ndim == 3 and x.shape[2] % 2 == 0, "rope turns [T, H, D] with an even D")
+    table = (x.shape[0], x.shape[2])
+    expect(tuple(cos.shape) == tuple(sin.shape) == table, f"cosines and sines must be {list(table)}")
+    return torch.empty_like(x, memory_format=ROW_MAJOR)
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any, **options: Any
+) -> Tensor:
+    check_heads(q, k)
+    check_pool(k, k_cache, "k_cache")
+    check_pool(v, v_cache, "v_cache")
+    return q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+
+
+def rope_kv_write(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor
+) -> tuple[Tensor, Tensor]:
+    check_heads(q, k)
+    check_pool(k, k_cache, "k_cache")
+    check_pool(v, v_cache, "v_cache")
+    rotary = cos.shape[1]
+    expect(
+        rotary % 2 == 0 and rotary <= q.shape[2], f"{rotary} channels of heads of {q.shape[2]} can't rotate"
+    )
+    return torch.empty_like(q, memory_format=ROW_MAJOR), torch.empty_like(k, memory_format=ROW_MAJOR)
+
+
+def check_heads(q: Tensor, k: Tensor) -> None:
+    expect(q.shape[1] % k.shape[1] == 0, f"{q.shape[1]} query heads can't share {k.shape[1]} KV heads")
+    expect(
+        q.shape[1] * q.shape[2] <= MAX_HEAD_CHANNELS,
+        f"heads of more than {MAX_HEAD_CHANNELS} channels in all",
+    )
+
+
+def check_pool(rows: Tensor, cache: Tensor, name: str) -> None:
+    """A pool has the heads and channels of what is written, and the bytes of a scale where it is quantized."""
+    extra = reference.KV_SCALE_BYTES if cache.dtype in reference.KV_CODES else 0
+    wanted = [rows.shape[1], rows.shape[2] + extra]
+    expect(list(cache.shape[2:]) == wanted, f"{name} has rows of {list(cache.shape[2:])}, not {wanted}")
+
+
+OPS = (
+    Op(
+        reference.rope_table,
+        (
+            value("positions", Kind.INT64, "T"),
+            either("inv_freq", Kind.FLOAT32, "R", Role.TABLE),
+            Number("scale"),
+        ),
+        shape=reference.rope_table,
+        work=Work.POINTWISE,
+        absent={CUDA: "one small table a step, which torch computes"},
+        compiled=True,
+    ),
+    Op(
+        reference.rope,
+        (value("x", Kind.COMPUTE, "T H R"), *ANGLES),
+        shape=rope,
+        work=Work.POINTWISE,
+        absent={CUDA: "on a GPU rope_kv_write rotates q and k"},
+        row_wise=True,
+        compiled=True,
+    ),
+    Op(
+        reference.attention,
+        (Q, K, V, *POOLS, SLOTS, *SEQUENCES, *SCORES),
+        shape=attention,
+        work=Work.ATTENTION,
+        traceable=False,
+        mutates=("k_cache", "v_cache"),
+    ),
+    Op(
+        reference.rope_kv_write,
+        (Q, K, V, *ANGLES, *POOLS, SLOTS),
+        shape=rope_kv_write,
+        work=Work.POINTWISE,
+        absent={CPU: ONE_CALL, PROGRAM: ONE_CALL},
+        traceable=False,
+        mutates=("k_cache", "v_cache"),
+        only_lowered=True,
+    ),
+    Op(
+        reference.paged_attention,
+        (Q, K, V, *POOLS, *SEQUENCES, *SCORES),
+        shape=attention,
+        work=Work.ATTENTION,
+        absent={CPU: ONE_CALL, PROGRAM: ONE_CALL},
+        traceable=False,
+        only_lowered=True,
+    ),
+)

@@ -1,0 +1,159 @@
+"""Operands: what a record says of each argument of an op. Its role, its source, its dtype and its shape.
+
+Native kernels take addresses, so operands are checked before anything runs (``optkit.graph.operand_check``). A shape is
+a list of symbols: equal symbols of one op are equal sizes, a number is that size, ``S+1`` is one more than S, and
+``...`` is any number of leading sizes, the same in all operands of the op. Relations between sizes (a divisor, packed
+words) are part of the op's shape rule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import torch
+
+from optkit.graph.ir import KV_DTYPES
+
+MAX_FLOAT32 = 3.4e38
+MAX_INT = 2**31 - 1
+HALVES = (torch.bfloat16, torch.float16)
+
+
+class Role(Enum):
+    """The part that a tensor plays in its op; ``Op`` finds arguments by it."""
+
+    ACTIVATION = "a value of the step that the op transforms"
+    ACTIVATION_SCALE = "scales of quantized activations"
+    WEIGHT = "the weight"
+    WEIGHT_SCALE = "scales of a quantized weight"
+    ZERO = "zero points or minimums of a quantized weight"
+    CHANNELS = "a tensor of the input channels, shared by layers that read one activation"
+    BIAS = "the bias"
+    CACHE = "a KV pool"
+    BATCH = "an input that describes the batch"
+    TABLE = "rotary angles, frequencies or expert offsets"
+
+
+class Source(Enum):
+    """Where the tensor of an operand comes from."""
+
+    VALUE = "a computed value"  # or a batch input, never a weight
+    WEIGHT = "a weight"
+    ANY = "a weight or a computed value"
+    BATCH = "the batch input of its name"  # itself: kernels take its values for addresses
+    POOL = "a KV pool of the graph's inputs"
+
+
+class Kind(Enum):
+    """The dtypes of an operand: their name in messages, the dtypes, whether a GPU also takes its compute dtype."""
+
+    COMPUTE = ("float32", (torch.float32,), True)
+    FLOAT32 = ("float32", (torch.float32,), False)
+    FLOAT = ("float32, float16 or bfloat16", (torch.float32, *HALVES), False)
+    FP8 = ("float8_e4m3fn", (torch.float8_e4m3fn,), False)
+    INT64 = ("int64", (torch.int64,), False)
+    INT32 = ("int32", (torch.int32,), False)
+    INT8 = ("int8", (torch.int8,), False)
+    UINT8 = ("uint8", (torch.uint8,), False)
+    KV = ("a KV dtype", tuple(dtype for dtype, _ in KV_DTYPES.values()), False)
+
+    def accepts(self, dtype: torch.dtype, *, half: bool) -> bool:
+        """Whether ``dtype`` is one of these; with ``half`` bfloat16 and float16 are compute dtypes."""
+        _, dtypes, computes = self.value
+        return dtype in dtypes or (half and computes and dtype in HALVES)
+
+    @property
+    def label(self) -> str:
+        return self.value[0]
+
+
+@dataclass(frozen=True)
+class TensorOperand:
+    """A tensor that an op takes; ``optional`` ones may be None or left out at the end.
+
+    Attributes:
+        stored: the name of the tensor in a checkpoint's module, for operands of quantized layers.
+    """
+
+    name: str
+    role: Role
+    source: Source
+    kind: Kind
+    shape: tuple[str, ...]
+    optional: bool = False
+    stored: str = ""
+
+
+@dataclass(frozen=True)
+class Number:
+    """A finite number from ``low`` to ``high``; with ``whole`` an int. Without ``required`` it has a default."""
+
+    name: str
+    low: float = -MAX_FLOAT32
+    high: float = MAX_FLOAT32
+    whole: bool = False
+    required: bool = False
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of some values, of exactly their type. Without ``stored`` only lowering sets it, and graph.json must not."""
+
+    name: str
+    values: tuple[str | int, ...]
+    stored: bool = True
+
+
+Operand = TensorOperand | Number | Choice
+
+
+def value(name: str, kind: Kind, shape: str, role: Role = Role.ACTIVATION) -> TensorOperand:
+    """An operand that is computed in the step."""
+    return TensorOperand(name, role, Source.VALUE, kind, tuple(shape.split()))
+
+
+def weight(name: str, kind: Kind, shape: str, role: Role = Role.WEIGHT, stored: str = "") -> TensorOperand:
+    """An operand that is always a weight of the graph, stored as ``stored``, by default under its own name."""
+    return TensorOperand(name, role, Source.WEIGHT, kind, tuple(shape.split()), stored=stored or name)
+
+
+def either(name: str, kind: Kind, shape: str, role: Role = Role.WEIGHT) -> TensorOperand:
+    """An operand that is a weight or a computed value."""
+    return TensorOperand(name, role, Source.ANY, kind, tuple(shape.split()))
+
+
+def batch(name: str, kind: Kind, shape: str) -> TensorOperand:
+    """A batch input of the graph."""
+    return TensorOperand(name, Role.BATCH, Source.BATCH, kind, tuple(shape.split()))
+
+
+def pool(name: str) -> TensorOperand:
+    """A KV pool of the graph's inputs."""
+    shape = ("blocks", "block_size", "J", f"row_of_{name}")
+    return TensorOperand(name, Role.CACHE, Source.POOL, Kind.KV, shape)
+
+
+def optional(operand: TensorOperand) -> TensorOperand:
+    return replace(operand, optional=True)
+
+
+def whole(name: str, low: int, high: int, *, required: bool = False) -> Number:
+    """An int from ``low`` to ``high``."""
+    return Number(name, low, high, whole=True, required=required)
+
+
+def expect(condition: bool, message: str) -> None:
+    """Refuse what does not fit.
+
+    Raises:
+        ValueError: ``condition`` is false.
+    """
+    if not condition:
+        raise ValueError(message)
+
+
+EPS, OFFSET = Number("eps", 0.0, required=True), Number("offset")
+X, ROWS_X = value("x", Kind.COMPUTE, "... K"), value("x", Kind.COMPUTE, "T K")
+BIAS = optional(weight("bias", Kind.COMPUTE, "N", Role.BIAS))
+RESULT = Choice("dtype", ("float32", "bfloat16", "float16"), stored=False)

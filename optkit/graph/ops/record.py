@@ -1,0 +1,142 @@
+"""The record of an op: every fact about it that is stated outside of the kernels, once.
+
+A record holds the reference, the operands, the shape rule, the kind of work for the cost model, and how passes and
+lowering may treat the op. Kernels and emitters are found in the kernel tables; a record states the reason where there
+is none.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor, fx
+
+from optkit.graph.ops.operands import Operand, Role, TensorOperand
+
+
+class Work(Enum):
+    """The kind of work that an op does; ``optkit.lowering.cost`` has a rule for each."""
+
+    POINTWISE = "a few operations on each element"
+    GATHER = "copies of rows"
+    LINEAR = "products in the dtype of the activations"
+    LINEAR_8BIT = "products of two 8-bit numbers"
+    LINEAR_WEIGHT_ONLY = "products of float activations and quantized weights"
+    EXPERTS = "products of rows with one of several weights"
+    ATTENTION = "attention over the KV cache"
+
+
+# The places that may lack an implementation, each with a reason in ``Op.absent``.
+CPU, CUDA, PROGRAM = "cpu", "cuda", "program"
+
+
+@dataclass(frozen=True, eq=False)
+class Op:
+    """An op of the dialect.
+
+    Attributes:
+        reference: the spec, a function of ``optkit.kernels.reference``; its name is the op's name.
+        operands: the arguments, in the order of the reference's parameters.
+        shape: the shape rule: results on the meta device for meta arguments, and checks between sizes. The reference
+            itself where running it on meta tensors is the rule; a rule of its own where native kernels need stricter
+            checks than broadcasting, or where PyTorch would compute meta tensors in Python, which costs an import of
+            ``torch._dynamo`` (0.6 s and 70 MB).
+        work: the kind of work, for the cost model.
+        absent: for each of ``CPU``, ``CUDA`` and ``PROGRAM`` without a kernel or an emitter, the reason.
+        row_wise: each row of the result depends on the same row of the activations and on no other row, so rows can be
+            selected before the op.
+        any_dtype: the reference computes in the dtype of its activations, with float32 sums, as torch's own op does.
+        traceable: the reference can be traced; false where Python reads values of the batch.
+        compiled: a compiler generates the op from its reference, whatever kernel runs it elsewhere.
+        mutates: the operands that the op writes to.
+        only_lowered: only lowering makes the op; passes and capture do not.
+        quantized: the reference of the op that does the same and quantizes the first result of each row.
+        packed: the reference of the op that does the same on the halves of one stacked operand.
+        dequantize: the float32 weight [N, columns] of a quantized layer, from its weight operands without the bias, the
+            op's options and the number of input channels.
+        inputs: the graph's input of a batch operand, where the operand has another name.
+    """
+
+    reference: Callable[..., Any]
+    operands: tuple[Operand, ...]
+    shape: Callable[..., Any]
+    work: Work
+    absent: Mapping[str, str] = field(default_factory=dict)
+    row_wise: bool = False
+    any_dtype: bool = False
+    traceable: bool = True
+    compiled: bool = False
+    mutates: tuple[str, ...] = ()
+    only_lowered: bool = False
+    quantized: Callable[..., Any] | None = None
+    packed: Callable[..., Any] | None = None
+    dequantize: Callable[[Sequence[Tensor | None], Mapping[str, Any], int], Tensor] | None = None
+    inputs: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.reference.__name__
+
+    # -- operands ------------------------------------------------------------------------------------------
+
+    @cached_property
+    def tensors(self) -> tuple[TensorOperand, ...]:
+        """The operands that are tensors; they come first."""
+        return tuple(operand for operand in self.operands if isinstance(operand, TensorOperand))
+
+    @cached_property
+    def positions(self) -> dict[str, int]:
+        """The position of each operand among the arguments, by name."""
+        return {operand.name: position for position, operand in enumerate(self.operands)}
+
+    @cached_property
+    def defaults(self) -> dict[str, Any]:
+        """The value of each argument that a call may leave out; None for those that have no default."""
+        parameters = inspect.signature(self.reference).parameters
+        return {n: None if p.default is inspect.Parameter.empty else p.default for n, p in parameters.items()}
+
+    @cached_property
+    def stored(self) -> tuple[TensorOperand, ...]:
+        """The weight operands of a quantized layer without the bias; none for other ops."""
+        return tuple(operand for operand in self.tensors if operand.stored and operand.role is not Role.BIAS)
+
+    @property
+    def quantizes_input(self) -> bool:
+        """True for ops that read activations as ``quantize_per_token`` and its like leave them."""
+        return any(operand.role is Role.ACTIVATION_SCALE for operand in self.tensors)
+
+    @property
+    def first_weight(self) -> int:
+        """The position of the weight."""
+        return next(i for i, operand in enumerate(self.tensors) if operand.role is Role.WEIGHT)
+
+    # -- arguments of a call -------------------------------------------------------------------------------
+
+    def argument(self, node: fx.Node, name: str) -> Any:
+        """The argument of operand ``name`` in a call, by position or keyword, else its default."""
+        position = self.positions[name]
+        if position < len(node.args):
+            return node.args[position]
+        return node.kwargs.get(name, self.defaults[name])
+
+    def with_role(self, node: fx.Node, role: Role) -> Any:
+        """The argument of the first operand with ``role``; None for an op without one."""
+        found = next((operand.name for operand in self.tensors if operand.role is role), None)
+        return None if found is None else self.argument(node, found)
+
+    def activation(self, node: fx.Node) -> Any:
+        """The first activation that a call reads."""
+        return self.with_role(node, Role.ACTIVATION)
+
+    def weight(self, node: fx.Node) -> Any:
+        """The weight of a call, None where the call or the op has none."""
+        return self.with_role(node, Role.WEIGHT)
+
+    def bias(self, node: fx.Node) -> Any:
+        """The bias of a call, None where the call or the op has none."""
+        return self.with_role(node, Role.BIAS)

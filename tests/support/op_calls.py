@@ -1,0 +1,54 @@
+"""A sound call of each op on meta tensors, made from its record: equal symbols get equal sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from optkit.graph.ir import Graph, GraphMeta, KVSpec
+from optkit.graph.ops.operands import Number, Operand, TensorOperand
+from optkit.graph.ops.record import Op
+from optkit.graph.shapes import Point, meta_inputs
+
+SPEC = KVSpec(0, 2, 8, 8)
+BATCH = meta_inputs(Graph(fx.Graph(), {}, GraphMeta("", 8, 8, (SPEC,), "", "")), Point(5, 2, 33), 4)
+# Two groups of 32 channels, codes of 4 bits, and heads of 8 channels, all of which rotate.
+SIZES = {"T": 5, "L": 2, "M": 5, "V": 9, "K": 64, "N": 16, "F": 64, "G": 2, "A": 2, "W": 8, "H": 4, "J": 2, "D": 8,
+         "E": 8, "R": 8}  # fmt: skip
+OPTIONS: dict[str, dict[str, Any]] = {"linear_fp8": {"activations": "tensor"}}  # that agree with the operands
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def sound_call(op: Op) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments and options: all tensors by position, then the options that have no default."""
+    tensors = tuple(tensor(op, operand) for operand in op.tensors)
+    options = {o.name: number(o) for o in op.operands if needs_value(o)}
+    return tensors, options | OPTIONS.get(op.name, {})
+
+
+def tensor(op: Op, operand: TensorOperand) -> Tensor:
+    name = op.inputs.get(operand.name, operand.name)
+    found = BATCH.get(name, BATCH.get(f"{name}_0"))
+    if found is not None:
+        return found
+    _, (dtype, *_), _ = operand.kind.value
+    sizes = [size for symbol in operand.shape for size in ([5] if symbol == "..." else [of(symbol)])]
+    return meta(*sizes, dtype=dtype)
+
+
+def of(symbol: str) -> int:
+    return int(symbol) if symbol.isdigit() else SIZES[symbol]
+
+
+def needs_value(operand: Operand) -> bool:
+    return isinstance(operand, Number) and operand.required
+
+
+def number(operand: Operand) -> float | int:
+    assert isinstance(operand, Number)
+    return 4 if operand.whole else 0.5
