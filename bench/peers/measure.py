@@ -34,14 +34,14 @@ class Live:
     """A running server."""
 
     name: str
-    server: servers.Server
+    server: servers.RunningServer
     model: str
 
     @property
     def group(self) -> int:
         return self.server.process.pid
 
-    def send(self, load: workload.Workload) -> list[Any]:
+    def send(self, load: workload.RequestSchedule) -> list[Any]:
         return client.run_workload(self.server.url, self.model, load)
 
     @contextmanager
@@ -174,7 +174,7 @@ def _thaw(live: Live) -> None:
         thaw(live.group)
 
 
-def take(server: Live, round_: int, load: workload.Workload) -> Turn:
+def take(server: Live, round_: int, load: workload.RequestSchedule) -> Turn:
     """A workload of a round on a server."""
     with server.turn() as asleep:
         average = load_average()

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 
 from optkit.bench.records import Chunk, RequestRecord, clock
-from optkit.bench.workload import Request, Workload
+from optkit.bench.workload import BenchRequest, RequestSchedule
 
 MALFORMED = (
     ValueError,
@@ -28,12 +28,14 @@ MALFORMED = (
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 
 
-def run_workload(url: str, model: str, workload: Workload, api_key: str | None = None) -> list[RequestRecord]:
+def run_workload(
+    url: str, model: str, workload: RequestSchedule, api_key: str | None = None
+) -> list[RequestRecord]:
     """Send all of ``workload`` to ``url`` (``http://host:port``). Return a record per request, in order."""
     return asyncio.run(_run(url, model, workload, api_key))
 
 
-async def _run(url: str, model: str, workload: Workload, api_key: str | None) -> list[RequestRecord]:
+async def _run(url: str, model: str, workload: RequestSchedule, api_key: str | None) -> list[RequestRecord]:
     limit = workload.config.max_concurrency or len(workload.requests)
     slots = asyncio.Semaphore(limit)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -47,7 +49,7 @@ async def _run(url: str, model: str, workload: Workload, api_key: str | None) ->
 
 
 async def _paced(
-    http: httpx.AsyncClient, model: str, request: Request, start: float, slots: asyncio.Semaphore
+    http: httpx.AsyncClient, model: str, request: BenchRequest, start: float, slots: asyncio.Semaphore
 ) -> RequestRecord:
     """Wait for the arrival time and a free slot, then send. The semaphore is first come, first served."""
     due = start + request.arrival
@@ -58,7 +60,7 @@ async def _paced(
     return record
 
 
-async def send(http: httpx.AsyncClient, model: str, request: Request) -> RequestRecord:
+async def send(http: httpx.AsyncClient, model: str, request: BenchRequest) -> RequestRecord:
     """Stream a completion. ``record.error`` holds a failure, and the record keeps the times before the failure."""
     record = RequestRecord(index=request.index, send=clock())
     try:
@@ -74,7 +76,7 @@ async def send(http: httpx.AsyncClient, model: str, request: Request) -> Request
     return record
 
 
-def body(model: str, request: Request) -> dict[str, Any]:
+def body(model: str, request: BenchRequest) -> dict[str, Any]:
     """The JSON of a request."""
     return {
         "model": model,
@@ -139,7 +141,7 @@ def _take_usage(record: RequestRecord, usage: dict[str, Any]) -> None:
     record.cached_tokens = details.get("cached_tokens") or record.cached_tokens
 
 
-def problems(records: Sequence[RequestRecord], workload: Workload) -> list[str]:
+def problems(records: Sequence[RequestRecord], workload: RequestSchedule) -> list[str]:
     """Reasons against comparing the records: wrong prompt or output lengths, cache hits."""
     lines = []
     for record, request in zip(records, workload.requests, strict=True):

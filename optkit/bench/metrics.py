@@ -133,7 +133,7 @@ DEFINITIONS: dict[str, dict[str, Metric]] = {
 
 
 @dataclass(frozen=True)
-class Slo:
+class LatencyBounds:
     """Upper bounds in milliseconds. ``None`` is no bound."""
 
     ttft: float | None = None
@@ -166,7 +166,7 @@ def latency(records: Iterable[RequestRecord], definitions: str = "optkit") -> di
 
 
 def summarize(
-    records: Sequence[RequestRecord], slo: Slo | None = None, definitions: str = "optkit"
+    records: Sequence[RequestRecord], slo: LatencyBounds | None = None, definitions: str = "optkit"
 ) -> dict[str, Any]:
     """The summary of a run: counts, latencies in ms, throughput, and goodput if there is an SLO.
 
@@ -193,7 +193,7 @@ def summarize(
     return summary
 
 
-def slo_misses(records: Sequence[RequestRecord], slo: Slo, q: float = 95) -> list[str]:
+def slo_misses(records: Sequence[RequestRecord], slo: LatencyBounds, q: float = 95) -> list[str]:
     """A line for each bound with a missed q-th percentile; failed requests count as infinitely late."""
     lines = []
     failed = sum(not r.ok for r in records)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from optkit.bench.environment import busy
-from optkit.bench.metrics import DEFINITIONS, PERCENTILES, Slo, slo_misses, summarize
+from optkit.bench.metrics import DEFINITIONS, PERCENTILES, LatencyBounds, slo_misses, summarize
 from optkit.bench.records import RequestRecord
 from optkit.bench.workload import WorkloadConfig
 
@@ -45,7 +45,7 @@ class BenchResult:
     config: WorkloadConfig
     sides: list[str]
     turns: list[Turn] = field(default_factory=list)
-    slo: Slo = field(default_factory=Slo)
+    slo: LatencyBounds = field(default_factory=LatencyBounds)
     definitions: str = "optkit"
     environment: dict[str, Any] = field(default_factory=dict)
 
@@ -121,7 +121,7 @@ class BenchResult:
         """Read a saved result, for example to compute the metrics under other definitions."""
         config = WorkloadConfig(**data["workload"])
         turns = [_turn_from_dict(turn) for turn in data["turns"]]
-        slo, names = Slo(**data["slo_ms"]), list(data["sides"])
+        slo, names = LatencyBounds(**data["slo_ms"]), list(data["sides"])
         return cls(config, names, turns, slo, data["definitions"], data["environment"])
 
 

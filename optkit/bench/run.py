@@ -19,7 +19,7 @@ from pathlib import Path
 
 from optkit.bench import client, servers, workload
 from optkit.bench.environment import environment, load_average
-from optkit.bench.metrics import Slo
+from optkit.bench.metrics import LatencyBounds
 from optkit.bench.records import RequestRecord
 from optkit.bench.result import BenchResult, Turn
 from optkit.errors import UserError
@@ -46,7 +46,7 @@ def run_bench(
     tokenizer_dir: str,
     rounds: int = 3,
     num_warmups: int = 2,
-    slo: Slo | None = None,
+    slo: LatencyBounds | None = None,
     definitions: str = "optkit",
     progress: Progress = lambda _line: None,
 ) -> BenchResult:
@@ -59,7 +59,7 @@ def run_bench(
     workloads = [workload.build(config, ids, round_) for round_ in range(rounds)]
     warmup = warmups(config, ids, num_warmups)
     names = [side.name for side in sides]
-    result = BenchResult(config, names, [], slo or Slo(), definitions, environment())
+    result = BenchResult(config, names, [], slo or LatencyBounds(), definitions, environment())
     with ExitStack() as stack:
         running = [_Running(side, _start(side, stack, progress)) for side in sides]
         for side in running:
@@ -80,11 +80,13 @@ class _Running:
         self.name, self.url, self.api_key = side.name, url, side.api_key
         self.model = servers.model_name(url, side.api_key)
 
-    def run(self, load: workload.Workload) -> list[RequestRecord]:
+    def run(self, load: workload.RequestSchedule) -> list[RequestRecord]:
         return client.run_workload(self.url, self.model, load, self.api_key)
 
 
-def warmups(config: workload.WorkloadConfig, ids: Sequence[int], count: int) -> workload.Workload | None:
+def warmups(
+    config: workload.WorkloadConfig, ids: Sequence[int], count: int
+) -> workload.RequestSchedule | None:
     """A workload of ``count`` warm-up requests with separate prompts; None for no requests."""
     if count < 1:
         return None
@@ -103,7 +105,7 @@ def _start(side: Side, stack: ExitStack, progress: Progress) -> str:
     return stack.enter_context(servers.running(side.command(port), port))
 
 
-def _turn(side: _Running, round_: int, load: workload.Workload) -> Turn:
+def _turn(side: _Running, round_: int, load: workload.RequestSchedule) -> Turn:
     time.sleep(SETTLE)
     average = load_average()
     records = side.run(load)

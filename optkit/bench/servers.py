@@ -68,7 +68,7 @@ def running(command: Sequence[str], port: int, timeout: float = START_TIMEOUT) -
 
 
 @dataclass(frozen=True)
-class Server:
+class RunningServer:
     """A healthy server with its process, the leader of a new process group."""
 
     url: str
@@ -76,14 +76,14 @@ class Server:
 
 
 @contextmanager
-def started(command: Sequence[str], port: int, timeout: float = START_TIMEOUT) -> Iterator[Server]:
+def started(command: Sequence[str], port: int, timeout: float = START_TIMEOUT) -> Iterator[RunningServer]:
     """``running`` for callers with interest in the process."""
     with tempfile.TemporaryFile() as log, _sigterm_exits():
         process = _spawn(command, log)
         try:
             url = f"http://{HOST}:{port}"
             _wait_healthy(process, url, log, timeout)
-            yield Server(url, process)
+            yield RunningServer(url, process)
         finally:
             stop(process)
 

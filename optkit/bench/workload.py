@@ -52,7 +52,7 @@ class WorkloadConfig:
 
 
 @dataclass(frozen=True)
-class Request:
+class BenchRequest:
     """A prompt and its send time, in seconds after the start of the run."""
 
     index: int
@@ -62,9 +62,9 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Workload:
+class RequestSchedule:
     config: WorkloadConfig
-    requests: tuple[Request, ...]
+    requests: tuple[BenchRequest, ...]
 
 
 def text_ids(tokenizer: Encoder) -> list[int]:
@@ -74,7 +74,7 @@ def text_ids(tokenizer: Encoder) -> list[int]:
     return list(tokenizer(load_text("evaluation"), add_special_tokens=False).input_ids)
 
 
-def build(config: WorkloadConfig, ids: Sequence[int], round_: int = 0) -> Workload:
+def build(config: WorkloadConfig, ids: Sequence[int], round_: int = 0) -> RequestSchedule:
     """The workload of a round. Rounds differ in prompts; sides of a round do not.
 
     Args:
@@ -89,8 +89,8 @@ def build(config: WorkloadConfig, ids: Sequence[int], round_: int = 0) -> Worklo
     prompts = _prompts(config, ids, round_)
     arrivals = _arrivals(config, round_)
     rows = zip(prompts, arrivals, strict=True)
-    requests = tuple(Request(i, prompt, config.output_len, at) for i, (prompt, at) in enumerate(rows))
-    return Workload(config, requests)
+    requests = tuple(BenchRequest(i, prompt, config.output_len, at) for i, (prompt, at) in enumerate(rows))
+    return RequestSchedule(config, requests)
 
 
 def _prompts(config: WorkloadConfig, ids: Sequence[int], round_: int) -> list[tuple[int, ...]]:

@@ -14,7 +14,7 @@ from optkit.errors import UserError, nearest
 from optkit.extras import need_extra
 
 if TYPE_CHECKING:
-    from optkit.bench.metrics import Slo
+    from optkit.bench.metrics import LatencyBounds
     from optkit.bench.result import BenchResult
     from optkit.bench.run import Progress, Side
 
@@ -141,34 +141,34 @@ def bench(
         raise typer.Exit(SLO_MISSED)
 
 
-def parse_bounds(text: str) -> Slo:
-    """Parse ``ttft:700,tpot:50`` (milliseconds; commas or spaces) to an Slo."""
-    from optkit.bench.metrics import Slo
+def parse_bounds(text: str) -> LatencyBounds:
+    """Parse ``ttft:700,tpot:50`` (milliseconds; commas or spaces) to LatencyBounds."""
+    from optkit.bench.metrics import LatencyBounds
 
     values: dict[str, float] = {}
     for part in text.replace(",", " ").split():
         name, _, number = part.partition(":")
-        if name not in Slo.__dataclass_fields__:
+        if name not in LatencyBounds.__dataclass_fields__:
             raise UserError(
-                f"unknown metric: {name}", where=text, fix=nearest(name, Slo.__dataclass_fields__)
+                f"unknown metric: {name}", where=text, fix=nearest(name, LatencyBounds.__dataclass_fields__)
             )
         values[name] = _milliseconds(number, text)
-    return Slo(**values)
+    return LatencyBounds(**values)
 
 
-def recipe_bounds(artifact: Path | None) -> Slo:
+def recipe_bounds(artifact: Path | None) -> LatencyBounds:
     """The ``slo`` section of an artifact's recipe as bounds.
 
     Raises:
         UserError: there is no artifact, or the recipe has no SLO.
     """
     from optkit.artifact.artifact import Artifact
-    from optkit.bench.metrics import Slo
+    from optkit.bench.metrics import LatencyBounds
 
     if artifact is None:
         raise UserError("no recipe without an artifact", where="--slo recipe", fix="write --slo ttft:700")
     promised = Artifact.open(artifact).recipe.slo
-    bounds = Slo(ttft=promised.ttft_ms, tpot=promised.tpot_ms)
+    bounds = LatencyBounds(ttft=promised.ttft_ms, tpot=promised.tpot_ms)
     if not bounds.bounds():
         raise UserError("the artifact's recipe has no slo", where="--slo recipe", fix="write --slo ttft:700")
     return bounds

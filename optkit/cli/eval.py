@@ -101,10 +101,10 @@ def _served(
     url: str, against: str | None, text: str | None, tokens: int, progress: Any
 ) -> tuple[dict[str, Any], Lines]:
     """The report of a served model, as data and as lines."""
-    from optkit.evaluation.served import Server, compare_served, score_text
+    from optkit.evaluation.served import ScoringServer, compare_served, score_text
     from optkit.text.corpora import load_text
 
-    server = Server(url)
+    server = ScoringServer(url)
     if against is None:
         progress(f"scoring by {server.model}")
         report = score_text(server, text or load_text("evaluation"), tokens * CHARACTERS)

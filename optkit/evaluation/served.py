@@ -60,7 +60,7 @@ class ServedReport:
         return asdict(self)
 
 
-class Server:
+class ScoringServer:
     """An OpenAI-compatible server at ``url``. The environment variable ``OPENAI_API_KEY`` holds the key, if needed.
 
     ``context`` is the longest sequence, prompt and answer together, as reported by the server (``max_model_len``), or
@@ -155,7 +155,7 @@ class Server:
         return content
 
 
-def score_text(server: Server, text: str, characters: int) -> ServedReport:
+def score_text(server: ScoringServer, text: str, characters: int) -> ServedReport:
     """Perplexity of a served model on the first ``characters`` characters of ``text``, by the server's own tokens."""
     length = server.longest(PIECE)  # a character rarely makes more than one token
     pieces = [text[i : i + length] for i in range(0, min(len(text), characters), length)]
@@ -166,7 +166,7 @@ def score_text(server: Server, text: str, characters: int) -> ServedReport:
 
 def compare_served(
     reference: LogitsSource,
-    server: Server,
+    server: ScoringServer,
     windows: Sequence[Sequence[int]],
     decode: Callable[[int], str],
 ) -> ServedReport:

@@ -28,7 +28,7 @@ SETTLE_SECONDS = 0.4  # shorter steps are repeated up to this total
 
 
 @dataclass(frozen=True)
-class Timing:
+class StepTime:
     """Seconds of a step: median and quartiles over rounds."""
 
     median: float
@@ -36,9 +36,9 @@ class Timing:
     q3: float
 
     @staticmethod
-    def of(samples: Sequence[float]) -> Timing:
+    def of(samples: Sequence[float]) -> StepTime:
         q1, median, q3 = statistics.quantiles(samples, n=4, method="inclusive")
-        return Timing(median, q1, q3)
+        return StepTime(median, q1, q3)
 
     def to_dict(self) -> dict[str, float]:
         return asdict(self)
@@ -54,14 +54,14 @@ def workload_points(recipe: Recipe) -> list[Point]:
 
 def measure_pair(
     before: Executable, after: Executable, recipe: Recipe
-) -> tuple[dict[str, Timing], dict[str, Timing]]:
+) -> tuple[dict[str, StepTime], dict[str, StepTime]]:
     """Timings of both executables at every workload point, by ``Point.label``."""
-    results: tuple[dict[str, Timing], dict[str, Timing]] = ({}, {})
+    results: tuple[dict[str, StepTime], dict[str, StepTime]] = ({}, {})
     for point in workload_points(recipe):
         steps = [step_function(model, point, recipe) for model in (before, after)]
         samples = interleaved(steps)
         for result, values in zip(results, samples, strict=True):
-            result[point.label] = Timing.of(values)
+            result[point.label] = StepTime.of(values)
     return results
 
 

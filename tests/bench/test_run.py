@@ -3,7 +3,7 @@
 import pytest
 
 from optkit.bench import run as bench_run
-from optkit.bench.metrics import Slo
+from optkit.bench.metrics import LatencyBounds
 from optkit.bench.run import Side, run_bench
 from optkit.bench.workload import WorkloadConfig
 from tests.support.fake_server import FakeServer, normal
@@ -36,6 +36,8 @@ def test_run_bench_alternates_sides_on_identical_requests():
 
 def test_run_bench_reports_problems_when_requests_fail():
     with FakeServer(lambda body: ["{"]).run() as url:
-        result = run_bench([Side("a", url=url)], CONFIG, "", rounds=1, num_warmups=0, slo=Slo(ttft=1000))
+        result = run_bench(
+            [Side("a", url=url)], CONFIG, "", rounds=1, num_warmups=0, slo=LatencyBounds(ttft=1000)
+        )
     assert len(result.problems()) == 2 and "a round 0: request 0 failed" in result.problems()[0]
     assert result.slo_misses() == ["p95 ttft inf ms > 1000 ms"]

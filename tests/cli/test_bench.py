@@ -10,7 +10,7 @@ import pytest
 
 from optkit.artifact.artifact import Artifact
 from optkit.bench import run as bench_run
-from optkit.bench.metrics import Slo
+from optkit.bench.metrics import LatencyBounds
 from optkit.cli import main
 from optkit.cli.bench import parse_bounds, recipe_bounds
 from optkit.errors import UserError
@@ -29,10 +29,10 @@ def quick(monkeypatch):
 @pytest.mark.parametrize(
     ("text", "slo"),
     [
-        ("ttft:700", Slo(ttft=700)),
-        ("ttft:700,tpot:50.5", Slo(700, 50.5)),
-        ("e2e:1 ttft:2", Slo(2, None, 1)),
-        ("", Slo()),
+        ("ttft:700", LatencyBounds(ttft=700)),
+        ("ttft:700,tpot:50.5", LatencyBounds(700, 50.5)),
+        ("e2e:1 ttft:2", LatencyBounds(2, None, 1)),
+        ("", LatencyBounds()),
     ],
 )
 def test_parse_bounds_reads_milliseconds_by_metric(text, slo):
@@ -98,7 +98,7 @@ def test_recipe_bounds_are_the_slo_of_the_artifacts_recipe(monkeypatch: pytest.M
     silent = parse_recipe("schema_version: 1\nname: s\npasses: {}\n")
     opened = {"promised": promised, "silent": silent}
     monkeypatch.setattr(Artifact, "open", lambda path: SimpleNamespace(recipe=opened[path.name]))
-    assert recipe_bounds(Path("promised")) == Slo(ttft=700)
+    assert recipe_bounds(Path("promised")) == LatencyBounds(ttft=700)
     with pytest.raises(UserError, match="the artifact's recipe has no slo"):
         recipe_bounds(Path("silent"))
     with pytest.raises(UserError, match="no recipe without an artifact"):

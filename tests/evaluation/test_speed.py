@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from optkit.evaluation import speed
-from optkit.evaluation.speed import Timing, interleaved, workload_points
+from optkit.evaluation.speed import StepTime, interleaved, workload_points
 from optkit.graph.shapes import Point
 from optkit.recipe.schema import parse_recipe
 
@@ -17,7 +17,7 @@ from optkit.recipe.schema import parse_recipe
 def test_timing_of_gives_median_and_quartiles_as_numpy() -> None:
     samples = [5.0, 1.0, 4.0, 2.0]
     q1, median, q3 = np.percentile(samples, (25, 50, 75))
-    assert Timing.of(samples) == Timing(median=median, q1=q1, q3=q3)
+    assert StepTime.of(samples) == StepTime(median=median, q1=q1, q3=q3)
 
 
 def test_workload_points_are_a_prefill_for_each_length_and_a_decode_behind_the_longest() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from optkit.bench.metrics import Slo
+from optkit.bench.metrics import LatencyBounds
 from optkit.bench.records import Chunk, RequestRecord
 from optkit.bench.result import BenchResult, Turn
 from optkit.bench.workload import WorkloadConfig
@@ -24,4 +24,4 @@ def made():
         for i, pair in enumerate([(1, 2), (2, 6), (3, 12)])
         for side, t in zip("ab", pair, strict=True)
     ]
-    return BenchResult(CONFIG, ["a", "b"], turns, Slo(ttft=2500), environment={"cpu": "x"})
+    return BenchResult(CONFIG, ["a", "b"], turns, LatencyBounds(ttft=2500), environment={"cpu": "x"})
