@@ -1,12 +1,12 @@
-"""Graph: what capture produces, passes rewrite and the runtime lowers.
+"""The graph: capture makes a ``Graph``, passes rewrite it, the runtime lowers it.
 
 A ``Graph`` is a ``torch.fx.Graph`` over the dialect of ``optkit.graph.ops`` and a weight store. Weights are
-``get_attr`` nodes whose target is the weight's name; the batch inputs of docs/architecture.md are
-placeholders; the one output is the logits. Passes are ordinary FX rewrites.
+``get_attr`` nodes whose target is the weight's name; the batch inputs of docs/architecture.md are placeholders; the
+one output is the logits. Passes are ordinary FX rewrites.
 
-Each weight knows its *origin*: which tensors of the checkpoint it is made of. A fused q/k/v projection is
-three checkpoint tensors, row after row; so fusing copies nothing on disk, and the artifact keeps the names
-that transformers and vLLM expect. ``Origin.split`` is the inverse of ``Origin.build``.
+A weight has an *origin*: the checkpoint tensors it is made of. A fused q/k/v projection is three checkpoint tensors,
+row after row, so a fusion copies nothing on disk, and the artifact keeps the names of transformers and vLLM.
+``Origin.split`` is the inverse of ``Origin.build``.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ class Part:
 
 @dataclass(frozen=True)
 class Origin:
-    """How a weight is made from checkpoint tensors: stacked along dimension 0, then maybe transposed.
+    """The checkpoint tensors of a weight: stacked along dimension 0, then transposed if ``transposed``.
 
-    ``transposed`` marks Conv1D checkpoints (GPT-2), which store linear weights as [in, out].
+    Conv1D checkpoints (GPT-2) store linear weights as [in, out] and are ``transposed``.
     """
 
     parts: tuple[Part, ...]
     transposed: bool = False
 
     def build(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The weight, from the checkpoint tensors it names."""
+        """The weight made of ``tensors``, a checkpoint by name."""
         values = [tensors[part.name] for part in self.parts]
         value = values[0] if len(values) == 1 else torch.cat(values)
         return value.T if self.transposed else value
 
     def split(self, value: Tensor) -> dict[str, Tensor]:
-        """The checkpoint tensors that ``build`` would make ``value`` from."""
+        """The checkpoint tensors of ``value`` by name: the inverse of ``build``."""
         if self.transposed:
             value = value.T
         pieces = value.split([part.rows for part in self.parts]) if len(self.parts) > 1 else (value,)
@@ -71,7 +71,7 @@ class Origin:
 
 @dataclass
 class Weight:
-    """A tensor of the graph. ``origin`` is None for constants that are in no checkpoint (RoPE frequencies)."""
+    """A tensor of the graph. ``origin`` is None for constants outside of the checkpoint, such as RoPE frequencies."""
 
     value: Tensor
     origin: Origin | None
@@ -107,14 +107,14 @@ class KVSpec:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token in both pools."""
+        """Bytes of a token in both pools."""
         dtype, extra = KV_DTYPES[self.dtype]
         return self.num_kv_heads * (self.head_dim + self.v_head_dim + 2 * extra) * dtype.itemsize
 
     def pools(
         self, num_blocks: int, block_size: int, device: torch.device | str = "cpu"
     ) -> tuple[Tensor, Tensor]:
-        """Zeroed K and V pools. On the CPU their pages cost memory only once they are written."""
+        """Zeroed K and V pools. On the CPU a page costs memory from its first write on."""
         dtype, extra = KV_DTYPES[self.dtype]
         shape = (num_blocks, block_size, self.num_kv_heads)
         k, v = (
@@ -125,7 +125,7 @@ class KVSpec:
 
 @dataclass(frozen=True)
 class GraphMeta:
-    """What the runtime and the artifact must know of the model besides its nodes."""
+    """Facts about the model besides its nodes, for the runtime and the artifact."""
 
     model_type: str
     vocab_size: int
@@ -139,8 +139,8 @@ class GraphMeta:
 class Graph:
     """A model as a graph.
 
-    ``annotations`` holds execution choices that change no math (``compile``: regions), and the fields of the source's
-    config.json that a pass changed (``config``: sizes of a pruned model). ``graph.json`` calls them ``plan``.
+    ``annotations`` holds execution choices without effect on the math (``compile``: regions), and the fields of the
+    source's config.json changed by passes (``config``: sizes of a pruned model). ``graph.json`` calls them ``plan``.
     """
 
     fx: fx.Graph
@@ -149,7 +149,7 @@ class Graph:
     annotations: dict[str, Any] = field(default_factory=dict)
 
     def clone(self) -> Graph:
-        """A graph that can be rewritten without touching this one; tensors are shared, never changed in place."""
+        """A copy for rewriting. The copy shares the tensors, which no code changes in place."""
         graph = fx.Graph()
         val_map: dict[fx.Node, fx.Node] = {}
         out = graph.graph_copy(self.fx, val_map)
@@ -176,7 +176,7 @@ class Graph:
                 yield node
 
     def site_options(self, node: fx.Node) -> dict[str, Any]:
-        """What ``kernels.select`` is told of a call besides its weights: its keywords, and what its KV pools hold."""
+        """The options of a call for ``kernels.select``: its keywords, and the dtype of its KV pools."""
         pools = {f"k_cache_{spec.layer}": spec.dtype for spec in self.meta.kv_specs}
         read = [pools[str(a.target)] for a in node.all_input_nodes if str(a.target) in pools]
         return {**node.kwargs, **({"kv_dtype": read[0]} if read else {})}
@@ -187,7 +187,7 @@ class Graph:
             return self.fx.create_node("get_attr", name, name=name.replace(".", "_"))
 
     def input(self, name: str) -> fx.Node:
-        """The batch input ``name``, a new placeholder if nothing has read it so far."""
+        """The placeholder of batch input ``name``; a new placeholder where no node has read the input so far."""
         nodes = list(self.fx.nodes)
         found = next((node for node in nodes if node.op == "placeholder" and node.target == name), None)
         if found is None:
@@ -205,7 +205,7 @@ class Graph:
 
     @property
     def is_meta(self) -> bool:
-        """Whether weights are shapes only: a dry run's."""
+        """True where weights are shapes without values, as in a dry run."""
         return any(weight.value.device.type == "meta" for weight in self.weights.values())
 
     def num_bytes(self) -> int:
@@ -217,7 +217,7 @@ class Graph:
 
 
 def unwritten_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """``torch.zeros``, which would write every page, from pages that the kernel hands out as zeros when touched."""
+    """Zeros like those of ``torch.zeros``, in pages that the kernel fills with zeros on first use."""
     size = torch.Size(shape).numel() * dtype.itemsize
     if torch.device(device).type != "cpu" or size == 0:
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""A graph as text for people: one op a line, weights by name, sizes at a given batch."""
+"""A graph as text for people: an op a line, weights by name, sizes at a given batch."""
 
 from __future__ import annotations
 

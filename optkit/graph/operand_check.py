@@ -1,4 +1,4 @@
-"""Checks a call of a dialect op against the operands of its record: arguments, origins, dtypes, shapes."""
+"""Compare a call of a dialect op with the operands of its record: arguments, origins, dtypes, shapes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from optkit.graph.ops.record import Op
 
 
 def check_call(op: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, half: bool) -> None:
-    """Check the tensors and numbers of one call; with ``half`` activations may be bfloat16 or float16.
+    """Check the tensors and numbers of a call; with ``half`` activations may be bfloat16 or float16.
 
     Raises:
-        ValueError: an operand is missing, unknown, or of another dtype, shape or size; the message names it.
+        ValueError: an operand is missing, unknown, or of another dtype, shape or size; the message names the operand.
     """
     sizes: dict[str, Any] = {}
     for operand, argument in bound(op, args, kwargs):
@@ -36,7 +36,10 @@ def check_call(op: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, half:
 
 
 def bound(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Operand, Any]]:
-    """The operands that a call gives, each with its argument. Tensors stand among ``args``, as kernels expect them."""
+    """The operands of a call, each with its argument.
+
+    Tensors must stand among ``args``, where kernels expect them.
+    """
     row = ops.RECORDS[op].operands
     expect(len(args) <= len(row), f"{len(args)} arguments, {op} has {len(row)} operands")
     names = {operand.name for operand in row}
@@ -68,7 +71,9 @@ def check_tensor(operand: TensorOperand, tensor: Any, sizes: dict[str, Any], hal
 
 
 def matches(pattern: tuple[str, ...], shape: tuple[int, ...], sizes: dict[str, Any]) -> bool:
-    """Whether ``shape`` agrees with ``pattern`` and with what its symbols stand for; new symbols are remembered."""
+    """Compare ``shape`` with ``pattern`` and with the known ``sizes`` of its symbols; new symbols are added to
+    ``sizes``.
+    """
     if "..." in pattern:
         at, rest = pattern.index("..."), len(pattern) - 1
         if len(shape) < rest:
@@ -83,7 +88,7 @@ def matches(pattern: tuple[str, ...], shape: tuple[int, ...], sizes: dict[str, A
 
 
 def is_size(symbol: str, size: int, sizes: dict[str, Any]) -> bool:
-    """Whether ``size`` is that of ``symbol``: a number, a name, or a name plus a number such as ``S+1``."""
+    """Compare ``size`` with a symbol: a number, a name, or a name plus a number such as ``S+1``."""
     name, _, plus = symbol.partition("+")
     more = int(plus or 0)
     return sizes.setdefault(name, int(name) if name.isdigit() else size - more) + more == size
@@ -102,10 +107,11 @@ def check_number(operand: Number, value: Any) -> None:
 
 
 def check_origins(node: fx.Node, *, lowered: bool = False) -> None:
-    """Check that each argument of a dialect op comes from where its operand must.
+    """Check the source of each argument of a dialect op.
 
     Raises:
-        ValueError: an operand is missing, or is a weight, a value or a batch input where it must not be one.
+        ValueError: an operand is missing, or is a weight, a value or a batch input where its record forbids this
+            source.
     """
     op = ops.record_of(node.target)
     if op is None:
@@ -141,7 +147,7 @@ def check_origin(op: Op, operand: TensorOperand, argument: Any) -> None:
 
 
 def check_indexes(graph: Graph) -> None:
-    """Check the values of weights that are indexes: channel groups of ``linear_wna16``.
+    """Check the values of weights used as indexes: channel groups of ``linear_wna16``.
 
     Raises:
         ValueError: a group of ``g_idx`` does not exist.

@@ -1,7 +1,7 @@
-"""Shapes of every value, learned by running the graph on the meta device at a concrete batch.
+"""Shapes of all values of a graph, from a run on the meta device at a given batch.
 
-The shape rule of a dialect op is in its record; an aten op is run on meta tensors. Sizes depend on the batch, so the
-batch is explicit: a ``Point``.
+The shape rule of a dialect op is in its record; an aten op runs on meta tensors. Sizes depend on the batch, so the
+batch is an argument: a ``Point``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_ELEMENTS = 1 << 40
 
 @dataclass(frozen=True)
 class Point:
-    """One step's batch: ``tokens`` new tokens in all, over ``sequences`` that are ``context`` long after the step.
+    """The batch of a step: ``tokens`` new tokens in all, over ``sequences`` of ``context`` tokens after the step.
 
     A prefill of n tokens is ``Point(n, 1, n)``; a decode of a batch of b is ``Point(b, b, context)``.
     """
@@ -54,10 +54,10 @@ class ShapeError(Exception):
 
 
 class MetaRun:
-    """Runs the graph on meta tensors, node by node.
+    """A run of the graph on meta tensors, node by node.
 
-    Layers are alike: an op on the same shapes as before has the result it had before, so a model of thirty layers costs
-    little more than one.
+    Layers are alike, and an op on known shapes has a known result, so a model of thirty layers costs little more than
+    a model of one.
     """
 
     def __init__(self, graph: Graph, point: Point, block_size: int, *, half: bool = True) -> None:
@@ -122,7 +122,7 @@ def check_size(value: Any) -> None:
 
 
 def signature(value: Any) -> Any:
-    """What the shape of an op's result depends on, hashable: shapes, types and plain values."""
+    """Shapes, types and plain values of ``value``, hashable: the shape of an op's result depends on nothing else."""
     match value:
         case Tensor():
             return (tuple(value.shape), value.stride(), value.dtype)

@@ -1,10 +1,10 @@
-"""Layers with several forms, of which the number of tokens in a step chooses one.
+"""Layers in several variants, chosen by the number of tokens in a step.
 
-A step of few tokens takes as long as its weights take to be read, one of many as long as the arithmetic: 4 bits are
-best for the one, float8 for the other. So a layer may be there twice: ``by_tokens(few, many, positions, limit)`` is
-``few`` in steps of up to ``limit`` tokens. Both are ordinary ops on weights of their own. Whatever runs a graph or
-predicts its time takes it ``at`` a number of tokens first, where one form is left and is fused as if it were alone; no
-kernel knows of forms. Weights that several forms read are prepared once (``SharedWeights``).
+Steps of few tokens are bound by the reading of weights, steps of many tokens by arithmetic: 4 bits are best for few,
+float8 for many. So a layer may be present twice: ``by_tokens(few, many, positions, limit)`` is ``few`` in steps of up
+to ``limit`` tokens. Both variants are ordinary ops on weights of their own. Lowering and the cost model first call
+``at(graph, tokens)``, which keeps one variant of each layer; fusion and kernels see an ordinary graph. Weights of
+several variants are prepared once (``SharedWeights``).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from optkit.kernels import reference
 
 
 def limits(graph: Graph) -> list[int]:
-    """The most tokens of each form but the last, ascending; empty for a graph whose layers have one form."""
+    """The largest number of tokens of each variant but the last, ascending; empty for a graph without variants."""
     return sorted({limit_of(node) for node in graph.calls(reference.by_tokens)})
 
 
 def at(graph: Graph, tokens: int) -> Graph:
-    """``graph`` as it is in steps of ``tokens`` tokens: a clone without ``by_tokens``, or itself if it has none."""
+    """``graph`` in steps of ``tokens`` tokens: a clone without ``by_tokens``, or ``graph`` itself where it has none."""
     if not limits(graph):
         return graph
     chosen = graph.clone()
@@ -37,12 +37,12 @@ def at(graph: Graph, tokens: int) -> Graph:
 
 
 def widest(graph: Graph) -> Graph:
-    """``graph`` as it is in steps of many tokens: what a checkpoint holds, whose readers know of no forms."""
+    """``graph`` in steps of many tokens: the variant in the checkpoint, for readers without variants."""
     return at(graph, max(limits(graph), default=0) + 1)
 
 
 def spans(graph: Graph) -> dict[str, int]:
-    """The forms by name, ``up to 4 tokens`` and so on, and for each a number of tokens that has it."""
+    """The variants by name, such as ``up to 4 tokens``, with a number of tokens for each."""
     return named(limits(graph))
 
 
@@ -53,13 +53,13 @@ def named(limits: Sequence[int]) -> dict[str, int]:
 
 
 def changed(before: Graph, after: Graph) -> dict[str, int]:
-    """Of the forms of ``after``, those that are not what they are in ``before``, which it was rewritten from."""
+    """The variants of ``after`` with other contents than in ``before``, the graph before a rewrite."""
     pairs = {name: (at(before, tokens), at(after, tokens)) for name, tokens in spans(after).items()}
     return {name: spans(after)[name] for name, (old, new) in pairs.items() if contents(old) != contents(new)}
 
 
 def contents(graph: Graph) -> list[Any]:
-    """What tells two rewrites of one graph apart: their ops, by position and not by name, and where weights lie."""
+    """Ops by position, not by name, and addresses of weights: equal for two rewrites with the same result."""
     numbers = {node: f"%{index}" for index, node in enumerate(graph.calls(*ops.OPS.values()))}
     lines: list[Any] = [graph.meta, graph.annotations]
     for node in numbers:
@@ -74,7 +74,10 @@ def limit_of(node: fx.Node) -> int:
 
 
 class SharedWeights:
-    """What lowering makes of weights, once for all forms that read them. By name: forms are clones of one graph."""
+    """Weights prepared by lowering, once for all variants.
+
+    Weights are compared by name, since variants are clones of a graph.
+    """
 
     def __init__(self, forms: Sequence[Graph] = ()) -> None:
         count = Counter(name for form in forms for name in form.weights)
@@ -82,7 +85,9 @@ class SharedWeights:
         self.made: dict[Any, Any] = {}
 
     def once(self, key: Any, names: Sequence[str], make: Callable[[], Any], result: str = "") -> Any:
-        """``make()``, which is made of the weights ``names`` and, if it is a weight too, called ``result``."""
+        """The result of ``make()`` from the weights ``names``; ``result`` is its name where the result is a weight
+        too.
+        """
         if not self.names.issuperset(names):
             return make()
         if key not in self.made:

@@ -1,4 +1,4 @@
-"""The verifier: what must be true of a graph after every pass. Run by the driver, not by passes."""
+"""The verifier: the invariants of a graph after every pass. The driver runs it, not the passes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ POOLS = ("k_cache", "v_cache")
 
 
 class VerifyError(Exception):
-    """A graph that breaks an invariant; the message names the node."""
+    """A broken invariant of a graph; the message names the node."""
 
 
 def verify(graph: Graph, *, lowered: bool = False) -> None:
     """Check structure, weights, operands, attention wiring, and shapes at several batches.
 
-    ``lowered``: the graph was rewritten for a GPU, so it may compute in half precision.
+    ``lowered``: the graph was rewritten for a GPU and may compute in half precision.
 
     Raises:
         VerifyError: the first broken invariant.
@@ -64,7 +64,7 @@ def check_nodes(graph: Graph) -> None:
 
 
 def check_operands(graph: Graph, lowered: bool) -> None:
-    """Every argument of a dialect op comes from where it must; batch inputs that are addresses come as they are."""
+    """Each argument of a dialect op has an allowed source; batch inputs used as addresses come unchanged."""
     for node in graph.fx.nodes:
         try:
             check_origins(node, lowered=lowered)
@@ -89,7 +89,7 @@ def check_weights(graph: Graph) -> None:
 
 
 def check_attention(graph: Graph) -> None:
-    """Exactly one attention op a layer, on that layer's own pool."""
+    """One attention op a layer, on the layer's own pools."""
     pools = [
         tuple(str(a.target) for name in POOLS if isinstance(a := ops.argument(n, name), fx.Node))
         for n in graph.calls(reference.attention, reference.paged_attention)
@@ -100,7 +100,7 @@ def check_attention(graph: Graph) -> None:
 
 
 def check_forms(graph: Graph) -> None:
-    """Forms are told apart by the tokens of the step, and are few: each is lowered by itself."""
+    """Variants are chosen by an int number of tokens, and are few, since each variant is lowered."""
     for node in graph.calls(reference.by_tokens):
         if type(variants.limit_of(node)) is not int:
             raise VerifyError(f"{node.name}: the limit {variants.limit_of(node)!r:.40} is not an int")
@@ -109,7 +109,7 @@ def check_forms(graph: Graph) -> None:
 
 
 def check_vocabulary(graph: Graph) -> None:
-    """Every id below ``vocab_size`` has a row in each embedding that reads the ids of the batch."""
+    """Each id below ``vocab_size`` has a row in every embedding of the batch's ids."""
     for node in graph.calls(reference.embedding):
         table = graph.weight_of(ops.weight(node))
         rows, ids = (table.value.shape[:1] or (0,))[0] if table else 0, ops.argument(node, "ids")
@@ -118,7 +118,7 @@ def check_vocabulary(graph: Graph) -> None:
 
 
 def check_shapes(graph: Graph, point: Point, block_size: int, lowered: bool) -> None:
-    """Every op accepts its inputs at ``point``, and the output is float32 [L, V]."""
+    """Each op accepts its inputs at ``point``, and the output is float32 [L, V]."""
     try:
         values = infer_shapes(graph, point, block_size, half=lowered)
     except ShapeError as error:
@@ -134,7 +134,7 @@ def check_shapes(graph: Graph, point: Point, block_size: int, lowered: bool) -> 
 
 
 def check_values(graph: Graph) -> None:
-    """Weights that are indexes name what exists."""
+    """Weights used as indexes stay inside of their tables."""
     try:
         check_indexes(graph)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Binding: the kernel of each node is picked, its weights are packed, and the node calls it."""
+"""Binding: the choice of each node's kernel, the packing of its weights, and the call of the kernel by the node."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 
 
 def kernel_of(graph: Graph, node: fx.Node, target: Target | None) -> kernels.Kernel | None:
-    """The kernel for a dialect op: the pinned one, else the best for the target, else None (as it is)."""
+    """The kernel for a dialect op: the pinned kernel, else the best for the target, else None for the reference.
+
+    Raises:
+        UserError: the pinned kernel does not run on the target.
+    """
     name = op_name(node.target)
     if name is None:
         raise ValueError(f"{node.name}: {node.target} is not an op of the dialect")
@@ -31,7 +35,7 @@ def kernel_of(graph: Graph, node: fx.Node, target: Target | None) -> kernels.Ker
 
 
 def bind(graph: Graph, node: fx.Node, kernel: kernels.Kernel, shared: SharedWeights | None = None) -> None:
-    """Point ``node`` at the kernel; a packing kernel gets its weight arguments packed into new weights."""
+    """Point ``node`` at the kernel. For a packing kernel, packed weights replace the weight arguments."""
     node.target = kernel.fn
     if kernel.pack is None:
         return
@@ -52,7 +56,7 @@ def bind(graph: Graph, node: fx.Node, kernel: kernels.Kernel, shared: SharedWeig
 
 
 def drop_unread(graph: Graph, node: fx.Node) -> None:
-    """Remove a weight's node, and the weight, where nothing reads them any more."""
+    """Remove a weight's node where no node reads it, and the weight after its last node."""
     if node.users:
         return
     graph.fx.erase_node(node)

@@ -1,12 +1,12 @@
-"""Buckets: which numbers of tokens get compiled code of their own.
+"""Buckets: the numbers of tokens with compiled code of their own.
 
-Code for a fixed number of tokens T also serves steps of fewer, padded up to T. So a bucket is a range of
-step sizes and costs each of them what a step of its upper end costs. Given how often each size occurs and what
-each costs, ``choose_buckets`` finds the ranges of least total cost by dynamic programming over the sorted sizes.
+Code for a fixed number of tokens T also serves steps of fewer tokens, padded up to T. So a bucket is a range of step
+sizes, and each step of the range costs as much as a step of its upper end. Given the frequency and the cost of each
+size, ``choose_buckets`` finds the ranges of least total cost by dynamic programming over the sorted sizes.
 
-The costs it is given are those of the uncompiled model: they are cheap to measure at every size, and what decides
-between ranges is how a step's time grows with T, which compiling changes little. Whether the code of a bucket is used
-at all is decided later, by timing it (``optkit.pipeline.aot_compile``).
+The costs are those of the uncompiled model, which are cheap to measure at every size. The choice between ranges
+depends on the growth of a step's time with T, and compilation changes the growth little. A measurement decides later
+whether the code of a bucket is used at all (``optkit.pipeline.aot_compile``).
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class Bucket:
 def choose_buckets(
     weights: Mapping[int, float], seconds: Mapping[int, float], max_buckets: int
 ) -> tuple[Bucket, ...]:
-    """At most ``max_buckets`` buckets that serve every size of ``weights`` at the least expected time.
+    """The buckets, at most ``max_buckets``, that serve every size of ``weights`` in the least expected time.
 
     Args:
-        weights: how often each step size occurs; only ratios count.
-        seconds: measured time of a step of each of these sizes.
+        weights: the frequency of each step size; only ratios count.
+        seconds: the measured time of a step of each of these sizes.
         max_buckets: at least 1.
 
     ``best[j]`` is the least cost of serving the ``j`` smallest sizes with the buckets allowed so far. One more bucket
-    serves sizes ``i`` to ``j`` for ``best[i]`` plus the weight of those sizes times the seconds of the largest.
-    O(max_buckets n^2) for n sizes. Fewer buckets win where more save nothing.
+    serves sizes ``i`` to ``j`` for ``best[i]`` plus the weight of these sizes times the seconds of the largest size.
+    O(max_buckets n^2) for n sizes. Of equal costs the choice of fewer buckets wins.
     """
     sizes = sorted(weights)
     total = [0.0]
@@ -70,7 +70,7 @@ def choose_buckets(
 def expected_seconds(
     buckets: tuple[Bucket, ...], weights: Mapping[int, float], seconds: Mapping[int, float]
 ) -> float:
-    """Weighted time of all sizes, each padded to the bucket that serves it."""
+    """Weighted time of all sizes, each padded to the upper end of its bucket."""
     return sum(
         weight * next(seconds[b.last] for b in buckets if b.first <= size <= b.last)
         for size, weight in weights.items()

@@ -1,9 +1,9 @@
-"""What a step should cost: FLOPs and bytes of every op, and the roofline time on a target.
+"""The cost model: FLOPs and bytes of every op of a step, and the roofline time on a target.
 
-An op takes as long as its arithmetic at the target's peak or its memory traffic at the target's bandwidth,
-whichever is longer (Williams et al., CACM 2009), plus a fixed dispatch cost. Weights and KV are read from memory
-every step; activations count only where they are too large to stay in cache. The prediction is a lower bound
-that a pass's measured gain is compared with, not a simulation.
+An op takes as long as its arithmetic at the target's peak or its memory traffic at the target's bandwidth, whichever
+is longer (Williams et al., CACM 2009), plus a fixed dispatch cost. Weights and KV are read from memory every step;
+activations count only where they are too large to stay in cache. The prediction is a lower bound for comparison with
+a pass's measured gain, not a simulation.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Cost:
 
 
 def node_cost(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point: Point) -> Cost:
-    """Cost of one op at ``point``, given the shapes of all values there."""
+    """Cost of an op at ``point``, given the shapes of all values there."""
     op = ops.record_of(node.target)
     return RULES[op.work if op else Work.POINTWISE](graph, node, values, point)
 
@@ -70,9 +70,9 @@ def graph_cost(graph: Graph, point: Point) -> Cost:
 
 
 def predict_seconds(graph: Graph, point: Point, target: Target) -> float:
-    """Predicted time of one step: roofline of each op, plus dispatch of those outside compiled regions.
+    """Predicted time of a step: roofline of each op, plus dispatch of the ops outside compiled regions.
 
-    For a GPU it is the graph as it is lowered there: fused, and in bfloat16.
+    For a GPU the graph is rewritten and narrowed to bfloat16 first, as in lowering.
     """
     graph = variants.at(graph, point.tokens)
     if target.kind == "cuda":
@@ -88,7 +88,7 @@ def predict_seconds(graph: Graph, point: Point, target: Target) -> float:
 
 
 def as_lowered(graph: Graph, target: Target) -> Graph:
-    """``graph`` without its numbers, rewritten and narrowed as ``lower`` would for a GPU."""
+    """``graph`` without values, rewritten and narrowed as by ``lower`` for a GPU."""
     from optkit.lowering import gpu_rewrites, precision
 
     planned = graph.clone()
@@ -100,7 +100,7 @@ def as_lowered(graph: Graph, target: Target) -> Graph:
 
 
 def products(count: float, x: Tensor) -> dict[str, float]:
-    """FLOPs of activations ``x``, by the units that do them."""
+    """FLOPs of products with activations ``x``, by the units for their dtype."""
     return {"half_flops" if x.dtype in (torch.bfloat16, torch.float16) else "flops": count}
 
 
@@ -122,7 +122,7 @@ def bytes_of(value: Any) -> float:
 
 
 def traffic(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any]) -> tuple[float, float]:
-    """(weight bytes, activation bytes beyond the cache) that an op moves."""
+    """Weight bytes, and activation bytes beyond the cache, moved by an op."""
     inputs = node.all_input_nodes
     weights = sum(bytes_of(values[i]) for i in inputs if i.op == "get_attr")
     moved = [bytes_of(values[i]) for i in inputs if i.op == "call_function"] + [bytes_of(values[node])]
@@ -153,7 +153,10 @@ def integer_linear(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], p
 
 
 def weight_only_linear(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point: Point) -> Cost:
-    """Activations of 16 bits are two int8 rows each on a CPU; a GPU multiplies them as they are."""
+    """Products of float activations and quantized weights.
+
+    On a CPU, activations of 16 bits are two int8 rows each; a GPU multiplies 16-bit floats.
+    """
     weights, activations = traffic(graph, node, values)
     out, x = values[node], values[ops.activation(node)]
     k = x.shape[-1]
@@ -163,7 +166,7 @@ def weight_only_linear(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any
 
 
 def grouped_mm(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point: Point) -> Cost:
-    """Each row meets one expert; at most all experts are read."""
+    """A row meets one expert; at most all experts are read."""
     rows, k = values[ops.activation(node)].shape
     experts = values[ops.weight(node)]
     read = min(rows, experts.shape[0]) / experts.shape[0] * bytes_of(experts)
@@ -171,7 +174,9 @@ def grouped_mm(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point
 
 
 def attention(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point: Point) -> Cost:
-    """Pairs of (query, visible key): a chunk of n tokens that ends at context c sees c - (n - 1) / 2 each."""
+    """Pairs of (query, visible key): in a chunk of n tokens with context c at the end a query sees c - (n - 1) / 2
+    keys.
+    """
     q, v, k_pool, v_pool = (values[ops.argument(node, name)] for name in ("q", "v", "k_cache", "v_cache"))
     new = point.tokens / point.sequences
     seen = point.context - (new - 1) / 2

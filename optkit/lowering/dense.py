@@ -1,4 +1,4 @@
-"""Run a graph on whole sequences, for checks: builds the batch inputs and a KV pool that just fits."""
+"""Runs of a graph on whole sequences, for checks: the batch inputs and a KV pool of the exact size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from optkit.lowering.lower import lower
 def dense_inputs(
     lengths: Sequence[int], ids: Tensor, specs: Sequence[KVSpec], block_size: int = 16
 ) -> dict[str, Tensor]:
-    """Batch inputs that process sequences of ``lengths`` in one call, with logits for every row."""
+    """Batch inputs for sequences of ``lengths`` in one call, with logits for every row."""
     blocks = [-(-n // block_size) for n in lengths]
     first = torch.tensor([0, *blocks]).cumsum(0)
     tables = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)
@@ -38,5 +38,5 @@ def dense_inputs(
 
 
 def dense_logits(graph: Graph, ids: Tensor) -> Tensor:
-    """Logits [T, V] of one sequence ``ids`` [T], by the reference kernels."""
+    """Logits [T, V] of a sequence ``ids`` [T], by the reference kernels."""
     return lower(graph)(dense_inputs([len(ids)], ids, graph.meta.kv_specs))

@@ -1,9 +1,9 @@
-"""Rewrites that only pay on a GPU: a flat list, in order. Each puts one launch in the place of two or three.
+"""Rewrites for GPUs: a flat list, in order. A rewrite puts one launch in the place of two or three.
 
-On a GPU an op is a kernel launch and a round trip through memory, so the quantization of activations belongs into the
-kernel that has the row in registers: the norm or the gate before it. On a CPU that fusion is the program's
-(``optkit.lowering.launch_plan``), and the graph says nothing of it. Hence lowering steps and not passes: the
-artifact stays the same for every target. A fusion is exact: the reference gives the same numbers before and after.
+On a GPU an op is a kernel launch and a round trip through memory, so the quantization of activations belongs to the
+kernel with the row in registers: the norm or the gate before the linear layer. On a CPU a program fuses the two
+(``optkit.lowering.launch_plan``). So these rewrites are lowering steps and not passes: the artifact is the same for
+every target. A fusion is exact: the reference gives the same numbers before and after.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SEQUENCES = ("query_start", "seq_lens", "block_tables")
 
 
 def rewrite(graph: Graph, target: Target) -> None:
-    """Apply every rewrite that helps on ``target``, in place."""
+    """Apply every rewrite with a gain on ``target``, in place."""
     if target.fp8_flops:
         quantize_apart(graph)
     share_quantization(graph)
@@ -36,7 +36,9 @@ def rewrite(graph: Graph, target: Target) -> None:
 
 
 def quantize_apart(graph: Graph) -> None:
-    """``linear_fp8`` that rounds each token: the rounding becomes an op of its own, which others can share or fuse."""
+    """Split ``linear_fp8`` with a scale a token into quantization and product; the quantization can then be shared or
+    fused.
+    """
     for node in graph.calls(reference.linear_fp8):
         x, weight, scale, input_scale, bias = (ops.argument(node, name) for name in FP8_OPERANDS)
         rowwise = graph.weights[str(scale.target)].value.shape[1] == 1 and input_scale is None
@@ -50,7 +52,7 @@ def quantize_apart(graph: Graph) -> None:
 
 
 def share_quantization(graph: Graph) -> None:
-    """Several quantizations of one activation in one format become one."""
+    """Merge quantizations of one activation in one format."""
     first: dict[Any, fx.Node] = {}
     for node in graph.calls(reference.quantize_fp8_per_token, reference.quantize_per_token):
         key = (node.target, node.args, tuple(node.kwargs.items()))
@@ -59,7 +61,7 @@ def share_quantization(graph: Graph) -> None:
 
 
 def fuse_quantization(graph: Graph) -> None:
-    """A norm or a gate whose result is quantized per token writes the quantized rows itself."""
+    """Fuse the quantization of a token's row into the norm or gate before it."""
     for node in graph.calls(reference.quantize_fp8_per_token, reference.quantize_per_token):
         if node.target is reference.quantize_per_token and ops.argument(node, "group_size"):
             continue
@@ -73,14 +75,14 @@ def fuse_quantization(graph: Graph) -> None:
 
 
 def fuse(graph: Graph, producer: fx.Node, quantize: fx.Node, fmt: str) -> None:
-    """One op in the place of ``producer`` and ``quantize``."""
+    """Replace ``producer`` and ``quantize`` by one op."""
     with graph.fx.inserting_before(quantize):
         fused = call_quantized(graph, producer, fmt)
     replace(graph, quantize, fused)
 
 
 def call_quantized(graph: Graph, node: fx.Node, fmt: str) -> fx.Node:
-    """A call of the op that does the same as ``node`` and quantizes, on the same arguments: tensors by position."""
+    """A call of the quantizing form of ``node``'s op on the same arguments: tensors by position, options by name."""
     op = ops.op_of(node)
     tensors = tuple(op.argument(node, operand.name) for operand in op.tensors)
     given = (*list(op.positions)[: len(node.args)], *node.kwargs)
@@ -89,7 +91,9 @@ def call_quantized(graph: Graph, node: fx.Node, fmt: str) -> fx.Node:
 
 
 def fuse_add_norm(graph: Graph, normed: fx.Node, quantize: fx.Node, fmt: str) -> None:
-    """``normed`` is the first result of an ``add_rms_norm``; its second, the sum, moves to the third place."""
+    """Fuse an ``add_rms_norm`` and the quantization of its first result, ``normed``; the sum becomes the third
+    result.
+    """
     norm, index = normed.args
     if norm.target is not reference.add_rms_norm or index != 0:
         return
@@ -105,7 +109,9 @@ def fuse_add_norm(graph: Graph, normed: fx.Node, quantize: fx.Node, fmt: str) ->
 
 
 def fuse_rope(graph: Graph) -> None:
-    """Where attention reads rotated q and k: rotation and KV write in one op, then attention over the cache alone."""
+    """Replace rotations and the attention after them by one op for rotation and KV write, and attention over the
+    cache.
+    """
     for node in graph.calls(reference.attention):
         q, k, v, k_cache, v_cache = (
             ops.argument(node, name) for name in ("q", "k", "v", "k_cache", "v_cache")

@@ -1,12 +1,12 @@
-"""Programs: the parts of a graph that one C call runs (optkit.kernels.cpu.program).
+"""Programs: the parts of a graph that run as one C call (optkit.kernels.cpu.program).
 
-Nodes whose kernel is native are gathered into *stages*: a stage is everything that can run before the next plain torch
-op has to. Stages alternate between torch (even) and native (odd), and each native stage becomes one call. A model
-whose every op has a native kernel is one stage: a step is one C call, after a torch op for the rotary angles. What
-only looks at rows differently (splits, reshapes) costs nothing: it is a view in the program.
+Nodes with a native kernel are gathered into *stages*: a stage holds all nodes that can run before the next op of
+torch must. Stages alternate between torch (even) and native (odd), and each native stage becomes one call. A model
+with a native kernel for every op is one stage: a step is one C call, after a torch op for the rotary angles. Splits
+and reshapes of rows cost nothing: they are views in the program.
 
-Quantization is fused here rather than by a pass, since it changes no bits: an op that can quantize its row while it
-has it does so, and its float result is only written if somebody else reads it.
+Quantization is fused here rather than by a pass, since the fusion changes no bits: an op with an emitter that fuses
+quantization also writes the quantized row, and writes the float result only for other readers.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ class Programs:
         return node in self.ops and self._has_rows(node) and typed and self._takes_rows(node)
 
     def _takes_rows(self, node: fx.Node) -> bool:
-        """Activations have a row a token, or one a row of logits; every other tensor but the batch is a weight."""
+        """True where activations have a row a token, or a row a row of logits, and every other tensor but the batch
+        is a weight.
+        """
         op = ops.record_of(node.target)
         tensors = [
             (operand.source, a)
@@ -98,7 +100,7 @@ class Programs:
         return name in RESHAPES and self.values[node].shape[0] == value.shape[0]
 
     def _has_rows(self, node: fx.Node) -> bool:
-        """Its first result has one row a token, or one a row of logits."""
+        """True where the first result has a row a token, or a row a row of logits."""
         value = self.values[node]
         value = value if isinstance(value, Tensor) else value[0]
         return value.dim() > 0 and int(value.shape[0]) in ROWS
@@ -108,7 +110,7 @@ class Programs:
         return not isinstance(value, Tensor) or value.dtype in TYPES
 
     def install(self) -> int:
-        """Replace each native stage of the graph, in place, by a call; gives how many kernel calls they hold.
+        """Replace each native stage of the graph, in place, by a call; the number of kernel calls in all stages.
 
         Kernels must be bound: their weights packed.
         """
@@ -130,7 +132,7 @@ class Programs:
         return calls
 
     def _replace(self, program: Any, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> None:
-        """The values that others read now come from ``program``."""
+        """Replace the ``outputs`` of a stage by results of ``program``."""
         graph = self.graph.fx
         pool = self.graph.input(f"k_cache_{self.graph.meta.kv_specs[0].layer}")
         batch = [self.graph.input(name) for name in BATCH]
@@ -143,7 +145,7 @@ class Programs:
 
 
 class Segment:
-    """Turns the nodes of one native stage into a program."""
+    """The nodes of a native stage on their way to a program."""
 
     def __init__(self, owner: Programs, nodes: Sequence[fx.Node]) -> None:
         self.owner, self.nodes, self.inside = owner, nodes, set(nodes)
@@ -152,7 +154,7 @@ class Segment:
         self.inputs: list[fx.Node] = []
 
     def build(self) -> tuple[Any, list[fx.Node], list[fx.Node]]:
-        """The program, the nodes it reads and the nodes it gives."""
+        """The program, its input nodes and its output nodes."""
         outputs = self._outputs()
         for node in self.nodes:
             if node not in self.views:
@@ -162,7 +164,7 @@ class Segment:
         return self.builder.build(), self.inputs, outputs
 
     def _outputs(self) -> list[fx.Node]:
-        """What is read outside: whole results only. Views that are read outside are made again there."""
+        """The nodes read outside. Only whole buffers can be outputs; a view read outside is made again there."""
         for node in reversed(self.nodes):
             if (
                 self._read_outside(node)
@@ -210,14 +212,14 @@ class Segment:
         self.views[node] = tuple(result) if is_tuple else result[0]
 
     def _quantization_of(self, node: fx.Node) -> fx.Node | None:
-        """The one op that quantizes this op's first result, if it can be done on the way."""
+        """The quantization of the first result of ``node`` that the same call can do; None without one."""
         if not emitters()[self.owner.ops[node]].fuses_quantization:
             return None
         found = [r for r in self._readers(node) if self.owner.ops.get(r) == "quantize_per_token"]
         return found[0] if len(found) == 1 and found[0] in self.inside else None
 
     def _readers(self, node: fx.Node) -> Iterator[fx.Node]:
-        """Who reads the first result of ``node``."""
+        """The nodes that read the first result of ``node``."""
         if isinstance(self.owner.values[node], Tensor):
             yield from node.users
         else:
@@ -243,12 +245,12 @@ class Segment:
 
 
 def is_result(node: fx.Node, ops: Mapping[fx.Node, str]) -> bool:
-    """A part of a native op's several results: memory of its own, unlike other views."""
+    """True for a part of a native op's results: the part has memory of its own, unlike other views."""
     return node.target is operator.getitem and node.args[0] in ops
 
 
 def reorder(graph: fx.Graph) -> None:
-    """Move nodes so that each stands after what it reads, keeping the order where it is free."""
+    """Move each node behind its inputs; otherwise the order stays."""
     done: set[fx.Node] = set()
     nodes = list(graph.nodes)
     last = nodes[0]

@@ -1,11 +1,11 @@
-"""Lowering: each op of a graph becomes the kernel that runs it, and the graph becomes a Python function.
+"""Lowering: the kernel of each op of a graph, and the graph as a Python function.
 
-``lower`` picks a kernel per node (``kernels.select``, or the kernel a pass pinned), lets kernels pack
-their weights once, and compiles the FX graph to straight-line Python: no interpreter at run time, values freed
-after their last use. Stretches of native kernels become programs (``optkit.lowering.launch_plan``). Where compiled
-code is at hand (``optkit.lowering.compiled.code_cache``) the graph is lowered a second time, over the same packed
-weights, with layers that call it; a step runs there if its number of tokens has code, else in the first. Lowering
-itself never compiles.
+``lower`` picks a kernel per node (``kernels.select``, or the kernel pinned by a pass), lets kernels pack their
+weights once, and compiles the FX graph to straight-line Python: no interpreter at run time, values freed after their
+last use. Runs of native kernels become programs (``optkit.lowering.launch_plan``). With compiled code
+(``optkit.lowering.compiled.code_cache``) the graph is lowered a second time, over the same packed weights, with calls
+of the code; a step runs there if its number of tokens has code, else in the first function. Lowering itself never
+compiles.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ OPS_A_PART = 8  # nodes between two checks for cancellation; a program or a comp
 
 @dataclass(frozen=True)
 class CompiledCode:
-    """Code for the layers of a graph: what it was made from, and the functions by number of tokens."""
+    """Code for the layers of a graph: the source of the code, and the functions by number of tokens."""
 
     source: RegionSource
     variants: tuple[Variant, ...]
@@ -53,7 +53,7 @@ class CompiledCode:
 class Form:
     """The function of a graph in steps of up to ``limit`` tokens; None is any number.
 
-    ``compiled`` is the same with compiled layers, for the steps that it ``serves``; None without code.
+    ``compiled`` is the same function with compiled layers, for the steps of ``serves``; None without code.
     """
 
     limit: int | None
@@ -71,7 +71,7 @@ class Form:
         return [n.target for n in self.module.graph.nodes if hasattr(n.target, "bytes_per_row")]
 
     def tensors(self) -> list[Tensor]:
-        """The weights, as they are packed."""
+        """The packed weights."""
         return [*self.module.buffers(), *(t for program in self.programs for t in program.constants)]
 
     def workspace_bytes(self, sizes: tuple[int, int]) -> int:
@@ -85,9 +85,9 @@ class Form:
 
 
 class Executable:
-    """A lowered graph: call it with the batch inputs of docs/architecture.md, get logits [L, V] float32.
+    """A lowered graph: a call with the batch inputs of docs/architecture.md returns logits [L, V] float32.
 
-    ``forms`` are what its layers are by number of tokens (``optkit.graph.variants``), the last for any number.
+    ``forms`` are the variants by number of tokens (``optkit.graph.variants``), the last for any number.
     """
 
     def __init__(self, forms: Sequence[Form]) -> None:
@@ -110,26 +110,28 @@ class Executable:
 
     @property
     def form_limits(self) -> tuple[int, ...]:
-        """The most tokens of each form but the last; empty where the layers have one form."""
+        """The largest number of tokens of each variant but the last; empty without variants."""
         return tuple(form.limit for form in self.forms if form.limit is not None)
 
     def form(self, tokens: int) -> Form:
-        """What a step of ``tokens`` tokens runs."""
+        """The variant for a step of ``tokens`` tokens."""
         return next(form for form in self.forms if form.limit is None or tokens <= form.limit)
 
     def at(self, tokens: int) -> Executable:
-        """This model with the layers of a step of ``tokens`` tokens, whatever number it gets."""
+        """This model with the variant for ``tokens`` tokens in steps of any number."""
         return Executable([replace(self.form(tokens), limit=None)])
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights as they are packed, those that share memory counted once."""
+        """Bytes of the packed weights; shared memory counts once."""
         return sum(
             {address(t): t.numel() * t.itemsize for form in self.forms for t in form.tensors()}.values()
         )
 
     def workspace_bytes(self, num_tokens: int, num_rows: int) -> int:
-        """Memory that native programs work in, for a step of ``num_tokens`` tokens and ``num_rows`` rows of logits."""
+        """Working memory of native programs, in bytes, for a step of ``num_tokens`` tokens and ``num_rows`` rows of
+        logits.
+        """
         return max(form.workspace_bytes((num_tokens, num_rows)) for form in self.forms)
 
     @torch.inference_mode()
@@ -139,7 +141,7 @@ class Executable:
 
 
 def address(tensor: Tensor) -> int:
-    """A number that tensors share when they share memory; those in oneDNN's own layout have no address to compare."""
+    """A number equal for tensors that share memory; tensors in oneDNN's own layout have no address to compare."""
     return tensor.data_ptr() if tensor.layout is torch.strided else id(tensor)
 
 
@@ -155,12 +157,12 @@ def lower(
 ) -> Executable:
     """Make ``graph`` executable on ``target``; without a target every op runs its reference.
 
-    For a GPU the graph is rewritten (``gpu_rewrites``), made to compute in ``dtype`` (``precision``) and its weights
-    go to ``device``, by default the GPU; a CPU computes in float32.
-    ``programs=False`` leaves every kernel call to Python, for comparison; results are the same to the bit.
-    ``consume=True`` uses ``graph`` up: each weight goes as soon as it is packed, so that no two copies are held.
-    ``code`` are compiled layers of this very graph; without them its compile plan means nothing. On a GPU there are
-    CUDA graphs in their place (``optkit.runtime.cuda``). Each form of a graph's layers is lowered by itself.
+    For a GPU the graph is rewritten (``gpu_rewrites``) and computes in ``dtype`` (``precision``), and its weights go
+    to ``device``, by default the GPU; a CPU computes in float32. ``programs=False`` leaves every kernel call to
+    Python, for comparison; results are the same to the bit. ``consume=True`` uses ``graph`` up: each weight is freed
+    after its packing, so that memory holds one copy. ``code`` holds compiled layers of this graph; without code the
+    compile plan is ignored. On a GPU CUDA graphs are used instead (``optkit.runtime.cuda``). Each variant of the
+    graph's layers is lowered separately.
     """
     spans = variants.spans(graph)
     if not spans:
@@ -210,7 +212,7 @@ def lower_form(
 
 
 def check_experts(graph: Graph, picked: Container[fx.Node], target: Target) -> None:
-    """Refuse experts that would run by their reference on a GPU: it asks the host for sizes, in every layer."""
+    """Refuse experts without a kernel on a GPU: in every layer the reference waits for sizes on the host."""
     if any(node not in picked for node in graph.calls(reference.grouped_mm)):
         raise UserError(
             "mixture-of-experts layers have a kernel for bfloat16 on Hopper GPUs alone",
@@ -244,7 +246,7 @@ def graph_module(graph: Graph, root: nn.Module) -> fx.GraphModule:
 
 
 def insert_checks(graph: fx.Graph) -> None:
-    """Insert a check for cancellation (``optkit.cancellation``) after each ``OPS_A_PART`` nodes that compute."""
+    """Insert a check for cancellation (``optkit.cancellation``) after each ``OPS_A_PART`` computing nodes."""
     computing = [node for node in graph.nodes if node.op in ("call_function", "call_module")]
     for node in computing[OPS_A_PART::OPS_A_PART]:
         with graph.inserting_before(node):
@@ -252,7 +254,7 @@ def insert_checks(graph: fx.Graph) -> None:
 
 
 def native_programs(graph: Graph, picked: Mapping[fx.Node, kernels.Kernel]) -> Programs | None:
-    """The parts of ``graph`` that run as programs, or None where there are no native kernels."""
+    """The programs of ``graph``, None without native kernels."""
     from optkit.kernels.cpu import native
     from optkit.lowering.launch_plan import Programs
 

@@ -1,13 +1,11 @@
-"""Precision: a float32 graph becomes one that computes in bfloat16 or float16, as GPUs want it.
+"""Precision: a float32 graph becomes a graph in bfloat16 or float16 for GPUs.
 
-Capture, passes and the reference are float32; what a target computes in is a matter of lowering. ``narrow`` starts at
-the embedding and follows the types through the graph, on meta tensors: a matrix product takes its weight in the type
-of its activations, and so does any plain op that would otherwise promote. What kernels compute with in float32 stays
-float32: norm weights, rotary angles, scales. Logits come out float32. KV pools get the type too, unless a pass gave
-them one.
+Capture, passes and the reference are float32; the dtype of a target is a matter of lowering. ``narrow`` starts at the
+embedding and follows the types through the graph, on meta tensors: a matrix product takes its weight in the type of
+its activations, and so does any plain op that would otherwise promote. Float32 inputs of kernels stay float32: norm
+weights, rotary angles, scales. Logits come out float32. KV pools get the type too, unless a pass chose another.
 
-An op without a kernel runs its reference in float32 and rounds once, at the end (``rounded``): what the kernel that
-is missing would do.
+An op without a kernel runs its reference in float32 and rounds once, at the end (``rounded``), like a kernel.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ def narrow(
     device: torch.device | str = "cpu",
     shared: SharedWeights | None = None,
 ) -> None:
-    """Make ``graph`` compute in ``dtype`` on ``device``, in place; ``torch.float32`` moves it and no more."""
+    """Make ``graph`` compute in ``dtype`` on ``device``, in place; ``torch.float32`` only moves the weights."""
     shared = shared or SharedWeights()
     if dtype != torch.float32:
         follow(graph, dtype, torch.device(device), shared)
@@ -61,7 +59,7 @@ def follow(graph: Graph, dtype: torch.dtype, device: torch.device, shared: Share
 
 
 def move(graph: Graph, device: torch.device, shared: SharedWeights) -> None:
-    """All weights to ``device``, one by one; those that share memory still do."""
+    """Move all weights to ``device``; weights that share memory still share it."""
     moved: dict[tuple[int, int, torch.Size], Tensor] = {}
     for name, weight in graph.weights.items():
         value = weight.value
@@ -84,7 +82,7 @@ def narrow_weight(
     device: torch.device,
     shared: SharedWeights,
 ) -> fx.Node:
-    """The weight that ``weight`` reads in ``dtype``, made once, on the device, and shared by whoever reads it."""
+    """The weight of node ``weight`` in ``dtype``, made once, on the device, and shared by all readers."""
     wide = str(weight.target)
     name = f"{wide}.{str(dtype).removeprefix('torch.')}"
     if name not in graph.weights:
@@ -96,7 +94,7 @@ def narrow_weight(
 
 
 class Narrowing(MetaRun):
-    """Follows types through the graph and inserts casts where they would mix."""
+    """A run that follows types through the graph and inserts casts where types would mix."""
 
     def __init__(self, graph: Graph, dtype: torch.dtype, device: torch.device, shared: SharedWeights) -> None:
         self.dtype, self.device, self.shared = dtype, device, shared
@@ -113,7 +111,7 @@ class Narrowing(MetaRun):
         return self.cast_product(node, value)
 
     def agree(self, node: fx.Node) -> None:
-        """Plain ops and matrix products take all their float arguments in one type."""
+        """Give plain ops and matrix products all float arguments in one type."""
         if ops.record_of(node.target) is not None and node.target not in ANY_DTYPE:
             return
         inputs = [i for i in node.all_input_nodes if is_float(self.values[i])]
@@ -129,7 +127,7 @@ class Narrowing(MetaRun):
             node.replace_input_with(wide, narrowed)
 
     def cast_product(self, node: fx.Node, value: Any) -> Any:
-        """A matrix product of quantized numbers that only comes in float32 is rounded after it."""
+        """Round a product of quantized numbers after the op, where the op only gives float32."""
         name = ops.op_name(node.target) if node.op == "call_function" else None
         if name and name.startswith("linear") and is_float(value) and value.dtype == torch.float32:
             with self.graph.fx.inserting_after(node):
@@ -161,10 +159,11 @@ def is_float(value: Any) -> bool:
 
 
 def rounded(fn: Callable[..., Any], dtype: torch.dtype, in_place: frozenset[int]) -> Callable[..., Any]:
-    """``fn``, a float32 reference, for arguments of ``dtype``: computes in float32, and rounds what has their type.
+    """``fn``, a float32 reference, for arguments of ``dtype``: computation in float32, results rounded to the
+    declared type.
 
-    ``in_place`` are the positions of tensors that ``fn`` writes to; they go in as they are. What comes out float32
-    although activations were ``dtype`` is float32 by the op's shape rule (rotary angles, scales).
+    ``in_place`` are the positions of tensors written by ``fn``, which are passed as they are. A result declared
+    float32 by the op's shape rule (rotary angles, scales) stays float32.
     """
     rule = ops.shape_rule(fn)
 

@@ -81,5 +81,5 @@ def test_only_parameters_with_a_stride_may_have_rows_of_any_distance() -> None:
 def test_every_pointer_of_a_kernel_has_dtypes() -> None:
     for signature in signatures.signatures().values():
         if signature.number is not None:
-            pointers = [p.type for p in signature.parameters if p.is_pointer]
+            pointers = [p.kind for p in signature.parameters if p.is_pointer]
             assert set(pointers) <= set(signatures.DTYPES), signature.name

@@ -149,7 +149,7 @@ def check_argument(kernel: str, parameter: Parameter, argument: Argument) -> Non
     Raises:
         NotImplementedError: native code would read it as something else.
     """
-    dtypes = signatures.DTYPES.get(parameter.type, ())
+    dtypes = signatures.DTYPES.get(parameter.kind, ())
     match argument:
         case View():
             dense = argument.row_stride == argument.width
@@ -158,9 +158,9 @@ def check_argument(kernel: str, parameter: Parameter, argument: Argument) -> Non
             on_cpu = argument.device.type == "cpu" and argument.is_contiguous()
             fits = argument.dtype in dtypes and on_cpu
         case Size() | int():
-            fits = parameter.type in ("int64_t", "int")
+            fits = parameter.kind in ("int64_t", "int")
         case float():
-            fits = parameter.type == "float"
+            fits = parameter.kind == "float"
         case _:
             fits = argument is None and parameter.is_pointer
     if not fits:

@@ -33,17 +33,17 @@ DTYPES: dict[str, tuple[torch.dtype, ...]] = {
 class Parameter:
     """A parameter: its C type without ``const``, its name, and whether rows may have any distance."""
 
-    type: str
+    kind: str
     name: str
     strided: bool = False
 
     @property
     def is_pointer(self) -> bool:
-        return self.type.endswith("*")
+        return self.kind.endswith("*")
 
     @property
     def ctype(self) -> type:
-        return ctypes.c_void_p if self.is_pointer else NUMBERS[self.type]
+        return ctypes.c_void_p if self.is_pointer else NUMBERS[self.kind]
 
 
 @dataclass(frozen=True)

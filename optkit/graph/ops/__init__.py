@@ -1,9 +1,9 @@
-"""The dialect: the closed list of ops a graph may hold, one record an op, and how names map to callables.
+"""The dialect: the closed list of ops a graph may hold, one record an op, and the callables by name.
 
-Two kinds. *Dialect ops* are the functions of ``optkit.kernels.reference``: the model's idioms, which passes look for
-and kernels implement. The facts about an op that are stated outside of the kernels are its record (``record.Op``).
-*Aten ops* (``aten``) are the ops that capture did not recognize; they run as they are. No other op is accepted in a
-``graph.json``, so a graph file cannot call arbitrary code.
+Two kinds. *Dialect ops* are the functions of ``optkit.kernels.reference``: the model's idioms, targets of passes and
+kernels. Facts about an op outside of the kernels are its record (``record.Op``). *Aten ops* (``aten``) were not
+recognized by capture and run as they are. A ``graph.json`` with any other op is refused, so a graph file cannot call
+arbitrary code.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ QUANTIZED_LINEARS: dict[Any, Op] = {
 
 
 def op_name(target: Any) -> str | None:
-    """The name of a call target in the closed list, or None when it is not on it."""
+    """The name of a call target in the closed list, None for targets outside of the list."""
     return NAMES.get(target)
 
 
@@ -48,7 +48,7 @@ def op_of(node: fx.Node) -> Op:
     """The record of the op that ``node`` calls.
 
     Raises:
-        ValueError: it calls no op of the dialect.
+        ValueError: the call is of no op of the dialect.
     """
     op = record_of(node.target)
     if op is None:
@@ -57,7 +57,7 @@ def op_of(node: fx.Node) -> Op:
 
 
 def shape_rule(target: Any) -> Callable[..., Any]:
-    """The shape rule of a call target; an op that is not of the dialect is its own rule."""
+    """The shape rule of a call target. An op outside of the dialect is its own rule."""
     op = record_of(target)
     return target if op is None else op.shape
 
@@ -73,7 +73,7 @@ def argument(node: fx.Node, name: str) -> Any:
 
 
 def activation(node: fx.Node) -> Any:
-    """The first activation that a call of a dialect op reads."""
+    """The first activation of a call of a dialect op."""
     return op_of(node).activation(node)
 
 

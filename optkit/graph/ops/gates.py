@@ -1,4 +1,4 @@
-"""Records of gated activations: two operands, their halves in one, and with a quantized result."""
+"""Records of gated activations: on two operands, on the halves of a stacked operand, and with a quantized result."""
 
 from __future__ import annotations
 

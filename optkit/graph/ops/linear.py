@@ -105,7 +105,7 @@ def present(weights: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
     """The first two of ``weights``, the weight and its scales.
 
     Raises:
-        ValueError: one of them is missing.
+        ValueError: the weight or the scales are missing.
     """
     weight, scale = weights[:2]
     if weight is None or scale is None:

@@ -1,9 +1,9 @@
-"""Operands: what a record says of each argument of an op. Its role, its source, its dtype and its shape.
+"""Operands: the arguments of an op as its record describes them, with role, source, dtype and shape.
 
-Native kernels take addresses, so operands are checked before anything runs (``optkit.graph.operand_check``). A shape is
-a list of symbols: equal symbols of one op are equal sizes, a number is that size, ``S+1`` is one more than S, and
-``...`` is any number of leading sizes, the same in all operands of the op. Relations between sizes (a divisor, packed
-words) are part of the op's shape rule.
+Native kernels take addresses, so operands are checked before anything runs (``optkit.graph.operand_check``). A shape
+is a list of symbols: equal symbols of one op are equal sizes, a number is a fixed size, ``S+1`` is one more than S,
+and ``...`` is any number of leading sizes, the same in all operands of the op. Relations between sizes (a divisor,
+packed words) are part of the op's shape rule.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 class Role(Enum):
-    """The part that a tensor plays in its op; ``Op`` finds arguments by it."""
+    """The part of a tensor in its op; ``Op`` finds arguments by role."""
 
     ACTIVATION = "a value of the step that the op transforms"
     ACTIVATION_SCALE = "scales of quantized activations"
@@ -36,7 +36,7 @@ class Role(Enum):
 
 
 class Source(Enum):
-    """Where the tensor of an operand comes from."""
+    """The origin of an operand's tensor in the graph."""
 
     VALUE = "a computed value"  # or a batch input, never a weight
     WEIGHT = "a weight"
@@ -46,7 +46,7 @@ class Source(Enum):
 
 
 class Kind(Enum):
-    """The dtypes of an operand: their name in messages, the dtypes, whether a GPU also takes its compute dtype."""
+    """The dtypes of an operand: the name in messages, the dtypes, True where a GPU also takes its compute dtype."""
 
     COMPUTE = ("float32", (torch.float32,), True)
     FLOAT32 = ("float32", (torch.float32,), False)
@@ -59,7 +59,7 @@ class Kind(Enum):
     KV = ("a KV dtype", tuple(dtype for dtype, _ in KV_DTYPES.values()), False)
 
     def accepts(self, dtype: torch.dtype, *, half: bool) -> bool:
-        """Whether ``dtype`` is one of these; with ``half`` bfloat16 and float16 are compute dtypes."""
+        """Compare ``dtype`` with the dtypes of this kind; with ``half`` bfloat16 and float16 are compute dtypes."""
         _, dtypes, computes = self.value
         return dtype in dtypes or (half and computes and dtype in HALVES)
 
@@ -70,7 +70,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class TensorOperand:
-    """A tensor that an op takes; ``optional`` ones may be None or left out at the end.
+    """A tensor argument of an op; an ``optional`` operand may be None, or left out at the end.
 
     Attributes:
         stored: the name of the tensor in a checkpoint's module, for operands of quantized layers.
@@ -87,7 +87,10 @@ class TensorOperand:
 
 @dataclass(frozen=True)
 class Number:
-    """A finite number from ``low`` to ``high``; with ``whole`` an int. Without ``required`` it has a default."""
+    """A finite number from ``low`` to ``high``; with ``whole`` an int.
+
+    A number without ``required`` has a default.
+    """
 
     name: str
     low: float = -MAX_FLOAT32
@@ -98,7 +101,10 @@ class Number:
 
 @dataclass(frozen=True)
 class Choice:
-    """One of some values, of exactly their type. Without ``stored`` only lowering sets it, and graph.json must not."""
+    """A value out of ``values``, of exactly its type.
+
+    Without ``stored`` only lowering may set the operand; graph.json must not.
+    """
 
     name: str
     values: tuple[str | int, ...]
@@ -109,17 +115,17 @@ Operand = TensorOperand | Number | Choice
 
 
 def value(name: str, kind: Kind, shape: str, role: Role = Role.ACTIVATION) -> TensorOperand:
-    """An operand that is computed in the step."""
+    """An operand computed in the step."""
     return TensorOperand(name, role, Source.VALUE, kind, tuple(shape.split()))
 
 
 def weight(name: str, kind: Kind, shape: str, role: Role = Role.WEIGHT, stored: str = "") -> TensorOperand:
-    """An operand that is always a weight of the graph, stored as ``stored``, by default under its own name."""
+    """An operand from the graph's weights, stored in checkpoints as ``stored``, by default under its own name."""
     return TensorOperand(name, role, Source.WEIGHT, kind, tuple(shape.split()), stored=stored or name)
 
 
 def either(name: str, kind: Kind, shape: str, role: Role = Role.WEIGHT) -> TensorOperand:
-    """An operand that is a weight or a computed value."""
+    """An operand from the graph's weights or computed in the step."""
     return TensorOperand(name, role, Source.ANY, kind, tuple(shape.split()))
 
 

@@ -1,8 +1,8 @@
-"""The record of an op: every fact about it that is stated outside of the kernels, once.
+"""The record of an op: every fact about the op outside of the kernels, once.
 
-A record holds the reference, the operands, the shape rule, the kind of work for the cost model, and how passes and
-lowering may treat the op. Kernels and emitters are found in the kernel tables; a record states the reason where there
-is none.
+A record holds the reference, the operands, the shape rule, the kind of work for the cost model, and the treatment by
+passes and lowering. Kernels and emitters are found in the kernel tables; where an op has none, its record states the
+reason.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from optkit.graph.ops.operands import Operand, Role, TensorOperand
 
 
 class Work(Enum):
-    """The kind of work that an op does; ``optkit.lowering.cost`` has a rule for each."""
+    """The kind of work of an op; ``optkit.lowering.cost`` has a rule for each."""
 
     POINTWISE = "a few operations on each element"
     GATHER = "copies of rows"
@@ -43,22 +43,23 @@ class Op:
         reference: the spec, a function of ``optkit.kernels.reference``; its name is the op's name.
         operands: the arguments, in the order of the reference's parameters.
         shape: the shape rule: results on the meta device for meta arguments, and checks between sizes. The reference
-            itself where running it on meta tensors is the rule; a rule of its own where native kernels need stricter
-            checks than broadcasting, or where PyTorch would compute meta tensors in Python, which costs an import of
-            ``torch._dynamo`` (0.6 s and 70 MB).
+            itself where a run on meta tensors is the rule. A separate function where native kernels need stricter
+            checks than broadcasting, or where PyTorch would compute meta tensors in Python, at the price of an import
+            of ``torch._dynamo`` (0.6 s and 70 MB).
         work: the kind of work, for the cost model.
-        absent: for each of ``CPU``, ``CUDA`` and ``PROGRAM`` without a kernel or an emitter, the reason.
-        row_wise: each row of the result depends on the same row of the activations and on no other row, so rows can be
+        absent: the reason for each missing kernel or emitter, by ``CPU``, ``CUDA`` and ``PROGRAM``.
+        row_wise: True where a row of the result depends on the same row of the activations alone, so rows can be
             selected before the op.
-        any_dtype: the reference computes in the dtype of its activations, with float32 sums, as torch's own op does.
-        traceable: the reference can be traced; false where Python reads values of the batch.
-        compiled: a compiler generates the op from its reference, whatever kernel runs it elsewhere.
-        mutates: the operands that the op writes to.
-        only_lowered: only lowering makes the op; passes and capture do not.
-        quantized: the reference of the op that does the same and quantizes the first result of each row.
-        packed: the reference of the op that does the same on the halves of one stacked operand.
-        dequantize: the float32 weight [N, columns] of a quantized layer, from its weight operands without the bias, the
-            op's options and the number of input channels.
+        any_dtype: True where the reference computes in the dtype of its activations, with float32 sums, like torch's
+            op.
+        traceable: False where the reference reads values of the batch in Python.
+        compiled: True where a compiler generates the op from its reference, whatever kernel runs it elsewhere.
+        mutates: the operands written by the op.
+        only_lowered: True for ops made by lowering alone, not by passes or capture.
+        quantized: the reference of the op with the same result in quantized rows.
+        packed: the reference of the op with the same result from the halves of one stacked operand.
+        dequantize: the float32 weight [N, columns] of a quantized layer, from its weight operands without the bias,
+            the op's options and the number of input channels.
         inputs: the graph's input of a batch operand, where the operand has another name.
     """
 
@@ -86,7 +87,7 @@ class Op:
 
     @cached_property
     def tensors(self) -> tuple[TensorOperand, ...]:
-        """The operands that are tensors; they come first."""
+        """The tensor operands; they come first."""
         return tuple(operand for operand in self.operands if isinstance(operand, TensorOperand))
 
     @cached_property
@@ -96,7 +97,7 @@ class Op:
 
     @cached_property
     def defaults(self) -> dict[str, Any]:
-        """The value of each argument that a call may leave out; None for those that have no default."""
+        """The value of each argument left out of a call; None without a default."""
         parameters = inspect.signature(self.reference).parameters
         return {n: None if p.default is inspect.Parameter.empty else p.default for n, p in parameters.items()}
 
@@ -107,7 +108,7 @@ class Op:
 
     @property
     def quantizes_input(self) -> bool:
-        """True for ops that read activations as ``quantize_per_token`` and its like leave them."""
+        """True for ops on quantized activations, as ``quantize_per_token`` gives them."""
         return any(operand.role is Role.ACTIVATION_SCALE for operand in self.tensors)
 
     @property
@@ -125,12 +126,12 @@ class Op:
         return node.kwargs.get(name, self.defaults[name])
 
     def with_role(self, node: fx.Node, role: Role) -> Any:
-        """The argument of the first operand with ``role``; None for an op without one."""
+        """The argument of the first operand with ``role``; None for an op without this role."""
         found = next((operand.name for operand in self.tensors if operand.role is role), None)
         return None if found is None else self.argument(node, found)
 
     def activation(self, node: fx.Node) -> Any:
-        """The first activation that a call reads."""
+        """The first activation of a call."""
         return self.with_role(node, Role.ACTIVATION)
 
     def weight(self, node: fx.Node) -> Any:

@@ -1,4 +1,4 @@
-"""Records of ops that pick rows: the embedding, rows with logits, and the variant of a layer."""
+"""Records of ops on whole rows: the embedding, rows with logits, and the variant of a layer."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Ahead-of-time compilation of a region: a shared object that runs without the compiler.
+"""Ahead-of-time compilation of a region: a shared object for runs without the compiler.
 
-AOTInductor turns the captured layer into C++ and that into a ``.so`` with a plain C interface; beside it lies a
-``.json`` that names the operators the code calls by their schema, which are our opaque ops
-(``optkit.lowering.compiled.opaque``). Both are what ``AOTIModelContainerRunner`` of torch's C++ library reads: no
-archive, no pickle, no Python. ``.pt2`` packages and Inductor's own caches are not used, since both hold pickles.
+AOTInductor turns the captured layer into C++ and compiles a ``.so`` with a plain C interface. A ``.json`` beside the
+file names the operators of the code by schema: our opaque ops (``optkit.lowering.compiled.opaque``).
+``AOTIModelContainerRunner`` of torch's C++ library reads the two files: no archive, no pickle, no Python. ``.pt2``
+packages and Inductor's own caches are not used, since both hold pickles.
 
-``torch.compile`` and ``torch.export`` are not needed: the graph is already captured, so Inductor gets it directly,
-with what may vary spelled out as symbols. Code that relies on a condition over such sizes is refused: nothing could
-check it at run time.
+``torch.compile`` and ``torch.export`` are not needed: the graph is already captured, so Inductor gets the graph
+itself, with symbols for the sizes that vary. Code with a condition over a symbol is refused: nothing could check the
+condition at run time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LIBRARY, OPERATORS = ".so", ".json"
 
 
 class CompileError(Exception):
-    """The compiler failed, or what it made can't be used; the message says why."""
+    """A failure of the compiler, or unusable code; the message holds the reason."""
 
 
 def compile_region(
@@ -42,7 +42,7 @@ def compile_region(
     """Write the code of ``module`` for T = ``tokens``, or for any T, as ``destination.so`` and ``.json``.
 
     Raises:
-        CompileError: it can't be compiled.
+        CompileError: the compiler fails.
     """
     try:
         library = generate(module, arguments, tokens)
@@ -58,7 +58,7 @@ def compile_region(
 
 
 def generate(module: fx.GraphModule, arguments: Sequence[Argument], tokens: int | None) -> Path:
-    """Compile in a directory of its own; gives the shared object there."""
+    """Compile in a temporary directory; the shared object there."""
     import torch._inductor
     from torch._guards import TracingContext, tracing
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -84,12 +84,13 @@ def generate(module: fx.GraphModule, arguments: Sequence[Argument], tokens: int 
 
 
 def load(library: Path, device: str) -> Code:
-    """The function in a compiled library. Needs no compiler and none of its modules.
+    """The function in a compiled library. The compiler and its modules are not imported.
 
-    The library runs as it is opened: only ``optkit.lowering.compiled.code_cache`` calls this, after its checks.
+    Opening the library runs its code: only ``optkit.lowering.compiled.code_cache`` calls this function, after its
+    checks.
 
     Raises:
-        RuntimeError: it is not such a library.
+        RuntimeError: the file is no library of AOTInductor.
     """
     runners = {"cpu": "AOTIModelContainerRunnerCpu", "cuda": "AOTIModelContainerRunnerCuda"}
     return getattr(torch._C._aoti, runners[device])(str(library), 1).run
@@ -97,7 +98,7 @@ def load(library: Path, device: str) -> Code:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """The compiler's deprecation warnings are about its own insides."""
+    """Hide the compiler's deprecation warnings about its own internals."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -105,7 +106,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def private_cache() -> Iterator[None]:
-    """Inductor's cache in optkit's private directory: by default it is a predictable path in /tmp."""
+    """Put Inductor's cache into optkit's private directory; the default is a predictable path in /tmp."""
     name = "TORCHINDUCTOR_CACHE_DIR"
     before = os.environ.get(name)
     os.environ[name] = str(cache_dir("inductor"))
@@ -119,7 +120,7 @@ def private_cache() -> Iterator[None]:
 
 
 def example(mode: Any, argument: Argument, index: int, tokens: int | None) -> Tensor:
-    """A fake input: no data, and a symbol for every size that may vary."""
+    """A fake input without data, with a symbol for each size that varies."""
     from torch._dynamo.source import ConstantSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 

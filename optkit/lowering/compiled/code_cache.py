@@ -1,18 +1,17 @@
 """The code tier: compiled layers on disk, and the rules for running them.
 
-A directory with ``code.json`` and, for each variant, a shared object and the names of the operators it calls. The same
-form is used in an artifact (``optkit/native/``) and in the private cache, where ``optkit rebuild`` puts what it makes.
+A directory with ``code.json`` and, for each variant, a shared object and the names of its operators. Artifacts
+(``optkit/native/``) and the private cache, where ``optkit rebuild`` writes, have the same layout.
 
-Opening a shared object runs it, so a directory is only used when
+Opening a shared object runs its code, so a directory is only used under three conditions:
 
-1. **it is ours**: ``code.json`` carries the seal of this user on this machine
-(``optkit.lowering.compiled.signature``). Or the user said
-   ``--trust-artifact-code``;
-2. **it fits**: the same torch, optkit, processor, and a layer with the same digest (``region_lowering``);
-3. **it is whole**: every file has the sha256 of the record. What was hashed is what is opened: the bytes go to the
+1. **Own work**: ``code.json`` carries the seal of this user on this machine (``optkit.lowering.compiled.signature``),
+   or the user passed ``--trust-artifact-code``.
+2. **Fit**: the same torch, optkit and processor, and a layer with the same digest (``optkit.lowering.compiled.plan``).
+3. **Integrity**: every file has the sha256 of the record. The hashed bytes are the opened bytes: they are copied to the
    private cache first.
 
-Otherwise the uncompiled model runs, and the log says why. Nothing is ever compiled here.
+Otherwise the uncompiled model runs, and the log holds the reason. Nothing is compiled here.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class _Model(BaseModel):
 
 
 class Fit(_Model):
-    """What code was made for; it runs only where all of it is equal."""
+    """The conditions under which code was made; the code runs only where all of them are equal."""
 
     torch: str
     optkit: str
@@ -67,7 +66,7 @@ class Fit(_Model):
 
 
 class CodeFile(_Model):
-    """One variant: the steps it serves, its files by sha256, and what they were measured at."""
+    """A variant: its range of step sizes, its files by sha256, and the measured times."""
 
     first: Annotated[int, Field(ge=1)]
     last: Annotated[int, Field(ge=1)] | None
@@ -88,20 +87,20 @@ class CodeRecord(_Model):
     seal: str = ""
 
     def sealed_text(self) -> str:
-        """What the seal is of: everything else."""
+        """The text under the seal: all fields but the seal."""
         return self.model_copy(update={"seal": ""}).model_dump_json()
 
 
 @dataclass(frozen=True)
 class CodeTier:
-    """A directory of compiled code and its record; nothing of it is loaded yet."""
+    """A directory of compiled code and its record, without any code loaded."""
 
     directory: Path
     record: CodeRecord
 
     @staticmethod
     def read(directory: Path) -> CodeTier | None:
-        """The code in ``directory``, or None where there is none that can be read."""
+        """The code in ``directory``, None without a readable record."""
         try:
             data = read_file(directory / RECORD)
             return CodeTier(directory, CodeRecord.model_validate_json(data))
@@ -113,11 +112,11 @@ class CodeTier:
 
     @property
     def is_ours(self) -> bool:
-        """Whether this user made it on this machine."""
+        """True where the seal of this user on this machine is valid."""
         return is_sealed(self.record.sealed_text(), self.record.seal)
 
     def misfit(self, fit: Fit) -> str | None:
-        """The first thing it was made for that is otherwise here, in words."""
+        """The first condition of ``Fit`` that differs here, in words."""
         for name, here in fit.model_dump().items():
             there = getattr(self.record.fit, name)
             if there != here:
@@ -155,7 +154,7 @@ def file_stem(last: int | None) -> str:
 
 
 def fit_of(source: RegionSource, target: Target) -> Fit:
-    """What code for ``source`` has to be made for, here."""
+    """The conditions here and now for code of ``source``."""
     import torch
 
     return Fit(
@@ -171,7 +170,7 @@ def fit_of(source: RegionSource, target: Target) -> Fit:
 
 
 def cached(fit: Fit, plan: object) -> Path:
-    """Where in the private cache code for ``fit`` and a compile plan belongs."""
+    """The directory in the private cache for code of ``fit`` and a compile plan."""
     text = f"{fit.model_dump_json()} {plan}"
     return cache_dir("code") / hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -181,7 +180,7 @@ def find_code(
 ) -> CompiledCode | None:
     """The compiled code that may run for ``graph``: the artifact's (in ``native``), else the cache's, else None.
 
-    Logs why code is left alone. Asking for a graph without a compile plan costs nothing.
+    The log holds the reason for unused code. A graph without a compile plan is answered at once.
     """
     if PLAN not in graph.annotations:
         return None
@@ -201,7 +200,7 @@ def find_code(
 
 
 def cached_tier(graph: Graph, target: Target) -> CodeTier | None:
-    """The code that was made for ``graph`` here, in the private cache."""
+    """The code made for ``graph`` on this machine, from the private cache."""
     if PLAN not in graph.annotations:
         return None
     tier = cached_code(fit_of(region_source(graph, target), target), graph.annotations[PLAN])
@@ -217,7 +216,7 @@ def cached_code(fit: Fit, plan: object) -> CodeTier | None:
 
 
 def use(place: Path) -> None:
-    """Hold a directory of the cache until this process ends, so that ``remove_oldest`` leaves it alone."""
+    """Mark a directory of the cache as used until this process ends, so that ``remove_oldest`` keeps the directory."""
     with suppress(FileNotFoundError):
         descriptor = hold(place, shared=True)
         if place in IN_USE:
@@ -227,7 +226,7 @@ def use(place: Path) -> None:
 
 
 def refusal(tier: CodeTier, fit: Fit, trust: bool = False) -> str | None:
-    """Why the code must not run, or None."""
+    """The reason against running the code, or None."""
     if not (trust or tier.is_ours):
         return "it was not built on this machine by this user (--trust-artifact-code runs it all the same)"
     return tier.misfit(fit) or next(tier.problems(), None)
@@ -270,7 +269,7 @@ def code_file(directory: Path, bucket: tuple[int, int | None], seconds: tuple[fl
 
 
 def publish(directory: Path, record: CodeRecord, place: Path) -> CodeTier:
-    """Seal ``record`` and put its files from ``directory`` at ``place`` in the cache, whole or not at all."""
+    """Seal ``record`` and move its files from ``directory`` to ``place`` in the cache, all or none."""
     sealed = record.model_copy(update={"seal": seal(record.sealed_text())})
     tier = CodeTier(place, sealed)
     temporary = Path(tempfile.mkdtemp(prefix=WRITING, dir=place.parent))
@@ -289,7 +288,7 @@ def publish(directory: Path, record: CodeRecord, place: Path) -> CodeTier:
 
 
 def copy_to(tier: CodeTier, native: Path) -> None:
-    """Put a code tier into an artifact that is being written."""
+    """Copy a code tier into an artifact under construction."""
     native.mkdir()
     for name in (RECORD, *(name for name, _ in tier.files())):
         (native / name).write_bytes(read_file(tier.directory / name))

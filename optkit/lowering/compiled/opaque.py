@@ -1,12 +1,12 @@
-"""Opaque ops: kernels that a compiler calls but does not look into.
+"""Opaque ops: kernels as black boxes for a compiler.
 
-A kernel may pack its weights, loop over sequences in Python, or call C++ by address; none of that can be traced.
-Registered as a PyTorch operator (``torch.ops.optkit.*``) it becomes a black box with a schema and a shape rule.
-Both come from the op's reference: the schema from its signature, the shapes from running it on the meta device.
-Where a kernel packed a weight, the shape rule is shown the weight as it was.
+A kernel may pack its weights, loop over sequences in Python, or call C++ by address, and none of these can be traced.
+A kernel registered as a PyTorch operator (``torch.ops.optkit.*``) is a black box with a schema and a shape rule. Both
+come from the op's reference: the schema from its signature, the shapes from a run on the meta device. In the place of
+a packed weight, the shape rule reads the weight before packing.
 
 An operator is registered once for each kernel and shape of packed weight, and lives as long as the process. Its name
-follows from these, so that code compiled by one process finds the operator in another.
+is a hash of the two, so code compiled by one process finds the operator in another process.
 """
 
 from __future__ import annotations
@@ -53,14 +53,16 @@ def register(name: str, reference: Callable[..., Any], kernel: Callable[..., Any
 
 
 def optkit_library() -> torch.library.Library:
-    """The operator namespace ``optkit``, made on first use: importing this module registers nothing."""
+    """The operator namespace ``optkit``, made on first use; an import of this module registers nothing."""
     if not _library:
         _library.append(torch.library.Library("optkit", "FRAGMENT"))
     return _library[0]
 
 
 def true_rows(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Attention for a step that was padded: ``slot_mapping`` has the true number of rows, the others give zeros."""
+    """Attention in a padded step: the first rows, as many as ``slot_mapping`` has, by ``kernel``; zeros in the other
+    rows.
+    """
 
     def run(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, *rest: Any,
             **kwargs: Any) -> Tensor:  # fmt: skip

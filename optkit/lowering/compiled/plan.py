@@ -1,12 +1,12 @@
 """Lowering of ``graph.annotations["compile"]``: a layer as source for the compiler, and calls of its code.
 
-``region_source`` makes the layer a function whose arguments are everything it reads, and tells of each what is fixed
-and what varies. Inside generated code the small ops are their references, which the compiler fuses; what has a
-kernel of its own is an opaque operator. ``install`` replaces the planned layers of a bound graph by calls of a
+``region_source`` makes the layer a function with an argument for each value it reads, and records which sizes of each
+argument are fixed. Inside generated code the small ops are their references, fused by the compiler; an op with a
+kernel is an opaque operator. ``install`` replaces the planned layers of a bound graph by calls of a
 ``CompiledRegion``.
 
-The plan, as the pass leaves it and ``optkit.pipeline.aot_compile`` completes it, is data of graph.json:
-``{"regions": [[node names], ...], "buckets": [[first, last], ...], "dynamic_tail": bool}``.
+The plan is written by the pass, completed by ``optkit.pipeline.aot_compile`` and stored in graph.json: ``{"regions":
+[[node names], ...], "buckets": [[first, last], ...], "dynamic_tail": bool}``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PLAN = "compile"
 
 @dataclass(frozen=True)
 class RegionSource:
-    """One layer for the compiler. ``digest`` tells whether code made from one source fits another."""
+    """A layer for the compiler. Code made from a source fits all sources with the same ``digest``."""
 
     module: fx.GraphModule
     arguments: tuple[Argument, ...]
@@ -45,7 +45,7 @@ class RegionSource:
 
 
 def region_source(graph: Graph, target: Target | None) -> RegionSource:
-    """The layer that ``graph``'s plan compiles, with the kernels of ``target``. Leaves ``graph`` as it is.
+    """The layer in the compile plan of ``graph``, with the kernels of ``target``. ``graph`` stays unchanged.
 
     Raises:
         UserError: the plan does not fit the graph.
@@ -89,7 +89,7 @@ def digest_text(region: Region, targets: Mapping[fx.Node, Any], arguments: Seque
 def compiler_targets(
     region: Region, unbound: Sequence[tuple[Any, Any, dict[str, Any]]], values: Mapping[fx.Node, Any]
 ) -> dict[fx.Node, Any]:
-    """What each node calls inside generated code: its reference, or its kernel as an opaque op."""
+    """The call of each node inside generated code: the reference, or the kernel as an opaque op."""
     targets: dict[fx.Node, Any] = {}
     for node, (target, args, meta) in zip(region.nodes, unbound, strict=True):
         op = ops.record_of(target)
@@ -104,7 +104,7 @@ def compiler_targets(
 def argument(
     graph: Graph, node: fx.Node, values: Sequence[Mapping[fx.Node, Any]], is_slots: bool
 ) -> Argument:
-    """What the compiler is told of a region input; the slots keep their true number in a padded step."""
+    """The sizes of a region input, fixed or varying; the slots keep their true number in a padded step."""
     weight = graph.weight_of(node)
     if weight is not None:
         size = tuple(weight.value.shape)
@@ -124,7 +124,7 @@ def argument(
 def install(
     graph: Graph, root: nn.Module, source: RegionSource, variants: Sequence[Variant]
 ) -> CompiledRegion:
-    """Replace each planned region of a bound graph by one call of a ``CompiledRegion`` that all share."""
+    """Replace each planned region of a bound graph by a call of one shared ``CompiledRegion``."""
     compiled = CompiledRegion(source.arguments, source.token_input, variants)
     root.add_module("region", compiled)
     for region in planned_regions(graph, planned_names(graph)):
@@ -163,7 +163,11 @@ def is_names(plan: Any) -> bool:
 
 
 def check_regions(regions: Sequence[Region], values: Sequence[Mapping[fx.Node, Any]]) -> None:
-    """One code for all only where all are equal, and none that can't be compiled."""
+    """Refuse regions that differ, since all run the same code, and regions beyond the compiler.
+
+    Raises:
+        UserError: the regions differ, or cannot be compiled.
+    """
     if not regions or len({structure(region, values[0]) for region in regions}) > 1:
         raise UserError("its compile plan names layers that are not alike", where="graph.json")
     reason = why_not(regions[0], *values[:2])
@@ -174,7 +178,7 @@ def check_regions(regions: Sequence[Region], values: Sequence[Mapping[fx.Node, A
 
 
 def region_module(region: Region, targets: Mapping[fx.Node, Any]) -> fx.GraphModule:
-    """The region as a function of its inputs; gives the tuple of its outputs."""
+    """The region as a function of its inputs, with the tuple of its outputs as result."""
     graph = fx.Graph()
     copies = {node: graph.placeholder(f"input{i}") for i, node in enumerate(region.inputs)}
     for node in region.nodes:
@@ -185,7 +189,7 @@ def region_module(region: Region, targets: Mapping[fx.Node, Any]) -> fx.GraphMod
 
 
 def call_region(graph: fx.Graph, region: Region) -> None:
-    """Put a call of the shared region after the nodes of ``region`` and remove them."""
+    """Insert a call of the shared region after the nodes of ``region`` and remove the nodes."""
     with graph.inserting_after(region.nodes[-1]):
         call = graph.call_module("region", region.inputs)
     anchor = call

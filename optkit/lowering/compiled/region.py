@@ -1,13 +1,13 @@
-"""CompiledRegion: what runs in the place of a layer when compiled code for the step's number of tokens is there.
+"""CompiledRegion: compiled code in the place of a layer, for numbers of tokens with code.
 
 The code was generated earlier (``optkit.lowering.compiled.aot``) and loaded from a code tier
-(``optkit.lowering.compiled.code_cache``): nothing here compiles, or imports what could. Which steps have code is
-asked first (``serves``); all others run the model as it is without a compile plan, native programs included.
+(``optkit.lowering.compiled.code_cache``): nothing here compiles, or imports a compiler. The runtime first calls
+``serves``; steps without code run the model without the compile plan, native programs included.
 
-Code for a fixed number of tokens also serves fewer: the rows of what is computed are padded with zeros and the results
-cut. Attention is the one op that mixes rows, and it is opaque to the compiler. It gets the true number of tokens with
-``slot_mapping``, which is not padded, and leaves the other rows alone (``opaque.true_rows``). So neither the
-scheduler nor any kernel knows of padding.
+Code for a fixed number of tokens also serves fewer tokens: rows are padded with zeros and results are cut. Attention
+is the only op across rows, and opaque to the compiler. It gets the true number of tokens by ``slot_mapping``, which
+is not padded, and leaves the other rows alone (``opaque.true_rows``). So neither the scheduler nor a kernel handles
+padding.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Code = Callable[[list[Tensor]], Sequence[Tensor]]
 
 @dataclass(frozen=True)
 class Argument:
-    """A region input: a fixed tensor (a weight), or sizes that depend on the batch.
+    """A region input: a fixed tensor (a weight), or a tensor with sizes of the batch.
 
-    A size is ``base + per_token * T``; ``varies`` marks sizes that change at equal T (sequences, blocks, and the slots
-    of a padded step).
+    A size is ``base + per_token * T``; ``varies`` marks sizes that change at equal T (sequences, blocks, and the
+    slots of a padded step).
     """
 
     dtype: torch.dtype
@@ -38,7 +38,7 @@ class Argument:
 
     @property
     def has_rows(self) -> bool:
-        """One row a token: what padding lengthens."""
+        """True for a row a token: padding adds rows."""
         return any(p and not v for p, v in zip(self.per_token, self.varies, strict=True))
 
     def sizes(self, tokens: int) -> tuple[int, ...]:

@@ -1,13 +1,13 @@
-"""Regions: stretches of a graph that are lowered as one compiled function, shared by all that look alike.
+"""Regions: parts of a graph lowered as one compiled function, shared by all parts of the same structure.
 
 A model's decoder layers are the same program with other weights. Compiled whole, thirty layers are compiled thirty
-times; compiled *regionally*, once: the layer becomes a function whose arguments are everything it reads (activations,
-its weights, its KV pools, the batch) and every layer calls it. The price is that nothing fuses across the boundary.
+times; compiled *regionally*, once: the layer becomes a function of its activations, its weights, its KV pools and the
+batch, and every layer calls the function. The price: nothing fuses across the boundary.
 
-A region is a run of call nodes, contiguous in execution order. Its **inputs** are the values it reads from outside,
-in order of first use; its **outputs** the values read outside. Two regions are interchangeable when their
-``structure`` is equal: same ops, same wiring under local numbering, same constants, same shapes of what they
-read. Names and weight values don't count.
+A region is a run of call nodes, contiguous in execution order. Its **inputs** are the values from outside, in order
+of first use; its **outputs** the values read outside. Two regions are interchangeable when their ``structure`` is
+equal: same ops, same wiring under local numbering, same constants, same shapes of inputs. Names and weight values
+don't count.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def ordered_inputs(node: fx.Node) -> list[fx.Node]:
 
 
 def structure(region: Region, values: Mapping[fx.Node, Any]) -> tuple[Any, ...]:
-    """What two regions must share to run the same code; ``values`` are the graph's shapes at any one batch."""
+    """The features that two regions with the same code share; ``values`` are the graph's shapes at any one batch."""
     numbers = {node: ("in", i) for i, node in enumerate(region.inputs)}
     numbers |= {node: ("node", i) for i, node in enumerate(region.nodes)}
     calls = tuple(
@@ -86,10 +86,11 @@ def signature(value: Any) -> Any:
 
 
 def why_not(region: Region, values: Mapping[fx.Node, Any], other: Mapping[fx.Node, Any]) -> str | None:
-    """Why a region can't be compiled, or None; ``other`` are shapes at the same T with other sequences and blocks.
+    """The reason against compiling a region, or None; ``other`` are shapes at the same T with other sequences and
+    blocks.
 
-    The compiler takes a size that may vary for at least 2. There may be one sequence or one block, so what is
-    shaped by them may only reach attention, which is opaque to the compiler.
+    The compiler takes varying sizes to be 2 or more. There may be one sequence or one block, so a value with such a
+    size may only reach attention, which is opaque to the compiler.
     """
     if sum(node.target is reference.attention for node in region.nodes) != 1:
         return "it has not exactly one attention op"
@@ -106,7 +107,7 @@ def why_not(region: Region, values: Mapping[fx.Node, Any], other: Mapping[fx.Nod
 
 
 def shapes(graph: Graph, batch: int = 0) -> dict[fx.Node, Any]:
-    """Shapes of all values at one of ``BATCHES``."""
+    """Shapes of all values at batch number ``batch`` of ``BATCHES``."""
     return infer_shapes(graph, *BATCHES[batch])
 
 

@@ -1,8 +1,8 @@
-"""Seals: how a file that was away is known to be this user's own work, done on this machine.
+"""Seals: proof that a file is this user's own work, made on this machine.
 
 HMAC-SHA256 (RFC 2104) under a random key that never leaves the private cache, over the text, the machine's id and the
-user's number. A path, a name or an id inside the file could be written by anybody; a seal cannot. The machine's id is
-part of it since a home directory may be shared between machines.
+user's number. Anybody could write a path, a name or an id into the file; only the owner of the key can write a seal.
+The machine's id is included since machines may share a home directory.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def seal(text: str) -> str:
 
 
 def is_sealed(text: str, found: str) -> bool:
-    """Whether ``found`` is the seal of ``text``, compared in constant time."""
+    """True where ``found`` is the seal of ``text``, compared in constant time."""
     return hmac.compare_digest(found.encode(), seal(text).encode())
 
 
 def machine_id() -> str:
-    """What tells this machine from others; its host name where the system has no id."""
+    """The id of this machine; its host name where the system has no id."""
     for file in MACHINE_IDS:
         try:
             if text := file.read_text("ascii").strip():
@@ -44,7 +44,10 @@ def machine_id() -> str:
 
 
 def seal_key() -> bytes:
-    """The key of this user's seals, made on first use. Whoever is first wins, and the key appears whole."""
+    """The key of this user's seals, made on first use.
+
+    Of several processes the first wins, and the key appears whole.
+    """
     file = cache_root() / "seal-key"
     if not file.exists():
         descriptor, name = tempfile.mkstemp(prefix=".seal-key-", dir=file.parent)  # mode 0600
