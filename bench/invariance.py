@@ -1,10 +1,10 @@
-"""Do tokens depend on what else is in the batch, or on how a prompt is cut into chunks?
+"""Test whether tokens depend on the batch, or on the chunks of a prompt.
 
     python bench/invariance.py artifact/ --prompts 100
 
-Greedy tokens of each prompt alone, unchunked, are the reference. The same prompts then run 4 and 16 at a time, and with
-chunks of 37 and 128 tokens, through the engine that serves. Prints how many prompts are identical; exit code 1 if any
-differs. Exact equality is the claim, so one run proves or refutes it: there is nothing to average.
+Greedy tokens of each prompt alone, unchunked, are the reference. The same prompts then run 4 and 16 at a time, and
+with chunks of 37 and 128 tokens, through the serving engine. Prints the number of identical prompts; exit code 1 for
+any difference. The claim is exact equality, so a single run proves or refutes the claim, without averages.
 """
 
 from __future__ import annotations

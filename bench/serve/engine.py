@@ -1,12 +1,12 @@
-"""What the scheduler, the prefix cache and speculation are worth, on the engine that serves, without HTTP.
+"""Gains of the scheduler, the prefix cache, the offload store and speculation, on the serving engine without HTTP.
 
     python bench/serve/engine.py artifact/ policy        # short prompts among long ones: fcfs against slo
     python bench/serve/engine.py artifact/ prefix        # a repeated prefix: TTFT warm against cold
     python bench/serve/engine.py artifact/ speculative   # prompt lookup: copy-heavy and random prompts
-    python bench/serve/engine.py artifact/ offload       # a conversation whose KV was pushed out: TTFT of its next turn
+    python bench/serve/engine.py artifact/ offload       # a conversation with offloaded KV: TTFT of the next turn
 
-Sides alternate, so that a machine that slows down slows both. Prints a table and, with ``--save-result``, writes a JSON
-with every single measurement, the command and the environment. Exit code 1: the bound of that behaviour is missed.
+Sides alternate, so a slow phase of the machine slows both. Prints a table. ``--save-result`` writes a JSON with every
+single measurement, the command and the environment. Exit code 1: the bound of the behaviour is missed.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def request(
 
 
 def serve(engine: Engine, arrivals: Sequence[tuple[float, Sequence[int]]]) -> tuple[list[float], float]:
-    """TTFT of each request in order of arrival, and how long all took. Seconds."""
+    """TTFT of each request in order of arrival, and the time of all requests, in seconds."""
     start, left, found = time.monotonic(), list(arrivals), dict[str, float]()
     order = []
     while left or engine.has_work:
@@ -124,7 +124,7 @@ def first_token(engine: Engine, prompt: Sequence[int]) -> float:
 
 
 def prefix(args: argparse.Namespace, ids: list[int]) -> tuple[dict[str, Any], bool]:
-    """A prefix of 1,500 tokens and 28 of its own for each question."""
+    """A prefix of 1,500 tokens, and 28 different tokens for each question."""
     engine = load_engine(args.artifact, {"max_model_len": 2048})
     cold, warm = [], []
     for i in range(args.rounds):
@@ -135,7 +135,7 @@ def prefix(args: argparse.Namespace, ids: list[int]) -> tuple[dict[str, Any], bo
 
 
 def offload(args: argparse.Namespace, ids: list[int]) -> tuple[dict[str, Any], bool]:
-    """The same, after other prompts have taken every block of the pool."""
+    """As ``prefix``, after other prompts have taken every block of the pool."""
     options = {"max_model_len": 2048, "kv_cache_bytes": 32 << 20, "kv_offload_bytes": 256 << 20}
     engine = load_engine(args.artifact, options)
     cold, back = [], []
@@ -162,8 +162,11 @@ def ratio_of(
 
 
 def speculative(args: argparse.Namespace, ids: list[int]) -> tuple[dict[str, Any], bool]:
-    """128 tokens after a text that repeats itself, and after one that does not: greedy, where a small model soon
-    repeats itself, and sampled, where next to nothing can be guessed and guessing must not cost anything."""
+    """128 tokens after a repetitive text and after a random text.
+
+    The random text is continued greedily, where a small model soon repeats itself, and sampled, where guesses almost
+    always fail and must not cost time.
+    """
     options = {"max_model_len": 2048, "enable_prefix_caching": False}
     plain = load_engine(args.artifact, options)
     guessing = load_engine(args.artifact, options | {"speculative_model": "ngram"})

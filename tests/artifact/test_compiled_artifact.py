@@ -200,7 +200,7 @@ def test_a_damaged_record_means_no_code(artifact: Path, damage: str, capsys):
     rewrite_manifest(artifact)
     assert not compiled(artifact, trust_code=True)
     assert cli(["verify", str(artifact)]) == 3
-    assert "no code.json that can be read" in capsys.readouterr().out
+    assert "no readable code.json" in capsys.readouterr().out
 
 
 def test_a_library_beside_the_record_is_reported(artifact: Path, capsys):
@@ -225,7 +225,7 @@ def test_verify_and_inspect_say_whose_it_is(artifact: Path, monkeypatch, capsys)
     monkeypatch.setattr(signature, "machine_id", lambda: "another machine")
     assert cli(["inspect", str(artifact)]) == 0
     shown = capsys.readouterr().out
-    assert "elsewhere: it runs only with --trust-artifact-code" in shown
+    assert "elsewhere: runs only with --trust-artifact-code" in shown
     assert "2 to 32" in shown and "any number" in shown
 
 

@@ -36,7 +36,7 @@ def test_it_shows_passes_reasons_bounds_and_files(made: Path, capsys: Output) ->
     for expected in (
         "small by small, for cuda-h100",
         "int8: kept, prefill 2.00x",
-        "leaves 3 alone: on the ignore list (first: down_proj)",
+        "skips 3: on the ignore list (first: down_proj)",
         "flash_attention: rolled back, prefill speedup 0.900 is below 1.000",
         "whole max_memory_bytes",
         "model.safetensors",
@@ -52,7 +52,9 @@ def test_layers_of_several_forms_are_named_with_what_follows(tmp_path: Path, cap
     made = real_artifact(tmp_path / "artifact", tmp_path / "source", RECIPE, record)
     assert run(["inspect", str(made)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "forms up to 4 tokens, more than 4 tokens in a step: answers depend on how many tokens" in shown
+    assert (
+        "forms up to 4 tokens, more than 4 tokens in a step: answers depend on the number of tokens" in shown
+    )
     assert run(["inspect", str(made), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["forms"] == ["up to 4 tokens", "more than 4 tokens"]
 

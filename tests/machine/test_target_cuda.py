@@ -113,13 +113,3 @@ def test_an_amd_gpu_is_no_cuda_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first_gpu() is None
     with pytest.raises(UserError, match="has no CUDA GPU"):
         present_target("cuda-h100")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn])
-def test_product_rate_runs_every_number_type(dtype: torch.dtype) -> None:
-    """On the CPU, whose PyTorch has the same operators."""
-    assert ceilings.product_rate(dtype, torch.device("cpu"), side=64) > 0
-
-
-def test_copy_bandwidth_runs() -> None:
-    assert ceilings.copy_bandwidth(torch.device("cpu"), num_bytes=1 << 16) > 0

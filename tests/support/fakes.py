@@ -1,4 +1,4 @@
-"""Fakes for tests: an engine without a model, whose output depends on every token and on where its KV lies."""
+"""An engine without a model, for tests: the output depends on every token and on the place of its KV."""
 
 from __future__ import annotations
 
@@ -25,16 +25,19 @@ EMPTY = -1
 
 
 class FakeRunner:
-    """Logits are a hash of the sequence's tokens *as read back through its block table*.
+    """A runner with logits from a hash of the sequence's tokens *as read back through the block table*.
 
-    A token written to a wrong slot, a block given to two sequences, a chunk skipped or computed from a wrong
-    position: each changes the output, so comparing with a solo run checks all KV bookkeeping.
+    A token in a wrong slot, a block with two owners, a skipped chunk and a chunk at a wrong position change the
+    output. So comparing with a solo run checks all KV bookkeeping.
 
-    ``script``: always answer with these tokens, in turn. ``poison_token``: a prompt with it makes ``execute``
-    raise. ``nan_token``: a prompt with it gets NaN logits. ``die_token``: a prompt with it ends the process.
-    ``remember``: keep the batches, which a server under load must not. ``slow_token``: a prompt with it makes
-    ``execute`` compute until the file ``until`` exists, without a pause or, with ``parts``, in parts; it makes
-    ``until.begun`` first.
+    Attributes:
+        script: tokens to return in turn, in place of hashed logits.
+        poison_token: ``execute`` raises for a prompt with the token.
+        nan_token: a prompt with the token gets NaN logits.
+        die_token: a prompt with the token ends the process.
+        remember: keep all batches; off for a server under load.
+        slow_token: for a prompt with the token ``execute`` creates the file ``until.begun`` and computes until the
+            file ``until`` exists, without a pause or, with ``parts``, in parts.
     """
 
     kv_bytes, kv_dtype, weight_bytes = 0, "float32", 0
@@ -107,7 +110,7 @@ class FakeRunner:
         return self.slots[slots]
 
     def _logits(self, item: ScheduledSequence, ids: np.ndarray, num_ahead: int) -> torch.Tensor:
-        """After the tokens ``ids``, of which ``num_ahead`` are guesses."""
+        """Logits after the tokens ``ids``; the last ``num_ahead`` of the tokens are guesses."""
         if self.nan_token in item.seq.token_ids:
             return torch.full((self.vocab_size,), float("nan"))
         logits = self.logits_after(ids)
@@ -116,7 +119,7 @@ class FakeRunner:
         return logits
 
     def logits_after(self, ids: np.ndarray) -> torch.Tensor:
-        """Logits [V] for what follows the tokens ``ids``."""
+        """Logits [V] of the token after ``ids``."""
         random = np.random.default_rng(zlib.crc32(ids.tobytes()))
         return torch.from_numpy(random.standard_normal(self.vocab_size, dtype=np.float32))
 
@@ -124,8 +127,8 @@ class FakeRunner:
 def fake_engine(artifact_dir: str = "", options: dict[str, Any] | None = None) -> Engine:
     """An ``Engine`` on a ``FakeRunner``; the factory ``tests.support.fakes:fake_engine`` of the engine process.
 
-    ``options`` are fields of ``SchedulerConfig`` and arguments of ``FakeRunner``, and for the process tests
-    ``load_error``: "user" or "bug", ``load_delay``: seconds, ``faults``: tokens and the places they break.
+    ``options`` are fields of ``SchedulerConfig`` and arguments of ``FakeRunner``. For the process tests there are
+    also ``load_error``: "user" or "bug", ``load_delay``: seconds, ``faults``: token -> place to break (``inject``).
     """
     options = dict(options or {})
     faults = options.pop("faults", {})
@@ -155,7 +158,7 @@ def fake_engine(artifact_dir: str = "", options: dict[str, Any] | None = None) -
 
 
 def inject(engine: Engine, token: int, place: str) -> None:
-    """Have ``place`` raise on sequences whose prompt has ``token``."""
+    """Make ``place`` raise on sequences with ``token`` in the prompt."""
     owners: dict[str, tuple[Any, str]] = {
         "sampler": (sampler, "sample_row"),
         "arrival": (engine.scheduler.policy, "rank"),

@@ -1,8 +1,8 @@
-"""Random histories of an engine under faults, against a reference without scheduler, batch or cache.
+"""Random histories of an engine under faults, compared with a reference without scheduler, batch or cache.
 
-Requests are added, are aborted, wait too long, preempt each other, have KV offloaded and tokens guessed. Faults hit one
-request (its rows, its KV bookkeeping), one step (a batch, a launch, a step on the device) or one part (the offload
-store, the proposer). Every request ends exactly once; its tokens are those of ``reference``, up to its end.
+Events are new, aborted and late requests, preemptions, offloaded KV and guessed tokens. A fault hits a request (its
+rows, its KV bookkeeping), a step (a batch, a launch, a step on the device) or a part (the offload store, the
+proposer). Every request ends exactly once, with the tokens of ``reference`` up to the end.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def reference(request: EngineRequest) -> tuple[list[int], FinishReason]:
 
 
 class Faults:
-    """The faults to come: of requests, for as long as they are there, and of steps, one each."""
+    """Pending faults: permanent faults of requests, and single faults of steps."""
 
     def __init__(self) -> None:
         self.requests: dict[str, str] = {}
@@ -78,13 +78,13 @@ class Faults:
         return self.requests.get(seq.request.request_id)
 
     def strike(self, name: str) -> None:
-        """Raise if a step's fault of that name is to come; the next step has none."""
+        """Raise if a step's fault called ``name`` is pending, and remove the fault."""
         if name in self.steps:
             self.steps.discard(name)
             raise RuntimeError(f"injected: {name}")
 
     def wrap(self, owner: Any, name: str) -> None:
-        """Have the method raise for sequences that have the fault of its name."""
+        """Make the method ``name`` of ``owner`` raise for sequences with the fault of the same name."""
         original: Callable[..., Any] = getattr(owner, name)
 
         def method(seq: Sequence, *args: Any) -> Any:
@@ -96,6 +96,8 @@ class Faults:
 
 
 class Flight:
+    """A launched step of ``FaultyRunner``."""
+
     def __init__(self, tokens: list[int | Failure], broken: bool) -> None:
         self._tokens, self._broken = tokens, broken
 
@@ -106,7 +108,7 @@ class Flight:
 
 
 class FaultyRunner(FakeRunner):
-    """A fake that also samples by itself, like a device, and fails where ``faults`` say so."""
+    """A fake runner with sampling on the device and with injected faults."""
 
     def __init__(self, faults: Faults, **options: Any) -> None:
         super().__init__(**options)
@@ -142,7 +144,7 @@ class FaultyRunner(FakeRunner):
         return {}
 
     def _known(self, seq: Sequence) -> Sequence:
-        """``seq`` with the token that the step before has sampled."""
+        """``seq`` with the token sampled by the step before."""
         if not seq.is_pending:
             return replace(seq, token_ids=list(seq.token_ids))
         assert PENDING not in seq.token_ids[:-1]
@@ -158,7 +160,7 @@ class FaultyRunner(FakeRunner):
 
 
 class Guesser:
-    """Proposes what the reference says, and now and then something else, to half of the requests."""
+    """A proposer for half of the requests: mostly the tokens of the reference, at times a wrong token."""
 
     def __init__(self, answers: dict[str, list[int]], faults: Faults) -> None:
         self.answers, self.faults, self.stats = answers, faults, SpeculationStats()
@@ -182,7 +184,7 @@ class Guesser:
 
 
 class UnreliableSlots(MemorySlots):
-    """Loses what it was given, when told."""
+    """An offload store that loses blocks on demand."""
 
     broken = False
 
@@ -193,7 +195,7 @@ class UnreliableSlots(MemorySlots):
 
 
 def sampling_params() -> st.SearchStrategy[SamplingParams]:
-    """Most of them a device can sample by itself."""
+    """Random parameters; a device can sample most of them."""
     return st.builds(
         SamplingParams,
         max_tokens=st.integers(1, 12),
@@ -206,7 +208,7 @@ def sampling_params() -> st.SearchStrategy[SamplingParams]:
 
 
 class FaultyHistory(RuleBasedStateMachine):
-    """Random events on a pool too small for everyone."""
+    """Random events on a pool too small for all requests."""
 
     engine_class: type[Engine]
 
@@ -305,7 +307,7 @@ class FaultyHistory(RuleBasedStateMachine):
 
     @rule(event=st.sampled_from((*STEP_FAULTS, "store breaks", "store works", "reset")))
     def disturb(self, event: str) -> None:
-        """A fault in the next step that can have it, in the offload store, or a reset of the prefix cache."""
+        """Inject a fault into the next step or the offload store, or reset the prefix cache."""
         if event in STEP_FAULTS:
             self.faults.steps.add(event)
         elif event == "reset":
@@ -376,12 +378,12 @@ class FaultyHistory(RuleBasedStateMachine):
 
 
 class EngineHistory(FaultyHistory):
-    """Of the engine that computes a step at a time."""
+    """Histories of ``Engine``, with a step at a time."""
 
     engine_class = Engine
 
 
 class AheadHistory(FaultyHistory):
-    """Of the engine that plans a step before it knows the last one."""
+    """Histories of the engine with overlap scheduling."""
 
     engine_class = AheadEngine

@@ -1,6 +1,6 @@
 """A real server process on a loopback port: uvicorn, an engine process with a fake model, a tiny tokenizer.
 
-Run as a program it serves; ``LiveServer`` starts it and waits for the line that says where.
+Run as a program, the module serves. ``LiveServer`` starts the program and waits for the line with the address.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ SCRIPT = [*fast_tokenizer().encode(TEXT).ids, END]
 class LiveServer:
     """The server process.
 
-    ``server`` are fields of ``ServeOptions``, ``engine`` options of ``tests.support.fakes.fake_engine``.
-    ``mute_token``: the detokenizer raises on it. ``log``: standard error of both processes goes to this file, with
-    all levels from INFO on.
+    ``server`` are fields of ``ServeOptions``, ``engine`` options of ``tests.support.fakes.fake_engine``. The
+    detokenizer raises on ``mute_token``. With ``log``, standard error of both processes goes to the file, with all
+    levels from INFO on.
     """
 
     def __init__(
@@ -111,6 +111,7 @@ def main() -> int:
 
 
 def break_detokenizer(token: int | None) -> None:
+    """Make the detokenizer raise on ``token``."""
     from optkit.text.detokenizer import Detokenizer
 
     original = Detokenizer.push

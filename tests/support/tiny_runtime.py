@@ -1,4 +1,4 @@
-"""Engines on tiny random models with the kernels of the real ones, for tests of what must not change a token."""
+"""Engines on tiny random models with real kernels, for tests of unchanged tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LIMITS = {
 
 @functools.cache
 def int8_llama() -> Executable:
-    """A two-layer model as ``ttft-cpu`` makes it: int8 layers and int8 KV."""
+    """A two-layer model in the formats of ``ttft-cpu``: int8 layers and int8 KV."""
     graph = captured("llama")
     for name in ("fuse_qkv", "fuse_gate_up", "fuse_add_rms_norm", "prune_rows"):
         apply(graph, name)
@@ -35,7 +35,7 @@ def int8_llama() -> Executable:
 
 
 def engine(proposer: Proposer | None = None, **limits: object) -> Engine:
-    """An engine of its own on ``int8_llama``; ``limits`` are fields of ``SchedulerConfig``."""
+    """A new engine on ``int8_llama``; ``limits`` are fields of ``SchedulerConfig``."""
     config = SchedulerConfig(**LIMITS | limits)
     runner = ModelRunner(int8_llama(), config.num_blocks, config.block_size)
     slots = config.num_offload_slots
@@ -46,7 +46,7 @@ def engine(proposer: Proposer | None = None, **limits: object) -> Engine:
 
 
 def prompts(count: int, stems: int = 0, seed: int = 11) -> list[list[int]]:
-    """Random prompts of 1 to 80 tokens. With ``stems`` they begin like one of so many others."""
+    """Random prompts of 1 to 80 tokens. With ``stems`` each begins with a prefix out of ``stems`` prefixes."""
     generator = torch.Generator().manual_seed(seed)
 
     def ids(length: int) -> list[int]:
