@@ -17,12 +17,13 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from collections.abc import Set as AbstractSet
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import replace
 
+import msgspec
 import torch
 
 from optkit.cancellation import StepCancelled, cancellable
+from optkit.runtime.info import EngineInfo
 from optkit.runtime.kv.offload import CorruptSlot, SlotStore
 from optkit.runtime.kv.pools import memory_plan
 from optkit.runtime.kv.shareable import note_step
@@ -183,15 +184,19 @@ class Engine:
     def stats(self) -> EngineStats:
         return self.scheduler.stats()
 
-    def info(self) -> dict[str, Any]:
-        """What the API process must know: the limits and the memory plan."""
+    def info(self) -> EngineInfo:
+        """The limits and the memory plan."""
         c = self.config
         runner = self.runner
         plan = memory_plan(c.num_blocks, c.block_size, runner.kv_bytes, c.max_model_len, runner.kv_dtype)
         workspace = runner.workspace_bytes(c.max_num_batched_tokens, c.max_num_seqs)
-        plan = replace(plan, weight_bytes=runner.weight_bytes, workspace_bytes=workspace)
-        known = {"vocab_size": runner.vocab_size, "gpu_memory_utilization": self.memory_share}
-        return asdict(c) | known | {"memory_plan": asdict(plan)}
+        plan = msgspec.structs.replace(plan, weight_bytes=runner.weight_bytes, workspace_bytes=workspace)
+        return EngineInfo(
+            config=c,
+            memory_plan=plan,
+            vocab_size=runner.vocab_size,
+            gpu_memory_utilization=self.memory_share,
+        )
 
     def generate(
         self, prompts: Seq[Seq[int]], sampling: SamplingParams | Seq[SamplingParams]

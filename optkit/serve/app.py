@@ -58,9 +58,13 @@ def create_app(
 
     ``app.state.draining`` set to True makes the server not ready and refuses new work with 503.
     """
-    metrics = Metrics(settings.model_names[0], lambda: engine.stats, settings.ttft_slo_s, lambda: engine.info)
-    prompts = PromptReader(tokenizer, settings.max_model_len)
-    admission = Admission(settings.max_running + settings.max_queue, metrics.rejections["max_queue"].inc)
+    metrics = Metrics(
+        settings.model_names[0], lambda: engine.stats, settings.limits.ttft_slo_ms, lambda: engine.info
+    )
+    prompts = PromptReader(tokenizer, settings.limits.max_model_len)
+    admission = Admission(
+        settings.limits.max_num_seqs + settings.max_queue, metrics.rejections["max_queue"].inc
+    )
     service = Service(engine, prompts, metrics, admission, settings, tracing)
     app = FastAPI(title="optkit", version=VERSION, openapi_url=None, lifespan=_lifespan)
     app.state.service, app.state.draining = service, False
@@ -88,7 +92,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
             raise shutting_down()
         service.admission.check()
         settings = service.settings
-        data = await read_json(http, settings.max_body_bytes, settings.body_timeout_s)
+        data = await read_json(http, settings.max_body_bytes, settings.body_timeout)
         request = parse_request(kind, data)
         service.check(request)
         parent = {name: http.headers[name] for name in TRACE_HEADERS if name in http.headers}
@@ -108,7 +112,10 @@ def _add_models(app: FastAPI, settings: ServeSettings) -> None:
 
     def card(name: str) -> dict[str, object]:
         fixed = {"object": "model", "created": created, "owned_by": "optkit", "root": settings.model_names[0]}
-        limits = {"max_model_len": settings.max_model_len, "form_limits": list(settings.form_limits)}
+        limits = {
+            "max_model_len": settings.limits.max_model_len,
+            "form_limits": list(settings.limits.form_limits),
+        }
         return {"id": name, **fixed, **limits}
 
     @app.api_route("/v1/models", methods=READ)

@@ -19,9 +19,9 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from optkit.errors import UserError
+from optkit.runtime.info import EngineInfo
 from optkit.runtime.process.client import EngineClient, EngineDied
 from optkit.runtime.types import EngineRequest, EngineStats, TokenOutput
 from optkit.serve.quarantine import Quarantine
@@ -56,7 +56,7 @@ class EngineSupervisor:
         self.num_restarts, self.restarts = 0, True
         self.gave_up = False
 
-    async def start(self) -> dict[str, Any]:
+    async def start(self) -> EngineInfo:
         """Start the first engine; raises what ``EngineClient.start`` raises."""
         info = await self._client.start()
         self._watch = asyncio.create_task(self._keep_alive())
@@ -73,7 +73,7 @@ class EngineSupervisor:
         return self._client.stats
 
     @property
-    def info(self) -> dict[str, Any]:
+    def info(self) -> EngineInfo | None:
         return self._client.info
 
     @property

@@ -468,7 +468,7 @@ def test_disconnect_aborts_the_request_and_frees_its_slot(stream: bool, after: i
 
 def test_overload_is_429_at_once_and_recovers() -> None:
     engine = FakeEngine()
-    app = tiny_app(engine, max_running=2, max_queue=1)
+    app = tiny_app(engine, max_num_seqs=2, max_queue=1)
 
     async def go() -> None:
         engine.gate = asyncio.Event()
@@ -489,7 +489,7 @@ def test_overload_is_429_at_once_and_recovers() -> None:
 
 
 def test_each_prompt_takes_a_slot() -> None:
-    app = tiny_app(max_running=2, max_queue=1)
+    app = tiny_app(max_num_seqs=2, max_queue=1)
     assert post(app, COMPLETIONS, {"prompt": ["a"] * 3}).status_code == 200
     assert post(app, COMPLETIONS, {"prompt": ["a"] * 4}).status_code == 400
     assert app.state.service.admission.used == 0

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
 import zlib
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 
 from optkit.cancellation import check_cancelled
 from optkit.errors import UserError
+from optkit.recipe.engine_options import EngineOptions
 from optkit.runtime.engine import Engine
 from optkit.runtime.kv.offload import MemorySlots
 from optkit.runtime.sampling import sampler
@@ -121,8 +122,16 @@ class FakeRunner:
         return torch.from_numpy(random.standard_normal(self.vocab_size, dtype=np.float32))
 
 
-def fake_engine(artifact_dir: str = "", options: dict[str, Any] | None = None) -> Engine:
-    """An ``Engine`` on a ``FakeRunner``; the factory ``tests.support.fakes:fake_engine`` of the engine process.
+FACTORY = "tests.support.fakes:engine_from_json"
+
+
+def engine_from_json(artifact_dir: str, options: EngineOptions) -> Engine:
+    """The factory of the engine process: ``artifact_dir`` is the options of ``fake_engine`` as JSON."""
+    return fake_engine(options=json.loads(artifact_dir or "{}"))
+
+
+def fake_engine(options: dict[str, Any] | None = None) -> Engine:
+    """An ``Engine`` on a ``FakeRunner``.
 
     ``options`` are fields of ``SchedulerConfig`` and arguments of ``FakeRunner``, and for the process tests
     ``load_error``: "user" or "bug", ``load_delay``: seconds, ``faults``: tokens and the places they break.
@@ -132,7 +141,7 @@ def fake_engine(artifact_dir: str = "", options: dict[str, Any] | None = None) -
     time.sleep(options.pop("load_delay", 0))
     match options.pop("load_error", None):
         case "user":
-            raise UserError("the artifact is broken", where=artifact_dir, fix="build it again")
+            raise UserError("the artifact is broken", where="there", fix="build it again")
         case "bug":
             raise KeyError("weights")
     limits = {
@@ -142,7 +151,7 @@ def fake_engine(artifact_dir: str = "", options: dict[str, Any] | None = None) -
         "block_size": 4,
         "num_blocks": 64,
     }
-    names = {f.name for f in fields(SchedulerConfig)}
+    names = set(SchedulerConfig.__struct_fields__)
     config = SchedulerConfig(**limits | {name: options.pop(name) for name in names & options.keys()})
     runner = FakeRunner(num_blocks=config.num_blocks, block_size=config.block_size, **options)
     slots = config.num_offload_slots

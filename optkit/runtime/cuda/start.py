@@ -9,7 +9,8 @@ nothing compiles and nothing is captured.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+
+import msgspec
 
 from optkit.errors import UserError
 from optkit.kernels import reference
@@ -66,7 +67,7 @@ def kv_cache_bytes(
 def sized(model: Executable, limits: SchedulerConfig, num_bytes: int) -> SchedulerConfig:
     """``limits`` with as many blocks as fit ``num_bytes``."""
     blocks = blocks_for_bytes(model.kv_specs, limits.block_size, num_bytes)
-    return replace(
+    return msgspec.structs.replace(
         limits, num_blocks=blocks, max_model_len=min(limits.max_model_len, blocks * limits.block_size)
     )
 

@@ -14,12 +14,13 @@ import contextlib
 import logging
 import subprocess
 import time
-from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from collections.abc import AsyncIterator
 
 import msgspec
 
 from optkit.errors import UserError
+from optkit.recipe.engine_options import EngineOptions
+from optkit.runtime.info import EngineInfo
 from optkit.runtime.process import ipc
 from optkit.runtime.process.launch import DEFAULT_FACTORY, Launched, end_process, launch
 from optkit.runtime.types import EngineRequest, EngineStats, FinishReason, TokenOutput
@@ -41,7 +42,7 @@ class EngineClient:
 
     Args:
         artifact_dir: what the factory loads.
-        options: JSON-able options of the factory.
+        options: of the engine.
         factory: ``module:function`` called in the worker as ``function(artifact_dir, options) -> Engine``.
         threads: compute threads of the worker; 0 is one per core.
         launched: a worker that waits, with its factory and threads; without one ``start`` launches it.
@@ -52,17 +53,17 @@ class EngineClient:
     def __init__(
         self,
         artifact_dir: str,
-        options: Mapping[str, Any] | None = None,
+        options: EngineOptions | None = None,
         *,
         factory: str = DEFAULT_FACTORY,
         threads: int = 0,
         launched: Launched | None = None,
         silence_seconds: float = 60.0,
     ) -> None:
-        self.artifact_dir, self.options = artifact_dir, dict(options or {})
+        self.artifact_dir, self.options = artifact_dir, options or EngineOptions()
         self.factory, self.threads, self.silence_seconds = factory, threads, silence_seconds
         self._launched = launched
-        self.info: dict[str, Any] = {}
+        self.info: EngineInfo | None = None
         self._stats = EngineStats()
         self._streams: dict[str, asyncio.Queue[TokenOutput]] = {}
         self._begun: set[str] = set()  # those of them that the engine has begun to compute
@@ -73,7 +74,7 @@ class EngineClient:
         self._last_message = self._last_tick = 0.0
         self._ticking: asyncio.TimerHandle | None = None
 
-    async def start(self, timeout: float = 3600.0) -> dict[str, Any]:
+    async def start(self, timeout: float = 3600.0) -> EngineInfo:
         """Have the worker load the artifact and wait until it is ready; returns its info.
 
         Raises UserError if the artifact is at fault, EngineDied if the worker failed, TimeoutError.
@@ -84,7 +85,7 @@ class EngineClient:
         try:
             reader, self._writer = await asyncio.open_connection(sock=sock)
             self._post(ipc.Load(self.artifact_dir, self.options))
-            self.info = await asyncio.wait_for(self._wait_until_ready(reader), timeout)
+            self.info = info = await asyncio.wait_for(self._wait_until_ready(reader), timeout)
         except BaseException:
             await self.stop()
             raise
@@ -92,7 +93,7 @@ class EngineClient:
         self._last_tick = time.monotonic()
         self._tick()
         self._reading = asyncio.create_task(self._read(reader))
-        return self.info
+        return info
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[TokenOutput]:
         """The outputs of ``request`` as they come; the last one has a ``finish_reason``."""
@@ -189,7 +190,7 @@ class EngineClient:
             with contextlib.suppress(ConnectionError):
                 await self._writer.wait_closed()
 
-    async def _wait_until_ready(self, reader: asyncio.StreamReader) -> dict[str, Any]:
+    async def _wait_until_ready(self, reader: asyncio.StreamReader) -> EngineInfo:
         try:
             message = await self._receive(reader)
         except (EOFError, ConnectionError):

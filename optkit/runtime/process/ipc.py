@@ -9,10 +9,11 @@ or one that does not decode is a ``ProtocolError`` and ends the connection; the 
 from __future__ import annotations
 
 import struct
-from typing import Any
 
 import msgspec
 
+from optkit.recipe.engine_options import EngineOptions
+from optkit.runtime.info import EngineInfo
 from optkit.runtime.types import EngineRequest, EngineStats, TokenOutput
 
 MAX_FRAME = 32 * 2**20  # a prompt of a million tokens is 5 MB
@@ -27,7 +28,7 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     """The first message: what the engine factory is called with."""
 
     artifact_dir: str
-    options: dict[str, Any]
+    options: EngineOptions
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):
@@ -47,9 +48,9 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The model is loaded. ``info`` is ``Engine.info()`` and ``load_seconds``."""
+    """The model is loaded."""
 
-    info: dict[str, Any]
+    info: EngineInfo
 
 
 class Begun(msgspec.Struct, frozen=True, tag="begun"):

@@ -29,10 +29,14 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from collections.abc import Set as AbstractSet
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from optkit.errors import UserError
 from optkit.machine import logs
+from optkit.recipe.engine_options import EngineOptions
+from optkit.runtime.info import EngineInfo
 from optkit.runtime.process import ipc
 from optkit.runtime.types import EngineOverload, EngineRefusal, FinishReason, TokenOutput
 
@@ -169,7 +173,7 @@ def send(sock: socket.socket, message: ipc.FromWorker) -> None:
         raise ParentGone from None
 
 
-def resolve(factory: str) -> Callable[[str, dict[str, Any]], Engine]:
+def resolve(factory: str) -> Callable[[str, EngineOptions], Engine]:
     """The engine factory ``module:function``; only optkit's own modules, and those of its tests."""
     module, _, function = factory.partition(":")
     if not module.startswith(FACTORY_PREFIXES):
@@ -201,10 +205,8 @@ def first_message(sock: socket.socket, frames: ipc.FrameReader) -> ipc.Load:
     return first
 
 
-def load(
-    args: argparse.Namespace, sock: socket.socket, frames: ipc.FrameReader
-) -> tuple[Engine, dict[str, Any]]:
-    """The engine and what the parent is told about it. Imports go first, while the parent is busy with its own."""
+def load(args: argparse.Namespace, sock: socket.socket, frames: ipc.FrameReader) -> tuple[Engine, EngineInfo]:
+    """The engine and its info. Imports go first, while the parent is busy with its own."""
     import torch
 
     torch.set_num_threads(args.threads or cores())
@@ -214,7 +216,8 @@ def load(
     engine = factory(message.artifact_dir, message.options)
     gc.collect()
     gc.freeze()  # the model's objects live as long as the process: keep them out of every collection
-    return engine, engine.info() | {"load_seconds": time.monotonic() - start, "pid": os.getpid()}
+    took = time.monotonic() - start
+    return engine, msgspec.structs.replace(engine.info(), load_seconds=took, pid=os.getpid())
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

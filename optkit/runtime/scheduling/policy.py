@@ -20,10 +20,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from optkit.runtime.scheduling.config import SchedulerConfig
 from optkit.runtime.scheduling.cost_model import CostModel, StepShape
 from optkit.runtime.types import EngineRequest
-
-POLICIES = ("fcfs", "slo")
 
 STRETCH = 3.0
 STEP_SHARE = 0.25  # of the promised TTFT: the longest step
@@ -58,11 +57,13 @@ class Fcfs:
         return 1 << 30
 
 
-class Slo:
-    """Least slack first, with chunks bounded by time. Seconds; None promises nothing."""
+class LeastSlack:
+    """Least slack first, with chunks bounded by time. ``ttft`` and ``tpot`` are seconds; 0 promises nothing."""
 
-    def __init__(self, cost: CostModel, ttft: float | None, tpot: float | None) -> None:
-        self.cost, self.ttft, self.tpot = cost, ttft or 0.0, tpot
+    def __init__(
+        self, cost: CostModel, ttft_slo_ms: float | None = None, tpot_slo_ms: float | None = None
+    ) -> None:
+        self.cost, self.ttft, self.tpot = cost, seconds(ttft_slo_ms), seconds(tpot_slo_ms)
 
     def rank(self, request: EngineRequest, num_prefill: int) -> float:
         work = self.cost.prefill_seconds(num_prefill)
@@ -76,6 +77,13 @@ class Slo:
         return max(self.cost.tokens_within(longest, decodes, context), LEAST_CHUNK)
 
 
-def make_policy(name: str, cost: CostModel, ttft: float | None, tpot: float | None) -> SchedulingPolicy:
-    """The policy of that name, one of ``POLICIES``."""
-    return Slo(cost, ttft, tpot) if name == "slo" else Fcfs()
+def seconds(milliseconds: float | None) -> float:
+    """A promise in seconds; 0 for none."""
+    return (milliseconds or 0.0) / 1000
+
+
+def make_policy(config: SchedulerConfig, cost: CostModel) -> SchedulingPolicy:
+    """The policy that ``config`` names."""
+    if config.scheduling_policy == "slo":
+        return LeastSlack(cost, config.ttft_slo_ms, config.tpot_slo_ms)
+    return Fcfs()

@@ -36,7 +36,7 @@ from optkit.runtime.sampling.proposer import SpeculationStats
 from optkit.runtime.scheduling.config import SchedulerConfig
 from optkit.runtime.scheduling.cost_model import CostModel, step_shape
 from optkit.runtime.scheduling.forecast import Forecast
-from optkit.runtime.scheduling.policy import make_policy, promised_ttft
+from optkit.runtime.scheduling.policy import make_policy, promised_ttft, seconds
 from optkit.runtime.scheduling.step_sizes import StepSizes
 from optkit.runtime.types import (
     QUEUE_TIMEOUT,
@@ -98,7 +98,7 @@ class Scheduler:
         self.config, self.clock, self.cost = config, clock, cost or CostModel()
         cache = PrefixCache(config.block_size) if config.enable_prefix_caching else None
         self.kv = KVManager(config.num_blocks, config.block_size, cache, config.num_offload_slots)
-        self.policy = make_policy(config.policy, self.cost, config.ttft_slo, config.tpot_slo)
+        self.policy = make_policy(config, self.cost)
         self.forecast = Forecast(config, self.policy, self.cost)
         self.proposer = proposer
         self.running: list[Sequence] = []
@@ -249,7 +249,7 @@ class Scheduler:
 
     def _give_up(self) -> None:
         """End those who have waited for their first step longer than ``queue_timeout``."""
-        if self.config.queue_timeout is None:
+        if not self.config.queue_timeout:
             return
         oldest = self._step_start - self.config.queue_timeout
         for seq in list(self.waiting):
@@ -473,7 +473,7 @@ class Scheduler:
         ]
         wait = self.clock() - seq.request.arrival
         wait += self.forecast.first_token(work, [(other, self._work(other)) for other in ahead], self.running)
-        late = wait - promised_ttft(self.config.ttft_slo or 0.0, self.cost.prefill_seconds(work))
+        late = wait - promised_ttft(seconds(self.config.ttft_slo_ms), self.cost.prefill_seconds(work))
         if late > 0:
             raise EngineOverload("the server cannot answer in the promised time; try again later", late)
 

@@ -66,7 +66,7 @@ class Service:
         if request.model is not None and request.model not in self.settings.model_names:
             message = "this model is not served here; GET /v1/models lists what is"
             raise ApiError(message, param="model", code="model_not_found", status=404)
-        if request.priority and self.settings.scheduling_policy == "fcfs":
+        if request.priority and self.settings.limits.scheduling_policy == "fcfs":
             message = "priorities need a server with --scheduling-policy slo"
             raise ApiError(message, param="priority", code="unsupported_parameter")
         self.prompts.check_token_ids(request)
@@ -146,7 +146,7 @@ class Reply(Response):
 
     def _deadline(self) -> float | None:
         """When the request has taken too long, on the event loop's clock."""
-        limit = self._service.settings.request_timeout_s
+        limit = self._service.settings.request_timeout
         if limit is None:
             return None
         return asyncio.get_running_loop().time() + self._arrival + limit - time.monotonic()
@@ -158,7 +158,7 @@ class Reply(Response):
         if isinstance(error, TimeoutError) and self._service.requests.is_cut:
             return shutting_down()
         if isinstance(error, TimeoutError):
-            limit = self._service.settings.request_timeout_s
+            limit = self._service.settings.request_timeout
             return ApiError(f"not answered within {limit:g} s", code="request_timeout", status=504)
         return internal_error(error)
 

@@ -238,7 +238,7 @@ def test_stats_follow_the_queues() -> None:
 
 def test_a_prompt_that_runs_goes_on_when_a_more_urgent_one_finds_no_place() -> None:
     """Else the one waits for a place and the other for its turn, for ever."""
-    scheduler = make(policy="slo", ttft_slo=0.5, max_num_seqs=1)
+    scheduler = make(scheduling_policy="slo", ttft_slo_ms=500, max_num_seqs=1)
     add(scheduler, "first", 40)
     advance(scheduler)
     params = SamplingParams(max_tokens=1)
