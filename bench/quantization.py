@@ -59,7 +59,7 @@ def main() -> None:
     context = PassContext(
         target,
         partial(calibration_windows, directory=source.directory, max_length=graph.meta.max_model_len),
-        tell=lambda text, part=None: None if part else print(text, flush=True),
+        progress=lambda text, part=None: None if part else print(text, flush=True),
     )
     fusions = {name: {} for name in FUSIONS if name not in arguments.without}
     candidates: dict[str, RuntimeLogits] = {}

@@ -73,7 +73,7 @@ class AWQ(CalibratedQuantization):
             scale,
             replace,
             FinishedGroups(ctx.workspace, "scales", with_walk=True),
-            lambda text, part=None: ctx.tell(f"{self.name}: scale of {text}", part=part),
+            lambda text, part=None: ctx.progress(f"{self.name}: scale of {text}", part=part),
         )
 
     def solve(self, graph: Graph, group: Group, moments: Moments) -> dict[str, Tensor]:

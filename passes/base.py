@@ -69,14 +69,14 @@ class PassResult:
     stats: dict[str, Any] = field(default_factory=dict)
 
 
-class Tell(Protocol):
+class Progress(Protocol):
     """Says what is going on; ``part`` is how much of it is done, (done, total)."""
 
     def __call__(self, text: str, /, *, part: tuple[int, int] | None = None) -> None: ...
 
 
-def silent(text: str, /, *, part: tuple[int, int] | None = None) -> None:
-    """A ``Tell`` that does not."""
+def no_progress(text: str, /, *, part: tuple[int, int] | None = None) -> None:
+    """A ``Progress`` that does not."""
 
 
 @dataclass(frozen=True)
@@ -86,13 +86,13 @@ class PassContext:
     Attributes:
         calibration: gives samples of token ids for a pass's ``calibration`` option.
         workspace: a private directory for what is finished of this very pass on this very graph; None keeps nothing.
-        tell: says what is going on; ``part`` is (done, total).
+        progress: says what is going on; ``part`` is (done, total).
     """
 
     target: Target
     calibration: Callable[[Calibration], list[list[int]]] | None = None
     workspace: Path | None = None
-    tell: Tell = silent
+    progress: Progress = no_progress
 
     def calibration_windows(self, config: Calibration) -> list[list[int]]:
         """Calibration text; a pass that needs it and has none is a mistake of the caller."""

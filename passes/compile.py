@@ -77,7 +77,7 @@ class Compile(Pass):
         if not plan.sites:
             return PassResult(0)
         buckets = self.config.buckets
-        graph.plan[PLAN] = {
+        graph.annotations[PLAN] = {
             "regions": [[node.name for node in site.nodes] for site in plan.sites],
             "buckets": None if buckets is None else [[size, size] for size in buckets],
             "max_buckets": self.config.max_buckets,

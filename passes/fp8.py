@@ -76,7 +76,7 @@ class Float8Format(WeightFormat):
         values, scale = quantize_fp8(weight)
         return {"weight": values, "weight_scale": scale}
 
-    def planned(self, n: int, k: int) -> dict[str, Tensor]:
+    def meta_tensors(self, n: int, k: int) -> dict[str, Tensor]:
         meta = torch.device("meta")
         tensors = {
             "weight": torch.empty(n, k, dtype=torch.float8_e4m3fn, device=meta),
@@ -107,7 +107,7 @@ class FP8(LinearQuantization):
         return super().check(graph, ctx)
 
     def apply(self, graph: Graph, plan: Plan, ctx: PassContext) -> PassResult:
-        if self.config.scheme == "FP8_DYNAMIC" or graph.planned or not plan.sites:
+        if self.config.scheme == "FP8_DYNAMIC" or graph.is_meta or not plan.sites:
             return super().apply(graph, plan, ctx)
         before = graph.num_bytes()
         windows = ctx.calibration_windows(self.config.calibration)
@@ -129,7 +129,7 @@ class FP8(LinearQuantization):
             solve,
             replace,
             FinishedGroups(ctx.workspace, "scales"),
-            lambda text, part=None: ctx.tell(f"{self.name}: {text}", part=part),
+            lambda text, part=None: ctx.progress(f"{self.name}: {text}", part=part),
         )
         emitter.finish()
         stats = weight_stats(before, graph) | {"calibration_tokens": sum(map(len, windows))}

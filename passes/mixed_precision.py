@@ -149,7 +149,7 @@ class MixedPrecision(GPTQ):
             "most_sensitive": sorted(sites_by_loss(sites, choices), key=lambda row: -row[1])[:10],
             "upgraded": [site.name for site, i in zip(sites, chosen, strict=True) if i],
         }
-        ctx.tell(
+        ctx.progress(
             f"{self.name}: {self.result['bits_per_weight']:.2f} bits a weight, {self.result['assigned']}"
         )
 
@@ -167,7 +167,7 @@ class MixedPrecision(GPTQ):
         n, k = weight_of(graph, site.nodes[0]).shape
         if self.config.price == "bytes":
             return form.num_bytes(n, k)
-        clone, ours = alone(graph, site, form, form.planned(n, k))
+        clone, ours = alone(graph, site, form, form.meta_tensors(n, k))
         return 1e3 * node_cost(clone, ours, infer_shapes(clone, DECODE), DECODE).seconds(ctx.target)
 
     def measure(
@@ -200,7 +200,7 @@ class MixedPrecision(GPTQ):
 
         walk_through(
             walk, groups, solve, replace, FinishedGroups(ctx.workspace, "sensitivity"),
-            lambda text, part=None: ctx.tell(f"{self.name}: sensitivity of {text}", part=part),
+            lambda text, part=None: ctx.progress(f"{self.name}: sensitivity of {text}", part=part),
         )  # fmt: skip
         return losses
 

@@ -95,14 +95,14 @@ class Prune(Pass):
             select_columns(graph, down, index)
             for linear in linears:
                 select_rows(graph, linear, index, channels)
-        graph.plan["config"] = {**graph.plan.get("config", {}), "intermediate_size": kept}
+        graph.annotations["config"] = {**graph.annotations.get("config", {}), "intermediate_size": kept}
         stats = {"intermediate_size_before": channels, "intermediate_size_after": kept}
         bytes_ = {"weight_bytes_before": before, "weight_bytes_after": graph.num_bytes()}
         return PassResult(len(plan.sites), stats | bytes_)
 
     def choices(self, graph: Graph, plan: Plan, kept: int, ctx: PassContext) -> list[Tensor]:
         """The channels [kept] that stay, in order, of each site. A dry run, which has shapes only, takes the first."""
-        if graph.planned:
+        if graph.is_meta:
             return [torch.arange(kept) for _ in plan.sites]
         windows = ctx.calibration_windows(self.config.calibration)
 

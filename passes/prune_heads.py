@@ -113,7 +113,7 @@ class PruneHeads(Pass):
         for layer, index in zip(layers, self.choices(graph, plan, kept, ctx), strict=True):
             remove(graph, layer, index)
         after = {"num_attention_heads": kept * heads // groups, "num_key_value_heads": kept, "head_dim": size}
-        graph.plan["config"] = {**graph.plan.get("config", {}), **after}
+        graph.annotations["config"] = {**graph.annotations.get("config", {}), **after}
         specs = tuple(replace(spec, num_kv_heads=kept) for spec in graph.meta.kv_specs)
         graph.meta = replace(graph.meta, kv_specs=specs)
         stats = {"heads_before": heads, "kv_heads_before": groups, **after}
@@ -123,7 +123,7 @@ class PruneHeads(Pass):
 
     def choices(self, graph: Graph, plan: Plan, kept: int, ctx: PassContext) -> list[Tensor]:
         """The KV groups [kept] that stay, in order, of each site. A dry run, which has shapes only, takes the first."""
-        if graph.planned:
+        if graph.is_meta:
             return [torch.arange(kept) for _ in plan.sites]
         windows = ctx.calibration_windows(self.config.calibration)
 

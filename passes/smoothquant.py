@@ -68,7 +68,7 @@ class SmoothQuant(Pass):
         return plan
 
     def apply(self, graph: Graph, plan: Plan, ctx: PassContext) -> PassResult:
-        if graph.planned:  # of a dry run: no shape changes
+        if graph.is_meta:  # of a dry run: no shape changes
             return PassResult(len(plan.sites))
         windows = ctx.calibration_windows(self.config.calibration)
 

@@ -73,7 +73,7 @@ def run(name: str, settings: Settings, results: Results) -> None:
         rows = here(missing, known, settings)
     for row_name, row in rows:
         results.put(name, row_name, row)
-        tell(name, row_name, row)
+        print_row(name, row_name, row)
     left = sum(not results.has(name, n) for n in known)
     print(f"{name}: {len(known)} measurements, {left} left, {time.monotonic() - start:.0f} s", flush=True)
 
@@ -160,7 +160,7 @@ def installed(package: str) -> str | None:
         return None
 
 
-def tell(stage: str, name: str, row: Row) -> None:
+def print_row(stage: str, name: str, row: Row) -> None:
     figures = {k: round(v, 3) for k, v in row.items() if isinstance(v, float) and not k.startswith("q")}
     print(f"{stage}: {name}: {row.get('error') or figures}", flush=True)
 

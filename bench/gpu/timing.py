@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 ROTATED_BYTES = 256 << 20  # several times the L2 of an H100 or H200 (50 and 60 MB)
-MOST_SETS = 16
+MAX_SETS = 16
 ROUNDS, HOST_ROUNDS = 15, 2
 
 
@@ -28,7 +28,7 @@ def sets_for(num_bytes: int, device: torch.device) -> int:
     """How many input sets to rotate among."""
     if device.type != "cuda":
         return 1
-    return max(1, min(MOST_SETS, -(-ROTATED_BYTES // max(num_bytes, 1))))
+    return max(1, min(MAX_SETS, -(-ROTATED_BYTES // max(num_bytes, 1))))
 
 
 def timed(calls: Sequence[Callable[[], Any]], device: torch.device, rounds: int = ROUNDS) -> list[float]:

@@ -85,7 +85,7 @@ def chosen(only: str | None, artifacts: Sequence[Peer]) -> list[Peer]:
 
 
 def find_model(name: str, gguf: Path | None) -> Model:
-    source = resolve(name, tell)
+    source = resolve(name, progress)
     return Model(source.name, source.directory, gguf or own_gguf(name))
 
 
@@ -102,18 +102,18 @@ def ready(peers: Sequence[Peer], model: Model, install: bool) -> tuple[list[Peer
     for peer in peers:
         try:
             if install:
-                peer.install(tell)
+                peer.install(progress)
             elif not peer.installed():
                 raise UserError("not installed", where=peer.name, fix="run without --no-install")
-            peer.prepare(model, tell)
+            peer.prepare(model, progress)
             usable.append(peer)
         except UserError as error:
             skipped[peer.name] = reason(error)
-            tell(f"{peer.name}: skipped, {skipped[peer.name]}")
+            progress(f"{peer.name}: skipped, {skipped[peer.name]}")
     return usable, skipped
 
 
-def tell(line: str) -> None:
+def progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
@@ -128,10 +128,10 @@ def main(arguments: Sequence[str]) -> int:
         usable, skipped = ready(peers, model, options.install)
         ids = workload.text_ids(load_tokenizer(str(model.directory)))
         loads = quick(WORKLOADS) if options.quick else WORKLOADS
-        run = Run(model, loads, 1 if options.quick else options.rounds, ids, tell)
+        run = Run(model, loads, 1 if options.quick else options.rounds, ids, progress)
         measured = run.measure(usable, skipped)
     except UserError as error:
-        tell(f"error: {error}")
+        progress(f"error: {error}")
         return 2
     measured.artifacts = [peer.name for peer in artifacts]
     measured.environment["command"] = ["python", "-m", "bench.peers", *(public(word) for word in arguments)]

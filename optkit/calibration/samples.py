@@ -22,7 +22,7 @@ from optkit.errors import UserError
 
 SHIPPED = "shipped"
 MAX_FILE_BYTES = 1 << 30
-SHORTEST = 8  # tokens: a sample of fewer says nothing of how a layer is used
+MIN_SAMPLE_TOKENS = 8  # tokens: a sample of fewer says nothing of how a layer is used
 
 
 class Calibration(BaseModel):
@@ -35,7 +35,10 @@ class Calibration(BaseModel):
         default=64, ge=1, le=1 << 16, description="windows of text, or lines of a JSONL file"
     )
     length: int = Field(
-        default=512, ge=SHORTEST, le=1 << 17, description="tokens of a sample, at most the model's context"
+        default=512,
+        ge=MIN_SAMPLE_TOKENS,
+        le=1 << 17,
+        description="tokens of a sample, at most the model's context",
     )
     seed: int = Field(
         default=0, ge=0, lt=1 << 32, description="decides which samples are taken, and their order"
@@ -71,7 +74,7 @@ def calibration_windows(config: Calibration, directory: Path, max_length: int) -
         return pick(config, cut(encode(source_text(config)), length, bos))
     start = [] if config.chat_template else bos  # a template writes its own
     found = ([*start, *encode(sample)][:length] for sample in samples)
-    return pick(config, [ids for ids in found if len(ids) >= SHORTEST])
+    return pick(config, [ids for ids in found if len(ids) >= MIN_SAMPLE_TOKENS])
 
 
 def cut(ids: Sequence[int], length: int, bos: Sequence[int]) -> list[list[int]]:

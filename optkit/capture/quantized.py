@@ -5,7 +5,7 @@ float tensors are loaded as ever, and a quantized weight is stood in for by one 
 looks at shapes only. In the captured graph each such linear then becomes the op that runs the layer as it is stored.
 
 The check is that of other captures (``check``): the weights become the dequantized ones, and the model's logits must be
-the graph's. That takes the float model's memory, so above ``MOST_CHECKED`` bytes of it the quantized layers are checked
+the graph's. That takes the float model's memory, so above ``MAX_CHECKED_BYTES`` of it the quantized layers are checked
 with random weights of little memory in their place: the same check of the graph, on other numbers.
 """
 
@@ -26,7 +26,7 @@ from optkit.errors import UnsupportedModel
 from optkit.graph.ir import Graph, Origin, Part, Weight
 from optkit.kernels import reference
 
-MOST_CHECKED = 4 << 30  # bytes of float weights up to which the check uses the checkpoint's own
+MAX_CHECKED_BYTES = 4 << 30  # bytes of float weights up to which the check uses the checkpoint's own
 ON_INTEGERS = (reference.linear_w8a8, reference.linear_w4a8)  # ops that take quantized activations
 
 
@@ -140,7 +140,7 @@ def quantized_input(graph: Graph, node: fx.Node, x: Any, layer: Layer) -> tuple[
 
 def check_architecture(graph: Graph, model: Any, source: Source) -> None:
     """Compare the float graph with the model, both on the dequantized weights; on random ones where those are many."""
-    many = sum(4 * layer.shape[0] * layer.shape[1] for layer in source.layers.values()) > MOST_CHECKED
+    many = sum(4 * layer.shape[0] * layer.shape[1] for layer in source.layers.values()) > MAX_CHECKED_BYTES
     for seed, layer in enumerate(source.layers.values()):
         weight = graph.weights.get(f"{layer.name}.weight")
         if weight is not None and weight.origin is not None:

@@ -42,9 +42,9 @@ from optkit.kernels.packed_codes import BITS, unpack_codes, words_of
 NAME = "compressed-tensors"
 PACK, INTS, FLOAT8, NAIVE = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
 FORMATS = (PACK, INTS, FLOAT8, NAIVE)
-MOST_GROUPS, MOST_TARGETS = 1024, 100_000
+MAX_GROUPS, MAX_TARGETS = 1024, 100_000
 SIMPLE_PATTERN = re.compile(r"(?:[\w.\-^$|()\\]|\[[\w\-]{1,40}\]|\.\*|\.\+)+", re.ASCII)
-MOST_WILDCARDS, LONGEST_PATTERN, LONGEST_NAME = 3, 400, 128
+MAX_WILDCARDS, MAX_PATTERN_CHARS, MAX_NAME_CHARS = 3, 400, 128
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def refuse_extensions(config: Mapping[str, Any], where: str) -> None:
 
 def read_schemes(config: Mapping[str, Any], where: str) -> list[Scheme]:
     groups = config.get("config_groups")
-    if not isinstance(groups, dict) or not 0 < len(groups) <= MOST_GROUPS:
+    if not isinstance(groups, dict) or not 0 < len(groups) <= MAX_GROUPS:
         raise UserError("'config_groups' in quantization_config must be a table of groups", where=where)
     overall = config.get("format")
     return [read_scheme(group, overall, where) for group in groups.values()]
@@ -106,7 +106,7 @@ def read_scheme(group: Any, overall: Any, where: str) -> Scheme:
     targets = group.get("targets")
     if (
         not isinstance(targets, list)
-        or len(targets) > MOST_TARGETS
+        or len(targets) > MAX_TARGETS
         or not all(isinstance(t, str) for t in targets)
     ):
         raise UserError("'targets' in quantization_config must be a list of names", where=where)
@@ -187,8 +187,8 @@ def scheme_of(name: str, schemes: list[Scheme], where: str) -> Scheme:
 
 def simple_match(pattern: str, name: str, where: str) -> bool:
     """``re.match``, of patterns whose matching can't take long."""
-    simple = len(pattern) <= LONGEST_PATTERN and SIMPLE_PATTERN.fullmatch(pattern)
-    if not simple or len(name) > LONGEST_NAME or pattern.count(".*") + pattern.count(".+") > MOST_WILDCARDS:
+    simple = len(pattern) <= MAX_PATTERN_CHARS and SIMPLE_PATTERN.fullmatch(pattern)
+    if not simple or len(name) > MAX_NAME_CHARS or pattern.count(".*") + pattern.count(".+") > MAX_WILDCARDS:
         raise UserError(f"the target {pattern!r:.60} is no simple pattern", where=where)
     try:
         return re.match(pattern, name) is not None

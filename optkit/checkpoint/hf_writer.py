@@ -65,7 +65,7 @@ def write_directory(
 def model_config(graph: Graph, config: dict[str, Any]) -> dict[str, Any]:
     """config.json of the optimized model."""
     config = {key: value for key, value in config.items() if key != "quantization_config"}
-    config |= graph.plan.get("config", {})
+    config |= graph.annotations.get("config", {})
     quantization = quantization_config(graph)
     if quantization is not None:
         config = {**config, "quantization_config": quantization}

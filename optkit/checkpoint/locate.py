@@ -72,19 +72,19 @@ def resolve(model: str, progress: Progress | None = None, *, weights: bool = Tru
     Raises:
         UserError: no such model, or one that optkit refuses to read.
     """
-    tell = progress or (lambda _line: None)
+    progress = progress or (lambda _line: None)
     path = _existing(model)
     if path and path.is_dir():
-        return _from_directory(path.resolve().name, path.resolve(), tell, weights)
+        return _from_directory(path.resolve().name, path.resolve(), progress, weights)
     if path and path.is_file() and path.suffix.lower() == ".gguf":
-        return _from_gguf(path.stem.lower(), path, tell)
+        return _from_gguf(path.stem.lower(), path, progress)
     if model in ALIASES:
-        return _from_gguf(model, packaged_gguf(model), tell)
+        return _from_gguf(model, packaged_gguf(model), progress)
     if path:
         raise UserError("a model is a directory or a .gguf file", where=model)
     if HUB_ID.fullmatch(model):
         files = HUB_FILES if weights else ["config.json"]
-        return _from_directory(model.split("/")[1], _download(model, files, tell), tell, weights)
+        return _from_directory(model.split("/")[1], _download(model, files, progress), progress, weights)
     fix = f"give a directory, a .gguf file, a Hub id (org/name) or an alias ({nearest(model, ALIASES)})"
     raise UserError("no such model", where=model, fix=fix)
 
@@ -101,11 +101,11 @@ def _existing(model: str) -> Path | None:
 # -- directories and the Hub ------------------------------------------------------------------------
 
 
-def _from_directory(name: str, directory: Path, tell: Progress, weights: bool) -> ModelSource:
+def _from_directory(name: str, directory: Path, progress: Progress, weights: bool) -> ModelSource:
     validate_checkpoint(directory, weights=weights)
     if not weights:
         return ModelSource(name, directory, "")
-    tell(f"hashing {directory}")
+    progress(f"hashing {directory}")
     return ModelSource(name, directory, directory_digest(directory))
 
 
@@ -124,7 +124,7 @@ def file_digest(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _download(repo_id: str, files: list[str], tell: Progress) -> Path:
+def _download(repo_id: str, files: list[str], progress: Progress) -> Path:
     """``files`` of one snapshot of a Hub repository, from the local Hub cache when it is already there."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
@@ -137,7 +137,7 @@ def _download(repo_id: str, files: list[str], tell: Progress) -> Path:
     # The base of the Hub's errors is of httpx or of httpx2, by release of huggingface_hub.
     bases = [base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception)]
     unreachable: tuple[type[Exception], ...] = (OSError, *bases)
-    tell(f"fetching {repo_id} from the Hugging Face Hub")
+    progress(f"fetching {repo_id} from the Hugging Face Hub")
     try:
         return Path(snapshot_download(repo_id, allow_patterns=files))
     except GatedRepoError as error:
@@ -166,14 +166,14 @@ def packaged_gguf(alias: str) -> Path:
     raise UserError(what, where=alias, fix=install)
 
 
-def _from_gguf(name: str, file: Path, tell: Progress) -> ModelSource:
+def _from_gguf(name: str, file: Path, progress: Progress) -> ModelSource:
     with file.open("rb") as stream:
         if stream.read(4) != b"GGUF":
             raise UserError("not a GGUF file (its first four bytes are not 'GGUF')", where=str(file))
     digest = file_digest(file)
     target = cache_dir("models") / f"{_slug(name)}-{digest[:16]}"
     if not target.is_dir():
-        tell(f"converting {file.name} to safetensors, once (about a minute)")
+        progress(f"converting {file.name} to safetensors, once (about a minute)")
         _convert(file, digest, target)
     validate_checkpoint(target)
     return ModelSource(name, target, digest)

@@ -99,10 +99,10 @@ def bench(
         max_concurrency = 1
     config = WorkloadConfig(num_prompts, input_len, output_len, max_concurrency, request_rate, seed)
     config.check()
-    with console.spinner("preparing") as tell:
-        sides = _sides(artifact, url, baseline, tell)
+    with console.spinner("preparing") as progress:
+        sides = _sides(artifact, url, baseline, progress)
         directory = _tokenizer_dir(tokenizer, artifact, baseline)
-        result = run_bench(sides, config, directory, rounds, num_warmups, bounds, definitions, tell)
+        result = run_bench(sides, config, directory, rounds, num_warmups, bounds, definitions, progress)
     if save_result:
         result.save(save_result)
     _print(result, as_json)
@@ -155,7 +155,7 @@ def _milliseconds(number: str, text: str) -> float:
     return value
 
 
-def _sides(artifact: Path | None, url: str | None, baseline: str | None, tell: Progress) -> list[Side]:
+def _sides(artifact: Path | None, url: str | None, baseline: str | None, progress: Progress) -> list[Side]:
     from optkit.bench.run import Side, artifact_side, baseline_sides
     from optkit.bench.servers import API_KEY
 
@@ -168,7 +168,7 @@ def _sides(artifact: Path | None, url: str | None, baseline: str | None, tell: P
         if artifact is None
         else artifact_side(artifact)
     )
-    return [first, *(baseline_sides(baseline, tell) if baseline else [])]
+    return [first, *(baseline_sides(baseline, progress) if baseline else [])]
 
 
 def _tokenizer_dir(tokenizer: str | None, artifact: Path | None, baseline: str | None) -> str:

@@ -18,18 +18,18 @@ from rich.panel import Panel
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
-    Progress,
     SpinnerColumn,
     TextColumn,
     TimeElapsedColumn,
 )
+from rich.progress import Progress as Bars
 from rich.text import Text
 
 from optkit.cli.paced import ESTIMATES, PacedLines
 from optkit.errors import UserError
 
 if TYPE_CHECKING:
-    from optkit.passes.base import Tell
+    from optkit.passes.base import Progress
 
 stdout = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
 stderr = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
@@ -85,7 +85,7 @@ def paced_lines() -> Iterator[PacedLines]:
 
 
 @contextmanager
-def stages(total: int) -> Iterator[Tell]:
+def stages(total: int) -> Iterator[Progress]:
     """A progress bar over ``total`` stages on stderr; the yielded function says what is going on.
 
     A text reads ``stage: detail``; the bar moves on when the stage changes. ``part`` shows a second bar, of layers
@@ -102,25 +102,25 @@ def stages(total: int) -> Iterator[Tell]:
         TimeElapsedColumn(),
         DESCRIPTION,
     )
-    with Progress(*columns, console=stderr, transient=True) as progress:
-        task = progress.add_task("", total=total)
-        layers = progress.add_task("", visible=False)
+    with Bars(*columns, console=stderr, transient=True) as bars:
+        task = bars.add_task("", total=total)
+        layers = bars.add_task("", visible=False)
         seen: list[str] = []
 
-        def tell(line: str, /, *, part: tuple[int, int] | None = None) -> None:
+        def progress(line: str, /, *, part: tuple[int, int] | None = None) -> None:
             stage, _, detail = line.partition(": ")
             if seen and seen[-1] != stage:
-                progress.advance(task)
+                bars.advance(task)
             seen.append(stage)
             if part is None:
-                progress.update(task, description=line)
-                progress.update(layers, visible=False)
+                bars.update(task, description=line)
+                bars.update(layers, visible=False)
                 if detail.startswith(ESTIMATES):  # the bar would overwrite it
-                    progress.console.print(Text(line, style="dim"))
+                    bars.console.print(Text(line, style="dim"))
             else:
-                progress.update(layers, visible=True, completed=part[0], total=part[1], description=detail)
+                bars.update(layers, visible=True, completed=part[0], total=part[1], description=detail)
 
-        yield tell
+        yield progress
 
 
 @contextmanager

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from optkit.evaluation.quality import Estimate, QualityReport
     from optkit.evaluation.served import ServedReport
 
-MOST_TEXT = 64 << 20  # bytes of --text
+MAX_TEXT_BYTES = 64 << 20  # bytes of --text
 CHARACTERS = 4  # of a token, about, where a server cuts the text
 Lines = list[tuple[str, str]]
 
@@ -52,12 +52,12 @@ def eval_command(
     a change. As a guide for small models, int8 stays below 0.01 nats and above
     97 % agreement, 4 bits below 0.08 nats. Four times the tokens halve the errors.
     """
-    with console.spinner("loading") as tell:
+    with console.spinner("loading") as progress:
         read = _read_text(text)
         if subject.startswith(("http://", "https://")):
-            report, lines = _served(subject, against, read, tokens, tell)
+            report, lines = _served(subject, against, read, tokens, progress)
         else:
-            report, lines = _local(subject, against, read, tokens, tell)
+            report, lines = _local(subject, against, read, tokens, progress)
     if as_json:
         console.print_json(report)
         return
@@ -65,15 +65,15 @@ def eval_command(
 
 
 def _local(
-    subject: str, against: str | None, text: str | None, tokens: int, tell: Any
+    subject: str, against: str | None, text: str | None, tokens: int, progress: Any
 ) -> tuple[dict[str, Any], Lines]:
     """The report of a model that runs here, as data and as lines."""
     from optkit.evaluation.quality import compare_many, perplexity
 
-    candidate, directory = _open(subject, tell)
+    candidate, directory = _open(subject, progress)
     if against is None:
         windows = _windows(_tokenizer(directory, directory), text, tokens, _length(candidate))
-        tell(f"scoring {len(windows)} windows of {len(windows[0])} tokens")
+        progress(f"scoring {len(windows)} windows of {len(windows[0])} tokens")
         estimate = perplexity(candidate, windows)
         scored = sum(len(window) - 1 for window in windows)
         data = {"windows": len(windows), "tokens": scored, "ppl": vars(estimate)}
@@ -81,9 +81,9 @@ def _local(
             ("scored positions", f"{scored} in {len(windows)} windows"),
             ("perplexity", _text(estimate, form=".3f")),
         ]
-    reference, source = _open(against, tell)
+    reference, source = _open(against, progress)
     windows = _windows(_tokenizer(directory, source), text, tokens, _length(candidate))
-    tell(f"scoring {len(windows)} windows of {len(windows[0])} tokens")
+    progress(f"scoring {len(windows)} windows of {len(windows[0])} tokens")
     reports = compare_many(reference, _forms(candidate), windows)
     lines = [
         (f"{name} (steps of {form})" if form else name, value)
@@ -95,7 +95,7 @@ def _local(
 
 
 def _served(
-    url: str, against: str | None, text: str | None, tokens: int, tell: Any
+    url: str, against: str | None, text: str | None, tokens: int, progress: Any
 ) -> tuple[dict[str, Any], Lines]:
     """The report of a served model, as data and as lines."""
     from optkit.evaluation.served import Server, compare_served, score_text
@@ -103,13 +103,13 @@ def _served(
 
     server = Server(url)
     if against is None:
-        tell(f"scoring by {server.model}")
+        progress(f"scoring by {server.model}")
         report = score_text(server, text or load_text("evaluation"), tokens * CHARACTERS)
     else:
-        reference, source = _open(against, tell)
+        reference, source = _open(against, progress)
         tokenizer = _tokenizer(source, source)
         windows = _windows(tokenizer, text, tokens, server.longest(_length(reference)))
-        tell(f"scoring {len(windows)} windows of {len(windows[0])} tokens by {server.model}")
+        progress(f"scoring {len(windows)} windows of {len(windows[0])} tokens by {server.model}")
         report = compare_served(reference, server, windows, token_texts(tokenizer))
     return report.to_dict(), _served_lines(report)
 
@@ -129,9 +129,9 @@ def _read_text(file: Path | None) -> str | None:
     if file is None:
         return None
     try:
-        if file.stat().st_size > MOST_TEXT:
+        if file.stat().st_size > MAX_TEXT_BYTES:
             raise UserError(
-                f"it is larger than {MOST_TEXT >> 20} MiB", where=str(file), fix="give a part of it"
+                f"it is larger than {MAX_TEXT_BYTES >> 20} MiB", where=str(file), fix="give a part of it"
             )
         return file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -153,13 +153,13 @@ def _windows(tokenizer: Any, text: str | None, tokens: int, length: int) -> list
         raise UserError(str(error), where="--tokens", fix="ask for fewer, or give a longer --text") from error
 
 
-def _open(model: str, tell: Any) -> tuple[Any, Path]:
+def _open(model: str, progress: Any) -> tuple[Any, Path]:
     """(logits source, directory with the tokenizer) of an artifact or a model."""
     from optkit.artifact.artifact import is_artifact
 
     if is_artifact(Path(model)):
         return _runtime(Path(model)), Path(model)
-    return _reference(model, tell)
+    return _reference(model, progress)
 
 
 def _runtime(artifact: Path) -> Any:
@@ -169,7 +169,7 @@ def _runtime(artifact: Path) -> Any:
     return RuntimeLogits(Artifact.open(artifact).executable())
 
 
-def _reference(model: str, tell: Any) -> tuple[Any, Path]:
+def _reference(model: str, progress: Any) -> tuple[Any, Path]:
     """A model in plain transformers; of a quantized checkpoint, which may need more libraries, its captured graph."""
     from optkit.capture import capture_directory
     from optkit.checkpoint.locate import resolve
@@ -177,11 +177,11 @@ def _reference(model: str, tell: Any) -> tuple[Any, Path]:
     from optkit.evaluation.quality import ModuleLogits, RuntimeLogits
     from optkit.lowering.lower import lower
 
-    directory = resolve(model, tell).directory
+    directory = resolve(model, progress).directory
     if open_source(directory).layers:
-        tell(f"capturing {directory.name}")
+        progress(f"capturing {directory.name}")
         return RuntimeLogits(lower(capture_directory(directory))), directory
-    tell(f"loading {directory.name} in plain transformers")
+    progress(f"loading {directory.name} in plain transformers")
     return ModuleLogits.load(directory), directory
 
 

@@ -54,10 +54,10 @@ def optimize(
         _dry_run(model, loaded, as_json)
         return
     path = out or Path(f"{loaded.name}-artifact")
-    with console.stages(len(loaded.passes) + FIXED_STAGES) as tell:
+    with console.stages(len(loaded.passes) + FIXED_STAGES) as progress:
         from optkit.pipeline.driver import optimize as run_pipeline
 
-        run = run_pipeline(model, loaded, path, force=force, tell=tell, final_tokens=quality_tokens)
+        run = run_pipeline(model, loaded, path, force=force, progress=progress, final_tokens=quality_tokens)
     if as_json:
         console.print_json({"artifact": str(path), **run.to_dict()})
         return
@@ -87,8 +87,8 @@ def _warn_without_native_kernels(recipe: Recipe) -> None:
 def _dry_run(model: str, recipe: Recipe, as_json: bool) -> None:
     from optkit.pipeline.dry_run import dry_run
 
-    with console.spinner("planning") as tell:
-        plan = dry_run(model, recipe, tell)
+    with console.spinner("planning") as progress:
+        plan = dry_run(model, recipe, progress)
     if as_json:
         console.print_json(plan)
         return

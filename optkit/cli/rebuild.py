@@ -34,12 +34,12 @@ def rebuild(
 
     opened = Artifact.open(artifact)
     graph = opened.graph()
-    if PLAN not in graph.plan:
+    if PLAN not in graph.annotations:
         raise UserError("it has no compiled layers to rebuild", where=str(artifact))
     if not has_compiler():
         raise UserError("no C++ compiler found", where="PATH", fix="install g++ or clang++, or set CXX")
-    with console.spinner("compiling") as tell:
-        built = build(graph, opened.recipe, get_target(opened.recipe.target), tell)
+    with console.spinner("compiling") as progress:
+        built = build(graph, opened.recipe, get_target(opened.recipe.target), progress)
     if as_json:
         console.print_json({"artifact": str(artifact), "compiled": built.rows})
         return

@@ -21,7 +21,7 @@ from rich.text import Text
 from optkit.cli import console
 
 UNLIMITED = 1 << 20  # columns
-LEAST_PROSE = 24  # columns that a wrapped last column must have
+MIN_PROSE_COLUMNS = 24  # columns that a wrapped last column must have
 
 
 def print_table(table: Table, output: Console | None = None) -> None:
@@ -30,7 +30,7 @@ def print_table(table: Table, output: Console | None = None) -> None:
     natural = Measurement.get(output, output.options.update(max_width=UNLIMITED), table).maximum
     if not output.is_terminal or natural <= output.width:
         _print_grid(table, output, natural)
-    elif table.columns and _wrapped_width(table, output, natural) >= LEAST_PROSE:
+    elif table.columns and _wrapped_width(table, output, natural) >= MIN_PROSE_COLUMNS:
         table.columns[-1].width = _wrapped_width(table, output, natural)
         table.columns[-1].overflow = "fold"
         _print_grid(table, output, output.width)

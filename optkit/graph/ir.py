@@ -139,14 +139,14 @@ class GraphMeta:
 class Graph:
     """A model as a graph.
 
-    ``plan`` holds execution choices that change no math (``compile``: regions), and what of the source's config.json is
-    no longer true (``config``: sizes of a pruned model).
+    ``annotations`` holds execution choices that change no math (``compile``: regions), and the fields of the source's
+    config.json that a pass changed (``config``: sizes of a pruned model). ``graph.json`` calls them ``plan``.
     """
 
     fx: fx.Graph
     weights: dict[str, Weight]
     meta: GraphMeta
-    plan: dict[str, Any] = field(default_factory=dict)
+    annotations: dict[str, Any] = field(default_factory=dict)
 
     def clone(self) -> Graph:
         """A graph that can be rewritten without touching this one; tensors are shared, never changed in place."""
@@ -157,7 +157,10 @@ class Graph:
         for old, new in val_map.items():
             new.meta = dict(old.meta)
         return Graph(
-            graph, {k: replace(w) for k, w in self.weights.items()}, self.meta, copy.deepcopy(self.plan)
+            graph,
+            {k: replace(w) for k, w in self.weights.items()},
+            self.meta,
+            copy.deepcopy(self.annotations),
         )
 
     def weight_of(self, node: Any) -> Weight | None:
@@ -201,14 +204,14 @@ class Graph:
         self.weights = {name: weight for name, weight in self.weights.items() if name in used}
 
     @property
-    def planned(self) -> bool:
+    def is_meta(self) -> bool:
         """Whether weights are shapes only: a dry run's."""
         return any(weight.value.device.type == "meta" for weight in self.weights.values())
 
     def num_bytes(self) -> int:
         """Bytes of all weights, tied tensors counted once."""
         storages = {w.value.untyped_storage().data_ptr(): w.value for w in self.weights.values()}
-        if self.planned:
+        if self.is_meta:
             return sum(w.value.nbytes for w in self.weights.values())
         return sum(value.nbytes for value in storages.values())
 

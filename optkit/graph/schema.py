@@ -50,7 +50,7 @@ class CompilePlan(Schema):
 
 
 class PlanEntry(Schema):
-    """``Graph.plan``."""
+    """``Graph.annotations``."""
 
     compile: CompilePlan = Field(default_factory=lambda: CompilePlan(regions=[]))
     config: dict[str, Any] = Field(default_factory=dict)

@@ -40,7 +40,7 @@ def graph_to_json(graph: Graph) -> str:
         "format": FORMAT,
         "version": VERSION,
         "meta": dataclasses.asdict(graph.meta),
-        "plan": graph.plan,
+        "plan": graph.annotations,
         "inputs": [str(n.target) for n in graph.fx.nodes if n.op == "placeholder"],
         "output": encode(output.args[0]),
     }

@@ -61,7 +61,7 @@ def changed(before: Graph, after: Graph) -> dict[str, int]:
 def contents(graph: Graph) -> list[Any]:
     """What tells two rewrites of one graph apart: their ops, by position and not by name, and where weights lie."""
     numbers = {node: f"%{index}" for index, node in enumerate(graph.calls(*OPS.values()))}
-    lines: list[Any] = [graph.meta, graph.plan]
+    lines: list[Any] = [graph.meta, graph.annotations]
     for node in numbers:
         read = fx.map_arg((node.args, node.kwargs), lambda n: numbers.get(n, str(n.target)))
         places = [w.value.data_ptr() for n in node.all_input_nodes if (w := graph.weight_of(n))]

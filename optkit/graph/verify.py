@@ -12,7 +12,7 @@ from optkit.graph.ops import PLACEMENT, op_name
 from optkit.graph.shapes import Point, ShapeError, infer_shapes
 from optkit.kernels import reference
 
-MOST_FORMS = 4
+MAX_VARIANTS = 4
 # A prefill, a decode, and the batch that lowering looks at (``programs.PROBE``), each with its block size.
 POINTS = ((Point(5, 2, 5), 16), (Point(2, 2, 33), 16), (Point(11, 3, 37), 5))
 
@@ -103,8 +103,8 @@ def check_forms(graph: Graph) -> None:
     for node in graph.calls(reference.by_tokens):
         if type(variants.limit_of(node)) is not int:
             raise VerifyError(f"{node.name}: the limit {variants.limit_of(node)!r:.40} is not an int")
-    if len(variants.limits(graph)) >= MOST_FORMS:
-        raise VerifyError(f"layers have more than {MOST_FORMS} forms")
+    if len(variants.limits(graph)) >= MAX_VARIANTS:
+        raise VerifyError(f"layers have more than {MAX_VARIANTS} forms")
 
 
 def check_vocabulary(graph: Graph) -> None:

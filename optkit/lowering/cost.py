@@ -107,7 +107,7 @@ def products(count: float, x: Tensor) -> dict[str, float]:
 
 def compiled_nodes(graph: Graph) -> set[str]:
     """Names of nodes inside compiled regions."""
-    plan = graph.plan.get("compile")
+    plan = graph.annotations.get("compile")
     return {name for region in plan["regions"] for name in region} if plan else set()
 
 

@@ -124,7 +124,7 @@ def step_points(recipe: Recipe) -> dict[int, tuple[float, Point]]:
 
 
 def prebuild(
-    graph: Graph, recipe: Recipe, target: Target, tell: Callable[[str], None] = lambda text: None
+    graph: Graph, recipe: Recipe, target: Target, progress: Callable[[str], None] = lambda text: None
 ) -> Built:
     """Compile ``graph``'s planned layers, keep what is faster; completes the plan in place, or removes it.
 
@@ -136,41 +136,41 @@ def prebuild(
     weights = {size: weight for size, (weight, _) in steps.items()}
     with tempfile.TemporaryDirectory(prefix="optkit-code-") as name:
         directory = Path(name)
-        candidates = planned(graph, recipe, target, steps)
+        candidates = compile_candidates(graph, recipe, target, steps)
         for candidate in candidates:
-            tell(f"compiling one layer for {candidate.label} tokens")
+            progress(f"compiling one layer for {candidate.label} tokens")
             make(candidate, source, directory)
-        tell("timing compiled and uncompiled steps")
+        progress("timing compiled and uncompiled steps")
         choose(candidates, graph, source, recipe, target, steps)
         kept = [c for c in candidates if not c.reason]
         rows = [c.row(weights) for c in candidates]
-        plan = dict(graph.plan.pop(PLAN))
+        plan = dict(graph.annotations.pop(PLAN))
         if not kept:
             return Built(None, rows)
-        graph.plan[PLAN] = {
+        graph.annotations[PLAN] = {
             "regions": plan["regions"],
             "buckets": [[c.first, c.last] for c in kept if c.last is not None],
             "dynamic_tail": any(c.last is None for c in kept),
         }
-        return Built(save(kept, weights, source, target, directory, graph.plan[PLAN]), rows)
+        return Built(save(kept, weights, source, target, directory, graph.annotations[PLAN]), rows)
 
 
-def rebuild(graph: Graph, recipe: Recipe, target: Target, tell: Callable[[str], None]) -> Built:
+def rebuild(graph: Graph, recipe: Recipe, target: Target, progress: Callable[[str], None]) -> Built:
     """Compile what an artifact's plan names, on this machine, into the private cache, where serving finds it."""
     source = region_source(graph, target)
-    plan = dict(graph.plan[PLAN])
-    built = prebuild(graph, recipe, target, tell)
+    plan = dict(graph.annotations[PLAN])
+    built = prebuild(graph, recipe, target, progress)
     record = built.tier.record if built.tier else CodeRecord(fit=fit_of(source, target), variants=())
     place = cached(record.fit, plan)
     directory = built.tier.directory if built.tier else place
     return Built(publish(directory, record, place) if directory != place else built.tier, built.rows)
 
 
-def planned(
+def compile_candidates(
     graph: Graph, recipe: Recipe, target: Target, steps: Mapping[int, tuple[float, Point]]
 ) -> list[Candidate]:
     """What to compile: the plan's own buckets, or those that cost least; the tail if it is wanted."""
-    plan = graph.plan[PLAN]
+    plan = graph.annotations[PLAN]
     try:
         if plan["buckets"] is None:
             seconds = step_seconds(lower(graph, target), recipe, steps)

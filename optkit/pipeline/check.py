@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 PROBE_TOKENS = 48  # of each of the two sequences
 TOLERANCE = {"cpu": 1e-5, "cuda": 0.02}  # of the largest logit; a GPU's libraries may choose other kernels
-PATIENCE = 1800  # seconds, for large models on slow disks
+TIMEOUT_SECONDS = 1800  # seconds, for large models on slow disks
 
 
 class ArtifactDiffers(UserError):
@@ -74,9 +74,9 @@ def reopened_logits(directory: Path) -> Tensor:
     """Logits of the probe by a new process that opens ``directory``; they come through a pipe."""
     command = [sys.executable, "-m", "optkit.pipeline.check", str(directory), str(torch.get_num_threads())]
     try:
-        done = subprocess.run(command, capture_output=True, timeout=PATIENCE, check=False)
+        done = subprocess.run(command, capture_output=True, timeout=TIMEOUT_SECONDS, check=False)
     except subprocess.TimeoutExpired as error:
-        raise differs(f"that took more than {PATIENCE} seconds") from error
+        raise differs(f"that took more than {TIMEOUT_SECONDS} seconds") from error
     if done.returncode:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         reason = lines[-1] if lines else f"exit code {done.returncode}"

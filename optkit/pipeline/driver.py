@@ -38,7 +38,7 @@ from optkit.lowering.lower import Executable, lower
 from optkit.lowering.precision import compute_dtype
 from optkit.machine.paths import cache_dir
 from optkit.machine.target import Target, present_target
-from optkit.passes.base import Pass, PassContext, Plan, Tell, silent
+from optkit.passes.base import Pass, PassContext, Plan, Progress, no_progress
 from optkit.passes.quantization.linear import LinearQuantization, quantized_sites, restored
 from optkit.passes.resolve import ResolvedPass, resolve_passes
 from optkit.pipeline import fallback  # type: ignore[attr-defined]
@@ -70,7 +70,7 @@ class Pipeline:
     source: ModelSource
     recipe: Recipe
     target: Target
-    tell: Tell
+    progress: Progress
     final_tokens: int = FINAL_TOKENS
 
     def run(self) -> tuple[Graph, RunRecord]:
@@ -91,7 +91,7 @@ class Pipeline:
             self.states.set_aside(workspace)
             records.append(PassRecord.from_dict(record))
             self.rounded |= records[-1].in_effect and not records[-1].exact
-            self.tell(f"{resolved.entry.name}: {records[-1].decision}, {records[-1].reason}")
+            self.progress(f"{resolved.entry.name}: {records[-1].decision}, {records[-1].reason}")
         result = self.judge(graph, records)
         self.states.remove_workspaces()  # not sooner: judging may run passes again, from what is in these
         return result
@@ -107,7 +107,7 @@ class Pipeline:
         from optkit.capture import capture_directory
 
         def work() -> tuple[Graph, dict[str, Any]]:
-            self.tell("capturing the model with torch.export")
+            self.progress("capturing the model with torch.export")
             return capture_directory(self.source.directory), {}
 
         return self.resumed(work)[0]
@@ -119,7 +119,9 @@ class Pipeline:
         as they do here (the last bits of torch's products depend on that).
         """
         key = state_key(self.determinants())
-        with self.states.working_on(key, lambda: self.tell("waiting for another run, which does this step")):
+        with self.states.working_on(
+            key, lambda: self.progress("waiting for another run, which does this step")
+        ):
             found = self.states.load(key)
             if found is None:
                 made = work()
@@ -148,10 +150,10 @@ class Pipeline:
         record = PassRecord.planned(optimization.name, resolved.config.model_dump(), plan)
         if not plan.sites:
             return graph, record.decided("skipped", "no site to change").to_dict()
-        self.tell(f"{optimization.name}: rewriting {len(plan.sites)} sites")
+        self.progress(f"{optimization.name}: rewriting {len(plan.sites)} sites")
         result = self.apply(optimization, candidate, plan, context)
         record.changed, record.stats, record.exact = result.changed, result.stats, optimization.exact
-        if PLAN in candidate.plan and not self.compile(candidate, record):
+        if PLAN in candidate.annotations and not self.compile(candidate, record):
             return graph, record.to_dict()
         exact = EXACT_BOUNDS[self.computed_in] if self.counts_as_exact(record) else None
         bounds = bounds_for(exact, resolved.entry.accept, self.recipe.accept)
@@ -167,7 +169,7 @@ class Pipeline:
 
     def compile(self, graph: Graph, record: PassRecord) -> bool:
         """Compile what the pass planned; False, and the pass is rolled back, if nothing of it is faster."""
-        built = prebuild(graph, self.recipe, self.target, self.tell)
+        built = prebuild(graph, self.recipe, self.target, self.progress)
         record.stats["compiled"] = built.rows
         if built.tier is None:
             record.decided("rolled back", f"compiled: 0 of {len(built.rows)} variants kept, none is faster")
@@ -189,14 +191,14 @@ class Pipeline:
 
     def ensure_code(self, graph: Graph) -> None:
         """Compiled code is a part of a finished step that is kept apart from it, and may be gone."""
-        if PLAN in graph.plan and cached_tier(graph, self.target) is None:
-            rebuild(graph.clone(), self.recipe, self.target, self.tell)
+        if PLAN in graph.annotations and cached_tier(graph, self.target) is None:
+            rebuild(graph.clone(), self.recipe, self.target, self.progress)
 
     def measure(self, record: PassRecord, before: Graph, after: Graph) -> None:
         """Speed predicted and measured, size, and quality of ``after``, into the record."""
         record.predicted = self.predict(before, after)
         slow, fast = self.lower(before), self.lower(after)
-        self.tell(f"{record.name}: measuring speed")
+        self.progress(f"{record.name}: measuring speed")
         record.measured = paired(*measure_pair(slow, fast, self.recipe))
         record.weight_bytes = [self.weight_bytes(before, slow), self.weight_bytes(after, fast)]
         tokens = EXACT_TOKENS if self.counts_as_exact(record) else PASS_TOKENS
@@ -211,12 +213,12 @@ class Pipeline:
     def reduce(self, graph: Graph, candidate: Graph, record: PassRecord, bounds: Accept) -> Graph:
         """Give the worst layers of a quantizer back to float until the bounds hold; the result is in the record."""
         missed = record.reason
-        self.tell(f"{record.name}: {missed}; measuring which layers")
+        self.progress(f"{record.name}: {missed}; measuring which layers")
         losses = self.site_losses(candidate, record)
         trial = replace(record)
 
         def accepted(reduced: Graph, sites: list[str]) -> bool:
-            self.tell(f"{record.name}: {len(sites)} of {len(losses)} layers back in float")
+            self.progress(f"{record.name}: {len(sites)} of {len(losses)} layers back in float")
             self.measure(trial, graph, reduced)
             return decide(bounds, Evidence.of(trial))[0]
 
@@ -241,7 +243,7 @@ class Pipeline:
         text = Calibration(samples=1, length=fallback.TOKENS)
         windows = self.context().calibration_windows(text)
         return fallback.sensitivity(
-            graph, windows, self.target, lambda text, part=None: self.tell(f"{name}: {text}", part=part)
+            graph, windows, self.target, lambda text, part=None: self.progress(f"{name}: {text}", part=part)
         )
 
     def context(self, workspace: Path | None = None) -> PassContext:
@@ -251,7 +253,7 @@ class Pipeline:
             directory=self.source.directory,
             max_length=self.reference.meta.max_model_len,
         )
-        return PassContext(self.target, calibration, workspace, self.tell)
+        return PassContext(self.target, calibration, workspace, self.progress)
 
     def apply(self, optimization: Pass, graph: Graph, plan: Plan, context: PassContext) -> Any:
         """Apply and verify; what a pass breaks is written down as a reproducer."""
@@ -290,7 +292,7 @@ class Pipeline:
         form in ``judged``, or under no name of the only one."""
         from optkit.text.load import load_tokenizer
 
-        self.tell(f"{name}: measuring quality on {tokens} tokens")
+        self.progress(f"{name}: measuring quality on {tokens} tokens")
         block_size = self.recipe.runtime.block_size
         models = {form: candidate.at(size) for form, size in judged.items()} or {"": candidate}
         tokenizer = load_tokenizer(str(self.source.directory))
@@ -326,7 +328,7 @@ class Pipeline:
             if reduced is not None:
                 graph, records = reduced
                 continue
-            self.tell(f"the whole misses a bound: {reason}; undoing {inexact[-1].name}")
+            self.progress(f"the whole misses a bound: {reason}; undoing {inexact[-1].name}")
             inexact[-1].decided("rolled back", f"the whole missed a bound: {reason}")
             graph = self.replay(records)
 
@@ -342,11 +344,11 @@ class Pipeline:
             r.in_effect and r.name in quantizers for r in records
         ):
             return None
-        self.tell(f"the whole misses a bound: {missed}; measuring which layers")
+        self.progress(f"the whole misses a bound: {missed}; measuring which layers")
         fresh = self.replay(records)  # a step from the cache forgets its float layers
         losses = self.site_losses(fresh, whole)
         for sites in fallback.reductions(losses, excess_share(bounds, evidence)):
-            self.tell(f"the whole: {len(sites)} of {len(losses)} layers back in float")
+            self.progress(f"the whole: {len(sites)} of {len(losses)} layers back in float")
             trial = fallback.given_back(records, sites, quantizers)
             graph = self.replay(trial)
             measured = self.whole(graph, trial)
@@ -377,7 +379,7 @@ class Pipeline:
                 record.sites = [site.name for site in plan.sites]  # a later pass takes up what one gave back
                 record.changed = result.changed - len(record.restored)
                 graph = restored(graph, set(record.restored))
-                if PLAN in graph.plan:
+                if PLAN in graph.annotations:
                     self.compile(graph, record)
         return graph
 
@@ -391,7 +393,7 @@ class Pipeline:
         def work() -> tuple[Graph, dict[str, Any]]:
             record = PassRecord.planned("whole", {}, Plan())
             before, after = self.lower(self.reference), self.lower(graph)
-            self.tell("whole: measuring speed")
+            self.progress("whole: measuring speed")
             record.predicted = self.predict(self.reference, graph)
             record.measured = paired(*measure_pair(before, after, self.recipe))
             sides = ((self.reference, before), (graph, after))
@@ -456,7 +458,7 @@ def optimize(
     out: Path,
     *,
     force: bool = False,
-    tell: Tell = silent,
+    progress: Progress = no_progress,
     final_tokens: int = FINAL_TOKENS,
 ) -> RunRecord:
     """Optimize ``model`` by ``recipe`` into the artifact directory ``out``.
@@ -470,12 +472,12 @@ def optimize(
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
     resolve_passes(recipe)
     artifact.check_output(out, force=force)
-    source = resolve(model, tell)
+    source = resolve(model, progress)
     validate_checkpoint(source.directory)
     target = present_target(recipe.target, where=f"recipe {recipe.name}")
     if target.name != recipe.target:
-        tell(f"the recipe is for {recipe.target}, the plan for the GPU of this machine: {target.name}")
-    graph, run = Pipeline(source, recipe, target, tell, final_tokens).run()
-    tell(f"writing {out}")
+        progress(f"the recipe is for {recipe.target}, the plan for the GPU of this machine: {target.name}")
+    graph, run = Pipeline(source, recipe, target, progress, final_tokens).run()
+    progress(f"writing {out}")
     write_artifact(out, graph, source, recipe, run, target, environment(), force=force)
     return run

@@ -21,14 +21,16 @@ from optkit.pipeline.records import PassRecord
 from optkit.recipe.schema import Recipe
 
 
-def dry_run(model: str, recipe: Recipe, tell: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+def dry_run(
+    model: str, recipe: Recipe, progress: Callable[[str], None] = lambda text: None
+) -> dict[str, Any]:
     """The plan of ``recipe`` on ``model``: per pass its sites, skips and predicted seconds [before, after]."""
     from optkit.pipeline.dry_graph import capture_planned
 
     resolved = resolve_passes(recipe)
-    source = resolve(model, tell, weights=False)
+    source = resolve(model, progress, weights=False)
     target = get_target(recipe.target)
-    tell("capturing the model without weights")
+    progress("capturing the model without weights")
     graph = capture_planned(source.directory)
     points = workload_points(recipe)
     baseline = {point.label: predict_seconds(graph, point, target) for point in points}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from optkit.calibration.walk import Walk
 from optkit.graph.ir import Graph
-from optkit.passes.base import Tell
+from optkit.passes.base import Progress
 from optkit.passes.quantization.linear import activation_of, quantized_sites, restored
 from optkit.passes.quantization.sensitivity import site_sensitivity
 from optkit.pipeline.records import PassRecord
@@ -28,7 +28,7 @@ TOKENS = 512  # sensitivity is measured on
 
 
 def sensitivity(
-    candidate: Graph, windows: Sequence[Sequence[int]], target: Target, tell: Tell
+    candidate: Graph, windows: Sequence[Sequence[int]], target: Target, progress: Progress
 ) -> dict[str, float]:
     """KL of each quantized layer of ``candidate`` alone, by site."""
     sites = quantized_sites(candidate)
@@ -40,7 +40,7 @@ def sensitivity(
     )
     found = {}
     for index, (site, loss) in enumerate(site_sensitivity(base, variants, walk)):
-        tell(f"sensitivity of {site}", part=(index, len(sites)))
+        progress(f"sensitivity of {site}", part=(index, len(sites)))
         found[site] = loss
     return found
 

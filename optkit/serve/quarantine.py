@@ -33,7 +33,7 @@ log = logging.getLogger("optkit.serve")
 
 QUARANTINED = "the request ended the engine twice"
 SENTENCE_SECONDS = 600.0
-MOST_REMEMBERED = 4096  # requests; the oldest are forgotten
+MAX_REMEMBERED = 4096  # requests; the oldest are forgotten
 
 V = TypeVar("V")
 
@@ -107,11 +107,11 @@ class Quarantine:
 
 
 class Remembered(dict[bytes, V]):
-    """The latest ``MOST_REMEMBERED`` entries."""
+    """The latest ``MAX_REMEMBERED`` entries."""
 
     def remember(self, name: bytes, value: V) -> None:
         self[name] = value
-        if len(self) > MOST_REMEMBERED:
+        if len(self) > MAX_REMEMBERED:
             del self[next(iter(self))]
 
 

@@ -25,7 +25,7 @@ from optkit.calibration.samples import Calibration
 from optkit.calibration.walk import Walk
 from optkit.graph.ir import Graph
 from optkit.kernels import reference
-from optkit.passes.base import PassContext, PassResult, Plan, Site, Tell
+from optkit.passes.base import PassContext, PassResult, Plan, Progress, Site
 from optkit.passes.quantization.cost import (
     CalibrationCost,
     Rates,
@@ -100,12 +100,12 @@ class CalibratedQuantization(LinearQuantization):
     def apply(self, graph: Graph, plan: Plan, ctx: PassContext) -> PassResult:
         if not plan.sites:
             return PassResult(0)
-        if graph.planned:
+        if graph.is_meta:
             return super().apply(graph, plan, ctx)
         before, groups = graph.num_bytes(), by_activation(plan.sites)
         windows = ctx.calibration_windows(self.config.calibration)
         expected = self.expected(graph, groups, Text.of(windows), ctx)
-        ctx.tell(f"{self.name}: calibrating on {len(windows)} samples, {estimate_text(expected)}")
+        ctx.progress(f"{self.name}: calibrating on {len(windows)} samples, {estimate_text(expected)}")
         start = time.monotonic()
         self.prepare(graph, groups, windows, ctx)
         emitter = Emitter(graph, self.config.max_tokens)
@@ -122,11 +122,11 @@ class CalibratedQuantization(LinearQuantization):
             lambda group, walk: self.solve(graph, group, Moments(walk.values(group.x))),
             put_back,
             FinishedGroups(ctx.workspace, "codes"),
-            lambda text, part=None: ctx.tell(f"{self.name}: {text}", part=part),
+            lambda text, part=None: ctx.progress(f"{self.name}: {text}", part=part),
         )
         emitter.finish()
         stats = weight_stats(before, graph) | {"calibration_tokens": sum(map(len, windows))}
-        ctx.tell(f"{self.name}: calibrated, {measured_text(expected, time.monotonic() - start)}")
+        ctx.progress(f"{self.name}: calibrated, {measured_text(expected, time.monotonic() - start)}")
         return PassResult(len(plan.sites), stats)
 
     def expected(
@@ -138,7 +138,7 @@ class CalibratedQuantization(LinearQuantization):
         emitter, by_name = Emitter(after), {node.name: node for node in after.fx.nodes}
         for site in (site for group in groups for site in group.sites):
             form = self.site_format(graph, site)[1]
-            planned = form.planned(*weight_of(graph, site.nodes[0]).shape)
+            planned = form.meta_tensors(*weight_of(graph, site.nodes[0]).shape)
             emitter.emit(Site(site.name, (by_name[site.nodes[0].name],)), form, planned)
         after.prune()
         rates = measure_rates(layers, text, self.site_format(graph, groups[0].sites[0])[1].grid)
@@ -169,7 +169,7 @@ def walk_through(
     solve: Callable[[Group, Walk], dict[str, Tensor]],
     replace: Callable[[Group, Mapping[str, Tensor], Walk], None],
     finished: FinishedGroups,
-    tell: Tell,
+    progress: Progress,
 ) -> None:
     """Solve group after group and put each solution into the graph before the walk goes on."""
     attentions, count = 0, finished.count()
@@ -178,7 +178,7 @@ def walk_through(
             solution = finished.load(index)
         else:
             finished.catch_up(walk, index)
-            tell(group.name, part=(index, len(groups)))
+            progress(group.name, part=(index, len(groups)))
             solution = solve(group, walk)
             finished.save(index, solution)
         replace(group, solution, walk)
@@ -208,7 +208,7 @@ def collect(
         lambda group, walk: {key: solve(group, walk)},
         lambda group, solution, walk: found.append(solution[key]),
         FinishedGroups(ctx.workspace, key),
-        lambda text, part=None: ctx.tell(f"{name}: {text}", part=part),
+        lambda text, part=None: ctx.progress(f"{name}: {text}", part=part),
     )
     return found
 

@@ -59,14 +59,14 @@ class WeightFormat(ABC):
         """Every weight to the nearest level, packed."""
         return self.pack(round_to_nearest(weight, self.grid))
 
-    def planned(self, n: int, k: int) -> dict[str, Tensor]:
+    def meta_tensors(self, n: int, k: int) -> dict[str, Tensor]:
         """The tensors of a layer [N, K] on the meta device."""
         scales = torch.empty(n, -(-k // (self.grid.group_size or k)), device="meta")
         return self.pack(QuantizedWeight(torch.empty(n, k, dtype=torch.uint8, device="meta"), scales, scales))
 
     def num_bytes(self, n: int, k: int) -> int:
         """Everything that is stored for a layer [N, K]."""
-        return sum(tensor.nbytes for tensor in self.planned(n, k).values())
+        return sum(tensor.nbytes for tensor in self.meta_tensors(n, k).values())
 
     def first_weight(self) -> int:
         """The position of the first tensor among the op's arguments."""

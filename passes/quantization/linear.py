@@ -133,7 +133,7 @@ class LinearQuantization(Pass):
             node, form = self.site_format(graph, site)
             weight = weight_of(graph, node)
             planned = weight.device.type == "meta"  # a dry run has shapes only
-            tensors = form.planned(*weight.shape) if planned else self.quantize(site.name, weight, form)
+            tensors = form.meta_tensors(*weight.shape) if planned else self.quantize(site.name, weight, form)
             emitter.emit(site, form, tensors)
         emitter.finish()
         return PassResult(len(plan.sites), weight_stats(before, graph))

@@ -103,7 +103,7 @@ def test_the_artifact_has_the_code_and_its_times(made: Path):
     assert {n for n in opened.manifest["files"] if "/native/" in n} == {
         f"optkit/native/{n}" for n in ("code.json", "tokens-32.so", "tokens-32.json", "tail.so", "tail.json")
     }
-    assert opened.graph().plan["compile"]["buckets"] == [[2, 32]]
+    assert opened.graph().annotations["compile"]["buckets"] == [[2, 32]]
     tier = CodeTier.read(opened.native)
     assert tier is not None and tier.is_ours and not list(tier.problems())
     assert [(v.first, v.last) for v in tier.record.variants] == [(2, 32), (2, None)]

@@ -29,13 +29,13 @@ def damaged(rewrite: Any) -> Any:
     return wrong
 
 
-@pytest.mark.parametrize("most", [0, quantized.MOST_CHECKED])
+@pytest.mark.parametrize("most", [0, quantized.MAX_CHECKED_BYTES])
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_wrong_capture_is_refused_whatever_its_size(
     architecture: str, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint(tmp_path, gptq, GPTQ, architecture=architecture)
-    monkeypatch.setattr(quantized, "MOST_CHECKED", most)
+    monkeypatch.setattr(quantized, "MAX_CHECKED_BYTES", most)
     graph = capture_directory(tmp_path)
     assert list(graph.calls(reference.linear_wna16)) and not list(graph.calls(reference.linear))[1:]
     monkeypatch.setattr(export, "canonicalize", damaged(export.canonicalize))

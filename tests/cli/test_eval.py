@@ -30,7 +30,7 @@ class Noisy:
 @pytest.fixture(autouse=True)
 def fakes(monkeypatch, tmp_path):
     noise = {"artifact": 0.1, "model": 0.0}
-    monkeypatch.setattr(eval_module, "_open", lambda model, tell: (Noisy(noise[model]), tmp_path))
+    monkeypatch.setattr(eval_module, "_open", lambda model, progress: (Noisy(noise[model]), tmp_path))
     monkeypatch.setattr(eval_module, "_tokenizer", lambda artifact, source: None)
     cut = windows([i % 50 for i in range(4096)], 512, 4)
     monkeypatch.setattr(
@@ -81,7 +81,7 @@ def test_a_model_whose_layers_have_two_forms_is_judged_by_both(monkeypatch, caps
     apply(graph, "rtn", scheme="W4A16", group_size=32, max_tokens=4)
     models = {"artifact": graph, "model": captured("llama")}
     monkeypatch.setattr(
-        eval_module, "_open", lambda model, tell: (RuntimeLogits(lower(models[model])), tmp_path)
+        eval_module, "_open", lambda model, progress: (RuntimeLogits(lower(models[model])), tmp_path)
     )
     cut = windows([(7 * i) % 128 for i in range(96)], 48)
     monkeypatch.setattr("optkit.evaluation.quality.evaluation_windows", lambda *_: cut)

@@ -53,9 +53,9 @@ def test_paced_lines_write_a_line_that_waits_when_its_second_is_over() -> None:
 
 
 def test_stages_print_few_lines_outside_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    with console.stages(2) as tell:
+    with console.stages(2) as progress:
         for layer in range(1000):
-            tell("awq: model.layers.[0]", part=(layer, 1000))
+            progress("awq: model.layers.[0]", part=(layer, 1000))
     shown = capsys.readouterr().err.splitlines()
     assert shown[-1] == "awq: model.layers.[0] (1000 of 1000)" and len(shown) < 100
 

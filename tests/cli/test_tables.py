@@ -179,8 +179,8 @@ def test_print_table_takes_no_text_for_markup(terminal: bool, width: int) -> Non
 def test_the_consoles_take_no_text_for_markup(capsys: pytest.CaptureFixture[str]) -> None:
     console.stdout.print("[red]a[/red] :smile: optkit[serve]")
     console.warn("[b]/path/[c]: " + "word " * 40)
-    with console.spinner("x") as tell:
-        tell("[/nothing] opened")
+    with console.spinner("x") as progress:
+        progress("[/nothing] opened")
     shown = capsys.readouterr()
     assert shown.out == "[red]a[/red] :smile: optkit[serve]\n"
     assert shown.err == "warning: [b]/path/[c]: " + "word " * 40 + "\n[/nothing] opened\n"

@@ -155,7 +155,7 @@ def test_the_command_reads_a_url(serve: Any, capsys: pytest.CaptureFixture[str],
     url = serve(Model(0.5)).url
     assert main.run(["eval", url, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["kl_lower_bound"] is None
-    monkeypatch.setattr(eval_module, "_open", lambda model, tell: (Model(0.0), None))
+    monkeypatch.setattr(eval_module, "_open", lambda model, progress: (Model(0.0), None))
     tokenizer = type("T", (), {"decode": lambda self, ids: text_of(ids[0])})()  # a slow one
     monkeypatch.setattr(eval_module, "_tokenizer", lambda artifact, source: tokenizer)
     monkeypatch.setattr(eval_module, "_windows", lambda *_: WINDOWS)

@@ -14,12 +14,12 @@ from optkit.kernels.triton import attention as kernels
 from tests.kernels.triton.worlds import Shape, World, error
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-MOST_BYTES = 1 << 28
+MAX_BYTES = 1 << 28
 CASES = [
     case
     for module in (attention, rope_kv, sampling)
     for case in module.cases()
-    if case.bytes < MOST_BYTES and not case.shape.startswith(("prefill 4096", "prefill 8192"))
+    if case.bytes < MAX_BYTES and not case.shape.startswith(("prefill 4096", "prefill 8192"))
 ]
 
 

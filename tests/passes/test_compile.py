@@ -113,7 +113,7 @@ def test_without_named_buckets_they_are_left_to_be_chosen():
     graph = captured("gpt2")
     optimization, plan = checked(graph, max_buckets=3)
     optimization.apply(graph, plan, CONTEXT)
-    assert (graph.plan["compile"]["buckets"], graph.plan["compile"]["max_buckets"]) == (None, 3)
+    assert (graph.annotations["compile"]["buckets"], graph.annotations["compile"]["max_buckets"]) == (None, 3)
 
 
 def test_plan_round_trips_and_names_its_nodes():
@@ -124,8 +124,8 @@ def test_plan_round_trips_and_names_its_nodes():
     assert result.changed == len(plan.sites)
     assert [node.name for node in graph.fx.nodes] == before
     again = graph_from_json(graph_to_json(graph), lambda name, origin, dtype: graph.weights[name].value)
-    assert again.plan == graph.plan
-    assert again.plan["compile"]["buckets"] == [[1, 1], [128, 128]]
+    assert again.annotations == graph.annotations
+    assert again.annotations["compile"]["buckets"] == [[1, 1], [128, 128]]
     assert compiled_nodes(again) == {node.name for site in plan.sites for node in site.nodes}
     assert compiled_nodes(again) < {node.name for node in again.fx.nodes}
 

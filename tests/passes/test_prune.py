@@ -50,7 +50,7 @@ def test_channels_without_effect_go_first(name: str, fused: bool) -> None:
     apply(graph, "prune", ffn=1 / 3, multiple=32)
     verify(graph)
     assert_origins_invert(graph)
-    assert graph.plan["config"] == {"intermediate_size": 64}
+    assert graph.annotations["config"] == {"intermediate_size": 64}
     widths = {w.value.shape for n, w in graph.weights.items() if n.endswith("down_proj.weight")}
     assert widths == {torch.Size([64, 64])}
     tolerance = 1e-4 * expected.abs().max().item()

@@ -48,7 +48,7 @@ def test_heads_without_effect_go_first(name: str, fused: bool, group: int) -> No
     apply(graph, "prune_heads", share=0.5)
     verify(graph)
     assert_origins_invert(graph)
-    assert graph.plan["config"] == {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    assert graph.annotations["config"] == {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
     assert {spec.num_kv_heads for spec in graph.meta.kv_specs} == {1}
     tolerance = 1e-4 * expected.abs().max().item()
     torch.testing.assert_close(dense(graph, IDS), expected, atol=tolerance, rtol=1e-4)

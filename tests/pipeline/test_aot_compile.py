@@ -100,7 +100,10 @@ def test_only_what_is_faster_is_kept(timed, tmp_path, monkeypatch):
     assert {row["reason"] for row in built.rows[1:]} == {"not faster than the uncompiled path"}
     assert built.rows[1]["compiled_seconds"] == pytest.approx(5.8)
     assert built.rows[1]["uncompiled_seconds"] == (1 * 2.0 + 3 * 6.0) / 4
-    assert graph.plan["compile"]["buckets"] == [[2, 2]] and not graph.plan["compile"]["dynamic_tail"]
+    assert (
+        graph.annotations["compile"]["buckets"] == [[2, 2]]
+        and not graph.annotations["compile"]["dynamic_tail"]
+    )
     assert built.tier is not None and built.tier.is_ours
     (entry,) = built.tier.record.variants
     assert (entry.first, entry.last, entry.seconds, entry.uncompiled_seconds) == (2, 2, 0.5, 1.0)
@@ -120,7 +123,9 @@ def test_a_bucket_has_to_beat_the_tail(timed, tmp_path, monkeypatch):
         "24": "the code for any number of tokens is as fast",
         "any number": "",
     }
-    assert graph.plan["compile"]["buckets"] == [[2, 2]] and graph.plan["compile"]["dynamic_tail"]
+    assert (
+        graph.annotations["compile"]["buckets"] == [[2, 2]] and graph.annotations["compile"]["dynamic_tail"]
+    )
 
 
 def test_one_lost_round_is_enough_to_lose():
@@ -130,7 +135,7 @@ def test_one_lost_round_is_enough_to_lose():
 
 def test_nothing_faster_removes_the_plan(timed):
     built, graph = timed(PLAIN | {(n, n): 100.0 for n in (2, 8, 24, 32)}, max_buckets=4, dynamic_tail=False)
-    assert built.tier is None and "compile" not in graph.plan
+    assert built.tier is None and "compile" not in graph.annotations
     assert not any(row["kept"] for row in built.rows)
 
 
@@ -141,8 +146,8 @@ def test_a_damaged_plan_is_refused(damage: dict[str, Any]):
     graph = captured("gpt2")
     optimization, plan = checked(graph, buckets=[2])
     optimization.apply(graph, plan, CONTEXT)
-    graph.plan["compile"] |= damage
+    graph.annotations["compile"] |= damage
     if damage == {"dynamic_tail": ...}:
-        del graph.plan["compile"]["dynamic_tail"]
+        del graph.annotations["compile"]["dynamic_tail"]
     with pytest.raises(UserError, match="compile plan is damaged"):
         module.prebuild(graph, recipe(), TARGET)

@@ -24,7 +24,7 @@ from optkit.graph.serialize import graph_to_json
 from optkit.kernels import reference
 from optkit.lowering.lower import Executable, lower
 from optkit.machine import target as targets
-from optkit.passes.base import Pass, PassContext, PassResult, Plan, Site, Stage, silent
+from optkit.passes.base import Pass, PassContext, PassResult, Plan, Site, Stage, no_progress
 from optkit.pipeline import driver as pipeline
 from optkit.pipeline import sources
 from optkit.pipeline.cache import States
@@ -111,7 +111,7 @@ def test_baseline_is_the_model_itself(source: Path, tmp_path: Path) -> None:
 
 def test_a_whole_recipe(source: Path, tmp_path: Path) -> None:
     told: list[str] = []
-    record = run(source, tmp_path / "out", TTFT_CPU, tell=lambda text, part=None: told.append(text))
+    record = run(source, tmp_path / "out", TTFT_CPU, progress=lambda text, part=None: told.append(text))
     assert decisions(record) == dict.fromkeys(
         ("fuse_qkv", "fuse_gate_up", "fuse_add_rms_norm", "smoothquant", "int8", "flash_attention"), "kept"
     )
@@ -265,7 +265,7 @@ def test_a_bound_of_the_whole_takes_back_layers_before_a_pass(source: Path, tmp_
         source,
         tmp_path / "out",
         text.format(bound=0.8 * loss),
-        tell=lambda text, part=None: told.append(text),
+        progress=lambda text, part=None: told.append(text),
     )
     gptq = record.passes[1]
     assert decisions(record) == {"fuse_qkv": "kept", "gptq": "reduced", "flash_attention": "kept"}
@@ -636,6 +636,6 @@ def test_a_bound_that_one_form_misses_gives_back_layers_of_that_form(source: Pat
 def test_weights_on_a_gpu_are_counted_as_they_lie_there(source: Path) -> None:
     graph = captured("llama")
     for target, least, most in ((TARGET, 1.0, 1.0), (targets.DATASHEETS["cuda-h100"], 0.45, 0.55)):
-        driver = Pipeline(ModelSource("tiny", source, "0"), recipe("passes: {}"), target, silent)
+        driver = Pipeline(ModelSource("tiny", source, "0"), recipe("passes: {}"), target, no_progress)
         model = lower(graph, target, device="cpu")
         assert least <= driver.weight_bytes(graph, model) / graph.num_bytes() <= most

@@ -243,7 +243,7 @@ def test_a_suspect_that_never_got_to_a_live_engine_stays_a_suspect() -> None:
 
 
 def test_what_is_remembered_is_bounded(monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(quarantine, "MOST_REMEMBERED", 2)
+    monkeypatch.setattr(quarantine, "MAX_REMEMBERED", 2)
     found = Remembered[int]()
     for i in range(5):
         found.remember(bytes([i]), i)

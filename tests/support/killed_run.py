@@ -71,12 +71,12 @@ def run(source: Path, out: Path, hear: Callable[[Message], None] | None = None) 
     """The recipe on ``source``; gives every message with its time."""
     messages: list[Message] = []
 
-    def tell(text: str, /, *, part: tuple[int, int] | None = None) -> None:
+    def progress(text: str, /, *, part: tuple[int, int] | None = None) -> None:
         messages.append((time.monotonic(), text, part))
         if hear:
             hear(messages[-1])
 
-    optimize(str(source), parse_recipe(RECIPE), out, force=True, tell=tell, final_tokens=512)
+    optimize(str(source), parse_recipe(RECIPE), out, force=True, progress=progress, final_tokens=512)
     return messages
 
 

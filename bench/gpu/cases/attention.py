@@ -36,7 +36,7 @@ DECODE_US = {  # by (heads, KV heads, sequences): tokens of context
     (32, 8, 8): {128: 10, 512: 14, 1024: 15, 2048: 27, 4096: 42, 8192: 73, 16384: 132},
     (32, 8, 32): {128: 13, 512: 28, 1024: 43, 2048: 73, 4096: 131, 8192: 248, 16384: 484},
 }
-MOST_PREFILL, MOST_DECODE, GATED_PREFILL = 1.3, 1.1, (512, 1024, 2048)
+MAX_PREFILL, MAX_DECODE, GATED_PREFILL = 1.3, 1.1, (512, 1024, 2048)
 POOLS = {"bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8, "fp8": torch.uint8}
 
 
@@ -171,7 +171,7 @@ def prompts() -> Iterator[Case]:
     for (heads, kv_heads), times in PREFILL_US.items():
         for tokens, us in times.items():
             step = Step(heads, kv_heads, (tokens,), (0,))
-            most = MOST_PREFILL if tokens in GATED_PREFILL else None
+            most = MAX_PREFILL if tokens in GATED_PREFILL else None
             for kernel in RUN:
                 yield step.case(f"prefill {tokens}", kernel, us, most if kernel == "triton" else None)
 
@@ -180,7 +180,7 @@ def decodes() -> Iterator[Case]:
     for (heads, kv_heads, sequences), times in DECODE_US.items():
         for context, us in times.items():
             step = Step(heads, kv_heads, (1,) * sequences, (context - 1,) * sequences)
-            yield step.case(f"decode {context}, bs {sequences}", "triton", us, MOST_DECODE)
+            yield step.case(f"decode {context}, bs {sequences}", "triton", us, MAX_DECODE)
 
 
 def others() -> Iterator[Case]:

@@ -59,7 +59,7 @@ HEADS = {"sm_80": Config((32,), 4, 3), "sm_90": Config((32,), 4, 4)}  # of ``att
 MULTIPROCESSORS = {"sm_80": 108, "sm_90": 132}  # where there is no device to ask
 WAVES = 2  # programs for each multiprocessor before keys are no longer split
 TILES_OF_A_SPLIT = 2  # at least, or merging costs more than it saves
-MOST_SPLITS = 64
+MAX_SPLITS = 64
 LOG2_E = 1.4426950408889634
 
 
@@ -193,7 +193,7 @@ class Call:
         longest = self.block_tables.shape[1] * self.k_cache.shape[1]
         longest = min(longest, self.window + tile) if self.window else longest
         wanted = WAVES * multiprocessors(self.q.device) // (programs * self.kv_heads)
-        most = min(wanted, longest // (tile * TILES_OF_A_SPLIT), MOST_SPLITS)
+        most = min(wanted, longest // (tile * TILES_OF_A_SPLIT), MAX_SPLITS)
         return 1 << (max(1, most).bit_length() - 1)
 
     def tile_config(self, rows: int) -> Config:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from optkit.machine.target import Target
 
 ARCHITECTURES = ("sm_80", "sm_90")  # that configurations were picked for
-MOST_COLUMNS = 1 << 16  # of a row that one program holds
+MAX_COLUMNS = 1 << 16  # of a row that one program holds
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from optkit.kernels.triton.common import Config, architecture, next_power_of_2
 
-MOST_ROWS = 4
+MAX_ROWS = 4
 FLOAT, U8, E4M3 = 0, 1, 2  # what activations are: the constexpr X
 ACTIVATIONS = {torch.uint8: U8, torch.float8_e4m3fn: E4M3}
 SCALE, BIAS = 1, 2  # bits of the constexpr HAS

@@ -20,11 +20,11 @@ from optkit.kernels.triton import gemv, selection, tile, vendor, wna16
 from optkit.kernels.triton.common import architecture, rows_of, supports, supports_fp8
 from optkit.kernels.triton.quantize import quantize_fp8_per_token
 
-LEAST_GROUP = {1: 32, 2: 16}  # channels, by bytes of an activation: what tensor cores take along K at least
+MIN_GROUP = {1: 32, 2: 16}  # channels, by bytes of an activation: what tensor cores take along K at least
 
 
 def few(x: Tensor) -> bool:
-    return len(x) <= gemv.MOST_ROWS
+    return len(x) <= gemv.MAX_ROWS
 
 
 def shape_of(x: Tensor, weight: Tensor) -> tuple[int, int, int]:
@@ -208,7 +208,7 @@ def pack_int4(weights: dict[int, Tensor], options: Mapping[str, Any]) -> dict[in
 def int4_groups_fit(weights: dict[int, Tensor]) -> bool:
     groups = weights[3].shape[1]
     columns = weights[2].shape[1] * reference.INT4_PER_WORD
-    return groups == 1 or power_of_2(columns // groups, LEAST_GROUP[1])
+    return groups == 1 or power_of_2(columns // groups, MIN_GROUP[1])
 
 
 def up_to_4_bits(options: Mapping[str, Any]) -> bool:
@@ -216,7 +216,7 @@ def up_to_4_bits(options: Mapping[str, Any]) -> bool:
 
 
 def eight_bits(options: Mapping[str, Any]) -> bool:
-    return options.get("bits") == 8 and power_of_2(options.get("group_size", 0), LEAST_GROUP[2])
+    return options.get("bits") == 8 and power_of_2(options.get("group_size", 0), MIN_GROUP[2])
 
 
 def power_of_2(group: int, least: int) -> bool:
@@ -245,9 +245,9 @@ def a_scale_a_row(weights: dict[int, Tensor]) -> bool:
 KERNELS = (
     Kernel("grouped_mm", "grouped_mm", vendor.grouped_mm, supports_fp8, accepts=vendor.can_grouped_mm),
     Kernel("linear", "triton", linear, supports),
-    Kernel("linear_w8a8", "triton", linear_w8a8, supports, accepts=groups_fit(2, 3, LEAST_GROUP[1])),
+    Kernel("linear_w8a8", "triton", linear_w8a8, supports, accepts=groups_fit(2, 3, MIN_GROUP[1])),
     Kernel("linear_w4a8", "triton", linear_w4a8, supports, pack_int4, accepts=int4_groups_fit),
-    Kernel("linear_w8a16", "triton", linear_w8a16, supports, accepts=groups_fit(1, 2, LEAST_GROUP[2])),
+    Kernel("linear_w8a16", "triton", linear_w8a16, supports, accepts=groups_fit(1, 2, MIN_GROUP[2])),
     Kernel("linear_fp8_rowwise", "triton", linear_fp8_rowwise, supports_fp8),
     Kernel("linear_fp8", "triton", linear_fp8, supports_fp8, accepts=a_scale_a_row),
     Kernel("linear_wna16", "triton", linear_wna16, supports, wna16.pack, handles=up_to_4_bits),

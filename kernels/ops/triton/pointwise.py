@@ -2,7 +2,7 @@
 
 The residual addition, the norm and the quantization of a decoder layer are one read of two rows and one write of two.
 Sums are float32, in an order that depends on the width alone, so a token's result has the same bits in any batch.
-Rows wider than ``MOST_COLUMNS`` run the reference.
+Rows wider than ``MAX_COLUMNS`` run the reference.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from optkit.kernels import Kernel, reference
 from optkit.kernels.triton.common import (
-    MOST_COLUMNS,
+    MAX_COLUMNS,
     next_power_of_2,
     row_warps,
     rows_of,
@@ -129,7 +129,7 @@ def rms(
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:
     """See ``reference.rms_norm``."""
-    if x.shape[-1] > MOST_COLUMNS:
+    if x.shape[-1] > MAX_COLUMNS:
         return reference.rms_norm(x, weight, eps, offset)
     return rms(x, None, weight, eps, offset, NONE)[0].view(x.shape)
 
@@ -138,7 +138,7 @@ def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """See ``reference.add_rms_norm``."""
-    if x.shape[-1] > MOST_COLUMNS:
+    if x.shape[-1] > MAX_COLUMNS:
         return reference.add_rms_norm(x, residual, weight, eps, offset)
     out, _, total = rms(x, residual, weight, eps, offset, NONE)
     return out.view(x.shape), total.view(x.shape)
@@ -148,7 +148,7 @@ def rms_norm_quantize(
     x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, fmt: str = "int8"
 ) -> tuple[Tensor, Tensor]:
     """See ``reference.rms_norm_quantize``."""
-    if x.shape[-1] > MOST_COLUMNS:
+    if x.shape[-1] > MAX_COLUMNS:
         return reference.rms_norm_quantize(x, weight, eps, offset, fmt)
     return rms(x, None, weight, eps, offset, FORMATS[fmt])[:2]
 
@@ -162,14 +162,14 @@ def add_rms_norm_quantize(
     fmt: str = "int8",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``reference.add_rms_norm_quantize``."""
-    if x.shape[-1] > MOST_COLUMNS:
+    if x.shape[-1] > MAX_COLUMNS:
         return reference.add_rms_norm_quantize(x, residual, weight, eps, offset, fmt)
     return rms(x, residual, weight, eps, offset, FORMATS[fmt])
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """See ``reference.layer_norm``."""
-    if x.shape[-1] > MOST_COLUMNS:
+    if x.shape[-1] > MAX_COLUMNS:
         return reference.layer_norm(x, weight, bias, eps)
     flat = rows_of(x)
     rows, columns = flat.shape
@@ -222,7 +222,7 @@ def gelu_mul_packed(gate_up: Tensor, approximate: str = "none") -> Tensor:
 
 def silu_mul_quantize(gate_up: Tensor, fmt: str = "int8") -> tuple[Tensor, Tensor]:
     """See ``reference.silu_mul_quantize``."""
-    if gate_up.shape[-1] > 2 * MOST_COLUMNS:
+    if gate_up.shape[-1] > 2 * MAX_COLUMNS:
         return reference.silu_mul_quantize(gate_up, fmt)
     gate, up = gate_up.chunk(2, dim=-1)
     return gated(gate, up, SILU, FORMATS[fmt])
@@ -230,7 +230,7 @@ def silu_mul_quantize(gate_up: Tensor, fmt: str = "int8") -> tuple[Tensor, Tenso
 
 def gelu_mul_quantize(gate_up: Tensor, fmt: str = "int8", approximate: str = "none") -> tuple[Tensor, Tensor]:
     """See ``reference.gelu_mul_quantize``."""
-    if gate_up.shape[-1] > 2 * MOST_COLUMNS:
+    if gate_up.shape[-1] > 2 * MAX_COLUMNS:
         return reference.gelu_mul_quantize(gate_up, fmt, approximate)
     gate, up = gate_up.chunk(2, dim=-1)
     return gated(gate, up, GATES[approximate], FORMATS[fmt])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from optkit.kernels import Kernel, reference
 from optkit.kernels.triton.common import (
-    MOST_COLUMNS,
+    MAX_COLUMNS,
     next_power_of_2,
     row_warps,
     rows_of,
@@ -79,12 +79,12 @@ def run(x: Tensor, width: int, fmt: int) -> tuple[Tensor, Tensor]:
 def quantize_per_token(x: Tensor, group_size: int = 0) -> tuple[Tensor, Tensor]:
     """See ``reference.quantize_per_token``."""
     width = group_size or x.shape[1]
-    return reference.quantize_per_token(x, group_size) if width > MOST_COLUMNS else run(x, width, INT8)
+    return reference.quantize_per_token(x, group_size) if width > MAX_COLUMNS else run(x, width, INT8)
 
 
 def quantize_fp8_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
     """See ``reference.quantize_fp8_per_token``."""
-    return reference.quantize_fp8_per_token(x) if x.shape[1] > MOST_COLUMNS else run(x, x.shape[1], FP8)
+    return reference.quantize_fp8_per_token(x) if x.shape[1] > MAX_COLUMNS else run(x, x.shape[1], FP8)
 
 
 KERNELS = (

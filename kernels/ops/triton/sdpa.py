@@ -25,7 +25,7 @@ BACKENDS = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-MOST_DIM = 256  # of a head, for the first two
+MAX_HEAD_DIM = 256  # of a head, for the first two
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor, pool: torch.dtype, window: int, softcap: float) -> bool:
@@ -34,7 +34,7 @@ def takes(q: Tensor, k: Tensor, v: Tensor, pool: torch.dtype, window: int, softc
     if promise is None or softcap or pool != q.dtype:
         return False
     tokens, heads, dim = q.shape
-    fits = q.dtype in (torch.float16, torch.bfloat16) and max(dim, v.shape[2]) <= MOST_DIM
+    fits = q.dtype in (torch.float16, torch.bfloat16) and max(dim, v.shape[2]) <= MAX_HEAD_DIM
     if not fits or tokens < 2 or (window and window < tokens):
         return False
     shape = (tokens, heads * dim, k.shape[1] * dim)

@@ -24,7 +24,7 @@ from optkit.kernels.triton.common import Config, architecture, next_power_of_2
 from optkit.kernels.triton.gemv import ACTIVATIONS, FLOAT, U8, finish, has
 
 PROCESSORS = {"sm_80": 108, "sm_90": 132}
-MOST_SPLITS = 8
+MAX_SPLITS = 8
 REDUCED = 1024  # sums that a program of ``reduce_splits`` finishes
 
 # (tokens, channels, K) of a tile by the most tokens it is for. K is no more than a group.
@@ -117,7 +117,7 @@ def reduce_splits(
 def splits_of(programs: int, k: int, tile_k: int, arch: str) -> int:
     """Into how many parts K goes: as many as fill the GPU twice, each of four tiles at least."""
     wanted = 2 * PROCESSORS[arch] // programs
-    return max(1, min(MOST_SPLITS, wanted, k // (4 * tile_k)))
+    return max(1, min(MAX_SPLITS, wanted, k // (4 * tile_k)))
 
 
 def config_of(configs: dict[int, Config], rows: int) -> Config:

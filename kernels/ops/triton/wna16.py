@@ -9,7 +9,7 @@ A group's channels fill whole planes: groups that don't, and channels out of ord
 they are packed, with codes of value zero between, and ``order`` says which channel each place holds, one past the last
 for none.
 
-For up to ``gemv.MOST_ROWS`` tokens (``gemv_codes``) a code becomes a float by being put into the mantissa of a 1.0, one
+For up to ``gemv.MAX_ROWS`` tokens (``gemv_codes``) a code becomes a float by being put into the mantissa of a 1.0, one
 instruction where a conversion takes several: two codes of a word are shifted to bits 15 and 19, which makes them
 1 + code / 256 and 1 + code / 16. The surplus is the sum of activations, the same for all channels. For more
 (``tile_codes``) codes become 16-bit floats for the tensor cores in the same way, 1024 + code or 128 + code.

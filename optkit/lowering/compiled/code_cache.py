@@ -183,7 +183,7 @@ def find_code(
 
     Logs why code is left alone. Asking for a graph without a compile plan costs nothing.
     """
-    if PLAN not in graph.plan:
+    if PLAN not in graph.annotations:
         return None
     source = region_source(graph, target)
     fit = fit_of(source, target)
@@ -191,7 +191,7 @@ def find_code(
     reason = "there is none" if shipped is None else refusal(shipped, fit, trust)
     if shipped is not None and reason is None:
         return loaded(shipped, source)
-    rebuilt = cached_code(fit, graph.plan[PLAN])
+    rebuilt = cached_code(fit, graph.annotations[PLAN])
     if rebuilt is not None and refusal(rebuilt, fit) is None:
         return loaded(rebuilt, source)
     log.warning(
@@ -202,9 +202,9 @@ def find_code(
 
 def cached_tier(graph: Graph, target: Target) -> CodeTier | None:
     """The code that was made for ``graph`` here, in the private cache."""
-    if PLAN not in graph.plan:
+    if PLAN not in graph.annotations:
         return None
-    tier = cached_code(fit_of(region_source(graph, target), target), graph.plan[PLAN])
+    tier = cached_code(fit_of(region_source(graph, target), target), graph.annotations[PLAN])
     return tier if tier and tier.is_ours else None
 
 

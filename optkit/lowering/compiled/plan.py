@@ -1,4 +1,4 @@
-"""Lowering of ``graph.plan["compile"]``: a layer as the compiler sees it, and calls of its code in the layers' place.
+"""Lowering of ``graph.annotations["compile"]``: a layer as source for the compiler, and calls of its code.
 
 ``region_source`` makes the layer a function whose arguments are everything it reads, and tells of each what is fixed
 and what varies. Inside generated code the small ops are their references, which the compiler fuses; what has a
@@ -139,7 +139,7 @@ def install(
 
 def planned_names(graph: Graph) -> Any:
     """The plan's layers as lists of op names; what is in a file may be anything."""
-    plan = graph.plan[PLAN]
+    plan = graph.annotations[PLAN]
     return plan.get("regions") if isinstance(plan, dict) else None
 
 

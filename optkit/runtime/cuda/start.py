@@ -88,16 +88,16 @@ def gpu_engine(
     cost: CostModel | None = None,
     histogram: Mapping[int, float] | None = None,
     sample: Sampler = reference.sample,
-    tell: Progress = quiet,
+    progress: Progress = quiet,
 ) -> Engine:
     """A warm engine: all graphs captured. With a proposer it samples on the host, a step at a time."""
     largest = largest_step(config)
     runner = GraphRunner(model, config.num_blocks, config.block_size, device, largest, sample)
-    tell("measuring decode steps")
+    progress("measuring decode steps")
     weights = histogram or likely_batches(config.max_num_seqs)
     sizes = decode_sizes(weights, lambda batch: runner.measure(StepShape(batch, batch, largest.blocks)))
     buckets = Buckets(sizes, chunk_sizes(config.max_num_batched_tokens), config.max_num_seqs, largest.blocks)
-    tell(f"capturing {len(buckets.shapes())} graphs")
+    progress(f"capturing {len(buckets.shapes())} graphs")
     runner.capture(buckets)
     runner.run_largest()  # what runs eagerly is compiled now, too
     made = Engine if proposer is not None else AheadEngine

@@ -36,7 +36,7 @@ PRIOR_SPREAD = 30.0  # standard deviation of the prior, in units of itself
 NOISE = 0.1  # relative, of one measurement
 SPEED_DRIFT = 0.01  # relative, of the machine's speed from step to step
 DRIFT = 0.002  # relative, of one coefficient
-LEAST_VARIANCE = 1e-12  # added in each step; rounding takes up to 1e-13
+MIN_VARIANCE = 1e-12  # added in each step; rounding takes up to 1e-13
 SURPRISE = 10.0  # standard deviations
 SHORTEST, LONGEST = 1e-6, 3600.0  # seconds of a step
 
@@ -96,7 +96,7 @@ class CostModel:
         wandering = SPEED_DRIFT * self._units
         covariance = self._covariance + wandering[:, None] * wandering
         variances = covariance.ravel()[:: len(PRIOR) + 1]  # a view of the diagonal
-        variances += (DRIFT * self._units) ** 2 + LEAST_VARIANCE
+        variances += (DRIFT * self._units) ** 2 + MIN_VARIANCE
         most = (PRIOR_SPREAD * np.maximum(self._units, 1.0)) ** 2
         if (variances > most).any():
             scale = np.sqrt(np.minimum(1.0, most / variances))
@@ -134,7 +134,7 @@ def within_bounds(units: np.ndarray, covariance: np.ndarray) -> np.ndarray:
         if units[worst] >= 0.0:
             break
         shared = covariance[worst]
-        units = units - shared * (units[worst] / max(shared[worst], LEAST_VARIANCE))
+        units = units - shared * (units[worst] / max(shared[worst], MIN_VARIANCE))
         units[worst] = 0.0
     return units.clip(0.0, LONGEST / PRIOR)
 

@@ -26,7 +26,7 @@ from optkit.runtime.types import EngineRequest
 
 STRETCH = 3.0
 STEP_SHARE = 0.25  # of the promised TTFT: the longest step
-LEAST_CHUNK = 64  # tokens; smaller ones cost throughput and save no time to speak of
+MIN_CHUNK = 64  # tokens; smaller ones cost throughput and save no time to speak of
 DEFAULT_STEP_SECONDS = 0.25
 
 
@@ -74,7 +74,7 @@ class LeastSlack:
         longest = self.ttft * STEP_SHARE or DEFAULT_STEP_SECONDS
         if decodes.tokens and self.tpot:
             longest = min(longest, self.tpot)
-        return max(self.cost.tokens_within(longest, decodes, context), LEAST_CHUNK)
+        return max(self.cost.tokens_within(longest, decodes, context), MIN_CHUNK)
 
 
 def seconds(milliseconds: float | None) -> float:

@@ -23,7 +23,7 @@ def int8_calls(rows: tuple[int, ...] = (1, 2, 4, 16, 128)) -> Iterator[Callable[
     weight, scale = meta(N, K, dtype=I8), meta(N, 1, dtype=F32)
     for m in rows:
         x, q, s = meta(m, K), meta(m, K, dtype=U8), meta(m, 1, dtype=F32)
-        if m <= gemv.MOST_ROWS:
+        if m <= gemv.MAX_ROWS:
             yield partial(gemv.gemv, q, weight, s, scale, None, BF16)
             yield partial(gemv.gemv, x, weight, None, scale, None, BF16)
             yield partial(gemv.gemv, x, meta(N, K), None, None, None, BF16)
@@ -39,7 +39,7 @@ def fp8_calls(rows: tuple[int, ...] = (1, 2, 4, 16, 32, 64)) -> Iterator[Callabl
     weight, scale = meta(N, K, dtype=E4M3), meta(N, 1, dtype=F32)
     for m in rows:
         q, s = meta(m, K, dtype=E4M3), meta(m, 1, dtype=F32)
-        run = gemv.gemv if m <= gemv.MOST_ROWS else tile.tile
+        run = gemv.gemv if m <= gemv.MAX_ROWS else tile.tile
         yield partial(run, q, weight, s, scale, None, BF16)
         yield partial(run, meta(m, K), weight, None, scale, None, BF16)
 
@@ -52,7 +52,7 @@ def codes_calls(
     for group in groups:
         scale, zero = meta(N, K // group, dtype=torch.float16), meta(N, K // group, dtype=U8)
         for m in rows:
-            run = wna16.gemv if m <= gemv.MOST_ROWS else wna16.tile
+            run = wna16.gemv if m <= gemv.MAX_ROWS else wna16.tile
             yield partial(run, meta(m, K), words, scale, zero if group == 128 else None, None, None, group)
         yield partial(wna16.dequantized, meta(256, K), words, scale, zero, None, None, group)
 

@@ -188,7 +188,7 @@ def test_what_each_kernel_is_offered() -> None:
 
 
 def test_more_tokens_than_a_gemv_takes() -> None:
-    assert not linear.few(random(gemv.MOST_ROWS + 1, 8))
+    assert not linear.few(random(gemv.MAX_ROWS + 1, 8))
     assert wna16.GEMV["sm_90"].keys() == {1, 2, 4}
 
 

@@ -167,7 +167,7 @@ def test_no_rows() -> None:
 
 
 def test_rows_too_wide_for_a_program_run_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pointwise, "MOST_COLUMNS", 64)
+    monkeypatch.setattr(pointwise, "MAX_COLUMNS", 64)
     x = random(2, 65)
     assert torch.equal(pointwise.rms_norm(x, None, 1e-5), reference.rms_norm(x, None, 1e-5))
 

@@ -186,11 +186,11 @@ def test_region_inputs_are_what_it_reads_from_outside():
 
 def test_a_plan_that_does_not_fit_is_refused():
     graph = planned(captured("gpt2"))
-    names = graph.plan["compile"]["regions"]
+    names = graph.annotations["compile"]["regions"]
     assert len(planned_regions(graph, names)) == 2
     for bad in (
         [["nothing"]], [[]], [names[0][::-1]], [names[0], names[1][:-1]], [names[0][:3]], [], None, "x", [7], [[7]],
     ):  # fmt: skip
-        graph.plan["compile"]["regions"] = bad
+        graph.annotations["compile"]["regions"] = bad
         with pytest.raises(UserError):
             region_source(graph, TARGET)

@@ -159,13 +159,13 @@ def test_it_goes_on_where_it_was_with_the_same_bits(
             apply(graph, fusion)
         told: list[str] = []
 
-        def tell(text: str, /, *, part: tuple[int, int] | None = None) -> None:
+        def progress(text: str, /, *, part: tuple[int, int] | None = None) -> None:
             if part:
                 told.append(text)
 
         pass_class = load(row)
         optimization = pass_class(pass_class.Config.model_validate(options | {"calibration": TEXT}))
-        context = replace(CONTEXT, workspace=place, tell=tell)
+        context = replace(CONTEXT, workspace=place, progress=progress)
         optimization.apply(graph, optimization.check(graph, context), context)
         return checkpoint(graph), len(told)
 
@@ -266,7 +266,7 @@ def test_an_estimate_is_told_before_and_beside_the_measurement() -> None:
     pass_class = load("gptq")
     optimization = pass_class(pass_class.Config(scheme="W4A8", group_size=32, calibration=TEXT))
     say: Callable[..., None] = lambda text, part=None: told.append(text)  # noqa: E731
-    context = replace(CONTEXT, tell=say)
+    context = replace(CONTEXT, progress=say)
     optimization.apply(graph, optimization.check(graph, context), context)
     assert "calibrating on 32 samples, about" in told[0] and "GB of memory" in told[0]
     assert "took" in told[-1] and "(expected" in told[-1]

@@ -10,7 +10,7 @@ import torch
 
 from optkit.runtime.engine import Engine
 from optkit.runtime.scheduling.cost_model import CostModel, StepShape, step_shape
-from optkit.runtime.scheduling.policy import LEAST_CHUNK, LeastSlack, promised_ttft
+from optkit.runtime.scheduling.policy import MIN_CHUNK, LeastSlack, promised_ttft
 from optkit.runtime.scheduling.scheduler import SchedulerConfig
 from optkit.runtime.types import Batch, EngineOverload, EngineRequest, SamplingParams
 from tests.support.fakes import FakeRunner
@@ -140,7 +140,7 @@ def test_a_tpot_promise_cuts_the_chunks_while_somebody_decodes() -> None:
     policy = LeastSlack(cost, ttft_slo_ms=700, tpot_slo_ms=80)
     alone, beside = policy.chunk_limit(StepShape(), 0), policy.chunk_limit(StepShape(8, 8, 0.0), 0)
     assert 250 < alone < 350  # a quarter of 0.7 s
-    assert LEAST_CHUNK <= beside < 140
+    assert MIN_CHUNK <= beside < 140
 
 
 def test_priority_is_worth_one_promise() -> None:
