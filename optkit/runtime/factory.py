@@ -22,7 +22,7 @@ from optkit.lowering.lower import Executable
 from optkit.machine.target import present_target
 from optkit.recipe.engine_options import EngineOptions, engine_options
 from optkit.runtime.engine import Engine, RequestFailed
-from optkit.runtime.kv.offload import SlotStore, open_store
+from optkit.runtime.kv.offload import HostBlockStore, open_store
 from optkit.runtime.kv.pools import block_bytes, blocks_for_bytes
 from optkit.runtime.runner import ModelRunner
 from optkit.runtime.sampling.draft_model import DraftModel
@@ -128,7 +128,7 @@ def make_engine(
     model: Executable,
     config: SchedulerConfig,
     gpu: Device | None,
-    store: SlotStore | None,
+    store: HostBlockStore | None,
     guesses: Speculator | None,
     cost: CostModel,
     target: Target | None = None,
@@ -193,17 +193,17 @@ def num_blocks(model: Executable, options: EngineOptions) -> int:
 
 def offloading(
     config: SchedulerConfig, model: Executable, num_bytes: int, directory: str | None
-) -> tuple[SchedulerConfig, SlotStore]:
-    """``config`` with slots for evicted KV, and the store of them."""
+) -> tuple[SchedulerConfig, HostBlockStore]:
+    """``config`` with host blocks for evicted KV, and the store of them."""
     if not config.enable_prefix_caching:
         raise UserError(
             "it keeps what the prefix cache evicts, and that is off",
             where="kv_offload_bytes",
             fix="leave out --kv-offload-bytes, or --no-enable-prefix-caching",
         )
-    slot = block_bytes(model.kv_specs, config.block_size)
-    num_slots, store = open_store(num_bytes, slot, Path(directory) if directory else None)
-    return msgspec.structs.replace(config, num_offload_slots=num_slots), store
+    size = block_bytes(model.kv_specs, config.block_size)
+    num_host_blocks, store = open_store(num_bytes, size, Path(directory) if directory else None)
+    return msgspec.structs.replace(config, num_host_blocks=num_host_blocks), store
 
 
 def speculator(

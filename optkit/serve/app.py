@@ -30,15 +30,15 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-from optkit.serve.engine_api import Engine, ServeSettings
+from optkit.serve.engine_api import AsyncEngine, ServeSettings
 from optkit.serve.http.admission import Admission
-from optkit.serve.http.auth import Guard
+from optkit.serve.http.auth import AuthMiddleware
 from optkit.serve.http.errors import ApiError, internal_error
 from optkit.serve.http.json_body import read_json
 from optkit.serve.metrics import Metrics
 from optkit.serve.openai.prompts import PromptReader
 from optkit.serve.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest, parse_request
-from optkit.serve.openai.response import Reply, Service
+from optkit.serve.openai.response import AppState, GenerationResponse
 from optkit.serve.openai.schema import document
 from optkit.serve.shutdown import shutting_down
 from optkit.serve.tracing import Tracing
@@ -52,7 +52,7 @@ Body = TypeVar("Body", bound=GenerationRequest)
 
 
 def create_app(
-    engine: Engine, tokenizer: Tokenizer, settings: ServeSettings, tracing: Tracing | None = None
+    engine: AsyncEngine, tokenizer: Tokenizer, settings: ServeSettings, tracing: Tracing | None = None
 ) -> FastAPI:
     """The application in front of ``engine``.
 
@@ -65,27 +65,27 @@ def create_app(
     admission = Admission(
         settings.limits.max_num_seqs + settings.max_queue, metrics.rejections["max_queue"].inc
     )
-    service = Service(engine, prompts, metrics, admission, settings, tracing)
+    service = AppState(engine, prompts, metrics, admission, settings, tracing)
     app = FastAPI(title="optkit", version=VERSION, openapi_url=None, lifespan=_lifespan)
     app.state.service, app.state.draining = service, False
     _add_errors(app)
     _add_generation(app, service)
     _add_models(app, settings)
     _add_health(app, service)
-    app.add_middleware(Guard, settings=settings)
+    app.add_middleware(AuthMiddleware, settings=settings)
     return app
 
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     yield
-    service: Service = app.state.service
+    service: AppState = app.state.service
     service.prompts.close()
     if service.tracing:
         await asyncio.to_thread(service.tracing.close)
 
 
-def _add_generation(app: FastAPI, service: Service) -> None:
+def _add_generation(app: FastAPI, service: AppState) -> None:
     async def reply(http: Request, kind: type[Body]) -> Response:
         arrival = time.monotonic()
         if app.state.draining:
@@ -96,7 +96,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         request = parse_request(kind, data)
         service.check(request)
         parent = {name: http.headers[name] for name in TRACE_HEADERS if name in http.headers}
-        return Reply(service, request, arrival, http.state.tenant, parent)
+        return GenerationResponse(service, request, arrival, http.state.tenant, parent)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(http: Request) -> Response:
@@ -129,7 +129,7 @@ def _add_models(app: FastAPI, settings: ServeSettings) -> None:
         return JSONResponse(card(name))
 
 
-def _add_health(app: FastAPI, service: Service) -> None:
+def _add_health(app: FastAPI, service: AppState) -> None:
     def status(good: bool, word: str) -> JSONResponse:
         return JSONResponse({"status": word if good else f"not {word}"}, 200 if good else 503)
 

@@ -1,6 +1,6 @@
 """What the HTTP side needs to know about the engine, and the settings of a server.
 
-``Engine`` is the face of ``optkit.serve.supervisor.EngineSupervisor``; tests put a fake behind it.
+``AsyncEngine`` is the face of ``optkit.serve.supervisor.EngineSupervisor``; tests put a fake behind it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from optkit.runtime.scheduling.config import SchedulerConfig
 from optkit.runtime.types import EngineRequest, EngineStats, TokenOutput
 
 
-class Engine(Protocol):
+class AsyncEngine(Protocol):
     """An engine that can be asked for tokens."""
 
     @property

@@ -125,7 +125,7 @@ def cache_labels(info: EngineInfo) -> dict[str, str]:
     found = {
         "block_size": config.block_size,
         "num_gpu_blocks": config.num_blocks,
-        "num_cpu_blocks": config.num_offload_slots,
+        "num_cpu_blocks": config.num_host_blocks,
         "cache_dtype": plan.dtype,
         "enable_prefix_caching": config.enable_prefix_caching,
         "gpu_memory_utilization": info.gpu_memory_utilization,

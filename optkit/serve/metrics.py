@@ -129,9 +129,9 @@ class Metrics:
         """The exposition text."""
         return generate_latest(self.registry)
 
-    def sequence(self, request: EngineRequest, n: int = 1) -> SequenceMetrics:
+    def sequence(self, request: EngineRequest, n: int = 1) -> ChoiceMetrics:
         """Begin to observe one of ``n`` choices of a prompt; 0: the prompt is counted with another one."""
-        return SequenceMetrics(self, request, n)
+        return ChoiceMetrics(self, request, n)
 
     def _histogram(self, name: str, text: str, edges: Sequence[float]) -> Histogram:
         metric = Histogram(f"vllm:{name}", text, LABELS, buckets=edges, registry=self.registry)
@@ -151,7 +151,7 @@ class Metrics:
         return {reason: metric.labels(*self._values, reason) for reason in REJECTIONS}
 
 
-class SequenceMetrics:
+class ChoiceMetrics:
     """Observes one sequence; ``tokens`` for each engine output, then ``finish`` once."""
 
     def __init__(self, metrics: Metrics, request: EngineRequest, n: int) -> None:

@@ -7,7 +7,7 @@ engine down with it. Nobody can see from outside which of the sequences in fligh
 2. a suspect that comes again is on *trial*: it waits until no other suspect runs and an engine is ready, then runs
    until it has got past that point and is cleared;
 3. a suspect on trial that the engine had begun when it died again is *convicted*: refused, without a try, for
-   ``SENTENCE_SECONDS``.
+   ``BLOCK_SECONDS``.
 
 A request that the engine had not begun (``ENGINE_GONE``) is no evidence: it neither becomes a suspect nor is convicted.
 So a culprit costs two engines, and those that were only near it wait for each other once. Requests are told
@@ -32,7 +32,7 @@ from optkit.runtime.types import EngineRequest, FinishReason, TokenOutput
 log = logging.getLogger("optkit.serve")
 
 QUARANTINED = "the request ended the engine twice"
-SENTENCE_SECONDS = 600.0
+BLOCK_SECONDS = 600.0
 MAX_REMEMBERED = 4096  # requests; the oldest are forgotten
 
 V = TypeVar("V")
@@ -102,8 +102,8 @@ class Quarantine:
             self._suspects.remember(name, max(count, self._suspects.get(name, 0)))
             return
         self._suspects.pop(name, None)
-        self._convicts.remember(name, self._clock() + SENTENCE_SECONDS)
-        log.error("request %s ended the engine twice: refused for %.0f s", name.hex()[:12], SENTENCE_SECONDS)
+        self._convicts.remember(name, self._clock() + BLOCK_SECONDS)
+        log.error("request %s ended the engine twice: refused for %.0f s", name.hex()[:12], BLOCK_SECONDS)
 
 
 class Remembered(dict[bytes, V]):

@@ -30,12 +30,12 @@ log = logging.getLogger("optkit.serve")
 
 MAX_RESTARTS, WINDOW_SECONDS = 3, 300.0
 BACKOFF_SECONDS = 1.0  # before the second restart
-LOOK_SECONDS = 1.0  # between two looks at the engine
-STILL_SECONDS = 10.0  # without processor time, after which a silent process is taken for hung
+CHECK_SECONDS = 1.0  # between two looks at the engine
+HUNG_TIMEOUT_SECONDS = 10.0  # without processor time, after which a silent process is taken for hung
 
 
 class EngineSupervisor:
-    """``EngineClient`` after ``EngineClient``, behind the face of one (``optkit.serve.engine_api.Engine``).
+    """``EngineClient`` after ``EngineClient``, behind the face of one (``optkit.serve.engine_api.AsyncEngine``).
 
     Args:
         make_client: a client that has not been started; called again for each restart.
@@ -146,12 +146,12 @@ class EngineSupervisor:
         client, still_since, used = self._client, 0.0, -1.0
         dead = asyncio.create_task(client.wait_dead())
         try:
-            while not (await asyncio.wait([dead], timeout=LOOK_SECONDS))[0]:
+            while not (await asyncio.wait([dead], timeout=CHECK_SECONDS))[0]:
                 now, before = time.monotonic(), used
                 used = cpu_seconds(client.pid)
                 if not client.is_silent or used != before:
                     still_since = now
-                elif now - still_since > STILL_SECONDS:
+                elif now - still_since > HUNG_TIMEOUT_SECONDS:
                     log.error("no sign of life from the engine: ending it")
                     client.kill()
         finally:

@@ -32,7 +32,7 @@ EXPORT_SECONDS = 5
 
 
 @dataclass
-class Record:
+class RequestRecord:
     """What is known of a request when it is over.
 
     Attributes:
@@ -91,7 +91,7 @@ class Tracing:
         """Send what is left."""
         self._provider.shutdown()
 
-    def record(self, done: Record) -> None:
+    def record(self, done: RequestRecord) -> None:
         """The span of a request that has just ended."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
@@ -113,7 +113,7 @@ class Tracing:
         span.end(now_ns)
 
 
-def attributes(done: Record, now: float) -> dict[str, Any]:
+def attributes(done: RequestRecord, now: float) -> dict[str, Any]:
     """Those of the semantic conventions 1.37, vLLM's latencies, and the pieces of the time to first token."""
     found = {
         "gen_ai.operation.name": done.operation,

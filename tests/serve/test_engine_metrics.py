@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from optkit.runtime.info import EngineInfo
-from optkit.runtime.overlap import AheadScheduler
+from optkit.runtime.overlap import OverlapScheduler
 from optkit.runtime.scheduling.scheduler import SchedulerConfig
 from optkit.runtime.types import EngineRequest, SamplingParams
 from tests.support.fakes import fake_engine
@@ -128,10 +128,10 @@ def test_preempted_sequence_whose_token_is_on_its_way_is_deferred() -> None:
     config = SchedulerConfig(
         max_num_seqs=2, max_num_batched_tokens=64, max_model_len=64, block_size=4, num_blocks=32
     )
-    scheduler = AheadScheduler(config)
+    scheduler = OverlapScheduler(config)
     scheduler.add(request("a"))
     scheduler.add(request("b"))
-    scheduler.promise(scheduler.schedule())
+    scheduler.advance(scheduler.schedule())
     scheduler.preempt(scheduler.running[-1])
     stats = scheduler.stats()
     assert (stats.num_waiting, stats.num_deferred) == (1, 1)
@@ -167,7 +167,7 @@ def cache_config(engine: Any) -> dict[str, str]:
 
 
 def test_cache_config_has_vllm_s_labels() -> None:
-    engine = SteppedEngine(num_blocks=96, block_size=8, num_offload_slots=0)
+    engine = SteppedEngine(num_blocks=96, block_size=8, num_host_blocks=0)
     assert cache_config(engine) == {
         "engine": "0",
         "block_size": "8",
@@ -186,7 +186,7 @@ def test_cache_config_follows_the_engine() -> None:
     engine.engine.memory_share = 0.9
     labels = cache_config(engine)
     assert (labels["enable_prefix_caching"], labels["gpu_memory_utilization"]) == ("False", "0.9")
-    assert cache_config(SteppedEngine(num_offload_slots=7))["num_cpu_blocks"] == "7"
+    assert cache_config(SteppedEngine(num_host_blocks=7))["num_cpu_blocks"] == "7"
 
 
 @pytest.mark.parametrize("known", [None, fake_engine().info()])

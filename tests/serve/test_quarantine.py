@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from optkit.runtime.process.client import ENGINE_DIED, ENGINE_GONE
 from optkit.runtime.types import EngineRequest, FinishReason, SamplingParams, TokenOutput
 from optkit.serve import quarantine
-from optkit.serve.quarantine import QUARANTINED, SENTENCE_SECONDS, Quarantine, Remembered
+from optkit.serve.quarantine import BLOCK_SECONDS, QUARANTINED, Quarantine, Remembered
 from tests.serve.test_lifecycle import wait_ready
 from tests.support.live import PATIENCE, SCRIPT, LiveServer
 
@@ -75,7 +75,7 @@ def test_the_culprit_is_found_and_the_others_are_cleared() -> None:
     assert again == [None] * DEADLY + [ENGINE_DIED]
     assert engine.deaths == 2
     assert ends(guard, engine, *crowd) == [None] * DEADLY + [QUARANTINED]
-    now[0] = SENTENCE_SECONDS + 1
+    now[0] = BLOCK_SECONDS + 1
     assert ends(guard, engine, request(DEADLY)) == [ENGINE_DIED]  # another chance, and suspect again
 
 

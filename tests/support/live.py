@@ -96,7 +96,7 @@ def main() -> int:
     work = json.loads(sys.argv[1])
     if work["log"]:
         logs.configure()
-    supervisor.MAX_RESTARTS, supervisor.STILL_SECONDS = work["max_restarts"], 1.0
+    supervisor.MAX_RESTARTS, supervisor.HUNG_TIMEOUT_SECONDS = work["max_restarts"], 1.0
     break_detokenizer(work["mute_token"])
     artifact: Any = SimpleNamespace(directory=Path(work["directory"]), name="tiny")
 

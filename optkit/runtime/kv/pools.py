@@ -62,7 +62,7 @@ def dtype_label(specs: Sequence[KVSpec]) -> str:
 def memory_plan(
     num_blocks: int, block_size: int, num_bytes: int, sequence_length: int, dtype: str
 ) -> MemoryPlan:
-    """How many sequences of ``sequence_length`` tokens a pool of ``num_blocks`` blocks holds at once."""
+    """How many requests of ``sequence_length`` tokens a pool of ``num_blocks`` blocks holds at once."""
     return MemoryPlan(
         num_blocks=num_blocks,
         num_tokens=num_blocks * block_size,

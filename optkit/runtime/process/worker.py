@@ -26,8 +26,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING
 
@@ -86,7 +85,7 @@ class Worker:
         send(self.sock, message)
         self._last_sent = time.monotonic()
 
-    def _announce(self, request_ids: Seq[str]) -> None:
+    def _announce(self, request_ids: Sequence[str]) -> None:
         self._post(ipc.Begun(tuple(request_ids)))
 
     def _departed(self) -> AbstractSet[str]:

@@ -18,14 +18,14 @@ class SchedulerConfig(SchedulingOptions, frozen=True, kw_only=True, forbid_unkno
         num_blocks: blocks of the KV pool.
         prefill_target_tokens: a step with so many prompt tokens takes no further prompt. About where the machine's
             matrix products reach full speed; 0 is ``max_num_batched_tokens``.
-        num_offload_slots: blocks that the offload store holds; needs the prefix cache.
+        num_host_blocks: blocks that the offload store holds; needs the prefix cache.
         form_limits: the most tokens of each variant of the layers but the last; empty for layers with one variant.
     """
 
     max_model_len: int
     num_blocks: int
     prefill_target_tokens: int = 0
-    num_offload_slots: int = 0
+    num_host_blocks: int = 0
     form_limits: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -41,9 +41,9 @@ class SchedulerConfig(SchedulingOptions, frozen=True, kw_only=True, forbid_unkno
             raise ValueError(
                 f"scheduling_policy must be one of {', '.join(POLICIES)}, not {self.scheduling_policy!r}"
             )
-        if self.num_offload_slots and not self.enable_prefix_caching:
+        if self.num_host_blocks and not self.enable_prefix_caching:
             raise ValueError(
-                "num_offload_slots needs enable_prefix_caching: it keeps what the prefix cache evicts"
+                "num_host_blocks needs enable_prefix_caching: it keeps what the prefix cache evicts"
             )
         if self.enforce_ttft_slo and not self.ttft_slo_ms:
             raise ValueError("enforce_ttft_slo needs a ttft_slo_ms")

@@ -1,14 +1,14 @@
 """Scheduling policies: who goes first, and how much prefill a step takes.
 
-A policy gives every sequence a *rank* on arrival, and ranks never change. That is what rules out starvation: each
-policy below lets only a bounded number of later arrivals have a smaller rank, and the sequence of the smallest rank
+A policy gives every request a *rank* on arrival, and ranks never change. That is what rules out starvation: each
+policy below lets only a bounded number of later arrivals have a smaller rank, and the request of the smallest rank
 always advances.
 
 ``fcfs``
     First come, first served. A step takes as much of one prompt as ``max_num_batched_tokens`` allows.
 
 ``slo``
-    Least slack first. A sequence's deadline is its arrival plus the promised time to first token, or, where that
+    Least slack first. A request's deadline is its arrival plus the promised time to first token, or, where that
     cannot be kept (a long prompt), plus ``STRETCH`` times what its prefill takes alone. Its rank is the latest moment
     at which its prefill can start: so short prompts overtake a long one, but only as long as it can wait. A unit of
     ``priority`` is worth one promised TTFT. The chunk of prefill in a step is bounded by *time*: it may not stretch
@@ -21,7 +21,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from optkit.runtime.scheduling.config import SchedulerConfig
-from optkit.runtime.scheduling.cost_model import CostModel, StepShape
+from optkit.runtime.scheduling.cost_model import CostModel, StepWork
 from optkit.runtime.types import EngineRequest
 
 STRETCH = 3.0
@@ -42,7 +42,7 @@ class SchedulingPolicy(Protocol):
         """Smaller goes first. ``num_prefill`` tokens of the prompt have to be computed."""
         ...
 
-    def chunk_limit(self, decodes: StepShape, context: int) -> int:
+    def chunk_limit(self, decodes: StepWork, context: int) -> int:
         """Most tokens of a prompt, ``context`` of which are computed, in a step that also does ``decodes``."""
         ...
 
@@ -53,7 +53,7 @@ class Fcfs:
     def rank(self, request: EngineRequest, num_prefill: int) -> float:
         return 0.0
 
-    def chunk_limit(self, decodes: StepShape, context: int) -> int:
+    def chunk_limit(self, decodes: StepWork, context: int) -> int:
         return 1 << 30
 
 
@@ -70,7 +70,7 @@ class LeastSlack:
         slack = promised_ttft(self.ttft, work) - work
         return request.arrival + slack + request.priority * (self.ttft or 1.0)
 
-    def chunk_limit(self, decodes: StepShape, context: int) -> int:
+    def chunk_limit(self, decodes: StepWork, context: int) -> int:
         longest = self.ttft * STEP_SHARE or DEFAULT_STEP_SECONDS
         if decodes.tokens and self.tpot:
             longest = min(longest, self.tpot)

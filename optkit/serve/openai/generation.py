@@ -23,9 +23,9 @@ from optkit.runtime.types import (
     TokenLogprob,
     TokenOutput,
 )
-from optkit.serve.engine_api import Engine
+from optkit.serve.engine_api import AsyncEngine
 from optkit.serve.http.errors import ApiError, internal_error
-from optkit.serve.metrics import Metrics, SequenceMetrics
+from optkit.serve.metrics import ChoiceMetrics, Metrics
 from optkit.serve.quarantine import QUARANTINED
 from optkit.text.detokenizer import StopStrings
 from optkit.text.tokenizer import Tokenizer
@@ -46,7 +46,7 @@ class Delta(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Work:
+class ChoiceJob:
     """One choice to generate, and what its text needs beyond the engine's request.
 
     Attributes:
@@ -72,7 +72,7 @@ class Work:
 
 
 async def generate_text(
-    engine: Engine, tokenizer: Tokenizer, metrics: Metrics, work: Work
+    engine: AsyncEngine, tokenizer: Tokenizer, metrics: Metrics, work: ChoiceJob
 ) -> AsyncGenerator[Delta, None]:
     """Deltas until one has a ``finish_reason``; outputs without new text are held until there is some, or the end.
 
@@ -82,7 +82,7 @@ async def generate_text(
     """
     request = work.request
     observed = metrics.sequence(request, work.n)
-    choice = _Choice(tokenizer, work)
+    choice = ChoiceStream(tokenizer, work)
     reason = FinishReason.ABORT
     try:
         async with aclosing(cast(AsyncGenerator[TokenOutput, None], engine.generate(request))) as outputs:
@@ -102,10 +102,10 @@ async def generate_text(
         observed.finish(reason)
 
 
-class _Choice:
+class ChoiceStream:
     """One choice as it grows: detokenizer, stop strings, echo, and logprobs that wait for their text."""
 
-    def __init__(self, tokenizer: Tokenizer, work: Work) -> None:
+    def __init__(self, tokenizer: Tokenizer, work: ChoiceJob) -> None:
         self._work, self._min_tokens = work, work.request.sampling.min_tokens
         self._detokenizer = tokenizer.detokenizer(work.skip_special)
         self._stops = StopStrings(work.stops, work.keep_stop)
@@ -115,7 +115,7 @@ class _Choice:
         if work.request.sampling.prompt_logprobs is not None:
             self._logprobs.append(TokenLogprob(work.request.prompt_ids[0], None))
 
-    def push(self, output: TokenOutput, observed: SequenceMetrics) -> Delta | None:
+    def push(self, output: TokenOutput, observed: ChoiceMetrics) -> Delta | None:
         """What ``output`` makes of the choice; None when there is nothing to show yet."""
         observed.num_preemptions = output.num_preemptions
         _raise_failure(output)

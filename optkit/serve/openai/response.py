@@ -1,7 +1,7 @@
 """The HTTP answer to a generation request, from admission to the last byte.
 
-The whole life of a request is one ``Reply``: take slots, tokenize, generate, write, give the slots back. It
-runs beside a task that listens for the client's disconnect; when the client goes, the work is cancelled at
+The whole life of a request is one ``GenerationResponse``: take permits, tokenize, generate, write, give the permits
+back. It runs beside a task that listens for the client's disconnect; when the client goes, the work is cancelled at
 whatever point it has reached, and cancelling it aborts the sequences in the engine.
 
 The status line of a stream waits for the first token. So an engine that fails before it answers 500, which
@@ -24,17 +24,17 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from optkit.runtime.types import EngineRequest
-from optkit.serve.engine_api import Engine, ServeSettings
+from optkit.serve.engine_api import AsyncEngine, ServeSettings
 from optkit.serve.http.admission import Admission
 from optkit.serve.http.errors import ApiError, internal_error
 from optkit.serve.metrics import Metrics
-from optkit.serve.openai.generation import TTFT_UNREACHABLE, Delta, Work, collect, generate_text, merge
+from optkit.serve.openai.generation import TTFT_UNREACHABLE, ChoiceJob, Delta, collect, generate_text, merge
 from optkit.serve.openai.logprobs import ChatLogprobs, CompletionLogprobs, LogprobFormat
 from optkit.serve.openai.prompts import Prompt, PromptReader
 from optkit.serve.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
-from optkit.serve.openai.stream import ChunkWriter, ReplyForm, ReplyHead, error_event, whole_reply
-from optkit.serve.shutdown import LAST_WORDS_SECONDS, RequestsInFlight, shutting_down
-from optkit.serve.tracing import Record, Tracing
+from optkit.serve.openai.stream import ChunkWriter, ResponseHead, ResponseParts, error_event, whole_response
+from optkit.serve.shutdown import FINAL_ERROR_TIMEOUT_SECONDS, RequestsInFlight, shutting_down
+from optkit.serve.tracing import RequestRecord, Tracing
 
 log = logging.getLogger("optkit.serve")
 
@@ -46,10 +46,10 @@ STREAM_HEADERS = [
 
 
 @dataclass(frozen=True)
-class Service:
+class AppState:
     """The parts that answering a request takes."""
 
-    engine: Engine
+    engine: AsyncEngine
     prompts: PromptReader
     metrics: Metrics
     admission: Admission
@@ -76,7 +76,7 @@ class Service:
             )
 
 
-class Reply(Response):
+class GenerationResponse(Response):
     """Answers ``request``, which arrived at ``arrival`` (``time.monotonic()``).
 
     ``tenant`` names the key it came with; requests of different tenants share no cached KV. ``parent`` are the headers
@@ -85,7 +85,7 @@ class Reply(Response):
 
     def __init__(
         self,
-        service: Service,
+        service: AppState,
         request: GenerationRequest,
         arrival: float,
         tenant: str = "",
@@ -98,8 +98,8 @@ class Reply(Response):
         self._engine_name = uuid.uuid4().hex  # clients may use a request_id twice
         name = ("chatcmpl-" if self._is_chat else "cmpl-") + (request.request_id or self._engine_name)
         model = service.settings.model_names[0] if request.model is None else request.model
-        self._head = ReplyHead(name, int(time.time()), model, self._is_chat)
-        self._record = Record(
+        self._head = ResponseHead(name, int(time.time()), model, self._is_chat)
+        self._record = RequestRecord(
             operation="chat" if self._is_chat else "text_completion",
             reply_id=name,
             model=model,
@@ -125,7 +125,7 @@ class Reply(Response):
 
     async def _answer(self, send: Send) -> None:
         """The answer, or how it failed, and the line in the log that says so."""
-        wire, outcome = _Wire(send), "ok"
+        wire, outcome = SSEWriter(send), "ok"
         try:
             async with self._service.requests.limit(self._deadline()):
                 await self._generate_and_send(wire)
@@ -180,14 +180,14 @@ class Reply(Response):
             event |= {name: round(value, 4) for name, value in msgspec.structs.asdict(done.first).items()}
         log.info("request", extra={"event": event})
 
-    async def _generate_and_send(self, wire: _Wire) -> None:
+    async def _generate_and_send(self, wire: SSEWriter) -> None:
         request = self._request
         count = len(request.prompt) if isinstance(request, CompletionRequest) else 1
-        with self._service.admission.slots(count * request.num_choices):
+        with self._service.admission.permits(count * request.num_choices):
             prompts = await self._service.prompts.read(request)
             works = [work for at, prompt in enumerate(prompts) for work in self._works(at, prompt)]
             deltas = self._observed(merge([self._generate(work) for work in works]), len(works))
-            form = ReplyForm(
+            form = ResponseParts(
                 prompts=[prompt.ids for prompt in prompts],
                 formats=[self._logprob_format() for _ in works],
                 show_ids=bool(request.return_token_ids),
@@ -196,7 +196,7 @@ class Reply(Response):
             self._record.num_prompt = sum(len(prompt.ids) for prompt in prompts)
             await (self._stream if request.stream else self._whole)(deltas, form, wire)
 
-    def _works(self, at: int, prompt: Prompt) -> Iterator[Work]:
+    def _works(self, at: int, prompt: Prompt) -> Iterator[ChoiceJob]:
         """The ``n`` choices of the prompt number ``at``."""
         prompts, request = self._service.prompts, self._request
         budget, n = prompts.token_budget(request, len(prompt.ids)), request.num_choices
@@ -210,7 +210,7 @@ class Reply(Response):
                 priority=request.priority or 0,
                 cache_salt=f"{self._tenant}:{request.cache_salt or ''}",
             )
-            yield Work(
+            yield ChoiceJob(
                 index=index,
                 request=engine_request,
                 stops=request.stop,
@@ -228,7 +228,7 @@ class Reply(Response):
         texts, as_ids = self._service.prompts.tokenizer.token_texts, self._request.return_tokens_as_token_ids
         return (ChatLogprobs if self._is_chat else CompletionLogprobs)(texts, bool(as_ids))
 
-    def _generate(self, work: Work) -> AsyncGenerator[Delta, None]:
+    def _generate(self, work: ChoiceJob) -> AsyncGenerator[Delta, None]:
         service = self._service
         return generate_text(service.engine, service.prompts.tokenizer, service.metrics, work)
 
@@ -247,11 +247,13 @@ class Reply(Response):
                     done.finish_reasons = tuple(reasons)
                 yield delta
 
-    async def _whole(self, deltas: AsyncGenerator[Delta, None], form: ReplyForm, wire: _Wire) -> None:
+    async def _whole(self, deltas: AsyncGenerator[Delta, None], form: ResponseParts, wire: SSEWriter) -> None:
         answers = await collect(deltas, len(form.formats))
-        await wire.whole(whole_reply(self._head, form, answers))
+        await wire.whole(whole_response(self._head, form, answers))
 
-    async def _stream(self, deltas: AsyncGenerator[Delta, None], form: ReplyForm, wire: _Wire) -> None:
+    async def _stream(
+        self, deltas: AsyncGenerator[Delta, None], form: ResponseParts, wire: SSEWriter
+    ) -> None:
         options = self._request.stream_options
         usage = options is not None and options.include_usage
         continuous = options is not None and options.continuous_usage_stats
@@ -262,7 +264,7 @@ class Reply(Response):
         await wire.event(writer.last(), more=False)
 
 
-class _Wire:
+class SSEWriter:
     """The way back to the client: one JSON body, or events of which the first takes the response head with it."""
 
     def __init__(self, send: Send) -> None:
@@ -284,7 +286,7 @@ class _Wire:
         """End a stream with ``error``; a client that does not read must not hold up the end."""
         if self._streams:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LAST_WORDS_SECONDS):
+                async with asyncio.timeout(FINAL_ERROR_TIMEOUT_SECONDS):
                     await self.event(error_event(error), more=False)
 
 

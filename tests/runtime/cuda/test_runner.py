@@ -24,7 +24,7 @@ from optkit.runtime.cuda.layout import Layout, StepShape
 from optkit.runtime.cuda.runner import GraphRunner
 from optkit.runtime.cuda.start import gpu_engine, kv_cache_bytes, largest_step, sized
 from optkit.runtime.engine import Engine
-from optkit.runtime.overlap import AheadEngine
+from optkit.runtime.overlap import OverlapEngine
 from optkit.runtime.runner import ModelRunner
 from optkit.runtime.scheduling.scheduler import SchedulerConfig
 from optkit.runtime.types import SamplingParams
@@ -67,17 +67,17 @@ class Recorder(HostDevice):
         return Spoiling()
 
 
-def ahead_engine(config: SchedulerConfig, buckets: Buckets, device: HostDevice) -> AheadEngine:
+def ahead_engine(config: SchedulerConfig, buckets: Buckets, device: HostDevice) -> OverlapEngine:
     """An engine with graphs of its own, without measuring which pay."""
     runner = GraphRunner(model(), config.num_blocks, config.block_size, device, largest_step(config))
     runner.capture(buckets)
-    return AheadEngine(runner, config)
+    return OverlapEngine(runner, config)
 
 
-def engines(config: SchedulerConfig = CONFIG) -> tuple[Engine, AheadEngine]:
+def engines(config: SchedulerConfig = CONFIG) -> tuple[Engine, OverlapEngine]:
     plain = Engine(ModelRunner(model(), config.num_blocks, config.block_size), config)
     ahead = gpu_engine(model(), config, Recorder())
-    assert isinstance(ahead, AheadEngine)
+    assert isinstance(ahead, OverlapEngine)
     return plain, ahead
 
 
@@ -235,7 +235,7 @@ def test_a_loaded_engine_takes_what_the_gpu_has_left_unless_told() -> None:
     assert with_kv_bytes(model(), given, gpu) is given
     config = scheduler_config(model(), given)
     engine = make_engine(model(), config, gpu, None, None, CostModel())
-    assert isinstance(engine, AheadEngine)
+    assert isinstance(engine, OverlapEngine)
     plain = Engine(ModelRunner(model(), config.num_blocks, config.block_size), config)
     assert engine.generate(prompts(3), GREEDY) == plain.generate(prompts(3), GREEDY)
 
@@ -268,6 +268,6 @@ def test_whole_prompts_have_graphs_of_their_own() -> None:
     chunks = chunk_sizes(config.max_num_batched_tokens)
     runner.capture(Buckets((1,), chunks, 1, runner.largest.blocks))
     assert runner.num_captures == 2 + 2 * len(chunks)  # with and without filters; whole prompts and others
-    ahead = AheadEngine(runner, config)
+    ahead = OverlapEngine(runner, config)
     assert ahead.generate(prompts(6), GREEDY) == plain.generate(prompts(6), GREEDY)
     assert believing.believed > 0 and believing.wondered == 0 and runner.num_eager == 0

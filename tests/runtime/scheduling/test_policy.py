@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from optkit.runtime.engine import Engine
-from optkit.runtime.scheduling.cost_model import CostModel, StepShape, step_shape
+from optkit.runtime.scheduling.cost_model import CostModel, StepWork, step_work
 from optkit.runtime.scheduling.policy import MIN_CHUNK, LeastSlack, promised_ttft
 from optkit.runtime.scheduling.scheduler import SchedulerConfig
 from optkit.runtime.types import Batch, EngineOverload, EngineRequest, SamplingParams
@@ -34,7 +34,7 @@ class TimedRunner(FakeRunner):
         self.clock, self.noise = clock, np.random.default_rng(3)
 
     def execute(self, batch: Batch) -> torch.Tensor:
-        shape = step_shape(batch.items)
+        shape = step_work(batch.items)
         seconds = 6e-3 + 5.5e-4 * shape.tokens + 4e-4 * shape.rows + 6e-8 * shape.pairs
         self.clock.now += seconds * (1 + 0.05 * self.noise.uniform(-1, 1))
         return torch.zeros(shape.rows, self.vocab_size)
@@ -136,9 +136,9 @@ def test_enforcing_the_promise_refuses_early_and_keeps_it_for_the_rest() -> None
 def test_a_tpot_promise_cuts_the_chunks_while_somebody_decodes() -> None:
     cost = CostModel()
     for tokens in (1, 4, 64, 256, 512) * 4:
-        cost.observe(StepShape(tokens, 1, 0.0), 6e-3 + 5.5e-4 * tokens)
+        cost.observe(StepWork(tokens, 1, 0.0), 6e-3 + 5.5e-4 * tokens)
     policy = LeastSlack(cost, ttft_slo_ms=700, tpot_slo_ms=80)
-    alone, beside = policy.chunk_limit(StepShape(), 0), policy.chunk_limit(StepShape(8, 8, 0.0), 0)
+    alone, beside = policy.chunk_limit(StepWork(), 0), policy.chunk_limit(StepWork(8, 8, 0.0), 0)
     assert 250 < alone < 350  # a quarter of 0.7 s
     assert MIN_CHUNK <= beside < 140
 
