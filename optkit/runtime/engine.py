@@ -165,13 +165,10 @@ class Engine:
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request; ``EngineRefusal`` if it can never be served."""
-        wrong = [
-            t
-            for t in request.prompt_ids + request.sampling.named_tokens
-            if not 0 <= t < self.runner.vocab_size
-        ]
-        if wrong:
-            raise EngineRefusal(f"token {wrong[0]} is not in the vocabulary of {self.runner.vocab_size}")
+        size, ids = self.runner.vocab_size, request.prompt_ids + request.sampling.named_tokens
+        if ids and not (min(ids) >= 0 and max(ids) < size):
+            wrong = next(token for token in ids if not 0 <= token < size)
+            raise EngineRefusal(f"token {wrong} is not in the vocabulary of {size}")
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> TokenOutput | None:

@@ -66,7 +66,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return self.stop_token_ids + self.allowed_token_ids + tuple(token for token, _ in self.logit_bias)
 
 
-class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     """One request to generate, as the API process hands it to the engine.
 
     Attributes:
@@ -157,7 +157,7 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
         return self.token_ids if self.stop_token is None else (*self.token_ids, self.stop_token)
 
 
-class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """Gauges and counters of the engine after a step, for /metrics. Tokens, blocks, requests.
 
     ``num_deferred`` of those that wait could not be computed even if there were room. ``step_sizes`` are the counts of

@@ -165,7 +165,7 @@ class _Server:
             proxy_headers=False,
             ws="none",
         )
-        requests = app.state.service.requests
+        requests = app.state.parts.requests
         self._uvicorn = DrainingServer(config, requests, self._options.shutdown_timeout)
         watch = asyncio.create_task(self._watch())
         ready = asyncio.create_task(self._announce_ready(info))

@@ -48,8 +48,8 @@ class EngineSupervisor:
 
     def __init__(self, make_client: Callable[[], EngineClient]) -> None:
         self._make_client = make_client
-        self._client = make_client()
         self._quarantine = Quarantine(self._until_settled)
+        self._client = self._new_client()
         self._crashes: deque[float] = deque()
         self._watch: asyncio.Task[None] | None = None
         self._settled = asyncio.Event()  # set for a moment after each attempt to restart
@@ -63,7 +63,16 @@ class EngineSupervisor:
         return info
 
     def generate(self, request: EngineRequest) -> AsyncIterator[TokenOutput]:
-        return self._quarantine.generate(request, lambda asked: self._client.generate(asked))
+        return self._quarantine.generate(request, self._ask)
+
+    def _ask(self, request: EngineRequest) -> AsyncIterator[TokenOutput]:
+        """The outputs of the engine that is there now."""
+        return self._client.generate(request)
+
+    def _new_client(self) -> EngineClient:
+        client = self._make_client()
+        client.on_death = self._quarantine.record_death
+        return client
 
     async def reset_prefix_cache(self) -> None:
         await self._client.reset_prefix_cache()
@@ -171,7 +180,7 @@ class EngineSupervisor:
     async def _restart(self) -> None:
         """Start a new engine; one that does not come up counts as dead."""
         await self._client.stop()
-        self._client = self._make_client()
+        self._client = self._new_client()
         start = time.monotonic()
         try:
             await self._client.start()

@@ -56,6 +56,23 @@ class RequestRecord:
     first_at: float | None = None
     first: FirstToken | None = None
     outcome: str = "ok"
+    _tokens: list[int] = field(default_factory=list)  # of each choice so far
+    _reasons: list[str] = field(default_factory=list)
+
+    def expect(self, num_choices: int) -> None:
+        """Prepare for the deltas of so many choices."""
+        self._tokens, self._reasons = [0] * num_choices, [""] * num_choices
+
+    def observe(self, choice: int, num_tokens: int, finish_reason: str, first: FirstToken | None) -> None:
+        """Count a delta: ``num_tokens`` are those of ``choice`` so far."""
+        self.first_at = self.first_at or time.monotonic()
+        if choice == 0:
+            self.first = self.first or first
+        self.num_output += num_tokens - self._tokens[choice]
+        self._tokens[choice] = num_tokens
+        if finish_reason:
+            self._reasons[choice] = finish_reason
+            self.finish_reasons = tuple(self._reasons)
 
 
 class Tracing:

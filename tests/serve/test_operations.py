@@ -48,7 +48,7 @@ def test_a_request_that_takes_too_long_ends_with_an_error(stream: bool) -> None:
         error = answer.text
         assert answer.status_code == 504
     assert json.loads(error)["error"]["code"] == "request_timeout"
-    assert engine.aborted and app.state.service.admission.used == 0
+    assert engine.aborted and app.state.parts.admission.used == 0
 
 
 def test_a_request_that_waits_too_long_is_504_before_its_first_token() -> None:

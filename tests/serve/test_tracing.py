@@ -108,5 +108,5 @@ def test_without_the_packages_or_with_nonsense_the_start_is_refused(monkeypatch:
 
 
 def test_by_default_nothing_is_traced() -> None:
-    assert tiny_app().state.service.tracing is None
+    assert tiny_app().state.parts.tracing is None
     assert json.loads(call(tiny_app(), "POST", CHAT, json=HELLO).text)["choices"]

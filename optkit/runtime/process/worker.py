@@ -37,7 +37,7 @@ from optkit.machine import logs
 from optkit.recipe.engine_options import EngineOptions
 from optkit.runtime.info import EngineInfo
 from optkit.runtime.process import ipc
-from optkit.runtime.types import EngineOverload, EngineRefusal, FinishReason, TokenOutput
+from optkit.runtime.types import EngineOverload, EngineRefusal, EngineRequest, FinishReason, TokenOutput
 
 if TYPE_CHECKING:
     from optkit.runtime.engine import Engine
@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 FACTORY_PREFIXES = ("optkit.", "tests.")
 HEARTBEAT_SECONDS = 1.0
+STATS_SECONDS = 0.1  # between two messages with gauges while no request begins or ends
 RECEIVE_BYTES = 1 << 18
 PR_SET_PDEATHSIG = 1
 
@@ -66,7 +67,7 @@ class Worker:
         self._outputs: list[TokenOutput] = []  # answers that need no step: refusals, aborts
         self._inbox: deque[ipc.ToWorker] = deque()  # messages that were read and not handled yet
         self._aborted: set[str] = set()  # requests with an ``Abort`` in the inbox
-        self._last_sent = time.monotonic()
+        self._last_sent, self._stats_sent = time.monotonic(), 0.0
         engine.departed = self._departed
         engine.scheduler.announce = self._announce
 
@@ -81,8 +82,8 @@ class Worker:
             else:
                 self._post(ipc.Heartbeat())
 
-    def _post(self, message: ipc.FromWorker) -> None:
-        send(self.sock, message)
+    def _post(self, *messages: ipc.FromWorker) -> None:
+        send(self.sock, *messages)
         self._last_sent = time.monotonic()
 
     def _announce(self, request_ids: Sequence[str]) -> None:
@@ -102,9 +103,20 @@ class Worker:
         return self._aborted
 
     def _send(self, outputs: list[TokenOutput]) -> None:
-        message = ipc.Step(outputs=(*self._outputs, *outputs), stats=self.engine.stats())
+        """Send the outputs of a step, and before them the gauges when they are due."""
+        message = (*self._outputs, *outputs)
         self._outputs.clear()
-        self._post(message)
+        if self._stats_due(message):
+            self._stats_sent = time.monotonic()
+            self._post(self.engine.stats(), message)
+        else:
+            self._post(message)
+
+    def _stats_due(self, outputs: ipc.Outputs) -> bool:
+        """True when a request has begun or ended in this step, or the last gauges are ``STATS_SECONDS`` old."""
+        if any(output.finish_reason or output.first for output in outputs) or not self.engine.has_work:
+            return True
+        return time.monotonic() - self._stats_sent >= STATS_SECONDS
 
     def _receive(self, timeout: float) -> None:
         """Handle what has arrived; wait up to ``timeout`` seconds for something to arrive."""
@@ -130,7 +142,7 @@ class Worker:
                 self._outputs += [output] if output else []
             case ipc.ResetPrefixCache():
                 self.engine.reset_prefix_cache()
-            case ipc.Add(request):
+            case EngineRequest() as request:
                 try:
                     self.engine.add_request(request)
                 except EngineOverload as refusal:
@@ -165,9 +177,10 @@ def receive(sock: socket.socket) -> bytes:
     return data
 
 
-def send(sock: socket.socket, message: ipc.FromWorker) -> None:
+def send(sock: socket.socket, *messages: ipc.FromWorker) -> None:
+    """Write ``messages`` in one piece; ParentGone if nobody reads."""
     try:
-        sock.sendall(ipc.frame(message))
+        sock.sendall(b"".join(map(ipc.frame, messages)))
     except ConnectionError:
         raise ParentGone from None
 

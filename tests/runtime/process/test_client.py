@@ -261,7 +261,7 @@ def test_stop_interrupts_a_step_that_hangs() -> None:
 def test_the_worker_leaves_in_the_middle_of_its_work(farewell: bytes) -> None:
     """On order, or when the pipe closes."""
     ours, theirs = socket.socketpair()
-    ours.sendall(ipc.frame(ipc.Add(request("r", [1], max_tokens=60))) + farewell)
+    ours.sendall(ipc.frame(request("r", [1], max_tokens=60)) + farewell)
     ours.close()
     with theirs, pytest.raises(ParentGone):
         Worker(fake_engine(), theirs).serve()
@@ -274,7 +274,7 @@ def test_the_worker_leaves_in_the_middle_of_a_step(farewell: bytes, tmp_path: Pa
     ours, theirs = socket.socketpair()
     with theirs, ThreadPoolExecutor() as pool:
         serving = pool.submit(Worker(engine, theirs).serve)
-        ours.sendall(ipc.frame(ipc.Add(request("r", [1]))))
+        ours.sendall(ipc.frame(request("r", [1])))
         asyncio.run(eventually((tmp_path / "never.begun").exists))
         ours.sendall(farewell)
         ours.close()
@@ -289,7 +289,7 @@ def test_a_worker_in_a_long_step_shows_that_it_makes_progress(
     ours, theirs = socket.socketpair()
     with theirs, ThreadPoolExecutor() as pool:
         serving = pool.submit(Worker(engine, theirs).serve)
-        ours.sendall(ipc.frame(ipc.Add(request("r", [1]))))
+        ours.sendall(ipc.frame(request("r", [1])))
         asyncio.run(eventually((tmp_path / "end.begun").exists))
         beats = ipc.frame(ipc.Begun(("r",))) + 3 * ipc.frame(ipc.Heartbeat())
         received = ours.recv(4096)
@@ -364,7 +364,7 @@ def test_the_worker_dies_with_its_parent(load_delay: float) -> None:
 
 @given(st.lists(st.integers(1, 40)), st.lists(st.integers(0, 99), min_size=1, max_size=5))
 def test_frames_survive_any_cut(cuts: list[int], prompts: list[int]) -> None:
-    messages: list[ipc.ToWorker] = [ipc.Add(request(f"r{i}", [i] * 9)) for i in prompts]
+    messages: list[ipc.ToWorker] = [request(f"r{i}", [i] * 9) for i in prompts]
     messages += [ipc.Abort("r"), ipc.Shutdown()]
     data = b"".join(ipc.frame(message) for message in messages)
     reader, received = ipc.FrameReader(), []
