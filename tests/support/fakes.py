@@ -177,7 +177,7 @@ def inject(engine: Engine, token: int, place: str) -> None:
 
     def broken(*args: Any) -> Any:
         for arg in args:
-            request = getattr(arg, "request", arg)
+            request = getattr(arg, "received", arg)
             if token in getattr(request, "prompt_ids", ()):
                 raise RuntimeError(f"injected into {name}")
         return original(*args)
