@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from optkit.artifact.artifact import Artifact
-from optkit.runtime.factory import load_engine
+from optkit.runtime.factory import open_engine
 from optkit.runtime.types import SamplingParams
 from optkit.text.corpora import load_text
 from optkit.text.load import load_tokenizer
@@ -55,7 +55,7 @@ def answers(
     artifact: str, prompts: list[list[int]], length: int, sequences: int, tokens: int
 ) -> list[list[int]]:
     options = {"max_num_seqs": sequences, "max_num_batched_tokens": tokens, "max_model_len": 512}
-    engine = load_engine(artifact, options)
+    engine = open_engine(artifact, **options)
     return engine.generate(prompts, SamplingParams(max_tokens=length, temperature=0.0))
 
 

@@ -48,9 +48,9 @@ def measure(
     from optkit.runtime.cuda.buckets import Buckets
     from optkit.runtime.cuda.layout import StepShape
     from optkit.runtime.cuda.runner import GraphRunner
-    from optkit.runtime.overlap import AheadEngine
+    from optkit.runtime.overlap import OverlapEngine
     from optkit.runtime.scheduling.scheduler import SchedulerConfig
-    from optkit.runtime.types import Batch, SamplingParams, ScheduledSequence
+    from optkit.runtime.types import Batch, SamplingParams, ScheduledRequest
 
     start = time.perf_counter()
     model = build(shape, scheme, target, gpu.torch_device, dtype)
@@ -64,7 +64,7 @@ def measure(
 
     def step(length: int, computed: int) -> Batch:
         seq = sequence(0, length, computed, blocks, shape.vocabulary)
-        return Batch((ScheduledSequence(seq, length - computed),))
+        return Batch((ScheduledRequest(seq, length - computed),))
 
     for length in points.prompts:
         row |= milliseconds(f"ttft_{length}", replays(runner.prepared(step(length, 0)), points.rounds))
@@ -74,7 +74,7 @@ def measure(
         max_num_seqs=1, max_num_batched_tokens=max(points.prompts), max_model_len=blocks * BLOCK,
         block_size=BLOCK, num_blocks=blocks, enable_prefix_caching=False,
     )  # fmt: skip
-    engine = AheadEngine(runner, config)
+    engine = OverlapEngine(runner, config)
 
     def generate(length: int, outputs: int) -> None:
         engine.generate(
@@ -103,7 +103,7 @@ def agreement(
     from optkit.runtime.cuda.layout import StepShape
     from optkit.runtime.cuda.runner import GraphRunner
     from optkit.runtime.runner import ModelRunner
-    from optkit.runtime.types import Batch, ScheduledSequence
+    from optkit.runtime.types import Batch, ScheduledRequest
 
     points = points or Points()
     graph = filled(shape, scheme, target, gpu.torch_device, dtype)
@@ -125,7 +125,7 @@ def agreement(
     worst = 0.0
     for done, length in ((0, first), (first, 2 * first), (2 * first, 2 * first + 1)):
         seq = sequence(0, length, done, blocks, shape.vocabulary)
-        batch = Batch((ScheduledSequence(seq, length - done),))
+        batch = Batch((ScheduledRequest(seq, length - done),))
         worst = max(worst, error(runner.execute(batch), plain.execute(batch)))
     row = {"relative_error": worst, "tolerance": AGREEMENT, "ok": worst <= AGREEMENT}
     return row if row["ok"] else row | {"error": f"logits differ by {worst:.3g}, {AGREEMENT:g} is allowed"}

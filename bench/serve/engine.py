@@ -27,7 +27,7 @@ from optkit.artifact.artifact import Artifact
 from optkit.bench.environment import environment
 from optkit.bench.workload import text_ids
 from optkit.runtime.engine import Engine
-from optkit.runtime.factory import load_engine
+from optkit.runtime.factory import open_engine
 from optkit.runtime.types import EngineRequest, SamplingParams
 from optkit.text.load import load_tokenizer
 
@@ -89,9 +89,7 @@ def policy(args: argparse.Namespace, ids: list[int]) -> tuple[dict[str, Any], bo
     lengths = [LONG if generator.random() < LONG_SHARE else SHORT for _ in range(args.requests)]
     prompts = [[int(generator.integers(100, 1000)), *cut(ids, length - 1, generator)] for length in lengths]
     options = {"max_model_len": 2048, "ttft_slo_ms": 700.0}
-    sides = {
-        name: load_engine(args.artifact, options | {"scheduling_policy": name}) for name in ("fcfs", "slo")
-    }
+    sides = {name: open_engine(args.artifact, **options, scheduling_policy=name) for name in ("fcfs", "slo")}
     capacity = serve(sides["fcfs"], [(0.0, prompt) for prompt in prompts])[1] / args.requests
     gaps = generator.exponential(capacity / args.load, args.requests).cumsum().tolist()
     raw: dict[str, list[Any]] = {name: [] for name in sides}
@@ -125,7 +123,7 @@ def first_token(engine: Engine, prompt: Sequence[int]) -> float:
 
 def prefix(args: argparse.Namespace, ids: list[int]) -> tuple[dict[str, Any], bool]:
     """A prefix of 1,500 tokens, and 28 different tokens for each question."""
-    engine = load_engine(args.artifact, {"max_model_len": 2048})
+    engine = open_engine(args.artifact, max_model_len=2048)
     cold, warm = [], []
     for i in range(args.rounds):
         engine.reset_prefix_cache()
@@ -137,7 +135,7 @@ def prefix(args: argparse.Namespace, ids: list[int]) -> tuple[dict[str, Any], bo
 def offload(args: argparse.Namespace, ids: list[int]) -> tuple[dict[str, Any], bool]:
     """As ``prefix``, after other prompts have taken every block of the pool."""
     options = {"max_model_len": 2048, "kv_cache_bytes": 32 << 20, "kv_offload_bytes": 256 << 20}
-    engine = load_engine(args.artifact, options)
+    engine = open_engine(args.artifact, **options)
     cold, back = [], []
     for i in range(args.rounds):
         engine.reset_prefix_cache()
@@ -168,8 +166,8 @@ def speculative(args: argparse.Namespace, ids: list[int]) -> tuple[dict[str, Any
     always fail and must not cost time.
     """
     options = {"max_model_len": 2048, "enable_prefix_caching": False}
-    plain = load_engine(args.artifact, options)
-    guessing = load_engine(args.artifact, options | {"speculative_model": "ngram"})
+    plain = open_engine(args.artifact, **options)
+    guessing = open_engine(args.artifact, **options, speculative_model="ngram")
     passage = ids[5000:5120]
     other = ids[9000:9100]
     kinds = {

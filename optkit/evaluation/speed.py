@@ -20,8 +20,7 @@ from optkit.lowering.lower import Executable
 from optkit.machine.target import get_target
 from optkit.recipe.schema import Recipe
 from optkit.runtime.runner import ModelRunner
-from optkit.runtime.types import Batch, EngineRequest, SamplingParams, ScheduledSequence
-from optkit.runtime.types import Sequence as EngineSequence
+from optkit.runtime.types import Batch, EngineRequest, Request, SamplingParams, ScheduledRequest
 
 ROUNDS = 3
 SETTLE_SECONDS = 0.4  # shorter steps are repeated up to this total
@@ -91,9 +90,7 @@ def step_function(model: Executable, point: Point, recipe: Recipe) -> Callable[[
     per_sequence = -(-(point.context + 1) // block)
     if point.tokens == point.sequences:
         decodes = (
-            ScheduledSequence(
-                sequence(i, point.context, point.context - 1, per_sequence, model.vocab_size), 1
-            )
+            ScheduledRequest(sequence(i, point.context, point.context - 1, per_sequence, model.vocab_size), 1)
             for i in range(point.sequences)
         )
         batches = [Batch(tuple(decodes))]
@@ -102,7 +99,7 @@ def step_function(model: Executable, point: Point, recipe: Recipe) -> Callable[[
     sizes = [min(budget, point.tokens - start) for start in range(0, point.tokens, budget)]
     starts = range(0, point.tokens, budget)
     batches = [
-        Batch((ScheduledSequence(sequence(0, point.tokens, start, per_sequence, model.vocab_size), size),))
+        Batch((ScheduledRequest(sequence(0, point.tokens, start, per_sequence, model.vocab_size), size),))
         for start, size in zip(starts, sizes, strict=True)
     ]
     return runs(runner_for(model, per_sequence, recipe, batches), batches)
@@ -142,11 +139,11 @@ def runs(runner: ModelRunner, batches: Sequence[Batch]) -> Callable[[], None]:
     return step
 
 
-def sequence(index: int, length: int, computed: int, blocks: int, vocabulary: int) -> EngineSequence:
-    """A sequence of ``length`` arbitrary tokens; the first ``computed`` tokens already have KV blocks."""
+def sequence(index: int, length: int, computed: int, blocks: int, vocabulary: int) -> Request:
+    """A request of ``length`` arbitrary tokens; the first ``computed`` tokens already have KV blocks."""
     tokens = [((7 + 13 * i + index) % 1000 + 3) % vocabulary for i in range(length)]
     request = EngineRequest(
         request_id=str(index), prompt_ids=tuple(tokens), sampling=SamplingParams(max_tokens=1), arrival=0.0
     )
     table = list(range(index * blocks, (index + 1) * blocks))
-    return EngineSequence(request, tokens, num_computed=computed, block_table=table)
+    return Request(request, tokens, num_computed=computed, block_table=table)

@@ -31,6 +31,7 @@ from pydantic import (
 )
 
 from optkit.errors import UserError, nearest
+from optkit.recipe.engine_options import DEFAULT_KV_CACHE_BYTES, DEFAULTS, bounds
 from optkit.recipe.strict_yaml import Document, dump, parse
 
 TargetName = Literal["cpu", "cuda-h100", "cuda-h200", "cuda-a100"]
@@ -62,7 +63,7 @@ def format_bytes(size: int) -> int | str:
 Bytes = Annotated[
     int,
     BeforeValidator(parse_bytes),
-    Field(gt=0, lt=1 << 50),
+    Field(**bounds("kv_cache_bytes")),
     WithJsonSchema({"anyOf": [{"type": "integer"}, {"type": "string", "pattern": f"^{_SIZE.pattern}$"}]}),
 ]
 Tokens = Annotated[int, Field(ge=1, le=1 << 24)]
@@ -110,25 +111,34 @@ class Workload(_Section):
 class Slo(_Section):
     """Latency bounds in milliseconds at p95; null is no bound."""
 
-    ttft_ms: Positive | None = None
-    tpot_ms: Positive | None = None
+    ttft_ms: Annotated[float, Field(allow_inf_nan=False, **bounds("ttft_slo_ms"))] | None = (
+        DEFAULTS.ttft_slo_ms
+    )
+    tpot_ms: Annotated[float, Field(allow_inf_nan=False, **bounds("tpot_slo_ms"))] | None = (
+        DEFAULTS.tpot_slo_ms
+    )
 
 
 class Runtime(_Section):
-    """Sizes of the runtime, in measurements and in serving.
+    """Sizes of the runtime, in measurements and in serving: the engine options of the same names.
+
 
     The last two fields are for GPUs: the compute dtype, and the share of the GPU's memory for optkit. On a GPU the KV
     cache gets the rest of the share after weights and the largest step. ``kv_cache_bytes`` then counts only as an
     option of ``optkit serve``.
     """
 
-    block_size: Annotated[int, Field(ge=1, le=1024)] = 32
-    max_model_len: Tokens | None = None
-    max_num_seqs: Annotated[int, Field(ge=1, le=4096)] = 16
-    max_num_batched_tokens: Tokens = 2048
-    kv_cache_bytes: Bytes = 256 * 1024**2
+    block_size: Annotated[int, Field(**bounds("block_size"))] = DEFAULTS.block_size
+    max_model_len: Annotated[int, Field(**bounds("max_model_len"))] | None = DEFAULTS.max_model_len
+    max_num_seqs: Annotated[int, Field(**bounds("max_num_seqs"))] = DEFAULTS.max_num_seqs
+    max_num_batched_tokens: Annotated[int, Field(**bounds("max_num_batched_tokens"))] = (
+        DEFAULTS.max_num_batched_tokens
+    )
+    kv_cache_bytes: Bytes = DEFAULT_KV_CACHE_BYTES
     compute_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    gpu_memory_utilization: Annotated[float, Field(**bounds("gpu_memory_utilization"))] = (
+        DEFAULTS.gpu_memory_utilization
+    )
 
 
 class Accept(_Section):

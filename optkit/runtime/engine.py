@@ -14,16 +14,16 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import replace
 
+import msgspec
 import torch
 
 from optkit.cancellation import StepCancelled, cancellable
-from optkit.runtime.kv.offload import CorruptSlot, SlotStore
+from optkit.runtime.info import EngineInfo
+from optkit.runtime.kv.offload import CorruptBlock, HostBlockStore
 from optkit.runtime.kv.pools import memory_plan
 from optkit.runtime.kv.shareable import note_step
 from optkit.runtime.sampling.logprobs import LogprobRunner
@@ -47,7 +47,9 @@ from optkit.runtime.types import (
 logger = logging.getLogger(__name__)
 
 COPY_WEIGHT = 0.1  # of the latest copy in the mean of all
-FORGIVENESS = 0.99  # a block that was not saved makes the next one likelier: one stall is not for ever
+COPY_DECAY = (
+    0.99  # of the measured copy time for each block that was not saved: one slow copy must not disable saving
+)
 MODEL_FAILED = Failure("the model failed on this request")
 
 
@@ -69,15 +71,15 @@ class Engine:
         self,
         runner: Runner,
         config: SchedulerConfig,
-        store: SlotStore | None = None,
+        store: HostBlockStore | None = None,
         proposer: Proposer | None = None,
         clock: Callable[[], float] = time.monotonic,
         cost: CostModel | None = None,
     ) -> None:
         if (runner.num_blocks, runner.block_size) != (config.num_blocks, config.block_size):
             raise ValueError("the runner's KV pool and the scheduler's config disagree")
-        if config.num_offload_slots and store is None:
-            raise ValueError("there are offload slots, but no store for them")
+        if config.num_host_blocks and store is None:
+            raise ValueError("there are host blocks, but no store for them")
         self.runner, self.config, self.store = runner, config, store
         self.scheduler = self.scheduler_class(config, clock, cost, proposer)
         self.logprobs = LogprobRunner(runner)
@@ -99,7 +101,7 @@ class Engine:
 
     def _check_of(self, batch: Batch) -> Callable[[], None]:
         """A check that cancels the step of ``batch`` when every client of it has left."""
-        names = {item.seq.request.request_id for item in batch.items}
+        names = {item.request.request_id for item in batch.items}
 
         def check() -> None:
             if names <= self.departed():
@@ -108,32 +110,32 @@ class Engine:
         return check
 
     def _transfer(self, batch: Batch) -> Batch:
-        """Copy KV between pool and store; the batch without the sequences whose KV could not be loaded."""
+        """Copy KV between pool and store; the batch without the requests whose KV could not be loaded."""
         for transfer in batch.transfers:
             try:
                 self._copy(transfer)
-            except (OSError, CorruptSlot):
+            except (OSError, CorruptBlock):
                 logger.exception("KV of a block could not be %s", "saved" if transfer.save else "loaded")
                 self.scheduler.transfer_failed(transfer)
         if not batch.transfers:
             return batch
         running = set(map(id, self.scheduler.running))
-        return replace(batch, items=tuple(item for item in batch.items if id(item.seq) in running))
+        return replace(batch, items=tuple(item for item in batch.items if id(item.request) in running))
 
     def _worth_saving(self) -> bool:
         """Saving a block and loading it again takes less time than computing it again."""
         pays = 2 * self._copy_seconds < self.scheduler.cost.added_seconds(self.config.block_size)
         if not pays:
-            self._copy_seconds *= FORGIVENESS
+            self._copy_seconds *= COPY_DECAY
         return pays
 
     def _copy(self, transfer: Transfer) -> None:
         assert self.store is not None
         start = time.perf_counter()
         if transfer.save:
-            self.store.write(transfer.slot, self.runner.read_block(transfer.block))
+            self.store.write(transfer.host_block, self.runner.read_block(transfer.block))
         else:
-            self.runner.write_block(transfer.block, self.store.read(transfer.slot))
+            self.runner.write_block(transfer.block, self.store.read(transfer.host_block))
         took = time.perf_counter() - start
         self._copy_seconds += COPY_WEIGHT * (took - self._copy_seconds)
 
@@ -145,14 +147,14 @@ class Engine:
             due = [item for item in batch.items if item.needs_logits]
             rows = first_rows(due)
             plain = logits if len(logits) == len(due) else logits[rows]
-            sampled = sample(plain, [item.seq for item in due])
+            sampled = sample(plain, [item.request for item in due])
             self.logprobs.record(due, plain, sampled)
             results = iter(verify(due, sampled, logits, rows))
             return [next(results) if item.needs_logits else None for item in batch.items]
         except torch.AcceleratorError:
             raise  # the device is gone for everyone
         except Exception:
-            logger.exception("a batch of %d sequences failed", len(batch.items))
+            logger.exception("a batch of %d requests failed", len(batch.items))
             if len(batch.items) == 1:
                 return [MODEL_FAILED]
             return [self._run(Batch((item,)))[0] for item in batch.items]
@@ -163,13 +165,10 @@ class Engine:
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request; ``EngineRefusal`` if it can never be served."""
-        wrong = [
-            t
-            for t in request.prompt_ids + request.sampling.named_tokens
-            if not 0 <= t < self.runner.vocab_size
-        ]
-        if wrong:
-            raise EngineRefusal(f"token {wrong[0]} is not in the vocabulary of {self.runner.vocab_size}")
+        size, ids = self.runner.vocab_size, request.prompt_ids + request.sampling.named_tokens
+        if ids and not (min(ids) >= 0 and max(ids) < size):
+            wrong = next(token for token in ids if not 0 <= token < size)
+            raise EngineRefusal(f"token {wrong} is not in the vocabulary of {size}")
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> TokenOutput | None:
@@ -177,24 +176,28 @@ class Engine:
         return self.scheduler.abort(request_id)
 
     def reset_prefix_cache(self) -> None:
-        """Forget the KV that no running sequence holds, in the pool and offloaded."""
+        """Forget the KV that no running request holds, in the pool and offloaded."""
         self.scheduler.reset_prefix_cache()
 
     def stats(self) -> EngineStats:
         return self.scheduler.stats()
 
-    def info(self) -> dict[str, Any]:
-        """What the API process must know: the limits and the memory plan."""
+    def info(self) -> EngineInfo:
+        """The limits and the memory plan."""
         c = self.config
         runner = self.runner
         plan = memory_plan(c.num_blocks, c.block_size, runner.kv_bytes, c.max_model_len, runner.kv_dtype)
         workspace = runner.workspace_bytes(c.max_num_batched_tokens, c.max_num_seqs)
-        plan = replace(plan, weight_bytes=runner.weight_bytes, workspace_bytes=workspace)
-        known = {"vocab_size": runner.vocab_size, "gpu_memory_utilization": self.memory_share}
-        return asdict(c) | known | {"memory_plan": asdict(plan)}
+        plan = msgspec.structs.replace(plan, weight_bytes=runner.weight_bytes, workspace_bytes=workspace)
+        return EngineInfo(
+            config=c,
+            memory_plan=plan,
+            vocab_size=runner.vocab_size,
+            gpu_memory_utilization=self.memory_share,
+        )
 
     def generate(
-        self, prompts: Seq[Seq[int]], sampling: SamplingParams | Seq[SamplingParams]
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams]
     ) -> list[list[int]]:
         """Output tokens of each prompt; for tests and measurement in this process, without other requests.
 

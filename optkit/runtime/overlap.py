@@ -7,9 +7,9 @@ sampled on the device and fed into the next step there, and the host runs one st
     host    plan n+1   launch n+1   land n   plan n+2   launch n+2   land n+1
     device  ... step n ............|... step n+1 ......................|... step n+2
 
-What the host cannot know in time is that a sequence ended with a stop token: its step n + 1 runs for nothing and its
-result is dropped. It does no harm: it writes KV into the sequence's own block, behind what was published, and
-whoever gets that block next writes to it later in the same stream. That a sequence ends by length is known ahead.
+What the host cannot know in time is that a request ended with a stop token: its step n + 1 runs for nothing and its
+result is dropped. It does no harm: it writes KV into the request's own block, behind what was published, and
+whoever gets that block next writes to it later in the same stream. That a request ends by length is known ahead.
 
 Whatever needs the tokens or the logits on the host (penalties, bias, logprobs, guesses) makes a step wait for the
 last one and run by itself, as in ``Engine``; such requests pay for themselves, and for those in their batch.
@@ -30,27 +30,27 @@ import torch
 
 from optkit.runtime.engine import Engine
 from optkit.runtime.kv.shareable import note_step
-from optkit.runtime.scheduling.cost_model import StepShape, step_shape
+from optkit.runtime.scheduling.cost_model import StepWork, step_work
 from optkit.runtime.scheduling.scheduler import Result, Scheduler
 from optkit.runtime.types import (
     PENDING,
     Batch,
     EngineStats,
     Failure,
+    Request,
     Runner,
     SamplingParams,
-    ScheduledSequence,
-    Sequence,
+    ScheduledRequest,
     TokenOutput,
 )
 
 logger = logging.getLogger(__name__)
 
 
-class Flight(Protocol):
+class PendingStep(Protocol):
     """A step that the device is working on."""
 
-    def tokens(self) -> list[int | Failure]:
+    def result(self) -> list[int | Failure]:
         """Wait for it: the token of each item that ``needs_logits``, in batch order."""
         ...
 
@@ -58,7 +58,7 @@ class Flight(Protocol):
 class DeviceRunner(Runner, Protocol):
     """A runner that samples on the device and takes ``PENDING`` tokens from the step before."""
 
-    def launch(self, batch: Batch) -> Flight:
+    def launch(self, batch: Batch) -> PendingStep:
         """Queue a step whose every item ``samples_on_device``."""
         ...
 
@@ -69,187 +69,191 @@ class DeviceRunner(Runner, Protocol):
 
 @dataclass(frozen=True)
 class Expected:
-    """What a queued step does for one sequence.
+    """What a queued step does for one request.
 
     Attributes:
         end: how many of its tokens have KV then; if the step samples, the place of the sampled token.
         samples: whether a token is sampled.
-        num_preemptions: of the sequence when the step was queued; after another one, its blocks are not these.
+        num_preemptions: of the request when the step was queued; after another one, its blocks are not these.
     """
 
-    item: ScheduledSequence
+    item: ScheduledRequest
     end: int
     samples: bool
     num_preemptions: int
 
     @property
     def keeps_blocks(self) -> bool:
-        """True if the sequence still has the blocks that the step writes."""
-        return self.item.seq.num_preemptions == self.num_preemptions
+        """True if the request still has the blocks that the step writes."""
+        return self.item.request.num_preemptions == self.num_preemptions
 
 
 @dataclass(frozen=True)
-class Promise:
+class PlannedStep:
     """What is expected of a queued step, for each item of its batch."""
 
     batch: Batch
     expected: tuple[Expected, ...]
-    shape: StepShape
+    shape: StepWork
     started: float
 
 
-class AheadScheduler(Scheduler):
-    """A scheduler whose sequences may end in one token that is not known yet."""
+class OverlapScheduler(Scheduler):
+    """A scheduler whose requests may end in one token that is not known yet."""
 
-    _landed = 0.0
+    _last_completed = 0.0
 
-    def promise(self, batch: Batch) -> Promise:
+    def advance(self, batch: Batch) -> PlannedStep:
         """Go on as if ``batch``, just queued, had run."""
-        shape = step_shape(batch.items)
-        return Promise(batch, tuple(map(self._advance, batch.items)), shape, self._step_start)
+        shape = step_work(batch.items)
+        return PlannedStep(batch, tuple(map(self._advance, batch.items)), shape, self._step_start)
 
-    def redeem(self, promise: Promise, results: list[Result]) -> list[TokenOutput]:
+    def complete(self, planned: PlannedStep, results: list[Result]) -> list[TokenOutput]:
         """Record what a promised step gave, as ``update`` does."""
         now = self.clock()
-        begun = max(promise.started, self._landed)  # it could not start before the one before it ended
-        self._landed, outputs = now, list[TokenOutput]()
-        if not promise.batch.transfers:
-            self.cost.observe(promise.shape, now - begun)
-        for expected, result in zip(promise.expected, results, strict=True):
-            seq = expected.item.seq
-            if not self._is_here(seq):
+        begun = max(
+            planned.started, self._last_completed
+        )  # it could not start before the one before it ended
+        self._last_completed, outputs = now, list[TokenOutput]()
+        if not planned.batch.transfers:
+            self.cost.observe(planned.shape, now - begun)
+        for expected, result in zip(planned.expected, results, strict=True):
+            request = expected.item.request
+            if not self._is_here(request):
                 continue  # aborted, or it ended in the step before
-            if not seq.progress.reported:
-                seq.progress.prefill += now - begun
-                seq.progress.num_chunks += 1
-            outputs += self._guarded(seq, self._settle, expected, result) or []
+            if not request.progress.reported:
+                request.progress.prefill += now - begun
+                request.progress.num_chunks += 1
+            outputs += self._guarded(request, self._settle, expected, result) or []
         return outputs + self.take_lost()
 
-    def retract(self, promise: Promise) -> Batch:
-        """Undo ``promise``, the last one that is not redeemed. Gives the part of its batch that can run now."""
-        items = tuple(expected.item for expected in promise.expected if self._take_back(expected))
+    def retract(self, planned: PlannedStep) -> Batch:
+        """Undo ``planned``, the last one that is not redeemed. Gives the part of its batch that can run now."""
+        items = tuple(expected.item for expected in planned.expected if self._take_back(expected))
         return Batch(items)
 
-    def _advance(self, item: ScheduledSequence) -> Expected:
-        seq = item.seq
-        expected = Expected(item, seq.num_computed + item.num_new, item.needs_logits, seq.num_preemptions)
-        seq.num_computed = expected.end
+    def _advance(self, item: ScheduledRequest) -> Expected:
+        request = item.request
+        expected = Expected(
+            item, request.num_computed + item.num_new, item.needs_logits, request.num_preemptions
+        )
+        request.num_computed = expected.end
         if expected.samples:
-            seq.token_ids.append(PENDING)
+            request.token_ids.append(PENDING)
         return expected
 
     def _take_back(self, expected: Expected) -> bool:
-        """Undo ``_advance``; False if the sequence has ended or lost its blocks, so that the item cannot run now."""
-        seq = expected.item.seq
-        if not self._is_here(seq):
+        """Undo ``_advance``; False if the request has ended or lost its blocks, so that the item cannot run now."""
+        request = expected.item.request
+        if not self._is_here(request):
             return False
         if expected.samples:
-            del seq.token_ids[expected.end :]
+            del request.token_ids[expected.end :]
         if expected.keeps_blocks:
-            seq.num_computed = expected.end - expected.item.num_new
+            request.num_computed = expected.end - expected.item.num_new
         return expected.keeps_blocks
 
     def _settle(self, expected: Expected, result: Result) -> list[TokenOutput]:
         if isinstance(result, Failure):
-            return [self._fail(expected.item.seq, result)]
+            return [self._fail(expected.item.request, result)]
         if result is None:
             self._publish(expected)
             return []
         return self._fill_in(expected, result[0])
 
     def _fill_in(self, expected: Expected, token: int) -> list[TokenOutput]:
-        seq, place = expected.item.seq, expected.end
-        if token in seq.request.sampling.stop_token_ids or place + 1 == self._final_length(seq):
-            del seq.token_ids[place:]  # what follows was computed for nothing
+        request, place = expected.item.request, expected.end
+        if token in request.sampling.stop_token_ids or place + 1 == self._final_length(request):
+            del request.token_ids[place:]  # what follows was computed for nothing
             return self._append(expected.item, (token,))
-        seq.token_ids[place] = token
+        request.token_ids[place] = token
         self._publish(expected)
-        return [self._output(seq, (token,))]
+        return [self._output(request, (token,))]
 
     def _publish(self, expected: Expected) -> None:
         """Offer the KV that has landed, and not that of the step which is queued."""
         if expected.keeps_blocks:
-            self.kv.publish(expected.item.seq, expected.end)
+            self.kv.publish(expected.item.request, expected.end)
 
-    def _drafts(self, sequences: list[Sequence], left: int) -> list[tuple[int, ...]]:
+    def _drafts(self, requests: list[Request], left: int) -> list[tuple[int, ...]]:
         """Guesses for those whose last token is known."""
-        drafts = iter(super()._drafts([seq for seq in sequences if not seq.is_pending], left))
-        return [() if seq.is_pending else next(drafts) for seq in sequences]
+        drafts = iter(super()._drafts([request for request in requests if not request.is_pending], left))
+        return [() if request.is_pending else next(drafts) for request in requests]
 
-    def _is_due(self, seq: Sequence) -> bool:
-        ends = seq.is_pending and len(seq.token_ids) == self._final_length(seq)
-        return super()._is_due(seq) and not ends
+    def _is_due(self, request: Request) -> bool:
+        ends = request.is_pending and len(request.token_ids) == self._final_length(request)
+        return super()._is_due(request) and not ends
 
-    def _admissible(self) -> list[Sequence]:
-        """A preempted sequence waits for its last token: what is computed again must be known."""
-        return [seq for seq in self.waiting if not seq.is_pending]
+    def _admissible(self) -> list[Request]:
+        """A preempted request waits for its last token: what is computed again must be known."""
+        return [request for request in self.waiting if not request.is_pending]
 
 
-class AheadEngine(Engine):
+class OverlapEngine(Engine):
     """An engine that is one step ahead of what it knows."""
 
-    scheduler_class = AheadScheduler
+    scheduler_class = OverlapScheduler
     runner: DeviceRunner
-    scheduler: AheadScheduler
+    scheduler: OverlapScheduler
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._flight: tuple[Flight, Promise] | None = None
+        self._pending: tuple[PendingStep, PlannedStep] | None = None
 
     def step(self) -> list[TokenOutput]:
         """Queue the next step, then take in the one before it."""
         batch = self._transfer(self.scheduler.schedule())
-        before, self._flight = self._flight, self._launch(batch) if batch.items else None
-        runs_now = bool(batch.items) and self._flight is None
-        outputs = self._land(*before) if before is not None else []
+        before, self._pending = self._pending, self._launch(batch) if batch.items else None
+        runs_now = bool(batch.items) and self._pending is None
+        outputs = self._complete(*before) if before is not None else []
         if runs_now:
             outputs += self._run_now(batch)
         return outputs + self.scheduler.take_lost()
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or self._flight is not None
+        return self.scheduler.has_work or self._pending is not None
 
     def stats(self) -> EngineStats:
         return msgspec.structs.replace(self.scheduler.stats(), **self.runner.counters())
 
-    def _launch(self, batch: Batch) -> tuple[Flight, Promise] | None:
+    def _launch(self, batch: Batch) -> tuple[PendingStep, PlannedStep] | None:
         """The step on its way, or None if it has to wait for the one before."""
         if not all(samples_on_device(item) for item in batch.items):
             return None
         try:
-            flight = self.runner.launch(batch)
+            pending = self.runner.launch(batch)
         except torch.AcceleratorError:
             raise
         except Exception:
-            logger.exception("a batch of %d sequences could not be launched", len(batch.items))
+            logger.exception("a batch of %d requests could not be launched", len(batch.items))
             return None  # run now, where each request can only fail itself
         note_step(batch, self.config.few_tokens)
-        return flight, self.scheduler.promise(batch)
+        return pending, self.scheduler.advance(batch)
 
-    def _land(self, flight: Flight, promise: Promise) -> list[TokenOutput]:
+    def _complete(self, pending: PendingStep, planned: PlannedStep) -> list[TokenOutput]:
         """Take in the results of a queued step."""
         try:
-            tokens = iter(flight.tokens())
-            results = [as_result(next(tokens)) if e.samples else None for e in promise.expected]
+            tokens = iter(pending.result())
+            results = [as_result(next(tokens)) if e.samples else None for e in planned.expected]
         except torch.AcceleratorError:
             raise
         except Exception:
-            logger.exception("the results of a batch of %d sequences were lost", len(promise.expected))
-            return self._run_again(promise)
-        return self.scheduler.redeem(promise, results)
+            logger.exception("the results of a batch of %d requests were lost", len(planned.expected))
+            return self._run_again(planned)
+        return self.scheduler.complete(planned, results)
 
-    def _run_again(self, promise: Promise) -> list[TokenOutput]:
+    def _run_again(self, planned: PlannedStep) -> list[TokenOutput]:
         """Run a step by itself whose results were lost; what was queued after it goes back to the scheduler."""
-        after, self._flight = self._flight, None
+        after, self._pending = self._pending, None
         if after is not None:
             self.scheduler.retract(after[1])
-        return self._run_now(self.scheduler.retract(promise))
+        return self._run_now(self.scheduler.retract(planned))
 
     def _run_now(self, batch: Batch) -> list[TokenOutput]:
         """The step as ``Engine`` runs it, for those that are still there now that the last one is known."""
         running = set(map(id, self.scheduler.running))
-        batch = replace(batch, items=tuple(item for item in batch.items if id(item.seq) in running))
+        batch = replace(batch, items=tuple(item for item in batch.items if id(item.request) in running))
         if not batch.items:
             return []
         results = self._run(batch)
@@ -260,9 +264,9 @@ def as_result(token: int | Failure) -> Result:
     return token if isinstance(token, Failure) else (token,)
 
 
-def samples_on_device(item: ScheduledSequence) -> bool:
+def samples_on_device(item: ScheduledRequest) -> bool:
     """True when the item's next token needs nothing but its logits and the parameters the device knows."""
-    p: SamplingParams = item.seq.request.sampling
+    p: SamplingParams = item.request.sampling
     steered = p.logit_bias or p.allowed_token_ids or p.min_tokens
     penalized = p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
     scored = p.logprobs is not None or p.prompt_logprobs is not None

@@ -16,7 +16,7 @@ from optkit.runtime.kv.pools import KVSpec, allocate, block_bytes, dtype_label
 from optkit.runtime.types import Batch
 
 
-class Executable(Protocol):
+class ServableModel(Protocol):
     """A lowered graph (``optkit.lowering.lower.Executable``)."""
 
     @property
@@ -41,7 +41,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Executable,
+        model: ServableModel,
         num_blocks: int,
         block_size: int,
         device: torch.device | str | None = None,
@@ -83,7 +83,7 @@ class ModelRunner:
 def batch_inputs(batch: Batch, block_size: int) -> dict[str, np.ndarray]:
     """The flattened token batch of docs/architecture.md, without the KV pools."""
     items = batch.items
-    starts = np.array([item.seq.num_computed for item in items], dtype=np.int64)  # [S]
+    starts = np.array([item.request.num_computed for item in items], dtype=np.int64)  # [S]
     counts = np.array([item.num_new for item in items], dtype=np.int64)  # [S]
     query_start = np.zeros(len(items) + 1, dtype=np.int64)
     np.cumsum(counts, out=query_start[1:])
@@ -118,8 +118,8 @@ def new_tokens(batch: Batch) -> np.ndarray:
 
 def block_tables(batch: Batch, block_size: int) -> np.ndarray:
     """[S, B] int32, padded with 0; only blocks that hold tokens up to this step."""
-    used = [-(-(item.seq.num_computed + item.num_new) // block_size) for item in batch.items]
+    used = [-(-(item.request.num_computed + item.num_new) // block_size) for item in batch.items]
     tables = np.zeros((len(used), max(used)), dtype=np.int32)
     for row, (item, count) in enumerate(zip(batch.items, used, strict=True)):
-        tables[row, :count] = item.seq.block_table[:count]
+        tables[row, :count] = item.request.block_table[:count]
     return tables

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 QUEUE_TIMEOUT = "the request waited too long for its turn"
-PENDING = -1  # stands in a sequence for a token that the device is still computing (optkit.runtime.overlap)
-ALL_TOKENS = 1 << 62  # more than any sequence has
+PENDING = -1  # stands in a request for a token that the device is still computing (optkit.runtime.overlap)
+ALL_TOKENS = 1 << 62  # more than any request has
 
 
 class EngineRefusal(ValueError):
@@ -66,13 +66,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return self.stop_token_ids + self.allowed_token_ids + tuple(token for token, _ in self.logit_bias)
 
 
-class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence to generate, as the API process hands it to the engine.
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
+    """One request to generate, as the API process hands it to the engine.
 
     Attributes:
         arrival: ``time.monotonic()`` in the API process, before tokenization.
         priority: a smaller one is served earlier, by policies that know of priorities.
-        cache_salt: sequences of different salts share no KV.
+        cache_salt: requests of different salts share no KV.
     """
 
     request_id: str
@@ -157,12 +157,12 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
         return self.token_ids if self.stop_token is None else (*self.token_ids, self.stop_token)
 
 
-class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """Gauges and counters of the engine after a step, for /metrics. Tokens, blocks, requests.
 
     ``num_deferred`` of those that wait could not be computed even if there were room. ``step_sizes`` are the counts of
     ``optkit.runtime.scheduling.step_sizes`` and ``step_tokens`` the tokens of all those steps.
-    ``kv_blocks_cached`` are in no sequence and keep their KV until the room is needed. ``prefix_cache_queries`` are
+    ``kv_blocks_cached`` are in no request and keep their KV until the room is needed. ``prefix_cache_queries`` are
     prompt tokens that were looked up, ``prefix_cache_hits`` those that were found. On a GPU ``graph_captures`` and
     ``kernel_compilations`` stand still once the engine is warm, and ``eager_steps`` were in no bucket.
     """
@@ -199,7 +199,7 @@ class Failure:
 
 @dataclass
 class Progress:
-    """A sequence's way to its first token; times are ``time.monotonic()``. See ``FirstToken``."""
+    """A request's way to its first token; times are ``time.monotonic()``. See ``FirstToken``."""
 
     queued: float = 0.0
     started: float | None = None
@@ -221,13 +221,13 @@ class Progress:
 
 
 @dataclass(eq=False)
-class Sequence:
+class Request:
     """A request inside the engine: its tokens so far and how many of them have KV.
 
     Invariant: ``0 <= num_computed <= len(token_ids)``; new work is ``token_ids[num_computed:]``.
 
     Attributes:
-        rank: its place among all sequences, fixed on arrival by the scheduling policy; the smallest goes first.
+        rank: its place among all requests, fixed on arrival by the scheduling policy; the smallest goes first.
         digests: of its full blocks, as far as they were needed (``PrefixCache.digests``).
         nodes: its first blocks in the prefix cache.
         sealed: no more of its blocks enter the prefix cache.
@@ -236,7 +236,7 @@ class Sequence:
         num_preemptions: how often its blocks were taken back.
     """
 
-    request: EngineRequest
+    received: EngineRequest
     token_ids: list[int]
     num_computed: int = 0
     block_table: list[int] = field(default_factory=list)
@@ -250,12 +250,20 @@ class Sequence:
     num_scored: int = 0  # prompt positions whose logprobs have been reported; a preemption leaves it alone
 
     @property
+    def request_id(self) -> str:
+        return self.received.request_id
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.received.sampling
+
+    @property
     def num_prompt(self) -> int:
-        return len(self.request.prompt_ids)
+        return len(self.received.prompt_ids)
 
     @property
     def num_output(self) -> int:
-        return len(self.token_ids) - len(self.request.prompt_ids)
+        return len(self.token_ids) - len(self.received.prompt_ids)
 
     @property
     def num_pending(self) -> int:
@@ -273,21 +281,21 @@ class Sequence:
 
 
 @dataclass(frozen=True)
-class ScheduledSequence:
-    """``num_new`` tokens of ``seq``, from ``seq.num_computed`` on, run in this step.
+class ScheduledRequest:
+    """``num_new`` tokens of ``request``, from ``request.num_computed`` on, run in this step.
 
-    ``draft`` are guesses of what follows the sequence's last token; they are the last of the new tokens.
+    ``draft`` are guesses of what follows the request's last token; they are the last of the new tokens.
     """
 
-    seq: Sequence
+    request: Request
     num_new: int
     draft: tuple[int, ...] = ()
     all_logits: bool = False  # logits of each of the new tokens, not just of the last one
 
     @property
     def needs_logits(self) -> bool:
-        """True when this chunk reaches the sequence's last token, so that a token is sampled."""
-        return self.seq.num_computed + self.num_new >= len(self.seq.token_ids)
+        """True when this chunk reaches the request's last token, so that a token is sampled."""
+        return self.request.num_computed + self.num_new >= len(self.request.token_ids)
 
     @property
     def num_logits(self) -> int:
@@ -299,16 +307,16 @@ class ScheduledSequence:
     @property
     def new_tokens(self) -> list[int]:
         """The tokens to compute."""
-        start = self.seq.num_computed
-        return [*self.seq.token_ids[start : start + self.num_new - len(self.draft)], *self.draft]
+        start = self.request.num_computed
+        return [*self.request.token_ids[start : start + self.num_new - len(self.draft)], *self.draft]
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """The KV of a pool's ``block`` goes to ``slot`` of the offload store (``save``), or comes back from it."""
+    """The KV of a pool's ``block`` goes to ``host_block`` of the offload store (``save``), or comes back from it."""
 
     block: int
-    slot: int
+    host_block: int
     save: bool
 
 
@@ -316,7 +324,7 @@ class Transfer:
 class Batch:
     """One step's work, in the order of the flattened token batch. ``transfers`` come first, in their order."""
 
-    items: tuple[ScheduledSequence, ...]
+    items: tuple[ScheduledRequest, ...]
     transfers: tuple[Transfer, ...] = ()
 
     @property

@@ -12,11 +12,11 @@ instead of interpolated between 0.5 and 0.75. What happens before it inside the 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from optkit.runtime.info import EngineInfo
 from optkit.runtime.types import EngineRequest, EngineStats, FinishReason, FirstToken
 from optkit.serve.engine_metrics import LABELS, CacheConfig, EngineGauges
 from optkit.version import VERSION
@@ -75,20 +75,20 @@ class Metrics:
     Args:
         model_name: value of the ``model_name`` label.
         stats: the engine's gauges, now.
-        ttft_slo_s: the recipe's promise in seconds.
-        info: what the engine said of itself when it started; empty while there is none.
+        ttft_slo_ms: the promised time to first token, a bucket edge of the TTFT histogram.
+        info: of the engine; None while there is none.
     """
 
     def __init__(
         self,
         model_name: str,
         stats: Callable[[], EngineStats],
-        ttft_slo_s: float | None = None,
-        info: Callable[[], Mapping[str, Any]] = dict,
+        ttft_slo_ms: float | None = None,
+        info: Callable[[], EngineInfo | None] = lambda: None,
     ) -> None:
         self.registry = CollectorRegistry()
         self._values = (model_name, "0")
-        ttft = tuple(sorted({*TTFT_EDGES, *([ttft_slo_s] if ttft_slo_s else [])}))
+        ttft = tuple(sorted({*TTFT_EDGES, *([ttft_slo_ms / 1000] if ttft_slo_ms else [])}))
         self.ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", ttft)
         self.itl = self._histogram("inter_token_latency_seconds", "Between two tokens.", TOKEN_EDGES)
         self.tpot = self._histogram(
@@ -129,9 +129,9 @@ class Metrics:
         """The exposition text."""
         return generate_latest(self.registry)
 
-    def sequence(self, request: EngineRequest, n: int = 1) -> SequenceMetrics:
+    def sequence(self, request: EngineRequest, n: int = 1) -> ChoiceMetrics:
         """Begin to observe one of ``n`` choices of a prompt; 0: the prompt is counted with another one."""
-        return SequenceMetrics(self, request, n)
+        return ChoiceMetrics(self, request, n)
 
     def _histogram(self, name: str, text: str, edges: Sequence[float]) -> Histogram:
         metric = Histogram(f"vllm:{name}", text, LABELS, buckets=edges, registry=self.registry)
@@ -151,7 +151,7 @@ class Metrics:
         return {reason: metric.labels(*self._values, reason) for reason in REJECTIONS}
 
 
-class SequenceMetrics:
+class ChoiceMetrics:
     """Observes one sequence; ``tokens`` for each engine output, then ``finish`` once."""
 
     def __init__(self, metrics: Metrics, request: EngineRequest, n: int) -> None:

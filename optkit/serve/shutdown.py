@@ -20,7 +20,7 @@ from optkit.serve.http.errors import ApiError
 
 log = logging.getLogger("optkit.serve")
 
-LAST_WORDS_SECONDS = 1.0  # for errors on their way to clients that may not read
+FINAL_ERROR_TIMEOUT_SECONDS = 1.0  # for errors on their way to clients that may not read
 
 
 def shutting_down() -> ApiError:
@@ -93,11 +93,11 @@ class DrainingServer(uvicorn.Server):
         count = self.requests.cut()
         if count:
             log.warning("shutting down: %d requests in flight were cut", count)
-        await self._last_words()
+        await self._send_final_errors()
         for connection in list(self.server_state.connections):
             connection.transport.abort()  # type: ignore[union-attr]
 
-    async def _last_words(self) -> None:
-        """Wait until the errors are on their way, or for ``LAST_WORDS_SECONDS``."""
+    async def _send_final_errors(self) -> None:
+        """Wait until the errors are on their way, or for ``FINAL_ERROR_TIMEOUT_SECONDS``."""
         if self.server_state.tasks:
-            await asyncio.wait(self.server_state.tasks, timeout=LAST_WORDS_SECONDS)
+            await asyncio.wait(self.server_state.tasks, timeout=FINAL_ERROR_TIMEOUT_SECONDS)

@@ -19,9 +19,9 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from optkit.errors import UserError
+from optkit.runtime.info import EngineInfo
 from optkit.runtime.process.client import EngineClient, EngineDied
 from optkit.runtime.types import EngineRequest, EngineStats, TokenOutput
 from optkit.serve.quarantine import Quarantine
@@ -30,12 +30,12 @@ log = logging.getLogger("optkit.serve")
 
 MAX_RESTARTS, WINDOW_SECONDS = 3, 300.0
 BACKOFF_SECONDS = 1.0  # before the second restart
-LOOK_SECONDS = 1.0  # between two looks at the engine
-STILL_SECONDS = 10.0  # without processor time, after which a silent process is taken for hung
+CHECK_SECONDS = 1.0  # between two looks at the engine
+HUNG_TIMEOUT_SECONDS = 10.0  # without processor time, after which a silent process is taken for hung
 
 
 class EngineSupervisor:
-    """``EngineClient`` after ``EngineClient``, behind the face of one (``optkit.serve.engine_api.Engine``).
+    """``EngineClient`` after ``EngineClient``, behind the face of one (``optkit.serve.engine_api.AsyncEngine``).
 
     Args:
         make_client: a client that has not been started; called again for each restart.
@@ -48,22 +48,31 @@ class EngineSupervisor:
 
     def __init__(self, make_client: Callable[[], EngineClient]) -> None:
         self._make_client = make_client
-        self._client = make_client()
         self._quarantine = Quarantine(self._until_settled)
+        self._client = self._new_client()
         self._crashes: deque[float] = deque()
         self._watch: asyncio.Task[None] | None = None
         self._settled = asyncio.Event()  # set for a moment after each attempt to restart
         self.num_restarts, self.restarts = 0, True
         self.gave_up = False
 
-    async def start(self) -> dict[str, Any]:
+    async def start(self) -> EngineInfo:
         """Start the first engine; raises what ``EngineClient.start`` raises."""
         info = await self._client.start()
         self._watch = asyncio.create_task(self._keep_alive())
         return info
 
     def generate(self, request: EngineRequest) -> AsyncIterator[TokenOutput]:
-        return self._quarantine.generate(request, lambda asked: self._client.generate(asked))
+        return self._quarantine.generate(request, self._ask)
+
+    def _ask(self, request: EngineRequest) -> AsyncIterator[TokenOutput]:
+        """The outputs of the engine that is there now."""
+        return self._client.generate(request)
+
+    def _new_client(self) -> EngineClient:
+        client = self._make_client()
+        client.on_death = self._quarantine.record_death
+        return client
 
     async def reset_prefix_cache(self) -> None:
         await self._client.reset_prefix_cache()
@@ -73,7 +82,7 @@ class EngineSupervisor:
         return self._client.stats
 
     @property
-    def info(self) -> dict[str, Any]:
+    def info(self) -> EngineInfo | None:
         return self._client.info
 
     @property
@@ -146,12 +155,12 @@ class EngineSupervisor:
         client, still_since, used = self._client, 0.0, -1.0
         dead = asyncio.create_task(client.wait_dead())
         try:
-            while not (await asyncio.wait([dead], timeout=LOOK_SECONDS))[0]:
+            while not (await asyncio.wait([dead], timeout=CHECK_SECONDS))[0]:
                 now, before = time.monotonic(), used
                 used = cpu_seconds(client.pid)
                 if not client.is_silent or used != before:
                     still_since = now
-                elif now - still_since > STILL_SECONDS:
+                elif now - still_since > HUNG_TIMEOUT_SECONDS:
                     log.error("no sign of life from the engine: ending it")
                     client.kill()
         finally:
@@ -171,7 +180,7 @@ class EngineSupervisor:
     async def _restart(self) -> None:
         """Start a new engine; one that does not come up counts as dead."""
         await self._client.stop()
-        self._client = self._make_client()
+        self._client = self._new_client()
         start = time.monotonic()
         try:
             await self._client.start()

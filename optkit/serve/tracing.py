@@ -32,7 +32,7 @@ EXPORT_SECONDS = 5
 
 
 @dataclass
-class Record:
+class RequestRecord:
     """What is known of a request when it is over.
 
     Attributes:
@@ -56,6 +56,23 @@ class Record:
     first_at: float | None = None
     first: FirstToken | None = None
     outcome: str = "ok"
+    _tokens: list[int] = field(default_factory=list)  # of each choice so far
+    _reasons: list[str] = field(default_factory=list)
+
+    def expect(self, num_choices: int) -> None:
+        """Prepare for the deltas of so many choices."""
+        self._tokens, self._reasons = [0] * num_choices, [""] * num_choices
+
+    def observe(self, choice: int, num_tokens: int, finish_reason: str, first: FirstToken | None) -> None:
+        """Count a delta: ``num_tokens`` are those of ``choice`` so far."""
+        self.first_at = self.first_at or time.monotonic()
+        if choice == 0:
+            self.first = self.first or first
+        self.num_output += num_tokens - self._tokens[choice]
+        self._tokens[choice] = num_tokens
+        if finish_reason:
+            self._reasons[choice] = finish_reason
+            self.finish_reasons = tuple(self._reasons)
 
 
 class Tracing:
@@ -91,7 +108,7 @@ class Tracing:
         """Send what is left."""
         self._provider.shutdown()
 
-    def record(self, done: Record) -> None:
+    def record(self, done: RequestRecord) -> None:
         """The span of a request that has just ended."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
@@ -113,7 +130,7 @@ class Tracing:
         span.end(now_ns)
 
 
-def attributes(done: Record, now: float) -> dict[str, Any]:
+def attributes(done: RequestRecord, now: float) -> dict[str, Any]:
     """Those of the semantic conventions 1.37, vLLM's latencies, and the pieces of the time to first token."""
     found = {
         "gen_ai.operation.name": done.operation,

@@ -26,7 +26,7 @@ from optkit.machine.target import cpu_isa
 from optkit.pipeline import aot_compile, driver
 from optkit.pipeline.driver import optimize
 from optkit.recipe.schema import parse_recipe
-from optkit.runtime.factory import load_engine
+from optkit.runtime.factory import open_engine
 from optkit.runtime.types import SamplingParams
 from optkit.text import corpora
 from tests.support.graphs import TARGET, dense, random_ids
@@ -46,9 +46,9 @@ passes:
 PROMPTS = [[3 + i % 200 for i in range(n)] for n in (5, 31, 70)]
 SERVE = """
 import json, sys
-from optkit.runtime.factory import load_engine
+from optkit.runtime.factory import open_engine
 from optkit.runtime.types import SamplingParams
-engine = load_engine(sys.argv[1], {})
+engine = open_engine(sys.argv[1])
 tokens = engine.generate(json.loads(sys.argv[2]), SamplingParams(max_tokens=12, temperature=0.0))
 compiler = [name for name in sys.modules if name.startswith(("torch._dynamo", "torch._inductor"))]
 print(json.dumps([engine.runner.model.compiled is not None, tokens, compiler]))
@@ -151,7 +151,7 @@ def test_elsewhere_the_code_is_left_alone_unless_trusted(artifact: Path, monkeyp
         assert not compiled(artifact)
     assert "not built on this machine by this user" in caplog.text
     assert compiled(artifact, trust_code=True)
-    engine = load_engine(str(artifact), {"trust_artifact_code": True})
+    engine = open_engine(str(artifact), trust_artifact_code=True)
     assert engine.generate(PROMPTS[:1], SamplingParams(max_tokens=3, temperature=0.0))
 
 

@@ -10,17 +10,17 @@ from optkit.runtime.engine import Engine
 from optkit.runtime.kv.pools import KVSpec, allocate, block_bytes, blocks_for_bytes, dtype_label, memory_plan
 from optkit.runtime.runner import ModelRunner, batch_inputs
 from optkit.runtime.scheduling.scheduler import SchedulerConfig
-from optkit.runtime.types import Batch, EngineRequest, SamplingParams, ScheduledSequence, Sequence
+from optkit.runtime.types import Batch, EngineRequest, Request, SamplingParams, ScheduledRequest
 
 VOCAB = 32
 
 
-def item(num_prompt: int, num_computed: int, num_new: int, table: list[int]) -> ScheduledSequence:
+def item(num_prompt: int, num_computed: int, num_new: int, table: list[int]) -> ScheduledRequest:
     ids = tuple(100 * num_prompt + i for i in range(num_prompt))
     request = EngineRequest(
         request_id=str(num_prompt), prompt_ids=ids, sampling=SamplingParams(max_tokens=1), arrival=0.0
     )
-    return ScheduledSequence(Sequence(request, list(ids), num_computed, table), num_new)
+    return ScheduledRequest(Request(request, list(ids), num_computed, table), num_new)
 
 
 def test_the_flattened_token_batch() -> None:

@@ -159,7 +159,7 @@ def test_one_failing_prompt_ends_the_request_and_aborts_its_siblings(stream: boo
     answer = post(app, COMPLETIONS, request)
     assert "internal_error" in answer.text
     assert len(engine.aborted) == 2
-    assert app.state.service.admission.used == 0
+    assert app.state.parts.admission.used == 0
 
 
 class FailingOnce(FakeEngine):
@@ -463,12 +463,12 @@ def test_disconnect_aborts_the_request_and_frees_its_slot(stream: bool, after: i
     asyncio.run(disconnecting_call(app, {**HELLO, "stream": stream}, after))
     assert len(engine.aborted) == 1
     assert engine.sent_tokens <= after + 2
-    assert app.state.service.admission.used == 0
+    assert app.state.parts.admission.used == 0
 
 
 def test_overload_is_429_at_once_and_recovers() -> None:
     engine = FakeEngine()
-    app = tiny_app(engine, max_running=2, max_queue=1)
+    app = tiny_app(engine, max_num_seqs=2, max_queue=1)
 
     async def go() -> None:
         engine.gate = asyncio.Event()
@@ -485,14 +485,14 @@ def test_overload_is_429_at_once_and_recovers() -> None:
             assert (await http.post(CHAT, json=HELLO)).status_code == 200
 
     asyncio.run(go())
-    assert app.state.service.admission.used == 0
+    assert app.state.parts.admission.used == 0
 
 
 def test_each_prompt_takes_a_slot() -> None:
-    app = tiny_app(max_running=2, max_queue=1)
+    app = tiny_app(max_num_seqs=2, max_queue=1)
     assert post(app, COMPLETIONS, {"prompt": ["a"] * 3}).status_code == 200
     assert post(app, COMPLETIONS, {"prompt": ["a"] * 4}).status_code == 400
-    assert app.state.service.admission.used == 0
+    assert app.state.parts.admission.used == 0
 
 
 # -- the other routes -------------------------------------------------------------------------------

@@ -217,14 +217,6 @@ def test_others_may_not_reach_a_server_without_a_key(host: str, tmp_path: Path) 
     refuse_exposure(host, ["key"])
 
 
-def test_only_what_was_asked_reaches_the_engine() -> None:
-    assert ServeOptions().for_engine() == {}
-    assert ServeOptions(max_num_seqs=4, kv_cache_bytes=1).for_engine() == {
-        "max_num_seqs": 4,
-        "kv_cache_bytes": 1,
-    }
-
-
 def test_loopback_names() -> None:
     assert all(is_loopback(host) for host in ("127.0.0.1", "127.1.2.3", "::1", "localhost"))
 

@@ -150,10 +150,10 @@ def verified(directory: Path) -> int:
 def loaded(directory: Path) -> int:
     """Load an engine and compute a prompt and some tokens."""
     from optkit.errors import UserError
-    from optkit.runtime.factory import load_engine
+    from optkit.runtime.factory import open_engine
 
     try:
-        load_engine(str(directory), {})
+        open_engine(str(directory))
     except UserError:
         return REFUSED
     return NOT_REFUSED

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 
+from tests.support.fakes import FACTORY
 from tests.support.serve_fakes import TEMPLATE, TEXT, fast_tokenizer
 
 PATIENCE = 60.0
@@ -48,7 +49,7 @@ class LiveServer:
         config = {"chat_template": TEMPLATE, "eos_token": "<|im_end|>"}
         (root / "tokenizer_config.json").write_text(json.dumps(config))
         defaults = {"vocab_size": 512, "num_blocks": 512, "max_model_len": 512, "script": SCRIPT}
-        defaults["remember"] = False
+        defaults |= {"remember": False, "ttft_slo_ms": 700.0}
         work = {
             "directory": str(root),
             "engine": defaults | engine,
@@ -95,15 +96,14 @@ def main() -> int:
     work = json.loads(sys.argv[1])
     if work["log"]:
         logs.configure()
-    supervisor.MAX_RESTARTS, supervisor.STILL_SECONDS = work["max_restarts"], 1.0
+    supervisor.MAX_RESTARTS, supervisor.HUNG_TIMEOUT_SECONDS = work["max_restarts"], 1.0
     break_detokenizer(work["mute_token"])
-    recipe = SimpleNamespace(slo=SimpleNamespace(ttft_ms=700))
-    artifact: Any = SimpleNamespace(directory=Path(work["directory"]), name="tiny", recipe=recipe)
+    artifact: Any = SimpleNamespace(directory=Path(work["directory"]), name="tiny")
 
     def make_client() -> EngineClient:
         silence = work["silence_seconds"]
-        factory = "tests.support.fakes:fake_engine"
-        return EngineClient("", work["engine"], factory=factory, threads=1, silence_seconds=silence)
+        fake = json.dumps(work["engine"])
+        return EngineClient(fake, factory=FACTORY, threads=1, silence_seconds=silence)
 
     options = ServeOptions(port=0, **work["server"])
     with bind(options.host, options.port) as sock:

@@ -12,6 +12,8 @@ from fastapi import FastAPI
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as FastTokenizer
 
+from optkit.runtime.info import EngineInfo
+from optkit.runtime.scheduling.config import SchedulerConfig
 from optkit.runtime.types import EngineRequest, EngineStats, FinishReason, TokenOutput
 from optkit.serve.app import create_app
 from optkit.serve.engine_api import ServeSettings
@@ -71,7 +73,7 @@ class FakeEngine:
         self.is_healthy, self.is_restarting = True, False
         self.resets = 0
         self.stats = EngineStats(num_running=2, num_waiting=3, kv_blocks_used=1, kv_blocks_total=4)
-        self.info: dict[str, Any] = {}
+        self.info: EngineInfo | None = None
 
     async def reset_prefix_cache(self) -> None:
         self.resets += 1
@@ -125,7 +127,7 @@ class SteppedEngine:
         return self.engine.stats()
 
     @property
-    def info(self) -> dict[str, Any]:
+    def info(self) -> EngineInfo:
         return self.engine.info()
 
     async def reset_prefix_cache(self) -> None:
@@ -165,8 +167,10 @@ def _output(
 
 
 def settings(**changes: Any) -> ServeSettings:
-    """``ServeSettings`` with changes."""
-    return ServeSettings(**({"model_names": ("tiny", "alias"), "max_model_len": 512} | changes))
+    """``ServeSettings`` with changes, which are fields of ``ServeSettings`` or of its limits."""
+    limits = {"max_model_len": 512, "num_blocks": 512}
+    limits |= {name: changes.pop(name) for name in SchedulerConfig.__struct_fields__ if name in changes}
+    return ServeSettings(**{"model_names": ("tiny", "alias"), "limits": SchedulerConfig(**limits)} | changes)
 
 
 def tiny_app(engine: FakeEngine | SteppedEngine | None = None, **changes: Any) -> FastAPI:

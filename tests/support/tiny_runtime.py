@@ -8,7 +8,7 @@ import torch
 
 from optkit.lowering.lower import Executable, lower
 from optkit.runtime.engine import Engine
-from optkit.runtime.kv.offload import MemorySlots
+from optkit.runtime.kv.offload import MemoryBlocks
 from optkit.runtime.runner import ModelRunner
 from optkit.runtime.scheduling.scheduler import Proposer, SchedulerConfig
 from tests.support.graphs import TARGET, apply, captured
@@ -38,8 +38,8 @@ def engine(proposer: Proposer | None = None, **limits: object) -> Engine:
     """A new engine on ``int8_llama``; ``limits`` are fields of ``SchedulerConfig``."""
     config = SchedulerConfig(**LIMITS | limits)
     runner = ModelRunner(int8_llama(), config.num_blocks, config.block_size)
-    slots = config.num_offload_slots
-    store = MemorySlots(slots, runner.read_block(0).nbytes) if slots else None
+    host_blocks = config.num_host_blocks
+    store = MemoryBlocks(host_blocks, runner.read_block(0).nbytes) if host_blocks else None
     made = Engine(runner, config, store, proposer)
     made.scheduler.kv.worth_saving = lambda: True  # so small a model computes as fast as it copies
     return made

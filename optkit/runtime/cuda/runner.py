@@ -2,7 +2,7 @@
 
 A step is: one copy of its inputs (``layout``), then tokens that the step before has sampled take their places among the
 input ids, the model, the sampler. All of that is in the graph. ``execute`` gives the logits, for those who sample on
-the host; ``launch`` only queues the work and gives a ``Flight`` to wait for.
+the host; ``launch`` only queues the work and gives a ``PendingStep`` to wait for.
 
 Host buffers come in pairs: while the device may still copy from one, the next step is written into the other. That is
 enough for one step in flight beside the one that is planned; who comes sooner waits.
@@ -24,9 +24,9 @@ from optkit.runtime.cuda.buckets import Buckets
 from optkit.runtime.cuda.device import Device, Event, Replay
 from optkit.runtime.cuda.layout import MODEL_INPUTS, SAMPLING_INPUTS, Layout, StepShape, capacity
 from optkit.runtime.cuda.sampling import FAILED, Sampler, has_filters, sampling_inputs
-from optkit.runtime.runner import Executable, ModelRunner, batch_inputs
+from optkit.runtime.runner import ModelRunner, ServableModel, batch_inputs
 from optkit.runtime.sampling.sampler import BAD_LOGITS
-from optkit.runtime.types import PENDING, Batch, Failure, ScheduledSequence
+from optkit.runtime.types import PENDING, Batch, Failure, ScheduledRequest
 
 GraphKey = tuple[StepShape, bool, bool]  # a shape, whether rows have filters, whether it is a whole prompt
 STEPS_IN_FLIGHT = 2
@@ -54,13 +54,13 @@ class Staging:
         return self.buffer[:num_bytes]
 
 
-class StepFlight:
-    """A step on its way; see ``optkit.runtime.overlap.Flight``."""
+class QueuedStep:
+    """A step on its way; see ``optkit.runtime.overlap.PendingStep``."""
 
     def __init__(self, done: Event, sampled: Tensor) -> None:
         self._done, self._sampled = done, sampled
 
-    def tokens(self) -> list[int | Failure]:
+    def result(self) -> list[int | Failure]:
         self._done.synchronize()
         return [BAD_LOGITS if token == FAILED else token for token in self._sampled.tolist()]
 
@@ -75,7 +75,7 @@ class GraphRunner(ModelRunner):
 
     def __init__(
         self,
-        model: Executable,
+        model: ServableModel,
         num_blocks: int,
         block_size: int,
         device: Device,
@@ -158,13 +158,13 @@ class GraphRunner(ModelRunner):
         return logits[:count].clone()  # a graph writes its next step's to the same place
 
     @torch.inference_mode()
-    def launch(self, batch: Batch) -> StepFlight:
+    def launch(self, batch: Batch) -> QueuedStep:
         due = [item for item in batch.items if item.needs_logits]
         self._run(batch, due)
-        self._rows = {id(item.seq): row for row, item in enumerate(due)}
+        self._rows = {id(item.request): row for row, item in enumerate(due)}
         results = next(self._results)[: len(due)]
         results.copy_(self._sampled[: len(due)], non_blocking=True)
-        return StepFlight(self.gpu.mark(), results)
+        return QueuedStep(self.gpu.mark(), results)
 
     @torch.inference_mode()
     def prepared(self, batch: Batch) -> Callable[[], None]:
@@ -186,7 +186,7 @@ class GraphRunner(ModelRunner):
             "kernel_compilations": self.gpu.num_compilations(),
         }
 
-    def _run(self, batch: Batch, due: Sequence[ScheduledSequence]) -> tuple[Tensor, int]:
+    def _run(self, batch: Batch, due: Sequence[ScheduledRequest]) -> tuple[Tensor, int]:
         """Queue a step; (its logits, how many rows of them count)."""
         arrays = batch_inputs(batch, self.block_size)
         arrays["input_ids"], arrays["source"] = self._sources(batch, arrays)
@@ -240,7 +240,7 @@ class GraphRunner(ModelRunner):
             last = arrays["query_start"][1:] - 1
             for place, item in zip(last.tolist(), batch.items, strict=True):
                 if pending[place]:
-                    source[place] = self._rows[id(item.seq)]
+                    source[place] = self._rows[id(item.request)]
         return np.where(pending, 0, ids), source
 
 

@@ -9,7 +9,8 @@ nothing compiles and nothing is captured.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+
+import msgspec
 
 from optkit.errors import UserError
 from optkit.kernels import reference
@@ -19,10 +20,10 @@ from optkit.runtime.cuda.layout import StepShape
 from optkit.runtime.cuda.runner import GraphRunner
 from optkit.runtime.cuda.sampling import Sampler
 from optkit.runtime.engine import Engine
-from optkit.runtime.kv.offload import SlotStore
+from optkit.runtime.kv.offload import HostBlockStore
 from optkit.runtime.kv.pools import block_bytes, blocks_for_bytes
-from optkit.runtime.overlap import AheadEngine
-from optkit.runtime.runner import Executable
+from optkit.runtime.overlap import OverlapEngine
+from optkit.runtime.runner import ServableModel
 from optkit.runtime.scheduling.cost_model import CostModel
 from optkit.runtime.scheduling.scheduler import Proposer, SchedulerConfig
 
@@ -35,7 +36,7 @@ def quiet(text: str) -> None:
 
 
 def kv_cache_bytes(
-    model: Executable,
+    model: ServableModel,
     limits: SchedulerConfig,
     device: Device,
     gpu_memory_utilization: float,
@@ -63,10 +64,10 @@ def kv_cache_bytes(
     return left
 
 
-def sized(model: Executable, limits: SchedulerConfig, num_bytes: int) -> SchedulerConfig:
+def sized(model: ServableModel, limits: SchedulerConfig, num_bytes: int) -> SchedulerConfig:
     """``limits`` with as many blocks as fit ``num_bytes``."""
     blocks = blocks_for_bytes(model.kv_specs, limits.block_size, num_bytes)
-    return replace(
+    return msgspec.structs.replace(
         limits, num_blocks=blocks, max_model_len=min(limits.max_model_len, blocks * limits.block_size)
     )
 
@@ -78,11 +79,11 @@ def largest_step(limits: SchedulerConfig) -> StepShape:
 
 
 def gpu_engine(
-    model: Executable,
+    model: ServableModel,
     config: SchedulerConfig,
     device: Device,
     *,
-    store: SlotStore | None = None,
+    store: HostBlockStore | None = None,
     proposer: Proposer | None = None,
     cost: CostModel | None = None,
     histogram: Mapping[int, float] | None = None,
@@ -99,5 +100,5 @@ def gpu_engine(
     progress(f"capturing {len(buckets.shapes())} graphs")
     runner.capture(buckets)
     runner.run_largest()  # what runs eagerly is compiled now, too
-    made = Engine if proposer is not None else AheadEngine
+    made = Engine if proposer is not None else OverlapEngine
     return made(runner, config, store, proposer, cost=cost)

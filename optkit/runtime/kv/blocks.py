@@ -1,13 +1,13 @@
 """Block manager: who owns which blocks of the KV pool.
 
 The KV pool of every attention layer is an array of ``num_blocks`` blocks of ``block_size`` tokens (paged
-attention, Kwon et al. 2023). A sequence owns a list of block numbers, its *block table*: token ``t`` lives in
+attention, Kwon et al. 2023). A request owns a list of block numbers, its *block table*: token ``t`` lives in
 slot ``table[t // block_size] * block_size + t % block_size``. One table serves all layers.
 
 A block is in one of four states::
 
     FREE    nobody wants it
-    HELD    free, but a sequence hopes to grow into it
+    HELD    free, but a request hopes to grow into it
     USED    in one or more tables (a reference count); shared blocks are full and never written again
     CACHED  in no table, but its KV may be asked for again: least recently released goes first
 
@@ -72,7 +72,7 @@ class BlockManager:
     def extend(self, table: list[int], num_tokens: int, expected_tokens: int = 0) -> bool:
         """Grow ``table`` in place until ``num_tokens`` fit; False, and nothing changed, if blocks run out.
 
-        ``expected_tokens`` is how long the sequence may become; it only steers where the blocks are.
+        ``expected_tokens`` is how long the request may become; it only steers where the blocks are.
         """
         need = self.blocks_for(num_tokens) - len(table)
         if need > self.num_available:

@@ -9,40 +9,21 @@ first request, and nothing grows while serving.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from optkit.errors import UserError
 from optkit.graph.ir import KVSpec
+from optkit.runtime.info import MemoryPlan
 
 __all__ = [
     "KVSpec",
-    "MemoryPlan",
     "allocate",
     "block_bytes",
     "blocks_for_bytes",
     "dtype_label",
     "memory_plan",
 ]
-
-
-@dataclass(frozen=True)
-class MemoryPlan:
-    """What a runtime costs and a KV pool holds. ``num_sequences`` of ``sequence_length`` tokens fit at once.
-
-    ``dtype`` is what the pool stores, for people (``dtype_label``). ``weight_bytes`` and ``workspace_bytes`` (at the
-    largest step) are 0 where they are not known.
-    """
-
-    num_blocks: int
-    num_tokens: int
-    num_bytes: int
-    sequence_length: int
-    num_sequences: int
-    dtype: str
-    weight_bytes: int = 0
-    workspace_bytes: int = 0
 
 
 def allocate(
@@ -81,7 +62,7 @@ def dtype_label(specs: Sequence[KVSpec]) -> str:
 def memory_plan(
     num_blocks: int, block_size: int, num_bytes: int, sequence_length: int, dtype: str
 ) -> MemoryPlan:
-    """How many sequences of ``sequence_length`` tokens a pool of ``num_blocks`` blocks holds at once."""
+    """How many requests of ``sequence_length`` tokens a pool of ``num_blocks`` blocks holds at once."""
     return MemoryPlan(
         num_blocks=num_blocks,
         num_tokens=num_blocks * block_size,

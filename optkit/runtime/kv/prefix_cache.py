@@ -1,16 +1,16 @@
 """Prefix cache: which KV blocks hold the beginning of which prompt.
 
 KV of a token depends on the tokens before it and on nothing else. So a *full* block whose KV is computed can serve
-every sequence that begins with the same tokens. Such blocks form a tree: a ``Node`` is one block's tokens after its
-parent's. A sequence that starts walks it from its root, as far as the tree goes.
+every request that begins with the same tokens. Such blocks form a tree: a ``Node`` is one block's tokens after its
+parent's. A request that starts walks it from its root, as far as the tree goes.
 
 A node is found by its digest, a sha256 chained over the parent's digest and the block's tokens. The chain begins with
-the process's random seed and the sequence's *salt*, so that digests tell nothing outside of the process, and sequences
+the process's random seed and the request's *salt*, so that digests tell nothing outside of the process, and requests
 of different salts (tenants) share nothing: neither KV nor the time it saves. A digest is a shortcut and no proof: on a
 hit the node's own tokens and the identity of its parent are compared, so two prompts whose digests collide can cost
 each other a hit, but never get each other's KV (CVE-2025-25183 is what happens otherwise).
 
-A node lives while its KV is somewhere: in a ``block`` of the pool, in a ``slot`` of the offload store, or in both.
+A node lives while its KV is in a ``block`` of the pool, in a ``host_block`` of the offload store, or in both.
 Nodes whose parent has gone cannot be reached; they age out of the pool like everything that nobody asks for.
 """
 
@@ -40,7 +40,7 @@ class Node:
     parent: Node | str
     tokens: tuple[int, ...]
     block: int | None = None
-    slot: int | None = None
+    host_block: int | None = None
 
 
 class PrefixCache:

@@ -1,8 +1,8 @@
-"""KV of steps of few tokens stays with its sequence, where layers have another form in such steps.
+"""KV of steps of few tokens stays with its request, where layers have another form in such steps.
 
 A model whose layers have several forms (``optkit.graph.variants``) rounds K and V of a token by how many tokens
 shared its step. The prefix cache holds KV of the form for many tokens alone: what a prompt takes over is what it
-would have computed. From the first token that a smaller step computed, no block of a sequence is shared.
+would have computed. From the first token that a smaller step computed, no block of a request is shared.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from optkit.runtime.sampling.logprobs import is_scored
-from optkit.runtime.types import Batch, ScheduledSequence
+from optkit.runtime.types import Batch, ScheduledRequest
 
 
 def note_step(batch: Batch, few_tokens: int) -> None:
@@ -26,7 +26,7 @@ def note_step(batch: Batch, few_tokens: int) -> None:
             keep_apart(plain)
 
 
-def keep_apart(items: Iterable[ScheduledSequence]) -> None:
+def keep_apart(items: Iterable[ScheduledRequest]) -> None:
     """No block with a token of ``items``, or behind one, enters the prefix cache."""
     for item in items:
-        item.seq.num_shareable = min(item.seq.num_shareable, item.seq.num_computed)
+        item.request.num_shareable = min(item.request.num_shareable, item.request.num_computed)

@@ -14,12 +14,15 @@ import contextlib
 import logging
 import subprocess
 import time
-from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
 from optkit.errors import UserError
+from optkit.recipe.engine_options import EngineOptions
+from optkit.runtime.info import EngineInfo
 from optkit.runtime.process import ipc
 from optkit.runtime.process.launch import DEFAULT_FACTORY, Launched, end_process, launch
 from optkit.runtime.types import EngineRequest, EngineStats, FinishReason, TokenOutput
@@ -32,6 +35,27 @@ ENGINE_GONE = "the engine died before it began the request"
 ENGINE_STOPPED = "the engine was stopped"
 
 
+class Casualty(NamedTuple):
+    """A request that the engine had begun when it died, and the number of its tokens so far."""
+
+    request: EngineRequest
+    num_tokens: int
+
+
+@dataclass(eq=False)
+class _Stream:
+    """The outputs of a request on their way to its consumer."""
+
+    request: EngineRequest
+    outputs: asyncio.Queue[TokenOutput] = field(default_factory=asyncio.Queue)
+    num_tokens: int = 0
+    is_begun: bool = False  # the engine has begun to compute it
+
+    def put(self, output: TokenOutput) -> None:
+        self.num_tokens += len(output.token_ids)
+        self.outputs.put_nowait(output)
+
+
 class EngineDied(RuntimeError):
     """The engine process ended before it was ready."""
 
@@ -41,31 +65,34 @@ class EngineClient:
 
     Args:
         artifact_dir: what the factory loads.
-        options: JSON-able options of the factory.
+        options: of the engine.
         factory: ``module:function`` called in the worker as ``function(artifact_dir, options) -> Engine``.
         threads: compute threads of the worker; 0 is one per core.
         launched: a worker that waits, with its factory and threads; without one ``start`` launches it.
         silence_seconds: without a message for so long, ``is_silent`` is True. Time in which this process itself did not
             run (SIGSTOP, a sleeping machine) does not count.
+
+    Attributes:
+        on_death: called with the requests that the engine had begun when it died, before their streams end.
     """
 
     def __init__(
         self,
         artifact_dir: str,
-        options: Mapping[str, Any] | None = None,
+        options: EngineOptions | None = None,
         *,
         factory: str = DEFAULT_FACTORY,
         threads: int = 0,
         launched: Launched | None = None,
         silence_seconds: float = 60.0,
     ) -> None:
-        self.artifact_dir, self.options = artifact_dir, dict(options or {})
+        self.artifact_dir, self.options = artifact_dir, options or EngineOptions()
         self.factory, self.threads, self.silence_seconds = factory, threads, silence_seconds
         self._launched = launched
-        self.info: dict[str, Any] = {}
+        self.info: EngineInfo | None = None
         self._stats = EngineStats()
-        self._streams: dict[str, asyncio.Queue[TokenOutput]] = {}
-        self._begun: set[str] = set()  # those of them that the engine has begun to compute
+        self._streams: dict[str, _Stream] = {}
+        self.on_death: Callable[[Sequence[Casualty]], None] = _ignore
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -73,7 +100,7 @@ class EngineClient:
         self._last_message = self._last_tick = 0.0
         self._ticking: asyncio.TimerHandle | None = None
 
-    async def start(self, timeout: float = 3600.0) -> dict[str, Any]:
+    async def start(self, timeout: float = 3600.0) -> EngineInfo:
         """Have the worker load the artifact and wait until it is ready; returns its info.
 
         Raises UserError if the artifact is at fault, EngineDied if the worker failed, TimeoutError.
@@ -84,7 +111,7 @@ class EngineClient:
         try:
             reader, self._writer = await asyncio.open_connection(sock=sock)
             self._post(ipc.Load(self.artifact_dir, self.options))
-            self.info = await asyncio.wait_for(self._wait_until_ready(reader), timeout)
+            self.info = info = await asyncio.wait_for(self._wait_until_ready(reader), timeout)
         except BaseException:
             await self.stop()
             raise
@@ -92,7 +119,7 @@ class EngineClient:
         self._last_tick = time.monotonic()
         self._tick()
         self._reading = asyncio.create_task(self._read(reader))
-        return self.info
+        return info
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[TokenOutput]:
         """The outputs of ``request`` as they come; the last one has a ``finish_reason``."""
@@ -102,24 +129,20 @@ class EngineClient:
         if not self._alive:
             yield self._death(name)
             return
-        stream = self._streams[name] = asyncio.Queue()
+        stream = self._streams[name] = _Stream(request)
         try:
-            await self._send(ipc.Add(request))
+            await self._send(request)
             while True:
-                output = await stream.get()
+                output = await stream.outputs.get()
                 if output.finish_reason:
-                    self._forget(name)
+                    del self._streams[name]
                     yield output
                     return
                 yield output
         finally:
             if self._streams.get(name) is stream:  # left early
-                self._forget(name)
+                del self._streams[name]
                 self._post(ipc.Abort(name))
-
-    def _forget(self, name: str) -> None:
-        del self._streams[name]
-        self._begun.discard(name)
 
     async def abort(self, request_id: str) -> None:
         """End a request: its stream gets an ABORT output, its KV is freed. Nothing happens if it is gone."""
@@ -189,7 +212,7 @@ class EngineClient:
             with contextlib.suppress(ConnectionError):
                 await self._writer.wait_closed()
 
-    async def _wait_until_ready(self, reader: asyncio.StreamReader) -> dict[str, Any]:
+    async def _wait_until_ready(self, reader: asyncio.StreamReader) -> EngineInfo:
         try:
             message = await self._receive(reader)
         except (EOFError, ConnectionError):
@@ -215,10 +238,12 @@ class EngineClient:
         try:
             while True:
                 message = await self._receive(reader)
-                if isinstance(message, ipc.Step):
+                if isinstance(message, tuple):
                     self._dispatch(message)
+                elif isinstance(message, EngineStats):
+                    self._stats = message
                 elif isinstance(message, ipc.Begun):
-                    self._begun |= self._streams.keys() & message.request_ids
+                    self._mark_begun(message)
         except (EOFError, ConnectionError):
             pass  # the worker has gone, by order or by accident
         except (ipc.ProtocolError, msgspec.MsgspecError):
@@ -226,12 +251,15 @@ class EngineClient:
         finally:
             self._end_streams()
 
-    def _dispatch(self, step: ipc.Step) -> None:
-        self._stats = step.stats
-        for output in step.outputs:
+    def _dispatch(self, outputs: ipc.Outputs) -> None:
+        for output in outputs:
             stream = self._streams.get(output.request_id)
             if stream is not None:
-                stream.put_nowait(output)
+                stream.put(output)
+
+    def _mark_begun(self, message: ipc.Begun) -> None:
+        for name in self._streams.keys() & message.request_ids:
+            self._streams[name].is_begun = True
 
     def _end_streams(self) -> None:
         self._alive = False
@@ -239,11 +267,13 @@ class EngineClient:
         if not self._stopping and self._process is not None:
             logger.error("the engine process died; %d requests failed", len(self._streams))
             self._process.kill()  # it may only have broken the protocol
+            self.on_death([Casualty(s.request, s.num_tokens) for s in self._streams.values() if s.is_begun])
         for name, stream in self._streams.items():
-            stream.put_nowait(self._death(name))
+            stream.put(self._death(name))
 
     def _death(self, request_id: str) -> TokenOutput:
-        error = ENGINE_DIED if request_id in self._begun else ENGINE_GONE
+        stream = self._streams.get(request_id)
+        error = ENGINE_DIED if stream is not None and stream.is_begun else ENGINE_GONE
         if self._stopping:
             error = ENGINE_STOPPED
         return TokenOutput(request_id=request_id, token_ids=(), finish_reason=FinishReason.ERROR, error=error)
@@ -258,3 +288,7 @@ class EngineClient:
         if self._writer is not None:
             with contextlib.suppress(ConnectionError):  # the reading side reports the death
                 await self._writer.drain()
+
+
+def _ignore(casualties: Sequence[Casualty]) -> None:
+    """The default of ``EngineClient.on_death``."""

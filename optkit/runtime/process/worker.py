@@ -26,15 +26,18 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from optkit.errors import UserError
 from optkit.machine import logs
+from optkit.recipe.engine_options import EngineOptions
+from optkit.runtime.info import EngineInfo
 from optkit.runtime.process import ipc
-from optkit.runtime.types import EngineOverload, EngineRefusal, FinishReason, TokenOutput
+from optkit.runtime.types import EngineOverload, EngineRefusal, EngineRequest, FinishReason, TokenOutput
 
 if TYPE_CHECKING:
     from optkit.runtime.engine import Engine
@@ -43,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 FACTORY_PREFIXES = ("optkit.", "tests.")
 HEARTBEAT_SECONDS = 1.0
+STATS_SECONDS = 0.1  # between two messages with gauges while no request begins or ends
 RECEIVE_BYTES = 1 << 18
 PR_SET_PDEATHSIG = 1
 
@@ -63,7 +67,7 @@ class Worker:
         self._outputs: list[TokenOutput] = []  # answers that need no step: refusals, aborts
         self._inbox: deque[ipc.ToWorker] = deque()  # messages that were read and not handled yet
         self._aborted: set[str] = set()  # requests with an ``Abort`` in the inbox
-        self._last_sent = time.monotonic()
+        self._last_sent, self._stats_sent = time.monotonic(), 0.0
         engine.departed = self._departed
         engine.scheduler.announce = self._announce
 
@@ -78,11 +82,11 @@ class Worker:
             else:
                 self._post(ipc.Heartbeat())
 
-    def _post(self, message: ipc.FromWorker) -> None:
-        send(self.sock, message)
+    def _post(self, *messages: ipc.FromWorker) -> None:
+        send(self.sock, *messages)
         self._last_sent = time.monotonic()
 
-    def _announce(self, request_ids: Seq[str]) -> None:
+    def _announce(self, request_ids: Sequence[str]) -> None:
         self._post(ipc.Begun(tuple(request_ids)))
 
     def _departed(self) -> AbstractSet[str]:
@@ -99,9 +103,20 @@ class Worker:
         return self._aborted
 
     def _send(self, outputs: list[TokenOutput]) -> None:
-        message = ipc.Step(outputs=(*self._outputs, *outputs), stats=self.engine.stats())
+        """Send the outputs of a step, and before them the gauges when they are due."""
+        message = (*self._outputs, *outputs)
         self._outputs.clear()
-        self._post(message)
+        if self._stats_due(message):
+            self._stats_sent = time.monotonic()
+            self._post(self.engine.stats(), message)
+        else:
+            self._post(message)
+
+    def _stats_due(self, outputs: ipc.Outputs) -> bool:
+        """True when a request has begun or ended in this step, or the last gauges are ``STATS_SECONDS`` old."""
+        if any(output.finish_reason or output.first for output in outputs) or not self.engine.has_work:
+            return True
+        return time.monotonic() - self._stats_sent >= STATS_SECONDS
 
     def _receive(self, timeout: float) -> None:
         """Handle what has arrived; wait up to ``timeout`` seconds for something to arrive."""
@@ -127,7 +142,7 @@ class Worker:
                 self._outputs += [output] if output else []
             case ipc.ResetPrefixCache():
                 self.engine.reset_prefix_cache()
-            case ipc.Add(request):
+            case EngineRequest() as request:
                 try:
                     self.engine.add_request(request)
                 except EngineOverload as refusal:
@@ -162,14 +177,15 @@ def receive(sock: socket.socket) -> bytes:
     return data
 
 
-def send(sock: socket.socket, message: ipc.FromWorker) -> None:
+def send(sock: socket.socket, *messages: ipc.FromWorker) -> None:
+    """Write ``messages`` in one piece; ParentGone if nobody reads."""
     try:
-        sock.sendall(ipc.frame(message))
+        sock.sendall(b"".join(map(ipc.frame, messages)))
     except ConnectionError:
         raise ParentGone from None
 
 
-def resolve(factory: str) -> Callable[[str, dict[str, Any]], Engine]:
+def resolve(factory: str) -> Callable[[str, EngineOptions], Engine]:
     """The engine factory ``module:function``; only optkit's own modules, and those of its tests."""
     module, _, function = factory.partition(":")
     if not module.startswith(FACTORY_PREFIXES):
@@ -201,10 +217,8 @@ def first_message(sock: socket.socket, frames: ipc.FrameReader) -> ipc.Load:
     return first
 
 
-def load(
-    args: argparse.Namespace, sock: socket.socket, frames: ipc.FrameReader
-) -> tuple[Engine, dict[str, Any]]:
-    """The engine and what the parent is told about it. Imports go first, while the parent is busy with its own."""
+def load(args: argparse.Namespace, sock: socket.socket, frames: ipc.FrameReader) -> tuple[Engine, EngineInfo]:
+    """The engine and its info. Imports go first, while the parent is busy with its own."""
     import torch
 
     torch.set_num_threads(args.threads or cores())
@@ -214,7 +228,8 @@ def load(
     engine = factory(message.artifact_dir, message.options)
     gc.collect()
     gc.freeze()  # the model's objects live as long as the process: keep them out of every collection
-    return engine, engine.info() | {"load_seconds": time.monotonic() - start, "pid": os.getpid()}
+    took = time.monotonic() - start
+    return engine, msgspec.structs.replace(engine.info(), load_seconds=took, pid=os.getpid())
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

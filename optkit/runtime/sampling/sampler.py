@@ -1,4 +1,4 @@
-"""Sampler: logits become one token per sequence.
+"""Sampler: logits become one token per request.
 
 Each row is its own little world: its parameters, its random numbers, its errors. The order is vLLM's:
 
@@ -19,13 +19,13 @@ import hashlib
 import logging
 import math
 import random
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from optkit.runtime.types import Failure, SamplingParams, Sequence
+from optkit.runtime.types import Failure, Request, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -37,17 +37,17 @@ BAD_LOGITS = Failure("the model produced invalid numbers for this request")
 BAD_ROW = Failure("sampling failed for this request")
 
 
-def sample(logits: Tensor, sequences: Seq[Sequence]) -> list[int | Failure]:
-    """One token per row of ``logits`` [L, V] float32; row i belongs to ``sequences[i]``."""
-    if not sequences:
+def sample(logits: Tensor, requests: Sequence[Request]) -> list[int | Failure]:
+    """One token per row of ``logits`` [L, V] float32; row i belongs to ``requests[i]``."""
+    if not requests:
         return []
     argmax, finite = best_tokens(logits)
     tokens: list[int | Failure] = list(argmax)
-    for row, seq in enumerate(sequences):
+    for row, request in enumerate(requests):
         if not finite[row]:
             tokens[row] = BAD_LOGITS
-        elif not is_plain_greedy(seq):
-            tokens[row] = sample_or_fail(logits[row], seq)
+        elif not is_plain_greedy(request):
+            tokens[row] = sample_or_fail(logits[row], request)
     return tokens
 
 
@@ -64,10 +64,10 @@ def best_tokens(logits: Tensor) -> tuple[list[int], list[bool]]:
     return index.tolist(), torch.isfinite(best).tolist()
 
 
-def is_plain_greedy(seq: Sequence) -> bool:
+def is_plain_greedy(request: Request) -> bool:
     """True when the token is simply the argmax of the logits."""
-    p = seq.request.sampling
-    steered = has_penalties(p) or p.logit_bias or p.allowed_token_ids or seq.num_output < p.min_tokens
+    p = request.sampling
+    steered = has_penalties(p) or p.logit_bias or p.allowed_token_ids or request.num_output < p.min_tokens
     return p.temperature < GREEDY_BELOW and not steered
 
 
@@ -75,30 +75,30 @@ def has_penalties(p: SamplingParams) -> bool:
     return p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
 
 
-def sample_or_fail(row: Tensor, seq: Sequence) -> int | Failure:
+def sample_or_fail(row: Tensor, request: Request) -> int | Failure:
     """``sample_row`` behind the error boundary of one request."""
     try:
-        return sample_row(row, seq)
+        return sample_row(row, request)
     except Exception:
-        logger.exception("sampling failed for request %s", seq.request.request_id)
+        logger.exception("sampling failed for request %s", request.request_id)
         return BAD_ROW
 
 
-def sample_row(logits: Tensor, seq: Sequence) -> int | Failure:
-    """A token from ``logits`` [V] by the sequence's own parameters."""
-    p = seq.request.sampling
-    logits = steer(logits, seq)
-    logits = penalize(logits, seq) if has_penalties(p) else logits
+def sample_row(logits: Tensor, request: Request) -> int | Failure:
+    """A token from ``logits`` [V] by the request's own parameters."""
+    p = request.sampling
+    logits = steer(logits, request)
+    logits = penalize(logits, request) if has_penalties(p) else logits
     if not torch.isfinite(logits.max()):
         return BAD_LOGITS
     if p.temperature < GREEDY_BELOW:
         return int(logits.argmax())
-    return draw(distribution(logits, p), uniform(p.seed, seq.num_output))
+    return draw(distribution(logits, p), uniform(p.seed, request.num_output))
 
 
-def steer(logits: Tensor, seq: Sequence) -> Tensor:
+def steer(logits: Tensor, request: Request) -> Tensor:
     """Logits [V] after ``allowed_token_ids``, ``logit_bias`` and ``min_tokens``; the argument stays as it is."""
-    p = seq.request.sampling
+    p = request.sampling
     if p.allowed_token_ids:
         allowed = torch.tensor(p.allowed_token_ids, device=logits.device)
         logits = torch.full_like(logits, -math.inf).index_copy_(0, allowed, logits[allowed])
@@ -107,19 +107,19 @@ def steer(logits: Tensor, seq: Sequence) -> Tensor:
             torch.tensor(column, device=logits.device) for column in zip(*p.logit_bias, strict=True)
         )
         logits = logits.index_add(0, tokens, bias.to(logits.dtype))
-    if seq.num_output < p.min_tokens and p.stop_token_ids:
+    if request.num_output < p.min_tokens and p.stop_token_ids:
         logits = logits.index_fill(0, torch.tensor(p.stop_token_ids, device=logits.device), -math.inf)
     return logits
 
 
-def penalize(logits: Tensor, seq: Sequence) -> Tensor:
+def penalize(logits: Tensor, request: Request) -> Tensor:
     """Repetition (Keskar et al. 2019) over prompt and output; frequency and presence (OpenAI) over the output."""
-    p = seq.request.sampling
+    p = request.sampling
     logits = logits.clone()
-    seen = torch.tensor(seq.token_ids, device=logits.device).unique()
+    seen = torch.tensor(request.token_ids, device=logits.device).unique()
     values = logits[seen]
     logits[seen] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
-    output = torch.tensor(seq.output_ids, dtype=torch.int64, device=logits.device)
+    output = torch.tensor(request.output_ids, dtype=torch.int64, device=logits.device)
     tokens, counts = output.unique(return_counts=True)
     logits[tokens] -= p.frequency_penalty * counts + p.presence_penalty
     return logits

@@ -11,7 +11,7 @@ becomes slower is slower for all kinds of steps, and hours of decoding do not un
 What keeps it sane, each for a reason:
 
 - errors are *relative*: a decode of 10 ms counts as much as a prefill of a second;
-- a step that took far longer than predicted (the process was frozen) counts as if it were ``SURPRISE`` standard
+- a step that took far longer than predicted (the process was frozen) counts as if it were ``OUTLIER_SIGMA`` standard
   deviations off;
 - no coefficient becomes negative, so a longer prompt is never predicted to be faster. One that would is set to zero and
   the others take over its share, as the covariance says (Simon and Chia 2002);
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from optkit.runtime.types import ScheduledSequence
+from optkit.runtime.types import ScheduledRequest
 
 # seconds: a step, a token, a row of logits, a pair; a small model on a CPU
 PRIOR = np.array((5e-3, 5e-4, 5e-4, 5e-8))
@@ -37,31 +37,31 @@ NOISE = 0.1  # relative, of one measurement
 SPEED_DRIFT = 0.01  # relative, of the machine's speed from step to step
 DRIFT = 0.002  # relative, of one coefficient
 MIN_VARIANCE = 1e-12  # added in each step; rounding takes up to 1e-13
-SURPRISE = 10.0  # standard deviations
-SHORTEST, LONGEST = 1e-6, 3600.0  # seconds of a step
+OUTLIER_SIGMA = 10.0  # standard deviations
+MIN_SECONDS, MAX_SECONDS = 1e-6, 3600.0  # seconds of a step
 
 
 @dataclass(frozen=True)
-class StepShape:
+class StepWork:
     """What a step's time depends on."""
 
     tokens: int = 0
     rows: int = 0
     pairs: float = 0.0
 
-    def __add__(self, other: StepShape) -> StepShape:
-        return StepShape(self.tokens + other.tokens, self.rows + other.rows, self.pairs + other.pairs)
+    def __add__(self, other: StepWork) -> StepWork:
+        return StepWork(self.tokens + other.tokens, self.rows + other.rows, self.pairs + other.pairs)
 
 
-def chunk_shape(num_new: int, context: int, rows: int = 0) -> StepShape:
-    """``num_new`` tokens after ``context`` others of their sequence."""
-    return StepShape(num_new, rows, num_new * (context + num_new / 2))
+def chunk_work(num_new: int, context: int, rows: int = 0) -> StepWork:
+    """``num_new`` tokens after ``context`` others of their request."""
+    return StepWork(num_new, rows, num_new * (context + num_new / 2))
 
 
-def step_shape(items: Iterable[ScheduledSequence]) -> StepShape:
-    shape = StepShape()
+def step_work(items: Iterable[ScheduledRequest]) -> StepWork:
+    shape = StepWork()
     for item in items:
-        shape += chunk_shape(item.num_new, item.seq.num_computed, item.num_logits)
+        shape += chunk_work(item.num_new, item.request.num_computed, item.num_logits)
     return shape
 
 
@@ -75,16 +75,16 @@ class CostModel:
     def _set(self, units: np.ndarray) -> None:
         self._units, self.coefficients = units, units * PRIOR
 
-    def observe(self, shape: StepShape, seconds: float) -> None:
+    def observe(self, shape: StepWork, seconds: float) -> None:
         """A step of ``shape`` took ``seconds``."""
-        if not SHORTEST <= seconds <= LONGEST:  # a clock that jumped
+        if not MIN_SECONDS <= seconds <= MAX_SECONDS:  # a clock that jumped
             return
-        predicted = max(self.seconds(shape), SHORTEST)
+        predicted = max(self.seconds(shape), MIN_SECONDS)
         x = _features(shape) * PRIOR / predicted
         covariance = self._drifted()
         spread = covariance @ x
         variance = NOISE**2 + max(float(x @ spread), 0.0)  # of seconds / predicted
-        error = min(seconds / predicted - 1.0, SURPRISE * math.sqrt(variance))
+        error = min(seconds / predicted - 1.0, OUTLIER_SIGMA * math.sqrt(variance))
         units = self._units + spread * (error / variance)
         known = covariance - spread[:, None] * spread / variance
         # doubts are relative: where it was sure before (else it has only learned), they follow the machine's speed
@@ -103,19 +103,19 @@ class CostModel:
             covariance *= scale[:, None] * scale
         return covariance
 
-    def seconds(self, shape: StepShape) -> float:
+    def seconds(self, shape: StepWork) -> float:
         """The predicted time of a step; 0 for an empty one."""
         return float(_features(shape) @ self.coefficients) if shape.tokens else 0.0
 
     def prefill_seconds(self, num_tokens: int, context: int = 0) -> float:
         """The predicted time to compute ``num_tokens`` tokens after ``context`` others, alone and in one step."""
-        return self.seconds(chunk_shape(num_tokens, context, rows=1))
+        return self.seconds(chunk_work(num_tokens, context, rows=1))
 
     def added_seconds(self, num_tokens: int) -> float:
         """What ``num_tokens`` more tokens of a prompt add to a step, at the least."""
         return float(num_tokens * self.coefficients[1])
 
-    def tokens_within(self, seconds: float, rest: StepShape, context: int) -> int:
+    def tokens_within(self, seconds: float, rest: StepWork, context: int) -> int:
         """How many tokens after ``context`` others fit ``seconds``, in a step that also does ``rest``; 0 or more."""
         _, token, row, pair = self.coefficients
         free = seconds - float(_features(rest) @ self.coefficients) - row
@@ -128,7 +128,7 @@ class CostModel:
 
 
 def within_bounds(units: np.ndarray, covariance: np.ndarray) -> np.ndarray:
-    """The likeliest coefficients that are not negative and mean less than ``LONGEST``, given those without bounds."""
+    """The likeliest coefficients in [0, ``MAX_SECONDS``], given the likeliest ones without bounds."""
     for _ in units:
         worst = int(units.argmin())
         if units[worst] >= 0.0:
@@ -136,8 +136,8 @@ def within_bounds(units: np.ndarray, covariance: np.ndarray) -> np.ndarray:
         shared = covariance[worst]
         units = units - shared * (units[worst] / max(shared[worst], MIN_VARIANCE))
         units[worst] = 0.0
-    return units.clip(0.0, LONGEST / PRIOR)
+    return units.clip(0.0, MAX_SECONDS / PRIOR)
 
 
-def _features(shape: StepShape) -> np.ndarray:
+def _features(shape: StepWork) -> np.ndarray:
     return np.array((1.0, shape.tokens, shape.rows, shape.pairs))

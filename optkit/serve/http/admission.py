@@ -1,6 +1,6 @@
 """A bounded number of sequences in the server, with an answer for those beyond it.
 
-A queue without a bound turns overload into timeouts for everybody. Here a request takes one slot per prompt
+A queue without a bound turns overload into timeouts for everybody. Here a request takes one permit per prompt
 before any work is done for it (also before tokenization), and keeps them until its last byte is sent; when
 there are not enough, the answer is 429 at once, with the time after which to come back.
 """
@@ -16,9 +16,9 @@ RETRY_SECONDS = 1
 
 
 class Admission:
-    """``capacity`` slots, handed out without waiting. Single-threaded: one event loop uses it.
+    """``capacity`` permits, handed out without waiting. Single-threaded: one event loop uses it.
 
-    ``on_rejection`` is called for each request that is turned away for lack of slots.
+    ``on_rejection`` is called for each request that is turned away for lack of permits.
     """
 
     def __init__(self, capacity: int, on_rejection: Callable[[], object] = lambda: None) -> None:
@@ -26,14 +26,14 @@ class Admission:
         self._on_rejection = on_rejection
 
     def check(self) -> None:
-        """Raise the 429 of ``slots`` if not even one is free: an overloaded server need not read what it refuses."""
+        """Raise the 429 of ``permits`` if not even one is free: an overloaded server need not read what it refuses."""
         if self.used >= self.capacity:
             self._on_rejection()
             raise at_capacity()
 
     @contextmanager
-    def slots(self, count: int) -> Iterator[None]:
-        """Hold ``count`` slots for the body.
+    def permits(self, count: int) -> Iterator[None]:
+        """Hold ``count`` permits for the body.
 
         Raises:
             ApiError: 400 if they could never be had, 429 if they cannot be had now.

@@ -24,7 +24,7 @@ REQUEST_ID = re.compile(rb"[A-Za-z0-9_-]{1,64}")
 LOOPBACK = frozenset(["localhost", "127.0.0.1", "[::1]"])
 
 
-class Guard:
+class AuthMiddleware:
     """ASGI middleware in front of the whole app."""
 
     def __init__(self, app: ASGIApp, settings: ServeSettings) -> None:

@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from optkit.runtime.types import SamplingParams
 from optkit.serve.http.errors import ApiError, printable, unsupported
+from optkit.serve.http.json_body import parse_object
 from optkit.serve.openai.fields import (
     MAX_BIASES,
     MAX_CHOICES,
@@ -90,8 +91,8 @@ class GenerationRequest(BaseModel):
     ttft_details: bool | None = None
 
     @property
-    def token_limit(self) -> int | None:
-        """The number of tokens asked for, None for the endpoint's default."""
+    def requested_max_tokens(self) -> int | None:
+        """The ``max_tokens`` of the request; None for the endpoint's default."""
         return self.max_tokens
 
     @property
@@ -118,9 +119,12 @@ class GenerationRequest(BaseModel):
             "logit_bias": [token for token, _ in self.logit_bias or ()],
         }
 
+    def stop_ids(self, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """The tokens that end an answer."""
+        return tuple(self.stop_token_ids or ()) + (() if self.ignore_eos else eos_ids)
+
     def sampling(self, max_tokens: int, eos_ids: tuple[int, ...], choice: int = 0) -> SamplingParams:
-        """The engine's view of one of the ``n`` answers; end-of-sequence ids are ordinary stop ids to it."""
-        stops = tuple(self.stop_token_ids or ()) + (() if self.ignore_eos else eos_ids)
+        """The sampling parameters of one of the ``n`` choices; end-of-sequence ids are stop ids."""
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=1.0 if self.temperature is None else self.temperature,
@@ -129,7 +133,7 @@ class GenerationRequest(BaseModel):
             min_p=self.min_p or 0.0,
             seed=choice_seed(self.seed, choice),
             min_tokens=self.min_tokens or 0,
-            stop_token_ids=stops,
+            stop_token_ids=self.stop_ids(eos_ids),
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
             repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
@@ -174,7 +178,7 @@ class ChatRequest(GenerationRequest):
     continue_final_message: bool | None = None
 
     @property
-    def token_limit(self) -> int | None:
+    def requested_max_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
     @property
@@ -202,12 +206,13 @@ class CompletionRequest(GenerationRequest):
 Body = TypeVar("Body", bound=GenerationRequest)
 
 
-def parse_request(kind: type[Body], data: dict[str, Any]) -> Body:
-    """Check ``data`` against ``kind``.
+def parse_request(kind: type[Body], body: bytes) -> Body:
+    """The request in a JSON ``body``, checked.
 
     Raises:
-        ApiError: 400 that names the field.
+        ApiError: 400; for a wrong field, with its name.
     """
+    data = parse_object(body)
     refuse_unsupported(data, kind.model_fields)
     try:
         request = kind.model_validate(data)

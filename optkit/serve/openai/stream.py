@@ -32,7 +32,7 @@ encode = msgspec.json.encode
 
 
 @dataclass(frozen=True)
-class ReplyHead:
+class ResponseHead:
     """What all chunks of one answer share."""
 
     reply_id: str
@@ -68,7 +68,7 @@ def usage(
 
 
 @dataclass(frozen=True)
-class ReplyForm:
+class ResponseParts:
     """The parts of an answer beside its text.
 
     Attributes:
@@ -107,7 +107,7 @@ class ChunkWriter:
     """
 
     def __init__(
-        self, head: ReplyHead, form: ReplyForm, include_usage: bool = False, continuous: bool = False
+        self, head: ResponseHead, form: ResponseParts, include_usage: bool = False, continuous: bool = False
     ) -> None:
         kind = "chat.completion.chunk" if head.is_chat else "text_completion"
         shared = {"id": head.reply_id, "object": kind, "created": head.created, "model": head.model}
@@ -176,7 +176,7 @@ def error_event(error: ApiError) -> bytes:
     return b"data: " + error.body() + b"\n\n" + DONE
 
 
-def whole_reply(head: ReplyHead, form: ReplyForm, answers: list[Delta]) -> bytes:
+def whole_response(head: ResponseHead, form: ResponseParts, answers: list[Delta]) -> bytes:
     """The JSON body of an answer that is not streamed."""
     firsts = [answer.first for answer in answers]
     body: dict[str, object] = {
@@ -192,7 +192,7 @@ def whole_reply(head: ReplyHead, form: ReplyForm, answers: list[Delta]) -> bytes
     return encode(body)
 
 
-def _choice(head: ReplyHead, form: ReplyForm, answer: Delta) -> dict[str, object]:
+def _choice(head: ResponseHead, form: ResponseParts, answer: Delta) -> dict[str, object]:
     reason = answer.finish_reason.value if answer.finish_reason else None
     content: dict[str, object] = {"text": answer.text}
     if head.is_chat:

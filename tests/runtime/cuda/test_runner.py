@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -23,7 +24,7 @@ from optkit.runtime.cuda.layout import Layout, StepShape
 from optkit.runtime.cuda.runner import GraphRunner
 from optkit.runtime.cuda.start import gpu_engine, kv_cache_bytes, largest_step, sized
 from optkit.runtime.engine import Engine
-from optkit.runtime.overlap import AheadEngine
+from optkit.runtime.overlap import OverlapEngine
 from optkit.runtime.runner import ModelRunner
 from optkit.runtime.scheduling.scheduler import SchedulerConfig
 from optkit.runtime.types import SamplingParams
@@ -66,17 +67,17 @@ class Recorder(HostDevice):
         return Spoiling()
 
 
-def ahead_engine(config: SchedulerConfig, buckets: Buckets, device: HostDevice) -> AheadEngine:
+def ahead_engine(config: SchedulerConfig, buckets: Buckets, device: HostDevice) -> OverlapEngine:
     """An engine with graphs of its own, without measuring which pay."""
     runner = GraphRunner(model(), config.num_blocks, config.block_size, device, largest_step(config))
     runner.capture(buckets)
-    return AheadEngine(runner, config)
+    return OverlapEngine(runner, config)
 
 
-def engines(config: SchedulerConfig = CONFIG) -> tuple[Engine, AheadEngine]:
+def engines(config: SchedulerConfig = CONFIG) -> tuple[Engine, OverlapEngine]:
     plain = Engine(ModelRunner(model(), config.num_blocks, config.block_size), config)
     ahead = gpu_engine(model(), config, Recorder())
-    assert isinstance(ahead, AheadEngine)
+    assert isinstance(ahead, OverlapEngine)
     return plain, ahead
 
 
@@ -118,7 +119,7 @@ def test_only_decodes_have_the_shape_of_one(tokens: int, sequences: int, most: i
 
 def test_more_sequences_may_run_than_a_chunk_has_tokens(caplog: pytest.LogCaptureFixture) -> None:
     """The reference refuses a decode in which a sequence has several tokens, as kernels would mistake it for one."""
-    config = replace(CONFIG, max_num_seqs=8, max_num_batched_tokens=8)
+    config = msgspec.structs.replace(CONFIG, max_num_seqs=8, max_num_batched_tokens=8)
     plain = Engine(ModelRunner(model(), config.num_blocks, config.block_size), config)
     ahead = ahead_engine(config, Buckets((8,), (4, 8), 8, largest_step(config).blocks), Recorder())
     asked = prompts(8)
@@ -192,7 +193,7 @@ def test_steps_that_need_the_host_run_by_themselves() -> None:
 
 
 def test_a_small_pool_preempts_and_changes_no_token() -> None:
-    config = replace(CONFIG, num_blocks=16)
+    config = msgspec.structs.replace(CONFIG, num_blocks=16)
     plain, ahead = engines(config)
     asked = prompts(8)
     params = replace_params(GREEDY, max_tokens=40)
@@ -216,25 +217,25 @@ def test_a_full_device_is_refused() -> None:
 
 
 def replace_params(params: SamplingParams, **changes: object) -> SamplingParams:
-    import msgspec
-
     return msgspec.structs.replace(params, **changes)
 
 
 def test_a_loaded_engine_takes_what_the_gpu_has_left_unless_told() -> None:
+    from optkit.recipe.engine_options import engine_options
     from optkit.recipe.schema import load_recipe
     from optkit.runtime.factory import make_engine, scheduler_config, with_kv_bytes
     from optkit.runtime.scheduling.cost_model import CostModel
 
     recipe = load_recipe("ttft-h100", ["runtime.max_num_batched_tokens=64", "runtime.max_num_seqs=4"])
     gpu = HostDevice(memory=(700 << 20, 1 << 30))
-    given = with_kv_bytes(model(), recipe, {"gpu_memory_utilization": 0.8}, gpu)
+    found = with_kv_bytes(model(), engine_options(recipe, {"gpu_memory_utilization": 0.8}), gpu)
     graphs = (8 << 20) * most_graphs(64)
-    assert given["kv_cache_bytes"] == int(0.8 * (1 << 30)) - (324 << 20) - graphs
-    assert with_kv_bytes(model(), recipe, {"kv_cache_bytes": 1 << 20}, gpu)["kv_cache_bytes"] == 1 << 20
-    config = scheduler_config(model(), recipe, {"kv_cache_bytes": 1 << 20, "max_model_len": 64})
+    assert found.kv_cache_bytes == int(0.8 * (1 << 30)) - (324 << 20) - graphs
+    given = engine_options(recipe, {"kv_cache_bytes": 1 << 20, "max_model_len": 64})
+    assert with_kv_bytes(model(), given, gpu) is given
+    config = scheduler_config(model(), given)
     engine = make_engine(model(), config, gpu, None, None, CostModel())
-    assert isinstance(engine, AheadEngine)
+    assert isinstance(engine, OverlapEngine)
     plain = Engine(ModelRunner(model(), config.num_blocks, config.block_size), config)
     assert engine.generate(prompts(3), GREEDY) == plain.generate(prompts(3), GREEDY)
 
@@ -261,12 +262,12 @@ class Believing:
 
 def test_whole_prompts_have_graphs_of_their_own() -> None:
     """Prompts alone from their first token on are told to kernels, others are not; the tokens are the same."""
-    config = replace(CONFIG, max_num_seqs=1)
+    config = msgspec.structs.replace(CONFIG, max_num_seqs=1)
     plain, believing = Engine(ModelRunner(model(), config.num_blocks, config.block_size), config), Believing()
     runner = GraphRunner(believing, config.num_blocks, config.block_size, HostDevice(), largest_step(config))
     chunks = chunk_sizes(config.max_num_batched_tokens)
     runner.capture(Buckets((1,), chunks, 1, runner.largest.blocks))
     assert runner.num_captures == 2 + 2 * len(chunks)  # with and without filters; whole prompts and others
-    ahead = AheadEngine(runner, config)
+    ahead = OverlapEngine(runner, config)
     assert ahead.generate(prompts(6), GREEDY) == plain.generate(prompts(6), GREEDY)
     assert believing.believed > 0 and believing.wondered == 0 and runner.num_eager == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -29,15 +30,14 @@ from optkit.runtime.process.client import ENGINE_DIED, ENGINE_GONE, ENGINE_STOPP
 from optkit.runtime.process.launch import launch
 from optkit.runtime.process.worker import ParentGone, Worker
 from optkit.runtime.types import EngineRequest, FinishReason, SamplingParams, TokenOutput
-from tests.support.fakes import fake_engine
+from tests.support.fakes import FACTORY, fake_engine
 
-FACTORY = "tests.support.fakes:fake_engine"
 PATIENCE = 120.0
 LONG = 3000  # tokens: with a step of 50 ms they outlast PATIENCE
 
 
-def client(factory: str = FACTORY, artifact: str = "", **options: Any) -> EngineClient:
-    return EngineClient(artifact, options, factory=factory, threads=1)
+def client(factory: str = FACTORY, **options: Any) -> EngineClient:
+    return EngineClient(json.dumps(options), factory=factory, threads=1)
 
 
 def request(name: str, prompt: list[int], max_tokens: int = 8) -> EngineRequest:
@@ -88,7 +88,11 @@ def test_concurrent_streams_equal_the_engine_in_this_process() -> None:
 
     async def scenario(engine: EngineClient) -> None:
         assert engine.is_healthy
-        assert engine.info["num_blocks"] == 20 and engine.info["load_seconds"] >= 0
+        assert (
+            engine.info.config.num_blocks == 20
+            and engine.info.load_seconds >= 0
+            and engine.info.pid == engine.pid
+        )
         assert not [c for c in psutil.Process(engine.pid).net_connections() if c.status == psutil.CONN_LISTEN]
         os.kill(engine.pid, signal.SIGINT)  # Ctrl-C is the parent's business
         streams = await asyncio.gather(
@@ -229,7 +233,7 @@ def test_a_launched_worker_that_nobody_takes_is_killed() -> None:
 def test_a_launched_worker_is_taken_once() -> None:
     async def main() -> None:
         with launch(FACTORY, threads=1) as launched:
-            engine = EngineClient("", {}, factory=FACTORY, launched=launched)
+            engine = EngineClient("", factory=FACTORY, launched=launched)
             await engine.start(PATIENCE)
             assert engine.pid == launched.process.pid
             with pytest.raises(RuntimeError, match="once"):
@@ -257,7 +261,7 @@ def test_stop_interrupts_a_step_that_hangs() -> None:
 def test_the_worker_leaves_in_the_middle_of_its_work(farewell: bytes) -> None:
     """On order, or when the pipe closes."""
     ours, theirs = socket.socketpair()
-    ours.sendall(ipc.frame(ipc.Add(request("r", [1], max_tokens=60))) + farewell)
+    ours.sendall(ipc.frame(request("r", [1], max_tokens=60)) + farewell)
     ours.close()
     with theirs, pytest.raises(ParentGone):
         Worker(fake_engine(), theirs).serve()
@@ -270,7 +274,7 @@ def test_the_worker_leaves_in_the_middle_of_a_step(farewell: bytes, tmp_path: Pa
     ours, theirs = socket.socketpair()
     with theirs, ThreadPoolExecutor() as pool:
         serving = pool.submit(Worker(engine, theirs).serve)
-        ours.sendall(ipc.frame(ipc.Add(request("r", [1]))))
+        ours.sendall(ipc.frame(request("r", [1])))
         asyncio.run(eventually((tmp_path / "never.begun").exists))
         ours.sendall(farewell)
         ours.close()
@@ -285,7 +289,7 @@ def test_a_worker_in_a_long_step_shows_that_it_makes_progress(
     ours, theirs = socket.socketpair()
     with theirs, ThreadPoolExecutor() as pool:
         serving = pool.submit(Worker(engine, theirs).serve)
-        ours.sendall(ipc.frame(ipc.Add(request("r", [1]))))
+        ours.sendall(ipc.frame(request("r", [1])))
         asyncio.run(eventually((tmp_path / "end.begun").exists))
         beats = ipc.frame(ipc.Begun(("r",))) + 3 * ipc.frame(ipc.Heartbeat())
         received = ours.recv(4096)
@@ -310,7 +314,7 @@ def test_an_idle_worker_shows_that_it_lives(monkeypatch: pytest.MonkeyPatch) -> 
     ("options", "error", "message"),
     [
         (
-            {"load_error": "user", "artifact": "there"},
+            {"load_error": "user"},
             UserError,
             "there: the artifact is broken. build it again.",
         ),
@@ -338,7 +342,7 @@ def test_the_worker_dies_with_its_parent(load_delay: float) -> None:
         import asyncio, time
         from optkit.runtime.process.client import EngineClient
         async def main():
-            engine = EngineClient("", {{"load_delay": {load_delay}}}, factory="{FACTORY}", threads=1)
+            engine = EngineClient('{{"load_delay": {load_delay}}}', factory="{FACTORY}", threads=1)
             start = asyncio.create_task(engine.start())
             if not {load_delay}:
                 await start
@@ -360,7 +364,7 @@ def test_the_worker_dies_with_its_parent(load_delay: float) -> None:
 
 @given(st.lists(st.integers(1, 40)), st.lists(st.integers(0, 99), min_size=1, max_size=5))
 def test_frames_survive_any_cut(cuts: list[int], prompts: list[int]) -> None:
-    messages: list[ipc.ToWorker] = [ipc.Add(request(f"r{i}", [i] * 9)) for i in prompts]
+    messages: list[ipc.ToWorker] = [request(f"r{i}", [i] * 9) for i in prompts]
     messages += [ipc.Abort("r"), ipc.Shutdown()]
     data = b"".join(ipc.frame(message) for message in messages)
     reader, received = ipc.FrameReader(), []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -16,9 +16,9 @@ from optkit.runtime.engine import Engine
 from optkit.runtime.runner import ModelRunner
 from optkit.runtime.sampling.draft_model import DraftModel
 from optkit.runtime.sampling.proposer import PROBE_STEPS, Lengths, NgramProposer, Speculator
-from optkit.runtime.scheduling.cost_model import CostModel, StepShape
+from optkit.runtime.scheduling.cost_model import CostModel, StepWork
 from optkit.runtime.scheduling.scheduler import SchedulerConfig
-from optkit.runtime.types import Batch, EngineRequest, SamplingParams, Sequence
+from optkit.runtime.types import Batch, EngineRequest, Request, SamplingParams
 from tests.support import tiny_runtime
 from tests.support.fakes import FakeRunner, fake_engine
 from tests.support.graphs import captured
@@ -29,7 +29,7 @@ needs_native = pytest.mark.skipif(not native.available(), reason=str(native.miss
 class Eager(Lengths):
     """As many as allowed, always."""
 
-    def choose(self, sequences: Seq[Sequence], seconds_per_token: float) -> list[int]:
+    def choose(self, sequences: Sequence[Request], seconds_per_token: float) -> list[int]:
         return [self.longest] * len(sequences)
 
 
@@ -37,11 +37,11 @@ def eager(longest: int = 5) -> Speculator:
     return Speculator(NgramProposer(), Eager(CostModel(), longest))
 
 
-def sequence(ids: list[int]) -> Sequence:
+def sequence(ids: list[int]) -> Request:
     request = EngineRequest(
         request_id="r", prompt_ids=tuple(ids), sampling=SamplingParams(max_tokens=1), arrival=0.0
     )
-    return Sequence(request, list(ids))
+    return Request(request, list(ids))
 
 
 # -- prompt lookup --------------------------------------------------------------------------------------
@@ -65,10 +65,10 @@ def test_what_followed_before_is_guessed(ids: list[int], count: int, draft: tupl
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 59), st.integers(1, 5))
 def test_the_index_grows_with_its_sequence(ids: list[int], cut: int, count: int) -> None:
-    proposer, seq = NgramProposer(), sequence(ids[:cut])
-    proposer.draft([seq], [count])
-    seq.token_ids += ids[cut:]
-    assert proposer.draft([seq], [count]) == NgramProposer().draft([sequence(ids)], [count])
+    proposer, request = NgramProposer(), sequence(ids[:cut])
+    proposer.draft([request], [count])
+    request.token_ids += ids[cut:]
+    assert proposer.draft([request], [count]) == NgramProposer().draft([sequence(ids)], [count])
 
 
 # -- how many -------------------------------------------------------------------------------------------
@@ -78,20 +78,20 @@ def lengths(per_token: float) -> Lengths:
     """On a machine where a step costs 10 ms and each token ``per_token`` s more."""
     cost = CostModel()
     for tokens in (1, 2, 4, 8) * 40:
-        cost.observe(StepShape(tokens, tokens, 0.0), 10e-3 + per_token * tokens)
+        cost.observe(StepWork(tokens, tokens, 0.0), 10e-3 + per_token * tokens)
     return Lengths(cost, 8)
 
 
 def test_right_guesses_make_drafts_grow_and_wrong_ones_end_them() -> None:
-    chooser, seq = lengths(1e-3), sequence([1, 2, 3])
-    first = chooser.choose([seq], 0.0)[0]
+    chooser, request = lengths(1e-3), sequence([1, 2, 3])
+    first = chooser.choose([request], 0.0)[0]
     assert 1 <= first < 8
     for _ in range(10):
-        chooser.observe(seq, 8, 8)
-    assert chooser.choose([seq], 0.0) == [8]
+        chooser.observe(request, 8, 8)
+    assert chooser.choose([request], 0.0) == [8]
     for _ in range(40):
-        chooser.observe(seq, 1, 0)
-    quiet = [chooser.choose([seq], 0.0)[0] for _ in range(2 * PROBE_STEPS)]
+        chooser.observe(request, 1, 0)
+    quiet = [chooser.choose([request], 0.0)[0] for _ in range(2 * PROBE_STEPS)]
     assert sorted(set(quiet)) == [0, 1] and sum(quiet) == 2  # but now and then it tries again
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from optkit.runtime.engine import Engine
-from optkit.runtime.scheduling.cost_model import CostModel, StepShape, step_shape
-from optkit.runtime.scheduling.policy import MIN_CHUNK, Slo, promised_ttft
+from optkit.runtime.scheduling.cost_model import CostModel, StepWork, step_work
+from optkit.runtime.scheduling.policy import MIN_CHUNK, LeastSlack, promised_ttft
 from optkit.runtime.scheduling.scheduler import SchedulerConfig
 from optkit.runtime.types import Batch, EngineOverload, EngineRequest, SamplingParams
 from tests.support.fakes import FakeRunner
@@ -34,7 +34,7 @@ class TimedRunner(FakeRunner):
         self.clock, self.noise = clock, np.random.default_rng(3)
 
     def execute(self, batch: Batch) -> torch.Tensor:
-        shape = step_shape(batch.items)
+        shape = step_work(batch.items)
         seconds = 6e-3 + 5.5e-4 * shape.tokens + 4e-4 * shape.rows + 6e-8 * shape.pairs
         self.clock.now += seconds * (1 + 0.05 * self.noise.uniform(-1, 1))
         return torch.zeros(shape.rows, self.vocab_size)
@@ -53,7 +53,7 @@ def engine(policy: str, clock: Clock, **options: object) -> Engine:
     limits = {"max_num_seqs": 16, "max_num_batched_tokens": 2048, "max_model_len": 2048, "block_size": 32}
     config = SchedulerConfig(
         **limits
-        | {"num_blocks": 1024, "policy": policy, "ttft_slo": 0.7, "prefill_target_tokens": 256}
+        | {"num_blocks": 1024, "scheduling_policy": policy, "ttft_slo_ms": 700, "prefill_target_tokens": 256}
         | options
     )
     return Engine(TimedRunner(clock, config.num_blocks, config.block_size), config, clock=clock)
@@ -136,15 +136,15 @@ def test_enforcing_the_promise_refuses_early_and_keeps_it_for_the_rest() -> None
 def test_a_tpot_promise_cuts_the_chunks_while_somebody_decodes() -> None:
     cost = CostModel()
     for tokens in (1, 4, 64, 256, 512) * 4:
-        cost.observe(StepShape(tokens, 1, 0.0), 6e-3 + 5.5e-4 * tokens)
-    policy = Slo(cost, ttft=0.7, tpot=0.08)
-    alone, beside = policy.chunk_limit(StepShape(), 0), policy.chunk_limit(StepShape(8, 8, 0.0), 0)
+        cost.observe(StepWork(tokens, 1, 0.0), 6e-3 + 5.5e-4 * tokens)
+    policy = LeastSlack(cost, ttft_slo_ms=700, tpot_slo_ms=80)
+    alone, beside = policy.chunk_limit(StepWork(), 0), policy.chunk_limit(StepWork(8, 8, 0.0), 0)
     assert 250 < alone < 350  # a quarter of 0.7 s
     assert MIN_CHUNK <= beside < 140
 
 
 def test_priority_is_worth_one_promise() -> None:
-    policy = Slo(CostModel(), ttft=0.7, tpot=None)
+    policy = LeastSlack(CostModel(), ttft_slo_ms=700)
     params = SamplingParams(max_tokens=1)
 
     def rank(arrival: float, priority: int) -> float:

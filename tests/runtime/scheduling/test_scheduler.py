@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -18,8 +18,8 @@ from optkit.runtime.types import (
     EngineRequest,
     Failure,
     FinishReason,
+    Request,
     SamplingParams,
-    Sequence,
 )
 
 
@@ -41,7 +41,7 @@ def add(scheduler: Scheduler, name: str, num_prompt: int, max_tokens: int = 8, *
 
 
 def plan(batch: Batch) -> list[tuple[str, int]]:
-    return [(item.seq.request.request_id, item.num_new) for item in batch.items]
+    return [(item.request.request_id, item.num_new) for item in batch.items]
 
 
 def advance(scheduler: Scheduler, token: int = 5) -> list[tuple[str, int]]:
@@ -101,10 +101,10 @@ def test_the_youngest_is_preempted_and_recomputed_with_its_output() -> None:
     add(scheduler, "late", 16, max_tokens=1)
     while not scheduler.num_preemptions:
         advance(scheduler)
-    assert [seq.request.request_id for seq in scheduler.running] == ["old"]
+    assert [request.request_id for request in scheduler.running] == ["old"]
     young = scheduler.waiting[0]
     generated = len(young.token_ids)
-    assert young.request.request_id == "young", "the newcomer overtook it"
+    assert young.request_id == "young", "the newcomer overtook it"
     assert generated > 4 and young.num_computed == 0 and not young.block_table
     while young in scheduler.waiting:
         last = advance(scheduler)
@@ -155,10 +155,10 @@ def test_requests_that_can_never_fit_are_refused(num_prompt: int, max_tokens: in
 def test_the_largest_request_that_fits_is_served(num_prompt: int, max_tokens: int) -> None:
     scheduler = make(num_blocks=8, block_size=4)
     add(scheduler, "r", num_prompt, max_tokens)
-    seq = scheduler.waiting[0]
+    request = scheduler.waiting[0]
     while scheduler.has_work:
         advance(scheduler)
-    assert seq.num_output == max_tokens
+    assert request.num_output == max_tokens
     assert scheduler.stats().kv_blocks_used == 0
 
 
@@ -238,7 +238,7 @@ def test_stats_follow_the_queues() -> None:
 
 def test_a_prompt_that_runs_goes_on_when_a_more_urgent_one_finds_no_place() -> None:
     """Else the one waits for a place and the other for its turn, for ever."""
-    scheduler = make(policy="slo", ttft_slo=0.5, max_num_seqs=1)
+    scheduler = make(scheduling_policy="slo", ttft_slo_ms=500, max_num_seqs=1)
     add(scheduler, "first", 40)
     advance(scheduler)
     params = SamplingParams(max_tokens=1)
@@ -271,10 +271,10 @@ def test_what_raises_for_one_sequence_ends_that_one(monkeypatch: pytest.MonkeyPa
     add(scheduler, "bad", 5)
     admit = scheduler.kv.admit
 
-    def broken(seq: Sequence, *args: int) -> bool:
-        if seq.num_prompt == 5:
+    def broken(request: Request, *args: int) -> bool:
+        if request.num_prompt == 5:
             raise RuntimeError("broken")
-        return admit(seq, *args)
+        return admit(request, *args)
 
     monkeypatch.setattr(scheduler.kv, "admit", broken)
     batch = scheduler.schedule()
@@ -296,13 +296,13 @@ class Eager:
     def __init__(self) -> None:
         self.stats = SpeculationStats()
 
-    def propose(self, sequences: Seq[Sequence], limits: Seq[int]) -> list[tuple[int, ...]]:
+    def propose(self, sequences: Sequence[Request], limits: Sequence[int]) -> list[tuple[int, ...]]:
         return [(9,) * limit for limit in limits]
 
-    def observe(self, seq: Sequence, num_drafted: int, num_accepted: int) -> None:
+    def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         pass
 
-    def finished(self, seq: Sequence) -> None:
+    def finished(self, request: Request) -> None:
         pass
 
 
