@@ -13,7 +13,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from optkit.artifact.artifact import Artifact
+from optkit.artifact.open import Artifact
 from optkit.runtime.factory import open_engine
 from optkit.runtime.types import SamplingParams
 from optkit.text.corpora import load_text

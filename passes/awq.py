@@ -28,7 +28,6 @@ from optkit.passes.quantization.calibrated import (
 )
 from optkit.passes.quantization.cost import Rates, Shapes, Text
 from optkit.passes.quantization.grid import QuantizedWeight, fit_groups, group_of, nearest_codes
-from optkit.passes.quantization.linear import weight_of
 from optkit.passes.quantization.resume import FinishedGroups
 from optkit.passes.rewriting.folding import fold, readers, why_not_foldable
 
@@ -59,7 +58,10 @@ class AWQ(CalibratedQuantization):
         def scale(group: Group, walk: Walk) -> dict[str, Tensor]:
             moments = Moments(walk.values(group.x))
             layers = [self.site_format(graph, site) for site in group.sites]
-            weights, grids = [weight_of(graph, node) for node, _ in layers], [form.grid for _, form in layers]
+            weights, grids = (
+                [graph.linear_weight(node) for node, _ in layers],
+                [form.grid for _, form in layers],
+            )
             duo = self.config.duo_scaling
             return {"scale": search_scale(weights, grids, moments.mean, moments.hessian, duo)}
 
@@ -81,7 +83,7 @@ class AWQ(CalibratedQuantization):
         found: dict[str, Tensor] = {}
         for index, site in enumerate(group.sites):
             node, form = self.site_format(graph, site)
-            weight, grid = weight_of(graph, node), form.grid
+            weight, grid = graph.linear_weight(node), form.grid
             scale, minimum = fit_groups(weight, grid)
             if self.config.clip:
                 rows = clipped_rows(graph, site.name, node)
@@ -105,7 +107,7 @@ def clipped_rows(graph: Graph, name: str, node: fx.Node) -> Tensor:
     """Rows of the weight that may be clipped [.] int64: all but those of query and key projections."""
     weight = graph.weight_of(ops.weight(node))
     parts = weight.origin.parts if weight is not None and weight.origin is not None else ()
-    rows = [part.rows for part in parts] or [weight_of(graph, node).shape[0]]
+    rows = [part.rows for part in parts] or [graph.linear_weight(node).shape[0]]
     names = [module_name(part.name) for part in parts] or [name]
     keep = torch.cat(
         [

@@ -31,13 +31,12 @@ from optkit.passes.quantization.calibrated import Group, by_activation, walk_thr
 from optkit.passes.quantization.formats import WeightFormat
 from optkit.passes.quantization.grid import Grid, QuantizedWeight
 from optkit.passes.quantization.linear import (
-    Emitter,
     LinearQuantization,
     LinearQuantizationConfig,
-    weight_of,
     weight_stats,
 )
 from optkit.passes.quantization.resume import FinishedGroups
+from optkit.passes.quantization.rewriter import QuantizedLinearRewriter
 
 
 class FP8Config(LinearQuantizationConfig):
@@ -56,7 +55,6 @@ class Float8Format(WeightFormat):
     static: bool = False
     label = "float8"
     op = staticmethod(reference.linear_fp8)
-    tensors = ("weight", "weight_scale", "input_scale")
     quantizes_input = False
 
     @property
@@ -111,7 +109,7 @@ class FP8(LinearQuantization):
             return super().apply(graph, plan, ctx)
         before = graph.num_bytes()
         windows = ctx.calibration_windows(self.config.calibration)
-        emitter = Emitter(graph, self.config.max_tokens)
+        rewriter = QuantizedLinearRewriter(graph, self.config.max_tokens)
 
         def solve(group: Group, walk: Walk) -> dict[str, Tensor]:
             absmax = torch.stack([x.abs().amax() for x in walk.values(group.x)]).amax()
@@ -121,7 +119,7 @@ class FP8(LinearQuantization):
             for site in group.sites:
                 node, form = self.site_format(graph, site)
                 own = {"input_scale": solution["input_scale"].clone()}
-                emitter.emit(site, form, form.round(weight_of(graph, node)) | own)
+                rewriter.replace(site, form, form.round(graph.linear_weight(node)) | own)
 
         walk_through(
             Walk(graph, windows, ctx.target),
@@ -131,7 +129,7 @@ class FP8(LinearQuantization):
             FinishedGroups(ctx.workspace, "scales"),
             lambda text, part=None: ctx.progress(f"{self.name}: {text}", part=part),
         )
-        emitter.finish()
+        rewriter.finish()
         stats = weight_stats(before, graph) | {"calibration_tokens": sum(map(len, windows))}
         return PassResult(len(plan.sites), stats)
 

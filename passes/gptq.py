@@ -22,7 +22,7 @@ from optkit.passes.quantization.cost import Rates, Shapes, Text
 from optkit.passes.quantization.formats import PackedFormat
 from optkit.passes.quantization.gptq_solver import ActOrder, gptq
 from optkit.passes.quantization.grid import Grid, QuantizedWeight
-from optkit.passes.quantization.linear import members, weight_of
+from optkit.passes.quantization.targets import members
 
 
 class GPTQConfig(CalibratedConfig):
@@ -58,7 +58,7 @@ class GPTQ(CalibratedQuantization):
         found: dict[str, Tensor] = {}
         for index, site in enumerate(group.sites):
             node, form = self.site_format(graph, site)
-            solution = self.solution(weight_of(graph, node), form.grid, moments.hessian)
+            solution = self.solution(graph.linear_weight(node), form.grid, moments.hessian)
             found |= {f"{index}.{key}": tensor for key, tensor in form.pack(solution).items()}
         return found
 

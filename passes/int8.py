@@ -19,7 +19,8 @@ from torch import fx
 
 from optkit.graph.ir import Graph
 from optkit.passes.quantization.formats import Int8Format
-from optkit.passes.quantization.linear import LinearQuantization, LinearQuantizationConfig, listed
+from optkit.passes.quantization.linear import LinearQuantization, LinearQuantizationConfig
+from optkit.passes.quantization.targets import listed
 
 
 class Int8Config(LinearQuantizationConfig):

@@ -35,8 +35,8 @@ from optkit.passes.quantization.cost import Rates, Shapes, Text
 from optkit.passes.quantization.formats import WeightFormat
 from optkit.passes.quantization.gptq_solver import output_error
 from optkit.passes.quantization.grid import round_to_nearest
-from optkit.passes.quantization.linear import Emitter, weight_of
 from optkit.passes.quantization.resume import FinishedGroups
+from optkit.passes.quantization.rewriter import QuantizedLinearRewriter
 from optkit.passes.quantization.schemes import fitting, make_format
 from optkit.passes.quantization.sensitivity import EVERY, Divergence
 from optkit.recipe.schema import Bytes
@@ -94,7 +94,7 @@ class MixedPrecision(GPTQ):
 
     def choices(self, graph: Graph, node: fx.Node) -> list[WeightFormat | str]:
         """The format of each scheme for one linear, or why it has none."""
-        k = weight_of(graph, node).shape[1] if graph.weight_of(ops.weight(node)) else 0
+        k = graph.linear_weight(node).shape[1] if graph.weight_of(ops.weight(node)) else 0
         return [
             fitting(parsed(s), s.partition(":")[0], k, self.config.uneven_groups) for s in self.config.schemes
         ]
@@ -125,7 +125,7 @@ class MixedPrecision(GPTQ):
         forms = {site.name: self.usable(graph, site, ctx) for group in groups for site in group.sites}
         losses = self.measure(graph, groups, forms, windows, ctx)
         sites = [site for group in groups for site in group.sites]
-        sizes = {site.name: weight_of(graph, site.nodes[0]).shape for site in sites}
+        sizes = {site.name: graph.linear_weight(site.nodes[0]).shape for site in sites}
         choices = [
             [
                 Choice(loss, form.num_bytes(*sizes[site.name]), self.price(graph, site, form, ctx))
@@ -157,7 +157,7 @@ class MixedPrecision(GPTQ):
     def usable(self, graph: Graph, site: Site, ctx: PassContext) -> list[WeightFormat]:
         """The formats that run this layer; in place of one that doesn't, the last scheme's."""
         (node,) = site.nodes
-        n, k = weight_of(graph, node).shape
+        n, k = graph.linear_weight(node).shape
         found = self.choices(graph, node)
         last = found[-1]
         assert isinstance(last, WeightFormat)
@@ -165,7 +165,7 @@ class MixedPrecision(GPTQ):
 
     def price(self, graph: Graph, site: Site, form: WeightFormat, ctx: PassContext) -> float:
         """Bytes, or milliseconds of a decode step by the roofline."""
-        n, k = weight_of(graph, site.nodes[0]).shape
+        n, k = graph.linear_weight(site.nodes[0]).shape
         if self.config.price == "bytes":
             return form.num_bytes(n, k)
         clone, ours = alone(graph, site, form, form.meta_tensors(n, k))
@@ -214,7 +214,7 @@ class MixedPrecision(GPTQ):
         divergence: Divergence,
     ) -> list[float]:
         """KL of one site in each of its formats; the walk stands at its input."""
-        weight = weight_of(graph, site.nodes[0])
+        weight = graph.linear_weight(site.nodes[0])
         errors = [rounding_error(weight, form, hessian) for form in forms]
         measured: dict[Any, tuple[float, float]] = {}
         for form, error in sorted(zip(forms, errors, strict=True), key=lambda pair: -pair[1]):
@@ -250,7 +250,7 @@ def alone(
     """A clone in which ``site`` alone is quantized, and its op."""
     clone = graph.clone()
     node = next(n for n in clone.fx.nodes if n.name == site.nodes[0].name)
-    op = Emitter(clone).emit(Site(site.name, (node,)), form, tensors)
+    op = QuantizedLinearRewriter(clone).replace(Site(site.name, (node,)), form, tensors)
     clone.prune()
     return clone, op
 

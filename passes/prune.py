@@ -47,7 +47,7 @@ class Prune(Pass):
     def check(self, graph: Graph, ctx: PassContext) -> Plan:
         """A site is a feed-forward part: (down, activation, linears that make it)."""
         plan = Plan()
-        for down in graph.calls(reference.linear):
+        for down in graph.linears():
             x = ops.activation(down)
             if isinstance(x, fx.Node) and x.target in (*GATED, *PACKED):
                 reason = why_not(graph, down, x)

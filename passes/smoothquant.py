@@ -23,7 +23,6 @@ from optkit.calibration.walk import Walk
 from optkit.graph.ir import Graph
 from optkit.passes.base import Config, Pass, PassContext, PassResult, Plan, Site, Skip, Stage
 from optkit.passes.quantization.calibrated import Group, collect
-from optkit.passes.quantization.linear import weight_of
 from optkit.passes.quantization.smoothing import search_smoothing, smoothing_scale
 from optkit.passes.rewriting.folding import fold, readers, why_not_foldable
 from optkit.passes.rewriting.stack import site_name
@@ -73,7 +72,7 @@ class SmoothQuant(Pass):
         windows = ctx.calibration_windows(self.config.calibration)
 
         def solve(group: Group, walk: Walk) -> Tensor:
-            weights = [weight_of(graph, node) for site in group.sites for node in site.nodes]
+            weights = [graph.linear_weight(node) for site in group.sites for node in site.nodes]
             return self.scale(walk.values(group.x), weights, len(windows))
 
         groups = [Group((Site(site.name, site.nodes[1:]),)) for site in plan.sites]

@@ -61,7 +61,7 @@ def reopened_in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest
     from optkit.pipeline import check
 
     def logits(directory: Path) -> Tensor:
-        from optkit.artifact.artifact import Artifact
+        from optkit.artifact.open import Artifact
 
         return check.probe_logits(Artifact.open(directory).executable())
 

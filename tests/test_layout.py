@@ -151,7 +151,7 @@ def test_importing_optkit_is_cheap() -> None:
 
 
 def test_importing_the_recipe_and_its_neighbours_needs_no_torch() -> None:
-    modules = "optkit.recipe.schema, optkit.checkpoint.validate, optkit.checkpoint.locate, optkit.cli.main"
+    modules = "optkit.recipe.load, optkit.checkpoint.validate, optkit.checkpoint.locate, optkit.cli.main"
     code = f"import sys, {modules}; sys.exit('torch' if 'torch' in sys.modules else 0)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from optkit.artifact.artifact import Artifact
+from optkit.artifact.open import Artifact
 from optkit.bench.environment import environment
 from optkit.bench.workload import text_ids
 from optkit.runtime.engine import Engine

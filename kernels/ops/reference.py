@@ -229,7 +229,7 @@ def linear_wna16(
     x: Tensor,
     weight: Tensor,
     weight_scale: Tensor,
-    weight_zero: Tensor | None,
+    weight_zero_point: Tensor | None,
     g_idx: Tensor | None,
     bias: Tensor | None = None,
     *,
@@ -239,22 +239,22 @@ def linear_wna16(
     """Weight-only integers: ``x @ W.T + bias`` with ``W[n, k] = (code[n, k] - zero[n, g]) * scale[n, g]``.
 
     x [T, K] float32; weight int32 [N, ceil(K * bits / 32)] holds codes 0 .. 2^bits - 1 of 2, 3, 4 or 8 bits
-    (``packed_codes``); weight_scale [N, G] is float32, float16 or bfloat16; weight_zero [N, G] uint8 is in units of
-    codes, and None stands for ``2^(bits - 1)`` everywhere, a symmetric weight. Gives [T, N] float32.
+    (``packed_codes``); weight_scale [N, G] is float32, float16 or bfloat16; weight_zero_point [N, G] uint8 is in units
+    of codes, and None stands for ``2^(bits - 1)`` everywhere, a symmetric weight. Gives [T, N] float32.
 
     Channel k belongs to group ``g_idx[k]`` (int32 [K], GPTQ's act-order) or, without g_idx, ``k // group_size``: the
     last group may be shorter. ``group_size`` 0 is one group of all channels.
 
     Source: GPTQ (arXiv 2210.17323), AWQ (arXiv 2306.00978) and compressed-tensors ``pack-quantized``.
     """
-    check_wna16(x, weight, weight_scale, weight_zero, g_idx, bias, bits, group_size)
+    check_wna16(x, weight, weight_scale, weight_zero_point, g_idx, bias, bits, group_size)
     out = x.new_empty(*x.shape[:-1], weight.shape[0])
     if x.device.type == "meta":
         return out
     rows = max(1, DEQUANTIZED_AT_ONCE // x.shape[-1])
     for start in range(0, weight.shape[0], rows):
         part = slice(start, start + rows)
-        zero = None if weight_zero is None else weight_zero[part]
+        zero = None if weight_zero_point is None else weight_zero_point[part]
         value = dequantize_wna16(
             weight[part],
             weight_scale[part],
@@ -271,7 +271,7 @@ def linear_wna16(
 def dequantize_wna16(
     weight: Tensor,
     weight_scale: Tensor,
-    weight_zero: Tensor | None = None,
+    weight_zero_point: Tensor | None = None,
     g_idx: Tensor | None = None,
     *,
     bits: int,
@@ -281,7 +281,9 @@ def dequantize_wna16(
     """The float32 weight [N, columns] of ``linear_wna16``."""
     group = torch.arange(columns, device=weight.device) // (group_size or columns) if g_idx is None else g_idx
     codes = unpack_codes(weight, bits, columns).to(torch.float32)
-    zero = float(1 << (bits - 1)) if weight_zero is None else weight_zero.to(torch.float32)[:, group]
+    zero = (
+        float(1 << (bits - 1)) if weight_zero_point is None else weight_zero_point.to(torch.float32)[:, group]
+    )
     return (codes - zero) * weight_scale.to(torch.float32)[:, group]
 
 
@@ -289,7 +291,7 @@ def check_wna16(
     x: Tensor,
     weight: Tensor,
     weight_scale: Tensor,
-    weight_zero: Tensor | None,
+    weight_zero_point: Tensor | None,
     g_idx: Tensor | None,
     bias: Tensor | None,
     bits: int,
@@ -307,7 +309,9 @@ def check_wna16(
         raise ValueError(f"{groups} groups of {group_size or k} of {k} channels")
     if weight_scale.shape[0] != n or not weight_scale.is_floating_point():
         raise ValueError(f"the scales must be [{n}, {groups}] floats")
-    if weight_zero is not None and (weight_zero.shape != (n, groups) or weight_zero.dtype != torch.uint8):
+    if weight_zero_point is not None and (
+        weight_zero_point.shape != (n, groups) or weight_zero_point.dtype != torch.uint8
+    ):
         raise ValueError(f"the zero points must be [{n}, {groups}] uint8")
     if g_idx is not None and (g_idx.shape != (k,) or g_idx.dtype != torch.int32):
         raise ValueError(f"g_idx must be [{k}] int32")

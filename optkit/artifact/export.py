@@ -14,13 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optkit.artifact.artifact import Artifact, staging
+from optkit.artifact.open import Artifact
+from optkit.artifact.staging import staging
 from optkit.checkpoint import awq, gptq
 from optkit.checkpoint.compressed_tensors_writer import smallest_exact
 from optkit.checkpoint.hf_writer import write_directory
-from optkit.checkpoint.modules import MINIMUM, Module, modules
+from optkit.checkpoint.modules import modules
 from optkit.checkpoint.quantization_config import float_modules
-from optkit.checkpoint.quantized import G_IDX, PACKED, SCALE, ZERO, in_order
+from optkit.checkpoint.quantized_linear import G_IDX, MINIMUM, PACKED, SCALE, ZERO_POINT, QuantizedLinear
+from optkit.checkpoint.reading import in_order
 from optkit.checkpoint.source import Source, open_source
 from optkit.errors import UserError
 from optkit.graph import variants
@@ -50,7 +52,7 @@ def export(artifact: Artifact, format: str, out: Path) -> None:
         write_directory(directory, float_tensors(source, found) | tensors, config, artifact.directory)
 
 
-def float_tensors(source: Source, found: list[Module]) -> dict[str, Tensor]:
+def float_tensors(source: Source, found: list[QuantizedLinear]) -> dict[str, Tensor]:
     """The artifact's tensors besides those of quantized layers."""
     replaced = {f"{module.name}.weight" for module in found}
     replaced |= {name for layer in source.layers.values() for name in layer.names()}
@@ -60,12 +62,12 @@ def float_tensors(source: Source, found: list[Module]) -> dict[str, Tensor]:
 Written = tuple[dict[str, Tensor], dict[str, Any] | None]
 
 
-def as_floats(found: list[Module], left: set[str], head: str) -> Written:
+def as_floats(found: list[QuantizedLinear], left: set[str], head: str) -> Written:
     """Dequantized weights, in float16 where that is exact."""
     return {f"{module.name}.weight": smallest_exact(module.float_weight()) for module in found}, None
 
 
-def as_gptq(found: list[Module], left: set[str], head: str) -> Written:
+def as_gptq(found: list[QuantizedLinear], left: set[str], head: str) -> Written:
     """GPTQ v1. All linear layers but the head must be quantized, and in one way."""
     for name in sorted(left - {head}):
         raise refused(name, "gptq", "it is not quantized, and readers of the format take every layer to be")
@@ -87,7 +89,7 @@ def as_gptq(found: list[Module], left: set[str], head: str) -> Written:
     return tensors, gptq.settings(bits, group_size, symmetric, act_order)
 
 
-def as_awq(found: list[Module], left: set[str], head: str) -> Written:
+def as_awq(found: list[QuantizedLinear], left: set[str], head: str) -> Written:
     """AWQ, version gemm."""
     codes = {module.name: integer_codes(module, "awq") for module in found}
     tensors: dict[str, Tensor] = {}
@@ -102,7 +104,7 @@ def as_awq(found: list[Module], left: set[str], head: str) -> Written:
     return tensors, awq.settings(group_size) | {"modules_to_not_convert": sorted(left)}
 
 
-WRITERS: dict[str, Callable[[list[Module], set[str], str], Written]] = {
+WRITERS: dict[str, Callable[[list[QuantizedLinear], set[str], str], Written]] = {
     "hf": as_floats,
     "gptq": as_gptq,
     "awq": as_awq,
@@ -114,7 +116,7 @@ WRITERS: dict[str, Callable[[list[Module], set[str], str], Written]] = {
 Codes = tuple[int, int, Tensor, Tensor | None]  # bits, group size, packed codes [N, W], zero points [N, G]
 
 
-def integer_codes(module: Module, format: str) -> Codes:
+def integer_codes(module: QuantizedLinear, format: str) -> Codes:
     """A layer as ``(code - zero) * scale``."""
     if MINIMUM in module.operands:
         raise refused(
@@ -126,7 +128,7 @@ def integer_codes(module: Module, format: str) -> Codes:
     if module.op is reference.linear_fp8:
         raise refused(module.name, format, "it is float8")
     if PACKED in module.operands:
-        return module.bits, module.group_size, module.operands[PACKED], module.operands.get(ZERO)
+        return module.bits, module.group_size, module.operands[PACKED], module.operands.get(ZERO_POINT)
     codes = (module.operands["weight"].to(torch.int16) + 128).to(torch.uint8)
     return 8, module.group_size, pack_codes(codes, 8), None
 

@@ -133,13 +133,13 @@ def baseline_artifact(model: str) -> Path:
     from optkit.checkpoint.locate import resolve
     from optkit.machine.locks import Locks
     from optkit.machine.paths import cache_dir
-    from optkit.pipeline.cache import state_key
-    from optkit.pipeline.driver import environment, optimize
+    from optkit.pipeline.driver import optimize
     from optkit.pipeline.sources import compiler_digest
+    from optkit.pipeline.step import digest_of, environment
 
     source = resolve(model)
     parts = {"source": source.digest, "compiler": compiler_digest(), "versions": environment()}
-    key = state_key(parts)
+    key = digest_of(parts)
     path = cache_dir("baselines") / f"{source.name}-{key}"
     with Locks(path.parent).holding(path.name):
         if not path.is_dir():

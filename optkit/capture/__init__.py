@@ -1,5 +1,6 @@
-"""Capture: a Hugging Face causal LM becomes a Graph. See ``export``, ``flatten``, ``canonicalize``."""
+"""Capture: a Hugging Face causal LM becomes a Graph. See ``directory``, ``export``, ``flatten``, ``canonicalize``."""
 
-from optkit.capture.export import capture, capture_directory
+from optkit.capture.directory import capture_directory
+from optkit.capture.export import capture
 
 __all__ = ["capture", "capture_directory"]

@@ -1,22 +1,19 @@
-"""torch.export of the Hugging Face model itself, and the checks around it.
+"""torch.export of a Hugging Face model, and the checks around it.
 
-``capture_directory`` loads a checked checkpoint, exports it with a dynamic token count, flattens the batch
-dimension away, raises idioms to the dialect, and then proves the result: the graph's logits must agree with those of
-transformers' eager attention (``check``). What can't be captured is refused with the reason.
+``capture`` exports a loaded model with a dynamic token count, flattens the batch dimension away, raises idioms to the
+dialect, and compares the graph's logits with those of transformers' eager attention (``check``). A model that can't be
+captured is refused with the reason.
 """
 
 from __future__ import annotations
 
 import logging
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from optkit.capture import boundary
 from optkit.capture.canonicalize import canonicalize
 from optkit.capture.check import check_capture
 from optkit.capture.counters import refuse_counters
@@ -26,36 +23,6 @@ from optkit.graph.ir import Graph
 
 DYNAMIC_ROPE = {"dynamic", "longrope"}
 SAMPLE_TOKENS = 24
-
-
-def capture_directory(directory: Path, *, weights: bool = True) -> Graph:
-    """Capture the model of a checked HF directory.
-
-    ``weights=False`` builds it on the meta device: the same graph without reading a tensor, for dry runs. A config is
-    enough then.
-
-    Raises:
-        UnsupportedModel: the model can't be captured; the message says why.
-    """
-    from optkit.capture.quantized import capture_packed
-    from optkit.checkpoint.source import open_source
-
-    boundary.register()
-    source = open_source(directory, weights=weights)
-    if source.layers:
-        return capture_packed(source)
-    options: dict[str, Any] = {"attn_implementation": boundary.NAME, "dtype": torch.float32}
-    try:
-        with boundary.interface_needed(str(directory)):
-            if weights:
-                model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, **options)
-            else:
-                config = AutoConfig.from_pretrained(directory, local_files_only=True)
-                with torch.device("meta"):
-                    model = AutoModelForCausalLM.from_config(config, **options)
-    except ValueError as error:
-        raise UnsupportedModel(first_line(error), where=str(directory)) from error
-    return capture(model)
 
 
 def capture(model: Any, *, check: bool = True) -> Graph:

@@ -11,20 +11,20 @@ with random weights of little memory in their place: the same check of the graph
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from optkit.capture import boundary
 from optkit.capture.check import check_capture
-from optkit.checkpoint.quantized import Layer
+from optkit.capture.export import capture
+from optkit.checkpoint.insertion import insert
 from optkit.checkpoint.source import Source
 from optkit.errors import UnsupportedModel
 from optkit.graph import ops
-from optkit.graph.ir import Graph, Origin, Part, Weight
+from optkit.graph.ir import Graph
 from optkit.kernels import reference
 
 MAX_CHECKED_BYTES = 4 << 30  # bytes of float weights up to which the check uses the checkpoint's own
@@ -107,39 +107,6 @@ def insert_layers(graph: Graph, source: Source) -> None:
             raise UnsupportedModel(what, where=graph.meta.model_type)
 
 
-def insert(graph: Graph, node: fx.Node, layer: Layer) -> None:
-    x, _, *bias = node.args
-    weights = [None if name is None else operand(graph, node, layer, name) for name in layer.operands]
-    inputs = (
-        quantized_input(graph, node, x, layer) if ops.RECORDS[layer.op.__name__].quantizes_input else (x,)
-    )
-    with graph.fx.inserting_before(node):
-        out = graph.fx.call_function(layer.op, (*inputs, *weights, *bias), dict(layer.options))
-    node.replace_all_uses_with(out)
-
-
-def operand(graph: Graph, node: fx.Node, layer: Layer, key: str) -> fx.Node:
-    """A node for a weight of the layer, registered under its own name."""
-    name, value = f"{layer.name}.{key}", layer.read(key)
-    graph.weights[name] = Weight(value, Origin((Part(name, value.shape[0]),)))
-    return graph.weight_node(name, node)
-
-
-def quantized_input(graph: Graph, node: fx.Node, x: Any, layer: Layer) -> tuple[fx.Node, fx.Node]:
-    """Activations in int8, scaled by the groups of an int8 weight, or by token; shared by all readers of ``x``."""
-    groups = layer.read("weight_scale").shape[1]
-    group = 0 if groups == 1 or layer.op is reference.linear_w4a8 else layer.shape[1] // groups
-    for user in x.users:
-        if user.target is reference.quantize_per_token and ops.argument(user, "group_size") == group:
-            scale = next(u for u in user.users if u.args[1] == 1)
-            return next(u for u in user.users if u.args[1] == 0), scale
-    with graph.fx.inserting_after(x):
-        pair = graph.fx.call_function(reference.quantize_per_token, (x, group))
-    with graph.fx.inserting_after(pair):
-        scale = graph.fx.call_function(operator.getitem, (pair, 1))
-        return graph.fx.call_function(operator.getitem, (pair, 0)), scale
-
-
 def check_architecture(graph: Graph, model: Any, source: Source) -> None:
     """Compare the float graph with the model, both on the dequantized weights; on random ones where those are many."""
     many = sum(4 * layer.shape[0] * layer.shape[1] for layer in source.layers.values()) > MAX_CHECKED_BYTES
@@ -167,10 +134,8 @@ def is_bias(name: str) -> bool:
     return name.endswith(".bias")
 
 
-def capture_packed(source: Source) -> Graph:
-    """Capture a quantized checkpoint; see ``export.capture_directory``."""
-    from optkit.capture.export import capture
-
+def capture_quantized(source: Source) -> Graph:
+    """Capture a quantized checkpoint."""
     model = load_model(source)
     graph = capture(model, check=False)
     check_architecture(graph, model, source)

@@ -18,17 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optkit.checkpoint.quantized import (
-    FLOATS,
-    GROUP_SIZES,
-    PACKED,
-    SCALE,
-    Checked,
-    Layer,
-    checked_scale,
-    setting,
-    wna16,
-)
+from optkit.checkpoint.quantized_linear import PACKED, SCALE, QuantizedLinear
+from optkit.checkpoint.reading import FLOATS, GROUP_SIZES, Checked, checked_scale, setting, wna16
 from optkit.errors import UserError
 from optkit.kernels.packed_codes import pack_codes, unpack_codes
 
@@ -38,7 +29,7 @@ BITS, PER_WORD = 4, 8
 SUFFIXES = ("qweight", "qzeros", "scales")
 
 
-def layers(config: Mapping[str, Any], source: Checked) -> list[Layer]:
+def layers(config: Mapping[str, Any], source: Checked) -> list[QuantizedLinear]:
     """The quantized layers of a checkpoint with this ``quantization_config``.
 
     Raises:
@@ -54,7 +45,7 @@ def layers(config: Mapping[str, Any], source: Checked) -> list[Layer]:
     return [layer(name, max(group_size, 0), source) for name in source.modules("qweight")]
 
 
-def layer(name: str, group_size: int, source: Checked) -> Layer:
+def layer(name: str, group_size: int, source: Checked) -> QuantizedLinear:
     where = str(source.directory)
     k, words = source.info(f"{name}.qweight", ("I32",), (None, None)).shape
     n, groups = words * PER_WORD, -(-k // (group_size or k))

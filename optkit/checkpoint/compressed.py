@@ -22,14 +22,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optkit.checkpoint.quantized import (
-    FLOATS,
+from optkit.checkpoint.quantized_linear import (
     G_IDX,
-    GROUP_SIZES,
+    INPUT_SCALE,
     PACKED,
     SCALE,
+    ZERO_POINT,
+    LazyOperands,
+    QuantizedLinear,
+)
+from optkit.checkpoint.reading import (
+    FLOATS,
+    GROUP_SIZES,
     Checked,
-    Layer,
     checked_g_idx,
     checked_scale,
     setting,
@@ -60,7 +65,7 @@ class Scheme:
     block: tuple[int, int] | None = None
 
 
-def layers(config: Mapping[str, Any], source: Checked) -> list[Layer]:
+def layers(config: Mapping[str, Any], source: Checked) -> list[QuantizedLinear]:
     """The quantized layers of a checkpoint with this ``quantization_config``.
 
     Raises:
@@ -69,7 +74,7 @@ def layers(config: Mapping[str, Any], source: Checked) -> list[Layer]:
     where = str(source.directory / "config.json")
     refuse_extensions(config, where)
     schemes = read_schemes(config, where)
-    found: list[Layer] = []
+    found: list[QuantizedLinear] = []
     packed = set(source.modules(PACKED))
     for name in sorted(packed | set(source.modules(SCALE))):
         scheme = scheme_of(name, schemes, where)
@@ -199,7 +204,7 @@ def simple_match(pattern: str, name: str, where: str) -> bool:
 # -- layers ----------------------------------------------------------------------------------------------
 
 
-def packed_layer(name: str, scheme: Scheme, source: Checked) -> Layer:
+def packed_layer(name: str, scheme: Scheme, source: Checked) -> QuantizedLinear:
     """A ``pack-quantized`` layer."""
     where, bits = str(source.directory), scheme.bits
     n, _ = source.info(f"{name}.{PACKED}", ("I32",), (None, None)).shape
@@ -213,7 +218,7 @@ def packed_layer(name: str, scheme: Scheme, source: Checked) -> Layer:
     stored = [f"{name}.{PACKED}", f"{name}.{SCALE}", f"{name}.weight_shape"]
     zero, g_idx = None, None
     if not scheme.symmetric:
-        stored.append(f"{name}.weight_zero_point")
+        stored.append(f"{name}.{ZERO_POINT}")
         source.info(stored[-1], ("I32",), (words_of(n, bits), groups))
         zero = unpack_codes(source.values[stored[-1]].T, bits, n).T.contiguous()
     if f"{name}.{G_IDX}" in source.tensors:
@@ -239,15 +244,18 @@ def w4a8_layer(
     read: Callable[[str], Tensor],
     stored: list[str],
     where: str,
-) -> Layer:
+) -> QuantizedLinear:
     group = scheme.group_size or shape[1]
     if more or scheme.bits != 4 or shape[1] % group or shape[1] % reference.INT4_PER_WORD:
         what = f"{name} has int8 activations, which optkit multiplies only by symmetric 4-bit weights in whole groups"
         raise UserError(what, where=where)
-    return Layer(name, shape, reference.linear_w4a8, (PACKED, SCALE, None), read, tuple(stored))
+    operands = LazyOperands((PACKED, SCALE), read)
+    return QuantizedLinear(
+        name, shape, reference.linear_w4a8, operands, activation_group=0, stored=tuple(stored)
+    )
 
 
-def plain_layer(name: str, scheme: Scheme, source: Checked) -> Layer:
+def plain_layer(name: str, scheme: Scheme, source: Checked) -> QuantizedLinear:
     """An ``int-quantized`` or ``float-quantized`` layer."""
     where = str(source.directory)
     dtype = "F8_E4M3" if scheme.floating else "I8"
@@ -259,7 +267,7 @@ def plain_layer(name: str, scheme: Scheme, source: Checked) -> Layer:
     ).shape
     groups = scale_groups(name, (n, k), scale_shape, scheme, where)
     stored = [f"{name}.weight", f"{name}.{SCALE}"]
-    static = f"{name}.input_scale"
+    static = f"{name}.{INPUT_SCALE}"
     if scheme.activations == "tensor":
         source.info(
             static, FLOATS, (None,) * len(source.tensors[static].shape) if static in source.tensors else (1,)
@@ -271,14 +279,19 @@ def plain_layer(name: str, scheme: Scheme, source: Checked) -> Layer:
         if key == "weight":
             return value
         value = checked_scale(value.to(torch.float32), f"{name}.{key}", where)
-        return value.reshape(1) if key == "input_scale" else expanded(value, (n, k), groups, scheme.block)
+        return value.reshape(1) if key == INPUT_SCALE else expanded(value, (n, k), groups, scheme.block)
 
+    keys = ("weight", SCALE, INPUT_SCALE) if scheme.activations == "tensor" else ("weight", SCALE)
+    operands, origin = LazyOperands(keys, read), tuple(stored)
     if scheme.floating:
-        operands = ("weight", SCALE, "input_scale" if scheme.activations == "tensor" else None)
         options = {"activations": scheme.activations or "none"}
-        return Layer(name, (n, k), reference.linear_fp8, operands, read, tuple(stored), options)
-    op = reference.linear_w8a8 if scheme.activations else reference.linear_w8a16
-    return Layer(name, (n, k), op, ("weight", SCALE), read, tuple(stored))
+        return QuantizedLinear(name, (n, k), reference.linear_fp8, operands, options, stored=origin)
+    if not scheme.activations:
+        return QuantizedLinear(name, (n, k), reference.linear_w8a16, operands, stored=origin)
+    group = 0 if groups == 1 else k // groups
+    return QuantizedLinear(
+        name, (n, k), reference.linear_w8a8, operands, activation_group=group, stored=origin
+    )
 
 
 def scale_groups(

@@ -12,8 +12,15 @@ import torch
 from torch import Tensor
 
 from optkit.checkpoint.compressed import FLOAT8, INTS, PACK
-from optkit.checkpoint.modules import INPUT_SCALE, MINIMUM, Module, modules, shared_by_fused
-from optkit.checkpoint.quantized import G_IDX, PACKED, ZERO
+from optkit.checkpoint.modules import modules, shared_by_fused
+from optkit.checkpoint.quantized_linear import (
+    G_IDX,
+    INPUT_SCALE,
+    MINIMUM,
+    PACKED,
+    ZERO_POINT,
+    QuantizedLinear,
+)
 from optkit.checkpoint.tensors import same
 from optkit.graph import variants
 from optkit.graph.ir import Graph
@@ -22,7 +29,7 @@ from optkit.kernels.packed_codes import pack_codes
 PACKED_FILE = "packed.safetensors"
 
 
-def stored_format(module: Module) -> str | None:
+def stored_format(module: QuantizedLinear) -> str | None:
     """The compressed-tensors format in which a module is written, or None: as a float weight."""
     if PACKED in module.operands:
         short = module.group_size and module.columns % module.group_size
@@ -64,19 +71,18 @@ def model_tensors(graph: Graph, tensors: dict[str, Tensor]) -> dict[str, Tensor]
         elif PACKED in module.operands:
             tensors.pop(weight, None)
             tensors |= packed_tensors(module)
-            tensors.pop(f"{module.name}.{ZERO}", None)
         elif INPUT_SCALE in module.operands:
             tensors[f"{module.name}.{INPUT_SCALE}"] = module.operands[INPUT_SCALE].clone()
     return tensors
 
 
-def packed_tensors(module: Module) -> dict[str, Tensor]:
+def packed_tensors(module: QuantizedLinear) -> dict[str, Tensor]:
     """What ``pack-quantized`` has besides codes and scales: the shape, and zero points packed along N."""
     tensors = {f"{module.name}.weight_shape": torch.tensor(module.shape)}
-    zero = module.operands.get(ZERO)
+    zero = module.operands.get(ZERO_POINT)
     if zero is not None:
         packed = pack_codes(zero.T.contiguous(), module.bits).T.contiguous()
-        tensors[f"{module.name}.weight_zero_point"] = packed
+        tensors[f"{module.name}.{ZERO_POINT}"] = packed
     return tensors
 
 

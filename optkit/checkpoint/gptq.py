@@ -20,13 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optkit.checkpoint.quantized import (
+from optkit.checkpoint.quantized_linear import PACKED, SCALE, QuantizedLinear
+from optkit.checkpoint.reading import (
     FLOATS,
     GROUP_SIZES,
-    PACKED,
-    SCALE,
     Checked,
-    Layer,
     checked_g_idx,
     checked_scale,
     setting,
@@ -40,7 +38,7 @@ FORMATS = ("gptq", "gptq_v2")
 SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")
 
 
-def layers(config: Mapping[str, Any], source: Checked) -> list[Layer]:
+def layers(config: Mapping[str, Any], source: Checked) -> list[QuantizedLinear]:
     """The quantized layers of a checkpoint with this ``quantization_config``.
 
     Raises:
@@ -58,7 +56,9 @@ def layers(config: Mapping[str, Any], source: Checked) -> list[Layer]:
     ]
 
 
-def layer(name: str, bits: int, group_size: int, offset: int, dynamic: bool, source: Checked) -> Layer:
+def layer(
+    name: str, bits: int, group_size: int, offset: int, dynamic: bool, source: Checked
+) -> QuantizedLinear:
     where = str(source.directory)
     rows, n = source.info(f"{name}.qweight", ("I32",), (None, None)).shape
     stored = [f"{name}.{suffix}" for suffix in SUFFIXES if f"{name}.{suffix}" in source.tensors]

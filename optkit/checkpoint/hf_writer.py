@@ -2,7 +2,7 @@
 
 Tensors keep their checkpoint names. Quantized layers are in the formats of compressed-tensors (stored_layers.py),
 described by ``quantization_config`` in config.json, whatever format the source was in. An output head that was tied to
-the embedding and is now quantized becomes a tensor of its own, so the config unties it.
+the embedding and has a weight of its own in the graph, quantized or float, is untied in the config.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from optkit.checkpoint.compressed_tensors_writer import model_tensors
 from optkit.checkpoint.quantization_config import quantization_config, quantized_modules
-from optkit.checkpoint.source import open_source
+from optkit.checkpoint.source import Source, open_source
 from optkit.checkpoint.tensors import changed_tensors, save_shards
 from optkit.graph.ir import Graph
 
@@ -45,7 +45,7 @@ def write_model(graph: Graph, source: Path, directory: Path) -> None:
     operands = {name for layer in files.layers.values() for name in layer.names()}
     kept = {name: files[name] for name in files.names() - set(changed) - (operands - used)}
     tensors = model_tensors(graph, kept | changed)
-    write_directory(directory, tensors, model_config(graph, files.info.config), source)
+    write_directory(directory, tensors, model_config(graph, files), source)
 
 
 def write_directory(
@@ -62,16 +62,27 @@ def write_directory(
             shutil.copyfile(texts / name, directory / name)
 
 
-def model_config(graph: Graph, config: dict[str, Any]) -> dict[str, Any]:
-    """config.json of the optimized model."""
-    config = {key: value for key, value in config.items() if key != "quantization_config"}
+def model_config(graph: Graph, source: Source) -> dict[str, Any]:
+    """config.json of the optimized model, made from that of ``source``."""
+    config = {key: value for key, value in source.info.config.items() if key != "quantization_config"}
     config |= graph.annotations.get("config", {})
     quantization = quantization_config(graph)
     if quantization is not None:
         config = {**config, "quantization_config": quantization}
-    if graph.meta.output_embedding in quantized_modules(graph):
+    if graph.meta.output_embedding in quantized_modules(graph) or unties_head(graph, source):
         config = {**config, "tie_word_embeddings": False}
     return config
+
+
+def unties_head(graph: Graph, source: Source) -> bool:
+    """Whether the head has a float weight of its own in ``graph`` and none in ``source``.
+
+    transformers would tie the head to the embedding again when it loads the directory.
+    """
+    weight = f"{graph.meta.output_embedding}.weight"
+    parts = {part.name for w in graph.weights.values() if w.origin for part in w.origin.parts}
+    tied = source.info.config.get("tie_word_embeddings", weight not in source)
+    return weight in parts and tied is True
 
 
 def write_json(file: Path, content: Any) -> None:

@@ -6,63 +6,17 @@ belongs to input channels (``weight_g_idx``, ``input_scale``) all of them share.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, fx
 
-from optkit.checkpoint.quantized import G_IDX, PACKED, SCALE, float_weight
-from optkit.graph import ops
+from optkit.checkpoint.quantized_linear import G_IDX, OPERANDS, PACKED, SCALE, SHARED, QuantizedLinear
 from optkit.graph.ir import Graph, module_name
-from optkit.graph.ops.operands import Role
 from optkit.kernels.packed_codes import WORD
 
-MINIMUM, INPUT_SCALE = "weight_minimum", "input_scale"
-# For each quantized op: the position of its first weight argument, and the names of its weight tensors in a module.
-OPERANDS: dict[Callable[..., Tensor], tuple[int, tuple[str, ...]]] = {
-    reference: (op.first_weight, tuple(operand.stored for operand in op.stored))
-    for reference, op in ops.QUANTIZED_LINEARS.items()
-}
-SHARED = {o.stored for op in ops.QUANTIZED_LINEARS.values() for o in op.stored if o.role is Role.CHANNELS}
 
-
-@dataclass(frozen=True)
-class Module:
-    """One quantized module. ``operands`` are the op's weight arguments by name; those it lacks are not in it."""
-
-    name: str
-    op: Callable[..., Tensor]
-    operands: Mapping[str, Tensor]
-    options: Mapping[str, Any]
-    columns: int
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """[N, K] of the float weight."""
-        return self.operands[SCALE].shape[0], self.columns
-
-    @property
-    def bits(self) -> int:
-        return int(self.options.get("bits", 8 if "weight" in self.operands else 4))
-
-    @property
-    def group_size(self) -> int:
-        """Channels that share a scale; 0 is all of them."""
-        groups = self.operands[SCALE].shape[1]
-        return int(self.options.get("group_size", 0)) or (0 if groups == 1 else self.columns // groups)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The operands by their full names."""
-        return {f"{self.name}.{key}": value for key, value in self.operands.items()}
-
-    def float_weight(self) -> Tensor:
-        """The float32 weight [N, K] that the module stands for."""
-        _, names = OPERANDS[self.op]
-        return float_weight(self.op, [self.operands.get(key) for key in names], self.options, self.columns)
-
-
-def modules(graph: Graph) -> Iterator[Module]:
+def modules(graph: Graph) -> Iterator[QuantizedLinear]:
     """The quantized modules of ``graph``, fused ones apart."""
     for node in graph.calls(*OPERANDS):
         first, names = OPERANDS[node.target]
@@ -74,7 +28,8 @@ def modules(graph: Graph) -> Iterator[Module]:
             for name, value in pieces(graph, argument, key, found).items():
                 found[name][key] = value
         for name, operands in found.items():
-            yield Module(name, node.target, operands, node.kwargs, channels(operands, node))
+            shape = operands[SCALE].shape[0], channels(operands, node)
+            yield QuantizedLinear(name, shape, node.target, operands, node.kwargs)
 
 
 def pieces(graph: Graph, argument: Any, key: str, found: Mapping[str, Any]) -> dict[str, Tensor]:

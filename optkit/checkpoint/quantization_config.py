@@ -13,8 +13,8 @@ from typing import Any
 
 from optkit.checkpoint.compressed import FLOAT8, INTS, NAME, PACK
 from optkit.checkpoint.compressed_tensors_writer import stored_format
-from optkit.checkpoint.modules import INPUT_SCALE, Module, modules
-from optkit.checkpoint.quantized import ZERO
+from optkit.checkpoint.modules import modules
+from optkit.checkpoint.quantized_linear import INPUT_SCALE, ZERO_POINT, QuantizedLinear
 from optkit.graph import ops
 from optkit.graph.ir import Graph, module_name
 from optkit.kernels import reference
@@ -51,7 +51,7 @@ def packs_zero_points(group: dict[str, Any]) -> bool:
     return group["format"] == PACK and not group["weights"]["symmetric"]
 
 
-def config_groups(found: list[Module]) -> list[dict[str, Any]]:
+def config_groups(found: list[QuantizedLinear]) -> list[dict[str, Any]]:
     """Modules by scheme, int8 first."""
     by_scheme: dict[str, list[str]] = {}
     for module in found:
@@ -64,13 +64,13 @@ def config_groups(found: list[Module]) -> list[dict[str, Any]]:
     return groups
 
 
-def scheme(module: Module) -> dict[str, Any]:
+def scheme(module: QuantizedLinear) -> dict[str, Any]:
     """One module's weights, activations and format."""
     form, floating = stored_format(module), stored_format(module) == FLOAT8
     common = {"num_bits": module.bits, "type": "float" if floating else "int"}
     size = module.group_size
     strategy = {"strategy": "group", "group_size": size} if size else {"strategy": "channel"}
-    weights = {**common, "symmetric": ZERO not in module.operands, **strategy, "dynamic": False}
+    weights = {**common, "symmetric": ZERO_POINT not in module.operands, **strategy, "dynamic": False}
     described: dict[str, Any] = {"weights": weights, "format": form}
     if module.op is reference.linear_w8a8 or module.options.get("activations", "none") != "none":
         dynamic = INPUT_SCALE not in module.operands

@@ -1,7 +1,7 @@
 """Opens a checkpoint of any format under the names that graphs use.
 
 A float checkpoint is its files. Of a quantized one, the tensors of a quantized layer are replaced by the layer's
-operands (``layer.py``), converted when they are read: nothing is written to disk, and nothing becomes float.
+operands (``quantized_linear``), converted when they are read: nothing is written to disk, and nothing becomes float.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from optkit.checkpoint import awq, compressed, gptq
-from optkit.checkpoint.quantized import Checked, Layer
+from optkit.checkpoint.quantized_linear import QuantizedLinear
+from optkit.checkpoint.reading import Checked
 from optkit.checkpoint.tensors import TensorFiles
 from optkit.checkpoint.validate import CheckpointInfo, validate_checkpoint
 from optkit.errors import UnsupportedModel, UserError, nearest
@@ -35,7 +36,7 @@ class Source(Mapping[str, Tensor]):
         self.layers = {layer.name: layer for layer in quantized_layers(self.files)}
         operands = {name: layer for layer in self.layers.values() for name in layer.names()}
         stored = {name for layer in self.layers.values() for name in layer.stored}
-        self._known: dict[str, Layer | None] = dict.fromkeys(self.files.names() - stored) | operands
+        self._known: dict[str, QuantizedLinear | None] = dict.fromkeys(self.files.names() - stored) | operands
 
     def names(self) -> set[str]:
         return set(self._known)
@@ -53,7 +54,7 @@ class Source(Mapping[str, Tensor]):
         layer = self._known.get(name)
         if layer is None:
             return self.files[name]
-        return layer.read(name.rpartition(".")[2])
+        return layer.operands[name.rpartition(".")[2]]
 
 
 def open_source(directory: Path, *, weights: bool = True) -> Source:
@@ -65,7 +66,7 @@ def open_source(directory: Path, *, weights: bool = True) -> Source:
     return Source(directory, validate_checkpoint(directory, weights=weights))
 
 
-def quantized_layers(files: TensorFiles) -> list[Layer]:
+def quantized_layers(files: TensorFiles) -> list[QuantizedLinear]:
     """The quantized layers of a checkpoint; none of a float one."""
     config = quantization_settings(files.info, files.directory)
     if config is None:

@@ -162,7 +162,7 @@ def recipe_bounds(artifact: Path | None) -> LatencyBounds:
     Raises:
         UserError: there is no artifact, or the recipe has no SLO.
     """
-    from optkit.artifact.artifact import Artifact
+    from optkit.artifact.open import Artifact
     from optkit.bench.metrics import LatencyBounds
 
     if artifact is None:

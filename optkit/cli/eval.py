@@ -158,7 +158,7 @@ def _windows(tokenizer: Any, text: str | None, tokens: int, length: int) -> list
 
 def _open(model: str, progress: Any) -> tuple[Any, Path]:
     """(logits source, directory with the tokenizer) of an artifact or a model."""
-    from optkit.artifact.artifact import is_artifact
+    from optkit.artifact.manifest import is_artifact
 
     if is_artifact(Path(model)):
         return _runtime(Path(model)), Path(model)
@@ -166,7 +166,7 @@ def _open(model: str, progress: Any) -> tuple[Any, Path]:
 
 
 def _runtime(artifact: Path) -> Any:
-    from optkit.artifact.artifact import Artifact
+    from optkit.artifact.open import Artifact
     from optkit.evaluation.quality import RuntimeLogits
 
     return RuntimeLogits(Artifact.open(artifact).executable())

@@ -38,8 +38,8 @@ def export(
 
     Example: optkit export artifact/ --format gptq --out gptq/
     """
-    from optkit.artifact.artifact import Artifact
     from optkit.artifact.export import export as write
+    from optkit.artifact.open import Artifact
 
     with console.spinner(f"writing {out}"):
         write(Artifact.open(artifact), format.value, out)

@@ -18,7 +18,7 @@ from optkit.cli.tables import print_table
 from optkit.errors import UserError, printable
 
 if TYPE_CHECKING:
-    from optkit.artifact.artifact import Artifact
+    from optkit.artifact.open import Artifact
     from optkit.pipeline.records import PassRecord, RunRecord
     from optkit.recipe.schema import Accept
 
@@ -43,7 +43,7 @@ def inspect(
 
     Example: optkit inspect artifact/ --graph | grep linear
     """
-    from optkit.artifact.artifact import Artifact
+    from optkit.artifact.open import Artifact
 
     opened = Artifact.open(artifact)
     run = load_run(opened)

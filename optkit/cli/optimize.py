@@ -58,7 +58,7 @@ def optimize(
 
     Example: optkit optimize smollm2-135m --recipe ttft-cpu -o artifact/
     """
-    from optkit.recipe.schema import load_recipe
+    from optkit.recipe.load import load_recipe
 
     loaded = load_recipe(recipe, overrides or [])
     _warn_without_native_kernels(loaded)
@@ -75,7 +75,7 @@ def optimize(
         return
     from dataclasses import asdict
 
-    from optkit.machine.target import present_target
+    from optkit.machine.present import present_target
     from optkit.pipeline.report import run_table, summary_lines, variants, variants_table
 
     target = asdict(present_target(loaded.target))

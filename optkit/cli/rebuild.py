@@ -23,7 +23,7 @@ def rebuild(
 
     Example: optkit rebuild artifact/ && optkit serve artifact/
     """
-    from optkit.artifact.artifact import Artifact
+    from optkit.artifact.open import Artifact
     from optkit.errors import UserError
     from optkit.lowering.compiled.plan import PLAN
     from optkit.machine.target import get_target

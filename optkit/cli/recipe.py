@@ -13,7 +13,8 @@ from optkit.cli import console
 from optkit.cli.tables import print_table
 from optkit.errors import UserError
 from optkit.passes.resolve import ResolvedPass, recipe_json_schema, resolve_passes
-from optkit.recipe.schema import Accept, Recipe, format_bytes, list_recipes, load_recipe, parse_recipe
+from optkit.recipe.load import list_recipes, load_recipe, parse_recipe
+from optkit.recipe.schema import Accept, Recipe, format_bytes
 
 app = typer.Typer(help="List, show, check and create recipes.", no_args_is_help=True, rich_markup_mode=None)
 

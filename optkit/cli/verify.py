@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from optkit.artifact.artifact import NATIVE
+from optkit.artifact.manifest import NATIVE
 from optkit.cli import console
 from optkit.cli.inspect import code_line, show
 
 if TYPE_CHECKING:
-    from optkit.artifact.artifact import Artifact
+    from optkit.artifact.open import Artifact
 
 DIFFERS = 3
 
@@ -34,7 +34,8 @@ def verify(
 
     Example: optkit verify artifact/
     """
-    from optkit.artifact.artifact import Artifact, read_manifest
+    from optkit.artifact.manifest import read_manifest
+    from optkit.artifact.open import Artifact
 
     opened = Artifact(artifact, read_manifest(artifact))
     with console.spinner(f"checking {artifact}"):
@@ -51,7 +52,7 @@ def verify(
 
 def file_problems(artifact: Artifact) -> Iterator[str]:
     """Differences between the files and the manifest. An unreadable file is a difference."""
-    from optkit.artifact.artifact import problems
+    from optkit.artifact.manifest import problems
 
     try:
         yield from problems(artifact.directory, artifact.manifest)

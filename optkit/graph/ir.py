@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from optkit.kernels.reference import KV_SCALE_BYTES
+from optkit.kernels.reference import KV_SCALE_BYTES, linear
 
 BATCH_INPUTS = (
     "input_ids",
@@ -174,6 +174,19 @@ class Graph:
         for node in list(self.fx.nodes):
             if node.op == "call_function" and node.target in targets:
                 yield node
+
+    def linears(self) -> Iterator[fx.Node]:
+        """The float linear layers, in execution order."""
+        return self.calls(linear)
+
+    def linear_weight(self, node: fx.Node) -> Tensor:
+        """The weight [N, K] of a float linear layer."""
+        return self.weights[str(node.args[1].target)].value
+
+    def set_weight(self, node: fx.Node, value: Tensor) -> None:
+        """Replace the value of the weight that ``node`` reads; other graphs that share the tensor keep theirs."""
+        name = str(node.target)
+        self.weights[name] = Weight(value, self.weights[name].origin)
 
     def site_options(self, node: fx.Node) -> dict[str, Any]:
         """The options of a call for ``kernels.select``: its keywords, and the dtype of its KV pools."""

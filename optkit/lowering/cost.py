@@ -8,7 +8,7 @@ a pass's measured gain, not a simulation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from optkit.machine.target import Target
 
 CACHE_BYTES = 1 << 20  # activations below this stay in the last private cache level
-DISPATCH_SECONDS = {"cpu": 4e-6, "cuda": 2e-6}  # per op, without a compiled region around it
+DISPATCH_SECONDS = {"cpu": 4e-6, "cuda": 2e-6}  # per op
 FREE_OPS = {"getitem", "aten.reshape.default", "aten.transpose.int", "aten.split.Tensor", "aten.slice.Tensor",
             "aten.split_with_sizes.default", "aten.unsqueeze.default", "aten.select.int"}  # fmt: skip
 
@@ -69,8 +69,9 @@ def graph_cost(graph: Graph, point: Point) -> Cost:
     return sum((node_cost(graph, n, values, point) for n in calls), Cost())
 
 
-def predict_seconds(graph: Graph, point: Point, target: Target) -> float:
-    """Predicted time of a step: roofline of each op, plus dispatch of the ops outside compiled regions.
+def predict_seconds(graph: Graph, point: Point, target: Target, fused: Container[str] = ()) -> float:
+    """Predicted time of a step: roofline of each op, plus dispatch of the ops that are not in ``fused``, by node name.
+
 
     For a GPU the graph is rewritten and narrowed to bfloat16 first, as in lowering.
     """
@@ -78,12 +79,11 @@ def predict_seconds(graph: Graph, point: Point, target: Target) -> float:
     if target.kind == "cuda":
         graph = as_lowered(graph, target)
     values = infer_shapes(graph, point)
-    compiled = compiled_nodes(graph)
     total = 0.0
     for node in graph.fx.nodes:
         if node.op == "call_function" and ops.op_name(node.target) not in FREE_OPS:
             total += node_cost(graph, node, values, point).seconds(target)
-            total += 0.0 if node.name in compiled else DISPATCH_SECONDS[target.kind]
+            total += 0.0 if node.name in fused else DISPATCH_SECONDS[target.kind]
     return total
 
 
@@ -102,12 +102,6 @@ def as_lowered(graph: Graph, target: Target) -> Graph:
 def products(count: float, x: Tensor) -> dict[str, float]:
     """FLOPs of products with activations ``x``, by the units for their dtype."""
     return {"half_flops" if x.dtype in (torch.bfloat16, torch.float16) else "flops": count}
-
-
-def compiled_nodes(graph: Graph) -> set[str]:
-    """Names of nodes inside compiled regions."""
-    plan = graph.annotations.get("compile")
-    return {name for region in plan["regions"] for name in region} if plan else set()
 
 
 # -- rules -----------------------------------------------------------------------------------------------

@@ -2,19 +2,17 @@
 
 ``lower`` picks a kernel per node (``kernels.select``, or the kernel pinned by a pass), lets kernels pack their
 weights once, and compiles the FX graph to straight-line Python: no interpreter at run time, values freed after their
-last use. Runs of native kernels become programs (``optkit.lowering.launch_plan``). With compiled code
-(``optkit.lowering.compiled.code_cache``) the graph is lowered a second time, over the same packed weights, with calls
-of the code; a step runs there if its number of tokens has code, else in the first function. Lowering itself never
-compiles.
+last use. Runs of native kernels become programs (``optkit.lowering.launch_plan``). A second function, over the same
+packed weights, may run the steps of some sizes (``Specialize``).
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, fx, nn
@@ -32,35 +30,39 @@ from optkit.lowering.bind import bind, kernel_of
 
 if TYPE_CHECKING:
     from optkit.kernels.cpu.program import Program
-    from optkit.lowering.compiled.plan import RegionSource
-    from optkit.lowering.compiled.region import CompiledRegion, Variant
     from optkit.lowering.launch_plan import Programs
     from optkit.machine.target import Target
 
 
-OPS_A_PART = 8  # nodes between two checks for cancellation; a program or a compiled layer is one node
+OPS_A_PART = 8  # nodes between two checks for cancellation; a program is one node
 
 
-@dataclass(frozen=True)
-class CompiledCode:
-    """Code for the layers of a graph: the source of the code, and the functions by number of tokens."""
+class Specialized(Protocol):
+    """Another function of a bound graph, for steps of some sizes."""
 
-    source: RegionSource
-    variants: tuple[Variant, ...]
+    @property
+    def module(self) -> fx.GraphModule: ...
+
+    def serves(self, tokens: int) -> bool:
+        """Whether ``module`` runs steps of ``tokens`` tokens."""
+        ...
+
+
+Specialize = Callable[[Graph], Specialized]  # takes a bound graph, and uses it up
 
 
 @dataclass(frozen=True)
 class Form:
     """The function of a graph in steps of up to ``limit`` tokens; None is any number.
 
-    ``compiled`` is the same function with compiled layers, for the steps of ``serves``; None without code.
+    ``special`` is a second function, for the steps of ``special.serves``; None without one.
     """
 
     limit: int | None
     module: fx.GraphModule
     meta: GraphMeta
     kernels: dict[str, str]
-    compiled: tuple[fx.GraphModule, CompiledRegion] | None = None
+    special: Specialized | None = None
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:
@@ -78,9 +80,8 @@ class Form:
         return max((sum(map(operator.mul, sizes, p.bytes_per_row)) for p in self.programs), default=0)
 
     def run(self, inputs: Mapping[str, Tensor], tokens: int) -> Tensor:
-        module = self.module
-        if self.compiled is not None and self.compiled[1].serves(tokens):
-            module = self.compiled[0]
+        special = self.special
+        module = special.module if special is not None and special.serves(tokens) else self.module
         return module(*[inputs[name] for name in self.inputs])
 
 
@@ -105,8 +106,9 @@ class Executable:
         return self.forms[-1].module
 
     @property
-    def compiled(self) -> tuple[fx.GraphModule, CompiledRegion] | None:
-        return self.forms[-1].compiled
+    def special(self) -> Specialized | None:
+        """The function that runs steps of some sizes instead of ``module``."""
+        return self.forms[-1].special
 
     @property
     def form_limits(self) -> tuple[int, ...]:
@@ -153,21 +155,20 @@ def lower(
     dtype: torch.dtype = torch.bfloat16,
     programs: bool = True,
     consume: bool = False,
-    code: CompiledCode | None = None,
+    specialize: Specialize | None = None,
 ) -> Executable:
     """Make ``graph`` executable on ``target``; without a target every op runs its reference.
 
     For a GPU the graph is rewritten (``gpu_rewrites``) and computes in ``dtype`` (``precision``), and its weights go
     to ``device``, by default the GPU; a CPU computes in float32. ``programs=False`` leaves every kernel call to
     Python, for comparison; results are the same to the bit. ``consume=True`` uses ``graph`` up: each weight is freed
-    after its packing, so that memory holds one copy. ``code`` holds compiled layers of this graph; without code the
-    compile plan is ignored. On a GPU CUDA graphs are used instead (``optkit.runtime.cuda``). Each variant of the
-    graph's layers is lowered separately.
+    after its packing, so that memory holds one copy. ``specialize`` makes a second function of the bound graph, on a
+    CPU (``optkit.lowering.compiled.hook``). Each variant of the graph's layers is lowered separately.
     """
     spans = variants.spans(graph)
     if not spans:
         working = graph if consume else graph.clone()
-        return Executable([lower_form(working, target, None, device, dtype, programs, code)])
+        return Executable([lower_form(working, target, None, device, dtype, programs, specialize)])
     parts = [variants.at(graph, tokens) for tokens in spans.values()]
     shared = SharedWeights(parts)
     lowered = []
@@ -185,7 +186,7 @@ def lower_form(
     device: torch.device | str | None,
     dtype: torch.dtype,
     programs: bool,
-    code: CompiledCode | None,
+    specialize: Specialize | None,
     shared: SharedWeights | None = None,
 ) -> Form:
     """``working``, which is used up, as the function for steps of up to ``limit`` tokens; see ``lower``."""
@@ -204,11 +205,11 @@ def lower_form(
         bind(working, node, kernel, shared)
     if rounding != torch.float32:
         precision.round_references(working, rounding)
-    compiled = compiled_module(working.clone(), code) if code and rounding == torch.float32 else None
+    special = specialize(working.clone()) if specialize and rounding == torch.float32 else None
     if native is not None:
         chosen |= {node.name: "native" for node in native.ops}
         native.install()
-    return Form(limit, graph_module(working, nn.Module()), working.meta, chosen, compiled)
+    return Form(limit, graph_module(working, nn.Module()), working.meta, chosen, special)
 
 
 def check_experts(graph: Graph, picked: Container[fx.Node], target: Target) -> None:
@@ -219,15 +220,6 @@ def check_experts(graph: Graph, picked: Container[fx.Node], target: Target) -> N
             where=target.name,
             fix="use an H100 or H200 with runtime.compute_dtype bfloat16, or a model without experts",
         )
-
-
-def compiled_module(graph: Graph, code: CompiledCode) -> tuple[fx.GraphModule, CompiledRegion]:
-    """The bound ``graph`` with calls of ``code`` in the place of its planned layers."""
-    from optkit.lowering.compiled.plan import install
-
-    root = nn.Module()
-    region = install(graph, root, code.source, code.variants)
-    return graph_module(graph, root), region
 
 
 def graph_module(graph: Graph, root: nn.Module) -> fx.GraphModule:

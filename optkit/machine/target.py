@@ -97,27 +97,6 @@ def get_target(name: str) -> Target:
     return DATASHEETS[name]
 
 
-def present_target(name: str, where: str | None = None, fix: str | None = None) -> Target:
-    """The local machine as a target, if code for the target ``name`` runs here.
-
-    The local GPU may be another model than the named GPU; the result describes the local GPU.
-
-    Args:
-        name: a target name, as in a recipe.
-        where: the file or option that needs the target, for the error message.
-        fix: advice for a machine without a GPU, for the error message.
-
-    Raises:
-        UserError: the target is a GPU, and the local machine has no GPU or an unsupported GPU.
-    """
-    target = get_target(name)
-    if target.kind == "cpu":
-        return target
-    from optkit.machine.target_cuda import present_gpu
-
-    return present_gpu(target, where, fix)
-
-
 def detect(refresh: bool = False) -> Target:
     """The local CPU with measured ceilings, from the cache unless ``refresh``."""
     threads = os.environ.get("OMP_NUM_THREADS", "")

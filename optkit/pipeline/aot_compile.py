@@ -36,9 +36,9 @@ from optkit.lowering.compiled.code_cache import (
     fit_of,
     publish,
 )
-from optkit.lowering.compiled.plan import PLAN, RegionSource, region_source
+from optkit.lowering.compiled.plan import PLAN, CompiledCode, RegionSource, region_source
 from optkit.lowering.compiled.region import Variant
-from optkit.lowering.lower import CompiledCode, Executable, lower
+from optkit.lowering.lower import Executable, lower
 from optkit.machine.target import Target
 from optkit.recipe.schema import Recipe
 
@@ -228,7 +228,7 @@ def choose(
     for candidate in sorted(candidates, key=lambda c: c.last is not None):
         if candidate.variant is None:
             continue
-        model = lower(graph, target, code=CompiledCode(source, (candidate.variant,)))
+        model = lower(graph, target, specialize=CompiledCode(source, (candidate.variant,)))
         for size, point in timed_points(candidate, recipe, steps).items():
             pair = [step_function(m, point, recipe) for m in (plain, model)]
             candidate.uncompiled[size], candidate.seconds[size] = interleaved(pair, ROUNDS)

@@ -1,10 +1,8 @@
-"""Finished pipeline steps, kept by content so that an interrupted run resumes and a repeated one is quick.
+"""Finished pipeline steps, kept by content: an interrupted run resumes, a repeated run is quick.
 
-A state is the graph after a step and the step's record. Its key is a hash of everything that determines it: the
-source model, the steps so far with their options and bounds, the workload, the target, the versions, optkit's own
-sources and those of plug-in passes (``optkit.pipeline.sources``). On disk it is ``graph.json``, the tensors that
-differ from the source, and the record; written aside and renamed, so a state is whole or absent. What was damaged
-since counts as absent (``sums``).
+A state is the graph after a step and the record of the step (``optkit.pipeline.state``), under the step's key
+(``optkit.pipeline.step``). On disk it holds the tensors that its parent does not have. A state is written aside and
+renamed, so it is whole or absent. A state that was damaged later, or that needs a step that is gone, counts as absent.
 
 Several runs share the cache. A run holds a lock while it works on a step, and a run that needs the same step waits
 for it. A run also holds every state it has used and every workspace it works in until it ends; the removal of old
@@ -13,8 +11,6 @@ entries leaves those alone. The kernel releases the locks of a killed run.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import re
 import secrets
@@ -25,31 +21,45 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from torch import Tensor
 
 from optkit.checkpoint.source import open_source
-from optkit.checkpoint.tensors import Overlay, build, changed_tensors, constants
+from optkit.checkpoint.tensors import aligned
 from optkit.graph.ir import Graph
-from optkit.graph.serialize import graph_from_json, graph_to_json
-from optkit.machine.checksums import is_finished, list_finished
+from optkit.machine.checksums import is_finished
 from optkit.machine.locks import Locks, hold, modified
 from optkit.machine.paths import cache_dir
+from optkit.pipeline.state import (
+    FILES,
+    TENSORS,
+    Difference,
+    Place,
+    State,
+    read_state,
+    steps_needed,
+    write_state,
+)
+from optkit.pipeline.step import Step
 
-FILES = ("graph.json", "changed.safetensors", "constants.safetensors", "record.json")
 KEEP = 24  # states; the oldest beyond this are removed
-KEEP_PARTS = 2
-UNFINISHED, FINISHED, WRITING = ".part-", ".done-", ".tmp-"
-PRIVATE = re.compile(r"\.(?:part|done)-[^-]+-[^-]+")  # a workspace that one run alone can use
+KEEP_WORKSPACES = 2
+WORKSPACE, WRITING = ".part-", ".tmp-"
+PRIVATE = re.compile(r"\.part-[^-]+-[^-]+")  # a workspace that one run alone can use
+
+Work = Callable[[], tuple[Graph, Mapping[str, Any]]]
 
 
-class States:
-    """The state cache of one source checkpoint, as one run uses it; ``close`` ends the use."""
+class PassCache:
+    """The finished steps of one source checkpoint, as one run uses them; ``close`` ends the use."""
 
     def __init__(self, source: Path) -> None:
         self.root = cache_dir("states")
         self.source = open_source(source)
         self.locks = Locks(self.root)
-        self.used: dict[str, int] = {}  # states, and the descriptors that hold them
+        self.used: dict[str, int] = {}  # keys of states, and the descriptors that hold them
+        self.verified: set[str] = set()  # keys of used states whose files were found whole
+        self.files: dict[str, Any] = {}  # open files of tensors, by key
         self.workspaces: dict[str, Path] = {}
 
     def __enter__(self) -> Self:
@@ -69,25 +79,71 @@ class States:
             os.close(self.used.popitem()[1])
         self.locks.close()
 
+    # -- states --------------------------------------------------------------------------------------------
+
+    def resume(
+        self, step: Step, parent: State | None, work: Work, busy: Callable[[], None] = lambda: None
+    ) -> State:
+        """The state of ``step``, from disk or by ``work``, which gives its graph and record.
+
+        A new state is read back too: the memory layout of operands decides the last bits of torch's products, so a
+        resumed run and an uninterrupted one must both use the copy from disk. ``busy`` is called before a wait for
+        another run.
+        """
+        with self.working_on(step.key, busy):
+            found = self.load(step, parent)
+            if found is None:
+                made = self.save(step, *work(), parent)
+                found = self.load(step, parent) or made
+        return found
+
     def working_on(self, key: str, busy: Callable[[], None] = lambda: None) -> AbstractContextManager[None]:
         """The lock of state ``key``, for a block that loads or makes it. ``busy`` is called before a wait."""
         return self.locks.holding(key, busy)
 
-    def load(self, key: str) -> tuple[Graph, dict[str, Any]] | None:
-        """The graph and record of state ``key``, or None when it was not finished, or is damaged and now gone."""
-        with self.working_on(key):
-            return self.read(key) if self.use(key) else None
+    def load(self, step: Step, parent: State | None = None) -> State | None:
+        """The state of ``step``, or None where it was not finished, or is damaged and now removed.
+
+        Weights that it shares with ``parent`` are the parent's tensors in memory.
+        """
+        with self.working_on(step.key):
+            if not self.use(step.key):
+                return None
+            self.touch(step.key)
+            return read_state(self.root / step.key, step, self.tensor, parent)
+
+    def tensor(self, place: Place) -> Tensor:
+        """The tensor at ``place``, mapped from its file."""
+        if place.step is None:
+            return self.source[place.name]
+        if place.step not in self.files:
+            self.files[place.step] = safe_open(str(self.root / place.step / TENSORS), framework="pt")
+        return aligned(self.files[place.step].get_tensor(place.name))
 
     def use(self, key: str) -> bool:
-        """Hold state ``key`` until the run ends; False where it was not finished, or is damaged and now gone."""
-        directory = self.root / key
+        """Hold state ``key`` until the run ends; False where it was not finished, or is damaged and now removed."""
         if not self.claim(key):
             return False
-        if all(is_finished(directory, name) for name in FILES):
+        if self.is_whole(key):
+            self.verified.add(key)
             return True
-        shutil.rmtree(directory, ignore_errors=True)
+        self.files.pop(key, None)
+        shutil.rmtree(self.root / key, ignore_errors=True)
         os.close(self.used.pop(key))
         return False
+
+    def is_whole(self, key: str) -> bool:
+        """Whether state ``key``, which is held, and the steps that it needs are as they were written."""
+        directory = self.root / key
+        if not all(is_finished(directory, name) for name in FILES):
+            return False
+        return all(self.holds(other) for other in steps_needed(directory) - {key})
+
+    def holds(self, key: str) -> bool:
+        """Hold state ``key``, which another one needs; False where it is absent or damaged."""
+        if key not in self.verified and self.claim(key) and self.is_whole(key):
+            self.verified.add(key)
+        return key in self.verified
 
     def claim(self, key: str) -> bool:
         """Hold state ``key``, whole or not; False where there is none."""
@@ -95,6 +151,8 @@ class States:
             if (self.root / key).is_dir():
                 return True
             os.close(self.used.pop(key))
+            self.files.pop(key, None)
+            self.verified.discard(key)
         try:
             descriptor = hold(self.root / key, shared=True, wait=True)
         except FileNotFoundError:
@@ -103,88 +161,64 @@ class States:
             self.used[key] = descriptor
         return descriptor is not None
 
-    def read(self, key: str) -> tuple[Graph, dict[str, Any]]:
-        """The graph and record of state ``key``, which is whole and in use."""
-        directory = self.root / key
-        os.utime(directory)
-        changed, kept = (
-            load_file(directory / "changed.safetensors"),
-            load_file(directory / "constants.safetensors"),
-        )
-        tensors = Overlay(self.source, changed)
-        graph = graph_from_json(
-            (directory / "graph.json").read_text("utf-8"),
-            lambda name, origin, dtype: kept[name] if origin is None else build(origin, tensors, dtype),
-            where=str(directory / "graph.json"),
-        )
-        return graph, json.loads((directory / "record.json").read_text("utf-8"))
+    def touch(self, key: str) -> None:
+        """Mark state ``key`` as used now; the steps that it needs count as newer, so that they are removed later."""
+        for used in (key, *(steps_needed(self.root / key) - {key})):
+            os.utime(self.root / used)
 
-    def save(self, key: str, graph: Graph, record: Mapping[str, Any]) -> None:
+    def save(self, step: Step, graph: Graph, record: Mapping[str, Any], parent: State | None) -> State:
         """Keep a finished step. A whole state that another run saved meanwhile stays."""
-        temporary = self.root / f"{WRITING}{key}"
-        with self.working_on(key):
+        temporary = self.root / f"{WRITING}{step.key}"
+        difference = Difference(step.key, parent, self.source, self.tensor)
+        difference.add_graph(graph)
+        with self.working_on(step.key):
             shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
             try:
                 temporary.mkdir(mode=0o700)
-                self.write(temporary, graph, record)
-                if not self.use(key):
-                    temporary.rename(self.root / key)
-                    self.claim(key)
+                write_state(temporary, graph, record, difference)
+                if not self.use(step.key):
+                    temporary.rename(self.root / step.key)
+                    self.claim(step.key)
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
         self.remove_oldest()
+        return State(step, graph, dict(record), difference.places)
 
-    def write(self, directory: Path, graph: Graph, record: Mapping[str, Any]) -> None:
-        """Write the files of a state to ``directory``."""
-        (directory / "graph.json").write_text(graph_to_json(graph), "utf-8")
-        save_file(changed_tensors(graph, self.source), directory / "changed.safetensors")
-        save_file(constants(graph), directory / "constants.safetensors")
-        (directory / "record.json").write_text(json.dumps(record), "utf-8")
-        list_finished(directory, *FILES)
+    # -- workspaces ----------------------------------------------------------------------------------------
 
-    def workspace(self, key: str) -> Path:
-        """A directory for the finished parts of a step that is not finished; one of its own if a run has that."""
+    def workspace(self, step: Step) -> Path:
+        """A directory for the finished parts of a step that is not finished; a private one if another run has that."""
+        key = step.key
         if key not in self.workspaces:
-            name = f"{UNFINISHED}{key}"
+            name = f"{WORKSPACE}{key}"
             if not self.locks.take(name):
                 name = f"{name}-{secrets.token_hex(8)}"
                 self.locks.take(name, wait=True)
             self.workspaces[key] = self.root / name
         return self.workspaces[key]
 
-    def set_aside(self, workspace: Path) -> None:
-        """The step is finished; its parts stay until the run is over, which may have to do the step again."""
-        if workspace.is_dir():
-            shutil.rmtree(aside(workspace), ignore_errors=True)
-            workspace.rename(aside(workspace))
-
-    def parts(self, workspace: Path) -> Path:
-        """Where the parts of a step are: aside if it was finished."""
-        return aside(workspace) if aside(workspace).is_dir() else workspace
-
     def remove(self, workspace: Path) -> None:
-        """Drop the parts of a step."""
-        for place in (workspace, aside(workspace)):
-            shutil.rmtree(place, ignore_errors=True)
+        """Remove the parts of a step that is finished."""
+        shutil.rmtree(workspace, ignore_errors=True)
 
     def remove_workspaces(self) -> None:
-        """Drop the parts of every step of this run, which is over."""
+        """Remove the parts of every step of this run, which is over."""
         for workspace in self.workspaces.values():
             self.remove(workspace)
 
-    def remove_oldest(self) -> None:
-        """Remove states beyond ``KEEP``, parts of steps beyond ``KEEP_PARTS``, and the rest of killed runs.
+    # -- removal of old entries ----------------------------------------------------------------------------
 
-        What a run uses stays.
+    def remove_oldest(self) -> None:
+        """Remove states beyond ``KEEP``, workspaces beyond ``KEEP_WORKSPACES``, and the rest of killed runs.
+
+        Entries that a run uses stay.
         """
         entries = sorted(self.entries(), key=modified)
         for old in surplus([p for p in entries if not p.name.startswith(".")], KEEP):
             remove_unused(old)
-        useless = [p for p in entries if p.name.startswith(WRITING) or PRIVATE.fullmatch(p.name)]
-        for kind in (UNFINISHED, FINISHED):
-            parts = [p for p in entries if p.name.startswith(kind) and p not in useless]
-            useless += surplus(parts, KEEP_PARTS)
-        for old in useless:
+        hidden = [p for p in entries if p.name.startswith(".")]
+        kept = [p for p in hidden if p.name.startswith(WORKSPACE) and not PRIVATE.fullmatch(p.name)]
+        for old in [*(p for p in hidden if p not in kept), *surplus(kept, KEEP_WORKSPACES)]:
             self.remove_unlocked(old)
 
     def entries(self) -> list[Path]:
@@ -192,8 +226,8 @@ class States:
         return [path for path in self.root.iterdir() if path.is_dir() and not path.is_symlink()]
 
     def remove_unlocked(self, directory: Path) -> None:
-        """Remove parts of a step, or a state that was being written, unless a run works there."""
-        name = lock_name(directory)
+        """Remove a workspace, or a state that was being written, unless a run works there."""
+        name = directory.name.removeprefix(WRITING)  # of the lock
         if name in self.locks.held or not self.locks.take(name):
             return
         try:
@@ -203,7 +237,7 @@ class States:
 
 
 def surplus(entries: list[Path], keep: int) -> list[Path]:
-    """Those of ``entries``, oldest first, that are too many."""
+    """The first of ``entries``, oldest first, all but the last ``keep``."""
     return entries[: max(0, len(entries) - keep)]
 
 
@@ -216,19 +250,3 @@ def remove_unused(state: Path) -> None:
     if descriptor is not None:
         shutil.rmtree(state, ignore_errors=True)
         os.close(descriptor)
-
-
-def aside(workspace: Path) -> Path:
-    return workspace.with_name(workspace.name.replace(UNFINISHED, FINISHED))
-
-
-def lock_name(directory: Path) -> str:
-    """The lock of what is in ``directory``: of a workspace under its first name, of a state under its key."""
-    if directory.name.startswith(WRITING):
-        return directory.name.removeprefix(WRITING)
-    return directory.name.replace(FINISHED, UNFINISHED)
-
-
-def state_key(parts: Mapping[str, Any]) -> str:
-    """The key of a state: sha256 of its determinants, as canonical JSON."""
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from optkit.artifact.artifact import Artifact
+from optkit.artifact.open import Artifact
 from optkit.errors import UserError
 from optkit.lowering.lower import Executable, lower
 from optkit.runtime.logits import RuntimeLogits

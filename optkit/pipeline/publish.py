@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from optkit.artifact.artifact import INTERNAL, NATIVE, staging, write_manifest
+from optkit.artifact.manifest import INTERNAL, NATIVE, write_manifest
+from optkit.artifact.staging import staging
 from optkit.checkpoint.compressed_tensors_writer import PACKED_FILE, runtime_tensors
 from optkit.checkpoint.hf_writer import write_model
 from optkit.checkpoint.locate import ModelSource
@@ -18,10 +19,10 @@ from optkit.checkpoint.tensors import constants
 from optkit.graph import variants
 from optkit.graph.ir import Graph
 from optkit.graph.serialize import graph_to_json
-from optkit.lowering.compiled.code_cache import cached_tier, copy_to
 from optkit.lowering.precision import compute_dtype
 from optkit.machine.target import Target
 from optkit.pipeline import check
+from optkit.pipeline.compile_hook import write_code
 from optkit.pipeline.records import RunRecord
 from optkit.pipeline.report import report_html
 from optkit.recipe.schema import Recipe
@@ -53,8 +54,7 @@ def write_artifact(
         packed = runtime_tensors(graph)
         if packed:
             save_file(packed, internal / PACKED_FILE)
-        if tier := cached_tier(graph, target):
-            copy_to(tier, directory / NATIVE)
+        write_code(graph, target, directory / NATIVE)
         report = {"model": source.name, "recipe": recipe.name, "target": asdict(target), **run.to_dict()}
         texts = {
             "graph.json": graph_to_json(graph),
@@ -78,6 +78,6 @@ def manifest(
         "name": source.name,
         "source": {"name": source.name, "digest": source.digest},
         "recipe": recipe.to_data(),
-        "passes": [{"name": r.name, "decision": r.decision, "restored": r.restored} for r in run.passes],
+        "passes": [{"name": r.name, "decision": r.decision, "restored": r.fallback} for r in run.passes],
         "environment": environment,
     }

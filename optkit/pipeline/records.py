@@ -9,6 +9,8 @@ from typing import Any
 
 from optkit.passes.base import Plan
 
+JSON_NAMES = {"fallback": "restored"}  # as manifests and reports have named it since format 1
+
 
 @dataclass
 class PassRecord:
@@ -16,7 +18,7 @@ class PassRecord:
 
     Attributes:
         decision: ``kept``, ``reduced``, ``rolled back`` or ``skipped``; ``reason`` says why in words.
-        restored: sites that a ``reduced`` pass gave back to float, the most sensitive first.
+        fallback: sites of a ``reduced`` pass that are float again, the most sensitive first; ``restored`` in JSON.
         skips: places the pass left alone, with reasons (each reason once, with its count).
         predicted: roofline seconds [before, after] by workload point.
         measured: timings [before, after] by workload point.
@@ -36,7 +38,7 @@ class PassRecord:
     weight_bytes: list[int] = field(default_factory=list)
     quality: dict[str, Any] = field(default_factory=dict)
     forms: dict[str, dict[str, Any]] = field(default_factory=dict)
-    restored: list[str] = field(default_factory=list)
+    fallback: list[str] = field(default_factory=list)
     decision: str = ""
     reason: str = ""
 
@@ -59,13 +61,20 @@ class PassRecord:
         self.forms = dict(reports) if "" not in reports else {}
         self.quality = reports[worst(reports)]
 
+    def take_evidence(self, other: PassRecord) -> None:
+        """Take over the measurements of ``other``."""
+        for name in ("predicted", "measured", "weight_bytes", "quality", "forms"):
+            setattr(self, name, getattr(other, name))
+
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """The record as JSON data of report.json."""
+        return {JSON_NAMES.get(key, key): value for key, value in asdict(self).items()}
 
     @staticmethod
-    def from_dict(data: dict[str, Any]) -> PassRecord:
-        known = {f.name for f in fields(PassRecord)}
-        return PassRecord(**{key: value for key, value in data.items() if key in known})
+    def from_dict(data: Mapping[str, Any]) -> PassRecord:
+        """The inverse of ``to_dict``; unknown keys are left out."""
+        known = {JSON_NAMES.get(f.name, f.name): f.name for f in fields(PassRecord)}
+        return PassRecord(**{known[key]: value for key, value in data.items() if key in known})
 
     def speedup(self, label: str) -> float:
         """Measured time before over time after."""
@@ -95,6 +104,12 @@ class RunRecord:
             "passes": [record.to_dict() for record in self.passes],
             "whole": self.whole.to_dict() if self.whole else None,
         }
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> RunRecord:
+        """The inverse of ``to_dict``."""
+        whole = PassRecord.from_dict(data["whole"]) if data["whole"] else None
+        return RunRecord([PassRecord.from_dict(record) for record in data["passes"]], whole)
 
 
 def grouped_skips(plan: Plan) -> list[dict[str, Any]]:

@@ -74,8 +74,8 @@ def pass_section(record: PassRecord, target: Mapping[str, Any]) -> list[str]:
         element("p", f"{record.decision}: {record.reason}", css_class(record)),
         element("p", f"{sites_text(record)}." + (f" Options: {options}." if options else "")),
     ]
-    if record.restored:
-        parts.append(element("p", f"Back in float, the most sensitive first: {', '.join(record.restored)}."))
+    if record.fallback:
+        parts.append(element("p", f"Back in float, the most sensitive first: {', '.join(record.fallback)}."))
     if record.skips:
         rows = [(skip["reason"], str(skip["count"]), skip["first"]) for skip in record.skips]
         parts.append(html_table(("left alone because", "places", "first"), rows))

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from optkit.artifact.artifact import Artifact
+from optkit.artifact.open import Artifact
 from optkit.errors import UserError
 from optkit.lowering.lower import Executable
-from optkit.machine.target import present_target
+from optkit.machine.present import present_target
 from optkit.recipe.engine_options import EngineOptions, engine_options
 from optkit.runtime.engine import Engine, RequestFailed
 from optkit.runtime.kv.offload import HostBlockStore, open_store

@@ -39,7 +39,7 @@ from optkit.text.chat_template import check_template
 from optkit.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from optkit.artifact.artifact import Artifact
+    from optkit.artifact.open import Artifact
     from optkit.runtime.process.client import EngineClient
     from optkit.runtime.process.launch import Launched
 
@@ -88,7 +88,7 @@ def run(
     if options.otlp_traces_endpoint:
         tracing.check(options.otlp_traces_endpoint)
     with bind(options.host, options.port) as sock:
-        from optkit.artifact.artifact import Artifact
+        from optkit.artifact.open import Artifact
         from optkit.runtime.process.client import EngineClient
 
         opened = Artifact.open(artifact)

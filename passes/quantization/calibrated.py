@@ -39,8 +39,9 @@ from optkit.passes.quantization.cost import (
 )
 from optkit.passes.quantization.formats import WeightFormat
 from optkit.passes.quantization.gptq_solver import add_products, mirrored
-from optkit.passes.quantization.linear import Emitter, LinearQuantization, weight_of, weight_stats
+from optkit.passes.quantization.linear import LinearQuantization, weight_stats
 from optkit.passes.quantization.resume import FinishedGroups
+from optkit.passes.quantization.rewriter import QuantizedLinearRewriter
 from optkit.passes.quantization.schemes import SchemeConfig
 
 
@@ -109,13 +110,15 @@ class CalibratedQuantization(LinearQuantization):
         ctx.progress(f"{self.name}: calibrating on {len(windows)} samples, {estimate_text(expected)}")
         start = time.monotonic()
         self.prepare(graph, groups, windows, ctx)
-        emitter = Emitter(graph, self.config.max_tokens)
+        rewriter = QuantizedLinearRewriter(graph, self.config.max_tokens)
 
         def put_back(group: Group, solution: Mapping[str, Tensor], walk: Walk) -> None:
             for index, site in enumerate(group.sites):
                 form = self.site_format(graph, site)[1]
-                own = {t: solution[f"{index}.{t}"] for t in form.tensors if f"{index}.{t}" in solution}
-                emitter.emit(site, form, own)
+                own = {
+                    key: solution[f"{index}.{key}"] for key in form.operands if f"{index}.{key}" in solution
+                }
+                rewriter.replace(site, form, own)
 
         walk_through(
             Walk(graph, windows, ctx.target),
@@ -125,7 +128,7 @@ class CalibratedQuantization(LinearQuantization):
             FinishedGroups(ctx.workspace, "codes"),
             lambda text, part=None: ctx.progress(f"{self.name}: {text}", part=part),
         )
-        emitter.finish()
+        rewriter.finish()
         stats = weight_stats(before, graph) | {"calibration_tokens": sum(map(len, windows))}
         ctx.progress(f"{self.name}: calibrated, {measured_text(expected, time.monotonic() - start)}")
         return PassResult(len(plan.sites), stats)
@@ -136,11 +139,11 @@ class CalibratedQuantization(LinearQuantization):
         """Time and memory of ``apply``."""
         layers = [shapes(graph, group) for group in groups]
         after = graph.clone()
-        emitter, by_name = Emitter(after), {node.name: node for node in after.fx.nodes}
+        rewriter, by_name = QuantizedLinearRewriter(after), {node.name: node for node in after.fx.nodes}
         for site in (site for group in groups for site in group.sites):
             form = self.site_format(graph, site)[1]
-            planned = form.meta_tensors(*weight_of(graph, site.nodes[0]).shape)
-            emitter.emit(Site(site.name, (by_name[site.nodes[0].name],)), form, planned)
+            planned = form.meta_tensors(*graph.linear_weight(site.nodes[0]).shape)
+            rewriter.replace(Site(site.name, (by_name[site.nodes[0].name],)), form, planned)
         after.prune()
         rates = measure_rates(layers, text, self.site_format(graph, groups[0].sites[0])[1].grid)
         walks = rates.walk(graph, text, ctx.target), rates.walk(after, text, ctx.target)
@@ -224,4 +227,4 @@ def by_activation(sites: Iterable[Site]) -> list[Group]:
 
 def shapes(graph: Graph, group: Group) -> list[Any]:
     """[N, K] of each layer of a group."""
-    return [tuple(weight_of(graph, site.nodes[0]).shape) for site in group.sites]
+    return [tuple(graph.linear_weight(site.nodes[0]).shape) for site in group.sites]

@@ -15,7 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optkit.graph import ops
+from optkit.checkpoint.quantized_linear import (
+    G_IDX,
+    MINIMUM,
+    OPERANDS,
+    PACKED,
+    SCALE,
+    ZERO_POINT,
+    QuantizedLinear,
+)
 from optkit.graph.ops import op_name
 from optkit.kernels import reference, select
 from optkit.kernels.packed_codes import pack_codes, words_of
@@ -29,14 +37,13 @@ class WeightFormat(ABC):
     """A way to store a linear layer's weight, and the op that multiplies by it.
 
     Attributes:
-        op: takes the activation (q and scale of ``quantize_per_token`` if ``quantizes_input``), then ``tensors`` in
+        op: takes the activation (q and scale of ``quantize_per_token`` if ``quantizes_input``), then ``operands`` in
             order, then the bias. ``options`` are its keywords.
         activation_group_size: channels of an activation that share a scale; 0 is the whole token.
     """
 
     label: str
     op: Any
-    tensors: tuple[str, ...]
     quantizes_input: bool = True
     activation_group_size: int = 0
 
@@ -69,9 +76,21 @@ class WeightFormat(ABC):
         """Everything that is stored for a layer [N, K]."""
         return sum(tensor.nbytes for tensor in self.meta_tensors(n, k).values())
 
-    def first_weight(self) -> int:
-        """The position of the first tensor among the op's arguments."""
-        return ops.RECORDS[self.op.__name__].first_weight
+    @property
+    def first_operand(self) -> int:
+        """The position of the first weight operand among the op's arguments."""
+        return OPERANDS[self.op][0]
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """Names of the op's weight operands, in order; a layer may lack some."""
+        return OPERANDS[self.op][1]
+
+    def layer(self, name: str, shape: tuple[int, int], operands: Mapping[str, Tensor]) -> QuantizedLinear:
+        """The linear ``name`` [N, K] with weight ``operands`` of this format."""
+        ordered = {key: operands[key] for key in self.operands if key in operands}
+        group = self.activation_group_size if self.quantizes_input else None
+        return QuantizedLinear(name, shape, self.op, ordered, self.options(operands), group)
 
 
 def uneven(k: int, size: int) -> str | None:
@@ -87,7 +106,6 @@ class Int8Format(WeightFormat):
     group_size: int = 0
     weight_only: bool = False
     label = "int8"
-    tensors = ("weight", "weight_scale")
 
     @property
     def op(self) -> Any:  # type: ignore[override]
@@ -111,7 +129,7 @@ class Int8Format(WeightFormat):
             return reason
         scales = torch.empty(n, k // (self.group_size or k), device="meta")
         int8 = torch.empty(n, k, dtype=torch.int8, device="meta")
-        position = self.first_weight()
+        position = self.first_operand
         if select(str(op_name(self.op)), target, weights={position: int8, position + 1: scales}) is None:
             groups = f" with groups of {self.group_size}" if self.group_size else ""
             return f"no int8 kernel{groups} on {target.name} (optkit doctor says what is missing)"
@@ -119,11 +137,11 @@ class Int8Format(WeightFormat):
 
     def pack(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         values = (weight.codes.to(torch.int16) - 128).to(torch.int8)
-        return {"weight": values, "weight_scale": weight.scale.contiguous()}
+        return {"weight": values, SCALE: weight.scale.contiguous()}
 
     def round(self, weight: Tensor) -> dict[str, Tensor]:
         q, scale = quantize_weight(weight, self.group_size)
-        return {"weight": q, "weight_scale": scale}
+        return {"weight": q, SCALE: scale}
 
 
 @dataclass(frozen=True)
@@ -135,7 +153,6 @@ class Int4Format(WeightFormat):
     activation_group_size: int = 32
     label = "int4"
     op = staticmethod(reference.linear_w4a8)
-    tensors = ("weight_packed", "weight_scale", "weight_minimum")
 
     @property
     def grid(self) -> Int4Grid:
@@ -153,16 +170,16 @@ class Int4Format(WeightFormat):
 
     def pack(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         scale = self.grid.stored_type(weight)
-        tensors = {"weight_packed": pack_int4(weight.codes), "weight_scale": weight.scale.to(scale)}
+        tensors = {PACKED: pack_int4(weight.codes), SCALE: weight.scale.to(scale)}
         if not self.symmetric:
-            tensors["weight_minimum"] = weight.minimum.to(scale)
+            tensors[MINIMUM] = weight.minimum.to(scale)
         return tensors
 
     def round(self, weight: Tensor) -> dict[str, Tensor]:
         result = quantize_int4(weight, self.group_size, self.symmetric)
-        tensors = {"weight_packed": pack_int4(result.codes), "weight_scale": result.scale}
+        tensors = {PACKED: pack_int4(result.codes), SCALE: result.scale}
         if result.minimum is not None:
-            tensors["weight_minimum"] = result.minimum
+            tensors[MINIMUM] = result.minimum
         return tensors
 
 
@@ -178,7 +195,6 @@ class PackedFormat(WeightFormat):
     symmetric: bool = True
     label = "packed integer"
     op = staticmethod(reference.linear_wna16)
-    tensors = ("weight_packed", "weight_scale", "weight_zero", "weight_g_idx")
     quantizes_input = False
 
     @property
@@ -197,11 +213,11 @@ class PackedFormat(WeightFormat):
             packed = torch.empty(len(weight.codes), words, dtype=torch.int32, device="meta")
         else:
             packed = pack_codes(weight.codes, self.bits)
-        tensors = {"weight_packed": packed, "weight_scale": weight.scale.to(torch.float16)}
+        tensors = {PACKED: packed, SCALE: weight.scale.to(torch.float16)}
         if not self.symmetric:
-            tensors["weight_zero"] = (-weight.minimum / weight.scale).round().to(torch.uint8)
+            tensors[ZERO_POINT] = (-weight.minimum / weight.scale).round().to(torch.uint8)
         if weight.g_idx is not None:
-            tensors["weight_g_idx"] = weight.g_idx
+            tensors[G_IDX] = weight.g_idx
         return tensors
 
 

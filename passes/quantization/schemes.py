@@ -17,7 +17,7 @@ from optkit.errors import nearest
 from optkit.graph import ops
 from optkit.graph.ir import Graph
 from optkit.passes.quantization.formats import Int4Format, Int8Format, PackedFormat, WeightFormat
-from optkit.passes.quantization.linear import LinearQuantizationConfig, weight_of
+from optkit.passes.quantization.linear import LinearQuantizationConfig
 
 ALIASES = {"INT8": "W8A8"}
 NAMES = ("W2A16", "W3A16", "W4A16", "W4A16_ASYM", "W8A16", "W8A16_ASYM", "W8A8", "W4A8", "W4A8_ASYM")
@@ -130,5 +130,5 @@ class SchemeConfig(LinearQuantizationConfig):
 
     def format_for(self, graph: Graph, node: fx.Node) -> WeightFormat | str:
         """The format of one linear, or why it has none."""
-        k = weight_of(graph, node).shape[1] if graph.weight_of(ops.weight(node)) else 0
+        k = graph.linear_weight(node).shape[1] if graph.weight_of(ops.weight(node)) else 0
         return fitting(self.format(), self.scheme, k, self.uneven_groups)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from optkit.checkpoint.modules import OPERANDS, SHARED
+from optkit.checkpoint.quantized_linear import OPERANDS, SHARED
 from optkit.graph.ir import Graph, Origin, Weight
 from optkit.kernels import reference
 

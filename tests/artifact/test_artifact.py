@@ -11,16 +11,10 @@ from typing import Any
 
 import pytest
 
-from optkit.artifact import artifact
-from optkit.artifact.artifact import (
-    MANIFEST,
-    Artifact,
-    content_digest,
-    is_artifact,
-    problems,
-    read_manifest,
-    staging,
-)
+from optkit.artifact import staging as staging_module
+from optkit.artifact.manifest import MANIFEST, content_digest, is_artifact, problems, read_manifest
+from optkit.artifact.open import Artifact
+from optkit.artifact.staging import staging
 from optkit.errors import UserError
 from tests.support.sample_artifact import FAKE_FILES, fake_artifact, fake_files
 
@@ -321,6 +315,6 @@ def test_every_file_and_folder_is_flushed_before_the_rename(
         assert expected <= set(flushed)
 
     monkeypatch.setattr(os, "fsync", recording)
-    monkeypatch.setattr(artifact, "publish", publishing)
+    monkeypatch.setattr(staging_module, "publish", publishing)
     write(tmp_path / "artifact")
     assert flushed

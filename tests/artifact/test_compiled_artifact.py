@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from optkit.artifact.artifact import Artifact, write_manifest
+from optkit.artifact.manifest import write_manifest
+from optkit.artifact.open import Artifact
 from optkit.cli.main import run as cli
 from optkit.errors import UserError
 from optkit.evaluation import speed
@@ -23,9 +24,9 @@ from optkit.lowering.compiled.code_cache import CodeTier
 from optkit.lowering.lower import lower
 from optkit.machine import target as targets
 from optkit.machine.target import cpu_isa
-from optkit.pipeline import aot_compile, driver
+from optkit.pipeline import aot_compile, judge
 from optkit.pipeline.driver import optimize
-from optkit.recipe.schema import parse_recipe
+from optkit.recipe.load import parse_recipe
 from optkit.runtime.factory import open_engine
 from optkit.runtime.types import SamplingParams
 from optkit.text import corpora
@@ -51,7 +52,7 @@ from optkit.runtime.types import SamplingParams
 engine = open_engine(sys.argv[1])
 tokens = engine.generate(json.loads(sys.argv[2]), SamplingParams(max_tokens=12, temperature=0.0))
 compiler = [name for name in sys.modules if name.startswith(("torch._dynamo", "torch._inductor"))]
-print(json.dumps([engine.runner.model.compiled is not None, tokens, compiler]))
+print(json.dumps([engine.runner.model.special is not None, tokens, compiler]))
 """
 
 
@@ -63,7 +64,7 @@ def cache(tmp_path_factory):
         patch.setenv("OPTKIT_CACHE", str(tmp_path_factory.mktemp("cache") / "optkit"))
         patch.setattr(corpora, "load_text", lambda name: load_text(name)[:6000])
         patch.setattr(speed, "SETTLE_SECONDS", 0)
-        patch.setattr(driver, "PASS_TOKENS", 512)
+        patch.setattr(judge, "PASS_TOKENS", 512)
         patch.setattr(targets, "detect", lambda refresh=False: TARGET)
         patch.setattr(aot_compile, "NOISE", -1e9)
         import torch._inductor.config as inductor
@@ -95,7 +96,7 @@ def only_shipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def compiled(artifact: Path, **options) -> bool:
-    return Artifact.open(artifact).executable(**options).compiled is not None
+    return Artifact.open(artifact).executable(**options).special is not None
 
 
 def test_the_artifact_has_the_code_and_its_times(made: Path):
@@ -115,8 +116,8 @@ def test_the_artifact_has_the_code_and_its_times(made: Path):
 def test_it_computes_what_the_uncompiled_model_does(made: Path):
     opened = Artifact.open(made)
     model, plain = opened.executable(), lower(opened.graph(), TARGET)
-    assert model.compiled is not None
-    assert [v.last for v in model.compiled[1].variants] == [32, None]
+    assert model.special is not None
+    assert [v.last for v in model.special.region.variants] == [32, None]
     for ids in random_ids([2, 31, 32, 33, 70], VOCABULARY):
         inputs = dense_logits(model, ids), dense_logits(plain, ids)
         torch.testing.assert_close(*inputs, atol=2e-3, rtol=2e-3)  # a flipped int8 rounding is allowed

@@ -15,8 +15,8 @@ from packaging.version import Version
 from safetensors import safe_open
 from torch import Tensor
 
-from optkit.artifact.artifact import Artifact
 from optkit.artifact.export import export
+from optkit.artifact.open import Artifact
 from optkit.capture import capture_directory
 from optkit.checkpoint.modules import modules
 from optkit.checkpoint.source import open_source
@@ -91,7 +91,7 @@ def test_the_tensors_are_those_of_the_library(packed: Make) -> None:
             assert set(own) == expected
             weight = PackedQuantizationCompressor.decompress(own, scheme)["weight"]
             torch.testing.assert_close(weight.float(), module.float_weight(), atol=1e-3, rtol=1e-2)
-            zero = (module.operands["weight_zero"].to(torch.int16) - 8).to(torch.int8)
+            zero = (module.operands["weight_zero_point"].to(torch.int16) - 8).to(torch.int8)
             floats = {"weight": module.float_weight(), "weight_scale": own["weight_scale"]}
             made = PackedQuantizationCompressor.compress(floats | {"weight_zero_point": zero}, scheme)
             assert made.keys() == own.keys() and all(torch.equal(made[key], own[key]) for key in made)

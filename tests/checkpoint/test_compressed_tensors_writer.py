@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from optkit.artifact.artifact import Artifact
+from optkit.artifact.open import Artifact
 from optkit.checkpoint.compressed_tensors_writer import PACKED_FILE, smallest_exact
 from optkit.checkpoint.locate import ModelSource
 from optkit.checkpoint.modules import modules
@@ -20,7 +20,7 @@ from optkit.graph.serialize import graph_to_json
 from optkit.kernels import reference
 from optkit.pipeline.publish import write_artifact
 from optkit.pipeline.records import RunRecord
-from optkit.recipe.schema import parse_recipe
+from optkit.recipe.load import parse_recipe
 from tests.support.architectures import tiny_model
 from tests.support.graphs import TARGET, apply, captured, dense, random_ids
 

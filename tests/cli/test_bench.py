@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from optkit.artifact.artifact import Artifact
+from optkit.artifact.open import Artifact
 from optkit.bench import run as bench_run
 from optkit.bench.metrics import LatencyBounds
 from optkit.cli import main
 from optkit.cli.bench import parse_bounds, recipe_bounds
 from optkit.errors import UserError
-from optkit.recipe.schema import parse_recipe
+from optkit.recipe.load import parse_recipe
 from tests.support.fake_server import FakeServer, normal
 
 

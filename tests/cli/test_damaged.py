@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from optkit.artifact.artifact import MANIFEST, Artifact, content_digest
+from optkit.artifact.manifest import MANIFEST, content_digest
+from optkit.artifact.open import Artifact
 from optkit.cli import console
 from optkit.cli.main import run
 from optkit.errors import UserError

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from optkit.artifact.artifact import MANIFEST, write_manifest
+from optkit.artifact.manifest import MANIFEST, write_manifest
 from optkit.cli.main import run
 from optkit.errors import printable
 from optkit.kernels import triton

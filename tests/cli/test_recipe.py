@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from optkit.cli.main import run
-from optkit.recipe.schema import load_recipe, parse_recipe, shipped_names
+from optkit.recipe.load import load_recipe, parse_recipe, shipped_names
 
 Output = pytest.CaptureFixture[str]
 

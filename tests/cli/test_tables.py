@@ -20,7 +20,7 @@ from optkit.cli.optimize import _prediction_table
 from optkit.cli.tables import print_table
 from optkit.pipeline.records import RunRecord
 from optkit.pipeline.report import run_table, variants_table
-from optkit.recipe.schema import list_recipes
+from optkit.recipe.load import list_recipes
 from tests.support.sample_artifact import int8_record, timing
 
 ROOT = Path(__file__).resolve().parents[2]

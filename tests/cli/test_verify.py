@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from optkit.artifact.artifact import MANIFEST, write_manifest
+from optkit.artifact.manifest import MANIFEST, write_manifest
 from optkit.cli.main import run
 from tests.support.sample_artifact import fake_artifact, real_artifact, sample_run
 

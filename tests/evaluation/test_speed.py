@@ -11,7 +11,7 @@ import pytest
 from optkit.evaluation import speed
 from optkit.evaluation.speed import StepTime, interleaved, workload_points
 from optkit.graph.shapes import Point
-from optkit.recipe.schema import parse_recipe
+from optkit.recipe.load import parse_recipe
 
 
 def test_timing_of_gives_median_and_quartiles_as_numpy() -> None:

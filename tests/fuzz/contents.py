@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from optkit.artifact.artifact import MANIFEST, write_manifest
+from optkit.artifact.manifest import MANIFEST, write_manifest
 
 GRAPH, RECIPE, CONFIG = "optkit/graph.json", "optkit/recipe.yaml", "config.json"
 MANIFEST_KEYS = ("name", "source", "recipe", "passes", "environment")

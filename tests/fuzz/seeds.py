@@ -12,7 +12,7 @@ from optkit.graph.ir import Graph
 from optkit.pipeline import check
 from optkit.pipeline.publish import write_artifact
 from optkit.pipeline.records import RunRecord
-from optkit.recipe.schema import parse_recipe
+from optkit.recipe.load import parse_recipe
 from tests.support.architectures import tiny_model
 from tests.support.graphs import TARGET, apply, captured
 

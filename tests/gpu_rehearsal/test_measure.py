@@ -9,7 +9,7 @@ from bench.gpu.model import TINY, build, captured
 from optkit.evaluation.speed import interleaved, step_function
 from optkit.graph.shapes import Point
 from optkit.machine.target import get_target
-from optkit.recipe.schema import parse_recipe
+from optkit.recipe.load import parse_recipe
 from optkit.runtime.cuda.device import CudaDevice
 from optkit.runtime.cuda.runner import GraphRunner
 from tests.gpu_rehearsal.machine import rehearsal

@@ -109,8 +109,6 @@ def test_what_does_not_fit_is_refused(op: Any, args: tuple[Any, ...], reason: st
 def test_opening_an_artifact_leaves_the_compiler_alone(tmp_path: Path) -> None:
     recipe = "schema_version: 1\nname: small\n"
     directory = real_artifact(tmp_path / "a", tmp_path / "source", recipe, RunRecord([], None))
-    code = (
-        "import sys; from optkit.artifact.artifact import Artifact; Artifact.open(sys.argv[1]).executable(); "
-    )
+    code = "import sys; from optkit.artifact.open import Artifact; Artifact.open(sys.argv[1]).executable(); "
     code += "sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code, str(directory)]).returncode == 0

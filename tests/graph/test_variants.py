@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from optkit.checkpoint.insertion import fall_back, quantized_sites
 from optkit.graph import variants
 from optkit.graph.ir import Graph
 from optkit.graph.serialize import graph_from_json, graph_to_json
@@ -20,7 +21,6 @@ from optkit.lowering.cost import graph_cost
 from optkit.lowering.dense import dense_inputs
 from optkit.lowering.lower import lower
 from optkit.machine.target import DATASHEETS, Target
-from optkit.passes.quantization.linear import quantized_sites, restored
 from tests.support.graphs import TARGET, apply, assert_origins_invert, captured, random_ids, reasons
 
 H200 = DATASHEETS["cuda-h200"]
@@ -148,15 +148,15 @@ def test_given_back_layers_have_their_other_form() -> None:
     graph = graph_with(FEW, ("fp8", {}))
     sites = quantized_sites(graph)
     few = next(site for site in sites if site.endswith("up_to_4_tokens"))
-    one = restored(graph, {few})
+    one = fall_back(graph, {few})
     verify(one)
     assert few not in quantized_sites(one) and len(quantized_sites(one)) == len(sites) - 1
     assert torch.equal(logits(one, 5), logits(graph, 5)) and not torch.equal(logits(one, 4), logits(graph, 4))
-    none = restored(graph, {site for site in sites if site.endswith("up_to_4_tokens")})
+    none = fall_back(graph, {site for site in sites if site.endswith("up_to_4_tokens")})
     assert variants.limits(none) == [] and torch.equal(
         logits(none, 4), logits(many_alone(FEW, ("fp8", {})), 4)
     )
-    floats = restored(graph, set(sites))
+    floats = fall_back(graph, set(sites))
     assert torch.equal(logits(floats, 3), logits(captured("llama"), 3))
 
 

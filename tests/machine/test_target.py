@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from optkit.artifact.artifact import Artifact
+from optkit.artifact.open import Artifact
 from optkit.errors import UserError
 from optkit.machine import target
 from optkit.machine.target import DATASHEETS, detect, get_target

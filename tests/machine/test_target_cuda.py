@@ -12,7 +12,8 @@ import torch
 from optkit.errors import UserError
 from optkit.kernels.triton import common
 from optkit.machine import ceilings
-from optkit.machine.target import DATASHEETS, present_target
+from optkit.machine.present import present_target
+from optkit.machine.target import DATASHEETS
 from optkit.machine.target_cuda import GPU, first_gpu, lack, target_of
 
 H100 = GPU("NVIDIA H100 80GB HBM3", (9, 0), 132, 85_017_493_504, 232_448)

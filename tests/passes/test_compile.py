@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from optkit.graph.ir import Graph
 from optkit.graph.serialize import graph_from_json, graph_to_json
 from optkit.graph.verify import verify
-from optkit.lowering.cost import compiled_nodes
+from optkit.lowering.compiled.hook import fused_nodes
 from optkit.machine.target import Target, cpu_isa
 from optkit.passes import compile as compile_pass
 from optkit.passes import load
@@ -126,8 +126,8 @@ def test_plan_round_trips_and_names_its_nodes():
     again = graph_from_json(graph_to_json(graph), lambda name, origin, dtype: graph.weights[name].value)
     assert again.annotations == graph.annotations
     assert again.annotations["compile"]["buckets"] == [[1, 1], [128, 128]]
-    assert compiled_nodes(again) == {node.name for site in plan.sites for node in site.nodes}
-    assert compiled_nodes(again) < {node.name for node in again.fx.nodes}
+    assert fused_nodes(again) == {node.name for site in plan.sites for node in site.nodes}
+    assert fused_nodes(again) < {node.name for node in again.fx.nodes}
 
 
 @pytest.mark.parametrize("buckets", [[0], [-1], [2, 1], [1, 1], list(range(1, 10))])

@@ -15,7 +15,7 @@ from optkit.machine.target import DATASHEETS
 from optkit.passes.base import PassContext
 from optkit.passes.int8 import Int8, Int8Config
 from optkit.passes.quantization.formats import quantize_weight
-from optkit.passes.quantization.linear import matches
+from optkit.passes.quantization.targets import matches
 from tests.support.graphs import (
     TARGET,
     apply,

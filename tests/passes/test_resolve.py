@@ -7,7 +7,7 @@ import yaml
 
 import optkit.passes
 from optkit.passes.resolve import recipe_json_schema, resolve_passes
-from optkit.recipe.schema import parse_recipe
+from optkit.recipe.load import parse_recipe
 from tests.support.demo_recipe import TEXT, FakeFuse, FakeInt8, Int8Config, message
 
 

@@ -14,7 +14,8 @@ from optkit.lowering.compiled.region import Variant
 from optkit.pipeline import aot_compile as module
 from optkit.pipeline.aot_compile import Built, step_points
 from optkit.pipeline.report import variants_table
-from optkit.recipe.schema import Recipe, parse_recipe
+from optkit.recipe.load import parse_recipe
+from optkit.recipe.schema import Recipe
 from tests.passes.test_compile import CONTEXT, TARGET, captured, checked
 
 RECIPE = """
@@ -73,7 +74,7 @@ def timed(monkeypatch):
             (directory / f"{stem}.so").write_bytes(b"code")
 
         def step(model, point, recipe):
-            return (model.compiled and (model.compiled[1].variants[0].last or "tail"), point.tokens)
+            return (model.special and (model.special.region.variants[0].last or "tail"), point.tokens)
 
         monkeypatch.setattr(module, "make", make)
         monkeypatch.setattr(module, "step_function", step)

@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
-from optkit.artifact.artifact import Artifact
+from optkit.artifact.open import Artifact
 from optkit.passes.quantization.resume import write
 from optkit.pipeline import cache, driver
-from optkit.pipeline.cache import States
+from optkit.pipeline.cache import PassCache
 from optkit.pipeline.driver import optimize
-from optkit.recipe.schema import parse_recipe
+from optkit.pipeline.step import Step
+from optkit.recipe.load import parse_recipe
 from tests.support.graphs import captured
 from tests.support.killed_run import quick
 from tests.support.model_directory import save_model
@@ -73,14 +74,14 @@ def logged(
     monkeypatch: pytest.MonkeyPatch, log: Path, before: Callable[[str], None] = lambda name: None
 ) -> None:
     """Write every pass that is run to ``log``, in whatever process; ``before`` is called first."""
-    run_pass = driver.Pipeline.run_pass
+    run_pass = driver.run_pass
 
-    def passing(self: Any, graph: Any, resolved: Any, *rest: Any) -> Any:
+    def passing(graph: Any, resolved: Any, *rest: Any) -> Any:
         note(log, resolved.entry.name)
         before(resolved.entry.name)
-        return run_pass(self, graph, resolved, *rest)
+        return run_pass(graph, resolved, *rest)
 
-    monkeypatch.setattr(driver.Pipeline, "run_pass", passing)
+    monkeypatch.setattr(driver, "run_pass", passing)
 
 
 def run(source: Path, out: Path) -> None:
@@ -131,11 +132,11 @@ def test_four_saves_of_one_state_at_once_leave_one_whole_state(source: Path) -> 
 
     def save(index: int) -> None:
         for round_ in range(4):
-            States(source).save(f"{round_:032d}", graph, {"name": "kept"})
+            PassCache(source).save(Step(f"{round_:032d}"), graph, {"name": "kept"}, None)
 
     assert together(save) == [0] * 4
     for round_ in range(4):
-        assert States(source).load(f"{round_:032d}") is not None
+        assert PassCache(source).load(Step(f"{round_:032d}")) is not None
 
 
 def test_removal_of_old_states_leaves_those_that_a_run_has_used(
@@ -145,15 +146,15 @@ def test_removal_of_old_states_leaves_those_that_a_run_has_used(
     graph = captured("llama")
 
     def others() -> None:
-        with States(source) as other:
+        with PassCache(source) as other:
             for number in range(4):
-                other.save(f"{number:032d}", graph, {"name": "other"})
+                other.save(Step(f"{number:032d}"), graph, {"name": "other"}, None)
 
-    with States(source) as mine:
-        mine.save("a" * 32, graph, {"name": "mine"})
+    with PassCache(source) as mine:
+        mine.save(Step("a" * 32), graph, {"name": "mine"}, None)
         os.utime(mine.root / ("a" * 32), (0, 0))  # the oldest
         assert in_new_process(others) == 0
-        assert mine.load("a" * 32) is not None
+        assert mine.load(Step("a" * 32)) is not None
         os.utime(mine.root / ("a" * 32), (0, 0))
     assert in_new_process(others) == 0
     assert not (mine.root / ("a" * 32)).exists()
@@ -162,37 +163,33 @@ def test_removal_of_old_states_leaves_those_that_a_run_has_used(
 def test_a_workspace_that_a_run_works_in_is_neither_removed_nor_shared(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache, "KEEP_PARTS", 0)
+    monkeypatch.setattr(cache, "KEEP_WORKSPACES", 0)
     graph = captured("llama")
 
     def other() -> None:
-        with States(source) as run:
-            run.save("b" * 32, graph, {"name": "other"})  # which removes what is old
-            workspace = run.workspace("k")
+        with PassCache(source) as run:
+            run.save(Step("b" * 32), graph, {"name": "other"}, None)  # which removes what is old
+            workspace = run.workspace(Step("k"))
             fill(workspace)
-            run.set_aside(workspace)
             run.remove_workspaces()
 
-    with States(source) as mine:
-        unfinished, finished = mine.workspace("k"), mine.workspace("f")
-        fill(unfinished)
-        fill(finished)
-        mine.set_aside(finished)
+    with PassCache(source) as mine:
+        workspace = mine.workspace(Step("k"))
+        fill(workspace)
         assert in_new_process(other) == 0
-        assert (unfinished / "codes" / "0000.safetensors").exists()
-        assert (mine.parts(finished) / "codes" / "0000.safetensors").exists()
+        assert (workspace / "codes" / "0000.safetensors").exists()
     assert in_new_process(other) == 0
     assert sorted(path.name for path in mine.root.iterdir()) == ["b" * 32]
 
 
 def test_a_workspace_of_a_killed_run_is_taken_up(source: Path) -> None:
     def die() -> None:
-        fill(States(source).workspace("k"))
+        fill(PassCache(source).workspace(Step("k")))
         os.kill(os.getpid(), signal.SIGKILL)
 
     assert in_new_process(die) == -signal.SIGKILL
-    with States(source) as mine:
-        assert (mine.workspace("k") / "codes" / "0000.safetensors").exists()
+    with PassCache(source) as mine:
+        assert (mine.workspace(Step("k")) / "codes" / "0000.safetensors").exists()
 
 
 def fill(workspace: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from optkit.artifact.artifact import Artifact
+from optkit.artifact.open import Artifact
 from optkit.graph.ir import Graph
 from optkit.pipeline import publish
 from optkit.pipeline.check import ArtifactDiffers

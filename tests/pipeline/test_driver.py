@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from optkit import passes
-from optkit.artifact.artifact import Artifact
-from optkit.checkpoint.locate import ModelSource
+from optkit.artifact.open import Artifact
 from optkit.errors import UserError
 from optkit.evaluation import speed
 from optkit.graph.ir import Graph
@@ -26,12 +25,15 @@ from optkit.lowering.lower import Executable, lower
 from optkit.machine import target as targets
 from optkit.passes.base import Pass, PassContext, PassResult, Plan, Site, Stage, no_progress
 from optkit.pipeline import driver as pipeline
-from optkit.pipeline import sources
-from optkit.pipeline.cache import States
+from optkit.pipeline import judge, measurement, sources
+from optkit.pipeline.cache import PassCache
 from optkit.pipeline.decision import Evidence
-from optkit.pipeline.driver import PassFailed, Pipeline, optimize
+from optkit.pipeline.driver import PassFailed, optimize
+from optkit.pipeline.measurement import Measurement
 from optkit.pipeline.records import RunRecord
-from optkit.recipe.schema import Recipe, parse_recipe
+from optkit.pipeline.step import Step
+from optkit.recipe.load import parse_recipe
+from optkit.recipe.schema import Recipe
 from optkit.text import corpora
 from tests.support.graphs import TARGET, captured, dense, random_ids, relative_error
 from tests.support.model_directory import VOCABULARY, save_model
@@ -75,7 +77,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, shared_cache: Path) -> None:
     monkeypatch.setenv("OPTKIT_CACHE", str(shared_cache))
     monkeypatch.setattr(corpora, "load_text", lambda name: load_text(name)[:6000])
     monkeypatch.setattr(speed, "SETTLE_SECONDS", 0)
-    monkeypatch.setattr(pipeline, "PASS_TOKENS", 512)
+    monkeypatch.setattr(judge, "PASS_TOKENS", 512)
     monkeypatch.setattr(targets, "detect", lambda refresh=False: TARGET)
 
 
@@ -135,7 +137,7 @@ def test_speed_is_measured_against_pytorchs_attention(
     """The model before any pass runs what a user has today, never the loop of the specification."""
     monkeypatch.setenv("OPTKIT_CACHE", str(tmp_path / "cache"))
     measured: list[tuple[str, str]] = []
-    measure_pair = pipeline.measure_pair
+    measure_pair = measurement.measure_pair
 
     def measuring(before: Executable, after: Executable, *rest: Any) -> Any:
         found = [
@@ -145,7 +147,7 @@ def test_speed_is_measured_against_pytorchs_attention(
         measured.append(tuple("+".join(sorted(kinds)) for kinds in found))  # type: ignore[arg-type]
         return measure_pair(before, after, *rest)
 
-    monkeypatch.setattr(pipeline, "measure_pair", measuring)
+    monkeypatch.setattr(measurement, "measure_pair", measuring)
     run(source, tmp_path / "out", "passes: {fuse_qkv: {}, flash_attention: {}}")
     assert measured == [("sdpa", "sdpa"), ("sdpa", "native"), ("sdpa", "native")]
     run(source, tmp_path / "baseline", "passes: {}")
@@ -242,13 +244,13 @@ def test_the_worst_layers_go_back_until_the_bound_holds(source: Path, tmp_path: 
     loss = free.quality["kl_mean"]["value"]
     record = run(source, tmp_path / "out", text.format(bound=0.8 * loss)).passes[1]
     assert record.decision == "reduced"
-    assert 0 < len(record.restored) < len(free.sites) / 2 + 1
-    assert record.changed == len(record.sites) - len(record.restored)
+    assert 0 < len(record.fallback) < len(free.sites) / 2 + 1
+    assert record.changed == len(record.sites) - len(record.fallback)
     assert record.quality["kl_mean"]["value"] <= 0.8 * loss < loss
     assert "back in float" in record.reason and "mean KL divergence" in record.reason
     graph = Artifact.open(tmp_path / "out").graph()
     floats = {str(node.args[1].target).removesuffix(".weight") for node in graph.calls(reference.linear)}
-    assert floats == {*record.restored, "lm_head"}
+    assert floats == {*record.fallback, "lm_head"}
 
 
 def test_a_bound_of_the_whole_takes_back_layers_before_a_pass(source: Path, tmp_path: Path) -> None:
@@ -269,13 +271,13 @@ def test_a_bound_of_the_whole_takes_back_layers_before_a_pass(source: Path, tmp_
     )
     gptq = record.passes[1]
     assert decisions(record) == {"fuse_qkv": "kept", "gptq": "reduced", "flash_attention": "kept"}
-    assert 0 < len(gptq.restored) < len(gptq.sites) / 2 + 1
-    assert gptq.changed == len(gptq.sites) - len(gptq.restored)
+    assert 0 < len(gptq.fallback) < len(gptq.sites) / 2 + 1
+    assert gptq.changed == len(gptq.sites) - len(gptq.fallback)
     assert "the whole missed a bound" in gptq.reason and "back in float" in gptq.reason
     assert record.whole is not None and Evidence.of(record.whole).kld <= 0.8 * loss < loss
     graph = Artifact.open(tmp_path / "out").graph()
     floats = {str(node.args[1].target).removesuffix(".weight") for node in graph.calls(reference.linear)}
-    assert floats == {*gptq.restored, "lm_head"}
+    assert floats == {*gptq.fallback, "lm_head"}
     solved = [line for line in told if line.startswith("gptq: model.layers")]
     assert (
         len(solved) == len(set(solved)) > 0
@@ -310,18 +312,18 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     work: list[str] = []
     import optkit.capture
 
-    capture, run_pass = optkit.capture.capture_directory, pipeline.Pipeline.run_pass
+    capture, run_pass = optkit.capture.capture_directory, pipeline.run_pass
 
     def capturing(*args: Any, **options: Any) -> Graph:
         work.append("capture")
         return capture(*args, **options)
 
-    def passing(self: Any, graph: Graph, resolved: Any, *rest: Any) -> Any:
+    def passing(graph: Graph, resolved: Any, *rest: Any) -> Any:
         work.append(resolved.entry.name)
-        return run_pass(self, graph, resolved, *rest)
+        return run_pass(graph, resolved, *rest)
 
     monkeypatch.setattr(optkit.capture, "capture_directory", capturing)
-    monkeypatch.setattr(pipeline.Pipeline, "run_pass", passing)
+    monkeypatch.setattr(pipeline, "run_pass", passing)
     return work
 
 
@@ -396,7 +398,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(
     out = tmp_path / "here" / "out"
     text = "passes: {fuse_qkv: {}, fuse_gate_up: {}}"
     with monkeypatch.context() as patch:
-        interrupt(patch, pipeline, "measure_pair", calls=1)
+        interrupt(patch, measurement, "measure_pair", calls=1)
         with pytest.raises(KeyboardInterrupt):
             run(source, out, text)
     assert not out.parent.exists() or list(out.parent.iterdir()) == []
@@ -438,10 +440,10 @@ def test_an_interrupt_while_writing_leaves_nothing(
 def test_an_interrupt_while_saving_a_state_leaves_none(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from optkit.pipeline import cache as states
+    from optkit.pipeline import state
 
     monkeypatch.setenv("OPTKIT_CACHE", str(tmp_path / "cache"))
-    interrupt(monkeypatch, states, "save_file", calls=1)
+    interrupt(monkeypatch, state, "save_file")
     with pytest.raises(KeyboardInterrupt):
         run(source, tmp_path / "out", "passes: {}")
     assert list((tmp_path / "cache" / "states").iterdir()) == []
@@ -562,25 +564,27 @@ def test_a_state_keeps_graph_and_tensors(source: Path, tmp_path: Path) -> None:
     """What a resumed run continues from is, to the bit, what the interrupted one had."""
     run(source, tmp_path / "out", TTFT_CPU)
     graph = Artifact.open(tmp_path / "out").graph()
-    states = States(source)
-    states.save("0" * 32, graph, {"name": "kept"})
-    found = states.load("0" * 32)
-    assert found is not None and found[1] == {"name": "kept"}
-    assert graph_to_json(found[0]) == graph_to_json(graph)
-    assert all(torch.equal(found[0].weights[name].value, w.value) for name, w in graph.weights.items())
-    assert lower(found[0], TARGET).kernels == lower(graph, TARGET).kernels
-    assert states.load("1" * 32) is None
+    states = PassCache(source)
+    states.save(Step("0" * 32), graph, {"name": "kept"}, None)
+    found = states.load(Step("0" * 32))
+    assert found is not None and found.record == {"name": "kept"}
+    assert graph_to_json(found.graph) == graph_to_json(graph)
+    assert all(torch.equal(found.graph.weights[name].value, w.value) for name, w in graph.weights.items())
+    assert lower(found.graph, TARGET).kernels == lower(graph, TARGET).kernels
+    assert states.load(Step("1" * 32)) is None
 
 
-@pytest.mark.parametrize("file", ["graph.json", "changed.safetensors", "record.json", "sums.json"])
+@pytest.mark.parametrize(
+    "file", ["graph.json", "tensors.safetensors", "index.json", "record.json", "sums.json"]
+)
 def test_a_damaged_state_is_none_and_goes(source: Path, file: str) -> None:
-    states = States(source)
-    states.save("2" * 32, captured("llama"), {"name": "kept"})
+    states = PassCache(source)
+    states.save(Step("2" * 32), captured("llama"), {"name": "kept"}, None)
     place = states.root / ("2" * 32) / file
     content = bytearray(place.read_bytes())
     content[len(content) // 2] ^= 1
     place.write_bytes(content)
-    assert states.load("2" * 32) is None
+    assert states.load(Step("2" * 32)) is None
     assert not place.parent.exists()
 
 
@@ -627,15 +631,15 @@ def test_a_bound_that_one_form_misses_gives_back_layers_of_that_form(source: Pat
     assert decisions(record) == {"fuse_qkv": "kept", "gptq": "reduced", "int8": "kept"}
     assert list(record.passes[2].forms) == ["more than 4 tokens"]  # the other one has gptq's loss
     assert "mean KL divergence in steps of up to 4 tokens" in record.passes[1].reason
-    assert all(site.endswith("up_to_4_tokens") for site in record.passes[1].restored)
+    assert all(site.endswith("up_to_4_tokens") for site in record.passes[1].fallback)
     graph = Artifact.open(tmp_path / "out").graph()
-    assert len(list(graph.calls(reference.by_tokens))) == 2 * 5 - len(record.passes[1].restored)
+    assert len(list(graph.calls(reference.by_tokens))) == 2 * 5 - len(record.passes[1].fallback)
     assert len(list(graph.calls(reference.linear_w8a8))) == 2 * 5
 
 
 def test_weights_on_a_gpu_are_counted_as_they_lie_there(source: Path) -> None:
     graph = captured("llama")
     for target, least, most in ((TARGET, 1.0, 1.0), (targets.DATASHEETS["cuda-h100"], 0.45, 0.55)):
-        driver = Pipeline(ModelSource("tiny", source, "0"), recipe("passes: {}"), target, no_progress)
+        measured = Measurement(source, recipe("passes: {}"), target, no_progress, graph)
         model = lower(graph, target, device="cpu")
-        assert least <= driver.weight_bytes(graph, model) / graph.num_bytes() <= most
+        assert least <= measured.weight_bytes(graph, model) / graph.num_bytes() <= most

@@ -11,7 +11,7 @@ from optkit.cli import main
 from optkit.errors import UserError
 from optkit.graph.ir import Graph
 from optkit.pipeline.dry_run import dry_run
-from optkit.recipe.schema import load_recipe, shipped_names
+from optkit.recipe.load import load_recipe, shipped_names
 from tests.support.architectures import tiny_model
 
 POINTS = ["prefill 24", "decode@25"]

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from optkit.artifact.artifact import MANIFEST, MEASURED, Artifact, walk
+from optkit.artifact.manifest import MANIFEST, MEASURED, walk
+from optkit.artifact.open import Artifact
 from optkit.passes.quantization.resume import FinishedGroups
 from tests.support.killed_run import (
     PASSES,

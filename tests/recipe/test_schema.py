@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optkit.errors import UserError
-from optkit.recipe.schema import Accept, PassEntry, Recipe, load_recipe, parse_recipe
+from optkit.recipe.load import load_recipe, parse_recipe
+from optkit.recipe.schema import Accept, PassEntry, Recipe
 from tests.support.demo_recipe import TEXT, message
 
 # -- reading ----------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ import pytest
 from optkit.cli.main import run
 from optkit.passes import PASSES
 from optkit.passes.resolve import resolve_passes
-from optkit.recipe.schema import Accept, parse_recipe
+from optkit.recipe.load import parse_recipe
+from optkit.recipe.schema import Accept
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "recipes.md").read_text()
 EXAMPLES = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)

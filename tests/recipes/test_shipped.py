@@ -9,7 +9,7 @@ import pytest
 
 from optkit.errors import UserError
 from optkit.passes.resolve import resolve_passes
-from optkit.recipe.schema import list_recipes, load_recipe, parse_recipe, shipped_names
+from optkit.recipe.load import list_recipes, load_recipe, parse_recipe, shipped_names
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes"
 

@@ -13,7 +13,7 @@ import pytest
 from optkit.errors import UserError
 from optkit.lowering.lower import lower
 from optkit.recipe.engine_options import engine_options
-from optkit.recipe.schema import load_recipe
+from optkit.recipe.load import load_recipe
 from optkit.runtime import factory
 from optkit.runtime.cuda.device import HostDevice
 from optkit.runtime.engine import Engine

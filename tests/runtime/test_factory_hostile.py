@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from optkit.artifact.artifact import MANIFEST, write_manifest
+from optkit.artifact.manifest import MANIFEST, write_manifest
 from optkit.errors import UserError
 from optkit.graph.ir import KVSpec
 from optkit.machine import target as targets

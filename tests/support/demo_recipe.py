@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from optkit.errors import UserError
 from optkit.passes.resolve import resolve_passes
-from optkit.recipe.schema import parse_recipe
+from optkit.recipe.load import parse_recipe
 
 TEXT = """\
 schema_version: 1

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from optkit.artifact.artifact import MANIFEST, write_manifest
+from optkit.artifact.manifest import MANIFEST, write_manifest
 
 GRAPH = "optkit/graph.json"
 FAR = 50_000_000
@@ -37,7 +37,7 @@ def native_artifact(root: Path, *passes: str) -> Path:
     from optkit.machine.target import DATASHEETS
     from optkit.pipeline.publish import write_artifact
     from optkit.pipeline.records import RunRecord
-    from optkit.recipe.schema import parse_recipe
+    from optkit.recipe.load import parse_recipe
     from tests.support.graphs import apply, captured
     from tests.support.model_directory import VOCABULARY, save_model
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from optkit.pipeline.driver import optimize
-from optkit.recipe.schema import parse_recipe
+from optkit.recipe.load import parse_recipe
 
 PASSES = ("fuse_qkv", "prune", "smoothquant", "awq", "mixed_precision", "kv_int8")
 PHASES = ("capture", *PASSES, "whole", "write")
@@ -56,14 +56,14 @@ def quick(replace: Callable[[Any, str, Any], None] = setattr) -> None:
     """Patch the run to little text and short timings."""
     from optkit.evaluation import speed
     from optkit.machine import target as targets
-    from optkit.pipeline import driver
+    from optkit.pipeline import judge
     from optkit.text import corpora
     from tests.support.graphs import TARGET
 
     load_text = corpora.load_text
     replace(corpora, "load_text", lambda name: load_text(name)[:6000])
     replace(speed, "SETTLE_SECONDS", 0)
-    replace(driver, "PASS_TOKENS", 512)
+    replace(judge, "PASS_TOKENS", 512)
     replace(targets, "detect", lambda refresh=False: TARGET)
 
 

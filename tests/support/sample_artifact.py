@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import fx
 
-from optkit.artifact.artifact import INTERNAL, write_manifest
+from optkit.artifact.manifest import INTERNAL, write_manifest
 from optkit.graph.ir import Graph, GraphMeta, Origin, Part, Weight
 from optkit.kernels import reference
 from optkit.machine.target import DATASHEETS
@@ -61,7 +61,7 @@ def real_artifact(directory: Path, source: Path, recipe_text: str, run: RunRecor
     """An artifact of ``small_graph``, written by the artifact writer; ``source`` becomes its checkpoint."""
     from optkit.checkpoint.locate import ModelSource
     from optkit.pipeline.publish import write_artifact
-    from optkit.recipe.schema import parse_recipe
+    from optkit.recipe.load import parse_recipe
 
     graph = small_graph()
     source.mkdir()

@@ -36,7 +36,7 @@ def linear_wna16(
     x: Tensor,
     weight: Tensor,
     weight_scale: Tensor,
-    weight_zero: Tensor | None,
+    weight_zero_point: Tensor | None,
     g_idx: Tensor | None,
     bias: Tensor | None = None,
     *,
@@ -54,7 +54,7 @@ def linear_wna16(
         x = x.to(torch.float32).contiguous()
     native.require(x.shape[1] == k, f"activations of {x.shape[1]} channels, the weight was packed for {k}")
     native.require_vector(g_idx, k, torch.int32, "g_idx")
-    int4.check_packed(weight, weight_scale, k, levels(weight_zero), bias)
+    int4.check_packed(weight, weight_scale, k, levels(weight_zero_point), bias)
     out = torch.empty((rows, n))
     native.library().optkit_linear_w4a16(
         x.data_ptr(),
@@ -68,14 +68,14 @@ def linear_wna16(
         k,
         groups,
         weight_scale.dtype == torch.float16,
-        levels(weight_zero),
+        levels(weight_zero_point),
         native.threads(),
     )
     return out
 
 
-def levels(weight_zero: Tensor | None) -> int:
-    return int4.SYMMETRIC if weight_zero is None else int4.ZERO_POINT
+def levels(weight_zero_point: Tensor | None) -> int:
+    return int4.SYMMETRIC if weight_zero_point is None else int4.ZERO_POINT
 
 
 def pack_w4(weights: dict[int, Tensor], options: Mapping[str, Any]) -> dict[int, Tensor]:
@@ -165,7 +165,7 @@ def emit_linear_wna16(
     x: View,
     weight: Tensor,
     weight_scale: Tensor,
-    weight_zero: Tensor | None,
+    weight_zero_point: Tensor | None,
     g_idx: Tensor | None,
     bias: Tensor | None = None,
     *,
@@ -179,7 +179,7 @@ def emit_linear_wna16(
         raise NotImplementedError(f"{x.width} input channels are no whole words of codes")
     b.call(
         "linear_w4a16", x=x, x_stride=x.row_stride, order=g_idx, weight=weight, bias=bias, out=out, rows=Size(x.rows),
-        n=n, k=x.width, groups=groups, half=weight_scale.dtype == torch.float16, levels=levels(weight_zero),
+        n=n, k=x.width, groups=groups, half=weight_scale.dtype == torch.float16, levels=levels(weight_zero_point),
     )  # fmt: skip
     return (out,)
 

@@ -166,7 +166,7 @@ def linear_wna16(
     x: Tensor,
     weight: Tensor,
     weight_scale: Tensor,
-    weight_zero: Tensor | None,
+    weight_zero_point: Tensor | None,
     g_idx: Tensor | None,
     bias: Tensor | None = None,
     *,
@@ -178,13 +178,13 @@ def linear_wna16(
     if bits == 8:
         padded = F.pad(rows, (0, weight.shape[1] - rows.shape[1]))
         out = float_by_8_bits(
-            "linear_wna16", "int8", padded, weight, weight_scale, bias, weight_zero, group_size
+            "linear_wna16", "int8", padded, weight, weight_scale, bias, weight_zero_point, group_size
         )
         return out.view(*x.shape[:-1], len(weight))
     able = {"dequantized": True, "tile": True, "gemv": few(rows)}
     name = selection.choose("linear_wna16", "int4", shape_of(rows, weight), architecture(x.device), able)
     run = {"gemv": wna16.gemv, "tile": wna16.tile, "dequantized": wna16.dequantized}[name]
-    out = run(rows, weight, weight_scale, weight_zero, g_idx, bias, group_size)
+    out = run(rows, weight, weight_scale, weight_zero_point, g_idx, bias, group_size)
     return out.view(*x.shape[:-1], len(weight))
 
 

@@ -185,7 +185,7 @@ OPS = (
             ROWS_X,
             PACKED_WEIGHT,
             GROUP_SCALE,
-            optional(weight("weight_zero", Kind.UINT8, "N G", Role.ZERO)),
+            optional(weight("weight_zero_point", Kind.UINT8, "N G", Role.ZERO)),
             optional(weight("g_idx", Kind.INT32, "K", Role.CHANNELS, stored="weight_g_idx")),
             BIAS,
             Choice("bits", BITS),

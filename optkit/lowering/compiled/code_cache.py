@@ -32,10 +32,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from optkit.graph.ir import Graph
 from optkit.lowering.compiled.aot import LIBRARY, OPERATORS, load
-from optkit.lowering.compiled.plan import PLAN, RegionSource, region_source
+from optkit.lowering.compiled.plan import PLAN, CompiledCode, RegionSource, region_source
 from optkit.lowering.compiled.region import Variant
 from optkit.lowering.compiled.signature import is_sealed, seal
-from optkit.lowering.lower import CompiledCode
 from optkit.machine.locks import Locks, hold, locked, modified
 from optkit.machine.paths import cache_dir
 from optkit.machine.target import Target, cpu_model

@@ -27,6 +27,7 @@ from optkit.lowering.bind import bind, kernel_of
 from optkit.lowering.compiled.opaque import operator
 from optkit.lowering.compiled.region import Argument, CompiledRegion, Variant
 from optkit.lowering.compiled.regions import BATCHES, Region, call_nodes, shapes, structure, why_not
+from optkit.lowering.lower import graph_module
 
 if TYPE_CHECKING:
     from optkit.machine.target import Target
@@ -72,6 +73,31 @@ def region_source(graph: Graph, target: Target | None) -> RegionSource:
         region.inputs.index(slots),
         hashlib.sha256(text.encode()).hexdigest(),
     )
+
+
+@dataclass(frozen=True)
+class CompiledModel:
+    """A bound graph that calls compiled layers, for the steps that ``region`` has code for."""
+
+    module: fx.GraphModule
+    region: CompiledRegion
+
+    def serves(self, tokens: int) -> bool:
+        return self.region.serves(tokens)
+
+
+@dataclass(frozen=True)
+class CompiledCode:
+    """Code for the layers of a graph: its source, and the functions by number of tokens."""
+
+    source: RegionSource
+    variants: tuple[Variant, ...]
+
+    def __call__(self, bound: Graph) -> CompiledModel:
+        """``bound``, which is used up, with calls of the code in the place of its planned layers."""
+        root = nn.Module()
+        region = install(bound, root, self.source, self.variants)
+        return CompiledModel(graph_module(bound, root), region)
 
 
 def digest_text(region: Region, targets: Mapping[fx.Node, Any], arguments: Sequence[Argument]) -> str:

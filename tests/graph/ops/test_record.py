@@ -278,7 +278,7 @@ def test_quantized_linears_are_stored_under_the_names_of_compressed_tensors() ->
         "linear_w8a8": (2, ("weight", "weight_scale")),
         "linear_w8a16": (1, ("weight", "weight_scale")),
         "linear_w4a8": (2, ("weight_packed", "weight_scale", "weight_minimum")),
-        "linear_wna16": (1, ("weight_packed", "weight_scale", "weight_zero", "weight_g_idx")),
+        "linear_wna16": (1, ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx")),
         "linear_fp8": (1, ("weight", "weight_scale", "input_scale")),
     }
 

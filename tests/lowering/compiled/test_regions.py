@@ -11,11 +11,11 @@ import torch
 
 from optkit.errors import UserError
 from optkit.graph.ir import Graph
-from optkit.lowering.compiled.plan import RegionSource, planned_regions, region_source
+from optkit.lowering.compiled.plan import CompiledCode, RegionSource, planned_regions, region_source
 from optkit.lowering.compiled.region import CompiledRegion, Variant, padded
 from optkit.lowering.compiled.regions import Region, shapes, structure
 from optkit.lowering.dense import dense_inputs
-from optkit.lowering.lower import CompiledCode, Executable, lower
+from optkit.lowering.lower import Executable, lower
 from optkit.machine.target import Target
 from tests.passes.test_compile import CONTEXT, TARGET, captured, checked
 from tests.support.ragged import ragged_logits
@@ -48,7 +48,7 @@ def with_code(
     source = region_source(graph, target)
     spy = Spy(source)
     variants = tuple(Variant(first, last, spy) for first, last in served)
-    return lower(graph, target, code=CompiledCode(source, variants)), spy
+    return lower(graph, target, specialize=CompiledCode(source, variants)), spy
 
 
 def prompts() -> list[torch.Tensor]:
@@ -119,7 +119,7 @@ def test_rows_are_padded_with_zeros():
 
 def test_without_code_a_plan_changes_nothing():
     graph = captured("gpt2")
-    assert lower(planned(graph), TARGET).compiled is None
+    assert lower(planned(graph), TARGET).special is None
     assert torch.equal(run(lower(planned(graph), TARGET), [5, 3]), run(lower(graph, TARGET), [5, 3]))
 
 

@@ -10,7 +10,7 @@ from optkit.kernels import reference
 from optkit.passes.quantization.formats import Int4Format, Int8Format, PackedFormat, WeightFormat
 from optkit.passes.quantization.schemes import fitting, make_format
 from optkit.passes.resolve import resolve_passes
-from optkit.recipe.schema import parse_recipe
+from optkit.recipe.load import parse_recipe
 from tests.support.graphs import apply, captured, checked, reasons
 
 

@@ -222,7 +222,7 @@ def replace_params(params: SamplingParams, **changes: object) -> SamplingParams:
 
 def test_a_loaded_engine_takes_what_the_gpu_has_left_unless_told() -> None:
     from optkit.recipe.engine_options import engine_options
-    from optkit.recipe.schema import load_recipe
+    from optkit.recipe.load import load_recipe
     from optkit.runtime.factory import make_engine, scheduler_config, with_kv_bytes
     from optkit.runtime.scheduling.cost_model import CostModel
 

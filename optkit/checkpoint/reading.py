@@ -1,71 +1,27 @@
-"""A quantized linear layer of a checkpoint, in whatever format, as the graph runs it.
+"""Checks and conversions that the readers of quantized layouts share.
 
-A format module finds such layers by their tensors and says which op multiplies and how to read its operands. The names
-are the graph's: ``weight_packed`` (codes, ``optkit.kernels.packed_codes``), ``weight_scale``, ``weight_zero``,
-``weight_g_idx`` for packed weights, ``weight`` and ``weight_scale`` for int8 and float8. Everything a checkpoint says
-is checked when it is found, from the files' headers, before any tensor is used.
+A format module (``gptq``, ``awq``, ``compressed``) finds quantized layers by their tensors. Settings, dtypes and shapes
+are checked when a layer is found, from the headers of the files, before any tensor is used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from optkit.checkpoint.quantized_linear import G_IDX, PACKED, SCALE, ZERO_POINT, LazyOperands, QuantizedLinear
 from optkit.checkpoint.validate import TensorInfo
 from optkit.errors import UserError
-from optkit.graph import ops
 from optkit.kernels import reference
 from optkit.kernels.packed_codes import BITS
 
-PACKED, SCALE, ZERO, G_IDX = "weight_packed", "weight_scale", "weight_zero", "weight_g_idx"
 FLOATS = ("F16", "BF16", "F32")
 GROUP_SIZES = (-1, 0, *(8 * i for i in range(1, 8193)))
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One layer. ``operands`` are the names of the op's weight arguments, in order, None where there is none.
-
-    Attributes:
-        name: the module.
-        shape: [N, K] of the float weight.
-        op: the reference op that multiplies.
-        options: the op's keywords.
-        read: gives an operand by its name.
-        stored: the checkpoint's tensors that it is made of.
-    """
-
-    name: str
-    shape: tuple[int, int]
-    op: Callable[..., Tensor]
-    operands: tuple[str | None, ...]
-    read: Callable[[str], Tensor]
-    stored: tuple[str, ...]
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    def names(self) -> list[str]:
-        """Full names of the operands."""
-        return [f"{self.name}.{operand}" for operand in self.operands if operand]
-
-    def float_weight(self) -> Tensor:
-        """The float32 weight [N, K] that the layer stands for."""
-        operands = [None if key is None else self.read(key) for key in self.operands]
-        return float_weight(self.op, operands, self.options, self.shape[1])
-
-
-def float_weight(
-    op: Callable[..., Tensor], operands: Sequence[Tensor | None], options: Mapping[str, Any], columns: int
-) -> Tensor:
-    """The float32 weight [N, columns] by which ``op`` multiplies, given its weight arguments."""
-    dequantize = ops.QUANTIZED_LINEARS[op].dequantize
-    if dequantize is None:
-        raise ValueError(f"{op.__name__} is no quantized linear layer")
-    return dequantize(operands, options, columns)
 
 
 @dataclass(frozen=True)
@@ -122,7 +78,7 @@ def wna16(
     g_idx: Tensor | None,
     read: Callable[[str], Tensor],
     stored: Iterable[str],
-) -> Layer:
+) -> QuantizedLinear:
     """A weight-only layer of packed codes. ``zero`` [N, G] and ``g_idx`` [K] were read, ``read`` gives the rest.
 
     Zero points that are all in the middle, and channels that are all in order, are left out: the layer is the same.
@@ -135,20 +91,20 @@ def wna16(
         zero = None
     if g_idx is not None and torch.equal(g_idx, in_order(k, group_size)):
         g_idx = None
-    held = {ZERO: zero, G_IDX: g_idx}
+    held = {ZERO_POINT: zero, G_IDX: g_idx}
+    names = (PACKED, SCALE, *(key for key, value in held.items() if value is not None))
 
     def operand(key: str) -> Tensor:
         value = held.get(key)
         return read(key) if value is None else value
 
-    return Layer(
+    return QuantizedLinear(
         name,
         shape,
         reference.linear_wna16,
-        (PACKED, SCALE, ZERO if zero is not None else None, G_IDX if g_idx is not None else None),
-        operand,
-        tuple(stored),
+        LazyOperands(names, operand),
         {"bits": bits, "group_size": group_size},
+        stored=tuple(stored),
     )
 
 

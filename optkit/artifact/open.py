@@ -1,0 +1,139 @@
+"""Opens artifacts: checks the hash of every file, then loads graph and weights, and lowers them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from optkit.artifact.manifest import INTERNAL, NATIVE, problems, read_manifest
+from optkit.errors import UserError
+from optkit.recipe.load import parse_recipe
+from optkit.recipe.schema import Recipe
+from optkit.untrusted_json import read_bounded
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from optkit.graph.ir import Graph, Origin
+    from optkit.lowering.lower import Executable
+
+MAX_GRAPH_BYTES, MAX_RECIPE_BYTES = 256 << 20, 1 << 20
+FORMER_ZERO_POINT = (
+    ".weight_zero",
+    ".weight_zero_point",
+)  # in graphs of artifacts until November 2026, and since
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """An opened artifact. ``manifest`` is the parsed manifest; hashes were checked by ``open``."""
+
+    directory: Path
+    manifest: Mapping[str, Any]
+
+    @staticmethod
+    def open(directory: Path | str, *, verify: bool = True) -> Artifact:
+        """Open and check an artifact.
+
+        Raises:
+            UserError: not an artifact, of an unknown schema version, or a file is missing, extra or changed.
+        """
+        path = Path(directory)
+        manifest = read_manifest(path)
+        artifact = Artifact(path, manifest)
+        if verify:
+            for problem in problems(path, manifest):
+                fix = "make the artifact again; do not serve this one"
+                raise UserError(problem, where=str(path), fix=fix)
+        return artifact
+
+    @property
+    def name(self) -> str:
+        return str(self.manifest["name"])
+
+    @property
+    def native(self) -> Path:
+        """Where the code tier is, if there is one."""
+        return self.directory / NATIVE
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        file = self.directory / INTERNAL / "recipe.yaml"
+        return parse_recipe(read_text(file), label=str(file))
+
+    def graph(self) -> Graph:
+        """The optimized graph, with weights mapped from the artifact's files."""
+        from optkit.checkpoint.compressed_tensors_writer import PACKED_FILE
+        from optkit.checkpoint.source import open_source
+        from optkit.checkpoint.tensors import Overlay, build, load_tensors
+        from optkit.graph.serialize import graph_from_json
+        from optkit.graph.verify import VerifyError, verify
+
+        internal = self.directory / INTERNAL
+        packed = load_tensors(internal / PACKED_FILE) if (internal / PACKED_FILE).is_file() else {}
+        tensors = Overlay(open_source(self.directory), packed)
+        constants = load_tensors(internal / "constants.safetensors")
+        file = internal / "graph.json"
+
+        def load(name: str, origin: Origin | None, dtype: torch.dtype) -> Tensor:
+            return (
+                constants[name]
+                if origin is None
+                else build(with_present_names(origin, tensors), tensors, dtype)
+            )
+
+        graph = graph_from_json(read_bounded(file, MAX_GRAPH_BYTES), load, where=str(file))
+        try:
+            verify(graph)  # kernels take raw pointers: shapes are checked before anything runs
+        except VerifyError as error:
+            raise UserError(f"the graph is invalid: {error}", where=str(file)) from error
+        return graph
+
+    def executable(self, *, trust_code: bool = False) -> Executable:
+        """The graph lowered for the machine at hand. What is packed is not kept a second time.
+
+        Compiled layers run if they were made on this machine by this user, or are trusted; nothing is compiled.
+        """
+        from optkit.lowering.compiled.hook import lower_with_code
+        from optkit.lowering.precision import compute_dtype
+        from optkit.machine.mapped_files import drop_mapped_pages
+        from optkit.machine.present import present_target
+
+        target = present_target(
+            self.recipe.target,
+            where=str(self.directory),
+            fix="use it on a machine with an NVIDIA GPU; or optimize the model by a CPU recipe such as ttft-cpu",
+        )
+        graph = self.graph()
+        drop_mapped_pages(self.directory)
+        dtype = compute_dtype(self.recipe.runtime.compute_dtype)
+        executable = lower_with_code(
+            graph, target, native=self.native, trust=trust_code, consume=True, dtype=dtype
+        )
+        drop_mapped_pages(self.directory)
+        return executable
+
+
+def with_present_names(origin: Origin, tensors: Mapping[str, Tensor]) -> Origin:
+    """``origin``, whose tensors may have a former name that ``tensors`` no longer has."""
+    renamed = origin.renamed(*FORMER_ZERO_POINT)
+    former = all(
+        part.name.endswith(FORMER_ZERO_POINT[0]) and part.name not in tensors for part in origin.parts
+    )
+    return renamed if former and origin.parts else origin
+
+
+def read_text(file: Path) -> str:
+    """The text of a small UTF-8 file.
+
+    Raises:
+        UserError: it can't be read, or is no such file.
+    """
+    try:
+        return read_bounded(file, MAX_RECIPE_BYTES).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError("it is not UTF-8 text", where=str(file)) from error

@@ -1,0 +1,163 @@
+"""Insertion of quantized linears into a graph, and fallback to the float layers that they replaced.
+
+``insert`` serves quantized checkpoints and passes alike. A pass also keeps the replaced layer as the ``FloatOrigin``
+of the new op, in ``node.meta``; states of the pipeline keep it on disk. So ``fall_back`` works on any graph of a run.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Container
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from optkit.checkpoint.quantized_linear import OPERANDS, QuantizedLinear
+from optkit.graph.ir import Graph, Origin, Part, Weight, module_name
+from optkit.kernels import reference
+
+FLOAT_ORIGIN = "float_origin"  # key of node.meta
+
+
+@dataclass(frozen=True)
+class FloatOrigin:
+    """The float linear that a quantized op replaced.
+
+    Attributes:
+        site: the layer's name in reports.
+        weight_name: the name of its weight in the graph.
+        origin: the checkpoint tensors of its weight.
+        dtype: the type of its weight.
+        read: gives its weight [N, K]; from disk where the op was read from a state.
+    """
+
+    site: str
+    weight_name: str
+    origin: Origin | None
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+    @staticmethod
+    def of(graph: Graph, linear: fx.Node, site: str) -> FloatOrigin:
+        """The origin that keeps ``linear``, a float layer of ``graph``."""
+        name = str(linear.args[1].target)
+        weight = graph.weights[name]
+        value = weight.value
+        return FloatOrigin(site, name, weight.origin, value.dtype, lambda: value)
+
+    def restore(self, graph: Graph) -> None:
+        """Register the float weight in ``graph``."""
+        graph.weights[self.weight_name] = Weight(self.read(), self.origin)
+
+
+def float_origins(graph: Graph) -> dict[fx.Node, FloatOrigin]:
+    """The ops that a pass put in place of float linears, in execution order."""
+    return {node: node.meta[FLOAT_ORIGIN] for node in graph.fx.nodes if FLOAT_ORIGIN in node.meta}
+
+
+def quantized_sites(graph: Graph) -> dict[str, fx.Node]:
+    """The ops that passes put in place of float linears, by site."""
+    return {origin.site: node for node, origin in float_origins(graph).items()}
+
+
+# -- float to quantized ------------------------------------------------------------------------------------
+
+
+def insert(graph: Graph, linear: fx.Node, layer: QuantizedLinear) -> fx.Node:
+    """Replace the node ``linear`` by the op of ``layer``; returns the op."""
+    x, weight_node, *bias = linear.args
+    group = layer.activation_group
+    inputs = (x,) if group is None else quantized_activation(graph, x, group)
+    register_operands(graph, str(weight_node.target), layer)
+    names = [f"{layer.name}.{key}" if key in layer.operands else None for key in OPERANDS[layer.op][1]]
+    weights = [None if name is None else graph.weight_node(name, linear) for name in names]
+    with graph.fx.inserting_before(linear):
+        out = graph.fx.call_function(layer.op, (*inputs, *weights, *bias), dict(layer.options))
+    linear.replace_all_uses_with(out)
+    graph.fx.erase_node(linear)
+    return out
+
+
+def register_operands(graph: Graph, weight_name: str, layer: QuantizedLinear) -> None:
+    """Add the operands of ``layer``, which replaces the linear of weight ``weight_name``, to the graph's weights.
+
+    Operands of a fused layer belong to its modules row by row. A tied embedding keeps its weight.
+    """
+    weight = graph.weights[weight_name]
+    parts = weight.origin.parts if weight.origin else ()
+    suffix = layer.name.removeprefix(module_name(weight_name))  # of a variant for few tokens
+    if weight_name == graph.meta.input_embedding:
+        parts, suffix = (Part(f"{layer.name}.weight", len(weight.value)),), ""
+    for key, value in layer.operands.items():
+        origin = Origin(parts).renamed(".weight", f"{suffix}.{key}")
+        if value.ndim == 1:
+            origin = Origin((Part(f"{layer.name}.{key}", len(value)),))
+        elif len(parts) == 1:  # a transposed float weight counts its rows the other way
+            origin = Origin((Part(origin.parts[0].name, len(value)),))
+        graph.weights[f"{layer.name}.{key}"] = Weight(value, origin)
+
+
+def quantized_activation(graph: Graph, x: fx.Node, group: int) -> tuple[fx.Node, fx.Node]:
+    """Int8 values and scales of activation ``x``, from one op that all its readers share."""
+    for user in x.users:
+        if user.target is reference.quantize_per_token and user.args == (x, group):
+            pieces = {piece.args[1]: piece for piece in user.users}
+            return pieces[0], pieces[1]
+    with graph.fx.inserting_after(x):
+        pair = graph.fx.call_function(reference.quantize_per_token, (x, group))
+    with graph.fx.inserting_after(pair):
+        scale = graph.fx.call_function(operator.getitem, (pair, 1))
+        return graph.fx.call_function(operator.getitem, (pair, 0)), scale
+
+
+# -- quantized to float ------------------------------------------------------------------------------------
+
+
+def fall_back(graph: Graph, sites: Container[str]) -> Graph:
+    """A clone of ``graph`` in which the layers of ``sites`` are float again.
+
+    A variant for few tokens falls back to the layer's other variant. New nodes are named after those they replace, so
+    that clones with other sites agree on all names.
+    """
+    clone = graph.clone()
+    for node, origin in float_origins(clone).items():
+        if origin.site not in sites:
+            continue
+        choice = choice_of(node)
+        if choice is not None:
+            choice.replace_all_uses_with(choice.args[1])
+            continue
+        origin.restore(clone)
+        with clone.fx.inserting_before(node):
+            linear = float_linear(clone, node, origin.weight_name, f"float_{node.name}")
+        node.replace_all_uses_with(linear)
+    clone.prune()
+    return clone
+
+
+def float_linear(graph: Graph, node: fx.Node, weight_name: str, name: str | None = None) -> fx.Node:
+    """A float linear with the activation and the bias of the quantized op ``node``, at the insertion point."""
+    weight = graph.weight_node(weight_name, node)
+    args = (activation_of(node), weight, *bias_of(node))
+    return graph.fx.create_node("call_function", reference.linear, args, name=name)
+
+
+def choice_of(node: fx.Node) -> fx.Node | None:
+    """The ``by_tokens`` in which ``node`` is the variant for few tokens."""
+    choices = (user for user in node.users if user.target is reference.by_tokens and user.args[0] is node)
+    return next(choices, None)
+
+
+def activation_of(node: fx.Node) -> fx.Node:
+    """The float activation of a quantized op, before int8 quantization."""
+    x = node.args[0]
+    quantized = x.target is operator.getitem and x.args[0].target is reference.quantize_per_token
+    return x.args[0].args[0] if quantized else x
+
+
+def bias_of(node: fx.Node) -> tuple[Any, ...]:
+    """The bias argument of a quantized op as its linear had it: a node, None, or absent."""
+    return node.args[list(inspect.signature(node.target).parameters).index("bias") :]

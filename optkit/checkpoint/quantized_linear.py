@@ -1,0 +1,107 @@
+"""A linear layer with a quantized weight: one record for reading, writing, passes and fallback.
+
+Checkpoint formats make the record from a layer's tensors, weight formats from a float weight, and ``modules`` from
+each module of a graph. ``insertion`` puts the layer into a graph. Operand names are those of compressed-tensors:
+``weight_packed`` (codes, ``optkit.kernels.packed_codes``), ``weight_scale``, ``weight_zero_point``, ``weight_g_idx``
+for packed weights, ``weight`` and ``weight_scale`` for int8 and float8. In a graph zero points are uint8 [N, G]; on
+disk they are packed along N.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from optkit.graph import ops
+from optkit.graph.ops.operands import Role
+
+PACKED, SCALE, ZERO_POINT, G_IDX = "weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx"
+MINIMUM, INPUT_SCALE = "weight_minimum", "input_scale"
+
+# For each quantized op: the position of its first weight argument, and the names of its weight arguments.
+OPERANDS: dict[Callable[..., Tensor], tuple[int, tuple[str, ...]]] = {
+    reference: (op.first_weight, tuple(operand.stored for operand in op.stored))
+    for reference, op in ops.QUANTIZED_LINEARS.items()
+}
+# Operands indexed by input channel, the same for all modules of a fused layer.
+SHARED = {o.stored for op in ops.QUANTIZED_LINEARS.values() for o in op.stored if o.role is Role.CHANNELS}
+
+
+@dataclass(frozen=True)
+class QuantizedLinear:
+    """A linear layer with a quantized weight.
+
+    Attributes:
+        name: the module, or the site of a pass.
+        shape: [N, K] of the float weight.
+        op: the reference op that multiplies, a key of ``OPERANDS``.
+        operands: weight operands of the op by name, without those that the layer lacks.
+        options: keywords of the op.
+        activation_group: channels of an activation that share an int8 scale, 0 for a whole token; None where the
+            op takes float activations.
+        stored: names of the checkpoint tensors that the layer is read from.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    op: Callable[..., Tensor]
+    operands: Mapping[str, Tensor]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    activation_group: int | None = None
+    stored: tuple[str, ...] = ()
+
+    @property
+    def columns(self) -> int:
+        """Input channels."""
+        return self.shape[1]
+
+    @property
+    def bits(self) -> int:
+        """Bits of a weight."""
+        return int(self.options.get("bits", 8 if "weight" in self.operands else 4))
+
+    @property
+    def group_size(self) -> int:
+        """Channels that share a weight scale; 0 for a whole row."""
+        groups = self.operands[SCALE].shape[1]
+        return int(self.options.get("group_size", 0)) or (0 if groups == 1 else self.columns // groups)
+
+    def names(self) -> list[str]:
+        """Full names of the operands."""
+        return [f"{self.name}.{operand}" for operand in self.operands]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The operands by full name."""
+        return {f"{self.name}.{operand}": value for operand, value in self.operands.items()}
+
+    def float_weight(self) -> Tensor:
+        """The float32 weight [N, K] that the codes stand for."""
+        dequantize = ops.QUANTIZED_LINEARS[self.op].dequantize
+        if dequantize is None:
+            raise ValueError(f"{self.op.__name__} is no quantized linear layer")
+        operands = [self.operands.get(operand) for operand in OPERANDS[self.op][1]]
+        return dequantize(operands, self.options, self.columns)
+
+
+class LazyOperands(Mapping[str, Tensor]):
+    """Operands of a layer in a checkpoint; ``read`` converts an operand at each access."""
+
+    def __init__(self, names: Sequence[str], read: Callable[[str], Tensor]) -> None:
+        self.names, self.read = tuple(names), read
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.names:
+            raise KeyError(name)
+        return self.read(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)

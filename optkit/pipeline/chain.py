@@ -1,0 +1,131 @@
+"""The finished steps of a run, and what the passes give together, also where some of them are changed afterwards.
+
+A changed record (a pass undone, more layers in float) takes effect from the last state before the change: later passes
+are applied to it again. Nothing before it is done twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from optkit.checkpoint.insertion import fall_back
+from optkit.errors import UserError
+from optkit.graph import variants
+from optkit.graph.ir import Graph
+from optkit.passes.base import Plan
+from optkit.passes.quantization.linear import LinearQuantization
+from optkit.passes.resolve import ResolvedPass
+from optkit.pipeline.apply import Reproduce, apply_pass
+from optkit.pipeline.cache import PassCache
+from optkit.pipeline.compile_hook import build_code
+from optkit.pipeline.measurement import Measurement
+from optkit.pipeline.records import PassRecord, RunRecord
+from optkit.pipeline.state import State
+from optkit.pipeline.step import Step, pass_facts, whole_step
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The finished steps of a run.
+
+    Attributes:
+        steps: the capture, then a step for each pass.
+        records: a record for each pass.
+        last: the state after the last step.
+        reproduce: writes a reproducer of a pass that fails.
+    """
+
+    passes: Sequence[ResolvedPass]
+    steps: Sequence[Step]
+    records: Sequence[PassRecord]
+    last: State
+    cache: PassCache
+    measurement: Measurement
+    final_tokens: int
+    reproduce: Reproduce
+
+    @property
+    def quantizers(self) -> set[str]:
+        """Names of the passes that quantize linear layers."""
+        return {p.entry.name for p in self.passes if issubclass(p.pass_class, LinearQuantization)}
+
+    def measure(self, records: Sequence[PassRecord]) -> tuple[Graph, RunRecord]:
+        """The graph and the measurements of all passes together, as ``records`` have them."""
+        start = self.first_change(records)
+        base = self.base(records, start)
+        if not any(record.in_effect for record in records):
+            return base.graph, RunRecord(list(records), None)
+        step = whole_step(base.step, records, self.final_tokens)
+
+        def work() -> tuple[Graph, dict[str, Any]]:
+            graph, passes = self.rebuilt(base, records, start)
+            whole = PassRecord.planned("whole", {}, Plan())
+            reference, spans = self.measurement.reference, variants.spans(graph)
+            self.measurement.measure(whole, reference, graph, self.final_tokens, spans)
+            return graph, RunRecord(passes, whole.decided("kept", "")).to_dict()
+
+        state = self.cache.resume(step, base, work)
+        return state.graph, RunRecord.from_dict(state.record)
+
+    def first_change(self, records: Sequence[PassRecord]) -> int:
+        """The index of the first pass whose effect in ``records`` is not that of its step."""
+        pairs = enumerate(zip(records, self.records, strict=True))
+        return next((i for i, (new, old) in pairs if effect(new) != effect(old)), len(records))
+
+    def base(self, records: Sequence[PassRecord], start: int) -> State:
+        """The last finished state that ``records``, changed from index ``start`` on, go on from.
+
+        A pass that stays in effect with more layers in float is changed in the state after it.
+        """
+        if start == len(records):
+            return self.last
+        step = self.steps[start + 1 if records[start].in_effect else start]
+        found = self.cache.load(step)
+        if found is None:
+            raise UserError(
+                "a finished step of this run was damaged",
+                where=str(self.cache.root / step.key),
+                fix="run again",
+            )
+        return found
+
+    def rebuilt(
+        self, base: State, records: Sequence[PassRecord], start: int
+    ) -> tuple[Graph, list[PassRecord]]:
+        """The graph of ``records``, from ``base`` on; and the records with the sites that later passes found."""
+        graph, found = base.graph, [replace(record) for record in records]
+        for index in range(start, len(found)):
+            record = found[index]
+            if not record.in_effect:
+                continue
+            if index > start:
+                graph = self.apply_again(graph, index, base, found)
+            elif len(record.fallback) > len(self.records[index].fallback):
+                record.changed = len(record.sites) - len(record.fallback)
+            graph = fall_back(graph, set(record.fallback))
+        return graph, found
+
+    def apply_again(self, graph: Graph, index: int, base: State, records: Sequence[PassRecord]) -> Graph:
+        """Pass ``index`` on another graph than before; its sites there go into its record.
+
+        A layer that fell back in an earlier pass may be a site now.
+        """
+        resolved, record, graph = self.passes[index], records[index], graph.clone()
+        optimization = resolved.pass_class(resolved.config)
+        effects = [effect(before) for before in records[:index]]
+        workspace = self.cache.workspace(base.step.then({"again": pass_facts(resolved), "after": effects}))
+        context = self.measurement.context(workspace)
+        plan = optimization.check(graph, context)
+        result = apply_pass(optimization, graph, plan, context, self.reproduce)
+        record.sites = [site.name for site in plan.sites]
+        record.changed = result.changed - len(record.fallback)
+        m = self.measurement
+        build_code(graph, record, m.recipe, m.target, m.progress)
+        return graph
+
+
+def effect(record: PassRecord) -> tuple[bool, list[str]]:
+    """The part of a record that decides the graph after a pass."""
+    return record.in_effect, sorted(record.fallback)

@@ -1,0 +1,185 @@
+"""Decisions on candidates: a pass is kept, falls back to float in part, or is rolled back; then the same for the whole.
+
+A quantizer that misses a quality bound gets a second chance: its most sensitive layers fall back to float
+(``optkit.pipeline.fallback``), measured again each time. The whole is judged alike, over the layers of all quantizers.
+Where that does not help, the last inexact pass is undone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from optkit.calibration.samples import Calibration
+from optkit.checkpoint.insertion import fall_back, quantized_sites
+from optkit.graph import variants
+from optkit.graph.ir import Graph
+from optkit.pipeline import fallback
+from optkit.pipeline.chain import Chain
+from optkit.pipeline.compile_hook import build_code
+from optkit.pipeline.decision import Evidence, decide, excess_share, missed_quality
+from optkit.pipeline.measurement import Measurement
+from optkit.pipeline.records import PassRecord, RunRecord, worst
+from optkit.recipe.schema import Accept
+
+# Bounds of passes that change no number but its rounding, by the type that the target computes in.
+EXACT_BOUNDS = {
+    "float32": Accept(max_kld=1e-6, min_top1=0.999),
+    "float16": Accept(max_kld=1e-4, min_top1=0.99),
+    "bfloat16": Accept(max_kld=2e-3, min_top1=0.97),
+}
+EXACT_TOKENS, PASS_TOKENS = 512, 4096
+
+
+# -- one pass ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PassJudge:
+    """Measures the candidate of one pass and decides.
+
+    Attributes:
+        accept: the pass's own bounds.
+        after_inexact: whether a pass before changed values, so that exactness can't be measured any more.
+    """
+
+    measurement: Measurement
+    accept: Accept
+    after_inexact: bool
+
+    def __call__(self, before: Graph, candidate: Graph, record: PassRecord) -> Graph:
+        """The graph to go on with; evidence and decision go into ``record``."""
+        m = self.measurement
+        if not build_code(candidate, record, m.recipe, m.target, m.progress):
+            return before
+        bounds = self.bounds(record)
+        self.measure(record, before, candidate)
+        kept, reason = decide(bounds, Evidence.of(record))
+        record.decided("kept" if kept else "rolled back", reason)
+        if kept:
+            return candidate
+        sites = quantized_sites(candidate).keys() - quantized_sites(before).keys()
+        if sites and missed_quality(bounds, Evidence.of(record)):
+            return self.fall_back(before, candidate, record, sites)
+        return before
+
+    def bounds(self, record: PassRecord) -> Accept:
+        """The bounds of the pass and of the recipe."""
+        exact = EXACT_BOUNDS[self.measurement.computed_in] if self.counts_as_exact(record) else None
+        return bounds_for(exact, self.accept, self.measurement.recipe.accept)
+
+    def counts_as_exact(self, record: PassRecord) -> bool:
+        return record.exact and not self.after_inexact
+
+    def measure(self, record: PassRecord, before: Graph, after: Graph) -> None:
+        """Measure ``after``; of its variants the widest that the pass changed."""
+        tokens = EXACT_TOKENS if self.counts_as_exact(record) else PASS_TOKENS
+        changed = list(variants.changed(before, after).items())
+        self.measurement.measure(record, before, after, tokens, dict(changed[-1:]))
+
+    def fall_back(self, before: Graph, candidate: Graph, record: PassRecord, sites: Collection[str]) -> Graph:
+        """Let the most sensitive of ``sites`` fall back to float until the bounds hold; roll back if none do."""
+        missed, bounds = record.reason, self.bounds(record)
+        self.measurement.progress(f"{record.name}: {missed}; measuring which layers")
+        losses = site_losses(self.measurement, candidate, record, sites)
+        trial = replace(record)
+        for chosen in fallback.choices(losses, excess_share(bounds, Evidence.of(record))):
+            self.measurement.progress(f"{record.name}: {len(chosen)} of {len(losses)} layers back in float")
+            reduced = fall_back(candidate, set(chosen))
+            self.measure(trial, before, reduced)
+            kept, held = decide(bounds, Evidence.of(trial))
+            if kept:
+                record.take_evidence(trial)
+                record.fallback, record.changed = chosen, record.changed - len(chosen)
+                count = f"{len(chosen)} of {len(losses)} layers"
+                record.decided("reduced", f"{missed}; with the most sensitive {count} back in float: {held}")
+                return reduced
+        record.decided("rolled back", f"{missed}, also with half of the layers in float")
+        return before
+
+
+def bounds_for(exact: Accept | None, own: Accept, recipe: Accept) -> Accept:
+    """Bounds of a pass: its own, then the recipe's; those of ``exact`` besides.
+
+    After an inexact pass no pass counts as exact: a last-bit difference flips later roundings, and the noise is as
+    large as that of quantization. Such a pass is held to the recipe's bounds against the source model.
+    """
+    values = recipe.model_dump(exclude={"min_speedup", "max_memory_bytes"}) | own.model_dump(
+        exclude_none=True
+    )
+    if exact is not None:
+        tight = exact.max_kld or 0.0
+        values["max_kld"] = min(tight, tight if values["max_kld"] is None else values["max_kld"])
+        values["min_top1"] = max(exact.min_top1 or 0.0, values["min_top1"] or 0.0)
+    return Accept(**values)
+
+
+def site_losses(
+    measurement: Measurement, graph: Graph, record: PassRecord, sites: Collection[str]
+) -> dict[str, float]:
+    """KL divergence of each quantized layer of ``sites`` alone, in the worst variant of ``graph`` by ``record``."""
+    if record.forms:
+        graph = variants.at(graph, variants.spans(graph)[worst(record.forms)])
+    text = Calibration(samples=1, length=fallback.TOKENS)
+    windows = measurement.context().calibration_windows(text)
+
+    def progress(text: str, /, *, part: tuple[int, int] | None = None) -> None:
+        measurement.progress(f"{record.name}: {text}", part=part)
+
+    return fallback.sensitivity(graph, sites, windows, measurement.target, progress)
+
+
+# -- the whole ---------------------------------------------------------------------------------------------
+
+
+def judge_whole(chain: Chain) -> tuple[Graph, RunRecord]:
+    """The result of a run: all passes of ``chain`` together, after fallback or without passes as the bounds need it."""
+    records, accept = chain.records, chain.measurement.recipe.accept
+    while True:
+        graph, run = chain.measure(records)
+        if run.whole is None:
+            return graph, run
+        kept, reason = decide(accept, Evidence.of(run.whole))
+        inexact = [index for index, r in enumerate(run.passes) if r.in_effect and not r.exact]
+        if kept or not inexact:
+            return graph, run
+        found = fall_back_whole(chain, graph, run, reason)
+        if found is not None:
+            return found
+        records = [replace(record) for record in run.passes]
+        undone = records[inexact[-1]]
+        chain.measurement.progress(f"the whole misses a bound: {reason}; undoing {undone.name}")
+        undone.decided("rolled back", f"the whole missed a bound: {reason}")
+
+
+def fall_back_whole(
+    chain: Chain, graph: Graph, run: RunRecord, missed: str
+) -> tuple[Graph, RunRecord] | None:
+    """The result with the most sensitive quantized layers in float, once the bounds hold; None if they never do."""
+    assert run.whole is not None
+    measurement, bounds, evidence = chain.measurement, chain.measurement.recipe.accept, Evidence.of(run.whole)
+    sites = quantized_sites(graph).keys()
+    if not sites or not missed_quality(bounds, evidence):
+        return None
+    measurement.progress(f"the whole misses a bound: {missed}; measuring which layers")
+    losses = site_losses(measurement, graph, run.whole, sites)
+    for chosen in fallback.choices(losses, excess_share(bounds, evidence)):
+        measurement.progress(f"the whole: {len(chosen)} of {len(losses)} layers back in float")
+        trial, result = chain.measure(fallback.with_fallback(run.passes, chosen, chain.quantizers))
+        assert result.whole is not None  # quantizers are in effect
+        kept, held = decide(bounds, Evidence.of(result.whole))
+        if kept:
+            explain_fallback(run.passes, result.passes, missed, held)
+            return trial, result
+    return None
+
+
+def explain_fallback(
+    before: Sequence[PassRecord], after: Sequence[PassRecord], missed: str, held: str
+) -> None:
+    """Write decision and reason into those records of ``after`` with more layers in float than in ``before``."""
+    for record, old in zip(after, before, strict=True):
+        if len(record.fallback) > len(old.fallback):
+            count = f"{len(record.fallback)} layers"
+            reason = f"the whole missed a bound: {missed}; with {count} back in float: {held}"
+            record.decided("reduced", reason)

@@ -1,0 +1,222 @@
+"""The files of one finished step: its graph, the tensors that its parent does not have, and its record.
+
+A tensor of a graph lies in the source checkpoint, in the files of an earlier step, or in those of the step itself;
+``index.json`` lists its ``Place``. Tensors have the names of the checkpoint. Constants, which are in no checkpoint, and
+the float layers behind quantized ops (``optkit.checkpoint.insertion``) have names with a prefix.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from optkit.checkpoint.insertion import FLOAT_ORIGIN, FloatOrigin, float_origins
+from optkit.checkpoint.tensors import build, same
+from optkit.graph.ir import Graph, Origin, Part, Weight
+from optkit.graph.serialize import decode_dtype, dtype_name, graph_from_json, graph_to_json
+from optkit.machine.checksums import list_finished
+from optkit.pipeline.step import Step
+
+GRAPH, TENSORS, INDEX, RECORD = "graph.json", "tensors.safetensors", "index.json", "record.json"
+FILES = (GRAPH, TENSORS, INDEX, RECORD)
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a tensor: the key of the step that stores it, None for the source, and the name there."""
+
+    step: str | None
+    name: str
+
+
+@dataclass(frozen=True)
+class State:
+    """A finished step: the graph after it, its record, and the places of the graph's tensors by name.
+
+    Tensors that are not in ``places`` lie in the source under their own name.
+    """
+
+    step: Step
+    graph: Graph
+    record: dict[str, Any]
+    places: Mapping[str, Place]
+
+
+ReadTensor = Callable[[Place], Tensor]
+
+
+def tensor_names(name: str, origin: Origin | None) -> list[str]:
+    """Names of the tensors that weight ``name`` of a graph is made of."""
+    return [f"constant:{name}"] if origin is None else [part.name for part in origin.parts]
+
+
+def tensors_of(name: str, weight: Weight) -> dict[str, Tensor]:
+    """The tensors that weight ``name`` of a graph is made of."""
+    if weight.origin is None:
+        return {f"constant:{name}": weight.value.contiguous()}
+    return weight.origin.split(weight.value)
+
+
+def float_name(site: str, name: str) -> str:
+    """The name of tensor ``name`` of the float layer behind the quantized op of ``site``."""
+    return f"float:{site}:{name}"
+
+
+# -- writing -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Difference:
+    """Tensors of a graph that neither the parent state nor the source holds, collected for the step ``key``.
+
+    Attributes:
+        new: those tensors, by name.
+        places: places of all tensors but those of the source under their own name.
+    """
+
+    key: str
+    parent: State | None
+    source: Container[str]
+    read: ReadTensor
+    new: dict[str, Tensor] = field(default_factory=dict)
+    places: dict[str, Place] = field(default_factory=dict)
+    addresses: dict[Any, str] = field(default_factory=dict)
+
+    def add_graph(self, graph: Graph) -> None:
+        """Add all weights of ``graph``, and the float layers behind its quantized ops."""
+        known = {id(origin) for origin in float_origins(self.parent.graph).values()} if self.parent else set()
+        for name, weight in graph.weights.items():
+            self.add(weight, name, {name: name for name in tensor_names(name, weight.origin)})
+        for origin in float_origins(graph).values():
+            names = tensor_names(origin.weight_name, origin.origin)
+            floats = {name: float_name(origin.site, name) for name in names}
+            if id(origin) in known and self.parent is not None:
+                self.places |= {name: self.parent.places[name] for name in floats.values()}
+            else:
+                self.add(Weight(origin.read(), origin.origin), origin.weight_name, floats)
+
+    def add(self, weight: Weight, name: str, names: Mapping[str, str]) -> None:
+        """Add a weight, called ``name`` in the graph, whose tensors are kept under ``names``."""
+        before = self.parent.graph.weights.get(name) if self.parent else None
+        if before is not None and before.value is weight.value and before.origin == weight.origin:
+            for tensor, kept in names.items():
+                self.put(kept, self.place_before(tensor))
+            return
+        for tensor, value in tensors_of(name, weight).items():
+            equal = (p for p in self.candidates(tensor) if same(value, self.read(p)))
+            self.put(names[tensor], next(equal, None) or self.own(names[tensor], value))
+
+    def put(self, name: str, place: Place) -> None:
+        if place != Place(None, name):
+            self.places[name] = place
+
+    def place_before(self, name: str) -> Place:
+        """The place of tensor ``name`` in the parent state."""
+        return self.parent.places.get(name, Place(None, name)) if self.parent else Place(None, name)
+
+    def candidates(self, name: str) -> Iterator[Place]:
+        """Places of tensors that may be equal to a new value of tensor ``name``."""
+        before = self.parent.places if self.parent else {}
+        place = self.place_before(name)
+        if place.step is not None or place.name in self.source:
+            yield place
+        yield from (
+            place for key, place in before.items() if key.startswith("float:") and key.endswith(f":{name}")
+        )
+
+    def own(self, name: str, value: Tensor) -> Place:
+        """A place in the files of this step; a value that is there already has one place."""
+        address = (value.data_ptr(), value.shape, value.stride(), value.dtype)
+        if address not in self.addresses:
+            self.addresses[address] = name
+            self.new[name] = value
+        return Place(self.key, self.addresses[address])
+
+
+def write_state(directory: Path, graph: Graph, record: Mapping[str, Any], difference: Difference) -> None:
+    """Write the files of a state to ``directory``."""
+    floats = {node.name: encode_float(origin) for node, origin in float_origins(graph).items()}
+    places = {name: [place.step, place.name] for name, place in difference.places.items()}
+    (directory / GRAPH).write_text(graph_to_json(graph), "utf-8")
+    save_file(difference.new, directory / TENSORS)
+    (directory / INDEX).write_text(json.dumps({"places": places, "floats": floats}), "utf-8")
+    (directory / RECORD).write_text(json.dumps(record), "utf-8")
+    list_finished(directory, *FILES)
+
+
+def encode_float(origin: FloatOrigin) -> dict[str, Any]:
+    """A float layer as JSON, without its weight."""
+    parts = [[part.name, part.rows] for part in origin.origin.parts] if origin.origin else None
+    transposed = origin.origin is not None and origin.origin.transposed
+    kept = {"site": origin.site, "weight": origin.weight_name, "dtype": dtype_name(origin.dtype)}
+    return kept | {"from": parts, "transposed": transposed}
+
+
+# -- reading -----------------------------------------------------------------------------------------------
+
+
+def read_state(directory: Path, step: Step, read: ReadTensor, parent: State | None) -> State:
+    """The state of ``step``. Weights that it shares with ``parent`` are the parent's tensors in memory."""
+    index = json.loads((directory / INDEX).read_text("utf-8"))
+    places = {name: Place(*place) for name, place in index["places"].items()}
+
+    def load(name: str, origin: Origin | None, dtype: torch.dtype) -> Tensor:
+        if parent is not None and is_shared(parent, places, name, origin, dtype):
+            return parent.graph.weights[name].value
+        return read_weight(name, origin, dtype, lambda tensor: read(place_of(places, tensor)))
+
+    graph = graph_from_json((directory / GRAPH).read_text("utf-8"), load, where=str(directory / GRAPH))
+    for node in graph.fx.nodes:
+        if node.name in index["floats"]:
+            node.meta[FLOAT_ORIGIN] = decode_float(index["floats"][node.name], places, read)
+    return State(step, graph, json.loads((directory / RECORD).read_text("utf-8")), places)
+
+
+def place_of(places: Mapping[str, Place], name: str) -> Place:
+    """The place of tensor ``name``; the source where none is listed."""
+    return places.get(name, Place(None, name))
+
+
+def is_shared(
+    parent: State, places: Mapping[str, Place], name: str, origin: Origin | None, dtype: torch.dtype
+) -> bool:
+    """Whether weight ``name`` is, tensor by tensor, that of ``parent``."""
+    before = parent.graph.weights.get(name)
+    if before is None or before.origin != origin or before.value.dtype != dtype:
+        return False
+    return all(place_of(places, n) == place_of(parent.places, n) for n in tensor_names(name, origin))
+
+
+def read_weight(
+    name: str, origin: Origin | None, dtype: torch.dtype, read: Callable[[str], Tensor]
+) -> Tensor:
+    """The value of weight ``name`` from the tensors that it is made of."""
+    names = tensor_names(name, origin)
+    if origin is None:
+        return read(names[0])
+    return build(origin, {tensor: read(tensor) for tensor in names}, dtype)
+
+
+def decode_float(entry: Mapping[str, Any], places: Mapping[str, Place], read: ReadTensor) -> FloatOrigin:
+    """A float layer whose weight is read from disk when it is needed."""
+    parts = entry["from"]
+    origin = Origin(tuple(Part(*part) for part in parts), entry["transposed"]) if parts is not None else None
+    name, site, dtype = entry["weight"], entry["site"], decode_dtype(entry["dtype"])
+
+    def value() -> Tensor:
+        return read_weight(name, origin, dtype, lambda n: read(place_of(places, float_name(site, n))))
+
+    return FloatOrigin(site, name, origin, dtype, value)
+
+
+def steps_needed(directory: Path) -> set[str]:
+    """Keys of the steps in whose files tensors of a state lie, its own among them."""
+    places = json.loads((directory / INDEX).read_text("utf-8"))["places"]
+    return {step for step, _ in places.values() if step is not None}

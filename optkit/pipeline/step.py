@@ -1,0 +1,86 @@
+"""Steps of a run, and the keys under which finished ones are kept.
+
+The first step is the capture of the model; the passes and measurements of the whole follow. The key of a step is a hash
+of its parent's key and of everything else that decides its outcome, so equal keys mean equal results. For the capture
+that is the source model, the target, library versions and optkit's own sources. For a pass it is the pass, its options
+and bounds, its calibration text, the code of a plug-in, and the recipe's workload, runtime and bounds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from optkit import passes
+from optkit.calibration.samples import Calibration
+from optkit.checkpoint.locate import ModelSource
+from optkit.machine.target import Target
+from optkit.passes.resolve import ResolvedPass
+from optkit.pipeline.records import PassRecord
+from optkit.pipeline.sources import compiler_digest, plugin_digest
+from optkit.recipe.schema import Recipe
+from optkit.version import VERSION
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of a run; ``parent`` is None for the capture."""
+
+    key: str
+    parent: Step | None = None
+
+    def then(self, decisive: Mapping[str, Any]) -> Step:
+        """The step that follows; ``decisive`` is JSON data of what decides its outcome."""
+        return Step(digest_of({"parent": self.key, **decisive}), self)
+
+
+def capture_step(source: ModelSource, target: Target) -> Step:
+    """The first step of a run on ``source`` for ``target``."""
+    facts = {"source": source.digest, "target": asdict(target)}
+    return Step(digest_of({**facts, "versions": environment(), "compiler": compiler_digest()}))
+
+
+def pass_step(parent: Step, resolved: ResolvedPass, recipe: Recipe) -> Step:
+    """The step of a pass of ``recipe``."""
+    data = recipe.to_data()
+    settings = {key: data[key] for key in ("workload", "runtime", "accept")}
+    return parent.then({"pass": pass_facts(resolved), "settings": settings})
+
+
+def whole_step(parent: Step, records: Sequence[PassRecord], final_tokens: int) -> Step:
+    """The measurement of all passes of ``records`` together."""
+    effect = [[record.name, record.fallback] for record in records if record.in_effect]
+    return parent.then({"whole": effect, "tokens": final_tokens})
+
+
+def pass_facts(resolved: ResolvedPass) -> list[Any]:
+    """A pass as JSON: name, options, bounds, calibration text, and the distribution and sources of a plug-in.
+
+    Sources of optkit itself are in the key of the capture.
+    """
+    calibration = getattr(resolved.config, "calibration", None)
+    text = calibration.digest() if isinstance(calibration, Calibration) else None
+    entry = passes.entry_point(resolved.entry.name)
+    distribution = [entry.dist.name, entry.dist.version] if entry and entry.dist else None
+    plugin = [distribution, plugin_digest(resolved.pass_class)]
+    accept = resolved.entry.accept.model_dump()
+    return [resolved.entry.name, resolved.config.model_dump(), accept, text, plugin]
+
+
+def environment() -> dict[str, str]:
+    """Versions that the results depend on."""
+    import transformers
+
+    versions = {"optkit": VERSION, "torch": torch.__version__, "transformers": transformers.__version__}
+    return versions | {"python": platform.python_version(), "machine": platform.machine()}
+
+
+def digest_of(facts: Mapping[str, Any]) -> str:
+    """sha256 of JSON data in canonical form, 32 hex digits."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]

@@ -1,0 +1,139 @@
+"""The residual stream of a model: the values [T, hidden] that every layer reads through a norm and adds to.
+
+A rotation or a permutation of the stream's channels is the same change everywhere: on the input side of its readers, on
+the output side of its writers. ``residual_stream`` finds both by structure, in graphs before and after fusion; no
+architecture is named. A model where something else touches the stream is refused with the reason.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from optkit.graph.ir import Graph
+from optkit.kernels import reference
+
+aten = torch.ops.aten
+NORMS = (reference.rms_norm, reference.layer_norm, reference.add_rms_norm)
+SCALES = (aten.mul.Tensor, aten.div.Tensor)  # by a number or a constant of one element
+
+
+@dataclass
+class ResidualStream:
+    """The parts of a residual stream, each in execution order.
+
+    Attributes:
+        values: the stream itself: embeddings, and each sum.
+        writers: ops whose output is added to the stream: embeddings, and linears such as output and down projections.
+        norms: ``rms_norm``, ``layer_norm`` and ``add_rms_norm`` ops that read the stream.
+        readers: linears that read a norm's output, the output head among them.
+    """
+
+    values: list[fx.Node] = field(default_factory=list)
+    writers: list[fx.Node] = field(default_factory=list)
+    norms: list[fx.Node] = field(default_factory=list)
+    readers: list[fx.Node] = field(default_factory=list)
+
+
+class Unsupported(Exception):
+    """The graph has no residual stream that can be delimited; the message has the reason."""
+
+
+def residual_stream(graph: Graph) -> ResidualStream | str:
+    """The residual stream of ``graph``, or the reason why it can't be delimited."""
+    try:
+        return Finder(graph).find()
+    except Unsupported as error:
+        return str(error)
+
+
+class Finder:
+    """Follows the stream from the embedding to the output head."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.stream = graph, ResidualStream()
+        self.normed: set[fx.Node] = set()
+
+    def find(self) -> ResidualStream:
+        """The stream of the graph.
+
+        Raises:
+            Unsupported: an op that is no norm, sum or linear reads the stream or its norms, or writes to it.
+        """
+        for node in self.graph.fx.nodes:
+            if node.op == "call_function":
+                self.visit(node)
+        if not self.stream.norms:
+            raise Unsupported("no norm reads the embedding")
+        return self.stream
+
+    def visit(self, node: fx.Node) -> None:
+        """Sort ``node`` into the stream, or pass over it where it reads nothing of the stream."""
+        read = [source for source in node.all_input_nodes if source in self.stream.values]
+        if self.is_token_embedding(node):
+            self.stream.writers.append(node)
+            self.stream.values.append(node)
+        elif node.target is operator.getitem and node.args[0].target is reference.add_rms_norm:
+            self.unpack(node)
+        elif read:
+            self.read_stream(node, read)
+        elif any(source in self.normed for source in node.all_input_nodes):
+            self.read_norm(node)
+
+    def is_token_embedding(self, node: fx.Node) -> bool:
+        return (
+            node.target is reference.embedding and str(node.args[0].target) == self.graph.meta.input_embedding
+        )
+
+    def read_stream(self, node: fx.Node, read: list[fx.Node]) -> None:
+        """``node`` reads values of the stream: it is a sum, a norm, a selection of rows or a scale."""
+        if node.target in NORMS:
+            self.stream.norms.append(node)
+            if node.target is reference.add_rms_norm:
+                self.write([source for source in node.args[:2] if source not in read])
+            else:
+                self.normed.add(node)
+        elif node.target is aten.add.Tensor:
+            self.write([source for source in node.args[:2] if source not in read])
+            self.stream.values.append(node)
+        elif node.target is reference.select_rows or self.is_scale(node):
+            self.stream.values.append(node)
+        else:
+            raise Unsupported(f"{node.name} reads the residual stream without a norm")
+
+    def unpack(self, node: fx.Node) -> None:
+        """``node`` is the first or second result of an ``add_rms_norm``: the norm, or the sum."""
+        if node.args[0] not in self.stream.norms:
+            return
+        if node.args[1] == 0:
+            self.normed.add(node)
+        else:
+            self.stream.values.append(node)
+
+    def is_scale(self, node: fx.Node) -> bool:
+        """Whether ``node`` multiplies its first argument by one number."""
+        if node.target not in SCALES:
+            return False
+        weight = self.graph.weight_of(node.args[1])
+        return isinstance(node.args[1], int | float) or (weight is not None and weight.value.numel() == 1)
+
+    def write(self, sources: list[fx.Node]) -> None:
+        """Find the op that makes each of ``sources``, which are added to the stream."""
+        for source in sources:
+            while source.target is reference.select_rows or self.is_scale(source):
+                source = source.args[0]
+            if source.target not in (reference.linear, reference.embedding):
+                raise Unsupported(f"{source.name}, which is no linear layer, is added to the residual stream")
+            self.stream.writers.append(source)
+
+    def read_norm(self, node: fx.Node) -> None:
+        """``node`` reads a norm's output: it is a linear or a selection of rows."""
+        if node.target is reference.select_rows:
+            self.normed.add(node)
+        elif node.target is reference.linear and node.args[0] in self.normed:
+            self.stream.readers.append(node)
+        else:
+            raise Unsupported(f"{node.name}, which is no linear layer, reads a norm of the residual stream")

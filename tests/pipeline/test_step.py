@@ -1,0 +1,83 @@
+"""Keys of steps: equal where nothing that decides differs, others where anything does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from optkit.checkpoint.locate import ModelSource
+from optkit.passes.resolve import resolve_passes
+from optkit.pipeline import step as module
+from optkit.pipeline.records import PassRecord
+from optkit.pipeline.step import Step, capture_step, pass_step, whole_step
+from optkit.recipe.load import parse_recipe
+from tests.support.graphs import TARGET
+
+TEXT = "schema_version: 1\nname: keys\npasses: {fuse_qkv: {}, int8: {}}\n"
+SOURCE = ModelSource("tiny", Path("here"), "0" * 64)
+
+
+def keys(*overrides: str, source: ModelSource = SOURCE) -> list[str]:
+    """The keys of the steps of a run."""
+    recipe, step = parse_recipe(TEXT, overrides=overrides), capture_step(source, TARGET)
+    found = [step.key]
+    for resolved in resolve_passes(recipe):
+        step = pass_step(step, resolved, recipe)
+        found.append(step.key)
+    return found
+
+
+def first_difference(other: list[str]) -> int:
+    return next(
+        (index for index, pair in enumerate(zip(keys(), other, strict=True)) if len(set(pair)) > 1), -1
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "first"),
+    [
+        ("name=other", -1),
+        ("description=words", -1),
+        ("slo.ttft_ms=3", -1),
+        ("workload.batch=3", 1),
+        ("runtime.block_size=8", 1),
+        ("accept.max_kld=0.5", 1),
+        ("passes.int8.group_size=32", 2),
+        ("passes.int8.accept.max_kld=0.5", 2),
+    ],
+)
+def test_keys_differ_from_the_first_step_that_an_option_decides(override: str, first: int) -> None:
+    assert first_difference(keys(override)) == first
+
+
+def test_all_keys_differ_for_another_source_or_code_or_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def changes() -> Iterator[list[str]]:
+        yield keys(source=replace(SOURCE, digest="1" * 64))
+        for name, value in (("compiler_digest", lambda: "edited"), ("environment", lambda: {"torch": "9"})):
+            with monkeypatch.context() as patch:
+                patch.setattr(module, name, value)
+                yield keys()
+
+    for other in list(changes()):
+        assert not set(other) & set(keys())
+
+
+def test_a_plugin_pass_differs_with_its_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        module, "plugin_digest", lambda pass_class: "edited" if "Int8" in str(pass_class) else None
+    )
+    edited = keys()
+    monkeypatch.undo()
+    assert first_difference(edited) == 2
+
+
+def test_whole_step_differs_with_what_is_in_effect() -> None:
+    records = [PassRecord(name, {}, ["a", "b"], [], decision="kept") for name in ("one", "two")]
+    rolled_back = [records[0], replace(records[1], decision="rolled back")]
+    fallback = [records[0], replace(records[1], decision="reduced", fallback=["a"])]
+    found = {whole_step(Step("0"), trial, 512).key for trial in (records, rolled_back, fallback)}
+    assert len(found | {whole_step(Step("0"), records, 1024).key}) == 4
+    assert whole_step(Step("0"), records, 512) == whole_step(Step("0"), [replace(r) for r in records], 512)
