@@ -26,7 +26,7 @@ from optkit.recipe.engine_options import (
     facts,
     value_type,
 )
-from optkit.recipe.schema import load_recipe
+from optkit.recipe.load import load_recipe
 from optkit.runtime.scheduling.config import SchedulerConfig
 
 ROOT = Path(__file__).resolve().parents[2] / "optkit"

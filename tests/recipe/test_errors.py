@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from optkit.recipe.schema import parse_recipe
+from optkit.recipe.load import parse_recipe
 from tests.support.demo_recipe import TEXT, message
 
 

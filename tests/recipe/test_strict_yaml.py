@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optkit.errors import UserError
-from optkit.recipe.schema import parse_recipe
+from optkit.recipe.load import parse_recipe
 from tests.support.demo_recipe import TEXT, message
 
 
