@@ -107,7 +107,7 @@ class Prune(Pass):
         windows = ctx.calibration_windows(self.config.calibration)
 
         def solve(group: Group, walk: Walk) -> Tensor:
-            weight = graph.weights[str(ops.weight(group.sites[0].nodes[0]).target)].value
+            weight = graph.linear_weight(group.sites[0].nodes[0])
             score = importance(list(walk.values(group.x)), weight)
             return score.topk(kept).indices.sort().values
 
@@ -130,7 +130,7 @@ def makers(x: fx.Node) -> tuple[Any, ...]:
 
 def width(graph: Graph, site: Site) -> int:
     """The channels of a feed-forward part."""
-    return graph.weights[str(ops.weight(site.nodes[0]).target)].value.shape[1]
+    return graph.linear_weight(site.nodes[0]).shape[1]
 
 
 def why_not(graph: Graph, down: fx.Node, x: fx.Node) -> str | None:

@@ -130,7 +130,7 @@ class PruneHeads(Pass):
 
         def solve(group: Group, walk: Walk) -> Tensor:
             layer = heads_at(graph, group.sites[0])
-            weight = graph.weights[str(ops.weight(layer.out).target)].value
+            weight = graph.linear_weight(layer.out)
             score = importance([x.flatten(1) for x in walk.values(group.x)], weight)
             return score.unflatten(0, (layer.shape[1], -1)).sum(dim=1).topk(kept).indices.sort().values
 
@@ -229,9 +229,7 @@ def remove(graph: Graph, layer: Heads, groups: Tensor) -> None:
     sizes = [heads * size, before * size, before * values]
     if len(layer.projections) == 3:
         for linear, index in zip(layer.projections, rows, strict=True):
-            select_stacked_rows(
-                graph, linear, [index], [len(graph.weights[str(ops.weight(linear).target)].value)]
-            )
+            select_stacked_rows(graph, linear, [index], [len(graph.linear_weight(linear))])
     else:
         (linear,) = layer.projections
         select_stacked_rows(graph, linear, rows, sizes)

@@ -6,7 +6,6 @@ of the new op, in ``node.meta``; states of the pipeline keep it on disk. So ``fa
 
 from __future__ import annotations
 
-import inspect
 import operator
 from collections.abc import Callable, Container
 from dataclasses import dataclass
@@ -15,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from optkit.checkpoint.quantized_linear import OPERANDS, QuantizedLinear
+from optkit.checkpoint.quantized_linear import QuantizedLinear, operand_names
+from optkit.graph import ops
 from optkit.graph.ir import Graph, Origin, Part, Weight, module_name
 from optkit.kernels import reference
 
@@ -43,7 +43,7 @@ class FloatOrigin:
     @staticmethod
     def of(graph: Graph, linear: fx.Node, site: str) -> FloatOrigin:
         """The origin that keeps ``linear``, a float layer of ``graph``."""
-        name = str(linear.args[1].target)
+        name = str(ops.weight(linear).target)
         weight = graph.weights[name]
         value = weight.value
         return FloatOrigin(site, name, weight.origin, value.dtype, lambda: value)
@@ -72,7 +72,7 @@ def insert(graph: Graph, linear: fx.Node, layer: QuantizedLinear) -> fx.Node:
     group = layer.activation_group
     inputs = (x,) if group is None else quantized_activation(graph, x, group)
     register_operands(graph, str(weight_node.target), layer)
-    names = [f"{layer.name}.{key}" if key in layer.operands else None for key in OPERANDS[layer.op][1]]
+    names = [f"{layer.name}.{key}" if key in layer.operands else None for key in operand_names(layer.op)]
     weights = [None if name is None else graph.weight_node(name, linear) for name in names]
     with graph.fx.inserting_before(linear):
         out = graph.fx.call_function(layer.op, (*inputs, *weights, *bias), dict(layer.options))
@@ -103,7 +103,7 @@ def register_operands(graph: Graph, weight_name: str, layer: QuantizedLinear) ->
 def quantized_activation(graph: Graph, x: fx.Node, group: int) -> tuple[fx.Node, fx.Node]:
     """Int8 values and scales of activation ``x``, from one op that all its readers share."""
     for user in x.users:
-        if user.target is reference.quantize_per_token and user.args == (x, group):
+        if user.target is reference.quantize_per_token and ops.argument(user, "group_size") == group:
             pieces = {piece.args[1]: piece for piece in user.users}
             return pieces[0], pieces[1]
     with graph.fx.inserting_after(x):
@@ -128,7 +128,7 @@ def fall_back(graph: Graph, sites: Container[str]) -> Graph:
             continue
         choice = choice_of(node)
         if choice is not None:
-            choice.replace_all_uses_with(choice.args[1])
+            choice.replace_all_uses_with(ops.argument(choice, "many"))
             continue
         origin.restore(clone)
         with clone.fx.inserting_before(node):
@@ -147,17 +147,17 @@ def float_linear(graph: Graph, node: fx.Node, weight_name: str, name: str | None
 
 def choice_of(node: fx.Node) -> fx.Node | None:
     """The ``by_tokens`` in which ``node`` is the variant for few tokens."""
-    choices = (user for user in node.users if user.target is reference.by_tokens and user.args[0] is node)
-    return next(choices, None)
+    choices = (user for user in node.users if user.target is reference.by_tokens)
+    return next((choice for choice in choices if ops.argument(choice, "few") is node), None)
 
 
 def activation_of(node: fx.Node) -> fx.Node:
     """The float activation of a quantized op, before int8 quantization."""
-    x = node.args[0]
+    x = ops.activation(node)
     quantized = x.target is operator.getitem and x.args[0].target is reference.quantize_per_token
-    return x.args[0].args[0] if quantized else x
+    return ops.activation(x.args[0]) if quantized else x
 
 
 def bias_of(node: fx.Node) -> tuple[Any, ...]:
     """The bias argument of a quantized op as its linear had it: a node, None, or absent."""
-    return node.args[list(inspect.signature(node.target).parameters).index("bias") :]
+    return node.args[ops.op_of(node).positions["bias"] :]

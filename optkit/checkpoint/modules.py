@@ -11,20 +11,21 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from optkit.checkpoint.quantized_linear import G_IDX, OPERANDS, PACKED, SCALE, SHARED, QuantizedLinear
+from optkit.checkpoint.quantized_linear import G_IDX, PACKED, SCALE, SHARED, QuantizedLinear, operand_names
+from optkit.graph import ops
 from optkit.graph.ir import Graph, module_name
 from optkit.kernels.packed_codes import WORD
 
 
 def modules(graph: Graph) -> Iterator[QuantizedLinear]:
     """The quantized modules of ``graph``, fused ones apart."""
-    for node in graph.calls(*OPERANDS):
-        first, names = OPERANDS[node.target]
-        weight = graph.weight_of(node.args[first])
+    for node in graph.calls(*ops.QUANTIZED_LINEARS):
+        weight = graph.weight_of(ops.weight(node))
         if weight is None or weight.origin is None:
             continue
         found: dict[str, dict[str, Tensor]] = {module_name(part.name): {} for part in weight.origin.parts}
-        for key, argument in zip(names, node.args[first:], strict=False):
+        first = ops.op_of(node).first_weight
+        for key, argument in zip(operand_names(node.target), node.args[first:], strict=False):
             for name, value in pieces(graph, argument, key, found).items():
                 found[name][key] = value
         for name, operands in found.items():
@@ -46,7 +47,7 @@ def shared_by_fused(graph: Graph) -> dict[str, Tensor]:
     """Operands of fused layers that all their modules share, by the names the graph reads; no module has these."""
     names = {module.name for module in modules(graph)}
     found = {}
-    for node in graph.calls(*OPERANDS):
+    for node in graph.calls(*ops.QUANTIZED_LINEARS):
         for argument in node.args:
             weight = graph.weight_of(argument)
             parts = weight.origin.parts if weight is not None and weight.origin is not None else ()

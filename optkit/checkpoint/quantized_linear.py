@@ -21,13 +21,13 @@ from optkit.graph.ops.operands import Role
 PACKED, SCALE, ZERO_POINT, G_IDX = "weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx"
 MINIMUM, INPUT_SCALE = "weight_minimum", "input_scale"
 
-# For each quantized op: the position of its first weight argument, and the names of its weight arguments.
-OPERANDS: dict[Callable[..., Tensor], tuple[int, tuple[str, ...]]] = {
-    reference: (op.first_weight, tuple(operand.stored for operand in op.stored))
-    for reference, op in ops.QUANTIZED_LINEARS.items()
-}
 # Operands indexed by input channel, the same for all modules of a fused layer.
 SHARED = {o.stored for op in ops.QUANTIZED_LINEARS.values() for o in op.stored if o.role is Role.CHANNELS}
+
+
+def operand_names(op: Callable[..., Tensor]) -> tuple[str, ...]:
+    """Names of the weight operands of a quantized op, in the order of its arguments, without the bias."""
+    return tuple(operand.stored for operand in ops.QUANTIZED_LINEARS[op].stored)
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class QuantizedLinear:
     Attributes:
         name: the module, or the site of a pass.
         shape: [N, K] of the float weight.
-        op: the reference op that multiplies, a key of ``OPERANDS``.
+        op: the reference op that multiplies, a key of ``ops.QUANTIZED_LINEARS``.
         operands: weight operands of the op by name, without those that the layer lacks.
         options: keywords of the op.
         activation_group: channels of an activation that share an int8 scale, 0 for a whole token; None where the
@@ -82,8 +82,8 @@ class QuantizedLinear:
         dequantize = ops.QUANTIZED_LINEARS[self.op].dequantize
         if dequantize is None:
             raise ValueError(f"{self.op.__name__} is no quantized linear layer")
-        operands = [self.operands.get(operand) for operand in OPERANDS[self.op][1]]
-        return dequantize(operands, self.options, self.columns)
+        weights = [self.operands.get(name) for name in operand_names(self.op)]
+        return dequantize(weights, self.options, self.columns)
 
 
 class LazyOperands(Mapping[str, Tensor]):

@@ -180,11 +180,15 @@ class Graph:
         return self.calls(linear)
 
     def linear_weight(self, node: fx.Node) -> Tensor:
-        """The weight [N, K] of a float linear layer."""
-        return self.weights[str(node.args[1].target)].value
+        """The weight [N, K] of the linear layer ``node``."""
+        return self.weight_value(node.args[1])
 
-    def set_weight(self, node: fx.Node, value: Tensor) -> None:
-        """Replace the value of the weight that ``node`` reads; other graphs that share the tensor keep theirs."""
+    def weight_value(self, node: Any) -> Tensor:
+        """The tensor of the ``get_attr`` node ``node``."""
+        return self.weights[str(node.target)].value
+
+    def set_weight(self, node: Any, value: Tensor) -> None:
+        """Replace the tensor of the ``get_attr`` node ``node``; other graphs that share the tensor keep theirs."""
         name = str(node.target)
         self.weights[name] = Weight(value, self.weights[name].origin)
 

@@ -3,7 +3,7 @@
 ``lower`` picks a kernel per node (``kernels.select``, or the kernel pinned by a pass), lets kernels pack their
 weights once, and compiles the FX graph to straight-line Python: no interpreter at run time, values freed after their
 last use. Runs of native kernels become programs (``optkit.lowering.launch_plan``). A second function, over the same
-packed weights, may run the steps of some sizes (``Specialize``).
+packed weights, may run steps of some sizes (``Specialize``).
 """
 
 from __future__ import annotations

@@ -18,12 +18,13 @@ from torch import Tensor
 from optkit.checkpoint.quantized_linear import (
     G_IDX,
     MINIMUM,
-    OPERANDS,
     PACKED,
     SCALE,
     ZERO_POINT,
     QuantizedLinear,
+    operand_names,
 )
+from optkit.graph import ops
 from optkit.graph.ops import op_name
 from optkit.kernels import reference, select
 from optkit.kernels.packed_codes import pack_codes, words_of
@@ -79,12 +80,12 @@ class WeightFormat(ABC):
     @property
     def first_operand(self) -> int:
         """The position of the first weight operand among the op's arguments."""
-        return OPERANDS[self.op][0]
+        return ops.QUANTIZED_LINEARS[self.op].first_weight
 
     @property
     def operands(self) -> tuple[str, ...]:
         """Names of the op's weight operands, in order; a layer may lack some."""
-        return OPERANDS[self.op][1]
+        return operand_names(self.op)
 
     def layer(self, name: str, shape: tuple[int, int], operands: Mapping[str, Tensor]) -> QuantizedLinear:
         """The linear ``name`` [N, K] with weight ``operands`` of this format."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from torch import fx
 
 from optkit.errors import UserError, nearest
+from optkit.graph import ops
 from optkit.graph.ir import Graph, module_name
 
 LINEAR = "Linear"  # the class name that stands for all linear layers
@@ -15,7 +16,7 @@ LINEAR = "Linear"  # the class name that stands for all linear layers
 
 def members(graph: Graph, node: fx.Node, name: str) -> list[str]:
     """The modules of the checkpoint that linear ``name`` is made of: itself, or those that were fused into it."""
-    weight = graph.weight_of(node.args[1])
+    weight = graph.weight_of(ops.weight(node))
     parts = weight.origin.parts if weight is not None and weight.origin is not None else ()
     return [module_name(part.name) for part in parts] if len(parts) > 1 else [name]
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from optkit.graph import ops
-from optkit.graph.ir import Graph, Weight
+from optkit.graph.ir import Graph
 from optkit.kernels import reference
 
 GATED, PACKED = tuple(ops.GATED), tuple(ops.GATED.values())
@@ -23,7 +23,7 @@ GATED, PACKED = tuple(ops.GATED), tuple(ops.GATED.values())
 def readers(graph: Graph) -> dict[fx.Node, list[fx.Node]]:
     """Linears by the activation they read."""
     found: dict[fx.Node, list[fx.Node]] = {}
-    for node in graph.calls(reference.linear):
+    for node in graph.linears():
         found.setdefault(ops.activation(node), []).append(node)
     return found
 
@@ -74,18 +74,11 @@ def norm_of(x: fx.Node) -> Any:
 # -- changing weights ------------------------------------------------------------------------------------
 
 
-def change(graph: Graph, node: fx.Node, value: Tensor) -> None:
-    """Give a weight a new value; tensors may be shared with other graphs, so never in place."""
-    name = str(node.target)
-    graph.weights[name] = Weight(value, graph.weights[name].origin)
-
-
 def fold(graph: Graph, x: fx.Node, linears: Sequence[fx.Node], scale: Tensor) -> None:
     """Divide activation ``x`` by ``scale`` [K] in its producer, and multiply its readers' weights by it."""
     divide_producer(graph, x, scale)
     for linear in linears:
-        value = graph.weights[str(ops.weight(linear).target)].value
-        change(graph, ops.weight(linear), value * scale)
+        graph.set_weight(ops.weight(linear), graph.linear_weight(linear) * scale)
 
 
 def divide_producer(graph: Graph, x: fx.Node, scale: Tensor) -> None:
@@ -93,17 +86,17 @@ def divide_producer(graph: Graph, x: fx.Node, scale: Tensor) -> None:
     weight = producer_weight(graph, x)
     if weight is None:
         raise ValueError(f"{x.name} has no producer to fold into")
-    value = graph.weights[str(weight.target)].value
+    value = graph.weight_value(weight)
     if is_norm_output(x):
         offset = norm_offset(x)
-        change(graph, weight, (value + offset) / scale - offset)
+        graph.set_weight(weight, (value + offset) / scale - offset)
         return
     if x.target in PACKED:
         scale = torch.cat((torch.ones_like(scale), scale))
-    change(graph, weight, value / scale[:, None])
+    graph.set_weight(weight, value / scale[:, None])
     bias = up_bias(x)
     if bias is not None:
-        change(graph, bias, graph.weights[str(bias.target)].value / scale)
+        graph.set_weight(bias, graph.weight_value(bias) / scale)
 
 
 def norm_offset(x: fx.Node) -> float:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from optkit.graph import ops
 from optkit.graph.ir import Graph
 from optkit.kernels import reference
 
@@ -85,7 +86,8 @@ class Finder:
 
     def is_token_embedding(self, node: fx.Node) -> bool:
         return (
-            node.target is reference.embedding and str(node.args[0].target) == self.graph.meta.input_embedding
+            node.target is reference.embedding
+            and str(ops.weight(node).target) == self.graph.meta.input_embedding
         )
 
     def read_stream(self, node: fx.Node, read: list[fx.Node]) -> None:
@@ -133,7 +135,7 @@ class Finder:
         """``node`` reads a norm's output: it is a linear or a selection of rows."""
         if node.target is reference.select_rows:
             self.normed.add(node)
-        elif node.target is reference.linear and node.args[0] in self.normed:
+        elif node.target is reference.linear and ops.activation(node) in self.normed:
             self.stream.readers.append(node)
         else:
             raise Unsupported(f"{node.name}, which is no linear layer, reads a norm of the residual stream")

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from optkit.checkpoint.quantized_linear import OPERANDS, SHARED
+from optkit.checkpoint.quantized_linear import SHARED, operand_names
+from optkit.graph import ops
 from optkit.graph.ir import Graph, Origin, Weight
 from optkit.kernels import reference
 
 aten = torch.ops.aten
-LINEARS = {reference.linear, *OPERANDS}  # float, and as the checkpoint or a pass quantized it
+LINEARS = {reference.linear, *ops.QUANTIZED_LINEARS}  # float, and as the checkpoint or a pass quantized it
 
 
 def stack_linears(graph: Graph, linears: Sequence[fx.Node], name: str) -> fx.Node:
@@ -39,7 +40,9 @@ def stack_linears(graph: Graph, linears: Sequence[fx.Node], name: str) -> fx.Nod
 
 def layout(linear: fx.Node) -> tuple[int, tuple[str, ...]]:
     """Where the weights of a linear begin among its arguments, and what they are called; a bias comes after them."""
-    return OPERANDS.get(linear.target, (1, ("weight",)))
+    if linear.target is reference.linear:
+        return 1, ("weight",)
+    return ops.op_of(linear).first_weight, operand_names(linear.target)
 
 
 def argument(linear: fx.Node, position: int) -> Any:

@@ -12,92 +12,22 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from optkit import passes
 from optkit.artifact.open import Artifact
 from optkit.errors import UserError
-from optkit.evaluation import speed
 from optkit.graph.ir import Graph
 from optkit.graph.serialize import graph_to_json
 from optkit.kernels import reference
-from optkit.lowering.lower import Executable, lower
-from optkit.machine import target as targets
-from optkit.passes.base import Pass, PassContext, PassResult, Plan, Site, Stage, no_progress
+from optkit.passes.base import Pass, PassContext, PassResult, Plan, Site, Stage
 from optkit.pipeline import driver as pipeline
-from optkit.pipeline import judge, measurement, sources
-from optkit.pipeline.cache import PassCache
+from optkit.pipeline import measurement, sources
 from optkit.pipeline.decision import Evidence
-from optkit.pipeline.driver import PassFailed, optimize
-from optkit.pipeline.measurement import Measurement
-from optkit.pipeline.records import RunRecord
-from optkit.pipeline.step import Step
-from optkit.recipe.load import parse_recipe
-from optkit.recipe.schema import Recipe
-from optkit.text import corpora
-from tests.support.graphs import TARGET, captured, dense, random_ids, relative_error
-from tests.support.model_directory import VOCABULARY, save_model
+from optkit.pipeline.driver import PassFailed
+from tests.support.graphs import TARGET, dense, relative_error
+from tests.support.small_runs import IDS, TTFT_CPU, decisions, lower_dense, recipe, run, transformers_logits
 
-HEAD = """
-schema_version: 1
-name: test
-workload: {prompt_tokens: [24, 40], output_tokens: 4, batch: 2}
-runtime: {block_size: 8, max_num_batched_tokens: 32, kv_cache_bytes: 1MiB}
-"""
-TTFT_CPU = """
-passes:
-  fuse_qkv: {}
-  fuse_gate_up: {}
-  fuse_add_rms_norm: {}
-  smoothquant: {calibration: {samples: 1}}
-  int8: {}
-  flash_attention: {}
-"""
-
-
-def recipe(text: str) -> Recipe:
-    return parse_recipe(HEAD + text)
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
-def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One cache for the tests of this file, so that the model is captured once."""
-    return tmp_path_factory.mktemp("cache") / "optkit"
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch, shared_cache: Path) -> None:
-    """Little text, one repeat of each timing, no measuring of the machine."""
-    load_text = corpora.load_text
-    monkeypatch.setenv("OPTKIT_CACHE", str(shared_cache))
-    monkeypatch.setattr(corpora, "load_text", lambda name: load_text(name)[:6000])
-    monkeypatch.setattr(speed, "SETTLE_SECONDS", 0)
-    monkeypatch.setattr(judge, "PASS_TOKENS", 512)
-    monkeypatch.setattr(targets, "detect", lambda refresh=False: TARGET)
-
-
-def run(source: Path, out: Path, text: str, **options: Any) -> RunRecord:
-    return optimize(str(source), recipe(text), out, final_tokens=1024, **options)
-
-
-def transformers_logits(directory: Path, ids: Tensor) -> Tensor:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
-    with torch.no_grad():
-        return model.eval()(ids[None], use_cache=False).logits[0]
-
-
-def decisions(record: RunRecord) -> dict[str, str]:
-    return {r.name: r.decision for r in record.passes}
-
-
-IDS = random_ids([31], VOCABULARY)[0]
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 def test_baseline_is_the_model_itself(source: Path, tmp_path: Path) -> None:
@@ -131,34 +61,6 @@ def test_a_whole_recipe(source: Path, tmp_path: Path) -> None:
     assert artifact.recipe == recipe(TTFT_CPU)
 
 
-def test_speed_is_measured_against_pytorchs_attention(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The model before any pass runs what a user has today, never the loop of the specification."""
-    monkeypatch.setenv("OPTKIT_CACHE", str(tmp_path / "cache"))
-    measured: list[tuple[str, str]] = []
-    measure_pair = measurement.measure_pair
-
-    def measuring(before: Executable, after: Executable, *rest: Any) -> Any:
-        found = [
-            {kernel for name, kernel in model.kernels.items() if name.startswith("attention")}
-            for model in (before, after)
-        ]
-        measured.append(tuple("+".join(sorted(kinds)) for kinds in found))  # type: ignore[arg-type]
-        return measure_pair(before, after, *rest)
-
-    monkeypatch.setattr(measurement, "measure_pair", measuring)
-    run(source, tmp_path / "out", "passes: {fuse_qkv: {}, flash_attention: {}}")
-    assert measured == [("sdpa", "sdpa"), ("sdpa", "native"), ("sdpa", "native")]
-    run(source, tmp_path / "baseline", "passes: {}")
-    attention = [
-        k
-        for name, k in Artifact.open(tmp_path / "baseline").executable().kernels.items()
-        if "attention" in name
-    ]
-    assert set(attention) == {"sdpa"}
-
-
 def test_an_int8_kv_cache_is_in_the_graph_and_nowhere_else(source: Path, tmp_path: Path) -> None:
     record = run(source, tmp_path / "out", "passes: {flash_attention: {}, kv_int8: {}}")
     assert decisions(record) == {"flash_attention": "kept", "kv_int8": "kept"}
@@ -169,10 +71,6 @@ def test_an_int8_kv_cache_is_in_the_graph_and_nowhere_else(source: Path, tmp_pat
     assert {spec.dtype for spec in artifact.executable().kv_specs} == {"int8"}
     assert "quantization_config" not in json.loads((artifact.directory / "config.json").read_text())
     assert torch.equal(transformers_logits(artifact.directory, IDS), transformers_logits(source, IDS))
-
-
-def lower_dense(artifact: Artifact) -> Tensor:
-    return dense(artifact.graph(), IDS, TARGET)
 
 
 def test_an_int8_artifact_in_transformers(source: Path, tmp_path: Path) -> None:
@@ -209,88 +107,6 @@ def test_exact_passes_alone_change_no_tensor(source: Path, tmp_path: Path) -> No
     graph = Artifact.open(tmp_path / "out").graph()
     assert len(list(graph.calls(reference.linear))) == 2 * 4 + 1
     torch.testing.assert_close(dense(graph, IDS), transformers_logits(source, IDS), atol=1e-4, rtol=1e-4)
-
-
-def test_int8_beyond_its_bound_is_rolled_back(source: Path, tmp_path: Path) -> None:
-    record = run(source, tmp_path / "out", "passes: {fuse_qkv: {}, int8: {accept: {max_kld: 1.0e-9}}}")
-    assert decisions(record) == {"fuse_qkv": "kept", "int8": "rolled back"}
-    assert "mean KL divergence" in record.passes[1].reason
-    assert "above 1e-09" in record.passes[1].reason
-    artifact = Artifact.open(tmp_path / "out")
-    assert artifact.manifest["passes"][1]["decision"] == record.passes[1].decision
-    graph = artifact.graph()
-    assert not list(graph.calls(reference.linear_w8a8))
-    expected = transformers_logits(source, IDS)
-    torch.testing.assert_close(dense(graph, IDS), expected, atol=1e-4, rtol=1e-4)
-    assert torch.equal(transformers_logits(artifact.directory, IDS), expected)
-
-
-def test_a_bound_of_the_whole_undoes_the_inexact_pass(source: Path, tmp_path: Path) -> None:
-    """int8 passes its own looser bound; the whole misses the recipe's, so int8 goes and the fusion stays."""
-    text = "passes: {fuse_qkv: {}, int8: {accept: {max_kld: 10.0}}}\naccept: {max_kld: 1.0e-6}"
-    record = run(source, tmp_path / "out", text)
-    assert decisions(record) == {"fuse_qkv": "kept", "int8": "rolled back"}
-    assert "the whole missed a bound" in record.passes[1].reason
-    assert record.whole is not None and Evidence.of(record.whole).kld <= 1e-6
-    graph = Artifact.open(tmp_path / "out").graph()
-    assert not list(graph.calls(reference.linear_w8a8))
-    assert "model.layers.0.self_attn.qkv_proj.weight" in graph.weights
-
-
-def test_the_worst_layers_go_back_until_the_bound_holds(source: Path, tmp_path: Path) -> None:
-    """4 bits miss a bound that they meet once the most sensitive layers are float again."""
-    text = "passes: {{fuse_qkv: {{}}, rtn: {{scheme: W4A16, group_size: 32, accept: {{max_kld: {bound}}}}}}}"
-    free = run(source, tmp_path / "free", text.format(bound=10.0)).passes[1]
-    loss = free.quality["kl_mean"]["value"]
-    record = run(source, tmp_path / "out", text.format(bound=0.8 * loss)).passes[1]
-    assert record.decision == "reduced"
-    assert 0 < len(record.fallback) < len(free.sites) / 2 + 1
-    assert record.changed == len(record.sites) - len(record.fallback)
-    assert record.quality["kl_mean"]["value"] <= 0.8 * loss < loss
-    assert "back in float" in record.reason and "mean KL divergence" in record.reason
-    graph = Artifact.open(tmp_path / "out").graph()
-    floats = {str(node.args[1].target).removesuffix(".weight") for node in graph.calls(reference.linear)}
-    assert floats == {*record.fallback, "lm_head"}
-
-
-def test_a_bound_of_the_whole_takes_back_layers_before_a_pass(source: Path, tmp_path: Path) -> None:
-    """The whole misses a bound that it meets without the worst layers, so the pass stays; nothing is solved twice."""
-    text = (
-        "passes: {{fuse_qkv: {{}}, gptq: {{scheme: W4A8, group_size: 32, calibration: {{samples: 2, length: 32}}, "
-        "accept: {{max_kld: 10.0}}}}, flash_attention: {{}}}}\naccept: {{max_kld: {bound}}}"
-    )
-    free = run(source, tmp_path / "free", text.format(bound=10.0))
-    assert free.whole is not None
-    loss = Evidence.of(free.whole).kld
-    told: list[str] = []
-    record = run(
-        source,
-        tmp_path / "out",
-        text.format(bound=0.8 * loss),
-        progress=lambda text, part=None: told.append(text),
-    )
-    gptq = record.passes[1]
-    assert decisions(record) == {"fuse_qkv": "kept", "gptq": "reduced", "flash_attention": "kept"}
-    assert 0 < len(gptq.fallback) < len(gptq.sites) / 2 + 1
-    assert gptq.changed == len(gptq.sites) - len(gptq.fallback)
-    assert "the whole missed a bound" in gptq.reason and "back in float" in gptq.reason
-    assert record.whole is not None and Evidence.of(record.whole).kld <= 0.8 * loss < loss
-    graph = Artifact.open(tmp_path / "out").graph()
-    floats = {str(node.args[1].target).removesuffix(".weight") for node in graph.calls(reference.linear)}
-    assert floats == {*gptq.fallback, "lm_head"}
-    solved = [line for line in told if line.startswith("gptq: model.layers")]
-    assert (
-        len(solved) == len(set(solved)) > 0
-    )  # runs of the pass for the whole's sake take what it had solved
-
-
-def test_a_bound_that_half_of_the_layers_cannot_meet_undoes_the_pass(source: Path, tmp_path: Path) -> None:
-    record = run(
-        source, tmp_path / "out", "passes: {rtn: {scheme: W2A16, accept: {max_kld: 1.0e-9}}}"
-    ).passes[0]
-    assert record.decision == "rolled back"
-    assert "also with half of the layers in float" in record.reason
-    assert not list(Artifact.open(tmp_path / "out").graph().calls(reference.linear_wna16))
 
 
 def test_a_pass_without_a_site_is_skipped(source: Path, tmp_path: Path) -> None:
@@ -560,86 +376,9 @@ def test_a_recipe_for_a_gpu_that_is_not_here(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_state_keeps_graph_and_tensors(source: Path, tmp_path: Path) -> None:
-    """What a resumed run continues from is, to the bit, what the interrupted one had."""
-    run(source, tmp_path / "out", TTFT_CPU)
-    graph = Artifact.open(tmp_path / "out").graph()
-    states = PassCache(source)
-    states.save(Step("0" * 32), graph, {"name": "kept"}, None)
-    found = states.load(Step("0" * 32))
-    assert found is not None and found.record == {"name": "kept"}
-    assert graph_to_json(found.graph) == graph_to_json(graph)
-    assert all(torch.equal(found.graph.weights[name].value, w.value) for name, w in graph.weights.items())
-    assert lower(found.graph, TARGET).kernels == lower(graph, TARGET).kernels
-    assert states.load(Step("1" * 32)) is None
-
-
-@pytest.mark.parametrize(
-    "file", ["graph.json", "tensors.safetensors", "index.json", "record.json", "sums.json"]
-)
-def test_a_damaged_state_is_none_and_goes(source: Path, file: str) -> None:
-    states = PassCache(source)
-    states.save(Step("2" * 32), captured("llama"), {"name": "kept"}, None)
-    place = states.root / ("2" * 32) / file
-    content = bytearray(place.read_bytes())
-    content[len(content) // 2] ^= 1
-    place.write_bytes(content)
-    assert states.load(Step("2" * 32)) is None
-    assert not place.parent.exists()
-
-
 def test_an_artifact_opens_by_a_relative_path(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(source, tmp_path / "here", "passes: {}")
     monkeypatch.chdir(tmp_path)
     assert Artifact.open(Path("here")).graph().meta.model_type == "llama"
-
-
-TWO_FORMS = """
-passes:
-  fuse_qkv: {}
-  gptq: {scheme: W4A8, max_tokens: 4, calibration: {samples: 2, length: 32}}
-  int8: {accept: {max_kld: 0.5}}
-accept: {max_kld: 10.0}
-"""
-
-
-def test_layers_with_two_forms(source: Path, tmp_path: Path) -> None:
-    """Both are judged, each where it changed; others read the one for many tokens."""
-    record = run(source, tmp_path / "out", TWO_FORMS)
-    assert decisions(record) == {"fuse_qkv": "kept", "gptq": "kept", "int8": "kept"}
-    few, many = "up to 4 tokens", "more than 4 tokens"
-    assert [list(r.forms) for r in record.passes] == [[], [few], [many]]
-    assert record.whole is not None and list(record.whole.forms) == [few, many]
-    loss = {form: report["kl_mean"]["value"] for form, report in record.whole.forms.items()}
-    assert loss[few] > 3 * loss[many] > 0
-    assert Evidence.of(record.whole).kld == loss[few] and Evidence.of(record.whole).steps == few
-
-    artifact = Artifact.open(tmp_path / "out")
-    assert len(list(artifact.graph().calls(reference.by_tokens))) == 2 * 5
-    expected = transformers_logits(source, IDS)
-    assert 0 < relative_error(transformers_logits(artifact.directory, IDS), expected) < 0.1
-    assert relative_error(dense(artifact.graph(), IDS[:4], TARGET), expected[:4]) > 0.02
-    assert relative_error(lower_dense(artifact), expected) < 0.1
-
-
-def test_a_bound_that_one_form_misses_gives_back_layers_of_that_form(source: Path, tmp_path: Path) -> None:
-    loss = run(source, tmp_path / "whole", TWO_FORMS).passes[1].quality["kl_mean"]["value"]
-    text = TWO_FORMS.replace("max_tokens: 4,", f"max_tokens: 4, accept: {{max_kld: {loss * 0.8}}},")
-    record = run(source, tmp_path / "out", text)
-    assert decisions(record) == {"fuse_qkv": "kept", "gptq": "reduced", "int8": "kept"}
-    assert list(record.passes[2].forms) == ["more than 4 tokens"]  # the other one has gptq's loss
-    assert "mean KL divergence in steps of up to 4 tokens" in record.passes[1].reason
-    assert all(site.endswith("up_to_4_tokens") for site in record.passes[1].fallback)
-    graph = Artifact.open(tmp_path / "out").graph()
-    assert len(list(graph.calls(reference.by_tokens))) == 2 * 5 - len(record.passes[1].fallback)
-    assert len(list(graph.calls(reference.linear_w8a8))) == 2 * 5
-
-
-def test_weights_on_a_gpu_are_counted_as_they_lie_there(source: Path) -> None:
-    graph = captured("llama")
-    for target, least, most in ((TARGET, 1.0, 1.0), (targets.DATASHEETS["cuda-h100"], 0.45, 0.55)):
-        measured = Measurement(source, recipe("passes: {}"), target, no_progress, graph)
-        model = lower(graph, target, device="cpu")
-        assert least <= measured.weight_bytes(graph, model) / graph.num_bytes() <= most

@@ -8,22 +8,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from optkit.artifact.open import Artifact
 from optkit.checkpoint.insertion import fall_back, float_origins, quantized_sites
 from optkit.graph.ir import Graph
 from optkit.graph.serialize import graph_to_json
+from optkit.lowering.lower import lower
 from optkit.pipeline.cache import PassCache
 from optkit.pipeline.state import TENSORS, State
 from optkit.pipeline.step import Step
-from tests.support.graphs import apply, captured, dense, random_ids
-from tests.support.model_directory import VOCABULARY, save_model
+from tests.support.graphs import TARGET, apply, captured, dense, random_ids
+from tests.support.model_directory import VOCABULARY
+from tests.support.small_runs import TTFT_CPU, run
 
 ROOT = Step("0" * 32)
 (IDS,) = random_ids([19], VOCABULARY)
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture
@@ -132,3 +130,32 @@ def test_removal_takes_a_state_before_those_it_needs(cache: PassCache) -> None:
     fused = after(cache, smooth, passed(smooth, "fuse_qkv"))
     times = [(cache.root / state.step.key).stat().st_mtime_ns for state in (fused, smooth)]
     assert times == sorted(times)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_state_keeps_graph_and_tensors(source: Path, tmp_path: Path) -> None:
+    """What a resumed run continues from is, to the bit, what the interrupted one had."""
+    run(source, tmp_path / "out", TTFT_CPU)
+    graph = Artifact.open(tmp_path / "out").graph()
+    states = PassCache(source)
+    states.save(Step("0" * 32), graph, {"name": "kept"}, None)
+    found = states.load(Step("0" * 32))
+    assert found is not None and found.record == {"name": "kept"}
+    assert graph_to_json(found.graph) == graph_to_json(graph)
+    assert all(torch.equal(found.graph.weights[name].value, w.value) for name, w in graph.weights.items())
+    assert lower(found.graph, TARGET).kernels == lower(graph, TARGET).kernels
+    assert states.load(Step("1" * 32)) is None
+
+
+@pytest.mark.parametrize(
+    "file", ["graph.json", "tensors.safetensors", "index.json", "record.json", "sums.json"]
+)
+def test_a_damaged_state_is_none_and_goes(cache: PassCache, file: str) -> None:
+    states = cache
+    states.save(Step("2" * 32), captured("llama"), {"name": "kept"}, None)
+    place = states.root / ("2" * 32) / file
+    content = bytearray(place.read_bytes())
+    content[len(content) // 2] ^= 1
+    place.write_bytes(content)
+    assert states.load(Step("2" * 32)) is None
+    assert not place.parent.exists()

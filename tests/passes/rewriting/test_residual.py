@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor, fx
 
+from optkit.graph import ops
 from optkit.graph.ir import Graph
 from optkit.graph.verify import verify
 from optkit.kernels import reference
-from optkit.passes.rewriting.folding import norm_of, norm_offset, norm_weight_position
+from optkit.passes.rewriting.folding import norm_of, norm_offset
 from optkit.passes.rewriting.residual import ResidualStream, residual_stream
 from tests.support.graphs import apply, assert_same_logits, captured
 
@@ -27,21 +28,17 @@ def rotate(graph: Graph, stream: ResidualStream) -> None:
     q = rotation(graph.weights[graph.meta.input_embedding].value.shape[1])
     for reader in stream.readers:
         norm = norm_before(reader)
-        weight = norm_of(norm).args[norm_weight_position(norm)]
-        factor = graph.weights[str(weight.target)].value + norm_offset(norm)
+        factor = graph.weight_value(ops.weight(norm_of(norm))) + norm_offset(norm)
         set_reader(graph, reader, (graph.linear_weight(reader) * factor) @ q)
     for norm in stream.norms:
-        position = 2 if norm.target is reference.add_rms_norm else 1
-        graph.set_weight(
-            norm.args[position], torch.ones_like(graph.weights[str(norm.args[position].target)].value)
-        )
+        graph.set_weight(ops.weight(norm), torch.ones_like(graph.weight_value(ops.weight(norm))))
     for writer in stream.writers:
         embedding = writer.target is reference.embedding
-        weight = writer.args[0] if embedding else writer.args[1]
-        value = graph.weights[str(weight.target)].value
+        weight, bias = ops.weight(writer), ops.bias(writer)
+        value = graph.weight_value(weight)
         graph.set_weight(weight, value @ q if embedding else q.T @ value)
-        if not embedding and len(writer.args) > 2 and writer.args[2] is not None:
-            graph.set_weight(writer.args[2], graph.weights[str(writer.args[2].target)].value @ q)
+        if bias is not None:
+            graph.set_weight(bias, graph.weight_value(bias) @ q)
 
 
 def norm_before(reader: fx.Node) -> fx.Node:
@@ -52,8 +49,8 @@ def norm_before(reader: fx.Node) -> fx.Node:
 
 
 def set_reader(graph: Graph, reader: fx.Node, value: Tensor) -> None:
-    if str(reader.args[1].target) != graph.meta.input_embedding:
-        graph.set_weight(reader.args[1], value)
+    if str(ops.weight(reader).target) != graph.meta.input_embedding:
+        graph.set_weight(ops.weight(reader), value)
         return
     name = f"{graph.meta.output_embedding}.weight"
     graph.weights[name] = type(graph.weights[graph.meta.input_embedding])(value, None)

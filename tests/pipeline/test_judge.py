@@ -1,0 +1,138 @@
+"""Decisions: a pass and the whole are kept, fall back to float in part, or are rolled back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from optkit.artifact.open import Artifact
+from optkit.kernels import reference
+from optkit.pipeline.decision import Evidence
+from tests.support.graphs import TARGET, dense, relative_error
+from tests.support.small_runs import IDS, decisions, lower_dense, run, transformers_logits
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+TWO_FORMS = """
+passes:
+  fuse_qkv: {}
+  gptq: {scheme: W4A8, max_tokens: 4, calibration: {samples: 2, length: 32}}
+  int8: {accept: {max_kld: 0.5}}
+accept: {max_kld: 10.0}
+"""
+
+
+def test_int8_beyond_its_bound_is_rolled_back(source: Path, tmp_path: Path) -> None:
+    record = run(source, tmp_path / "out", "passes: {fuse_qkv: {}, int8: {accept: {max_kld: 1.0e-9}}}")
+    assert decisions(record) == {"fuse_qkv": "kept", "int8": "rolled back"}
+    assert "mean KL divergence" in record.passes[1].reason
+    assert "above 1e-09" in record.passes[1].reason
+    artifact = Artifact.open(tmp_path / "out")
+    assert artifact.manifest["passes"][1]["decision"] == record.passes[1].decision
+    graph = artifact.graph()
+    assert not list(graph.calls(reference.linear_w8a8))
+    expected = transformers_logits(source, IDS)
+    torch.testing.assert_close(dense(graph, IDS), expected, atol=1e-4, rtol=1e-4)
+    assert torch.equal(transformers_logits(artifact.directory, IDS), expected)
+
+
+def test_a_bound_of_the_whole_undoes_the_inexact_pass(source: Path, tmp_path: Path) -> None:
+    """int8 passes its own looser bound; the whole misses the recipe's, so int8 goes and the fusion stays."""
+    text = "passes: {fuse_qkv: {}, int8: {accept: {max_kld: 10.0}}}\naccept: {max_kld: 1.0e-6}"
+    record = run(source, tmp_path / "out", text)
+    assert decisions(record) == {"fuse_qkv": "kept", "int8": "rolled back"}
+    assert "the whole missed a bound" in record.passes[1].reason
+    assert record.whole is not None and Evidence.of(record.whole).kld <= 1e-6
+    graph = Artifact.open(tmp_path / "out").graph()
+    assert not list(graph.calls(reference.linear_w8a8))
+    assert "model.layers.0.self_attn.qkv_proj.weight" in graph.weights
+
+
+def test_the_worst_layers_go_back_until_the_bound_holds(source: Path, tmp_path: Path) -> None:
+    """4 bits miss a bound that they meet once the most sensitive layers are float again."""
+    text = "passes: {{fuse_qkv: {{}}, rtn: {{scheme: W4A16, group_size: 32, accept: {{max_kld: {bound}}}}}}}"
+    free = run(source, tmp_path / "free", text.format(bound=10.0)).passes[1]
+    loss = free.quality["kl_mean"]["value"]
+    record = run(source, tmp_path / "out", text.format(bound=0.8 * loss)).passes[1]
+    assert record.decision == "reduced"
+    assert 0 < len(record.fallback) < len(free.sites) / 2 + 1
+    assert record.changed == len(record.sites) - len(record.fallback)
+    assert record.quality["kl_mean"]["value"] <= 0.8 * loss < loss
+    assert "back in float" in record.reason and "mean KL divergence" in record.reason
+    graph = Artifact.open(tmp_path / "out").graph()
+    floats = {str(node.args[1].target).removesuffix(".weight") for node in graph.calls(reference.linear)}
+    assert floats == {*record.fallback, "lm_head"}
+
+
+def test_a_bound_of_the_whole_takes_back_layers_before_a_pass(source: Path, tmp_path: Path) -> None:
+    """The whole misses a bound that it meets without the worst layers, so the pass stays; nothing is solved twice."""
+    text = (
+        "passes: {{fuse_qkv: {{}}, gptq: {{scheme: W4A8, group_size: 32, calibration: {{samples: 2, length: 32}}, "
+        "accept: {{max_kld: 10.0}}}}, flash_attention: {{}}}}\naccept: {{max_kld: {bound}}}"
+    )
+    free = run(source, tmp_path / "free", text.format(bound=10.0))
+    assert free.whole is not None
+    loss = Evidence.of(free.whole).kld
+    told: list[str] = []
+    record = run(
+        source,
+        tmp_path / "out",
+        text.format(bound=0.8 * loss),
+        progress=lambda text, part=None: told.append(text),
+    )
+    gptq = record.passes[1]
+    assert decisions(record) == {"fuse_qkv": "kept", "gptq": "reduced", "flash_attention": "kept"}
+    assert 0 < len(gptq.fallback) < len(gptq.sites) / 2 + 1
+    assert gptq.changed == len(gptq.sites) - len(gptq.fallback)
+    assert "the whole missed a bound" in gptq.reason and "back in float" in gptq.reason
+    assert record.whole is not None and Evidence.of(record.whole).kld <= 0.8 * loss < loss
+    graph = Artifact.open(tmp_path / "out").graph()
+    floats = {str(node.args[1].target).removesuffix(".weight") for node in graph.calls(reference.linear)}
+    assert floats == {*gptq.fallback, "lm_head"}
+    solved = [line for line in told if line.startswith("gptq: model.layers")]
+    assert (
+        len(solved) == len(set(solved)) > 0
+    )  # runs of the pass for the whole's sake take what it had solved
+
+
+def test_a_bound_that_half_of_the_layers_cannot_meet_undoes_the_pass(source: Path, tmp_path: Path) -> None:
+    record = run(
+        source, tmp_path / "out", "passes: {rtn: {scheme: W2A16, accept: {max_kld: 1.0e-9}}}"
+    ).passes[0]
+    assert record.decision == "rolled back"
+    assert "also with half of the layers in float" in record.reason
+    assert not list(Artifact.open(tmp_path / "out").graph().calls(reference.linear_wna16))
+
+
+def test_a_bound_that_one_form_misses_gives_back_layers_of_that_form(source: Path, tmp_path: Path) -> None:
+    loss = run(source, tmp_path / "whole", TWO_FORMS).passes[1].quality["kl_mean"]["value"]
+    text = TWO_FORMS.replace("max_tokens: 4,", f"max_tokens: 4, accept: {{max_kld: {loss * 0.8}}},")
+    record = run(source, tmp_path / "out", text)
+    assert decisions(record) == {"fuse_qkv": "kept", "gptq": "reduced", "int8": "kept"}
+    assert list(record.passes[2].forms) == ["more than 4 tokens"]  # the other one has gptq's loss
+    assert "mean KL divergence in steps of up to 4 tokens" in record.passes[1].reason
+    assert all(site.endswith("up_to_4_tokens") for site in record.passes[1].fallback)
+    graph = Artifact.open(tmp_path / "out").graph()
+    assert len(list(graph.calls(reference.by_tokens))) == 2 * 5 - len(record.passes[1].fallback)
+    assert len(list(graph.calls(reference.linear_w8a8))) == 2 * 5
+
+
+def test_layers_with_two_forms(source: Path, tmp_path: Path) -> None:
+    """Both are judged, each where it changed; others read the one for many tokens."""
+    record = run(source, tmp_path / "out", TWO_FORMS)
+    assert decisions(record) == {"fuse_qkv": "kept", "gptq": "kept", "int8": "kept"}
+    few, many = "up to 4 tokens", "more than 4 tokens"
+    assert [list(r.forms) for r in record.passes] == [[], [few], [many]]
+    assert record.whole is not None and list(record.whole.forms) == [few, many]
+    loss = {form: report["kl_mean"]["value"] for form, report in record.whole.forms.items()}
+    assert loss[few] > 3 * loss[many] > 0
+    assert Evidence.of(record.whole).kld == loss[few] and Evidence.of(record.whole).steps == few
+
+    artifact = Artifact.open(tmp_path / "out")
+    assert len(list(artifact.graph().calls(reference.by_tokens))) == 2 * 5
+    expected = transformers_logits(source, IDS)
+    assert 0 < relative_error(transformers_logits(artifact.directory, IDS), expected) < 0.1
+    assert relative_error(dense(artifact.graph(), IDS[:4], TARGET), expected[:4]) > 0.02
+    assert relative_error(lower_dense(artifact), expected) < 0.1

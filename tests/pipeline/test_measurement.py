@@ -1,0 +1,55 @@
+"""The evidence: sides of a measurement, and bytes of weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optkit.artifact.open import Artifact
+from optkit.lowering.lower import Executable, lower
+from optkit.machine.target import DATASHEETS
+from optkit.passes.base import no_progress
+from optkit.pipeline import measurement
+from optkit.pipeline.measurement import Measurement
+from tests.support.graphs import TARGET, captured
+from tests.support.small_runs import recipe, run
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+
+def test_weights_on_a_gpu_are_counted_as_they_lie_there(source: Path) -> None:
+    graph = captured("llama")
+    for target, least, most in ((TARGET, 1.0, 1.0), (DATASHEETS["cuda-h100"], 0.45, 0.55)):
+        measured = Measurement(source, recipe("passes: {}"), target, no_progress, graph)
+        model = lower(graph, target, device="cpu")
+        assert least <= measured.weight_bytes(graph, model) / graph.num_bytes() <= most
+
+
+def test_speed_is_measured_against_pytorchs_attention(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model before any pass runs what a user has today, never the loop of the specification."""
+    monkeypatch.setenv("OPTKIT_CACHE", str(tmp_path / "cache"))
+    measured: list[tuple[str, str]] = []
+    measure_pair = measurement.measure_pair
+
+    def measuring(before: Executable, after: Executable, *rest: Any) -> Any:
+        found = [
+            {kernel for name, kernel in model.kernels.items() if name.startswith("attention")}
+            for model in (before, after)
+        ]
+        measured.append(tuple("+".join(sorted(kinds)) for kinds in found))  # type: ignore[arg-type]
+        return measure_pair(before, after, *rest)
+
+    monkeypatch.setattr(measurement, "measure_pair", measuring)
+    run(source, tmp_path / "out", "passes: {fuse_qkv: {}, flash_attention: {}}")
+    assert measured == [("sdpa", "sdpa"), ("sdpa", "native"), ("sdpa", "native")]
+    run(source, tmp_path / "baseline", "passes: {}")
+    attention = [
+        k
+        for name, k in Artifact.open(tmp_path / "baseline").executable().kernels.items()
+        if "attention" in name
+    ]
+    assert set(attention) == {"sdpa"}

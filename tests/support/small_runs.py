@@ -1,0 +1,58 @@
+"""Whole runs of small recipes on the tiny model of ``model_directory``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optkit.artifact.open import Artifact
+from optkit.pipeline.driver import optimize
+from optkit.pipeline.records import RunRecord
+from optkit.recipe.load import parse_recipe
+from optkit.recipe.schema import Recipe
+from tests.support.graphs import TARGET, dense, random_ids
+from tests.support.model_directory import VOCABULARY
+
+HEAD = """
+schema_version: 1
+name: test
+workload: {prompt_tokens: [24, 40], output_tokens: 4, batch: 2}
+runtime: {block_size: 8, max_num_batched_tokens: 32, kv_cache_bytes: 1MiB}
+"""
+TTFT_CPU = """
+passes:
+  fuse_qkv: {}
+  fuse_gate_up: {}
+  fuse_add_rms_norm: {}
+  smoothquant: {calibration: {samples: 1}}
+  int8: {}
+  flash_attention: {}
+"""
+IDS = random_ids([31], VOCABULARY)[0]
+
+
+def recipe(text: str) -> Recipe:
+    return parse_recipe(HEAD + text)
+
+
+def run(source: Path, out: Path, text: str, **options: Any) -> RunRecord:
+    return optimize(str(source), recipe(text), out, final_tokens=1024, **options)
+
+
+def transformers_logits(directory: Path, ids: Tensor) -> Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
+    with torch.no_grad():
+        return model.eval()(ids[None], use_cache=False).logits[0]
+
+
+def decisions(record: RunRecord) -> dict[str, str]:
+    return {r.name: r.decision for r in record.passes}
+
+
+def lower_dense(artifact: Artifact) -> Tensor:
+    return dense(artifact.graph(), IDS, TARGET)
