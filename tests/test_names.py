@@ -32,7 +32,6 @@ KNOWN = {"aclose", "lc0", "prefetcht0", "ptxas", "raw_logprobs", "s_j", "s_k", "
 NOT_YET = {
     "kv_forms",
     "layer.py",
-    "region_lowering",
     "request_queue_time",
     "weight_formats",
 }  # old names in docstrings

@@ -68,9 +68,10 @@ def show(name: Name, set_: Overrides = None, as_json: Json = False) -> None:
 
 @app.command()
 def check(name: Name, set_: Overrides = None, as_json: Json = False) -> None:
-    """Validate a recipe and its passes' options, and print the passes in order.
+    """Validate a recipe and print its passes in order.
 
-    Needs no model. Exit code 2 with file, line and the nearest known key for a mistake.
+    The options of each pass are checked too. Needs no model. Exit code 2 with file, line and the nearest known key for
+    a mistake.
 
     Example: optkit recipe check mine.yaml --set runtime.max_num_seqs=4
     """

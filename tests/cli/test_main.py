@@ -31,7 +31,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> dict[str, BaseException]:
     return box
 
 
-def test_listing_recipes_does_not_import_torch() -> None:
+def test_recipe_list_imports_no_torch() -> None:
     code = (
         "import sys; from optkit.cli.main import run; code = run(['recipe', 'list']);"
         "sys.exit('imported torch' if 'torch' in sys.modules else code)"
@@ -42,20 +42,22 @@ def test_listing_recipes_does_not_import_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["--version"]) == 0
     assert capsys.readouterr().out == f"optkit {__version__}\n"
 
 
 @pytest.mark.parametrize("arguments", [["nonsense"], ["recipe", "shw"], ["recipe", "show"], ["--nope"]])
-def test_wrong_usage_is_exit_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_exits_with_2_when_arguments_are_wrong(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main.run(arguments) == 2
     output = capsys.readouterr()
     assert output.out == ""
     assert "Traceback" not in output.err
 
 
-def test_a_user_error_is_one_panel_and_exit_code_2(
+def test_run_prints_a_panel_and_exits_with_2_when_a_user_error_is_raised(
     failing: dict[str, BaseException], capsys: pytest.CaptureFixture[str]
 ) -> None:
     failing["error"] = UserError("no [bold]such file", where="a.yaml:3", fix="look again")
@@ -67,7 +69,7 @@ def test_a_user_error_is_one_panel_and_exit_code_2(
     assert "Traceback" not in output.err
 
 
-def test_a_bug_is_a_short_panel_and_exit_code_1(
+def test_run_prints_a_short_panel_and_exits_with_1_when_there_is_a_bug(
     failing: dict[str, BaseException], capsys: pytest.CaptureFixture[str]
 ) -> None:
     failing["error"] = KeyError("secret")
@@ -79,7 +81,7 @@ def test_a_bug_is_a_short_panel_and_exit_code_1(
 
 
 @pytest.mark.parametrize("arguments", [["--debug", "fail"], ["fail", "--debug"]])
-def test_debug_shows_the_traceback_wherever_it_stands(
+def test_run_shows_the_traceback_when_debug_stands_anywhere(
     arguments: list[str], failing: dict[str, BaseException], capsys: pytest.CaptureFixture[str]
 ) -> None:
     failing["error"] = KeyError("secret")
@@ -87,6 +89,6 @@ def test_debug_shows_the_traceback_wherever_it_stands(
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_an_interrupt_is_130(failing: dict[str, BaseException]) -> None:
+def test_run_exits_with_130_when_interrupted(failing: dict[str, BaseException]) -> None:
     failing["error"] = KeyboardInterrupt()
     assert main.run(["fail"]) == 130
