@@ -44,7 +44,7 @@ def infer_shapes(
     """Meta tensors for every node's value at ``point``; without ``half`` activations must be float32.
 
     Raises:
-        ShapeError: a node's inputs don't fit its op; names the node.
+        ShapeError: the inputs of a node don't fit the op; the message names the node.
     """
     return MetaRun(graph, point, block_size, half=half).values
 
