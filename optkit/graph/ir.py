@@ -77,7 +77,7 @@ class Weight:
     origin: Origin | None
 
 
-# How KV pools store a token's head: the dtype, and the elements of a row besides the D values.
+# The storage of a token's head in KV pools: the dtype, and the elements of a row besides the D values.
 KV_DTYPES = {
     "float32": (torch.float32, 0),
     "bfloat16": (torch.bfloat16, 0),  # as the graph's activations, where it computes in half precision

@@ -85,7 +85,7 @@ class MetaRun:
     def call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         try:
             return self.checked(node, args, kwargs)
-        except Exception as error:  # torch's own ops raise anything on arguments that somebody made up
+        except Exception as error:  # on made-up arguments torch's own ops raise any type
             shapes = [tuple(a.shape) if isinstance(a, Tensor) else a for a in args]
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise ShapeError(f"{node.name}: {reason} (arguments {shapes!s:.200})") from error

@@ -26,7 +26,7 @@ from optkit.kernels.cpu import emitters
 from optkit.kernels.cpu.emit import Quantization
 from optkit.kernels.cpu.program import LOGITS, TOKENS, Arena, Builder, View
 
-# No two sizes are equal, so that a first dimension tells what the rows are.
+# No two sizes are equal, so a first dimension identifies the kind of row.
 PROBE, PROBE_BLOCK = Point(tokens=11, sequences=3, context=37), 5
 ROWS = {PROBE.tokens: TOKENS, PROBE.sequences: LOGITS}
 SPLITS = {"aten.split_with_sizes.default", "aten.split.Tensor"}

@@ -63,5 +63,5 @@ def can_grouped_mm(weights: dict[int, Tensor]) -> bool:
 
 
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """See ``reference.grouped_mm``. The reference asks the host how large groups are, which no CUDA graph can."""
+    """See ``reference.grouped_mm``. The reference reads group sizes on the host, which a CUDA graph cannot."""
     return F.grouped_mm(x, weight, offs=offsets)
