@@ -160,7 +160,7 @@ def weight_only_linear(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any
 
 
 def grouped_mm(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point: Point) -> Cost:
-    """A row meets one expert; at most all experts are read."""
+    """A row meets a single expert; at most all experts are read."""
     rows, k = values[ops.activation(node)].shape
     experts = values[ops.weight(node)]
     read = min(rows, experts.shape[0]) / experts.shape[0] * bytes_of(experts)

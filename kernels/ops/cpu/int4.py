@@ -26,7 +26,7 @@ def pack(weights: dict[int, Tensor], options: Mapping[str, Any] | None = None) -
     """The codes [N, K / 8], scales [N, G] and minimums [N, G], if any, in the native layout.
 
     Argument 2 becomes a uint8 blob of shape [N, bytes / N] with codes, scales and minimums. Arguments 3 and 4 become
-    tensors without rows; the width and the dtype tell the kernel how to read the blob.
+    tensors without rows, whose width and dtype are the number of groups and the type of the scales in the blob.
     """
     weight, scale, minimum = weights[2].contiguous(), weights[3], weights.get(4)
     half = all(t is None or t.dtype == torch.float16 for t in (scale, minimum))

@@ -81,9 +81,8 @@ def levels(weight_zero_point: Tensor | None) -> int:
 def pack_w4(weights: dict[int, Tensor], options: Mapping[str, Any]) -> dict[int, Tensor]:
     """Codes of up to 4 bits in the layout of int4.cpp.
 
-    The weight becomes a uint8 blob of codes, scales and zero points; the scales an empty tensor [0, G, group] whose
-    shape and dtype tell how to read the blob; the zero points an empty tensor; g_idx the order of the columns, int32
-    [K].
+    The weight becomes a uint8 blob of codes, scales and zero points; the scales an empty tensor [0, G, group] of the
+    scales' dtype; the zero points an empty tensor; g_idx the order of the columns, int32 [K].
     """
     bits = options["bits"]
     codes, order, scale, zero, group = in_order(weights, options)
