@@ -68,7 +68,7 @@ def chunk_sizes(max_tokens: int) -> tuple[int, ...]:
 
 
 def most_graphs(max_tokens: int) -> int:
-    """Most graphs to capture: decodes with and without sampling filters; chunks of whole prompts, ends, many sequences."""
+    """Most graphs to capture: decodes with and without filters; chunks of whole prompts, of ends, of many sequences."""
     return 2 * MAX_DECODE_BUCKETS + 3 * len(chunk_sizes(max_tokens))
 
 

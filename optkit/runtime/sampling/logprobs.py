@@ -108,7 +108,7 @@ class LogprobRunner:
         return merged
 
     def _score(self, item: ScheduledRequest) -> Tensor:
-        """Run one chunk in pieces, keep the logprobs of its prompt tokens, and return the logits of its last token [V]."""
+        """Run one chunk in pieces, keep the logprobs of its prompt tokens, and return its last token's logits [V]."""
         request, found = item.request, list[TokenLogprob]()
         num_top = request.sampling.prompt_logprobs or 0
         logits = torch.empty(0)
