@@ -20,7 +20,7 @@ ONLY_ON = ("trust_artifact_code",)  # flags without a --no- spelling
 def with_engine_flags(command: Callable[..., None]) -> Callable[..., None]:
     """``command`` with a flag for each option of the engine, in the place of its ``**`` parameter.
 
-    ``command`` gets the options that were given, by name, as values of ``EngineOptions``.
+    ``command`` gets the given options, by name, as values of ``EngineOptions``.
     """
     signature = inspect.signature(command, eval_str=True)
     own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
@@ -45,7 +45,7 @@ def _group(p: inspect.Parameter) -> str | None:
 
 
 def parameter(name: str) -> inspect.Parameter:
-    """The parameter of one option; None when the flag is not given."""
+    """The parameter of one option; None without the flag."""
     limits = bounds(name)
     option = typer.Option(
         *([flag(name)] if name in ONLY_ON else []),
@@ -70,7 +70,7 @@ def _default(name: str) -> str:
 
 
 def cli_type(name: str) -> Any:
-    """The type that typer parses."""
+    """The type of the flag's value on the command line."""
     if name in PATHS:
         return Path
     found = value_type(name)
@@ -81,7 +81,7 @@ def parsed(name: str, value: Any) -> Any:
     """``value`` of the command line as a value of the option.
 
     Raises:
-        UserError: it is no size.
+        UserError: not a size.
     """
     from optkit.recipe.schema import parse_bytes
 

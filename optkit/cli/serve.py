@@ -86,14 +86,14 @@ def serve(
 ) -> None:
     """Serve an artifact over OpenAI's HTTP API, with streaming and Prometheus metrics.
 
-    Prints one line when it is ready. Ctrl-C ends it, a second Ctrl-C at once. An engine that dies is started again;
-    exit code 1: it died again and again. A signal ends the server with exit code 0.
+    Prints one line when ready. Ctrl-C ends the server, a second Ctrl-C at once. A dead engine is started again; exit
+    code 1: the engine died again and again. A signal ends the server with exit code 0.
     """
     need_extra("serve", "optkit serve")
     logs.configure(log_format.value)
     from optkit.runtime.process.launch import launch
 
-    with launch(threads=threads) as launched:  # it imports while this process does
+    with launch(threads=threads) as launched:  # the engine process imports while this process does
         from optkit.serve.http.address import read_api_keys
         from optkit.serve.server import ServeOptions, run
 

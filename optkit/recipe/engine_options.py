@@ -1,9 +1,10 @@
 """The options of the engine, each stated once: name, type, unit, default, bounds and help text.
 
-``SchedulingOptions`` are limits of the scheduler, ``EngineOptions`` adds memory, speculation and trust. The flags of
-``optkit serve`` are made from the fields (``optkit.cli.engine_flags``). The recipe's ``runtime`` section takes defaults
-and bounds from the fields. An ``EngineOptions`` crosses the process border as msgpack; an unknown key, a wrong type or
-a value out of bounds is an error in the sending process (``engine_options``) and in the receiving one (decoding).
+``SchedulingOptions`` are limits of the scheduler, ``EngineOptions`` adds memory, speculation and trust.
+``optkit.cli.engine_flags`` makes the flags of ``optkit serve`` from the fields. The recipe's ``runtime`` section
+takes defaults and bounds from the fields. An ``EngineOptions`` crosses the process border as msgpack; an unknown key,
+a wrong type or a value out of bounds is an error in the sending process (``engine_options``) and in the receiving one
+(decoding).
 
 Units: a name ends in ``_ms`` (milliseconds) or ``_bytes``; ``queue_timeout`` is in seconds, as ``--request-timeout``.
 """
@@ -50,7 +51,7 @@ def about(
 
 
 class SchedulingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Options that the scheduler reads, under the same names in ``SchedulerConfig``."""
+    """Options of the scheduler, under the same names in ``SchedulerConfig``."""
 
     max_num_seqs: Annotated[
         int,
@@ -129,7 +130,7 @@ class SchedulingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class EngineOptions(SchedulingOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All options of an engine. ``engine_options`` makes one from a recipe and the flags that were given."""
+    """All options of an engine. ``engine_options`` makes the struct from a recipe and the given flags."""
 
     max_model_len: (
         Annotated[
@@ -231,13 +232,13 @@ def _hints() -> dict[str, Any]:
 
 
 def _stated_type(name: str) -> Any:
-    """The ``Annotated`` type of option ``name``, without the None of an option that may be absent."""
+    """The ``Annotated`` type of option ``name``, without the None of an optional one."""
     hint = _hints()[name]
     return hint if hasattr(hint, "__metadata__") else typing.get_args(hint)[0]
 
 
 def facts(name: str) -> msgspec.Meta:
-    """The facts of option ``name``, as ``about`` made them."""
+    """The facts of option ``name``, made by ``about``."""
     return _stated_type(name).__metadata__[0]
 
 
@@ -273,9 +274,9 @@ def engine_options(recipe: Recipe | None = None, given: Mapping[str, Any] | None
 
 
 def recipe_values(recipe: Recipe) -> dict[str, Any]:
-    """The options that a recipe states.
+    """The options in a recipe.
 
-    On a GPU ``kv_cache_bytes`` is None, whatever the recipe says: the cache gets the memory that is left.
+    On a GPU ``kv_cache_bytes`` is None, with any recipe: the cache gets the memory that is left.
     """
     found = {}
     for name in NAMES:

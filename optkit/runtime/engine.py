@@ -1,12 +1,12 @@
 """Engine: schedule, execute, sample, update.
 
-``step`` is the whole runtime. Everything around it is about one promise: a request can fail only itself. If
-the model raises on a batch, each item is run alone, and the one that raises again is the one that fails;
-running an item twice is harmless, since it writes the same KV into its own slots. A NaN row is the
-sampler's to catch. What escapes ``step`` is a fault of the device or a bug of optkit, and ends the engine process.
+``step`` is the whole runtime. The code around it keeps one rule: a request can fail only itself. If the model raises
+on a batch, each item is run alone, and an item that raises again fails. Running an item twice is harmless: both runs
+write the same KV into the same slots. The sampler catches rows with NaN. An exception that leaves ``step`` is a fault
+of the device or a bug of optkit, and ends the engine process.
 
-A step whose every client has left is cancelled between two parts of the model. The scheduler records nothing of it, so
-its KV is never published, and the aborts that follow free the blocks.
+A step is cancelled between two parts of the model when every client of the step has left. The scheduler records
+nothing of a cancelled step, so its KV is never published, and the aborts that follow free the blocks.
 """
 
 from __future__ import annotations
@@ -47,9 +47,7 @@ from optkit.runtime.types import (
 logger = logging.getLogger(__name__)
 
 COPY_WEIGHT = 0.1  # of the latest copy in the mean of all
-COPY_DECAY = (
-    0.99  # of the measured copy time for each block that was not saved: one slow copy must not disable saving
-)
+COPY_DECAY = 0.99  # decay of the copy time per block not saved: one slow copy must not disable saving
 MODEL_FAILED = Failure("the model failed on this request")
 
 
@@ -58,10 +56,10 @@ class RequestFailed(RuntimeError):
 
 
 class Engine:
-    """Serves requests on one runner, one ``step`` at a time.
+    """Serve requests on one runner, one ``step`` at a time.
 
     Attributes:
-        departed: gives the ids of requests whose client has left and that ``abort`` will end after the step; called
+        departed: returns the ids of requests whose client has left and that ``abort`` will end after the step; called
             between parts of a step.
     """
 
@@ -84,13 +82,15 @@ class Engine:
         self.scheduler = self.scheduler_class(config, clock, cost, proposer)
         self.logprobs = LogprobRunner(runner)
         self.scheduler.kv.worth_saving = self._worth_saving
-        self.memory_share: float | None = None  # of a GPU's memory, when the KV cache got what is left of it
+        self.memory_share: float | None = (
+            None  # share of a GPU's memory, when the KV cache got the rest of the share
+        )
         self._copy_seconds = 0.0  # of a block, one way
         self.departed: Callable[[], AbstractSet[str]] = frozenset
         self._ids = itertools.count()
 
     def step(self) -> list[TokenOutput]:
-        """Compute the next tokens of whoever is due."""
+        """Compute the next tokens of the running requests."""
         batch = self._transfer(self.scheduler.schedule())
         try:
             with cancellable(self._check_of(batch)):
@@ -123,7 +123,7 @@ class Engine:
         return replace(batch, items=tuple(item for item in batch.items if id(item.request) in running))
 
     def _worth_saving(self) -> bool:
-        """Saving a block and loading it again takes less time than computing it again."""
+        """True if saving and loading a block takes less time than computing its KV again."""
         pays = 2 * self._copy_seconds < self.scheduler.cost.added_seconds(self.config.block_size)
         if not pays:
             self._copy_seconds *= COPY_DECAY
@@ -140,7 +140,7 @@ class Engine:
         self._copy_seconds += COPY_WEIGHT * (took - self._copy_seconds)
 
     def _run(self, batch: Batch) -> list[Result]:
-        """For each item its tokens, None if its prompt goes on, or its failure."""
+        """Run a batch. Returns for each item the tokens, None for a chunk with more to come, or the failure."""
         note_step(batch, self.config.few_tokens)
         try:
             logits = self.logprobs.execute(batch)
@@ -172,7 +172,7 @@ class Engine:
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> TokenOutput | None:
-        """Drop a request and free its KV; None if it is not here (any more)."""
+        """Drop a request and free its KV; None if no such request is here."""
         return self.scheduler.abort(request_id)
 
     def reset_prefix_cache(self) -> None:
@@ -199,9 +199,11 @@ class Engine:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams]
     ) -> list[list[int]]:
-        """Output tokens of each prompt; for tests and measurement in this process, without other requests.
+        """Output tokens of each prompt, for tests and measurements in this process, without other requests.
 
-        Raises RequestFailed when a request fails, EngineRefusal when one can never be served.
+        Raises:
+            RequestFailed: a request failed.
+            EngineRefusal: a request can never be served.
         """
         params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
         texts: dict[str, list[int]] = {}

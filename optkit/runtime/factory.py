@@ -1,8 +1,7 @@
-"""From an artifact on disk to an engine that serves it.
+"""Loading an engine from an artifact on disk, inside the engine process.
 
-Runs inside the engine process. The recipe sizes the runtime; options of ``optkit serve`` override it. The KV pool
-is allocated here, once, from the recipe's byte budget, and the model is warmed up so that the first request
-does not pay for first-use costs of the libraries below.
+``EngineOptions`` size the runtime. The KV pool is allocated once, here. A first request warms the model up, so that
+the first request of a client does not pay for lazy initialization of libraries.
 """
 
 from __future__ import annotations
@@ -44,7 +43,8 @@ PREFILL_TARGET_TOKENS = 256  # on a CPU, where matrix products reach full speed 
 def open_engine(artifact_dir: str, **given: Any) -> Engine:
     """The engine of an artifact, for programs that run it in their own process.
 
-    ``given``: options by name; the recipe states the others, else their defaults do.
+    Args:
+        given: options by name. The recipe states the rest, else the defaults.
 
     Raises:
         UserError: as ``load_engine``, or an option that does not exist or is out of bounds.
@@ -56,7 +56,7 @@ def open_engine(artifact_dir: str, **given: Any) -> Engine:
 def load_engine(artifact_dir: str, options: EngineOptions) -> Engine:
     """The engine of an artifact.
 
-    The API process verified the artifact's hashes just before; they are not computed twice.
+    Hashes of the artifact's files are not checked: the API process has checked them just before.
 
     Raises:
         UserError: the artifact can't be loaded or fails on a first request, or the options contradict each other.
@@ -97,7 +97,7 @@ def device_of(model: Executable) -> Device | None:
 
 
 def warn_without_native_kernels() -> None:
-    """Log why this CPU's steps will be slow, where the native kernels are missing."""
+    """Log a warning where the native kernels are missing on this CPU."""
     from optkit.kernels.cpu.native import missing_warning
 
     warning = missing_warning()
@@ -194,7 +194,7 @@ def num_blocks(model: Executable, options: EngineOptions) -> int:
 def offloading(
     config: SchedulerConfig, model: Executable, num_bytes: int, directory: str | None
 ) -> tuple[SchedulerConfig, HostBlockStore]:
-    """``config`` with host blocks for evicted KV, and the store of them."""
+    """``config`` with host blocks for evicted KV, and their store."""
     if not config.enable_prefix_caching:
         raise UserError(
             "it keeps what the prefix cache evicts, and that is off",
@@ -219,12 +219,13 @@ def speculator(
 
 
 def draft_model(artifact: Artifact, directory: str, vocab_size: int) -> DraftModel:
-    """The model of another artifact, which must have the same tokenizer. Its own recipe sizes it.
+    """The draft model of another artifact with the same tokenizer. Its own recipe sizes it.
 
-    ``vocab_size`` is that of the model it guesses for. The two may differ, as padding does.
+    Args:
+        vocab_size: of the target model. Padding may make the two vocabularies differ in size.
 
     Raises:
-        UserError: it has another tokenizer, or can't be loaded.
+        UserError: another tokenizer, or an artifact that can't be loaded.
     """
     draft = Artifact.open(directory)
     if tokenizer_of(artifact) != tokenizer_of(draft):
@@ -247,10 +248,10 @@ def draft_model(artifact: Artifact, directory: str, vocab_size: int) -> DraftMod
 
 
 def tokenizer_of(artifact: Artifact) -> bytes:
-    """The bytes of its ``tokenizer.json``.
+    """The bytes of the artifact's ``tokenizer.json``.
 
     Raises:
-        UserError: it has none.
+        UserError: there is no such file.
     """
     file = artifact.directory / "tokenizer.json"
     if not file.is_file():
@@ -263,7 +264,7 @@ def tokenizer_of(artifact: Artifact) -> bytes:
 
 
 def trim_heap() -> None:
-    """What packing the weights needed goes back to the system; glibc would keep it."""
+    """Return memory that packing the weights needed to the system; glibc would keep it."""
     gc.collect()
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
@@ -274,7 +275,7 @@ def warm_up(engine: Engine, artifact_dir: str) -> None:
     """Run a prefill and a few decodes, so that lazily initialized libraries are ready before the first request.
 
     Raises:
-        UserError: the model fails on it, so it would on others.
+        UserError: the model fails on this request.
     """
     length = min(WARM_UP_TOKENS[0], engine.config.max_model_len - 4)
     try:

@@ -1,4 +1,4 @@
-"""The HTTP application: routes, and nothing that takes a decision about tokens.
+"""The HTTP application: routes, without decisions about tokens.
 
 =============================  =================================================================
 ``POST /v1/chat/completions``  messages in, one answer
@@ -7,15 +7,15 @@
 ``GET /health/live``           the event loop answers, the engine process lives or is being restarted
 ``GET /health/ready``          the engine process lives, and no shutdown is going on; also ``/health``, ``/ping``
 ``GET /metrics``               Prometheus text
-``POST /reset_prefix_cache``   forget the KV of finished sequences
-``GET /openapi.json``          what this server accepts and answers, as OpenAPI 3.1
+``POST /reset_prefix_cache``   drop the KV of finished requests
+``GET /openapi.json``          requests and answers of this server, as OpenAPI 3.1
 ``GET /version``
 =============================  =================================================================
 
-Where GET is allowed, HEAD is; OPTIONS answers with the ``Allow`` header that a 405 has (RFC 9110, 9.3 and 15.5.6).
+Paths with GET have HEAD, too; OPTIONS answers with the ``Allow`` header of a 405 (RFC 9110, 9.3 and 15.5.6).
 
-Health is that of the engine's process (``optkit.serve.supervisor``) and never generates a token: a check that does is
-red under load and costs the users their latency. For the same reason a step of minutes changes nothing about it.
+Health is the health of the engine's process (``optkit.serve.supervisor``) and never generates a token: a check by
+generation would fail under load and delay the users. For the same reason a step of minutes does not change health.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def _add_errors(app: FastAPI) -> None:
 
 
 def _wrong_method(http: Request, error: HTTPException) -> Response:
-    """The 405 with the methods that the path has, or the answer to OPTIONS, which are the same methods."""
+    """The 405 with the methods of the path, or the answer to OPTIONS, with the same methods."""
     methods = (error.headers or {}).get("Allow", "").split(", ")
     allow = ", ".join(sorted({*methods, "OPTIONS"}))
     if http.method == "OPTIONS":

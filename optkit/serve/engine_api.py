@@ -1,6 +1,6 @@
-"""What the HTTP side needs to know about the engine, and the settings of a server.
+"""The engine as the HTTP side sees it, and the settings of a server.
 
-``AsyncEngine`` is the face of ``optkit.serve.supervisor.EngineSupervisor``; tests put a fake behind it.
+``optkit.serve.supervisor.EngineSupervisor`` implements ``AsyncEngine``; tests use a fake.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from optkit.runtime.types import EngineRequest, EngineStats, TokenOutput
 
 
 class AsyncEngine(Protocol):
-    """An engine that can be asked for tokens."""
+    """An engine that generates tokens."""
 
     @property
     def stats(self) -> EngineStats: ...
@@ -32,7 +32,9 @@ class AsyncEngine(Protocol):
     async def reset_prefix_cache(self) -> None: ...
 
     def generate(self, request: EngineRequest) -> AsyncIterator[TokenOutput]:
-        """Outputs until one has a ``finish_reason``. It is an async generator; closing or cancelling it aborts."""
+        """Outputs until an output has a ``finish_reason``. An async generator; closing or cancelling it aborts the
+        request.
+        """
         ...
 
 
@@ -41,9 +43,9 @@ class ServeSettings:
     """Limits and names of one server.
 
     Attributes:
-        model_names: names clients may ask for; the first one is reported.
+        model_names: accepted names of the model; the first is reported.
         limits: of the engine's scheduler.
-        max_queue: requests that may wait beyond ``limits.max_num_seqs``; more are answered 429.
+        max_queue: requests that may wait beyond ``limits.max_num_seqs``; further ones are answered 429.
         api_keys: accepted bearer tokens; empty for an open (loopback) server.
         allowed_hosts: accepted ``Host`` names; None accepts any. Names stop DNS rebinding on loopback.
         request_timeout: seconds from arrival to the last token; None: no limit.

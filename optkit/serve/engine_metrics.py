@@ -1,6 +1,6 @@
-"""The engine's own numbers in ``/metrics``, read when somebody scrapes: queues, KV cache, steps, guesses.
+"""The engine's own metrics in ``/metrics``, read at scrape time: queues, KV cache, steps, guesses.
 
-Names are vLLM's where vLLM has the number. After a restart of the engine the counters begin again at zero, which
+Names are vLLM's where vLLM has the metric. After a restart of the engine the counters begin again at zero, as
 Prometheus expects.
 """
 
@@ -25,7 +25,7 @@ LABELS = ("model_name", "engine")
 
 
 class EngineGauges(Collector):
-    """The engine's own numbers, read when somebody scrapes."""
+    """Collects the engine's metrics at scrape time."""
 
     def __init__(self, stats: Callable[[], EngineStats], labels: Sequence[str]) -> None:
         self._stats, self._labels = stats, labels
@@ -98,8 +98,8 @@ class EngineGauges(Collector):
 class CacheConfig(Collector):
     """``vllm:cache_config_info``: the layout of the KV cache as labels of a constant 1, under vLLM's names.
 
-    ``num_gpu_blocks`` are the blocks of the pool wherever it lies, as vLLM's CPU backend has it, and ``num_cpu_blocks``
-    those of the offload store. While an engine is being replaced, the layout is that of the one before.
+    ``num_gpu_blocks`` are the blocks of the pool on any device, as in vLLM's CPU backend, and ``num_cpu_blocks`` the
+    blocks of the offload store. While an engine is being replaced, the layout of the last engine is shown.
     """
 
     def __init__(self, info: Callable[[], EngineInfo | None]) -> None:
@@ -120,7 +120,7 @@ class CacheConfig(Collector):
 
 
 def cache_labels(info: EngineInfo) -> dict[str, str]:
-    """vLLM's labels with the values of ``info``; a value that does not apply is "None", as there."""
+    """vLLM's labels with the values of ``info``; "None" for a value that does not apply, as in vLLM."""
     plan, config = info.memory_plan, info.config
     found = {
         "block_size": config.block_size,

@@ -1,17 +1,19 @@
 """Quarantine: a poison request, which ends the engine process, must not end engine after engine.
 
-Clients repeat a request that failed with 503, as they should. So one request that crashes native code could end every
-new engine. The crash itself does not show which of the running requests was the cause. The quarantine finds it:
+Clients repeat a request that failed with 503, as they should. So a request that crashes native code could end every
+new engine. The crash itself does not show which of the running requests was the cause. The quarantine finds the
+cause:
 
-1. Each request that the engine had begun when it died becomes a *suspect*, with the number of tokens it had by then.
-2. A suspect that comes again is *probed*: it waits until no other suspect runs and an engine is ready. It is cleared
-   when it has more tokens than at the crash, or ends.
-3. A suspect that runs as the probe while the engine dies again is *blocked*: refused for ``BLOCK_SECONDS``.
+1. Each request that the engine had begun before its death becomes a *suspect*, with its number of tokens at the
+   crash.
+2. A suspect that comes again is *probed*: it waits until no other suspect runs and an engine is ready. The suspect is
+   cleared when it ends, or has more tokens than at the crash.
+3. A suspect that is the probe while the engine dies again is *blocked*: refused for ``BLOCK_SECONDS``.
 
-A request that the engine had not begun (``ENGINE_GONE``) is no evidence: it becomes neither a suspect nor blocked.
-So a poison request costs two engines, and each request that ran beside it waits once. Requests are compared by a
-fingerprint of prompt and sampling parameters, without the seed, in which the choices of one request differ. The
-fingerprint is computed only while there are suspects or blocked requests: other requests reach the engine as they are.
+A request that the engine had not begun (``ENGINE_GONE``) is no evidence: it becomes neither suspect nor blocked. So a
+poison request costs two engines, and each request beside it waits once. Requests are compared by a fingerprint of
+prompt and sampling parameters without the seed, because the choices of one request differ by seed. The fingerprint is
+computed only while there are suspects or blocked requests; without them requests go straight to the engine.
 """
 
 from __future__ import annotations
@@ -40,10 +42,10 @@ Source = Callable[[EngineRequest], AsyncIterator[TokenOutput]]
 
 
 class Quarantine:
-    """Decides how a request reaches the engine. Use it from one event loop.
+    """Sends requests to the engine, at once or as a probe. Use it from one event loop.
 
     Args:
-        until_ready: returns when an engine is ready or none will come; a probe begins after that.
+        until_ready: returns when an engine is ready or none will come; a probe begins after the return.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class Quarantine:
         return self._probe(name, request, source)
 
     def record_death(self, casualties: Iterable[Casualty]) -> None:
-        """Take in the requests that the engine had begun when it died. Called before their streams end."""
+        """Record the requests that the engine had begun before its death. Called before their streams end."""
         for request, num_tokens in casualties:
             name = fingerprint(request)
             if request.request_id == self._probed:
@@ -96,7 +98,7 @@ class Quarantine:
             self._leave(request.request_id)
 
     async def _enter(self, name: bytes, request_id: str) -> None:
-        """Wait for the turn of a suspect; return at once for a request that is no suspect, or no longer one."""
+        """Wait for the turn of a suspect; return at once for other requests."""
         if name not in self._suspects:
             return
         await self._probing.acquire()
@@ -122,7 +124,7 @@ class Quarantine:
         log.error("request %s ended the engine twice: refused for %.0f s", name.hex()[:12], BLOCK_SECONDS)
 
     def _forget_expired(self) -> None:
-        """Drop blocks that have ended; the oldest block is the first entry."""
+        """Drop expired blocks; the oldest block is the first entry."""
         while self._blocked and next(iter(self._blocked.values())) <= self._clock():
             del self._blocked[next(iter(self._blocked))]
 

@@ -1,14 +1,14 @@
 """The server process: a socket, an engine process, an event loop, and a clean end.
 
-Order of the start: refuse to be exposed without a key, take the port, and only then load. So a port in use
-costs no waiting. The port is bound but does not listen before the engine is ready: until then clients are
-refused, and nobody hangs.
+Order of the start: refuse to be exposed without a key, take the port, and only then load. So a port in use costs no
+waiting. The port is bound but does not listen before the engine is ready: until then clients are refused, and no
+client hangs.
 
-Order of the end, on the first SIGINT or SIGTERM: not ready, no new connections, requests in flight may finish
-(2 s after Ctrl-C, ``shutdown_timeout`` after SIGTERM), what is left is cut, with one line in the log and an error to
-each client (``shutdown``), the engine process stops. A second signal cuts at once and kills the engine. The exit code
-is 0 in all of these. If the engine dies, every stream ends with an error, and another one is started (``supervisor``);
-only when that fails again and again does the server end, with exit code 1.
+Order of the end, on the first SIGINT or SIGTERM: not ready, no new connections, requests in flight may finish (2 s
+after Ctrl-C, ``shutdown_timeout`` after SIGTERM), the rest is cut, with one line in the log and an error to each
+client (``shutdown``), the engine process stops. A second signal cuts at once and kills the engine. The exit code is 0
+in all of these cases. If the engine dies, every stream ends with an error, and the ``supervisor`` starts another
+engine. After repeated deaths the server ends, with exit code 1.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("optkit.serve")
 
-CTRL_C_SECONDS = 2  # for streams in flight; the engine gets what is left of five seconds
+CTRL_C_SECONDS = 2  # for streams in flight; the engine gets the rest of five seconds
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class ServeOptions:
 
     Attributes:
         request_timeout: seconds; 0 is no limit.
-        engine: the engine's options that were given, by name; ``engine_options`` fills in the others.
+        engine: the given options of the engine, by name; ``engine_options`` adds the rest.
     """
 
     host: str = "127.0.0.1"
@@ -79,7 +79,7 @@ def run(
 
     Args:
         launched: an engine process that was started early, with ``options.threads``.
-        announce: gets the one line that says where the server listens; standard output by default.
+        announce: called with the line that names the server's address; standard output by default.
 
     Raises:
         UserError: exposed without a key, port taken, or an artifact that cannot be served.
@@ -96,7 +96,7 @@ def run(
         early = [launched] if launched else []
 
         def make_client() -> EngineClient:
-            """The first one takes the process that was launched early."""
+            """The client of an engine; the first client takes the process that was launched early."""
             first = early.pop() if early else None
             return EngineClient(str(opened.directory), engine, threads=options.threads, launched=first)
 
@@ -110,7 +110,7 @@ def serve(
     sock: socket.socket,
     announce: Callable[[str], None],
 ) -> int:
-    """Start an engine, serve it on the bound ``sock`` until a signal, stop it; returns the exit code."""
+    """Start an engine, serve its model on the bound ``sock`` until a signal, stop the engine; returns the exit code."""
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_Server(artifact, make_client, options, sock, announce).run())
 
@@ -154,7 +154,7 @@ class _Server:
         endpoint = self._options.otlp_traces_endpoint
         spans = tracing.Tracing.to(endpoint) if endpoint else None
         app = create_app(self._client, tokenizer, self._settings(info), spans)
-        gc.freeze()  # what is loaded by now is never garbage
+        gc.freeze()  # loaded objects are never garbage
         config = uvicorn.Config(
             app,
             http=Connection,

@@ -16,7 +16,7 @@ from optkit.runtime.process.client import ENGINE_DIED, ENGINE_GONE, Casualty
 from optkit.runtime.types import EngineRequest, FinishReason, SamplingParams, TokenOutput
 from optkit.serve import quarantine
 from optkit.serve.quarantine import BLOCK_SECONDS, QUARANTINED, Quarantine, Remembered
-from tests.serve.test_lifecycle import wait_ready
+from tests.support.lifecycle import wait_ready
 from tests.support.live import PATIENCE, SCRIPT, LiveServer
 
 DEADLY = 9

@@ -1,7 +1,7 @@
-"""What sampling on the device needs of the host: each row's parameters and its random number, with the step's inputs.
+"""Host inputs of sampling on the device: each row's parameters and random number.
 
-The sampler itself is the op ``sample`` (``kernels.reference.sample``), which makes the same choice as
-``optkit.runtime.sampling.sampler``. What a request wants beyond that (penalties, bias) is sampled on the host, see
+The sampler is the op ``sample`` (``kernels.reference.sample``), which makes the same choice as
+``optkit.runtime.sampling.sampler``. Requests with further parameters (penalties, bias) are sampled on the host, see
 ``optkit.runtime.overlap``.
 """
 
@@ -31,7 +31,7 @@ def sampler(target: Target | None) -> Sampler:
 
 
 def sampling_inputs(items: Sequence[ScheduledRequest]) -> Mapping[str, np.ndarray]:
-    """The parameters of the rows of ``items``, each of which needs one row of logits."""
+    """The parameters of the rows of ``items``; each item needs one row of logits."""
     params = [item.request.sampling for item in items]
     return {
         "temperature": np.array([p.temperature for p in params], dtype=np.float32),
@@ -49,6 +49,6 @@ def sampling_inputs(items: Sequence[ScheduledRequest]) -> Mapping[str, np.ndarra
 
 
 def has_filters(items: Sequence[ScheduledRequest]) -> bool:
-    """Whether some row is cut by top_k, top_p or min_p; finding where takes most of the sampler's launches."""
+    """True if a row is cut by top_k, top_p or min_p; finding the cut takes most of the sampler's launches."""
     params = [item.request.sampling for item in items]
     return any(p.temperature >= GREEDY_BELOW and (p.top_k or p.top_p < 1.0 or p.min_p) for p in params)

@@ -1,19 +1,19 @@
-"""KV manager: gives requests their blocks, and saves them work that has been done before.
+"""KV manager: gives requests their blocks, and reuses KV that has been computed before.
 
-It joins three books: the blocks of the pool (``BlockManager``), the tree of what they hold (``PrefixCache``) and the
-host blocks of the offload store (``HostBlockTable``).
+The manager keeps three tables in agreement: the blocks of the pool (``BlockManager``), the tree of their content
+(``PrefixCache``) and the host blocks of the offload store (``HostBlockTable``).
 
 - **Admission** takes over the blocks of the longest cached prefix; blocks that are only on the host are loaded. At
   least one token is left to compute, since its logits are needed.
-- **Publishing**: a block enters the tree when it is full and its KV is computed, so what is shared is never written
-  again. If an equal block is there already, the request goes on under that one.
-- **Release** (finish, abort, preemption) leaves published blocks cached. A preempted request finds its own again: that
-  is all that "swapping" needs.
-- **Eviction** of a cached block saves it to a host block, if there is a store and loading is cheaper than computing
-  (``worth_saving``); else its node is gone.
+- **Publishing**: a block enters the tree when it is full and its KV is computed, so a shared block is never written
+  again. If the tree has an equal block already, the request goes on below the equal block.
+- **Release** (finish, abort, preemption) leaves published blocks cached. A preempted request finds its own blocks
+  again, so no "swapping" is needed.
+- **Eviction** of a cached block saves its KV to a host block, if there is a store and loading is cheaper than
+  computing (``worth_saving``); else its node is dropped.
 
-Pure bookkeeping: what has to be copied is written down in ``transfers``, in order, and the engine does it before the
-model runs. The order matters and is enough: a block is saved before it is overwritten, loaded before it is read.
+Pure bookkeeping: copies are listed in ``transfers``, in order, and the engine makes them before the model runs. The
+order suffices: a block is saved before it is overwritten, and loaded before it is read.
 """
 
 from __future__ import annotations
@@ -43,17 +43,19 @@ class KVManager:
         self.host_blocks = HostBlockTable(num_host_blocks if cache is not None else 0)
         self.worth_saving: Callable[[], bool] = lambda: True
         self.reset_counters()
-        self._content: dict[int, Node] = {}  # block -> the node that says what is in it
+        self._content: dict[int, Node] = {}  # block -> the node of its content
         self._transfers: list[Transfer] = []
 
     def cached_tokens(self, request: Request) -> int:
-        """Tokens of ``request``, which has no blocks, that need no prefill if it is admitted now."""
+        """Tokens of ``request``, which has no blocks, with cached KV if it is admitted now."""
         return len(self._match(request)) * self.block_size
 
     def admit(self, request: Request, expected_tokens: int, spare: int = 0) -> bool:
-        """Blocks for all tokens of ``request``, with KV as far as it is known; False, and nothing changed, if too few.
+        """Allocate blocks for all tokens of ``request``, with KV as far as cached; False, with nothing changed, if too
+        few.
 
-        ``spare`` blocks have to stay available afterwards.
+        Args:
+            spare: blocks that must stay available afterwards.
         """
         hits = self._match(request)
         present = [node.block for node in hits if node.block is not None]
@@ -68,7 +70,7 @@ class KVManager:
         return True
 
     def count(self, request: Request) -> None:
-        """Take the admission of a new request into the statistics; a preempted one was counted before."""
+        """Count the admission of a new request in the statistics; a preempted request was counted before."""
         if self.cache is not None and request.received.reads_prefix_cache:
             self.num_queries += len(request.token_ids)
             self.num_hits += request.num_computed
@@ -89,9 +91,10 @@ class KVManager:
         self.blocks.free(spare)
 
     def publish(self, request: Request, num_tokens: int | None = None) -> None:
-        """Offer the blocks that ``request`` has filled to others.
+        """Publish the full blocks of ``request`` in the prefix cache.
 
-        ``num_tokens``: how many of its tokens surely have KV, if not all that ``num_computed`` counts.
+        Args:
+            num_tokens: tokens that surely have KV, if fewer than ``num_computed``.
         """
         limit = request.num_computed if num_tokens is None else num_tokens
         while (
@@ -101,35 +104,35 @@ class KVManager:
             and len(request.nodes) < len(request.block_table)  # none after a preemption
         ):
             node = self._published(request, len(request.nodes))
-            if node is None:  # its digest is another prompt's: what comes after could not be found either
+            if node is None:  # the digest belongs to another prompt: later blocks could not be found either
                 request.sealed = True
             else:
                 request.nodes.append(node)
 
     def release(self, request: Request) -> None:
-        """``request`` needs its blocks no more; what it published stays until the room is needed."""
+        """Free the blocks of ``request``; published blocks stay cached until the room is needed."""
         self.blocks.free(request.block_table)
         request.nodes.clear()
         request.num_computed, request.num_shareable = 0, ALL_TOKENS
 
     def distrust(self, request: Request) -> None:
-        """Nobody shall reuse KV that ``request`` used: something went wrong with it."""
+        """Keep the KV that ``request`` used from being reused, after a failure."""
         for node in request.nodes:
             self._drop(node)
 
     def reset(self) -> None:
-        """Forget all cached KV, of the pool and of the store. Running requests keep what they have."""
+        """Drop all cached KV, of the pool and of the store. Running requests keep their blocks."""
         for node in self.cache.clear() if self.cache is not None else ():
             self._drop(node)
 
     def take_transfers(self) -> tuple[Transfer, ...]:
-        """What to copy before the next step of the model, in this order."""
+        """The copies to make before the next step of the model, in order."""
         transfers = tuple(self._transfers)
         self._transfers.clear()
         return transfers
 
     def failed(self, transfer: Transfer) -> None:
-        """``transfer`` did not happen: what it should have copied is not there."""
+        """Record that ``transfer`` failed: its KV is not there."""
         node = (
             self._content.get(transfer.block)
             if not transfer.save
@@ -152,7 +155,7 @@ class KVManager:
             assert len(request.nodes) * self.block_size <= request.num_computed
 
     def _match(self, request: Request) -> list[Node]:
-        """The nodes of the longest prefix of ``request`` whose KV is somewhere, but not of all its tokens."""
+        """The nodes of the longest cached prefix of ``request``, short of all its tokens."""
         if self.cache is None or not request.received.reads_prefix_cache:
             return []
         salt, size = request.received.cache_salt, self.block_size
@@ -169,9 +172,9 @@ class KVManager:
     def _take_over(
         self, request: Request, hits: list[Node], present: list[int], expected_tokens: int
     ) -> None:
-        """Make the blocks of ``hits`` the beginning of the table of ``request``, loading those that have none."""
+        """Make the blocks of ``hits`` the beginning of the table of ``request``; blocks on the host are loaded."""
         for block in present:
-            self.blocks.share(block)  # first of all, lest the loads below evict them
+            self.blocks.share(block)  # first, so that the loads below do not evict them
         for node in hits:
             if node.host_block is not None:
                 self.host_blocks.touch(node)
@@ -181,12 +184,12 @@ class KVManager:
                 left.remove(node.block)
                 request.block_table.append(node.block)
             elif node.host_block is None or not self._load(request, node, node.host_block, expected_tokens):
-                break  # the store is so small that making room for the load pushed its content out
+                break  # the store is so small that making room for the load evicted the content
             request.nodes.append(node)
         self.blocks.free(left)
 
     def _load(self, request: Request, node: Node, host_block: int, expected_tokens: int) -> bool:
-        """A block for what is in ``host_block``; False if evicting one for it has put something else there."""
+        """A block for the content of ``host_block``; False if evicting one for it has replaced the content."""
         self.blocks.extend(
             request.block_table, (len(request.block_table) + 1) * self.block_size, expected_tokens
         )
@@ -201,7 +204,7 @@ class KVManager:
     def _published(self, request: Request, index: int) -> Node | None:
         assert self.cache is not None
         salt, size, block = request.received.cache_salt, self.block_size, request.block_table[index]
-        known = request.token_ids[: request.num_computed]  # those after may be pending
+        known = request.token_ids[: request.num_computed]  # later tokens may be pending
         digest = self.cache.digests(salt, known, request.digests)[index]
         parent = request.nodes[-1] if request.nodes else salt
         tokens = tuple(request.token_ids[index * size : (index + 1) * size])

@@ -1,11 +1,11 @@
-"""Offload store: host memory for KV that the pool has no room for, which comes back without prefill.
+"""Offload store: host memory for KV that the pool has no room for, loaded again without prefill.
 
-The store has a fixed number of equal *host blocks*, one KV block each, in memory or in one file. The scheduler decides
-which block goes to which host block (``HostBlockTable``); the engine moves the bytes (``HostBlockStore``).
+The store has a fixed number of equal *host blocks*, one KV block each, in memory or in one file. The scheduler
+decides the host block of each KV block (``HostBlockTable``); the engine moves the bytes (``HostBlockStore``).
 
-The file has no name: it is unlinked as soon as it is open. So no other process can open it, and the file ends with the
-process. Its space is reserved at the start, not when the disk is full. The sha256 of a host block stays in memory and
-is checked when the block is read: a block that the disk corrupted is computed again.
+The file has no name: it is unlinked as soon as it is open. So no other process can open the file, and it ends with
+the process. Its space is reserved at the start, not when the disk is full. The sha256 of a host block stays in memory
+and is checked when the block is read; a corrupted block is computed again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from optkit.runtime.kv.prefix_cache import Node
 
 
 class HostBlockTable:
-    """The node of each host block. When all are taken, the least recently used one is given away."""
+    """The node of each host block. When all are taken, the least recently used host block is given away."""
 
     def __init__(self, num_host_blocks: int) -> None:
         self.num_host_blocks = num_host_blocks
@@ -74,11 +74,11 @@ class HostBlockStore(Protocol):
 
 
 class CorruptBlock(Exception):
-    """A host block does not hold what was written."""
+    """The content of a host block differs from the written bytes."""
 
 
 class MemoryBlocks:
-    """Host blocks in memory. The pages cost nothing before they are first written."""
+    """Host blocks in memory. The pages cost nothing before the first write."""
 
     def __init__(self, num_host_blocks: int, block_bytes: int) -> None:
         self._blocks = np.empty((num_host_blocks, block_bytes), dtype=np.uint8)

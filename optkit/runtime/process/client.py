@@ -1,10 +1,9 @@
 """EngineClient: the API process's side of the engine process.
 
-``start`` tells a launched worker (``optkit.runtime.process.launch``) what to load and waits until it has.
-``generate`` is an async iterator of ``TokenOutput``; leaving it early, by ``break`` with ``aclose`` or by
-cancellation, aborts the request and so frees its KV. When the worker dies, whatever the cause, the pipe closes and
-every open stream ends with an ERROR output: a client is told, never left hanging. The client does not restart the
-worker; a new ``EngineClient`` does (``optkit.serve.supervisor``).
+``start`` sends a launched worker (``optkit.runtime.process.launch``) its ``Load`` message and waits until the worker
+is ready. ``generate`` is an async iterator of ``TokenOutput``; leaving it early, by ``break`` with ``aclose`` or by
+cancellation, aborts the request and frees its KV. When the worker dies, the pipe closes and every open stream ends
+with an ERROR output, so no client hangs. A new ``EngineClient`` replaces a dead worker (``optkit.serve.supervisor``).
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ ENGINE_STOPPED = "the engine was stopped"
 
 
 class Casualty(NamedTuple):
-    """A request that the engine had begun when it died, and the number of its tokens so far."""
+    """A request that the engine had begun before its death, and the number of its tokens so far."""
 
     request: EngineRequest
     num_tokens: int
@@ -44,12 +43,12 @@ class Casualty(NamedTuple):
 
 @dataclass(eq=False)
 class _Stream:
-    """The outputs of a request on their way to its consumer."""
+    """The outputs of a request, waiting for their consumer."""
 
     request: EngineRequest
     outputs: asyncio.Queue[TokenOutput] = field(default_factory=asyncio.Queue)
     num_tokens: int = 0
-    is_begun: bool = False  # the engine has begun to compute it
+    is_begun: bool = False  # the engine has begun to compute the request
 
     def put(self, output: TokenOutput) -> None:
         self.num_tokens += len(output.token_ids)
@@ -64,13 +63,13 @@ class EngineClient:
     """Starts, feeds and stops one engine process. Use it from one event loop.
 
     Args:
-        artifact_dir: what the factory loads.
+        artifact_dir: first argument of the factory.
         options: of the engine.
         factory: ``module:function`` called in the worker as ``function(artifact_dir, options) -> Engine``.
         threads: compute threads of the worker; 0 is one per core.
-        launched: a worker that waits, with its factory and threads; without one ``start`` launches it.
-        silence_seconds: without a message for so long, ``is_silent`` is True. Time in which this process itself did not
-            run (SIGSTOP, a sleeping machine) does not count.
+        launched: a waiting worker with the same factory and threads; without one ``start`` launches a worker.
+        silence_seconds: ``is_silent`` is True after so much time without a message. Time in which the API process did
+            not run (SIGSTOP, a sleeping machine) does not count.
 
     Attributes:
         on_death: called with the requests that the engine had begun when it died, before their streams end.
@@ -101,9 +100,12 @@ class EngineClient:
         self._ticking: asyncio.TimerHandle | None = None
 
     async def start(self, timeout: float = 3600.0) -> EngineInfo:
-        """Have the worker load the artifact and wait until it is ready; returns its info.
+        """Have the worker load the artifact and wait until the engine is ready; returns its info.
 
-        Raises UserError if the artifact is at fault, EngineDied if the worker failed, TimeoutError.
+        Raises:
+            UserError: the artifact or an option is wrong.
+            EngineDied: the worker failed.
+            TimeoutError: after ``timeout`` seconds.
         """
         if self._process is not None:
             raise RuntimeError("an EngineClient starts once")
@@ -145,11 +147,11 @@ class EngineClient:
                 self._post(ipc.Abort(name))
 
     async def abort(self, request_id: str) -> None:
-        """End a request: its stream gets an ABORT output, its KV is freed. Nothing happens if it is gone."""
+        """End a request: its stream gets an ABORT output, its KV is freed. A request that has ended is ignored."""
         await self._send(ipc.Abort(request_id))
 
     async def reset_prefix_cache(self) -> None:
-        """Have the engine forget the KV that no running sequence holds."""
+        """Have the engine drop the KV that no running request holds."""
         await self._send(ipc.ResetPrefixCache())
 
     @property
@@ -163,17 +165,17 @@ class EngineClient:
 
     @property
     def is_healthy(self) -> bool:
-        """The worker has loaded and its process has not ended. A long step changes nothing about it."""
+        """The worker has loaded and its process lives. A long step does not change the value."""
         return self._alive
 
     @property
     def is_silent(self) -> bool:
-        """The worker has sent no message for ``silence_seconds``: one part of a step takes long, or it hangs."""
+        """The worker has sent no message for ``silence_seconds``: a part of a step takes long, or the worker hangs."""
         now = min(time.monotonic(), self._last_tick + 2 * TICK_SECONDS)
         return now - self._last_message >= self.silence_seconds
 
     def _tick(self) -> None:
-        """Forgive the worker the time for which this process was stopped: nobody could have heard it."""
+        """Leave out the time for which the API process was stopped and could receive nothing."""
         now = time.monotonic()
         stopped = now - self._last_tick - TICK_SECONDS
         if stopped > TICK_SECONDS:
@@ -182,10 +184,10 @@ class EngineClient:
         self._ticking = asyncio.get_running_loop().call_later(TICK_SECONDS, self._tick)
 
     def kill(self, *, wanted: bool = False) -> None:
-        """End the worker without waiting for its step; its streams end with an error when it has gone.
+        """End the worker without waiting for its step; its streams end with an error when the process is gone.
 
         Args:
-            wanted: the caller stops the engine, as ``stop`` does: the log has no error about it.
+            wanted: the caller stops the engine, as ``stop`` does, so no error is logged.
         """
         self._stopping = self._stopping or wanted
         if self._process is not None:
@@ -197,7 +199,7 @@ class EngineClient:
             await asyncio.wait([self._reading])
 
     async def stop(self) -> None:
-        """End the worker within 5 seconds, whatever it is doing, and every open stream with it."""
+        """End the worker within 5 seconds, also in the middle of a step, and every open stream with it."""
         if self._process is None:
             return
         self._stopping = True
@@ -266,7 +268,7 @@ class EngineClient:
         self._stats = EngineStats()
         if not self._stopping and self._process is not None:
             logger.error("the engine process died; %d requests failed", len(self._streams))
-            self._process.kill()  # it may only have broken the protocol
+            self._process.kill()  # a worker that broke the protocol still runs
             self.on_death([Casualty(s.request, s.num_tokens) for s in self._streams.values() if s.is_begun])
         for name, stream in self._streams.items():
             stream.put(self._death(name))
@@ -279,7 +281,7 @@ class EngineClient:
         return TokenOutput(request_id=request_id, token_ids=(), finish_reason=FinishReason.ERROR, error=error)
 
     def _post(self, message: ipc.ToWorker) -> None:
-        """Queue a message without waiting; a worker that has gone needs none."""
+        """Queue a message without waiting; nothing happens if the worker is gone."""
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(ipc.frame(message))
 

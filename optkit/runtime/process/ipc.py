@@ -21,11 +21,11 @@ HEADER = struct.Struct(">I")
 
 
 class ProtocolError(Exception):
-    """The peer sent something that is no message."""
+    """The peer sent bytes that are no message."""
 
 
 class Load(msgspec.Struct, frozen=True, tag="load"):
-    """The first message: what the engine factory is called with."""
+    """The first message: the arguments of the engine factory."""
 
     artifact_dir: str
     options: EngineOptions
@@ -36,7 +36,7 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache"):
-    """Forget the KV that no running sequence holds."""
+    """Drop the KV that no running request holds."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
@@ -56,11 +56,11 @@ class Begun(msgspec.Struct, frozen=True, tag="begun"):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """The worker is idle, or it has finished a part of a long step. After each step it sends ``Outputs``."""
+    """The worker is idle, or has finished a part of a long step. After each step it sends ``Outputs``."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """Loading failed. ``is_user_error``: the fields are those of a ``UserError``; else ``what`` is all there is."""
+    """Loading failed. With ``is_user_error`` the fields are those of a ``UserError``; else only ``what`` is set."""
 
     what: str
     where: str | None = None
@@ -94,7 +94,7 @@ def body_length(header: bytes | bytearray) -> int:
 
 
 class FrameReader:
-    """Cuts a byte stream into messages for the worker: feed what arrived, get the messages it completes."""
+    """Splits a byte stream into messages for the worker: ``feed`` takes bytes and returns complete messages."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()

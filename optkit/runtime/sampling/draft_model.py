@@ -1,16 +1,16 @@
-"""A small model that guesses for a large one (Leviathan et al. 2023; Chen et al. 2023).
+"""Draft model: a small model guesses for a large one (Leviathan et al. 2023; Chen et al. 2023).
 
-It has a runner and a block pool of its own and follows each request with a *shadow*: the same tokens, with KV of the
-small model. Before it guesses, a shadow catches up: what the large model has rejected is cut off, what is new is
-computed (the whole prompt, the first time). Then all shadows decode together, greedily. The guesses are checked like
-any others, so what the small model says decides how fast an answer comes and never what it says.
+The draft model has a runner and a block pool of its own and follows each request with a *shadow*: the same tokens,
+with KV of the small model. Before guessing, a shadow catches up: tokens that the large model rejected are cut off,
+new tokens are computed (the whole prompt, the first time). Then all shadows decode together, greedily. The large
+model checks every guess, so guesses decide the speed of an answer and never its tokens.
 
-A request that does not fit the small model's pool or context is served without guesses, and so is a step in which
-the small model fails.
+A request that does not fit the small model's pool or context is served without guesses, and so is a step in which the
+small model fails.
 
 Two models with the same tokenizer may have vocabularies of different sizes: the rows beyond the tokenizer's ids are
-padding. Only ids that both models have are guessed, and a request with an id that the small model lacks is served
-without guesses.
+padding. Only ids of both models are guessed, and a request with an id that the small model lacks is served without
+guesses.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from optkit.runtime.types import Batch, EngineRequest, Request, Runner, Sampling
 
 logger = logging.getLogger(__name__)
 
-DECAY = 0.9  # weight of what a guess cost so far, after one more step
+DECAY = 0.9  # weight of the known cost of a guess after one more step
 
 
 class DraftModel:
@@ -33,8 +33,8 @@ class DraftModel:
 
     Args:
         runner: of the small model.
-        max_model_len: its longest request.
-        max_num_batched_tokens: of one step, when it catches up.
+        max_model_len: longest request of the small model.
+        max_num_batched_tokens: of one step while shadows catch up.
         vocab_size: of the large model.
     """
 
@@ -67,7 +67,7 @@ class DraftModel:
         self._drop(request.request_id)
 
     def run_largest(self, num_requests: int) -> None:
-        """Run the largest step for at most ``num_requests``; it leaves nothing behind."""
+        """Run the largest step for at most ``num_requests``, and free its blocks."""
         count = min(num_requests, self.max_num_batched_tokens, self.blocks.num_blocks)
         room = self.blocks.num_blocks // count * self.blocks.block_size
         length = min(self.max_num_batched_tokens // count, self.max_model_len, room)
@@ -83,7 +83,7 @@ class DraftModel:
                 self.blocks.free(shadow.block_table)
 
     def _follow(self, request: Request, count: int) -> bool:
-        """A shadow of ``request`` with its tokens, KV as far as it is right, and room for ``count`` guesses."""
+        """Bring the shadow of ``request`` up to date, with room for ``count`` guesses; False if it does not fit."""
         name, length = request.request_id, len(request.token_ids) + count
         shadow = self._shadows.setdefault(name, Request(request.received, []))
         same = shadow.num_computed
@@ -112,7 +112,7 @@ class DraftModel:
             shadows = {name: s for name, s in shadows.items() if len(s.token_ids) < ends[name]}
 
     def _step(self, shadows: Sequence[Request]) -> int:
-        """Run what is pending of ``shadows`` within the budget; gives how many got a token."""
+        """Run the pending tokens of ``shadows`` within the budget; returns the number of shadows with a new token."""
         items, budget = [], self.max_num_batched_tokens
         for shadow in shadows:
             if budget > 0:

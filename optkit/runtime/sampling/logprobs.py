@@ -1,13 +1,12 @@
-"""Logprobs: what the model gave the tokens of an answer, and of its prompt.
+"""Logprobs: the model's log-probabilities of the tokens of an answer, and of its prompt.
 
-They are of the model's own distribution, ``log_softmax(logits)``, before bias, penalties, temperature and filters
-(vLLM's ``raw_logprobs``), so they do not depend on how the request samples. Logits stay in the engine process: they
-are reduced here to one number a token and the few likely ones beside it.
+Logprobs are of the model's own distribution, ``log_softmax(logits)``, before bias, penalties, temperature and filters
+(vLLM's ``raw_logprobs``), so sampling parameters do not change them. Logits stay in the engine process: here they are
+reduced to one number a token and a few likely tokens.
 
-A prompt needs logits at each of its positions, [prompt, vocabulary] floats: 200 MB for 1,000 tokens of a vocabulary of
-50,000. So a scored chunk runs beside the batch in pieces of at most ``MAX_LOGITS`` numbers. What its tokens cost the
-step stays what the scheduler planned; the scheduler need not know. A request that was preempted computes its prompt
-again and reports no position twice.
+A prompt needs logits at each of its positions, [prompt, vocabulary] floats: 200 MB for 1,000 tokens of a vocabulary
+of 50,000. So a scored chunk runs beside the batch in pieces of at most ``MAX_LOGITS`` numbers. The scheduler plans a
+scored chunk as any other. A preempted request computes its prompt again and reports no position twice.
 """
 
 from __future__ import annotations
@@ -23,13 +22,14 @@ from torch import Tensor
 from optkit.runtime.types import Batch, Failure, Runner, ScheduledRequest, TokenLogprob, TokenOutput
 
 MAX_LOGITS = 2**24  # numbers of one piece: 64 MiB
-FLOOR = -9999.0  # for a probability of zero, whose logarithm JSON cannot say
+FLOOR = -9999.0  # for a probability of zero, whose logarithm is no JSON number
 
 
 def logprobs_of(logits: Tensor, tokens: Sequence[int], num_top: int) -> list[TokenLogprob]:
-    """Logprobs of ``tokens`` [L] under ``logits`` [L, V] float32, each with the ``num_top`` most likely ones.
+    """Logprobs of ``tokens`` [L] under ``logits`` [L, V] float32, each with the ``num_top`` most likely tokens.
 
-    Raises ValueError if a row has no distribution (NaN, or infinity above).
+    Raises:
+        ValueError: a row has no distribution (NaN, or infinity above).
     """
     total = torch.logsumexp(logits, dim=-1)
     if not torch.isfinite(total).all():
@@ -45,7 +45,7 @@ def logprobs_of(logits: Tensor, tokens: Sequence[int], num_top: int) -> list[Tok
 
 
 class LogprobRunner:
-    """A runner that scores prompts on the way, and keeps the logprobs of a step until its outputs are there."""
+    """A runner that also scores prompts, and keeps the logprobs of a step until its outputs exist."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -54,7 +54,9 @@ class LogprobRunner:
         self._piece = max(1, MAX_LOGITS // runner.vocab_size)
 
     def execute(self, batch: Batch) -> Tensor:
-        """Logits [L, V] float32, in batch order: of each item whose ``needs_logits`` its last row, and its draft's."""
+        """Logits [L, V] float32, in batch order: the last row of each item that ``needs_logits``, and the rows of its
+        draft.
+        """
         plain = tuple(item for item in batch.items if not is_scored(item))
         if len(plain) == len(batch.items):
             return self._runner.execute(batch)
@@ -79,7 +81,9 @@ class LogprobRunner:
                 self._generated[request.request_id] = found
 
     def attach(self, batch: Batch, outputs: Sequence[TokenOutput]) -> list[TokenOutput]:
-        """``outputs`` of ``batch`` with the logprobs of this step; a scored chunk that ends in no token has its own."""
+        """``outputs`` of ``batch`` with the logprobs of this step; a scored chunk without a token gets an output of its
+        own.
+        """
         if not self._prompt and not self._generated:
             return list(outputs)
         merged = list(outputs)
@@ -104,7 +108,7 @@ class LogprobRunner:
         return merged
 
     def _score(self, item: ScheduledRequest) -> Tensor:
-        """Run one chunk in pieces, keep what it says of the prompt, and return the logits of its last token [V]."""
+        """Run one chunk in pieces, keep the logprobs of its prompt tokens, and return its last token's logits [V]."""
         request, found = item.request, list[TokenLogprob]()
         num_top = request.sampling.prompt_logprobs or 0
         logits = torch.empty(0)
@@ -121,7 +125,7 @@ class LogprobRunner:
 
 
 def is_scored(item: ScheduledRequest) -> bool:
-    """True when this chunk computes prompt positions whose logprobs are still to be reported."""
+    """True if this chunk computes prompt positions whose logprobs are not yet reported."""
     request = item.request
     if request.sampling.prompt_logprobs is None:
         return False

@@ -1,13 +1,13 @@
-"""Proposers: where guesses come from, and how many are worth checking.
+"""Proposers: sources of guesses, and the number of guesses worth checking.
 
-``NgramProposer`` (prompt lookup, Saxena 2023) needs no second model: if the last tokens occurred before, what followed
-them then may follow now. It costs a dictionary lookup, so it can only lose where its guesses are wrong *and* checked.
+``NgramProposer`` (prompt lookup, Saxena 2023) needs no second model: it guesses the tokens that followed an earlier
+occurrence of the last tokens. A guess costs a dictionary lookup, so only checking a wrong guess costs time.
 
-How many to check is decided for each request and step (``Lengths``). A guess at place j of a draft is right with
-probability p^j, where p is the request's own record; checking it makes the step longer by what the cost model has
-measured for a token. It is worth it while the tokens it brings are more than the batch would have made in that time
-anyway. So drafts grow where they are right, shrink where they are not, and end where they cost more than they bring; a
-request whose drafts have ended tries one token again now and then.
+``Lengths`` decides the number of guesses for each request and step. A guess at place j of a draft is right with
+probability p^j, where p is the request's own record. Checking the guess makes the step longer by the cost model's
+time of a token. A guess pays if its expected tokens exceed the tokens that the batch would have made in that time. So
+drafts grow where guesses are right, shrink where they are wrong, and end where they cost more than they bring. A
+request without drafts tries one token again now and then.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Protocol
 from optkit.runtime.scheduling.cost_model import CostModel, StepWork, chunk_work
 from optkit.runtime.types import Request
 
-NGRAMS = (3, 2)  # tokens that have to match, the longer first
+NGRAMS = (3, 2)  # tokens that must match, the longer first
 DECAY = 0.9  # weight of a request's record after one more draft
 PRIOR_RIGHT, PRIOR_WRONG = 1.4, 0.6  # before anything is known
 PROBE_STEPS = 32
@@ -42,16 +42,16 @@ class SpeculationStats:
 
 
 class Source(Protocol):
-    """Guesses tokens, as many as it is asked for or fewer."""
+    """Guesses at most a given number of tokens."""
 
-    seconds_per_token: float  # what a guess costs, beside checking it
+    seconds_per_token: float  # cost of a guess, beside checking
 
     def draft(self, requests: Sequence[Request], counts: Sequence[int]) -> list[tuple[int, ...]]: ...
 
     def finished(self, request: Request) -> None: ...
 
     def run_largest(self, num_requests: int) -> None:
-        """Run the step that allocates the most, for at most ``num_requests``; it leaves nothing behind."""
+        """Run the step that allocates the most, for at most ``num_requests``, and free its blocks."""
         ...
 
 
@@ -63,11 +63,11 @@ class _Record:
 
 
 class Lengths:
-    """How many guesses of each request are worth checking.
+    """The number of guesses worth checking, for each request.
 
     Args:
         cost: predicts steps.
-        longest: never more than this.
+        longest: the most guesses of a request.
     """
 
     def __init__(self, cost: CostModel, longest: int) -> None:
@@ -76,7 +76,7 @@ class Lengths:
         self._everyone = _Record()
 
     def choose(self, requests: Sequence[Request], seconds_per_token: float) -> list[int]:
-        """For the requests of one decode step."""
+        """The numbers for the requests of one decode step."""
         base = StepWork()
         for request in requests:
             base += chunk_work(1, request.num_computed, rows=1)
@@ -90,7 +90,7 @@ class Lengths:
         one_more = (
             self.cost.seconds(base + chunk_work(1, len(request.token_ids), rows=1)) - step + seconds_per_token
         )
-        price = one_more * num_requests / max(step, 1e-9)  # tokens the batch makes in that time
+        price = one_more * num_requests / max(step, 1e-9)  # tokens of the batch in that time
         chance = self._chance(record)
         length, right = 0, chance
         while length < self.longest and right > price:
@@ -109,7 +109,9 @@ class Lengths:
         self._records.pop(request.request_id, None)
 
     def _chance(self, record: _Record) -> float:
-        """That a guess is right whose predecessors were: by the request's record, before that by everyone's."""
+        """The probability of a guess after right guesses: by the request's record, at first by the record of all
+        requests.
+        """
         share = (self._everyone.right + PRIOR_RIGHT) / (
             self._everyone.right + self._everyone.wrong + PRIOR_RIGHT + PRIOR_WRONG
         )
@@ -117,7 +119,7 @@ class Lengths:
 
 
 class Speculator:
-    """A ``Proposer`` of the scheduler: guesses of ``source``, as many as ``Lengths`` finds worth it."""
+    """A ``Proposer`` of the scheduler: guesses of ``source``, as many as ``Lengths`` allows."""
 
     def __init__(self, source: Source, lengths: Lengths) -> None:
         self.source, self.lengths = source, lengths
@@ -141,14 +143,14 @@ class Speculator:
 
 
 class _Index:
-    """Where the n-grams of one request occurred last, but for the one at its end."""
+    """The last position of each n-gram of one request, except for the n-gram at its end."""
 
     def __init__(self) -> None:
         self.length = 0
         self._last: dict[tuple[int, ...], int] = {}  # n-gram -> position after it
 
     def extend(self, ids: Sequence[int]) -> None:
-        """Take in ``ids`` but for its last token, whose n-grams are those to look up."""
+        """Add the n-grams of ``ids`` except for those that end in the last token, which are looked up."""
         for end in range(max(self.length, 1), len(ids)):
             for n in NGRAMS:
                 if end >= n:
@@ -165,7 +167,7 @@ class _Index:
 
 
 class NgramProposer:
-    """A ``Source`` that copies what followed the last tokens when they last occurred in the request."""
+    """A ``Source`` that copies the tokens after the last occurrence of the request's last tokens."""
 
     seconds_per_token = 0.0
 
@@ -179,7 +181,7 @@ class NgramProposer:
         self._indexes.pop(request.request_id, None)
 
     def run_largest(self, num_requests: int) -> None:
-        """Nothing: it allocates nothing on a device."""
+        """Do nothing: there is nothing to allocate on a device."""
 
     def _draft(self, request: Request, count: int) -> tuple[int, ...]:
         if count < 1:
@@ -191,5 +193,5 @@ class NgramProposer:
             return ()
         ids = list(request.token_ids)
         for offset in range(count):
-            ids.append(ids[place + offset])  # a repetition goes on in its own copy
+            ids.append(ids[place + offset])  # a repetition continues in its own copy
         return tuple(ids[len(request.token_ids) :])

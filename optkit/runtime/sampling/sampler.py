@@ -1,16 +1,16 @@
 """Sampler: logits become one token per request.
 
-Each row is its own little world: its parameters, its random numbers, its errors. The order is vLLM's:
+Each row has its own parameters, random numbers and errors. The order is vLLM's:
 
     allowed tokens, bias, min_tokens -> penalties -> temperature -> min_p -> top_k -> top_p -> draw
 
 Rows that are plainly greedy, the common case in tests and batch jobs, share one vectorised max.
 
 Randomness is counter-based: token ``n`` of a seeded request uses the uniform number ``hash(seed, n)``. There is no
-generator state to keep, so the batch a request shares and any preemption in between change nothing. A draw
-is the inverse CDF at that number, one cumulative sum over the vocabulary instead of a random tensor.
+generator state, so neither the other requests of a batch nor a preemption change a draw. A draw is the inverse CDF at
+the number: one cumulative sum over the vocabulary instead of a random tensor.
 
-A NaN or an exception in one row is that request's ``Failure``; the other rows never notice.
+A NaN or an exception in one row is the ``Failure`` of its request; the other rows are not affected.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 GREEDY_BELOW = 1e-5  # a smaller temperature is greedy, as in vLLM
 TOP_P_GUESS = (
-    512  # the nucleus nearly always lies in so few tokens, and finding them is cheaper than the exact cut
+    512  # the nucleus nearly always lies in so few tokens, which are cheaper to find than the exact cut
 )
 BAD_LOGITS = Failure("the model produced invalid numbers for this request")
 BAD_ROW = Failure("sampling failed for this request")
@@ -52,7 +52,7 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[int | Failure]:
 
 
 def best_tokens(logits: Tensor) -> tuple[list[int], list[bool]]:
-    """The first largest logit of each row, and whether it is a finite number: NaN anywhere in a row comes out as NaN.
+    """The first largest logit of each row, and True for each row whose largest logit is finite; a NaN in a row is not.
 
     On the CPU by numpy, whose argmax takes a tenth of torch's time on a row.
     """
@@ -97,7 +97,7 @@ def sample_row(logits: Tensor, request: Request) -> int | Failure:
 
 
 def steer(logits: Tensor, request: Request) -> Tensor:
-    """Logits [V] after ``allowed_token_ids``, ``logit_bias`` and ``min_tokens``; the argument stays as it is."""
+    """Logits [V] after ``allowed_token_ids``, ``logit_bias`` and ``min_tokens``; the argument is not changed."""
     p = request.sampling
     if p.allowed_token_ids:
         allowed = torch.tensor(p.allowed_token_ids, device=logits.device)
@@ -151,8 +151,8 @@ def nucleus(probs: Tensor, top_p: float) -> Tensor:
 def wide_nucleus(probs: Tensor, top_p: float) -> Tensor:
     """``nucleus`` for a flat distribution, by radix selection instead of a sort of the vocabulary.
 
-    The bits of positive floats order as the floats do. So two sums over 65,536 buckets, one of the upper 16 bits and
-    one of the lower, find the probability at which the mass of what is likelier reaches the goal.
+    The bits of positive floats are ordered as the floats. So two sums over 65,536 buckets, first by the upper and
+    then by the lower 16 bits, find the probability at which the mass of the likelier tokens reaches the goal.
     """
     mass, bits = probs.double(), probs.view(torch.int32)
     goal = top_p * float(mass.sum())
@@ -166,7 +166,7 @@ def wide_nucleus(probs: Tensor, top_p: float) -> Tensor:
 
 
 def passing_bucket(keys: Tensor, mass: Tensor, goal: float) -> tuple[int, float]:
-    """From the largest key down, the key at which the summed ``mass`` reaches ``goal``, and the mass above it."""
+    """From the largest key down, the key at which the summed ``mass`` reaches ``goal``, and the mass above the key."""
     totals = torch.bincount(keys, mass).flip(0).cumsum(0)
     at = int(torch.searchsorted(totals, min(goal, float(totals[-1]))))  # a sum may round below the goal
     return len(totals) - 1 - at, float(totals[at - 1]) if at else 0.0
@@ -182,7 +182,7 @@ def draw(probs: Tensor, u: float) -> int:
 
 
 def uniform(seed: int | None, counter: int) -> float:
-    """A number in [0, 1): a hash of ``(seed, counter)``, or a fresh random one without a seed."""
+    """A number in [0, 1): a hash of ``(seed, counter)``, or a fresh random number without a seed."""
     if seed is None:
         return random.random()
     digest = hashlib.blake2b(f"{seed}:{counter}".encode(), digest_size=8).digest()

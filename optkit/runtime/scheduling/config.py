@@ -1,4 +1,4 @@
-"""The limits of the scheduler, and the requests that they exclude. Plain numbers, without torch."""
+"""The limits of the scheduler, and the requests that can never be served. Plain numbers, without torch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ LIMITS = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size
 
 
 class SchedulerConfig(SchedulingOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The limits of a step and of the KV pool, and how to choose within them.
+    """The limits of a step and of the KV pool, and the choice within them.
 
     Attributes:
         max_model_len: tokens of one request, prompt and answer; the model and the KV pool have room for as many.
         num_blocks: blocks of the KV pool.
         prefill_target_tokens: a step with so many prompt tokens takes no further prompt. About where the machine's
             matrix products reach full speed; 0 is ``max_num_batched_tokens``.
-        num_host_blocks: blocks that the offload store holds; needs the prefix cache.
+        num_host_blocks: blocks of the offload store; needs the prefix cache.
         form_limits: the most tokens of each variant of the layers but the last; empty for layers with one variant.
     """
 
@@ -50,7 +50,7 @@ class SchedulerConfig(SchedulingOptions, frozen=True, kw_only=True, forbid_unkno
 
     @property
     def few_tokens(self) -> int:
-        """The most tokens of a step whose layers may run another variant than that for many tokens; 0: none."""
+        """The most tokens of a step whose layers may run another variant than for many tokens; 0: none."""
         return max(self.form_limits, default=0)
 
     @property
@@ -59,11 +59,11 @@ class SchedulerConfig(SchedulingOptions, frozen=True, kw_only=True, forbid_unkno
         return self.prefill_target_tokens or self.max_num_batched_tokens
 
     def final_length(self, num_prompt: int, max_tokens: int) -> int:
-        """The most tokens that a request can reach."""
+        """The most tokens of a request, prompt and answer."""
         return min(num_prompt + max_tokens, self.max_model_len)
 
     def refusal(self, num_prompt: int, max_tokens: int) -> str | None:
-        """The reason why such a request can never be served, or None."""
+        """The reason why a request can never be served, or None."""
         if num_prompt < 1:
             return "the prompt is empty"
         if max_tokens < 1:

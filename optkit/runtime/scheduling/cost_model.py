@@ -1,23 +1,23 @@
-"""Cost model: how long a step will take, learned from the steps that were taken.
+"""Cost model: predicted seconds of a step, learned from measured steps.
 
     seconds = a + b * tokens + c * rows + d * pairs
 
 ``tokens`` are computed in the step, ``rows`` of them get logits, and ``pairs`` counts the (query, key) pairs of
-attention. ``a`` is what a step costs however small it is, above all reading the weights once. The coefficients follow
-the machine by a Kalman filter (Anderson and Moore, Optimal Filtering, ch. 3). What it assumes between two steps: the
-machine's speed wanders, all coefficients together, and each of them wanders a little for itself. So a machine that
-becomes slower is slower for all kinds of steps, and hours of decoding do not unlearn what prefill costs.
+attention. ``a`` is the cost of the smallest step, above all reading the weights once. A Kalman filter updates the
+coefficients (Anderson and Moore, Optimal Filtering, ch. 3). Its model of the time between two steps: the machine's
+speed drifts, all coefficients together, and each coefficient drifts a little alone. So a slower machine is slower for
+all kinds of steps, and hours of decoding do not unlearn the cost of prefill.
 
-What keeps it sane, each for a reason:
+Numerical safeguards:
 
 - errors are *relative*: a decode of 10 ms counts as much as a prefill of a second;
-- a step that took far longer than predicted (the process was frozen) counts as if it were ``OUTLIER_SIGMA`` standard
-  deviations off;
-- no coefficient becomes negative, so a longer prompt is never predicted to be faster. One that would is set to zero and
-  the others take over its share, as the covariance says (Simon and Chia 2002);
+- a step that took far longer than predicted (the process was frozen) counts as ``OUTLIER_SIGMA`` standard deviations
+  off;
+- no coefficient becomes negative, so a longer prompt is never predicted to be faster. A negative coefficient is set
+  to zero and the other coefficients take over its share, by the covariance (Simon and Chia 2002);
 - coefficients are kept in units of the prior, so that all numbers are of a size. The covariance is symmetric to the
-  bit, no variance grows beyond the prior's, and each step adds more to it than rounding can take away: it stays
-  positive, whatever the features are and however long they are collinear.
+  bit, no variance exceeds the prior's, and each step adds more variance than rounding can take away. So the
+  covariance stays positive for all features, also for features that stay collinear.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from optkit.runtime.types import ScheduledRequest
 
 # seconds: a step, a token, a row of logits, a pair; a small model on a CPU
 PRIOR = np.array((5e-3, 5e-4, 5e-4, 5e-8))
-PRIOR_SPREAD = 30.0  # standard deviation of the prior, in units of itself
+PRIOR_SPREAD = 30.0  # standard deviation of the prior, in units of the prior
 NOISE = 0.1  # relative, of one measurement
 SPEED_DRIFT = 0.01  # relative, of the machine's speed from step to step
 DRIFT = 0.002  # relative, of one coefficient
@@ -43,7 +43,7 @@ MIN_SECONDS, MAX_SECONDS = 1e-6, 3600.0  # seconds of a step
 
 @dataclass(frozen=True)
 class StepWork:
-    """What a step's time depends on."""
+    """Features of a step that decide its time."""
 
     tokens: int = 0
     rows: int = 0
@@ -54,7 +54,7 @@ class StepWork:
 
 
 def chunk_work(num_new: int, context: int, rows: int = 0) -> StepWork:
-    """``num_new`` tokens after ``context`` others of their request."""
+    """The work of ``num_new`` tokens after ``context`` earlier tokens of their request."""
     return StepWork(num_new, rows, num_new * (context + num_new / 2))
 
 
@@ -66,7 +66,7 @@ def step_work(items: Iterable[ScheduledRequest]) -> StepWork:
 
 
 class CostModel:
-    """Predicts steps; ``observe`` each one that was measured."""
+    """Predicts the time of steps; ``observe`` each measured step."""
 
     def __init__(self) -> None:
         self._set(np.ones_like(PRIOR))
@@ -87,12 +87,12 @@ class CostModel:
         error = min(seconds / predicted - 1.0, OUTLIER_SIGMA * math.sqrt(variance))
         units = self._units + spread * (error / variance)
         known = covariance - spread[:, None] * spread / variance
-        # doubts are relative: where it was sure before (else it has only learned), they follow the machine's speed
+        # uncertainty is relative: where the estimate was certain before, it follows the machine's speed
         self._covariance = known * (1.0 + (x @ units - 1.0) * NOISE**2 / variance) ** 2
         self._set(within_bounds(units, self._covariance))
 
     def _drifted(self) -> np.ndarray:
-        """The covariance a step later, no variance of it beyond the prior's."""
+        """The covariance a step later, each variance at most the prior's."""
         wandering = SPEED_DRIFT * self._units
         covariance = self._covariance + wandering[:, None] * wandering
         variances = covariance.ravel()[:: len(PRIOR) + 1]  # a view of the diagonal
@@ -108,15 +108,15 @@ class CostModel:
         return float(_features(shape) @ self.coefficients) if shape.tokens else 0.0
 
     def prefill_seconds(self, num_tokens: int, context: int = 0) -> float:
-        """The predicted time to compute ``num_tokens`` tokens after ``context`` others, alone and in one step."""
+        """The predicted time to compute ``num_tokens`` tokens after ``context`` tokens, alone and in one step."""
         return self.seconds(chunk_work(num_tokens, context, rows=1))
 
     def added_seconds(self, num_tokens: int) -> float:
-        """What ``num_tokens`` more tokens of a prompt add to a step, at the least."""
+        """The least time that ``num_tokens`` more tokens of a prompt add to a step."""
         return float(num_tokens * self.coefficients[1])
 
     def tokens_within(self, seconds: float, rest: StepWork, context: int) -> int:
-        """How many tokens after ``context`` others fit ``seconds``, in a step that also does ``rest``; 0 or more."""
+        """The number of tokens after ``context`` tokens that fit ``seconds``, in a step that also does ``rest``."""
         _, token, row, pair = self.coefficients
         free = seconds - float(_features(rest) @ self.coefficients) - row
         if free <= 0:
@@ -128,7 +128,7 @@ class CostModel:
 
 
 def within_bounds(units: np.ndarray, covariance: np.ndarray) -> np.ndarray:
-    """The likeliest coefficients in [0, ``MAX_SECONDS``], given the likeliest ones without bounds."""
+    """The likeliest coefficients in [0, ``MAX_SECONDS``], given the likeliest coefficients without bounds."""
     for _ in units:
         worst = int(units.argmin())
         if units[worst] >= 0.0:

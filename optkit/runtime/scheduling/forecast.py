@@ -1,8 +1,8 @@
-"""Forecast: when a new request would get its first token, for admission by promise.
+"""Forecast: the time at which a new request would get its first token, for admission by promised TTFT.
 
-It adds up what has to happen before: the prefill of those before it in rank, its own, the decodes that share those
-steps, and, when all ``max_num_seqs`` places are taken, the decoding that it takes for one to become free. How long
-answers get is learned from those that have ended, because ``max_tokens`` is what a client fears and not what it needs.
+The forecast adds up the prefill of the requests before it in rank, its own prefill, the decodes that share those
+steps, and, when all ``max_num_seqs`` places are taken, the decoding until a place becomes free. The length of answers
+is learned from finished ones, because ``max_tokens`` is a limit that clients set far too high.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from optkit.runtime.scheduling.cost_model import CostModel, StepWork, chunk_work
 from optkit.runtime.scheduling.policy import SchedulingPolicy
 from optkit.runtime.types import Request
 
-DECAY = 0.95  # weight of what was known about the length of answers after one more
+DECAY = 0.95  # weight of the known mean length of answers after one more answer
 
 
 class Forecast:
@@ -25,18 +25,18 @@ class Forecast:
         self._mean_output: float | None = None
 
     def finished(self, request: Request) -> None:
-        """An answer has ended by itself."""
+        """Record the length of a finished answer."""
         known = request.num_output if self._mean_output is None else self._mean_output
         self._mean_output = DECAY * known + (1 - DECAY) * request.num_output
 
     def first_token(
         self, work: int, before: Sequence[tuple[Request, int]], running: Sequence[Request]
     ) -> float:
-        """For a prompt of which ``work`` tokens have to be computed.
+        """The first token of a prompt with ``work`` tokens to compute.
 
         Args:
-            before: those that come first, each with the prompt tokens it still has to compute.
-            running: those that have a place.
+            before: the requests that come first, each with its prompt tokens still to compute.
+            running: the requests that have a place.
         """
         decodes = StepWork()
         for request in running:
@@ -51,7 +51,7 @@ class Forecast:
         return prefill + num_steps * self.cost.seconds(decodes)
 
     def _steps_until_place(self, running: Sequence[Request], num_waiting: int) -> int:
-        """Steps until as many of ``running`` have ended as have to, for one more and ``num_waiting`` to get in."""
+        """Steps until enough of ``running`` have ended for ``num_waiting`` requests and one more to get a place."""
         missing = len(running) + num_waiting + 1 - self.config.max_num_seqs
         if missing <= 0 or not running:
             return 0

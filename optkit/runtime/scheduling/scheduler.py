@@ -1,23 +1,23 @@
-"""Scheduler: which tokens of which requests the next step computes.
+"""Scheduler: the tokens of each request that the next step computes.
 
-There are no phases. Every request has ``len(token_ids) - num_computed`` tokens without KV: many when its prompt
-is new, one when it decodes. A step gives out ``max_num_batched_tokens`` tokens (continuous batching, Yu et al.
-2022; chunked prefill, Agrawal et al. 2023):
+There are no phases. Every request has ``len(token_ids) - num_computed`` tokens without KV: many when its prompt is
+new, one when it decodes. A step gives out ``max_num_batched_tokens`` tokens (continuous batching, Yu et al. 2022;
+chunked prefill, Agrawal et al. 2023), in this order:
 
 1. one token to each running request that needs exactly one, so that a long prompt never stalls a stream;
 2. a chunk of the prompt that is first in line, as large as the policy allows; the prompt may be running or waiting;
-3. more prompts, while they fit as a whole and the step has fewer than ``prefill_target_tokens`` of them. Then the
-   model computes at full speed, and another prompt would only delay those before it;
-4. what is left to the tokens that a proposer guesses will follow the requests of 1 (speculative decoding). Guesses
-   come last, for tokens and for KV blocks, so prompts advance in each step as far as they would without guesses.
+3. more prompts, while they fit as a whole and the step has fewer than ``prefill_target_tokens`` prompt tokens. From
+   there on the model computes at full speed, and another prompt would only delay the earlier ones;
+4. the rest to tokens that a proposer guesses for the requests of 1 (speculative decoding). Guesses come last, for
+   tokens and for KV blocks, so prompts advance in each step as far as without guesses.
 
 Order: ``running`` and ``waiting`` are sorted by *rank*, which the policy (``fcfs`` or ``slo``) fixes on arrival.
-Admission allocates KV for all tokens known so far, so only decodes can run out of blocks. Then the *last* running
-request in rank is preempted: it gives its blocks back and waits to be admitted again, with the tokens it has
-generated. What of its KV is still cached or offloaded by then is taken over, the rest is computed again. The first
-in rank is never preempted and ``refusal`` turns away what could not fit alone, so some request always advances.
+Admission allocates KV for all known tokens, so only decodes can run out of blocks. Then the *last* running request in
+rank is preempted: its blocks are freed and the request waits to be admitted again, with the tokens generated so far.
+KV that is still cached or offloaded by then is taken over, the rest is computed again. The first request in rank is
+never preempted and ``refusal`` turns away requests that could not fit alone, so some request always advances.
 
-What is done for one request and raises (``_guarded``) ends that request and no other.
+An exception in the work for one request (``_guarded``) ends that request and no other.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ Result = tuple[int, ...] | Failure | None  # sampled tokens, why there are none,
 
 
 class Proposer(Protocol):
-    """Guesses what follows a request (``optkit.runtime.sampling.proposer``)."""
+    """Guesses the next tokens of a request (``optkit.runtime.sampling.proposer``)."""
 
     stats: SpeculationStats
 
@@ -76,15 +76,15 @@ class Proposer(Protocol):
 
 
 class Scheduler:
-    """Queues of requests and the KV blocks they own. Not thread-safe: one engine loop drives it.
+    """Queues of requests, and the owner of their KV blocks. Not thread-safe: one engine loop drives it.
 
     Args:
         config: limits and policy.
-        clock: seconds; the one that stamps ``EngineRequest.arrival``.
-        cost: learns how long steps take.
+        clock: seconds, of the same clock as ``EngineRequest.arrival``.
+        cost: learns the time of steps.
 
     Attributes:
-        announce: called before a step with the ids of the requests that it is the first step of.
+        announce: called before a step with the ids of the requests that begin in the step.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Scheduler:
         """Queue a request.
 
         Raises:
-            EngineRefusal: it can never be served.
+            EngineRefusal: the request can never be served.
             EngineOverload: not within the promised time, and ``enforce_ttft_slo`` is set.
         """
         reason = self.config.refusal(len(received.prompt_ids), received.sampling.max_tokens)
@@ -138,12 +138,12 @@ class Scheduler:
         bisect.insort(self.waiting, request, key=_rank)
 
     def abort(self, request_id: str) -> TokenOutput | None:
-        """Drop a request and free its KV; None if it is not here (any more)."""
+        """Drop a request and free its KV; None if no such request is here."""
         request = self._requests.get(request_id)
         return self._finish(request, FinishReason.ABORT) if request else None
 
     def schedule(self) -> Batch:
-        """The next step's work; an empty batch if there is none. ``update`` follows, also after an empty one."""
+        """The work of the next step; an empty batch if there is none. ``update`` follows, also after an empty batch."""
         self._step_start = self.clock()
         self._give_up()
         ready = self._ready()
@@ -156,7 +156,7 @@ class Scheduler:
         return batch
 
     def update(self, batch: Batch, results: Sequence[Result]) -> list[TokenOutput]:
-        """Record what the step did: for each item its sampled tokens, None (a chunk with more to come) or a failure."""
+        """Record a step. Each item has its sampled tokens, None (a chunk with more to come) or a failure."""
         now = self.clock()
         if batch.items and not batch.transfers and not any(isinstance(r, Failure) for r in results):
             self.cost.observe(step_work(batch.items), now - self._step_start)
@@ -169,19 +169,19 @@ class Scheduler:
         return outputs + self.take_lost()
 
     def take_lost(self) -> list[TokenOutput]:
-        """The ends that were found outside ``update``, each of them once: queue timeouts and faults of one request."""
+        """The ends found outside ``update``, each of them once: queue timeouts and faults of one request."""
         lost, self._lost = self._lost, []
         return lost
 
     def transfer_failed(self, transfer: Transfer) -> None:
-        """KV that should have been saved or loaded was not: who relies on it starts over."""
+        """Handle KV that could not be saved or loaded: requests that rely on the block start over."""
         self.kv.failed(transfer)
         if not transfer.save:
             for request in [request for request in self.running if transfer.block in request.block_table]:
                 self.preempt(request)
 
     def preempt(self, request: Request) -> None:
-        """Take the blocks of a running request; it waits, at its rank, to be admitted again."""
+        """Free the blocks of a running request; it waits, at its rank, to be admitted again."""
         self.running.remove(request)
         self.kv.release(request)
         bisect.insort(self.waiting, request, key=_rank)
@@ -193,7 +193,7 @@ class Scheduler:
         self.kv.reset()
 
     def reset_counters(self) -> None:
-        """Forget what was counted while the engine was warmed up."""
+        """Set the counters of the warm-up back to zero."""
         self.kv.reset_counters()
         self.step_sizes = StepSizes()
 
@@ -247,7 +247,7 @@ class Scheduler:
             self.announce(begun)
 
     def _give_up(self) -> None:
-        """End those who have waited for their first step longer than ``queue_timeout``."""
+        """End the requests that have waited for their first step longer than ``queue_timeout``."""
         if not self.config.queue_timeout:
             return
         oldest = self._step_start - self.config.queue_timeout
@@ -260,7 +260,7 @@ class Scheduler:
         return self._requests.get(request.request_id) is request
 
     def _ready(self) -> list[Request]:
-        """The running requests that need exactly one token computed, with a KV slot for it."""
+        """The running requests with exactly one token to compute, with a KV slot for the token."""
         ready = []
         index = 0
         while index < len(self.running):  # preemption shortens the list from behind
@@ -271,11 +271,11 @@ class Scheduler:
         return ready
 
     def _is_due(self, request: Request) -> bool:
-        """True for a running request that needs exactly one token computed."""
+        """True for a running request with exactly one token to compute."""
         return request.num_pending == 1
 
     def _with_drafts(self, ready: list[Request], left: int) -> list[ScheduledRequest]:
-        """The decodes of ``ready``, with guesses of at most ``left`` tokens as far as blocks are there for them."""
+        """The decodes of ``ready``, with guesses of at most ``left`` tokens as far as there are blocks."""
         items = []
         for request, draft in zip(ready, self._drafts(ready, left), strict=True):
             fits = bool(draft) and self._guarded(request, self._allocate, request, len(draft))
@@ -284,7 +284,7 @@ class Scheduler:
         return items
 
     def _drafts(self, requests: list[Request], left: int) -> list[tuple[int, ...]]:
-        """Guesses of what follows each of ``requests``, at most ``left`` tokens in all."""
+        """Guesses of the tokens after each of ``requests``, at most ``left`` tokens in all."""
         none: list[tuple[int, ...]] = [()] * len(requests)
         if self.proposer is None or not requests:
             return none
@@ -293,7 +293,7 @@ class Scheduler:
         return self._optional(self.proposer.propose, requests, limits) or none
 
     def _optional(self, work: Callable[..., T], *args: Any) -> T | None:
-        """The result of ``work(*args)`` of the proposer; None if it raises: an answer needs no guesses."""
+        """The result of ``work(*args)`` of the proposer; None if it raises, because an answer needs no guesses."""
         try:
             return work(*args)
         except Exception:
@@ -304,11 +304,13 @@ class Scheduler:
         """The last token of a request needs no KV, and the sampled token always comes on top of the draft."""
         sampling = request.sampling
         if sampling.logprobs is not None or sampling.prompt_logprobs is not None:
-            return 0  # they are reported a token a step
+            return 0  # logprobs are reported a token a step
         return self._final_length(request) - len(request.token_ids) - 1
 
     def _make_room(self, request: Request) -> bool:
-        """A KV slot for each token of ``request``, preempting those after it; False if it is itself the last."""
+        """Allocate a KV slot for each token of ``request``, preempting requests after it; False if none is left to
+        preempt.
+        """
         while not self._allocate(request):
             last = self.running[-1]
             self.preempt(last)
@@ -322,7 +324,7 @@ class Scheduler:
         left = self.config.max_num_batched_tokens - busy.tokens
         target = self.config.prefill_target
         items: list[ScheduledRequest] = []
-        full = False  # nobody who waits can be admitted; those that run go on all the same
+        full = False  # no waiting request can be admitted; running ones go on
         partial = [request for request in self.running if request.num_pending > 1]
         for request in heapq.merge(partial, self._admissible(), key=_rank):
             if full and not request.block_table:
@@ -346,15 +348,15 @@ class Scheduler:
         return items
 
     def _admissible(self) -> list[Request]:
-        """Who of those that wait could be computed in this step, in order."""
+        """The waiting requests that could be computed in this step, in order."""
         return list(self.waiting)
 
     def _work(self, request: Request) -> int:
-        """Tokens of ``request`` that a prefill from here on has to compute."""
+        """Tokens of ``request`` that a prefill from here on must compute."""
         return request.num_pending - (0 if request.block_table else self.kv.cached_tokens(request))
 
     def _admit(self, request: Request) -> bool:
-        """Move ``request`` from ``waiting`` to ``running``, if there is room and nobody before it waits."""
+        """Move ``request`` from ``waiting`` to ``running``, if there is room and it is first in line."""
         spare = len(self.running)  # leave each running request a block to grow into
         if len(self.running) >= self.config.max_num_seqs:
             return False
@@ -376,7 +378,7 @@ class Scheduler:
         return self.config.final_length(request.num_prompt, request.sampling.max_tokens)
 
     def _guarded(self, request: Request, work: Callable[..., T], *args: Any) -> T | None:
-        """What ``work(*args)`` returns; if it raises, ``request`` ends with an error and the others go on."""
+        """The result of ``work(*args)``; if it raises, ``request`` ends with an error and the other requests go on."""
         try:
             return work(*args)
         except Exception:
@@ -391,7 +393,7 @@ class Scheduler:
             item.request.progress.num_chunks += 1
 
     def _record(self, item: ScheduledRequest, result: Result) -> list[TokenOutput]:
-        """Take over what a step gave for one request."""
+        """Record the result of a step for one request."""
         if isinstance(result, Failure):
             return [self._fail(item.request, result)]
         if result is not None:
@@ -401,12 +403,12 @@ class Scheduler:
         return []
 
     def _fail(self, request: Request, failure: Failure) -> TokenOutput:
-        """End a request whose step failed; nobody reuses its KV."""
+        """End a request whose step failed; no other request reuses its KV."""
         self.kv.distrust(request)
         return self._finish(request, FinishReason.ERROR, error=failure.message)
 
     def _append(self, item: ScheduledRequest, tokens: tuple[int, ...]) -> list[TokenOutput]:
-        """Take over ``tokens``: those of the draft that were right, and the one sampled after them."""
+        """Append ``tokens``: the right tokens of the draft, and the token sampled after them."""
         request, sampling = item.request, item.request.sampling
         if item.draft and self.proposer:
             self.proposer.observe(request, len(item.draft), len(tokens) - 1)
@@ -414,7 +416,7 @@ class Scheduler:
         for token in tokens:
             request.num_computed = len(
                 request.token_ids
-            )  # the KV of what was known, and of a right draft, is there
+            )  # all known tokens, and those of a right draft, have KV
             if token in sampling.stop_token_ids:
                 return [*outputs, self._finish(request, FinishReason.STOP, stop_token=token)]
             request.token_ids.append(token)

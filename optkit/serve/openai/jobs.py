@@ -31,12 +31,12 @@ class ChoiceJob:
     Attributes:
         index: of the choice.
         stops: strings that end the text.
-        keep_stop: the text includes the stop string that ended it.
-        skip_special: special tokens are no text.
-        echo: the prompt's text when the choice begins with it.
-        prompt_only: no token was asked for; the engine cannot generate none, so its first token is dropped.
+        keep_stop: the text includes the stop string at its end.
+        skip_special: special tokens have no text.
+        echo: the prompt's text when the choice begins with the prompt.
+        prompt_only: the request wants no token; the engine generates at least one, which is dropped.
         list_stop_token: a stop token has an entry in the logprobs, though not in the text.
-        n: choices of this prompt, in the first of them, which counts the prompt in the metrics; 0 in the others.
+        n: choices of this prompt, in the first of them, which counts the prompt in the metrics; else 0.
     """
 
     index: int

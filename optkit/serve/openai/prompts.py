@@ -1,8 +1,8 @@
 """Requests to choice jobs, with token ids that fit the context.
 
-Short prompts are tokenized on the event loop, because a hop to a thread costs more than the work. Long ones
-go to a small thread pool, so that the streams of others keep flowing, and a text that cannot fit is refused
-by its length in bytes before it is tokenized at all.
+Short prompts are tokenized on the event loop, because a hop to a thread costs more than the work. Long prompts go to
+a small thread pool, so other streams keep flowing. A text that cannot fit is refused by its length in bytes, before
+tokenization.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class PromptReader:
     def _truncated(
         self, text: str | None, ids: list[int], request: GenerationRequest
     ) -> tuple[list[int], str]:
-        """Ids and text of a prompt after ``truncate_prompt_tokens``; the text may be "" where nobody reads it."""
+        """Ids and text of a prompt after ``truncate_prompt_tokens``; the text may be "" for a prompt without echo."""
         keep = request.truncate_prompt_tokens
         if keep is not None:
             keep = self.max_model_len - max(request.requested_max_tokens or 1, 1) if keep == -1 else keep
@@ -127,7 +127,7 @@ class PromptReader:
         return ids, text or ""
 
     def _check_ids(self, param: str, ids: Sequence[int]) -> None:
-        """Refuse the first of ``ids``, which the field ``param`` holds, that is no token of the model."""
+        """Refuse the first of ``ids`` that is no token of the model; ``param`` is the field with the ids."""
         size = self.tokenizer.vocab_size
         if not ids or (min(ids) >= 0 and max(ids) < size):
             return
@@ -183,9 +183,9 @@ def overflow(limit: int, param: str, num_prompt: int | str, asked: int | None = 
 
     Args:
         limit: tokens of prompt and answer together.
-        param: the field that holds the prompt.
-        num_prompt: tokens of the prompt, or in words how many at least, where it was not tokenized.
-        asked: tokens of the answer; None or 0 when none were asked for.
+        param: the field with the prompt.
+        num_prompt: tokens of the prompt, or "at least N" for a prompt that was not tokenized.
+        asked: ``max_tokens`` of the request; None or 0 without.
     """
     wanted = f"your {param} resulted in {num_prompt} tokens, and an answer needs at least one"
     shorten = param

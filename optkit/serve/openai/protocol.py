@@ -52,7 +52,7 @@ class StreamOptions(BaseModel):
 
 
 class GenerationRequest(BaseModel):
-    """What chat and completions have in common."""
+    """The fields that chat and completions share."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -112,7 +112,7 @@ class GenerationRequest(BaseModel):
 
     @property
     def named_tokens(self) -> dict[str, list[int]]:
-        """The fields that hold token ids, with the ids."""
+        """The fields with token ids, and their ids."""
         return {
             "stop_token_ids": self.stop_token_ids or [],
             "allowed_token_ids": self.allowed_token_ids or [],
@@ -145,7 +145,7 @@ class GenerationRequest(BaseModel):
 
 
 def choice_seed(seed: int | None, choice: int) -> int | None:
-    """The seed of one of the ``n`` answers. The first has the request's own, so that n changes nothing for it."""
+    """The seed of one of the ``n`` choices. The first choice has the request's seed, so ``n`` does not change it."""
     if seed is None or choice == 0:
         return seed
     digest = hashlib.blake2b(f"{seed}:choice:{choice}".encode(), digest_size=8).digest()
@@ -187,7 +187,7 @@ class ChatRequest(GenerationRequest):
 
 
 class CompletionRequest(GenerationRequest):
-    """Body of ``POST /v1/completions``. ``max_tokens`` 0 generates nothing: with ``echo`` it scores the prompt."""
+    """Body of ``POST /v1/completions``. ``max_tokens`` 0 generates nothing: with ``echo`` the prompt is scored."""
 
     prompt: Prompts
     max_tokens: Natural | None = None
@@ -225,7 +225,7 @@ def parse_request(kind: type[Body], body: bytes) -> Body:
 
 
 def _check_together(request: GenerationRequest) -> None:
-    """What one field alone does not show."""
+    """Check the fields that depend on each other."""
     if request.stream_options and not request.stream:
         raise _invalid("stream_options", "'stream_options' needs 'stream': true")
     if (
@@ -263,7 +263,7 @@ def _invalid(param: str, message: str) -> ApiError:
 
 
 def _explain(error: ValidationError) -> ApiError:
-    """The first problem, in words that show nothing but the field and the rule."""
+    """The first problem, with the field and the rule and nothing else."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     path = [str(part) for part in first["loc"]]
     param = path[0] if path else None

@@ -1,11 +1,11 @@
 """The HTTP answer to a generation request, from admission to the last byte.
 
-The whole life of a request is one ``GenerationResponse``: take permits, tokenize, generate, write, give the permits
-back. It runs beside a task that listens for the client's disconnect; when the client goes, the work is cancelled at
-whatever point it has reached, and cancelling it aborts the sequences in the engine.
+One ``GenerationResponse`` takes permits, has the prompt tokenized, generates, writes, and gives the permits back. A
+second task listens for the client's disconnect. When the client goes, the first task is cancelled wherever it is,
+which aborts the requests in the engine.
 
-The status line of a stream waits for the first token. So an engine that fails before it answers 500, which
-clients and load balancers can act on, and not 200 with bad news inside.
+The status line of a stream waits for the first token. So a request that fails before its first token is a 500, on
+which clients and load balancers can act, and not a 200 with an error inside.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ STREAM_HEADERS = [
 
 @dataclass(frozen=True)
 class AppState:
-    """The parts that answering a request takes."""
+    """The parts of the server that answer a request."""
 
     engine: AsyncEngine
     prompts: PromptReader
@@ -58,7 +58,7 @@ class AppState:
     requests: RequestsInFlight = field(default_factory=RequestsInFlight)
 
     def check(self, request: GenerationRequest) -> None:
-        """Refuse early what needs no tokenizer to refuse.
+        """Refuse requests that are wrong without a look at the prompt's text.
 
         Raises:
             ApiError: 400, 404 unknown model, 503 the engine is gone.
@@ -79,8 +79,9 @@ class AppState:
 class GenerationResponse(Response):
     """Answers ``request``, which arrived at ``arrival`` (``time.monotonic()``).
 
-    ``tenant`` names the key it came with; requests of different tenants share no cached KV. ``parent`` are the headers
-    that say which trace it belongs to.
+    Args:
+        tenant: name of the request's API key; requests of different tenants share no cached KV.
+        parent: the headers that name the trace of the request.
     """
 
     def __init__(
@@ -123,12 +124,12 @@ class GenerationResponse(Response):
             work.result()
 
     async def _answer(self, send: Send) -> None:
-        """The answer, or how it failed, and the line in the log that says so."""
+        """Answer the request, or report its failure, and log a line."""
         wire, outcome = SSEWriter(send), "ok"
         try:
             async with self._state.requests.limit(self._deadline()):
                 await self._generate_and_send(wire)
-        except asyncio.CancelledError:  # nobody listens
+        except asyncio.CancelledError:  # the client is gone
             outcome = "cancelled"
             raise
         except Exception as error:
@@ -144,14 +145,14 @@ class GenerationResponse(Response):
             self._log()
 
     def _deadline(self) -> float | None:
-        """When the request has taken too long, on the event loop's clock."""
+        """The end of the request's time, on the event loop's clock."""
         limit = self._state.settings.request_timeout
         if limit is None:
             return None
         return asyncio.get_running_loop().time() + self._sender.arrival + limit - time.monotonic()
 
     def _failure(self, error: Exception) -> ApiError:
-        """``error`` as the client is told of it."""
+        """``error`` as an error for the client."""
         if isinstance(error, ApiError):
             return error
         if isinstance(error, TimeoutError) and self._state.requests.is_cut:
@@ -175,7 +176,7 @@ class GenerationResponse(Response):
             "prompt_tokens": done.num_prompt,
             "completion_tokens": done.num_output,
         }
-        if done.first:  # of the first choice: where the time to its first token went
+        if done.first:  # of the first choice: the parts of its time to first token
             event |= {name: round(value, 4) for name, value in msgspec.structs.asdict(done.first).items()}
         log.info("request", extra={"event": event})
 
@@ -231,7 +232,7 @@ class GenerationResponse(Response):
 
 
 class SSEWriter:
-    """The way back to the client: one JSON body, or events of which the first takes the response head with it."""
+    """Writes one JSON body, or server-sent events of which the first comes with the response head."""
 
     def __init__(self, send: Send) -> None:
         self._send, self.started, self._streams = send, False, False
@@ -249,7 +250,7 @@ class SSEWriter:
         await self._send({"type": "http.response.body", "body": body})
 
     async def fail(self, error: ApiError) -> None:
-        """End a stream with ``error``; a client that does not read must not hold up the end."""
+        """End a stream with ``error``; a client that does not read delays the end by a second at most."""
         if self._streams:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FINAL_ERROR_TIMEOUT_SECONDS):

@@ -1,4 +1,4 @@
-"""Messages between the processes: a misspelt option is an error on the receiving side, too."""
+"""Messages between the processes: frames, and a misspelt option, which is an error on the receiving side, too."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import socket
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from optkit.runtime.process import ipc
 from optkit.runtime.process.launch import end_process, launch
+from tests.support.engine_process import request
 from tests.support.fakes import FACTORY, fake_engine
 
 
@@ -55,3 +58,25 @@ def test_info_of_an_engine_survives_the_border() -> None:
     unknown = msgspec.msgpack.encode({"type": "ready", "info": msgspec.to_builtins(info) | {"max_len": 1}})
     with pytest.raises(msgspec.ValidationError, match="max_len"):
         ipc.from_worker.decode(unknown)
+
+
+@given(st.lists(st.integers(1, 40)), st.lists(st.integers(0, 99), min_size=1, max_size=5))
+def test_frames_survive_any_cut(cuts: list[int], prompts: list[int]) -> None:
+    messages: list[ipc.ToWorker] = [request(f"r{i}", [i] * 9) for i in prompts]
+    messages += [ipc.Abort("r"), ipc.Shutdown()]
+    data = b"".join(ipc.frame(message) for message in messages)
+    reader, received = ipc.FrameReader(), []
+    for cut in cuts:
+        received += reader.feed(data[:cut])
+        data = data[cut:]
+    assert received + reader.feed(data) == messages
+
+
+def test_frames_that_are_too_large_or_no_message_are_refused() -> None:
+    with pytest.raises(ipc.ProtocolError, match="larger than"):
+        ipc.FrameReader().feed(ipc.HEADER.pack(ipc.MAX_FRAME + 1))
+    with pytest.raises(ipc.ProtocolError, match="larger than"):
+        ipc.frame(ipc.Abort("x" * ipc.MAX_FRAME))
+    for body in (b"\xc1", ipc._encoder.encode({"type": "ready"}), ipc._encoder.encode({"type": "abort"})):
+        with pytest.raises(ipc.ProtocolError):
+            ipc.FrameReader().feed(ipc.HEADER.pack(len(body)) + body)

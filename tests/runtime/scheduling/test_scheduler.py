@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optkit.runtime.sampling.proposer import SpeculationStats
-from optkit.runtime.scheduling.scheduler import Scheduler, SchedulerConfig
+from optkit.runtime.scheduling.scheduler import Scheduler
 from optkit.runtime.types import (
     QUEUE_TIMEOUT,
-    Batch,
     EngineRefusal,
     EngineRequest,
     Failure,
@@ -21,36 +20,7 @@ from optkit.runtime.types import (
     Request,
     SamplingParams,
 )
-
-
-def make(**overrides: float) -> Scheduler:
-    limits = {
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 16,
-        "max_model_len": 64,
-        "block_size": 4,
-        "num_blocks": 64,
-        "enable_prefix_caching": False,  # tests/runtime/kv/test_prefix_cache.py
-    }
-    return Scheduler(SchedulerConfig(**limits | overrides))
-
-
-def add(scheduler: Scheduler, name: str, num_prompt: int, max_tokens: int = 8, **sampling: object) -> None:
-    params = SamplingParams(max_tokens=max_tokens, **sampling)
-    scheduler.add(EngineRequest(request_id=name, prompt_ids=(1,) * num_prompt, sampling=params, arrival=0.0))
-
-
-def plan(batch: Batch) -> list[tuple[str, int]]:
-    return [(item.request.request_id, item.num_new) for item in batch.items]
-
-
-def advance(scheduler: Scheduler, token: int = 5) -> list[tuple[str, int]]:
-    """One step in which every sampled token is ``token``; returns what was scheduled."""
-    batch = scheduler.schedule()
-    assert batch.items, "nothing to do"
-    scheduler.update(batch, [(token,) if item.needs_logits else None for item in batch.items])
-    scheduler.check()
-    return plan(batch)
+from tests.support.schedulers import add, advance, make, plan
 
 
 def test_a_long_prompt_is_chunked_and_never_stalls_a_decode() -> None:
@@ -133,46 +103,11 @@ def test_admission_leaves_running_sequences_room_to_grow() -> None:
     assert scheduler.num_preemptions == 0
 
 
-@pytest.mark.parametrize(
-    ("num_prompt", "max_tokens", "reason"),
-    [
-        (0, 1, "the prompt is empty"),
-        (1, 0, "max_tokens must be at least 1"),
-        (64, 1, "leaves no room"),
-        (33, 1, "need 33 tokens of KV cache; there are 32"),
-        (1, 33, "need 33 tokens of KV cache; there are 32"),
-    ],
-)
-def test_requests_that_can_never_fit_are_refused(num_prompt: int, max_tokens: int, reason: str) -> None:
-    scheduler = make(num_blocks=8, block_size=4)
-    with pytest.raises(EngineRefusal, match=reason):
-        add(scheduler, "r", num_prompt, max_tokens)
-    assert not scheduler.has_work
-    scheduler.check()
-
-
-@pytest.mark.parametrize(("num_prompt", "max_tokens"), [(32, 1), (1, 32)])
-def test_the_largest_request_that_fits_is_served(num_prompt: int, max_tokens: int) -> None:
-    scheduler = make(num_blocks=8, block_size=4)
-    add(scheduler, "r", num_prompt, max_tokens)
-    request = scheduler.waiting[0]
-    while scheduler.has_work:
-        advance(scheduler)
-    assert request.num_output == max_tokens
-    assert scheduler.stats().kv_blocks_used == 0
-
-
 def test_an_id_in_use_is_refused() -> None:
     scheduler = make()
     add(scheduler, "r", 1)
     with pytest.raises(EngineRefusal, match="'r' is being served"):
         add(scheduler, "r", 1)
-
-
-@pytest.mark.parametrize("bad", [{"num_blocks": 0}, {"max_num_seqs": 17}])
-def test_limits_that_cannot_work_are_refused(bad: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=next(iter(bad))):
-        make(**bad)
 
 
 def finish(scheduler: Scheduler, tokens: list[int]) -> tuple[list[int], FinishReason | None]:
@@ -285,9 +220,6 @@ def test_what_raises_for_one_sequence_ends_that_one(monkeypatch: pytest.MonkeyPa
         ("bad", FinishReason.ERROR),
     ]
     scheduler.check()
-
-
-# -- guesses ---------------------------------------------------------------------------------------------
 
 
 class Eager:
