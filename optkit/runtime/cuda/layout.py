@@ -37,7 +37,7 @@ class StepShape:
         return self.tokens == self.sequences
 
 
-# name: (type, dimensions, padding)
+# For each field its type, its dimensions and the value of padding.
 FIELDS: dict[str, tuple[type, tuple[str, ...], float]] = {
     "input_ids": (np.int64, ("tokens",), 0),
     "source": (np.int64, ("tokens",), -1),  # row of the step before with this token; -1: in input_ids
