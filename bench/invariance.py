@@ -1,10 +1,10 @@
-"""Do tokens depend on what else is in the batch, or on how a prompt is cut into chunks?
+"""Test whether tokens depend on the batch, or on the chunks of a prompt.
 
     python bench/invariance.py artifact/ --prompts 100
 
-Greedy tokens of each prompt alone, unchunked, are the reference. The same prompts then run 4 and 16 at a time, and with
-chunks of 37 and 128 tokens, through the engine that serves. Prints how many prompts are identical; exit code 1 if any
-differs. Exact equality is the claim, so one run proves or refutes it: there is nothing to average.
+Greedy tokens of each prompt alone, unchunked, are the reference. The same prompts then run 4 and 16 at a time, and
+with chunks of 37 and 128 tokens, through the serving engine. Prints the number of identical prompts; exit code 1 for
+any difference. The claim is exact equality, so a single run proves or refutes the claim, without averages.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from optkit.artifact.open import Artifact
-from optkit.runtime.factory import load_engine
+from optkit.runtime.factory import open_engine
 from optkit.runtime.types import SamplingParams
 from optkit.text.corpora import load_text
 from optkit.text.load import load_tokenizer
@@ -55,7 +55,7 @@ def answers(
     artifact: str, prompts: list[list[int]], length: int, sequences: int, tokens: int
 ) -> list[list[int]]:
     options = {"max_num_seqs": sequences, "max_num_batched_tokens": tokens, "max_model_len": 512}
-    engine = load_engine(artifact, options)
+    engine = open_engine(artifact, **options)
     return engine.generate(prompts, SamplingParams(max_tokens=length, temperature=0.0))
 
 

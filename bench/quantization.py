@@ -1,10 +1,11 @@
 """Quality of quantizers on a model, measured through the runtime: mean KL and top-1 against the float32 model.
 
-    python -m bench.quantization MODEL --tokens 20480 \
+    python -m bench.quantization MODEL --tokens 20480 \\
         --try 'rtn: {scheme: W4A16, group_size: 64}' --try 'gptq: {scheme: W4A16, group_size: 64}'
 
-Each ``--try`` is the ``passes`` of a recipe, in YAML; the fusions come before, but for those that ``--without`` names.
-One JSON line a try. ``--save-result`` puts the figures into a file, in place of earlier ones of the same tries.
+Each ``--try`` is the ``passes`` section of a recipe, in YAML. The fusions run before, except those in ``--without``.
+Each try prints a JSON line. ``--save-result`` writes the figures to a file and replaces earlier figures of the same
+tries.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def main() -> None:
 
 
 def quality(report: QualityReport) -> dict[str, float]:
-    """The figures that are quoted; divergences in nats."""
+    """The quoted figures; divergences in nats."""
     return {
         "kl_mean": report.kl_mean.value,
         "kl_stderr": report.kl_mean.stderr,
@@ -104,7 +105,7 @@ def quality(report: QualityReport) -> dict[str, float]:
 
 
 def optimized(graph: Graph, passes: dict[str, Any], context: PassContext) -> tuple[Graph, dict[str, Any]]:
-    """``graph`` after ``passes``, and what the last of them says of itself."""
+    """``graph`` after ``passes``, and the facts reported by the last pass."""
     candidate, stats = graph.clone(), {}
     for name, options in passes.items():
         pass_class = load(name)
@@ -115,12 +116,12 @@ def optimized(graph: Graph, passes: dict[str, Any], context: PassContext) -> tup
 
 
 def kv_bytes(graph: Graph) -> int:
-    """Bytes of the KV cache a token."""
+    """Bytes of the KV cache per token."""
     return sum(spec.token_bytes for spec in graph.meta.kv_specs)
 
 
 def forget_peak() -> None:
-    """Let the largest memory of this process be counted anew, where the system can."""
+    """Reset the peak memory of the process, where the system allows."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
@@ -128,7 +129,7 @@ def forget_peak() -> None:
 
 
 def save(file: Path, model: str, rows: list[dict[str, Any]]) -> None:
-    """Put ``rows`` into ``file``: each replaces that of the same try on as much text."""
+    """Write ``rows`` to ``file``; each row replaces the row of the same try on the same amount of text."""
     around = environment()
     where = {key: around[key] for key in WHERE}
     command = shlex.join(

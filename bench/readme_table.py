@@ -1,11 +1,11 @@
-"""Writes the README's generated sections from bench/results/*.json: no number there is typed by hand.
+"""Write the README's generated sections from bench/results/*.json: no number there is typed by hand.
 
     python bench/readme_table.py            # rewrite the sections
-    python bench/readme_table.py --check    # exit code 1 if one is not up to date
+    python bench/readme_table.py --check    # exit code 1 if a section is out of date
 
-Each file is what ``optkit bench --save-result`` or ``python -m bench.peers --save-result`` wrote, for the section
-between the markers of its name; files of another form (kernel timings, say) are passed over, and so are those that
-``make demo``, ``make bench`` and ``make peers`` write on anybody's machine.
+The inputs are files of ``optkit bench --save-result`` or ``python -m bench.peers --save-result``, for the section
+between the markers of the same name. Other files (kernel timings, for example) are skipped, and so are the local
+files of ``make demo``, ``make bench`` and ``make peers``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PEERS_LEGEND = (
 
 
 def results(folder: Path, keys: set[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(file stem, content) of every quotable result that has ``keys``, by name."""
+    """(file stem, content) of every quotable result with the keys ``keys``, by name."""
     for file in sorted(folder.glob("*.json")):
         data = json.loads(file.read_text("utf-8"))
         if file.name not in NOT_QUOTED and isinstance(data, dict) and keys <= set(data):
@@ -64,7 +64,7 @@ def peers_section(folder: Path) -> str:
 
 
 def block(stem: str, data: dict[str, Any]) -> str:
-    """A heading and a table for one result."""
+    """A heading and a table for a result."""
     sides = list(data["sides"])
     lines = [
         f"**{workload_line(data['workload'])}** on {machine_line(data['environment'])} (`{stem}.json`)",
@@ -112,7 +112,7 @@ def number(value: float) -> str:
 
 
 def peers_block(stem: str, data: dict[str, Any]) -> str:
-    """A heading, a table of medians, a table of ratios for each artifact, versions, and who was left out."""
+    """A heading, a table of medians, a table of ratios for each artifact, versions, and the skipped peers."""
     lines = [f"**{data['model']}** on {machine_line(data['environment'])} (`{stem}.json`)"]
     if data["servers"]:
         lines += ["", *peers_table(data["figures"], list(data["servers"]))]
@@ -157,7 +157,7 @@ def ratio_table(figures: list[dict[str, Any]], artifact: str, others: list[str])
 
 
 def spread_cell(spread: dict[str, float] | None) -> str:
-    """``275 [271, 279]``; the median alone where there is no spread, as with one start."""
+    """``275 [271, 279]``; only the median without a spread, for example for a single start."""
     if spread is None:
         return "-"
     median, low, high = (number(spread[key]) for key in ("median", "q1", "q3"))
@@ -168,7 +168,7 @@ def spread_cell(spread: dict[str, float] | None) -> str:
 
 
 def rewritten(readme: str, name: str, text: str) -> str:
-    """``readme`` with what is between the markers of a section replaced."""
+    """``readme`` with a new text between the markers of a section."""
     first, last = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     before, begin, rest = readme.partition(first)
     _, end, after = rest.partition(last)

@@ -1,8 +1,8 @@
-"""Errors a user can cause, and the one line each of them prints.
+"""Errors that a user can cause, printed as one line each.
 
-Everything a user can get wrong (a missing file, an unknown recipe key, a port in use) is a
-``UserError``: *what* was wrong, *where*, and *what to do*. The CLI prints it as one panel and exits
-with code 2. Anything else that escapes is a bug in optkit and exits with code 1.
+A ``UserError`` is a mistake that a user can make: a missing file, an unknown recipe key, a port in use. The error
+carries the problem, the place and the remedy. The CLI prints a panel and exits with code 2. Any other exception is a
+bug in optkit and exits with code 1.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ class UserError(Exception):
 
     Args:
         what: the problem, in one sentence without a trailing period.
-        where: file, key or argument it was found in.
-        fix: what to do about it.
+        where: file, key or argument with the problem.
+        fix: the remedy.
     """
 
     def __init__(self, what: str, *, where: str | None = None, fix: str | None = None) -> None:
@@ -36,7 +36,7 @@ class UserError(Exception):
 
 
 def printable(text: str) -> str:
-    """``text`` with control characters and line ends spelled out: names of files and tensors are somebody else's."""
+    """``text`` with control characters and line ends spelled out, since names of files and tensors are untrusted."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 

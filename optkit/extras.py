@@ -1,7 +1,7 @@
-"""The packages that optkit needs beyond the core, and the refusal of a command that lacks some of them.
+"""Optional packages, and the error of a command when some of the packages are missing.
 
-pyproject.toml has the one list. Here it is read back from the metadata that the installation wrote. Where optkit was
-not installed (run from a source tree alone) no list is known, and nothing is refused.
+The list is in pyproject.toml and is read back from the metadata of the installation. Where optkit is not installed
+(run from a source tree alone) the list is unknown, and no command is refused.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from optkit.errors import UserError
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
-EXTRAS = ("serve", "formats", "otel")  # those for users; the others are for development
+EXTRAS = ("serve", "formats", "otel")  # the extras for users; further extras are for development
 
 
 def required(extra: str = "") -> list[Requirement]:
-    """The requirements of the core, or those that ``extra`` adds, on this platform."""
+    """The requirements of the core, or the additional requirements of ``extra``, on the current platform."""
     from packaging.requirements import Requirement
 
     try:
@@ -45,7 +45,7 @@ def installed_version(distribution: str) -> str | None:
 
 
 def need_extra(extra: str, feature: str) -> None:
-    """Refuse ``feature`` where packages of ``extra`` are missing.
+    """Refuse ``feature`` if packages of ``extra`` are missing.
 
     Raises:
         UserError: with the missing packages and the pip command.
@@ -59,7 +59,7 @@ def need_extra(extra: str, feature: str) -> None:
 
 
 def missing_package(error: ModuleNotFoundError) -> UserError | None:
-    """The refusal for an import that failed because a package is absent; None for a module of optkit."""
+    """The error for an import that failed because a package is absent; None for a module of optkit."""
     package = (error.name or "").partition(".")[0]
     if not package or package == "optkit":
         return None

@@ -1,7 +1,7 @@
-"""Reads the JSON files of an artifact: data from somebody else, checked once against a schema.
+"""Read the JSON files of an artifact: untrusted data, checked once against a schema.
 
-The schemas are pydantic models, strict and bounded. What passes has the types that the code relies on, so nothing
-behind it has to expect another one.
+The schemas are pydantic models, strict and bounded. Checked data has the declared types, so later code needs no type
+checks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Name = Annotated[str, Field(max_length=1024, pattern=r"^[^\x00-\x1f\x7f]*$")]
 
 
 class Schema(BaseModel):
-    """A JSON object with exactly these keys, each of exactly its type."""
+    """A JSON object with exactly the declared keys and types."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -34,20 +34,24 @@ def read_bounded(file: Path, limit: int) -> bytes:
     """The content of a plain file of at most ``limit`` bytes.
 
     Raises:
-        UserError: it is missing, unreadable, a directory, or larger.
+        UserError: the file is missing, unreadable, a directory, or larger.
     """
     try:
         with file.open("rb") as stream:
             data = stream.read(limit + 1)
     except OSError as error:
-        raise UserError(f"it can't be read: {error.strerror}", where=str(file)) from error
+        raise UserError(f"the file can't be read: {error.strerror}", where=str(file)) from error
     if len(data) > limit:
-        raise UserError(f"it is larger than {limit} bytes", where=str(file))
+        raise UserError(f"the file is larger than {limit} bytes", where=str(file))
     return data
 
 
-def parse_json(text: bytes, where: str, subject: str = "it is") -> dict[str, Any]:
-    """A JSON object from untrusted bytes: no duplicate keys, no unbounded nesting."""
+def parse_json(text: bytes, where: str, subject: str = "the file is") -> dict[str, Any]:
+    """A JSON object from untrusted bytes: no duplicate keys, no unbounded nesting.
+
+    Raises:
+        UserError: the bytes are not a JSON object.
+    """
     try:
         value = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
@@ -64,11 +68,11 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def parse_bounded(data: bytes, where: str, subject: str = "it is") -> dict[str, Any]:
+def parse_bounded(data: bytes, where: str, subject: str = "the file is") -> dict[str, Any]:
     """A JSON object without duplicate keys, lone surrogates, or nesting beyond ``MAX_DEPTH``.
 
     Raises:
-        UserError: it is something else.
+        UserError: the bytes are anything else.
     """
     value = parse_json(data, where, subject)
     level: list[Any] = [value]
@@ -88,15 +92,15 @@ def children(node: Any) -> list[Any]:
 
 
 def is_text(value: str) -> bool:
-    """Whether ``value`` can be written as UTF-8."""
+    """Return True if ``value`` can be written as UTF-8."""
     return value.isascii() or not any("\ud800" <= char <= "\udfff" for char in value)
 
 
-def check(schema: type[Checked], data: Any, where: str, subject: str = "it is damaged") -> Checked:
+def check(schema: type[Checked], data: Any, where: str, subject: str = "the file is damaged") -> Checked:
     """``data`` as an instance of ``schema``.
 
     Raises:
-        UserError: the first thing that does not fit, with its path.
+        UserError: the first mismatch, with the path in the data.
     """
     try:
         return schema.model_validate(data)

@@ -1,3 +1,3 @@
-"""The one place that holds optkit's version."""
+"""The version of optkit."""
 
 VERSION = "0.1.0"

@@ -11,7 +11,7 @@ import torch
 
 from optkit.pipeline.driver import optimize
 from optkit.runtime.engine import Engine
-from optkit.runtime.factory import load_engine
+from optkit.runtime.factory import open_engine
 from optkit.runtime.types import SamplingParams
 from optkit.text.corpora import load_text
 
@@ -79,7 +79,7 @@ def greedy(tokens: int) -> SamplingParams:
 
 @pytest.fixture(scope="module")
 def engine(artifact: Path) -> Iterator[Engine]:
-    yield load_engine(str(artifact), {"max_model_len": 512})
+    yield open_engine(str(artifact), max_model_len=512)
 
 
 def test_prompts_and_answers_differ(prompts: list[list[int]], expected: list[list[int]]) -> None:
@@ -108,6 +108,6 @@ def test_in_small_chunks_with_scarce_memory(
 ) -> None:
     """Prompts in chunks of a few tokens, and KV for a few sequences only, so that some are preempted."""
     options = {"max_model_len": 128, "max_num_batched_tokens": 24, "kv_cache_bytes": 12 << 20}
-    engine = load_engine(str(artifact), options)
+    engine = open_engine(str(artifact), **options)
     assert engine.generate(prompts[:8], greedy(NEW_TOKENS)) == expected[:8]
     assert engine.stats().num_preemptions > 0

@@ -17,7 +17,7 @@ import json
 import re
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -32,7 +32,7 @@ PRONOUNS = re.compile(
 
 @dataclass(frozen=True)
 class Module:
-    """One source file: its dotted name, its path and its syntax tree."""
+    """A source file: dotted name, path and syntax tree."""
 
     name: str
     path: Path
@@ -41,7 +41,7 @@ class Module:
 
     @property
     def unit(self) -> str:
-        """The module or package directly below ``optkit`` that holds this file."""
+        """The module or package directly below ``optkit`` with the source file."""
         parts = self.name.split(".")
         return parts[1] if len(parts) > 1 else "optkit"
 
@@ -56,11 +56,16 @@ class Module:
         nodes = [n for n in ast.walk(self.tree) if isinstance(n, kinds)]
         return [(n.lineno, text) for n in nodes if (text := ast.get_docstring(n))]
 
+    @property
+    def folder(self) -> str:
+        """The folder of the file, relative to the root."""
+        return self.path.parent.as_posix()
 
-def modules(root: Path) -> list[Module]:
-    """The modules of the three source folders, sorted by name."""
+
+def modules(root: Path, folders: Mapping[str, str] = FOLDERS) -> list[Module]:
+    """The modules of the source ``folders`` (path to package name), sorted by name."""
     found = []
-    for folder, package in FOLDERS.items():
+    for folder, package in folders.items():
         for path in sorted((root / folder).rglob("*.py")):
             parts = list(path.relative_to(root / folder).with_suffix("").parts)
             name = ".".join([package, *(parts[:-1] if parts[-1] == "__init__" else parts)])
@@ -70,7 +75,7 @@ def modules(root: Path) -> list[Module]:
 
 
 def imports(module: Module, names: set[str]) -> set[str]:
-    """Names of the modules in ``names`` that ``module`` imports at run time."""
+    """Names of the modules in ``names`` imported by ``module`` at run time."""
     found = set()
     for node in run_time_nodes(module.tree):
         if isinstance(node, ast.Import):
@@ -90,14 +95,14 @@ def run_time_nodes(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def nearest(name: str, names: set[str]) -> str:
-    """``name`` or the closest parent of it that is in ``names``; empty if there is none."""
+    """``name`` or the closest parent of ``name`` in ``names``; empty without a match."""
     while name and name not in names:
         name = name.rpartition(".")[0]
     return name
 
 
 def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """The strongly connected components of more than one node (Tarjan 1972)."""
+    """The strongly connected components of at least two nodes (Tarjan 1972)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -124,7 +129,7 @@ def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
 
 
 def num_levels(graph: dict[str, set[str]]) -> int:
-    """The length of the longest import chain, cycles taken as one node."""
+    """The length of the longest import chain; a cycle counts as a single node."""
     of = {name: component[0] for component in cycles(graph) for name in component}
     merged: dict[str, set[str]] = defaultdict(set)
     for name, targets in graph.items():
@@ -149,7 +154,7 @@ def num_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def question_openings(found: list[Module]) -> list[str]:
-    """Places of docstrings whose first word is a question word."""
+    """Places of docstrings with a question word at the start."""
     return [
         f"{module.path}:{line}: {text.splitlines()[0]}"
         for module in found
@@ -160,13 +165,28 @@ def question_openings(found: list[Module]) -> list[str]:
 
 def pronouns_per_100_words(found: list[Module]) -> float:
     """Density of pronouns in the docstrings of functions and classes."""
-    texts = [text for module in found for _, text in module.docstrings]
-    total = sum(len(PRONOUNS.findall(text)) for text in texts)
-    return 100 * total / max(1, sum(map(words, texts)))
+    return pronoun_density(text for module in found for _, text in module.docstrings)
+
+
+def pronoun_density(texts: Iterable[str]) -> float:
+    """Pronouns per 100 words over all ``texts``; 0 without words."""
+    joined = "\n".join(texts)
+    return 100 * len(PRONOUNS.findall(joined)) / max(1, words(joined))
+
+
+def pronoun_places(found: list[Module]) -> list[str]:
+    """Places of docstrings with pronouns: path, line and the pronouns, most pronouns first."""
+    rows = [
+        (PRONOUNS.findall(text), f"{module.path}:{line}")
+        for module in found
+        for line, text in [*module.docstrings, (1, ast.get_docstring(module.tree) or "")]
+    ]
+    rows.sort(key=lambda row: -len(row[0]))
+    return [f"{place}: {', '.join(pronouns)}" for pronouns, place in rows if pronouns]
 
 
 def untested(found: list[Module], tests: Path) -> list[str]:
-    """Modules for which ``tests`` has no ``test_<stem>.py``."""
+    """Modules without a ``test_<stem>.py`` in ``tests``."""
     stems = {path.stem.removeprefix("test_") for path in tests.rglob("test_*.py")}
     return [module.name for module in found if module.path.stem not in stems | {"__init__", "__main__"}]
 
@@ -212,16 +232,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--root", type=Path, default=Path())
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--list", choices=("question", "untested"))
+    parser.add_argument("--list", choices=("question", "pronouns", "untested"))
     options = parser.parse_args()
     if options.list:
         found = modules(options.root)
-        lines = (
-            question_openings(found)
-            if options.list == "question"
-            else untested(found, options.root / "tests")
-        )
-        print("\n".join(lines))
+        lists = {
+            "question": lambda: question_openings(found),
+            "pronouns": lambda: pronoun_places(found),
+            "untested": lambda: untested(found, options.root / "tests"),
+        }
+        print("\n".join(lists[options.list]()))
         return
     figures = measure(options.root)
     print(json.dumps(figures, indent=1) if options.json else table(figures))

@@ -1,1 +1,1 @@
-"""Everything that is measured on a GPU: ``python -m bench.gpu.run``."""
+"""All measurements on a GPU: ``python -m bench.gpu.run``."""

@@ -1,4 +1,4 @@
-"""What must be shown on an H200, as a table over the measured rows."""
+"""The bounds for an H200, as a table over the measured rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Stages = Mapping[str, Mapping[str, Mapping[str, Any]]]
 
 @dataclass(frozen=True)
 class Bound:
-    """``value`` of row ``row`` in ``stage``, divided by that of ``over`` if given, is at most (or least) ``limit``."""
+    """A limit on ``value`` of row ``row`` in ``stage``, divided by the value of ``over`` if given."""
 
     name: str
     stage: str
@@ -58,7 +58,7 @@ BOUNDS = (
 
 
 def verdicts(stages: Stages) -> list[dict[str, Any]]:
-    """Every bound with what was measured: those above, and of each kernel that has one of its own."""
+    """Every bound beside the measured value: the table above, and the kernels' own bounds."""
     kernels = [
         {"name": name, "limit": row["most"], "measured": row["ratio"], "ok": row["ok"]}
         for name, row in stages.get("kernels", {}).items()
@@ -72,7 +72,7 @@ def verdicts(stages: Stages) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """One line a bound, for people."""
+    """A line per bound, for people."""
     words = {True: "pass", False: "FAIL", None: "open"}
     return "\n".join(
         f"{words[row['ok']]:5} {'-' if row['measured'] is None else format(row['measured'], '.4g'):>9}"

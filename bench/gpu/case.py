@@ -1,7 +1,7 @@
-"""A kernel at one shape: how its inputs are made, what runs, what is right, and what it should take.
+"""A kernel at a shape: inputs, call, reference, and expected time.
 
-Modules of ``bench.gpu.cases`` export ``cases() -> list[Case]``; ``bench.gpu.run`` checks each on fresh random inputs,
-and only then times it. This module needs torch alone.
+Modules of ``bench.gpu.cases`` export ``cases() -> list[Case]``. ``bench.gpu.run`` checks each case on fresh random
+inputs, and times a case only after a successful check. The module needs torch alone.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ Inputs = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel at one shape.
+    """A kernel at a shape.
 
     Attributes:
         op, kernel: the dialect op and the kernel's name in ``kernels.select``'s table.
-        shape: what is peculiar about it, such as ``prefill 2048, 32/32 heads, d128``.
-        dtype: ``bf16``, ``fp8``, ``int8``, ``int4``: what is stored, for the reader.
-        make: fresh inputs on a device from a generator; called anew for each check and each timing.
-        run: the kernel, on what ``make`` gave.
+        shape: description of the shape, for example ``prefill 2048, 32/32 heads, d128``.
+        dtype: ``bf16``, ``fp8``, ``int8``, ``int4``: the stored type, for the reader.
+        make: fresh inputs on a device from a generator; called for each check and each timing.
+        run: the kernel, on the inputs of ``make``.
         reference: the same in float64, by plain torch, from the same inputs.
         tolerance: most ``max |run - reference| / max |reference|``.
         bytes: bytes that must cross memory once. flops: multiply-adds counted twice.
-        published_us: a published time on an H200 for this shape, in microseconds, with its source in the module.
-        most: the most ``time / published_us`` that is called good.
+        published_us: a published time on an H200 for the shape, in microseconds, with the source in the module.
+        most: the highest good ``time / published_us``.
     """
 
     op: str

@@ -1,6 +1,7 @@
-"""Triton's interpreter (3.6), made right where it is known to be wrong: to run the kernels where there is no GPU.
+"""Repairs of known errors of Triton's interpreter (3.6), to run the kernels without a GPU.
 
-It is a stand-in for a GPU, never what a model runs on; so its repairs are here, and not with the kernels.
+The interpreter only replaces a GPU in tests and trials and never runs a model. So the repairs are here, apart from
+the kernels.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from optkit.kernels.triton import available
 
 @contextmanager
 def repaired() -> Iterator[None]:
-    """Within it, loops run to the bounds that kernels compute, and E4M3 rounds as on a GPU. Nothing without Triton."""
+    """Inside the block, loops run to bounds computed by kernels, and E4M3 rounds as on a GPU.
+
+    Does nothing without Triton.
+    """
     if not available():
         yield
         return
@@ -34,7 +38,7 @@ def repaired() -> Iterator[None]:
 
 
 def numbers_as_bounds(patch: Callable[..., None]) -> Callable[..., None]:
-    """Of ``_patch_lang_tensor``: its scalars are arrays of one element, for NumPy 2.4 no integers."""
+    """Wrap ``_patch_lang_tensor``: its scalars are arrays of length 1, which NumPy 2.4 does not accept as integers."""
 
     def patched(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
@@ -44,7 +48,7 @@ def numbers_as_bounds(patch: Callable[..., None]) -> Callable[..., None]:
 
 
 def rounding_as_torch(convert: Callable[..., Any]) -> Callable[..., Any]:
-    """Of ``_convert_float``, which drops the carry where E4M3 rounds up to a power of two: 127.9 becomes 64."""
+    """Wrap ``_convert_float``, which drops the carry where E4M3 rounds up to a power of two: 127.9 becomes 64."""
     import triton.language as tl
 
     bits = {tl.float16: (torch.float16, torch.int16), tl.float32: (torch.float32, torch.int32)}

@@ -1,8 +1,8 @@
-"""Measurements in processes of their own: what one of them breaks, or hangs in, costs that one measurement.
+"""Measurements in worker processes: a crash or a hang costs a single measurement.
 
-A CUDA error stays with its process: after an illegal access nothing runs there any more. So a worker whose device no
-longer answers ends, and one that takes too long is killed; another goes on with what is left. Several workers at
-once compile kernels on as many cores; times want one.
+A CUDA error stays with its process: after an illegal access nothing more runs there. So a worker without a working
+device ends, a worker over the time limit is killed, and a new worker continues with the remaining names. Several
+workers compile kernels on several cores; timings use a single worker.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ENDING = 20.0  # seconds that a process gets to end by itself
 
 @dataclass
 class Worker:
-    """A process, the names that wait for it, and since when it measures the first of them."""
+    """A process, the waiting names, and the start time of the current measurement."""
 
     open: Open
     names: deque[str]
@@ -49,7 +49,7 @@ class Worker:
             self.pipe.send(self.names[0] if self.names else None)
 
     def row(self) -> Row | None:
-        """What the process sends; None if it has ended in the middle of a measurement."""
+        """The next row of the process; None if the process has ended in the middle of a measurement."""
         assert self.pipe is not None
         try:
             return self.pipe.recv()
@@ -57,7 +57,7 @@ class Worker:
             return None
 
     def finish(self) -> None:
-        """Let the process end by itself."""
+        """Let the process end without a signal."""
         self.next()
         self.process.join(ENDING)
         self.stop()
@@ -72,12 +72,14 @@ class Worker:
 def measured(
     jobs: Iterable[list[str]], open: Open, processes: int, limit: float, deadline: float
 ) -> Iterator[tuple[str, Row]]:
-    """(name, row) of every name in ``jobs`` as it is done; a job's names are measured one after the other by a worker.
+    """(name, row) of every name in ``jobs``, as finished. A worker measures the names of a job in sequence.
 
     Args:
-        open: called in each process; gives what measures a name.
-        limit: seconds a measurement may take.
-        deadline: of ``time.monotonic``, after which what runs is killed and what waits is left.
+        jobs: lists of names.
+        open: called in each process; returns the measurements by name.
+        processes: number of workers.
+        limit: most seconds of a measurement.
+        deadline: of ``time.monotonic``; afterwards running measurements are killed and waiting names are dropped.
     """
     waiting = deque(deque(job) for job in jobs if job)
     workers: list[Worker] = []
@@ -119,7 +121,7 @@ def lost(worker: Worker, late: bool, limit: float) -> Row:
 
 
 def work(pipe: Connection, open: Open) -> None:
-    """In the process: rows for the names that come, until there is none."""
+    """The worker's loop: send a row for each received name, until the end of the pipe."""
     try:
         measures = open()
         pipe.send({})
@@ -134,7 +136,7 @@ def work(pipe: Connection, open: Open) -> None:
 
 
 def device_answers() -> bool:
-    """False after an error that the CUDA context does not survive."""
+    """Return False after an error that destroys the CUDA context."""
     torch = sys.modules.get("torch")
     try:
         if torch is not None and torch.cuda.is_available():

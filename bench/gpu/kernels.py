@@ -1,4 +1,4 @@
-"""The kernel stages: every case is checked against float64 on fresh random inputs, and only then timed."""
+"""The kernel stages: every case is checked against float64 on fresh random inputs, then timed if correct."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ POISON_BYTES = 64 << 20
 
 
 def all_cases(tiny: bool) -> list[Case]:
-    """What the modules of ``bench.gpu.cases`` export. ``tiny``: of those that have shapes for an interpreter."""
+    """The exports of the modules of ``bench.gpu.cases``. ``tiny``: only modules with shapes for an interpreter."""
     found: list[Case] = []
     for module in pkgutil.iter_modules(cases.__path__, f"{cases.__name__}."):
         export = importlib.import_module(module.name).cases
@@ -35,7 +35,7 @@ def name_of(case: Case) -> str:
 
 
 def check(case: Case, device: torch.device, seed: int) -> dict[str, Any]:
-    """The worst error over ``CHECKS`` fresh inputs (one on a CPU), relative to the largest reference value."""
+    """The worst error over ``CHECKS`` fresh inputs (on a CPU: 1), relative to the largest reference value."""
     worst = 0.0
     for i in range(CHECKS if device.type == "cuda" else 1):
         inputs = case.make(device, torch.Generator(device).manual_seed(seed + i))
@@ -65,12 +65,12 @@ def tensors(value: Any) -> Iterable[Tensor]:
 
 
 def poison(device: torch.device) -> None:
-    """Fill what the allocator hands out next with NaN: an element that nobody writes shows."""
+    """Fill the next memory of the allocator with NaN: an unwritten element shows."""
     torch.full((POISON_BYTES // 4,), float("nan"), device=device)
 
 
 def measure(case: Case, device: torch.device, seed: int) -> dict[str, Any]:
-    """Microseconds of the case, and what that is of its bytes, its FLOPs and the published time."""
+    """Microseconds of the case, and the ratios to the time of its bytes, its FLOPs and the published time."""
     count = sets_for(case.bytes, device)
     sets = [case.make(device, torch.Generator(device).manual_seed(seed + i)) for i in range(count)]
     row: dict[str, Any] = dict(summary(timed([lambda s=s: case.run(*s) for s in sets], device)))

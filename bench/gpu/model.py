@@ -1,9 +1,9 @@
-"""Whole models of published shapes with random weights, made on the device: nothing is downloaded.
+"""Whole models of published shapes with random weights, made on the device without downloads.
 
-The graph is captured from Transformers' own model on the meta device, goes through the passes of a GPU recipe as a dry
-run does, is lowered without numbers, and only then gets weights: normal numbers of standard deviation 0.02 in the
-type they are computed in, or random codes with scales of that size. Timing does not depend on which numbers they are,
-as long as they are not zeros; what the model says means nothing.
+The graph is captured from Transformers' model on the meta device, goes through the passes of a GPU recipe as in a dry
+run, and is lowered without numbers. The weights follow at the end: normal numbers of standard deviation 0.02 in the
+compute type, or random codes with scales of the same size. Timing does not depend on the numbers, provided that they
+are not zero. The model's output has no meaning.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ModelShape:
     context: int
 
     def config(self) -> Any:
-        """Transformers' configuration of it."""
+        """The configuration for Transformers."""
         from transformers import LlamaConfig
 
         sizes = {
@@ -70,7 +70,7 @@ KV: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {"throughput": (("kv_fp8
 
 
 def build(shape: ModelShape, scheme: str, target: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """An executable of ``shape`` on ``device``, its linear layers stored as ``scheme``."""
+    """An executable of ``shape`` on ``device``, with linear layers stored as ``scheme``."""
     from optkit.lowering.lower import lower
 
     graph = filled(shape, scheme, target, device, dtype)
@@ -86,7 +86,7 @@ def by_reference(graph: Graph) -> None:
 
 
 def filled(shape: ModelShape, scheme: str, target: Any, device: torch.device, dtype: torch.dtype) -> Graph:
-    """The graph of ``shape`` as ``target`` runs it, with numbers."""
+    """The graph of ``shape`` for ``target``, with numbers."""
     from optkit.lowering import gpu_rewrites, precision
     from optkit.passes import load
     from optkit.passes.base import PassContext
@@ -108,7 +108,7 @@ def filled(shape: ModelShape, scheme: str, target: Any, device: torch.device, dt
 
 @functools.cache
 def captured(shape: ModelShape) -> Any:
-    """The graph of Transformers' model, without weights; clone it."""
+    """The graph of Transformers' model, without weights, cached: clone before a change."""
     from transformers import AutoModelForCausalLM
 
     from optkit.capture import boundary, capture
@@ -122,14 +122,14 @@ def captured(shape: ModelShape) -> Any:
 
 
 def sampler(target: Any, device: torch.device) -> Any:
-    """The kernel of the op ``sample``; its reference on a CPU."""
+    """The kernel of the op ``sample``; the reference on a CPU."""
     from optkit.runtime.cuda import sampling
 
     return sampling.sampler(target if device.type == "cuda" else None)
 
 
 def fill(graph: Any, device: torch.device) -> None:
-    """Numbers for every weight of ``graph`` that has none."""
+    """Random numbers for every weight of ``graph`` without data."""
     generator = torch.Generator(device).manual_seed(0)
     for name, weight in graph.weights.items():
         if weight.value.device.type == "meta":

@@ -1,8 +1,7 @@
-"""Whole models: time to first token and per output token, on the device alone and with everything around it.
+"""Whole models: time to first token and per output token, on the device alone and in total.
 
-``*_ms`` are replays of captured graphs, timed by events, as a kernel is: what the device takes. ``wall_*_ms`` are
-what a caller waits for: scheduling, copying, sampling and reading the token included. Transformers is measured the
-second way.
+``*_ms`` are device times: replays of captured graphs, timed by events as for a kernel. ``wall_*_ms`` are a caller's
+times: scheduling, copying, sampling and reading the token included. Transformers is measured in wall time.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ AGREEMENT = 0.05  # of logits, relative to the largest: 16-bit numbers, rounded 
 
 @dataclass(frozen=True)
 class Points:
-    """Prompt lengths to prefill, the context to decode at, and output tokens of the wall clock's decode."""
+    """Prompt lengths to prefill, the decode context, and output tokens of the wall clock's decode."""
 
     prompts: tuple[int, ...] = (512, 2048)
     context: int = 512
@@ -44,14 +43,14 @@ TINY_POINTS = Points((4, 8), 4, 3, rounds=2, wall_rounds=2)
 def measure(
     shape: ModelShape, scheme: str, points: Points, target: Any, gpu: Any, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Figures of one model; see the module."""
+    """Figures of a model; see the module's docstring."""
     from optkit.evaluation.speed import sequence
     from optkit.runtime.cuda.buckets import Buckets
     from optkit.runtime.cuda.layout import StepShape
     from optkit.runtime.cuda.runner import GraphRunner
-    from optkit.runtime.overlap import AheadEngine
+    from optkit.runtime.overlap import OverlapEngine
     from optkit.runtime.scheduling.scheduler import SchedulerConfig
-    from optkit.runtime.types import Batch, SamplingParams, ScheduledSequence
+    from optkit.runtime.types import Batch, SamplingParams, ScheduledRequest
 
     start = time.perf_counter()
     model = build(shape, scheme, target, gpu.torch_device, dtype)
@@ -65,7 +64,7 @@ def measure(
 
     def step(length: int, computed: int) -> Batch:
         seq = sequence(0, length, computed, blocks, shape.vocabulary)
-        return Batch((ScheduledSequence(seq, length - computed),))
+        return Batch((ScheduledRequest(seq, length - computed),))
 
     for length in points.prompts:
         row |= milliseconds(f"ttft_{length}", replays(runner.prepared(step(length, 0)), points.rounds))
@@ -75,7 +74,7 @@ def measure(
         max_num_seqs=1, max_num_batched_tokens=max(points.prompts), max_model_len=blocks * BLOCK,
         block_size=BLOCK, num_blocks=blocks, enable_prefix_caching=False,
     )  # fmt: skip
-    engine = AheadEngine(runner, config)
+    engine = OverlapEngine(runner, config)
 
     def generate(length: int, outputs: int) -> None:
         engine.generate(
@@ -92,9 +91,9 @@ def measure(
 def agreement(
     shape: ModelShape, scheme: str, target: Any, gpu: Any, dtype: torch.dtype, points: Points | None = None
 ) -> dict[str, Any]:
-    """Logits of captured steps against those of every op's reference, on the same weights.
+    """Logits of captured steps against the reference of every op, on the same weights.
 
-    The steps are a prompt that does not fill its bucket, a chunk behind it, and a token behind that.
+    The steps are a prompt smaller than its bucket, a following chunk, and a following token.
     """
     from bench.gpu.kernels import error
     from bench.gpu.model import by_reference, filled
@@ -104,7 +103,7 @@ def agreement(
     from optkit.runtime.cuda.layout import StepShape
     from optkit.runtime.cuda.runner import GraphRunner
     from optkit.runtime.runner import ModelRunner
-    from optkit.runtime.types import Batch, ScheduledSequence
+    from optkit.runtime.types import Batch, ScheduledRequest
 
     points = points or Points()
     graph = filled(shape, scheme, target, gpu.torch_device, dtype)
@@ -126,14 +125,14 @@ def agreement(
     worst = 0.0
     for done, length in ((0, first), (first, 2 * first), (2 * first, 2 * first + 1)):
         seq = sequence(0, length, done, blocks, shape.vocabulary)
-        batch = Batch((ScheduledSequence(seq, length - done),))
+        batch = Batch((ScheduledRequest(seq, length - done),))
         worst = max(worst, error(runner.execute(batch), plain.execute(batch)))
     row = {"relative_error": worst, "tolerance": AGREEMENT, "ok": worst <= AGREEMENT}
     return row if row["ok"] else row | {"error": f"logits differ by {worst:.3g}, {AGREEMENT:g} is allowed"}
 
 
 def wall_clock(generate: Callable[[int, int], None], points: Points, shape: ModelShape) -> dict[str, Any]:
-    """What a caller of ``generate(prompt tokens, output tokens)`` waits for."""
+    """Wall times of ``generate(prompt tokens, output tokens)``."""
     row: dict[str, Any] = {}
     for length in points.prompts:
         row |= milliseconds(
@@ -145,7 +144,7 @@ def wall_clock(generate: Callable[[int, int], None], points: Points, shape: Mode
 
 
 def waited(call: Callable[[], None], rounds: int) -> list[float]:
-    """Seconds of ``call``, after one that does not count."""
+    """Seconds of ``call``, after an uncounted call."""
     call()
     samples = []
     for _ in range(rounds):
@@ -163,7 +162,7 @@ def milliseconds(name: str, samples: list[float]) -> dict[str, Any]:
 def transformers_baseline(
     shape: ModelShape, points: Points, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """The same by ``generate`` of Transformers with its static cache, which compiles the decode step on a GPU."""
+    """The same by ``generate`` of Transformers with a static cache, which compiles the decode step on a GPU."""
     import transformers
     from transformers import AutoModelForCausalLM
 

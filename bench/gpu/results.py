@@ -1,4 +1,4 @@
-"""One JSON file, written anew after each measurement: a run that is cut short can be resumed."""
+"""A JSON file, rewritten after each measurement: an interrupted run can be resumed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ Row = dict[str, Any]
 
 
 class Results:
-    """``stages`` holds the rows of each stage by name; ``environment`` says where they come from.
+    """``stages`` holds the rows of each stage by name; ``environment`` holds their origin.
 
-    Rows of a resumed run are kept if it was the same machine and the same versions.
+    Rows of a resumed run are kept on the same machine with the same versions.
     """
 
     def __init__(self, file: Path, environment: Row) -> None:
@@ -30,9 +30,9 @@ class Results:
         return self.data["stages"].setdefault(stage, {})
 
     def has(self, stage: str, name: str) -> bool:
-        """Whether there is a row that need not be measured again; what failed is tried again.
+        """Return True for a row to keep. A failed measurement is repeated.
 
-        So is what ran by another table of kernels (``table``) than the one there is now.
+        A measurement with another table of kernels (``table``) than the present table is repeated as well.
         """
         row = self.rows(stage).get(name)
         table = self.data["environment"].get("table")
@@ -50,7 +50,7 @@ class Results:
 
 
 def attempt(measure: Callable[[], Row]) -> Row:
-    """The row of ``measure``. Whatever goes wrong is a row too: one measurement must not cost the others."""
+    """The row of ``measure``. An exception becomes a row with the error, so later measurements run."""
     try:
         return measure()
     except Exception as error:  # noqa: BLE001

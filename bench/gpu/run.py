@@ -1,13 +1,13 @@
-"""Everything that is measured on a GPU, in one go: ``python -m bench.gpu.run --out DIR``.
+"""All measurements on a GPU in a single run: ``python -m bench.gpu.run --out DIR``.
 
 Stages, the most important first (``bench.gpu.stages``): ``check`` compares every kernel with float64 on fresh random
-inputs and compiles what is launched later; ``models`` times whole models; ``transformers`` the same model by
-Transformers; ``serve`` a load; ``kernels`` times those that passed; ``large`` larger models. All of it goes into
-``DIR/gpu.json``, written after each measurement: a run that ends early can be resumed by starting it again, and
-``--budget`` ends it in time. What a stage needs and does not find is in the JSON as an error, and the others run.
+inputs and compiles the kernels of later stages; ``models`` times whole models; ``transformers`` the same model by
+Transformers; ``serve`` a load; ``kernels`` times the correct kernels; ``large`` larger models. All results go into
+``DIR/gpu.json``, written after each measurement. An interrupted run is resumed by the same command, and ``--budget``
+ends a run in time. A stage with a missing package leaves an error in the JSON, and the next stage runs.
 
-Kernels need torch and Triton; models also transformers, pydantic and msgspec (bench/gpu/README.md says how to take them
-to a machine without a network).
+Kernels need torch and Triton; models also transformers, pydantic and msgspec. bench/gpu/README.md explains the
+transfer to a machine without a network.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(name: str, settings: Settings, results: Results) -> None:
-    """Measure what ``results`` lack of a stage, until the deadline."""
+    """Measure the missing rows of a stage in ``results``, until the deadline."""
     stage, right = STAGES[name], {n for n, row in results.rows("check").items() if row.get("ok")}
     try:
         known = open_stage(name, settings, right)
@@ -79,7 +79,7 @@ def run(name: str, settings: Settings, results: Results) -> None:
 
 
 def here(missing: Sequence[str], known: dict, settings: Settings) -> Iterator[tuple[str, Row]]:
-    """In this process, one by one."""
+    """Measure in the current process, name by name."""
     for name in missing:
         if time.monotonic() > settings.deadline:
             return
@@ -87,7 +87,7 @@ def here(missing: Sequence[str], known: dict, settings: Settings) -> Iterator[tu
 
 
 def grouped(names: Collection[str], stage: Stage) -> list[list[str]]:
-    """What goes to one process, the most work first; whole models take longer than any number of kernels."""
+    """The names of each process, the most work first; whole models take longer than any number of kernels."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(stage.together(name), []).append(name)
@@ -118,10 +118,10 @@ def stages(text: str) -> tuple[str, ...]:
 
 
 def target_of(device: torch.device) -> str:
-    """The data sheet for the GPU at hand; the interpreter takes that of an H200.
+    """The target with the data sheet of the local GPU; on an interpreter the data sheet of an H200.
 
     Raises:
-        SystemExit: there is none, so that its bounds would be another GPU's.
+        SystemExit: the GPU has no data sheet, and the bounds would belong to another GPU.
     """
     from optkit.machine.target_cuda import SHEETS
 
@@ -134,7 +134,7 @@ def target_of(device: torch.device) -> str:
 
 
 def environment(settings: Settings) -> Row:
-    """Where the figures come from; ``same`` decides whether an earlier run's rows may stay."""
+    """The origin of the figures; ``same`` decides whether earlier rows are kept."""
     versions = {name: installed(name) for name in PACKAGES}
     cuda = settings.device.type == "cuda"
     same = {
@@ -166,7 +166,7 @@ def print_row(stage: str, name: str, row: Row) -> None:
 
 
 def finish(results: Results, out: Path, settings: Settings) -> None:
-    """The bounds against what was measured, and the table that kernels are selected by."""
+    """Print the bounds beside the measured values, and write the table for selecting kernels."""
     results.data["bounds"] = verdicts(results.data["stages"])
     results.save()
     write_selection(results, out, settings.target)
@@ -174,7 +174,9 @@ def finish(results: Results, out: Path, settings: Settings) -> None:
 
 
 def write_selection(results: Results, out: Path, target: str) -> None:
-    """The measured times of linear layers and prompts, as ``kernels.triton.selection`` reads them: ``sm_90.json``."""
+    """Write the measured times of linear layers and prompts in the format of ``kernels.triton.selection``:
+    ``sm_90.json``.
+    """
     rows = [SimpleNamespace(**row) for row in results.rows("kernels").values() if "us" in row]
     try:
         from bench.gpu.cases import attention, linear

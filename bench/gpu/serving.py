@@ -1,8 +1,8 @@
-"""The served load, in process: clients that each wait for their answer, and arrivals at a given rate.
+"""The served load, in process: clients with a request each, and arrivals at a given rate.
 
-No HTTP: what is measured is the engine. A closed load keeps ``clients`` requests in flight, which gives the
-throughput; an open one lets requests arrive as a Poisson process, whatever the engine does, and finds the highest
-rate at which the 95th percentile of the time to first token keeps its bound.
+There is no HTTP, to measure the engine alone. A closed load keeps ``clients`` requests in flight and gives the
+throughput. An open load has Poisson arrivals, independent of the engine; the result is the highest rate with the 95th
+percentile of the time to first token within the bound.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bench.gpu.model import prompt
 
 @dataclass(frozen=True)
 class Load:
-    """Clients, the tokens of their prompts and answers, and answers to wait for."""
+    """Clients, tokens of prompts and answers, and the number of answers."""
 
     clients: int = 256
     inputs: int = 512
@@ -36,7 +36,7 @@ class Load:
 
 
 class Driver:
-    """Feeds an engine and notes when tokens come."""
+    """Feeds an engine and records the times of tokens."""
 
     def __init__(self, engine: Any, load: Load, vocabulary: int) -> None:
         self.engine, self.load, self.vocabulary = engine, load, vocabulary
@@ -58,7 +58,7 @@ class Driver:
         self.added += 1
 
     def step(self) -> int:
-        """One engine step; how many answers it finished."""
+        """Run an engine step; return the number of finished answers."""
         done = 0
         for output in self.engine.step():
             if output.error:
@@ -111,7 +111,7 @@ def at_rate(engine: Any, load: Load, vocabulary: int, rate: float) -> dict[str, 
 def highest_rate(
     trial: Callable[[float], dict[str, Any]], bound: float, first: float, rounds: int = 5
 ) -> Any:
-    """Doubling, then bisecting: every trial, and the highest rate whose p95 TTFT is within ``bound`` seconds."""
+    """Double the rate, then bisect: every trial, and the highest rate with p95 TTFT within ``bound`` seconds."""
     trials, low, high, rate = [], 0.0, 0.0, first
     for _ in range(rounds):
         trials.append(trial(rate))
@@ -136,7 +136,7 @@ def percentiles(seconds: list[float]) -> dict[str, float]:
 
 
 def serve(shape: Any, scheme: str, load: Load, target: Any, gpu: Any, dtype: Any) -> dict[str, Any]:
-    """Both loads on one model, started as ``optkit serve`` starts it."""
+    """Both loads on a model, started as by ``optkit serve``."""
     from bench.gpu.model import build, sampler
     from optkit.runtime.cuda.start import gpu_engine, kv_cache_bytes, sized
     from optkit.runtime.scheduling.scheduler import SchedulerConfig

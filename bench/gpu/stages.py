@@ -1,4 +1,4 @@
-"""The stages of the GPU script: what each measures under which name, by how many processes, and how long at most."""
+"""The stages of the GPU script: measurements by name, number of processes, and time limits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Measurements = Iterator[tuple[str, Callable[[], Row]]]
 
 @dataclass(frozen=True)
 class Settings:
-    """What to measure, and on what."""
+    """The choice of measurements, and the device."""
 
     device: torch.device
     tiny: bool
@@ -28,16 +28,16 @@ class Settings:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What models compute in; Triton's interpreter has no bfloat16 products."""
+        """The compute type of models; Triton's interpreter has no bfloat16 products."""
         return torch.bfloat16 if self.device.type == "cuda" else torch.float16
 
 
 @dataclass(frozen=True)
 class Stage:
-    """``measurements`` are functions of the settings and the names of what was found right.
+    """``measurements`` is a function of the settings and of the names found correct.
 
-    ``processes`` measure at once, each measurement for ``limit`` seconds at most; names with the same ``together`` go
-    to the same process.
+    ``processes`` workers measure at once, each measurement for ``limit`` seconds at most. Names with the same
+    ``together`` go to the same process.
     """
 
     measurements: Callable[[Settings, Collection[str]], Measurements]
@@ -47,7 +47,7 @@ class Stage:
 
 
 def checks(settings: Settings, right: Collection[str]) -> Measurements:
-    """Whole models of one layer, which compiles what the later stages launch; and every case."""
+    """Every case, and whole models with a single layer, which compile the kernels of later stages."""
     from bench.gpu.kernels import all_cases, check, name_of
     from bench.gpu.model import LLAMA_7B, TINY
 
@@ -69,7 +69,7 @@ def checks(settings: Settings, right: Collection[str]) -> Measurements:
 
 
 def warm_up(settings: Settings, layer: Any) -> Row:
-    """Everything that the load launches, compiled; a short one is served."""
+    """Compile all kernels of the load by serving a short load."""
     from bench.gpu.serving import Load, serve
 
     short = replace(Load(), answers=8, rate_answers=2, kv_bytes=1 << 30)
@@ -78,7 +78,7 @@ def warm_up(settings: Settings, layer: Any) -> Row:
 
 
 def kernels(settings: Settings, right: Collection[str]) -> Measurements:
-    """Only those that were checked and are right; those with a bound first."""
+    """Only cases with a successful check; cases with a bound first."""
     from bench.gpu.kernels import all_cases, measure, name_of
 
     cases = [case for case in all_cases(settings.tiny) if name_of(case) in right]
@@ -130,7 +130,7 @@ def load(settings: Settings, right: Collection[str]) -> Measurements:
 
 
 def kernel_of(name: str) -> str:
-    """What cases have in common that launch the same compiled kernels: their op, kernel, type and heads."""
+    """The key of cases with the same compiled kernels: op, kernel, type and heads."""
     op, kernel, shape, stored = name.split(" · ") if name.count(" · ") == 3 else (name, "", "", "")
     return f"{op} {kernel} {stored} {re.findall(r'[0-9]+/[0-9]+ heads', shape)}"
 
@@ -147,7 +147,7 @@ STAGES = {
 
 
 def open_stage(stage: str, settings: Settings, right: Collection[str]) -> dict[str, Callable[[], Row]]:
-    """What a stage measures, by name."""
+    """The measurements of a stage, by name."""
     return dict(STAGES[stage].measurements(settings, right))
 
 
@@ -162,7 +162,7 @@ def place(settings: Settings) -> tuple[Any, Any]:
 
 
 def table_of(settings: Settings) -> Row:
-    """Where the table comes from that says which kernel of a linear layer runs; {} without Triton."""
+    """Origin of the table for choosing the kernel of a linear layer; {} without Triton."""
     try:
         from optkit.kernels.triton import selection
     except ImportError:
@@ -173,7 +173,7 @@ def table_of(settings: Settings) -> Row:
 
 
 def freed(measure: Callable[[], Row]) -> Row:
-    """``measure``, and the memory that it used given back."""
+    """The row of ``measure``; afterwards the device memory is released."""
     import gc
 
     try:

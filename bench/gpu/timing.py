@@ -1,7 +1,7 @@
-"""Times of calls on a GPU, without what the host adds: a captured graph of several calls, replayed.
+"""Times of calls on a GPU without the host's share: replays of a captured graph of several calls.
 
-Inputs rotate among sets that together are several times the L2 cache, so that each call finds what it reads in memory,
-as in a model. On a CPU (to try the script where there is no GPU) calls are timed by the clock.
+Inputs rotate among sets of several times the L2 cache in total, so each call reads from memory, as in a model. On a
+CPU (for trials without a GPU) calls are timed by the clock.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def summary(samples: Sequence[float]) -> dict[str, float]:
 
 
 def sets_for(num_bytes: int, device: torch.device) -> int:
-    """How many input sets to rotate among."""
+    """Number of input sets for the rotation."""
     if device.type != "cuda":
         return 1
     return max(1, min(MAX_SETS, -(-ROTATED_BYTES // max(num_bytes, 1))))
 
 
 def timed(calls: Sequence[Callable[[], Any]], device: torch.device, rounds: int = ROUNDS) -> list[float]:
-    """Seconds of one call, ``rounds`` times: each round runs all of ``calls``."""
+    """Seconds of a call, ``rounds`` times: each round runs all of ``calls``."""
     if device.type != "cuda":
         return [on_host(calls) for _ in range(HOST_ROUNDS)]
     for call in calls:
@@ -46,7 +46,7 @@ def timed(calls: Sequence[Callable[[], Any]], device: torch.device, rounds: int 
 
 
 def replays(replay: Callable[[], None], rounds: int = ROUNDS) -> list[float]:
-    """Seconds of each of ``rounds`` replays, by events around it, after two that do not count."""
+    """Seconds of each of ``rounds`` replays, by events around each, after two uncounted replays."""
     if not torch.cuda.is_available():
         return [on_host([replay]) for _ in range(rounds)]
     replay()

@@ -2,12 +2,11 @@
 
     python bench/kernels/attention.py [--rounds 20] [--isa avx2] [--only prefill,decode,pointwise]
 
-Prefill is one sequence of T new tokens; decode is one new token for each of B sequences with the given context, their
-blocks scattered over the pool. Kernels are measured in turn, round by round, and the figure is the fastest round:
-other load only ever adds time. Pools rotate over copies larger than the last-level cache in decode (``cold``), since
-in a model each layer's pool comes from memory; ``warm`` uses one pool. ``int8`` is the native kernel with int8
-pools. Prints microseconds and one line of JSON with
-the load average before and after.
+Prefill is a sequence of T new tokens; decode is a new token for each of B sequences with the given context, in blocks
+scattered over the pool. Kernels are measured in turn, round by round, and the figure is the fastest round: other load
+only ever adds time. In decode (``cold``) pools rotate over copies larger than the last-level cache, since in a model
+each layer's pool comes from memory; ``warm`` uses a single pool. ``int8`` is the native kernel with int8 pools.
+Prints microseconds and a line of JSON with the load average before and after.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ Calls = dict[str, Callable[[], Any]]
 def batch(
     sequences: int, new: int, context: int, cold: bool, dtype: str = "float32"
 ) -> Callable[[Callable[..., Any]], Callable[[], Any]]:
-    """Calls of an attention kernel on ``sequences`` of ``context`` tokens, the last ``new`` of them now."""
+    """Calls of an attention kernel on ``sequences`` of ``context`` tokens each; the last ``new`` tokens are new."""
     heads, blocks = HEADS * DIM, -(-context // BLOCK)
     q, k, v = torch.randn(sequences * new, heads + 2 * KV_HEADS * DIM).split(
         [heads, KV_HEADS * DIM, KV_HEADS * DIM], 1
@@ -89,7 +88,7 @@ def decode() -> dict[str, Calls]:
 
 
 def pointwise_ops() -> dict[str, Calls]:
-    """Each op by the kernel and by its reference."""
+    """Each op by the kernel and by the reference."""
     cases = {}
     kernels = {kernel.op: kernel.fn for kernel in cpu.kernels() if kernel.name == "native"}
     for t in (1, 8, 512):
@@ -123,7 +122,7 @@ def seconds(call: Callable[[], Any], calls: int) -> float:
 
 
 def measure(kernels: Calls, rounds: int) -> dict[str, float]:
-    """Seconds a call of each, the fastest of interleaved rounds."""
+    """Seconds per call of each kernel, the fastest of interleaved rounds."""
     best = {name: min(seconds(call, 2) for _ in range(3)) for name, call in kernels.items()}
     calls = {name: max(1, int(ROUND_SECONDS / time)) for name, time in best.items()}
     for _ in range(rounds):

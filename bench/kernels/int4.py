@@ -1,10 +1,10 @@
-"""int4 linear layers against int8 ones with the same groups, at the shapes of SmolLM2-135M.
+"""int4 linear layers against int8 layers with the same groups, at the shapes of SmolLM2-135M.
 
     python bench/kernels/int4.py [--rounds 40] [--shapes 576x960,...] [--rows 1,4,8,64,512] [--isa avx2]
 
 Kernels and row counts of a shape take turns; the figure is the tenth percentile of all calls, and weights rotate over
-copies larger than the last-level cache, as in bench/kernels/int8.py. Prints GB/s of packed weights, Gop/s, and the time
-relative to int8 (above 1: int4 is faster), then one line of JSON.
+copies larger than the last-level cache, as in bench/kernels/int8.py. Prints GB/s of packed weights, Gop/s, and the
+time relative to int8 (above 1: int4 is faster), then a line of JSON.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Call = Callable[[], object]
 
 
 def packed_weights(k: int, n: int) -> dict[str, dict[int, Tensor]]:
-    """One random layer in each form."""
+    """A random layer in each format."""
     codes = torch.randint(0, 16, (n, k), dtype=torch.uint8)
     scale, minimum = ((torch.rand(n, k // GROUP) * 0.01).half() for _ in range(2))
     weights = {2: reference.pack_int4(codes), 3: scale}
@@ -42,7 +42,7 @@ def packed_weights(k: int, n: int) -> dict[str, dict[int, Tensor]]:
 
 
 def copies(packed: dict[int, Tensor]) -> Iterator[dict[int, Tensor]]:
-    """The layer's weights without end: copies, one after another."""
+    """Endless copies of the layer's weights, in rotation."""
     count = max(1, min(120, COLD_BYTES // packed[2].numel()))
     return cycle([{i: t.clone() for i, t in packed.items()} for _ in range(count)])
 
@@ -60,7 +60,7 @@ def caller(name: str, weights: Iterator[dict[int, Tensor]], m: int, k: int) -> C
 
 
 def percentile(calls: dict[str, Call], rounds: int) -> dict[str, float]:
-    """Seconds of each, taking turns."""
+    """Seconds of each call, in turns."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():

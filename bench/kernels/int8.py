@@ -2,10 +2,10 @@
 
     python bench/kernels/int8.py [--rounds 20] [--shapes 576x960,...] [--rows 1,4,8,64,512] [--isa avx2]
 
-All row counts and kernels of a shape take turns, round by round, and the figure is the tenth percentile of all
-calls: other load only ever adds time. Weights rotate over copies larger than the last-level cache, since in a model
-each layer's weights come from memory. Prints Gop/s (a multiply and an add are two), GB/s of weights and scales, and
-one line of JSON with the load average before and after.
+All row counts and kernels of a shape take turns, round by round, and the figure is the tenth percentile of all calls:
+other load only ever adds time. Weights rotate over copies larger than the last-level cache, since in a model each
+layer's weights come from memory. Prints Gop/s (a multiply and an add are two), GB/s of weights and scales, and a line
+of JSON with the load average before and after.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ KERNELS = {"onednn": (onednn, 0), "native": (int8, 0), "native-g64": (int8, 64),
 
 
 def layers(module, k: int, n: int, group: int) -> Iterator[dict[int, Tensor]]:
-    """Packed weights without end: copies of one layer, one after another."""
+    """Endless copies of a layer's packed weights, in rotation."""
     weight = torch.randint(-128, 128, (n, k), dtype=torch.int8)
     scale = torch.rand(n, k // group if group else 1)
     copies = max(1, min(64, COLD_BYTES // weight.numel()))
@@ -41,7 +41,7 @@ def layers(module, k: int, n: int, group: int) -> Iterator[dict[int, Tensor]]:
 
 
 def runner(module, packed: Iterator[dict[int, Tensor]], m: int, k: int, group: int) -> Callable[[], None]:
-    """A call of the layer with the next copy of its weights."""
+    """A call of the layer with the next copy of the weights."""
     q, s = reference.quantize_per_token(torch.randn(m, k), group)
 
     def call() -> None:
@@ -58,7 +58,7 @@ def seconds(call: Callable[[], None]) -> float:
 
 
 def measure_shape(k: int, n: int, rows: list[int], rounds: int) -> dict[tuple[int, str], float]:
-    """Seconds a call for each number of rows and kernel."""
+    """Seconds per call for each number of rows and kernel."""
     calls = {}
     for name, (module, group) in KERNELS.items():
         packed = layers(module, k, n, group)

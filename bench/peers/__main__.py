@@ -60,7 +60,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def artifact_peers(arguments: Sequence[str]) -> list[Peer]:
-    """One column for each ``DIR`` or ``NAME=DIR``."""
+    """A column for each ``DIR`` or ``NAME=DIR``."""
     pairs = [text.rpartition("=")[::2] for text in arguments]
     peers = [Optkit(name or "optkit", Path(folder)) for name, folder in pairs]
     names = [peer.name for peer in peers]
@@ -90,14 +90,14 @@ def find_model(name: str, gguf: Path | None) -> Model:
 
 
 def own_gguf(name: str) -> Path | None:
-    """The GGUF that ``--model`` names, if it names one."""
+    """The GGUF file given by ``--model``, or None."""
     if Path(name).is_file():
         return Path(name)
     return packaged_gguf(name) if name in ALIASES and not Path(name).is_dir() else None
 
 
 def ready(peers: Sequence[Peer], model: Model, install: bool) -> tuple[list[Peer], dict[str, str]]:
-    """The peers that are installed and have their model, and why the others are not."""
+    """The peers that are installed with a converted model, and the reasons for all skipped peers."""
     usable, skipped = [], {}
     for peer in peers:
         try:

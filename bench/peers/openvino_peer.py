@@ -1,10 +1,10 @@
-"""OpenVINO GenAI: its continuous batching pipeline behind ``openvino_server``, a small server of ours.
+"""OpenVINO GenAI: the continuous batching pipeline behind ``openvino_server``, a small server of optkit's benchmark.
 
-OpenVINO GenAI has no server of its own in the PyPI package (OpenVINO Model Server is a container around the same
-pipeline). It reads the GGUF, the model's own or one that ``llama-quantize`` made, and keeps it as OpenVINO IR, made
-once. Everything else is OpenVINO's choice for the
-machine (inference precision, KV cache precision, dynamic quantization of activations) and is read back from the
-compiled model, except the token budget of a step: the default of 256 chops long prompts.
+The PyPI package of OpenVINO GenAI has no server (OpenVINO Model Server is a container around the same pipeline). The
+pipeline reads the GGUF, the model's own or a file of ``llama-quantize``, and keeps the model as OpenVINO IR, made
+once. The token budget of a step is set, since the default of 256 splits long prompts. Everything else is OpenVINO's
+choice for the machine (inference precision, KV cache precision, dynamic quantization of activations), read back from
+the compiled model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ openvino_genai.LLMPipeline(sys.argv[1], "CPU", enable_save_ov_model=True)
 
 
 class OpenVino(Peer):
-    """The continuous batching pipeline with one quantization of the model."""
+    """The continuous batching pipeline with a quantization of the model."""
 
     venv = Venv(
         "openvino",
@@ -85,7 +85,11 @@ class OpenVino(Peer):
 
 
 def check_file_type(file: Path, name: str) -> None:
-    """A UserError if most tensors of the GGUF are not in the format ``name``."""
+    """Check the format of the GGUF.
+
+    Raises:
+        UserError: most tensors are not in the format ``name``.
+    """
     from gguf import GGUFReader, LlamaFileType
 
     field = GGUFReader(str(file)).get_field("general.file_type")

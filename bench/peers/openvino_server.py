@@ -1,11 +1,11 @@
-"""OpenVINO GenAI behind a streaming ``/v1/completions``, so that the benchmark's client measures it over HTTP.
+"""OpenVINO GenAI behind a streaming ``/v1/completions``, for measurements by the benchmark's client over HTTP.
 
-Runs in the peer's own environment, which has no optkit; what it shares with optkit's own small server it loads from its
-file. Two processes, because ``step`` holds Python's lock for as long as it computes and would keep the server from
-sending: one drives ``ContinuousBatchingPipeline`` (add what has arrived, step, hand out tokens), the other speaks
-HTTP. Between them go lines of JSON through the engine's standard input and output. New requests join at the next step,
-so concurrent clients share forwards as they would in OpenVINO Model Server. Prompts are token ids; decoding is
-greedy, to the length asked.
+The server runs in the peer's environment without optkit, and loads the code shared with optkit's small server by
+path. There are two processes, because ``step`` holds Python's lock while computing and would keep the server from
+sending. The engine process drives ``ContinuousBatchingPipeline`` (add new requests, step, send tokens); the other
+process speaks HTTP. JSON lines go through the engine's standard input and output. New requests join at the next step,
+so concurrent clients share forwards as in OpenVINO Model Server. Prompts are token ids; decoding is greedy, to the
+requested length.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ INTERESTING = (
 
 
 class Lines:
-    """JSON values, one a line, from a pipe: what has arrived, without waiting for what has not."""
+    """JSON values from a pipe, a value per line. A read returns the complete lines without waiting for more."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor, self.rest = descriptor, b""
 
     def read(self) -> Iterator[Any]:
-        """The values of one read, which waits if nothing has arrived.
+        """The values of a single read, which waits for the first data.
 
         Raises:
             EOFError: the other process has closed its end.
@@ -74,7 +74,10 @@ def send(stream: IO[bytes], value: Any) -> None:
 
 
 def engine(directory: str, max_num_batched_tokens: int) -> None:
-    """Load, send the settings, then step for ever. Receives [id, prompt ids, max tokens], sends [id, new token ids]."""
+    """Load, send the settings, then step in an endless loop.
+
+    Receives [id, prompt ids, max tokens], sends [id, new token ids].
+    """
     import numpy as np
     import openvino
     import openvino_genai
@@ -108,7 +111,7 @@ def engine(directory: str, max_num_batched_tokens: int) -> None:
 
 
 def load(directory: str, scheduler: Any) -> tuple[Any, dict[str, str]]:
-    """The pipeline, and the properties of its compiled model, which OpenVINO only tells by printing them."""
+    """The pipeline, and the properties of the compiled model. OpenVINO only prints the properties."""
     import openvino_genai
 
     os.environ["OPENVINO_LOG_LEVEL"] = "3"
@@ -126,7 +129,7 @@ def load(directory: str, scheduler: Any) -> tuple[Any, dict[str, str]]:
 
 
 def printed_properties(text: str) -> dict[str, str]:
-    """The ``NAME: value`` lines worth keeping; the last of a name counts."""
+    """The useful ``NAME: value`` lines; the last line of a name counts."""
     pairs = (line.strip().partition(": ") for line in text.splitlines())
     return {name: value for name, _, value in pairs if name in INTERESTING}
 
@@ -135,7 +138,7 @@ def printed_properties(text: str) -> dict[str, str]:
 
 
 def shared() -> Any:
-    """The module that optkit's own small server is built from."""
+    """The module behind optkit's own small server."""
     spec = importlib.util.spec_from_file_location("completions", SHARED)
     if spec is None or spec.loader is None:
         raise FileNotFoundError(SHARED)
@@ -145,7 +148,7 @@ def shared() -> Any:
 
 
 class Completions:
-    """Streams completions; the engine's tokens become text here and go to the request they belong to."""
+    """Streams completions. The engine's tokens become text here and go to their request."""
 
     def __init__(self, requests: IO[bytes], answers: Lines, tokenizer: Any, name: str) -> None:
         self.requests, self.answers, self.tokenizer, self.name = requests, answers, tokenizer, name
@@ -154,7 +157,7 @@ class Completions:
         self.shared = shared()
 
     def receive(self) -> None:
-        """Called by the event loop whenever the pipe is readable."""
+        """Read from the engine; called by the event loop when the pipe is readable."""
         try:
             for number, tokens in self.answers.read():
                 if number in self.queues:  # else its client has left
@@ -179,7 +182,7 @@ class Completions:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def app(self, settings: dict[str, Any]) -> Any:
-        """The Starlette application, which listens to the engine for as long as it lives."""
+        """The Starlette application, which reads from the engine while running."""
 
         @contextlib.asynccontextmanager
         async def lifespan(_: Any) -> AsyncIterator[None]:
@@ -220,7 +223,7 @@ def serve(directory: str, port: int) -> None:
 
 
 def first(answers: Lines) -> list[Any]:
-    """The values of the first read that has any: the settings, which are sent once and alone."""
+    """The values of the first non-empty read: the settings, sent once and alone."""
     while True:
         if values := list(answers.read()):
             return values

@@ -1,4 +1,4 @@
-"""optkit itself: ``optkit serve ARTIFACT`` with what the artifact's recipe says."""
+"""optkit: ``optkit serve ARTIFACT`` with the settings of the artifact's recipe."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from optkit.errors import UserError
 
 
 class Optkit(Peer):
-    """One artifact. Its settings are the recipe's; only the prefix cache is off, as it is everywhere."""
+    """An artifact. The settings come from the recipe, but the prefix cache is off, as for all peers."""
 
     def __init__(self, name: str, artifact: Path) -> None:
         self.name, self.artifact = name, artifact

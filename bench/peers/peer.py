@@ -1,8 +1,8 @@
-"""What every peer must say: how it is installed, which file it serves, how its server starts, what it runs with.
+"""The interface of a peer: installation, model file, server command, settings.
 
-A peer gets a virtual environment of its own under ``.peers/``, so that its pins never meet optkit's, and prepares its
-model there once. Both are reused: a stamp file holds the pins they were made from. Whatever goes wrong on the way is
-a ``UserError``, and the peer is then reported as skipped with that line as the reason.
+A peer gets a virtual environment below ``.peers/``, so that its pins do not conflict with optkit's, and converts its
+model there once. Both are reused: a stamp file holds the pins of the environment. Any failure is a ``UserError``. The
+peer is then reported as skipped with the error as the reason.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Model:
-    """What all servers serve: the float checkpoint, and the GGUF it came from if it came from one."""
+    """The model of all servers: the float checkpoint, and the GGUF source if any."""
 
     name: str
     directory: Path
@@ -37,7 +37,7 @@ class Model:
 
     @property
     def cache(self) -> Path:
-        """Where the peers' conversions of this model lie."""
+        """Directory of the peers' conversions of the model."""
         return PEERS / "models" / self.name
 
     def need_gguf(self) -> Path:
@@ -49,7 +49,7 @@ class Model:
 
 
 class Peer(ABC):
-    """One column of the result."""
+    """A column of the result."""
 
     name: str
 
@@ -64,11 +64,11 @@ class Peer(ABC):
 
     @abstractmethod
     def command(self, model: Model, port: int) -> list[str]:
-        """The server's command line; it must answer /health, /v1/models and /v1/completions."""
+        """The server's command line. The server must answer /health, /v1/models and /v1/completions."""
 
     @abstractmethod
     def settings(self, model: Model, url: str) -> dict[str, Any]:
-        """Version and the options that matter, read back from the running server where it tells."""
+        """Version and relevant options, read back from the running server if possible."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Venv:
 
     @property
     def recipe(self) -> str:
-        """What the stamp file holds: the environment is made again when this changes."""
+        """Content of the stamp file: a different content means a new environment."""
         variables = (f"{name}={value}" for name, value in self.env.items())
         removed = (f"without {name}" for name in self.remove)
         return "\n".join([*self.requirements, *self.pip_options, *removed, *variables, ""])
@@ -101,10 +101,10 @@ class Venv:
         return stamp.is_file() and stamp.read_text("utf-8") == self.recipe
 
     def make(self, progress: Progress) -> None:
-        """Create the environment and install into it, at low priority.
+        """Create the environment and install the requirements, at low priority.
 
         Raises:
-            UserError: pip failed; the end of what it said is in the message.
+            UserError: pip failed; the message has the end of pip's output.
         """
         if self.made():
             return
@@ -118,7 +118,11 @@ class Venv:
 
 
 def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> str:
-    """Standard output of ``command``; a UserError with the end of its output if it fails."""
+    """Standard output of ``command``.
+
+    Raises:
+        UserError: the command failed; the message has the end of the output.
+    """
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, env=os.environ | dict(env or {}), check=False
@@ -134,18 +138,18 @@ def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> str:
 
 
 def reason(error: UserError, length: int = 300) -> str:
-    """Why a peer is skipped, in one short line: the beginning of the message, and its end, where the cause stands."""
+    """The reason for skipping a peer, in a short line: the beginning of the message, and the end with the cause."""
     text = public(f"{error.what}. {error.fix}" if error.fix else error.what)
     return text if len(text) <= length else f"{text[: length // 4]} ... {text[-length * 3 // 4 :]}"
 
 
 def public(text: str) -> str:
-    """``text`` as it may be published, paths relative to the repository."""
+    """``text`` for publication, with paths relative to the repository."""
     return environment.public(text, ROOT)
 
 
 def public_command(command: Sequence[str], model: Model) -> str:
-    """A server's command line without this machine's paths."""
+    """A server's command line without local paths."""
     words = " ".join(command).replace(sys.executable, "python")
     words = words.replace(str(model.directory), "MODEL")
     return public(words)

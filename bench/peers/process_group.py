@@ -1,7 +1,7 @@
-"""What the kernel knows of a server's process group: peak memory; and stopping it while it is not its turn.
+"""Peak memory of a server's process group, and freezing a server outside its turn.
 
-All servers stay up so that rounds can interleave, but engines differ in how quietly they idle: thread pools spin,
-engine loops poll. So whoever is not being measured is frozen with SIGSTOP, engine processes and all.
+All servers stay up because rounds interleave. But engines differ while idle: thread pools spin, engine loops poll. So
+all servers but the measured server are frozen with SIGSTOP, engine processes included.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ def members(group: int, proc: Path = Path("/proc")) -> Iterator[Path]:
 
 
 def _group_of(entry: Path) -> int | None:
-    """The process group; None if the process has ended. (A name may hold spaces and brackets: read after it.)"""
+    """The process group; None for an ended process.
+
+    The field is read after the closing bracket of the name, since a name may hold spaces and brackets.
+    """
     try:
         return int((entry / "stat").read_text().rpartition(")")[2].split()[2])
     except (OSError, IndexError, ValueError):
@@ -30,8 +33,8 @@ def _group_of(entry: Path) -> int | None:
 def peak_memory(group: int, proc: Path = Path("/proc")) -> int:
     """Bytes: the sum of each living process's own peak resident size (VmHWM).
 
-    The kernel keeps the peaks, so nothing samples while a server works. Pages that two processes share count
-    twice, mapped files count as far as they were read, and children that have ended are not seen.
+    The kernel keeps the peaks, so no sampling disturbs the server. Pages shared by two processes count twice, mapped
+    files count only the pages read, and ended children do not count.
     """
     return sum(_high_water(entry) for entry in members(group, proc))
 

@@ -1,4 +1,4 @@
-"""What a run over all servers measured, and the figures that follow.
+"""The measurements of a run over all servers, and the figures computed from them.
 
 The raw turns are kept per workload as ``optkit.bench.result.BenchResult``, so every number can be computed again. A
 ratio is an artifact's number over a peer's, taken within each round, then the median over rounds.
@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 @dataclass
 class ServerReport:
-    """One server: what it ran with, how long each start took, how much memory it had at most."""
+    """A server: settings, seconds of each start, peak memory."""
 
     settings: dict[str, Any]
     start_seconds: list[float]
@@ -39,8 +39,10 @@ class Measured:
     artifacts: list[str] = field(default_factory=list)
 
     def figures(self) -> list[dict[str, Any]]:
-        """One row a figure: ``servers`` {name: spread}, ``ratios`` {artifact: {other server: spread}}, and why a
-        number is ``missing`` {name: reason}.
+        """A row per figure.
+
+        Keys: ``servers`` {name: spread}, ``ratios`` {artifact: {other server: spread}}, and ``missing`` {name:
+        reason} for a server without a number.
         """
         rows = [self._figure(figure) for figure in FIGURES if figure.workload in self.results]
         starts = {name: spread(report.start_seconds) for name, report in self.servers.items()}
@@ -65,7 +67,7 @@ class Measured:
         return row | ({"missing": missing} if missing else {})
 
     def _row(self, label: str, unit: str, values: dict[str, Any]) -> dict[str, Any]:
-        """A figure that is not taken in rounds: the ratio of medians, without quartiles."""
+        """A figure without rounds: the ratio of medians, without quartiles."""
         ratios = {
             artifact: {
                 other: spread([values[artifact]["median"] / value["median"]])
@@ -80,7 +82,7 @@ class Measured:
         return [name for name in self.artifacts if name in self.servers]
 
     def problems(self) -> list[str]:
-        """Why numbers may not be comparable; each result repeats the warning about the machine."""
+        """Reasons against comparing the numbers; each result repeats the warning about the machine."""
         lines = [line for result in self.results.values() for line in result.problems()]
         return list(dict.fromkeys(lines))
 
@@ -109,7 +111,7 @@ class Measured:
 
 
 def why_missing(result: BenchResult, side: str) -> str:
-    """Why ``side`` has no number: a round of which nothing can be said leaves it without one."""
+    """The reason for a missing number of ``side``: a round without a usable value."""
     for turn in result.turns:
         if turn.side == side and not all(record.ok for record in turn.records):
             errors = [record.error or "no token came" for record in turn.records if not record.ok]

@@ -1,4 +1,4 @@
-"""Plain transformers in float32 behind ``optkit.bench.transformers_server``: what most people start from."""
+"""Plain transformers in float32 behind ``optkit.bench.transformers_server``, the usual starting point."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from optkit.bench import servers
 
 
 class Transformers(Peer):
-    """One request at a time; see the server's docstring for what it leaves out of ``generate``."""
+    """A single request at a time; the server's docstring lists the differences from ``generate``."""
 
     name = "transformers-fp32"
 

@@ -1,11 +1,11 @@
-"""vLLM's CPU build with its own OpenAI server: W8A8 int8 (what it is fastest with), bfloat16 and float32.
+"""vLLM's CPU build with vLLM's OpenAI server: W8A8 int8 (the fastest choice), bfloat16 and float32.
 
-The int8 checkpoint is made here from the float one: symmetric weights with a scale a row, rounded to nearest;
-activations quantized per token at run time; the output layer left alone. That is llm-compressor's plain W8A8, stored
-as compressed-tensors, and needs no calibration data.
+The int8 checkpoint is made from the float checkpoint: symmetric weights with a scale a row, rounded to nearest;
+activations quantized per token at run time; the output layer unchanged. The result equals llm-compressor's plain
+W8A8, stored as compressed-tensors, and needs no calibration data.
 
-Set for it: Intel's OpenMP preloaded, as its manual asks; a KV cache of 1 GiB; compilation on, with its cache kept under
-``.peers/`` so that only the very first start pays for it; prefix caching off.
+Settings: Intel's OpenMP preloaded, as in vLLM's manual; a KV cache of 1 GiB; compilation on, with the compile cache
+below ``.peers/`` so that only the very first start compiles; prefix caching off.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ W8A8 = {
 
 
 class Vllm(Peer):
-    """vLLM with one form of the weights."""
+    """vLLM with a format of the weights."""
 
     # Wheels only: building it takes hours and gigabytes. The removed ones are for CUDA builds of torch: transformers
     # imports torchvision when it is there, which then fails, and a text model needs none of them.
@@ -100,7 +100,7 @@ class Vllm(Peer):
 
 
 def quantize_w8a8(source: Path, target: Path) -> None:
-    """Write ``source`` as compressed-tensors int8; the target is there whole or not at all."""
+    """Write ``source`` as compressed-tensors int8. The target exists only when complete."""
     from safetensors.torch import load_file, save_file
 
     partial = target.with_suffix(".partial")
@@ -119,12 +119,12 @@ def quantize_w8a8(source: Path, target: Path) -> None:
 
 
 def is_linear(name: str, tensor: Any) -> bool:
-    """True for the matrices inside the layers; the embedding and the output layer stay float."""
+    """Return True for the matrices inside the layers; the embedding and the output layer stay float."""
     return ".layers." in name and name.endswith(".weight") and tensor.dim() == 2
 
 
 def rows_to_int8(name: str, weight: Any) -> dict[str, Any]:
-    """``weight`` [N, K] as int8, and ``weight_scale`` [N, 1] in its dtype."""
+    """``weight`` [N, K] as int8, and ``weight_scale`` [N, 1] in the weight's dtype."""
     import torch
 
     scale = weight.abs().amax(1, keepdim=True).clamp_min(1e-8) / 127

@@ -1,9 +1,9 @@
-"""What is sent, and which figure each number becomes.
+"""The requests, and the figure of each number.
 
-Four workloads carry all figures: one client with short, medium and long prompts, and eight clients at once. Short
-and long prompts are answered with 64 tokens, so the same requests give the time to first token at that prompt length
-and the time per output token at that length of context. Prompts are cut by ``optkit.bench.workload``: exactly as long
-as asked, and no two prompts of a workload share their first token. Prefix caches are switched off besides.
+Four workloads carry all figures: a single client with short, medium and long prompts, and eight clients at once.
+Short and long prompts are answered with 64 tokens: the same requests give the time to first token at a prompt length
+and the time per output token at the same length of context. Prompts are cut by ``optkit.bench.workload``: of exact
+length, and no two prompts of a workload share the first token. Prefix caches are off as well.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ START = WorkloadConfig(num_prompts=1, input_len=128, output_len=2, seed=5)  # th
 
 @dataclass(frozen=True)
 class Figure:
-    """One number of a workload's round summary."""
+    """A number of a workload's round summary."""
 
     label: str
     unit: str
@@ -49,11 +49,11 @@ MEMORY_FIGURE = "peak resident memory"
 
 
 def quick(workloads: dict[str, WorkloadConfig]) -> dict[str, WorkloadConfig]:
-    """The same shapes with one request a client: shows that everything works, measures nothing."""
+    """The same shapes with a request per client: a smoke test without meaningful numbers."""
     return {name: replace(c, num_prompts=c.max_concurrency or 1) for name, c in workloads.items()}
 
 
 def warmup(config: WorkloadConfig) -> WorkloadConfig:
-    """As many requests as there are clients, of the same prompt length, with prompts of their own."""
+    """A request for each client, of the same prompt length, with different prompts."""
     clients = config.max_concurrency or 1
     return replace(config, num_prompts=clients, output_len=min(config.output_len, 8), seed=config.seed + 1000)

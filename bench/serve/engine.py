@@ -1,12 +1,12 @@
-"""What the scheduler, the prefix cache and speculation are worth, on the engine that serves, without HTTP.
+"""Gains of the scheduler, the prefix cache, the offload store and speculation, on the serving engine without HTTP.
 
     python bench/serve/engine.py artifact/ policy        # short prompts among long ones: fcfs against slo
     python bench/serve/engine.py artifact/ prefix        # a repeated prefix: TTFT warm against cold
     python bench/serve/engine.py artifact/ speculative   # prompt lookup: copy-heavy and random prompts
-    python bench/serve/engine.py artifact/ offload       # a conversation whose KV was pushed out: TTFT of its next turn
+    python bench/serve/engine.py artifact/ offload       # a conversation with offloaded KV: TTFT of the next turn
 
-Sides alternate, so that a machine that slows down slows both. Prints a table and, with ``--save-result``, writes a JSON
-with every single measurement, the command and the environment. Exit code 1: the bound of that behaviour is missed.
+Sides alternate, so a slow phase of the machine slows both. Prints a table. ``--save-result`` writes a JSON with every
+single measurement, the command and the environment. Exit code 1: the bound of the behaviour is missed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from optkit.artifact.open import Artifact
 from optkit.bench.environment import environment
 from optkit.bench.workload import text_ids
 from optkit.runtime.engine import Engine
-from optkit.runtime.factory import load_engine
+from optkit.runtime.factory import open_engine
 from optkit.runtime.types import EngineRequest, SamplingParams
 from optkit.text.load import load_tokenizer
 
@@ -66,7 +66,7 @@ def request(
 
 
 def serve(engine: Engine, arrivals: Sequence[tuple[float, Sequence[int]]]) -> tuple[list[float], float]:
-    """TTFT of each request in order of arrival, and how long all took. Seconds."""
+    """TTFT of each request in order of arrival, and the time of all requests, in seconds."""
     start, left, found = time.monotonic(), list(arrivals), dict[str, float]()
     order = []
     while left or engine.has_work:
@@ -89,9 +89,7 @@ def policy(args: argparse.Namespace, ids: list[int]) -> tuple[dict[str, Any], bo
     lengths = [LONG if generator.random() < LONG_SHARE else SHORT for _ in range(args.requests)]
     prompts = [[int(generator.integers(100, 1000)), *cut(ids, length - 1, generator)] for length in lengths]
     options = {"max_model_len": 2048, "ttft_slo_ms": 700.0}
-    sides = {
-        name: load_engine(args.artifact, options | {"scheduling_policy": name}) for name in ("fcfs", "slo")
-    }
+    sides = {name: open_engine(args.artifact, **options, scheduling_policy=name) for name in ("fcfs", "slo")}
     capacity = serve(sides["fcfs"], [(0.0, prompt) for prompt in prompts])[1] / args.requests
     gaps = generator.exponential(capacity / args.load, args.requests).cumsum().tolist()
     raw: dict[str, list[Any]] = {name: [] for name in sides}
@@ -124,8 +122,8 @@ def first_token(engine: Engine, prompt: Sequence[int]) -> float:
 
 
 def prefix(args: argparse.Namespace, ids: list[int]) -> tuple[dict[str, Any], bool]:
-    """A prefix of 1,500 tokens and 28 of its own for each question."""
-    engine = load_engine(args.artifact, {"max_model_len": 2048})
+    """A prefix of 1,500 tokens, and 28 different tokens for each question."""
+    engine = open_engine(args.artifact, max_model_len=2048)
     cold, warm = [], []
     for i in range(args.rounds):
         engine.reset_prefix_cache()
@@ -135,9 +133,9 @@ def prefix(args: argparse.Namespace, ids: list[int]) -> tuple[dict[str, Any], bo
 
 
 def offload(args: argparse.Namespace, ids: list[int]) -> tuple[dict[str, Any], bool]:
-    """The same, after other prompts have taken every block of the pool."""
+    """As ``prefix``, after other prompts have taken every block of the pool."""
     options = {"max_model_len": 2048, "kv_cache_bytes": 32 << 20, "kv_offload_bytes": 256 << 20}
-    engine = load_engine(args.artifact, options)
+    engine = open_engine(args.artifact, **options)
     cold, back = [], []
     for i in range(args.rounds):
         engine.reset_prefix_cache()
@@ -162,11 +160,14 @@ def ratio_of(
 
 
 def speculative(args: argparse.Namespace, ids: list[int]) -> tuple[dict[str, Any], bool]:
-    """128 tokens after a text that repeats itself, and after one that does not: greedy, where a small model soon
-    repeats itself, and sampled, where next to nothing can be guessed and guessing must not cost anything."""
+    """128 tokens after a repetitive text and after a random text.
+
+    The random text is continued greedily, where a small model soon repeats itself, and sampled, where guesses almost
+    always fail and must not cost time.
+    """
     options = {"max_model_len": 2048, "enable_prefix_caching": False}
-    plain = load_engine(args.artifact, options)
-    guessing = load_engine(args.artifact, options | {"speculative_model": "ngram"})
+    plain = open_engine(args.artifact, **options)
+    guessing = open_engine(args.artifact, **options, speculative_model="ngram")
     passage = ids[5000:5120]
     other = ids[9000:9100]
     kinds = {

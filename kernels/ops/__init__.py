@@ -1,9 +1,9 @@
-"""Kernels: the implementations of each op on each target. One explicit table a kind of device, best first.
+"""Kernels: the implementations of each op on each target, one explicit table a kind of device, best first.
 
 ``reference`` is the spec. ``select(op, target)`` returns the first kernel of ``table`` that supports the target, else
-None, which stands for the reference itself. A graph node can pin a kernel by name (the ``flash_attention`` pass does);
-``"reference"`` pins the spec. ``"plain"`` is the pin of captured attention: PyTorch's own attention on a CPU, as the
-model has before any pass. Speed-ups are measured against it.
+None for the reference. A graph node can pin a kernel by name (the ``flash_attention`` pass does); ``"reference"``
+pins the spec. ``"plain"`` is the pin of captured attention: PyTorch's own attention on a CPU, as in the model before
+any pass. Speed-ups are measured against the plain kernel.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ PLAIN_KERNELS = {"cpu": "sdpa"}  # by kind of target; on other kinds the best ke
 
 
 def table(kind: str = "cpu") -> tuple[Kernel, ...]:
-    """The kernels for targets of ``kind``, best first for each op. Imported on use: this package stays cheap."""
+    """The kernels for targets of ``kind``, best first for each op.
+
+    Modules are imported on use: the package stays cheap.
+    """
     if kind == "cuda":
         from optkit.kernels import triton
 
@@ -43,10 +46,10 @@ def select(
 ) -> Kernel | None:
     """The kernel for ``op`` on ``target``, given the weights and options of a site where known.
 
-    None means the reference, also for a plain pin where the plain kernel does not run the site.
+    None means the reference, also for a plain pin at a site beyond the plain kernel.
 
     Raises:
-        LookupError: ``pinned`` names no kernel of this op that runs on the target.
+        LookupError: ``pinned`` names no kernel of the op for the target.
     """
     if target is None or pinned == "reference":
         return None

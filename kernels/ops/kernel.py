@@ -1,4 +1,4 @@
-"""A row of the kernel tables: one implementation of an op, and the targets, weights and options it takes."""
+"""A row of the kernel tables: an implementation of an op, with its targets, weights and options."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Kernel:
 
     Attributes:
         op: the name of the op.
-        name: the name that a graph can pin; rows of one op may share a name.
+        name: the name for pins in graphs; rows of one op may share a name.
         fn: the function that runs, called like the reference.
-        supports: true for targets that ``fn`` runs on.
-        pack: maps weight tensors (by argument position) and the site's options to the packed tensors that ``fn``
-            takes in their place; called once, at load. None: weights stay as they are.
-        accepts: true for weight tensors (by argument position) that ``fn`` handles; None: all.
-        handles: true for options of a site (``Graph.site_options``) that ``fn`` handles; None: all.
-        needs: the conditions of ``supports``, ``accepts`` and ``handles`` in words, beyond those of its whole module.
+        supports: true for targets of ``fn``.
+        pack: maps weight tensors (by argument position) and the site's options to packed tensors, the weight
+            arguments of ``fn``; called once, at load. None: weights stay unchanged.
+        accepts: true for weight tensors (by argument position) within the limits of ``fn``; None: all.
+        handles: true for options of a site (``Graph.site_options``) within the limits of ``fn``; None: all.
+        needs: the conditions of ``supports``, ``accepts`` and ``handles`` in words, beyond those of the whole module.
     """
 
     op: str

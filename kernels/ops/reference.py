@@ -1,14 +1,14 @@
 """The spec: every dialect op in plain PyTorch.
 
-These functions define what an op means; a faster kernel is right when it agrees with the function of
-the same name here. Norms and gates are written in ``reference_pointwise``, float8 in ``reference_fp8``, RoPE, the KV
-cache and attention in ``reference_attention``. They run on any device and under ``torch.device("meta")`` (shapes
-only), which is how the verifier and the cost model learn shapes.
+A function defines the meaning of its op; a faster kernel is right when it agrees with the function of the same name
+here. Norms and gates are written in ``reference_pointwise``, float8 in ``reference_fp8``, RoPE, the KV cache and
+attention in ``reference_attention``. The functions run on any device. Under ``torch.device("meta")`` they compute
+shapes only, for the verifier and the cost model.
 
-Layout rules: activations are token-major, ``[T, ...]`` for the T tokens of the flattened batch;
-a linear weight is ``[N, K]`` (out, in); attention takes ``[T, H, D]``; the KV pool of a layer is
-``[blocks, block_size, Hkv, D]`` float32, or int8 or E4M3 with four more bytes a row (``quantize_kv``). Arithmetic is
-float32 unless an op says otherwise.
+Layout rules: activations are token-major, ``[T, ...]`` for the T tokens of the flattened batch; a linear weight is
+``[N, K]`` (out, in); attention takes ``[T, H, D]``; the KV pool of a layer is ``[blocks, block_size, Hkv, D]``
+float32, or int8 or E4M3 with four more bytes a row (``quantize_kv``). Arithmetic is float32 unless an op says
+otherwise.
 """
 
 from __future__ import annotations
@@ -87,9 +87,9 @@ def select_rows(x: Tensor, index: Tensor) -> Tensor:
 
 
 def by_tokens(few: Tensor, many: Tensor, positions: Tensor, limit: int) -> Tensor:
-    """``few`` in a step of up to ``limit`` tokens, else ``many``: the two forms of one layer, [T, N] both.
+    """``few`` in a step of up to ``limit`` tokens, else ``many``: two variants of a layer, both [T, N].
 
-    ``positions`` [T] int64, the graph's input, says how many tokens the step has. Lowering keeps one of the two
+    ``positions`` [T] int64, the graph's input, has the number of tokens of the step. Lowering keeps one of the two
     (``optkit.graph.variants``), so no kernel computes both.
     """
     return few if len(positions) <= limit else many
@@ -144,15 +144,15 @@ def linear_w4a8(
     weight_minimum: Tensor | None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """``linear`` of int8 activations and int4 weights: q [T, K] uint8 and the rest give [T, N] float32.
+    """``linear`` of int8 activations and int4 weights: [T, N] float32.
 
-    weight [N, K / 8] int32 holds codes 0 .. 15 (see ``unpack_int4``), weight_scale [N, G] and weight_minimum [N, G]
-    are float32 or float16, with K / G channels to a group. A weight is ``code * weight_scale + weight_minimum``, or
-    ``(code - 8) * weight_scale`` where ``weight_minimum`` is None; an activation is ``(q - 128) * scale``. scale is
-    [T, Ga], and Ga divides G: an activation group is one weight group or several.
+    q is [T, K] uint8. weight [N, K / 8] int32 holds codes 0 .. 15 (see ``unpack_int4``), weight_scale [N, G] and
+    weight_minimum [N, G] are float32 or float16, with K / G channels to a group. A weight is ``code * weight_scale +
+    weight_minimum``, or ``(code - 8) * weight_scale`` where ``weight_minimum`` is None; an activation is ``(q - 128)
+    * scale``. scale is [T, Ga], and Ga divides G: an activation group is one weight group or several.
 
-    Sums over a group are exact: in float64 here, which holds every int32. Groups are added in float32, in order, each
-    its products and then its minimum times the sum of its activations.
+    Sums over a group are exact: in float64 here, which holds every int32. Groups are added in float32, in order:
+    first the products of a group, then its minimum times the sum of its activations.
     """
     check_int4(q, scale, weight, weight_scale, weight_minimum, bias)
     groups = weight_scale.shape[1]
@@ -179,10 +179,10 @@ def check_int4(
     weight_minimum: Tensor | None,
     bias: Tensor | None,
 ) -> None:
-    """What kernels that take raw pointers rely on, and what broadcasting would let pass.
+    """Refuse tensors of wrong shapes and types: kernels take addresses, and broadcasting would hide the error.
 
     Raises:
-        ValueError: a tensor has another shape or type than ``linear_w4a8`` says.
+        ValueError: a tensor has another shape or type than the docstring of ``linear_w4a8`` states.
     """
     (n, words), groups, activation_groups = weight.shape, weight_scale.shape[1], scale.shape[1]
     if weight.dtype != torch.int32 or words * INT4_PER_WORD != q.shape[1]:
@@ -208,7 +208,7 @@ def unpack_int4(packed: Tensor) -> Tensor:
 
 
 def dequantize_int4(weight: Tensor, weight_scale: Tensor, weight_minimum: Tensor | None = None) -> Tensor:
-    """The float32 weight [N, K] that ``linear_w4a8`` multiplies by."""
+    """The float32 weight [N, K] of ``linear_w4a8``."""
     codes = unpack_int4(weight).to(torch.float32).unflatten(1, (weight_scale.shape[1], -1))  # [N, G, g]
     scale = weight_scale.to(torch.float32)[..., None]
     if weight_minimum is None:
@@ -278,7 +278,7 @@ def dequantize_wna16(
     group_size: int = 0,
     columns: int,
 ) -> Tensor:
-    """The float32 weight [N, columns] that ``linear_wna16`` multiplies by."""
+    """The float32 weight [N, columns] of ``linear_wna16``."""
     group = torch.arange(columns, device=weight.device) // (group_size or columns) if g_idx is None else g_idx
     codes = unpack_codes(weight, bits, columns).to(torch.float32)
     zero = (
@@ -297,10 +297,10 @@ def check_wna16(
     bits: int,
     group_size: int,
 ) -> None:
-    """What kernels that take raw pointers rely on.
+    """Refuse tensors of wrong shapes and types: kernels take addresses.
 
     Raises:
-        ValueError: a tensor has another shape or type than ``linear_wna16`` says.
+        ValueError: a tensor has another shape or type than the docstring of ``linear_wna16`` states.
     """
     (n, words), groups, k = weight.shape, weight_scale.shape[1], x.shape[-1]
     if bits not in BITS or weight.dtype != torch.int32 or words != words_of(k, bits):

@@ -1,15 +1,15 @@
-"""The spec of what attention needs: RoPE, the paged KV cache, and attention over it.
+"""The spec of attention: RoPE, the paged KV cache, and attention over the cache.
 
-Names are imported from ``reference``, of which this is a part.
+A part of ``reference``, which exports every name.
 
 A pool of a layer is [blocks, block_size, Hkv, D] of a float type; or of bytes, [blocks, block_size, Hkv, D + 4], for
-int8 and E4M3 values with a float32 scale for each token and head. Which bytes of a block are which depends on where it
-lies. On the CPU a row is its values and its scale, in one piece. On a GPU (``is_planar``) a block is all its values,
-[block_size, Hkv, D], and then all its scales, [block_size, Hkv]: rows of D + 4 bytes would break every load into
-pieces of four. A block has the same size either way, and nothing outside of attention looks into one.
+int8 and E4M3 values with a float32 scale for each token and head. The layout of the bytes in a block depends on the
+device. On the CPU a row is its values and its scale, in one piece. On a GPU (``is_planar``) a block is all its
+values, [block_size, Hkv, D], and then all its scales, [block_size, Hkv]: rows of D + 4 bytes would break every load
+into pieces of four. A block has the same size in both layouts, and only attention looks into blocks.
 
-Padding, as a captured CUDA graph needs it: a token of slot -1 is not stored, a sequence of length 0 attends to nothing
-and gives zeros. What comes out for tokens behind the last sequence is not specified.
+Padding for captured CUDA graphs: a token of slot -1 is not stored, a sequence of length 0 attends to nothing and
+gives zeros. Results for tokens behind the last sequence are not specified.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def rope_kv_write(
 ) -> tuple[Tensor, Tensor]:
     """RoPE of the new tokens' q [T, H, D] and k [T, Hkv, D], and the write of K and V: ``(rope(q), rope(k))``.
 
-    cos and sin are [T, R]: with R < D only the first R channels of a head rotate. The rest is as in ``attention``, of
-    which this is the first half; ``paged_attention`` is the second. Mutates ``k_cache`` and ``v_cache``.
+    cos and sin are [T, R]: with R < D only the first R channels of a head rotate. The op is the first half of
+    ``attention``; ``paged_attention`` is the second. Mutates ``k_cache`` and ``v_cache``.
     """
     q, k = partial_rope(q, cos, sin), partial_rope(k, cos, sin)
     if q.device.type != "meta":
@@ -85,15 +85,15 @@ def attention(
     window: int = 0,
     softcap: float = 0.0,
 ) -> Tensor:
-    """Causal attention of a ragged batch over the paged KV cache, which it first writes.
+    """Causal attention of a ragged batch over the paged KV cache, after a write of K and V to the cache.
 
-    q [T, H, D], k [T, Hkv, D], v [T, Hkv, Dv]; the cache and batch tensors are described in
-    docs/architecture.md. Query head h reads KV head ``h // (H // Hkv)``. ``window`` > 0 limits a token to
-    the last ``window`` positions including its own; ``softcap`` > 0 squashes scores to
-    ``softcap * tanh(s / softcap)``. Gives [T, H, Dv]. Mutates ``k_cache`` and ``v_cache``.
+    q [T, H, D], k [T, Hkv, D], v [T, Hkv, Dv]; the cache and batch tensors are described in docs/architecture.md.
+    Query head h reads KV head ``h // (H // Hkv)``. ``window`` > 0 limits a token to the last ``window`` positions
+    including its own; ``softcap`` > 0 squashes scores to ``softcap * tanh(s / softcap)``. The result is [T, H, Dv].
+    Mutates ``k_cache`` and ``v_cache``.
 
-    int8 and uint8 pools hold rows of ``quantize_kv``. K and V of this call are attended as the cache has them,
-    quantized, so the result does not depend on how a prompt is cut into calls.
+    int8 and uint8 pools hold rows of ``quantize_kv``. K and V of the call are attended in their quantized form, so
+    the result does not depend on the cut of a prompt into calls.
     """
     if q.device.type != "meta":
         write_kv(k, v, k_cache, v_cache, slot_mapping)
@@ -115,10 +115,10 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
 ) -> Tensor:
-    """``attention`` where the cache holds K and V of this call already, as after ``rope_kv_write``.
+    """``attention`` over a cache that holds K and V of the call already, as after ``rope_kv_write``.
 
-    k and v are what it stored: a kernel may read them in place of the cache where a sequence has no other tokens.
-    A batch with as many tokens as sequences has one token for each.
+    k and v are the stored rows: a kernel may read them in place of the cache for a sequence without other tokens. A
+    batch with as many tokens as sequences has one token for each.
     """
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
     if q.device.type == "meta":
@@ -135,7 +135,7 @@ def paged_attention(
 
 
 def check_decode(tokens: int, starts: Sequence[int]) -> None:
-    """Refuse a padded batch that kernels would take for a decode, since they know shapes alone.
+    """Refuse a padded batch with the shape of a decode, since kernels read shapes alone.
 
     Raises:
         ValueError: no more tokens than sequences, and a sequence with several.
@@ -170,7 +170,7 @@ def gather_kv(cache: Tensor, blocks: Tensor, length: int) -> Tensor:
 
 
 def is_planar(cache: Tensor) -> bool:
-    """Whether blocks of this pool have their scales behind all their values: quantized, and on a GPU."""
+    """True for quantized pools on a GPU: in a block all scales stand behind all values."""
     return cache.dtype in KV_CODES and cache.device.type == "cuda"
 
 
@@ -184,10 +184,10 @@ def kv_planes(cache: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_kv(x: Tensor, dtype: torch.dtype = torch.int8) -> Tensor:
-    """K or V [T, Hkv, D] as rows [T, Hkv, D + 4]: int8, or uint8, which holds the bytes of E4M3.
+    """K or V [T, Hkv, D] as rows [T, Hkv, D + 4]: int8, or uint8 with the bytes of E4M3.
 
-    Each token and head has its own scale, ``absmax / 127`` or ``absmax / 448``: a row is D values and the four bytes of
-    the float32 scale.
+    Each token and head has its own scale, ``absmax / 127`` or ``absmax / 448``: a row is D values and the four bytes
+    of the float32 scale.
     """
     x = x.to(torch.float32)
     if dtype == torch.uint8:
@@ -209,13 +209,13 @@ def kv_parts(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_kv(rows: Tensor) -> Tensor:
-    """The float32 K or V [..., D] that rows [..., D + 4] of an int8 or a uint8 (E4M3) pool stand for."""
+    """The float32 K or V [..., D] of rows [..., D + 4] of an int8 or a uint8 (E4M3) pool."""
     values, scale = kv_parts(rows)
     return values.contiguous().view(KV_CODES[rows.dtype]).to(torch.float32) * scale[..., None]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float) -> Tensor:
-    """Attention of the last Tq tokens of one sequence: q [Tq, H, D] over k, v [Tk, Hkv, ...]."""
+    """Attention of the last Tq tokens of a sequence: q [Tq, H, D] over k, v [Tk, Hkv, ...]."""
     tq, heads, tk, kv_heads = q.shape[0], q.shape[1], k.shape[0], k.shape[1]
     dtype = torch.promote_types(q.dtype, k.dtype)
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)

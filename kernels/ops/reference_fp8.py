@@ -1,7 +1,7 @@
-"""The spec of what is stored or computed in float8 E4M3; part of ``reference``, which exports every name here.
+"""The spec of float8 E4M3, stored or computed; part of ``reference``, which exports every name here.
 
-E4M3 (arXiv 2209.05433) has 3 bits of mantissa and a largest value of 448. A scale maps the largest of what shares it
-there; quotients beyond it saturate. A product of two E4M3 values is exact in float32.
+E4M3 (arXiv 2209.05433) has 3 bits of mantissa and a largest value of 448. A scale maps the largest of its values to
+448; larger quotients saturate. A product of two E4M3 values is exact in float32.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def linear_fp8_rowwise(
     *,
     dtype: str = "float32",
 ) -> Tensor:
-    """``linear`` of activations that are E4M3 already: ``(q @ weight.T) * scale * weight_scale.T + bias`` as [T, N].
+    """``linear`` of E4M3 activations: ``(q @ weight.T) * scale * weight_scale.T + bias`` as [T, N].
 
-    q [T, K] and weight [N, K] float8_e4m3fn, scale [T, 1] and weight_scale [N, 1] float32. Sums are float32; ``dtype``
-    names the type of the result.
+    q [T, K] and weight [N, K] float8_e4m3fn, scale [T, 1] and weight_scale [N, 1] float32. Sums are float32;
+    ``dtype`` names the type of the result.
     """
     check_fp8_rowwise(q, scale, weight, weight_scale, bias)
     out = F.linear(q.to(torch.float32), weight.to(torch.float32)) * scale * weight_scale.T
@@ -46,10 +46,10 @@ def linear_fp8_rowwise(
 def check_fp8_rowwise(
     q: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None
 ) -> None:
-    """What broadcasting would let pass.
+    """Refuse tensors of wrong shapes and types, which broadcasting would accept.
 
     Raises:
-        ValueError: a tensor has another shape or type than ``linear_fp8_rowwise`` says.
+        ValueError: a tensor has another shape or type than the docstring of ``linear_fp8_rowwise`` states.
     """
     (tokens, k), n = q.shape, weight.shape[0]
     if q.dtype != torch.float8_e4m3fn or weight.dtype != torch.float8_e4m3fn or weight.shape[1] != k:
@@ -72,8 +72,8 @@ def linear_fp8(
     """``x @ W.T + bias`` in float8 E4M3 (arXiv 2209.05433): weight float8_e4m3fn [N, K], weight_scale [N, G] float32.
 
     x [T, K] is rounded to E4M3 too, by ``activations``: ``"token"``, with the scale absmax / 448 of each token;
-    ``"tensor"``, with ``input_scale`` [1], what lies beyond saturating; ``"none"``, not at all. Products of rounded
-    values are exact in float32, where they are added; gives [T, N] float32.
+    ``"tensor"``, with ``input_scale`` [1], larger values saturating; ``"none"``, not at all. Products of rounded
+    values and their sums are float32, the products exact; the result is [T, N] float32.
     """
     check_fp8(x, weight, weight_scale, input_scale, bias, activations)
     out = x.new_empty(*x.shape[:-1], weight.shape[0])
@@ -95,7 +95,7 @@ def dequantize_fp8(weight: Tensor, weight_scale: Tensor) -> Tensor:
 
 
 def round_fp8(x: Tensor, scale: Tensor | None = None) -> Tensor:
-    """x [T, K] as E4M3 has it, in float32: with ``scale`` [1], or absmax / 448 of each token."""
+    """x [T, K] rounded to E4M3, in float32: with ``scale`` [1], or absmax / 448 of each token."""
     if scale is None:
         q, scale = quantize_fp8_per_token(x)
         return q.to(torch.float32) * scale
@@ -110,10 +110,10 @@ def check_fp8(
     bias: Tensor | None,
     activations: str,
 ) -> None:
-    """What broadcasting would let pass.
+    """Refuse tensors of wrong shapes and types, which broadcasting would accept.
 
     Raises:
-        ValueError: a tensor has another shape or type than ``linear_fp8`` says.
+        ValueError: a tensor has another shape or type than the docstring of ``linear_fp8`` states.
     """
     (n, k), groups = weight.shape, weight_scale.shape[1]
     if weight.dtype != torch.float8_e4m3fn or k != x.shape[-1]:

@@ -1,9 +1,9 @@
 """The spec of norms, gates, and their quantization; part of ``reference``, which exports every name here.
 
-The fused ops (``*_quantize``) are what a GPU runs in one launch: the row is in registers once, its largest value is
-known, and only the quantized row is written. ``fmt`` is ``"int8"`` (``quantize_per_token``) or ``"fp8"``
-(``quantize_fp8_per_token``); each token has one scale. They are defined by the ops they stand for, in float32: what is
-quantized was not rounded to the type of the activations before.
+A fused op (``*_quantize``) is one launch on a GPU: the row is in registers once, its largest value is known, and only
+the quantized row is written. ``fmt`` is ``"int8"`` (``quantize_per_token``) or ``"fp8"``
+(``quantize_fp8_per_token``); each token has one scale. A fused op is defined by its two ops in float32: the quantized
+values were not rounded to the type of the activations before.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) 
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """The residual addition and the norm that reads it, in one op: ``(rms_norm(s), s)`` with ``s = residual + x``."""
+    """The residual addition and the norm of the sum, in one op: ``(rms_norm(s), s)`` with ``s = residual + x``."""
     total = residual + x
     return rms_norm(total, weight, eps, offset), total
 
@@ -53,7 +53,7 @@ def gelu_mul(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
 
 
 def silu_mul_packed(gate_up: Tensor) -> Tensor:
-    """``silu_mul`` of the two halves of [..., 2F], as a fused gate/up projection leaves them."""
+    """``silu_mul`` of the two halves of [..., 2F], the result of a fused gate/up projection."""
     gate, up = gate_up.chunk(2, dim=-1)
     return silu_mul(gate, up)
 

@@ -1,9 +1,9 @@
 """The spec of sampling on the device: a token for each row of logits, without a round trip to the host.
 
-The choice of ``optkit.runtime.sampling.sampler``, in its order (temperature, min_p, top_k, top_p, draw) and with
-its random numbers: a row's number in [0, 1) is a hash of the request's seed and of the position drawn for, made on
-the host, which knows both before the step. So a draw depends on nothing else in the batch and no state is kept.
-Where tokens tie at the edge of a filter all of them stay, so that no order among equals has to be agreed on.
+The choice of ``optkit.runtime.sampling.sampler``, in the same order (temperature, min_p, top_k, top_p, draw) and with
+the same random numbers: a row's number in [0, 1) is a hash of the request's seed and of the drawn position, made on
+the host before the step. So a draw depends on nothing else in the batch and no state is kept. Tokens tied at the edge
+of a filter all stay, so no order among equals is needed.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ def sample(
     uniform: Tensor,
     filtered: bool = True,
 ) -> Tensor:
-    """Token ids [L] int64 of logits [L, V]; -1 for a row with a NaN, or whose largest logit is not a finite number.
+    """Token ids [L] int64 of logits [L, V]; -1 for a row with a NaN, or without a finite largest logit.
 
     The parameters are [L]: temperature float32 (below 1e-5: the first largest logit), top_k int32 (0: off), top_p
-    float32 (1: off), min_p float32 (0: off), uniform float64 in [0, 1). ``filtered`` False promises that no row has a
-    filter.
+    float32 (1: off), min_p float32 (0: off), uniform float64 in [0, 1). ``filtered`` False promises rows without
+    filters.
     """
     if logits.device.type == "meta":
         return logits.new_empty(logits.shape[0], dtype=torch.int64)

@@ -1,7 +1,7 @@
-"""What a kernel cannot see and the runtime knows: that a step is one sequence, and all its tokens are new.
+"""A promise of the runtime to kernels: the step is one sequence, and all its tokens are new.
 
-Such a prompt needs no cache to attend: K and V of the call are all there is, and dense kernels may take them. Lengths
-are on the device, so the host has to say it: around a step, and around the capture of a graph for such steps.
+A whole prompt attends to K and V of the call alone, without the cache, so dense kernels may run. Lengths are on the
+device, so the host makes the promise: around a step, and around the capture of a graph for whole prompts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _promise: ContextVar[WholePrompt | None] = ContextVar("whole_prompt", default=No
 
 @contextmanager
 def whole_prompt(promise: WholePrompt | None) -> Iterator[None]:
-    """Within it the tokens of a call are one sequence from its first token on, padding behind them; None: who knows."""
+    """Inside, the tokens of a call are one sequence from its first token on, then padding; without promise for None."""
     token = _promise.set(promise)
     try:
         yield
@@ -33,5 +33,5 @@ def whole_prompt(promise: WholePrompt | None) -> Iterator[None]:
 
 
 def promised() -> WholePrompt | None:
-    """The promise that holds now; who relies on it sets ``used``."""
+    """The promise in force, None without one. A kernel that relies on the promise sets ``used``."""
     return _promise.get()

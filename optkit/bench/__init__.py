@@ -1,5 +1,5 @@
-"""Benchmarks over HTTP: one client, one workload, several servers in turn, raw records kept.
+"""Benchmarks over HTTP: the same client and workload for several servers in turn, with raw records.
 
-``workload`` builds the prompts and arrivals, ``client`` sends them and writes ``records``, ``metrics`` turns records
-into numbers, ``servers`` starts what is measured, ``run`` interleaves the sides and pairs the results.
+``workload`` builds prompts and arrivals, ``client`` sends them and writes ``records``, ``metrics`` turns records into
+numbers, ``servers`` starts the measured servers, ``run`` interleaves the sides and pairs the results.
 """

@@ -1,9 +1,9 @@
-"""The load generator: sends a workload to an OpenAI-compatible server and writes down what came back, when.
+"""The load generator: send a workload to an OpenAI-compatible server and record the time of each event.
 
-Requests go to ``/v1/completions`` as token ids, so every server sees exactly the same prompt and no chat template or
-tokenizer stands between; ``temperature`` 0 and ``ignore_eos`` make every request produce exactly its output length.
-One asyncio loop in one process: enough for the tens of streams of a CPU server, and one clock. The cost is
-that a client on the server's machine competes for its cores, for both sides alike.
+Requests go to ``/v1/completions`` as token ids, so every server gets exactly the same prompt without chat template or
+tokenizer. ``temperature`` 0 and ``ignore_eos`` make every request produce exactly its output length. The client is a
+single asyncio loop: enough for the tens of streams of a CPU server, with a single clock. The cost: a client on the
+server's machine competes for the cores, for all sides alike.
 """
 
 from __future__ import annotations
@@ -16,18 +16,26 @@ from typing import Any
 import httpx
 
 from optkit.bench.records import Chunk, RequestRecord, clock
-from optkit.bench.workload import Request, Workload
+from optkit.bench.workload import BenchRequest, RequestSchedule
 
-MALFORMED = (ValueError, TypeError, KeyError, IndexError, AttributeError)  # of a stream that is not OpenAI's
+MALFORMED = (
+    ValueError,
+    TypeError,
+    KeyError,
+    IndexError,
+    AttributeError,
+)  # of streams in another format
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 
 
-def run_workload(url: str, model: str, workload: Workload, api_key: str | None = None) -> list[RequestRecord]:
-    """Send all of ``workload`` to ``url`` (``http://host:port``) and return one record per request, in order."""
+def run_workload(
+    url: str, model: str, workload: RequestSchedule, api_key: str | None = None
+) -> list[RequestRecord]:
+    """Send all of ``workload`` to ``url`` (``http://host:port``). Return a record per request, in order."""
     return asyncio.run(_run(url, model, workload, api_key))
 
 
-async def _run(url: str, model: str, workload: Workload, api_key: str | None) -> list[RequestRecord]:
+async def _run(url: str, model: str, workload: RequestSchedule, api_key: str | None) -> list[RequestRecord]:
     limit = workload.config.max_concurrency or len(workload.requests)
     slots = asyncio.Semaphore(limit)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -41,9 +49,9 @@ async def _run(url: str, model: str, workload: Workload, api_key: str | None) ->
 
 
 async def _paced(
-    http: httpx.AsyncClient, model: str, request: Request, start: float, slots: asyncio.Semaphore
+    http: httpx.AsyncClient, model: str, request: BenchRequest, start: float, slots: asyncio.Semaphore
 ) -> RequestRecord:
-    """Wait for the arrival and a free slot, then send. The semaphore is first come, first served."""
+    """Wait for the arrival time and a free slot, then send. The semaphore is first come, first served."""
     due = start + request.arrival
     await asyncio.sleep(max(0.0, due - clock()))
     async with slots:
@@ -52,8 +60,8 @@ async def _paced(
     return record
 
 
-async def send(http: httpx.AsyncClient, model: str, request: Request) -> RequestRecord:
-    """Stream one completion. A failure is in ``record.error``, with the times up to it."""
+async def send(http: httpx.AsyncClient, model: str, request: BenchRequest) -> RequestRecord:
+    """Stream a completion. ``record.error`` holds a failure, and the record keeps the times before the failure."""
     record = RequestRecord(index=request.index, send=clock())
     try:
         async with http.stream("POST", "/v1/completions", json=body(model, request)) as response:
@@ -68,8 +76,8 @@ async def send(http: httpx.AsyncClient, model: str, request: Request) -> Request
     return record
 
 
-def body(model: str, request: Request) -> dict[str, Any]:
-    """The JSON of one request."""
+def body(model: str, request: BenchRequest) -> dict[str, Any]:
+    """The JSON of a request."""
     return {
         "model": model,
         "prompt": list(request.prompt_ids),
@@ -82,7 +90,7 @@ def body(model: str, request: Request) -> dict[str, Any]:
 
 
 async def _read(response: httpx.Response, record: RequestRecord) -> None:
-    """Fill ``record`` from the event stream; a stream that ends without [DONE] is a failure."""
+    """Fill ``record`` from the event stream; a stream without [DONE] at the end is a failure."""
     counted = 0
     async for data in _events(response):
         now = clock()
@@ -106,10 +114,10 @@ async def _read(response: httpx.Response, record: RequestRecord) -> None:
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[str]:
-    """The data of each server-sent event. (The servers measured here send one data line an event.)
+    """The data of each server-sent event. (The measured servers send one data line an event.)
 
-    Lines end at a newline byte and nowhere else: httpx's own line iterator also splits at U+2028 and its like,
-    which may stand unescaped in JSON text.
+    Lines end only at a newline byte: httpx's line iterator also splits at U+2028 and similar characters, which may
+    stand unescaped in JSON text.
     """
     rest = b""
     async for piece in response.aiter_bytes():
@@ -133,8 +141,8 @@ def _take_usage(record: RequestRecord, usage: dict[str, Any]) -> None:
     record.cached_tokens = details.get("cached_tokens") or record.cached_tokens
 
 
-def problems(records: Sequence[RequestRecord], workload: Workload) -> list[str]:
-    """What makes records not comparable: wrong prompt or output lengths, cache hits."""
+def problems(records: Sequence[RequestRecord], workload: RequestSchedule) -> list[str]:
+    """Reasons against comparing the records: wrong prompt or output lengths, cache hits."""
     lines = []
     for record, request in zip(records, workload.requests, strict=True):
         if not record.ok:

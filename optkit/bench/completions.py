@@ -1,8 +1,8 @@
-"""What the benchmark's small servers share: requests they take, and the events of a streamed completion.
+"""Shared parts of the benchmark's small servers: request checks, and the events of a streamed completion.
 
-``/v1/completions`` as the benchmark's client asks for it: a prompt of token ids, greedy, streamed, to the length asked.
-Importing this needs the standard library only (the application needs Starlette): a peer's server that runs in an
-environment without optkit loads this file by its path.
+``/v1/completions`` in the form used by the benchmark's client: a prompt of token ids, greedy, streamed, with a given
+length. The import needs the standard library only (the application needs Starlette): the server of a peer in an
+environment without optkit loads the file by path.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ Stream = Callable[[list[int], int], AsyncIterator[str]]
 
 
 class CompletionEvents:
-    """The events of one completion, from its tokens. Text that ends inside a character waits for the rest of it."""
+    """The events of a completion, from its tokens.
+
+    Text ending inside a character is held until the character is complete.
+    """
 
     def __init__(
         self, name: str, decode: Callable[[list[int]], str], prompt_tokens: int, max_tokens: int
@@ -57,7 +60,7 @@ def check(data: Any) -> tuple[list[int], int]:
     """(prompt ids, max_tokens) of a request body.
 
     Raises:
-        ValueError: it asks for something these servers do not do.
+        ValueError: the body has a value without support in the small servers.
     """
     prompt, count = (data.get("prompt"), data.get("max_tokens")) if isinstance(data, dict) else (None, None)
     if not isinstance(prompt, list) or not prompt or not all(type(i) is int and i >= 0 for i in prompt):

@@ -1,4 +1,4 @@
-"""What a number depends on besides the code: machine, versions, load. Saved with every result."""
+"""The conditions of a measurement: machine, versions, load. Saved with every result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "httpx", "uvicorn")
 
 
 def environment() -> dict[str, Any]:
-    """Hardware, versions, command line and time of this run."""
+    """Hardware, versions, command line and time of the run."""
     from optkit import __version__
     from optkit.machine.target import cpu_isa, cpu_model, memory_bytes, usable_cores
 
@@ -29,13 +29,13 @@ def environment() -> dict[str, Any]:
         "isa": list(cpu_isa()),
         "cores": usable_cores(),
         "memory_bytes": memory_bytes(),
-        "load_average": load_average(),  # before any server of ours started
+        "load_average": load_average(),  # before the run starts servers
         "threads_env": {k: v for k, v in os.environ.items() if k in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")},
     }
 
 
 def public(text: str, root: Path) -> str:
-    """``text`` as it may be published: paths below ``root`` and the home directory become relative to them."""
+    """``text`` for publication: paths below ``root`` and the home directory become relative."""
     inside = ((f"{root}/", ""), (str(root), ".")) if root.name else ()
     for path, name in (*inside, (sys.executable, "python"), (str(Path.home()), "~")):
         text = text.replace(path, name)
@@ -48,10 +48,10 @@ def load_average() -> float:
 
 
 def busy(environment: dict[str, Any]) -> str | None:
-    """A warning if others used more than a quarter of the machine when the run began.
+    """A warning if other processes used more than a quarter of the machine at the start of the run, else None.
 
-    Thread teams that share cores with strangers slow down far more than in proportion: on 2 cores at load 7 one
-    and the same forward was seen to take 20 times as long. Ratios survive that badly and latencies not at all.
+    Thread teams on shared cores slow down far more than in proportion: on 2 cores at load 7 the same forward took 20
+    times as long. Ratios become unreliable, and latencies useless.
     """
     load, cores = environment.get("load_average", 0.0), environment.get("cores", 1)
     return f"the machine was busy: load average {load:.1f} on {cores} cores" if load > 0.25 * cores else None

@@ -1,11 +1,11 @@
-"""Metric formulas, printed beside their names, because tools use one name for different things.
+"""Metric formulas, printed beside their names, because benchmark tools use the same name for different metrics.
 
-Notation for one request: ``send``; ``first``, the first chunk with text; ``done``, the end of the stream; ``n`` output
+Notation for a request: ``send``; ``first``, the first chunk with text; ``done``, the end of the stream; ``n`` output
 tokens. Percentiles interpolate linearly between order statistics (numpy's default, Hyndman-Fan type 7). Failed
 requests are left out of latency percentiles, counted in ``failed``, and are misses in goodput and SLOs.
 
-``DEFINITIONS`` holds the same four metrics as other tools define them, as read in their code or documentation in
-2026. Computing them on our records shows the definition and nothing else: each tool's client adds its own overhead.
+``DEFINITIONS`` holds the formulas of further tools for the same metrics, as read in code or documentation in 2026.
+Computing them on optkit's records compares only the definitions: the client of each tool adds a different overhead.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PERCENTILES = (50, 95, 99)
 
 @dataclass(frozen=True)
 class Metric:
-    """A latency: its formula in words and the samples (seconds) one finished request contributes."""
+    """A latency: the formula in words, and the samples (seconds) of one finished request."""
 
     formula: str
     samples: Callable[[RequestRecord], list[float]]
@@ -39,15 +39,17 @@ def percentile(values: Sequence[float], q: float) -> float | None:
 
 
 def ttft(r: RequestRecord) -> list[float]:
+    """Time to first token; empty without a token."""
     return [] if r.first_token is None else [r.first_token - r.send]
 
 
 def e2e(r: RequestRecord) -> list[float]:
+    """Time from sending to the end of the stream."""
     return [] if r.done is None else [r.done - r.send]
 
 
 def tpot(r: RequestRecord) -> list[float]:
-    """One output token has no time per *further* token: no sample."""
+    """Time per output token after the first; empty for a single output token."""
     if r.tokens < 2 or r.done is None or r.first_token is None:
         return []
     return [(r.done - r.first_token) / (r.tokens - 1)]
@@ -131,7 +133,7 @@ DEFINITIONS: dict[str, dict[str, Metric]] = {
 
 
 @dataclass(frozen=True)
-class Slo:
+class LatencyBounds:
     """Upper bounds in milliseconds. ``None`` is no bound."""
 
     ttft: float | None = None
@@ -143,7 +145,10 @@ class Slo:
         return {name: bound for name, bound in pairs.items() if bound is not None}
 
     def met(self, r: RequestRecord) -> bool:
-        """True if the request finished and kept every bound (a metric without a sample keeps its bound)."""
+        """Return True if the request finished within every bound.
+
+        A metric without a sample counts as within the bound.
+        """
         kept = all(1e3 * s <= bound for name, bound in self.bounds().items() for s in OPTKIT[name].samples(r))
         return r.ok and kept
 
@@ -161,13 +166,13 @@ def latency(records: Iterable[RequestRecord], definitions: str = "optkit") -> di
 
 
 def summarize(
-    records: Sequence[RequestRecord], slo: Slo | None = None, definitions: str = "optkit"
+    records: Sequence[RequestRecord], slo: LatencyBounds | None = None, definitions: str = "optkit"
 ) -> dict[str, Any]:
-    """Everything about one run: counts, latencies in ms, throughput, and goodput if there is an SLO.
+    """The summary of a run: counts, latencies in ms, throughput, and goodput if there is an SLO.
 
-    ``duration`` runs from the first send to the last event. ``output_throughput`` is output tokens of finished
-    requests / duration, ``request_throughput`` finished requests / duration, ``goodput`` requests that met the
-    SLO / duration, ``slo_attainment`` their share of *all* requests.
+    ``duration_s`` runs from the first send to the last event. ``output_throughput`` is output tokens of finished
+    requests / duration, ``request_throughput`` finished requests / duration, ``goodput`` requests within the SLO /
+    duration, ``slo_attainment`` the share of *all* requests within the SLO.
     """
     finished = [r for r in records if r.ok]
     seconds = span(records)
@@ -188,8 +193,8 @@ def summarize(
     return summary
 
 
-def slo_misses(records: Sequence[RequestRecord], slo: Slo, q: float = 95) -> list[str]:
-    """One line for each bound whose q-th percentile is missed; failed requests count as infinitely late."""
+def slo_misses(records: Sequence[RequestRecord], slo: LatencyBounds, q: float = 95) -> list[str]:
+    """A line for each bound with a missed q-th percentile; failed requests count as infinitely late."""
     lines = []
     failed = sum(not r.ok for r in records)
     for name, bound in slo.bounds().items():
@@ -201,7 +206,7 @@ def slo_misses(records: Sequence[RequestRecord], slo: Slo, q: float = 95) -> lis
 
 
 def _percentile_with_failures(samples: list[float], failed: int, q: float) -> float:
-    """Percentile as if each failure were an infinite sample."""
+    """Percentile with an infinite sample for each failure."""
     if not failed:
         return percentile(samples, q) or 0.0
     ordered = np.sort(np.array([*samples, *[np.inf] * failed]))

@@ -1,8 +1,8 @@
-"""What the client saw of each request: raw times, so that every tool's metrics can be computed afterwards.
+"""Raw times of each request as seen by the client: the metrics of every tool can be computed afterwards.
 
-All times are seconds on one monotonic clock (``time.perf_counter``) of one process; only differences mean
-something. A record keeps every chunk of the stream, because tools disagree on which chunk is the "first token"
-(see ``optkit.bench.metrics``). Metrics are functions of records and never the other way round.
+All times are seconds of a monotonic clock (``time.perf_counter``) in a single process; only differences have a
+meaning. A record keeps every chunk of the stream, because tools disagree about the chunk with the "first token" (see
+``optkit.bench.metrics``). Metrics are functions of records, never the reverse.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ clock = time.perf_counter
 
 @dataclass(frozen=True)
 class Chunk:
-    """One SSE event that carried a choice. ``tokens``: new tokens in it; 1 if the server does not say."""
+    """One SSE event with a choice. ``tokens``: new tokens in the event; 1 if the server sends no count."""
 
     time: float
     tokens: int
-    empty: bool = False  # no text in it: a role-only chunk, the last one, or half of a multi-byte character
+    empty: bool = False  # without text: a role-only chunk, the last chunk, or a part of a character
 
 
 @dataclass
 class RequestRecord:
-    """One request from send to the end of its stream. ``None`` is "did not happen"."""
+    """A request from send to the end of the stream. ``None`` means "did not happen"."""
 
     index: int
     send: float
@@ -36,7 +36,7 @@ class RequestRecord:
     done: float | None = None
     prompt_tokens: int | None = None  # from the server's usage
     output_tokens: int | None = None  # from the server's usage, else the sum over chunks
-    cached_tokens: int = 0  # prompt tokens that came from a prefix cache
+    cached_tokens: int = 0  # prompt tokens found in a prefix cache
     error: str | None = None
 
     @property
@@ -58,7 +58,7 @@ class RequestRecord:
 
     @property
     def tokens(self) -> int:
-        """Output tokens: the server's count, else one a non-empty chunk."""
+        """Output tokens: the server's count, else the sum over chunks with text."""
         if self.output_tokens is not None:
             return self.output_tokens
         return sum(chunk.tokens for chunk in self.chunks if not chunk.empty)

@@ -1,7 +1,7 @@
-"""What a paired run measured: raw turns, and the medians and ratios that follow from them.
+"""The result of a paired run: raw turns, and the medians and ratios computed from them.
 
-The raw records are the result; everything else is computed when asked, so a saved file can be read under
-another tool's definitions or another SLO. The candidate is the first side. A ratio is candidate / other within one
+The raw records are the result. All other numbers are computed on demand, so a saved file can be read under the
+definitions of another tool or another SLO. The candidate is the first side. A ratio is candidate / other within a
 round, then the median over rounds: drift of the machine between rounds cancels.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from optkit.bench.environment import busy
-from optkit.bench.metrics import DEFINITIONS, PERCENTILES, Slo, slo_misses, summarize
+from optkit.bench.metrics import DEFINITIONS, PERCENTILES, LatencyBounds, slo_misses, summarize
 from optkit.bench.records import RequestRecord
 from optkit.bench.workload import WorkloadConfig
 
@@ -24,12 +24,12 @@ SCHEMA = 1
 RATES = ("output_throughput", "request_throughput")
 GOODPUT = ("goodput", "slo_attainment")
 
-Key = tuple[str, ...]  # a number inside a round's summary, such as ("latency_ms", "ttft", "p50")
+Key = tuple[str, ...]  # a number inside a round's summary, e.g. ("latency_ms", "ttft", "p50")
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One round of one side."""
+    """One round of a side."""
 
     side: str
     round: int
@@ -40,12 +40,12 @@ class Turn:
 
 @dataclass
 class BenchResult:
-    """Everything that was measured. ``sides[0]`` is the candidate; ratios are candidate / other."""
+    """All records of a run. ``sides[0]`` is the candidate; ratios are candidate / other."""
 
     config: WorkloadConfig
     sides: list[str]
     turns: list[Turn] = field(default_factory=list)
-    slo: Slo = field(default_factory=Slo)
+    slo: LatencyBounds = field(default_factory=LatencyBounds)
     definitions: str = "optkit"
     environment: dict[str, Any] = field(default_factory=dict)
 
@@ -57,11 +57,11 @@ class BenchResult:
         return [record for t in self.turns if t.side == side for record in t.records]
 
     def slo_misses(self) -> list[str]:
-        """Bounds that the candidate's p95 over all rounds misses, one line each."""
+        """Bounds missed by the candidate's p95 over all rounds, one line each."""
         return slo_misses(self.records(self.sides[0]), self.slo)
 
     def problems(self) -> list[str]:
-        """Why numbers may not be comparable: a busy machine, wrong lengths, cache hits, failures."""
+        """Reasons against comparing the numbers: a busy machine, wrong lengths, cache hits, failures."""
         warning = busy(self.environment)
         lines = [warning] if warning else []
         lines += [f"{t.side} round {t.round}: {line}" for t in self.turns for line in t.problems]
@@ -74,7 +74,7 @@ class BenchResult:
         return lines
 
     def statistic(self, side: str, path: Sequence[str]) -> dict[str, float] | None:
-        """Median and quartiles over rounds of one number of the summaries, e.g. ("latency_ms", "ttft", "p50")."""
+        """Median and quartiles over rounds of a number of the summaries, e.g. ("latency_ms", "ttft", "p50")."""
         return spread([_at(summary, path) for summary in self.rounds(side)])
 
     def ratio(self, other: str, path: Sequence[str]) -> dict[str, float] | None:
@@ -83,13 +83,13 @@ class BenchResult:
         return spread([_divide(_at(a, path), _at(b, path)) for a, b in pairs])
 
     def numbers(self) -> list[Key]:
-        """Every number that is compared, as its place in a round's summary."""
+        """The compared numbers, as keys into a round's summary."""
         latencies = [("latency_ms", m, f"p{q}") for m in DEFINITIONS[self.definitions] for q in PERCENTILES]
         rates = RATES + (GOODPUT if self.slo.bounds() else ())
         return [*latencies, *((name,) for name in rates)]
 
     def comparison(self) -> dict[str, dict[str, Any]]:
-        """{number: {side: spread, "ratio": {other: spread}}}, what README tables are made from."""
+        """{number: {side: spread, "ratio": {other: spread}}}, the data of the README's tables."""
         others = self.sides[1:]
         return {
             ".".join(key): {side: self.statistic(side, key) for side in self.sides}
@@ -98,7 +98,7 @@ class BenchResult:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Raw records and what follows from them, as JSON data."""
+        """Raw records and computed numbers, as JSON data."""
         return {
             "schema": SCHEMA,
             "environment": self.environment,
@@ -118,10 +118,10 @@ class BenchResult:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> BenchResult:
-        """Read a saved result; its metrics can then be computed under other definitions."""
+        """Read a saved result, for example to compute the metrics under other definitions."""
         config = WorkloadConfig(**data["workload"])
         turns = [_turn_from_dict(turn) for turn in data["turns"]]
-        slo, names = Slo(**data["slo_ms"]), list(data["sides"])
+        slo, names = LatencyBounds(**data["slo_ms"]), list(data["sides"])
         return cls(config, names, turns, slo, data["definitions"], data["environment"])
 
 

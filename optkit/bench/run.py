@@ -1,12 +1,12 @@
 """A paired benchmark: every side gets the same prompts at the same arrivals, in interleaved rounds.
 
-A shared machine drifts by tens of percent in minutes, so measuring one side and then the other measures the drift.
-Here all servers are up, idle ones sleep, and rounds go A B C, A B C, ...: a ratio is taken within a round, and what is
-reported is the median over rounds with its quartiles. The price is memory for all sides at once.
+A shared machine drifts by tens of percent in minutes, so measuring side after side would measure the drift. Here all
+servers run, idle servers sleep, and rounds go A B C, A B C, ...: a ratio is taken within a round, and the report
+shows the median over rounds with quartiles. The price is memory for all sides at once.
 
 The two baselines of ``--baseline MODEL`` answer different questions. ``baseline`` is the unoptimized model (recipe
-``baseline``) on the same runtime: what the passes brought. ``transformers`` is the model in plain transformers: what a
-user gains in total.
+``baseline``) on the same runtime and shows the gain of the passes. ``transformers`` is the model in plain
+transformers and shows the whole gain of a user.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from pathlib import Path
 
 from optkit.bench import client, servers, workload
 from optkit.bench.environment import environment, load_average
-from optkit.bench.metrics import Slo
+from optkit.bench.metrics import LatencyBounds
 from optkit.bench.records import RequestRecord
 from optkit.bench.result import BenchResult, Turn
 from optkit.errors import UserError
 from optkit.text.load import load_tokenizer
 
-SETTLE = 0.5  # seconds between turns, so that the last server's threads have gone to sleep
+SETTLE = 0.5  # seconds between turns: the threads of the last server go to sleep
 
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Side:
-    """Something to measure: ``command(port)`` starts its server, or ``url`` is one that already runs."""
+    """A measured server: ``command(port)`` is the command that starts the server, or ``url`` is a running server."""
 
     name: str
     command: Callable[[int], list[str]] | None = None
@@ -46,11 +46,11 @@ def run_bench(
     tokenizer_dir: str,
     rounds: int = 3,
     num_warmups: int = 2,
-    slo: Slo | None = None,
+    slo: LatencyBounds | None = None,
     definitions: str = "optkit",
     progress: Progress = lambda _line: None,
 ) -> BenchResult:
-    """Start every side, run ``rounds`` interleaved rounds, stop everything.
+    """Start every side, run ``rounds`` interleaved rounds, stop all servers.
 
     Raises:
         UserError: a server does not come up, or the workload cannot be built.
@@ -59,7 +59,7 @@ def run_bench(
     workloads = [workload.build(config, ids, round_) for round_ in range(rounds)]
     warmup = warmups(config, ids, num_warmups)
     names = [side.name for side in sides]
-    result = BenchResult(config, names, [], slo or Slo(), definitions, environment())
+    result = BenchResult(config, names, [], slo or LatencyBounds(), definitions, environment())
     with ExitStack() as stack:
         running = [_Running(side, _start(side, stack, progress)) for side in sides]
         for side in running:
@@ -74,18 +74,20 @@ def run_bench(
 
 
 class _Running:
-    """A side whose server is up."""
+    """A side with a running server."""
 
     def __init__(self, side: Side, url: str) -> None:
         self.name, self.url, self.api_key = side.name, url, side.api_key
         self.model = servers.model_name(url, side.api_key)
 
-    def run(self, load: workload.Workload) -> list[RequestRecord]:
+    def run(self, load: workload.RequestSchedule) -> list[RequestRecord]:
         return client.run_workload(self.url, self.model, load, self.api_key)
 
 
-def warmups(config: workload.WorkloadConfig, ids: Sequence[int], count: int) -> workload.Workload | None:
-    """Requests that are sent and forgotten, with prompts of their own."""
+def warmups(
+    config: workload.WorkloadConfig, ids: Sequence[int], count: int
+) -> workload.RequestSchedule | None:
+    """A workload of ``count`` warm-up requests with separate prompts; None for no requests."""
     if count < 1:
         return None
     values = config.to_dict() | {"num_prompts": count, "seed": config.seed + 1_000_003, "request_rate": None}
@@ -103,7 +105,7 @@ def _start(side: Side, stack: ExitStack, progress: Progress) -> str:
     return stack.enter_context(servers.running(side.command(port), port))
 
 
-def _turn(side: _Running, round_: int, load: workload.Workload) -> Turn:
+def _turn(side: _Running, round_: int, load: workload.RequestSchedule) -> Turn:
     time.sleep(SETTLE)
     average = load_average()
     records = side.run(load)
@@ -118,7 +120,7 @@ def artifact_side(artifact: Path, name: str = "optkit") -> Side:
 
 
 def baseline_sides(model: str, progress: Progress | None = None) -> list[Side]:
-    """The unoptimized model on our runtime, and plain transformers."""
+    """Two sides: the unoptimized model on optkit's runtime, and plain transformers."""
     from optkit.checkpoint.locate import resolve
 
     directory = resolve(model, progress).directory

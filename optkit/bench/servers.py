@@ -1,8 +1,8 @@
-"""Starting and stopping the servers under measurement.
+"""Start and stop the measured servers.
 
-Each server is a subprocess in a session of its own, and is stopped through its process group: the engine process it
-may have started goes with it, on success, on error, on Ctrl-C and on SIGTERM. Its output goes to a temporary file,
-whose end is shown if the server does not come up.
+Each server is a subprocess in a new session. Stopping signals the whole process group, so the engine process of the
+server ends as well: on success, on error, on Ctrl-C and on SIGTERM. The output of a server goes to a temporary file.
+If the server does not come up, the error shows the end of the file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STOP_TIMEOUT = 10.0
 
 
 def free_port() -> int:
-    """A TCP port nobody listens on at this moment."""
+    """A free TCP port of the loopback address."""
     with socket.socket() as sock:
         sock.bind((HOST, 0))
         return int(sock.getsockname()[1])
@@ -58,7 +58,7 @@ def transformers_command(directory: Path, port: int) -> list[str]:
 
 @contextmanager
 def running(command: Sequence[str], port: int, timeout: float = START_TIMEOUT) -> Iterator[str]:
-    """Run ``command`` until the body is done; yields its URL once ``/health`` answers 200.
+    """Run ``command`` until the body is done; yields the server's URL once ``/health`` answers 200.
 
     Raises:
         UserError: the server exited, or was not healthy within ``timeout`` seconds.
@@ -68,28 +68,28 @@ def running(command: Sequence[str], port: int, timeout: float = START_TIMEOUT) -
 
 
 @dataclass(frozen=True)
-class Server:
-    """A healthy server and its process, the leader of a process group of its own."""
+class RunningServer:
+    """A healthy server with its process, the leader of a new process group."""
 
     url: str
     process: subprocess.Popen[bytes]
 
 
 @contextmanager
-def started(command: Sequence[str], port: int, timeout: float = START_TIMEOUT) -> Iterator[Server]:
-    """``running`` for callers that look at the process too."""
+def started(command: Sequence[str], port: int, timeout: float = START_TIMEOUT) -> Iterator[RunningServer]:
+    """``running`` for callers with interest in the process."""
     with tempfile.TemporaryFile() as log, _sigterm_exits():
         process = _spawn(command, log)
         try:
             url = f"http://{HOST}:{port}"
             _wait_healthy(process, url, log, timeout)
-            yield Server(url, process)
+            yield RunningServer(url, process)
         finally:
             stop(process)
 
 
 def _spawn(command: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
-    """Start in a session of its own, without the user's API key: this server answers nobody but us."""
+    """Start ``command`` in a new session, without the user's API key: only the benchmark talks to the server."""
     variables = {name: value for name, value in os.environ.items() if name != API_KEY}
     return subprocess.Popen(
         command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True, env=variables
@@ -109,7 +109,7 @@ def _wait_healthy(process: subprocess.Popen[bytes], url: str, log: IO[bytes], ti
 
 
 def healthy(url: str) -> bool:
-    """True when ``/health`` answers 200."""
+    """Return True when ``/health`` answers 200."""
     try:
         return httpx.get(f"{url}/health", timeout=5, trust_env=False).status_code == 200
     except httpx.TransportError:
@@ -117,7 +117,11 @@ def healthy(url: str) -> bool:
 
 
 def model_name(url: str, api_key: str | None = None) -> str:
-    """The id of the first model a server lists."""
+    """The id of the first model in the server's list.
+
+    Raises:
+        UserError: the URL is not an OpenAI-compatible server.
+    """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         response = httpx.get(f"{url}/v1/models", headers=headers, timeout=10, trust_env=False)
@@ -128,19 +132,19 @@ def model_name(url: str, api_key: str | None = None) -> str:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM to the whole group, SIGKILL to what is left; the group is gone when this returns."""
+    """Send SIGTERM to the whole process group, then SIGKILL to the remaining processes, and wait for the end."""
     try:
         _signal_group(process, signal.SIGTERM)
         process.wait(STOP_TIMEOUT)
     except subprocess.TimeoutExpired:
-        pass  # the SIGKILL below
+        pass  # SIGKILL follows below
     finally:
         _signal_group(process, signal.SIGKILL)
         process.wait()
 
 
 def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    """The group outlives its leader while a member lives, so the leader's pid stays its name."""
+    """Send a signal to the process group. The group keeps the leader's pid as a name while a member lives."""
     try:
         os.killpg(process.pid, number)
     except ProcessLookupError:
@@ -149,7 +153,10 @@ def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> N
 
 @contextmanager
 def _sigterm_exits() -> Iterator[None]:
-    """SIGTERM becomes SystemExit inside the body, so that ``finally`` runs. Signals belong to the main thread."""
+    """Turn SIGTERM into SystemExit inside the body, so ``finally`` blocks run.
+
+    Only the main thread can set signal handlers.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -165,7 +172,7 @@ def _exit(number: int, _frame: Any) -> NoReturn:
 
 
 def _tail(log: IO[bytes], size: int = 1500) -> str:
-    """The end of what the server printed, on one line and without the frames of error panels."""
+    """The end of the server's output, on a single line and without the frames of error panels."""
     end = log.seek(0, os.SEEK_END)
     log.seek(max(0, end - size))
     words = log.read().decode(errors="replace").translate(dict.fromkeys(map(ord, "╭╮╰╯│─"), " ")).split()

@@ -1,4 +1,4 @@
-"""The table ``optkit bench`` prints: one row a number, one column a side, ratios beside, formulas below."""
+"""The table of ``optkit bench``: a row a number, a column a side, ratios beside, formulas below."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ENOUGH_FOR_P99 = 100  # requests a round
 
 
 def rows(result: BenchResult) -> list[tuple[str, Key]]:
-    """(label, number) for every line; p99 only where a round has enough requests to take it from."""
+    """(label, number) for every line; p99 only if a round has at least ``ENOUGH_FOR_P99`` requests."""
     keys = [k for k in result.numbers() if k[-1] != "p99" or result.config.num_prompts >= ENOUGH_FOR_P99]
     return [*((_label(key), key) for key in keys), ("failed", ("failed",))]
 
@@ -27,7 +27,7 @@ def _label(key: Key) -> str:
 
 
 def table(result: BenchResult) -> Table:
-    """One column a side, and for each other side the ratio of the candidate to it."""
+    """A column for each side. All sides but the first have a second column: the ratio of the candidate to the side."""
     first, *others = result.sides
     grid = Table(box=None, pad_edge=False)
     grid.add_column("", no_wrap=True)
@@ -42,7 +42,7 @@ def table(result: BenchResult) -> Table:
 
 
 def legend(result: BenchResult) -> list[str]:
-    """What the numbers mean, one line each."""
+    """The meaning of the numbers, a line each."""
     count, (first, *others) = len(result.rounds(result.sides[0])), result.sides
     lines = [
         f"median ±half the interquartile range over {count} interleaved rounds of {result.config.num_prompts} "

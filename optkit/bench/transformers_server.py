@@ -1,10 +1,10 @@
-"""The baseline everyone has: plain transformers behind the smallest streaming HTTP server.
+"""The transformers baseline: plain transformers behind a minimal streaming HTTP server.
 
 ``python -m optkit.bench.transformers_server DIR --port P`` serves ``/v1/completions`` for token-id prompts, so the
-benchmark's client measures transformers exactly as it measures optkit. The model is loaded in float32 with
-transformers' own defaults (SDPA attention, dynamic KV cache) and decodes greedily, one forward a token with logits
-for the last position only, as ``generate`` does, but without its per-token bookkeeping: a slightly generous
-baseline. Requests run one at a time, since transformers has no continuous batching of streams here: others wait.
+benchmark's client measures transformers exactly as optkit. The model is loaded in float32 with the defaults of
+transformers (SDPA attention, dynamic KV cache) and decodes greedily: a forward per token with logits for the last
+position only, as in ``generate``, but without the bookkeeping of ``generate``. The baseline is therefore slightly
+generous. Requests run in turn, since the server has no continuous batching.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from optkit.bench.completions import CompletionEvents, build_app
 
 
 class Greedy:
-    """Greedy decoding of one sequence at a time with a transformers model."""
+    """Greedy decoding of a single sequence with a transformers model."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -33,7 +33,7 @@ class Greedy:
         return cls(model.eval())
 
     def tokens(self, prompt_ids: list[int], max_tokens: int) -> Iterator[int]:
-        """``max_tokens`` greedy tokens after ``prompt_ids``; end-of-sequence is a token like any other."""
+        """``max_tokens`` greedy tokens after ``prompt_ids``; end-of-sequence is an ordinary token."""
         ids, cache = prompt_ids, None
         for _ in range(max_tokens):
             token, cache = self.forward(ids, cache)
@@ -41,7 +41,7 @@ class Greedy:
             ids = [token]
 
     def forward(self, ids: list[int], cache: Any) -> tuple[int, Any]:
-        """The next token after ``ids``, and the cache that now holds them."""
+        """The next token after ``ids``, and the cache with ``ids`` added."""
         import torch
 
         with torch.inference_mode():
@@ -50,9 +50,9 @@ class Greedy:
 
 
 class Completions:
-    """Streams completions of one model; one request and one worker thread at a time.
+    """Stream completions of a model, a single request at a time.
 
-    A single worker keeps all forwards in one thread: a new thread would start a new OpenMP team.
+    All forwards run in a single worker thread: a new thread would start a new OpenMP team.
     """
 
     def __init__(self, greedy: Greedy, tokenizer: Any, name: str) -> None:
@@ -61,7 +61,7 @@ class Completions:
         self.worker = ThreadPoolExecutor(max_workers=1)
 
     async def stream(self, prompt_ids: list[int], max_tokens: int) -> AsyncIterator[str]:
-        """Server-sent events: one chunk a token with running usage, then a usage event and [DONE]."""
+        """Server-sent events: a chunk per token with running usage, then a usage event and [DONE]."""
         events = CompletionEvents(self.name, self.decode, len(prompt_ids), max_tokens)
         async with self.turn:
             tokens = self.greedy.tokens(prompt_ids, max_tokens)

@@ -1,9 +1,9 @@
-"""The requests of a benchmark: prompts of an exact length, and when each is sent.
+"""The requests of a benchmark: prompts of an exact length, with their send times.
 
-Prompts are token ids cut from the shipped evaluation text: real language, so that speculative or early-exit tricks
-see realistic tokens, and exactly ``input_len`` long on every side. Each prompt starts with a word of its own,
-so no two share even their first block and a prefix cache cannot help; rounds use different prompts for the
-same reason. Everything follows from the seed: both sides get the same ids at the same offsets.
+Prompts are token ids cut from the shipped evaluation text, exactly ``input_len`` long on every side. Real language
+gives realistic tokens to speculative decoding and early exits. Each prompt starts with a different word: no two
+prompts share even the first block, so a prefix cache cannot help. Rounds use different prompts for the same reason.
+The seed decides all prompts and arrivals: both sides get the same ids at the same offsets.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True)
 class WorkloadConfig:
-    """What to send. ``request_rate`` None is a closed loop: ``max_concurrency`` clients that never pause.
+    """Number, lengths and arrivals of the requests.
 
-    With a rate (requests a second) arrivals are a Poisson process, an open loop; ``max_concurrency`` then bounds
-    the requests in flight, None leaves them unbounded.
+    ``request_rate`` None is a closed loop: ``max_concurrency`` clients without pauses. With a rate (requests/s)
+    arrivals are a Poisson process, an open loop; ``max_concurrency`` then bounds the requests in flight, and None
+    means no bound.
     """
 
     num_prompts: int = 16
@@ -51,8 +52,8 @@ class WorkloadConfig:
 
 
 @dataclass(frozen=True)
-class Request:
-    """One prompt and the second (after the start of the run) at which it may be sent."""
+class BenchRequest:
+    """A prompt and its send time, in seconds after the start of the run."""
 
     index: int
     prompt_ids: tuple[int, ...]
@@ -61,9 +62,9 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Workload:
+class RequestSchedule:
     config: WorkloadConfig
-    requests: tuple[Request, ...]
+    requests: tuple[BenchRequest, ...]
 
 
 def text_ids(tokenizer: Encoder) -> list[int]:
@@ -73,29 +74,29 @@ def text_ids(tokenizer: Encoder) -> list[int]:
     return list(tokenizer(load_text("evaluation"), add_special_tokens=False).input_ids)
 
 
-def build(config: WorkloadConfig, ids: Sequence[int], round_: int = 0) -> Workload:
-    """The workload of one round. Rounds differ in prompts; sides of a round do not.
+def build(config: WorkloadConfig, ids: Sequence[int], round_: int = 0) -> RequestSchedule:
+    """The workload of a round. Rounds differ in prompts; sides of a round do not.
 
     Args:
         config: lengths, count, arrivals, seed.
         ids: tokens to cut prompts from (``text_ids``).
-        round_: which round of the run.
+        round_: number of the round, from 0.
 
     Raises:
-        UserError: a number is not positive, or there is not enough text.
+        UserError: a number is not positive, or the text is too short.
     """
     config.check()
     prompts = _prompts(config, ids, round_)
     arrivals = _arrivals(config, round_)
     rows = zip(prompts, arrivals, strict=True)
-    requests = tuple(Request(i, prompt, config.output_len, at) for i, (prompt, at) in enumerate(rows))
-    return Workload(config, requests)
+    requests = tuple(BenchRequest(i, prompt, config.output_len, at) for i, (prompt, at) in enumerate(rows))
+    return RequestSchedule(config, requests)
 
 
 def _prompts(config: WorkloadConfig, ids: Sequence[int], round_: int) -> list[tuple[int, ...]]:
-    """Slices at random places, each led by a token that no other prompt of any round starts with.
+    """Slices at random places, each with a leading token unique among all prompts of all rounds.
 
-    The leading tokens are distinct tokens of the text, in an order that depends on the seed alone.
+    The leading tokens are distinct tokens of the text, in an order given by the seed alone.
     """
     if len(ids) < config.input_len:
         raise UserError(

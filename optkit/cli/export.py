@@ -1,4 +1,4 @@
-"""``optkit export``: an artifact's model in the layout of another format."""
+"""``optkit export``: write an artifact's model in the layout of another format."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ class Format(enum.StrEnum):
 
 
 def export(
-    artifact: Annotated[Path, typer.Argument(help="Artifact to take the model from.")],
-    format: Annotated[Format, typer.Option("--format", help="gptq, awq, or hf: plain float weights.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="New directory to write.")],
+    artifact: Annotated[Path, typer.Argument(help="Artifact directory with the model.")],
+    format: Annotated[Format, typer.Option("--format", help="Format to write; hf is plain float weights.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Directory to create, as in gptq/.")],
 ) -> None:
-    """Write an artifact's model for engines that want another format.
+    """Write an artifact's model as a GPTQ, AWQ or float checkpoint.
 
-    An artifact by itself is compressed-tensors: transformers and vLLM load it
-    as it is. Export is for engines that read GPTQ or AWQ checkpoints, or float
-    weights only.
+    An artifact is already a compressed-tensors checkpoint, which transformers and vLLM load. Export is for engines
+    that read only GPTQ, AWQ or float weights.
 
-    gptq: weights of 2, 3, 4 or 8 bits, also in act-order; every layer but the
-    head, all with the same bits and groups. awq: 4 bits in groups, version gemm.
-    hf: the float values that the codes stand for; any artifact.
+    gptq: weights of 2, 3, 4 or 8 bits, also in act-order; every layer but the head, all with the same bits and
+    groups. awq: 4 bits in groups, version gemm. hf: the float values of the codes; possible for any artifact.
 
-    The weights stay the numbers they are. Activations are float in all three:
-    logits are closer to the source model than those of optkit's integer kernels.
-    What a format can't express is refused, with the layer; nothing is written then.
+    The weights keep their values. Activations are float in all three formats, so logits are closer to the source
+    model than the logits of optkit's integer kernels. If the format has no place for a layer, the command names the
+    layer and writes nothing.
+
+    Example: optkit export artifact/ --format gptq --out gptq/
     """
     from optkit.artifact.export import export as write
     from optkit.artifact.open import Artifact

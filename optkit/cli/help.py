@@ -1,6 +1,6 @@
-"""The help of a command as plain text, which wraps between words and cuts no name of an option.
+"""Help of a command as plain text: wrapped between words, with complete option names.
 
-typer's own boxes shorten long names and types where the terminal is narrow, and take ``[...]`` in a text for markup.
+typer's own boxes shorten long names and types in a narrow terminal, and take ``[...]`` in a text for markup.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typer.core import TyperCommand
 
 
 class PlainCommand(TyperCommand):
-    """A command whose options stand under the headings that ``rich_help_panel`` names."""
+    """A command with options under the headings given by ``rich_help_panel``."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}

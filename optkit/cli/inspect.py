@@ -1,7 +1,7 @@
-"""``optkit inspect``: what is in an artifact, and why.
+"""``optkit inspect``: the content of an artifact, and the reasons of the decisions.
 
-Everything shown comes from the artifact's own files, whose hashes are checked first. Texts from files are
-printed as they are, but never as terminal commands or markup (``printable``).
+All output comes from the artifact's own files, after a check of the hashes. Text from files is printed with control
+characters escaped (``printable``), never as terminal commands or markup.
 """
 
 from __future__ import annotations
@@ -25,17 +25,21 @@ if TYPE_CHECKING:
 
 def inspect(
     artifact: Annotated[Path, typer.Argument(help="Artifact directory.")],
-    graph: Annotated[bool, typer.Option("--graph", help="List the graph, one op a line.")] = False,
+    graph: Annotated[
+        bool, typer.Option("--graph", help="List the ops of the graph, an op per line.")
+    ] = False,
     tokens: Annotated[
-        int, typer.Option("--tokens", help="Prompt length whose shapes --graph shows.", min=1, max=1 << 20)
+        int,
+        typer.Option(
+            "--tokens", help="Prompt length in tokens for the shapes of --graph.", min=1, max=1 << 20
+        ),
     ] = 512,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of text.")] = False,
 ) -> None:
     """Show an artifact's passes, decisions, bounds and files; with --graph its ops and kernels.
 
-    With --graph each line is an op, its arguments, the shape of its result
-    for a prompt of --tokens tokens, and in <> the kernel that runs it on this
-    machine. Ops without one are plain torch.
+    With --graph each line is an op with its arguments, the shape of the result for a prompt of --tokens tokens, and
+    in <> the kernel for the op on the machine at hand. Ops without <> run in plain torch.
 
     Example: optkit inspect artifact/ --graph | grep linear
     """
@@ -56,28 +60,28 @@ def inspect(
 MAX_REPORT_BYTES = 64 << 20
 
 
-# -- what there is to show -------------------------------------------------------------------------------
+# -- the content -------------------------------------------------------------------------------
 
 
 def load_run(artifact: Artifact) -> RunRecord:
     """The records of report.json.
 
     Raises:
-        UserError: the file is missing or no report.
+        UserError: the file is missing or not a report.
     """
     from optkit.pipeline.records import PassRecord, RunRecord
     from optkit.pipeline.report_schema import ReportFile
     from optkit.untrusted_json import check, parse_bounded, read_bounded
 
     file = artifact.directory / "optkit" / "report.json"
-    data = parse_bounded(read_bounded(file, MAX_REPORT_BYTES), str(file), "the report can't be read: it is")
+    data = parse_bounded(read_bounded(file, MAX_REPORT_BYTES), str(file), "the report can't be read:")
     check(ReportFile, data, str(file), "the report can't be read")
     whole = PassRecord.from_dict(data["whole"]) if data["whole"] else None
     return RunRecord([PassRecord.from_dict(entry) for entry in data["passes"]], whole)
 
 
 def facts(artifact: Artifact, run: RunRecord) -> dict[str, Any]:
-    """Everything ``inspect`` shows besides the graph, as plain data."""
+    """All output of ``inspect`` besides the graph, as plain data."""
     keys = ("name", "source", "digest", "recipe", "environment", "files")
     known = {key: artifact.manifest[key] for key in keys if key in artifact.manifest}
     more = {"bounds": list(bounds(artifact, run)), "code": code_line(artifact), "forms": form_names(run)}
@@ -85,23 +89,23 @@ def facts(artifact: Artifact, run: RunRecord) -> dict[str, Any]:
 
 
 def form_names(run: RunRecord) -> list[str]:
-    """The forms of the layers, few tokens first; empty where they have one form."""
+    """Names of the layers' variants, few tokens first; empty for layers with a single variant."""
     return list(run.whole.forms) if run.whole else []
 
 
 def code_line(artifact: Artifact) -> str:
-    """What the code tier holds, and whether ``optkit serve`` would run it."""
+    """A line about the compiled code of the artifact, and whether ``optkit serve`` would run the code."""
     from optkit.lowering.compiled.code_cache import CodeTier
 
     tier = CodeTier.read(artifact.native)
     if tier is None:
-        return "code    none: everything here is data"
-    origin = "here, by you" if tier.is_ours else "elsewhere: it runs only with --trust-artifact-code"
+        return "code    none: the artifact is data only"
+    origin = "here, by you" if tier.is_ours else "elsewhere: runs only with --trust-artifact-code"
     return f"code    {len(tier.record.variants)} compiled variants, built {origin}"
 
 
 def bounds(artifact: Artifact, run: RunRecord) -> Iterator[dict[str, Any]]:
-    """Each bound of the recipe beside what was measured: the passes' own, then those of the whole."""
+    """Each bound of the recipe beside the measured value: bounds of the passes, then of the whole."""
     own = {entry.name: entry.accept for entry in artifact.recipe.passes}
     for record in run.passes:
         if record.name in own:
@@ -111,7 +115,7 @@ def bounds(artifact: Artifact, run: RunRecord) -> Iterator[dict[str, Any]]:
 
 
 def compared(scope: str, accept: Accept, record: PassRecord) -> Iterator[dict[str, Any]]:
-    """The bounds of ``accept`` that are set; ``measured`` is None for a pass that was not measured."""
+    """The bounds set in ``accept``; ``measured`` is None for a pass without a measurement."""
     from optkit.pipeline.decision import Evidence
 
     evidence = Evidence.of(record) if record.measured and record.quality else None
@@ -121,10 +125,10 @@ def compared(scope: str, accept: Accept, record: PassRecord) -> Iterator[dict[st
 
 
 def graph_lines(artifact: Artifact, tokens: int) -> Iterator[str]:
-    """The listing of graph.json with the kernels that this machine would run.
+    """The listing of graph.json with the kernels for the machine at hand.
 
     Raises:
-        UserError: the graph asks for a kernel that this machine does not have.
+        UserError: the graph needs a kernel that the machine does not have.
     """
     from optkit.graph.listing import list_graph
     from optkit.graph.shapes import Point
@@ -137,29 +141,30 @@ def graph_lines(artifact: Artifact, tokens: int) -> Iterator[str]:
             graph, get_target(artifact.recipe.target), device="cpu"
         ).kernels  # works without a GPU
     except LookupError as error:
-        raise UserError(f"it can't run on this machine: {error}", where=str(artifact.directory)) from error
+        raise UserError(
+            f"the graph can't run on this machine: {error}", where=str(artifact.directory)
+        ) from error
     return list_graph(graph, Point(tokens, 1, tokens), kernels)
 
 
-# -- showing it ------------------------------------------------------------------------------------------
+# -- printing ------------------------------------------------------------------------------------------
 
 
 def show_artifact(artifact: Artifact, run: RunRecord) -> None:
+    """Print all tables and lines of ``optkit inspect``."""
     from optkit.pipeline.report import run_table, variants, variants_table
 
     recipe, manifest = artifact.recipe, artifact.manifest
     versions = ", ".join(f"{key} {value}" for key, value in manifest.get("environment", {}).items())
     show(f"{artifact.name} by {recipe.name}, for {recipe.target}")
     show(f"source  sha256 {manifest.get('source', {}).get('digest', 'unknown')}")
-    show(
-        f"digest  sha256 {manifest.get('digest', 'none: made by an older optkit')}, without what is measured"
-    )
+    show(f"digest  sha256 {manifest.get('digest', 'none: made by an older optkit')}, without measurements")
     show(f"made by {versions}")
     show_table(run_table(run))
     show_table(variants_table(variants(run)))
     show(code_line(artifact))
     if forms := form_names(run):
-        show(f"forms   {', '.join(forms)} in a step: answers depend on how many tokens share a step")
+        show(f"forms   {', '.join(forms)} in a step: answers depend on the number of tokens in a step")
     for line in reasons(run):
         show(line)
     show_table(bounds_table(list(bounds(artifact, run))))
@@ -167,11 +172,11 @@ def show_artifact(artifact: Artifact, run: RunRecord) -> None:
 
 
 def reasons(run: RunRecord) -> Iterator[str]:
-    """Why each pass was decided so, and what it left alone."""
+    """The reason of each pass's decision, and the sites left unchanged."""
     for record in run.passes:
         yield f"{record.name}: {record.decision}, {record.reason}"
         for skip in record.skips:
-            yield f"    leaves {skip['count']} alone: {skip['reason']} (first: {skip['first']})"
+            yield f"    skips {skip['count']}: {skip['reason']} (first: {skip['first']})"
 
 
 def bounds_table(rows: list[dict[str, Any]]) -> Table:

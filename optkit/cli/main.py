@@ -1,10 +1,10 @@
-"""The ``optkit`` command: one table of commands, and one place where errors become exit codes.
+"""The ``optkit`` command: the table of commands, and the place where errors become exit codes.
 
-Exit codes: 0 done, 1 a bug in optkit, 2 something the user can fix (also wrong usage), 130 interrupted;
-commands add their own meanings above 2 (a missed SLO, a failed verification) and say so in their help.
+Exit codes: 0 done, 1 a bug in optkit, 2 an error that the user can fix (also wrong usage), 130 interrupted. Codes
+above 2 belong to single commands (a missed SLO, a failed verification) and are listed in the command's help.
 
-The command modules are cheap to import: torch and transformers are imported inside the functions, so
-``optkit --help`` answers at once.
+The command modules are cheap to import: torch and transformers are imported inside the functions, so ``optkit
+--help`` answers at once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ COMMANDS = {
 
 app = typer.Typer(
     name="optkit",
-    help="Compile a language model for time to first token, serve it, and prove it.",
+    help="Compile a language model for a short time to first token, measure every step, and serve the result.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -54,12 +54,15 @@ def _print_version(asked: bool) -> None:
 
 @app.callback()
 def _options(
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks. May stand anywhere.")] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show tracebacks of errors; allowed anywhere on the command line.")
+    ] = False,
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
+        bool,
+        typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit."),
     ] = False,
 ) -> None:
-    """Compile a language model for time to first token, serve it, and prove it."""
+    """Compile a language model for a short time to first token, measure every step, and serve the result."""
 
 
 def _register() -> None:
@@ -74,7 +77,7 @@ _register()
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command line and return its exit code."""
+    """Run a command line and return the exit code."""
     debug = "--debug" in arguments
     try:
         app([word for word in arguments if word != "--debug"], prog_name="optkit")
@@ -96,7 +99,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _failed(error: Exception) -> int:
-    """Report an exception that no command expected; gives the exit code."""
+    """Print an unexpected exception; return the exit code."""
     absent = missing_package(error) if isinstance(error, ModuleNotFoundError) else None
     if absent:
         console.error_panel(absent)

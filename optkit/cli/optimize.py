@@ -13,36 +13,48 @@ from optkit.cli.tables import print_table
 if TYPE_CHECKING:
     from optkit.recipe.schema import Recipe
 
-FIXED_STAGES = 4  # model, capture, the whole, writing
+FIXED_STAGES = 4  # locating the model, capture, the whole, writing
 
 
 def optimize(
     model: Annotated[
-        str, typer.Argument(help="A local HF directory, a .gguf file, a Hub id, or smollm2-135m.")
+        str,
+        typer.Argument(
+            help="Model: a local Hugging Face directory, a .gguf file, a Hub id, or smollm2-135m."
+        ),
     ],
-    recipe: Annotated[str, typer.Option("--recipe", "-r", help="A shipped recipe's name, or a YAML file.")],
+    recipe: Annotated[
+        str,
+        typer.Option("--recipe", "-r", help="Name of a shipped recipe (optkit recipe list), or a YAML file."),
+    ],
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Directory to write the artifact to.")
+        Path | None,
+        typer.Option("--out", "-o", help="Artifact directory to write. Default: RECIPE-artifact."),
     ] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Change one value: passes.int8.lm_head=false. Repeatable."),
+        typer.Option(
+            "--set", help="Override a recipe value, as in passes.int8.lm_head=false. May be repeated."
+        ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing artifact.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace an existing artifact in the output directory.")
+    ] = False,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Print the plan and the predictions; load no weights, write nothing."),
+        typer.Option(
+            "--dry-run", help="Print plan and predictions only; loads no weights and writes nothing."
+        ),
     ] = False,
     quality_tokens: Annotated[
-        int, typer.Option(help="Held-out tokens the whole is judged on.", min=1024)
+        int, typer.Option(help="Held-out tokens for the quality of the whole result.", min=1024)
     ] = 20480,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of text.")] = False,
 ) -> None:
-    """Compile a model by a recipe, prove every step, write an artifact.
+    """Compile a model by a recipe, measure every step, and write an artifact.
 
-    Each pass of the recipe is checked, predicted, applied, verified, measured
-    through the runtime, and kept only if it meets the recipe's bounds. An
-    interrupted run resumes: finished steps are kept in the cache.
+    Each pass of the recipe is checked, predicted, applied, verified and measured through the runtime. A pass is kept
+    only within the recipe's bounds. An interrupted run resumes: the cache keeps finished steps.
 
     Example: optkit optimize smollm2-135m --recipe ttft-cpu -o artifact/
     """
@@ -107,7 +119,7 @@ def _plan_line(entry: dict[str, Any]) -> str:
 
 
 def _prediction_table(plan: dict[str, Any]) -> Any:
-    """Roofline milliseconds of each step, after each pass."""
+    """Predicted (roofline) milliseconds of each step, after each pass."""
     from rich.table import Table
 
     labels = list(plan["baseline"])

@@ -1,4 +1,4 @@
-"""Progress lines for a log: what an output that is not a terminal gets in place of a progress bar."""
+"""Progress lines for a log: the replacement of a progress bar on an output without a terminal."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Callable
 ESTIMATES = (
     "calibrating",
     "calibrated",
-)  # details that are always shown: what a pass will take, and what it took
+)  # always shown: the predicted and the actual cost of a calibration
 SECONDS = 1.0
 
 
 class PacedLines:
-    """Writes at most one line in ``seconds`` for each stage, which is the text before the first ``: ``.
+    """Write at most one line in ``seconds`` for each stage, the text before the first ``: ``.
 
-    A line that comes sooner waits, and a later one of its stage replaces it. The last line of a stage is always
-    written: for a pass it is the decision. Estimates are always written.
+    An earlier line waits, and a later line of the same stage replaces the waiting line. The last line of a stage is
+    always written: for a pass, the decision. Estimates are always written.
     """
 
     def __init__(self, write: Callable[[str], None], seconds: float = SECONDS) -> None:
@@ -43,7 +43,7 @@ class PacedLines:
                 self._timer.start()
 
     def flush(self) -> None:
-        """Write the line that waits, if there is one."""
+        """Write the waiting line, if any."""
         with self._lock:
             if self._timer is not None:
                 self._timer.cancel()

@@ -1,4 +1,4 @@
-"""``optkit rebuild``: compile an artifact's planned layers on this machine."""
+"""``optkit rebuild``: compile an artifact's planned layers on the machine at hand."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from optkit.cli.tables import print_table
 
 def rebuild(
     artifact: Annotated[Path, typer.Argument(help="Artifact directory.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of text.")] = False,
 ) -> None:
-    """Compile an artifact's layers here, where its own code was built elsewhere.
+    """Compile an artifact's layers on this machine, for code that was built on another machine.
 
-    Serving never compiles, and runs compiled code only if it was built on the
-    machine by the same user. This builds it from the artifact's graph into the
-    private cache, times every variant against the uncompiled path and keeps the
-    faster ones. The artifact stays as it is. Needs a C++ compiler.
+    Serving never compiles, and runs only compiled code built on the same machine by the same user. This command
+    builds the code from the artifact's graph into the private cache, times every variant against the uncompiled path,
+    and keeps the faster variants. The artifact is not changed. Needs a C++ compiler.
 
     Example: optkit rebuild artifact/ && optkit serve artifact/
     """
@@ -35,7 +34,11 @@ def rebuild(
     opened = Artifact.open(artifact)
     graph = opened.graph()
     if PLAN not in graph.annotations:
-        raise UserError("it has no compiled layers to rebuild", where=str(artifact))
+        raise UserError(
+            "the artifact has no compiled layers",
+            where=str(artifact),
+            fix="only recipes with the pass 'compile' have compiled layers",
+        )
     if not has_compiler():
         raise UserError("no C++ compiler found", where="PATH", fix="install g++ or clang++, or set CXX")
     with console.spinner("compiling") as progress:

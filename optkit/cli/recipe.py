@@ -1,4 +1,4 @@
-"""``optkit recipe``: list, show, check and start recipes."""
+"""``optkit recipe``: list, show, check and create recipes."""
 
 from __future__ import annotations
 
@@ -16,18 +16,22 @@ from optkit.passes.resolve import ResolvedPass, recipe_json_schema, resolve_pass
 from optkit.recipe.load import list_recipes, load_recipe, parse_recipe
 from optkit.recipe.schema import Accept, Recipe, format_bytes
 
-app = typer.Typer(help="List, show, check and start recipes.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(help="List, show, check and create recipes.", no_args_is_help=True, rich_markup_mode=None)
 
-Name = Annotated[str, typer.Argument(help="A shipped recipe's name or a YAML file.")]
+Name = Annotated[str, typer.Argument(help="Name of a shipped recipe, or a YAML file.")]
 Overrides = Annotated[
-    list[str] | None, typer.Option("--set", help="Override one key, as in passes.int8.lm_head=false.")
+    list[str] | None,
+    typer.Option("--set", help="Override a value, as in passes.int8.lm_head=false. May be repeated."),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of text.")]
 
 
 @app.command("list")
 def list_(as_json: Json = False) -> None:
-    """List the recipes that ship with optkit."""
+    """List the recipes shipped with optkit.
+
+    Example: optkit recipe list
+    """
     recipes = list_recipes()
     if as_json:
         console.print_json([_summary(recipe) for recipe in recipes])
@@ -36,7 +40,7 @@ def list_(as_json: Json = False) -> None:
 
 
 def table(recipes: list[Recipe]) -> Table:
-    """One row a recipe."""
+    """A row per recipe."""
     grid = Table("recipe", "target", "passes", "description", box=None, pad_edge=False)
     for recipe in recipes:
         names = ", ".join(entry.name for entry in recipe.passes) or "(none)"
@@ -51,7 +55,10 @@ def _summary(recipe: Recipe) -> dict[str, Any]:
 
 @app.command()
 def show(name: Name, set_: Overrides = None, as_json: Json = False) -> None:
-    """Print a recipe with every default written out."""
+    """Print a recipe with every default written out.
+
+    Example: optkit recipe show ttft-cpu > mine.yaml
+    """
     recipe = load_recipe(name, set_ or [])
     if as_json:
         console.print_json(recipe.to_data())
@@ -61,7 +68,13 @@ def show(name: Name, set_: Overrides = None, as_json: Json = False) -> None:
 
 @app.command()
 def check(name: Name, set_: Overrides = None, as_json: Json = False) -> None:
-    """Validate a recipe, its passes' options included, and print what would run."""
+    """Validate a recipe and print its passes in order.
+
+    The options of each pass are checked too. Needs no model. Exit code 2 with file, line and the nearest known key for
+    a mistake.
+
+    Example: optkit recipe check mine.yaml --set runtime.max_num_seqs=4
+    """
     recipe = load_recipe(name, set_ or [])
     resolved = resolve_passes(recipe)
     if as_json:
@@ -91,7 +104,7 @@ def _plan_lines(recipe: Recipe, resolved: list[ResolvedPass]) -> list[str]:
         bounds = _bounds(row.entry.accept, "   keep if ")
         lines.append(f"{number:>3}. {row.entry.name:<20} {options}{bounds}".rstrip())
     if not resolved:
-        lines.append("no passes: the model is captured and served as it is")
+        lines.append("no passes: the model is captured and served unchanged")
     whole = _bounds(recipe.accept, "whole     ")
     return [*lines, whole] if whole else lines
 
@@ -103,10 +116,13 @@ def _bounds(accept: Accept, prefix: str) -> str:
 
 @app.command()
 def new(
-    name: Annotated[str, typer.Argument(help="Name of the recipe; writes NAME.yaml.")],
-    directory: Annotated[Path, typer.Option("--dir", help="Where to write it.")] = Path("."),
+    name: Annotated[str, typer.Argument(help="Name of the recipe; the file is NAME.yaml.")],
+    directory: Annotated[Path, typer.Option("--dir", help="Directory of the new file.")] = Path("."),
 ) -> None:
-    """Write a commented starter recipe."""
+    """Write a commented starter recipe.
+
+    Example: optkit recipe new mine && optkit recipe check mine.yaml
+    """
     text = (importlib.resources.files("optkit.recipes") / "_starter.yaml").read_text(encoding="utf-8")
     text = text.replace("NAME", name)
     parse_recipe(text, f"recipe new {name}")
@@ -115,7 +131,7 @@ def new(
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError as error:
-        raise UserError("there is already a file of that name", where=str(path)) from error
+        raise UserError("the file already exists", where=str(path)) from error
     except OSError as error:
         raise UserError(f"cannot write: {error.strerror}", where=str(path)) from error
     console.stdout.print(f"wrote {path}; next: optkit recipe check {path}")
@@ -123,5 +139,8 @@ def new(
 
 @app.command()
 def schema() -> None:
-    """Print the JSON Schema of a recipe, for editors."""
+    """Print the JSON Schema of a recipe, for editors.
+
+    Example: optkit recipe schema > recipe.schema.json
+    """
     console.print_json(recipe_json_schema())

@@ -1,13 +1,13 @@
-"""Tables that lose nothing: no cell is cut, and no word is split, however narrow the terminal is.
+"""Tables without loss: no cell is cut and no word is split, in a terminal of any width.
 
-=================================  =========================================================================
-output                             layout
-=================================  =========================================================================
-no terminal (a pipe, a CI log)     a line a row, as wide as its cells
-a terminal that is wide enough     the same
-only the last column is too wide   its text is wrapped between words
-anything narrower                  a block a row: its first cell, then one line for each other column
-=================================  =========================================================================
+==================================  =========================================================================
+output                              layout
+==================================  =========================================================================
+no terminal (a pipe, a CI log)      a line per row, as wide as the cells
+a wide enough terminal              the same
+too narrow for the last column      the last column is wrapped between words
+too narrow for the other columns    a block per row: the first cell, then a line for each further column
+==================================  =========================================================================
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rich.text import Text
 from optkit.cli import console
 
 UNLIMITED = 1 << 20  # columns
-MIN_PROSE_COLUMNS = 24  # columns that a wrapped last column must have
+MIN_PROSE_COLUMNS = 24  # columns, the least width of a wrapped last column
 
 
 def print_table(table: Table, output: Console | None = None) -> None:
@@ -45,11 +45,11 @@ def _print_grid(table: Table, output: Console, width: int) -> None:
     for segments in output.render_lines(table, options, pad=False):
         line = Text.assemble(*((segment.text, segment.style or "") for segment in segments))
         line.rstrip()
-        output.print(line, soft_wrap=True)  # print() itself would cut at the width of the terminal
+        output.print(line, soft_wrap=True)  # a plain print() cuts at the width of the terminal
 
 
 def _wrapped_width(table: Table, output: Console, natural: int) -> int:
-    """The columns that are left for the last one; 0 if a word of it is longer, which a block shows whole."""
+    """Columns left for the last column; 0 if a word there is longer, since a block shows the word whole."""
     last = Table.grid(table.columns[-1])
     measured = Measurement.get(output, output.options.update(max_width=UNLIMITED), last)
     left = output.width - (natural - measured.maximum)
@@ -57,7 +57,7 @@ def _wrapped_width(table: Table, output: Console, natural: int) -> int:
 
 
 def _print_blocks(table: Table, output: Console) -> None:
-    """Each row as lines: its first cell under its heading, then the others with theirs in front."""
+    """Print each row as lines: the first cell under its heading, then each further cell behind its heading."""
     if table.title:
         output.print(table.title, style="italic", soft_wrap=True)
     names = [_text(output, column.header) for column in table.columns]

@@ -1,8 +1,8 @@
-"""``optkit verify``: is an artifact what its manifest says, and does its graph hold?
+"""``optkit verify``: compare an artifact with its manifest, and verify its graph.
 
-First the hashes: every file, whatever is extra, missing, changed or not a plain file. Only when all agree is
-anything loaded: the recipe, then graph.json with its weights, which must pass the graph verifier. Compiled code is
-compared with its own record and never opened.
+First the hashes: extra, missing, changed files and files of other kinds. Only with correct hashes are the recipe,
+graph.json and the weights loaded, and the graph verifier runs. Compiled code is compared with its record and never
+opened.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ DIFFERS = 3
 
 def verify(
     artifact: Annotated[Path, typer.Argument(help="Artifact directory.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of text.")] = False,
 ) -> None:
-    """Check every hash of an artifact, then that its graph loads and holds.
+    """Check every hash of an artifact, then load and verify its graph.
 
-    Exit codes: 0 all is well, 2 it is not an artifact (or its manifest is
-    damaged), 3 something differs; every difference is listed.
+    Exit codes: 0 no difference, 2 not an artifact or a damaged manifest, 3 at least one difference; all differences
+    are listed.
+
+    Example: optkit verify artifact/
     """
     from optkit.artifact.manifest import read_manifest
     from optkit.artifact.open import Artifact
@@ -41,7 +43,7 @@ def verify(
     count = len(opened.manifest["files"])
     if as_json:
         console.print_json({"artifact": str(artifact), "ok": not found, "files": count, "problems": found})
-    good = [f"{artifact}: {count} files and the graph are as they should be", code_line(opened)]
+    good = [f"{artifact}: {count} files and the graph are correct", code_line(opened)]
     for line in [] if as_json else found or good:
         show(line)
     if found:
@@ -49,7 +51,7 @@ def verify(
 
 
 def file_problems(artifact: Artifact) -> Iterator[str]:
-    """Differences between the files and the manifest; a file that can't be read is one."""
+    """Differences between the files and the manifest. An unreadable file is a difference."""
     from optkit.artifact.manifest import problems
 
     try:
@@ -59,7 +61,7 @@ def file_problems(artifact: Artifact) -> Iterator[str]:
 
 
 def content_problems(artifact: Artifact) -> Iterator[str]:
-    """The first reason why the recipe or the graph can't be used."""
+    """The first reason against using the recipe or the graph."""
     from safetensors import SafetensorError
 
     from optkit.errors import UserError
@@ -75,14 +77,14 @@ def content_problems(artifact: Artifact) -> Iterator[str]:
 
 
 def code_problems(artifact: Artifact) -> Iterator[str]:
-    """Differences between the code tier's files and its record."""
+    """Differences between the compiled code's files and its record."""
     from optkit.lowering.compiled.code_cache import RECORD, CodeTier
 
     present = {name for name in artifact.manifest["files"] if name.startswith(f"{NATIVE}/")}
     tier = CodeTier.read(artifact.native)
     if tier is None:
         if present:
-            yield f"{NATIVE} has files and no {RECORD} that can be read"
+            yield f"{NATIVE} has files but no readable {RECORD}"
         return
     yield from tier.problems()
     for name in sorted(present - {f"{NATIVE}/{n}" for n in (RECORD, *dict(tier.files()))}):

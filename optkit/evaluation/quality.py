@@ -1,20 +1,20 @@
-"""How much an optimization changed a model: perplexity, KL divergence, top-1 agreement, measured through the runtime.
+"""Quality of an optimized model: perplexity, KL divergence and top-1 agreement, measured through the runtime.
 
-The text is cut into non-overlapping windows; each window is a sequence that starts from an empty KV cache.
-``RuntimeLogits`` feeds them as the server would: paged KV, chunked prefill, two sequences in one ragged batch, and
-the last tokens one at a time, so that an error in the decode kernels or the block tables counts as a loss
-of quality and not only an error in the weights. All numbers use natural logarithms, over positions 0..N-2 of each
-window (position t predicts token t+1; early positions have little context, for both sides alike):
+The text is cut into non-overlapping windows. Each window is a sequence with an empty KV cache at the start.
+``RuntimeLogits`` computes the logits as the server does: paged KV, chunked prefill, two sequences in a ragged batch,
+and the last tokens decoded one at a time. So errors of the decode kernels and of the block tables count as a loss of
+quality, beside errors of the weights. All numbers use natural logarithms, over positions 0..N-2 of each window.
+Position t predicts token t+1; early positions have little context, on both sides.
 
-* perplexity ``exp(mean(-ln p(token)))``; it says how good a model is, on this text only;
-* ``ln_ppl_ratio = mean(nll_candidate - nll_reference)``, paired by token: far less noisy than two perplexities;
-* KL(reference || candidate), the whole distribution: the primary number, since a lucky candidate may lower
-  perplexity and still be another model (Dutta et al. 2024, "Accuracy is not all you need");
-* top-1 agreement, the share of positions where both would greedily choose the same token.
+* Perplexity ``exp(mean(-ln p(token)))``: the quality of a model on the given text.
+* ``ln_ppl_ratio = mean(nll_candidate - nll_reference)``, paired by token: far less noise than in two perplexities.
+* KL(reference || candidate) compares whole distributions. KL is the primary number, since a candidate may by chance
+  lower perplexity and still be a different model (Dutta et al. 2024, "Accuracy is not all you need").
+* Top-1 agreement: the share of positions where both models choose the same token greedily.
 
-Standard errors are taken over window means (tokens of one window share a topic, so they are not independent);
-with a single window, over tokens. Logits are the memory cost (512 x 49152 float32 = 100 MB), so windows stream: at
-most one pair of windows a side is alive, and rows are scored 64 at a time.
+Standard errors are taken over window means, because tokens of a window share a topic and are not independent. With a
+single window, standard errors are taken over tokens. Logits dominate the memory (512 x 49152 float32 = 100 MB). So
+windows are streamed: each side holds at most a pair of windows, and rows are scored 64 at a time.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ ROWS = 64  # logits rows scored at once: [64, V] float32 temporaries
 
 
 class LogitsSource(Protocol):
-    """Anything that yields float32 logits [T, V] for each window of T tokens, in order."""
+    """A source of float32 logits [T, V] for each window of T tokens, in order."""
 
     def logits(self, windows: Sequence[Sequence[int]]) -> Iterator[Tensor]: ...
 
 
 class ModuleLogits:
-    """A plain transformers model, one whole window a call: a reference that shares no code with the runtime."""
+    """Logits of a plain transformers model, a whole window a call. The reference shares no code with the runtime."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -92,7 +92,7 @@ def windows(
     """Up to ``count`` non-overlapping windows of exactly ``length`` tokens, each starting with ``bos``.
 
     Raises:
-        ValueError: the text is too short for one window or for ``count`` of them.
+        ValueError: the text is too short for a window or for ``count`` windows.
     """
     step = length - len(bos)
     if step < 2:
@@ -107,9 +107,9 @@ def windows(
 def evaluation_windows(
     tokenizer: Any, tokens: int = 20480, length: int = 512, text: str | None = None
 ) -> list[list[int]]:
-    """Windows of ``text``, by default the shipped held-out one, ``tokens`` in total.
+    """Windows of ``text`` with ``tokens`` tokens in total; by default the shipped held-out text.
 
-    Each begins with BOS if ``tokenizer`` (transformers) adds it.
+    Each window begins with BOS if ``tokenizer`` (transformers) adds BOS.
     """
     from optkit.text.corpora import load_text
 
@@ -120,7 +120,7 @@ def evaluation_windows(
 
 
 def perplexity(source: LogitsSource, token_windows: Sequence[Sequence[int]]) -> Estimate:
-    """exp(mean nll) of ``source`` and its standard error (delta method: ppl * stderr of the mean)."""
+    """exp(mean nll) of ``source`` with the standard error (delta method: ppl * stderr of the mean)."""
     scores = [
         _score(window, rows) for window, rows in zip(token_windows, source.logits(token_windows), strict=True)
     ]
@@ -133,7 +133,7 @@ def compare(
     """Run both sides window by window and compare. Identical sides give KL 0, ratio 0, agreement 1.
 
     Raises:
-        FloatingPointError: a side produced NaN logits, so that no bound on a metric could catch it.
+        FloatingPointError: a side produced NaN logits, which no bound on a metric could catch.
         ValueError: the vocabularies differ.
     """
     return compare_many(reference, {"candidate": candidate}, token_windows)["candidate"]
@@ -142,7 +142,7 @@ def compare(
 def compare_many(
     reference: LogitsSource, candidates: Mapping[str, LogitsSource], token_windows: Sequence[Sequence[int]]
 ) -> dict[str, QualityReport]:
-    """Like ``compare`` for several candidates, with the reference run once per window."""
+    """Like ``compare`` for several candidates; the reference runs once per window."""
     totals = {name: _Totals() for name in candidates}
     streams = {name: source.logits(token_windows) for name, source in candidates.items()}
     expected = reference.logits(token_windows)
@@ -165,9 +165,9 @@ def mean_kl(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
 
 
 def first_divergence(reference: Sequence[int], candidate: Sequence[int]) -> int | None:
-    """Index of the first differing token of two greedy outputs; None when they are equal.
+    """Index of the first differing token of two greedy outputs; None for equal outputs.
 
-    When one output is a prefix of the other, its length is the index.
+    If an output is a prefix of the other, the result is the length of the prefix.
     """
     for index, (a, b) in enumerate(zip(reference, candidate, strict=False)):
         if a != b:
@@ -216,7 +216,7 @@ class _Totals:
 
 
 def _pieces(window: Sequence[int], *sides: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """(next tokens [r], rows [r, V] of each side), r <= ROWS, for the positions that predict a token."""
+    """(next tokens [r], rows [r, V] of each side), r <= ROWS, for the positions with a next token."""
     targets = torch.tensor(window[1:])
     for start in range(0, len(targets), ROWS):
         chosen = slice(start, min(start + ROWS, len(targets)))
@@ -236,13 +236,13 @@ def _nll(log_probs: Tensor, targets: Tensor) -> Tensor:
 
 
 def _score(window: Sequence[int], rows: Tensor) -> Tensor:
-    """-ln p of each next token of one window: [T-1]."""
+    """-ln p of each next token of a window: [T-1]."""
     pieces = [_nll(piece.float().log_softmax(-1), targets) for targets, piece in _pieces(window, rows)]
     return torch.cat(pieces)
 
 
 def mean_estimate(values: Sequence[Tensor]) -> Estimate:
-    """Mean over all tokens; standard error over window means (over tokens if there is one window)."""
+    """Mean over all tokens; standard error over window means, or over tokens for a single window."""
     tokens = torch.cat(list(values)).double()
     units = torch.stack([v.double().mean() for v in values]) if len(values) > 1 else tokens
     stderr = float(units.std() / math.sqrt(len(units))) if len(units) > 1 else 0.0

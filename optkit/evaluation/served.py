@@ -1,14 +1,14 @@
-"""Quality of a model behind a URL, as far as its API tells: OpenAI's ``/v1/completions``, ``echo`` and ``logprobs``.
+"""Quality of a model behind a URL, by OpenAI's ``/v1/completions`` with ``echo`` and ``logprobs``.
 
-Asked to echo a prompt of token ids, a server (vLLM, optkit, others) gives the log probability of each of its tokens,
-and the few most likely tokens of each position. So perplexity is exact, and top-1 agreement too. Of the KL divergence
-there is a lower bound: with S the tokens whose probability is known, all others are one more event, and merging events
+For an echoed prompt of token ids, a server (vLLM, optkit and others) returns the log probability of each token, and
+the few most likely tokens of each position. So perplexity and top-1 agreement are exact. The KL divergence gets a
+lower bound: let S be the tokens with known probability, and let all other tokens be a single event. Merging events
 never raises a divergence (the log-sum inequality):
 
     KL(p || q) >= sum over S of p ln(p / q) + p(rest) ln(p(rest) / q(rest))
 
-Tokens are told apart by ``token_id:N`` where the server knows ``return_tokens_as_token_ids`` (vLLM), else by text, as
-OpenAI and optkit write it (``bytes:`` for parts of characters).
+A server with support for ``return_tokens_as_token_ids`` (vLLM) names tokens ``token_id:N``. Other servers name tokens
+by text, in the notation of OpenAI and optkit (``bytes:`` for parts of characters).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from optkit.errors import UserError
 from optkit.evaluation.quality import Estimate, LogitsSource, mean_estimate, perplexity_of
 from optkit.extras import need_extra
 
-TOP = 5  # most likely tokens to ask for: what OpenAI's API allows
+TOP = 5  # most likely tokens in a response: the maximum of OpenAI's API
 TIMEOUT = 600.0  # seconds for one window
 PIECE = 2000  # characters of a window, where there is no tokenizer
 TOKEN_ID = "token_id:"
@@ -34,7 +34,11 @@ TOKEN_ID = "token_id:"
 
 @dataclass(frozen=True)
 class Scored:
-    """A prompt of T tokens as a server sees it: ``logprobs`` [T - 1] of its tokens but the first, ``top`` of each."""
+    """A prompt of T tokens as scored by a server.
+
+    ``logprobs`` [T - 1] are the log probabilities of all tokens but the first. ``top`` holds the most likely tokens
+    of the same positions, with log probabilities.
+    """
 
     logprobs: Tensor
     top: list[dict[str, float]]
@@ -42,7 +46,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class ServedReport:
-    """A served model on some text, and against a reference if there is one. Divergences are in nats."""
+    """A served model on a text, and against a reference if given. Divergences are in nats."""
 
     windows: int
     tokens: int
@@ -56,10 +60,11 @@ class ServedReport:
         return asdict(self)
 
 
-class Server:
-    """An OpenAI-compatible server at ``url``; the key, if it wants one, is in ``OPENAI_API_KEY``.
+class ScoringServer:
+    """An OpenAI-compatible server at ``url``. The environment variable ``OPENAI_API_KEY`` holds the key, if needed.
 
-    ``context`` is the longest sequence, prompt and answer, if the server says it (``max_model_len``).
+    ``context`` is the longest sequence, prompt and answer together, as reported by the server (``max_model_len``), or
+    None.
     """
 
     def __init__(self, url: str) -> None:
@@ -78,14 +83,14 @@ class Server:
             context = data[0].get("max_model_len")
             return str(data[0]["id"]), context if type(context) is int and context > 0 else None
         except (KeyError, IndexError, TypeError, AttributeError) as error:
-            raise UserError("the server names no model", where=f"{self.url}/v1/models") from error
+            raise UserError("the server lists no model", where=f"{self.url}/v1/models") from error
 
     def longest(self, wanted: int) -> int:
-        """``wanted``, or the longest prompt that leaves room for the one token that is generated."""
+        """``wanted``, or less: the longest prompt with room for the generated token."""
         return wanted if self.context is None else min(wanted, self.context - 1)
 
     def score(self, prompt: Sequence[int] | str) -> Scored:
-        """Log probabilities of a prompt: token ids, or text that the server cuts into tokens.
+        """Log probabilities of a prompt, given as token ids or as text for the server's tokenizer.
 
         Raises:
             UserError: the server can't be reached, refuses, or does not echo log probabilities.
@@ -107,21 +112,23 @@ class Server:
         try:
             given = answer["choices"][0]["logprobs"]
             values, top = given["token_logprobs"], given["top_logprobs"]
-            count = len(values) - 1 if expected is None else expected  # the last token was generated
+            count = len(values) - 1 if expected is None else expected  # less the generated token
             logprobs = torch.tensor([float(v) for v in values[1:count]], dtype=torch.float64)
             likely = [{str(k): float(v) for k, v in (row or {}).items()} for row in top[1:count]]
         except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise UserError(
                 "the server gives no log probabilities of the prompt",
                 where=where,
-                fix="it must support echo with logprobs in /v1/completions, as vLLM and optkit serve do",
+                fix="use a server with echo and logprobs in /v1/completions, such as vLLM or optkit serve",
             ) from error
         if count < 2 or len(logprobs) != count - 1 or len(likely) != count - 1:
             raise UserError(
                 f"the server gave {len(values)} log probabilities for {expected} tokens", where=where
             )
         if not bool(logprobs.isfinite().all()) or bool((logprobs > 1e-3).any()):
-            raise UserError("the server gave log probabilities that are none", where=where)
+            raise UserError(
+                "the server gave invalid log probabilities (positive, infinite or NaN)", where=where
+            )
         return Scored(logprobs, likely)
 
     def _ask(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
@@ -139,18 +146,18 @@ class Server:
             ) from error
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             raise UserError(
-                f"no answer ({type(error).__name__})",
+                f"no answer from the server ({type(error).__name__})",
                 where=where,
-                fix="is the server up, and is the URL right?",
+                fix="check that the server runs, and the URL",
             ) from error
         if not isinstance(content, dict):
-            raise UserError("the answer is no JSON object", where=where)
+            raise UserError("the answer is not a JSON object", where=where)
         return content
 
 
-def score_text(server: Server, text: str, characters: int) -> ServedReport:
-    """Perplexity of a served model on ``text``, of at most so many characters, by its own tokens."""
-    length = server.longest(PIECE)  # hardly a character makes more than one token
+def score_text(server: ScoringServer, text: str, characters: int) -> ServedReport:
+    """Perplexity of a served model on the first ``characters`` characters of ``text``, by the server's own tokens."""
+    length = server.longest(PIECE)  # a character rarely makes more than one token
     pieces = [text[i : i + length] for i in range(0, min(len(text), characters), length)]
     pieces = [piece for piece in pieces if len(piece) == length] or pieces
     nll = [-server.score(piece).logprobs for piece in pieces]
@@ -159,7 +166,7 @@ def score_text(server: Server, text: str, characters: int) -> ServedReport:
 
 def compare_served(
     reference: LogitsSource,
-    server: Server,
+    server: ScoringServer,
     windows: Sequence[Sequence[int]],
     decode: Callable[[int], str],
 ) -> ServedReport:
@@ -201,7 +208,10 @@ def compare_window(
 
 
 def identified(row: Tensor, top: dict[str, float], decode: Callable[[int], str]) -> dict[int, float]:
-    """Log probabilities by token id. Texts are looked for among the reference's likely tokens, where they matter."""
+    """Log probabilities by token id.
+
+    Token texts are searched among the 20 most likely tokens of the reference, which decide the divergence.
+    """
     found = {
         int(token.removeprefix(TOKEN_ID)): value
         for token, value in top.items()
@@ -215,7 +225,7 @@ def identified(row: Tensor, top: dict[str, float], decode: Callable[[int], str])
 
 
 def kl_lower_bound(log_p: Tensor, known: dict[int, float]) -> float:
-    """The divergence that is certain when of the candidate only the ``known`` log probabilities are."""
+    """Lower bound of the KL divergence in nats, from the ``known`` log probabilities of the candidate."""
     ids = torch.tensor(list(known))
     p, log_q = log_p[ids].exp(), torch.tensor(list(known.values()), dtype=torch.float64)
     total = float((p * (log_p[ids] - log_q)).nan_to_num(0.0).sum())

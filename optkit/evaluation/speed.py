@@ -1,9 +1,9 @@
-"""Speed of a graph, measured through the runtime's own runner.
+"""Speed of a graph, measured through the runner of the runtime.
 
-Two executables are measured *paired*: rounds alternate between them, so drift of the machine hits both alike
-and the ratio of medians is what to trust. Prefill runs a whole prompt in chunks of the recipe's token budget;
-decode runs one token of each of ``batch`` sequences whose context is the longest prompt. On a GPU steps are
-replayed graphs, as they are served: launched one by one, a decode would tell how fast the host is.
+Two executables are measured in *pairs*: rounds alternate between the two, so drift of the machine slows both alike,
+and the ratio of medians is the reliable number. Prefill runs a whole prompt in chunks of the recipe's token budget.
+Decode runs a token of each of ``batch`` sequences, with the longest prompt as context. On a GPU steps are replayed as
+captured graphs, as in serving: a decode launched kernel by kernel would measure the host.
 """
 
 from __future__ import annotations
@@ -20,32 +20,31 @@ from optkit.lowering.lower import Executable
 from optkit.machine.target import get_target
 from optkit.recipe.schema import Recipe
 from optkit.runtime.runner import ModelRunner
-from optkit.runtime.types import Batch, EngineRequest, SamplingParams, ScheduledSequence
-from optkit.runtime.types import Sequence as EngineSequence
+from optkit.runtime.types import Batch, EngineRequest, Request, SamplingParams, ScheduledRequest
 
 ROUNDS = 3
-SETTLE_SECONDS = 0.4  # a timing shorter than this is repeated until it adds up
+SETTLE_SECONDS = 0.4  # shorter steps are repeated up to this total
 
 
 @dataclass(frozen=True)
-class Timing:
-    """Seconds of one step: median and quartiles over rounds."""
+class StepTime:
+    """Seconds of a step: median and quartiles over rounds."""
 
     median: float
     q1: float
     q3: float
 
     @staticmethod
-    def of(samples: Sequence[float]) -> Timing:
+    def of(samples: Sequence[float]) -> StepTime:
         q1, median, q3 = statistics.quantiles(samples, n=4, method="inclusive")
-        return Timing(median, q1, q3)
+        return StepTime(median, q1, q3)
 
     def to_dict(self) -> dict[str, float]:
         return asdict(self)
 
 
 def workload_points(recipe: Recipe) -> list[Point]:
-    """The steps that predict and measure look at: one prefill a prompt length, and one decode."""
+    """The steps to predict and to measure: a prefill for each prompt length, and a decode."""
     workload = recipe.workload
     longest = max(workload.prompt_tokens)
     prefills = [Point(n, 1, n) for n in workload.prompt_tokens]
@@ -54,14 +53,14 @@ def workload_points(recipe: Recipe) -> list[Point]:
 
 def measure_pair(
     before: Executable, after: Executable, recipe: Recipe
-) -> tuple[dict[str, Timing], dict[str, Timing]]:
+) -> tuple[dict[str, StepTime], dict[str, StepTime]]:
     """Timings of both executables at every workload point, by ``Point.label``."""
-    results: tuple[dict[str, Timing], dict[str, Timing]] = ({}, {})
+    results: tuple[dict[str, StepTime], dict[str, StepTime]] = ({}, {})
     for point in workload_points(recipe):
         steps = [step_function(model, point, recipe) for model in (before, after)]
         samples = interleaved(steps)
         for result, values in zip(results, samples, strict=True):
-            result[point.label] = Timing.of(values)
+            result[point.label] = StepTime.of(values)
     return results
 
 
@@ -86,14 +85,12 @@ def timed(step: Callable[[], None], repeat: int) -> float:
 
 
 def step_function(model: Executable, point: Point, recipe: Recipe) -> Callable[[], None]:
-    """A function that runs ``point`` once on ``model``: all chunks of a prefill, or one decode step."""
+    """A function that runs ``point`` once on ``model``: all chunks of a prefill, or a decode step."""
     block = recipe.runtime.block_size
     per_sequence = -(-(point.context + 1) // block)
     if point.tokens == point.sequences:
         decodes = (
-            ScheduledSequence(
-                sequence(i, point.context, point.context - 1, per_sequence, model.vocab_size), 1
-            )
+            ScheduledRequest(sequence(i, point.context, point.context - 1, per_sequence, model.vocab_size), 1)
             for i in range(point.sequences)
         )
         batches = [Batch(tuple(decodes))]
@@ -102,14 +99,14 @@ def step_function(model: Executable, point: Point, recipe: Recipe) -> Callable[[
     sizes = [min(budget, point.tokens - start) for start in range(0, point.tokens, budget)]
     starts = range(0, point.tokens, budget)
     batches = [
-        Batch((ScheduledSequence(sequence(0, point.tokens, start, per_sequence, model.vocab_size), size),))
+        Batch((ScheduledRequest(sequence(0, point.tokens, start, per_sequence, model.vocab_size), size),))
         for start, size in zip(starts, sizes, strict=True)
     ]
     return runs(runner_for(model, per_sequence, recipe, batches), batches)
 
 
 def runner_for(model: Executable, num_blocks: int, recipe: Recipe, batches: Sequence[Batch]) -> ModelRunner:
-    """A runner with a pool of ``num_blocks``; on a GPU one that has captured ``batches``."""
+    """A runner with a pool of ``num_blocks`` blocks; on a GPU with captured graphs of ``batches``."""
     block = recipe.runtime.block_size
     if model.device.type != "cuda":
         return ModelRunner(model, num_blocks, block)
@@ -142,11 +139,11 @@ def runs(runner: ModelRunner, batches: Sequence[Batch]) -> Callable[[], None]:
     return step
 
 
-def sequence(index: int, length: int, computed: int, blocks: int, vocabulary: int) -> EngineSequence:
-    """A sequence of ``length`` arbitrary tokens, ``computed`` of them already in its own KV blocks."""
+def sequence(index: int, length: int, computed: int, blocks: int, vocabulary: int) -> Request:
+    """A request of ``length`` arbitrary tokens; the first ``computed`` tokens already have KV blocks."""
     tokens = [((7 + 13 * i + index) % 1000 + 3) % vocabulary for i in range(length)]
     request = EngineRequest(
         request_id=str(index), prompt_ids=tuple(tokens), sampling=SamplingParams(max_tokens=1), arrival=0.0
     )
     table = list(range(index * blocks, (index + 1) * blocks))
-    return EngineSequence(request, tokens, num_computed=computed, block_table=table)
+    return Request(request, tokens, num_computed=computed, block_table=table)

@@ -71,13 +71,13 @@ class Origin:
 
 @dataclass
 class Weight:
-    """A tensor of the graph. ``origin`` is None for constants outside of the checkpoint, such as RoPE frequencies."""
+    """A tensor of the graph. ``origin`` is None for constants outside of the checkpoint (RoPE frequencies)."""
 
     value: Tensor
     origin: Origin | None
 
 
-# How KV pools store a token's head: the dtype, and the elements of a row besides the D values.
+# The storage of a token's head in KV pools: the dtype, and the elements of a row besides the D values.
 KV_DTYPES = {
     "float32": (torch.float32, 0),
     "bfloat16": (torch.bfloat16, 0),  # as the graph's activations, where it computes in half precision
@@ -114,7 +114,7 @@ class KVSpec:
     def pools(
         self, num_blocks: int, block_size: int, device: torch.device | str = "cpu"
     ) -> tuple[Tensor, Tensor]:
-        """Zeroed K and V pools. On the CPU a page costs memory from its first write on."""
+        """Zeroed K and V pools. On the CPU a page costs memory from the first write on."""
         dtype, extra = KV_DTYPES[self.dtype]
         shape = (num_blocks, block_size, self.num_kv_heads)
         k, v = (
@@ -125,7 +125,7 @@ class KVSpec:
 
 @dataclass(frozen=True)
 class GraphMeta:
-    """Facts about the model besides its nodes, for the runtime and the artifact."""
+    """Facts about the model for the runtime and the artifact."""
 
     model_type: str
     vocab_size: int
@@ -140,7 +140,8 @@ class Graph:
     """A model as a graph.
 
     ``annotations`` holds execution choices without effect on the math (``compile``: regions), and the fields of the
-    source's config.json changed by passes (``config``: sizes of a pruned model). ``graph.json`` calls them ``plan``.
+    source's config.json changed by passes (``config``: sizes of a pruned model). The key in ``graph.json`` is
+    ``plan``.
     """
 
     fx: fx.Graph
@@ -193,7 +194,7 @@ class Graph:
         self.weights[name] = Weight(value, self.weights[name].origin)
 
     def site_options(self, node: fx.Node) -> dict[str, Any]:
-        """The options of a call for ``kernels.select``: its keywords, and the dtype of its KV pools."""
+        """The options of a call for ``kernels.select``: the keywords, and the dtype of the KV pools."""
         pools = {f"k_cache_{spec.layer}": spec.dtype for spec in self.meta.kv_specs}
         read = [pools[str(a.target)] for a in node.all_input_nodes if str(a.target) in pools]
         return {**node.kwargs, **({"kv_dtype": read[0]} if read else {})}
@@ -234,7 +235,7 @@ class Graph:
 
 
 def unwritten_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Zeros like those of ``torch.zeros``, in pages that the kernel fills with zeros on first use."""
+    """Zeros like ``torch.zeros``, in pages filled with zeros by the kernel on first use."""
     size = torch.Size(shape).numel() * dtype.itemsize
     if torch.device(device).type != "cpu" or size == 0:
         return torch.zeros(shape, dtype=dtype, device=device)

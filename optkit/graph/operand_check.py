@@ -36,10 +36,7 @@ def check_call(op: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, half:
 
 
 def bound(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[Operand, Any]]:
-    """The operands of a call, each with its argument.
-
-    Tensors must stand among ``args``, where kernels expect them.
-    """
+    """The operands of a call, each with an argument. Kernels expect tensors among ``args``."""
     row = ops.RECORDS[op].operands
     expect(len(args) <= len(row), f"{len(args)} arguments, {op} has {len(row)} operands")
     names = {operand.name for operand in row}
@@ -71,9 +68,7 @@ def check_tensor(operand: TensorOperand, tensor: Any, sizes: dict[str, Any], hal
 
 
 def matches(pattern: tuple[str, ...], shape: tuple[int, ...], sizes: dict[str, Any]) -> bool:
-    """Compare ``shape`` with ``pattern`` and with the known ``sizes`` of its symbols; new symbols are added to
-    ``sizes``.
-    """
+    """Compare ``shape`` with ``pattern`` and the known ``sizes`` of symbols; new symbols are added to ``sizes``."""
     if "..." in pattern:
         at, rest = pattern.index("..."), len(pattern) - 1
         if len(shape) < rest:
@@ -88,7 +83,7 @@ def matches(pattern: tuple[str, ...], shape: tuple[int, ...], sizes: dict[str, A
 
 
 def is_size(symbol: str, size: int, sizes: dict[str, Any]) -> bool:
-    """Compare ``size`` with a symbol: a number, a name, or a name plus a number such as ``S+1``."""
+    """Compare ``size`` with a symbol: a number, a name, or a name plus a number (``S+1``)."""
     name, _, plus = symbol.partition("+")
     more = int(plus or 0)
     return sizes.setdefault(name, int(name) if name.isdigit() else size - more) + more == size
@@ -110,8 +105,7 @@ def check_origins(node: fx.Node, *, lowered: bool = False) -> None:
     """Check the source of each argument of a dialect op.
 
     Raises:
-        ValueError: an operand is missing, or is a weight, a value or a batch input where its record forbids this
-            source.
+        ValueError: an operand is missing, or has another source than the record allows.
     """
     op = ops.record_of(node.target)
     if op is None:

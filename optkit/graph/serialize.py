@@ -98,10 +98,10 @@ DAMAGE = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowE
 
 
 def graph_from_json(text: str | bytes, load: WeightLoader, where: str = "graph.json") -> Graph:
-    """Rebuild a graph; ``load(name, origin, dtype)`` supplies each weight. Types are those of ``schema.GraphFile``.
+    """Rebuild a graph; ``load(name, origin, dtype)`` supplies each weight. ``schema.GraphFile`` has the types.
 
     Raises:
-        UserError: not a graph file of this version, or the file names an unknown op, input or weight.
+        UserError: not a graph file of the current version, or the file names an unknown op, input or weight.
     """
     data = parse_bounded(text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text, where)
     if data.get("format") != FORMAT or data.get("version") != VERSION:

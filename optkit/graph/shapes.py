@@ -44,7 +44,7 @@ def infer_shapes(
     """Meta tensors for every node's value at ``point``; without ``half`` activations must be float32.
 
     Raises:
-        ShapeError: a node's inputs don't fit its op; names the node.
+        ShapeError: the inputs of a node don't fit the op; the message names the node.
     """
     return MetaRun(graph, point, block_size, half=half).values
 
@@ -85,7 +85,7 @@ class MetaRun:
     def call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         try:
             return self.checked(node, args, kwargs)
-        except Exception as error:  # torch's own ops raise anything on arguments that somebody made up
+        except Exception as error:  # on made-up arguments torch's own ops raise any type
             shapes = [tuple(a.shape) if isinstance(a, Tensor) else a for a in args]
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise ShapeError(f"{node.name}: {reason} (arguments {shapes!s:.200})") from error

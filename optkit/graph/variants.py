@@ -26,7 +26,7 @@ def limits(graph: Graph) -> list[int]:
 
 
 def at(graph: Graph, tokens: int) -> Graph:
-    """``graph`` in steps of ``tokens`` tokens: a clone without ``by_tokens``, or ``graph`` itself where it has none."""
+    """``graph`` in steps of ``tokens`` tokens: a clone without ``by_tokens``, or ``graph`` if it has no variants."""
     if not limits(graph):
         return graph
     chosen = graph.clone()
@@ -42,7 +42,7 @@ def widest(graph: Graph) -> Graph:
 
 
 def spans(graph: Graph) -> dict[str, int]:
-    """The variants by name, such as ``up to 4 tokens``, with a number of tokens for each."""
+    """The variants by name (``up to 4 tokens``), with a number of tokens for each."""
     return named(limits(graph))
 
 
@@ -85,7 +85,7 @@ class SharedWeights:
         self.made: dict[Any, Any] = {}
 
     def once(self, key: Any, names: Sequence[str], make: Callable[[], Any], result: str = "") -> Any:
-        """The result of ``make()`` from the weights ``names``; ``result`` is its name where the result is a weight
+        """The result of ``make()`` from the weights ``names``; ``result`` is the name of a result that is a weight
         too.
         """
         if not self.names.issuperset(names):

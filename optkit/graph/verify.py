@@ -42,7 +42,7 @@ def verify(graph: Graph, *, lowered: bool = False) -> None:
 
 
 def check_nodes(graph: Graph) -> None:
-    """Closed op list, no devices or layouts, inputs known, arguments defined before use, one output."""
+    """Closed op list, no devices or layouts, inputs known, arguments defined before use, a single output."""
     seen: set[fx.Node] = set()
     inputs = set(BATCH_INPUTS) | {f"{c}_cache_{s.layer}" for s in graph.meta.kv_specs for c in "kv"}
     for node in graph.fx.nodes:
@@ -89,7 +89,7 @@ def check_weights(graph: Graph) -> None:
 
 
 def check_attention(graph: Graph) -> None:
-    """One attention op a layer, on the layer's own pools."""
+    """Each layer has exactly one attention op, on the layer's own pools."""
     pools = [
         tuple(str(a.target) for name in POOLS if isinstance(a := ops.argument(n, name), fx.Node))
         for n in graph.calls(reference.attention, reference.paged_attention)
@@ -118,7 +118,7 @@ def check_vocabulary(graph: Graph) -> None:
 
 
 def check_shapes(graph: Graph, point: Point, block_size: int, lowered: bool) -> None:
-    """Each op accepts its inputs at ``point``, and the output is float32 [L, V]."""
+    """Each op accepts the inputs at ``point``, and the output is float32 [L, V]."""
     try:
         values = infer_shapes(graph, point, block_size, half=lowered)
     except ShapeError as error:

@@ -56,7 +56,7 @@ def bind(graph: Graph, node: fx.Node, kernel: kernels.Kernel, shared: SharedWeig
 
 
 def drop_unread(graph: Graph, node: fx.Node) -> None:
-    """Remove a weight's node where no node reads it, and the weight after its last node."""
+    """Remove a weight's node without readers, and a weight without nodes."""
     if node.users:
         return
     graph.fx.erase_node(node)

@@ -33,16 +33,16 @@ class Bucket:
 def choose_buckets(
     weights: Mapping[int, float], seconds: Mapping[int, float], max_buckets: int
 ) -> tuple[Bucket, ...]:
-    """The buckets, at most ``max_buckets``, that serve every size of ``weights`` in the least expected time.
+    """The buckets of least expected time, at most ``max_buckets``, for every size of ``weights``.
 
     Args:
         weights: the frequency of each step size; only ratios count.
-        seconds: the measured time of a step of each of these sizes.
+        seconds: the measured time of a step of each size.
         max_buckets: at least 1.
 
-    ``best[j]`` is the least cost of serving the ``j`` smallest sizes with the buckets allowed so far. One more bucket
-    serves sizes ``i`` to ``j`` for ``best[i]`` plus the weight of these sizes times the seconds of the largest size.
-    O(max_buckets n^2) for n sizes. Of equal costs the choice of fewer buckets wins.
+    ``best[j]`` is the least cost of serving the ``j`` smallest sizes with the buckets allowed so far. Another bucket
+    serves sizes ``i`` to ``j`` for ``best[i]`` plus the weight of sizes ``i`` to ``j`` times the seconds of the
+    largest. O(max_buckets n^2) for n sizes. Of equal costs the choice of fewer buckets wins.
     """
     sizes = sorted(weights)
     total = [0.0]
@@ -70,7 +70,7 @@ def choose_buckets(
 def expected_seconds(
     buckets: tuple[Bucket, ...], weights: Mapping[int, float], seconds: Mapping[int, float]
 ) -> float:
-    """Weighted time of all sizes, each padded to the upper end of its bucket."""
+    """Weighted time of all sizes, each padded to the upper end of the bucket."""
     return sum(
         weight * next(seconds[b.last] for b in buckets if b.first <= size <= b.last)
         for size, weight in weights.items()

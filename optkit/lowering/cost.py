@@ -70,7 +70,8 @@ def graph_cost(graph: Graph, point: Point) -> Cost:
 
 
 def predict_seconds(graph: Graph, point: Point, target: Target, fused: Container[str] = ()) -> float:
-    """Predicted time of one step: roofline of each op, plus dispatch of those that are not ``fused``, by node name.
+    """Predicted time of a step: roofline of each op, plus dispatch of the ops that are not in ``fused``, by node name.
+
 
     For a GPU the graph is rewritten and narrowed to bfloat16 first, as in lowering.
     """
@@ -159,7 +160,7 @@ def weight_only_linear(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any
 
 
 def grouped_mm(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point: Point) -> Cost:
-    """A row meets one expert; at most all experts are read."""
+    """A row meets a single expert; at most all experts are read."""
     rows, k = values[ops.activation(node)].shape
     experts = values[ops.weight(node)]
     read = min(rows, experts.shape[0]) / experts.shape[0] * bytes_of(experts)

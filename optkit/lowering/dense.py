@@ -14,7 +14,7 @@ from optkit.lowering.lower import lower
 def dense_inputs(
     lengths: Sequence[int], ids: Tensor, specs: Sequence[KVSpec], block_size: int = 16
 ) -> dict[str, Tensor]:
-    """Batch inputs for sequences of ``lengths`` in one call, with logits for every row."""
+    """Batch inputs for sequences of ``lengths`` in a call, with logits for every row."""
     blocks = [-(-n // block_size) for n in lengths]
     first = torch.tensor([0, *blocks]).cumsum(0)
     tables = torch.zeros(len(lengths), max(blocks), dtype=torch.int32)

@@ -52,7 +52,7 @@ def quantize_apart(graph: Graph) -> None:
 
 
 def share_quantization(graph: Graph) -> None:
-    """Merge quantizations of one activation in one format."""
+    """Merge quantizations of the same activation in the same format."""
     first: dict[Any, fx.Node] = {}
     for node in graph.calls(reference.quantize_fp8_per_token, reference.quantize_per_token):
         key = (node.target, node.args, tuple(node.kwargs.items()))
@@ -75,7 +75,7 @@ def fuse_quantization(graph: Graph) -> None:
 
 
 def fuse(graph: Graph, producer: fx.Node, quantize: fx.Node, fmt: str) -> None:
-    """Replace ``producer`` and ``quantize`` by one op."""
+    """Replace ``producer`` and ``quantize`` by a single op."""
     with graph.fx.inserting_before(quantize):
         fused = call_quantized(graph, producer, fmt)
     replace(graph, quantize, fused)
@@ -91,7 +91,7 @@ def call_quantized(graph: Graph, node: fx.Node, fmt: str) -> fx.Node:
 
 
 def fuse_add_norm(graph: Graph, normed: fx.Node, quantize: fx.Node, fmt: str) -> None:
-    """Fuse an ``add_rms_norm`` and the quantization of its first result, ``normed``; the sum becomes the third
+    """Fuse an ``add_rms_norm`` and the quantization of ``normed``, the first result; the sum becomes the third
     result.
     """
     norm, index = normed.args
@@ -109,9 +109,7 @@ def fuse_add_norm(graph: Graph, normed: fx.Node, quantize: fx.Node, fmt: str) ->
 
 
 def fuse_rope(graph: Graph) -> None:
-    """Replace rotations and the attention after them by one op for rotation and KV write, and attention over the
-    cache.
-    """
+    """Replace rotation and attention by two ops: rotation with KV write, and attention over the cache."""
     for node in graph.calls(reference.attention):
         q, k, v, k_cache, v_cache = (
             ops.argument(node, name) for name in ("q", "k", "v", "k_cache", "v_cache")

@@ -26,7 +26,7 @@ from optkit.kernels.cpu import emitters
 from optkit.kernels.cpu.emit import Quantization
 from optkit.kernels.cpu.program import LOGITS, TOKENS, Arena, Builder, View
 
-# No two sizes are equal, so that a first dimension tells what the rows are.
+# No two sizes are equal, so a first dimension identifies the kind of row.
 PROBE, PROBE_BLOCK = Point(tokens=11, sequences=3, context=37), 5
 ROWS = {PROBE.tokens: TOKENS, PROBE.sequences: LOGITS}
 SPLITS = {"aten.split_with_sizes.default", "aten.split.Tensor"}
@@ -154,7 +154,7 @@ class Segment:
         self.inputs: list[fx.Node] = []
 
     def build(self) -> tuple[Any, list[fx.Node], list[fx.Node]]:
-        """The program, its input nodes and its output nodes."""
+        """The program, the input nodes and the output nodes."""
         outputs = self._outputs()
         for node in self.nodes:
             if node not in self.views:
@@ -212,14 +212,14 @@ class Segment:
         self.views[node] = tuple(result) if is_tuple else result[0]
 
     def _quantization_of(self, node: fx.Node) -> fx.Node | None:
-        """The quantization of the first result of ``node`` that the same call can do; None without one."""
+        """The quantization of the first result of ``node`` within the same call, or None."""
         if not emitters()[self.owner.ops[node]].fuses_quantization:
             return None
         found = [r for r in self._readers(node) if self.owner.ops.get(r) == "quantize_per_token"]
         return found[0] if len(found) == 1 and found[0] in self.inside else None
 
     def _readers(self, node: fx.Node) -> Iterator[fx.Node]:
-        """The nodes that read the first result of ``node``."""
+        """The readers of the first result of ``node``."""
         if isinstance(self.owner.values[node], Tensor):
             yield from node.users
         else:
@@ -250,7 +250,7 @@ def is_result(node: fx.Node, ops: Mapping[fx.Node, str]) -> bool:
 
 
 def reorder(graph: fx.Graph) -> None:
-    """Move each node behind its inputs; otherwise the order stays."""
+    """Move each node behind all inputs; otherwise the order stays."""
     done: set[fx.Node] = set()
     nodes = list(graph.nodes)
     last = nodes[0]

@@ -55,7 +55,7 @@ Specialize = Callable[[Graph], Specialized]  # takes a bound graph, and uses it 
 class Form:
     """The function of a graph in steps of up to ``limit`` tokens; None is any number.
 
-    ``special`` runs instead in the steps of ``serves``.
+    ``special`` is a second function, for the steps of ``special.serves``; None without one.
     """
 
     limit: int | None
@@ -120,7 +120,7 @@ class Executable:
         return next(form for form in self.forms if form.limit is None or tokens <= form.limit)
 
     def at(self, tokens: int) -> Executable:
-        """This model with the variant for ``tokens`` tokens in steps of any number."""
+        """The model with the variant for ``tokens`` tokens in steps of any number."""
         return Executable([replace(self.form(tokens), limit=None)])
 
     @property
@@ -143,7 +143,7 @@ class Executable:
 
 
 def address(tensor: Tensor) -> int:
-    """A number equal for tensors that share memory; tensors in oneDNN's own layout have no address to compare."""
+    """A number equal for tensors with shared memory; tensors in oneDNN's own layout have no address to compare."""
     return tensor.data_ptr() if tensor.layout is torch.strided else id(tensor)
 
 
@@ -157,13 +157,13 @@ def lower(
     consume: bool = False,
     specialize: Specialize | None = None,
 ) -> Executable:
-    """Make ``graph`` executable on ``target``; without a target every op runs its reference.
+    """Make ``graph`` executable on ``target``; without a target every op runs the reference.
 
-    For a GPU the graph is rewritten (``gpu_rewrites``) and computes in ``dtype`` (``precision``), and its weights go
+    For a GPU the graph is rewritten (``gpu_rewrites``) and computes in ``dtype`` (``precision``), and the weights go
     to ``device``, by default the GPU; a CPU computes in float32. ``programs=False`` leaves every kernel call to
     Python, for comparison; results are the same to the bit. ``consume=True`` uses ``graph`` up: each weight is freed
-    after its packing, so that memory holds one copy. ``specialize`` makes a second function of the bound graph, on a
-    CPU (``optkit.lowering.compiled.hook``). Each variant of the graph's layers is lowered separately.
+    after packing, and memory holds a single copy. ``specialize`` makes a second function of the bound graph, on a CPU
+    (``optkit.lowering.compiled.hook``). Each variant of the graph's layers is lowered separately.
     """
     spans = variants.spans(graph)
     if not spans:
@@ -223,7 +223,7 @@ def check_experts(graph: Graph, picked: Container[fx.Node], target: Target) -> N
 
 
 def graph_module(graph: Graph, root: nn.Module) -> fx.GraphModule:
-    """``graph`` as a module, its weights as buffers of ``root`` under short names."""
+    """``graph`` as a module, the weights as buffers of ``root`` under short names."""
     graph.prune()
     names: dict[str, str] = {}
     for node in graph.fx.nodes:

@@ -59,7 +59,7 @@ def follow(graph: Graph, dtype: torch.dtype, device: torch.device, shared: Share
 
 
 def move(graph: Graph, device: torch.device, shared: SharedWeights) -> None:
-    """Move all weights to ``device``; weights that share memory still share it."""
+    """Move all weights to ``device``; shared memory stays shared."""
     moved: dict[tuple[int, int, torch.Size], Tensor] = {}
     for name, weight in graph.weights.items():
         value = weight.value
@@ -94,7 +94,7 @@ def narrow_weight(
 
 
 class Narrowing(MetaRun):
-    """A run that follows types through the graph and inserts casts where types would mix."""
+    """A run on types: casts are inserted where types would mix."""
 
     def __init__(self, graph: Graph, dtype: torch.dtype, device: torch.device, shared: SharedWeights) -> None:
         self.dtype, self.device, self.shared = dtype, device, shared
@@ -111,7 +111,7 @@ class Narrowing(MetaRun):
         return self.cast_product(node, value)
 
     def agree(self, node: fx.Node) -> None:
-        """Give plain ops and matrix products all float arguments in one type."""
+        """Give plain ops and matrix products all float arguments in the same type."""
         if ops.record_of(node.target) is not None and node.target not in ANY_DTYPE:
             return
         inputs = [i for i in node.all_input_nodes if is_float(self.values[i])]

@@ -1,1 +1,1 @@
-"""The machine: what it can do, where its private files lie, checksums, logs."""
+"""The machine: targets and ceilings, the private cache directory, locks, checksums, mapped files, logs."""

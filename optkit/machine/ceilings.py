@@ -1,6 +1,6 @@
-"""The measurements behind a target, each about half a second: four for a CPU, then those for a GPU.
+"""The measurements behind a target: up to four for a CPU, up to five for a GPU, half a second each.
 
-Shapes are those of a large prefill: big enough to reach the compute ceiling, small enough to be quick.
+The shapes are as in a large prefill: big enough to reach the compute ceiling, small enough to be quick.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ STREAM_BYTES = 512 * 1024**2  # far beyond any last-level cache of one socket
 
 
 def best_time(work: Callable[[], Any], seconds: float = 0.4, least: int = 3) -> float:
-    """The fastest of as many runs as fit into ``seconds`` (at least ``least``), after one to warm up.
+    """The shortest time of a call of ``work``, in seconds, after a call to warm up.
 
-    The minimum, because a ceiling is what the machine can do when nothing else disturbs it.
+    ``work`` runs for ``seconds`` and at least ``least`` times. The minimum is taken because a ceiling is the speed of
+    an undisturbed machine.
     """
     work()
     times: list[float] = []
@@ -32,12 +33,12 @@ def best_time(work: Callable[[], Any], seconds: float = 0.4, least: int = 3) -> 
 
 
 def fp32_flops() -> float:
-    """Float32 matrix product, in FLOP/s."""
+    """Rate of a float32 matrix product, in FLOP/s."""
     return _matmul_rate(torch.float32)
 
 
 def bf16_flops() -> float:
-    """Bfloat16 matrix product, in FLOP/s; worth asking only where the CPU has bf16 units."""
+    """Rate of a bfloat16 matrix product, in FLOP/s; slow on a CPU without bf16 units."""
     return _matmul_rate(torch.bfloat16)
 
 
@@ -48,9 +49,9 @@ def _matmul_rate(dtype: torch.dtype) -> float:
 
 
 def int8_ops() -> float:
-    """uint8 x int8 linear layer through oneDNN with prepacked weights, in operations/s.
+    """Rate of a uint8 x int8 linear layer by oneDNN with prepacked weights, in operations/s.
 
-    Falls back to ``torch._int_mm`` where this build of torch has no oneDNN.
+    Where torch is built without oneDNN, ``torch._int_mm`` is measured.
     """
     weight = torch.ones(COLUMNS, INNER, dtype=torch.int8)
     with torch.inference_mode():
@@ -65,7 +66,7 @@ def int8_ops() -> float:
 
 
 def memory_bandwidth() -> float:
-    """Sum over 512 MiB of float32 on all cores, in bytes/s: decode reads weights just so, once each."""
+    """Bytes/s of a sum over 512 MiB of float32 on all cores. A decode step reads weights in the same way, once each."""
     data = torch.ones(STREAM_BYTES // 4)
     with torch.inference_mode():
         return STREAM_BYTES / best_time(lambda: data.sum(), seconds=0.5)
@@ -97,7 +98,7 @@ def copy_bandwidth(device: torch.device, num_bytes: int = 2 * STREAM_BYTES) -> f
 
 
 def finished(work: Callable[[], Any], device: torch.device) -> Callable[[], None]:
-    """``work``, and waiting until the device has done it."""
+    """Return a function to call ``work`` and to wait until the device has finished."""
 
     def whole() -> None:
         work()

@@ -1,7 +1,8 @@
-"""sha256 of files, and ``sums.json``: which files of a private directory are finished, and what they must be.
+"""SHA-256 of files, and ``sums.json``: the list of finished files of a private directory with their hashes.
 
-A file that is listed there and hashes to the same is whole. One that was cut short by a full disk, damaged later, or
-not finished when its writer was killed is as good as absent: whoever keeps something makes it again.
+A file is finished if ``sums.json`` lists the file's present hash. A file counts as absent if a full disk cut the file
+short, if the content was damaged later, or if the writer was killed. The owner of the directory then makes the file
+again.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ CHUNK = 1 << 20
 
 
 def sha256_file(file: Path) -> str:
-    """The hash of a plain file, which is not reached through a link."""
+    """The SHA-256 of a plain file, as hexadecimal digits. A symbolic link raises OSError."""
     digest = hashlib.sha256()
     descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
     with os.fdopen(descriptor, "rb") as stream:
@@ -26,7 +27,7 @@ def sha256_file(file: Path) -> str:
 
 
 def list_finished(directory: Path, *names: str) -> None:
-    """Add files of ``directory`` to its ``sums.json``, which is replaced in one step."""
+    """Add files of ``directory`` to ``sums.json``, which is replaced in one step."""
     sums = read_sums(directory) | {name: sha256_file(directory / name) for name in names}
     temporary = directory / f"{SUMS}.tmp"
     temporary.write_text(json.dumps(sums), "utf-8")
@@ -34,7 +35,7 @@ def list_finished(directory: Path, *names: str) -> None:
 
 
 def read_sums(directory: Path) -> dict[str, str]:
-    """Names to hashes; empty where there is no list, or none that can be read."""
+    """Names to hashes from ``sums.json``; empty if the list is missing or unreadable."""
     try:
         sums = json.loads((directory / SUMS).read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -43,7 +44,7 @@ def read_sums(directory: Path) -> dict[str, str]:
 
 
 def is_finished(directory: Path, name: str) -> bool:
-    """Whether a file of ``directory`` is listed as finished and is still what it was."""
+    """Return True if ``sums.json`` lists the file and the file still has the listed hash."""
     expected = read_sums(directory).get(name)
     try:
         return expected is not None and sha256_file(directory / name) == expected

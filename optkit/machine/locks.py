@@ -1,7 +1,7 @@
-"""Locks between processes of one user, by flock(2): the kernel releases them when their process ends.
+"""Locks between processes of the same user, by flock(2): the kernel releases the locks of an ended process.
 
-A name of a lock is a file ``.lock-NAME`` beside what it protects. The holder removes the file before it releases the
-lock, so a process that waited for a removed file opens the new one.
+The lock NAME is the file ``.lock-NAME`` beside the protected files. The holder removes the lock file before releasing
+the lock, so a process with a descriptor of the removed file opens the new file.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ PREFIX = ".lock-"
 
 
 def hold(path: Path, flags: int = 0, *, shared: bool = False, wait: bool = False) -> int | None:
-    """A descriptor that locks the file or directory ``path`` until it is closed.
+    """Lock the file or directory ``path`` and return a descriptor; closing the descriptor releases the lock.
 
-    None where another process holds the lock and ``wait`` is False, or where ``path`` was removed or replaced
+    The result is None if another process holds the lock and ``wait`` is False, or if ``path`` was removed or replaced
     meanwhile.
 
     Raises:
-        FileNotFoundError: there is no such path.
+        FileNotFoundError: the path does not exist.
         UserError: the file system has no locks.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | flags, 0o600)
@@ -51,13 +51,13 @@ def hold(path: Path, flags: int = 0, *, shared: bool = False, wait: bool = False
 
 @contextmanager
 def locked(directory: Path) -> Iterator[bool]:
-    """Hold a directory as long as the block runs, or the process lives; False where another process holds it.
+    """Hold ``directory`` while the block runs or the process lives. Yield False if another process holds the directory.
 
-    Not the process id says who is alive: in a container the next run has the same one.
+    A lock shows more than a process id: in a container the next run may have the same id.
     """
     try:
         descriptor = hold(directory)
-    except UserError:  # without locks nobody can say that it is abandoned
+    except UserError:  # without locks the directory may still be in use
         descriptor = None
     try:
         yield descriptor is not None
@@ -67,7 +67,7 @@ def locked(directory: Path) -> Iterator[bool]:
 
 
 def modified(path: Path) -> float:
-    """The time at which an entry of a cache was written or used last; 0 where another process has removed it."""
+    """Time of the last write or use of a cache entry, in seconds; 0 if another process has removed the entry."""
     try:
         return path.stat().st_mtime
     except FileNotFoundError:
@@ -75,14 +75,14 @@ def modified(path: Path) -> float:
 
 
 class Locks:
-    """The named locks of one directory that this object holds. A lock that it holds already can be taken again."""
+    """The held locks of a directory, by name. Taking a held lock again succeeds."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.held: dict[str, int] = {}
 
     def take(self, name: str, *, wait: bool = False) -> bool:
-        """Take the lock ``name``; False where another process holds it and ``wait`` is False."""
+        """Take the lock ``name``; return False if another process holds the lock and ``wait`` is False."""
         if name in self.held:
             return True
         while True:
@@ -94,14 +94,14 @@ class Locks:
                 return False
 
     def release(self, name: str) -> None:
-        """Give the lock ``name`` back and remove its file."""
+        """Release the lock ``name`` and remove the lock file."""
         descriptor = self.held.pop(name)
         self.file(name).unlink(missing_ok=True)
         os.close(descriptor)
 
     @contextmanager
     def holding(self, name: str, busy: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Hold the lock ``name`` as long as the block runs. ``busy`` is called before a wait for another process."""
+        """Hold the lock ``name`` while the block runs. ``busy`` is called before waiting for another process."""
         if name in self.held:
             yield
             return
@@ -117,6 +117,6 @@ class Locks:
         return self.root / f"{PREFIX}{name}"
 
     def close(self) -> None:
-        """Give back every lock."""
+        """Release all locks."""
         for name in list(self.held):
             self.release(name)

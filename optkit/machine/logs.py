@@ -1,8 +1,8 @@
-"""Log lines of a server, for people or for machines.
+"""Log lines of a server, for people or for programs.
 
-``text``: level, logger, message. ``json``: one object a line with ``time`` (RFC 3339, UTC), ``level``, ``logger``,
-``message``, and the fields of a record's ``event``. Neither ever holds a prompt, an answer or a key: callers log
-counts, ids and times, and text from clients only through ``printable``.
+``text``: level, logger, message. ``json``: an object a line with ``time`` (RFC 3339, UTC), ``level``, ``logger``,
+``message``, and the fields of a record's ``event``. Prompts, answers and keys are never logged: callers log counts,
+ids and times, and pass text from clients through ``printable``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import sys
 from datetime import UTC, datetime
 
-FORMAT_VARIABLE = "OPTKIT_LOG_FORMAT"  # how the engine process, a child, is told
+FORMAT_VARIABLE = "OPTKIT_LOG_FORMAT"  # environment variable, read by the engine process
 FORMATS = ("text", "json")
 
 
@@ -46,22 +46,22 @@ class JsonFormatter(logging.Formatter):
 
 
 def silence_progress_bars() -> None:
-    """Turn off the progress bars of other libraries where standard error is no terminal.
+    """Turn off the progress bars of other libraries if standard error is no terminal.
 
-    To be called before they are imported: huggingface_hub, transformers and tqdm read these variables then. A value
-    that the user set stays.
+    Call this function before importing huggingface_hub, transformers or tqdm, since the import reads the environment
+    variables. A value set by the user stays.
     """
     if not sys.stderr.isatty():
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # also those of transformers
-        os.environ.setdefault("TQDM_DISABLE", "1")  # and of what else uses tqdm
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # for huggingface_hub and transformers
+        os.environ.setdefault("TQDM_DISABLE", "1")  # for all other users of tqdm
 
 
 def configure(form: str | None = None, source: str | None = None) -> None:
-    """Log to standard error from INFO on, in ``form`` or as FORMAT_VARIABLE says.
+    """Log to standard error from level INFO on.
 
     Args:
-        form: one of FORMATS; children of this process will use it too.
-        source: what text lines show in place of the logger's name.
+        form: ``text`` or ``json``, passed on to child processes; by default the value of FORMAT_VARIABLE.
+        source: a name for text lines, in place of the logger's name.
     """
     if form is not None:
         os.environ[FORMAT_VARIABLE] = form

@@ -1,7 +1,7 @@
-"""Memory of mapped files: what was read once, to be packed, need not stay resident.
+"""Memory of mapped tensor files: release pages after weights were packed.
 
-A safetensors file is mapped whole, and its pages stay in memory while one tensor of it lives, which the embedding's
-does. Weights that are packed at load are read from there exactly once.
+A safetensors file is mapped as a whole. All pages once read stay in memory while any tensor of the file lives, for
+example the embedding. Weights packed at load are read exactly once.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ MAPS = Path("/proc/self/maps")
 
 
 def drop_mapped_pages(directory: Path) -> None:
-    """Let go of the resident pages of mapped tensor files in ``directory``; they are read again when touched (Linux).
+    """Release the resident pages of mapped tensor files in ``directory`` (Linux). A later access reads the file again.
 
-    Only for files whose tensors nobody writes to: a page that was written would come back as it is on disk.
+    Only for tensors nobody writes to: a changed page would return with the content of the disk.
     """
     ranges = list(mapped_files(directory))
     libc = ctypes.CDLL(None) if ranges else None
@@ -26,7 +26,7 @@ def drop_mapped_pages(directory: Path) -> None:
 
 
 def mapped_files(directory: Path) -> Iterator[tuple[int, int]]:
-    """Address ranges of this process that map tensor files below ``directory``."""
+    """Address ranges of the mapped tensor files below ``directory`` in the running process."""
     inside = f"{directory.resolve()}/"
     for line in MAPS.read_text().splitlines() if MAPS.is_file() else ():
         fields = line.split(maxsplit=5)

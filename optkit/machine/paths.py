@@ -1,7 +1,7 @@
-"""Where optkit keeps what it can make again: one private directory.
+"""The private cache directory, for files optkit can make again.
 
-``OPTKIT_CACHE`` overrides the default ``$XDG_CACHE_HOME/optkit``. The directory may come to hold
-compiled code, so it must belong to this user alone (mode 0700) and must not be a symlink.
+``OPTKIT_CACHE`` overrides the default ``$XDG_CACHE_HOME/optkit``. The directory may hold compiled code. So the
+directory must belong to the calling user (mode 0700), and a symlink is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def cache_root() -> Path:
     """The cache directory, created with mode 0700 when missing.
 
     Raises:
-        UserError: it is a symlink, belongs to someone else, or others can write to it.
+        UserError: the directory is a symlink, belongs to another user, or is writable by other users.
     """
     override = os.environ.get("OPTKIT_CACHE")
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "optkit"
@@ -30,7 +30,11 @@ def cache_dir(name: str) -> Path:
 
 
 def private_dir(path: Path) -> Path:
-    """Create ``path`` for this user alone, or check that an existing one is."""
+    """Create ``path`` with mode 0700, or check the owner and the mode of an existing directory.
+
+    Raises:
+        UserError: the directory is a symlink, belongs to another user, or is writable by other users.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.mkdir(mode=0o700, exist_ok=True)
     info = path.lstat()

@@ -1,13 +1,12 @@
-"""What a machine can do: its instruction set, cores, memory and ceilings.
+"""Targets: the instruction set, cores, memory and ceilings of a machine.
 
-The cost model needs two numbers a piece of work can run into: arithmetic per second in each number type,
-and bytes per second from memory (the roofline of Williams, Waterman and Patterson, 2009). For the machine
-at hand they are **measured**, about two seconds in all, and kept in the cache: a virtual machine's cores
-are rarely what the data sheet says. For the GPUs in ``DATASHEETS`` they come from the vendor's **data sheet**
-(dense, not sparse), which no kernel reaches; other GPUs are measured (``target_cuda``). ``source`` says which.
+The cost model needs two limits for each piece of work: arithmetic operations per second in each number type, and
+bytes per second from memory (the roofline of Williams, Waterman and Patterson, 2009). The ceilings of the machine at
+hand are **measured** once, in about two seconds, and cached: the cores of a virtual machine rarely match the data
+sheet. The ceilings of the GPUs in ``DATASHEETS`` come from the vendor's **data sheet** (dense, not sparse), which no
+kernel reaches. Other GPUs are measured (``target_cuda``). The field ``source`` names the origin.
 
-Ceilings are per second: FLOP/s, int8 operations/s (a multiply and an add are two), bytes/s. Zero means
-the machine has no such units.
+Units are FLOP/s, int8 operations/s (a multiply and an add are two) and bytes/s. Zero means no units for the type.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ ISA_EXTRA = ("amx_tile", "amx_int8", "amx_bf16", "asimd", "asimddp", "i8mm", "sv
 
 @dataclass(frozen=True)
 class Target:
-    """One machine.
+    """A machine.
 
     Attributes:
         name: ``cpu``, ``cuda-h100``, ``cuda-h200``, ``cuda-a100``, or ``cuda-`` and the name of another GPU.
         kind: ``cpu`` or ``cuda``.
-        isa: instruction sets that kernels choose by (CPU), or the compute capability such as ``sm_90``, and after a
-            newer one those that kernels are written for.
-        cores: cores this process may use, or streaming multiprocessors.
+        isa: CPU: the instruction sets that decide between kernels. GPU: the compute capability, for example
+            ``sm_90``; a GPU without own kernels also lists the older capabilities with kernels.
+        cores: cores usable by the process, or streaming multiprocessors.
         memory_bytes: physical memory of the machine or the GPU.
-        source: where the ceilings come from.
+        source: ``measured`` or ``datasheet``, the origin of the ceilings.
     """
 
     name: str
@@ -56,7 +55,7 @@ class Target:
 
     @property
     def device(self) -> str:
-        """The torch device type of this target."""
+        """The torch device type: ``cpu`` or ``cuda``."""
         return self.kind
 
 
@@ -86,10 +85,10 @@ DATASHEETS = {
 
 
 def get_target(name: str) -> Target:
-    """The target called ``name``; ``cpu`` is this machine, measured.
+    """The target called ``name``; ``cpu`` is the machine at hand, measured.
 
     Raises:
-        UserError: no such target.
+        UserError: the target is unknown.
     """
     if name == "cpu":
         return detect()
@@ -99,30 +98,30 @@ def get_target(name: str) -> Target:
 
 
 def detect(refresh: bool = False) -> Target:
-    """This machine's CPU with measured ceilings, from the cache unless ``refresh``."""
+    """The local CPU with measured ceilings, from the cache unless ``refresh``."""
     threads = os.environ.get("OMP_NUM_THREADS", "")
     return kept("cpu", [cpu_model(), cpu_isa(), usable_cores(), threads], _measured_target, refresh)
 
 
-# -- what the machine is ----------------------------------------------------------------------------
+# -- facts of the machine --------------------------------------------------------------------------
 
 
 def cpu_model() -> str:
-    """The processor's name as the kernel reports it."""
+    """The processor's name as reported by the operating system."""
     fields = _cpuinfo()
     names = [fields.get(key) for key in ("model name", "Model", "CPU part")]
     return next(filter(None, names), platform.processor() or platform.machine())
 
 
 def cpu_isa() -> tuple[str, ...]:
-    """The instruction sets of this CPU that optkit's kernels choose by."""
+    """The instruction sets of the local CPU that decide between kernels."""
     fields = _cpuinfo()
     flags = set((fields.get("flags") or fields.get("Features") or "").split())
     return tuple(flag for flag in ISA_FLAGS + ISA_EXTRA if flag in flags)
 
 
 def _cpuinfo() -> dict[str, str]:
-    """The first processor's fields of ``/proc/cpuinfo``; empty where there is none."""
+    """Fields of the first processor in ``/proc/cpuinfo``; empty if the file is missing."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -132,7 +131,7 @@ def _cpuinfo() -> dict[str, str]:
 
 
 def usable_cores() -> int:
-    """Cores this process may run on; fewer than the machine's in a container or under taskset."""
+    """Number of cores the process may run on; in a container or under taskset fewer than the machine has."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:
@@ -140,12 +139,12 @@ def usable_cores() -> int:
 
 
 def memory_bytes() -> int:
-    """Physical memory of this machine."""
+    """Physical memory of the local machine, in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _torch_version() -> str:
-    """Without importing torch, so that a cached target costs nothing."""
+    """The version of torch, read without importing torch: reading a cached target stays cheap."""
     from importlib.metadata import version
 
     return version("torch")
@@ -155,7 +154,7 @@ def _torch_version() -> str:
 
 
 def kept(kind: str, machine: Any, measure: Callable[[], Target], refresh: bool = False) -> Target:
-    """The target that ``measure`` gave for ``machine`` (JSON data) under this torch, measured once."""
+    """The cached target of ``machine`` (JSON data) under the installed torch; ``measure`` fills a missing entry."""
     digest = hashlib.sha256(json.dumps([machine, _torch_version()]).encode()).hexdigest()[:16]
     file = cache_dir("targets") / f"{kind}-{digest}.json"
     target = None if refresh else _read_cached(file)
@@ -166,7 +165,7 @@ def kept(kind: str, machine: Any, measure: Callable[[], Target], refresh: bool =
 
 
 def _read_cached(file: Path) -> Target | None:
-    """The cached target, or None where there is none or it has another shape."""
+    """The cached target, or None if the file is missing or has other fields."""
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
         return Target(**{**data, "isa": tuple(data["isa"])})

@@ -1,8 +1,8 @@
-"""The GPU of this machine as a target: what it is, whether a recipe's kernels run on it, and its ceilings.
+"""The local GPU as a target: capability, shared memory, and ceilings.
 
-A recipe names the GPU that it is for. The GPU at hand may be another one. It must have the compute capability of the
-one that is named, and as much shared memory, which the kernels' tiles are sized for. The plan is then made for the GPU
-at hand: by its data sheet where it has one, else by measured ceilings.
+A recipe names a GPU, and the local GPU may be a different model. The local GPU needs at least the compute capability
+of the named GPU, and the shared memory for the tiles of the kernels. Plans are then made for the local GPU, by the
+data sheet of the model or else by measured ceilings.
 """
 
 from __future__ import annotations
@@ -12,19 +12,22 @@ from dataclasses import asdict, dataclass, replace
 from optkit.errors import UserError
 from optkit.machine.target import DATASHEETS, Target, kept
 
-SHEETS = {  # the devices that the data sheets are of, by the name that CUDA gives them
+SHEETS = {  # CUDA device name -> target with a data sheet
     "NVIDIA H100 80GB HBM3": "cuda-h100",
     "NVIDIA H200": "cuda-h200",
     "NVIDIA A100-SXM4-80GB": "cuda-a100",
 }
-KERNELS = ((9, 0), (8, 0))  # compute capabilities that kernels are written for, newest first
-SHARED_MEMORY = {(9, 0): 232_448, (8, 0): 166_912}  # bytes that a block of these can have
-FP8 = (8, 9)  # from here on tensor cores take E4M3
+KERNELS = ((9, 0), (8, 0))  # compute capabilities with kernels, newest first
+SHARED_MEMORY = {(9, 0): 232_448, (8, 0): 166_912}  # bytes, the most of one block
+FP8 = (8, 9)  # the first compute capability whose tensor cores take E4M3
 
 
 @dataclass(frozen=True)
 class GPU:
-    """What CUDA says of a device. ``shared_memory``: bytes of one block at most; None where torch does not say."""
+    """The properties of a CUDA device.
+
+    ``shared_memory`` is the limit of a block in bytes, None if torch does not report the value.
+    """
 
     name: str
     capability: tuple[int, int]
@@ -39,7 +42,7 @@ class GPU:
 
     @property
     def isa(self) -> tuple[str, ...]:
-        """Its own capability, then those that kernels are written for and that it has, too."""
+        """The capability of the GPU. A GPU without own kernels also lists the older capabilities with kernels."""
         older = [label(c) for c in KERNELS if c < self.capability]
         return (
             (label(self.capability), *older) if self.capability not in KERNELS else (label(self.capability),)
@@ -51,7 +54,7 @@ def label(capability: tuple[int, int]) -> str:
 
 
 def first_gpu() -> GPU | None:
-    """The first CUDA device; None without one. AMD's devices, which torch also calls ``cuda``, are none."""
+    """The first CUDA device; None without a GPU. AMD GPUs, which torch also calls ``cuda``, do not count."""
     import torch
 
     if torch.version.hip is not None or not torch.cuda.is_available():
@@ -67,22 +70,22 @@ def first_gpu() -> GPU | None:
 
 
 def present_gpu(wanted: Target, where: str | None, fix: str | None) -> Target:
-    """The GPU of this machine, if what is made for ``wanted`` runs on it.
+    """The local GPU as a target, if kernels for ``wanted`` run there.
 
     Raises:
-        UserError: there is no CUDA GPU, or it lacks what kernels for ``wanted`` need.
+        UserError: there is no CUDA GPU, or the GPU lacks a feature needed by kernels for ``wanted``.
     """
     gpu = first_gpu()
     if gpu is None:
         raise UserError(
-            f"it is for {wanted.name} and this machine has no CUDA GPU",
+            f"made for {wanted.name} and this machine has no CUDA GPU",
             where=where,
             fix=fix
             or "optkit optimize --dry-run shows plan and predictions here; or use a CPU recipe such as ttft-cpu",
         )
     if reason := lack(gpu, wanted):
         raise UserError(
-            f"it is for {wanted.name} ({wanted.isa[0]}) and the GPU of this machine is {gpu.text}, {reason}",
+            f"made for {wanted.name} ({wanted.isa[0]}) and the GPU of this machine is {gpu.text}, {reason}",
             where=where,
             fix="set CUDA_VISIBLE_DEVICES to another GPU, or use a recipe for this one (optkit recipe list)",
         )
@@ -90,7 +93,7 @@ def present_gpu(wanted: Target, where: str | None, fix: str | None) -> Target:
 
 
 def lack(gpu: GPU, wanted: Target) -> str | None:
-    """What ``gpu`` lacks that kernels for ``wanted`` need, or None."""
+    """The feature of ``gpu`` missing for kernels for ``wanted``, as text; None if nothing is missing."""
     needed = next(c for c in KERNELS if label(c) == wanted.isa[0])
     if gpu.capability < needed:
         without = ", without float8 units" if gpu.capability < FP8 <= needed else ""
@@ -104,7 +107,10 @@ def lack(gpu: GPU, wanted: Target) -> str | None:
 
 
 def target_of(gpu: GPU) -> Target:
-    """Its data sheet, with the memory that is there; measured ceilings if it has none, or is a part of such a GPU."""
+    """The target of ``gpu``: the data sheet with the actual memory size, else measured ceilings.
+
+    A part of a GPU (MIG) has other cores than the data sheet and is measured.
+    """
     sheet = DATASHEETS.get(SHEETS.get(gpu.name, ""))
     if sheet is not None and (gpu.cores, gpu.isa) == (sheet.cores, sheet.isa):
         return replace(sheet, memory_bytes=gpu.memory_bytes)
@@ -112,7 +118,7 @@ def target_of(gpu: GPU) -> Target:
 
 
 def measured(gpu: GPU) -> Target:
-    """``gpu`` with ceilings that are measured now."""
+    """The target of ``gpu`` with ceilings measured now."""
     import torch
 
     from optkit.machine import ceilings as measure

@@ -48,7 +48,7 @@ class QualityEntry(Shown):
 
 
 class TimingEntry(Shown):
-    """A ``Timing``."""
+    """A ``StepTime``."""
 
     median: Seconds
 

@@ -1,7 +1,7 @@
-"""Recipe overrides, and pydantic's complaints put in the words of the file.
+"""Recipe overrides, and pydantic's errors rewritten with the names and lines of the file.
 
-pydantic says *what* is wrong and at which path of the data; the ``Document`` knows which line, or which
-``--set`` argument, that path came from. Together they make the one line a user needs.
+pydantic reports the error and the path in the data. The ``Document`` knows the line, or the ``--set`` argument, of
+each path. Both together make the error line.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _SECTIONS: dict[KeyPath, type[BaseModel]] = {
 
 
 def apply_override(document: Document, override: str) -> None:
-    """Set one ``key.path=value`` in ``document.data``; the value is YAML.
+    """Set ``key.path=value`` in ``document.data``; the value is YAML.
 
     Raises:
-        UserError: no ``=``, a path that does not exist, or a pass that is not in the recipe.
+        UserError: no ``=``, an unknown path, or a pass missing from the recipe.
     """
     label = "--set " + "".join(letter if letter.isprintable() else "?" for letter in override)
     dotted, equals, text = override.partition("=")
@@ -68,24 +68,26 @@ def _check_pass(passes: Any, path: tuple[str, ...], label: str) -> None:
     if len(path) < 3:
         raise UserError("name the pass and its option", where=label, fix="as in passes.int8.lm_head=false")
     if path[1] not in present:
-        fix = f"it has: {', '.join(map(str, present))}" if present else "it has no passes"
+        fix = f"the recipe has: {', '.join(map(str, present))}" if present else "the recipe has no passes"
         raise UserError(f"the pass '{path[1]}' is not in this recipe", where=label, fix=fix)
 
 
 def explain(
     error: ValidationError, document: Document, prefix: KeyPath = (), known: Iterable[str] = ()
 ) -> UserError:
-    """The most telling complaint of ``error`` as a ``UserError`` with place, key and what is allowed.
+    """The most useful part of ``error`` as a ``UserError`` with place, key and allowed values.
+
+    An unknown key comes first, since a misspelt key also explains a missing key.
 
     Args:
-        error: from validating ``document.data`` or the part of it at ``prefix``.
-        document: where the data came from.
+        error: from validating ``document.data`` or the part at ``prefix``.
+        document: the source of the data.
         prefix: path of the validated part.
-        known: keys allowed there, for a model that is not part of the recipe schema.
+        known: keys allowed there, for a model outside the recipe schema.
     """
     complaints = error.errors(include_url=False, include_context=False)
     unknown = [complaint for complaint in complaints if complaint["type"] == "extra_forbidden"]
-    first = (unknown or complaints)[0]  # a misspelt key explains a missing one
+    first = (unknown or complaints)[0]  # a misspelt key also explains a missing key
     path = prefix + _written_path(first["loc"], document.data)
     where, dotted = document.where(path), ".".join(map(str, path))
     if first["type"] == "extra_forbidden":
@@ -104,14 +106,14 @@ def _plain(message: str) -> str:
 
 
 def _section_of(path: KeyPath) -> type[BaseModel]:
-    """The model that a key at ``path`` belongs to."""
+    """The pydantic model with the key at ``path``."""
     if path[0] == "passes":
         return schema.Accept
     return _SECTIONS.get(path[:-1], schema.Recipe)
 
 
 def _written_path(loc: tuple[str | int, ...], data: Any) -> KeyPath:
-    """pydantic's location as the path in the file: ``passes`` is a list there and a mapping here."""
+    """pydantic's location as the path in the file: ``passes`` is a list in the model and a mapping in the file."""
     if len(loc) < 2 or loc[0] != "passes" or not isinstance(data.get("passes"), dict):
         return loc
     names = list(data["passes"])

@@ -1,13 +1,13 @@
-"""Recipes: what to do to a model, for which machine and workload, and what must hold afterwards.
+"""Recipes: the passes for a model, the machine and workload, and the bounds on the result.
 
-A recipe is one YAML file. Its ``passes`` mapping is the pipeline, in the order written; ``workload`` is
-what the cost model predicts for and what is measured; ``accept`` bounds what a pass (or the whole) may
-cost in quality and must bring in speed. ``slo`` is the promise that ``optkit bench --slo recipe`` holds it to.
+A recipe is a YAML file. ``passes`` is the pipeline, in the order written. ``workload`` is the input of the cost model
+and of the measurements. ``accept`` bounds the loss of quality and the gain in speed, for a pass or for the whole
+result. ``slo`` holds latency bounds, checked by ``optkit bench --slo recipe``.
 
-Everything is a frozen pydantic model, strict (``"4"`` is not a number) and closed: an unknown key is an
-error that names the nearest known one, the file and the line. Reading a recipe imports neither torch nor
-the passes. So a pass's own keys are checked in a second step, ``optkit.passes.resolve``, which hands each
-mapping to that pass's ``Config``.
+All sections are frozen pydantic models, strict (``"4"`` is not a number) and closed: the error for an unknown key
+names the nearest known key, the file and the line. Reading a recipe imports neither torch nor the passes. The options
+of a pass are therefore checked in a second step: ``optkit.passes.resolve`` gives each mapping to the ``Config`` of
+the pass.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pydantic import (
     WithJsonSchema,
 )
 
+from optkit.recipe.engine_options import DEFAULT_KV_CACHE_BYTES, DEFAULTS, bounds
 from optkit.recipe.strict_yaml import Document, dump
 
 TargetName = Literal["cpu", "cuda-h100", "cuda-h200", "cuda-a100"]
@@ -36,7 +37,7 @@ _SIZE = re.compile(r"(\d{1,15})\s*([KMGT]?i?B|)", re.ASCII)
 
 
 def parse_bytes(value: Any) -> Any:
-    """``"256MiB"`` to 268435456; an int stays what it is."""
+    """Convert ``"256MiB"`` to 268435456. Values other than text are returned unchanged."""
     if not isinstance(value, str):
         return value
     match = _SIZE.fullmatch(value.strip())
@@ -56,7 +57,7 @@ def format_bytes(size: int) -> int | str:
 Bytes = Annotated[
     int,
     BeforeValidator(parse_bytes),
-    Field(gt=0, lt=1 << 50),
+    Field(**bounds("kv_cache_bytes")),
     WithJsonSchema({"anyOf": [{"type": "integer"}, {"type": "string", "pattern": f"^{_SIZE.pattern}$"}]}),
 ]
 Tokens = Annotated[int, Field(ge=1, le=1 << 24)]
@@ -84,11 +85,11 @@ class _Section(BaseModel):
 
 
 class Workload(_Section):
-    """What predict and measure use: prefill at each prompt length, then decode.
+    """The steps to predict and measure: prefill at each prompt length, then decode.
 
-    ``histogram`` says how often prompts of which length come, as pairs of tokens and weight, for what has to serve
-    all of them (buckets of compiled code). It may be finer than ``prompt_tokens``, each of which is measured after
-    every pass.
+    ``histogram`` lists prompt lengths with their weights, as pairs of tokens and weight. ``compile`` chooses buckets
+    by the histogram. A histogram may list more lengths than ``prompt_tokens``; all lengths of ``prompt_tokens`` are
+    measured after every pass.
     """
 
     prompt_tokens: PromptLengths = (128, 512)
@@ -97,42 +98,51 @@ class Workload(_Section):
     histogram: Histogram | None = None
 
     def lengths(self) -> dict[int, float]:
-        """Weight of each prompt length; without a histogram those of ``prompt_tokens`` are equally frequent."""
+        """Weight of each prompt length; without a histogram the lengths of ``prompt_tokens`` are equally frequent."""
         return dict(self.histogram) if self.histogram else dict.fromkeys(self.prompt_tokens, 1.0)
 
 
 class Slo(_Section):
-    """The promise, in milliseconds at p95; null promises nothing."""
+    """Latency bounds in milliseconds at p95; null is no bound."""
 
-    ttft_ms: Positive | None = None
-    tpot_ms: Positive | None = None
+    ttft_ms: Annotated[float, Field(allow_inf_nan=False, **bounds("ttft_slo_ms"))] | None = (
+        DEFAULTS.ttft_slo_ms
+    )
+    tpot_ms: Annotated[float, Field(allow_inf_nan=False, **bounds("tpot_slo_ms"))] | None = (
+        DEFAULTS.tpot_slo_ms
+    )
 
 
 class Runtime(_Section):
-    """How the runtime is sized when it measures and serves.
+    """Sizes of the runtime, in measurements and in serving: the engine options of the same names.
 
-    The last two are for GPUs: what it computes in, and how much of the GPU's memory is its own. There the KV cache gets
-    what weights and the largest step leave of that, and ``kv_cache_bytes`` counts only where it is given to
-    ``optkit serve``.
+
+    The last two fields are for GPUs: the compute dtype, and the share of the GPU's memory for optkit. On a GPU the KV
+    cache gets the rest of the share after weights and the largest step. ``kv_cache_bytes`` then counts only as an
+    option of ``optkit serve``.
     """
 
-    block_size: Annotated[int, Field(ge=1, le=1024)] = 32
-    max_model_len: Tokens | None = None
-    max_num_seqs: Annotated[int, Field(ge=1, le=4096)] = 16
-    max_num_batched_tokens: Tokens = 2048
-    kv_cache_bytes: Bytes = 256 * 1024**2
+    block_size: Annotated[int, Field(**bounds("block_size"))] = DEFAULTS.block_size
+    max_model_len: Annotated[int, Field(**bounds("max_model_len"))] | None = DEFAULTS.max_model_len
+    max_num_seqs: Annotated[int, Field(**bounds("max_num_seqs"))] = DEFAULTS.max_num_seqs
+    max_num_batched_tokens: Annotated[int, Field(**bounds("max_num_batched_tokens"))] = (
+        DEFAULTS.max_num_batched_tokens
+    )
+    kv_cache_bytes: Bytes = DEFAULT_KV_CACHE_BYTES
     compute_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+    gpu_memory_utilization: Annotated[float, Field(**bounds("gpu_memory_utilization"))] = (
+        DEFAULTS.gpu_memory_utilization
+    )
 
 
 class Accept(_Section):
-    """Bounds that decide keep or roll back; null bounds nothing.
+    """Bounds that decide between keeping and undoing a pass; null is no bound.
 
     Attributes:
         max_kld: mean KL divergence from the source model, in nats.
-        min_top1: share of positions whose most likely token is the source model's.
+        min_top1: share of positions with the same most likely token as the source model.
         max_ppl_ratio: perplexity after over perplexity of the source model.
-        min_speedup: measured prefill time before the pass over the time after it.
+        min_speedup: measured prefill time before the pass over the time after the pass.
         max_memory_bytes: memory of the weights after the pass.
     """
 
@@ -144,7 +154,7 @@ class Accept(_Section):
 
 
 class PassEntry(_Section):
-    """One line of the pipeline: which pass, its own bounds, its own options."""
+    """An entry of the pipeline: name of the pass, bounds, options."""
 
     name: str
     accept: Accept = Accept()
@@ -152,7 +162,7 @@ class PassEntry(_Section):
 
 
 def _pass_entries(value: Any) -> Any:
-    """The YAML mapping ``name: {options, accept}`` to pass entries, in the order written."""
+    """The YAML mapping ``name: {options, accept}`` as pass entries, in the order written."""
     if isinstance(value, list | tuple) and all(isinstance(entry, PassEntry) for entry in value):
         return value
     if not isinstance(value, dict):
@@ -169,7 +179,7 @@ def _pass_entry(name: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 class Recipe(_Section):
-    """A whole recipe. Equality ignores where it was read from."""
+    """A whole recipe. The place a recipe was read from does not count in a comparison."""
 
     schema_version: Literal[1]
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
@@ -185,7 +195,7 @@ class Recipe(_Section):
 
     @property
     def document(self) -> Document:
-        """The YAML document that the recipe was read from, for errors with file and line."""
+        """The YAML document of the recipe, for errors with file and line."""
         return self._document
 
     def to_data(self) -> dict[str, Any]:
@@ -197,7 +207,7 @@ class Recipe(_Section):
         return data
 
     def to_yaml(self) -> str:
-        """Text that ``load_recipe`` reads back to an equal recipe."""
+        """YAML text; ``load_recipe`` reads the text to an equal recipe."""
         return dump(self.to_data())
 
 

@@ -1,13 +1,13 @@
 """YAML with line numbers, restricted to plain data.
 
-A recipe is written by hand, so an error has to say *which line*. ``yaml.safe_load`` throws the positions
-away; here the document is composed to nodes first, every key's line is noted, and only then are the nodes
-made into dicts, lists and scalars.
+Recipes are written by hand, so an error has to name the line. ``yaml.safe_load`` drops the positions. Here the
+document is first composed to nodes, the line of every key is noted, and then the nodes become dicts, lists and
+scalars.
 
-The dialect is smaller than YAML 1.1 on purpose: no tags (nothing can name a type), no anchors, aliases
-or merge keys (a file reads top to bottom, and no small file expands into a huge one), no duplicate keys
-(the last one would win silently), no dates (``2026-01-01`` is a string), and ``1e-3`` is a number, as in
-YAML 1.2. ``dump`` writes with the same rules, so what it writes is read back the same.
+The dialect is smaller than YAML 1.1 on purpose: no tags (nothing can name a type), no anchors, aliases or merge keys
+(a file reads top to bottom, and no small file expands into a huge one), no duplicate keys (the last value would win
+silently), no dates (``2026-01-01`` is a string), and ``1e-3`` is a number, as in YAML 1.2. ``dump`` writes the same
+dialect, so ``parse`` reads equal data back.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = _RESOLVERS
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Compose one node, refusing anchors, aliases and explicit tags."""
+        """Compose a node, refusing anchors, aliases and explicit tags."""
         event = self.peek_event()
         anchored = isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None
         if anchored or getattr(event, "tag", None) is not None:
@@ -61,13 +61,13 @@ _Dumper.add_representer(str, _Dumper.represent_str)
 
 @dataclass(eq=False)
 class Document:
-    """Parsed data and where each key of it stands.
+    """Parsed data with the line of each key.
 
     Attributes:
-        label: file name or argument that the text came from.
+        label: file name or argument, the source of the text.
         data: dicts, lists and scalars.
         lines: path of a key or list item -> line, counted from 1.
-        overridden: paths set from elsewhere (the command line) -> what to call that place.
+        overridden: paths set on the command line -> name of the argument, for error messages.
     """
 
     label: str = "recipe"
@@ -76,13 +76,13 @@ class Document:
     overridden: dict[KeyPath, str] = field(default_factory=dict)
 
     def __eq__(self, other: object) -> bool:
-        """Equal to any other: where a recipe was written is no part of what it says."""
+        """Return True for any Document: two recipes with the same keys are equal, wherever the recipes were written."""
         return isinstance(other, Document)
 
     __hash__ = None  # type: ignore[assignment]
 
     def where(self, path: Sequence[str | int]) -> str:
-        """``file:line`` of ``path`` or of its nearest written parent."""
+        """``file:line`` of ``path`` or of the nearest written parent."""
         for length in range(len(path), -1, -1):
             prefix = tuple(path[:length])
             if prefix in self.overridden:
@@ -93,7 +93,7 @@ class Document:
 
 
 def parse(text: str, label: str) -> Document:
-    """Read one YAML document.
+    """Read a YAML document.
 
     Raises:
         UserError: not YAML, or more than the plain dialect; names the line.

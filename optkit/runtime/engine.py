@@ -1,12 +1,12 @@
 """Engine: schedule, execute, sample, update.
 
-``step`` is the whole runtime. Everything around it is about one promise: a request can fail only itself. If
-the model raises on a batch, each item is run alone, and the one that raises again is the one that fails;
-running an item twice is harmless, since it writes the same KV into its own slots. A NaN row is the
-sampler's to catch. What escapes ``step`` is a fault of the device or a bug of optkit, and ends the engine process.
+``step`` is the whole runtime. The code around it keeps one rule: a request can fail only itself. If the model raises
+on a batch, each item is run alone, and an item that raises again fails. Running an item twice is harmless: both runs
+write the same KV into the same slots. The sampler catches rows with NaN. An exception that leaves ``step`` is a fault
+of the device or a bug of optkit, and ends the engine process.
 
-A step whose every client has left is cancelled between two parts of the model. The scheduler records nothing of it, so
-its KV is never published, and the aborts that follow free the blocks.
+A step is cancelled between two parts of the model when every client of the step has left. The scheduler records
+nothing of a cancelled step, so its KV is never published, and the aborts that follow free the blocks.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import replace
 
+import msgspec
 import torch
 
 from optkit.cancellation import StepCancelled, cancellable
-from optkit.runtime.kv.offload import CorruptSlot, SlotStore
+from optkit.runtime.info import EngineInfo
+from optkit.runtime.kv.offload import CorruptBlock, HostBlockStore
 from optkit.runtime.kv.pools import memory_plan
 from optkit.runtime.kv.shareable import note_step
 from optkit.runtime.sampling.logprobs import LogprobRunner
@@ -47,7 +47,7 @@ from optkit.runtime.types import (
 logger = logging.getLogger(__name__)
 
 COPY_WEIGHT = 0.1  # of the latest copy in the mean of all
-FORGIVENESS = 0.99  # a block that was not saved makes the next one likelier: one stall is not for ever
+COPY_DECAY = 0.99  # decay of the copy time per block not saved: one slow copy must not disable saving
 MODEL_FAILED = Failure("the model failed on this request")
 
 
@@ -56,10 +56,10 @@ class RequestFailed(RuntimeError):
 
 
 class Engine:
-    """Serves requests on one runner, one ``step`` at a time.
+    """Serve requests on one runner, one ``step`` at a time.
 
     Attributes:
-        departed: gives the ids of requests whose client has left and that ``abort`` will end after the step; called
+        departed: returns the ids of requests whose client has left and that ``abort`` will end after the step; called
             between parts of a step.
     """
 
@@ -69,26 +69,28 @@ class Engine:
         self,
         runner: Runner,
         config: SchedulerConfig,
-        store: SlotStore | None = None,
+        store: HostBlockStore | None = None,
         proposer: Proposer | None = None,
         clock: Callable[[], float] = time.monotonic,
         cost: CostModel | None = None,
     ) -> None:
         if (runner.num_blocks, runner.block_size) != (config.num_blocks, config.block_size):
             raise ValueError("the runner's KV pool and the scheduler's config disagree")
-        if config.num_offload_slots and store is None:
-            raise ValueError("there are offload slots, but no store for them")
+        if config.num_host_blocks and store is None:
+            raise ValueError("there are host blocks, but no store for them")
         self.runner, self.config, self.store = runner, config, store
         self.scheduler = self.scheduler_class(config, clock, cost, proposer)
         self.logprobs = LogprobRunner(runner)
         self.scheduler.kv.worth_saving = self._worth_saving
-        self.memory_share: float | None = None  # of a GPU's memory, when the KV cache got what is left of it
+        self.memory_share: float | None = (
+            None  # share of a GPU's memory, when the KV cache got the rest of the share
+        )
         self._copy_seconds = 0.0  # of a block, one way
         self.departed: Callable[[], AbstractSet[str]] = frozenset
         self._ids = itertools.count()
 
     def step(self) -> list[TokenOutput]:
-        """Compute the next tokens of whoever is due."""
+        """Compute the next tokens of the running requests."""
         batch = self._transfer(self.scheduler.schedule())
         try:
             with cancellable(self._check_of(batch)):
@@ -99,7 +101,7 @@ class Engine:
 
     def _check_of(self, batch: Batch) -> Callable[[], None]:
         """A check that cancels the step of ``batch`` when every client of it has left."""
-        names = {item.seq.request.request_id for item in batch.items}
+        names = {item.request.request_id for item in batch.items}
 
         def check() -> None:
             if names <= self.departed():
@@ -108,51 +110,51 @@ class Engine:
         return check
 
     def _transfer(self, batch: Batch) -> Batch:
-        """Copy KV between pool and store; the batch without the sequences whose KV could not be loaded."""
+        """Copy KV between pool and store; the batch without the requests whose KV could not be loaded."""
         for transfer in batch.transfers:
             try:
                 self._copy(transfer)
-            except (OSError, CorruptSlot):
+            except (OSError, CorruptBlock):
                 logger.exception("KV of a block could not be %s", "saved" if transfer.save else "loaded")
                 self.scheduler.transfer_failed(transfer)
         if not batch.transfers:
             return batch
         running = set(map(id, self.scheduler.running))
-        return replace(batch, items=tuple(item for item in batch.items if id(item.seq) in running))
+        return replace(batch, items=tuple(item for item in batch.items if id(item.request) in running))
 
     def _worth_saving(self) -> bool:
-        """Saving a block and loading it again takes less time than computing it again."""
+        """True if saving and loading a block takes less time than computing its KV again."""
         pays = 2 * self._copy_seconds < self.scheduler.cost.added_seconds(self.config.block_size)
         if not pays:
-            self._copy_seconds *= FORGIVENESS
+            self._copy_seconds *= COPY_DECAY
         return pays
 
     def _copy(self, transfer: Transfer) -> None:
         assert self.store is not None
         start = time.perf_counter()
         if transfer.save:
-            self.store.write(transfer.slot, self.runner.read_block(transfer.block))
+            self.store.write(transfer.host_block, self.runner.read_block(transfer.block))
         else:
-            self.runner.write_block(transfer.block, self.store.read(transfer.slot))
+            self.runner.write_block(transfer.block, self.store.read(transfer.host_block))
         took = time.perf_counter() - start
         self._copy_seconds += COPY_WEIGHT * (took - self._copy_seconds)
 
     def _run(self, batch: Batch) -> list[Result]:
-        """For each item its tokens, None if its prompt goes on, or its failure."""
+        """Run a batch. Returns for each item the tokens, None for a chunk with more to come, or the failure."""
         note_step(batch, self.config.few_tokens)
         try:
             logits = self.logprobs.execute(batch)
             due = [item for item in batch.items if item.needs_logits]
             rows = first_rows(due)
             plain = logits if len(logits) == len(due) else logits[rows]
-            sampled = sample(plain, [item.seq for item in due])
+            sampled = sample(plain, [item.request for item in due])
             self.logprobs.record(due, plain, sampled)
             results = iter(verify(due, sampled, logits, rows))
             return [next(results) if item.needs_logits else None for item in batch.items]
         except torch.AcceleratorError:
             raise  # the device is gone for everyone
         except Exception:
-            logger.exception("a batch of %d sequences failed", len(batch.items))
+            logger.exception("a batch of %d requests failed", len(batch.items))
             if len(batch.items) == 1:
                 return [MODEL_FAILED]
             return [self._run(Batch((item,)))[0] for item in batch.items]
@@ -163,42 +165,45 @@ class Engine:
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request; ``EngineRefusal`` if it can never be served."""
-        wrong = [
-            t
-            for t in request.prompt_ids + request.sampling.named_tokens
-            if not 0 <= t < self.runner.vocab_size
-        ]
-        if wrong:
-            raise EngineRefusal(f"token {wrong[0]} is not in the vocabulary of {self.runner.vocab_size}")
+        size, ids = self.runner.vocab_size, request.prompt_ids + request.sampling.named_tokens
+        if ids and not (min(ids) >= 0 and max(ids) < size):
+            wrong = next(token for token in ids if not 0 <= token < size)
+            raise EngineRefusal(f"token {wrong} is not in the vocabulary of {size}")
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> TokenOutput | None:
-        """Drop a request and free its KV; None if it is not here (any more)."""
+        """Drop a request and free its KV; None if no such request is here."""
         return self.scheduler.abort(request_id)
 
     def reset_prefix_cache(self) -> None:
-        """Forget the KV that no running sequence holds, in the pool and offloaded."""
+        """Forget the KV that no running request holds, in the pool and offloaded."""
         self.scheduler.reset_prefix_cache()
 
     def stats(self) -> EngineStats:
         return self.scheduler.stats()
 
-    def info(self) -> dict[str, Any]:
-        """What the API process must know: the limits and the memory plan."""
+    def info(self) -> EngineInfo:
+        """The limits and the memory plan."""
         c = self.config
         runner = self.runner
         plan = memory_plan(c.num_blocks, c.block_size, runner.kv_bytes, c.max_model_len, runner.kv_dtype)
         workspace = runner.workspace_bytes(c.max_num_batched_tokens, c.max_num_seqs)
-        plan = replace(plan, weight_bytes=runner.weight_bytes, workspace_bytes=workspace)
-        known = {"vocab_size": runner.vocab_size, "gpu_memory_utilization": self.memory_share}
-        return asdict(c) | known | {"memory_plan": asdict(plan)}
+        plan = msgspec.structs.replace(plan, weight_bytes=runner.weight_bytes, workspace_bytes=workspace)
+        return EngineInfo(
+            config=c,
+            memory_plan=plan,
+            vocab_size=runner.vocab_size,
+            gpu_memory_utilization=self.memory_share,
+        )
 
     def generate(
-        self, prompts: Seq[Seq[int]], sampling: SamplingParams | Seq[SamplingParams]
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams]
     ) -> list[list[int]]:
-        """Output tokens of each prompt; for tests and measurement in this process, without other requests.
+        """Output tokens of each prompt, for tests and measurements in this process, without other requests.
 
-        Raises RequestFailed when a request fails, EngineRefusal when one can never be served.
+        Raises:
+            RequestFailed: a request failed.
+            EngineRefusal: a request can never be served.
         """
         params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
         texts: dict[str, list[int]] = {}

@@ -1,8 +1,7 @@
-"""From an artifact on disk to an engine that serves it.
+"""Loading an engine from an artifact on disk, inside the engine process.
 
-Runs inside the engine process. The recipe sizes the runtime; options of ``optkit serve`` override it. The KV pool
-is allocated here, once, from the recipe's byte budget, and the model is warmed up so that the first request
-does not pay for first-use costs of the libraries below.
+``EngineOptions`` size the runtime. The KV pool is allocated once, here. A first request warms the model up, so that
+the first request of a client does not pay for lazy initialization of libraries.
 """
 
 from __future__ import annotations
@@ -11,18 +10,18 @@ import ctypes
 import gc
 import logging
 import os
-from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from optkit.artifact.open import Artifact
 from optkit.errors import UserError
 from optkit.lowering.lower import Executable
 from optkit.machine.present import present_target
-from optkit.recipe.schema import Recipe
+from optkit.recipe.engine_options import EngineOptions, engine_options
 from optkit.runtime.engine import Engine, RequestFailed
-from optkit.runtime.kv.offload import SlotStore, open_store
+from optkit.runtime.kv.offload import HostBlockStore, open_store
 from optkit.runtime.kv.pools import block_bytes, blocks_for_bytes
 from optkit.runtime.runner import ModelRunner
 from optkit.runtime.sampling.draft_model import DraftModel
@@ -39,40 +38,50 @@ logger = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = (33, 1)  # one prefill and the decode after it
 PREFILL_TARGET_TOKENS = 256  # on a CPU, where matrix products reach full speed at 128 to 256 rows
-NUM_SPECULATIVE_TOKENS = 8
 
 
-def load_engine(artifact_dir: str, options: Mapping[str, Any]) -> Engine:
-    """The engine of an artifact.
+def open_engine(artifact_dir: str, **given: Any) -> Engine:
+    """The engine of an artifact, for programs that run it in their own process.
 
-    ``options``: those of ``optkit serve`` that concern the engine, under their names; None and a missing one leave the
-    recipe, then the default, its say. Sizes are bytes, SLOs milliseconds.
-    The API process verified the artifact's hashes just before; they are not computed twice.
+    Args:
+        given: options by name. The recipe states the rest, else the defaults.
 
     Raises:
-        UserError: the artifact can't be loaded or fails on a first request, or the options ask for what cannot be.
+        UserError: as ``load_engine``, or an option that does not exist or is out of bounds.
+    """
+    recipe = Artifact.open(artifact_dir, verify=False).recipe
+    return load_engine(artifact_dir, engine_options(recipe, given))
+
+
+def load_engine(artifact_dir: str, options: EngineOptions) -> Engine:
+    """The engine of an artifact.
+
+    Hashes of the artifact's files are not checked: the API process has checked them just before.
+
+    Raises:
+        UserError: the artifact can't be loaded or fails on a first request, or the options contradict each other.
     """
     os.environ.setdefault("ONEDNN_CACHE_CONTEXT_UNSAFE", "1")  # weights never move: skip primitive rebuilds
-    given = {k: v for k, v in options.items() if v is not None}
     artifact = Artifact.open(artifact_dir, verify=False)
-    model = artifact.executable(trust_code=bool(given.get("trust_artifact_code")))
+    model = artifact.executable(trust_code=options.trust_artifact_code)
     gpu = device_of(model)
     if model.device.type == "cpu":
         warn_without_native_kernels()
     cost = CostModel()
-    guesses = speculator(artifact, model, cost, given)
+    guesses = speculator(artifact, model, cost, options)
+    takes_the_rest = gpu is not None and options.kv_cache_bytes is None
     if gpu is not None:  # after the draft model, whose memory is not free
-        given = with_kv_bytes(model, artifact.recipe, given, gpu, guesses)
-    config, store = scheduler_config(model, artifact.recipe, given), None
-    if "kv_offload_dir" in given and "kv_offload_bytes" not in given:
+        options = with_kv_bytes(model, options, gpu, guesses)
+    config, store = scheduler_config(model, options, artifact.recipe.target), None
+    if options.kv_offload_dir is not None and options.kv_offload_bytes is None:
         raise UserError(
             "it says where, and not how much", where="kv_offload_dir", fix="give --kv-offload-bytes"
         )
-    if "kv_offload_bytes" in given:
-        config, store = offloading(config, model, given)
+    if options.kv_offload_bytes is not None:
+        config, store = offloading(config, model, options.kv_offload_bytes, options.kv_offload_dir)
     engine = make_engine(model, config, gpu, store, guesses, cost, present_target(artifact.recipe.target))
-    if gpu is not None and options.get("kv_cache_bytes") is None:
-        engine.memory_share = memory_share(artifact.recipe, given)
+    if takes_the_rest:
+        engine.memory_share = options.gpu_memory_utilization
     warm_up(engine, artifact_dir)
     trim_heap()
     return engine
@@ -88,7 +97,7 @@ def device_of(model: Executable) -> Device | None:
 
 
 def warn_without_native_kernels() -> None:
-    """Log why this CPU's steps will be slow, where the native kernels are missing."""
+    """Log a warning where the native kernels are missing on this CPU."""
     from optkit.kernels.cpu.native import missing_warning
 
     warning = missing_warning()
@@ -97,38 +106,29 @@ def warn_without_native_kernels() -> None:
 
 
 def with_kv_bytes(
-    model: Executable,
-    recipe: Recipe,
-    options: Mapping[str, Any],
-    gpu: Device,
-    guesses: Speculator | None = None,
-) -> dict[str, Any]:
-    """``options`` with the bytes of the KV cache, which on a GPU is what other things leave.
+    model: Executable, options: EngineOptions, gpu: Device, guesses: Speculator | None = None
+) -> EngineOptions:
+    """``options`` with the bytes of the KV cache: on a GPU the memory that weights and the largest step leave.
 
-    ``guesses``: what proposes tokens; its weights and its KV pool are on the GPU already.
+    ``guesses``: proposes tokens; its weights and its KV pool are on the GPU already.
     """
     from optkit.runtime.cuda.start import kv_cache_bytes
 
-    if "kv_cache_bytes" in options:
-        return dict(options)
-    block = block_bytes(model.kv_specs, recipe.runtime.block_size)
-    enough = (model.max_model_len // recipe.runtime.block_size + 2) * block
-    limits = scheduler_config(model, recipe, {**options, "kv_cache_bytes": enough})
-    share = memory_share(recipe, options)
+    if options.kv_cache_bytes is not None:
+        return options
+    block = block_bytes(model.kv_specs, options.block_size)
+    enough = (model.max_model_len // options.block_size + 2) * block
+    limits = scheduler_config(model, msgspec.structs.replace(options, kv_cache_bytes=enough))
     draft_step = gpu.peak_bytes(lambda: guesses.run_largest(limits.max_num_seqs)) if guesses else 0
-    return {**options, "kv_cache_bytes": kv_cache_bytes(model, limits, gpu, share, draft_step)}
-
-
-def memory_share(recipe: Recipe, options: Mapping[str, Any]) -> float:
-    """The part of a GPU's memory that the engine may use."""
-    return options.get("gpu_memory_utilization", recipe.runtime.gpu_memory_utilization)
+    left = kv_cache_bytes(model, limits, gpu, options.gpu_memory_utilization, draft_step)
+    return msgspec.structs.replace(options, kv_cache_bytes=left)
 
 
 def make_engine(
     model: Executable,
     config: SchedulerConfig,
     gpu: Device | None,
-    store: SlotStore | None,
+    store: HostBlockStore | None,
     guesses: Speculator | None,
     cost: CostModel,
     target: Target | None = None,
@@ -143,21 +143,19 @@ def make_engine(
     return gpu_engine(model, config, gpu, store=store, proposer=guesses, cost=cost, sample=sampler(target))
 
 
-def scheduler_config(model: Executable, recipe: Recipe, options: Mapping[str, Any]) -> SchedulerConfig:
-    """Limits of the runtime: the model's, the recipe's, and the command line's, in that order of strength."""
-    runtime = recipe.runtime
+def scheduler_config(model: Executable, options: EngineOptions, target: str = "") -> SchedulerConfig:
+    """The scheduler's limits: the model's, and those of ``options``.
+
+    Args:
+        target: of the recipe; on "cpu" a step takes no further prompt once matrix products run at full speed.
+
+    Raises:
+        UserError: the KV cache holds too little, or ``options`` ask for more than the model has.
+    """
     if not model.kv_specs:
         raise UserError("the model has no attention layer, so there is nothing to serve", where="graph.json")
-    kv_bytes = int(options.get("kv_cache_bytes", runtime.kv_cache_bytes))
-    blocks = blocks_for_bytes(model.kv_specs, runtime.block_size, kv_bytes)
-    if blocks < 2:
-        need = 2 * block_bytes(model.kv_specs, runtime.block_size)
-        raise UserError(
-            f"{kv_bytes:,} bytes of KV cache do not hold two blocks ({need:,} bytes)",
-            where="kv_cache_bytes",
-            fix="raise --kv-cache-bytes",
-        )
-    asked = options.get("max_model_len", runtime.max_model_len) or model.max_model_len
+    blocks = num_blocks(model, options)
+    asked = options.max_model_len or model.max_model_len
     if asked > model.max_model_len:
         raise UserError(
             f"the model's context is {model.max_model_len} tokens, {asked} were asked for",
@@ -165,59 +163,69 @@ def scheduler_config(model: Executable, recipe: Recipe, options: Mapping[str, An
         )
     try:
         return SchedulerConfig(
-            max_num_seqs=int(options.get("max_num_seqs", runtime.max_num_seqs)),
-            max_num_batched_tokens=int(options.get("max_num_batched_tokens", runtime.max_num_batched_tokens)),
-            max_model_len=min(int(asked), blocks * runtime.block_size),
-            block_size=runtime.block_size,
+            **options.scheduling(),
+            max_model_len=min(asked, blocks * options.block_size),
             num_blocks=blocks,
-            policy=options.get("scheduling_policy", "fcfs"),
-            ttft_slo=seconds(options.get("ttft_slo_ms", recipe.slo.ttft_ms)),
-            tpot_slo=seconds(options.get("tpot_slo_ms", recipe.slo.tpot_ms)),
-            enforce_ttft_slo=options.get("enforce_ttft_slo", False),
-            queue_timeout=options.get("queue_timeout"),
-            prefill_target_tokens=PREFILL_TARGET_TOKENS if recipe.target == "cpu" else 0,
-            enable_prefix_caching=options.get("enable_prefix_caching", True),
+            prefill_target_tokens=PREFILL_TARGET_TOKENS if target == "cpu" else 0,
             form_limits=model.form_limits,
         )
     except ValueError as error:
         raise UserError(str(error), where="options of the runtime", fix="optkit serve --help") from error
 
 
+def num_blocks(model: Executable, options: EngineOptions) -> int:
+    """Blocks of the KV pool.
+
+    Raises:
+        UserError: fewer than two.
+    """
+    size = options.kv_cache_bytes or 0
+    blocks = blocks_for_bytes(model.kv_specs, options.block_size, size)
+    if blocks < 2:
+        need = 2 * block_bytes(model.kv_specs, options.block_size)
+        raise UserError(
+            f"{size:,} bytes of KV cache do not hold two blocks ({need:,} bytes)",
+            where="kv_cache_bytes",
+            fix="raise --kv-cache-bytes",
+        )
+    return blocks
+
+
 def offloading(
-    config: SchedulerConfig, model: Executable, options: Mapping[str, Any]
-) -> tuple[SchedulerConfig, SlotStore]:
-    """``config`` with slots for evicted KV, and where they are."""
+    config: SchedulerConfig, model: Executable, num_bytes: int, directory: str | None
+) -> tuple[SchedulerConfig, HostBlockStore]:
+    """``config`` with host blocks for evicted KV, and their store."""
     if not config.enable_prefix_caching:
         raise UserError(
             "it keeps what the prefix cache evicts, and that is off",
             where="kv_offload_bytes",
             fix="leave out --kv-offload-bytes, or --no-enable-prefix-caching",
         )
-    directory = options.get("kv_offload_dir")
-    slot = block_bytes(model.kv_specs, config.block_size)
-    num_slots, store = open_store(options["kv_offload_bytes"], slot, Path(directory) if directory else None)
-    return replace(config, num_offload_slots=num_slots), store
+    size = block_bytes(model.kv_specs, config.block_size)
+    num_host_blocks, store = open_store(num_bytes, size, Path(directory) if directory else None)
+    return msgspec.structs.replace(config, num_host_blocks=num_host_blocks), store
 
 
 def speculator(
-    artifact: Artifact, model: Executable, cost: CostModel, options: Mapping[str, Any]
+    artifact: Artifact, model: Executable, cost: CostModel, options: EngineOptions
 ) -> Speculator | None:
-    """Guesses as ``speculative_model`` says, ``ngram`` or another artifact; or none."""
-    method = options.get("speculative_model")
+    """The source of guesses that ``speculative_model`` names, ``ngram`` or another artifact; None without one."""
+    method = options.speculative_model
     if method is None:
         return None
-    lengths = Lengths(cost, options.get("num_speculative_tokens", NUM_SPECULATIVE_TOKENS))
+    lengths = Lengths(cost, options.num_speculative_tokens)
     source = NgramProposer() if method == "ngram" else draft_model(artifact, method, model.vocab_size)
     return Speculator(source, lengths)
 
 
 def draft_model(artifact: Artifact, directory: str, vocab_size: int) -> DraftModel:
-    """The model of another artifact, which must have the same tokenizer. Its own recipe sizes it.
+    """The draft model of another artifact with the same tokenizer. Its own recipe sizes it.
 
-    ``vocab_size`` is that of the model it guesses for. The two may differ, as padding does.
+    Args:
+        vocab_size: of the target model. Padding may make the two vocabularies differ in size.
 
     Raises:
-        UserError: it has another tokenizer, or can't be loaded.
+        UserError: another tokenizer, or an artifact that can't be loaded.
     """
     draft = Artifact.open(directory)
     if tokenizer_of(artifact) != tokenizer_of(draft):
@@ -225,7 +233,10 @@ def draft_model(artifact: Artifact, directory: str, vocab_size: int) -> DraftMod
             "it has another tokenizer", where=directory, fix="say ngram, or name another artifact"
         )
     model = draft.executable()
-    config = scheduler_config(model, draft.recipe, {})
+    options = engine_options(draft.recipe)
+    if options.kv_cache_bytes is None:
+        options = msgspec.structs.replace(options, kv_cache_bytes=draft.recipe.runtime.kv_cache_bytes)
+    config = scheduler_config(model, options, draft.recipe.target)
     if model.vocab_size != vocab_size:
         logger.info(
             "the draft model has %d token ids, the model %d: guesses are among the ids of both",
@@ -237,10 +248,10 @@ def draft_model(artifact: Artifact, directory: str, vocab_size: int) -> DraftMod
 
 
 def tokenizer_of(artifact: Artifact) -> bytes:
-    """The bytes of its ``tokenizer.json``.
+    """The bytes of the artifact's ``tokenizer.json``.
 
     Raises:
-        UserError: it has none.
+        UserError: there is no such file.
     """
     file = artifact.directory / "tokenizer.json"
     if not file.is_file():
@@ -252,12 +263,8 @@ def tokenizer_of(artifact: Artifact) -> bytes:
     return file.read_bytes()
 
 
-def seconds(milliseconds: float | None) -> float | None:
-    return None if milliseconds is None else milliseconds / 1000
-
-
 def trim_heap() -> None:
-    """What packing the weights needed goes back to the system; glibc would keep it."""
+    """Return memory that packing the weights needed to the system; glibc would keep it."""
     gc.collect()
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
@@ -268,7 +275,7 @@ def warm_up(engine: Engine, artifact_dir: str) -> None:
     """Run a prefill and a few decodes, so that lazily initialized libraries are ready before the first request.
 
     Raises:
-        UserError: the model fails on it, so it would on others.
+        UserError: the model fails on this request.
     """
     length = min(WARM_UP_TOKENS[0], engine.config.max_model_len - 4)
     try:

@@ -1,9 +1,9 @@
-"""Logits of whole windows through an executable, the way a server would compute them.
+"""Logits of whole windows through an executable, computed as a server computes them.
 
-Two windows share a batch, their chunks have different lengths (so the batch is ragged and no chunk ends where
-a block does), their KV blocks interleave, and the last ``decode`` tokens of each window run one at a time:
-prefill kernels, decode kernels and block tables are all under the measurement. Pools are reused from pair to
-pair without clearing: a kernel that reads a slot it should not sees stale data, as in a server.
+Two windows share a batch. Their chunks have different lengths, so the batch is ragged and no chunk ends where a block
+does. Their KV blocks interleave. The last ``decode`` tokens of each window run one at a time. So prefill kernels,
+decode kernels and block tables all take part. Pools are reused from pair to pair without clearing: a kernel that
+reads a wrong slot sees stale data, as in a server.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from optkit.runtime.kv.pools import allocate
 
 
 class Model(Protocol):
-    """The part of ``optkit.lowering.lower.Executable`` that is used here."""
+    """The used part of ``optkit.lowering.lower.Executable``."""
 
     kv_specs: Any
     vocab_size: int
@@ -44,13 +44,13 @@ class RuntimeLogits:
 
     @property
     def max_length(self) -> int:
-        """The longest window that the model has positions for."""
+        """Tokens of the longest window that the model has positions for."""
         return self.model.max_model_len
 
     def logits(self, windows: Sequence[Sequence[int]]) -> Iterator[Tensor]:
         for first in range(0, len(windows), 2):
             outputs = self._run([torch.tensor(window) for window in windows[first : first + 2]])
-            while outputs:  # each window's logits are freed once the caller is done with them
+            while outputs:  # the caller frees each window's logits before the next window
                 yield outputs.pop(0)
 
     def _run(self, sequences: list[Tensor]) -> list[Tensor]:
@@ -68,7 +68,7 @@ class RuntimeLogits:
         return outputs
 
     def _take(self, sequences: list[Tensor], done: list[int]) -> dict[int, int]:
-        """{sequence: new tokens of this call}; sequences that are finished are left out."""
+        """{sequence: new tokens of this call}; finished sequences are left out."""
         take = {}
         for i, tokens in enumerate(sequences):
             left = len(tokens) - done[i]

@@ -1,22 +1,22 @@
-"""Scheduling ahead: the next step is planned and queued while the device still computes the last one.
+"""Overlap scheduling: the next step is planned and queued while the device computes the last one.
 
-A GPU that waits for the host between steps is idle for as long as scheduling, sampling and copying take. So tokens are
-sampled on the device and fed into the next step there, and the host runs one step behind: it plans step n + 1 with
-``PENDING`` in the place of the tokens of step n, queues it, and only then looks at what step n gave.
+A GPU that waits for the host between steps is idle while the host schedules, samples and copies. So tokens are
+sampled on the device and fed into the next step there. The host runs one step behind: it plans step n + 1 with
+``PENDING`` in the place of the tokens of step n, queues step n + 1, and then reads the result of step n.
 
-    host    plan n+1   launch n+1   land n   plan n+2   launch n+2   land n+1
-    device  ... step n ............|... step n+1 ......................|... step n+2
+    host    plan n+1   launch n+1   complete n   plan n+2   launch n+2   complete n+1
+    device  ... step n ................|... step n+1 ......................|... step n+2
 
-What the host cannot know in time is that a sequence ended with a stop token: its step n + 1 runs for nothing and its
-result is dropped. It does no harm: it writes KV into the sequence's own block, behind what was published, and
-whoever gets that block next writes to it later in the same stream. That a sequence ends by length is known ahead.
+The host learns too late that a request ended with a stop token: step n + 1 of the request runs in vain and its result
+is dropped. That is harmless: the step writes KV into the request's own block, behind the published tokens, and the
+next owner of the block writes later in the same stream. The end of a request by length is known in time.
 
-Whatever needs the tokens or the logits on the host (penalties, bias, logprobs, guesses) makes a step wait for the
-last one and run by itself, as in ``Engine``; such requests pay for themselves, and for those in their batch.
+Requests that need tokens or logits on the host (penalties, bias, logprobs, guesses) force a synchronous step, as in
+``Engine``, which delays every request in that batch.
 
-A request can fail only itself, as in ``Engine``. A batch that cannot be launched runs by itself. If the results of a
-queued step cannot be read, that step and the one queued after it are taken back, and its batch runs by itself. KV
-enters the prefix cache when the step that wrote it has landed. A fault of the device ends the engine.
+A request can fail only itself, as in ``Engine``. A batch that cannot be launched runs synchronously. If the results
+of a queued step cannot be read, the step and the one queued after it are retracted, and its batch runs synchronously.
+KV enters the prefix cache when the step that wrote the KV is complete. A fault of the device ends the engine.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ import torch
 
 from optkit.runtime.engine import Engine
 from optkit.runtime.kv.shareable import note_step
-from optkit.runtime.scheduling.cost_model import StepShape, step_shape
+from optkit.runtime.scheduling.cost_model import StepWork, step_work
 from optkit.runtime.scheduling.scheduler import Result, Scheduler
 from optkit.runtime.types import (
     PENDING,
     Batch,
     EngineStats,
     Failure,
+    Request,
     Runner,
     SamplingParams,
-    ScheduledSequence,
-    Sequence,
+    ScheduledRequest,
     TokenOutput,
 )
 
 logger = logging.getLogger(__name__)
 
 
-class Flight(Protocol):
-    """A step that the device is working on."""
+class PendingStep(Protocol):
+    """A step that the device computes."""
 
-    def tokens(self) -> list[int | Failure]:
-        """Wait for it: the token of each item that ``needs_logits``, in batch order."""
+    def result(self) -> list[int | Failure]:
+        """Wait for the step. Returns the token of each item that ``needs_logits``, in batch order."""
         ...
 
 
 class DeviceRunner(Runner, Protocol):
     """A runner that samples on the device and takes ``PENDING`` tokens from the step before."""
 
-    def launch(self, batch: Batch) -> Flight:
+    def launch(self, batch: Batch) -> PendingStep:
         """Queue a step whose every item ``samples_on_device``."""
         ...
 
@@ -69,187 +69,189 @@ class DeviceRunner(Runner, Protocol):
 
 @dataclass(frozen=True)
 class Expected:
-    """What a queued step does for one sequence.
+    """The effect of a queued step on one request.
 
     Attributes:
-        end: how many of its tokens have KV then; if the step samples, the place of the sampled token.
-        samples: whether a token is sampled.
-        num_preemptions: of the sequence when the step was queued; after another one, its blocks are not these.
+        end: tokens of the request with KV after the step; if the step samples, the place of the sampled token.
+        samples: a token is sampled.
+        num_preemptions: of the request when the step was queued. A preemption since then has taken the blocks.
     """
 
-    item: ScheduledSequence
+    item: ScheduledRequest
     end: int
     samples: bool
     num_preemptions: int
 
     @property
     def keeps_blocks(self) -> bool:
-        """True if the sequence still has the blocks that the step writes."""
-        return self.item.seq.num_preemptions == self.num_preemptions
+        """True if the request still owns the blocks that the step writes."""
+        return self.item.request.num_preemptions == self.num_preemptions
 
 
 @dataclass(frozen=True)
-class Promise:
-    """What is expected of a queued step, for each item of its batch."""
+class PlannedStep:
+    """The expected effect of a queued step, for each item of its batch."""
 
     batch: Batch
     expected: tuple[Expected, ...]
-    shape: StepShape
+    shape: StepWork
     started: float
 
 
-class AheadScheduler(Scheduler):
-    """A scheduler whose sequences may end in one token that is not known yet."""
+class OverlapScheduler(Scheduler):
+    """A scheduler whose requests may end in one ``PENDING`` token."""
 
-    _landed = 0.0
+    _last_completed = 0.0
 
-    def promise(self, batch: Batch) -> Promise:
+    def advance(self, batch: Batch) -> PlannedStep:
         """Go on as if ``batch``, just queued, had run."""
-        shape = step_shape(batch.items)
-        return Promise(batch, tuple(map(self._advance, batch.items)), shape, self._step_start)
+        shape = step_work(batch.items)
+        return PlannedStep(batch, tuple(map(self._advance, batch.items)), shape, self._step_start)
 
-    def redeem(self, promise: Promise, results: list[Result]) -> list[TokenOutput]:
-        """Record what a promised step gave, as ``update`` does."""
+    def complete(self, planned: PlannedStep, results: list[Result]) -> list[TokenOutput]:
+        """Record the results of a planned step, as ``update`` does."""
         now = self.clock()
-        begun = max(promise.started, self._landed)  # it could not start before the one before it ended
-        self._landed, outputs = now, list[TokenOutput]()
-        if not promise.batch.transfers:
-            self.cost.observe(promise.shape, now - begun)
-        for expected, result in zip(promise.expected, results, strict=True):
-            seq = expected.item.seq
-            if not self._is_here(seq):
-                continue  # aborted, or it ended in the step before
-            if not seq.progress.reported:
-                seq.progress.prefill += now - begun
-                seq.progress.num_chunks += 1
-            outputs += self._guarded(seq, self._settle, expected, result) or []
+        begun = max(planned.started, self._last_completed)  # a step starts after the end of the step before
+        self._last_completed, outputs = now, list[TokenOutput]()
+        if not planned.batch.transfers:
+            self.cost.observe(planned.shape, now - begun)
+        for expected, result in zip(planned.expected, results, strict=True):
+            request = expected.item.request
+            if not self._is_here(request):
+                continue  # aborted, or ended in the step before
+            if not request.progress.reported:
+                request.progress.prefill += now - begun
+                request.progress.num_chunks += 1
+            outputs += self._guarded(request, self._settle, expected, result) or []
         return outputs + self.take_lost()
 
-    def retract(self, promise: Promise) -> Batch:
-        """Undo ``promise``, the last one that is not redeemed. Gives the part of its batch that can run now."""
-        items = tuple(expected.item for expected in promise.expected if self._take_back(expected))
+    def retract(self, planned: PlannedStep) -> Batch:
+        """Undo ``planned``, the last step that is not complete. Returns the part of its batch that can run now."""
+        items = tuple(expected.item for expected in planned.expected if self._take_back(expected))
         return Batch(items)
 
-    def _advance(self, item: ScheduledSequence) -> Expected:
-        seq = item.seq
-        expected = Expected(item, seq.num_computed + item.num_new, item.needs_logits, seq.num_preemptions)
-        seq.num_computed = expected.end
+    def _advance(self, item: ScheduledRequest) -> Expected:
+        request = item.request
+        expected = Expected(
+            item, request.num_computed + item.num_new, item.needs_logits, request.num_preemptions
+        )
+        request.num_computed = expected.end
         if expected.samples:
-            seq.token_ids.append(PENDING)
+            request.token_ids.append(PENDING)
         return expected
 
     def _take_back(self, expected: Expected) -> bool:
-        """Undo ``_advance``; False if the sequence has ended or lost its blocks, so that the item cannot run now."""
-        seq = expected.item.seq
-        if not self._is_here(seq):
+        """Undo ``_advance``; False if the request has ended or lost its blocks, so that the item cannot run now."""
+        request = expected.item.request
+        if not self._is_here(request):
             return False
         if expected.samples:
-            del seq.token_ids[expected.end :]
+            del request.token_ids[expected.end :]
         if expected.keeps_blocks:
-            seq.num_computed = expected.end - expected.item.num_new
+            request.num_computed = expected.end - expected.item.num_new
         return expected.keeps_blocks
 
     def _settle(self, expected: Expected, result: Result) -> list[TokenOutput]:
         if isinstance(result, Failure):
-            return [self._fail(expected.item.seq, result)]
+            return [self._fail(expected.item.request, result)]
         if result is None:
             self._publish(expected)
             return []
         return self._fill_in(expected, result[0])
 
     def _fill_in(self, expected: Expected, token: int) -> list[TokenOutput]:
-        seq, place = expected.item.seq, expected.end
-        if token in seq.request.sampling.stop_token_ids or place + 1 == self._final_length(seq):
-            del seq.token_ids[place:]  # what follows was computed for nothing
+        request, place = expected.item.request, expected.end
+        if token in request.sampling.stop_token_ids or place + 1 == self._final_length(request):
+            del request.token_ids[place:]  # later tokens were computed in vain
             return self._append(expected.item, (token,))
-        seq.token_ids[place] = token
+        request.token_ids[place] = token
         self._publish(expected)
-        return [self._output(seq, (token,))]
+        return [self._output(request, (token,))]
 
     def _publish(self, expected: Expected) -> None:
-        """Offer the KV that has landed, and not that of the step which is queued."""
+        """Publish the KV of complete steps, without the KV of the queued step."""
         if expected.keeps_blocks:
-            self.kv.publish(expected.item.seq, expected.end)
+            self.kv.publish(expected.item.request, expected.end)
 
-    def _drafts(self, sequences: list[Sequence], left: int) -> list[tuple[int, ...]]:
-        """Guesses for those whose last token is known."""
-        drafts = iter(super()._drafts([seq for seq in sequences if not seq.is_pending], left))
-        return [() if seq.is_pending else next(drafts) for seq in sequences]
+    def _drafts(self, requests: list[Request], left: int) -> list[tuple[int, ...]]:
+        """Guesses for the requests whose last token is known."""
+        drafts = iter(super()._drafts([request for request in requests if not request.is_pending], left))
+        return [() if request.is_pending else next(drafts) for request in requests]
 
-    def _is_due(self, seq: Sequence) -> bool:
-        ends = seq.is_pending and len(seq.token_ids) == self._final_length(seq)
-        return super()._is_due(seq) and not ends
+    def _is_due(self, request: Request) -> bool:
+        ends = request.is_pending and len(request.token_ids) == self._final_length(request)
+        return super()._is_due(request) and not ends
 
-    def _admissible(self) -> list[Sequence]:
-        """A preempted sequence waits for its last token: what is computed again must be known."""
-        return [seq for seq in self.waiting if not seq.is_pending]
+    def _admissible(self) -> list[Request]:
+        """The waiting requests without a ``PENDING`` token: a preempted request is computed again from known tokens."""
+        return [request for request in self.waiting if not request.is_pending]
 
 
-class AheadEngine(Engine):
-    """An engine that is one step ahead of what it knows."""
+class OverlapEngine(Engine):
+    """An engine that queues a step before the results of the last one are known."""
 
-    scheduler_class = AheadScheduler
+    scheduler_class = OverlapScheduler
     runner: DeviceRunner
-    scheduler: AheadScheduler
+    scheduler: OverlapScheduler
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._flight: tuple[Flight, Promise] | None = None
+        self._pending: tuple[PendingStep, PlannedStep] | None = None
 
     def step(self) -> list[TokenOutput]:
-        """Queue the next step, then take in the one before it."""
+        """Queue the next step, then complete the step before."""
         batch = self._transfer(self.scheduler.schedule())
-        before, self._flight = self._flight, self._launch(batch) if batch.items else None
-        runs_now = bool(batch.items) and self._flight is None
-        outputs = self._land(*before) if before is not None else []
+        before, self._pending = self._pending, self._launch(batch) if batch.items else None
+        runs_now = bool(batch.items) and self._pending is None
+        outputs = self._complete(*before) if before is not None else []
         if runs_now:
             outputs += self._run_now(batch)
         return outputs + self.scheduler.take_lost()
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work or self._flight is not None
+        return self.scheduler.has_work or self._pending is not None
 
     def stats(self) -> EngineStats:
         return msgspec.structs.replace(self.scheduler.stats(), **self.runner.counters())
 
-    def _launch(self, batch: Batch) -> tuple[Flight, Promise] | None:
-        """The step on its way, or None if it has to wait for the one before."""
+    def _launch(self, batch: Batch) -> tuple[PendingStep, PlannedStep] | None:
+        """The queued step, or None if the batch must wait for the step before."""
         if not all(samples_on_device(item) for item in batch.items):
             return None
         try:
-            flight = self.runner.launch(batch)
+            pending = self.runner.launch(batch)
         except torch.AcceleratorError:
             raise
         except Exception:
-            logger.exception("a batch of %d sequences could not be launched", len(batch.items))
-            return None  # run now, where each request can only fail itself
+            logger.exception("a batch of %d requests could not be launched", len(batch.items))
+            return None  # run synchronously, where each request can only fail itself
         note_step(batch, self.config.few_tokens)
-        return flight, self.scheduler.promise(batch)
+        return pending, self.scheduler.advance(batch)
 
-    def _land(self, flight: Flight, promise: Promise) -> list[TokenOutput]:
+    def _complete(self, pending: PendingStep, planned: PlannedStep) -> list[TokenOutput]:
         """Take in the results of a queued step."""
         try:
-            tokens = iter(flight.tokens())
-            results = [as_result(next(tokens)) if e.samples else None for e in promise.expected]
+            tokens = iter(pending.result())
+            results = [as_result(next(tokens)) if e.samples else None for e in planned.expected]
         except torch.AcceleratorError:
             raise
         except Exception:
-            logger.exception("the results of a batch of %d sequences were lost", len(promise.expected))
-            return self._run_again(promise)
-        return self.scheduler.redeem(promise, results)
+            logger.exception("the results of a batch of %d requests were lost", len(planned.expected))
+            return self._run_again(planned)
+        return self.scheduler.complete(planned, results)
 
-    def _run_again(self, promise: Promise) -> list[TokenOutput]:
-        """Run a step by itself whose results were lost; what was queued after it goes back to the scheduler."""
-        after, self._flight = self._flight, None
+    def _run_again(self, planned: PlannedStep) -> list[TokenOutput]:
+        """Run a step synchronously after its results were lost; a step queued after it goes back to the scheduler."""
+        after, self._pending = self._pending, None
         if after is not None:
             self.scheduler.retract(after[1])
-        return self._run_now(self.scheduler.retract(promise))
+        return self._run_now(self.scheduler.retract(planned))
 
     def _run_now(self, batch: Batch) -> list[TokenOutput]:
-        """The step as ``Engine`` runs it, for those that are still there now that the last one is known."""
+        """Run the step as ``Engine`` does, for the requests that still run after the last step."""
         running = set(map(id, self.scheduler.running))
-        batch = replace(batch, items=tuple(item for item in batch.items if id(item.seq) in running))
+        batch = replace(batch, items=tuple(item for item in batch.items if id(item.request) in running))
         if not batch.items:
             return []
         results = self._run(batch)
@@ -260,9 +262,9 @@ def as_result(token: int | Failure) -> Result:
     return token if isinstance(token, Failure) else (token,)
 
 
-def samples_on_device(item: ScheduledSequence) -> bool:
-    """True when the item's next token needs nothing but its logits and the parameters the device knows."""
-    p: SamplingParams = item.seq.request.sampling
+def samples_on_device(item: ScheduledRequest) -> bool:
+    """True if the item's next token depends only on its logits and parameters that the device has."""
+    p: SamplingParams = item.request.sampling
     steered = p.logit_bias or p.allowed_token_ids or p.min_tokens
     penalized = p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
     scored = p.logprobs is not None or p.prompt_logprobs is not None

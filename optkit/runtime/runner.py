@@ -1,7 +1,7 @@
 """ModelRunner: a scheduled batch becomes the flattened token batch, and the executable runs it.
 
-The inputs are those of docs/architecture.md. They are computed with numpy over all sequences at once, since at one
-token per sequence the Python around the model is a visible part of a step, and handed to torch without a copy.
+The inputs are those of docs/architecture.md. numpy computes the inputs of all requests at once, because Python code
+per request would be a visible part of a decode step. torch takes the arrays without a copy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from optkit.runtime.kv.pools import KVSpec, allocate, block_bytes, dtype_label
 from optkit.runtime.types import Batch
 
 
-class Executable(Protocol):
+class ServableModel(Protocol):
     """A lowered graph (``optkit.lowering.lower.Executable``)."""
 
     @property
@@ -37,11 +37,11 @@ class Executable(Protocol):
 
 
 class ModelRunner:
-    """Runs batches on ``model`` with its own KV pool of ``num_blocks`` blocks, where the model's weights are."""
+    """Run batches on ``model`` with a KV pool of ``num_blocks`` blocks on the device of the model's weights."""
 
     def __init__(
         self,
-        model: Executable,
+        model: ServableModel,
         num_blocks: int,
         block_size: int,
         device: torch.device | str | None = None,
@@ -73,7 +73,7 @@ class ModelRunner:
         return torch.cat(rows).cpu().numpy()
 
     def write_block(self, block: int, data: np.ndarray) -> None:
-        """Put back what ``read_block`` gave, into any block."""
+        """Write the bytes of ``read_block`` into any block."""
         rows = [pool[block].view(torch.uint8) for pool in self.kv_pools.values()]
         parts = torch.tensor(data, device=self.device).split([row.numel() for row in rows])
         for row, part in zip(rows, parts, strict=True):
@@ -83,7 +83,7 @@ class ModelRunner:
 def batch_inputs(batch: Batch, block_size: int) -> dict[str, np.ndarray]:
     """The flattened token batch of docs/architecture.md, without the KV pools."""
     items = batch.items
-    starts = np.array([item.seq.num_computed for item in items], dtype=np.int64)  # [S]
+    starts = np.array([item.request.num_computed for item in items], dtype=np.int64)  # [S]
     counts = np.array([item.num_new for item in items], dtype=np.int64)  # [S]
     query_start = np.zeros(len(items) + 1, dtype=np.int64)
     np.cumsum(counts, out=query_start[1:])
@@ -117,9 +117,9 @@ def new_tokens(batch: Batch) -> np.ndarray:
 
 
 def block_tables(batch: Batch, block_size: int) -> np.ndarray:
-    """[S, B] int32, padded with 0; only blocks that hold tokens up to this step."""
-    used = [-(-(item.seq.num_computed + item.num_new) // block_size) for item in batch.items]
+    """[S, B] int32, padded with 0; only blocks with tokens up to this step."""
+    used = [-(-(item.request.num_computed + item.num_new) // block_size) for item in batch.items]
     tables = np.zeros((len(used), max(used)), dtype=np.int32)
     for row, (item, count) in enumerate(zip(batch.items, used, strict=True)):
-        tables[row, :count] = item.seq.block_table[:count]
+        tables[row, :count] = item.request.block_table[:count]
     return tables

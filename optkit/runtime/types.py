@@ -1,7 +1,7 @@
-"""The words the runtime speaks: requests, sampling parameters, scheduled batches, outputs.
+"""Data types of the runtime: requests, sampling parameters, scheduled batches, outputs.
 
-Plain data without torch, so that the scheduler, the engine process and the API process share them.
-Everything that crosses the process border is a ``msgspec.Struct`` and travels as msgpack.
+Plain data without torch, shared by the scheduler, the engine process and the API process. Every type that crosses the
+process border is a ``msgspec.Struct`` and travels as msgpack.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 QUEUE_TIMEOUT = "the request waited too long for its turn"
-PENDING = -1  # stands in a sequence for a token that the device is still computing (optkit.runtime.overlap)
-ALL_TOKENS = 1 << 62  # more than any sequence has
+PENDING = -1  # stands in a request for a token that the device is still computing (optkit.runtime.overlap)
+ALL_TOKENS = 1 << 62  # more than any request has
 
 
 class EngineRefusal(ValueError):
@@ -29,7 +29,7 @@ class EngineRefusal(ValueError):
 
 
 class EngineOverload(EngineRefusal):
-    """A request that cannot be served in the promised time; it may come again ``retry_after`` seconds later."""
+    """A request that cannot be served in the promised time; the client may repeat it after ``retry_after`` seconds."""
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
@@ -37,11 +37,11 @@ class EngineOverload(EngineRefusal):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """How tokens of one request are chosen (names and meanings as in the OpenAI and vLLM APIs).
+    """Sampling parameters of one request (names and meanings as in the OpenAI and vLLM APIs).
 
     ``temperature=0`` is greedy. ``top_k=0`` and ``min_p=0`` are off. ``seed`` makes sampling reproducible.
-    ``logprobs`` and ``prompt_logprobs`` say how many likely tokens to report at each generated or prompt position;
-    0 is the token itself only, None nothing. An empty ``allowed_token_ids`` allows every token.
+    ``logprobs`` and ``prompt_logprobs`` are the number of likely tokens to report at each generated or prompt
+    position: 0 is the token itself only, None nothing. An empty ``allowed_token_ids`` allows every token.
     """
 
     max_tokens: int
@@ -62,17 +62,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def named_tokens(self) -> tuple[int, ...]:
-        """Every token id that the parameters mention."""
+        """Every token id in the parameters."""
         return self.stop_token_ids + self.allowed_token_ids + tuple(token for token, _ in self.logit_bias)
 
 
-class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence to generate, as the API process hands it to the engine.
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
+    """One request to generate, as the API process sends it to the engine.
 
     Attributes:
         arrival: ``time.monotonic()`` in the API process, before tokenization.
-        priority: a smaller one is served earlier, by policies that know of priorities.
-        cache_salt: sequences of different salts share no KV.
+        priority: a smaller value is served earlier; ``fcfs`` ignores it.
+        cache_salt: requests of different salts share no KV.
     """
 
     request_id: str
@@ -84,7 +84,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def reads_prefix_cache(self) -> bool:
-        """False for a request that needs the logits of its whole prompt: cached KV comes without."""
+        """False for a request that needs the logits of its whole prompt: cached KV comes without logits."""
         return self.sampling.prompt_logprobs is None
 
 
@@ -92,19 +92,19 @@ class FinishReason(enum.StrEnum):
     STOP = "stop"  # a stop token or (set by the API process) a stop string
     LENGTH = "length"  # max_tokens or the context is full
     ABORT = "abort"  # the client went away
-    ERROR = "error"  # this request failed; ``TokenOutput.error`` says why
+    ERROR = "error"  # the request failed; ``TokenOutput.error`` is the reason
 
 
 class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
-    """Why the first token took as long as it did: seconds that add up to the time from arrival to it.
+    """The parts of the time to first token: seconds that add up to the time from arrival to the token.
 
     Attributes:
         before_queue: from arrival to the engine's queue: reading, tokenizing, crossing the process border.
-        queue: in the queue, until the first step that computed something of it.
-        prefill: in steps that computed its prompt (and whatever else was in their batch).
-        chunk_wait: between those steps, while others were served or it was preempted.
-        num_chunks: steps that its prompt took.
-        cached_tokens: prompt tokens whose KV was there already.
+        queue: in the queue, until the first step that computes a part of the request.
+        prefill: in steps that computed its prompt, including the rest of their batches.
+        chunk_wait: between those steps, while other requests were served or the request was preempted.
+        num_chunks: steps of its prompt.
+        cached_tokens: prompt tokens with cached KV.
     """
 
     before_queue: float
@@ -116,9 +116,9 @@ class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """The natural logarithm of a token's probability, and of the most likely ones at its position.
+    """The natural logarithm of a token's probability, and of the most likely tokens at its position.
 
-    It is of the model's own distribution: before bias, penalties, temperature and filters.
+    The distribution is the model's own, before bias, penalties, temperature and filters.
     """
 
     token_id: int
@@ -127,17 +127,17 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """What one engine step produced for one request.
+    """The output of one engine step for one request.
 
     Attributes:
-        token_ids: new tokens of this step that are part of the answer; a stop token is not among them.
-        stop_token: the stop token that ended the answer. It was generated and is counted, and it is no text.
-        logprobs: of ``token_ids``, and of the stop token after them, when asked for.
-        prompt_logprobs: of the next prompt tokens, from the second on, when asked for.
-        error: why the request failed, for the client.
-        retry_after: seconds after which a request that was refused for lack of time may come again.
-        first: with the first token (or an end without one).
-        num_preemptions: times the request has been preempted so far.
+        token_ids: new tokens that are part of the answer, without the stop token.
+        stop_token: the stop token that ended the answer. It is generated and counted, but has no text.
+        logprobs: of ``token_ids`` and the stop token after them, when the request wants logprobs.
+        prompt_logprobs: of the next prompt tokens, from the second on, when the request wants prompt logprobs.
+        error: the reason of a failure, for the client.
+        retry_after: seconds after which a request refused for lack of time may come again.
+        first: with the first token, or with an end without a token.
+        num_preemptions: of the request so far.
     """
 
     request_id: str
@@ -153,18 +153,18 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def generated_ids(self) -> tuple[int, ...]:
-        """The new tokens with the stop token: those that usage and metrics count."""
+        """The new tokens with the stop token, as usage and metrics count them."""
         return self.token_ids if self.stop_token is None else (*self.token_ids, self.stop_token)
 
 
-class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """Gauges and counters of the engine after a step, for /metrics. Tokens, blocks, requests.
 
-    ``num_deferred`` of those that wait could not be computed even if there were room. ``step_sizes`` are the counts of
-    ``optkit.runtime.scheduling.step_sizes`` and ``step_tokens`` the tokens of all those steps.
-    ``kv_blocks_cached`` are in no sequence and keep their KV until the room is needed. ``prefix_cache_queries`` are
-    prompt tokens that were looked up, ``prefix_cache_hits`` those that were found. On a GPU ``graph_captures`` and
-    ``kernel_compilations`` stand still once the engine is warm, and ``eager_steps`` were in no bucket.
+    ``num_deferred`` waiting requests could not be computed even if there were room. ``step_sizes`` are the counts of
+    ``optkit.runtime.scheduling.step_sizes`` and ``step_tokens`` the tokens of all steps. ``kv_blocks_cached`` belong
+    to no request and keep their KV until the room is needed. ``prefix_cache_queries`` are prompt tokens that were
+    looked up, ``prefix_cache_hits`` the tokens found. On a GPU ``graph_captures`` and ``kernel_compilations`` stay
+    constant once the engine is warm, and ``eager_steps`` fit no bucket.
     """
 
     num_running: int = 0
@@ -192,14 +192,14 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Failure:
-    """Stands in a step's results for the token of a request that failed; ``message`` goes to the client."""
+    """The result of a step for a request that failed; ``message`` goes to the client."""
 
     message: str
 
 
 @dataclass
 class Progress:
-    """A sequence's way to its first token; times are ``time.monotonic()``. See ``FirstToken``."""
+    """The times of a request until its first token, by ``time.monotonic()``. See ``FirstToken``."""
 
     queued: float = 0.0
     started: float | None = None
@@ -221,22 +221,22 @@ class Progress:
 
 
 @dataclass(eq=False)
-class Sequence:
-    """A request inside the engine: its tokens so far and how many of them have KV.
+class Request:
+    """A request inside the engine: its tokens so far and the number of them with KV.
 
     Invariant: ``0 <= num_computed <= len(token_ids)``; new work is ``token_ids[num_computed:]``.
 
     Attributes:
-        rank: its place among all sequences, fixed on arrival by the scheduling policy; the smallest goes first.
-        digests: of its full blocks, as far as they were needed (``PrefixCache.digests``).
-        nodes: its first blocks in the prefix cache.
-        sealed: no more of its blocks enter the prefix cache.
-        num_shareable: its first tokens whose KV may enter the prefix cache (``kv_forms``).
-        progress: where the time goes until its first token.
-        num_preemptions: how often its blocks were taken back.
+        rank: place among all requests, fixed on arrival by the scheduling policy; the smallest goes first.
+        digests: of the full blocks, as far as they were needed (``PrefixCache.digests``).
+        nodes: the first blocks in the prefix cache.
+        sealed: no further blocks enter the prefix cache.
+        num_shareable: first tokens whose KV may enter the prefix cache (``optkit.runtime.kv.shareable``).
+        progress: times until the first token.
+        num_preemptions: number of preemptions.
     """
 
-    request: EngineRequest
+    received: EngineRequest
     token_ids: list[int]
     num_computed: int = 0
     block_table: list[int] = field(default_factory=list)
@@ -247,19 +247,27 @@ class Sequence:
     num_shareable: int = ALL_TOKENS
     progress: Progress = field(default_factory=Progress)
     num_preemptions: int = 0
-    num_scored: int = 0  # prompt positions whose logprobs have been reported; a preemption leaves it alone
+    num_scored: int = 0  # prompt positions with reported logprobs; unchanged by a preemption
+
+    @property
+    def request_id(self) -> str:
+        return self.received.request_id
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.received.sampling
 
     @property
     def num_prompt(self) -> int:
-        return len(self.request.prompt_ids)
+        return len(self.received.prompt_ids)
 
     @property
     def num_output(self) -> int:
-        return len(self.token_ids) - len(self.request.prompt_ids)
+        return len(self.token_ids) - len(self.received.prompt_ids)
 
     @property
     def num_pending(self) -> int:
-        """Tokens that have no KV yet."""
+        """Number of tokens without KV."""
         return len(self.token_ids) - self.num_computed
 
     @property
@@ -273,25 +281,25 @@ class Sequence:
 
 
 @dataclass(frozen=True)
-class ScheduledSequence:
-    """``num_new`` tokens of ``seq``, from ``seq.num_computed`` on, run in this step.
+class ScheduledRequest:
+    """``num_new`` tokens of ``request``, from ``request.num_computed`` on, run in this step.
 
-    ``draft`` are guesses of what follows the sequence's last token; they are the last of the new tokens.
+    The last of the new tokens are ``draft``, guesses of the tokens after the request's last one.
     """
 
-    seq: Sequence
+    request: Request
     num_new: int
     draft: tuple[int, ...] = ()
     all_logits: bool = False  # logits of each of the new tokens, not just of the last one
 
     @property
     def needs_logits(self) -> bool:
-        """True when this chunk reaches the sequence's last token, so that a token is sampled."""
-        return self.seq.num_computed + self.num_new >= len(self.seq.token_ids)
+        """True if this chunk reaches the request's last token, so that a token is sampled."""
+        return self.request.num_computed + self.num_new >= len(self.request.token_ids)
 
     @property
     def num_logits(self) -> int:
-        """How many of the new tokens, the last ones, get logits: the last known one and the draft, or all."""
+        """The number of new tokens at the end with logits: the last known token and the draft, or all."""
         if self.all_logits:
             return self.num_new
         return 1 + len(self.draft) if self.needs_logits else 0
@@ -299,24 +307,24 @@ class ScheduledSequence:
     @property
     def new_tokens(self) -> list[int]:
         """The tokens to compute."""
-        start = self.seq.num_computed
-        return [*self.seq.token_ids[start : start + self.num_new - len(self.draft)], *self.draft]
+        start = self.request.num_computed
+        return [*self.request.token_ids[start : start + self.num_new - len(self.draft)], *self.draft]
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """The KV of a pool's ``block`` goes to ``slot`` of the offload store (``save``), or comes back from it."""
+    """Copy the KV of a pool's ``block`` to ``host_block`` of the offload store (``save``), or back."""
 
     block: int
-    slot: int
+    host_block: int
     save: bool
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's work, in the order of the flattened token batch. ``transfers`` come first, in their order."""
+    """The work of one step, in the order of the flattened token batch. ``transfers`` come first, in their order."""
 
-    items: tuple[ScheduledSequence, ...]
+    items: tuple[ScheduledRequest, ...]
     transfers: tuple[Transfer, ...] = ()
 
     @property
@@ -325,17 +333,17 @@ class Batch:
 
 
 class Runner(Protocol):
-    """Executes a batch on the model. ``optkit.runtime.runner.ModelRunner`` is the real one; tests use fakes."""
+    """Executes a batch on the model. ``optkit.runtime.runner.ModelRunner`` implements it; tests use fakes."""
 
     vocab_size: int
     block_size: int
     num_blocks: int
     kv_bytes: int  # memory of the KV pool
-    kv_dtype: str  # what it stores, for people
+    kv_dtype: str  # element type, in words
     weight_bytes: int
 
     def workspace_bytes(self, num_tokens: int, num_rows: int) -> int:
-        """Memory that a step of ``num_tokens`` tokens and ``num_rows`` rows of logits works in, as far as is known."""
+        """Memory in bytes that a step of ``num_tokens`` tokens and ``num_rows`` rows of logits needs; 0 if unknown."""
         ...
 
     def execute(self, batch: Batch) -> torch.Tensor:
@@ -347,5 +355,5 @@ class Runner(Protocol):
         ...
 
     def write_block(self, block: int, data: np.ndarray) -> None:
-        """Put back what ``read_block`` gave, into any block."""
+        """Write the bytes of ``read_block`` into any block."""
         ...

@@ -2,15 +2,16 @@
 
 The path of a request, one module a step::
 
-    guard      who may ask, and how much they may send      (ASGI middleware)
-    json_body  bytes to JSON, strictly
-    protocol   JSON to a checked request
-    prompts    text or messages to token ids that fit the context   (chat_template, tokenizer)
-    admission  a bounded number of requests at a time
-    generation token ids to text: engine, detokenizer, stop strings
-    reply      text to one JSON body or an SSE stream       (stream)
-    metrics    what happened, under vLLM's names
+    http/auth          host, key, header size                (ASGI middleware)
+    http/json_body     the bytes of the body, bounded
+    openai/protocol    strict JSON to a checked request
+    http/admission     a bounded number of choices at a time
+    openai/prompts     text or messages to token ids that fit the context
+    openai/jobs        one job per choice
+    openai/generation  token ids to text: engine, detokenizer, stop strings
+    openai/response    text to one JSON body or an SSE stream       (stream)
+    metrics            counts and times, under vLLM's names
 
-``app`` wires them together and ``server`` owns the process: socket, engine, signals. Everything a client
-can get wrong is answered here with a 4xx, so that the engine only ever sees requests it can run.
+``app`` connects the modules and ``server`` owns the process: socket, engine, signals. Every mistake of a client is
+answered here with a 4xx, so the engine sees only requests that it can run.
 """

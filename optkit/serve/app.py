@@ -1,4 +1,4 @@
-"""The HTTP application: routes, and nothing that takes a decision about tokens.
+"""The HTTP application: routes, without decisions about tokens.
 
 =============================  =================================================================
 ``POST /v1/chat/completions``  messages in, one answer
@@ -7,15 +7,15 @@
 ``GET /health/live``           the event loop answers, the engine process lives or is being restarted
 ``GET /health/ready``          the engine process lives, and no shutdown is going on; also ``/health``, ``/ping``
 ``GET /metrics``               Prometheus text
-``POST /reset_prefix_cache``   forget the KV of finished sequences
-``GET /openapi.json``          what this server accepts and answers, as OpenAPI 3.1
+``POST /reset_prefix_cache``   drop the KV of finished requests
+``GET /openapi.json``          requests and answers of this server, as OpenAPI 3.1
 ``GET /version``
 =============================  =================================================================
 
-Where GET is allowed, HEAD is; OPTIONS answers with the ``Allow`` header that a 405 has (RFC 9110, 9.3 and 15.5.6).
+Paths with GET have HEAD, too; OPTIONS answers with the ``Allow`` header of a 405 (RFC 9110, 9.3 and 15.5.6).
 
-Health is that of the engine's process (``optkit.serve.supervisor``) and never generates a token: a check that does is
-red under load and costs the users their latency. For the same reason a step of minutes changes nothing about it.
+Health is the health of the engine's process (``optkit.serve.supervisor``) and never generates a token: a check by
+generation would fail under load and delay the users. For the same reason a step of minutes does not change health.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-from optkit.serve.engine_api import Engine, ServeSettings
+from optkit.serve.engine_api import AsyncEngine, ServeSettings
 from optkit.serve.http.admission import Admission
-from optkit.serve.http.auth import Guard
+from optkit.serve.http.auth import AuthMiddleware
 from optkit.serve.http.errors import ApiError, internal_error
-from optkit.serve.http.json_body import read_json
+from optkit.serve.http.json_body import read_body
 from optkit.serve.metrics import Metrics
 from optkit.serve.openai.prompts import PromptReader
 from optkit.serve.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest, parse_request
-from optkit.serve.openai.response import Reply, Service
+from optkit.serve.openai.response import AppState, GenerationResponse
 from optkit.serve.openai.schema import document
 from optkit.serve.shutdown import shutting_down
 from optkit.serve.tracing import Tracing
@@ -52,47 +52,51 @@ Body = TypeVar("Body", bound=GenerationRequest)
 
 
 def create_app(
-    engine: Engine, tokenizer: Tokenizer, settings: ServeSettings, tracing: Tracing | None = None
+    engine: AsyncEngine, tokenizer: Tokenizer, settings: ServeSettings, tracing: Tracing | None = None
 ) -> FastAPI:
     """The application in front of ``engine``.
 
     ``app.state.draining`` set to True makes the server not ready and refuses new work with 503.
     """
-    metrics = Metrics(settings.model_names[0], lambda: engine.stats, settings.ttft_slo_s, lambda: engine.info)
-    prompts = PromptReader(tokenizer, settings.max_model_len)
-    admission = Admission(settings.max_running + settings.max_queue, metrics.rejections["max_queue"].inc)
-    service = Service(engine, prompts, metrics, admission, settings, tracing)
+    metrics = Metrics(
+        settings.model_names[0], lambda: engine.stats, settings.limits.ttft_slo_ms, lambda: engine.info
+    )
+    prompts = PromptReader(tokenizer, settings.limits.max_model_len)
+    admission = Admission(
+        settings.limits.max_num_seqs + settings.max_queue, metrics.rejections["max_queue"].inc
+    )
+    state = AppState(engine, prompts, metrics, admission, settings, tracing)
     app = FastAPI(title="optkit", version=VERSION, openapi_url=None, lifespan=_lifespan)
-    app.state.service, app.state.draining = service, False
+    app.state.parts, app.state.draining = state, False
     _add_errors(app)
-    _add_generation(app, service)
+    _add_generation(app, state)
     _add_models(app, settings)
-    _add_health(app, service)
-    app.add_middleware(Guard, settings=settings)
+    _add_health(app, state)
+    app.add_middleware(AuthMiddleware, settings=settings)
     return app
 
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     yield
-    service: Service = app.state.service
-    service.prompts.close()
-    if service.tracing:
-        await asyncio.to_thread(service.tracing.close)
+    state: AppState = app.state.parts
+    state.prompts.close()
+    if state.tracing:
+        await asyncio.to_thread(state.tracing.close)
 
 
-def _add_generation(app: FastAPI, service: Service) -> None:
+def _add_generation(app: FastAPI, state: AppState) -> None:
     async def reply(http: Request, kind: type[Body]) -> Response:
         arrival = time.monotonic()
         if app.state.draining:
             raise shutting_down()
-        service.admission.check()
-        settings = service.settings
-        data = await read_json(http, settings.max_body_bytes, settings.body_timeout_s)
-        request = parse_request(kind, data)
-        service.check(request)
+        state.admission.check()
+        settings = state.settings
+        body = await read_body(http, settings.max_body_bytes, settings.body_timeout)
+        request = parse_request(kind, body)
+        state.check(request)
         parent = {name: http.headers[name] for name in TRACE_HEADERS if name in http.headers}
-        return Reply(service, request, arrival, http.state.tenant, parent)
+        return GenerationResponse(state, request, arrival, http.state.tenant, parent)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(http: Request) -> Response:
@@ -108,7 +112,10 @@ def _add_models(app: FastAPI, settings: ServeSettings) -> None:
 
     def card(name: str) -> dict[str, object]:
         fixed = {"object": "model", "created": created, "owned_by": "optkit", "root": settings.model_names[0]}
-        limits = {"max_model_len": settings.max_model_len, "form_limits": list(settings.form_limits)}
+        limits = {
+            "max_model_len": settings.limits.max_model_len,
+            "form_limits": list(settings.limits.form_limits),
+        }
         return {"id": name, **fixed, **limits}
 
     @app.api_route("/v1/models", methods=READ)
@@ -122,23 +129,23 @@ def _add_models(app: FastAPI, settings: ServeSettings) -> None:
         return JSONResponse(card(name))
 
 
-def _add_health(app: FastAPI, service: Service) -> None:
+def _add_health(app: FastAPI, state: AppState) -> None:
     def status(good: bool, word: str) -> JSONResponse:
         return JSONResponse({"status": word if good else f"not {word}"}, 200 if good else 503)
 
     async def ready() -> JSONResponse:
-        return status(service.engine.is_healthy and not app.state.draining, "ready")
+        return status(state.engine.is_healthy and not app.state.draining, "ready")
 
     for path in ("/health", "/health/ready", "/ping"):
         app.add_api_route(path, ready, methods=READ)
 
     @app.api_route("/health/live", methods=READ)
     async def live() -> JSONResponse:
-        return status(service.engine.is_healthy or service.engine.is_restarting, "live")
+        return status(state.engine.is_healthy or state.engine.is_restarting, "live")
 
     @app.post("/reset_prefix_cache")
     async def reset_prefix_cache() -> Response:
-        await service.engine.reset_prefix_cache()
+        await state.engine.reset_prefix_cache()
         return Response(status_code=200)
 
     @app.api_route("/openapi.json", methods=READ)
@@ -151,7 +158,7 @@ def _add_health(app: FastAPI, service: Service) -> None:
 
     @app.api_route("/metrics", methods=READ)
     async def metrics() -> Response:
-        return Response(service.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(state.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
 def _add_errors(app: FastAPI) -> None:
@@ -171,7 +178,7 @@ def _add_errors(app: FastAPI) -> None:
 
 
 def _wrong_method(http: Request, error: HTTPException) -> Response:
-    """The 405 with the methods that the path has, or the answer to OPTIONS, which are the same methods."""
+    """The 405 with the methods of the path, or the answer to OPTIONS, with the same methods."""
     methods = (error.headers or {}).get("Allow", "").split(", ")
     allow = ", ".join(sorted({*methods, "OPTIONS"}))
     if http.method == "OPTIONS":

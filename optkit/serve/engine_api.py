@@ -1,25 +1,27 @@
-"""What the HTTP side needs to know about the engine, and the settings of a server.
+"""The engine as the HTTP side sees it, and the settings of a server.
 
-``Engine`` is the face of ``optkit.serve.supervisor.EngineSupervisor``; tests put a fake behind it.
+``optkit.serve.supervisor.EngineSupervisor`` implements ``AsyncEngine``; tests use a fake.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
+from optkit.runtime.info import EngineInfo
+from optkit.runtime.scheduling.config import SchedulerConfig
 from optkit.runtime.types import EngineRequest, EngineStats, TokenOutput
 
 
-class Engine(Protocol):
-    """An engine that can be asked for tokens."""
+class AsyncEngine(Protocol):
+    """An engine that generates tokens."""
 
     @property
     def stats(self) -> EngineStats: ...
 
     @property
-    def info(self) -> dict[str, Any]: ...
+    def info(self) -> EngineInfo | None: ...
 
     @property
     def is_healthy(self) -> bool: ...
@@ -30,7 +32,9 @@ class Engine(Protocol):
     async def reset_prefix_cache(self) -> None: ...
 
     def generate(self, request: EngineRequest) -> AsyncIterator[TokenOutput]:
-        """Outputs until one has a ``finish_reason``. It is an async generator; closing or cancelling it aborts."""
+        """Outputs until an output has a ``finish_reason``. An async generator; closing or cancelling it aborts the
+        request.
+        """
         ...
 
 
@@ -39,27 +43,20 @@ class ServeSettings:
     """Limits and names of one server.
 
     Attributes:
-        model_names: names clients may ask for; the first one is reported.
-        max_model_len: prompt and generated tokens of one sequence together.
-        max_running: sequences the engine runs at once (``max_num_seqs``).
-        max_queue: sequences that may wait beyond those; more are answered 429.
+        model_names: accepted names of the model; the first is reported.
+        limits: of the engine's scheduler.
+        max_queue: requests that may wait beyond ``limits.max_num_seqs``; further ones are answered 429.
         api_keys: accepted bearer tokens; empty for an open (loopback) server.
         allowed_hosts: accepted ``Host`` names; None accepts any. Names stop DNS rebinding on loopback.
-        ttft_slo_s: the recipe's promise in seconds, a bucket edge of the TTFT histogram.
-        request_timeout_s: from arrival to the last token; None: no limit.
-        scheduling_policy: of the engine; priorities mean something to ``slo`` only.
-        form_limits: the most tokens of each form of the layers but the last; with one form, empty.
+        request_timeout: seconds from arrival to the last token; None: no limit.
+        max_body_bytes, body_timeout: limits of a request's body; the second in seconds.
     """
 
     model_names: tuple[str, ...]
-    max_model_len: int
-    max_running: int = 16
+    limits: SchedulerConfig
     max_queue: int = 256
     api_keys: tuple[str, ...] = ()
     allowed_hosts: frozenset[str] | None = None
-    ttft_slo_s: float | None = None
-    scheduling_policy: str = "fcfs"
-    form_limits: tuple[int, ...] = ()
     max_body_bytes: int = 2 * 1024 * 1024
-    body_timeout_s: float = 30.0
-    request_timeout_s: float | None = None
+    body_timeout: float = 30.0
+    request_timeout: float | None = None

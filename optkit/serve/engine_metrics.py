@@ -1,14 +1,13 @@
-"""The engine's own numbers in ``/metrics``, read when somebody scrapes: queues, KV cache, steps, guesses.
+"""The engine's own metrics in ``/metrics``, read at scrape time: queues, KV cache, steps, guesses.
 
-Names are vLLM's where vLLM has the number. After a restart of the engine the counters begin again at zero, which
+Names are vLLM's where vLLM has the metric. After a restart of the engine the counters begin again at zero, as
 Prometheus expects.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -18,6 +17,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from optkit.runtime.info import EngineInfo
 from optkit.runtime.scheduling.step_sizes import STEP_EDGES
 from optkit.runtime.types import EngineStats
 
@@ -25,7 +25,7 @@ LABELS = ("model_name", "engine")
 
 
 class EngineGauges(Collector):
-    """The engine's own numbers, read when somebody scrapes."""
+    """Collects the engine's metrics at scrape time."""
 
     def __init__(self, stats: Callable[[], EngineStats], labels: Sequence[str]) -> None:
         self._stats, self._labels = stats, labels
@@ -98,15 +98,15 @@ class EngineGauges(Collector):
 class CacheConfig(Collector):
     """``vllm:cache_config_info``: the layout of the KV cache as labels of a constant 1, under vLLM's names.
 
-    ``num_gpu_blocks`` are the blocks of the pool wherever it lies, as vLLM's CPU backend has it, and ``num_cpu_blocks``
-    those of the offload store. While an engine is being replaced, the layout is that of the one before.
+    ``num_gpu_blocks`` are the blocks of the pool on any device, as in vLLM's CPU backend, and ``num_cpu_blocks`` the
+    blocks of the offload store. While an engine is being replaced, the layout of the last engine is shown.
     """
 
-    def __init__(self, info: Callable[[], Mapping[str, Any]]) -> None:
-        self._info, self._last = info, dict[str, Any]()
+    def __init__(self, info: Callable[[], EngineInfo | None]) -> None:
+        self._info, self._last = info, info()
 
     def collect(self) -> Iterator[Metric]:
-        self._last = dict(self._info()) or self._last
+        self._last = self._info() or self._last
         if self._last:
             labels = {"engine": "0", **cache_labels(self._last)}
             family = GaugeMetricFamily(
@@ -119,17 +119,17 @@ class CacheConfig(Collector):
         return []
 
 
-def cache_labels(info: Mapping[str, Any]) -> dict[str, str]:
-    """The labels of vLLM that ``info`` of the engine has a value for; what does not apply is "None", as there."""
-    plan = info.get("memory_plan", {})
+def cache_labels(info: EngineInfo) -> dict[str, str]:
+    """vLLM's labels with the values of ``info``; "None" for a value that does not apply, as in vLLM."""
+    plan, config = info.memory_plan, info.config
     found = {
-        "block_size": info.get("block_size"),
-        "num_gpu_blocks": info.get("num_blocks"),
-        "num_cpu_blocks": info.get("num_offload_slots"),
-        "cache_dtype": plan.get("dtype"),
-        "enable_prefix_caching": info.get("enable_prefix_caching"),
-        "gpu_memory_utilization": info.get("gpu_memory_utilization"),
-        "kv_cache_memory_bytes": plan.get("num_bytes"),
-        "kv_cache_size_tokens": plan.get("num_tokens"),
+        "block_size": config.block_size,
+        "num_gpu_blocks": config.num_blocks,
+        "num_cpu_blocks": config.num_host_blocks,
+        "cache_dtype": plan.dtype,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "gpu_memory_utilization": info.gpu_memory_utilization,
+        "kv_cache_memory_bytes": plan.num_bytes,
+        "kv_cache_size_tokens": plan.num_tokens,
     }
     return {name: str(value) for name, value in found.items()}

@@ -1,22 +1,22 @@
-"""Prometheus metrics under vLLM's names, which dashboards, gateways and autoscalers already read.
+"""Prometheus metrics under vLLM's names, as dashboards, gateways and autoscalers read them.
 
-All times come from one monotonic clock. TTFT starts when the request has arrived, before tokenization, and
-ends when its first token is about to be written to the client. Counters move with what clients are sent, so
-they agree with the ``usage`` of the answers to the token. Gauges are read from the engine at scrape time.
+All times come from one monotonic clock. TTFT starts at the arrival of the request, before tokenization, and ends just
+before its first token is written to the client. Counters follow the tokens sent to clients, so they agree with the
+``usage`` of the answers to the token. Gauges are read from the engine at scrape time.
 
-The recipe's TTFT promise is an edge of the TTFT buckets: "95 % within 700 ms" is then read off exactly
-instead of interpolated between 0.5 and 0.75. What happens before it inside the engine (``request_queue_time``,
-``..prefill_time``) is told by the engine with the first token.
+The promised TTFT is an edge of the TTFT buckets, so "95 % within 700 ms" is read off exactly instead of interpolated
+between 0.5 and 0.75. Times inside the engine before the first token (``request_queue_time``, ``..prefill_time``) come
+from the engine with the first token.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from optkit.runtime.info import EngineInfo
 from optkit.runtime.types import EngineRequest, EngineStats, FinishReason, FirstToken
 from optkit.serve.engine_metrics import LABELS, CacheConfig, EngineGauges
 from optkit.version import VERSION
@@ -65,8 +65,17 @@ REQUEST_EDGES = (
 )
 COUNT_EDGES = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 
-PREEMPTION_EDGES = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0)  # vLLM's, and 0 to see who had none
-REJECTIONS = ("max_queue", "ttft_slo")  # the option that asked for it
+PREEMPTION_EDGES = (
+    0.0,
+    1.0,
+    2.0,
+    3.0,
+    4.0,
+    5.0,
+    10.0,
+    20.0,
+)  # vLLM's, and 0 for requests without a preemption
+REJECTIONS = ("max_queue", "ttft_slo")  # the option behind the rejection
 
 
 class Metrics:
@@ -74,21 +83,21 @@ class Metrics:
 
     Args:
         model_name: value of the ``model_name`` label.
-        stats: the engine's gauges, now.
-        ttft_slo_s: the recipe's promise in seconds.
-        info: what the engine said of itself when it started; empty while there is none.
+        stats: returns the engine's gauges.
+        ttft_slo_ms: the promised time to first token, a bucket edge of the TTFT histogram.
+        info: of the engine; None while there is none.
     """
 
     def __init__(
         self,
         model_name: str,
         stats: Callable[[], EngineStats],
-        ttft_slo_s: float | None = None,
-        info: Callable[[], Mapping[str, Any]] = dict,
+        ttft_slo_ms: float | None = None,
+        info: Callable[[], EngineInfo | None] = lambda: None,
     ) -> None:
         self.registry = CollectorRegistry()
         self._values = (model_name, "0")
-        ttft = tuple(sorted({*TTFT_EDGES, *([ttft_slo_s] if ttft_slo_s else [])}))
+        ttft = tuple(sorted({*TTFT_EDGES, *([ttft_slo_ms / 1000] if ttft_slo_ms else [])}))
         self.ttft = self._histogram("time_to_first_token_seconds", "Arrival to first token.", ttft)
         self.itl = self._histogram("inter_token_latency_seconds", "Between two tokens.", TOKEN_EDGES)
         self.tpot = self._histogram(
@@ -129,9 +138,9 @@ class Metrics:
         """The exposition text."""
         return generate_latest(self.registry)
 
-    def sequence(self, request: EngineRequest, n: int = 1) -> SequenceMetrics:
-        """Begin to observe one of ``n`` choices of a prompt; 0: the prompt is counted with another one."""
-        return SequenceMetrics(self, request, n)
+    def sequence(self, request: EngineRequest, n: int = 1) -> ChoiceMetrics:
+        """Begin to observe one of ``n`` choices of a prompt; 0: another choice counts the prompt."""
+        return ChoiceMetrics(self, request, n)
 
     def _histogram(self, name: str, text: str, edges: Sequence[float]) -> Histogram:
         metric = Histogram(f"vllm:{name}", text, LABELS, buckets=edges, registry=self.registry)
@@ -151,20 +160,20 @@ class Metrics:
         return {reason: metric.labels(*self._values, reason) for reason in REJECTIONS}
 
 
-class SequenceMetrics:
-    """Observes one sequence; ``tokens`` for each engine output, then ``finish`` once."""
+class ChoiceMetrics:
+    """Observes one choice: ``tokens`` for each engine output, then ``finish`` once."""
 
     def __init__(self, metrics: Metrics, request: EngineRequest, n: int) -> None:
         self._metrics, self._arrival, self._n = metrics, request.arrival, n
         self._num_prompt = len(request.prompt_ids) if n else 0
         self._max_tokens = request.sampling.max_tokens
         self._first = self._last = 0.0
-        self._started: float | None = None  # its first step, on the same clock
+        self._started: float | None = None  # the choice's first step, on the same clock
         self.num_preemptions = 0
         self.num_tokens = 0
 
     def first_token(self, first: FirstToken) -> None:
-        """What the engine says of the way to the first token."""
+        """Record the parts of the time to first token."""
         self._started = self._arrival + first.before_queue + first.queue
         self._metrics.queue.observe(first.queue)
         self._metrics.prefill.observe(first.prefill + first.chunk_wait)
@@ -183,7 +192,7 @@ class SequenceMetrics:
         self._metrics.generation_total.inc(count)
 
     def finish(self, reason: FinishReason) -> None:
-        """The sequence is over, for whatever reason."""
+        """Record the end of the choice, for any reason."""
         metrics, now = self._metrics, time.monotonic()
         metrics.finished[reason].inc()
         if self.num_tokens == 0 and reason in (FinishReason.STOP, FinishReason.LENGTH):

@@ -1,17 +1,19 @@
-"""Quarantine: a request that ends the engine process is not let at it again and again.
+"""Quarantine: a poison request, which ends the engine process, must not end engine after engine.
 
-Clients repeat what failed with 503, as they should, and so one request that crashes native code could take every new
-engine down with it. Nobody can see from outside which of the sequences in flight it was, so it is found out:
+Clients repeat a request that failed with 503, as they should. So a request that crashes native code could end every
+new engine. The crash itself does not show which of the running requests was the cause. The quarantine finds the
+cause:
 
-1. all that the engine had begun when it died become *suspects*, each with the number of tokens it had by then;
-2. a suspect that comes again is on *trial*: it waits until no other suspect runs and an engine is ready, then runs
-   until it has got past that point and is cleared;
-3. a suspect on trial that the engine had begun when it died again is *convicted*: refused, without a try, for
-   ``SENTENCE_SECONDS``.
+1. Each request that the engine had begun before its death becomes a *suspect*, with its number of tokens at the
+   crash.
+2. A suspect that comes again is *probed*: it waits until no other suspect runs and an engine is ready. The suspect is
+   cleared when it ends, or has more tokens than at the crash.
+3. A suspect that is the probe while the engine dies again is *blocked*: refused for ``BLOCK_SECONDS``.
 
-A request that the engine had not begun (``ENGINE_GONE``) is no evidence: it neither becomes a suspect nor is convicted.
-So a culprit costs two engines, and those that were only near it wait for each other once. Requests are told
-apart by what they ask of the model, whoever asks; seeds do not count, since the choices of one request differ by them.
+A request that the engine had not begun (``ENGINE_GONE``) is no evidence: it becomes neither suspect nor blocked. So a
+poison request costs two engines, and each request beside it waits once. Requests are compared by a fingerprint of
+prompt and sampling parameters without the seed, because the choices of one request differ by seed. The fingerprint is
+computed only while there are suspects or blocked requests; without them requests go straight to the engine.
 """
 
 from __future__ import annotations
@@ -20,107 +22,130 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 from typing import TypeVar, cast
 
 import msgspec
 
-from optkit.runtime.process.client import ENGINE_DIED
+from optkit.runtime.process.client import ENGINE_DIED, ENGINE_GONE, Casualty
 from optkit.runtime.types import EngineRequest, FinishReason, TokenOutput
 
 log = logging.getLogger("optkit.serve")
 
 QUARANTINED = "the request ended the engine twice"
-SENTENCE_SECONDS = 600.0
+BLOCK_SECONDS = 600.0
 MAX_REMEMBERED = 4096  # requests; the oldest are forgotten
 
 V = TypeVar("V")
+Source = Callable[[EngineRequest], AsyncIterator[TokenOutput]]
 
 
 class Quarantine:
-    """Stands before an engine's ``generate``. Use it from one event loop.
+    """Sends requests to the engine, at once or as a probe. Use it from one event loop.
 
     Args:
-        until_ready: returns when an engine is ready or none will come; a trial begins after it.
+        until_ready: returns when an engine is ready or none will come; a probe begins after the return.
     """
 
     def __init__(
         self, until_ready: Callable[[], Awaitable[object]], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._until_ready, self._clock = until_ready, clock
-        self._suspects = Remembered[int]()  # the tokens they had when the engine died
-        self._convicts = Remembered[float]()  # until when
-        self._trial = asyncio.Lock()
+        self._suspects = Remembered[int]()  # fingerprint -> tokens at the crash
+        self._blocked = Remembered[float]()  # fingerprint -> end of the block
+        self._probing = asyncio.Lock()
+        self._probed: str | None = None  # request id of the probe
 
-    async def generate(
-        self, request: EngineRequest, source: Callable[[EngineRequest], AsyncIterator[TokenOutput]]
-    ) -> AsyncIterator[TokenOutput]:
+    def generate(self, request: EngineRequest, source: Source) -> AsyncIterator[TokenOutput]:
         """The outputs of ``source(request)``, or a refusal."""
+        self._forget_expired()
+        if not self._suspects and not self._blocked:
+            return source(request)
         name = fingerprint(request)
-        on_trial = await self._enter_trial(name)
+        if name not in self._suspects and name not in self._blocked:
+            return source(request)
+        return self._probe(name, request, source)
+
+    def record_death(self, casualties: Iterable[Casualty]) -> None:
+        """Record the requests that the engine had begun before its death. Called before their streams end."""
+        for request, num_tokens in casualties:
+            name = fingerprint(request)
+            if request.request_id == self._probed:
+                self._block(name)
+            else:
+                self._suspects.remember(name, max(num_tokens, self._suspects.get(name, 0)))
+
+    async def _probe(
+        self, name: bytes, request: EngineRequest, source: Source
+    ) -> AsyncGenerator[TokenOutput, None]:
+        await self._enter(name, request.request_id)
         try:
-            if self._is_convicted(name):
+            if name in self._blocked:
                 yield refusal(request)
                 return
-            if on_trial:
+            if self._probed == request.request_id:
                 await self._until_ready()
             count = 0
             async with aclosing(cast(AsyncGenerator[TokenOutput, None], source(request))) as outputs:
                 async for output in outputs:
                     count += len(output.token_ids)
-                    if output.error == ENGINE_DIED:
-                        self._was_there(name, count, on_trial)
-                    elif on_trial and self._is_cleared(name, count, output):
-                        on_trial = False
+                    if self._probed == request.request_id and self._is_cleared(name, count, output):
                         self._suspects.pop(name, None)
-                        self._trial.release()
+                        self._leave(request.request_id)
                     yield output
         finally:
-            if on_trial:
-                self._trial.release()
+            self._leave(request.request_id)
 
-    async def _enter_trial(self, name: bytes) -> bool:
-        """Wait for the turn of a suspect; False for a request that is none, or none any more."""
+    async def _enter(self, name: bytes, request_id: str) -> None:
+        """Wait for the turn of a suspect; return at once for other requests."""
         if name not in self._suspects:
-            return False
-        await self._trial.acquire()
+            return
+        await self._probing.acquire()
         if name in self._suspects:
-            return True
-        self._trial.release()
-        return False
+            self._probed = request_id
+        else:
+            self._probing.release()
 
-    def _is_convicted(self, name: bytes) -> bool:
-        return self._clock() < self._convicts.get(name, 0.0)
+    def _leave(self, request_id: str) -> None:
+        """End the probe if ``request_id`` is the probe."""
+        if self._probed == request_id:
+            self._probed = None
+            self._probing.release()
 
     def _is_cleared(self, name: bytes, count: int, output: TokenOutput) -> bool:
+        if output.error in (ENGINE_DIED, ENGINE_GONE):
+            return False
         return output.finish_reason is not None or count > self._suspects.get(name, 0)
 
-    def _was_there(self, name: bytes, count: int, on_trial: bool) -> None:
-        """Record that the engine died after it had begun the request, alone of all suspects or not."""
-        if not on_trial:
-            self._suspects.remember(name, max(count, self._suspects.get(name, 0)))
-            return
+    def _block(self, name: bytes) -> None:
         self._suspects.pop(name, None)
-        self._convicts.remember(name, self._clock() + SENTENCE_SECONDS)
-        log.error("request %s ended the engine twice: refused for %.0f s", name.hex()[:12], SENTENCE_SECONDS)
+        self._blocked.remember(name, self._clock() + BLOCK_SECONDS)
+        log.error("request %s ended the engine twice: refused for %.0f s", name.hex()[:12], BLOCK_SECONDS)
+
+    def _forget_expired(self) -> None:
+        """Drop expired blocks; the oldest block is the first entry."""
+        while self._blocked and next(iter(self._blocked.values())) <= self._clock():
+            del self._blocked[next(iter(self._blocked))]
 
 
 class Remembered(dict[bytes, V]):
     """The latest ``MAX_REMEMBERED`` entries."""
 
     def remember(self, name: bytes, value: V) -> None:
+        self.pop(name, None)  # the newest entry is the last
         self[name] = value
         if len(self) > MAX_REMEMBERED:
             del self[next(iter(self))]
 
 
 def fingerprint(request: EngineRequest) -> bytes:
-    """What the request asks of the model."""
+    """A hash of prompt and sampling parameters, without the seed."""
     sampling = msgspec.structs.replace(request.sampling, seed=None)
     return hashlib.sha256(msgspec.msgpack.encode((request.prompt_ids, sampling))).digest()
 
 
 def refusal(request: EngineRequest) -> TokenOutput:
+    """The end of a blocked request."""
     name, reason = request.request_id, FinishReason.ERROR
     return TokenOutput(request_id=name, token_ids=(), finish_reason=reason, error=QUARANTINED)

@@ -1,14 +1,14 @@
 """The server process: a socket, an engine process, an event loop, and a clean end.
 
-Order of the start: refuse to be exposed without a key, take the port, and only then load. So a port in use
-costs no waiting. The port is bound but does not listen before the engine is ready: until then clients are
-refused, and nobody hangs.
+Order of the start: refuse to be exposed without a key, take the port, and only then load. So a port in use costs no
+waiting. The port is bound but does not listen before the engine is ready: until then clients are refused, and no
+client hangs.
 
-Order of the end, on the first SIGINT or SIGTERM: not ready, no new connections, requests in flight may finish
-(2 s after Ctrl-C, ``shutdown_timeout`` after SIGTERM), what is left is cut, with one line in the log and an error to
-each client (``shutdown``), the engine process stops. A second signal cuts at once and kills the engine. The exit code
-is 0 in all of these. If the engine dies, every stream ends with an error, and another one is started (``supervisor``);
-only when that fails again and again does the server end, with exit code 1.
+Order of the end, on the first SIGINT or SIGTERM: not ready, no new connections, requests in flight may finish (2 s
+after Ctrl-C, ``shutdown_timeout`` after SIGTERM), the rest is cut, with one line in the log and an error to each
+client (``shutdown``), the engine process stops. A second signal cuts at once and kills the engine. The exit code is 0
+in all of these cases. If the engine dies, every stream ends with an error, and the ``supervisor`` starts another
+engine. After repeated deaths the server ends, with exit code 1.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
+from optkit.recipe.engine_options import engine_options
+from optkit.runtime.info import EngineInfo
 from optkit.serve import tracing
 from optkit.serve.app import create_app
 from optkit.serve.engine_api import ServeSettings
@@ -43,49 +45,28 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("optkit.serve")
 
-CTRL_C_SECONDS = 2  # for streams in flight; the engine gets what is left of five seconds
-ENGINE_OPTIONS = (
-    *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_bytes", "enable_prefix_caching"),
-    *("kv_offload_bytes", "kv_offload_dir", "scheduling_policy", "ttft_slo_ms", "tpot_slo_ms"),
-    *("enforce_ttft_slo", "queue_timeout", "speculative_model", "num_speculative_tokens"),
-    *("gpu_memory_utilization", "trust_artifact_code"),
-)
+CTRL_C_SECONDS = 2  # for streams in flight; the engine gets the rest of five seconds
 
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """What ``optkit serve`` was asked for; None leaves the artifact's recipe its say."""
+    """Options of the server process, as ``optkit serve`` takes them.
+
+    Attributes:
+        request_timeout: seconds; 0 is no limit.
+        engine: the given options of the engine, by name; ``engine_options`` adds the rest.
+    """
 
     host: str = "127.0.0.1"
     port: int = 8000
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    kv_cache_bytes: int | None = None
-    gpu_memory_utilization: float | None = None
-    enable_prefix_caching: bool | None = None
-    kv_offload_bytes: int | None = None
-    kv_offload_dir: str | None = None
-    scheduling_policy: str | None = None
-    ttft_slo_ms: float | None = None
-    tpot_slo_ms: float | None = None
-    enforce_ttft_slo: bool | None = None
-    speculative_model: str | None = None
-    num_speculative_tokens: int | None = None
     served_model_names: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
     max_queue: int = 256
     request_timeout: float = 600.0
-    queue_timeout: float | None = None
     threads: int = 0
     shutdown_timeout: int = 25
-    trust_artifact_code: bool | None = None
     otlp_traces_endpoint: str | None = None
-
-    def for_engine(self) -> dict[str, Any]:
-        """The options that are the engine's to read."""
-        values = {name: getattr(self, name) for name in ENGINE_OPTIONS}
-        return {name: value for name, value in values.items() if value is not None}
+    engine: Mapping[str, Any] = field(default_factory=dict)
 
 
 def run(
@@ -98,7 +79,7 @@ def run(
 
     Args:
         launched: an engine process that was started early, with ``options.threads``.
-        announce: gets the one line that says where the server listens; standard output by default.
+        announce: called with the line that names the server's address; standard output by default.
 
     Raises:
         UserError: exposed without a key, port taken, or an artifact that cannot be served.
@@ -111,13 +92,13 @@ def run(
         from optkit.runtime.process.client import EngineClient
 
         opened = Artifact.open(artifact)
+        engine = engine_options(opened.recipe, options.engine)
         early = [launched] if launched else []
 
         def make_client() -> EngineClient:
-            """The first one takes the process that was launched early."""
+            """The client of an engine; the first client takes the process that was launched early."""
             first = early.pop() if early else None
-            directory, threads = str(opened.directory), options.threads
-            return EngineClient(directory, options.for_engine(), threads=threads, launched=first)
+            return EngineClient(str(opened.directory), engine, threads=options.threads, launched=first)
 
         return serve(opened, make_client, options, sock, announce or _print_line)
 
@@ -129,7 +110,7 @@ def serve(
     sock: socket.socket,
     announce: Callable[[str], None],
 ) -> int:
-    """Start an engine, serve it on the bound ``sock`` until a signal, stop it; returns the exit code."""
+    """Start an engine, serve its model on the bound ``sock`` until a signal, stop the engine; returns the exit code."""
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_Server(artifact, make_client, options, sock, announce).run())
 
@@ -173,7 +154,7 @@ class _Server:
         endpoint = self._options.otlp_traces_endpoint
         spans = tracing.Tracing.to(endpoint) if endpoint else None
         app = create_app(self._client, tokenizer, self._settings(info), spans)
-        gc.freeze()  # what is loaded by now is never garbage
+        gc.freeze()  # loaded objects are never garbage
         config = uvicorn.Config(
             app,
             http=Connection,
@@ -184,7 +165,7 @@ class _Server:
             proxy_headers=False,
             ws="none",
         )
-        requests = app.state.service.requests
+        requests = app.state.parts.requests
         self._uvicorn = DrainingServer(config, requests, self._options.shutdown_timeout)
         watch = asyncio.create_task(self._watch())
         ready = asyncio.create_task(self._announce_ready(info))
@@ -192,7 +173,7 @@ class _Server:
         watch.cancel()
         ready.cancel()
 
-    async def _load(self) -> tuple[Tokenizer, Mapping[str, Any]]:
+    async def _load(self) -> tuple[Tokenizer, EngineInfo]:
         """The tokenizer loads while the engine process loads the weights."""
         engine = asyncio.create_task(self._client.start())
         try:
@@ -208,24 +189,19 @@ class _Server:
             check_template(tokenizer.chat_template)
         return tokenizer
 
-    def _settings(self, info: Mapping[str, Any]) -> ServeSettings:
+    def _settings(self, info: EngineInfo) -> ServeSettings:
         options = self._options
-        ttft_ms = options.ttft_slo_ms or self._artifact.recipe.slo.ttft_ms
         guarded = bool(options.api_keys) or not is_loopback(options.host)
         return ServeSettings(
             model_names=options.served_model_names or (self._artifact.name,),
-            max_model_len=servable_length(info),
-            max_running=info["max_num_seqs"],
+            limits=info.config,
             max_queue=options.max_queue,
             api_keys=options.api_keys,
-            request_timeout_s=options.request_timeout or None,
+            request_timeout=options.request_timeout or None,
             allowed_hosts=None if guarded else LOOPBACK | {options.host},
-            ttft_slo_s=ttft_ms / 1000 if ttft_ms else None,
-            scheduling_policy=info["policy"],
-            form_limits=tuple(info.get("form_limits", ())),
         )
 
-    async def _announce_ready(self, info: Mapping[str, Any]) -> None:
+    async def _announce_ready(self, info: EngineInfo) -> None:
         while not (self._uvicorn and self._uvicorn.started):
             await asyncio.sleep(0.005)
         host, port = self._sock.getsockname()[:2]
@@ -259,20 +235,15 @@ class _Server:
         self._client.kill()
 
 
-def servable_length(info: Mapping[str, Any]) -> int:
-    """Tokens of the longest sequence that both the model and the KV pool can hold."""
-    return min(info["max_model_len"], info["num_blocks"] * info["block_size"])
-
-
-def describe_memory(info: Mapping[str, Any]) -> str:
+def describe_memory(info: EngineInfo) -> str:
     """The memory plan in words."""
-    plan = info["memory_plan"]
-    size = plan["num_bytes"] / 2**20
-    room = f"{plan['num_sequences']} sequences of {plan['sequence_length']} tokens at once"
-    weights, workspace = plan["weight_bytes"] / 2**20, plan["workspace_bytes"] / 2**20
-    kv_cache = f"KV cache {size:.0f} MiB of {plan['dtype']}, {plan['num_tokens']} tokens"
+    plan = info.memory_plan
+    size = plan.num_bytes / 2**20
+    room = f"{plan.num_sequences} sequences of {plan.sequence_length} tokens at once"
+    weights, workspace = plan.weight_bytes / 2**20, plan.workspace_bytes / 2**20
+    kv_cache = f"KV cache {size:.0f} MiB of {plan.dtype}, {plan.num_tokens} tokens"
     model = f"weights {weights:.0f} MiB, workspace {workspace:.0f} MiB"
-    return f"{model}, {kv_cache}: {room}; up to {info['max_num_seqs']} run together"
+    return f"{model}, {kv_cache}: {room}; up to {info.config.max_num_seqs} run together"
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

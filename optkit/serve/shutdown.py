@@ -1,8 +1,8 @@
 """The end of the HTTP side: requests in flight get some seconds to finish, then they are cut.
 
-uvicorn ends what takes too long by cancelling its tasks: the log gets an ERROR and a stack trace for each of them, and
-a client without a byte yet gets 500. Here a cut is the expiry of each request's own time limit, so every request ends
-as after ``--request-timeout``, with the error ``server_shutdown``, and the log gets one line.
+uvicorn cancels tasks that take too long: the log gets an ERROR and a stack trace for each, and a client without a
+byte yet gets 500. Here a cut is the expiry of each request's own time limit, so every request ends as after
+``--request-timeout``, with the error ``server_shutdown``, and the log gets one line.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from optkit.serve.http.errors import ApiError
 
 log = logging.getLogger("optkit.serve")
 
-LAST_WORDS_SECONDS = 1.0  # for errors on their way to clients that may not read
+FINAL_ERROR_TIMEOUT_SECONDS = 1.0  # for errors to clients that may not read
 
 
 def shutting_down() -> ApiError:
-    """The answer to requests that come too late or are cut."""
+    """The answer to a request that comes too late or is cut."""
     return ApiError("the server is shutting down", code="server_shutdown", status=503, retry_after=5)
 
 
 class RequestsInFlight:
-    """The time limits of the requests that are being answered. Use it from one event loop.
+    """The time limits of the requests in flight. Use it from one event loop.
 
     Attributes:
-        is_cut: the server has ended those that were left, and none may begin.
+        is_cut: requests in flight have been ended, and none may begin.
     """
 
     def __init__(self) -> None:
@@ -59,11 +59,11 @@ class RequestsInFlight:
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn without its signal handlers and with its own way to end requests that take too long.
+    """uvicorn without its signal handlers, with another end of requests that take too long.
 
     Args:
-        requests: those in flight.
-        drain_seconds: time that they may take to finish once the server ends.
+        requests: in flight.
+        drain_seconds: time for requests in flight once the server ends.
     """
 
     def __init__(self, config: uvicorn.Config, requests: RequestsInFlight, drain_seconds: float) -> None:
@@ -76,11 +76,11 @@ class DrainingServer(uvicorn.Server):
         yield
 
     def cut(self) -> None:
-        """End what is in flight now."""
+        """End the requests in flight now."""
         self._cut.set()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop listening, wait for requests in flight, cut those that take longer than ``drain_seconds``."""
+        """Stop listening, wait for requests in flight, cut the rest after ``drain_seconds``."""
         cutting = asyncio.create_task(self._cut_late())
         try:
             await super().shutdown(sockets)
@@ -93,11 +93,11 @@ class DrainingServer(uvicorn.Server):
         count = self.requests.cut()
         if count:
             log.warning("shutting down: %d requests in flight were cut", count)
-        await self._last_words()
+        await self._send_final_errors()
         for connection in list(self.server_state.connections):
             connection.transport.abort()  # type: ignore[union-attr]
 
-    async def _last_words(self) -> None:
-        """Wait until the errors are on their way, or for ``LAST_WORDS_SECONDS``."""
+    async def _send_final_errors(self) -> None:
+        """Wait until the errors are on their way, or for ``FINAL_ERROR_TIMEOUT_SECONDS``."""
         if self.server_state.tasks:
-            await asyncio.wait(self.server_state.tasks, timeout=LAST_WORDS_SECONDS)
+            await asyncio.wait(self.server_state.tasks, timeout=FINAL_ERROR_TIMEOUT_SECONDS)

@@ -1,11 +1,11 @@
-"""An engine that comes back: when its process dies or falls silent, a new one is started in its place.
+"""Engine supervisor: starts a new engine when the process of the last one died or hangs.
 
-Silent means without a message and without use of the processor: an engine that computes a long step stays healthy.
-When the process dies, every open stream ends with an error at once (``EngineClient``). Until the new engine is ready
-the server answers 503 with Retry-After and is not ready, but live: killing it would only make it longer. The first
-restart is immediate, each further one within ``WINDOW_SECONDS`` waits twice as long as the one before; after
-``MAX_RESTARTS`` of them the supervisor gives up and the server ends, for a fault that comes back each time is not
-cured by trying again. If one request is the fault, and its client repeats it, ``optkit.serve.quarantine`` finds it out.
+A process hangs when it sends no message and uses no processor time: an engine in a long step stays healthy. When the
+process dies, every open stream ends with an error at once (``EngineClient``). Until the new engine is ready the
+server answers 503 with Retry-After and is not ready, but live: killing the server would only prolong the outage. The
+first restart is immediate, each further restart within ``WINDOW_SECONDS`` waits twice as long as the one before.
+After ``MAX_RESTARTS`` of them the supervisor gives up and the server ends, because trying again does not cure a fault
+that returns. ``optkit.serve.quarantine`` finds a request that causes the deaths.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from optkit.errors import UserError
+from optkit.runtime.info import EngineInfo
 from optkit.runtime.process.client import EngineClient, EngineDied
 from optkit.runtime.types import EngineRequest, EngineStats, TokenOutput
 from optkit.serve.quarantine import Quarantine
@@ -30,40 +30,49 @@ log = logging.getLogger("optkit.serve")
 
 MAX_RESTARTS, WINDOW_SECONDS = 3, 300.0
 BACKOFF_SECONDS = 1.0  # before the second restart
-LOOK_SECONDS = 1.0  # between two looks at the engine
-STILL_SECONDS = 10.0  # without processor time, after which a silent process is taken for hung
+CHECK_SECONDS = 1.0  # between two looks at the engine
+HUNG_TIMEOUT_SECONDS = 10.0  # without processor time, after which a silent process is taken for hung
 
 
 class EngineSupervisor:
-    """``EngineClient`` after ``EngineClient``, behind the face of one (``optkit.serve.engine_api.Engine``).
+    """A sequence of ``EngineClient``s as one engine (``optkit.serve.engine_api.AsyncEngine``).
 
     Args:
-        make_client: a client that has not been started; called again for each restart.
+        make_client: returns a client that has not been started; called again for each restart.
 
     Attributes:
-        num_restarts: engines that were started after the first.
-        restarts: False once the server ends: an engine that dies then is not replaced.
+        num_restarts: engines started after the first.
+        restarts: False once the server ends: a dead engine is not replaced.
         gave_up: the engine died too often and is not started again.
     """
 
     def __init__(self, make_client: Callable[[], EngineClient]) -> None:
         self._make_client = make_client
-        self._client = make_client()
         self._quarantine = Quarantine(self._until_settled)
+        self._client = self._new_client()
         self._crashes: deque[float] = deque()
         self._watch: asyncio.Task[None] | None = None
         self._settled = asyncio.Event()  # set for a moment after each attempt to restart
         self.num_restarts, self.restarts = 0, True
         self.gave_up = False
 
-    async def start(self) -> dict[str, Any]:
-        """Start the first engine; raises what ``EngineClient.start`` raises."""
+    async def start(self) -> EngineInfo:
+        """Start the first engine; raises the errors of ``EngineClient.start``."""
         info = await self._client.start()
         self._watch = asyncio.create_task(self._keep_alive())
         return info
 
     def generate(self, request: EngineRequest) -> AsyncIterator[TokenOutput]:
-        return self._quarantine.generate(request, lambda asked: self._client.generate(asked))
+        return self._quarantine.generate(request, self._ask)
+
+    def _ask(self, request: EngineRequest) -> AsyncIterator[TokenOutput]:
+        """The outputs of the current engine."""
+        return self._client.generate(request)
+
+    def _new_client(self) -> EngineClient:
+        client = self._make_client()
+        client.on_death = self._quarantine.record_death
+        return client
 
     async def reset_prefix_cache(self) -> None:
         await self._client.reset_prefix_cache()
@@ -73,7 +82,7 @@ class EngineSupervisor:
         return self._client.stats
 
     @property
-    def info(self) -> dict[str, Any]:
+    def info(self) -> EngineInfo | None:
         return self._client.info
 
     @property
@@ -82,12 +91,12 @@ class EngineSupervisor:
 
     @property
     def is_healthy(self) -> bool:
-        """There is an engine process and it has loaded; it may be in a step that takes minutes."""
+        """The engine process has loaded and lives; it may be in a step of minutes."""
         return self._client.is_healthy
 
     @property
     def is_restarting(self) -> bool:
-        """The engine is gone, and a new one is on its way."""
+        """The engine is gone, and a new engine is being started."""
         return not self._client.is_healthy and self.restarts and not self.gave_up and self._watches
 
     @property
@@ -104,7 +113,7 @@ class EngineSupervisor:
         self._client.kill(wanted=True)
 
     async def stop(self) -> None:
-        """End the engine and the watch over it."""
+        """End the engine and its supervision."""
         if self._watch is not None:
             self._watch.cancel()
             with suppress(asyncio.CancelledError):
@@ -139,19 +148,19 @@ class EngineSupervisor:
             self._wake()
 
     async def _until_dead(self) -> None:
-        """Return when the engine's process has ended; one that is silent and still is made to.
+        """Return when the engine's process has ended; end a process that hangs.
 
-        Silence alone is no reason: a part of a step may take minutes, but then it uses the processor.
+        Silence alone is no sign of a hang: a part of a step may take minutes, but uses the processor.
         """
         client, still_since, used = self._client, 0.0, -1.0
         dead = asyncio.create_task(client.wait_dead())
         try:
-            while not (await asyncio.wait([dead], timeout=LOOK_SECONDS))[0]:
+            while not (await asyncio.wait([dead], timeout=CHECK_SECONDS))[0]:
                 now, before = time.monotonic(), used
                 used = cpu_seconds(client.pid)
                 if not client.is_silent or used != before:
                     still_since = now
-                elif now - still_since > STILL_SECONDS:
+                elif now - still_since > HUNG_TIMEOUT_SECONDS:
                     log.error("no sign of life from the engine: ending it")
                     client.kill()
         finally:
@@ -169,9 +178,9 @@ class EngineSupervisor:
         return BACKOFF_SECONDS * 2 ** (earlier - 1) if earlier else 0.0
 
     async def _restart(self) -> None:
-        """Start a new engine; one that does not come up counts as dead."""
+        """Start a new engine; an engine that does not start counts as dead."""
         await self._client.stop()
-        self._client = self._make_client()
+        self._client = self._new_client()
         start = time.monotonic()
         try:
             await self._client.start()
@@ -183,7 +192,7 @@ class EngineSupervisor:
 
 
 def cpu_seconds(pid: int | None) -> float:
-    """Processor time of a process so far; NaN, which equals nothing, where the system does not say (not Linux)."""
+    """Processor time of a process so far; NaN, which equals nothing, without /proc (not Linux)."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

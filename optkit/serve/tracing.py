@@ -1,10 +1,10 @@
-"""OpenTelemetry traces, for those who ask for them (``--otlp-traces-endpoint``): one span a request.
+"""OpenTelemetry traces (``--otlp-traces-endpoint``): one span a request.
 
-A span covers the request from its arrival to its last byte. It is a child of the caller's when the request brings a
-W3C ``traceparent``, and carries the attributes of the semantic conventions for generative AI (``gen_ai.*``), the pieces
-of the time to first token (``optkit.ttft.*``, seconds, those of ``ttft_details``) and an event at the first token.
-Never a prompt or an answer. It is made when the request is over, so that what it costs does not lie on the way of a
-token; sending is a thread's work, in batches.
+A span covers the request from its arrival to its last byte. Its parent is the caller's span when the request brings a
+W3C ``traceparent``. A span carries the attributes of the semantic conventions for generative AI (``gen_ai.*``), the
+parts of the time to first token (``optkit.ttft.*``, seconds, as in ``ttft_details``) and an event at the first token,
+but never a prompt or an answer. The span is made after the end of the request, so its cost delays no token; a thread
+sends spans in batches.
 
 Spans go out as OTLP over HTTP (protobuf). The packages are the extra ``optkit[otel]`` and are imported only here.
 """
@@ -32,14 +32,15 @@ EXPORT_SECONDS = 5
 
 
 @dataclass
-class Record:
-    """What is known of a request when it is over.
+class RequestRecord:
+    """The facts about a request at its end.
 
     Attributes:
-        arrival, first_at: ``time.monotonic()``; ``first_at`` is of the first text for the client, None: there was none.
+        arrival, first_at: ``time.monotonic()``; ``first_at`` is the time of the first text for the client, None
+            without text.
         parent: the request's ``traceparent`` and ``tracestate`` headers.
         outcome: "ok", or the code of the error.
-        first: what the engine says of the way to the first token, of the first choice.
+        first: the parts of the time to first token, of the first choice.
     """
 
     operation: str
@@ -56,6 +57,23 @@ class Record:
     first_at: float | None = None
     first: FirstToken | None = None
     outcome: str = "ok"
+    _tokens: list[int] = field(default_factory=list)  # of each choice so far
+    _reasons: list[str] = field(default_factory=list)
+
+    def expect(self, num_choices: int) -> None:
+        """Prepare for the deltas of so many choices."""
+        self._tokens, self._reasons = [0] * num_choices, [""] * num_choices
+
+    def observe(self, choice: int, num_tokens: int, finish_reason: str, first: FirstToken | None) -> None:
+        """Count a delta. ``num_tokens`` are all tokens of ``choice`` so far."""
+        self.first_at = self.first_at or time.monotonic()
+        if choice == 0:
+            self.first = self.first or first
+        self.num_output += num_tokens - self._tokens[choice]
+        self._tokens[choice] = num_tokens
+        if finish_reason:
+            self._reasons[choice] = finish_reason
+            self.finish_reasons = tuple(self._reasons)
 
 
 class Tracing:
@@ -73,7 +91,7 @@ class Tracing:
         """Send spans to the OTLP receiver at ``endpoint``, a URL such as ``http://localhost:4318/v1/traces``.
 
         Raises:
-            UserError: it is no URL, or the packages are not installed.
+            UserError: not a URL, or the packages are not installed.
         """
         check(endpoint)
         need_extra("otel", OPTION)
@@ -88,11 +106,11 @@ class Tracing:
         return cls(provider)
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the remaining spans."""
         self._provider.shutdown()
 
-    def record(self, done: Record) -> None:
-        """The span of a request that has just ended."""
+    def record(self, done: RequestRecord) -> None:
+        """Make the span of a request that has just ended."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
         def wall(moment: float) -> int:
@@ -113,8 +131,8 @@ class Tracing:
         span.end(now_ns)
 
 
-def attributes(done: Record, now: float) -> dict[str, Any]:
-    """Those of the semantic conventions 1.37, vLLM's latencies, and the pieces of the time to first token."""
+def attributes(done: RequestRecord, now: float) -> dict[str, Any]:
+    """Attributes of the semantic conventions 1.37, vLLM's latencies, and the parts of the time to first token."""
     found = {
         "gen_ai.operation.name": done.operation,
         "gen_ai.provider.name": "optkit",

@@ -1,1 +1,1 @@
-"""Text and tokens: tokenizers, chat templates, the bundled corpora."""
+"""Text: tokenizers, chat templates, detokenization, and the bundled corpora."""

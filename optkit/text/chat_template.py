@@ -1,14 +1,13 @@
-"""Chat templates: messages to one prompt text, with a Jinja program that came with the model.
+"""Chat templates: render messages to a prompt text with the Jinja program of the model.
 
-The program is somebody else's code, so it runs in Jinja's immutable sandbox: no attribute that starts with
-an underscore, no loader, no globals beyond those that published templates use (``range``, ``dict``,
-``namespace``, ``raise_exception``, ``strftime_now``). The environment is otherwise the one of
-``transformers.apply_chat_template`` (trimmed blocks, loop controls, its ``tojson``), so that the same
-messages give the same text.
+The program is untrusted code and runs in Jinja's immutable sandbox: no attribute with a leading underscore, no
+loader, and as globals only the names in use by published templates (``range``, ``dict``, ``namespace``,
+``raise_exception``, ``strftime_now``). All else equals the environment of ``transformers.apply_chat_template``
+(trimmed blocks, loop controls, ``tojson``), so the same messages give the same text.
 
-A sandbox does not stop a program that loops or allocates. A Python thread cannot be killed, but a process
-can: ``check_template`` compiles and renders the template once in a child with limited CPU time and memory, and the
-server refuses to start with a template that does not survive it. Templates in requests are never accepted.
+A sandbox does not stop a program from looping or allocating. A Python thread cannot be killed, but a process can:
+``check_template`` compiles and renders the template once in a child process with limited CPU time and memory. The
+server refuses to start with a template that fails there. Templates in requests are never accepted.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ REFUSED, FAILED, BROKEN = 3, 4, 5  # exit codes of the child
 
 
 class TemplateFailure(Exception):
-    """The template refused these messages, or broke on them."""
+    """The template refused the messages, or failed on them."""
 
 
 class ChatTemplate:
     """A chat template, compiled at the first use.
 
-    Compiling is part of the danger: Jinja computes constant expressions then. So ``check_template`` comes first.
+    Call ``check_template`` before: Jinja evaluates constant expressions while compiling.
 
     Args:
         source: the Jinja text.
-        special_tokens: ``bos_token`` and the like, visible to the template by those names.
+        special_tokens: variables for the template, for example ``bos_token``.
     """
 
     def __init__(self, source: str, special_tokens: dict[str, str] | None = None) -> None:
@@ -61,10 +60,11 @@ class ChatTemplate:
             raise UserError(f"the chat template does not compile: {error}", where="chat_template") from error
 
     def render(self, messages: list[dict[str, Any]], **variables: Any) -> str:
-        """The prompt text, ending where the assistant's answer begins.
+        """The prompt text, up to the start of the assistant's answer.
 
         Raises:
-            TemplateFailure: the template raised, left the sandbox or wrote too much.
+            TemplateFailure: the template raised, left the sandbox or wrote more than ``MAX_RENDERED_CHARS``
+                characters.
         """
         names = {"add_generation_prompt": True, "tools": None, "documents": None}
         names |= self.special_tokens | variables
@@ -75,12 +75,12 @@ class ChatTemplate:
             raise TemplateFailure(_reason(error)) from error
 
     def render_open(self, messages: list[dict[str, Any]], **variables: Any) -> str:
-        """The prompt text up to the end of the last message's content, for the model to continue that message.
+        """The prompt text up to the end of the last message's content: the model continues the message.
 
-        As in transformers' ``continue_final_message``.
+        The same as ``continue_final_message`` in transformers.
 
         Raises:
-            TemplateFailure: as ``render``, or the template does not show the content as it is.
+            TemplateFailure: as ``render``, or the rendered text does not contain the content unchanged.
         """
         content = str(messages[-1]["content"]).rstrip()
         text = self.render(messages, **(variables | {"add_generation_prompt": False}))
@@ -103,7 +103,7 @@ def _join(pieces: Any) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """A template's own ``raise_exception`` text is meant for the client; other errors are not."""
+    """The error text for the client: the template's own ``raise_exception`` text, and a fixed text for other errors."""
     if isinstance(error, _Raised):
         return str(error)[:300]
     return "the chat template cannot render these messages"
@@ -117,7 +117,7 @@ class _Raised(jinja2.TemplateError):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The immutable sandbox, with a bound on what ``*`` and ``**`` may build."""
+    """The immutable sandbox, with a bound on the results of ``*`` and ``**``."""
 
     intercepted_binops = frozenset(["*", "**"])
 
@@ -129,7 +129,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> NoReturn:
-        """Raise at once; Jinja's own answer is an undefined value that prints as nothing."""
+        """Raise SecurityError at once. Jinja would return an undefined value, which prints as nothing."""
         raise SecurityError(f"access to {attribute!r} is unsafe")
 
 
@@ -155,7 +155,7 @@ def _namespace(**names: Any) -> _Namespace:
 
 
 class _Generation(jinja2.ext.Extension):
-    """``{% generation %}`` marks assistant text for training; for serving it is transparent."""
+    """The ``{% generation %}`` block, a marker of assistant text for training; serving renders the content."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's interface
 
@@ -173,7 +173,7 @@ def _strftime_now(pattern: str) -> str:
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, **options: Any) -> str:
-    """As transformers: plain JSON, without Jinja's HTML escaping."""
+    """Plain JSON as in transformers, without Jinja's HTML escaping."""
     known = {name: options.get(name) for name in ("separators", "sort_keys")}
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **known)  # type: ignore[arg-type]
 
@@ -191,18 +191,18 @@ def _environment() -> _Environment:
     return environment
 
 
-# -- the trial in a child ---------------------------------------------------------------------------
+# -- the trial in a child process ---------------------------------------------------------------------------
 
 TRIAL = [{"role": "user", "content": "Hello"}]
 
 
 def check_template(template: ChatTemplate, timeout_s: float = 20.0) -> None:
-    """Compile and render ``template`` once in a child with 2 s of CPU time and 1 GiB of memory.
+    """Compile and render ``template`` once in a child process with 2 s of CPU time and 1 GiB of memory.
 
-    A template that merely dislikes the trial messages passes: it will answer requests with 400.
+    A template that only refuses the trial messages passes: the server then answers requests with 400.
 
     Raises:
-        UserError: it does not compile, ran too long, took too much memory or tried to leave the sandbox.
+        UserError: the template does not compile, runs too long, takes too much memory or tries to leave the sandbox.
     """
     command = [sys.executable, "-m", "optkit.text.chat_template"]
     work = json.dumps({"source": template.source, "special_tokens": template.special_tokens})
@@ -226,7 +226,7 @@ def _refused(what: str) -> UserError:
 
 
 def _trial() -> int:
-    """The child: limits first, then the template on standard input."""
+    """The work of the child: set the limits, then render the template on standard input. Returns the exit code."""
     import resource
 
     resource.setrlimit(resource.RLIMIT_CPU, (CHILD_CPU_SECONDS, CHILD_CPU_SECONDS + 1))

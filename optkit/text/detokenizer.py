@@ -1,13 +1,13 @@
-"""Token ids to text, piece by piece, without ever showing half a character or a part of a stop string.
+"""Token ids to text, piece by piece, without partial characters and without parts of a stop string.
 
-**Characters.** One token may end in the middle of a UTF-8 character; decoding it alone gives U+FFFD. The
-detokenizer decodes a window of recent tokens, keeps count of the characters it has given out, and holds
-back up to three trailing U+FFFD, because an unfinished character is at most three bytes. Text before them
-is final. The window moves on only at a character border, so each token costs one decode of a few dozen
-tokens, whatever the length of the answer. An answer cut in the middle of a character loses that character.
+**Characters.** A token may end in the middle of a UTF-8 character; decoded alone, the token gives U+FFFD. The
+detokenizer decodes a window of recent tokens, counts the characters already returned, and holds back up to three
+trailing U+FFFD, because an unfinished character has at most three bytes. Text before the held characters is final.
+The window moves on only at a character border, so each token costs a decode of a few dozen tokens, whatever the
+length of the answer. An answer cut in the middle of a character loses the character.
 
-**Stop strings.** The longest suffix that could still grow into a stop string is held back, and given out
-when it turns out to be something else.
+**Stop strings.** The longest suffix that could still grow into a stop string is held back. The suffix is returned
+once the text differs from all stop strings.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ MAX_WINDOW = 256  # tokens; reached only by text that never comes to a character
 
 
 class Detokenizer:
-    """Incremental ``decode`` of one sequence.
+    """Incremental ``decode`` of a sequence.
 
-    The pieces together are ``decode(all ids)`` less up to three trailing U+FFFD, for every decoder whose
-    output for a prefix of the ids is, up to a character border, a prefix of the output.
+    All pieces together equal ``decode(all ids)`` less up to three trailing U+FFFD. Condition: the output of the
+    decoder for a prefix of the ids is, up to a character border, a prefix of the output for all ids.
     """
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
         self._ids: list[int] = []  # the window
-        self._emitted = 0  # characters of decode(window) given out
-        self._mark = 0  # last character border in the window, where it may begin next
+        self._emitted = 0  # characters of decode(window) already returned
+        self._mark = 0  # last character border in the window: the next start of the window
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that became final with these tokens."""
+        """The text that became final with ``token_ids``."""
         self._ids += token_ids
         text = self._decode(self._ids)
         end = len(text) - _broken_tail(text)
@@ -47,7 +47,7 @@ class Detokenizer:
         return piece
 
     def _move(self, at_border: bool) -> None:
-        """Begin the window at the last mark, and set a new mark here."""
+        """Begin the window at the last mark, and set a new mark at the end."""
         if not at_border and len(self._ids) < MAX_WINDOW:
             return
         held = len(self._decode(self._ids)) - self._emitted
@@ -58,17 +58,17 @@ class Detokenizer:
 
 
 def _broken_tail(text: str) -> int:
-    """How many trailing U+FFFD to hold back."""
+    """Number of trailing U+FFFD to hold back, at most ``MAX_HELD``."""
     tail = text[-MAX_HELD:]
     return len(tail) - len(tail.rstrip(REPLACEMENT))
 
 
 class StopStrings:
-    """Finds the first of ``stops`` in text that comes in pieces.
+    """Find the first of ``stops`` in text that arrives in pieces.
 
     Args:
         stops: the strings.
-        keep: leave the one that is found in the text, which then ends with it.
+        keep: leave the found stop string at the end of the text.
 
     Attributes:
         matched: the stop string that ended the text, or None.
@@ -80,7 +80,7 @@ class StopStrings:
         self.matched: str | None = None
 
     def push(self, text: str) -> str:
-        """The part of the text so far that no stop string can claim any more."""
+        """The part of the text so far that cannot belong to a stop string any more."""
         if not self._stops:
             return text
         pending = self._held + text
@@ -95,7 +95,7 @@ class StopStrings:
         return pending[:cut]
 
     def flush(self) -> str:
-        """What was held back when the text ended without a stop string."""
+        """The held text, after the end of the text without a stop string."""
         held, self._held = self._held, ""
         return held
 

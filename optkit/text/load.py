@@ -1,6 +1,6 @@
 """The transformers tokenizer of a model directory, for calibration, evaluation and benchmarks.
 
-Serving has its own (``optkit.text.tokenizer``), which needs no transformers.
+Serving uses ``optkit.text.tokenizer``, which needs no transformers.
 """
 
 from __future__ import annotations

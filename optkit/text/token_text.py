@@ -1,8 +1,8 @@
-"""What one token looks like: its bytes, and its text in a logprobs list.
+"""Bytes and text of single tokens, for lists of logprobs.
 
-``decode([id])`` is not enough: a token may hold part of a character (U+FFFD then), and decoders of the SentencePiece
-kind drop the space in front of the first word. So a token is decoded behind another one, and a token that is no text
-by itself is read from its spelling in the vocabulary: ``<0xE2>``, or the letters that byte-level BPE uses for bytes.
+``decode([id])`` is not enough: a token may hold part of a character (then U+FFFD), and SentencePiece decoders drop
+the space before the first word. So a token is decoded behind an anchor token. A token without text of its own is read
+from the spelling in the vocabulary: ``<0xE2>``, or the letters of byte-level BPE.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ REPLACEMENT = "�"
 
 
 class TokenTexts:
-    """Bytes of tokens, remembered: there are no more of them than the vocabulary has.
+    """Bytes of tokens, cached; the vocabulary bounds the cache.
 
     Attributes:
-        special: ids of special tokens, which an answer's text leaves out.
+        special: ids of special tokens, which do not appear in the text of an answer.
     """
 
     def __init__(self, fast: FastTokenizer) -> None:
@@ -32,14 +32,14 @@ class TokenTexts:
         self.special = frozenset(i for i, token in fast.get_added_tokens_decoder().items() if token.special)
 
     def of(self, token_id: int) -> bytes:
-        """The bytes that ``token_id`` adds to a text that has begun; special tokens show as they are written."""
+        """The bytes of ``token_id`` inside a text. Special tokens give their spelling."""
         found = self._known.get(token_id)
         if found is None:
             found = self._known[token_id] = self._bytes(token_id)
         return found
 
     def _find_anchor(self, fast: FastTokenizer) -> list[int]:
-        """A token to decode behind: a plain letter, whose text does not depend on its neighbours."""
+        """The anchor token: a plain letter, whose text does not depend on neighbours."""
         for letter in "ax1":
             ids = fast.encode(letter, add_special_tokens=False).ids
             if ids and self._decode(ids).endswith(letter):
@@ -61,7 +61,7 @@ class TokenTexts:
 
 
 def show(token: bytes) -> str:
-    """The text of a token; what is no UTF-8 by itself is spelled ``bytes:\\xe2\\x80``, as OpenAI does."""
+    """The text of a token. Bytes that are not valid UTF-8 become ``bytes:\\xe2\\x80``, as in OpenAI's API."""
     try:
         return token.decode()
     except UnicodeDecodeError:
@@ -70,7 +70,7 @@ def show(token: bytes) -> str:
 
 @cache
 def byte_letters() -> dict[str, int]:
-    """The printable letter that byte-level BPE (GPT-2) writes for each byte."""
+    """The printable letter of byte-level BPE (GPT-2) for each byte, as letter -> byte."""
     plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}

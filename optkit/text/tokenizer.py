@@ -1,15 +1,15 @@
 """Text to token ids and back, from the files of a Hugging Face directory.
 
-Only the Rust ``tokenizers`` library is used: importing transformers takes seconds, and a server that
-restarts should be ready before its weights are. Files read:
+Only the Rust ``tokenizers`` library is used. Importing transformers takes seconds, and a restarted server should be
+ready before the weights are loaded. Files read:
 
-- ``tokenizer.json``: the tokenizer itself;
+- ``tokenizer.json``: the tokenizer;
 - ``tokenizer_config.json``: special tokens, and ``chat_template`` when there is no ``chat_template.jinja``;
-- ``generation_config.json``, ``config.json``: which ids end an answer, and how many rows the vocabulary has.
+- ``generation_config.json``, ``config.json``: the ids that end an answer, and the number of rows of the vocabulary.
 
-Ids equal those of ``AutoTokenizer`` for models whose ``tokenizer.json`` says all there is to say, which is
-what ``save_pretrained`` writes. Special tokens spelled out in a message become those tokens, as in
-``apply_chat_template``: whoever writes the messages can write the template's markers too.
+Ids equal the ids of ``AutoTokenizer`` for models with a complete ``tokenizer.json``, as written by
+``save_pretrained``. A special token spelled out in a message becomes the special token, as in
+``apply_chat_template``: the author of the messages could also write the markers of the template.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls
 
 
 class Tokenizer:
-    """Encodes prompts and decodes answers.
+    """Encode prompts and decode answers.
 
     Args:
         fast: the Rust tokenizer.
-        chat_template: None for a base model, which has no notion of messages.
+        chat_template: None for a base model without chat messages.
         eos_ids: ids that end an answer.
-        vocab_size: rows of the model's embedding; ids at or above it are refused.
+        vocab_size: rows of the model's embedding; ids at or above the size are refused.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """Bytes of the longest token, or more: a text of N bytes has at least N / longest_token tokens."""
+        """Upper bound of the bytes of a token: a text of N bytes has at least N / longest_token tokens."""
         return max((len(token.encode()) for token in self._fast.get_vocab(with_added_tokens=True)), default=1)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -84,11 +84,11 @@ class Tokenizer:
         return TokenTexts(self._fast)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of ``token_ids``, without special tokens unless told; a broken character shows as U+FFFD."""
+        """Text of ``token_ids``, by default without special tokens; a broken character shows as U+FFFD."""
         return self._fast.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """A fresh incremental ``decode``."""
+        """A new incremental decoder."""
         return Detokenizer(partial(self.decode, skip_special_tokens=skip_special_tokens))
 
 
@@ -119,7 +119,7 @@ def _load_json(path: Path) -> dict[str, Any]:
 
 
 def special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """``bos_token`` and the like as plain strings; older files write them as objects."""
+    """``bos_token``, ``eos_token`` and further special tokens as plain strings; older files write objects."""
     found = {}
     for name in SPECIAL:
         value = config.get(name)
@@ -130,7 +130,7 @@ def special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 def _template_source(directory: Path, config: dict[str, Any]) -> str | None:
-    """The file wins over the key, and the template named ``default`` over its siblings."""
+    """The chat template: the file before the key in the configuration, and among several templates ``default``."""
     file = directory / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
@@ -142,7 +142,7 @@ def _template_source(directory: Path, config: dict[str, Any]) -> str | None:
 
 
 def _eos_ids(directory: Path, model_config: dict[str, Any], eos_token: int | None) -> list[int]:
-    """Union of the tokenizer's end token and those that generation stops at."""
+    """The ids that end an answer: the tokenizer's end token and ``eos_token_id`` of the generation or model config."""
     listed = _load_json(directory / "generation_config.json").get("eos_token_id")
     if listed is None:
         listed = model_config.get("eos_token_id")

@@ -27,7 +27,7 @@ from optkit.machine.target import cpu_isa
 from optkit.pipeline import aot_compile, judge
 from optkit.pipeline.driver import optimize
 from optkit.recipe.load import parse_recipe
-from optkit.runtime.factory import load_engine
+from optkit.runtime.factory import open_engine
 from optkit.runtime.types import SamplingParams
 from optkit.text import corpora
 from tests.support.graphs import TARGET, dense, random_ids
@@ -47,9 +47,9 @@ passes:
 PROMPTS = [[3 + i % 200 for i in range(n)] for n in (5, 31, 70)]
 SERVE = """
 import json, sys
-from optkit.runtime.factory import load_engine
+from optkit.runtime.factory import open_engine
 from optkit.runtime.types import SamplingParams
-engine = load_engine(sys.argv[1], {})
+engine = open_engine(sys.argv[1])
 tokens = engine.generate(json.loads(sys.argv[2]), SamplingParams(max_tokens=12, temperature=0.0))
 compiler = [name for name in sys.modules if name.startswith(("torch._dynamo", "torch._inductor"))]
 print(json.dumps([engine.runner.model.special is not None, tokens, compiler]))
@@ -152,7 +152,7 @@ def test_elsewhere_the_code_is_left_alone_unless_trusted(artifact: Path, monkeyp
         assert not compiled(artifact)
     assert "not built on this machine by this user" in caplog.text
     assert compiled(artifact, trust_code=True)
-    engine = load_engine(str(artifact), {"trust_artifact_code": True})
+    engine = open_engine(str(artifact), trust_artifact_code=True)
     assert engine.generate(PROMPTS[:1], SamplingParams(max_tokens=3, temperature=0.0))
 
 
@@ -201,7 +201,7 @@ def test_a_damaged_record_means_no_code(artifact: Path, damage: str, capsys):
     rewrite_manifest(artifact)
     assert not compiled(artifact, trust_code=True)
     assert cli(["verify", str(artifact)]) == 3
-    assert "no code.json that can be read" in capsys.readouterr().out
+    assert "no readable code.json" in capsys.readouterr().out
 
 
 def test_a_library_beside_the_record_is_reported(artifact: Path, capsys):
@@ -226,7 +226,7 @@ def test_verify_and_inspect_say_whose_it_is(artifact: Path, monkeypatch, capsys)
     monkeypatch.setattr(signature, "machine_id", lambda: "another machine")
     assert cli(["inspect", str(artifact)]) == 0
     shown = capsys.readouterr().out
-    assert "elsewhere: it runs only with --trust-artifact-code" in shown
+    assert "elsewhere: runs only with --trust-artifact-code" in shown
     assert "2 to 32" in shown and "any number" in shown
 
 

@@ -10,13 +10,13 @@ import pytest
 from optkit.bench.environment import environment, public
 
 
-def test_paths_are_published_without_where_they_are(tmp_path: Path) -> None:
+def test_public_makes_paths_relative(tmp_path: Path) -> None:
     assert public(f"--out={tmp_path}/a/b.json", tmp_path) == "--out=a/b.json"
     assert public(f"{tmp_path} {Path.home()}/x {sys.executable}", tmp_path) == ". ~/x python"
     assert public("a/b", Path("/")) == "a/b"
 
 
-def test_the_command_of_a_result_has_no_path_of_the_machine(
+def test_environment_has_no_local_paths_in_the_command(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optkit.bench.metrics import DEFINITIONS, Slo, latency, percentile, slo_misses, summarize
+from optkit.bench.metrics import DEFINITIONS, LatencyBounds, latency, percentile, slo_misses, summarize
 from optkit.bench.records import Chunk, RequestRecord, span
 
 
@@ -57,7 +57,7 @@ def test_percentiles_interpolate_linearly():
 
 def test_failed_requests_are_reported_and_kept_out_of_latency():
     broken = RequestRecord(index=1, send=10.0, error="HTTP 500")
-    summary = summarize([record(), broken], Slo(ttft=1500))
+    summary = summarize([record(), broken], LatencyBounds(ttft=1500))
     assert (summary["requests"], summary["failed"]) == (2, 1)
     assert summary["latency_ms"]["ttft"]["samples"] == 1
     assert summary["duration_s"] == 2
@@ -69,11 +69,11 @@ def test_failed_requests_are_reported_and_kept_out_of_latency():
 @pytest.mark.parametrize(
     ("slo", "met"),
     [
-        (Slo(), True),
-        (Slo(ttft=1000), True),
-        (Slo(ttft=999), False),
-        (Slo(ttft=1000, tpot=333), False),
-        (Slo(tpot=334, e2e=2000), True),
+        (LatencyBounds(), True),
+        (LatencyBounds(ttft=1000), True),
+        (LatencyBounds(ttft=999), False),
+        (LatencyBounds(ttft=1000, tpot=333), False),
+        (LatencyBounds(tpot=334, e2e=2000), True),
     ],
 )
 def test_slo_of_one_request(slo, met):
@@ -81,25 +81,27 @@ def test_slo_of_one_request(slo, met):
 
 
 def test_a_stream_that_never_ended_is_a_miss():
-    assert not Slo(ttft=5000).met(record(done=None))
-    assert not Slo().met(record(error="cut"))
+    assert not LatencyBounds(ttft=5000).met(record(done=None))
+    assert not LatencyBounds().met(record(error="cut"))
 
 
 def test_slo_misses_name_the_metric_and_count_failures():
     fast = [record(i) for i in range(99)]
-    assert slo_misses(fast, Slo(ttft=1000)) == []
-    assert slo_misses(fast, Slo(ttft=900, tpot=400)) == ["p95 ttft 1000.0 ms > 900 ms"]
+    assert slo_misses(fast, LatencyBounds(ttft=1000)) == []
+    assert slo_misses(fast, LatencyBounds(ttft=900, tpot=400)) == ["p95 ttft 1000.0 ms > 900 ms"]
     broken = [RequestRecord(index=i, send=0.0, error="no") for i in range(4)]
-    assert slo_misses(fast + broken, Slo(ttft=1000)) == []  # 4 of 103 fail: the p95 is still a finished one
-    assert slo_misses(fast + broken * 2, Slo(ttft=1000)) == ["p95 ttft inf ms > 1000 ms"]
-    assert slo_misses(broken, Slo(tpot=50)) == ["p95 tpot inf ms > 50 ms"]
+    assert (
+        slo_misses(fast + broken, LatencyBounds(ttft=1000)) == []
+    )  # 4 of 103 fail: the p95 is still a finished one
+    assert slo_misses(fast + broken * 2, LatencyBounds(ttft=1000)) == ["p95 ttft inf ms > 1000 ms"]
+    assert slo_misses(broken, LatencyBounds(tpot=50)) == ["p95 tpot inf ms > 50 ms"]
 
 
 def test_one_output_token_has_no_time_per_further_token():
     one = record(times=(11.0,), tokens=(1,))
     assert latency([one])["tpot"]["samples"] == 0
     assert latency([one])["itl_mean"]["p50"] is None
-    assert Slo(tpot=1).met(one)
+    assert LatencyBounds(tpot=1).met(one)
 
 
 def test_tokens_are_counted_by_chunks_if_the_server_does_not_say():
@@ -108,7 +110,7 @@ def test_tokens_are_counted_by_chunks_if_the_server_does_not_say():
 
 
 def test_no_requests_is_not_a_crash():
-    assert summarize([], Slo(ttft=1))["duration_s"] == span([]) == 0
+    assert summarize([], LatencyBounds(ttft=1))["duration_s"] == span([]) == 0
 
 
 times = st.lists(st.floats(0, 100), min_size=1, max_size=12).map(sorted)

@@ -128,7 +128,7 @@ def awake(monkeypatch):
         monkeypatch.setattr(measure, "AWAKE_TIMEOUT", 0.3)
         monkeypatch.setattr(measure.servers, "healthy", lambda url: next(healthy, False))
         monkeypatch.setattr(measure.client, "run_workload", lambda *_: [record(next(records, "no"))])
-        live = measure.Live("a", measure.servers.Server("http://x", process or Process()), "m")
+        live = measure.Live("a", measure.servers.RunningServer("http://x", process or Process()), "m")
         with live.turn() as problem:
             return problem, list(healthy), list(records)
 
@@ -153,7 +153,7 @@ def test_a_server_that_does_not_wake_up_says_why(awake):
 def test_the_reason_is_kept_with_the_round(monkeypatch, awake):
     awake([], [])  # the patches
     load = workload.build(LOADS["short"], range(500))
-    live = measure.Live("a", measure.servers.Server("http://x", Process()), "m")
+    live = measure.Live("a", measure.servers.RunningServer("http://x", Process()), "m")
     monkeypatch.setattr(measure.client, "run_workload", lambda *_: [record("gone")] * 2)
     turn = measure.take(live, 0, load)
     assert "did not answer: /health" in turn.problems[0] and len(turn.records) == 2

@@ -17,10 +17,6 @@ from optkit.lowering.dense import dense_logits
 from tests.support.architectures import tiny_config, tiny_model
 from tests.support.graphs import captured
 
-WINDOWED_MOE = {
-    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
-    "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1,
-}  # fmt: skip
 CHUNKED = {
     "num_local_experts": 2, "intermediate_size_mlp": 96, "head_dim": 16, "attention_chunk_size": 8,
     "layer_types": ["chunked_attention", "full_attention"], "attn_temperature_tuning": False,
@@ -33,7 +29,7 @@ def windows(graph: Any) -> list[int]:
 
 
 def test_window_equals_the_masks_where_the_layer_does_not_pass_it_on() -> None:
-    graph, model = captured("qwen2_moe", **WINDOWED_MOE), tiny_model("qwen2_moe", **WINDOWED_MOE)
+    graph, model = captured("qwen2_moe"), tiny_model("qwen2_moe")
     kinds = model.config.layer_types
     assert "sliding_attention" in kinds
     assert windows(graph) == [16 if kind == "sliding_attention" else 0 for kind in kinds]

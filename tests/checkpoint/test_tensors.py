@@ -14,7 +14,7 @@ from optkit.checkpoint.validate import validate_checkpoint
 
 
 @pytest.mark.parametrize("shift", range(4))
-def test_tensors_lie_where_their_elements_may(tmp_path: Path, shift: int) -> None:
+def test_tensors_are_aligned_when_the_header_has_any_length(tmp_path: Path, shift: int) -> None:
     """A header of any length is valid: what follows it begins at any byte of the file."""
     value = torch.arange(9, dtype=torch.float32)
     header = {"x": {"dtype": "F32", "shape": [9], "data_offsets": [0, 36]}}

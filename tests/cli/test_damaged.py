@@ -18,7 +18,7 @@ from optkit.artifact.open import Artifact
 from optkit.cli import console
 from optkit.cli.main import run
 from optkit.errors import UserError
-from optkit.runtime.factory import load_engine
+from optkit.runtime.factory import open_engine
 from tests.support.hostile_artifact import rehash
 from tests.support.sample_artifact import real_artifact, sample_run
 
@@ -221,4 +221,4 @@ def test_a_message_is_one_printable_line(artifact: Path, capsys: Output) -> None
 def test_a_model_without_attention_is_refused_by_load(artifact: Path) -> None:
     Artifact.open(artifact).graph()
     with pytest.raises(UserError, match="no attention layer"):
-        load_engine(str(artifact), {})
+        open_engine(str(artifact))

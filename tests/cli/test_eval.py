@@ -39,7 +39,7 @@ def fakes(monkeypatch, tmp_path):
     )
 
 
-def test_json(capsys):
+def test_eval_prints_the_report_as_json(capsys):
     assert main.run(["eval", "artifact", "--baseline", "model", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["windows"] == 4 and data["tokens"] == 4 * 511
@@ -47,13 +47,13 @@ def test_json(capsys):
     assert data["top1_agreement"]["value"] == 1
 
 
-def test_table(capsys):
+def test_eval_prints_a_table_of_metrics(capsys):
     assert main.run(["eval", "artifact", "--baseline", "model"]) == 0
     out = capsys.readouterr().out
     assert "2044 in 4 windows" in out and "top-1 agreement, %" in out and "±" in out
 
 
-def test_without_a_source_there_is_perplexity(capsys):
+def test_eval_prints_perplexity_when_there_is_no_reference(capsys):
     assert main.run(["eval", "artifact", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["tokens"] == 4 * 511 and 1 < data["ppl"]["value"] < 50
@@ -62,13 +62,13 @@ def test_without_a_source_there_is_perplexity(capsys):
     assert compared["ppl"]["value"] == pytest.approx(data["ppl"]["value"])
 
 
-def test_a_text_that_cannot_be_read_is_a_user_error(tmp_path, capsys):
+def test_eval_exits_with_2_when_the_text_is_unreadable(tmp_path, capsys):
     (tmp_path / "text").write_bytes(b"\xff\xfe\xff")
     assert main.run(["eval", "artifact", "--text", str(tmp_path / "text")]) == 2
     assert main.run(["eval", "artifact", "--text", str(tmp_path / "none")]) == 2
 
 
-def test_more_tokens_than_there_are_is_a_user_error(monkeypatch):
+def test_windows_raises_a_user_error_when_the_text_is_too_short(monkeypatch):
     def short(tokenizer, tokens, length, text):
         raise ValueError("too short")
 
@@ -76,7 +76,7 @@ def test_more_tokens_than_there_are_is_a_user_error(monkeypatch):
     assert main.run(["eval", "artifact", "--baseline", "model", "--tokens", "900000"]) == 2
 
 
-def test_a_model_whose_layers_have_two_forms_is_judged_by_both(monkeypatch, capsys, tmp_path):
+def test_eval_reports_each_variant_when_layers_have_two(monkeypatch, capsys, tmp_path):
     graph = captured("llama")
     apply(graph, "rtn", scheme="W4A16", group_size=32, max_tokens=4)
     models = {"artifact": graph, "model": captured("llama")}

@@ -30,13 +30,13 @@ def made(tmp_path: Path) -> Path:
     return real_artifact(tmp_path / "artifact", tmp_path / "source", RECIPE, sample_run())
 
 
-def test_it_shows_passes_reasons_bounds_and_files(made: Path, capsys: Output) -> None:
+def test_inspect_shows_passes_reasons_bounds_and_files(made: Path, capsys: Output) -> None:
     assert run(["inspect", str(made)]) == 0
     shown = capsys.readouterr().out
     for expected in (
         "small by small, for cuda-h100",
         "int8: kept, prefill 2.00x",
-        "leaves 3 alone: on the ignore list (first: down_proj)",
+        "skips 3: on the ignore list (first: down_proj)",
         "flash_attention: rolled back, prefill speedup 0.900 is below 1.000",
         "whole max_memory_bytes",
         "model.safetensors",
@@ -45,24 +45,26 @@ def test_it_shows_passes_reasons_bounds_and_files(made: Path, capsys: Output) ->
         assert expected in shown
 
 
-def test_layers_of_several_forms_are_named_with_what_follows(tmp_path: Path, capsys: Output) -> None:
+def test_inspect_names_the_variants_when_layers_have_several(tmp_path: Path, capsys: Output) -> None:
     record = sample_run()
     assert record.whole is not None
     record.whole.forms = dict.fromkeys(("up to 4 tokens", "more than 4 tokens"), record.whole.quality)
     made = real_artifact(tmp_path / "artifact", tmp_path / "source", RECIPE, record)
     assert run(["inspect", str(made)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "forms up to 4 tokens, more than 4 tokens in a step: answers depend on how many tokens" in shown
+    assert (
+        "forms up to 4 tokens, more than 4 tokens in a step: answers depend on the number of tokens" in shown
+    )
     assert run(["inspect", str(made), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["forms"] == ["up to 4 tokens", "more than 4 tokens"]
 
 
-def test_layers_of_one_form_have_no_line(made: Path, capsys: Output) -> None:
+def test_inspect_has_no_line_of_variants_when_layers_have_one(made: Path, capsys: Output) -> None:
     assert run(["inspect", str(made)]) == 0
     assert "forms" not in capsys.readouterr().out
 
 
-def test_json_has_the_records_and_each_bound_with_what_was_measured(made: Path, capsys: Output) -> None:
+def test_inspect_json_has_records_and_bounds_with_measured_values(made: Path, capsys: Output) -> None:
     assert run(["inspect", str(made), "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["passes"][0] == int8_record().to_dict()
@@ -77,7 +79,7 @@ def test_json_has_the_records_and_each_bound_with_what_was_measured(made: Path, 
     }
 
 
-def test_the_graph_is_listed_with_shapes_at_the_asked_length(made: Path, capsys: Output) -> None:
+def test_inspect_graph_lists_ops_with_shapes_of_the_given_length(made: Path, capsys: Output) -> None:
     assert run(["inspect", str(made), "--graph", "--tokens", "5"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines == [
@@ -90,7 +92,7 @@ def test_the_graph_is_listed_with_shapes_at_the_asked_length(made: Path, capsys:
     assert json.loads(capsys.readouterr().out)["graph"] == lines
 
 
-def test_a_changed_artifact_is_not_shown(made: Path, capsys: Output) -> None:
+def test_inspect_exits_with_2_when_a_file_was_changed(made: Path, capsys: Output) -> None:
     (made / "config.json").write_text("{}")
     assert run(["inspect", str(made)]) == 2
     assert capsys.readouterr().out == ""
@@ -99,7 +101,9 @@ def test_a_changed_artifact_is_not_shown(made: Path, capsys: Output) -> None:
 @pytest.mark.parametrize(
     "text", ["[]", "{", '{"passes": [1], "whole": null}', '{"passes": [{}], "whole": null}']
 )
-def test_an_unreadable_report_is_a_user_error(tmp_path: Path, capsys: Output, text: str) -> None:
+def test_inspect_exits_with_2_when_the_report_is_unreadable(
+    tmp_path: Path, capsys: Output, text: str
+) -> None:
     made = fake_artifact(tmp_path / "artifact")
     (made / "optkit" / "report.json").write_text(text)
     (made / MANIFEST).unlink()
@@ -108,5 +112,5 @@ def test_an_unreadable_report_is_a_user_error(tmp_path: Path, capsys: Output, te
     assert "the report can't be read" in capsys.readouterr().err
 
 
-def test_control_characters_are_spelled_out() -> None:
+def test_printable_spells_control_characters_out() -> None:
     assert printable("a\x1b[2J\n\x9b\u202e é") == "a\\x1b[2J\\n\\x9b\\u202e é"

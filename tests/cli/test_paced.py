@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 
-import pytest
-
-from optkit.cli import console
 from optkit.cli.paced import PacedLines
 
 
@@ -50,33 +44,3 @@ def test_paced_lines_write_a_line_that_waits_when_its_second_is_over() -> None:
     while len(written) < 2 and time.monotonic() < end:
         time.sleep(0.01)
     assert written == ["a: first", "a: second"]
-
-
-def test_stages_print_few_lines_outside_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    with console.stages(2) as progress:
-        for layer in range(1000):
-            progress("awq: model.layers.[0]", part=(layer, 1000))
-    shown = capsys.readouterr().err.splitlines()
-    assert shown[-1] == "awq: model.layers.[0] (1000 of 1000)" and len(shown) < 100
-
-
-BARS = """
-import os, sys
-from optkit.machine import logs
-logs.silence_progress_bars()
-from tqdm import tqdm
-from huggingface_hub.utils import are_progress_bars_disabled
-from transformers.utils.logging import is_progress_bar_enabled, tqdm as bar
-list(tqdm(range(3))); list(bar(range(3)))
-print(are_progress_bars_disabled(), is_progress_bar_enabled())
-"""
-
-
-def test_libraries_draw_no_progress_bars_outside_a_terminal() -> None:
-    environment = {
-        k: v for k, v in os.environ.items() if k not in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS")
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", BARS], capture_output=True, text=True, timeout=120, check=True, env=environment
-    )
-    assert done.stdout == "True False\n" and "%|" not in done.stderr

@@ -13,7 +13,7 @@ from optkit.recipe.load import load_recipe, parse_recipe, shipped_names
 Output = pytest.CaptureFixture[str]
 
 
-def test_list(capsys: Output) -> None:
+def test_list_prints_every_recipe(capsys: Output) -> None:
     assert run(["recipe", "list"]) == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in shipped_names())
@@ -31,7 +31,7 @@ def test_show_prints_yaml_that_loads(capsys: Output) -> None:
     assert json.loads(capsys.readouterr().out) == load_recipe("ttft-cpu").to_data()
 
 
-def test_check_prints_what_would_run(capsys: Output) -> None:
+def test_check_prints_the_passes_in_order(capsys: Output) -> None:
     assert run(["recipe", "check", "ttft-cpu", "--set", "passes.int8.lm_head=false"]) == 0
     shown = capsys.readouterr().out
     assert shown.index("1. fuse_qkv") < shown.index("6. int8") < shown.index("7. flash_attention")
@@ -39,12 +39,12 @@ def test_check_prints_what_would_run(capsys: Output) -> None:
     assert "max_kld 0.01" in shown
 
 
-def test_check_without_passes_says_so(capsys: Output) -> None:
+def test_check_names_a_recipe_without_passes(capsys: Output) -> None:
     assert run(["recipe", "check", "baseline"]) == 0
     assert "no passes" in capsys.readouterr().out
 
 
-def test_check_as_json(capsys: Output) -> None:
+def test_check_prints_json(capsys: Output) -> None:
     assert run(["recipe", "check", "ttft-cpu", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["valid"] is True
@@ -52,14 +52,14 @@ def test_check_as_json(capsys: Output) -> None:
     assert int8["options"]["group_size"] == 32
 
 
-def test_check_finds_a_bad_option(capsys: Output) -> None:
+def test_check_exits_with_2_when_an_option_is_wrong(capsys: Output) -> None:
     assert run(["recipe", "check", "ttft-cpu", "--set", "passes.int8.lm_hed=true"]) == 2
     error = capsys.readouterr().err
     assert "lm_hed" in error
     assert "did you mean 'lm_head'" in error
 
 
-def test_new_writes_a_recipe_that_checks(tmp_path: Path, capsys: Output) -> None:
+def test_new_writes_a_valid_recipe(tmp_path: Path, capsys: Output) -> None:
     assert run(["recipe", "new", "mine", "--dir", str(tmp_path)]) == 0
     path = tmp_path / "mine.yaml"
     assert "#" in path.read_text()
@@ -67,7 +67,7 @@ def test_new_writes_a_recipe_that_checks(tmp_path: Path, capsys: Output) -> None
     assert "mine for cpu" in capsys.readouterr().out
 
 
-def test_new_overwrites_nothing_and_refuses_odd_names(tmp_path: Path, capsys: Output) -> None:
+def test_new_exits_with_2_when_the_file_exists_or_the_name_is_odd(tmp_path: Path, capsys: Output) -> None:
     (tmp_path / "mine.yaml").write_text("precious")
     assert run(["recipe", "new", "mine", "--dir", str(tmp_path)]) == 2
     assert (tmp_path / "mine.yaml").read_text() == "precious"
@@ -77,7 +77,7 @@ def test_new_overwrites_nothing_and_refuses_odd_names(tmp_path: Path, capsys: Ou
     assert "already" in capsys.readouterr().err
 
 
-def test_schema_knows_the_passes(capsys: Output) -> None:
+def test_schema_prints_the_options_of_the_passes(capsys: Output) -> None:
     assert run(["recipe", "schema"]) == 0
     schema = json.loads(capsys.readouterr().out)
     assert "int8" in schema["properties"]["passes"]["properties"]

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from optkit.bench.result import BenchResult
 from optkit.bench.table import table as bench_table
-from optkit.cli import console, doctor, recipe
+from optkit.cli import doctor, recipe
 from optkit.cli.eval import table as eval_table
 from optkit.cli.inspect import bounds_table, files_table
 from optkit.cli.optimize import _prediction_table
@@ -174,13 +174,3 @@ def test_print_table_takes_no_text_for_markup(terminal: bool, width: int) -> Non
         "/data/[models]/:rocket:/a",
     ):
         assert text in shown
-
-
-def test_the_consoles_take_no_text_for_markup(capsys: pytest.CaptureFixture[str]) -> None:
-    console.stdout.print("[red]a[/red] :smile: optkit[serve]")
-    console.warn("[b]/path/[c]: " + "word " * 40)
-    with console.spinner("x") as progress:
-        progress("[/nothing] opened")
-    shown = capsys.readouterr()
-    assert shown.out == "[red]a[/red] :smile: optkit[serve]\n"
-    assert shown.err == "warning: [b]/path/[c]: " + "word " * 40 + "\n[/nothing] opened\n"

@@ -30,9 +30,9 @@ def rewrite(directory: Path, name: str, old: str, new: str) -> None:
     write_manifest(directory, {"name": "small"})
 
 
-def test_a_good_artifact(made: Path, capsys: Output) -> None:
+def test_verify_exits_with_0_when_an_artifact_is_good(made: Path, capsys: Output) -> None:
     assert run(["verify", str(made)]) == 0
-    assert "as they should be" in capsys.readouterr().out
+    assert "the graph are correct" in capsys.readouterr().out
     assert run(["verify", str(made), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {
         "artifact": str(made),
@@ -42,7 +42,7 @@ def test_a_good_artifact(made: Path, capsys: Output) -> None:
     }
 
 
-def test_what_is_no_artifact(tmp_path: Path, capsys: Output) -> None:
+def test_verify_exits_with_2_when_there_is_no_artifact(tmp_path: Path, capsys: Output) -> None:
     assert run(["verify", str(tmp_path)]) == 2
     assert run(["verify", str(tmp_path / "nowhere")]) == 2
     (fake_artifact(tmp_path / "damaged") / MANIFEST).write_text("{")
@@ -50,7 +50,7 @@ def test_what_is_no_artifact(tmp_path: Path, capsys: Output) -> None:
     assert capsys.readouterr().out == ""
 
 
-def test_every_difference_is_listed(made: Path, capsys: Output) -> None:
+def test_verify_lists_every_difference(made: Path, capsys: Output) -> None:
     (made / "config.json").write_text("{}")
     (made / "optkit" / "graph.json").unlink()
     (made / "extra\x1b[2J").write_text("x")
@@ -75,7 +75,7 @@ def test_every_difference_is_listed(made: Path, capsys: Output) -> None:
         ("config.json", '"model_type"', '"auto_map": {"AutoModel": "evil.py"}, "model_type"', "auto_map"),
     ],
 )
-def test_content_that_the_hashes_agree_with_is_checked_too(
+def test_verify_checks_the_content_when_the_hashes_are_correct(
     made: Path, capsys: Output, name: str, old: str, new: str, words: str
 ) -> None:
     rewrite(made, name, old, new)

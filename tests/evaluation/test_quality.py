@@ -41,7 +41,7 @@ def random_source(seed, count=3, length=70, vocab=11):
 WINDOWS = [[(i * 7 + j * 3) % 11 for i in range(70)] for j in range(3)]
 
 
-def test_hand_computed_case():
+def test_compare_gives_the_hand_computed_values():
     reference = Fixed(torch.tensor([[3.0, 1.0], [9.0, 9.0]]).log())  # p = 3/4, 1/4
     candidate = Fixed(torch.tensor([[1.0, 1.0], [9.0, 9.0]]).log())  # q = 1/2, 1/2
     report = compare(reference, candidate, [[0, 0]])
@@ -54,7 +54,7 @@ def test_hand_computed_case():
     assert report.kl_median == report.kl_p99 == report.kl_max == pytest.approx(kl)
 
 
-def test_identical_sides_do_not_differ():
+def test_compare_gives_0_when_the_sides_are_identical():
     report = compare(random_source(0), random_source(0), WINDOWS)
     assert report.kl_mean.value == report.kl_max == report.ln_ppl_ratio.value == 0
     assert report.top1_agreement.value == 1

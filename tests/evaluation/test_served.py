@@ -18,7 +18,7 @@ from optkit.cli import eval as eval_module
 from optkit.cli import main
 from optkit.errors import UserError
 from optkit.evaluation.quality import compare, windows
-from optkit.evaluation.served import Server, compare_served, kl_lower_bound, score_text
+from optkit.evaluation.served import ScoringServer, compare_served, kl_lower_bound, score_text
 from optkit.text.token_text import TokenTexts, show
 from tests.support.fakes import FakeRunner
 from tests.support.live import LiveServer
@@ -104,10 +104,10 @@ class Handler(BaseHTTPRequestHandler):
 def serve() -> Iterator[Any]:
     running: list[FakeServer] = []
 
-    def start(*args: Any, **kwargs: Any) -> Server:
+    def start(*args: Any, **kwargs: Any) -> ScoringServer:
         running.append(FakeServer(*args, **kwargs))
         threading.Thread(target=running[-1].serve_forever, daemon=True).start()
-        return Server(running[-1].url)
+        return ScoringServer(running[-1].url)
 
     yield start
     for server in running:
@@ -182,7 +182,7 @@ def live() -> Iterator[str]:
 
 def test_our_own_server_is_scored_as_what_it_serves(live: str) -> None:
     """Its engine, its echo and its way to write tokens, over HTTP: the same distributions as offline."""
-    server = Server(live)
+    server = ScoringServer(live)
     assert server.context == 128 and server.longest(512) == 127
     fast = fast_tokenizer()
     texts = TokenTexts(fast)

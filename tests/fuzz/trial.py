@@ -21,7 +21,7 @@ from optkit.cli import verify as verify_command
 from optkit.errors import UserError
 from optkit.graph import ir
 from optkit.runtime.engine import RequestFailed
-from optkit.runtime.factory import load_engine
+from optkit.runtime.factory import open_engine
 from optkit.runtime.types import EngineRefusal, SamplingParams
 
 PROMPTS = [[3 + i % 100 for i in range(n)] for n in (5, 19, 1)]
@@ -44,7 +44,7 @@ def trial(directory: Path) -> Outcome:
     if refused is not None:
         return refused
     try:
-        engine = load_engine(str(directory), {})
+        engine = open_engine(str(directory))
     except UserError as error:
         return refusal([str(error)])
     except Exception as error:  # noqa: BLE001 - the fuzzer's finding

@@ -26,7 +26,7 @@ def test_hold_excludes_others_unless_both_are_shared(tmp_path: Path) -> None:
         assert held and hold(tmp_path, shared=True) is None
 
 
-def test_a_lock_is_free_after_its_holder_was_killed_and_its_file_is_removed_at_the_end(
+def test_take_succeeds_when_the_holder_was_killed_and_release_removes_the_file(
     tmp_path: Path,
 ) -> None:
     def die() -> None:
@@ -70,7 +70,9 @@ def test_holding_calls_busy_and_waits_for_the_holder(tmp_path: Path) -> None:
     assert waiting.exitcode == 1
 
 
-def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hold_raises_a_user_error_when_the_file_system_has_no_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 

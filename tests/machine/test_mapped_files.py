@@ -25,7 +25,7 @@ def resident_kilobytes(directory: Path) -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_pages_go_and_come_back(tmp_path: Path) -> None:
+def test_drop_mapped_pages_releases_pages_that_are_read_again(tmp_path: Path) -> None:
     saved = torch.randn(1 << 20)
     save_file({"weight": saved}, tmp_path / "model.safetensors")
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
@@ -39,6 +39,6 @@ def test_pages_go_and_come_back(tmp_path: Path) -> None:
     assert torch.equal(tensor, saved)
 
 
-def test_a_directory_nobody_maps(tmp_path: Path) -> None:
+def test_mapped_files_is_empty_when_no_file_is_mapped(tmp_path: Path) -> None:
     assert not list(mapped_files(tmp_path))
     drop_mapped_pages(tmp_path)

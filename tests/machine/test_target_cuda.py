@@ -51,12 +51,14 @@ def rates(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> list[torch.dtype]:
 
 
 @pytest.mark.parametrize(("gpu", "name"), [(H100, "cuda-h100"), (H200, "cuda-h200"), (A100, "cuda-a100")])
-def test_a_known_gpu_has_its_data_sheet_and_the_memory_that_is_there(gpu: GPU, name: str) -> None:
+def test_target_of_a_known_gpu_is_its_data_sheet_with_the_actual_memory(gpu: GPU, name: str) -> None:
     assert target_of(gpu) == replace(DATASHEETS[name], memory_bytes=gpu.memory_bytes)
 
 
 @pytest.mark.parametrize("recipe", ["cuda-h100", "cuda-h200", "cuda-a100"])
-def test_the_plan_is_for_the_gpu_that_is_here(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_present_target_is_the_local_gpu_when_the_recipe_names_another(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put(monkeypatch, H200)
     assert present_target(recipe).name == "cuda-h200"
 
@@ -71,7 +73,7 @@ def test_the_plan_is_for_the_gpu_that_is_here(recipe: str, monkeypatch: pytest.M
         (T4, "cuda-a100", r"Tesla T4 \(sm_75\), an older architecture\."),
     ],
 )
-def test_a_gpu_that_lacks_something_is_refused_by_name(
+def test_present_target_names_the_gpu_when_it_lacks_a_feature(
     gpu: GPU, recipe: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(monkeypatch, gpu)
@@ -81,7 +83,9 @@ def test_a_gpu_that_lacks_something_is_refused_by_name(
     assert recipe in error.value.what
 
 
-def test_an_unknown_gpu_is_measured_once(rates: list[torch.dtype], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_target_of_an_unknown_gpu_is_measured_once(
+    rates: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
+) -> None:
     put(monkeypatch, B200)
     found = present_target("cuda-h100")
     assert (found.name, found.isa, found.cores) == ("cuda-b200", ("sm_100", "sm_90", "sm_80"), 148)
@@ -92,35 +96,25 @@ def test_an_unknown_gpu_is_measured_once(rates: list[torch.dtype], monkeypatch: 
     assert present_target("cuda-a100") == found and len(rates) == count
 
 
-def test_a_part_of_a_gpu_is_not_taken_for_the_whole(rates: list[torch.dtype]) -> None:
+def test_target_of_a_part_of_a_gpu_is_measured(rates: list[torch.dtype]) -> None:
     for gpu in (PART, replace(PART, name=H100.name)):
         assert target_of(gpu).source == "measured" and target_of(gpu).cores == 60
 
 
-def test_fp8_is_not_measured_where_there_are_no_units(rates: list[torch.dtype]) -> None:
+def test_target_of_measures_no_fp8_when_the_gpu_has_no_units(rates: list[torch.dtype]) -> None:
     found = target_of(replace(A100, name="NVIDIA A100-PCIE-40GB"))
     assert found.fp8_flops == 0.0 and torch.float8_e4m3fn not in rates
     assert not common.supports_fp8(found)
 
 
-def test_torch_without_the_size_of_shared_memory_refuses_nobody_for_it() -> None:
+def test_lack_is_none_when_torch_does_not_report_shared_memory() -> None:
     assert lack(replace(RTX5090, shared_memory=None), DATASHEETS["cuda-h100"]) is None
 
 
-def test_an_amd_gpu_is_no_cuda_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_gpu_is_none_when_the_gpu_is_from_amd(monkeypatch: pytest.MonkeyPatch) -> None:
     put(monkeypatch, H100)
     assert first_gpu() == H100
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert first_gpu() is None
     with pytest.raises(UserError, match="has no CUDA GPU"):
         present_target("cuda-h100")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn])
-def test_product_rate_runs_every_number_type(dtype: torch.dtype) -> None:
-    """On the CPU, whose PyTorch has the same operators."""
-    assert ceilings.product_rate(dtype, torch.device("cpu"), side=64) > 0
-
-
-def test_copy_bandwidth_runs() -> None:
-    assert ceilings.copy_bandwidth(torch.device("cpu"), num_bytes=1 << 16) > 0

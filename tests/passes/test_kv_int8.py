@@ -141,5 +141,5 @@ def test_tokens_do_not_depend_on_batch_or_chunks() -> None:
     scarce = engine(graph, 15, 7)
     assert scarce.generate(prompts, sampling) == alone
     assert scarce.stats().num_preemptions > 0
-    assert scarce.info()["memory_plan"]["dtype"] == "int8"
+    assert scarce.info().memory_plan.dtype == "int8"
     assert scarce.runner.kv_bytes == 15 * 4 * 160

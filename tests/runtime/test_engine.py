@@ -94,10 +94,10 @@ def test_generate_returns_the_outputs_in_prompt_order() -> None:
 
 def test_info_names_the_limits_and_the_memory_plan() -> None:
     info = fake_engine(options={"num_blocks": 33, "block_size": 4, "max_model_len": 64}).info()
-    assert info["max_model_len"] == 64 and info["vocab_size"] == VOCAB
-    assert info["memory_plan"]["num_sequences"] == 2
-    assert info["memory_plan"]["num_tokens"] == 132
-    assert info["memory_plan"]["dtype"] == "float32"
+    assert info.config.max_model_len == 64 and info.vocab_size == VOCAB
+    assert info.memory_plan.num_sequences == 2
+    assert info.memory_plan.num_tokens == 132
+    assert info.memory_plan.dtype == "float32"
 
 
 def test_the_runner_and_the_scheduler_must_agree() -> None:
@@ -114,6 +114,6 @@ def test_the_fake_notices_a_wrong_block() -> None:
     engine.scheduler.update(batch, [(7,)])
     item = engine.scheduler.schedule().items[0]
     good = engine.runner.execute(Batch((item,)))
-    item.seq.block_table.reverse()
+    item.request.block_table.reverse()
     assert not right.equal(good)
     assert not engine.runner.execute(Batch((item,))).equal(good)

@@ -9,8 +9,7 @@ other.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -26,11 +25,11 @@ from hypothesis.stateful import (
 )
 
 from optkit.runtime.engine import Engine
-from optkit.runtime.kv.offload import CorruptSlot, MemorySlots
+from optkit.runtime.kv.offload import CorruptBlock, MemoryBlocks
 from optkit.runtime.kv.prefix_cache import PrefixCache, sha256
 from optkit.runtime.sampling.proposer import SpeculationStats
 from optkit.runtime.scheduling.scheduler import Scheduler, SchedulerConfig
-from optkit.runtime.types import Batch, EngineRefusal, EngineRequest, FinishReason, SamplingParams, Sequence
+from optkit.runtime.types import Batch, EngineRefusal, EngineRequest, FinishReason, Request, SamplingParams
 from tests.runtime.test_engine import VOCAB, solo
 from tests.support.fakes import FakeRunner
 from tests.support.histories import EngineHistory
@@ -55,30 +54,32 @@ class Guesser:
     def __init__(self, answers: dict[str, list[int]]) -> None:
         self.answers, self.stats = answers, SpeculationStats()
 
-    def propose(self, sequences: Seq[Sequence], limits: Seq[int]) -> list[tuple[int, ...]]:
-        return [self.guess(seq)[: max(limit, 0)] for seq, limit in zip(sequences, limits, strict=True)]
+    def propose(self, sequences: Sequence[Request], limits: Sequence[int]) -> list[tuple[int, ...]]:
+        return [
+            self.guess(request)[: max(limit, 0)] for request, limit in zip(sequences, limits, strict=True)
+        ]
 
-    def guess(self, seq: Sequence) -> tuple[int, ...]:
-        right = self.answers[seq.request.request_id][seq.num_output :]
-        wrong = (len(seq.token_ids) * 7) % VOCAB
-        return (*right[: len(seq.token_ids) % 4], wrong)
+    def guess(self, request: Request) -> tuple[int, ...]:
+        right = self.answers[request.request_id][request.num_output :]
+        wrong = (len(request.token_ids) * 7) % VOCAB
+        return (*right[: len(request.token_ids) % 4], wrong)
 
-    def observe(self, seq: Sequence, num_drafted: int, num_accepted: int) -> None:
+    def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         assert 0 <= num_accepted <= num_drafted
 
-    def finished(self, seq: Sequence) -> None:
+    def finished(self, request: Request) -> None:
         pass
 
 
-class UnreliableSlots(MemorySlots):
+class UnreliableBlocks(MemoryBlocks):
     """Loses what it was given, when told."""
 
     broken = False
 
-    def read(self, slot: int) -> np.ndarray:
+    def read(self, host_block: int) -> np.ndarray:
         if self.broken:
-            raise CorruptSlot("broken for the test")
-        return super().read(slot)
+            raise CorruptBlock("broken for the test")
+        return super().read(host_block)
 
 
 def sampling_params() -> st.SearchStrategy[SamplingParams]:
@@ -100,46 +101,46 @@ class EngineMachine(RuleBasedStateMachine):
     """Random events on a pool too small for everyone."""
 
     @initialize(
-        seqs=st.integers(1, 5),
+        requests=st.integers(1, 5),
         budget=st.integers(5, 12),
         blocks=st.integers(9, 20),
         size=st.integers(1, 4),
         policy=st.sampled_from(["fcfs", "slo"]),
         caching=st.booleans(),
-        slots=st.integers(0, 12),
+        host_blocks=st.integers(0, 12),
         weak=st.booleans(),
         guessing=st.booleans(),
         chunk=st.integers(0, 8),
     )
     def start(
         self,
-        seqs: int,
+        requests: int,
         budget: int,
         blocks: int,
         size: int,
         policy: str,
         caching: bool,
-        slots: int,
+        host_blocks: int,
         weak: bool,
         guessing: bool,
         chunk: int,
     ) -> None:
         self.config = SchedulerConfig(
-            max_num_seqs=seqs,
+            max_num_seqs=requests,
             max_num_batched_tokens=budget,
             max_model_len=MAX_LEN,
             block_size=size,
             num_blocks=blocks,
-            policy=policy,
-            ttft_slo=0.5,
-            tpot_slo=0.05,
+            scheduling_policy=policy,
+            ttft_slo_ms=500.0,
+            tpot_slo_ms=50.0,
             prefill_target_tokens=chunk,
             enable_prefix_caching=caching,
-            num_offload_slots=slots * caching,
+            num_host_blocks=host_blocks * caching,
         )
         self.clock, self.answers = Clock(), {}
         self.runner = FakeRunner(num_blocks=blocks, block_size=size, vocab_size=VOCAB)
-        self.store = UnreliableSlots(max(slots, 1), 8 * size)
+        self.store = UnreliableBlocks(max(host_blocks, 1), 8 * size)
         proposer = Guesser(self.answers) if guessing else None
         self.engine = Engine(self.runner, self.config, self.store, proposer, self.clock)
         self.engine.scheduler.schedule = self._schedule
@@ -241,7 +242,7 @@ class EngineMachine(RuleBasedStateMachine):
         published, tokens = self._published(), dict(self.tokens)
         self.step()
         self.engine.departed = frozenset
-        if self.batch.items and left.issuperset(item.seq.request.request_id for item in self.batch.items):
+        if self.batch.items and left.issuperset(item.request.request_id for item in self.batch.items):
             assert {name: self.tokens[name] for name in left} == {name: tokens[name] for name in left}
             assert self._published() <= published, "KV of a cancelled step was published"
         for name in left & self.requests.keys():
@@ -257,15 +258,15 @@ class EngineMachine(RuleBasedStateMachine):
         self.batch = Scheduler.schedule(self.engine.scheduler)
         return self.batch
 
-    def _fair(self, batch: Batch, running: list[Sequence], waiting: list[Sequence]) -> None:
+    def _fair(self, batch: Batch, running: list[Request], waiting: list[Request]) -> None:
         """The first in rank of those with blocks advances, and nobody who waits is overtaken by a later one."""
-        served = [item.seq for item in batch.items]
+        served = [item.request for item in batch.items]
         assert batch.num_tokens <= self.config.max_num_batched_tokens
         assert len(served) <= self.config.max_num_seqs
-        first = min(seq.rank for seq in served)
-        assert all(first <= seq.rank for seq in running), "the first in rank starved"
-        admitted = [seq for seq in waiting if seq in served]
-        left = [seq for seq in waiting if seq not in served]
+        first = min(request.rank for request in served)
+        assert all(first <= request.rank for request in running), "the first in rank starved"
+        admitted = [request for request in waiting if request in served]
+        left = [request for request in waiting if request not in served]
         assert not admitted or not left or max(s.rank for s in admitted) < min(s.rank for s in left)
 
     @invariant()

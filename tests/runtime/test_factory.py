@@ -7,10 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from optkit.errors import UserError
 from optkit.lowering.lower import lower
+from optkit.recipe.engine_options import engine_options
 from optkit.recipe.load import load_recipe
 from optkit.runtime import factory
 from optkit.runtime.cuda.device import HostDevice
@@ -73,9 +75,7 @@ def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shelf:
     return made
 
 
-def blocks_on_a_gpu(
-    shelf: Shelf, monkeypatch: pytest.MonkeyPatch, directory: str, options: dict[str, Any]
-) -> int:
+def blocks_on_a_gpu(shelf: Shelf, monkeypatch: pytest.MonkeyPatch, directory: str, **given: Any) -> int:
     """The blocks in the pool of an engine on ``GPU``."""
     found: list[int] = []
     shelf.loaded.clear()
@@ -86,6 +86,7 @@ def blocks_on_a_gpu(
         raise Made
 
     gpu = GPU(shelf)
+    options = msgspec.structs.replace(engine_options(RECIPE, given), kv_cache_bytes=None)
     monkeypatch.setattr(factory, "device_of", lambda model: gpu)
     monkeypatch.setattr(factory, "make_engine", make_engine)
     with pytest.raises(Made):
@@ -101,8 +102,8 @@ def test_kv_cache_gets_what_a_draft_model_leaves(shelf: Shelf, monkeypatch: pyte
     model = lower(captured("llama"))
     block = factory.block_bytes(model.kv_specs, RECIPE.runtime.block_size)
     large, small = shelf.put("large"), shelf.put("small")
-    drafted = blocks_on_a_gpu(shelf, monkeypatch, large, {"speculative_model": small})
-    plain = blocks_on_a_gpu(shelf, monkeypatch, large, {})
+    drafted = blocks_on_a_gpu(shelf, monkeypatch, large, speculative_model=small)
+    plain = blocks_on_a_gpu(shelf, monkeypatch, large)
     assert plain - drafted == pytest.approx((DRAFT_BYTES + DRAFT_STEP) / block, abs=1)
 
 
@@ -112,11 +113,11 @@ def answers(engine: Engine) -> list[list[int]]:
 
 def test_a_draft_model_of_a_padded_vocabulary_is_used(shelf: Shelf) -> None:
     large, wide = shelf.put("large"), shelf.put("wide")
-    engine = factory.load_engine(large, {"speculative_model": wide, "kv_cache_bytes": 1 << 20})
+    engine = factory.open_engine(large, speculative_model=wide, kv_cache_bytes=1 << 20)
     proposer = engine.scheduler.proposer
     assert isinstance(proposer, Speculator) and proposer.source.num_shared_ids == 128
     proposer.lengths.choose = lambda sequences, seconds: [3] * len(sequences)
-    assert answers(engine) == answers(factory.load_engine(large, {"kv_cache_bytes": 1 << 20}))
+    assert answers(engine) == answers(factory.open_engine(large, kv_cache_bytes=1 << 20))
     assert proposer.stats.num_draft_tokens > 0
 
 
@@ -126,7 +127,7 @@ def test_a_draft_model_of_a_padded_vocabulary_is_used(shelf: Shelf) -> None:
 def test_a_draft_model_needs_the_same_tokenizer(shelf: Shelf, tokenizer: str | None, message: str) -> None:
     large, small = shelf.put("large"), shelf.put("small", tokenizer)
     with pytest.raises(UserError, match=message) as error:
-        factory.load_engine(large, {"speculative_model": small, "kv_cache_bytes": 1 << 20})
+        factory.open_engine(large, speculative_model=small, kv_cache_bytes=1 << 20)
     assert error.value.where == small and "ngram" in error.value.fix
 
 

@@ -14,7 +14,7 @@ from optkit.artifact.manifest import MANIFEST, write_manifest
 from optkit.errors import UserError
 from optkit.graph.ir import KVSpec
 from optkit.machine import target as targets
-from optkit.runtime.factory import load_engine
+from optkit.runtime.factory import open_engine
 from optkit.runtime.kv.pools import allocate
 from tests.fuzz.seeds import write_seeds
 from tests.support.graphs import TARGET
@@ -52,7 +52,7 @@ def sealed(directory: Path) -> Path:
 
 
 def test_a_sound_artifact_loads(sound: Path) -> None:
-    assert load_engine(str(sound), {}).info()["vocab_size"] == 128
+    assert open_engine(str(sound)).info().vocab_size == 128
 
 
 def test_load_engine_refuses_a_model_whose_logits_are_nan(sound: Path, tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_load_engine_refuses_a_model_whose_logits_are_nan(sound: Path, tmp_path:
     tensors["model.norm.weight"] = torch.full_like(tensors["model.norm.weight"], float("nan"))
     save_file(tensors, broken / "model.safetensors")
     with pytest.raises(UserError, match=r"a first request failed .*invalid numbers"):
-        load_engine(str(sealed(broken)), {})
+        open_engine(str(sealed(broken)))
 
 
 def test_load_engine_refuses_a_model_that_raises(sound: Path, tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_load_engine_refuses_a_model_that_raises(sound: Path, tmp_path: Path) ->
     graph["nodes"].insert(0, shifted)
     file.write_text(json.dumps(graph))
     with pytest.raises(UserError, match=r"a first request failed|the graph is invalid"):
-        load_engine(str(sealed(broken)), {})
+        open_engine(str(sealed(broken)))
 
 
 @pytest.mark.parametrize("blocks", [1 << 40, 1 << 70])

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from optkit.runtime.engine import MODEL_FAILED
-from optkit.runtime.overlap import AheadEngine
+from optkit.runtime.overlap import OverlapEngine
 from optkit.runtime.scheduling.scheduler import SchedulerConfig
 from optkit.runtime.types import QUEUE_TIMEOUT, EngineRequest, FinishReason, SamplingParams, TokenOutput
 from tests.support.histories import AheadHistory, Faults, FaultyRunner, reference
@@ -31,7 +31,7 @@ class Served:
         self.now, self.faults = 0.0, Faults()
         config = SchedulerConfig(**LIMITS | limits)
         runner = FaultyRunner(self.faults, num_blocks=config.num_blocks, block_size=config.block_size)
-        self.engine = AheadEngine(runner, config, clock=lambda: self.now)
+        self.engine = OverlapEngine(runner, config, clock=lambda: self.now)
         for name in ("grow", "publish"):
             self.faults.wrap(self.engine.scheduler.kv, name)
         self.requests: dict[str, EngineRequest] = {}

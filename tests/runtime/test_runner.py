@@ -7,20 +7,20 @@ import pytest
 import torch
 
 from optkit.runtime.engine import Engine
-from optkit.runtime.kv.pools import KVSpec, allocate, block_bytes, blocks_for_bytes, dtype_label, memory_plan
+from optkit.runtime.kv.pools import KVSpec
 from optkit.runtime.runner import ModelRunner, batch_inputs
 from optkit.runtime.scheduling.scheduler import SchedulerConfig
-from optkit.runtime.types import Batch, EngineRequest, SamplingParams, ScheduledSequence, Sequence
+from optkit.runtime.types import Batch, EngineRequest, Request, SamplingParams, ScheduledRequest
 
 VOCAB = 32
 
 
-def item(num_prompt: int, num_computed: int, num_new: int, table: list[int]) -> ScheduledSequence:
+def item(num_prompt: int, num_computed: int, num_new: int, table: list[int]) -> ScheduledRequest:
     ids = tuple(100 * num_prompt + i for i in range(num_prompt))
     request = EngineRequest(
         request_id=str(num_prompt), prompt_ids=ids, sampling=SamplingParams(max_tokens=1), arrival=0.0
     )
-    return ScheduledSequence(Sequence(request, list(ids), num_computed, table), num_new)
+    return ScheduledRequest(Request(request, list(ids), num_computed, table), num_new)
 
 
 def test_the_flattened_token_batch() -> None:
@@ -109,34 +109,3 @@ def test_a_chunk_without_logits_never_asks_the_model_for_zero_rows() -> None:
     engine = tiny_engine(16)
     engine.generate([list(range(20))], SamplingParams(max_tokens=2, temperature=0.0))
     assert engine.runner.model.rows == [1, 1, 1, 1]
-
-
-def test_pools_have_the_shapes_of_their_specs() -> None:
-    k, v = allocate([KVSpec(0, 2, 8, 4), KVSpec(1, 1, 6, 6)], 5, 16)
-    assert [tuple(t.shape) for t in k + v] == [(5, 16, 2, 8), (5, 16, 1, 6), (5, 16, 2, 4), (5, 16, 1, 6)]
-    assert {t.dtype for t in k + v} == {torch.float32}
-
-
-def test_a_row_of_an_int8_pool_has_room_for_its_scale() -> None:
-    k, v = allocate([KVSpec(0, 2, 8, 4), KVSpec(1, 1, 6, 6, "int8")], 5, 16)
-    assert [tuple(t.shape) for t in k + v] == [(5, 16, 2, 8), (5, 16, 1, 10), (5, 16, 2, 4), (5, 16, 1, 10)]
-    assert [t.dtype for t in k] == [t.dtype for t in v] == [torch.float32, torch.int8]
-
-
-def test_int8_holds_almost_four_times_the_tokens() -> None:
-    floats = [KVSpec(layer, 3, 64, 64) for layer in range(30)]
-    int8 = [KVSpec(layer, 3, 64, 64, "int8") for layer in range(30)]
-    assert block_bytes(int8, 16) / block_bytes(floats, 16) == 68 / 256
-    assert blocks_for_bytes(int8, 16, 1 << 28) == int(blocks_for_bytes(floats, 16, 1 << 28) * 256 / 68)
-    assert dtype_label(int8) == "int8" and dtype_label(int8 + floats) == "float32 and int8"
-
-
-def test_memory_arithmetic_agrees_with_the_allocation() -> None:
-    specs = [KVSpec(0, 2, 8, 4), KVSpec(1, 1, 6, 6, "int8")]
-    k, v = allocate(specs, 5, 16)
-    total = sum(t.nbytes for t in k + v)
-    assert 5 * block_bytes(specs, 16) == total
-    assert blocks_for_bytes(specs, 16, total) == 5
-    assert blocks_for_bytes(specs, 16, total - 1) == 4
-    plan = memory_plan(5, 16, total, sequence_length=33, dtype="float32 and int8")
-    assert (plan.num_tokens, plan.num_sequences, plan.num_bytes) == (80, 1, total)

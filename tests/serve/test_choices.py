@@ -81,7 +81,7 @@ def test_streamed_choices_interleave_and_equal_the_whole_answer() -> None:
 
 
 def test_each_choice_takes_a_slot() -> None:
-    app = tiny_app(FakeEngine(), max_running=2, max_queue=3)
+    app = tiny_app(FakeEngine(), max_num_seqs=2, max_queue=3)
     assert post(app, CHAT, {**HELLO, "n": 5}).status_code == 200
     assert post(app, CHAT, {**HELLO, "n": 6}).status_code == 400
 

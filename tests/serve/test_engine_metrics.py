@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from optkit.runtime.overlap import AheadScheduler
+from optkit.runtime.info import EngineInfo
+from optkit.runtime.overlap import OverlapScheduler
 from optkit.runtime.scheduling.scheduler import SchedulerConfig
 from optkit.runtime.types import EngineRequest, SamplingParams
+from tests.support.fakes import fake_engine
 from tests.support.serve_fakes import FakeEngine, LateEngine, SteppedEngine, call, client, post, tiny_app
 
 COMPLETIONS = "/v1/completions"
@@ -126,10 +128,10 @@ def test_preempted_sequence_whose_token_is_on_its_way_is_deferred() -> None:
     config = SchedulerConfig(
         max_num_seqs=2, max_num_batched_tokens=64, max_model_len=64, block_size=4, num_blocks=32
     )
-    scheduler = AheadScheduler(config)
+    scheduler = OverlapScheduler(config)
     scheduler.add(request("a"))
     scheduler.add(request("b"))
-    scheduler.promise(scheduler.schedule())
+    scheduler.advance(scheduler.schedule())
     scheduler.preempt(scheduler.running[-1])
     stats = scheduler.stats()
     assert (stats.num_waiting, stats.num_deferred) == (1, 1)
@@ -139,7 +141,7 @@ def test_preempted_sequence_whose_token_is_on_its_way_is_deferred() -> None:
 
 
 def test_rejections_are_counted_by_reason() -> None:
-    app = tiny_app(FakeEngine(), max_running=1, max_queue=1)
+    app = tiny_app(FakeEngine(), max_num_seqs=1, max_queue=1)
     rejections = "vllm:admission_rejections_total"
     assert values(app, rejections, "reason") == {"max_queue": 0, "ttft_slo": 0}
     statuses = post_all(app, [{"prompt": "a", "n": 2}] * 3)
@@ -165,7 +167,7 @@ def cache_config(engine: Any) -> dict[str, str]:
 
 
 def test_cache_config_has_vllm_s_labels() -> None:
-    engine = SteppedEngine(num_blocks=96, block_size=8, num_offload_slots=0)
+    engine = SteppedEngine(num_blocks=96, block_size=8, num_host_blocks=0)
     assert cache_config(engine) == {
         "engine": "0",
         "block_size": "8",
@@ -174,7 +176,7 @@ def test_cache_config_has_vllm_s_labels() -> None:
         "cache_dtype": "float32",
         "enable_prefix_caching": "True",
         "gpu_memory_utilization": "None",
-        "kv_cache_memory_bytes": str(engine.engine.info()["memory_plan"]["num_bytes"]),
+        "kv_cache_memory_bytes": str(engine.engine.info().memory_plan.num_bytes),
         "kv_cache_size_tokens": str(96 * 8),
     }
 
@@ -184,16 +186,16 @@ def test_cache_config_follows_the_engine() -> None:
     engine.engine.memory_share = 0.9
     labels = cache_config(engine)
     assert (labels["enable_prefix_caching"], labels["gpu_memory_utilization"]) == ("False", "0.9")
-    assert cache_config(SteppedEngine(num_offload_slots=7))["num_cpu_blocks"] == "7"
+    assert cache_config(SteppedEngine(num_host_blocks=7))["num_cpu_blocks"] == "7"
 
 
-@pytest.mark.parametrize("known", [{}, {"num_blocks": 4, "block_size": 2}])
-def test_cache_config_of_an_engine_that_is_being_replaced_is_the_last_one(known: dict[str, Any]) -> None:
+@pytest.mark.parametrize("known", [None, fake_engine().info()])
+def test_cache_config_of_an_engine_that_is_being_replaced_is_the_last_one(known: EngineInfo | None) -> None:
     engine = FakeEngine()
     engine.info = known
     app = tiny_app(engine)
     first = families(app).get("vllm:cache_config_info")
     assert (first is None) == (not known)
-    engine.info = {}
+    engine.info = None
     again = families(app).get("vllm:cache_config_info")
     assert (again and again.samples) == (first and first.samples)

@@ -36,7 +36,7 @@ def check(path: str, body: Any) -> None:
     if answer.status_code != 200:
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
         assert not INSIDE.search(answer.text), answer.text
-    assert APP.state.service.admission.used == 0
+    assert APP.state.parts.admission.used == 0
 
 
 @quick

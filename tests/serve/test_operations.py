@@ -39,7 +39,7 @@ def test_each_key_has_a_cache_of_its_own_and_salts_divide_it_further() -> None:
 def test_a_request_that_takes_too_long_ends_with_an_error(stream: bool) -> None:
     engine = FakeEngine()
     engine.delay = 0.05
-    app = tiny_app(engine, request_timeout_s=0.2)
+    app = tiny_app(engine, request_timeout=0.2)
     answer = post(app, CHAT, HELLO | {"stream": stream})
     if stream:
         *_, error, done = events(answer.text)
@@ -48,7 +48,7 @@ def test_a_request_that_takes_too_long_ends_with_an_error(stream: bool) -> None:
         error = answer.text
         assert answer.status_code == 504
     assert json.loads(error)["error"]["code"] == "request_timeout"
-    assert engine.aborted and app.state.service.admission.used == 0
+    assert engine.aborted and app.state.parts.admission.used == 0
 
 
 def test_a_request_that_waits_too_long_is_504_before_its_first_token() -> None:
@@ -56,7 +56,7 @@ def test_a_request_that_waits_too_long_is_504_before_its_first_token() -> None:
 
     async def go() -> int:
         engine.gate = asyncio.Event()
-        async with client(tiny_app(engine, request_timeout_s=0.1)) as http:
+        async with client(tiny_app(engine, request_timeout=0.1)) as http:
             return (await http.post(CHAT, json=HELLO | {"stream": True})).status_code
 
     assert asyncio.run(go()) == 504

@@ -1,21 +1,22 @@
-"""Who was there when the engine died is tried alone; who was alone is not tried again."""
+"""A request that ran when the engine died is probed alone; one that was the probe is blocked."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import httpx
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optkit.runtime.process.client import ENGINE_DIED, ENGINE_GONE
+from optkit.runtime.process.client import ENGINE_DIED, ENGINE_GONE, Casualty
 from optkit.runtime.types import EngineRequest, FinishReason, SamplingParams, TokenOutput
 from optkit.serve import quarantine
-from optkit.serve.quarantine import QUARANTINED, SENTENCE_SECONDS, Quarantine, Remembered
-from tests.serve.test_lifecycle import wait_ready
+from optkit.serve.quarantine import BLOCK_SECONDS, QUARANTINED, Quarantine, Remembered
+from tests.support.lifecycle import wait_ready
 from tests.support.live import PATIENCE, SCRIPT, LiveServer
 
 DEADLY = 9
@@ -31,6 +32,8 @@ class Engine:
 
     def __init__(self) -> None:
         self.deaths = self.running = self.most_running = 0
+        self.on_death: Callable[[Sequence[Casualty]], None] = lambda casualties: None
+        self.tokens: dict[str, Casualty] = {}
 
     async def generate(self, asked: EngineRequest) -> AsyncIterator[TokenOutput]:
         self.running += 1
@@ -38,8 +41,12 @@ class Engine:
         deaths, name = self.deaths, asked.request_id
         try:
             for i in range(4):
+                self.tokens[name] = Casualty(asked, i)
                 await asyncio.sleep(0)
-                self.deaths += DEADLY in asked.prompt_ids and i == 1
+                if DEADLY in asked.prompt_ids and i == 1 and self.deaths == deaths:
+                    self.deaths += 1
+                    self.on_death(list(self.tokens.values()))
+                    self.tokens.clear()
                 if self.deaths > deaths:
                     died = FinishReason.ERROR
                     yield TokenOutput(request_id=name, token_ids=(), finish_reason=died, error=ENGINE_DIED)
@@ -47,6 +54,7 @@ class Engine:
                 reason = FinishReason.LENGTH if i == 3 else None
                 yield TokenOutput(request_id=name, token_ids=(i,), finish_reason=reason)
         finally:
+            self.tokens.pop(name, None)
             self.running -= 1
 
 
@@ -56,6 +64,8 @@ async def ready() -> None:
 
 def ends(guard: Quarantine, engine: Engine, *requests: EngineRequest) -> list[str | None]:
     """How each of ``requests``, made at once, ended."""
+
+    engine.on_death = guard.record_death
 
     async def one(asked: EngineRequest) -> str | None:
         return [output.error async for output in guard.generate(asked, engine.generate)][-1]
@@ -75,7 +85,7 @@ def test_the_culprit_is_found_and_the_others_are_cleared() -> None:
     assert again == [None] * DEADLY + [ENGINE_DIED]
     assert engine.deaths == 2
     assert ends(guard, engine, *crowd) == [None] * DEADLY + [QUARANTINED]
-    now[0] = SENTENCE_SECONDS + 1
+    now[0] = BLOCK_SECONDS + 1
     assert ends(guard, engine, request(DEADLY)) == [ENGINE_DIED]  # another chance, and suspect again
 
 
@@ -85,7 +95,7 @@ def test_suspects_run_one_by_one_until_they_are_past_the_point() -> None:
     ends(guard, engine, *crowd)
     engine.most_running = 0
     ends(guard, engine, *crowd[:DEADLY])
-    assert engine.most_running <= 3  # two that are cleared and go on, beside the one on trial
+    assert engine.most_running <= 3  # two that are cleared and go on, beside the probe
 
 
 def test_choices_of_one_request_are_one_request() -> None:
@@ -108,6 +118,8 @@ class MortalEngine:
         self.streams: dict[str, asyncio.Queue[TokenOutput]] = {}
         self.deadly, self.running, self.tokens = set[str](), list[str](), Counter[str]()
         self.is_alive, self.deaths = True, 0
+        self.asked: dict[str, EngineRequest] = {}
+        self.on_death: Callable[[Sequence[Casualty]], None] = lambda casualties: None
 
     async def until_ready(self) -> None:
         while not self.is_alive:
@@ -121,6 +133,7 @@ class MortalEngine:
         if DEADLY in asked.prompt_ids:
             self.deadly.add(name)
         stream = self.streams[name] = asyncio.Queue()
+        self.asked[name] = asked
         while True:
             found = await stream.get()
             yield found
@@ -149,6 +162,7 @@ class MortalEngine:
 
     def die(self) -> None:
         self.is_alive, self.deaths = False, self.deaths + 1
+        self.on_death([Casualty(self.asked[name], self.tokens[name]) for name in self.running])
         for name in list(self.streams):
             self.put(output(name, error=ENGINE_DIED if name in self.running else ENGINE_GONE))
         self.running.clear()
@@ -184,12 +198,13 @@ async def insist(guard: Quarantine, engine: MortalEngine, prompt: int) -> str | 
     seats=st.integers(1, 6),
     fuse=st.integers(0, 3),
 )
-def test_the_culprit_alone_is_convicted_and_all_others_are_answered(
+def test_the_culprit_alone_is_blocked_and_all_others_are_answered(
     seed: int, innocents: int, seats: int, fuse: int
 ) -> None:
     """Clients that all insist, in any order, on an engine that comes back."""
     engine = MortalEngine(random.Random(seed), seats, fuse)
     guard = Quarantine(engine.until_ready)
+    engine.on_death = guard.record_death
     prompts = [DEADLY, *range(DEADLY + 1, DEADLY + 1 + innocents)]
     engine.dice.shuffle(prompts)
 
@@ -205,13 +220,14 @@ def test_the_culprit_alone_is_convicted_and_all_others_are_answered(
     answers = dict(zip(prompts, asyncio.run(go()), strict=True))
     assert answers.pop(DEADLY) == QUARANTINED
     assert set(answers.values()) == {None}
-    assert len(guard._convicts) == 1 and engine.deaths == 2
+    assert len(guard._blocked) == 1 and engine.deaths == 2
 
 
 def test_a_suspect_waits_for_an_engine_and_others_do_not() -> None:
     async def go() -> None:
         is_ready = asyncio.Event()
         guard, engine = Quarantine(is_ready.wait), Engine()
+        engine.on_death = guard.record_death
 
         async def one(asked: EngineRequest) -> str | None:
             return [found.error async for found in guard.generate(asked, engine.generate)][-1]
@@ -239,10 +255,39 @@ def test_a_suspect_that_never_got_to_a_live_engine_stays_a_suspect() -> None:
         return [found.error async for found in guard.generate(innocent, gone)]
 
     assert asyncio.run(go()) == [ENGINE_GONE]
+    assert quarantine.fingerprint(innocent) in guard._suspects
     assert ends(guard, engine, innocent) == [None]
 
 
-def test_what_is_remembered_is_bounded(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_no_fingerprint_is_computed_while_nothing_is_suspected(monkeypatch: pytest.MonkeyPatch) -> None:
+    guard, engine = Quarantine(ready), Engine()
+    fingerprints: list[EngineRequest] = []
+    original = quarantine.fingerprint
+    monkeypatch.setattr(
+        quarantine, "fingerprint", lambda asked: fingerprints.append(asked) or original(asked)
+    )
+    assert ends(guard, engine, *map(request, range(5))) == [None] * 5
+    assert fingerprints == []
+    source = engine.generate(request(1))
+    assert guard.generate(request(1), lambda asked: source) is source  # no generator around the engine's
+    assert ends(guard, engine, request(DEADLY)) == [ENGINE_DIED]
+    assert len(fingerprints) == 1
+
+
+def test_blocks_end_and_are_forgotten() -> None:
+    now = [0.0]
+    guard, engine = Quarantine(ready, lambda: now[0]), Engine()
+    assert [ends(guard, engine, request(DEADLY))[0] for _ in range(3)] == [
+        ENGINE_DIED,
+        ENGINE_DIED,
+        QUARANTINED,
+    ]
+    now[0] = BLOCK_SECONDS
+    assert ends(guard, engine, request(1)) == [None]
+    assert not guard._blocked and not guard._suspects
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quarantine, "MAX_REMEMBERED", 2)
     found = Remembered[int]()
     for i in range(5):
@@ -265,7 +310,7 @@ def test_a_client_that_insists_does_not_take_every_engine_down() -> None:
 
 
 def test_innocents_are_answered_beside_a_client_that_insists() -> None:
-    """Everybody repeats a 503; the culprit comes first, so the others wait for their trial when the engine dies."""
+    """Everybody repeats a 503; the culprit comes first, so the others wait for their probe when the engine dies."""
     with LiveServer(die_token=DEADLY, step_delay=0.3, script=SCRIPT[:-1]) as live:
 
         async def insist(http: httpx.AsyncClient, first: int) -> int:

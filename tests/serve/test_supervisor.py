@@ -15,7 +15,7 @@ from optkit.serve.supervisor import EngineSupervisor, cpu_seconds
 
 
 def idle() -> EngineSupervisor:
-    return EngineSupervisor(lambda: EngineClient("", factory="tests.support.fakes:fake_engine"))
+    return EngineSupervisor(lambda: EngineClient("", factory="tests.support.fakes:engine_from_json"))
 
 
 def test_each_restart_waits_longer_and_the_fourth_death_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:

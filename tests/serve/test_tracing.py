@@ -15,7 +15,7 @@ from optkit.extras import installed_version
 from optkit.serve import tracing
 from optkit.serve.app import create_app
 from optkit.serve.server import ServeOptions, run
-from optkit.serve.tracing import Record, Tracing
+from optkit.serve.tracing import RequestRecord, Tracing
 from tests.support.serve_fakes import FakeEngine, SteppedEngine, call, settings, tiny_app, tiny_tokenizer
 
 CHAT = "/v1/chat/completions"
@@ -90,7 +90,7 @@ def test_spans_arrive_at_an_otlp_receiver() -> None:
     with http.server.HTTPServer(("127.0.0.1", 0), Receiver) as receiver:
         threading.Thread(target=receiver.serve_forever, daemon=True).start()
         spans = Tracing.to(f"http://127.0.0.1:{receiver.server_port}/v1/traces")
-        spans.record(Record(operation="chat", reply_id="chatcmpl-1", model="tiny", arrival=0.0))
+        spans.record(RequestRecord(operation="chat", reply_id="chatcmpl-1", model="tiny", arrival=0.0))
         spans.close()
         receiver.shutdown()
     [(path, body)] = got
@@ -108,5 +108,5 @@ def test_without_the_packages_or_with_nonsense_the_start_is_refused(monkeypatch:
 
 
 def test_by_default_nothing_is_traced() -> None:
-    assert tiny_app().state.service.tracing is None
+    assert tiny_app().state.parts.tracing is None
     assert json.loads(call(tiny_app(), "POST", CHAT, json=HELLO).text)["choices"]

@@ -1,0 +1,1 @@
+"""Helpers of the tests: tiny models, fakes, packed checkpoints, servers, and child processes."""

@@ -45,6 +45,10 @@ SPECIFIC: dict[str, dict[str, Any]] = {
     "cohere2": {"sliding_window": 8, "layer_types": [LOCAL, GLOBAL]},
     "glm4": {"head_dim": 16},
     "mixtral": {"num_local_experts": 4},
+    "qwen2_moe": {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+        "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1,
+    },
     "qwen3_moe": MOE,
 }  # fmt: skip
 
@@ -57,7 +61,7 @@ def tiny_config(name: str, **overrides: Any) -> Any:
 
 
 def tiny_model(name: str, attention: str = "eager", **overrides: Any) -> Any:
-    """A float32 model with random weights; biases and norms are random too, so that none can be dropped unseen."""
+    """A float32 model with random weights, biases and norms: a dropped bias or norm changes the logits."""
     from transformers import AutoModelForCausalLM
 
     config = tiny_config(name, **overrides)

@@ -1,4 +1,4 @@
-"""A completions server as a process of its own, with nothing but the standard library: PORT [fail]."""
+"""A completions server as a child process, with the standard library only. Arguments: PORT [fail]."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 
 class Handler(BaseHTTPRequestHandler):
+    """``/health``, ``/v1/models`` and a streamed ``/v1/completions``."""
+
     def do_GET(self) -> None:
         self.answer(json.dumps({"data": [{"id": "fake"}]}))
 

@@ -1,8 +1,8 @@
-"""Each model exported once: ``torch.export`` takes seconds, and what it gives follows from the code and configuration.
+"""Each model is exported once: ``torch.export`` takes seconds, and equal code and configuration give an equal program.
 
-The program is kept and handed out with the tensors of the model at hand. Whether it is right for that model is not
-taken on trust: every capture ends by comparing the graph's logits with the model's. A test that gives a module another
-``forward`` has another model; one that changes how models compute otherwise must export by ``torch.export`` itself.
+The program is cached and returned with the tensors of the given model. Every capture still ends by comparing the
+graph's logits with the model's logits. A test may replace the ``forward`` of a module, which counts as another model.
+A test that changes the computation in another way must call ``torch.export`` directly.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from optkit.capture.export import LogitsOf
 
 
 class ExportOnce:
-    """Stands in for ``optkit.capture.export.export``."""
+    """Replacement of ``optkit.capture.export.export`` with a cache."""
 
     def __init__(self, export: Callable[[Any], Any]) -> None:
         self.export = export
@@ -38,14 +38,14 @@ class ExportOnce:
 
 
 def tensors_of(model: Any) -> dict[str, Tensor]:
-    """Parameters and buffers under the names of the exported module; tied ones under each of theirs."""
+    """Parameters and buffers under the names of the exported module; a tied tensor appears under each name."""
     module = LogitsOf(model)
     parameters = dict(module.named_parameters(remove_duplicate=False))
     return parameters | dict(module.named_buffers(remove_duplicate=False))
 
 
 def identity(model: Any, tensors: dict[str, Tensor]) -> Any:
-    """What the trace follows from: configuration, code of each module, kind of each tensor and which are the same."""
+    """The key of the cache: configuration, code of each module, kind of each tensor, and the shared tensors."""
     first = {id(tensor): name for name, tensor in reversed(tensors.items())}
     kinds = tuple((n, t.shape, t.dtype, t.device.type, first[id(t)]) for n, t in tensors.items())
     code = tuple((name, type(module), type(module).forward) for name, module in model.named_modules())

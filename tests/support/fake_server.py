@@ -1,4 +1,4 @@
-"""A completions server with scripted streams, in a thread of this process."""
+"""A completions server with scripted streams, in a thread of the test process."""
 
 from __future__ import annotations
 
@@ -77,11 +77,12 @@ def text(words):
 
 
 def usage(prompt, completion, cached=0):
+    """The usage part of an event."""
     details = {"prompt_tokens_details": {"cached_tokens": cached}} if cached else {}
     return {"choices": [], "usage": {"prompt_tokens": prompt, "completion_tokens": completion, **details}}
 
 
 def normal(body):
-    """As many one-token chunks as were asked for, then usage."""
+    """A stream of one-token chunks up to the requested length, then usage."""
     n = body["max_tokens"]
     return [*(text(f"w{i} ") for i in range(n)), usage(len(body["prompt"]), n), "[DONE]"]

@@ -1,12 +1,12 @@
-"""Fakes for tests: an engine without a model, whose output depends on every token and on where its KV lies."""
+"""An engine without a model, for tests: the output depends on every token and on the place of its KV."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
 import zlib
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +15,30 @@ import torch
 
 from optkit.cancellation import check_cancelled
 from optkit.errors import UserError
+from optkit.recipe.engine_options import EngineOptions
 from optkit.runtime.engine import Engine
-from optkit.runtime.kv.offload import MemorySlots
+from optkit.runtime.kv.offload import MemoryBlocks
 from optkit.runtime.sampling import sampler
 from optkit.runtime.scheduling.scheduler import SchedulerConfig
-from optkit.runtime.types import Batch, ScheduledSequence
+from optkit.runtime.types import Batch, ScheduledRequest
 
 EMPTY = -1
 
 
 class FakeRunner:
-    """Logits are a hash of the sequence's tokens *as read back through its block table*.
+    """A runner with logits from a hash of the sequence's tokens *as read back through the block table*.
 
-    A token written to a wrong slot, a block given to two sequences, a chunk skipped or computed from a wrong
-    position: each changes the output, so comparing with a solo run checks all KV bookkeeping.
+    A token in a wrong slot, a block with two owners, a skipped chunk and a chunk at a wrong position change the
+    output. So comparing with a solo run checks all KV bookkeeping.
 
-    ``script``: always answer with these tokens, in turn. ``poison_token``: a prompt with it makes ``execute``
-    raise. ``nan_token``: a prompt with it gets NaN logits. ``die_token``: a prompt with it ends the process.
-    ``remember``: keep the batches, which a server under load must not. ``slow_token``: a prompt with it makes
-    ``execute`` compute until the file ``until`` exists, without a pause or, with ``parts``, in parts; it makes
-    ``until.begun`` first.
+    Attributes:
+        script: tokens to return in turn, in place of hashed logits.
+        poison_token: ``execute`` raises for a prompt with the token.
+        nan_token: a prompt with the token gets NaN logits.
+        die_token: a prompt with the token ends the process.
+        remember: keep all batches; off for a server under load.
+        slow_token: for a prompt with the token ``execute`` creates the file ``until.begun`` and computes until the
+            file ``until`` exists, without a pause or, with ``parts``, in parts.
     """
 
     kv_bytes, kv_dtype, weight_bytes = 0, "float32", 0
@@ -72,7 +76,7 @@ class FakeRunner:
             self.batches.append(batch)
         seen = [self._write_and_read(item) for item in batch.items]
         check_cancelled()
-        if any(self.slow_token in item.seq.token_ids for item in batch.items):
+        if any(self.slow_token in item.request.token_ids for item in batch.items):
             self._compute_for_long()
         rows = [
             self._logits(item, ids[: len(ids) - back], len(item.draft) - back)
@@ -94,45 +98,53 @@ class FakeRunner:
     def write_block(self, block: int, data: np.ndarray) -> None:
         self.slots[block * self.block_size : (block + 1) * self.block_size] = data.view(np.int64)
 
-    def _write_and_read(self, item: ScheduledSequence) -> np.ndarray:
-        seq, end = item.seq, item.seq.num_computed + item.num_new
+    def _write_and_read(self, item: ScheduledRequest) -> np.ndarray:
+        request, end = item.request, item.request.num_computed + item.num_new
         positions = np.arange(end)
-        table = np.array(seq.block_table)
+        table = np.array(request.block_table)
         slots = table[positions // self.block_size] * self.block_size + positions % self.block_size
-        self.slots[slots[seq.num_computed :]] = item.new_tokens
-        if self.poison_token in seq.token_ids:
+        self.slots[slots[request.num_computed :]] = item.new_tokens
+        if self.poison_token in request.token_ids:
             raise RuntimeError("poisoned")
-        if self.die_token in seq.token_ids:
+        if self.die_token in request.token_ids:
             os.kill(os.getpid(), signal.SIGSEGV)  # as native code that fails does
         return self.slots[slots]
 
-    def _logits(self, item: ScheduledSequence, ids: np.ndarray, num_ahead: int) -> torch.Tensor:
-        """After the tokens ``ids``, of which ``num_ahead`` are guesses."""
-        if self.nan_token in item.seq.token_ids:
+    def _logits(self, item: ScheduledRequest, ids: np.ndarray, num_ahead: int) -> torch.Tensor:
+        """Logits after the tokens ``ids``; the last ``num_ahead`` of the tokens are guesses."""
+        if self.nan_token in item.request.token_ids:
             return torch.full((self.vocab_size,), float("nan"))
         logits = self.logits_after(ids)
         if self.script:
-            logits[self.script[(item.seq.num_output + num_ahead) % len(self.script)]] = 1e4
+            logits[self.script[(item.request.num_output + num_ahead) % len(self.script)]] = 1e4
         return logits
 
     def logits_after(self, ids: np.ndarray) -> torch.Tensor:
-        """Logits [V] for what follows the tokens ``ids``."""
+        """Logits [V] of the token after ``ids``."""
         random = np.random.default_rng(zlib.crc32(ids.tobytes()))
         return torch.from_numpy(random.standard_normal(self.vocab_size, dtype=np.float32))
 
 
-def fake_engine(artifact_dir: str = "", options: dict[str, Any] | None = None) -> Engine:
-    """An ``Engine`` on a ``FakeRunner``; the factory ``tests.support.fakes:fake_engine`` of the engine process.
+FACTORY = "tests.support.fakes:engine_from_json"
 
-    ``options`` are fields of ``SchedulerConfig`` and arguments of ``FakeRunner``, and for the process tests
-    ``load_error``: "user" or "bug", ``load_delay``: seconds, ``faults``: tokens and the places they break.
+
+def engine_from_json(artifact_dir: str, options: EngineOptions) -> Engine:
+    """The factory of the engine process: ``artifact_dir`` is the options of ``fake_engine`` as JSON."""
+    return fake_engine(options=json.loads(artifact_dir or "{}"))
+
+
+def fake_engine(options: dict[str, Any] | None = None) -> Engine:
+    """An ``Engine`` on a ``FakeRunner``.
+
+    ``options`` are fields of ``SchedulerConfig`` and arguments of ``FakeRunner``. For the process tests there are
+    also ``load_error``: "user" or "bug", ``load_delay``: seconds, ``faults``: token -> place to break (``inject``).
     """
     options = dict(options or {})
     faults = options.pop("faults", {})
     time.sleep(options.pop("load_delay", 0))
     match options.pop("load_error", None):
         case "user":
-            raise UserError("the artifact is broken", where=artifact_dir, fix="build it again")
+            raise UserError("the artifact is broken", where="there", fix="build it again")
         case "bug":
             raise KeyError("weights")
     limits = {
@@ -142,11 +154,11 @@ def fake_engine(artifact_dir: str = "", options: dict[str, Any] | None = None) -
         "block_size": 4,
         "num_blocks": 64,
     }
-    names = {f.name for f in fields(SchedulerConfig)}
+    names = set(SchedulerConfig.__struct_fields__)
     config = SchedulerConfig(**limits | {name: options.pop(name) for name in names & options.keys()})
     runner = FakeRunner(num_blocks=config.num_blocks, block_size=config.block_size, **options)
-    slots = config.num_offload_slots
-    engine = Engine(runner, config, store=MemorySlots(slots, runner.read_block(0).nbytes) if slots else None)
+    slots = config.num_host_blocks
+    engine = Engine(runner, config, store=MemoryBlocks(slots, runner.read_block(0).nbytes) if slots else None)
     if slots:
         engine.scheduler.kv.worth_saving = lambda: True  # a fake computes faster than anything can be copied
     for token, place in faults.items():
@@ -155,7 +167,7 @@ def fake_engine(artifact_dir: str = "", options: dict[str, Any] | None = None) -
 
 
 def inject(engine: Engine, token: int, place: str) -> None:
-    """Have ``place`` raise on sequences whose prompt has ``token``."""
+    """Make ``place`` raise on sequences with ``token`` in the prompt."""
     owners: dict[str, tuple[Any, str]] = {
         "sampler": (sampler, "sample_row"),
         "arrival": (engine.scheduler.policy, "rank"),
@@ -168,7 +180,7 @@ def inject(engine: Engine, token: int, place: str) -> None:
 
     def broken(*args: Any) -> Any:
         for arg in args:
-            request = getattr(arg, "request", arg)
+            request = getattr(arg, "received", arg)
             if token in getattr(request, "prompt_ids", ()):
                 raise RuntimeError(f"injected into {name}")
         return original(*args)

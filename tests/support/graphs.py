@@ -1,4 +1,4 @@
-"""Captured graphs of tiny models for tests: captured once, cloned for whoever rewrites them."""
+"""Captured graphs of tiny models for tests, captured once and cloned for each rewrite."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CONTEXT = PassContext(TARGET, calibration)
 
 
 def captured(name: str, **overrides: Any) -> Graph:
-    """A tiny model's graph, of its own."""
+    """A new clone of a tiny model's graph."""
     return source(name, tuple(sorted(overrides.items()))).clone()
 
 
@@ -53,7 +53,7 @@ def checked(graph: Graph, name: str, **options: Any) -> tuple[Any, Plan]:
 
 
 def apply(graph: Graph, name: str, **options: Any) -> Plan:
-    """Run pass ``name`` on ``graph``; gives the plan it followed."""
+    """Run pass ``name`` on ``graph`` and return the plan."""
     optimization, plan = checked(graph, name, **options)
     assert optimization.apply(graph, plan, CONTEXT).changed == len(plan.sites)
     return plan
@@ -69,12 +69,12 @@ def random_ids(lengths: Sequence[int], vocabulary: int = 128) -> list[Tensor]:
 
 
 def dense(graph: Graph, ids: Tensor, target: Target | None = None) -> Tensor:
-    """Logits [T, V] of one sequence; without a target by the reference kernels."""
+    """Logits [T, V] of a sequence; without a target by the reference kernels."""
     return lower(graph, target)(dense_inputs([len(ids)], ids, graph.meta.kv_specs))
 
 
 def assert_same_logits(before: Graph, after: Graph, target: Target | None = None) -> None:
-    """Equal up to float rounding: one dense sequence, and three ragged ones in scattered blocks."""
+    """Assert equal logits up to float rounding: a dense sequence, and three ragged sequences in scattered blocks."""
     first, *prompts = random_ids((37, 29, 7, 41))
     expected = dense(before, first)
     tolerance = {"atol": 2e-4 * max(1.0, expected.abs().max().item()) / 10, "rtol": 1e-4}
@@ -88,7 +88,9 @@ def relative_error(value: Tensor, expected: Tensor) -> float:
 
 
 def assert_kernels_agree(graph: Graph, before: Graph, kernel: str, share: float) -> None:
-    """This machine's kernels, dense and ragged, are off by less than ``share`` of what quantizing ``before`` lost."""
+    """Assert that the local kernels, dense and ragged, err by less than ``share`` of the quantization error of
+    ``before``.
+    """
     prompts = random_ids((29, 7, 41))
     fast = lower(graph, TARGET)
     assert any(name.startswith(kernel) for name in fast.kernels)
@@ -100,7 +102,7 @@ def assert_kernels_agree(graph: Graph, before: Graph, kernel: str, share: float)
 
 
 def assert_one_layer_agrees(graph: Graph, op: Any) -> None:
-    """From equal inputs the kernel chosen here gives what the reference gives, up to float rounding."""
+    """Assert that the local kernel and the reference agree up to float rounding, for equal inputs."""
     output = next(n for n in graph.fx.nodes if n.op == "output")
     output.args = (next(graph.calls(op)),)
     graph.prune()
@@ -109,7 +111,7 @@ def assert_one_layer_agrees(graph: Graph, op: Any) -> None:
 
 
 def assert_origins_invert(graph: Graph) -> None:
-    """``Origin.build`` of what ``Origin.split`` gives is the weight, for every checkpoint weight."""
+    """Assert that ``Origin.build`` after ``Origin.split`` gives the weight, for every checkpoint weight."""
     for name, weight in graph.weights.items():
         if weight.origin is not None:
             rebuilt = weight.origin.build(weight.origin.split(weight.value))
@@ -117,7 +119,7 @@ def assert_origins_invert(graph: Graph) -> None:
 
 
 def checkpoint(graph: Graph) -> dict[str, Tensor]:
-    """The checkpoint tensors that the graph's weights are made of."""
+    """The checkpoint tensors behind the graph's weights."""
     tensors: dict[str, Tensor] = {}
     for weight in graph.weights.values():
         if weight.origin is not None:

@@ -1,14 +1,13 @@
-"""Random histories of an engine under faults, against a reference without scheduler, batch or cache.
+"""Random histories of an engine under faults, compared with a reference without scheduler, batch or cache.
 
-Requests are added, are aborted, wait too long, preempt each other, have KV offloaded and tokens guessed. Faults hit one
-request (its rows, its KV bookkeeping), one step (a batch, a launch, a step on the device) or one part (the offload
-store, the proposer). Every request ends exactly once; its tokens are those of ``reference``, up to its end.
+Events are new, aborted and late requests, preemptions, offloaded KV and guessed tokens. A fault hits a request (its
+rows, its KV bookkeeping), a step (a batch, a launch, a step on the device) or a part (the offload store, the
+proposer). Every request ends exactly once, with the tokens of ``reference`` up to the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +18,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from optkit.runtime.engine import MODEL_FAILED, Engine
-from optkit.runtime.kv.offload import CorruptSlot, MemorySlots
-from optkit.runtime.overlap import AheadEngine
+from optkit.runtime.kv.offload import CorruptBlock, MemoryBlocks
+from optkit.runtime.overlap import OverlapEngine
 from optkit.runtime.sampling.proposer import SpeculationStats
 from optkit.runtime.sampling.sampler import BAD_LOGITS, sample
 from optkit.runtime.scheduling.scheduler import SchedulerConfig
@@ -32,9 +31,9 @@ from optkit.runtime.types import (
     EngineRequest,
     Failure,
     FinishReason,
+    Request,
     SamplingParams,
-    ScheduledSequence,
-    Sequence,
+    ScheduledRequest,
     TokenOutput,
 )
 from tests.support.fakes import FakeRunner
@@ -56,57 +55,59 @@ End = tuple[list[int], FinishReason, str | None]
 
 def reference(request: EngineRequest) -> tuple[list[int], FinishReason]:
     """The answer by sampling token after token from the logits of the whole text."""
-    runner, seq = FakeRunner(vocab_size=VOCAB), Sequence(request, list(request.prompt_ids))
-    longest = min(seq.num_prompt + request.sampling.max_tokens, MAX_LEN)
-    while len(seq.token_ids) < longest:
-        logits = runner.logits_after(np.array(seq.token_ids, dtype=np.int64))
-        (token,) = sample(logits[None], [seq])
+    runner, request = FakeRunner(vocab_size=VOCAB), Request(request, list(request.prompt_ids))
+    longest = min(request.num_prompt + request.sampling.max_tokens, MAX_LEN)
+    while len(request.token_ids) < longest:
+        logits = runner.logits_after(np.array(request.token_ids, dtype=np.int64))
+        (token,) = sample(logits[None], [request])
         if token in request.sampling.stop_token_ids:
-            return seq.output_ids, FinishReason.STOP
-        seq.token_ids.append(token)
-    return seq.output_ids, FinishReason.LENGTH
+            return request.output_ids, FinishReason.STOP
+        request.token_ids.append(token)
+    return request.output_ids, FinishReason.LENGTH
 
 
 class Faults:
-    """The faults to come: of requests, for as long as they are there, and of steps, one each."""
+    """Pending faults: permanent faults of requests, and single faults of steps."""
 
     def __init__(self) -> None:
         self.requests: dict[str, str] = {}
         self.steps: set[str] = set()
 
-    def of(self, seq: Sequence) -> str | None:
-        return self.requests.get(seq.request.request_id)
+    def of(self, request: Request) -> str | None:
+        return self.requests.get(request.request_id)
 
     def strike(self, name: str) -> None:
-        """Raise if a step's fault of that name is to come; the next step has none."""
+        """Raise if a step's fault called ``name`` is pending, and remove the fault."""
         if name in self.steps:
             self.steps.discard(name)
             raise RuntimeError(f"injected: {name}")
 
     def wrap(self, owner: Any, name: str) -> None:
-        """Have the method raise for sequences that have the fault of its name."""
+        """Make the method ``name`` of ``owner`` raise for sequences with the fault of the same name."""
         original: Callable[..., Any] = getattr(owner, name)
 
-        def method(seq: Sequence, *args: Any) -> Any:
-            if self.of(seq) == name:
+        def method(request: Request, *args: Any) -> Any:
+            if self.of(request) == name:
                 raise RuntimeError(f"injected: {name}")
-            return original(seq, *args)
+            return original(request, *args)
 
         setattr(owner, name, method)
 
 
-class Flight:
+class PendingStep:
+    """A launched step of ``FaultyRunner``."""
+
     def __init__(self, tokens: list[int | Failure], broken: bool) -> None:
         self._tokens, self._broken = tokens, broken
 
-    def tokens(self) -> list[int | Failure]:
+    def result(self) -> list[int | Failure]:
         if self._broken:
             raise RuntimeError("injected: the results of a step cannot be read")
         return self._tokens
 
 
 class FaultyRunner(FakeRunner):
-    """A fake that also samples by itself, like a device, and fails where ``faults`` say so."""
+    """A fake runner with sampling on the device and with injected faults."""
 
     def __init__(self, faults: Faults, **options: Any) -> None:
         super().__init__(**options)
@@ -114,18 +115,18 @@ class FaultyRunner(FakeRunner):
         self._sampled: dict[int, int | Failure] = {}  # id of a sequence: its token in the last step
 
     def execute(self, batch: Batch) -> torch.Tensor:
-        assert not any(item.seq.is_pending for item in batch.items), "a token that is not known yet"
+        assert not any(item.request.is_pending for item in batch.items), "a token that is not known yet"
         if len(batch.items) > 1:
             self.faults.strike("batch")
         return super().execute(batch)
 
-    def launch(self, batch: Batch) -> Flight:
-        if "model" in map(self.faults.of, (item.seq for item in batch.items)):
+    def launch(self, batch: Batch) -> PendingStep:
+        if "model" in map(self.faults.of, (item.request for item in batch.items)):
             raise RuntimeError("injected: model")
         self.faults.strike("launch")
-        known = Batch(tuple(replace(item, seq=self._known(item.seq)) for item in batch.items))
+        known = Batch(tuple(replace(item, request=self._known(item.request)) for item in batch.items))
         due = [
-            (item.seq, copy.seq)
+            (item.request, copy.request)
             for item, copy in zip(batch.items, known.items, strict=True)
             if copy.needs_logits
         ]
@@ -135,65 +136,69 @@ class FaultyRunner(FakeRunner):
         else:
             tokens = sample(super().execute(known), [copy for _, copy in due])
         self.faults.steps -= {"flight", "flight that wrote nothing"}
-        self._sampled = {id(seq): token for (seq, _), token in zip(due, tokens, strict=True)}
-        return Flight(tokens, broken)
+        self._sampled = {id(request): token for (request, _), token in zip(due, tokens, strict=True)}
+        return PendingStep(tokens, broken)
 
     def counters(self) -> dict[str, int]:
         return {}
 
-    def _known(self, seq: Sequence) -> Sequence:
-        """``seq`` with the token that the step before has sampled."""
-        if not seq.is_pending:
-            return replace(seq, token_ids=list(seq.token_ids))
-        assert PENDING not in seq.token_ids[:-1]
-        token = self._sampled[id(seq)]
-        return replace(seq, token_ids=[*seq.token_ids[:-1], 0 if isinstance(token, Failure) else token])
+    def _known(self, request: Request) -> Request:
+        """``request`` with the token sampled by the step before."""
+        if not request.is_pending:
+            return replace(request, token_ids=list(request.token_ids))
+        assert PENDING not in request.token_ids[:-1]
+        token = self._sampled[id(request)]
+        return replace(
+            request, token_ids=[*request.token_ids[:-1], 0 if isinstance(token, Failure) else token]
+        )
 
-    def _logits(self, item: ScheduledSequence, ids: np.ndarray, num_ahead: int) -> torch.Tensor:
-        if self.faults.of(item.seq) == "model":
+    def _logits(self, item: ScheduledRequest, ids: np.ndarray, num_ahead: int) -> torch.Tensor:
+        if self.faults.of(item.request) == "model":
             raise RuntimeError("injected: model")
-        if self.faults.of(item.seq) == "nan":
+        if self.faults.of(item.request) == "nan":
             return torch.full((self.vocab_size,), float("nan"))
         return super()._logits(item, ids, num_ahead)
 
 
 class Guesser:
-    """Proposes what the reference says, and now and then something else, to half of the requests."""
+    """A proposer for half of the requests: mostly the tokens of the reference, at times a wrong token."""
 
     def __init__(self, answers: dict[str, list[int]], faults: Faults) -> None:
         self.answers, self.faults, self.stats = answers, faults, SpeculationStats()
 
-    def propose(self, sequences: Seq[Sequence], limits: Seq[int]) -> list[tuple[int, ...]]:
+    def propose(self, sequences: Sequence[Request], limits: Sequence[int]) -> list[tuple[int, ...]]:
         self.faults.strike("propose")
-        return [self.guess(seq)[: max(limit, 0)] for seq, limit in zip(sequences, limits, strict=True)]
+        return [
+            self.guess(request)[: max(limit, 0)] for request, limit in zip(sequences, limits, strict=True)
+        ]
 
-    def guess(self, seq: Sequence) -> tuple[int, ...]:
-        assert not seq.is_pending
-        if int(seq.request.request_id[1:]) % 2:
+    def guess(self, request: Request) -> tuple[int, ...]:
+        assert not request.is_pending
+        if int(request.request_id[1:]) % 2:
             return ()
-        right = self.answers[seq.request.request_id][seq.num_output :]
-        return (*right[: len(seq.token_ids) % 4], (len(seq.token_ids) * 7) % VOCAB)
+        right = self.answers[request.request_id][request.num_output :]
+        return (*right[: len(request.token_ids) % 4], (len(request.token_ids) * 7) % VOCAB)
 
-    def observe(self, seq: Sequence, num_drafted: int, num_accepted: int) -> None:
+    def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         assert 0 <= num_accepted <= num_drafted
 
-    def finished(self, seq: Sequence) -> None:
+    def finished(self, request: Request) -> None:
         self.faults.strike("finished")
 
 
-class UnreliableSlots(MemorySlots):
-    """Loses what it was given, when told."""
+class UnreliableBlocks(MemoryBlocks):
+    """An offload store that loses blocks on demand."""
 
     broken = False
 
-    def read(self, slot: int) -> np.ndarray:
+    def read(self, host_block: int) -> np.ndarray:
         if self.broken:
-            raise CorruptSlot("broken for the test")
-        return super().read(slot)
+            raise CorruptBlock("broken for the test")
+        return super().read(host_block)
 
 
 def sampling_params() -> st.SearchStrategy[SamplingParams]:
-    """Most of them a device can sample by itself."""
+    """Random parameters; a device can sample most of them."""
     return st.builds(
         SamplingParams,
         max_tokens=st.integers(1, 12),
@@ -206,52 +211,52 @@ def sampling_params() -> st.SearchStrategy[SamplingParams]:
 
 
 class FaultyHistory(RuleBasedStateMachine):
-    """Random events on a pool too small for everyone."""
+    """Random events on a pool too small for all requests."""
 
     engine_class: type[Engine]
 
     @initialize(
-        seqs=st.integers(1, 5),
+        requests=st.integers(1, 5),
         budget=st.integers(5, 12),
         blocks=st.integers(9, 20),
         size=st.integers(1, 4),
         policy=st.sampled_from(["fcfs", "slo"]),
         caching=st.booleans(),
-        slots=st.integers(0, 12),
+        host_blocks=st.integers(0, 12),
         guessing=st.booleans(),
         timeout=st.sampled_from([None, 0.05, 0.5]),
     )
     def start(
         self,
-        seqs: int,
+        requests: int,
         budget: int,
         blocks: int,
         size: int,
         policy: str,
         caching: bool,
-        slots: int,
+        host_blocks: int,
         guessing: bool,
         timeout: float | None,
     ) -> None:
         config = SchedulerConfig(
-            max_num_seqs=seqs,
+            max_num_seqs=requests,
             max_num_batched_tokens=budget,
             max_model_len=MAX_LEN,
             block_size=size,
             num_blocks=blocks,
-            policy=policy,
-            ttft_slo=0.5,
-            tpot_slo=0.05,
+            scheduling_policy=policy,
+            ttft_slo_ms=500.0,
+            tpot_slo_ms=50.0,
             queue_timeout=timeout,
             enable_prefix_caching=caching,
-            num_offload_slots=slots * caching,
+            num_host_blocks=host_blocks * caching,
         )
         self.now, self.total, self.faults = 0.0, 0, Faults()
         self.wanted: dict[str, tuple[list[int], FinishReason]] = {}
         self.answers: dict[str, list[int]] = {}
         self.open: dict[str, EngineRequest] = {}
         self.tokens: dict[str, list[int]] = {}
-        self.store = UnreliableSlots(max(slots, 1), 8 * size)
+        self.store = UnreliableBlocks(max(host_blocks, 1), 8 * size)
         runner = FaultyRunner(self.faults, num_blocks=blocks, block_size=size, vocab_size=VOCAB)
         proposer = Guesser(self.answers, self.faults) if guessing else None
         self.engine = self.engine_class(runner, config, self.store, proposer, lambda: self.now)
@@ -305,7 +310,7 @@ class FaultyHistory(RuleBasedStateMachine):
 
     @rule(event=st.sampled_from((*STEP_FAULTS, "store breaks", "store works", "reset")))
     def disturb(self, event: str) -> None:
-        """A fault in the next step that can have it, in the offload store, or a reset of the prefix cache."""
+        """Inject a fault into the next step or the offload store, or reset the prefix cache."""
         if event in STEP_FAULTS:
             self.faults.steps.add(event)
         elif event == "reset":
@@ -332,8 +337,8 @@ class FaultyHistory(RuleBasedStateMachine):
 
     def nobody_waits_too_long(self) -> None:
         timeout = self.engine.config.queue_timeout
-        for seq in self.engine.scheduler.waiting if timeout is not None else ():
-            assert seq.progress.started is not None or seq.request.arrival >= self.now - timeout
+        for request in self.engine.scheduler.waiting if timeout is not None else ():
+            assert request.progress.started is not None or request.received.arrival >= self.now - timeout
 
     def take(self, out: TokenOutput) -> None:
         name = out.request_id
@@ -358,7 +363,7 @@ class FaultyHistory(RuleBasedStateMachine):
     def consistent(self) -> None:
         self.engine.scheduler.check()
         known = {
-            seq.request.request_id for seq in self.engine.scheduler.running + self.engine.scheduler.waiting
+            request.request_id for request in self.engine.scheduler.running + self.engine.scheduler.waiting
         }
         assert known == set(self.open), "a request ended and its client does not hear of it"
 
@@ -376,12 +381,12 @@ class FaultyHistory(RuleBasedStateMachine):
 
 
 class EngineHistory(FaultyHistory):
-    """Of the engine that computes a step at a time."""
+    """Histories of ``Engine``, with a step at a time."""
 
     engine_class = Engine
 
 
 class AheadHistory(FaultyHistory):
-    """Of the engine that plans a step before it knows the last one."""
+    """Histories of the engine with overlap scheduling."""
 
-    engine_class = AheadEngine
+    engine_class = OverlapEngine

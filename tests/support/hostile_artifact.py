@@ -1,7 +1,7 @@
-"""Artifacts with a changed graph.json whose hashes agree, and what commands make of them in processes of their own.
+"""Artifacts with a changed graph.json and correct hashes, and the result of commands on them in child processes.
 
 ``python -m tests.support.hostile_artifact DIRECTORY CASE ...`` prints a JSON object: for each case the exit code of
-``verify``, and the end of a load and warm-up: the exit code, or minus the signal that killed it.
+``verify``, and the end of a load and warm-up: the exit code, or minus the number of the fatal signal.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ runtime: {block_size: 8, max_num_batched_tokens: 32, kv_cache_bytes: 1MiB}
 
 
 def native_artifact(root: Path, *passes: str) -> Path:
-    """An artifact of a tiny llama whose attention is native, in ``root``; not read back after writing."""
+    """Write an artifact of a tiny llama with native attention to ``root``, without reading the artifact back."""
     from optkit.checkpoint.locate import ModelSource
     from optkit.machine.target import DATASHEETS
     from optkit.pipeline.publish import write_artifact
@@ -55,7 +55,7 @@ def native_artifact(root: Path, *passes: str) -> Path:
 
 
 def rewrite(directory: Path, name: str, change: Callable[[Any], Any]) -> None:
-    """Change the JSON of a file in place, and then the manifest so that every hash agrees."""
+    """Change the JSON of a file in place, and then the manifest to correct hashes."""
     file = directory / name
     data = json.loads(file.read_text())
     change(data)
@@ -64,6 +64,7 @@ def rewrite(directory: Path, name: str, change: Callable[[Any], Any]) -> None:
 
 
 def rehash(directory: Path) -> None:
+    """Write the present hashes of all files to the manifest."""
     content = json.loads((directory / MANIFEST).read_text())
     for key in ("format", "schema_version", "files", "digest"):
         content.pop(key)
@@ -75,7 +76,7 @@ def rehash(directory: Path) -> None:
 
 
 def far_input(position: int, name: str) -> Callable[[Any], None]:
-    """Attention gets the batch input ``name`` plus a large number for argument ``position``."""
+    """A change: attention gets the batch input ``name`` plus a large number as argument ``position``."""
 
     def change(data: Any) -> None:
         added = {"name": "far", "op": "aten.add.Scalar", "args": [f"%{name}", FAR]}
@@ -88,7 +89,7 @@ def far_input(position: int, name: str) -> Callable[[Any], None]:
 
 
 def smaller(key: str) -> Callable[[Any], None]:
-    """The KV specs say 1 for ``key``."""
+    """A change: the KV specs get 1 for ``key``."""
 
     def change(data: Any) -> None:
         for spec in data["meta"]["kv_specs"]:
@@ -98,7 +99,7 @@ def smaller(key: str) -> Callable[[Any], None]:
 
 
 def elsewhere(op: str) -> Callable[[Any], None]:
-    """Attention gets queries on the meta device, which have no memory: their address is 0."""
+    """A change: attention gets queries on the meta device, with address 0."""
 
     def change(data: Any) -> None:
         i, node = next((i, n) for i, n in enumerate(data["nodes"]) if n["op"] == "attention")
@@ -126,7 +127,7 @@ CASES: dict[str, Callable[[Any], None]] = {
 
 
 def ended(work: Callable[[], int]) -> int:
-    """The exit code of ``work`` in a child process, or minus the signal that killed it."""
+    """The exit code of ``work`` in a child process, or minus the number of the fatal signal."""
     child = os.fork()
     if child == 0:
         code = 70
@@ -140,24 +141,26 @@ def ended(work: Callable[[], int]) -> int:
 
 
 def verified(directory: Path) -> int:
+    """The exit code of ``optkit verify``."""
     from optkit.cli.main import run
 
     return run(["verify", str(directory)])
 
 
 def loaded(directory: Path) -> int:
-    """Load an engine, which computes a prompt and some tokens."""
+    """Load an engine and compute a prompt and some tokens."""
     from optkit.errors import UserError
-    from optkit.runtime.factory import load_engine
+    from optkit.runtime.factory import open_engine
 
     try:
-        load_engine(str(directory), {})
+        open_engine(str(directory))
     except UserError:
         return REFUSED
     return NOT_REFUSED
 
 
 def main(directory: str, *cases: str) -> None:
+    """Print the results of all cases as JSON."""
     torch.set_num_threads(1)
     ends = {}
     for case in cases:

@@ -1,10 +1,10 @@
 """The packages that each command can import, read from the sources without running them.
 
-The walk starts at a command's function and follows every import, also those inside functions, except those under
-``TYPE_CHECKING``. A string that names a module of optkit counts as an import of it: the tables of passes and of
-engine factories hold such strings. An import in a function that calls ``need_extra("NAME", ...)`` is behind the extra
-NAME, and so is all that is reached only through it. The same holds for the methods of a class whose ``__init__``
-calls it, and for a private function of a module all of whose callers there do.
+The walk starts at a command's function and follows every import, also inside functions, except imports under
+``TYPE_CHECKING``. A string with the name of an optkit module counts as an import of the module: the tables of passes
+and of engine factories hold such strings. An import in a function with a call ``need_extra("NAME", ...)`` is behind
+the extra NAME, with all modules reached only through the import. The same holds for the methods of a class with the
+call in ``__init__``, and for a private function if all callers in the module make the call.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Extras = frozenset[str]
 
 @dataclass(frozen=True)
 class Import:
-    """One import: the module it names, and the extras that were checked before."""
+    """An import: the name of the module, and the extras checked before."""
 
     name: str
     extras: Extras
@@ -50,7 +50,7 @@ def source_of(module: str) -> Path | None:
 
 @functools.cache
 def imports_of(module: str) -> tuple[Import, ...]:
-    """Every import of one module of optkit."""
+    """Every import of a module of optkit."""
     file = source_of(module)
     assert file is not None, module
     body = ast.parse(file.read_text()).body
@@ -63,7 +63,7 @@ def imports_of(module: str) -> tuple[Import, ...]:
 
 
 def inherited_extras(name: str, functions: dict[str, ast.FunctionDef]) -> Extras:
-    """The extras that every caller of a private function checks for; none for any other statement of a module."""
+    """The extras checked by every caller of a private function; none for other statements of a module."""
     callers = [
         one for one in functions.values() if name in functions and one.name != name and _mentions(one, name)
     ]
@@ -98,7 +98,7 @@ def _of_node(node: ast.AST, extras: Extras) -> Iterator[Import]:
 
 
 def _named(node: ast.AST, extras: Extras) -> Iterator[Import]:
-    """The imports that ``node`` itself is."""
+    """The imports made by the statement ``node``."""
     if isinstance(node, ast.Import):
         yield from (Import(alias.name, extras, node.lineno) for alias in node.names)
     elif isinstance(node, ast.ImportFrom) and node.module:
@@ -111,14 +111,14 @@ def _named(node: ast.AST, extras: Extras) -> Iterator[Import]:
 
 
 def needed_extras(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Extras:
-    """The extras that ``function`` checks for, in its own body."""
+    """The extras checked by ``function`` in the body."""
     calls = (node for node in ast.walk(function) if isinstance(node, ast.Call))
     named = (call.args[0] for call in calls if ast.unparse(call.func).endswith("need_extra"))
     return frozenset(str(name.value) for name in named if isinstance(name, ast.Constant))
 
 
 def outside_packages(module: str) -> dict[tuple[str, Extras], str]:
-    """(Top-level package outside optkit, the extras checked before) to one place that imports it."""
+    """(top-level package outside optkit, the extras checked before) -> a place with the import."""
     found: dict[tuple[str, Extras], str] = {}
     waiting, seen = [(module, Extras())], {(module, Extras())}
     while waiting:
@@ -138,7 +138,7 @@ def outside_packages(module: str) -> dict[tuple[str, Extras], str]:
 
 
 def _with_parents(name: str) -> Iterator[str]:
-    """The modules that importing ``name`` runs; ``name`` may also be an attribute of a module."""
+    """The modules run by importing ``name``; ``name`` may also be an attribute of a module."""
     parts = name.split(".")
     for length in range(1, len(parts) + 1):
         if source_of(".".join(parts[:length])):

@@ -1,4 +1,4 @@
-"""Instruction sets of the native kernels that this machine can run."""
+"""Instruction sets of the native kernels usable on the local machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from optkit.kernels.cpu import native
 
 
 def usable_isas() -> list[str]:
-    """Names to force in tests; just ``portable`` where there is no native library and the tests skip."""
+    """Names to force in tests; only ``portable`` without the native library, where the tests skip."""
     if not native.available():
         return ["portable"]
     return native.usable_isas()

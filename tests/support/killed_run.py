@@ -1,9 +1,9 @@
-"""A recipe run in a process of its own that is killed on the way, and what it says of the work it did.
+"""A recipe run in a child process, killed on the way, and the messages about its work.
 
-``python -m tests.support.killed_run SOURCE OUT LOG PHASE DELAY`` runs ``RECIPE`` and ends by SIGKILL: DELAY seconds
-into PHASE, or at PHASE's end if that comes first; if PHASE is finished already, into the next that is not. Phases are
-``capture``, the passes, ``whole`` and ``write``. Every message goes to LOG, a JSON list a line, before the work it
-speaks of.
+``python -m tests.support.killed_run SOURCE OUT LOG PHASE DELAY`` runs ``RECIPE`` and ends by SIGKILL, DELAY seconds
+into PHASE or at the end of PHASE, the earlier of the two. If PHASE is already finished, the next unfinished phase
+counts. Phases are ``capture``, the passes, ``whole`` and ``write``. Every message goes to LOG, a JSON list a line,
+before the announced work begins.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Message = tuple[float, str, tuple[int, int] | None]
 
 
 def quick(replace: Callable[[Any, str, Any], None] = setattr) -> None:
-    """Little text and short timings: what is tested is what is written."""
+    """Patch the run to little text and short timings."""
     from optkit.evaluation import speed
     from optkit.machine import target as targets
     from optkit.pipeline import judge
@@ -68,7 +68,7 @@ def quick(replace: Callable[[Any, str, Any], None] = setattr) -> None:
 
 
 def run(source: Path, out: Path, hear: Callable[[Message], None] | None = None) -> list[Message]:
-    """The recipe on ``source``; gives every message with its time."""
+    """Run the recipe on ``source``; return every message with its time."""
     messages: list[Message] = []
 
     def progress(text: str, /, *, part: tuple[int, int] | None = None) -> None:
@@ -81,7 +81,7 @@ def run(source: Path, out: Path, hear: Callable[[Message], None] | None = None) 
 
 
 def phase_of(text: str, before: str) -> str:
-    """The phase that begins with a message, or the one that goes on."""
+    """The phase announced by a message, or the continued phase ``before``."""
     name, _, what = text.partition(": ")
     if text.startswith("capturing"):
         return "capture"
@@ -93,12 +93,12 @@ def phase_of(text: str, before: str) -> str:
 
 
 def worked_on(messages: list[Message]) -> list[str]:
-    """The passes that were worked on."""
+    """The passes with work."""
     return [text.partition(": ")[0] for _, text, _ in messages if ": rewriting" in text]
 
 
 def worked_groups(messages: list[Message], name: str) -> dict[str, list[int]]:
-    """The groups of layers that pass ``name`` worked on, by stage."""
+    """The groups of layers with work by pass ``name``, by stage."""
     found: dict[str, list[int]] = {}
     for _, text, part in messages:
         stage = next((stage for prefix, stage in STAGES.items() if text.startswith(prefix)), None)
@@ -111,7 +111,7 @@ def worked_groups(messages: list[Message], name: str) -> dict[str, list[int]]:
 
 
 def killed(source: Path, out: Path, cache: Path, phase: str, delay: float) -> list[Message]:
-    """Run in a process that is killed in ``phase``; gives what it said."""
+    """Run in a child process killed in ``phase``; return the messages."""
     log = cache / "log"
     log.unlink(missing_ok=True)
     command = [

@@ -1,8 +1,8 @@
-"""Virtual environments that hold exactly what a wheel of optkit requires, made in a second and without a download.
+"""Virtual environments with exactly the requirements of optkit's wheel, made in a second without downloads.
 
-Installing torch once more for each set of extras would take minutes and gigabytes. Here the distributions are links to
-those of the running environment: the closure of the wheel's requirements, by their metadata, and nothing else. What is
-not required is absent, so an import of it fails as it does for a user.
+Installing torch again for each set of extras would take minutes and gigabytes. Here the distributions are links to
+the running environment: the closure of the wheel's requirements by metadata, and nothing else. An import of any other
+package fails, as in a user's environment.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LIBRARY = "optkit/kernels/cpu/_native.so"
 
 
 def build_wheel(folder: Path) -> Path:
-    """The wheel of this source tree, with the library that is built here already in place of another compilation."""
+    """The wheel of the source tree, with the already built native library."""
     tree = folder / "tree"
     ignored = shutil.ignore_patterns(".*", "*.so", "__pycache__", "build", "dist", "*.egg-info")
     made = str(ROOT / "artifact")  # by the demo; the package optkit/artifact has the same name
@@ -51,7 +51,7 @@ def build_wheel(folder: Path) -> Path:
 
 
 def make_environment(folder: Path, wheel: Path, extra: str = "") -> Path:
-    """A virtual environment with ``wheel`` installed by pip, and links to what it and ``extra`` require.
+    """A virtual environment with ``wheel`` installed by pip, and links to the requirements of the wheel with ``extra``.
 
     Returns:
         the environment's ``bin``.
@@ -68,7 +68,7 @@ def make_environment(folder: Path, wheel: Path, extra: str = "") -> Path:
 
 
 def closure(requirements: Iterable[Requirement], extra: str) -> dict[str, Distribution]:
-    """The distributions that ``requirements`` bring in on this platform, by name."""
+    """The distributions required by ``requirements`` on the current platform, by name."""
     found: dict[str, Distribution] = {}
     seen: set[tuple[str, str]] = set()
     waiting = [(requirement, extra) for requirement in requirements]
@@ -86,7 +86,7 @@ def closure(requirements: Iterable[Requirement], extra: str) -> dict[str, Distri
 
 
 def link(wanted: dict[str, Distribution], packages: Path) -> None:
-    """Link the files of ``wanted`` into ``packages``; a folder as a whole where it belongs to one distribution."""
+    """Link the files of ``wanted`` into ``packages``; a folder of a single distribution is linked as a whole."""
     for one in wanted.values():
         for top in {file.parts[0] for file in one.files or () if file.parts[0] != ".."}:
             if len(owners()[top]) == 1:
@@ -104,7 +104,7 @@ def link_once(source: Path, place: Path) -> None:
 
 @functools.cache
 def owners() -> dict[str, set[str]]:
-    """The distributions that have files under each top-level name."""
+    """The distributions with files under each top-level name."""
     found: dict[str, set[str]] = {}
     for one in distributions():
         for file in one.files or ():

@@ -1,6 +1,6 @@
 """A real server process on a loopback port: uvicorn, an engine process with a fake model, a tiny tokenizer.
 
-Run as a program it serves; ``LiveServer`` starts it and waits for the line that says where.
+Run as a program, the module serves. ``LiveServer`` starts the program and waits for the line with the address.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 
+from tests.support.fakes import FACTORY
 from tests.support.serve_fakes import TEMPLATE, TEXT, fast_tokenizer
 
 PATIENCE = 60.0
@@ -27,9 +28,9 @@ SCRIPT = [*fast_tokenizer().encode(TEXT).ids, END]
 class LiveServer:
     """The server process.
 
-    ``server`` are fields of ``ServeOptions``, ``engine`` options of ``tests.support.fakes.fake_engine``.
-    ``mute_token``: the detokenizer raises on it. ``log``: standard error of both processes goes to this file, with
-    all levels from INFO on.
+    ``server`` are fields of ``ServeOptions``, ``engine`` options of ``tests.support.fakes.fake_engine``. The
+    detokenizer raises on ``mute_token``. With ``log``, standard error of both processes goes to the file, with all
+    levels from INFO on.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class LiveServer:
         config = {"chat_template": TEMPLATE, "eos_token": "<|im_end|>"}
         (root / "tokenizer_config.json").write_text(json.dumps(config))
         defaults = {"vocab_size": 512, "num_blocks": 512, "max_model_len": 512, "script": SCRIPT}
-        defaults["remember"] = False
+        defaults |= {"remember": False, "ttft_slo_ms": 700.0}
         work = {
             "directory": str(root),
             "engine": defaults | engine,
@@ -95,15 +96,14 @@ def main() -> int:
     work = json.loads(sys.argv[1])
     if work["log"]:
         logs.configure()
-    supervisor.MAX_RESTARTS, supervisor.STILL_SECONDS = work["max_restarts"], 1.0
+    supervisor.MAX_RESTARTS, supervisor.HUNG_TIMEOUT_SECONDS = work["max_restarts"], 1.0
     break_detokenizer(work["mute_token"])
-    recipe = SimpleNamespace(slo=SimpleNamespace(ttft_ms=700))
-    artifact: Any = SimpleNamespace(directory=Path(work["directory"]), name="tiny", recipe=recipe)
+    artifact: Any = SimpleNamespace(directory=Path(work["directory"]), name="tiny")
 
     def make_client() -> EngineClient:
         silence = work["silence_seconds"]
-        factory = "tests.support.fakes:fake_engine"
-        return EngineClient("", work["engine"], factory=factory, threads=1, silence_seconds=silence)
+        fake = json.dumps(work["engine"])
+        return EngineClient(fake, factory=FACTORY, threads=1, silence_seconds=silence)
 
     options = ServeOptions(port=0, **work["server"])
     with bind(options.host, options.port) as sock:
@@ -111,6 +111,7 @@ def main() -> int:
 
 
 def break_detokenizer(token: int | None) -> None:
+    """Make the detokenizer raise on ``token``."""
     from optkit.text.detokenizer import Detokenizer
 
     original = Detokenizer.push

@@ -12,6 +12,7 @@ VOCABULARY = 320
 
 
 def save_model(directory: Path) -> Path:
+    """Write the model and the tokenizer to ``directory``."""
     tiny_model("llama", vocab_size=VOCABULARY, max_position_embeddings=1024).save_pretrained(directory)
     (directory / "tokenizer.json").write_text(fast_tokenizer().to_str())
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}

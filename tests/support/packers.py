@@ -1,7 +1,8 @@
-"""Tiny quantized checkpoints, packed one number at a time from the formats' descriptions: an oracle for the readers.
+"""Tiny quantized checkpoints, packed number by number from the formats' descriptions: an oracle for the readers.
 
-Nothing here uses optkit's packing. ``Quantized`` is a layer in plain numbers; ``gptq`` and ``awq`` write it as their
-libraries do, ``compressed`` through the compressed-tensors library. ``checkpoint`` writes a whole tiny model.
+No code of optkit's packing is used. ``Quantized`` is a layer in plain numbers. ``gptq`` and ``awq`` write the layout
+of the formats' libraries; ``compressed`` calls the compressed-tensors library. ``checkpoint`` writes a whole tiny
+model.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def quantized(
 
 
 def words(bits_of: list[tuple[int, int]]) -> list[int]:
-    """Numbers of so many bits each, one after another from the low end, as signed 32-bit words."""
+    """Pack numbers of the given bits from the low end, without gaps, into signed 32-bit words."""
     total, at = 0, 0
     for value, bits in bits_of:
         total |= int(value) << at
@@ -66,6 +67,7 @@ def words(bits_of: list[tuple[int, int]]) -> list[int]:
 
 
 def gptq(layer: Quantized, version: str = "gptq") -> dict[str, Tensor]:
+    """The layer's tensors in GPTQ's layout."""
     n = len(layer.codes)
     columns = [words([(code, layer.bits) for code in layer.codes[i]]) for i in range(n)]
     stored = layer.zero - (1 if version == "gptq" else 0)
@@ -79,6 +81,7 @@ def gptq(layer: Quantized, version: str = "gptq") -> dict[str, Tensor]:
 
 
 def awq(layer: Quantized) -> dict[str, Tensor]:
+    """The layer's tensors in AWQ's layout (gemm)."""
     order = [0, 2, 4, 6, 1, 3, 5, 7]
 
     def pack(numbers: np.ndarray) -> Tensor:  # [N, R] to [R, N / 8]
@@ -92,7 +95,7 @@ def awq(layer: Quantized) -> dict[str, Tensor]:
 
 
 def compressed(layer: Quantized, scheme: Any) -> dict[str, Tensor]:
-    """By the library: ``pack-quantized``."""
+    """The layer's tensors as ``pack-quantized``, packed by the compressed-tensors library."""
     from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
 
     middle = 1 << (layer.bits - 1)
@@ -119,7 +122,7 @@ def checkpoint(
     dtype: torch.dtype = torch.float16,
     **overrides: Any,
 ) -> Any:
-    """A tiny model with its linear layers quantized, in ``directory``; gives the float model it stands for."""
+    """Write a tiny model with quantized linear layers to ``directory``; return the equivalent float model."""
     model = tiny_model(architecture, **overrides)
     model.save_pretrained(directory)
     tensors: dict[str, Tensor] = {}

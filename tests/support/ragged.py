@@ -1,4 +1,4 @@
-"""Chunked prefill plus decode of several sequences through scattered KV blocks, in one ragged batch per step."""
+"""Chunked prefill and decode of several sequences through scattered KV blocks, in a ragged batch per step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def ragged_logits(model: Executable, prompts: list[torch.Tensor]) -> list[torch.
 
 
 def kv_pools(model: Executable, blocks: int) -> dict[str, torch.Tensor]:
-    """Pools full of NaN: a read of a slot nobody wrote shows in the logits."""
+    """Pools full of NaN: a read of an unwritten slot shows in the logits."""
     pools = {}
     for spec in model.kv_specs:
         for cache, pool in zip("kv", spec.pools(blocks, BLOCK), strict=True):

@@ -1,4 +1,4 @@
-"""Artifacts and records for tests: small, made in milliseconds, with a graph that runs where one is needed."""
+"""Artifacts and records for tests: small, made in milliseconds, with a runnable graph where needed."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ FAKE_FILES = {
 
 
 def fake_files(directory: Path) -> None:
-    """The files of an artifact, contents made up, without the manifest."""
+    """The files of an artifact with made-up content, without the manifest."""
     (directory / INTERNAL).mkdir(parents=True)
     for name, content in FAKE_FILES.items():
         (directory / name).write_bytes(content)
 
 
 def fake_artifact(directory: Path, name: str = "fake") -> Path:
-    """A directory whose manifest agrees with its made-up files."""
+    """A directory of made-up files with a correct manifest."""
     fake_files(directory)
     write_manifest(directory, {"name": name})
     return directory
@@ -126,7 +126,7 @@ def int8_record(**changes: Any) -> PassRecord:
 
 
 def sample_run() -> RunRecord:
-    """int8 kept, a pass without a site, one rolled back, and the whole."""
+    """A run with a kept int8 pass, a pass without a site, a pass that was rolled back, and the whole."""
     skipped = PassRecord("fuse_qkv", {}, [], [], decision="skipped", reason="no site to change")
     slower = int8_record(
         name="flash_attention", decision="rolled back", reason="prefill speedup 0.900 is below 1.000"

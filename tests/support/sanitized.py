@@ -1,14 +1,15 @@
-"""The native kernels built with sanitizers, and Python under them: ``python -m tests.support.sanitized address -m
-pytest ...``.
+"""The native kernels built with sanitizers, and Python under a sanitizer.
 
-The library goes to ``build/sanitize`` and is made again when a source is newer; nothing else of optkit is rebuilt,
-since ``OPTKIT_NATIVE_LIBRARY`` names it. Python and torch are not instrumented, so the sanitizer's runtime is
-preloaded: torch's tensors come from its ``malloc`` and have guarded ends. The first report ends the process. It goes to
-the real standard error, so pytest needs ``--capture=sys``.
+Usage: ``python -m tests.support.sanitized address -m pytest ...``. The library goes to ``build/sanitize`` and is
+built again if a source is newer. ``OPTKIT_NATIVE_LIBRARY`` names the library, so nothing else is rebuilt. Python and
+torch are not instrumented; the sanitizer's runtime is preloaded instead, and torch's tensors come from its ``malloc``
+with guarded ends. The first report ends the process. Reports go to the real standard error, so pytest needs
+``--capture=sys``.
 
-``address``: AddressSanitizer and UndefinedBehaviorSanitizer. Leaks are not looked for: Python and torch keep much.
-``thread``: ThreadSanitizer, with ``tests/native/threads.cpp`` in the place of GCC's OpenMP, which it can't see into. It
-judges the kernels' own threads: races of torch's, or between torch and a kernel, are not seen.
+``address``: AddressSanitizer and UndefinedBehaviorSanitizer, without leak detection, since Python and torch never
+free some memory. ``thread``: ThreadSanitizer, with ``tests/native/threads.cpp`` in place of GCC's OpenMP, which is
+not instrumented. ThreadSanitizer sees only the kernels' own threads: no races of torch, or between torch and a
+kernel.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ BAD_USAGE = 2
 
 @dataclass(frozen=True)
 class Sanitizer:
-    """How a sanitizer is built in and run: the runtime's library, compiler flags, options in the environment."""
+    """A sanitizer: the runtime's library, compiler flags, options in the environment."""
 
     runtime: str
     flags: str
@@ -63,14 +64,14 @@ SANITIZERS = {
 
 
 class Missing(Exception):
-    """A tool that is not installed; the message says what to install."""
+    """A tool is not installed; the message names the package."""
 
 
 def library(name: str) -> Path:
     """The kernels built with sanitizer ``name``.
 
     Raises:
-        Missing: there is no g++, or it has no such sanitizer.
+        Missing: g++ is missing, or g++ lacks the sanitizer.
     """
     sanitizer, made = SANITIZERS[name], PLACE / f"{name}.so"
     runtime_file(sanitizer.runtime)
@@ -82,7 +83,7 @@ def library(name: str) -> Path:
 
 
 def build(sanitizer: Sanitizer, sources: Sequence[Path], made: Path) -> None:
-    """Compile with OpenMP's pragmas; link with its runtime, or with what stands in for it alone."""
+    """Compile with OpenMP's pragmas, and link with OpenMP's runtime or only with its replacement."""
     objects, flags = PLACE / made.stem, sanitizer.flags.split()
     objects.mkdir(parents=True, exist_ok=True)
 
@@ -98,7 +99,7 @@ def build(sanitizer: Sanitizer, sources: Sequence[Path], made: Path) -> None:
 
 
 def runtime_file(name: str) -> str:
-    """The full path of a library of GCC's."""
+    """The full path of a library of GCC."""
     if shutil.which("g++") is None:
         raise Missing("there is no g++; on Debian or Ubuntu: apt-get install g++")
     command = ["g++", f"-print-file-name={name}"]
@@ -111,7 +112,7 @@ def runtime_file(name: str) -> str:
 
 
 def environment(name: str) -> dict[str, str]:
-    """This process's environment for a Python that runs under sanitizer ``name``."""
+    """The current environment with the variables for a Python under sanitizer ``name``."""
     sanitizer = SANITIZERS[name]
     preload = f"{runtime_file(sanitizer.runtime)} {runtime_file('libstdc++.so')}"
     own = {"OPTKIT_NATIVE_LIBRARY": str(library(name)), "LD_PRELOAD": preload, "OMP_NUM_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""A tiny byte-level tokenizer and an engine that speaks a script, for the whole server without a model."""
+"""A tiny byte-level tokenizer and a scripted engine, for the whole server without a model."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from fastapi import FastAPI
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as FastTokenizer
 
+from optkit.runtime.info import EngineInfo
+from optkit.runtime.scheduling.config import SchedulerConfig
 from optkit.runtime.types import EngineRequest, EngineStats, FinishReason, TokenOutput
 from optkit.serve.app import create_app
 from optkit.serve.engine_api import ServeSettings
@@ -44,6 +46,7 @@ EOS = fast_tokenizer().token_to_id("<|im_end|>")
 
 
 def tiny_tokenizer() -> Tokenizer:
+    """optkit's ``Tokenizer`` with ``fast_tokenizer`` and a chat template."""
     return Tokenizer(fast_tokenizer(), ChatTemplate(TEMPLATE), eos_ids=[EOS])
 
 
@@ -51,11 +54,11 @@ class FakeEngine:
     """Answers each request with ``script`` (text or ids), then end-of-sequence.
 
     Attributes:
-        requests: what came, in order.
-        aborted: ids of requests whose generator was left early.
+        requests: all requests, in order.
+        aborted: ids of requests with an abandoned generator.
         delay: seconds before each token.
-        fail_after: number of tokens after which the request fails.
-        gate: when set, each request waits for it before its first token.
+        fail_after: number of tokens before the request fails.
+        gate: if set, each request waits for the gate before the first token.
     """
 
     def __init__(self, script: str | Callable[[EngineRequest], str] = TEXT) -> None:
@@ -70,7 +73,7 @@ class FakeEngine:
         self.is_healthy, self.is_restarting = True, False
         self.resets = 0
         self.stats = EngineStats(num_running=2, num_waiting=3, kv_blocks_used=1, kv_blocks_total=4)
-        self.info: dict[str, Any] = {}
+        self.info: EngineInfo | None = None
 
     async def reset_prefix_cache(self) -> None:
         self.resets += 1
@@ -104,14 +107,14 @@ class FakeEngine:
 
 
 class LateEngine(FakeEngine):
-    """Cannot keep the promise of a first token."""
+    """An engine that refuses every request: the first token would be late."""
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[TokenOutput]:
         yield _output(request, [], FinishReason.ERROR, "late", retry_after=2.3)
 
 
 class SteppedEngine:
-    """The real engine on a fake model, stepped on the event loop of whoever waits for a token."""
+    """The real engine on a fake model, stepped on the event loop of the waiting reader."""
 
     def __init__(self, **options: Any) -> None:
         defaults = {"vocab_size": 302, "num_blocks": 512, "max_model_len": 512, "max_num_batched_tokens": 64}
@@ -124,7 +127,7 @@ class SteppedEngine:
         return self.engine.stats()
 
     @property
-    def info(self) -> dict[str, Any]:
+    def info(self) -> EngineInfo:
         return self.engine.info()
 
     async def reset_prefix_cache(self) -> None:
@@ -164,10 +167,14 @@ def _output(
 
 
 def settings(**changes: Any) -> ServeSettings:
-    return ServeSettings(**({"model_names": ("tiny", "alias"), "max_model_len": 512} | changes))
+    """``ServeSettings`` with changes, which are fields of ``ServeSettings`` or of its limits."""
+    limits = {"max_model_len": 512, "num_blocks": 512}
+    limits |= {name: changes.pop(name) for name in SchedulerConfig.__struct_fields__ if name in changes}
+    return ServeSettings(**{"model_names": ("tiny", "alias"), "limits": SchedulerConfig(**limits)} | changes)
 
 
 def tiny_app(engine: FakeEngine | SteppedEngine | None = None, **changes: Any) -> FastAPI:
+    """The server's application on a fake engine."""
     return create_app(engine or FakeEngine(), tiny_tokenizer(), settings(**changes))
 
 
@@ -178,7 +185,7 @@ def client(app: FastAPI) -> httpx.AsyncClient:
 
 
 def call(app: FastAPI, method: str, path: str, **options: Any) -> httpx.Response:
-    """One request on a loop of its own."""
+    """Send a request on a new event loop."""
 
     async def go() -> httpx.Response:
         async with client(app) as http:
@@ -188,6 +195,7 @@ def call(app: FastAPI, method: str, path: str, **options: Any) -> httpx.Response
 
 
 def post(app: FastAPI, path: str, body: Any) -> httpx.Response:
+    """POST ``body`` as JSON on a new event loop."""
     return call(app, "POST", path, json=body)
 
 

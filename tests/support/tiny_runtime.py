@@ -1,4 +1,4 @@
-"""Engines on tiny random models with the kernels of the real ones, for tests of what must not change a token."""
+"""Engines on tiny random models with real kernels, for tests of unchanged tokens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from optkit.lowering.lower import Executable, lower
 from optkit.runtime.engine import Engine
-from optkit.runtime.kv.offload import MemorySlots
+from optkit.runtime.kv.offload import MemoryBlocks
 from optkit.runtime.runner import ModelRunner
 from optkit.runtime.scheduling.scheduler import Proposer, SchedulerConfig
 from tests.support.graphs import TARGET, apply, captured
@@ -24,7 +24,7 @@ LIMITS = {
 
 @functools.cache
 def int8_llama() -> Executable:
-    """A two-layer model as ``ttft-cpu`` makes it: int8 layers and int8 KV."""
+    """A two-layer model in the formats of ``ttft-cpu``: int8 layers and int8 KV."""
     graph = captured("llama")
     for name in ("fuse_qkv", "fuse_gate_up", "fuse_add_rms_norm", "prune_rows"):
         apply(graph, name)
@@ -35,18 +35,18 @@ def int8_llama() -> Executable:
 
 
 def engine(proposer: Proposer | None = None, **limits: object) -> Engine:
-    """An engine of its own on ``int8_llama``; ``limits`` are fields of ``SchedulerConfig``."""
+    """A new engine on ``int8_llama``; ``limits`` are fields of ``SchedulerConfig``."""
     config = SchedulerConfig(**LIMITS | limits)
     runner = ModelRunner(int8_llama(), config.num_blocks, config.block_size)
-    slots = config.num_offload_slots
-    store = MemorySlots(slots, runner.read_block(0).nbytes) if slots else None
+    host_blocks = config.num_host_blocks
+    store = MemoryBlocks(host_blocks, runner.read_block(0).nbytes) if host_blocks else None
     made = Engine(runner, config, store, proposer)
     made.scheduler.kv.worth_saving = lambda: True  # so small a model computes as fast as it copies
     return made
 
 
 def prompts(count: int, stems: int = 0, seed: int = 11) -> list[list[int]]:
-    """Random prompts of 1 to 80 tokens. With ``stems`` they begin like one of so many others."""
+    """Random prompts of 1 to 80 tokens. With ``stems`` each begins with a prefix out of ``stems`` prefixes."""
     generator = torch.Generator().manual_seed(seed)
 
     def ids(length: int) -> list[int]:

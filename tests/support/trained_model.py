@@ -1,13 +1,14 @@
-"""A small Llama with trained weights: what quantizers are compared on besides the embedded model.
+"""A small Llama with trained weights, to compare quantizers beside the embedded model.
 
-Random weights have no structure that calibration could use, and the embedded model's lie on a 4-bit grid already. This
-one is trained here, on the shipped text, in minutes on two cores, with a byte-level BPE tokenizer of its own; the last
-part of the evaluation text (``held_out``) is kept from both. It is a poor language model, and its weights are real
-ones: float32, correlated, of very different importance.
+Random weights have no structure for calibration, and the embedded model's weights lie on a 4-bit grid already. The
+small model is trained on the shipped text, in minutes on two cores, with a byte-level BPE tokenizer trained on the
+same text. The last part of the evaluation text (``held_out``) is kept from both. The result is a poor language model
+with realistic weights: float32, correlated, of very different importance.
 
-Kept in optkit's cache directory under a hash of this file and of the text, so it is trained once a machine.
+optkit's cache directory keeps the model under a hash of the module's source and the text, so a machine trains only
+once.
 
-``python -m tests.support.trained_model`` trains it and says how it goes.
+``python -m tests.support.trained_model`` trains the model and prints the progress.
 """
 
 from __future__ import annotations
@@ -45,18 +46,19 @@ SHARE = 0.7  # of the evaluation text that is trained on
 
 
 def training_text() -> str:
+    """The shipped text without ``held_out``."""
     evaluation = load_text("evaluation")
     return load_text("calibration") + evaluation[: int(SHARE * len(evaluation))]
 
 
 def held_out() -> str:
-    """Text that neither the model nor its tokenizer has seen."""
+    """Text unseen by the model and its tokenizer."""
     evaluation = load_text("evaluation")
     return evaluation[int(SHARE * len(evaluation)) :]
 
 
 def trained_model(say: Callable[[str], None] = lambda text: None) -> Path:
-    """The model's directory; trained if the cache has none of this file and text."""
+    """The model's directory; trains the model if the cache has none."""
     key = hashlib.sha256(Path(__file__).read_bytes() + training_text().encode()).hexdigest()[:16]
     place = cache_dir("test-models") / f"trained-{key}"
     if not place.is_dir():
@@ -70,6 +72,7 @@ def trained_model(say: Callable[[str], None] = lambda text: None) -> Path:
 
 
 def train(directory: Path, say: Callable[[str], None]) -> None:
+    """Train the tokenizer and the model and write both to ``directory``."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     tokenizer = make_tokenizer()
@@ -84,6 +87,7 @@ def train(directory: Path, say: Callable[[str], None]) -> None:
 
 
 def make_tokenizer() -> Any:
+    """A byte-level BPE tokenizer trained on ``training_text``."""
     from tokenizers import ByteLevelBPETokenizer
 
     tokenizer = ByteLevelBPETokenizer()
@@ -97,6 +101,7 @@ def make_tokenizer() -> Any:
 
 
 def save_tokenizer(tokenizer: Any, directory: Path) -> None:
+    """Write the tokenizer to ``directory`` in the layout of transformers."""
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "bos_token": "<|end|>"}
     (directory / "tokenizer_config.json").write_text(json.dumps(config), "utf-8")
@@ -123,7 +128,7 @@ def fit(model: Any, ids: Tensor, say: Callable[[str], None]) -> None:
 
 
 def factor(step: int) -> float:
-    """Of the learning rate: a linear warm-up, then half a cosine."""
+    """Factor of the learning rate: a linear warm-up, then half a cosine."""
     if step < WARM_UP:
         return (step + 1) / WARM_UP
     return 0.5 * (1 + math.cos(math.pi * (step - WARM_UP) / (STEPS - WARM_UP)))

@@ -1,1 +1,1 @@
-"""The kernels and shapes that are measured on a GPU, a module for each family."""
+"""The kernels and shapes measured on a GPU, a module for each family."""

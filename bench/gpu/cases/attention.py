@@ -1,9 +1,9 @@
-"""Paged attention of a layer: whole prompts, decodes, chunks behind a prefix, and both in one step; blocks are
-scattered.
+"""Paged attention of a layer: whole prompts, decodes, chunks behind a prefix, and both in the same step, in scattered
+blocks.
 
-Published times are of FlashAttention-3 on an H200, by vLLM 0.24 or SGLang 0.5.14, whichever was faster, with bfloat16
-and heads of 128 (NVIDIA aiconfigurator, Apache-2.0, ``h200_sxm/attention``). Bytes are those of the keys and values
-that are seen, once, and of queries and results; FLOPs are of the pairs that a causal mask leaves.
+Published times are FlashAttention-3 on an H200, by vLLM 0.24 or SGLang 0.5.14, the faster of the two, with bfloat16
+and heads of 128 (NVIDIA aiconfigurator, Apache-2.0, ``h200_sxm/attention``). Bytes are the visible keys and values,
+once, plus queries and results. FLOPs are the pairs within the causal mask.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ POOLS = {"bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8, "fp8
 
 @dataclass(frozen=True)
 class Step:
-    """``new`` tokens of each sequence behind ``old`` ones in the cache."""
+    """``new`` tokens of each sequence behind ``old`` cached tokens."""
 
     heads: int
     kv_heads: int
@@ -73,7 +73,7 @@ class Step:
         return (q, k, v, *caches, starts, ends, tables, self.dim**-0.5)
 
     def put(self, rows: list[Tensor], new: tuple[Tensor, Tensor], tables: Tensor, lengths: list[int]) -> None:
-        """The new tokens' K and V at their places among the pools' rows."""
+        """Write the new tokens' K and V to their places among the pools' rows."""
         done = 0
         for s, (count, length) in enumerate(zip(self.new, lengths, strict=True)):
             at = torch.arange(length - count, length, device=tables.device)
@@ -84,7 +84,7 @@ class Step:
 
     @property
     def pairs(self) -> int:
-        """Queries and keys that see each other, of a head."""
+        """Number of visible pairs of query and key, per head."""
         return sum(n * o + n * (n + 1) // 2 for n, o in zip(self.new, self.old, strict=True))
 
     @property
@@ -112,7 +112,7 @@ class Step:
 
 
 def pool(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows [blocks * block_size, Hkv, D] as a GPU's pool: planar where it is quantized."""
+    """Rows [blocks * block_size, Hkv, D] in the layout of a GPU's pool: planar if quantized."""
     if dtype not in KV_CODES:
         return rows.to(dtype).unflatten(0, (-1, BLOCK_SIZE))
     stored = quantize_kv(rows, dtype).unflatten(0, (-1, BLOCK_SIZE))
@@ -134,7 +134,7 @@ def exact(
     q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, starts: Tensor, ends: Tensor, tables: Tensor,
     scale: float,
 ) -> Tensor:  # fmt: skip
-    """In float64, a sequence and a KV head at a time."""
+    """The result in float64, for a sequence and a KV head at a time."""
     group, size, out = q.shape[1] // k.shape[1], k_cache.shape[1], q.new_empty(q.shape, dtype=torch.float64)
     first = starts.tolist()
     for s, length in enumerate(ends.tolist()):
@@ -163,7 +163,7 @@ RUN = {"triton": by_triton, "sdpa": by_sdpa}
 
 
 def cases(tiny: bool = False) -> list[Case]:
-    """``tiny``: for an interpreter, in float16."""
+    """All cases. ``tiny``: shapes for an interpreter, in float16."""
     return list(small() if tiny else [*prompts(), *decodes(), *others()])
 
 
@@ -184,7 +184,7 @@ def decodes() -> Iterator[Case]:
 
 
 def others() -> Iterator[Case]:
-    """What nobody published: quantized pools, a chunk behind a prefix, chunk and decodes in one step."""
+    """Cases without published times: quantized pools, a chunk behind a prefix, chunk and decodes in the same step."""
     for stored in ("int8", "fp8"):
         for heads, kv_heads in ((32, 32), (32, 8)):
             prompt = Step(heads, kv_heads, (2048,), (0,), stored)
@@ -199,7 +199,7 @@ def others() -> Iterator[Case]:
 
 
 def timing(case: Case, us: float) -> Timing | None:
-    """What a measured prompt says to ``selection.measured``; None for all other cases."""
+    """The timing of a measured prompt for ``selection.measured``; None for all other cases."""
     found = re.fullmatch(r"prefill (\d+), (\d+)/(\d+) heads, d(\d+)", case.shape)
     if case.op != "paged_attention" or case.dtype != "bf16" or found is None:
         return None

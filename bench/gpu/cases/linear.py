@@ -1,11 +1,11 @@
-"""Linear layers of Llama-2-7B, each implementation at each number of tokens, and the four of a decoder layer together.
+"""Linear layers of Llama-2-7B, each implementation at each number of tokens, and the four layers of a decoder layer.
 
-The single ones are what ``selection``'s table is made of (``timing``). The layers run what that table chooses now and
-are compared with NVIDIA's own measurements on an H200 (aiconfigurator, Apache-2.0: the sum of four GEMMs over 32
-layers, with vLLM 0.24's cuBLAS bf16 and CUTLASS fp8, TensorRT-LLM 1.2's int8 SmoothQuant and int4 weight-only), here
-for one layer.
+The single layers feed the table of ``selection`` (``timing``). The decoder layers run the implementations chosen by
+the present table and are compared with NVIDIA's measurements on an H200 (aiconfigurator, Apache-2.0: the sum of four
+GEMMs over 32 layers, with vLLM 0.24's cuBLAS bf16 and CUTLASS fp8, TensorRT-LLM 1.2's int8 SmoothQuant and int4
+weight-only), here for a single layer.
 
-The tolerance is that of bfloat16 results: quantized operands are the same on both sides.
+The tolerance is the rounding of bfloat16 results: quantized operands are the same on both sides.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PUBLISHED_LAYERS, MOST = 32, 1.1
 
 
 def cases(tiny: bool = False) -> list[Case]:
-    """``tiny``: one small layer, for the interpreter."""
+    """All cases. ``tiny``: a small layer, for the interpreter."""
     shapes, tokens = (TINY, (1, 8)) if tiny else (LAYERS | HEAD, TOKENS)
     dtype = torch.float16 if tiny else torch.bfloat16
     singles = [
@@ -56,7 +56,7 @@ def cases(tiny: bool = False) -> list[Case]:
 
 
 def implementations(stored: str, m: int, tiny: bool) -> list[str]:
-    """What can run ``m`` tokens; the vendor's quantized ones need a GPU."""
+    """The implementations for ``m`` tokens; the vendor's quantized implementations need a GPU."""
     few = ["gemv"] if m <= 4 else []
     if stored == "bf16":
         return [*few, "cublas"]
@@ -68,7 +68,7 @@ def implementations(stored: str, m: int, tiny: bool) -> list[str]:
 
 
 def implementation(stored: str, name: str, dtype: torch.dtype) -> Callable[..., Tensor]:
-    """A function of what ``operands`` gives. Triton is imported here, not with the module."""
+    """A function of the kernel inputs of ``operands``. Triton is imported here, not with the module."""
     from optkit.kernels.triton import gemv, tile, vendor, wna16
 
     if stored == "bf16":
@@ -82,7 +82,7 @@ def implementation(stored: str, name: str, dtype: torch.dtype) -> Callable[..., 
 
 
 def operands(stored: str, m: int, n: int, k: int, dtype: torch.dtype, random: Any) -> tuple[Inputs, Inputs]:
-    """(what the kernels take, what the reference takes: activations and weight as floats of what they stand for)."""
+    """(inputs of the kernels, inputs of the reference: activations and weight as the float values of the codes)."""
     x, weight = random((m, k)).to(dtype), random((n, k)) * 0.02
     if stored == "bf16":
         weight = weight.to(dtype)
@@ -117,7 +117,7 @@ def bytes_and_flops(stored: str, m: int, n: int, k: int) -> tuple[int, int]:
 
 
 def single(stored: str, name: str, m: int, shape: tuple[int, int], dtype: torch.dtype) -> Case:
-    """One layer by one implementation."""
+    """A layer by a given implementation."""
     n, k = shape
 
     def make(device: torch.device, generator: torch.Generator) -> Inputs:
@@ -137,7 +137,7 @@ def single(stored: str, name: str, m: int, shape: tuple[int, int], dtype: torch.
 
 
 def layer(stored: str, m: int, dtype: torch.dtype) -> Case:
-    """The four of a decoder layer, by what the table chooses, each on activations of its own."""
+    """The four linear layers of a decoder layer, by the table's choice, each with its own activations."""
 
     def make(device: torch.device, generator: torch.Generator) -> Inputs:
         random = partial(torch.randn, device=device, generator=generator)
@@ -171,7 +171,7 @@ def chosen(stored: str, dtype: torch.dtype, *taken: Tensor) -> Tensor:
 
 
 def timing(case: Case, us: float) -> Timing | None:
-    """What a measured case says to ``selection.measured``; None for those of no single layer."""
+    """The timing of a measured case for ``selection.measured``; None for cases of several layers."""
     found = re.fullmatch(r"m=(\d+) n=(\d+) k=(\d+)", case.shape)
     if case.op not in OPS.values() or found is None:
         return None

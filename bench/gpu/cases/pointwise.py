@@ -1,7 +1,7 @@
-"""Norms, gates and quantization at Llama-2-7B's widths: all are bound by memory, and by launches where tokens are few.
+"""Norms, gates and quantization at Llama-2-7B's widths: all are bound by memory, and by launches for few tokens.
 
-Codes are compared as they are. A value that lies on the border of two codes may go either way, which for E4M3 is up to
-one part in fourteen of the largest.
+Codes are compared directly. A value on the border of two codes may take either code; for E4M3 the difference is up to
+a fourteenth of the largest value.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CODE_BYTES = {"bf16": 2, "int8": 1, "fp8": 1}
 
 
 def cases(tiny: bool = False) -> list[Case]:
-    """``tiny``: few tokens and narrow rows, for the interpreter."""
+    """All cases. ``tiny``: few tokens and narrow rows, for the interpreter."""
     hidden, intermediate, tokens = (96, 80, (1, 3)) if tiny else (HIDDEN, INTERMEDIATE, TOKENS)
     dtype = torch.float16 if tiny else torch.bfloat16
     return [
@@ -73,7 +73,7 @@ def plain(op: str, m: int, width: int, dtype: torch.dtype, rows: tuple[int, int,
 
 
 def quantizing(op: str, m: int, width: int, fmt: str, dtype: torch.dtype, rows: tuple[int, int, int]) -> Case:
-    """An op that quantizes what comes out; the exact one does so after the same in float64."""
+    """An op with quantized output; the reference computes in float64 and then quantizes in the same way."""
     base = {"rms_norm_quantize": "rms_norm", "add_rms_norm_quantize": "add_rms_norm"}.get(
         op, "silu_mul_packed"
     )
@@ -105,7 +105,7 @@ def case(
     run: Callable[..., Any],
     exact: Callable[..., Any],
 ) -> Case:
-    """``rows``: how many of ``width`` values are read and written for a token, and how many codes."""
+    """A case. ``rows``: number of rows of ``width`` values read and written per token, and number of rows of codes."""
 
     def make(device: torch.device, generator: torch.Generator) -> Inputs:
         return operands(op, m, width, dtype, partial(torch.randn, device=device, generator=generator))

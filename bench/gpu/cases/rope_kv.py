@@ -1,7 +1,7 @@
-"""RoPE with the paged KV write at Llama-2-7B's and Llama-3-8B's heads: bound by launches where tokens are few.
+"""RoPE with the paged KV write at Llama-2-7B's and Llama-3-8B's heads: bound by launches for few tokens.
 
-Compared are rotated q and k and what the pools hold afterwards: values as numbers, and scales. A value on the border of
-two codes may go either way, which for E4M3 is one part in fourteen of the largest.
+Rotated q and k and the final content of the pools are compared: values as numbers, and scales. A value on the border
+of two codes may take either code; for E4M3 the difference is a fourteenth of the largest value.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TOLERANCE = {"bf16": 1e-2, "fp16": 2e-3, "int8": 1e-2, "fp8": 0.08}
 
 
 def cases(tiny: bool = False) -> list[Case]:
-    """``tiny``: for an interpreter, in float16."""
+    """All cases. ``tiny``: shapes for an interpreter, in float16."""
     if tiny:
         return [case(3, 4, 2, 16, stored, torch.float16) for stored in ("fp16", "int8", "fp8")]
     return [
@@ -86,7 +86,7 @@ def case(tokens: int, heads: int, kv_heads: int, dim: int, stored: str, dtype: t
 
 
 def held(cache: Tensor) -> tuple[Tensor, ...]:
-    """What a GPU's pool holds: numbers, and scales where it is quantized."""
+    """The content of a GPU's pool: numbers, and scales if quantized."""
     if cache.dtype not in KV_CODES:
         return (cache,)
     values, scales = kv_planes(cache)

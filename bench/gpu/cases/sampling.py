@@ -1,7 +1,7 @@
 """Sampling at the vocabularies of Llama 2 and Llama 3: greedy and plain rows, and rows with top-k, top-p and min-p.
 
-Compared are token ids. Where the drawn number lies within float32's rounding of the edge between two tokens, which a
-flat row of 128k tokens makes likely, the neighbour is right too: hence a tolerance that neighbours pass.
+Token ids are compared. A drawn number may lie within float32's rounding of the edge between two tokens, likely in a
+flat row of 128k tokens. The neighbour is then correct too, and the tolerance accepts neighbours.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ KINDS = ("greedy", "plain", "filtered")
 
 
 def cases(tiny: bool = False) -> list[Case]:
-    """``tiny``: for an interpreter."""
+    """All cases. ``tiny``: shapes for an interpreter."""
     sizes = [(2, 300)] if tiny else [(rows, vocabulary) for vocabulary in VOCABULARIES for rows in ROWS]
     return [case(kind, *size) for size in sizes for kind in KINDS]
 

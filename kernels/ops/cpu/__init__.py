@@ -1,6 +1,6 @@
-"""CPU kernels: the modules of this folder that hold kernels, and their tables as one.
+"""CPU kernels: the modules of this folder with kernels, and the union of their tables.
 
-A module holds ``KERNELS``, and where its ops can be calls of a program ``EMITTERS``. Best first for each op.
+A module holds ``KERNELS``, best first for each op, and ``EMITTERS`` for ops in calls of programs.
 """
 
 from __future__ import annotations
@@ -28,6 +28,6 @@ def kernels() -> tuple[Kernel, ...]:
 
 @cache
 def emitters() -> dict[str, Emitter]:
-    """The emitter of each op that can be a call of a program, by the op's name."""
+    """The emitters by the op's name; ops without an emitter are no calls of programs."""
     rows = [row for module in modules() for row in getattr(module, "EMITTERS", ())]
     return {row.op: row for row in rows}

@@ -1,14 +1,15 @@
-"""Paged attention by optkit's native kernel (attention.cpp): cache write, ragged batch, window and soft-cap in a call.
+"""Paged attention by optkit's native kernel (attention.cpp): cache write, ragged batch, window and soft-cap in a
+call.
 
-Nothing is gathered and no mask is built: the kernel follows the block tables. An output row has the same bits
-whatever the batch it is in, the chunks its prompt was cut into and the number of threads: tiles of 64 and splits of
-256 keys lie at fixed absolute positions and are added in order, in prefill and decode alike. The price is that
-decode, whose few rows would rather take dot products along D, transposes the keys as prefill does.
+Nothing is gathered and no mask is built: the kernel follows the block tables. An output row has the same bits in any
+batch, any cut of its prompt into chunks and with any number of threads: tiles of 64 and splits of 256 keys lie at
+fixed absolute positions and are added in order, in prefill and decode alike. The price: decode transposes the keys
+like prefill, although dot products along D would suit its few rows better.
 
 AVX-512 and AVX2 give the same bits too; the portable variant, without fused multiply-add, differs by rounding.
 
 Over an int8 cache (``reference.quantize_kv``) products are of integers on the int8 units, with queries and weights as
-two bytes: steps of 1/65535 of the largest, where keys and values have 1/254. All of the above holds for it.
+two bytes: steps of 1/65535 of the largest, where keys and values have 1/254. All of the above holds for int8 too.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def attention(
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
-    """Refuse rows that the pools were not made for.
+    """Refuse rows of other sizes than the pools have.
 
     Raises:
         ValueError: a tensor has another dtype or shape than the kernel would read or write.

@@ -1,4 +1,4 @@
-// Attention over a float32 cache: what attention_tile.h asks of a kind of cache. Part of its text.
+// Attention over a float32 cache: the functions of attention_tile.h that depend on the cache. Included by its text.
 //
 //   Scratch.q      [rows / kRows][D][kRows]  scaled queries, so that one step of the product reads kRows neighbours
 //   Scratch.k      [D][64]                   the tile's keys, transposed: a vector holds 16 keys

@@ -1,4 +1,4 @@
-// Attention over an int8 cache: what attention_tile.h asks of a kind of cache. Part of its text.
+// Attention over an int8 cache: the functions of attention_tile.h that depend on the cache. Included by its text.
 //
 // Products are of integers. A query is rounded to 16 bits of its largest number, a row's weights in a tile to 16 bits of
 // their largest (each weight times its value's scale): steps of 1/65535, against 1/254 for the keys and values

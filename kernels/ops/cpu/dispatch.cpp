@@ -1,4 +1,4 @@
-// Which instruction set the kernels use; see dispatch.h.
+// The choice of the instruction set for the kernels; see dispatch.h.
 #include "dispatch.h"
 
 #include <atomic>

@@ -1,4 +1,4 @@
-// Instruction sets: which exist, and which one the kernels use in this process.
+// Instruction sets: the list, and the instruction set used by the kernels of this process.
 //
 // A kernel has one entry point with a C ABI. It switches on `isa()` and calls the variant of that name: functions
 // compiled for more than the baseline carry OPTKIT_AVX2 or OPTKIT_AVX512. The AVX2 and AVX-512 variants of a kernel

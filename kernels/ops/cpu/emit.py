@@ -1,8 +1,8 @@
-"""Emitters: an op as calls of a program, one function an op, in the module of the op's kernel.
+"""Emitters: an op as calls of a program, a function an op, in the module of the op's kernel.
 
-An emitter takes the program's builder and the op's arguments, with views in the place of activations and packed tensors
-in the place of weights, and returns the views of the op's results. An emitter that fuses quantization also takes
-``quantized``, the int8 form of its first result that the program wants, and returns q and scale after its results.
+An emitter takes the program's builder and the op's arguments, with views in the place of activations and packed
+tensors in the place of weights, and returns the views of the op's results. An emitter that fuses quantization also
+takes ``quantized``, the wanted int8 form of the first result, and returns q and scale after the results.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Result = tuple[View | None, ...]
 
 @dataclass(frozen=True)
 class Emitter:
-    """A row of a module's ``EMITTERS``: the op's name, its function, and whether the function takes ``quantized``."""
+    """A row of a module's ``EMITTERS``: the op's name, its function, and True for a function with ``quantized``."""
 
     op: str
     emit: Callable[..., Result]
@@ -29,7 +29,7 @@ class Emitter:
 
 @dataclass(frozen=True)
 class Quantization:
-    """The int8 form of an op's result that is wanted.
+    """The wanted int8 form of an op's result.
 
     Attributes:
         group_size: channels that share a scale; 0: all.

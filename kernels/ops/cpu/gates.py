@@ -1,6 +1,6 @@
 """Gated activations by optkit's native kernels (pointwise.cpp): one pass over memory.
 
-Tensors that are not float32 run the reference.
+Tensors of other types than float32 run the reference.
 """
 
 from __future__ import annotations

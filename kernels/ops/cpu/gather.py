@@ -1,4 +1,7 @@
-"""Embedding, selection of rows and addition as calls of programs (pointwise.cpp); elsewhere torch runs them."""
+"""Embedding, selection of rows and addition as calls of programs (pointwise.cpp).
+
+Outside of programs torch runs the ops.
+"""
 
 from __future__ import annotations
 

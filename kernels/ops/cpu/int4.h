@@ -1,4 +1,4 @@
-// The int4 linear layer: what its variants share. See int4.cpp for the layout.
+// The int4 linear layer: common types of the variants. See int4.cpp for the layout.
 #pragma once
 
 #include <cstring>

@@ -1,7 +1,7 @@
 """Linear layers with int4 weights and int8 activations by optkit's native kernel (int4.cpp).
 
-Weights stay 4-bit in memory: a decode step reads 4.5 bits a weight (symmetric, groups of 32) or 5 (with minimums).
-A row's result has the same bits whatever the batch it is in, the number of threads and the instruction set.
+Weights stay 4-bit in memory: a decode step reads 4.5 bits a weight (symmetric, groups of 32) or 5 (with minimums). A
+row's result has the same bits in any batch, with any number of threads and on any instruction set.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ PAIR = 8  # channels of two steps, which share bytes: groups are made of whole p
 def pack(weights: dict[int, Tensor], options: Mapping[str, Any] | None = None) -> dict[int, Tensor]:
     """The codes [N, K / 8], scales [N, G] and minimums [N, G], if any, in the native layout.
 
-    Argument 2 becomes a uint8 blob of everything, whose first dimension is N, so that the kernel knows it. Arguments
-    3 and 4 are in it; what is left in their place are tensors without rows, whose width and dtype say how to read it.
+    Argument 2 becomes a uint8 blob of shape [N, bytes / N] with codes, scales and minimums. Arguments 3 and 4 become
+    tensors without rows, whose width and dtype are the number of groups and the type of the scales in the blob.
     """
     weight, scale, minimum = weights[2].contiguous(), weights[3], weights.get(4)
     half = all(t is None or t.dtype == torch.float16 for t in (scale, minimum))
@@ -51,7 +51,7 @@ def pack_records(nibbles: Tensor, scale: Tensor, low: Tensor | None, n: int, k: 
 
 
 def half_if_exact(value: Tensor) -> Tensor:
-    """``value`` in float16 if that is the same numbers, else in float32."""
+    """``value`` in float16 where the numbers stay the same, else in float32."""
     value = value.to(torch.float32)
     half = value.to(torch.float16)
     return half if torch.equal(half.to(torch.float32), value) else value
@@ -99,10 +99,10 @@ def linear_w4a8(
 
 
 def check_packed(weight: Tensor, weight_scale: Tensor, k: int, levels: int, bias: Tensor | None) -> None:
-    """Refuse a packed weight that was not made for ``k`` input channels.
+    """Refuse a packed weight of another number of input channels than ``k``.
 
     Raises:
-        ValueError: it has other sizes.
+        ValueError: the weight has other sizes.
     """
     n, groups = weight.shape[0], weight_scale.shape[1]
     native.require(k % groups == 0, f"{k} channels are no {groups} groups")

@@ -1,4 +1,4 @@
-// The int8 linear layer: what its variants share. See int8.cpp for the layout.
+// The int8 linear layer: common types of the variants. See int8.cpp for the layout.
 #pragma once
 
 #include "panels.h"

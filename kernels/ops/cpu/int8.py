@@ -1,6 +1,6 @@
 """int8 linear layers and activation quantization by optkit's native kernels (int8.cpp, quantize.cpp).
 
-A row's result has the same bits whatever the batch it is in, the number of threads and the instruction set.
+A row's result has the same bits in any batch, with any number of threads and on any instruction set.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ GROUPS = "one group, or groups of whole 4 channels"
 
 
 def pack(weights: dict[int, Tensor], options: Mapping[str, Any] | None = None) -> dict[int, Tensor]:
-    """The weight [N, K] int8 and its scales [N, G], which follow it among the arguments, in the native layout.
+    """The weight [N, K] int8 and its scales [N, G], the argument after the weight, in the native layout.
 
-    The weight becomes a uint8 blob whose first dimension is N, so that the kernel knows it, and whose rows mean
-    nothing; the scales become float32 [panels, G, 32], padded with zeros.
+    The weight becomes a uint8 blob of shape [N, bytes / N], of which only N has a meaning; the scales become float32
+    [panels, G, 32], padded with zeros.
     """
     position = min(weights)
     weight, scale = weights[position].contiguous(), weights[position + 1].to(torch.float32)
@@ -82,7 +82,7 @@ def weight_only(
 ) -> Tensor:
     """The product of float activations [T, K] and a packed int8 weight, [T, N].
 
-    ``order`` int32 [K] holds for each input channel of the weight its column in ``x``; None: they are in order.
+    ``order`` int32 [K] holds the column in ``x`` of each input channel of the weight; None: columns are in order.
     """
     rows, k = x.shape
     if x.stride(1) != 1 or x.dtype != torch.float32:
@@ -108,10 +108,10 @@ def weight_only(
 
 
 def check_packed(weight: Tensor, weight_scale: Tensor, k: int, bias: Tensor | None) -> None:
-    """Refuse a packed weight that was not made for ``k`` input channels.
+    """Refuse a packed weight of another number of input channels than ``k``.
 
     Raises:
-        ValueError: it has other sizes.
+        ValueError: the weight has other sizes.
     """
     n, groups = weight.shape[0], weight_scale.shape[1]
     needed = native.library().optkit_w8_bytes(n, k, groups)
@@ -135,7 +135,7 @@ def quantize_per_token(x: Tensor, group_size: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def whole_steps(weights: dict[int, Tensor]) -> bool:
-    """Several groups must each be a whole number of steps; a single one may have any length."""
+    """True for groups of whole steps; a single group may have any length."""
     position = min(weights)
     groups = weights[position + 1].shape[1]
     return groups == 1 or weights[position].shape[1] % (STEP * groups) == 0
@@ -147,7 +147,7 @@ def whole_steps(weights: dict[int, Tensor]) -> bool:
 def layer_arguments(
     b: Builder, x: View, weight: Tensor, weight_scale: Tensor, bias: Tensor | None
 ) -> dict[str, Any]:
-    """The arguments that both linear layers have, for activations ``x``.
+    """The arguments of both linear layers, for activations ``x``.
 
     Raises:
         NotImplementedError: the input channels are no whole steps.

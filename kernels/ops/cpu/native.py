@@ -1,17 +1,17 @@
-"""The native CPU kernels: finds and loads ``_native.so``, which setup.py built, and declares its functions.
+"""The native CPU kernels: finds and loads ``_native.so``, built by setup.py, and declares its functions.
 
 The functions and their parameters are those of ``signatures.h``, which the library was compiled with.
 
-Plain C ABI: pointers and sizes as integers, no torch or Python headers, so it builds in seconds and depends on no
-version of them. It is loaded on first use and **after torch**, whose ``libgomp.so.1`` then serves both: one OpenMP
-pool, so kernels and torch's own ops don't compete for cores (``openmp.py``). Every parallel function takes the number
-of threads as its last argument; pass ``threads()``.
+Plain C ABI: pointers and sizes as integers, no torch or Python headers. The build takes seconds and depends on no
+version of torch or Python. The library is loaded on first use and **after torch**, whose ``libgomp.so.1`` then serves
+both: one OpenMP pool, so kernels and torch's own ops don't compete for cores (``openmp.py``). The last argument of
+every parallel function is the number of threads: ``threads()``.
 
-``OPTKIT_CPU_ISA`` = ``avx512_vnni``, ``avx2`` or ``portable`` overrides the instruction set, which is otherwise the
-best that the CPU has. Nothing is ever compiled here: without the file optkit runs on the other kernels.
+``OPTKIT_CPU_ISA`` = ``avx512_vnni``, ``avx2`` or ``portable`` overrides the instruction set; the default is the best
+of the CPU. Nothing is compiled here: without the file optkit runs on the other kernels.
 
-``OPTKIT_NATIVE_LIBRARY`` = a path loads that file in the place of ``_native.so``: a build with sanitizers, say. The
-file is code of the user's choice, as with ``LD_PRELOAD``; nothing in an artifact or a request can set it.
+``OPTKIT_NATIVE_LIBRARY`` = a path loads another file than ``_native.so``: a build with sanitizers, say. The file is
+code of the user's choice, as with ``LD_PRELOAD``; neither an artifact nor a request can set the variable.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def supports(target: Target) -> bool:
 
 @functools.cache
 def missing_reason() -> str | None:
-    """Why there are no native kernels, or None when there are."""
+    """The reason for missing native kernels, None where they are present."""
     try:
         library()
     except OSError as error:
@@ -61,7 +61,7 @@ def missing_reason() -> str | None:
 
 
 def missing_warning() -> str | None:
-    """One line for users of a CPU without native kernels, or None when there are."""
+    """A line for users of a CPU without native kernels, None where they are present."""
     reason = missing_reason()
     return f"native kernels are missing, CPU steps take several times as long: {reason}" if reason else None
 
@@ -71,8 +71,8 @@ def library() -> ctypes.CDLL:
     """The loaded library with typed functions.
 
     Raises:
-        OSError: it was not built, or does not load.
-        UserError: ``OPTKIT_CPU_ISA`` names no instruction set of this CPU.
+        OSError: the file is missing, older than its sources, or does not load.
+        UserError: ``OPTKIT_CPU_ISA`` names no instruction set of the CPU.
     """
     file = library_file()
     loaded = _load(file)
@@ -87,7 +87,7 @@ def library() -> ctypes.CDLL:
 
 
 def library_file() -> Path:
-    """The file to load: the one that ``OPTKIT_NATIVE_LIBRARY`` names, else what setup.py built."""
+    """The file to load: the value of ``OPTKIT_NATIVE_LIBRARY``, else the file built by setup.py."""
     return Path(os.environ.get(LIBRARY_VARIABLE) or FILE)
 
 
@@ -102,7 +102,7 @@ def _load(file: Path) -> ctypes.CDLL:
 
 
 def check_signatures(loaded: ctypes.CDLL, name: str) -> None:
-    """Compare the functions that ``loaded`` was compiled with to those of ``signatures.h``.
+    """Compare the functions compiled into ``loaded`` with those of ``signatures.h``.
 
     Raises:
         OSError: a function differs, is missing or is too many; the message names the first.
@@ -129,7 +129,7 @@ def isa() -> str:
 
 
 def usable_isas() -> list[str]:
-    """The instruction sets that this CPU has, slowest first."""
+    """The instruction sets of the CPU, slowest first."""
     loaded, used = library(), isa()
     usable = [name for number, name in enumerate(ISAS) if not loaded.optkit_set_isa(number)]
     loaded.optkit_set_isa(ISAS.index(used))
@@ -163,10 +163,10 @@ def require(condition: bool, what: str) -> None:
 
 
 def require_vector(tensor: Tensor | None, length: int, dtype: torch.dtype, name: str) -> None:
-    """Refuse a vector that is not [length] of ``dtype``, dense; None passes.
+    """Refuse anything but a dense vector [length] of ``dtype``, or None.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: another dtype, shape or layout.
     """
     if tensor is not None:
         fits = tensor.shape == (length,) and tensor.dtype is dtype and tensor.is_contiguous()

@@ -1,6 +1,7 @@
-"""Norms by optkit's native kernels (pointwise.cpp): one pass over memory each, where PyTorch makes one a step.
+"""Norms by optkit's native kernels (pointwise.cpp): one pass over memory for a norm, where PyTorch makes a pass a
+step.
 
-Tensors that are not float32 run the reference.
+Tensors of other types than float32 run the reference.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 
 
 def row_arguments(b: Builder, x: View, quantized: Quantization | None) -> dict[str, Any]:
-    """The arguments that all norms have: buffers of results, and the rows of ``x`` over its last dimension.
+    """The arguments of all norms: buffers of results, and the rows of ``x`` over its last dimension.
 
     Raises:
         NotImplementedError: heads of a token are normalized and quantized at once.

@@ -1,9 +1,9 @@
 """int8 linear layers on x86 through oneDNN, as PyTorch ships it.
 
 ``onednn.qlinear_pointwise`` takes per-channel weight scales but only one activation scale. Per-token scales are
-applied afterwards: the call runs with activation scale 1 and zero point 128, and its float result is multiplied
-row by row. Weights are packed once (``qlinear_prepack``) for u8 activations; s8 would repack on every call.
-Integer accumulation is exact, so the only rounding is in the two scales.
+applied afterwards: the call runs with activation scale 1 and zero point 128, and its float result is multiplied row
+by row. Weights are packed once (``qlinear_prepack``) for u8 activations; s8 would repack on every call. Integer
+accumulation is exact, so the only rounding is in the two scales.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def pack(weights: dict[int, Tensor], options: Mapping[str, Any] | None = None) -> dict[int, Tensor]:
-    """Argument 2, the int8 weight [N, K], in oneDNN's blocked layout; argument 3, its scales, as a vector."""
+    """Argument 2, the int8 weight [N, K], in oneDNN's blocked layout; argument 3, the scales, as a vector."""
     packed = torch.ops.onednn.qlinear_prepack(weights[2].contiguous(), None)
     return {2: packed, 3: weights[3].reshape(-1).contiguous()}
 

@@ -1,13 +1,13 @@
 """The OpenMP runtimes of this process.
 
-``_native.so`` needs ``libgomp.so.1`` and brings none. torch's Linux wheels bring one of that name, and the loader
-takes a library that is loaded already over a file: after torch there is one runtime, one pool of threads, and the
-machine needs no libgomp of its own.
+``_native.so`` needs ``libgomp.so.1`` and brings none. torch's Linux wheels bring a library of this name, and the
+loader prefers a loaded library to a file: after torch there is one runtime, one pool of threads, and the machine
+needs no libgomp of its own.
 
 A torch whose OpenMP has another name (libiomp5, libomp, a libgomp with a hash in its name) makes two in the process.
-torch loads its own with RTLD_GLOBAL, so the calls of ``_native.so`` reach that one first. Tried with a libgomp under a
-second name: both were loaded, results were the same, and there was no thread more. Where the kernels' calls do reach
-the second runtime, it has a pool of its own, whose idle threads spin for a while on the cores that the other needs.
+torch loads its own with RTLD_GLOBAL, so the calls of ``_native.so`` reach torch's runtime first. Tried with a libgomp
+under a second name: both were loaded, results were the same, and there was no extra thread. Where the kernels' calls
+do reach the second runtime, its pool has idle threads that spin for a while on the cores of the first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAPS = Path("/proc/self/maps")
 
 
 def openmp_runtimes(maps: Path = MAPS) -> list[str]:
-    """The files of the OpenMP runtimes that are loaded; empty where the system does not list them."""
+    """The files of the loaded OpenMP runtimes; empty where the system has no list of loaded files."""
     try:
         lines = maps.read_text().splitlines()
     except OSError:

@@ -1,7 +1,7 @@
-// Runs programs: resolves the arguments of each kernel call and makes it. See program.h.
+// Runs programs: resolves the arguments of each kernel call and calls the kernel. See program.h.
 //
-// The table of kernels is made from signatures.h. Each row has a caller that is made from the parameter types of the
-// kernel: it reads the resolved arguments in the order of the parameters.
+// signatures.h lists the kernels of the table. The caller of a kernel is made from the types of the kernel's parameters
+// and reads the resolved arguments in the order of the parameters.
 #include "program.h"
 
 #include <cstring>

@@ -1,9 +1,9 @@
-// A program: kernel calls in order, which one C call runs for a whole step.
+// A program: kernel calls in order, run by one C call for a whole step.
 //
-// A step of a small model is hundreds of kernel calls of microseconds each; calling them from Python costs as much
-// again. A program is made once by kernels/ops/cpu/program.py and holds, for each call, which op it is and where each
-// argument comes from. What changes between steps is few: the sizes of the batch (`sizes`), the tensors of the batch
-// (`inputs`) and where the working memory lies (`arenas`, one for each kind of row).
+// A step of a small model is hundreds of kernel calls of microseconds each; calls from Python would double the time. A
+// program is made once by kernels/ops/cpu/program.py and holds, for each call, the kernel and the source of each
+// argument. Three things change between steps: the sizes of the batch (`sizes`), the tensors of the batch (`inputs`) and
+// the addresses of the working memory (`arenas`, one for each kind of row).
 #pragma once
 
 #include <cstdint>

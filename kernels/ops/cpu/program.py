@@ -1,12 +1,12 @@
-"""Programs: a run of native kernel calls that one C call executes (program.cpp).
+"""Programs: runs of native kernel calls in one C call (program.cpp).
 
-``Builder`` collects calls on *views* and ``build`` turns them into a ``Program``. A view is a matrix of the flattened
-batch: one row a token (or one a row of logits), a fixed shape per row. Its memory is a *buffer* of the program's
-own, an input tensor, or an output tensor. Buffers live in one arena: each has a place **per row**, so the plan is made
-once and holds for every batch size, and buffers whose lives do not overlap share their place. The arena grows to
-the largest batch seen and stays; a step allocates only its outputs.
+``Builder`` collects calls on *views* and ``build`` turns the calls into a ``Program``. A view is a matrix of the
+flattened batch: a row a token (or a row a row of logits), a fixed shape per row. Its memory is a *buffer* of the
+program, an input tensor, or an output tensor. Buffers live in one arena. A buffer has a place **per row**, so the
+plan is made once and holds for every batch size, and buffers without overlapping lives share a place. The arena grows
+to the largest batch so far and stays; a step allocates only its outputs.
 
-The kernels, the order of their arguments and what each points to are those of ``signatures.h``.
+The kernels, the order of their arguments and the types behind pointers are those of ``signatures.h``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class View:
-    """Rows in a buffer, or in the input tensor of that number. Rows are dense: only their distance may be larger."""
+    """Rows in a buffer, or in the input tensor of this number. Rows are dense, at any distance from each other."""
 
     memory: Buffer | int
     rows: int
@@ -75,7 +75,7 @@ class View:
 
 @dataclass(frozen=True)
 class Size:
-    """One of the batch's sizes, ``times`` something, as an argument."""
+    """A size of the batch, multiplied by ``times``, as an argument."""
 
     index: int
     times: int = 1
@@ -96,13 +96,15 @@ class Builder:
         self.expected: list[tuple[int, tuple[int, ...], torch.dtype] | None] = []
 
     def input(self, rows: int, shape: Sequence[int], dtype: torch.dtype, *, check: bool = True) -> View:
-        """The next input tensor, [rows, *shape], contiguous; without ``check`` every step gives it like that."""
+        """The next input tensor, [rows, *shape], contiguous; without ``check`` the caller guarantees the shape in
+        every step.
+        """
         self.num_inputs += 1
         self.expected.append((rows, tuple(shape), dtype) if check else None)
         return View(self.num_inputs - 1, rows, tuple(shape), torch.Size(shape).numel(), 0, dtype)
 
     def buffer(self, rows: int, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> View:
-        """A new buffer, its rows dense."""
+        """A new buffer with dense rows."""
         width = torch.Size(shape).numel()
         size = width * dtype.itemsize
         self.buffers.append(Buffer(rows, -(-size // ALIGN) * ALIGN))
@@ -129,7 +131,7 @@ class Builder:
         self.calls.append((cast(int, kernel.number), [arguments[each] for each in names]))
 
     def output(self, view: View) -> int:
-        """Make the buffer of ``view``, which must fill it, an output tensor; its number."""
+        """Make the buffer of ``view``, which must fill the buffer, an output tensor; the number of the output."""
         buffer = view.memory
         if not isinstance(buffer, Buffer) or view.offset or view.row_stride != view.width:
             raise ValueError("only a whole buffer can be an output")
@@ -144,10 +146,10 @@ class Builder:
 
 
 def check_argument(kernel: str, parameter: Parameter, argument: Argument) -> None:
-    """Compare an argument with the parameter it is for.
+    """Compare an argument with its parameter.
 
     Raises:
-        NotImplementedError: native code would read it as something else.
+        NotImplementedError: native code would misread the argument.
     """
     dtypes = signatures.DTYPES.get(parameter.kind, ())
     match argument:
@@ -168,9 +170,9 @@ def check_argument(kernel: str, parameter: Parameter, argument: Argument) -> Non
 
 
 def place(buffers: Sequence[Buffer]) -> int:
-    """Give every buffer its place in an arena for buffers of these rows; gives the arena's bytes per row.
+    """Give every buffer its place in an arena for buffers of these rows; the arena's bytes per row.
 
-    First fit, largest first: good enough, since a transformer's layers all ask for the same few buffers.
+    First fit, largest first: good enough, since a transformer's layers all need the same few buffers.
     """
     placed: list[Buffer] = []
     for buffer in sorted(buffers, key=lambda b: -b.row_bytes):
@@ -186,7 +188,7 @@ def place(buffers: Sequence[Buffer]) -> int:
 
 
 class Arena:
-    """Working memory that programs of one executable share; they run one after another."""
+    """Working memory of an executable's programs, which run one after another."""
 
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
@@ -199,7 +201,7 @@ class Arena:
 
 
 class Program:
-    """Kernel calls for every batch size. Call it with the tensors that tell the sizes, then its inputs.
+    """Kernel calls for every batch size; a call takes the tensors with the sizes of the batch, then the inputs.
 
     Not reentrant: the arena belongs to one step at a time.
     """
@@ -291,7 +293,7 @@ class Program:
             raise IndexError(f"an index is out of range in call {first + failed - 1} of the program")
 
     def _check(self, inputs: Sequence[Tensor], sizes: Sequence[int]) -> None:
-        """Compare what torch computed with what the calls were made for: they take its address."""
+        """Compare tensors computed by torch with the shapes and types of the plan, since the calls take addresses."""
         for index, rows, shape, dtype in self.checked:
             given = inputs[index]
             if given.shape != (sizes[rows], *shape) or given.dtype is not dtype:
@@ -299,7 +301,7 @@ class Program:
                 raise ValueError(f"input {index} of a program is {given.dtype} {found}, not {dtype} {wanted}")
 
     def _place_arenas(self, sizes: Sequence[int]) -> None:
-        """One after another in the shared memory: the buffers of tokens, then those of rows of logits."""
+        """Lay buffers of tokens, then buffers of rows of logits, into the shared memory."""
         needed = [sizes[rows] * size for rows, size in enumerate(self.bytes_per_row)]
         start = self.arena.address(sum(needed))
         for i, size in enumerate(needed):

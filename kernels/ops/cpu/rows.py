@@ -1,6 +1,6 @@
-"""Float32 rows as the native pointwise kernels read them.
+"""Float32 rows for the native pointwise kernels.
 
-Rows of neighbouring elements are read in place, whatever the distance between rows; other layouts are copied first.
+Rows of neighbouring elements are read in place, at any distance from each other; other layouts are copied first.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ FLOAT32, ROW_MAJOR = torch.float32, torch.contiguous_format
 
 
 def as_rows(x: Tensor) -> tuple[Tensor, int, int, int]:
-    """x as rows of neighbouring elements: ``(x, rows, width, distance between rows)``, copied where it must be."""
+    """x as rows of neighbouring elements: ``(x, rows, width, distance between rows)``; a copy where the layout is
+    another.
+    """
     if x.dim() == 2:
         rows, width = x.shape
         stride, step = x.stride()
@@ -30,7 +32,7 @@ def all_float32(*tensors: Tensor | None) -> bool:
 
 
 def are_rows_of(x: Tensor, *vectors: Tensor | None) -> bool:
-    """Whether each vector is as long as a row of ``x``, and dense: kernels take its address."""
+    """True for dense vectors as long as a row of ``x``: kernels take their addresses."""
     for vector in vectors:
         if vector is not None and not (vector.shape == x.shape[-1:] and vector.is_contiguous()):
             return False

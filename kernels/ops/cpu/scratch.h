@@ -1,4 +1,4 @@
-// Working memory of a thread that only grows: make it `thread_local`, and no call after the first of its size allocates.
+// Working memory of a thread: declared `thread_local`, the memory only grows, so repeated calls do not allocate.
 #pragma once
 
 #include <cstdint>

@@ -1,8 +1,8 @@
-"""Paged attention on the CPU by PyTorch's flash attention, one sequence of the ragged batch at a time.
+"""Paged attention on the CPU by PyTorch's flash attention, a sequence of the ragged batch at a time.
 
-A sequence whose tokens are all new attends to the K and V at hand, causal, without reading the cache back. A
-sequence with a prefix reads its blocks: as a view when they are consecutive, by a gather otherwise. Flash
-attention on the CPU reads grouped KV heads natively and never builds the score matrix, so memory stays linear.
+A sequence of new tokens only attends to the K and V at hand, causal, without reading the cache back. A sequence with
+a prefix reads its blocks: as a view of consecutive blocks, by a gather otherwise. Flash attention on the CPU reads
+grouped KV heads natively and never builds the score matrix, so memory stays linear.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def attention(
 
 
 def read_kv(cache: Tensor, blocks: Tensor, length: int) -> Tensor:
-    """The first ``length`` tokens of a sequence: a view when its blocks are consecutive."""
+    """The first ``length`` tokens of a sequence: a view of consecutive blocks, else a gather."""
     used = -(-length // cache.shape[1])
     ids = blocks[:used].tolist()
     if ids[-1] - ids[0] == used - 1 and all(b - a == 1 for a, b in itertools.pairwise(ids)):
@@ -65,7 +65,7 @@ def read_kv(cache: Tensor, blocks: Tensor, length: int) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
-    """Flash attention of one sequence: q [Tq, H, D] are the last Tq of k's Tk positions; gives [Tq, H, Dv]."""
+    """Flash attention of a sequence: q [Tq, H, D] are the last Tq of k's Tk positions; the result is [Tq, H, Dv]."""
     tq, tk = q.shape[0], k.shape[0]
     windowed = 0 < window < tk
     causal = tq == tk and not windowed

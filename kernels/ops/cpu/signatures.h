@@ -1,13 +1,13 @@
-// Every function that Python calls: its result, its name (without the prefix `optkit_`) and its parameters, once.
+// Every function that Python calls, once: result, name (without the prefix `optkit_`) and parameters.
 //
-// Included with the macros FUNCTION and KERNEL defined, as often as needed: dispatch.h declares the functions, so that a
-// definition with other types does not compile; program.cpp makes the table of kernels that programs run, with a caller
-// for each that is made from the parameter types. native.py reads this file: ctypes prototypes, the order of arguments
-// in programs, and the dtypes that programs accept come from here. The library carries the same text
-// (optkit_signature), and native.py refuses a library whose text is another one.
+// Included with the macros FUNCTION and KERNEL defined, as often as needed. dispatch.h declares the functions, so a
+// definition with other types does not compile. program.cpp makes the table of kernels for programs, with a caller for
+// each kernel made from the parameter types. native.py reads this file for ctypes prototypes, program.py for the order
+// and the dtypes of arguments in programs. The library exports the text of its entries (optkit_signature), and native.py
+// refuses a library with other entries.
 //
-// A KERNEL can be a call of a program; its last parameter, `int threads`, is not listed. Rules that programs rely on:
-//   - `const float* x` with a parameter `x_stride` or `x_token` may have any distance between rows; without one, rows
+// A KERNEL can be a call of a program; its last parameter, `int threads`, is not listed. Rules for programs:
+//   - `const float* x` with a parameter `x_stride` or `x_token` may have any distance between rows; without a stride rows
 //     are dense. `void*` is a KV pool, float32 or int8. `uint8_t*` is also a packed weight. A pointer may be null.
 //   - the result is void, or int: 0, and 1 for an index out of range.
 FUNCTION(int, isa, void)

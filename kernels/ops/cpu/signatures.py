@@ -1,7 +1,7 @@
-"""The functions of the native library as ``signatures.h`` lists them: the one place for their parameters.
+"""The functions of the native library, read from ``signatures.h``: the one place for their parameters.
 
-``native`` makes ctypes prototypes of them and compares them with what the library was compiled from; ``program`` takes
-the order and the dtypes of a kernel's arguments from here.
+``native`` makes ctypes prototypes of the functions and compares the list with the library's; ``program`` takes the
+order and the dtypes of a kernel's arguments from here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DTYPES: dict[str, tuple[torch.dtype, ...]] = {
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter: its C type without ``const``, its name, and whether rows may have any distance."""
+    """A parameter: its C type without ``const``, its name, and True for rows at any distance."""
 
     kind: str
     name: str
@@ -48,9 +48,9 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Signature:
-    """A function without its prefix ``optkit_``; a kernel's last parameter, the number of threads, is left out.
+    """A function without its prefix ``optkit_``, and without a kernel's last parameter, the number of threads.
 
-    ``number`` is the kernel's position among the kernels, None for a function that programs cannot call.
+    ``number`` is the kernel's position among the kernels, None for functions outside of programs.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Signature:
 
 
 def entries(text: str) -> list[str]:
-    """The entries of ``text`` in order, white space as the C preprocessor leaves it: one space."""
+    """The entries of ``text`` in order, with single spaces, like the text of the C preprocessor."""
     return [f"{kind}({' '.join(rest.split())})" for kind, rest in ENTRY.findall(text)]
 
 
@@ -107,7 +107,7 @@ def kernel(name: str) -> Signature:
     """The kernel ``name``.
 
     Raises:
-        ValueError: programs cannot call such a function.
+        ValueError: no kernel of programs has the name.
     """
     found = signatures().get(name)
     if found is None or found.number is None:

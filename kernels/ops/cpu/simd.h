@@ -1,4 +1,4 @@
-// Sixteen floats and what the fp32 kernels do with them, once for each instruction set. simd_int8.h is the same for bytes.
+// Sixteen floats and the operations of the fp32 kernels, once for each instruction set. simd_int8.h has the bytes.
 //
 // A `Vec` is always 16 lanes: one register of AVX-512, two of AVX2, four of the 128-bit baseline. So a kernel written on
 // it adds in the same order everywhere, and AVX-512 and AVX2 give the same bits. The portable one has no fused

@@ -1,4 +1,4 @@
-// What the AVX512-VNNI tiles of the int8 and int4 linear layers share: R rows x one panel of 32 output channels, its
+// Common parts of the AVX512-VNNI tiles of the int8 and int4 linear layers: R rows x one panel of 32 output channels, its
 // int32 accumulators and its float sums in 2 R registers each.
 #pragma once
 

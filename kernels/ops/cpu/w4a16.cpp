@@ -1,7 +1,7 @@
 // Weight-only int4 linear layers: float activations as two int8 rows each (split_row.h) on the int4 layer (int4.cpp).
 //
-// Rows are worked off in blocks, so that the results of the pairs, which are added here, stay in the cache. The sum of
-// the two rows is the last addition but for the bias, in that order: results depend on nothing but the row.
+// Rows are computed in blocks, so that the results of the pairs, which are added here, stay in the cache. First the two
+// rows are added, then the bias, always in the same order: a result depends on nothing but its row.
 #include <algorithm>
 
 #include "dispatch.h"

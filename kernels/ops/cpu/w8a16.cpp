@@ -1,6 +1,6 @@
 // Weight-only int8 linear layers on the int8 units: activations keep 16 bits, as two int8 rows (split_row.h).
 //
-// The sum of the two rows is the last addition but for the bias, in that order: results depend on nothing but the row.
+// First the two rows are added, then the bias, always in the same order: a result depends on nothing but its row.
 #include <algorithm>
 
 #include "dispatch.h"

@@ -1,13 +1,13 @@
 """Weight-only linear layers of packed codes by optkit's native kernels (w4a16.cpp, w8a16.cpp).
 
-Codes of 2 and 3 bits become 4-bit codes when they are packed: decode then reads as much as for 4 bits, which is still
-many times faster than to dequantize. Symmetric codes of 8 bits are int8 weights. Activations keep 16 bits.
+Codes of 2 and 3 bits are packed as 4-bit codes: decode then reads as much as for 4 bits, still many times faster than
+dequantization. Symmetric codes of 8 bits are int8 weights. Activations keep 16 bits.
 
-Input channels that are out of order (``g_idx``) are sorted by group once, in the weight; at run time the columns of the
-activations are read in that order. A last group that is shorter makes all groups as short as divides both, with the
-same scales.
+Input channels out of order (``g_idx``) are sorted by group once, in the weight; at run time the columns of the
+activations are read in the same order. With a shorter last group, all groups are cut to a length that divides both,
+with the same scales.
 
-A row's result has the same bits whatever the batch it is in, the number of threads and the instruction set.
+A row's result has the same bits in any batch, with any number of threads and on any instruction set.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def levels(weight_zero_point: Tensor | None) -> int:
 def pack_w4(weights: dict[int, Tensor], options: Mapping[str, Any]) -> dict[int, Tensor]:
     """Codes of up to 4 bits in the layout of int4.cpp.
 
-    The weight becomes a uint8 blob of everything, the scales a tensor [0, G, group] that says how to read it, zero
-    points an empty one, and g_idx the order of the columns, int32 [K].
+    The weight becomes a uint8 blob of codes, scales and zero points; the scales an empty tensor [0, G, group] of the
+    scales' dtype; the zero points an empty tensor; g_idx the order of the columns, int32 [K].
     """
     bits = options["bits"]
     codes, order, scale, zero, group = in_order(weights, options)
@@ -136,7 +136,7 @@ def in_order(
 
 
 def sortable(weights: dict[int, Tensor]) -> bool:
-    """Whether g_idx, if there is one, makes groups that are whole pairs of steps; meta tensors are taken to."""
+    """True without g_idx, and for groups of whole pairs of steps; a g_idx on the meta device counts as such."""
     g_idx = weights.get(G_IDX)
     if g_idx is None or g_idx.device.type == "meta":
         return True
@@ -147,7 +147,7 @@ def sortable(weights: dict[int, Tensor]) -> bool:
 
 
 def whole_pairs(options: Mapping[str, Any]) -> bool:
-    """Codes of up to 4 bits in groups of whole pairs of steps, or one group."""
+    """Codes of up to 4 bits in one group, or in groups of whole pairs of steps."""
     return options.get("bits") in (2, 3, 4) and options.get("group_size", 0) % int4.PAIR == 0
 
 

@@ -1,7 +1,7 @@
-"""Kernels for NVIDIA GPUs, in Triton; and which of them, or of the vendor's, runs an op.
+"""Kernels for NVIDIA GPUs, in Triton, and the choice between them and the vendor's.
 
-Importing this package is cheap. ``kernels`` imports Triton; without it (a CPU build of torch) there are no rows, and
-every op runs its reference.
+Importing this package is cheap. ``kernels`` imports Triton; without Triton (a CPU build of torch) there are no rows,
+and every op runs its reference.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @cache
 def available() -> bool:
-    """Whether Triton can be imported."""
+    """True where Triton can be imported."""
     return importlib.util.find_spec("triton") is not None
 
 

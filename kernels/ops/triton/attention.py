@@ -1,13 +1,14 @@
 """Paged attention on NVIDIA GPUs, for ragged batches of prompts, chunks and single tokens.
 
-Two launches at most. *Tiles* take up to 128 rows, a row being a token and one of the heads that share a KV head, and
-run on tensor cores. Sequences with one new token, the decodes, go to a launch of their own, in which their few rows
-fill no tile of 128; models without shared heads have a kernel without tensor cores for them. Where there are fewer
-programs than the GPU runs at once, keys are split among several and a third launch merges what they found.
+Two launches at most. *Tiles* take up to 128 rows, a row being a token and a query head of the group that shares a KV
+head, and run on tensor cores. Sequences with one new token, the decodes, get a launch of their own, since their few
+rows fill no tile of 128; models without shared heads have a kernel without tensor cores for decodes. Where there are
+fewer programs than the GPU runs at once, keys are split among several programs and a third launch merges the partial
+results.
 
 Grids depend on shapes alone, and lengths are read on the device: a CUDA graph replays with other lengths, blocks and
-slots. The number of splits follows from the widest block table, so a graph should be captured with the longest it will
-see.
+slots. The number of splits follows from the widest block table, so a graph should be captured with the longest table
+of its replays.
 
 Configurations are picked by hand, for each architecture by the rows of a tile.
 """
@@ -120,7 +121,7 @@ def paged_attention(
 
 @dataclass(frozen=True)
 class Call:
-    """One call of attention: its tensors, and what its launches share."""
+    """A call of attention: its tensors, and the parts common to its launches."""
 
     q: Tensor
     k_cache: Tensor
@@ -135,7 +136,7 @@ class Call:
     softcap: float
 
     def prompts(self, skip_single: bool) -> None:
-        """Sequences of any number of new tokens; without those of one with ``skip_single``."""
+        """Sequences of any number of new tokens; with ``skip_single`` without sequences of one new token."""
         tokens, sequences = self.q.shape[0], self.seq_lens.shape[0]
         # how tokens are shared out is known on the device alone; beside decodes one prompt has nearly all
         config = self.tile_config((tokens - sequences + 1) * self.group)
@@ -144,7 +145,7 @@ class Call:
         self.tiles(config, blocks, splits, tokens, single=False, skip_single=skip_single)
 
     def single_tokens(self) -> None:
-        """Sequences of one new token; the others are passed over."""
+        """Sequences of one new token; all other sequences are passed over."""
         sequences = self.seq_lens.shape[0]
         if self.group > 1:
             config = self.tile_config(self.group)
@@ -182,7 +183,7 @@ class Call:
             )  # fmt: skip
 
     def parts(self, rows: int, splits: int) -> Parts:
-        """Where splits leave sums [rows, H, splits, Dv], weights and tops [rows, H, splits]; nothing for one."""
+        """Buffers for splits: sums [rows, H, splits, Dv], weights and tops [rows, H, splits]; empty for one split."""
         heads, dim = self.out.shape[1:]
         shape = (rows if splits > 1 else 0, heads, splits)
         new = partial(torch.empty, dtype=torch.float32, device=self.q.device)
@@ -197,7 +198,7 @@ class Call:
         return 1 << (max(1, most).bit_length() - 1)
 
     def tile_config(self, rows: int) -> Config:
-        """For ``rows`` in a sequence: as large a tile as they fill while every multiprocessor has one."""
+        """The largest tile for ``rows`` in a sequence that is full while every multiprocessor has a tile."""
         size = min(max(16, next_power_of_2(max(rows, self.group))), 128)
         programs = self.seq_lens.shape[0] * self.kv_heads
         if size == 128 and -(-rows // 128) * programs < multiprocessors(self.q.device):
@@ -236,7 +237,9 @@ class Call:
 
     @property
     def exponent(self) -> float:
-        """What makes scores exponents of 2; with a soft-cap, which comes first, only scores."""
+        """The factor from scores to exponents of 2; with a soft-cap, which is applied first, the factor of the scores
+        alone.
+        """
         return self.scale if self.softcap else self.scale * LOG2_E
 
     @cached_property

@@ -2,10 +2,10 @@
 
 All compute an online softmax (arXiv 2205.14135) in base 2, with accumulators in float32. A tile of keys is TILE
 positions, whatever the size of a page: its rows are gathered through the block table. K and V of int8 and E4M3 pools
-become the compute type by themselves, exactly; K's scales multiply the scores and V's the weights, which is a product
-for each key in place of one for each number.
+are converted to the compute type without scales, exactly; K's scales multiply the scores and V's the weights: a
+product for each key in place of a product for each number.
 
-``FORMAT``: 0 float, 1 int8, 2 E4M3 bytes. Strides are in elements; K_BLOCK, V_BLOCK, K_SCALES and V_SCALES go from one
+``FORMAT``: 0 float, 1 int8, 2 E4M3 bytes. Strides are in elements; K_BLOCK, V_BLOCK, K_SCALES and V_SCALES go from a
 block of the pool, or of its scales, to the next.
 """
 
@@ -23,9 +23,10 @@ BATCH = [
 
 @triton.jit
 def numbers(stored, FORMAT: tl.constexpr, NATIVE: tl.constexpr, DTYPE: tl.constexpr):
-    """What values of a pool are, in DTYPE and without their scale.
+    """Values of a pool in DTYPE, without their scale.
 
-    Without NATIVE conversion E4M3 goes through float16, whose bits it has in other places, up to a factor of 2^8.
+    Without NATIVE conversion E4M3 goes through float16, which has the same bits in other places, up to a factor of
+    2^8.
     """
     if FORMAT == 2:
         if NATIVE:
@@ -40,7 +41,7 @@ def numbers(stored, FORMAT: tl.constexpr, NATIVE: tl.constexpr, DTYPE: tl.conste
 
 @triton.jit
 def capped(scores, scale, SOFTCAP: tl.constexpr):
-    """``SOFTCAP * tanh(scores * scale / SOFTCAP)``, by an exponential that may overflow to infinity."""
+    """``SOFTCAP * tanh(scores * scale / SOFTCAP)``, by an exponential with infinity for large scores."""
     e = tl.exp2(scores * (scale * (2.8853900817779268 / SOFTCAP)))  # exp(2x)
     return SOFTCAP - 2.0 * SOFTCAP / (e + 1.0)
 
@@ -148,12 +149,12 @@ def attention_tiles(
     SPLITS: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """M rows, each a query token and one of the heads that share a KV head, over one of SPLITS parts of their keys.
+    """M rows, a row being a query token and a head of the group of a KV head, over one of SPLITS parts of the keys.
 
-    Grid: KV heads, blocks of queries, splits. With SINGLE, a block is a sequence, and only those of one new token
-    count; SKIP_SINGLE leaves these out. Longest blocks of a prompt start first. With splits, results go unnormalized to
-    ``parts`` [rows, H, SPLITS, V_DIM] with ``weights`` and ``tops`` [rows, H, SPLITS]; a row is a sequence with
-    SINGLE, else a token.
+    Grid: KV heads, blocks of queries, splits. With SINGLE, a block is a sequence, and only sequences of one new token
+    count; SKIP_SINGLE leaves these sequences out. Longest blocks of a prompt start first. With splits, results go
+    unnormalized to ``parts`` [rows, H, SPLITS, V_DIM] with ``weights`` and ``tops`` [rows, H, SPLITS]; a row is a
+    sequence with SINGLE, else a token.
     """
     group: tl.constexpr = HEADS // KV_HEADS
     tokens_at_once: tl.constexpr = 1 if SINGLE else M // group
@@ -249,10 +250,10 @@ def attention_heads(
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLITS: tl.constexpr,
     TILE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One query of one head that shares its keys with no other: no tensor cores, and no row of theirs to waste.
+    """A query of a head with keys of its own: no tensor cores, which would waste all rows but one.
 
-    Grid: heads, sequences (those of one new token), splits. Each of TILE lanes keeps a softmax of its own over
-    every TILE-th key, so that nothing passes between threads until the end.
+    Grid: heads, sequences (of one new token), splits. Each of TILE lanes keeps a softmax of its own over every
+    TILE-th key, so that nothing passes between threads until the end.
     """
     head = tl.program_id(0)
     sequence = tl.program_id(1)
@@ -329,7 +330,7 @@ def merge_splits(
     parts, weights, tops, out, query_start,
     HEADS: tl.constexpr, V_DIM: tl.constexpr, SPLITS: tl.constexpr, DV: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
-    """A head's SPLITS partial results become its output row. Grid: rows of ``parts``, heads."""
+    """Merge a head's SPLITS partial results into its output row. Grid: rows of ``parts``, heads."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     token = row

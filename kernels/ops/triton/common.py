@@ -1,10 +1,10 @@
-"""What the Triton kernels share: which GPUs run them, how rows become blocks, and where compiled kernels are kept.
+"""Common parts of the Triton kernels: supported GPUs, rows as blocks, and the place of compiled kernels.
 
 Kernels read a type, compute in float32 and write a type; they never compute in bfloat16 or float8 themselves, which
-Triton's interpreter cannot do. Sizes that change from step to step are plain arguments; what shapes the code (tiles,
-types, formats) is ``tl.constexpr``, so that a served model compiles each kernel a handful of times.
+Triton's interpreter cannot do. Sizes that change from step to step are plain arguments; parameters of the code
+(tiles, types, formats) are ``tl.constexpr``, so a served model compiles each kernel a handful of times.
 
-Launch configurations are picked by hand (``Config`` tables in each module, one for each architecture). Nothing is tuned
+Launch configurations are picked by hand (``Config`` tables in each module, a table an architecture). Nothing is tuned
 while a model runs: a CUDA graph must not be captured around a benchmark.
 """
 
@@ -26,7 +26,7 @@ MAX_COLUMNS = 1 << 16  # of a row that one program holds
 
 @dataclass(frozen=True)
 class Config:
-    """How a kernel is launched: its tile, warps of a program, and stages of its software pipeline."""
+    """The launch of a kernel: its tile, warps of a program, and stages of its software pipeline."""
 
     tile: tuple[int, ...]
     warps: int
@@ -34,7 +34,7 @@ class Config:
 
 
 def architecture(device: torch.device) -> str:
-    """The newest of ``ARCHITECTURES`` that ``device`` can run the code of; in the interpreter, the oldest."""
+    """The newest of ``ARCHITECTURES`` with code for ``device``; in the interpreter, the oldest."""
     return ARCHITECTURES[0] if device.type == "cpu" else architecture_of(device.index or 0)
 
 
@@ -60,7 +60,7 @@ def next_power_of_2(n: int) -> int:
 
 
 def row_warps(columns: int) -> int:
-    """Warps of a program that holds a row of ``columns`` (a power of two): 16 values a thread, 16 warps at most."""
+    """Warps of a program with a row of ``columns`` (a power of two): 16 values a thread, 16 warps at most."""
     return min(16, max(1, columns // (32 * 16)))
 
 
@@ -73,7 +73,7 @@ def rows_of(x: torch.Tensor) -> torch.Tensor:
 def use_private_cache() -> None:
     """Keep compiled kernels in optkit's cache, unless ``TRITON_CACHE_DIR`` names another place.
 
-    Triton loads what it finds there as code, so it has to be a directory that only this user can write.
+    Triton loads the files there as code, so only the user may be able to write the directory.
     """
     if "TRITON_CACHE_DIR" not in os.environ:
         from optkit.machine.paths import cache_dir

@@ -1,9 +1,9 @@
-"""Linear layers for one to four tokens: a weight is read once, at the speed of memory, and nothing else takes long.
+"""Linear layers for one to four tokens: the weight is read once, and the read takes nearly all of the time.
 
 A program owns a few output channels and runs over all of K: no partial sums cross programs, so the order of
-additions, and with it every bit, is the same in each launch. A thread loads 16 bytes of a weight row at a time and
-multiplies them with every token's activations in float32, or in int32 where both are integers, which is exact. Tensor
-cores would have nothing to add: the arithmetic is a few instructions for each byte.
+additions, and with the order every bit, is the same in each launch. A thread loads 16 bytes of a weight row at a time
+and multiplies them with every token's activations in float32, or in int32, which is exact, where both are integers.
+Tensor cores would not help: the arithmetic is a few instructions for each byte.
 """
 
 from __future__ import annotations

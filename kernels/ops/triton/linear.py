@@ -1,7 +1,7 @@
 """Linear layers on NVIDIA GPUs: for each call, the implementation that ``selection`` names for its number of tokens.
 
-Each op has up to three: ``gemv`` for up to four tokens, ``tile`` on the tensor cores for any number, and the vendor's.
-They read the same weights. A layer of other weights for few tokens than for many is a matter of the graph
+An op has up to three: ``gemv`` for up to four tokens, ``tile`` on the tensor cores for any number, and the vendor's.
+All read the same weights. Layers with other weights for few tokens than for many are variants of the graph
 (``optkit.graph.variants``).
 """
 
@@ -72,7 +72,7 @@ def linear_w4a8(
 ) -> Tensor:
     """See ``reference.linear_w4a8``; weight is int8 (``pack_int4``), twice the memory of its codes.
 
-    Minima meet sums of activations, which is a product with one column for each group.
+    Minima are multiplied by sums of activations: a product with a column for each group.
     """
     groups = weight_scale.shape[1]
     scale = scale.repeat_interleave(groups // scale.shape[1], dim=1)  # [T, G]
@@ -192,7 +192,7 @@ def linear_wna16(
 
 
 def pack_bytes(weights: dict[int, Tensor], options: Mapping[str, Any]) -> dict[int, Tensor]:
-    """Codes of 8 bits: int8 weights where they are symmetric, else uint8 and zero points."""
+    """Codes of 8 bits: int8 weights where the codes are symmetric, else uint8 and zero points."""
     codes = unpack_codes(weights[wna16.WEIGHT], 8, weights[wna16.WEIGHT].shape[1] * WORD // 8)
     if wna16.ZERO not in weights:
         codes = (codes ^ 128).view(torch.int8)
@@ -200,7 +200,7 @@ def pack_bytes(weights: dict[int, Tensor], options: Mapping[str, Any]) -> dict[i
 
 
 def pack_int4(weights: dict[int, Tensor], options: Mapping[str, Any]) -> dict[int, Tensor]:
-    """Codes of ``linear_w4a8`` as int8: as they are with minima, else less the code that stands for zero."""
+    """Codes of ``linear_w4a8`` as int8: unchanged with minima, else less the code for zero."""
     codes = reference.unpack_int4(weights[2]).to(torch.int8)
     codes = codes if 4 in weights else codes - reference.INT4_ZERO_POINT
     return {2: codes} | {i: weights[i].to(torch.float32) for i in (3, 4) if i in weights}
@@ -221,12 +221,12 @@ def eight_bits(options: Mapping[str, Any]) -> bool:
 
 
 def power_of_2(group: int, least: int) -> bool:
-    """Whether groups are ones that tiles can be cut along; 0 is one group."""
+    """True for groups along which tiles can be cut; 0 is one group."""
     return group == 0 or (group >= least and group & (group - 1) == 0)
 
 
 def groups_fit(weight: int, scale: int, least: int) -> Any:
-    """Accepts weights, at these positions, whose groups ``tile`` can take."""
+    """A function that accepts weights, at these positions, with groups within the limits of ``tile``."""
 
     def accepts(weights: dict[int, Tensor]) -> bool:
         groups = weights[scale].shape[1]

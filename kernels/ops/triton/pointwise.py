@@ -1,8 +1,8 @@
-"""Norms and gates, alone or with the quantization that follows: a launch each, a program for each token.
+"""Norms and gates, alone or with the quantization of the result: a launch each, a program for each token.
 
 The residual addition, the norm and the quantization of a decoder layer are one read of two rows and one write of two.
-Sums are float32, in an order that depends on the width alone, so a token's result has the same bits in any batch.
-Rows wider than ``MAX_COLUMNS`` run the reference.
+Sums are float32, in an order of the width alone, so a token's result has the same bits in any batch. Rows wider than
+``MAX_COLUMNS`` run the reference.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def rms_rows(
 
 @triton.jit
 def put(values, out, scale, row, columns, column, inside, FORMAT: tl.constexpr):
-    """Row ``row`` of ``out`` [T, columns], and of ``scale`` [T] where it is quantized."""
+    """Write row ``row`` of ``out`` [T, columns], and of ``scale`` [T] for a quantized row."""
     if FORMAT == 0:
         tl.store(out + row * columns + column, values.to(out.dtype.element_ty), mask=inside)
     else:
@@ -68,7 +68,7 @@ def put(values, out, scale, row, columns, column, inside, FORMAT: tl.constexpr):
 def layer_norm_rows(
     x, weight, bias, out, x_stride, columns, eps, C: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr
 ):
-    """A row of ``layer_norm``; the variance is that of the centred row, not a difference of large sums."""
+    """A row of ``layer_norm``. The variance is computed from the centred row, not as a difference of large sums."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, C)
     inside = column < columns
@@ -87,7 +87,7 @@ def gate_rows(
     gate, up, out, scale, gate_stride, up_stride, columns,
     C: tl.constexpr, GATE: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """``act(gate) * up`` of C columns of a row; all of them where it is quantized."""
+    """``act(gate) * up`` of C columns of a row, for a quantized row of all columns."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * C + tl.arange(0, C)
     inside = column < columns
@@ -103,7 +103,7 @@ def gate_rows(
 
 
 def output(rows: int, columns: int, like: Tensor, fmt: int) -> tuple[Tensor, Tensor]:
-    """Where rows go, and their scales; without a format, no scales."""
+    """The tensors for rows and for scales; without a format, no scales."""
     out = torch.empty((rows, columns), dtype=CODES.get(fmt, like.dtype), device=like.device)
     scale = torch.empty((rows if fmt else 0, 1), dtype=torch.float32, device=like.device)
     return out, scale

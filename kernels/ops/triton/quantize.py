@@ -1,7 +1,7 @@
-"""Dynamic quantization of activations: int8 with a scale for each token or group, E4M3 with one for each token.
+"""Dynamic quantization of activations: int8 with a scale for each token or group, E4M3 with a scale for each token.
 
-Codes of int8 are the reference's to the bit: the product is rounded before it is rounded to an integer, so no
-multiply-add is fused here. ``codes`` is also the last step of the fused norms and gates (``pointwise``). A program
+Codes of int8 are the reference's to the bit: the product is rounded to float32 before the rounding to an integer, so
+no multiply-add is fused here. ``codes`` is also the last step of the fused norms and gates (``pointwise``). A program
 holds whole rows in registers, so each value is read once and written once.
 """
 
@@ -33,8 +33,8 @@ TILE = 4096  # values that a program quantizes at once, where rows are shorter
 def codes(x, FORMAT: tl.constexpr):
     """(codes, scale [R]) of float32 rows x [R, C].
 
-    A NaN counts as infinity: the scale says that the row is lost, as it must. Adding 1.5 * 2^23 rounds to the nearest
-    integer, ties to even, and leaves it in the lowest bits; 128 more makes it the unsigned code.
+    A NaN counts as infinity: the scale marks the row as lost. Adding 1.5 * 2^23 rounds to the nearest integer, ties
+    to even, and leaves the integer in the lowest bits; 128 more makes the unsigned code.
     """
     absmax = tl.max(tl.where(x == x, tl.abs(x), float("inf")), 1)
     if FORMAT == 1:

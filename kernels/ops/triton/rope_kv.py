@@ -1,10 +1,10 @@
 """RoPE of q and k and the write of K and V into the paged cache, in one launch.
 
-A program takes one token and a few heads: of q, or of K and V. It reads each value once, and where the pool is int8 or
-E4M3 it finds the row's scale on the way. Quantized pools are planar (``reference_attention``): values and scales of a
-block are written to their planes.
+A program takes a token and a few heads: of q, or of K and V. Each value is read once; for an int8 or E4M3 pool the
+row's scale is computed on the way. Quantized pools are planar (``reference_attention``): values and scales of a block
+are written to their planes.
 
-E4M3 is encoded by integer arithmetic, which every GPU has, and to the bit as torch does.
+E4M3 is encoded by integer arithmetic, which every GPU has, to the bits of torch's conversion.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def e4m3_bytes(x):
 
 @triton.jit
 def row_scale(absmax, FORMAT: tl.constexpr):
-    """The scale of rows with these largest magnitudes, as ``reference.quantize_kv`` has it."""
+    """The scale of rows with these largest magnitudes, equal to ``reference.quantize_kv``."""
     if FORMAT == 1:
         scale = tl.div_rn(absmax, 127.0)
     else:
@@ -54,7 +54,7 @@ def row_scale(absmax, FORMAT: tl.constexpr):
 
 @triton.jit
 def stored(x, absmax, like, FORMAT: tl.constexpr):
-    """Rows x [R, C] as the pool ``like`` has them. Adding 1.5 * 2^23 leaves the rounded integer in the low bits."""
+    """Rows x [R, C] in the type of pool ``like``. Adding 1.5 * 2^23 leaves the rounded integer in the low bits."""
     if FORMAT == 0:
         values = x.to(like.dtype.element_ty)
     elif FORMAT == 1:
@@ -69,7 +69,7 @@ def stored(x, absmax, like, FORMAT: tl.constexpr):
 
 @triton.jit
 def largest(x):
-    """The largest magnitude of each row of x [R, C]; infinity where one is NaN, so that the scale tells of it."""
+    """The largest magnitude of each row of x [R, C]; infinity for a row with a NaN, so the scale marks the row."""
     return tl.max(tl.where(x == x, tl.abs(x), float("inf")), 1)
 
 
@@ -99,9 +99,9 @@ def rope_kv_heads(
     K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, FORMAT: tl.constexpr,
     R: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, V_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """R heads of one token: of q in the first programs of axis 1, of K and V in the others.
+    """R heads of a token: of q in the first programs of axis 1, of K and V in the rest.
 
-    K_BLOCK, V_BLOCK, K_SCALES and V_SCALES are the elements from one block to the next of pools and scales.
+    K_BLOCK, V_BLOCK, K_SCALES and V_SCALES are the elements from a block to the next in pools and scales.
     """
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -168,7 +168,7 @@ def rope_kv_heads(
 
 
 def planes(cache: Tensor) -> tuple[Tensor, Tensor]:
-    """Values and scales of a pool; a float pool stands for its scales, which nothing reads."""
+    """Values and scales of a pool; for a float pool, whose scales nothing reads, the pool stands for both."""
     return kv_planes(cache) if cache.dtype in KV_CODES else (cache, cache)
 
 
@@ -208,7 +208,7 @@ def launch(
 
 
 def with_unit_stride(x: Tensor) -> Tensor:
-    """x with its last dimension side by side, as a view of a fused projection already is."""
+    """x with neighbouring elements in its last dimension; a view of a fused projection passes unchanged."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

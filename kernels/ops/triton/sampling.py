@@ -1,14 +1,14 @@
 """Sampling on the GPU: greedy, temperature, top-k, top-p and min-p, in a fixed number of launches.
 
-A row is cut into chunks, a program each, so that one row alone fills a GPU. Plain rows take three launches: the largest
-logit of each chunk, the mass of each chunk, and the draw, which finds the chunk and then the token.
+A row is cut into chunks, a program each, so that one row alone fills a GPU. Plain rows take three launches: the
+largest logit of each chunk, the mass of each chunk, and the draw, which finds the chunk and then the token.
 
-Filters need a threshold before that, and find it without sorting, by radix selection: the bits of floats, turned so
-that they order as the floats do, are decided four at a time from the top. A launch sums the tokens of each of 16 digits
-(their number for top-k, their mass for top-p) by chunk; the next finds the digit at which the sum reaches its goal, and
-goes on inside it. Eight launches for each of the two. Sums are made in an order that the vocabulary alone decides: a
-row gives the same token in any batch. They are float32, so a token whose edge is within about 1e-6 of the drawn number
-may go to its neighbour in the spec's float64.
+Filters need a threshold first, found without sorting, by radix selection: the bits of floats, turned into the order
+of the floats, are decided four at a time from the top. A launch sums the tokens of each of 16 digits (the number of
+tokens for top-k, their mass for top-p) by chunk; the next launch finds the digit at which the sum reaches its goal,
+and goes on inside the digit. Eight launches for each of the two filters. Sums are made in an order of the vocabulary
+alone: a row gives the same token in any batch. Sums are float32, so a token whose edge is within about 1e-6 of the
+drawn number may go to its neighbour in the spec's float64.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def ordered(x):
 
 @triton.jit
 def largest_of(tops, row, chunks, P: tl.constexpr):
-    """The largest logit of a row, from those of its chunks."""
+    """The largest logit of a row, from the largest of each chunk."""
     chunk = tl.arange(0, P)
     return tl.max(tl.load(tops + row * chunks + chunk, mask=chunk < chunks, other=float("-inf")), 0)
 
@@ -49,7 +49,9 @@ def summed(sums, row, chunks, P: tl.constexpr):
 
 @triton.jit
 def reached(total, cut, goal, shift):
-    """(cut, goal) after the digit at ``shift``: the highest whose sum, with all above it, reaches the goal."""
+    """(cut, goal) after the digit at ``shift``: the highest digit whose sum, with all digits above, is at least the
+    goal.
+    """
     digit = tl.arange(0, 16)
     upward = tl.sum(tl.where(digit[None, :] >= digit[:, None], total[None, :], 0.0), 1)  # from a digit up
     chosen = tl.maximum(tl.sum((upward >= goal).to(tl.int32), 0) - 1, 0)
@@ -59,7 +61,7 @@ def reached(total, cut, goal, shift):
 
 @triton.jit
 def selected(sums, cuts, goals, row, rows, chunks, P: tl.constexpr):
-    """The cut that a finished selection came to."""
+    """The cut at the end of a selection."""
     total = summed(sums + 7 * rows * chunks * 16, row, chunks, P)
     cut, _ = reached(total, tl.load(cuts + 7 * rows + row).to(tl.uint32), tl.load(goals + 7 * rows + row), 0)
     return cut
@@ -79,7 +81,7 @@ def row_tops(logits, tops, firsts, columns, stride, chunks, C: tl.constexpr):
 
 @triton.jit
 def floor_of(top, temperature, min_p):
-    """What min_p leaves: tokens from this on."""
+    """The smallest logit that min_p keeps."""
     least = ordered(top + temperature * tl.log(tl.maximum(min_p, 1e-30)) + 0.0)
     return tl.where(min_p > 0, least, least * 0)
 
@@ -89,10 +91,10 @@ def digit_sums(
     logits, tops, temperature, top_k, top_p, min_p, sums, cuts, goals, rows, level, columns, stride, chunks,
     MASS: tl.constexpr, C: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Digit ``level`` of the selection for top-k or, with MASS, for top-p; rows without this filter are passed over.
+    """Digit ``level`` of the selection for top-k or, with MASS, for top-p; rows without the filter are passed over.
 
-    ``sums`` [2, 8, L, chunks, 16], ``cuts`` and ``goals`` [2, 8, L]: for each selection and digit its sums, and what
-    was known before it. The goal of top-p starts as a share and becomes a mass when the whole is known.
+    ``sums`` [2, 8, L, chunks, 16], ``cuts`` and ``goals`` [2, 8, L] hold, for each selection and digit, the sums and
+    the cut and goal before the digit. The goal of top-p starts as a share and becomes a mass with the total.
     """
     row = tl.program_id(0).to(tl.int64)
     t = tl.load(temperature + row)
@@ -148,7 +150,7 @@ def kept_mass(
     logits, token, tops, temperature, top_k, top_p, min_p, sums, cuts, goals, row, rows, columns, stride, chunks,
     FILTERED: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """What tokens weigh that no filter takes out: ``exp((logit - top) / temperature)``."""
+    """Weights of the tokens kept by all filters: ``exp((logit - top) / temperature)``."""
     t = tl.load(temperature + row)
     x = tl.load(logits + row * stride + token, mask=token < columns, other=float("-inf")).to(tl.float32) + 0.0
     top = largest_of(tops, row, chunks, P)
@@ -185,7 +187,7 @@ def chunk_masses(
 
 @triton.jit
 def passed(mass, goal, N: tl.constexpr):
-    """(index, sum before it) of the first of ``mass`` [N] with which the sum from the left is above the goal."""
+    """(index, sum before the index) of the first of ``mass`` [N] whose sum from the left is above the goal."""
     index = tl.arange(0, N)
     total = tl.cumsum(mass, 0)
     last = tl.max(tl.where(mass > 0, index, 0), 0)  # a sum may round below the goal

@@ -1,13 +1,14 @@
-"""Attention of a whole prompt by the vendor's kernels: cuDNN's on Hopper, FlashAttention-2 elsewhere, through PyTorch.
+"""Attention of a whole prompt by the vendor's kernels: cuDNN's on Hopper, FlashAttention-2 elsewhere, through
+PyTorch.
 
-A sequence whose tokens are all new needs no cache to attend, and dense kernels that NVIDIA wrote are hard to beat where
-arithmetic bounds. The runtime says when a step is such a prompt (``optkit.kernels.whole_prompt``); then the table of
-measured times decides by the number of tokens (``selection``). Rows of padding stand behind the prompt, where a causal
-mask keeps them from all others.
+A sequence of new tokens only needs no cache to attend, and NVIDIA's dense kernels are hard to beat where arithmetic
+bounds. The runtime promises a whole prompt (``optkit.kernels.whole_prompt``); then the table of measured times
+decides by the number of tokens (``selection``). Rows of padding stand behind the prompt, where a causal mask hides
+them from all rows of the prompt.
 
-cuDNN makes a plan for each shape at its first call, which takes tens of milliseconds: captured graphs have few shapes
-and warm up before they are captured. PyTorch's ``varlen_attn``, which would take several prompts, is FlashAttention-2,
-which others measured at half of cuDNN's speed on Hopper; several prompts go to Triton.
+cuDNN makes a plan for each shape at its first call, in tens of milliseconds: captured graphs have few shapes and warm
+up before the capture. PyTorch's ``varlen_attn``, which would take several prompts, is FlashAttention-2, measured
+elsewhere at half of cuDNN's speed on Hopper; several prompts go to Triton.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ MAX_HEAD_DIM = 256  # of a head, for the first two
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor, pool: torch.dtype, window: int, softcap: float) -> bool:
-    """Whether ``dense`` is to attend q [T, H, D]: a whole prompt, a cache that rounds nothing, and sooner done."""
+    """True where ``dense`` should attend q [T, H, D]: a whole prompt, a cache without rounding, a shorter time."""
     promise = promised()
     if promise is None or softcap or pool != q.dtype:
         return False
@@ -46,7 +47,7 @@ def takes(q: Tensor, k: Tensor, v: Tensor, pool: torch.dtype, window: int, softc
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Causal attention of one sequence: q [T, H, D], k [T, Hkv, D] and v [T, Hkv, Dv] give [T, H, Dv]."""
+    """Causal attention of a sequence: q [T, H, D], k [T, Hkv, D] and v [T, Hkv, Dv] give [T, H, Dv]."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, T, D]
     with sdpa_kernel(BACKENDS, set_priority=True):
         out = torch.nn.functional.scaled_dot_product_attention(

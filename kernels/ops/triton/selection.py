@@ -1,11 +1,11 @@
-"""Which implementation of a linear layer runs at which number of tokens: read from a table of measured times.
+"""The choice of a linear layer's implementation by its number of tokens, from a table of measured times.
 
-``tables/sm_90.json`` has, for each op and stored type, the layers that were timed: their N and K, the times, and the
-``best`` implementation up to each number of tokens. A layer takes the row of the nearest N and K. A table says where
-it comes from: ``measured`` ones are written by ``python -m bench.gpu.run``; until then a ``published`` one holds what
-others' kernels did (its ``note``).
+``tables/sm_90.json`` has, for each op and stored type, the timed layers: N and K, the times, and the ``best``
+implementation up to each number of tokens. A layer takes the row of the nearest N and K. ``source`` of a table is
+``measured``, written by ``python -m bench.gpu.run``, or ``published``, from published times of comparable kernels
+(its ``note``).
 
-The choice is made in Python when a layer is called. In a CUDA graph that is once, at capture.
+The choice is made in Python when a layer is called. In a CUDA graph the layer is called once, at capture.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Timing:
 
 
 def choose(op: str, stored: str, shape: tuple[int, int, int], arch: str, able: Mapping[str, bool]) -> str:
-    """The name of the implementation for a layer of ``shape`` (m, n, k) among those ``able`` to run it.
+    """The name of the implementation for a layer of ``shape`` (m, n, k), out of ``able``.
 
-    The table's best if it is able, else the first that is: ``able`` is in order of preference.
+    The table's best where ``able`` is true, else the first true one: ``able`` is in order of preference.
     """
     best = winner(op, stored, shape, arch)
     return best if best is not None and able.get(best) else next(name for name, can in able.items() if can)
@@ -46,7 +46,7 @@ def choose(op: str, stored: str, shape: tuple[int, int, int], arch: str, able: M
 
 @cache
 def winner(op: str, stored: str, shape: tuple[int, int, int], arch: str) -> str | None:
-    """The table's best for m tokens; None where it says nothing."""
+    """The table's best for m tokens; None without a row."""
     m, n, k = shape
     rows = [row for row in table(arch)["layers"] if (row["op"], row["stored"]) == (op, stored)]
     if not rows:
@@ -99,7 +99,7 @@ def ordered(times: Mapping[int, Mapping[str, float]]) -> dict[str, dict[str, flo
 
 
 def save(new: Mapping[str, Any], folder: Path = FOLDER) -> Path:
-    """Write a table where ``choose`` reads it; for a checkout, whose next release then has it."""
+    """Write a table for ``choose`` into a checkout; the next release then holds the table."""
     file = folder / f"{new['architecture']}.json"
     file.write_text(json.dumps(new, indent=1) + "\n", encoding="utf-8")
     table.cache_clear()

@@ -1,8 +1,8 @@
 """Linear layers of quantized weights on the tensor cores, for any number of tokens.
 
-The tile is transposed: the rows that the tensor cores multiply are output channels and the columns tokens, so that 16
-tokens are a full instruction on Hopper too, whose instructions take 64 rows at least. Both operands lie along K in
-memory, which is what 8-bit instructions ask for.
+The tile is transposed: the tensor cores' rows are output channels and their columns tokens, so 16 tokens are a full
+instruction on Hopper too, whose instructions take 64 rows at least. Both operands lie along K in memory, as 8-bit
+instructions require.
 
     activations   weights            product
     uint8         int8               int8, exact in int32 within a group
@@ -48,8 +48,8 @@ def tile_product(
 ):  # fmt: skip
     """A tile [M tokens, N channels] over ``k_span`` of K.
 
-    GROUPED: scales are [.., groups], of ``group`` channels, a multiple of K. SPLIT: ``out`` takes bare sums
-    [splits, rows, n_size]. ZERO: a weight is its code less ``zero`` [n_size, groups].
+    GROUPED: scales are [.., groups], of ``group`` channels, a multiple of K. SPLIT: ``out`` takes bare sums [splits,
+    rows, n_size]. ZERO: a weight is its code less ``zero`` [n_size, groups].
     """
     tiles = tl.cdiv(rows, M)  # neighbours share weights
     m = (tl.program_id(0) % tiles) * M + tl.arange(0, M)
@@ -134,10 +134,10 @@ def tile(
     zero: Tensor | None = None,
     group: int = 0,
 ) -> Tensor:
-    """x [T, K] times weight [N, K], of ``dtype``; the types are those of the table above.
+    """x [T, K] times weight [N, K], of ``dtype``; the table above lists the types.
 
-    Scales are [T, 1] and [N, 1], or [T, G] and [N, G] for groups of ``group`` channels (a power of two from 16 on, from
-    32 where activations are 8-bit); float activations have none. ``zero`` [N, G] belongs to uint8 weights.
+    Scales are [T, 1] and [N, 1], or [T, G] and [N, G] for groups of ``group`` channels (a power of two from 16 on,
+    from 32 where activations are 8-bit); float activations have none. ``zero`` [N, G] belongs to uint8 weights.
     """
     (rows, k), n, arch = x.shape, weight.shape[0], architecture(x.device)
     out = torch.empty((rows, n), dtype=dtype, device=x.device)

@@ -1,7 +1,7 @@
-"""Linear layers by NVIDIA's libraries, through PyTorch: what is hardest to beat where arithmetic bounds.
+"""Linear layers by NVIDIA's libraries, through PyTorch: hard to beat where arithmetic bounds.
 
-Float ones are ``F.linear`` itself. ``scaled_mm`` is E4M3 with a scale for each token and output channel, ``int_mm``
-int8. ``grouped_mm`` is the product of experts in bfloat16, whose groups are read on the device.
+Float layers are ``F.linear`` itself. ``scaled_mm`` is E4M3 with a scale for each token and output channel, ``int_mm``
+int8. ``grouped_mm`` is the product of experts in bfloat16, with groups read on the device.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def can_int_mm(m: int, n: int, k: int) -> bool:
 def int_mm(
     q: Tensor, weight: Tensor, scale: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """See ``reference.linear_w8a8``, for one group. The int32 sums are written and read again to be scaled."""
+    """See ``reference.linear_w8a8``, for one group. A second kernel reads the int32 sums again and scales them."""
     sums = torch._int_mm((q ^ 128).view(torch.int8), weight.t())
     m, n = sums.shape
     out = torch.empty((m, n), dtype=dtype, device=q.device)
@@ -63,5 +63,5 @@ def can_grouped_mm(weights: dict[int, Tensor]) -> bool:
 
 
 def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """See ``reference.grouped_mm``. The reference asks the host how large groups are, which no CUDA graph can."""
+    """See ``reference.grouped_mm``. The reference reads group sizes on the host, which a CUDA graph cannot."""
     return F.grouped_mm(x, weight, offs=offsets)

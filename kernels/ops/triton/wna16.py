@@ -2,17 +2,16 @@
 
 Codes are kept as 4 bits. Input channels are cut into slabs of 128; word j of a slab's 16 int32 holds, from its lowest
 bits on, channels j, 16 + j, ..., 112 + j. So the eight codes of consecutive words are eight planes of 16 consecutive
-channels: each meets a contiguous piece of the activations, and no code has to change its place in a tile. Rows of
+channels: each plane meets a contiguous piece of the activations, and no code changes its place in a tile. Rows of
 words are contiguous, [N, slabs * 16].
 
-A group's channels fill whole planes: groups that don't, and channels out of order (``g_idx``), are laid out so when
-they are packed, with codes of value zero between, and ``order`` says which channel each place holds, one past the last
-for none.
+A group's channels fill whole planes. Packing lays out all other groups, and channels out of order (``g_idx``), in the
+same way, with codes of value zero between, and ``order`` holds the channel of each place, one past the last for none.
 
-For up to ``gemv.MAX_ROWS`` tokens (``gemv_codes``) a code becomes a float by being put into the mantissa of a 1.0, one
-instruction where a conversion takes several: two codes of a word are shifted to bits 15 and 19, which makes them
-1 + code / 256 and 1 + code / 16. The surplus is the sum of activations, the same for all channels. For more
-(``tile_codes``) codes become 16-bit floats for the tensor cores in the same way, 1024 + code or 128 + code.
+For up to ``gemv.MAX_ROWS`` tokens (``gemv_codes``) a code becomes a float as the mantissa of a 1.0, one instruction
+where a conversion takes several: two codes of a word are shifted to bits 15 and 19, for 1 + code / 256 and 1 + code /
+16. The surplus is the sum of activations, the same for all channels. For more tokens (``tile_codes``) codes become
+16-bit floats for the tensor cores in the same way, 1024 + code or 128 + code.
 """
 
 from __future__ import annotations
@@ -268,7 +267,7 @@ def dequantized(
     bias: Tensor | None,
     group: int,
 ) -> Tensor:
-    """x [T, K] times the weight as floats, which exist for the time of this call: for many tokens."""
+    """x [T, K] times the weight as floats, which exist during the call only: for many tokens."""
     n, k = words.shape[0], x.shape[1]
     slabs, group, _ = layout(words, scale, order, group)
     weight = torch.empty((n, k), dtype=x.dtype, device=x.device)
@@ -309,8 +308,8 @@ def pack(weights: dict[int, Tensor], options: Mapping[str, Any]) -> dict[int, Te
 def in_planes(g_idx: Tensor, groups: int) -> tuple[Tensor, int, Tensor]:
     """Channels sorted by group, each group from a new plane on, in whole slabs.
 
-    Gives the channel of each place, or K for none; how many places have one scale, a divisor or a multiple of a slab;
-    and which group's scale that is, for all these.
+    The results: the channel of each place, or K for none; the number of places with one scale, a divisor or a
+    multiple of a slab; and the group of each scale.
     """
     counts = torch.bincount(g_idx.long(), minlength=groups)
     places = (counts + PLANE - 1) // PLANE * PLANE

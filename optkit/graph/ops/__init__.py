@@ -45,7 +45,7 @@ def record_of(target: Any) -> Op | None:
 
 
 def op_of(node: fx.Node) -> Op:
-    """The record of the op that ``node`` calls.
+    """The record of the op called by ``node``.
 
     Raises:
         ValueError: the call is of no op of the dialect.
@@ -57,7 +57,7 @@ def op_of(node: fx.Node) -> Op:
 
 
 def shape_rule(target: Any) -> Callable[..., Any]:
-    """The shape rule of a call target. An op outside of the dialect is its own rule."""
+    """The shape rule of a call target; for an op outside of the dialect the target."""
     op = record_of(target)
     return target if op is None else op.shape
 
@@ -68,7 +68,7 @@ def having(fact: Callable[[Op], Any]) -> set[Any]:
 
 
 def argument(node: fx.Node, name: str) -> Any:
-    """The argument of operand ``name`` in a call of a dialect op, else its default."""
+    """The argument of operand ``name`` in a call of a dialect op, else the default."""
     return op_of(node).argument(node, name)
 
 

@@ -79,7 +79,7 @@ def check_heads(q: Tensor, k: Tensor) -> None:
 
 
 def check_pool(rows: Tensor, cache: Tensor, name: str) -> None:
-    """Compare a pool with the heads and channels of its rows, plus the bytes of a scale where the pool is quantized."""
+    """Compare a pool with the heads and channels of ``rows``, plus the bytes of a scale where the pool is quantized."""
     extra = reference.KV_SCALE_BYTES if cache.dtype in reference.KV_CODES else 0
     wanted = [rows.shape[1], rows.shape[2] + extra]
     expect(list(cache.shape[2:]) == wanted, f"{name} has rows of {list(cache.shape[2:])}, not {wanted}")

@@ -102,7 +102,7 @@ def dequantize_packed(weights: Sequence[Tensor | None], options: Mapping[str, An
 
 
 def present(weights: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
-    """The first two of ``weights``, the weight and its scales.
+    """The weight and its scales: the first two of ``weights``.
 
     Raises:
         ValueError: the weight or the scales are missing.

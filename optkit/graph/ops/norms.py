@@ -54,7 +54,7 @@ def add_norm_quantize(
 
 
 def quantized(x: Tensor, width: int, fmt: str) -> tuple[Tensor, Tensor]:
-    """Codes and scales of rows of ``width`` values in format ``fmt``; a row has one scale."""
+    """Codes of rows of ``width`` values in format ``fmt``, and a scale a row."""
     expect(fmt in reference.FORMATS, f"activations are quantized as {' or '.join(reference.FORMATS)}")
     dtype = torch.uint8 if fmt == "int8" else torch.float8_e4m3fn
     q = torch.empty((x.shape[0], width), dtype=dtype, device=x.device)

@@ -21,7 +21,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 class Role(Enum):
-    """The part of a tensor in its op; ``Op`` finds arguments by role."""
+    """The part of a tensor in an op; ``Op`` finds arguments by role."""
 
     ACTIVATION = "a value of the step that the op transforms"
     ACTIVATION_SCALE = "scales of quantized activations"
@@ -46,7 +46,7 @@ class Source(Enum):
 
 
 class Kind(Enum):
-    """The dtypes of an operand: the name in messages, the dtypes, True where a GPU also takes its compute dtype."""
+    """The dtypes of an operand: the name in messages, the dtypes, True where a GPU also takes the compute dtype."""
 
     COMPUTE = ("float32", (torch.float32,), True)
     FLOAT32 = ("float32", (torch.float32,), False)
@@ -59,7 +59,7 @@ class Kind(Enum):
     KV = ("a KV dtype", tuple(dtype for dtype, _ in KV_DTYPES.values()), False)
 
     def accepts(self, dtype: torch.dtype, *, half: bool) -> bool:
-        """Compare ``dtype`` with the dtypes of this kind; with ``half`` bfloat16 and float16 are compute dtypes."""
+        """True for a ``dtype`` of the kind; with ``half`` bfloat16 and float16 are compute dtypes."""
         _, dtypes, computes = self.value
         return dtype in dtypes or (half and computes and dtype in HALVES)
 
@@ -101,7 +101,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Choice:
-    """A value out of ``values``, of exactly its type.
+    """A value out of ``values``, of exactly the same type.
 
     Without ``stored`` only lowering may set the operand; graph.json must not.
     """
@@ -120,7 +120,7 @@ def value(name: str, kind: Kind, shape: str, role: Role = Role.ACTIVATION) -> Te
 
 
 def weight(name: str, kind: Kind, shape: str, role: Role = Role.WEIGHT, stored: str = "") -> TensorOperand:
-    """An operand from the graph's weights, stored in checkpoints as ``stored``, by default under its own name."""
+    """An operand from the graph's weights, stored in checkpoints as ``stored``, by default as ``name``."""
     return TensorOperand(name, role, Source.WEIGHT, kind, tuple(shape.split()), stored=stored or name)
 
 

@@ -40,25 +40,26 @@ class Op:
     """An op of the dialect.
 
     Attributes:
-        reference: the spec, a function of ``optkit.kernels.reference``; its name is the op's name.
+        reference: the spec, a function of ``optkit.kernels.reference`` with the name of the op.
         operands: the arguments, in the order of the reference's parameters.
         shape: the shape rule: results on the meta device for meta arguments, and checks between sizes. The reference
-            itself where a run on meta tensors is the rule. A separate function where native kernels need stricter
-            checks than broadcasting, or where PyTorch would compute meta tensors in Python, at the price of an import
-            of ``torch._dynamo`` (0.6 s and 70 MB).
+            where a run on meta tensors is the rule. A separate function where native kernels need stricter checks
+            than broadcasting, or where PyTorch would compute meta tensors in Python, at the price of an import of
+            ``torch._dynamo`` (0.6 s and 70 MB).
         work: the kind of work, for the cost model.
         absent: the reason for each missing kernel or emitter, by ``CPU``, ``CUDA`` and ``PROGRAM``.
         row_wise: True where a row of the result depends on the same row of the activations alone, so rows can be
             selected before the op.
-        any_dtype: True where the reference computes in the dtype of its activations, with float32 sums, like torch's
+        any_dtype: True where the reference computes in the dtype of the activations, with float32 sums, like torch's
             op.
         traceable: False where the reference reads values of the batch in Python.
-        compiled: True where a compiler generates the op from its reference, whatever kernel runs it elsewhere.
+        compiled: True where a compiler generates the op from the reference, also where a kernel runs the op
+            elsewhere.
         mutates: the operands written by the op.
         only_lowered: True for ops made by lowering alone, not by passes or capture.
         quantized: the reference of the op with the same result in quantized rows.
-        packed: the reference of the op with the same result from the halves of one stacked operand.
-        dequantize: the float32 weight [N, columns] of a quantized layer, from its weight operands without the bias,
+        packed: the reference of the op with the same result from the halves of a stacked operand.
+        dequantize: the float32 weight [N, columns] of a quantized layer, from the weight operands without the bias,
             the op's options and the number of input channels.
         inputs: the graph's input of a batch operand, where the operand has another name.
     """
@@ -87,7 +88,7 @@ class Op:
 
     @cached_property
     def tensors(self) -> tuple[TensorOperand, ...]:
-        """The tensor operands; they come first."""
+        """The tensor operands, which come first."""
         return tuple(operand for operand in self.operands if isinstance(operand, TensorOperand))
 
     @cached_property
@@ -108,7 +109,7 @@ class Op:
 
     @property
     def quantizes_input(self) -> bool:
-        """True for ops on quantized activations, as ``quantize_per_token`` gives them."""
+        """True for ops on activations quantized by ``quantize_per_token`` or ``quantize_fp8_per_token``."""
         return any(operand.role is Role.ACTIVATION_SCALE for operand in self.tensors)
 
     @property
@@ -119,14 +120,14 @@ class Op:
     # -- arguments of a call -------------------------------------------------------------------------------
 
     def argument(self, node: fx.Node, name: str) -> Any:
-        """The argument of operand ``name`` in a call, by position or keyword, else its default."""
+        """The argument of operand ``name`` in a call, by position or keyword, else the default."""
         position = self.positions[name]
         if position < len(node.args):
             return node.args[position]
         return node.kwargs.get(name, self.defaults[name])
 
     def with_role(self, node: fx.Node, role: Role) -> Any:
-        """The argument of the first operand with ``role``; None for an op without this role."""
+        """The argument of the first operand with ``role``; None for an op without the role."""
         found = next((operand.name for operand in self.tensors if operand.role is role), None)
         return None if found is None else self.argument(node, found)
 

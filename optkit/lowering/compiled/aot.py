@@ -84,10 +84,9 @@ def generate(module: fx.GraphModule, arguments: Sequence[Argument], tokens: int 
 
 
 def load(library: Path, device: str) -> Code:
-    """The function in a compiled library. The compiler and its modules are not imported.
+    """The function in a compiled library. Neither the compiler nor a module of the compiler is imported.
 
-    Opening the library runs its code: only ``optkit.lowering.compiled.code_cache`` calls this function, after its
-    checks.
+    Opening the library runs code: only ``optkit.lowering.compiled.code_cache`` calls ``load``, after all checks.
 
     Raises:
         RuntimeError: the file is no library of AOTInductor.
@@ -98,7 +97,7 @@ def load(library: Path, device: str) -> Code:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Hide the compiler's deprecation warnings about its own internals."""
+    """Hide the compiler's deprecation warnings about compiler internals."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -120,7 +119,7 @@ def private_cache() -> Iterator[None]:
 
 
 def example(mode: Any, argument: Argument, index: int, tokens: int | None) -> Tensor:
-    """A fake input without data, with a symbol for each size that varies."""
+    """A fake input without data, with a symbol for each varying size."""
     from torch._dynamo.source import ConstantSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 

@@ -55,7 +55,7 @@ class _Model(BaseModel):
 
 
 class Fit(_Model):
-    """The conditions under which code was made; the code runs only where all of them are equal."""
+    """The conditions under which code was made; the code runs only where all conditions are equal."""
 
     torch: str
     optkit: str
@@ -65,7 +65,7 @@ class Fit(_Model):
 
 
 class CodeFile(_Model):
-    """A variant: its range of step sizes, its files by sha256, and the measured times."""
+    """A variant: the range of step sizes, the files by sha256, and the measured times."""
 
     first: Annotated[int, Field(ge=1)]
     last: Annotated[int, Field(ge=1)] | None
@@ -92,7 +92,7 @@ class CodeRecord(_Model):
 
 @dataclass(frozen=True)
 class CodeTier:
-    """A directory of compiled code and its record, without any code loaded."""
+    """A directory of compiled code and the record, without any code loaded."""
 
     directory: Path
     record: CodeRecord
@@ -111,11 +111,11 @@ class CodeTier:
 
     @property
     def is_ours(self) -> bool:
-        """True where the seal of this user on this machine is valid."""
+        """True where the seal of the user on the machine is valid."""
         return is_sealed(self.record.sealed_text(), self.record.seal)
 
     def misfit(self, fit: Fit) -> str | None:
-        """The first condition of ``Fit`` that differs here, in words."""
+        """The first condition of ``Fit`` with another value here, in words."""
         for name, here in fit.model_dump().items():
             there = getattr(self.record.fit, name)
             if there != here:
@@ -177,7 +177,7 @@ def cached(fit: Fit, plan: object) -> Path:
 def find_code(
     graph: Graph, target: Target, native: Path | None = None, *, trust: bool = False
 ) -> CompiledCode | None:
-    """The compiled code that may run for ``graph``: the artifact's (in ``native``), else the cache's, else None.
+    """The compiled code for ``graph``: the artifact's (in ``native``), else the cache's, else None.
 
     The log holds the reason for unused code. A graph without a compile plan is answered at once.
     """
@@ -199,7 +199,7 @@ def find_code(
 
 
 def cached_tier(graph: Graph, target: Target) -> CodeTier | None:
-    """The code made for ``graph`` on this machine, from the private cache."""
+    """The code made for ``graph`` on the same machine, from the private cache."""
     if PLAN not in graph.annotations:
         return None
     tier = cached_code(fit_of(region_source(graph, target), target), graph.annotations[PLAN])
@@ -215,7 +215,7 @@ def cached_code(fit: Fit, plan: object) -> CodeTier | None:
 
 
 def use(place: Path) -> None:
-    """Mark a directory of the cache as used until this process ends, so that ``remove_oldest`` keeps the directory."""
+    """Mark a directory of the cache as used until the process ends; ``remove_oldest`` keeps marked directories."""
     with suppress(FileNotFoundError):
         descriptor = hold(place, shared=True)
         if place in IN_USE:
@@ -268,7 +268,7 @@ def code_file(directory: Path, bucket: tuple[int, int | None], seconds: tuple[fl
 
 
 def publish(directory: Path, record: CodeRecord, place: Path) -> CodeTier:
-    """Seal ``record`` and move its files from ``directory`` to ``place`` in the cache, all or none."""
+    """Seal ``record`` and move all files of ``directory``, or none, to ``place`` in the cache."""
     sealed = record.model_copy(update={"seal": seal(record.sealed_text())})
     tier = CodeTier(place, sealed)
     temporary = Path(tempfile.mkdtemp(prefix=WRITING, dir=place.parent))

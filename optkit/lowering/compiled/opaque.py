@@ -30,7 +30,7 @@ _library: list[torch.library.Library] = []
 
 
 def operator(reference: Callable[..., Any], kernel: Callable[..., Any], unpacked: Shapes) -> Any:
-    """The operator that runs ``kernel``, with the signature and the shapes of ``reference``."""
+    """The operator for ``kernel``, with the signature and the shapes of ``reference``."""
     shapes = tuple((i, tuple(t.shape), t.dtype) for i, t in sorted(unpacked.items()))
     key = (reference, kernel, shapes)
     if key not in _operators:
@@ -53,7 +53,7 @@ def register(name: str, reference: Callable[..., Any], kernel: Callable[..., Any
 
 
 def optkit_library() -> torch.library.Library:
-    """The operator namespace ``optkit``, made on first use; an import of this module registers nothing."""
+    """The operator namespace ``optkit``, made on first use; an import of the module registers nothing."""
     if not _library:
         _library.append(torch.library.Library("optkit", "FRAGMENT"))
     return _library[0]

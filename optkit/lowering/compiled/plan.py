@@ -150,7 +150,7 @@ def argument(
 def install(
     graph: Graph, root: nn.Module, source: RegionSource, variants: Sequence[Variant]
 ) -> CompiledRegion:
-    """Replace each planned region of a bound graph by a call of one shared ``CompiledRegion``."""
+    """Replace each planned region of a bound graph by a call of a shared ``CompiledRegion``."""
     compiled = CompiledRegion(source.arguments, source.token_input, variants)
     root.add_module("region", compiled)
     for region in planned_regions(graph, planned_names(graph)):
@@ -189,7 +189,7 @@ def is_names(plan: Any) -> bool:
 
 
 def check_regions(regions: Sequence[Region], values: Sequence[Mapping[fx.Node, Any]]) -> None:
-    """Refuse regions that differ, since all run the same code, and regions beyond the compiler.
+    """Refuse regions of different structure, since all run the same code, and regions beyond the compiler.
 
     Raises:
         UserError: the regions differ, or cannot be compiled.
@@ -204,7 +204,7 @@ def check_regions(regions: Sequence[Region], values: Sequence[Mapping[fx.Node, A
 
 
 def region_module(region: Region, targets: Mapping[fx.Node, Any]) -> fx.GraphModule:
-    """The region as a function of its inputs, with the tuple of its outputs as result."""
+    """The region as a function from inputs to the tuple of outputs."""
     graph = fx.Graph()
     copies = {node: graph.placeholder(f"input{i}") for i, node in enumerate(region.inputs)}
     for node in region.nodes:

@@ -25,8 +25,8 @@ Code = Callable[[list[Tensor]], Sequence[Tensor]]
 class Argument:
     """A region input: a fixed tensor (a weight), or a tensor with sizes of the batch.
 
-    A size is ``base + per_token * T``; ``varies`` marks sizes that change at equal T (sequences, blocks, and the
-    slots of a padded step).
+    A size is ``base + per_token * T``; ``varies`` marks other values at equal T (sequences, blocks, and the slots of
+    a padded step).
     """
 
     dtype: torch.dtype

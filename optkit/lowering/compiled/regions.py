@@ -53,7 +53,7 @@ def ordered_inputs(node: fx.Node) -> list[fx.Node]:
 
 
 def structure(region: Region, values: Mapping[fx.Node, Any]) -> tuple[Any, ...]:
-    """The features that two regions with the same code share; ``values`` are the graph's shapes at any one batch."""
+    """The features shared by regions with the same code; ``values`` are the graph's shapes at any batch."""
     numbers = {node: ("in", i) for i, node in enumerate(region.inputs)}
     numbers |= {node: ("node", i) for i, node in enumerate(region.nodes)}
     calls = tuple(
@@ -89,8 +89,8 @@ def why_not(region: Region, values: Mapping[fx.Node, Any], other: Mapping[fx.Nod
     """The reason against compiling a region, or None; ``other`` are shapes at the same T with other sequences and
     blocks.
 
-    The compiler takes varying sizes to be 2 or more. There may be one sequence or one block, so a value with such a
-    size may only reach attention, which is opaque to the compiler.
+    The compiler takes varying sizes to be 2 or more. A batch may have a single sequence or block, so a value with a
+    varying size may only reach attention, which is opaque to the compiler.
     """
     if sum(node.target is reference.attention for node in region.nodes) != 1:
         return "it has not exactly one attention op"

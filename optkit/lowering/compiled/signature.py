@@ -22,7 +22,7 @@ MACHINE_IDS = (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id"))
 
 
 def seal(text: str) -> str:
-    """The seal of ``text`` for this machine and user, in hex."""
+    """The seal of ``text`` for the machine and the user, in hex."""
     message = f"{machine_id()}\n{os.getuid()}\n{text}"
     return hmac.new(seal_key(), message.encode(), hashlib.sha256).hexdigest()
 
@@ -33,7 +33,7 @@ def is_sealed(text: str, found: str) -> bool:
 
 
 def machine_id() -> str:
-    """The id of this machine; its host name where the system has no id."""
+    """The id of the machine; the host name where the system has no id."""
     for file in MACHINE_IDS:
         try:
             if text := file.read_text("ascii").strip():
@@ -44,7 +44,7 @@ def machine_id() -> str:
 
 
 def seal_key() -> bytes:
-    """The key of this user's seals, made on first use.
+    """The key of the user's seals, made on first use.
 
     Of several processes the first wins, and the key appears whole.
     """

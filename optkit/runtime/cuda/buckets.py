@@ -1,11 +1,11 @@
-"""Which steps run as captured graphs, and how large each graph is.
+"""Buckets: the shapes of steps that run as captured graphs.
 
 Two kinds of steps are captured. *Decodes*, one token a sequence: a graph for each of a few batch sizes, chosen by
-dynamic programming over how often each size occurs and what it was measured to cost (``optkit.lowering.buckets``).
-*Chunks*, any other mix: a graph for each of some token counts, twice: for one prompt alone, which is what a first
-token waits for, and for as many sequences as may run, though always fewer than tokens. Four counts an octave, so that
-padding adds a tenth to a prompt and not a half. What fits no graph runs eagerly: there the device is busy for longer
-than the host takes to launch.
+dynamic programming over the frequency and the measured cost of each size (``optkit.lowering.buckets``). *Chunks*, any
+other mix: two graphs for each of some token counts, the first for one prompt alone, which decides the time to first
+token, the second for as many sequences as may run, but fewer than tokens. Four counts an octave keep the padding of a
+prompt near a tenth. A step that fits no graph runs eagerly: it keeps the device busy for longer than the host takes
+to launch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_DECODE_BUCKETS = 12
 
 @dataclass(frozen=True)
 class Buckets:
-    """``decodes``, batch sizes, and ``chunks``, token counts, ascending. ``fit`` says which graph runs a step."""
+    """``decodes``, batch sizes, and ``chunks``, token counts, ascending. ``fit`` returns the graph of a step."""
 
     decodes: tuple[int, ...]
     chunks: tuple[int, ...]
@@ -49,14 +49,14 @@ class Buckets:
         return min(self.max_sequences, tokens - 1)
 
     def shapes(self) -> list[StepShape]:
-        """All of them, largest first: a later capture fits into the memory of an earlier one."""
+        """All shapes, largest first: a later capture fits into the memory of an earlier one."""
         decodes = [StepShape(n, n, self.blocks) for n in self.decodes]
         chunks = [StepShape(n, width, self.blocks) for n in self.chunks for width in {1, self.width(n)}]
         return sorted({*decodes, *chunks}, reverse=True)
 
 
 def at_least(sizes: Sequence[int], wanted: int) -> int | None:
-    """The first of ascending ``sizes`` that is no smaller."""
+    """The first of ascending ``sizes`` that is at least ``wanted``."""
     place = bisect_left(sizes, wanted)
     return sizes[place] if place < len(sizes) else None
 
@@ -68,13 +68,12 @@ def chunk_sizes(max_tokens: int) -> tuple[int, ...]:
 
 
 def most_graphs(max_tokens: int) -> int:
-    """Graphs that may be captured: decodes with and without sampling filters; chunks that are a whole prompt, the end
-    of one, or of many sequences."""
+    """Most graphs to capture: decodes with and without filters; chunks of whole prompts, of ends, of many sequences."""
     return 2 * MAX_DECODE_BUCKETS + 3 * len(chunk_sizes(max_tokens))
 
 
 def likely_batches(max_sequences: int) -> dict[int, float]:
-    """How often each decode batch occurs when nothing is known: the smaller, the more often."""
+    """Assumed frequencies of decode batches: the smaller, the more frequent."""
     return {size: 1.0 / size for size in range(1, max_sequences + 1)}
 
 
@@ -84,10 +83,9 @@ def decode_sizes(
     """Batch sizes to capture: the ends of the buckets of least expected time.
 
     Args:
-        weights: how often each batch size occurs; the largest is served in any case.
-        measure: seconds of a step of so many sequences. It is asked for powers of two and the largest; time grows
-        slowly
-            and evenly between them.
+        weights: frequency of each batch size; the largest size is always served.
+        measure: seconds of a step of a number of sequences. Called for powers of two and the largest size; time grows
+            slowly and evenly between them.
     """
     sizes = sorted(weights)
     probes = [p for p in (1 << i for i in range(sizes[-1].bit_length())) if p < sizes[-1]] + [sizes[-1]]

@@ -1,8 +1,8 @@
-"""What a GPU does for the runner, and nothing else: capture and replay, pinned memory, events, free memory.
+"""The operations of a GPU for the runner: capture and replay, pinned memory, events, free memory.
 
-``CudaDevice`` is the GPU; its methods hold no decisions, because only a GPU can run them. ``HostDevice`` keeps the same
-promises on a CPU, where a captured step is a function that is called again and writes where it wrote before. So
-everything that decides (buckets, padding, feedback, memory plan) is the same code on both, and is tested on a CPU.
+``CudaDevice`` is the GPU; its methods hold no decisions, because only a GPU can run them. ``HostDevice`` does the
+same on a CPU: a captured step is a function that is called again and writes to the same tensor. So all decisions
+(buckets, padding, feedback, memory plan) are the same code on both, and are tested on a CPU.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ class Event(Protocol):
     """A point in the stream of work."""
 
     def synchronize(self) -> None:
-        """Wait until the device has come past it."""
+        """Wait until the device has passed the point."""
         ...
 
 
 class Device(Protocol):
-    """Where the runner's tensors live and its steps run."""
+    """The device of the runner's tensors and steps."""
 
     torch_device: torch.device
 
     def capture(self, step: Step) -> Replay:
-        """Run ``step`` until it is warm, then record it. Its inputs must be static; captures share their memory."""
+        """Run ``step`` until warm, then record it. Inputs must be static; captures share their memory."""
         ...
 
     def pinned(self, num_bytes: int) -> Tensor:
-        """Zeroed host memory [num_bytes] uint8 that the device copies from and to without waiting."""
+        """Zeroed host memory [num_bytes] uint8 for copies to and from the device without waiting."""
         ...
 
     def mark(self) -> Event:
-        """A point after all work that is queued now."""
+        """A point after all work queued so far."""
         ...
 
     def free_memory(self) -> tuple[int, int]:
@@ -55,7 +55,7 @@ class Device(Protocol):
         ...
 
     def peak_bytes(self, step: Callable[[], Any]) -> int:
-        """Bytes that ``step`` allocates at most, beyond what is allocated before it."""
+        """Most bytes that ``step`` allocates, beyond the bytes allocated before."""
         ...
 
     def seconds(self, replay: Callable[[], None], repeats: int) -> float:
@@ -68,7 +68,7 @@ class Device(Protocol):
 
 
 class CudaDevice:
-    """One GPU, by PyTorch. Captures go into one memory pool, on a stream of their own."""
+    """One GPU, by PyTorch. Captures share one memory pool and run on a stream of their own."""
 
     def __init__(self, index: int = 0) -> None:
         self.torch_device = torch.device("cuda", index)
@@ -125,7 +125,7 @@ class CudaDevice:
 
 
 class CudaReplay:
-    """A ``torch.cuda.CUDAGraph`` and what it writes."""
+    """A ``torch.cuda.CUDAGraph`` and its output."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, output: Tensor) -> None:
         self.graph, self.output = graph, output
@@ -135,7 +135,7 @@ class CudaReplay:
 
 
 class CompilationCounter:
-    """Counts the kernels that Triton compiles or loads from its cache; 0 without Triton."""
+    """Counts kernels that Triton compiles or loads from its cache; 0 without Triton."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -152,10 +152,10 @@ class CompilationCounter:
 
 
 class HostDevice:
-    """The CPU in the place of a GPU: for tests, and to run everything where there is none.
+    """The CPU in the place of a GPU, for tests.
 
     Args:
-        memory: the (free, total) bytes it claims.
+        memory: the (free, total) bytes to report.
     """
 
     def __init__(self, memory: tuple[int, int] = (1 << 30, 1 << 30)) -> None:
@@ -191,7 +191,7 @@ class HostDevice:
 
 
 class HostReplay:
-    """Calls the step again; the result goes where the first one is."""
+    """Calls the step again and copies the result into the first output."""
 
     def __init__(self, step: Step) -> None:
         self.step, self.output = step, step()
@@ -202,7 +202,7 @@ class HostReplay:
 
 
 class Done:
-    """An event of a device that finishes what it is given before it returns."""
+    """An event of a device without a queue."""
 
     def synchronize(self) -> None:
         pass

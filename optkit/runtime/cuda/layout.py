@@ -1,11 +1,12 @@
-"""One buffer for all inputs of a step: one copy from host to device, and addresses that never change.
+"""One buffer for all inputs of a step: one copy from host to device, and constant addresses.
 
-A step has a dozen small inputs. Copied one by one they cost as many driver calls; and a captured graph reads fixed
-addresses. So the inputs of a step of a given *shape* lie behind each other in one buffer, and a layout says where.
-Numbers of 8 bytes come first, so that everything is aligned.
+A step has a dozen small inputs. Copied one by one, each costs a driver call, and a captured graph reads fixed
+addresses. So the inputs of a step of a given *shape* lie behind each other in one buffer, and a layout has their
+offsets. Numbers of 8 bytes come first, so that everything is aligned.
 
-Padding, for a bucket larger than the batch, is what no kernel may act on: rows of tokens have slot -1 and stand behind
-the last ``query_start``, sequences have length 0. ``pack`` writes every element, so nothing of an earlier step is left.
+A bucket larger than the batch is padded with entries that kernels ignore: token rows have slot -1 and stand behind
+the last ``query_start``, sequences have length 0. ``pack`` writes every element, so no data of an earlier step is
+left.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, order=True)
 class StepShape:
-    """What a bucket holds: tokens, sequences, and blocks of the longest sequence. Each sequence may get logits.
+    """The size of a bucket: tokens, sequences, and blocks of the longest sequence. Each sequence may get logits.
 
-    As many tokens as sequences are a decode, one token each, to kernels too (``reference.paged_attention``). Anything
-    else has room for more tokens than sequences.
+    A shape with as many tokens as sequences is a decode, one token each, to kernels too
+    (``reference.paged_attention``). Any other shape has room for more tokens than sequences.
     """
 
     tokens: int
@@ -36,10 +37,10 @@ class StepShape:
         return self.tokens == self.sequences
 
 
-# name: (type, dimensions, what padding is)
+# For each field its type, its dimensions and the value of padding.
 FIELDS: dict[str, tuple[type, tuple[str, ...], float]] = {
     "input_ids": (np.int64, ("tokens",), 0),
-    "source": (np.int64, ("tokens",), -1),  # row of the step before that samples this token; -1: in input_ids
+    "source": (np.int64, ("tokens",), -1),  # row of the step before with this token; -1: in input_ids
     "positions": (np.int64, ("tokens",), 0),
     "slot_mapping": (np.int64, ("tokens",), -1),
     "logits_index": (np.int64, ("rows",), 0),
@@ -66,7 +67,7 @@ SAMPLING_INPUTS = ("temperature", "top_k", "top_p", "min_p", "uniform")
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the inputs of a step of ``shape`` with ``rows`` rows of logits lie."""
+    """The offsets of the inputs of a step of ``shape`` with ``rows`` rows of logits."""
 
     shape: StepShape
     rows: int
@@ -108,7 +109,7 @@ class Layout:
             view[tuple(slice(0, n) for n in given.shape)] = given
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
-        """The inputs in ``buffer`` [>= num_bytes] uint8 on the device, as tensors that share its memory."""
+        """The inputs in ``buffer`` [>= num_bytes] uint8 on the device, as tensors on its memory."""
         views = {}
         for name, (kind, _, _) in FIELDS.items():
             shape, start = self.dimensions[name], self.offsets[name]
@@ -119,5 +120,5 @@ class Layout:
 
 
 def capacity(shape: StepShape) -> int:
-    """Bytes that hold the inputs of every step within ``shape``, with logits for each token at most."""
+    """Bytes for the inputs of every step within ``shape``, with logits for at most each token."""
     return Layout(shape, shape.tokens).num_bytes

@@ -1,11 +1,11 @@
-"""GraphRunner: runs steps from static buffers, as captured graphs where there is one, and samples on the device.
+"""GraphRunner: runs steps from static buffers, as captured graphs where possible, and samples on the device.
 
-A step is: one copy of its inputs (``layout``), then tokens that the step before has sampled take their places among the
-input ids, the model, the sampler. All of that is in the graph. ``execute`` gives the logits, for those who sample on
-the host; ``launch`` only queues the work and gives a ``Flight`` to wait for.
+A step is: one copy of its inputs (``layout``), the tokens sampled by the step before placed among the input ids, the
+model, the sampler. The graph contains all of these. ``execute`` returns logits, for sampling on the host; ``launch``
+queues the work and returns a ``PendingStep``.
 
-Host buffers come in pairs: while the device may still copy from one, the next step is written into the other. That is
-enough for one step in flight beside the one that is planned; who comes sooner waits.
+Host buffers come in pairs: while the device may still copy from the first, the next step is written into the second.
+Two suffice for one step in flight beside the planned one; an earlier write waits.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from optkit.runtime.cuda.buckets import Buckets
 from optkit.runtime.cuda.device import Device, Event, Replay
 from optkit.runtime.cuda.layout import MODEL_INPUTS, SAMPLING_INPUTS, Layout, StepShape, capacity
 from optkit.runtime.cuda.sampling import FAILED, Sampler, has_filters, sampling_inputs
-from optkit.runtime.runner import Executable, ModelRunner, batch_inputs
+from optkit.runtime.runner import ModelRunner, ServableModel, batch_inputs
 from optkit.runtime.sampling.sampler import BAD_LOGITS
-from optkit.runtime.types import PENDING, Batch, Failure, ScheduledSequence
+from optkit.runtime.types import PENDING, Batch, Failure, ScheduledRequest
 
-GraphKey = tuple[StepShape, bool, bool]  # a shape, whether rows have filters, whether it is a whole prompt
+GraphKey = tuple[StepShape, bool, bool]  # a shape, filters or none, whole prompt or not
 STEPS_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True)
 class Captured:
-    """A graph, where its inputs are, and how they lie there."""
+    """A graph, its inputs and their layout."""
 
     layout: Layout
     inputs: Tensor
@@ -42,7 +42,7 @@ class Captured:
 
 
 class Staging:
-    """A pinned buffer that is not written before the device has copied what was in it."""
+    """A pinned buffer, written only after the device has copied the content before."""
 
     def __init__(self, buffer: Tensor) -> None:
         self.buffer = buffer
@@ -54,13 +54,13 @@ class Staging:
         return self.buffer[:num_bytes]
 
 
-class StepFlight:
-    """A step on its way; see ``optkit.runtime.overlap.Flight``."""
+class QueuedStep:
+    """A queued step; see ``optkit.runtime.overlap.PendingStep``."""
 
     def __init__(self, done: Event, sampled: Tensor) -> None:
         self._done, self._sampled = done, sampled
 
-    def tokens(self) -> list[int | Failure]:
+    def result(self) -> list[int | Failure]:
         self._done.synchronize()
         return [BAD_LOGITS if token == FAILED else token for token in self._sampled.tolist()]
 
@@ -69,13 +69,13 @@ class GraphRunner(ModelRunner):
     """Runs batches on ``model``, whose weights are on ``device``.
 
     Args:
-        largest: the largest step there can be, which sizes the buffers.
+        largest: shape of the largest step, which sizes the buffers.
         sample: ``reference.sample`` or a kernel for it.
     """
 
     def __init__(
         self,
-        model: Executable,
+        model: ServableModel,
         num_blocks: int,
         block_size: int,
         device: Device,
@@ -94,7 +94,7 @@ class GraphRunner(ModelRunner):
         self._results = itertools.cycle(
             [device.pinned(8 * largest.sequences).view(torch.int64) for _ in range(STEPS_IN_FLIGHT)]
         )
-        self._rows: dict[int, int] = {}  # id of a sequence: its row in what was sampled last
+        self._rows: dict[int, int] = {}  # id of a request: its row among the last sampled tokens
         self.num_captures = self.num_replays = self.num_eager = 0
 
     # -- capturing -------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ class GraphRunner(ModelRunner):
 
     @torch.inference_mode()
     def run_largest(self) -> None:
-        """The largest step there can be, eagerly; it writes no KV. What it allocates is what the runtime must spare."""
+        """Run the largest step eagerly, without writing KV. The runtime must spare the memory it allocates."""
         layout = Layout(self.largest, self.largest.sequences)
         packed = np.zeros(layout.num_bytes, dtype=np.uint8)
         layout.pack(full_step(self.largest, self.block_size, self.max_model_len), packed)
@@ -130,18 +130,18 @@ class GraphRunner(ModelRunner):
         self._compute(layout.views(self._eager_inputs), filtered=True)
 
     def _capture_both(self, shape: StepShape, filtered: bool) -> None:
-        """The graph of ``shape``; and one for whole prompts, where some kernel does another thing for them."""
+        """Capture the graph of ``shape``, and another for whole prompts where a kernel treats them differently."""
         alone = shape.sequences == 1 < shape.tokens
         captured, differs = self._capture(shape, filtered, whole=alone)
         self._graphs[shape, filtered, True] = captured
         self._graphs[shape, filtered, False] = self._capture(shape, filtered)[0] if differs else captured
 
     def _capture(self, shape: StepShape, filtered: bool, whole: bool = False) -> tuple[Captured, bool]:
-        """A graph; and whether it holds for nothing but whole prompts."""
+        """A graph, and True if it is valid for whole prompts only."""
         layout = Layout(shape, shape.sequences)
         inputs = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=self.device)
         empty = np.zeros(layout.num_bytes, dtype=np.uint8)
-        layout.pack(nothing(), empty)  # what is warmed up must not write KV
+        layout.pack(nothing(), empty)  # the warm-up must not write KV
         inputs.copy_(torch.from_numpy(empty))
         views = layout.views(inputs)
         self.num_captures += 1
@@ -155,22 +155,23 @@ class GraphRunner(ModelRunner):
     def execute(self, batch: Batch) -> Tensor:
         """Logits [sum of num_logits, vocab_size] float32 on the device."""
         logits, count = self._run(batch, ())
-        return logits[:count].clone()  # a graph writes its next step's to the same place
+        return logits[:count].clone()  # the next replay of a graph writes to the same place
 
     @torch.inference_mode()
-    def launch(self, batch: Batch) -> StepFlight:
+    def launch(self, batch: Batch) -> QueuedStep:
         due = [item for item in batch.items if item.needs_logits]
         self._run(batch, due)
-        self._rows = {id(item.seq): row for row, item in enumerate(due)}
+        self._rows = {id(item.request): row for row, item in enumerate(due)}
         results = next(self._results)[: len(due)]
         results.copy_(self._sampled[: len(due)], non_blocking=True)
-        return StepFlight(self.gpu.mark(), results)
+        return QueuedStep(self.gpu.mark(), results)
 
     @torch.inference_mode()
     def prepared(self, batch: Batch) -> Callable[[], None]:
-        """The replay of the graph that ``batch`` fits, its inputs in place: for timing the device alone.
+        """The replay of the graph for ``batch``, inputs in place, for timing the device alone.
 
-        Raises LookupError if it fits none.
+        Raises:
+            LookupError: no graph fits.
         """
         before = self.num_replays
         self._run(batch, [item for item in batch.items if item.needs_logits])
@@ -186,8 +187,8 @@ class GraphRunner(ModelRunner):
             "kernel_compilations": self.gpu.num_compilations(),
         }
 
-    def _run(self, batch: Batch, due: Sequence[ScheduledSequence]) -> tuple[Tensor, int]:
-        """Queue a step; (its logits, how many rows of them count)."""
+    def _run(self, batch: Batch, due: Sequence[ScheduledRequest]) -> tuple[Tensor, int]:
+        """Queue a step; returns its logits, and the number of valid rows."""
         arrays = batch_inputs(batch, self.block_size)
         arrays["input_ids"], arrays["source"] = self._sources(batch, arrays)
         count = len(arrays["logits_index"])
@@ -219,7 +220,7 @@ class GraphRunner(ModelRunner):
     def _compute(
         self, views: Mapping[str, Tensor], filtered: bool, promise: WholePrompt | None = None
     ) -> Tensor:
-        """One step from inputs on the device; the tokens it samples go to ``_sampled``."""
+        """Run a step from inputs on the device; sampled tokens go to ``_sampled``."""
         source = views["source"]
         known = views["input_ids"]
         before = self._sampled[source.clamp_min(0)].clamp_min(0)  # a failed row gives a token like any other
@@ -232,7 +233,7 @@ class GraphRunner(ModelRunner):
         return logits
 
     def _sources(self, batch: Batch, arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Input ids [T] with 0 for pending tokens, and for those the row of the last step that samples them."""
+        """Input ids [T] with 0 for pending tokens, and the rows of the last step that sample the pending ones."""
         ids = arrays["input_ids"]
         source = np.full_like(ids, -1)
         pending = ids == PENDING
@@ -240,7 +241,7 @@ class GraphRunner(ModelRunner):
             last = arrays["query_start"][1:] - 1
             for place, item in zip(last.tolist(), batch.items, strict=True):
                 if pending[place]:
-                    source[place] = self._rows[id(item.seq)]
+                    source[place] = self._rows[id(item.request)]
         return np.where(pending, 0, ids), source
 
 
@@ -251,9 +252,9 @@ def nothing() -> dict[str, np.ndarray]:
 
 
 def full_step(shape: StepShape, block_size: int, max_model_len: int) -> dict[str, np.ndarray]:
-    """The inputs of a step that fills ``shape``: tokens spread over the sequences, which end at their full length.
+    """The inputs of a step that fills ``shape``: tokens spread over sequences of full length.
 
-    Nothing is written to the KV pool, and all is read from its first block.
+    The step writes no KV and reads all KV from the pool's first block.
     """
     ends = np.linspace(0, shape.tokens, shape.sequences + 1).astype(np.int64)
     counts = np.diff(ends)

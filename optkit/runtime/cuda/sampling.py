@@ -1,14 +1,13 @@
-"""What sampling on the device needs of the host: each row's parameters and its random number, with the step's inputs.
+"""Host inputs of sampling on the device: each row's parameters and random number.
 
-The sampler itself is the op ``sample`` (``kernels.reference.sample``), which makes the same choice as
-``optkit.runtime.sampling.sampler``. What a request wants beyond that (penalties, bias) is sampled on the host, see
+The sampler is the op ``sample`` (``kernels.reference.sample``), which makes the same choice as
+``optkit.runtime.sampling.sampler``. Requests with further parameters (penalties, bias) are sampled on the host, see
 ``optkit.runtime.overlap``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from optkit.kernels import reference, select
 from optkit.runtime.sampling.sampler import GREEDY_BELOW, uniform
-from optkit.runtime.types import ScheduledSequence
+from optkit.runtime.types import ScheduledRequest
 
 if TYPE_CHECKING:
     from optkit.machine.target import Target
@@ -31,9 +30,9 @@ def sampler(target: Target | None) -> Sampler:
     return kernel.fn if kernel else reference.sample
 
 
-def sampling_inputs(items: Seq[ScheduledSequence]) -> Mapping[str, np.ndarray]:
-    """The parameters of the rows of ``items``, each of which needs one row of logits."""
-    params = [item.seq.request.sampling for item in items]
+def sampling_inputs(items: Sequence[ScheduledRequest]) -> Mapping[str, np.ndarray]:
+    """The parameters of the rows of ``items``; each item needs one row of logits."""
+    params = [item.request.sampling for item in items]
     return {
         "temperature": np.array([p.temperature for p in params], dtype=np.float32),
         "top_p": np.array([p.top_p for p in params], dtype=np.float32),
@@ -41,7 +40,7 @@ def sampling_inputs(items: Seq[ScheduledSequence]) -> Mapping[str, np.ndarray]:
         "top_k": np.array([p.top_k for p in params], dtype=np.int32),
         "uniform": np.array(
             [
-                uniform(p.seed, item.seq.num_output) if p.temperature >= GREEDY_BELOW else 0.0
+                uniform(p.seed, item.request.num_output) if p.temperature >= GREEDY_BELOW else 0.0
                 for p, item in zip(params, items, strict=True)
             ],
             dtype=np.float64,
@@ -49,7 +48,7 @@ def sampling_inputs(items: Seq[ScheduledSequence]) -> Mapping[str, np.ndarray]:
     }
 
 
-def has_filters(items: Seq[ScheduledSequence]) -> bool:
-    """Whether some row is cut by top_k, top_p or min_p; finding where takes most of the sampler's launches."""
-    params = [item.seq.request.sampling for item in items]
+def has_filters(items: Sequence[ScheduledRequest]) -> bool:
+    """True if a row is cut by top_k, top_p or min_p; finding the cut takes most of the sampler's launches."""
+    params = [item.request.sampling for item in items]
     return any(p.temperature >= GREEDY_BELOW and (p.top_k or p.top_p < 1.0 or p.min_p) for p in params)

@@ -1,15 +1,16 @@
-"""Starting a GPU engine: how much memory is left for KV, which graphs to capture, and warming up.
+"""Starting a GPU engine: memory for KV, graphs to capture, warm-up.
 
-Order matters. Weights are there, those of a draft model and its KV pool, too. A *profile run* of the largest step gives
-what else the runtime allocates at most; the KV pool gets what remains of ``gpu_memory_utilization``. Then decode graphs
-of a few sizes are timed, bucket sizes are chosen from that, and all graphs are captured, largest first. After that
-nothing compiles and nothing is captured.
+The order matters. The weights are on the GPU, and so are the weights and the KV pool of a draft model. A *profile
+run* of the largest step measures the rest of the runtime's memory; the KV pool gets the remainder of
+``gpu_memory_utilization``. Then decode graphs of a few sizes are timed, bucket sizes are chosen by the times, and all
+graphs are captured, largest first. After the start nothing is compiled or captured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+
+import msgspec
 
 from optkit.errors import UserError
 from optkit.kernels import reference
@@ -19,31 +20,33 @@ from optkit.runtime.cuda.layout import StepShape
 from optkit.runtime.cuda.runner import GraphRunner
 from optkit.runtime.cuda.sampling import Sampler
 from optkit.runtime.engine import Engine
-from optkit.runtime.kv.offload import SlotStore
+from optkit.runtime.kv.offload import HostBlockStore
 from optkit.runtime.kv.pools import block_bytes, blocks_for_bytes
-from optkit.runtime.overlap import AheadEngine
-from optkit.runtime.runner import Executable
+from optkit.runtime.overlap import OverlapEngine
+from optkit.runtime.runner import ServableModel
 from optkit.runtime.scheduling.cost_model import CostModel
 from optkit.runtime.scheduling.scheduler import Proposer, SchedulerConfig
 
-GRAPH_BYTES = 8 << 20  # what a captured graph takes besides its tensors, and fragmentation
+GRAPH_BYTES = 8 << 20  # memory of a captured graph besides its tensors, and fragmentation
 Progress = Callable[[str], None]
 
 
 def quiet(text: str) -> None:
-    """A ``Progress`` that says nothing."""
+    """A ``Progress`` without output."""
 
 
 def kv_cache_bytes(
-    model: Executable,
+    model: ServableModel,
     limits: SchedulerConfig,
     device: Device,
     gpu_memory_utilization: float,
     draft_step: int = 0,
 ) -> int:
-    """Bytes for the KV pool: of the device's memory the given share, less weights, the largest step and graphs.
+    """Bytes for the KV pool: the given share of the device's memory, less weights, the largest step and graphs.
 
-    ``draft_step``: bytes that the largest step of a draft model allocates. Its weights and its pool are taken already.
+    Args:
+        draft_step: bytes that the largest step of a draft model allocates. Its weights and its pool are allocated
+            already.
 
     Raises:
         UserError: not even two blocks are left.
@@ -63,10 +66,10 @@ def kv_cache_bytes(
     return left
 
 
-def sized(model: Executable, limits: SchedulerConfig, num_bytes: int) -> SchedulerConfig:
+def sized(model: ServableModel, limits: SchedulerConfig, num_bytes: int) -> SchedulerConfig:
     """``limits`` with as many blocks as fit ``num_bytes``."""
     blocks = blocks_for_bytes(model.kv_specs, limits.block_size, num_bytes)
-    return replace(
+    return msgspec.structs.replace(
         limits, num_blocks=blocks, max_model_len=min(limits.max_model_len, blocks * limits.block_size)
     )
 
@@ -78,18 +81,18 @@ def largest_step(limits: SchedulerConfig) -> StepShape:
 
 
 def gpu_engine(
-    model: Executable,
+    model: ServableModel,
     config: SchedulerConfig,
     device: Device,
     *,
-    store: SlotStore | None = None,
+    store: HostBlockStore | None = None,
     proposer: Proposer | None = None,
     cost: CostModel | None = None,
     histogram: Mapping[int, float] | None = None,
     sample: Sampler = reference.sample,
     progress: Progress = quiet,
 ) -> Engine:
-    """A warm engine: all graphs captured. With a proposer it samples on the host, a step at a time."""
+    """A warm engine with all graphs captured. With a proposer the engine samples on the host, a step at a time."""
     largest = largest_step(config)
     runner = GraphRunner(model, config.num_blocks, config.block_size, device, largest, sample)
     progress("measuring decode steps")
@@ -98,6 +101,6 @@ def gpu_engine(
     buckets = Buckets(sizes, chunk_sizes(config.max_num_batched_tokens), config.max_num_seqs, largest.blocks)
     progress(f"capturing {len(buckets.shapes())} graphs")
     runner.capture(buckets)
-    runner.run_largest()  # what runs eagerly is compiled now, too
-    made = Engine if proposer is not None else AheadEngine
+    runner.run_largest()  # compiles the kernels of eager steps
+    made = Engine if proposer is not None else OverlapEngine
     return made(runner, config, store, proposer, cost=cost)

@@ -1,24 +1,25 @@
-"""Block manager: who owns which blocks of the KV pool.
+"""Block manager: the owners of the blocks of the KV pool.
 
-The KV pool of every attention layer is an array of ``num_blocks`` blocks of ``block_size`` tokens (paged
-attention, Kwon et al. 2023). A sequence owns a list of block numbers, its *block table*: token ``t`` lives in
-slot ``table[t // block_size] * block_size + t % block_size``. One table serves all layers.
+The KV pool of every attention layer is an array of ``num_blocks`` blocks of ``block_size`` tokens (paged attention,
+Kwon et al. 2023). A request owns a list of block numbers, its *block table*: token ``t`` lives in slot ``table[t //
+block_size] * block_size + t % block_size``. One table serves all layers.
 
 A block is in one of four states::
 
-    FREE    nobody wants it
-    HELD    free, but a sequence hopes to grow into it
+    FREE    in no table
+    HELD    free, kept for the growth of a request
     USED    in one or more tables (a reference count); shared blocks are full and never written again
-    CACHED  in no table, but its KV may be asked for again: least recently released goes first
+    CACHED  in no table, with KV of the prefix cache; the least recently released block goes first
 
-Free, held and cached blocks are all *available*. What is taken first: the block after the table's last one, a run of
-free blocks, a held block, and only then the oldest cached one, whose content is lost (``on_evict`` is told before).
+Free, held and cached blocks are all *available*. They are taken in this order: the block after the table's last one,
+a run of free blocks, a held block, and last the oldest cached block, whose content is lost (``on_evict`` is called
+before).
 
-Why the placement matters: when a table is contiguous and ascending, an attention kernel may read K and V as a *view*
-of the pool. So a new table is placed, if it can be, where the tokens it may still produce have room too: the
-blocks after it are *held*. Holding is a preference and never a promise.
+Placement matters: for a contiguous, ascending table an attention kernel may read K and V as a *view* of the pool. So
+a new table is placed, if possible, where the tokens still to come have room, too: the blocks after the table are
+*held*. A held block may still be given to another request.
 
-Plain ints, no torch. ``_state`` is one byte per block, so a run of free blocks is found with ``bytearray.find``.
+Plain ints, no torch. ``_state`` is one byte per block, so ``bytearray.find`` finds a run of free blocks.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ FREE, HELD, USED, CACHED = 0, 1, 2, 3
 
 
 class BlockManager:
-    """A fixed pool of KV blocks and the tables that own them.
+    """A fixed pool of KV blocks and the tables of their owners.
 
     Args:
-        keep: whether a block that no table owns any more becomes CACHED instead of FREE.
-        on_evict: called with a cached block just before it is given to someone else.
+        keep: True for a block that becomes CACHED instead of FREE when its last table is freed.
+        on_evict: called with a cached block just before it gets a new owner.
     """
 
     def __init__(
@@ -58,21 +59,22 @@ class BlockManager:
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be had: free, held or cached."""
+        """The number of available blocks: free, held or cached."""
         return self.num_blocks - self.num_used
 
     def blocks_for(self, num_tokens: int) -> int:
-        """How many blocks ``num_tokens`` tokens need."""
+        """The number of blocks for ``num_tokens`` tokens."""
         return -(-num_tokens // self.block_size)
 
     def is_cached(self, block: int) -> bool:
-        """True for a block that is in no table and still has its KV."""
+        """True for a block with KV that is in no table."""
         return self._state[block] == CACHED
 
     def extend(self, table: list[int], num_tokens: int, expected_tokens: int = 0) -> bool:
-        """Grow ``table`` in place until ``num_tokens`` fit; False, and nothing changed, if blocks run out.
+        """Grow ``table`` in place until ``num_tokens`` fit; False, with nothing changed, if blocks run out.
 
-        ``expected_tokens`` is how long the sequence may become; it only steers where the blocks are.
+        Args:
+            expected_tokens: length that the request may reach; decides only the placement of blocks.
         """
         need = self.blocks_for(num_tokens) - len(table)
         if need > self.num_available:
@@ -87,7 +89,7 @@ class BlockManager:
         return True
 
     def share(self, block: int) -> None:
-        """One more table owns a used or cached ``block``; the caller appends it."""
+        """Add a table to the owners of a used or cached ``block``; the caller appends the block."""
         assert self._state[block] in (USED, CACHED), f"block {block} has no content to share"
         if self._state[block] == CACHED:
             del self._cached[block]
@@ -98,7 +100,7 @@ class BlockManager:
     def free(self, table: list[int]) -> None:
         """Take ``table`` out of the owners of its blocks and empty it.
 
-        The last block is released first: of a cached prefix the end goes before what leads to it.
+        The last block is released first: of a cached prefix the end is evicted before the beginning.
         """
         for block in reversed(table):
             assert self._references[block] > 0, f"block {block} freed twice"
@@ -108,13 +110,13 @@ class BlockManager:
         table.clear()
 
     def forget(self, block: int) -> None:
-        """The content of ``block`` is not wanted any more; if it was only cached, it is free."""
+        """Drop the content of ``block``: a cached block becomes free."""
         if self._state[block] == CACHED:
             del self._cached[block]
             self._state[block] = FREE
 
     def check(self, tables: Iterable[list[int]]) -> None:
-        """Raise AssertionError unless the live ``tables`` own exactly the used blocks, as often as they are counted."""
+        """Raise AssertionError unless the live ``tables`` own exactly the used blocks, as often as counted."""
         owned = Counter(block for table in tables for block in table)
         assert all(self._state[block] == USED for block in owned), "a table holds a block that is not used"
         assert all(self._references[block] == count for block, count in owned.items()), (
@@ -148,12 +150,12 @@ class BlockManager:
         self._state[block : block + len(held)] = held.replace(bytes([HELD]), bytes([FREE]))
 
     def _after(self, table: list[int]) -> int | None:
-        """The block after the table's last one, if it is free."""
+        """The block after the table's last one, if free."""
         block = table[-1] + 1 if table else self.num_blocks
         return block if block < self.num_blocks and self._state[block] in (FREE, HELD) else None
 
     def _place(self, need: int, expected: int) -> int:
-        """Where a table goes on: at the first free run that fits all it may need, else what it needs now."""
+        """The start of a table's next blocks: the first free run for all expected blocks, else for the needed ones."""
         for size in (max(need, expected), need):
             start = self._state.find(bytes(size))
             if start >= 0:
@@ -163,7 +165,7 @@ class BlockManager:
         return self._any()
 
     def _any(self) -> int:
-        """A free block that nobody hopes for, else the last held one, else the oldest cached one."""
+        """A free block that is not held, else the last held one, else the oldest cached one."""
         block = self._state.find(FREE)
         if block < 0:
             block = self._state.rfind(HELD)

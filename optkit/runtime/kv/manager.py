@@ -1,19 +1,19 @@
-"""KV manager: gives sequences their blocks, and saves them work that has been done before.
+"""KV manager: gives requests their blocks, and reuses KV that has been computed before.
 
-It joins three books: the blocks of the pool (``BlockManager``), the tree of what they hold (``PrefixCache``) and the
-slots of the offload store (``SlotTable``).
+The manager keeps three tables in agreement: the blocks of the pool (``BlockManager``), the tree of their content
+(``PrefixCache``) and the host blocks of the offload store (``HostBlockTable``).
 
-- **Admission** takes over the blocks of the longest cached prefix; those that only have a slot are loaded. At least one
-  token is left to compute, since somebody has to produce the logits.
-- **Publishing**: a block enters the tree when it is full and its KV is computed, so what is shared is never written
-  again. If an equal block is there already, the sequence goes on under that one.
-- **Release** (finish, abort, preemption) leaves published blocks cached. A preempted sequence finds its own again: that
-  is all that "swapping" needs.
-- **Eviction** of a cached block saves it to a slot, if there is a store and loading is cheaper than computing
-  (``worth_saving``); else its node is gone.
+- **Admission** takes over the blocks of the longest cached prefix; blocks that are only on the host are loaded. At
+  least one token is left to compute, since its logits are needed.
+- **Publishing**: a block enters the tree when it is full and its KV is computed, so a shared block is never written
+  again. If the tree has an equal block already, the request goes on below the equal block.
+- **Release** (finish, abort, preemption) leaves published blocks cached. A preempted request finds its own blocks
+  again, so no "swapping" is needed.
+- **Eviction** of a cached block saves its KV to a host block, if there is a store and loading is cheaper than
+  computing (``worth_saving``); else its node is dropped.
 
-Pure bookkeeping: what has to be copied is written down in ``transfers``, in order, and the engine does it before the
-model runs. The order matters and is enough: a block is saved before it is overwritten, loaded before it is read.
+Pure bookkeeping: copies are listed in ``transfers``, in order, and the engine makes them before the model runs. The
+order suffices: a block is saved before it is overwritten, and loaded before it is read.
 """
 
 from __future__ import annotations
@@ -21,180 +21,193 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from optkit.runtime.kv.blocks import BlockManager
-from optkit.runtime.kv.offload import SlotTable
+from optkit.runtime.kv.offload import HostBlockTable
 from optkit.runtime.kv.prefix_cache import Node, PrefixCache
-from optkit.runtime.types import ALL_TOKENS, Sequence, Transfer
+from optkit.runtime.types import ALL_TOKENS, Request, Transfer
 
 
 class KVManager:
-    """Blocks of all sequences.
+    """Blocks of all requests.
 
     Args:
         num_blocks, block_size: of the pool.
         cache: None shares nothing and keeps nothing.
-        num_slots: of the offload store; needs a ``cache``.
+        num_host_blocks: of the offload store; needs a ``cache``.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, cache: PrefixCache | None, num_slots: int = 0
+        self, num_blocks: int, block_size: int, cache: PrefixCache | None, num_host_blocks: int = 0
     ) -> None:
         self.blocks = BlockManager(num_blocks, block_size, self._keep, self._evict)
         self.cache, self.block_size = cache, block_size
-        self.slots = SlotTable(num_slots if cache is not None else 0)
+        self.host_blocks = HostBlockTable(num_host_blocks if cache is not None else 0)
         self.worth_saving: Callable[[], bool] = lambda: True
         self.reset_counters()
-        self._content: dict[int, Node] = {}  # block -> the node that says what is in it
+        self._content: dict[int, Node] = {}  # block -> the node of its content
         self._transfers: list[Transfer] = []
 
-    def cached_tokens(self, seq: Sequence) -> int:
-        """Tokens of ``seq``, which has no blocks, that need no prefill if it is admitted now."""
-        return len(self._match(seq)) * self.block_size
+    def cached_tokens(self, request: Request) -> int:
+        """Tokens of ``request``, which has no blocks, with cached KV if it is admitted now."""
+        return len(self._match(request)) * self.block_size
 
-    def admit(self, seq: Sequence, expected_tokens: int, spare: int = 0) -> bool:
-        """Blocks for all tokens of ``seq``, with KV as far as it is known; False, and nothing changed, if too few.
+    def admit(self, request: Request, expected_tokens: int, spare: int = 0) -> bool:
+        """Allocate blocks for all tokens of ``request``, with KV as far as cached; False, with nothing changed, if too
+        few.
 
-        ``spare`` blocks have to stay available afterwards.
+        Args:
+            spare: blocks that must stay available afterwards.
         """
-        hits = self._match(seq)
+        hits = self._match(request)
         present = [node.block for node in hits if node.block is not None]
-        need = self.blocks.blocks_for(len(seq.token_ids)) - len(present)
+        need = self.blocks.blocks_for(len(request.token_ids)) - len(present)
         idle = sum(self.blocks.is_cached(block) for block in present)
         if need + spare > self.blocks.num_available - idle:
             return False
-        self._take_over(seq, hits, present, expected_tokens)
-        seq.num_computed = len(seq.nodes) * self.block_size
-        fits = self.blocks.extend(seq.block_table, len(seq.token_ids), expected_tokens)
+        self._take_over(request, hits, present, expected_tokens)
+        request.num_computed = len(request.nodes) * self.block_size
+        fits = self.blocks.extend(request.block_table, len(request.token_ids), expected_tokens)
         assert fits, "blocks that were counted are gone"
         return True
 
-    def count(self, seq: Sequence) -> None:
-        """Take the admission of a new sequence into the statistics; a preempted one was counted before."""
-        if self.cache is not None and seq.request.reads_prefix_cache:
-            self.num_queries += len(seq.token_ids)
-            self.num_hits += seq.num_computed
+    def count(self, request: Request) -> None:
+        """Count the admission of a new request in the statistics; a preempted request was counted before."""
+        if self.cache is not None and request.received.reads_prefix_cache:
+            self.num_queries += len(request.token_ids)
+            self.num_hits += request.num_computed
 
     def reset_counters(self) -> None:
         """Tokens looked up and found, blocks saved and loaded: since now."""
         self.num_queries = self.num_hits = self.num_saves = self.num_loads = 0
 
-    def grow(self, seq: Sequence, num_tokens: int, expected_tokens: int) -> bool:
-        """Blocks for ``num_tokens`` tokens of ``seq``; False, and nothing changed, if there are too few."""
-        return self.blocks.extend(seq.block_table, num_tokens, expected_tokens)
+    def grow(self, request: Request, num_tokens: int, expected_tokens: int) -> bool:
+        """Blocks for ``num_tokens`` tokens of ``request``; False, and nothing changed, if there are too few."""
+        return self.blocks.extend(request.block_table, num_tokens, expected_tokens)
 
-    def trim(self, seq: Sequence) -> None:
-        """Give back the blocks beyond the tokens of ``seq``, which were for guesses."""
-        need = self.blocks.blocks_for(len(seq.token_ids))
-        spare = seq.block_table[need:]
-        del seq.block_table[need:]
+    def trim(self, request: Request) -> None:
+        """Give back the blocks beyond the tokens of ``request``, which were for guesses."""
+        need = self.blocks.blocks_for(len(request.token_ids))
+        spare = request.block_table[need:]
+        del request.block_table[need:]
         self.blocks.free(spare)
 
-    def publish(self, seq: Sequence, num_tokens: int | None = None) -> None:
-        """Offer the blocks that ``seq`` has filled to others.
+    def publish(self, request: Request, num_tokens: int | None = None) -> None:
+        """Publish the full blocks of ``request`` in the prefix cache.
 
-        ``num_tokens``: how many of its tokens surely have KV, if not all that ``num_computed`` counts.
+        Args:
+            num_tokens: tokens that surely have KV, if fewer than ``num_computed``.
         """
-        limit = seq.num_computed if num_tokens is None else num_tokens
+        limit = request.num_computed if num_tokens is None else num_tokens
         while (
             self.cache is not None
-            and not seq.sealed
-            and (len(seq.nodes) + 1) * self.block_size <= min(limit, seq.num_shareable)
-            and len(seq.nodes) < len(seq.block_table)  # none after a preemption
+            and not request.sealed
+            and (len(request.nodes) + 1) * self.block_size <= min(limit, request.num_shareable)
+            and len(request.nodes) < len(request.block_table)  # none after a preemption
         ):
-            node = self._published(seq, len(seq.nodes))
-            if node is None:  # its digest is another prompt's: what comes after could not be found either
-                seq.sealed = True
+            node = self._published(request, len(request.nodes))
+            if node is None:  # the digest belongs to another prompt: later blocks could not be found either
+                request.sealed = True
             else:
-                seq.nodes.append(node)
+                request.nodes.append(node)
 
-    def release(self, seq: Sequence) -> None:
-        """``seq`` needs its blocks no more; what it published stays until the room is needed."""
-        self.blocks.free(seq.block_table)
-        seq.nodes.clear()
-        seq.num_computed, seq.num_shareable = 0, ALL_TOKENS
+    def release(self, request: Request) -> None:
+        """Free the blocks of ``request``; published blocks stay cached until the room is needed."""
+        self.blocks.free(request.block_table)
+        request.nodes.clear()
+        request.num_computed, request.num_shareable = 0, ALL_TOKENS
 
-    def distrust(self, seq: Sequence) -> None:
-        """Nobody shall reuse KV that ``seq`` used: something went wrong with it."""
-        for node in seq.nodes:
+    def distrust(self, request: Request) -> None:
+        """Keep the KV that ``request`` used from being reused, after a failure."""
+        for node in request.nodes:
             self._drop(node)
 
     def reset(self) -> None:
-        """Forget all cached KV, of the pool and of the store. Running sequences keep what they have."""
+        """Drop all cached KV, of the pool and of the store. Running requests keep their blocks."""
         for node in self.cache.clear() if self.cache is not None else ():
             self._drop(node)
 
     def take_transfers(self) -> tuple[Transfer, ...]:
-        """What to copy before the next step of the model, in this order."""
+        """The copies to make before the next step of the model, in order."""
         transfers = tuple(self._transfers)
         self._transfers.clear()
         return transfers
 
     def failed(self, transfer: Transfer) -> None:
-        """``transfer`` did not happen: what it should have copied is not there."""
-        node = self._content.get(transfer.block) if not transfer.save else self.slots.owner(transfer.slot)
+        """Record that ``transfer`` failed: its KV is not there."""
+        node = (
+            self._content.get(transfer.block)
+            if not transfer.save
+            else self.host_blocks.owner(transfer.host_block)
+        )
         if node is not None:
             self._drop(node)
 
-    def check(self, sequences: Iterable[Sequence]) -> None:
+    def check(self, requests: Iterable[Request]) -> None:
         """Raise AssertionError if the three books disagree."""
-        sequences = list(sequences)
-        self.blocks.check(seq.block_table for seq in sequences)
-        self.slots.check()
+        requests = list(requests)
+        self.blocks.check(request.block_table for request in requests)
+        self.host_blocks.check()
         for block, node in self._content.items():
             assert node.block == block and self.cache is not None
-            assert self.blocks.is_cached(block) == (not any(block in seq.block_table for seq in sequences))
-        for seq in sequences:
-            assert len(seq.nodes) * self.block_size <= seq.num_computed
+            assert self.blocks.is_cached(block) == (
+                not any(block in request.block_table for request in requests)
+            )
+        for request in requests:
+            assert len(request.nodes) * self.block_size <= request.num_computed
 
-    def _match(self, seq: Sequence) -> list[Node]:
-        """The nodes of the longest prefix of ``seq`` whose KV is somewhere, but not of all its tokens."""
-        if self.cache is None or not seq.request.reads_prefix_cache:
+    def _match(self, request: Request) -> list[Node]:
+        """The nodes of the longest cached prefix of ``request``, short of all its tokens."""
+        if self.cache is None or not request.received.reads_prefix_cache:
             return []
-        salt, size = seq.request.cache_salt, self.block_size
+        salt, size = request.received.cache_salt, self.block_size
         nodes: list[Node] = []
-        digests = self.cache.digests(salt, seq.token_ids, seq.digests)
-        for i in range((len(seq.token_ids) - 1) // size):
+        digests = self.cache.digests(salt, request.token_ids, request.digests)
+        for i in range((len(request.token_ids) - 1) // size):
             parent = nodes[-1] if nodes else salt
-            node = self.cache.find(digests[i], parent, tuple(seq.token_ids[i * size : (i + 1) * size]))
+            node = self.cache.find(digests[i], parent, tuple(request.token_ids[i * size : (i + 1) * size]))
             if node is None:
                 break
             nodes.append(node)
         return nodes
 
-    def _take_over(self, seq: Sequence, hits: list[Node], present: list[int], expected_tokens: int) -> None:
-        """Make the blocks of ``hits`` the beginning of the table of ``seq``, loading those that have none."""
+    def _take_over(
+        self, request: Request, hits: list[Node], present: list[int], expected_tokens: int
+    ) -> None:
+        """Make the blocks of ``hits`` the beginning of the table of ``request``; blocks on the host are loaded."""
         for block in present:
-            self.blocks.share(block)  # first of all, lest the loads below evict them
+            self.blocks.share(block)  # first, so that the loads below do not evict them
         for node in hits:
-            if node.slot is not None:
-                self.slots.touch(node)
+            if node.host_block is not None:
+                self.host_blocks.touch(node)
         left = list(present)
         for node in hits:
             if node.block is not None:
                 left.remove(node.block)
-                seq.block_table.append(node.block)
-            elif node.slot is None or not self._load(seq, node, node.slot, expected_tokens):
-                break  # the store is so small that making room for the load pushed its content out
-            seq.nodes.append(node)
+                request.block_table.append(node.block)
+            elif node.host_block is None or not self._load(request, node, node.host_block, expected_tokens):
+                break  # the store is so small that making room for the load evicted the content
+            request.nodes.append(node)
         self.blocks.free(left)
 
-    def _load(self, seq: Sequence, node: Node, slot: int, expected_tokens: int) -> bool:
-        """A block for what is in ``slot``; False if evicting one for it has put something else there."""
-        self.blocks.extend(seq.block_table, (len(seq.block_table) + 1) * self.block_size, expected_tokens)
-        if node.slot != slot:
+    def _load(self, request: Request, node: Node, host_block: int, expected_tokens: int) -> bool:
+        """A block for the content of ``host_block``; False if evicting one for it has replaced the content."""
+        self.blocks.extend(
+            request.block_table, (len(request.block_table) + 1) * self.block_size, expected_tokens
+        )
+        if node.host_block != host_block:
             return False
-        node.block = seq.block_table[-1]
+        node.block = request.block_table[-1]
         self._content[node.block] = node
-        self._transfers.append(Transfer(node.block, slot, save=False))
+        self._transfers.append(Transfer(node.block, host_block, save=False))
         self.num_loads += 1
         return True
 
-    def _published(self, seq: Sequence, index: int) -> Node | None:
+    def _published(self, request: Request, index: int) -> Node | None:
         assert self.cache is not None
-        salt, size, block = seq.request.cache_salt, self.block_size, seq.block_table[index]
-        known = seq.token_ids[: seq.num_computed]  # those after may be pending
-        digest = self.cache.digests(salt, known, seq.digests)[index]
-        parent = seq.nodes[-1] if seq.nodes else salt
-        tokens = tuple(seq.token_ids[index * size : (index + 1) * size])
+        salt, size, block = request.received.cache_salt, self.block_size, request.block_table[index]
+        known = request.token_ids[: request.num_computed]  # later tokens may be pending
+        digest = self.cache.digests(salt, known, request.digests)[index]
+        parent = request.nodes[-1] if request.nodes else salt
+        tokens = tuple(request.token_ids[index * size : (index + 1) * size])
         node = self.cache.find(digest, parent, tokens)
         if node is None:
             if orphan := self.cache.orphan(digest):
@@ -212,22 +225,22 @@ class KVManager:
     def _evict(self, block: int) -> None:
         node = self._content.pop(block)
         node.block = None
-        if node.slot is None and self.slots.num_slots and self.worth_saving():
-            loser = self.slots.take(node)
+        if node.host_block is None and self.host_blocks.num_host_blocks and self.worth_saving():
+            loser = self.host_blocks.take(node)
             if loser is not None and loser.block is None:
                 self._drop(loser)
-            assert node.slot is not None
-            self._transfers.append(Transfer(block, node.slot, save=True))
+            assert node.host_block is not None
+            self._transfers.append(Transfer(block, node.host_block, save=True))
             self.num_saves += 1
-        if node.slot is None:
+        if node.host_block is None:
             self._drop(node)
 
     def _drop(self, node: Node) -> None:
         """Take ``node`` out of all three books."""
         if self.cache is not None:
             self.cache.drop(node)
-        if node.slot is not None:
-            self.slots.release(node)
+        if node.host_block is not None:
+            self.host_blocks.release(node)
         if node.block is not None:
             block, node.block = node.block, None
             del self._content[block]

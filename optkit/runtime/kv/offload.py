@@ -1,11 +1,11 @@
-"""Offload store: where KV goes when the pool is full, and comes back from without prefill.
+"""Offload store: host memory for KV that the pool has no room for, loaded again without prefill.
 
-A fixed number of equal *slots*, one KV block each, in host memory or in one file. The scheduler decides which block
-goes to which slot (``SlotTable``); the engine moves the bytes (``SlotStore``).
+The store has a fixed number of equal *host blocks*, one KV block each, in memory or in one file. The scheduler
+decides the host block of each KV block (``HostBlockTable``); the engine moves the bytes (``HostBlockStore``).
 
-The file has no name: it is unlinked as soon as it is open. So nobody else can open it, and it is gone when the process
-is, however that ends. Its space is reserved at the start, not when the disk is full. A slot's sha256 stays in memory
-and is checked on the way back: what a disk corrupts is computed again, never attended to.
+The file has no name: it is unlinked as soon as it is open. So no other process can open the file, and it ends with
+the process. Its space is reserved at the start, not when the disk is full. The sha256 of a host block stays in memory
+and is checked when the block is read; a corrupted block is computed again.
 """
 
 from __future__ import annotations
@@ -23,125 +23,125 @@ from optkit.errors import UserError
 from optkit.runtime.kv.prefix_cache import Node
 
 
-class SlotTable:
-    """Which node's KV is in which slot. When all are taken, the one not used for longest is given away."""
+class HostBlockTable:
+    """The node of each host block. When all are taken, the least recently used host block is given away."""
 
-    def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
+    def __init__(self, num_host_blocks: int) -> None:
+        self.num_host_blocks = num_host_blocks
         self._nodes: OrderedDict[int, Node] = OrderedDict()  # oldest first
-        self._free = list(range(num_slots))
+        self._free = list(range(num_host_blocks))
 
     def __len__(self) -> int:
         return len(self._nodes)
 
     def take(self, node: Node) -> Node | None:
-        """Give ``node`` a slot; returns the node that lost its own for it, if one did."""
+        """Give ``node`` a host block; returns the node that lost its host block, or None."""
         loser = None
         if not self._free:
             loser = next(iter(self._nodes.values()))
             self.release(loser)
-        node.slot = self._free.pop()
-        self._nodes[node.slot] = node
+        node.host_block = self._free.pop()
+        self._nodes[node.host_block] = node
         return loser
 
     def touch(self, node: Node) -> None:
         """``node`` has just been asked for."""
-        assert node.slot is not None
-        self._nodes.move_to_end(node.slot)
+        assert node.host_block is not None
+        self._nodes.move_to_end(node.host_block)
 
     def release(self, node: Node) -> None:
-        """Forget what is in the node's slot."""
-        assert node.slot is not None and self._nodes[node.slot] is node
-        del self._nodes[node.slot]
-        self._free.append(node.slot)
-        node.slot = None
+        """Forget the content of the node's host block."""
+        assert node.host_block is not None and self._nodes[node.host_block] is node
+        del self._nodes[node.host_block]
+        self._free.append(node.host_block)
+        node.host_block = None
 
-    def owner(self, slot: int) -> Node | None:
-        return self._nodes.get(slot)
+    def owner(self, host_block: int) -> Node | None:
+        return self._nodes.get(host_block)
 
     def check(self) -> None:
-        """Raise AssertionError if a slot is lost or owned twice."""
-        assert sorted([*self._nodes, *self._free]) == list(range(self.num_slots))
-        assert all(node.slot == slot for slot, node in self._nodes.items())
+        """Raise AssertionError if a host block is lost or owned twice."""
+        assert sorted([*self._nodes, *self._free]) == list(range(self.num_host_blocks))
+        assert all(node.host_block == host_block for host_block, node in self._nodes.items())
 
 
-class SlotStore(Protocol):
-    """The bytes of the slots. ``OSError`` or ``CorruptSlot`` concern one slot, never the engine."""
+class HostBlockStore(Protocol):
+    """The bytes of the host blocks. ``OSError`` or ``CorruptBlock`` concern one host block, never the engine."""
 
-    def write(self, slot: int, data: np.ndarray) -> None: ...
+    def write(self, host_block: int, data: np.ndarray) -> None: ...
 
-    def read(self, slot: int) -> np.ndarray: ...
-
-
-class CorruptSlot(Exception):
-    """A slot does not hold what was written."""
+    def read(self, host_block: int) -> np.ndarray: ...
 
 
-class MemorySlots:
-    """Slots in host memory. The pages cost nothing before they are first written."""
-
-    def __init__(self, num_slots: int, slot_bytes: int) -> None:
-        self._slots = np.empty((num_slots, slot_bytes), dtype=np.uint8)
-
-    def write(self, slot: int, data: np.ndarray) -> None:
-        self._slots[slot] = data
-
-    def read(self, slot: int) -> np.ndarray:
-        return self._slots[slot]
+class CorruptBlock(Exception):
+    """The content of a host block differs from the written bytes."""
 
 
-class FileSlots:
-    """Slots in a file without a name, in ``directory``.
+class MemoryBlocks:
+    """Host blocks in memory. The pages cost nothing before the first write."""
+
+    def __init__(self, num_host_blocks: int, block_bytes: int) -> None:
+        self._blocks = np.empty((num_host_blocks, block_bytes), dtype=np.uint8)
+
+    def write(self, host_block: int, data: np.ndarray) -> None:
+        self._blocks[host_block] = data
+
+    def read(self, host_block: int) -> np.ndarray:
+        return self._blocks[host_block]
+
+
+class FileBlocks:
+    """Host blocks in a file without a name, in ``directory``.
 
     Raises:
         UserError: the directory cannot be written, or has no room.
     """
 
-    def __init__(self, num_slots: int, slot_bytes: int, directory: Path) -> None:
-        self._slot_bytes = slot_bytes
+    def __init__(self, num_host_blocks: int, block_bytes: int, directory: Path) -> None:
+        self._block_bytes = block_bytes
         self._hashes: dict[int, bytes] = {}
         try:
             self._file, name = tempfile.mkstemp(prefix="optkit-kv-", dir=directory)  # mode 0600
             os.unlink(name)
             if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(self._file, 0, num_slots * slot_bytes)
+                os.posix_fallocate(self._file, 0, num_host_blocks * block_bytes)
         except OSError as error:
             raise UserError(
-                f"{num_slots * slot_bytes:,} bytes cannot be reserved there: {error.strerror}",
+                f"{num_host_blocks * block_bytes:,} bytes cannot be reserved there: {error.strerror}",
                 where=str(directory),
                 fix="name a writable directory with --kv-offload-dir, or fewer --kv-offload-bytes",
             ) from error
 
-    def write(self, slot: int, data: np.ndarray) -> None:
+    def write(self, host_block: int, data: np.ndarray) -> None:
         view = data.data.cast("B")
-        self._hashes.pop(slot, None)
-        if os.pwrite(self._file, view, slot * self._slot_bytes) != self._slot_bytes:
-            raise CorruptSlot("a short write")
-        self._hashes[slot] = hashlib.sha256(view).digest()
+        self._hashes.pop(host_block, None)
+        if os.pwrite(self._file, view, host_block * self._block_bytes) != self._block_bytes:
+            raise CorruptBlock("a short write")
+        self._hashes[host_block] = hashlib.sha256(view).digest()
 
-    def read(self, slot: int) -> np.ndarray:
-        data = os.pread(self._file, self._slot_bytes, slot * self._slot_bytes)
-        if hashlib.sha256(data).digest() != self._hashes.get(slot):
-            raise CorruptSlot("the content has changed")
+    def read(self, host_block: int) -> np.ndarray:
+        data = os.pread(self._file, self._block_bytes, host_block * self._block_bytes)
+        if hashlib.sha256(data).digest() != self._hashes.get(host_block):
+            raise CorruptBlock("the content has changed")
         return np.frombuffer(data, dtype=np.uint8)
 
     def close(self) -> None:
         os.close(self._file)
 
 
-def open_store(num_bytes: int, slot_bytes: int, directory: Path | None) -> tuple[int, SlotStore]:
-    """Number of slots that fit ``num_bytes``, and the store of them.
+def open_store(num_bytes: int, block_bytes: int, directory: Path | None) -> tuple[int, HostBlockStore]:
+    """Number of host blocks that fit ``num_bytes``, and their store.
 
     Raises:
         UserError: not even one block fits, or the directory cannot take them.
     """
-    num_slots = num_bytes // slot_bytes
-    if num_slots < 1:
+    num_host_blocks = num_bytes // block_bytes
+    if num_host_blocks < 1:
         raise UserError(
-            f"{num_bytes:,} bytes do not hold one block of KV ({slot_bytes:,} bytes)",
+            f"{num_bytes:,} bytes do not hold one block of KV ({block_bytes:,} bytes)",
             where="kv_offload_bytes",
             fix="raise --kv-offload-bytes",
         )
     if directory is None:
-        return num_slots, MemorySlots(num_slots, slot_bytes)
-    return num_slots, FileSlots(num_slots, slot_bytes, directory)
+        return num_host_blocks, MemoryBlocks(num_host_blocks, block_bytes)
+    return num_host_blocks, FileBlocks(num_host_blocks, block_bytes, directory)

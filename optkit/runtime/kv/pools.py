@@ -1,7 +1,7 @@
-"""KV cache: the memory of the pools, and how much of it a machine can afford.
+"""KV cache: the memory of the pools, and the number of blocks that fit a size.
 
 Each attention layer has two pools, K [blocks, block_size, Hkv, D] and V [blocks, block_size, Hkv, Dv], of the dtype
-its spec says (an int8 row is four bytes longer, its scale). All layers share one block numbering, so a block of KV
+of its spec (an int8 row is four bytes longer, for its scale). All layers share one block numbering, so a block of KV
 is one row in *every* pool. Pools are allocated once, at start: the largest cost after the weights is known before the
 first request, and nothing grows while serving.
 """
@@ -9,16 +9,15 @@ first request, and nothing grows while serving.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from optkit.errors import UserError
 from optkit.graph.ir import KVSpec
+from optkit.runtime.info import MemoryPlan
 
 __all__ = [
     "KVSpec",
-    "MemoryPlan",
     "allocate",
     "block_bytes",
     "blocks_for_bytes",
@@ -27,31 +26,13 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class MemoryPlan:
-    """What a runtime costs and a KV pool holds. ``num_sequences`` of ``sequence_length`` tokens fit at once.
-
-    ``dtype`` is what the pool stores, for people (``dtype_label``). ``weight_bytes`` and ``workspace_bytes`` (at the
-    largest step) are 0 where they are not known.
-    """
-
-    num_blocks: int
-    num_tokens: int
-    num_bytes: int
-    sequence_length: int
-    num_sequences: int
-    dtype: str
-    weight_bytes: int = 0
-    workspace_bytes: int = 0
-
-
 def allocate(
     specs: Sequence[KVSpec], num_blocks: int, block_size: int, device: torch.device | str = "cpu"
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Zeroed pools, one K and one V per spec. (On Linux the pages cost memory when first written.)
+    """Zeroed pools, one K and one V per spec. (On Linux the pages cost memory after the first write.)
 
     Raises:
-        UserError: there is not so much memory, or no tensor is so large.
+        UserError: the memory is too small, or the size is beyond any tensor's.
     """
     try:
         pools = [spec.pools(num_blocks, block_size, device) for spec in specs]
@@ -69,19 +50,19 @@ def block_bytes(specs: Sequence[KVSpec], block_size: int) -> int:
 
 
 def blocks_for_bytes(specs: Sequence[KVSpec], block_size: int, num_bytes: int) -> int:
-    """How many blocks fit into ``num_bytes``; 0 if not even one does."""
+    """The number of blocks in ``num_bytes``; 0 if not even one fits."""
     return num_bytes // block_bytes(specs, block_size)
 
 
 def dtype_label(specs: Sequence[KVSpec]) -> str:
-    """What the pools hold, for people: "int8", or "float32 and int8" where layers differ."""
+    """The element type of the pools, in words: "int8", or "float32 and int8" for layers that differ."""
     return " and ".join(sorted({spec.dtype for spec in specs}))
 
 
 def memory_plan(
     num_blocks: int, block_size: int, num_bytes: int, sequence_length: int, dtype: str
 ) -> MemoryPlan:
-    """How many sequences of ``sequence_length`` tokens a pool of ``num_blocks`` blocks holds at once."""
+    """The memory plan of a pool: requests of ``sequence_length`` tokens that ``num_blocks`` blocks hold at once."""
     return MemoryPlan(
         num_blocks=num_blocks,
         num_tokens=num_blocks * block_size,

@@ -1,17 +1,17 @@
-"""Prefix cache: which KV blocks hold the beginning of which prompt.
+"""Prefix cache: the KV blocks of the beginnings of prompts.
 
-KV of a token depends on the tokens before it and on nothing else. So a *full* block whose KV is computed can serve
-every sequence that begins with the same tokens. Such blocks form a tree: a ``Node`` is one block's tokens after its
-parent's. A sequence that starts walks it from its root, as far as the tree goes.
+KV of a token depends only on the token and the tokens before it. So a *full* block with computed KV can serve every
+request with the same first tokens. Shared blocks form a tree: a ``Node`` is the tokens of one block after its
+parent's. A new request walks the tree from the root, as far as its tokens agree.
 
 A node is found by its digest, a sha256 chained over the parent's digest and the block's tokens. The chain begins with
-the process's random seed and the sequence's *salt*, so that digests tell nothing outside of the process, and sequences
-of different salts (tenants) share nothing: neither KV nor the time it saves. A digest is a shortcut and no proof: on a
-hit the node's own tokens and the identity of its parent are compared, so two prompts whose digests collide can cost
-each other a hit, but never get each other's KV (CVE-2025-25183 is what happens otherwise).
+the process's random seed and the request's *salt*, so digests reveal nothing outside of the process, and requests of
+different salts (tenants) share neither KV nor the time saved. A digest is only a shortcut: on a hit the node's tokens
+and the identity of its parent are compared, so two prompts with equal digests can cost each other a hit, but never
+get each other's KV (as in CVE-2025-25183).
 
-A node lives while its KV is somewhere: in a ``block`` of the pool, in a ``slot`` of the offload store, or in both.
-Nodes whose parent has gone cannot be reached; they age out of the pool like everything that nobody asks for.
+A node lives while its KV is in a ``block`` of the pool, in a ``host_block`` of the offload store, or in both. Nodes
+without a parent in the tree cannot be reached; they age out of the pool like every unused node.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ def sha256(data: bytes) -> bytes:
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """One full block of tokens after ``parent``'s, and where its KV is. The parent of a first block is the salt.
+    """One full block of tokens after ``parent``'s, and the places of its KV. The parent of a first block is the salt.
 
-    Nodes are compared by identity: an equal one that was dropped and made again is another node.
+    Nodes are compared by identity: a node that was dropped and made again is another node.
     """
 
     digest: bytes
     parent: Node | str
     tokens: tuple[int, ...]
     block: int | None = None
-    slot: int | None = None
+    host_block: int | None = None
 
 
 class PrefixCache:
-    """The tree of nodes. It knows nothing of who owns the blocks.
+    """The tree of nodes, without the owners of the blocks.
 
     Args:
         block_size: tokens of a node.
@@ -60,7 +60,7 @@ class PrefixCache:
         return len(self._nodes)
 
     def digests(self, salt: str, token_ids: Sequence[int], known: list[bytes]) -> list[bytes]:
-        """Digests of all full blocks of ``token_ids``; ``known`` are those of its first blocks, and is extended."""
+        """Digests of all full blocks of ``token_ids``. Extends ``known``, the digests of the first blocks."""
         size = self.block_size
         digest = known[-1] if known else self._digest(self._seed + salt.encode())
         for i in range(len(known), len(token_ids) // size):
@@ -74,7 +74,7 @@ class PrefixCache:
         return node if node and node.parent == parent and node.tokens == tokens else None
 
     def add(self, digest: bytes, parent: Node | str, tokens: tuple[int, ...], block: int) -> Node | None:
-        """A node for a block that has just been filled, or None: the digest is another's."""
+        """A new node for a block that has just been filled; None if its digest belongs to another node."""
         if digest in self._nodes:
             return None
         node = self._nodes[digest] = Node(digest, parent, tokens, block)
@@ -84,17 +84,17 @@ class PrefixCache:
         return self._nodes.get(node.digest) is node
 
     def orphan(self, digest: bytes) -> Node | None:
-        """The node with this digest if its parent has gone: it stands in the way and nobody can reach it."""
+        """The node with this digest if its parent is not in the tree: unreachable, but in the way of a new node."""
         node = self._nodes.get(digest)
         return node if node and isinstance(node.parent, Node) and node.parent not in self else None
 
     def drop(self, node: Node) -> None:
-        """Nobody finds ``node`` any more; dropping twice is harmless."""
+        """Take ``node`` out of the tree; dropping twice is harmless."""
         if node in self:
             del self._nodes[node.digest]
 
     def clear(self) -> list[Node]:
-        """Drop everything; returns what there was."""
+        """Drop all nodes; returns them."""
         nodes = list(self._nodes.values())
         self._nodes.clear()
         return nodes

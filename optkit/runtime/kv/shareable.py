@@ -1,8 +1,8 @@
-"""KV of steps of few tokens stays with its sequence, where layers have another form in such steps.
+"""KV of small steps stays with its request, for models whose layers have several variants.
 
-A model whose layers have several forms (``optkit.graph.variants``) rounds K and V of a token by how many tokens
-shared its step. The prefix cache holds KV of the form for many tokens alone: what a prompt takes over is what it
-would have computed. From the first token that a smaller step computed, no block of a sequence is shared.
+A model whose layers have several variants (``optkit.graph.variants``) rounds K and V of a token by the number of
+tokens in the step. The prefix cache holds only KV of the variant for many tokens, so a prompt takes over the KV that
+its own prefill would have computed. From the first token of a smaller step on, no block of a request is shared.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from optkit.runtime.sampling.logprobs import is_scored
-from optkit.runtime.types import Batch, ScheduledSequence
+from optkit.runtime.types import Batch, ScheduledRequest
 
 
 def note_step(batch: Batch, few_tokens: int) -> None:
-    """Before ``batch`` runs: keep KV that may come from a step of up to ``few_tokens`` tokens out of the prefix cache.
+    """Keep KV of a step of up to ``few_tokens`` tokens out of the prefix cache, before ``batch`` runs.
 
-    Items that are scored run apart, in pieces of any size. A padded step has more tokens than are counted here, so it
-    may have the form for many; its KV is kept out all the same.
+    Scored items run apart, in pieces of any size. A padded step has more tokens than counted here, so it may run the
+    variant for many; its KV is kept out all the same.
     """
     if few_tokens:
         plain = [item for item in batch.items if not is_scored(item)]
@@ -26,7 +26,7 @@ def note_step(batch: Batch, few_tokens: int) -> None:
             keep_apart(plain)
 
 
-def keep_apart(items: Iterable[ScheduledSequence]) -> None:
-    """No block with a token of ``items``, or behind one, enters the prefix cache."""
+def keep_apart(items: Iterable[ScheduledRequest]) -> None:
+    """Keep blocks with a token of ``items``, and all later blocks, out of the prefix cache."""
     for item in items:
-        item.seq.num_shareable = min(item.seq.num_shareable, item.seq.num_computed)
+        item.request.num_shareable = min(item.request.num_shareable, item.request.num_computed)

@@ -1,1 +1,1 @@
-"""The engine process and the client that starts, feeds and stops it."""
+"""The engine process, and the client that starts, feeds and stops the process."""

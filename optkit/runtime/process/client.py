@@ -1,10 +1,9 @@
 """EngineClient: the API process's side of the engine process.
 
-``start`` tells a launched worker (``optkit.runtime.process.launch``) what to load and waits until it has.
-``generate`` is an async iterator of ``TokenOutput``; leaving it early, by ``break`` with ``aclose`` or by
-cancellation, aborts the request and so frees its KV. When the worker dies, whatever the cause, the pipe closes and
-every open stream ends with an ERROR output: a client is told, never left hanging. The client does not restart the
-worker; a new ``EngineClient`` does (``optkit.serve.supervisor``).
+``start`` sends a launched worker (``optkit.runtime.process.launch``) its ``Load`` message and waits until the worker
+is ready. ``generate`` is an async iterator of ``TokenOutput``; leaving it early, by ``break`` with ``aclose`` or by
+cancellation, aborts the request and frees its KV. When the worker dies, the pipe closes and every open stream ends
+with an ERROR output, so no client hangs. A new ``EngineClient`` replaces a dead worker (``optkit.serve.supervisor``).
 """
 
 from __future__ import annotations
@@ -14,12 +13,15 @@ import contextlib
 import logging
 import subprocess
 import time
-from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
 from optkit.errors import UserError
+from optkit.recipe.engine_options import EngineOptions
+from optkit.runtime.info import EngineInfo
 from optkit.runtime.process import ipc
 from optkit.runtime.process.launch import DEFAULT_FACTORY, Launched, end_process, launch
 from optkit.runtime.types import EngineRequest, EngineStats, FinishReason, TokenOutput
@@ -32,6 +34,27 @@ ENGINE_GONE = "the engine died before it began the request"
 ENGINE_STOPPED = "the engine was stopped"
 
 
+class Casualty(NamedTuple):
+    """A request that the engine had begun before its death, and the number of its tokens so far."""
+
+    request: EngineRequest
+    num_tokens: int
+
+
+@dataclass(eq=False)
+class _Stream:
+    """The outputs of a request, waiting for their consumer."""
+
+    request: EngineRequest
+    outputs: asyncio.Queue[TokenOutput] = field(default_factory=asyncio.Queue)
+    num_tokens: int = 0
+    is_begun: bool = False  # the engine has begun to compute the request
+
+    def put(self, output: TokenOutput) -> None:
+        self.num_tokens += len(output.token_ids)
+        self.outputs.put_nowait(output)
+
+
 class EngineDied(RuntimeError):
     """The engine process ended before it was ready."""
 
@@ -40,32 +63,35 @@ class EngineClient:
     """Starts, feeds and stops one engine process. Use it from one event loop.
 
     Args:
-        artifact_dir: what the factory loads.
-        options: JSON-able options of the factory.
+        artifact_dir: first argument of the factory.
+        options: of the engine.
         factory: ``module:function`` called in the worker as ``function(artifact_dir, options) -> Engine``.
         threads: compute threads of the worker; 0 is one per core.
-        launched: a worker that waits, with its factory and threads; without one ``start`` launches it.
-        silence_seconds: without a message for so long, ``is_silent`` is True. Time in which this process itself did not
-            run (SIGSTOP, a sleeping machine) does not count.
+        launched: a waiting worker with the same factory and threads; without one ``start`` launches a worker.
+        silence_seconds: ``is_silent`` is True after so much time without a message. Time in which the API process did
+            not run (SIGSTOP, a sleeping machine) does not count.
+
+    Attributes:
+        on_death: called with the requests that the engine had begun when it died, before their streams end.
     """
 
     def __init__(
         self,
         artifact_dir: str,
-        options: Mapping[str, Any] | None = None,
+        options: EngineOptions | None = None,
         *,
         factory: str = DEFAULT_FACTORY,
         threads: int = 0,
         launched: Launched | None = None,
         silence_seconds: float = 60.0,
     ) -> None:
-        self.artifact_dir, self.options = artifact_dir, dict(options or {})
+        self.artifact_dir, self.options = artifact_dir, options or EngineOptions()
         self.factory, self.threads, self.silence_seconds = factory, threads, silence_seconds
         self._launched = launched
-        self.info: dict[str, Any] = {}
+        self.info: EngineInfo | None = None
         self._stats = EngineStats()
-        self._streams: dict[str, asyncio.Queue[TokenOutput]] = {}
-        self._begun: set[str] = set()  # those of them that the engine has begun to compute
+        self._streams: dict[str, _Stream] = {}
+        self.on_death: Callable[[Sequence[Casualty]], None] = _ignore
         self._process: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -73,10 +99,13 @@ class EngineClient:
         self._last_message = self._last_tick = 0.0
         self._ticking: asyncio.TimerHandle | None = None
 
-    async def start(self, timeout: float = 3600.0) -> dict[str, Any]:
-        """Have the worker load the artifact and wait until it is ready; returns its info.
+    async def start(self, timeout: float = 3600.0) -> EngineInfo:
+        """Have the worker load the artifact and wait until the engine is ready; returns its info.
 
-        Raises UserError if the artifact is at fault, EngineDied if the worker failed, TimeoutError.
+        Raises:
+            UserError: the artifact or an option is wrong.
+            EngineDied: the worker failed.
+            TimeoutError: after ``timeout`` seconds.
         """
         if self._process is not None:
             raise RuntimeError("an EngineClient starts once")
@@ -84,7 +113,7 @@ class EngineClient:
         try:
             reader, self._writer = await asyncio.open_connection(sock=sock)
             self._post(ipc.Load(self.artifact_dir, self.options))
-            self.info = await asyncio.wait_for(self._wait_until_ready(reader), timeout)
+            self.info = info = await asyncio.wait_for(self._wait_until_ready(reader), timeout)
         except BaseException:
             await self.stop()
             raise
@@ -92,7 +121,7 @@ class EngineClient:
         self._last_tick = time.monotonic()
         self._tick()
         self._reading = asyncio.create_task(self._read(reader))
-        return self.info
+        return info
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[TokenOutput]:
         """The outputs of ``request`` as they come; the last one has a ``finish_reason``."""
@@ -102,31 +131,27 @@ class EngineClient:
         if not self._alive:
             yield self._death(name)
             return
-        stream = self._streams[name] = asyncio.Queue()
+        stream = self._streams[name] = _Stream(request)
         try:
-            await self._send(ipc.Add(request))
+            await self._send(request)
             while True:
-                output = await stream.get()
+                output = await stream.outputs.get()
                 if output.finish_reason:
-                    self._forget(name)
+                    del self._streams[name]
                     yield output
                     return
                 yield output
         finally:
             if self._streams.get(name) is stream:  # left early
-                self._forget(name)
+                del self._streams[name]
                 self._post(ipc.Abort(name))
 
-    def _forget(self, name: str) -> None:
-        del self._streams[name]
-        self._begun.discard(name)
-
     async def abort(self, request_id: str) -> None:
-        """End a request: its stream gets an ABORT output, its KV is freed. Nothing happens if it is gone."""
+        """End a request: its stream gets an ABORT output, its KV is freed. A request that has ended is ignored."""
         await self._send(ipc.Abort(request_id))
 
     async def reset_prefix_cache(self) -> None:
-        """Have the engine forget the KV that no running sequence holds."""
+        """Have the engine drop the KV that no running request holds."""
         await self._send(ipc.ResetPrefixCache())
 
     @property
@@ -140,17 +165,17 @@ class EngineClient:
 
     @property
     def is_healthy(self) -> bool:
-        """The worker has loaded and its process has not ended. A long step changes nothing about it."""
+        """The worker has loaded and its process lives. A long step does not change the value."""
         return self._alive
 
     @property
     def is_silent(self) -> bool:
-        """The worker has sent no message for ``silence_seconds``: one part of a step takes long, or it hangs."""
+        """The worker has sent no message for ``silence_seconds``: a part of a step takes long, or the worker hangs."""
         now = min(time.monotonic(), self._last_tick + 2 * TICK_SECONDS)
         return now - self._last_message >= self.silence_seconds
 
     def _tick(self) -> None:
-        """Forgive the worker the time for which this process was stopped: nobody could have heard it."""
+        """Leave out the time for which the API process was stopped and could receive nothing."""
         now = time.monotonic()
         stopped = now - self._last_tick - TICK_SECONDS
         if stopped > TICK_SECONDS:
@@ -159,10 +184,10 @@ class EngineClient:
         self._ticking = asyncio.get_running_loop().call_later(TICK_SECONDS, self._tick)
 
     def kill(self, *, wanted: bool = False) -> None:
-        """End the worker without waiting for its step; its streams end with an error when it has gone.
+        """End the worker without waiting for its step; its streams end with an error when the process is gone.
 
         Args:
-            wanted: the caller stops the engine, as ``stop`` does: the log has no error about it.
+            wanted: the caller stops the engine, as ``stop`` does, so no error is logged.
         """
         self._stopping = self._stopping or wanted
         if self._process is not None:
@@ -174,7 +199,7 @@ class EngineClient:
             await asyncio.wait([self._reading])
 
     async def stop(self) -> None:
-        """End the worker within 5 seconds, whatever it is doing, and every open stream with it."""
+        """End the worker within 5 seconds, also in the middle of a step, and every open stream with it."""
         if self._process is None:
             return
         self._stopping = True
@@ -189,7 +214,7 @@ class EngineClient:
             with contextlib.suppress(ConnectionError):
                 await self._writer.wait_closed()
 
-    async def _wait_until_ready(self, reader: asyncio.StreamReader) -> dict[str, Any]:
+    async def _wait_until_ready(self, reader: asyncio.StreamReader) -> EngineInfo:
         try:
             message = await self._receive(reader)
         except (EOFError, ConnectionError):
@@ -215,10 +240,12 @@ class EngineClient:
         try:
             while True:
                 message = await self._receive(reader)
-                if isinstance(message, ipc.Step):
+                if isinstance(message, tuple):
                     self._dispatch(message)
+                elif isinstance(message, EngineStats):
+                    self._stats = message
                 elif isinstance(message, ipc.Begun):
-                    self._begun |= self._streams.keys() & message.request_ids
+                    self._mark_begun(message)
         except (EOFError, ConnectionError):
             pass  # the worker has gone, by order or by accident
         except (ipc.ProtocolError, msgspec.MsgspecError):
@@ -226,30 +253,35 @@ class EngineClient:
         finally:
             self._end_streams()
 
-    def _dispatch(self, step: ipc.Step) -> None:
-        self._stats = step.stats
-        for output in step.outputs:
+    def _dispatch(self, outputs: ipc.Outputs) -> None:
+        for output in outputs:
             stream = self._streams.get(output.request_id)
             if stream is not None:
-                stream.put_nowait(output)
+                stream.put(output)
+
+    def _mark_begun(self, message: ipc.Begun) -> None:
+        for name in self._streams.keys() & message.request_ids:
+            self._streams[name].is_begun = True
 
     def _end_streams(self) -> None:
         self._alive = False
         self._stats = EngineStats()
         if not self._stopping and self._process is not None:
             logger.error("the engine process died; %d requests failed", len(self._streams))
-            self._process.kill()  # it may only have broken the protocol
+            self._process.kill()  # a worker that broke the protocol still runs
+            self.on_death([Casualty(s.request, s.num_tokens) for s in self._streams.values() if s.is_begun])
         for name, stream in self._streams.items():
-            stream.put_nowait(self._death(name))
+            stream.put(self._death(name))
 
     def _death(self, request_id: str) -> TokenOutput:
-        error = ENGINE_DIED if request_id in self._begun else ENGINE_GONE
+        stream = self._streams.get(request_id)
+        error = ENGINE_DIED if stream is not None and stream.is_begun else ENGINE_GONE
         if self._stopping:
             error = ENGINE_STOPPED
         return TokenOutput(request_id=request_id, token_ids=(), finish_reason=FinishReason.ERROR, error=error)
 
     def _post(self, message: ipc.ToWorker) -> None:
-        """Queue a message without waiting; a worker that has gone needs none."""
+        """Queue a message without waiting; nothing happens if the worker is gone."""
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(ipc.frame(message))
 
@@ -258,3 +290,7 @@ class EngineClient:
         if self._writer is not None:
             with contextlib.suppress(ConnectionError):  # the reading side reports the death
                 await self._writer.drain()
+
+
+def _ignore(casualties: Sequence[Casualty]) -> None:
+    """The default of ``EngineClient.on_death``."""

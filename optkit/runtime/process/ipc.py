@@ -1,18 +1,19 @@
-"""Messages between the API process and the engine process, and how they travel.
+"""Messages between the API process and the engine process, and their frames.
 
-A frame is a 4-byte big-endian length and that many bytes of msgpack. Every message is a tagged
-``msgspec.Struct``, so decoding checks types and can build nothing else; never pickle, which runs code. The pipe is
-a socket pair inherited by the child: no port, no file, nobody else can connect. A frame over ``MAX_FRAME`` bytes
-or one that does not decode is a ``ProtocolError`` and ends the connection; the sizes below are far from it.
+A frame is a 4-byte big-endian length and that many bytes of msgpack. A message is a tagged ``msgspec.Struct``, or the
+outputs of a step as an array. So decoding checks types and can build nothing else; never pickle, which runs code. The
+pipe is a socket pair inherited by the child: no port, no file, no other process can connect. A frame over ``MAX_FRAME``
+bytes or one that does not decode is a ``ProtocolError`` and ends the connection; the sizes below are far from it.
 """
 
 from __future__ import annotations
 
 import struct
-from typing import Any
 
 import msgspec
 
+from optkit.recipe.engine_options import EngineOptions
+from optkit.runtime.info import EngineInfo
 from optkit.runtime.types import EngineRequest, EngineStats, TokenOutput
 
 MAX_FRAME = 32 * 2**20  # a prompt of a million tokens is 5 MB
@@ -20,18 +21,14 @@ HEADER = struct.Struct(">I")
 
 
 class ProtocolError(Exception):
-    """The peer sent something that is no message."""
+    """The peer sent bytes that are no message."""
 
 
 class Load(msgspec.Struct, frozen=True, tag="load"):
-    """The first message: what the engine factory is called with."""
+    """The first message: the arguments of the engine factory."""
 
     artifact_dir: str
-    options: dict[str, Any]
-
-
-class Add(msgspec.Struct, frozen=True, tag="add"):
-    request: EngineRequest
+    options: EngineOptions
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -39,7 +36,7 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache"):
-    """Forget the KV that no running sequence holds."""
+    """Drop the KV that no running request holds."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
@@ -47,9 +44,9 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The model is loaded. ``info`` is ``Engine.info()`` and ``load_seconds``."""
+    """The model is loaded."""
 
-    info: dict[str, Any]
+    info: EngineInfo
 
 
 class Begun(msgspec.Struct, frozen=True, tag="begun"):
@@ -58,19 +55,12 @@ class Begun(msgspec.Struct, frozen=True, tag="begun"):
     request_ids: tuple[str, ...]
 
 
-class Step(msgspec.Struct, frozen=True, tag="step"):
-    """What a step produced, and the gauges after it."""
-
-    outputs: tuple[TokenOutput, ...]
-    stats: EngineStats
-
-
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """The worker is idle, or it has finished a part of a long step. It sends ``Step`` after each step."""
+    """The worker is idle, or has finished a part of a long step. After each step it sends ``Outputs``."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """Loading failed. ``is_user_error``: the fields are those of a ``UserError``; else ``what`` is all there is."""
+    """Loading failed. With ``is_user_error`` the fields are those of a ``UserError``; else only ``what`` is set."""
 
     what: str
     where: str | None = None
@@ -78,11 +68,12 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     is_user_error: bool = False
 
 
-ToWorker = Load | Add | Abort | ResetPrefixCache | Shutdown
-FromWorker = Ready | Begun | Step | Heartbeat | Failed
+Outputs = tuple[TokenOutput, ...]  # of one step
+ToWorker = Load | EngineRequest | Abort | ResetPrefixCache | Shutdown
+FromWorker = Ready | Begun | Outputs | EngineStats | Heartbeat | Failed
 
-to_worker = msgspec.msgpack.Decoder(ToWorker)
-from_worker = msgspec.msgpack.Decoder(FromWorker)
+to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -103,7 +94,7 @@ def body_length(header: bytes | bytearray) -> int:
 
 
 class FrameReader:
-    """Cuts a byte stream into messages for the worker: feed what arrived, get the messages it completes."""
+    """Splits a byte stream into messages for the worker: ``feed`` takes bytes and returns complete messages."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()

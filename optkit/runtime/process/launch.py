@@ -1,7 +1,7 @@
-"""Launching the engine process: a Python that imports its libraries and then waits to be told what to load.
+"""Launching the engine process: a Python that imports its libraries, then waits for its ``Load`` message.
 
-Importing torch takes a second and so do the server's own imports and the artifact's hashes. Launched first of all,
-the engine process does its part of it beside them. Only the standard library is imported here, for that reason.
+Importing torch takes a second, and so do the server's own imports and the artifact's hashes. The engine process is
+launched first, so its imports run beside the others. For this reason only the standard library is imported here.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ STOP_SECONDS = 2.0  # each for leaving by itself and for SIGTERM; then SIGKILL
 
 
 class Launched:
-    """An engine process that waits for its ``Load`` message, and our end of its socket.
+    """An engine process that waits for its ``Load`` message, and the API process's end of its socket.
 
-    Leaving it as a context manager kills the process if nobody took it over.
+    Leaving the context manager kills the process unless ``take`` was called.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], sock: socket.socket) -> None:
@@ -27,7 +27,7 @@ class Launched:
         self._taken = False
 
     def take(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
-        """Process and socket; from now on they are the caller's to end."""
+        """Process and socket. The caller ends them from now on."""
         if self._taken:
             raise RuntimeError("an engine process is taken once")
         self._taken = True
@@ -49,10 +49,10 @@ def launch(factory: str = DEFAULT_FACTORY, threads: int = 0) -> Launched:
     """Start an engine process.
 
     Args:
-        factory: ``module:function`` called in it as ``function(artifact_dir, options) -> Engine``.
-        threads: its compute threads; 0 is one per core.
+        factory: ``module:function`` called in the process as ``function(artifact_dir, options) -> Engine``.
+        threads: compute threads; 0 is one per core.
     """
-    # -P keeps the current directory out of its import path; only the tests' factories live there
+    # -P keeps the current directory out of the import path; only the tests' factories live there
     path = ["-P"] if factory.startswith("optkit.") else []
     ours, theirs = socket.socketpair()
     arguments = {"--fd": theirs.fileno(), "--parent": os.getpid(), "--factory": factory, "--threads": threads}
@@ -64,7 +64,7 @@ def launch(factory: str = DEFAULT_FACTORY, threads: int = 0) -> Launched:
 
 
 def end_process(process: subprocess.Popen[bytes] | None) -> int | None:
-    """Wait for the process to leave, then make it; returns its exit code. Blocks at most 4 seconds and a kill."""
+    """Wait for the process, then SIGTERM, then SIGKILL; returns the exit code. Blocks at most 4 seconds and a kill."""
     if process is None:
         return None
     for insist in (process.terminate, process.kill):

@@ -1,15 +1,15 @@
-"""The engine process: import, be told what to load, load it, say so, then step for as long as the parent lives.
+"""The engine process: import, wait for ``Load``, load, send ``Ready``, then step for as long as the parent lives.
 
-``optkit.runtime.process.launch`` starts it as ``python -m optkit.runtime.process.worker --fd N ...``. A process of its
-own keeps the model's compute away from the API process's event loop and its interpreter lock, and a crash of
-native code costs the streams of this engine and not the server.
+``optkit.runtime.process.launch`` starts the process as ``python -m optkit.runtime.process.worker --fd N ...``. A
+process of its own keeps the model's compute away from the API process's event loop and interpreter lock, and a crash
+of native code costs the streams of this engine and not the server.
 
-The loop waits on the socket when there is nothing to do (no polling). Between steps it handles what has arrived.
-Between the parts of a long step (``optkit.cancellation``) it only reads: a step whose every request is aborted is
-cancelled, a ``Shutdown`` ends the process, and a heartbeat shows that the step makes progress. All of it happens on the
-main thread. The loop ends when the parent says so, closes the pipe or dies; on Linux the kernel kills it then
-(PR_SET_PDEATHSIG), even in the middle of a load. SIGINT is ignored: Ctrl-C reaches both processes, and the parent
-decides.
+The loop waits on the socket when there is no work (no polling). Between steps it handles the messages that have
+arrived. Between the parts of a long step (``optkit.cancellation``) it only reads: a step whose every request is
+aborted is cancelled, a ``Shutdown`` ends the process, and a heartbeat shows progress. All work happens on the main
+thread. The loop ends when the parent sends ``Shutdown``, closes the pipe or dies. On Linux the kernel then kills the
+process (PR_SET_PDEATHSIG), even in the middle of a load. SIGINT is ignored: Ctrl-C reaches both processes, and the
+parent decides.
 """
 
 from __future__ import annotations
@@ -26,15 +26,18 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from optkit.errors import UserError
 from optkit.machine import logs
+from optkit.recipe.engine_options import EngineOptions
+from optkit.runtime.info import EngineInfo
 from optkit.runtime.process import ipc
-from optkit.runtime.types import EngineOverload, EngineRefusal, FinishReason, TokenOutput
+from optkit.runtime.types import EngineOverload, EngineRefusal, EngineRequest, FinishReason, TokenOutput
 
 if TYPE_CHECKING:
     from optkit.runtime.engine import Engine
@@ -43,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 FACTORY_PREFIXES = ("optkit.", "tests.")
 HEARTBEAT_SECONDS = 1.0
+STATS_SECONDS = 0.1  # between two messages with gauges while no request begins or ends
 RECEIVE_BYTES = 1 << 18
 PR_SET_PDEATHSIG = 1
 
@@ -50,7 +54,7 @@ PR_SET_PDEATHSIG = 1
 class ParentGone(BaseException):
     """The parent closed the pipe or sent ``Shutdown``.
 
-    Not an ``Exception``: it is raised inside a step too, where a handler of failed batches must not catch it.
+    Not an ``Exception``, because the handler of failed batches inside a step must not catch it.
     """
 
 
@@ -60,10 +64,10 @@ class Worker:
     def __init__(self, engine: Engine, sock: socket.socket, frames: ipc.FrameReader | None = None) -> None:
         self.engine, self.sock = engine, sock
         self._frames = frames or ipc.FrameReader()
-        self._outputs: list[TokenOutput] = []  # answers that need no step: refusals, aborts
-        self._inbox: deque[ipc.ToWorker] = deque()  # messages that were read and not handled yet
+        self._outputs: list[TokenOutput] = []  # answers without a step: refusals, aborts
+        self._inbox: deque[ipc.ToWorker] = deque()  # messages that were read and are not handled yet
         self._aborted: set[str] = set()  # requests with an ``Abort`` in the inbox
-        self._last_sent = time.monotonic()
+        self._last_sent, self._stats_sent = time.monotonic(), 0.0
         engine.departed = self._departed
         engine.scheduler.announce = self._announce
 
@@ -78,11 +82,11 @@ class Worker:
             else:
                 self._post(ipc.Heartbeat())
 
-    def _post(self, message: ipc.FromWorker) -> None:
-        send(self.sock, message)
+    def _post(self, *messages: ipc.FromWorker) -> None:
+        send(self.sock, *messages)
         self._last_sent = time.monotonic()
 
-    def _announce(self, request_ids: Seq[str]) -> None:
+    def _announce(self, request_ids: Sequence[str]) -> None:
         self._post(ipc.Begun(tuple(request_ids)))
 
     def _departed(self) -> AbstractSet[str]:
@@ -99,19 +103,30 @@ class Worker:
         return self._aborted
 
     def _send(self, outputs: list[TokenOutput]) -> None:
-        message = ipc.Step(outputs=(*self._outputs, *outputs), stats=self.engine.stats())
+        """Send the outputs of a step, after the gauges when these are due."""
+        message = (*self._outputs, *outputs)
         self._outputs.clear()
-        self._post(message)
+        if self._stats_due(message):
+            self._stats_sent = time.monotonic()
+            self._post(self.engine.stats(), message)
+        else:
+            self._post(message)
+
+    def _stats_due(self, outputs: ipc.Outputs) -> bool:
+        """True when a request has begun or ended in this step, or the last gauges are ``STATS_SECONDS`` old."""
+        if any(output.finish_reason or output.first for output in outputs) or not self.engine.has_work:
+            return True
+        return time.monotonic() - self._stats_sent >= STATS_SECONDS
 
     def _receive(self, timeout: float) -> None:
-        """Handle what has arrived; wait up to ``timeout`` seconds for something to arrive."""
+        """Handle the messages that have arrived; wait up to ``timeout`` seconds for the first."""
         self._read(0.0 if self._inbox else timeout)
         self._aborted.clear()
         while self._inbox:
             self._handle(self._inbox.popleft())
 
     def _read(self, timeout: float) -> None:
-        """Move what has arrived to the inbox; wait up to ``timeout`` seconds for something to arrive."""
+        """Move the messages that have arrived to the inbox; wait up to ``timeout`` seconds for the first."""
         while select.select([self.sock], [], [], timeout)[0]:
             messages = self._frames.feed(receive(self.sock))
             self._inbox += messages
@@ -127,7 +142,7 @@ class Worker:
                 self._outputs += [output] if output else []
             case ipc.ResetPrefixCache():
                 self.engine.reset_prefix_cache()
-            case ipc.Add(request):
+            case EngineRequest() as request:
                 try:
                     self.engine.add_request(request)
                 except EngineOverload as refusal:
@@ -162,15 +177,16 @@ def receive(sock: socket.socket) -> bytes:
     return data
 
 
-def send(sock: socket.socket, message: ipc.FromWorker) -> None:
+def send(sock: socket.socket, *messages: ipc.FromWorker) -> None:
+    """Write ``messages`` in one piece; ParentGone if the parent is gone."""
     try:
-        sock.sendall(ipc.frame(message))
+        sock.sendall(b"".join(map(ipc.frame, messages)))
     except ConnectionError:
         raise ParentGone from None
 
 
-def resolve(factory: str) -> Callable[[str, dict[str, Any]], Engine]:
-    """The engine factory ``module:function``; only optkit's own modules, and those of its tests."""
+def resolve(factory: str) -> Callable[[str, EngineOptions], Engine]:
+    """The engine factory ``module:function``; only from modules of optkit and its tests."""
     module, _, function = factory.partition(":")
     if not module.startswith(FACTORY_PREFIXES):
         raise ValueError(f"{factory} is not a factory of optkit")
@@ -178,7 +194,7 @@ def resolve(factory: str) -> Callable[[str, dict[str, Any]], Engine]:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends (Linux); it may have ended already."""
+    """Have the kernel kill this process when the thread that started it ends (Linux). Exit if it has ended already."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
@@ -186,7 +202,7 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def cores() -> int:
-    """The cores this process may run on."""
+    """The number of cores of this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -201,10 +217,8 @@ def first_message(sock: socket.socket, frames: ipc.FrameReader) -> ipc.Load:
     return first
 
 
-def load(
-    args: argparse.Namespace, sock: socket.socket, frames: ipc.FrameReader
-) -> tuple[Engine, dict[str, Any]]:
-    """The engine and what the parent is told about it. Imports go first, while the parent is busy with its own."""
+def load(args: argparse.Namespace, sock: socket.socket, frames: ipc.FrameReader) -> tuple[Engine, EngineInfo]:
+    """The engine and its info. Imports come first, while the parent imports, too."""
     import torch
 
     torch.set_num_threads(args.threads or cores())
@@ -213,8 +227,9 @@ def load(
     start = time.monotonic()
     engine = factory(message.artifact_dir, message.options)
     gc.collect()
-    gc.freeze()  # the model's objects live as long as the process: keep them out of every collection
-    return engine, engine.info() | {"load_seconds": time.monotonic() - start, "pid": os.getpid()}
+    gc.freeze()  # the model's objects live as long as the process: no collection needs to look at them
+    took = time.monotonic() - start
+    return engine, msgspec.structs.replace(engine.info(), load_seconds=took, pid=os.getpid())
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

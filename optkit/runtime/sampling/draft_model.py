@@ -1,31 +1,31 @@
-"""A small model that guesses for a large one (Leviathan et al. 2023; Chen et al. 2023).
+"""Draft model: a small model guesses for a large one (Leviathan et al. 2023; Chen et al. 2023).
 
-It has a runner and a block pool of its own and follows each sequence with a *shadow*: the same tokens, with KV of the
-small model. Before it guesses, a shadow catches up: what the large model has rejected is cut off, what is new is
-computed (the whole prompt, the first time). Then all shadows decode together, greedily. The guesses are checked like
-any others, so what the small model says decides how fast an answer comes and never what it says.
+The draft model has a runner and a block pool of its own and follows each request with a *shadow*: the same tokens,
+with KV of the small model. Before guessing, a shadow catches up: tokens that the large model rejected are cut off,
+new tokens are computed (the whole prompt, the first time). Then all shadows decode together, greedily. The large
+model checks every guess, so guesses decide the speed of an answer and never its tokens.
 
-A sequence that does not fit the small model's pool or context is served without guesses, and so is a step in which
-the small model fails.
+A request that does not fit the small model's pool or context is served without guesses, and so is a step in which the
+small model fails.
 
 Two models with the same tokenizer may have vocabularies of different sizes: the rows beyond the tokenizer's ids are
-padding. Only ids that both models have are guessed, and a sequence with an id that the small model lacks is served
-without guesses.
+padding. Only ids of both models are guessed, and a request with an id that the small model lacks is served without
+guesses.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 
 from optkit.runtime.kv.blocks import BlockManager
 from optkit.runtime.sampling.sampler import best_tokens
-from optkit.runtime.types import Batch, EngineRequest, Runner, SamplingParams, ScheduledSequence, Sequence
+from optkit.runtime.types import Batch, EngineRequest, Request, Runner, SamplingParams, ScheduledRequest
 
 logger = logging.getLogger(__name__)
 
-FADE = 0.9  # weight of what a guess cost so far, after one more step
+DECAY = 0.9  # weight of the known cost of a guess after one more step
 
 
 class DraftModel:
@@ -33,8 +33,8 @@ class DraftModel:
 
     Args:
         runner: of the small model.
-        max_model_len: its longest sequence.
-        max_num_batched_tokens: of one step, when it catches up.
+        max_model_len: longest request of the small model.
+        max_num_batched_tokens: of one step while shadows catch up.
         vocab_size: of the large model.
     """
 
@@ -46,34 +46,34 @@ class DraftModel:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.blocks = BlockManager(runner.num_blocks, runner.block_size)
         self.seconds_per_token = 0.0
-        self._shadows: dict[str, Sequence] = {}
+        self._shadows: dict[str, Request] = {}
 
-    def draft(self, sequences: Seq[Sequence], counts: Seq[int]) -> list[tuple[int, ...]]:
+    def draft(self, requests: Sequence[Request], counts: Sequence[int]) -> list[tuple[int, ...]]:
         wanted = {
-            seq.request.request_id: count
-            for seq, count in zip(sequences, counts, strict=True)
-            if count > 0 and self._follow(seq, count)
+            request.request_id: count
+            for request, count in zip(requests, counts, strict=True)
+            if count > 0 and self._follow(request, count)
         }
         try:
             self._guess(wanted)
         except Exception:
-            logger.exception("the draft model failed on %d sequences", len(wanted))
+            logger.exception("the draft model failed on %d requests", len(wanted))
             for name in wanted:
                 self._drop(name)
-            return [()] * len(sequences)
-        return [self._guessed(seq, wanted) for seq in sequences]
+            return [()] * len(requests)
+        return [self._guessed(request, wanted) for request in requests]
 
-    def finished(self, seq: Sequence) -> None:
-        self._drop(seq.request.request_id)
+    def finished(self, request: Request) -> None:
+        self._drop(request.request_id)
 
-    def run_largest(self, num_sequences: int) -> None:
-        """Run the largest step for at most ``num_sequences``; it leaves nothing behind."""
-        count = min(num_sequences, self.max_num_batched_tokens, self.blocks.num_blocks)
+    def run_largest(self, num_requests: int) -> None:
+        """Run the largest step for at most ``num_requests``, and free its blocks."""
+        count = min(num_requests, self.max_num_batched_tokens, self.blocks.num_blocks)
         room = self.blocks.num_blocks // count * self.blocks.block_size
         length = min(self.max_num_batched_tokens // count, self.max_model_len, room)
         params = SamplingParams(max_tokens=1)
         request = EngineRequest(request_id="", prompt_ids=(0,) * length, sampling=params, arrival=0.0)
-        shadows = [Sequence(request, [0] * length) for _ in range(count)]
+        shadows = [Request(request, [0] * length) for _ in range(count)]
         try:
             for shadow in shadows:
                 self.blocks.extend(shadow.block_table, length, length)
@@ -82,16 +82,16 @@ class DraftModel:
             for shadow in shadows:
                 self.blocks.free(shadow.block_table)
 
-    def _follow(self, seq: Sequence, count: int) -> bool:
-        """A shadow of ``seq`` with its tokens, KV as far as it is right, and room for ``count`` guesses."""
-        name, length = seq.request.request_id, len(seq.token_ids) + count
-        shadow = self._shadows.setdefault(name, Sequence(seq.request, []))
+    def _follow(self, request: Request, count: int) -> bool:
+        """Bring the shadow of ``request`` up to date, with room for ``count`` guesses; False if it does not fit."""
+        name, length = request.request_id, len(request.token_ids) + count
+        shadow = self._shadows.setdefault(name, Request(request.received, []))
         same = shadow.num_computed
-        while shadow.token_ids[:same] != seq.token_ids[:same]:  # rejected guesses, a few at the end
+        while shadow.token_ids[:same] != request.token_ids[:same]:  # rejected guesses, a few at the end
             same -= 1
-        known = max(seq.token_ids[same:], default=0) < self.runner.vocab_size
-        shadow.num_computed = min(same, len(seq.token_ids) - 1)
-        shadow.token_ids = list(seq.token_ids)
+        known = max(request.token_ids[same:], default=0) < self.runner.vocab_size
+        shadow.num_computed = min(same, len(request.token_ids) - 1)
+        shadow.token_ids = list(request.token_ids)
         fits = known and length <= self.max_model_len
         if fits and self.blocks.extend(shadow.block_table, length, length):
             return True
@@ -108,28 +108,28 @@ class DraftModel:
             num_sampled = self._step(list(shadows.values()))
             if caught_up:
                 spent = (time.perf_counter() - start) / num_sampled
-                self.seconds_per_token += (1 - FADE) * (spent - self.seconds_per_token)
+                self.seconds_per_token += (1 - DECAY) * (spent - self.seconds_per_token)
             shadows = {name: s for name, s in shadows.items() if len(s.token_ids) < ends[name]}
 
-    def _step(self, shadows: Seq[Sequence]) -> int:
-        """Run what is pending of ``shadows`` within the budget; gives how many got a token."""
+    def _step(self, shadows: Sequence[Request]) -> int:
+        """Run the pending tokens of ``shadows`` within the budget; returns the number of shadows with a new token."""
         items, budget = [], self.max_num_batched_tokens
         for shadow in shadows:
             if budget > 0:
-                items.append(ScheduledSequence(shadow, min(shadow.num_pending, budget)))
+                items.append(ScheduledRequest(shadow, min(shadow.num_pending, budget)))
                 budget -= items[-1].num_new
-        due = [item.seq for item in items if item.needs_logits]
+        due = [item.request for item in items if item.needs_logits]
         logits = self.runner.execute(Batch(tuple(items)))
         tokens, _ = best_tokens(logits[:, : self.num_shared_ids])
         for item in items:
-            item.seq.num_computed += item.num_new
+            item.request.num_computed += item.num_new
         for shadow, token in zip(due, tokens, strict=True):
             shadow.token_ids.append(token)
         return len(due)
 
-    def _guessed(self, seq: Sequence, wanted: dict[str, int]) -> tuple[int, ...]:
-        name = seq.request.request_id
-        return tuple(self._shadows[name].token_ids[len(seq.token_ids) :]) if name in wanted else ()
+    def _guessed(self, request: Request, wanted: dict[str, int]) -> tuple[int, ...]:
+        name = request.request_id
+        return tuple(self._shadows[name].token_ids[len(request.token_ids) :]) if name in wanted else ()
 
     def _drop(self, name: str) -> None:
         shadow = self._shadows.pop(name, None)

@@ -1,36 +1,35 @@
-"""Logprobs: what the model gave the tokens of an answer, and of its prompt.
+"""Logprobs: the model's log-probabilities of the tokens of an answer, and of its prompt.
 
-They are of the model's own distribution, ``log_softmax(logits)``, before bias, penalties, temperature and filters
-(vLLM's ``raw_logprobs``), so they do not depend on how the request samples. Logits stay in the engine process: they
-are reduced here to one number a token and the few likely ones beside it.
+Logprobs are of the model's own distribution, ``log_softmax(logits)``, before bias, penalties, temperature and filters
+(vLLM's ``raw_logprobs``), so sampling parameters do not change them. Logits stay in the engine process: here they are
+reduced to one number a token and a few likely tokens.
 
-A prompt needs logits at each of its positions, [prompt, vocabulary] floats: 200 MB for 1,000 tokens of a vocabulary of
-50,000. So a scored chunk runs beside the batch in pieces of at most ``MAX_LOGITS`` numbers. What its tokens cost the
-step stays what the scheduler planned; the scheduler need not know. A sequence that was preempted computes its prompt
-again and reports no position twice.
+A prompt needs logits at each of its positions, [prompt, vocabulary] floats: 200 MB for 1,000 tokens of a vocabulary
+of 50,000. So a scored chunk runs beside the batch in pieces of at most ``MAX_LOGITS`` numbers. The scheduler plans a
+scored chunk as any other. A preempted request computes its prompt again and reports no position twice.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import msgspec
 import torch
 from torch import Tensor
 
-from optkit.runtime.types import Batch, Failure, Runner, ScheduledSequence, TokenLogprob, TokenOutput
+from optkit.runtime.types import Batch, Failure, Runner, ScheduledRequest, TokenLogprob, TokenOutput
 
 MAX_LOGITS = 2**24  # numbers of one piece: 64 MiB
-FLOOR = -9999.0  # for a probability of zero, whose logarithm JSON cannot say
+FLOOR = -9999.0  # for a probability of zero, whose logarithm is no JSON number
 
 
-def logprobs_of(logits: Tensor, tokens: Seq[int], num_top: int) -> list[TokenLogprob]:
-    """Logprobs of ``tokens`` [L] under ``logits`` [L, V] float32, each with the ``num_top`` most likely ones.
+def logprobs_of(logits: Tensor, tokens: Sequence[int], num_top: int) -> list[TokenLogprob]:
+    """Logprobs of ``tokens`` [L] under ``logits`` [L, V] float32, each with the ``num_top`` most likely tokens.
 
-    Raises ValueError if a row has no distribution (NaN, or infinity above).
+    Raises:
+        ValueError: a row has no distribution (NaN, or infinity above).
     """
     total = torch.logsumexp(logits, dim=-1)
     if not torch.isfinite(total).all():
@@ -46,7 +45,7 @@ def logprobs_of(logits: Tensor, tokens: Seq[int], num_top: int) -> list[TokenLog
 
 
 class LogprobRunner:
-    """A runner that scores prompts on the way, and keeps the logprobs of a step until its outputs are there."""
+    """A runner that also scores prompts, and keeps the logprobs of a step until its outputs exist."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -55,7 +54,9 @@ class LogprobRunner:
         self._piece = max(1, MAX_LOGITS // runner.vocab_size)
 
     def execute(self, batch: Batch) -> Tensor:
-        """Logits [L, V] float32, in batch order: of each item whose ``needs_logits`` its last row, and its draft's."""
+        """Logits [L, V] float32, in batch order: the last row of each item that ``needs_logits``, and the rows of its
+        draft.
+        """
         plain = tuple(item for item in batch.items if not is_scored(item))
         if len(plain) == len(batch.items):
             return self._runner.execute(batch)
@@ -69,22 +70,26 @@ class LogprobRunner:
                 found += itertools.islice(rows, item.num_logits)
         return torch.stack(found) if found else torch.zeros(0, self._runner.vocab_size)
 
-    def record(self, items: Seq[ScheduledSequence], logits: Tensor, tokens: Seq[int | Failure]) -> None:
+    def record(
+        self, items: Sequence[ScheduledRequest], logits: Tensor, tokens: Sequence[int | Failure]
+    ) -> None:
         """Keep the logprobs of ``tokens`` [L], just sampled from ``logits`` [L, V] for ``items`` [L]."""
         for row, (item, token) in enumerate(zip(items, tokens, strict=True)):
-            request = item.seq.request
+            request = item.request.received
             if request.sampling.logprobs is not None and not isinstance(token, Failure):
                 found = logprobs_of(logits[row : row + 1], [token], request.sampling.logprobs)
                 self._generated[request.request_id] = found
 
-    def attach(self, batch: Batch, outputs: Seq[TokenOutput]) -> list[TokenOutput]:
-        """``outputs`` of ``batch`` with the logprobs of this step; a scored chunk that ends in no token has its own."""
+    def attach(self, batch: Batch, outputs: Sequence[TokenOutput]) -> list[TokenOutput]:
+        """``outputs`` of ``batch`` with the logprobs of this step; a scored chunk without a token gets an output of its
+        own.
+        """
         if not self._prompt and not self._generated:
             return list(outputs)
         merged = list(outputs)
         places = {output.request_id: place for place, output in enumerate(merged)}
         for item in batch.items:
-            name, seq = item.seq.request.request_id, item.seq
+            name, request = item.request.request_id, item.request
             prompt = tuple(self._prompt.pop(name, ()))
             generated = tuple(self._generated.pop(name, ()))
             if not prompt and not generated:
@@ -94,7 +99,7 @@ class LogprobRunner:
                 merged.append(TokenOutput(request_id=name, token_ids=()))
             output = merged[places[name]]
             if output.error is None:
-                seq.num_scored += len(prompt)
+                request.num_scored += len(prompt)
                 merged[places[name]] = msgspec.structs.replace(
                     output, logprobs=generated, prompt_logprobs=prompt
                 )
@@ -102,31 +107,36 @@ class LogprobRunner:
         self._generated.clear()
         return merged
 
-    def _score(self, item: ScheduledSequence) -> Tensor:
-        """Run one chunk in pieces, keep what it says of the prompt, and return the logits of its last token [V]."""
-        seq, found = item.seq, list[TokenLogprob]()
-        num_top = seq.request.sampling.prompt_logprobs or 0
+    def _score(self, item: ScheduledRequest) -> Tensor:
+        """Run one chunk in pieces, keep the logprobs of its prompt tokens, and return its last token's logits [V]."""
+        request, found = item.request, list[TokenLogprob]()
+        num_top = request.sampling.prompt_logprobs or 0
         logits = torch.empty(0)
         for piece in pieces(item, self._piece):
-            start = piece.seq.num_computed
+            start = piece.request.num_computed
             logits = self._runner.execute(Batch((piece,)))
-            skip = min(max(seq.num_scored - start, 0), piece.num_new)  # row i speaks of token start + i + 1
-            tokens = seq.token_ids[start + skip + 1 : min(start + piece.num_new + 1, seq.num_prompt)]
+            skip = min(
+                max(request.num_scored - start, 0), piece.num_new
+            )  # row i speaks of token start + i + 1
+            tokens = request.token_ids[start + skip + 1 : min(start + piece.num_new + 1, request.num_prompt)]
             found += logprobs_of(logits[skip : skip + len(tokens)], tokens, num_top) if tokens else []
-        self._prompt[seq.request.request_id] = found
+        self._prompt[request.request_id] = found
         return logits[-1]
 
 
-def is_scored(item: ScheduledSequence) -> bool:
-    """True when this chunk computes prompt positions whose logprobs are still to be reported."""
-    seq = item.seq
-    if seq.request.sampling.prompt_logprobs is None:
+def is_scored(item: ScheduledRequest) -> bool:
+    """True if this chunk computes prompt positions whose logprobs are not yet reported."""
+    request = item.request
+    if request.sampling.prompt_logprobs is None:
         return False
-    return seq.num_scored < seq.num_prompt - 1 and seq.num_computed + item.num_new > seq.num_scored
+    return (
+        request.num_scored < request.num_prompt - 1
+        and request.num_computed + item.num_new > request.num_scored
+    )
 
 
-def pieces(item: ScheduledSequence, size: int) -> Iterator[ScheduledSequence]:
+def pieces(item: ScheduledRequest, size: int) -> Iterator[ScheduledRequest]:
     """``item`` cut into chunks of at most ``size`` tokens, with logits of every token."""
-    start, end = item.seq.num_computed, item.seq.num_computed + item.num_new
+    start, end = item.request.num_computed, item.request.num_computed + item.num_new
     for at in range(start, end, size):
-        yield ScheduledSequence(replace(item.seq, num_computed=at), min(size, end - at), all_logits=True)
+        yield ScheduledRequest(replace(item.request, num_computed=at), min(size, end - at), all_logits=True)

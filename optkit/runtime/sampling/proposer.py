@@ -1,26 +1,26 @@
-"""Proposers: where guesses come from, and how many are worth checking.
+"""Proposers: sources of guesses, and the number of guesses worth checking.
 
-``NgramProposer`` (prompt lookup, Saxena 2023) needs no second model: if the last tokens occurred before, what followed
-them then may follow now. It costs a dictionary lookup, so it can only lose where its guesses are wrong *and* checked.
+``NgramProposer`` (prompt lookup, Saxena 2023) needs no second model: it guesses the tokens that followed an earlier
+occurrence of the last tokens. A guess costs a dictionary lookup, so only checking a wrong guess costs time.
 
-How many to check is decided for each sequence and step (``Lengths``). A guess at place j of a draft is right with
-probability p^j, where p is the sequence's own record; checking it makes the step longer by what the cost model has
-measured for a token. It is worth it while the tokens it brings are more than the batch would have made in that time
-anyway. So drafts grow where they are right, shrink where they are not, and end where they cost more than they bring; a
-sequence whose drafts have ended tries one token again now and then.
+``Lengths`` decides the number of guesses for each request and step. A guess at place j of a draft is right with
+probability p^j, where p is the request's own record. Checking the guess makes the step longer by the cost model's
+time of a token. A guess pays if its expected tokens exceed the tokens that the batch would have made in that time. So
+drafts grow where guesses are right, shrink where they are wrong, and end where they cost more than they bring. A
+request without drafts tries one token again now and then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from optkit.runtime.scheduling.cost_model import CostModel, StepShape, chunk_shape
-from optkit.runtime.types import Sequence
+from optkit.runtime.scheduling.cost_model import CostModel, StepWork, chunk_work
+from optkit.runtime.types import Request
 
-NGRAMS = (3, 2)  # tokens that have to match, the longer first
-FADE = 0.9  # weight of a sequence's record after one more draft
+NGRAMS = (3, 2)  # tokens that must match, the longer first
+DECAY = 0.9  # weight of a request's record after one more draft
 PRIOR_RIGHT, PRIOR_WRONG = 1.4, 0.6  # before anything is known
 PROBE_STEPS = 32
 
@@ -42,16 +42,16 @@ class SpeculationStats:
 
 
 class Source(Protocol):
-    """Guesses tokens, as many as it is asked for or fewer."""
+    """Guesses at most a given number of tokens."""
 
-    seconds_per_token: float  # what a guess costs, beside checking it
+    seconds_per_token: float  # cost of a guess, beside checking
 
-    def draft(self, sequences: Seq[Sequence], counts: Seq[int]) -> list[tuple[int, ...]]: ...
+    def draft(self, requests: Sequence[Request], counts: Sequence[int]) -> list[tuple[int, ...]]: ...
 
-    def finished(self, seq: Sequence) -> None: ...
+    def finished(self, request: Request) -> None: ...
 
-    def run_largest(self, num_sequences: int) -> None:
-        """Run the step that allocates the most, for at most ``num_sequences``; it leaves nothing behind."""
+    def run_largest(self, num_requests: int) -> None:
+        """Run the step that allocates the most, for at most ``num_requests``, and free its blocks."""
         ...
 
 
@@ -63,11 +63,11 @@ class _Record:
 
 
 class Lengths:
-    """How many guesses of each sequence are worth checking.
+    """The number of guesses worth checking, for each request.
 
     Args:
         cost: predicts steps.
-        longest: never more than this.
+        longest: the most guesses of a request.
     """
 
     def __init__(self, cost: CostModel, longest: int) -> None:
@@ -75,22 +75,22 @@ class Lengths:
         self._records: dict[str, _Record] = {}
         self._everyone = _Record()
 
-    def choose(self, sequences: Seq[Sequence], seconds_per_token: float) -> list[int]:
-        """For the sequences of one decode step."""
-        base = StepShape()
-        for seq in sequences:
-            base += chunk_shape(1, seq.num_computed, rows=1)
+    def choose(self, requests: Sequence[Request], seconds_per_token: float) -> list[int]:
+        """The numbers for the requests of one decode step."""
+        base = StepWork()
+        for request in requests:
+            base += chunk_work(1, request.num_computed, rows=1)
         step = self.cost.seconds(base)
-        return [self._choose(seq, base, step, len(sequences), seconds_per_token) for seq in sequences]
+        return [self._choose(request, base, step, len(requests), seconds_per_token) for request in requests]
 
     def _choose(
-        self, seq: Sequence, base: StepShape, step: float, num_sequences: int, seconds_per_token: float
+        self, request: Request, base: StepWork, step: float, num_requests: int, seconds_per_token: float
     ) -> int:
-        record = self._records.setdefault(seq.request.request_id, _Record())
+        record = self._records.setdefault(request.request_id, _Record())
         one_more = (
-            self.cost.seconds(base + chunk_shape(1, len(seq.token_ids), rows=1)) - step + seconds_per_token
+            self.cost.seconds(base + chunk_work(1, len(request.token_ids), rows=1)) - step + seconds_per_token
         )
-        price = one_more * num_sequences / max(step, 1e-9)  # tokens the batch makes in that time
+        price = one_more * num_requests / max(step, 1e-9)  # tokens of the batch in that time
         chance = self._chance(record)
         length, right = 0, chance
         while length < self.longest and right > price:
@@ -100,16 +100,18 @@ class Lengths:
             record.quiet_steps, length = 0, 1
         return length
 
-    def observe(self, seq: Sequence, num_drafted: int, num_accepted: int) -> None:
-        for record in (self._records.setdefault(seq.request.request_id, _Record()), self._everyone):
-            record.right = FADE * record.right + num_accepted
-            record.wrong = FADE * record.wrong + (num_accepted < num_drafted)
+    def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
+        for record in (self._records.setdefault(request.request_id, _Record()), self._everyone):
+            record.right = DECAY * record.right + num_accepted
+            record.wrong = DECAY * record.wrong + (num_accepted < num_drafted)
 
-    def finished(self, seq: Sequence) -> None:
-        self._records.pop(seq.request.request_id, None)
+    def finished(self, request: Request) -> None:
+        self._records.pop(request.request_id, None)
 
     def _chance(self, record: _Record) -> float:
-        """That a guess is right whose predecessors were: by the sequence's record, before that by everyone's."""
+        """The probability of a guess after right guesses: by the request's record, at first by the record of all
+        requests.
+        """
         share = (self._everyone.right + PRIOR_RIGHT) / (
             self._everyone.right + self._everyone.wrong + PRIOR_RIGHT + PRIOR_WRONG
         )
@@ -117,45 +119,45 @@ class Lengths:
 
 
 class Speculator:
-    """A ``Proposer`` of the scheduler: guesses of ``source``, as many as ``Lengths`` finds worth it."""
+    """A ``Proposer`` of the scheduler: guesses of ``source``, as many as ``Lengths`` allows."""
 
     def __init__(self, source: Source, lengths: Lengths) -> None:
         self.source, self.lengths = source, lengths
         self.stats = SpeculationStats()
 
-    def propose(self, sequences: Seq[Sequence], limits: Seq[int]) -> list[tuple[int, ...]]:
-        wanted = self.lengths.choose(sequences, self.source.seconds_per_token)
-        return self.source.draft(sequences, [max(0, min(pair)) for pair in zip(wanted, limits, strict=True)])
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[tuple[int, ...]]:
+        wanted = self.lengths.choose(requests, self.source.seconds_per_token)
+        return self.source.draft(requests, [max(0, min(pair)) for pair in zip(wanted, limits, strict=True)])
 
-    def observe(self, seq: Sequence, num_drafted: int, num_accepted: int) -> None:
+    def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         self.stats.count(num_drafted, num_accepted)
-        self.lengths.observe(seq, num_drafted, num_accepted)
+        self.lengths.observe(request, num_drafted, num_accepted)
 
-    def finished(self, seq: Sequence) -> None:
-        self.lengths.finished(seq)
-        self.source.finished(seq)
+    def finished(self, request: Request) -> None:
+        self.lengths.finished(request)
+        self.source.finished(request)
 
-    def run_largest(self, num_sequences: int) -> None:
+    def run_largest(self, num_requests: int) -> None:
         """Run the step of the source that allocates the most."""
-        self.source.run_largest(num_sequences)
+        self.source.run_largest(num_requests)
 
 
 class _Index:
-    """Where the n-grams of one sequence occurred last, but for the one at its end."""
+    """The last position of each n-gram of one request, except for the n-gram at its end."""
 
     def __init__(self) -> None:
         self.length = 0
         self._last: dict[tuple[int, ...], int] = {}  # n-gram -> position after it
 
-    def extend(self, ids: Seq[int]) -> None:
-        """Take in ``ids`` but for its last token, whose n-grams are those to look up."""
+    def extend(self, ids: Sequence[int]) -> None:
+        """Add the n-grams of ``ids`` except for those that end in the last token, which are looked up."""
         for end in range(max(self.length, 1), len(ids)):
             for n in NGRAMS:
                 if end >= n:
                     self._last[tuple(ids[end - n : end])] = end
         self.length = len(ids)
 
-    def follow(self, ids: Seq[int]) -> int | None:
+    def follow(self, ids: Sequence[int]) -> int | None:
         """The position after the latest earlier occurrence of the last tokens of ``ids``."""
         for n in NGRAMS:
             place = self._last.get(tuple(ids[-n:])) if len(ids) > n else None
@@ -165,31 +167,31 @@ class _Index:
 
 
 class NgramProposer:
-    """A ``Source`` that copies what followed the last tokens when they last occurred in the sequence."""
+    """A ``Source`` that copies the tokens after the last occurrence of the request's last tokens."""
 
     seconds_per_token = 0.0
 
     def __init__(self) -> None:
         self._indexes: dict[str, _Index] = {}
 
-    def draft(self, sequences: Seq[Sequence], counts: Seq[int]) -> list[tuple[int, ...]]:
-        return [self._draft(seq, count) for seq, count in zip(sequences, counts, strict=True)]
+    def draft(self, requests: Sequence[Request], counts: Sequence[int]) -> list[tuple[int, ...]]:
+        return [self._draft(request, count) for request, count in zip(requests, counts, strict=True)]
 
-    def finished(self, seq: Sequence) -> None:
-        self._indexes.pop(seq.request.request_id, None)
+    def finished(self, request: Request) -> None:
+        self._indexes.pop(request.request_id, None)
 
-    def run_largest(self, num_sequences: int) -> None:
-        """Nothing: it allocates nothing on a device."""
+    def run_largest(self, num_requests: int) -> None:
+        """Do nothing: there is nothing to allocate on a device."""
 
-    def _draft(self, seq: Sequence, count: int) -> tuple[int, ...]:
+    def _draft(self, request: Request, count: int) -> tuple[int, ...]:
         if count < 1:
             return ()  # the index catches up when it is needed
-        index = self._indexes.setdefault(seq.request.request_id, _Index())
-        index.extend(seq.token_ids)
-        place = index.follow(seq.token_ids)
+        index = self._indexes.setdefault(request.request_id, _Index())
+        index.extend(request.token_ids)
+        place = index.follow(request.token_ids)
         if place is None:
             return ()
-        ids = list(seq.token_ids)
+        ids = list(request.token_ids)
         for offset in range(count):
-            ids.append(ids[place + offset])  # a repetition goes on in its own copy
-        return tuple(ids[len(seq.token_ids) :])
+            ids.append(ids[place + offset])  # a repetition continues in its own copy
+        return tuple(ids[len(request.token_ids) :])

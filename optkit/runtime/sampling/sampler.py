@@ -1,16 +1,16 @@
-"""Sampler: logits become one token per sequence.
+"""Sampler: logits become one token per request.
 
-Each row is its own little world: its parameters, its random numbers, its errors. The order is vLLM's:
+Each row has its own parameters, random numbers and errors. The order is vLLM's:
 
     allowed tokens, bias, min_tokens -> penalties -> temperature -> min_p -> top_k -> top_p -> draw
 
 Rows that are plainly greedy, the common case in tests and batch jobs, share one vectorised max.
 
 Randomness is counter-based: token ``n`` of a seeded request uses the uniform number ``hash(seed, n)``. There is no
-generator state to keep, so the batch a request shares and any preemption in between change nothing. A draw
-is the inverse CDF at that number, one cumulative sum over the vocabulary instead of a random tensor.
+generator state, so neither the other requests of a batch nor a preemption change a draw. A draw is the inverse CDF at
+the number: one cumulative sum over the vocabulary instead of a random tensor.
 
-A NaN or an exception in one row is that request's ``Failure``; the other rows never notice.
+A NaN or an exception in one row is the ``Failure`` of its request; the other rows are not affected.
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ import hashlib
 import logging
 import math
 import random
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from optkit.runtime.types import Failure, SamplingParams, Sequence
+from optkit.runtime.types import Failure, Request, SamplingParams
 
 logger = logging.getLogger(__name__)
 
 GREEDY_BELOW = 1e-5  # a smaller temperature is greedy, as in vLLM
 TOP_P_GUESS = (
-    512  # the nucleus nearly always lies in so few tokens, and finding them is cheaper than the exact cut
+    512  # the nucleus nearly always lies in so few tokens, which are cheaper to find than the exact cut
 )
 BAD_LOGITS = Failure("the model produced invalid numbers for this request")
 BAD_ROW = Failure("sampling failed for this request")
 
 
-def sample(logits: Tensor, sequences: Seq[Sequence]) -> list[int | Failure]:
-    """One token per row of ``logits`` [L, V] float32; row i belongs to ``sequences[i]``."""
-    if not sequences:
+def sample(logits: Tensor, requests: Sequence[Request]) -> list[int | Failure]:
+    """One token per row of ``logits`` [L, V] float32; row i belongs to ``requests[i]``."""
+    if not requests:
         return []
     argmax, finite = best_tokens(logits)
     tokens: list[int | Failure] = list(argmax)
-    for row, seq in enumerate(sequences):
+    for row, request in enumerate(requests):
         if not finite[row]:
             tokens[row] = BAD_LOGITS
-        elif not is_plain_greedy(seq):
-            tokens[row] = sample_or_fail(logits[row], seq)
+        elif not is_plain_greedy(request):
+            tokens[row] = sample_or_fail(logits[row], request)
     return tokens
 
 
 def best_tokens(logits: Tensor) -> tuple[list[int], list[bool]]:
-    """The first largest logit of each row, and whether it is a finite number: NaN anywhere in a row comes out as NaN.
+    """The first largest logit of each row, and True for each row whose largest logit is finite; a NaN in a row is not.
 
     On the CPU by numpy, whose argmax takes a tenth of torch's time on a row.
     """
@@ -64,10 +64,10 @@ def best_tokens(logits: Tensor) -> tuple[list[int], list[bool]]:
     return index.tolist(), torch.isfinite(best).tolist()
 
 
-def is_plain_greedy(seq: Sequence) -> bool:
+def is_plain_greedy(request: Request) -> bool:
     """True when the token is simply the argmax of the logits."""
-    p = seq.request.sampling
-    steered = has_penalties(p) or p.logit_bias or p.allowed_token_ids or seq.num_output < p.min_tokens
+    p = request.sampling
+    steered = has_penalties(p) or p.logit_bias or p.allowed_token_ids or request.num_output < p.min_tokens
     return p.temperature < GREEDY_BELOW and not steered
 
 
@@ -75,30 +75,30 @@ def has_penalties(p: SamplingParams) -> bool:
     return p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
 
 
-def sample_or_fail(row: Tensor, seq: Sequence) -> int | Failure:
+def sample_or_fail(row: Tensor, request: Request) -> int | Failure:
     """``sample_row`` behind the error boundary of one request."""
     try:
-        return sample_row(row, seq)
+        return sample_row(row, request)
     except Exception:
-        logger.exception("sampling failed for request %s", seq.request.request_id)
+        logger.exception("sampling failed for request %s", request.request_id)
         return BAD_ROW
 
 
-def sample_row(logits: Tensor, seq: Sequence) -> int | Failure:
-    """A token from ``logits`` [V] by the sequence's own parameters."""
-    p = seq.request.sampling
-    logits = steer(logits, seq)
-    logits = penalize(logits, seq) if has_penalties(p) else logits
+def sample_row(logits: Tensor, request: Request) -> int | Failure:
+    """A token from ``logits`` [V] by the request's own parameters."""
+    p = request.sampling
+    logits = steer(logits, request)
+    logits = penalize(logits, request) if has_penalties(p) else logits
     if not torch.isfinite(logits.max()):
         return BAD_LOGITS
     if p.temperature < GREEDY_BELOW:
         return int(logits.argmax())
-    return draw(distribution(logits, p), uniform(p.seed, seq.num_output))
+    return draw(distribution(logits, p), uniform(p.seed, request.num_output))
 
 
-def steer(logits: Tensor, seq: Sequence) -> Tensor:
-    """Logits [V] after ``allowed_token_ids``, ``logit_bias`` and ``min_tokens``; the argument stays as it is."""
-    p = seq.request.sampling
+def steer(logits: Tensor, request: Request) -> Tensor:
+    """Logits [V] after ``allowed_token_ids``, ``logit_bias`` and ``min_tokens``; the argument is not changed."""
+    p = request.sampling
     if p.allowed_token_ids:
         allowed = torch.tensor(p.allowed_token_ids, device=logits.device)
         logits = torch.full_like(logits, -math.inf).index_copy_(0, allowed, logits[allowed])
@@ -107,19 +107,19 @@ def steer(logits: Tensor, seq: Sequence) -> Tensor:
             torch.tensor(column, device=logits.device) for column in zip(*p.logit_bias, strict=True)
         )
         logits = logits.index_add(0, tokens, bias.to(logits.dtype))
-    if seq.num_output < p.min_tokens and p.stop_token_ids:
+    if request.num_output < p.min_tokens and p.stop_token_ids:
         logits = logits.index_fill(0, torch.tensor(p.stop_token_ids, device=logits.device), -math.inf)
     return logits
 
 
-def penalize(logits: Tensor, seq: Sequence) -> Tensor:
+def penalize(logits: Tensor, request: Request) -> Tensor:
     """Repetition (Keskar et al. 2019) over prompt and output; frequency and presence (OpenAI) over the output."""
-    p = seq.request.sampling
+    p = request.sampling
     logits = logits.clone()
-    seen = torch.tensor(seq.token_ids, device=logits.device).unique()
+    seen = torch.tensor(request.token_ids, device=logits.device).unique()
     values = logits[seen]
     logits[seen] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
-    output = torch.tensor(seq.output_ids, dtype=torch.int64, device=logits.device)
+    output = torch.tensor(request.output_ids, dtype=torch.int64, device=logits.device)
     tokens, counts = output.unique(return_counts=True)
     logits[tokens] -= p.frequency_penalty * counts + p.presence_penalty
     return logits
@@ -151,8 +151,8 @@ def nucleus(probs: Tensor, top_p: float) -> Tensor:
 def wide_nucleus(probs: Tensor, top_p: float) -> Tensor:
     """``nucleus`` for a flat distribution, by radix selection instead of a sort of the vocabulary.
 
-    The bits of positive floats order as the floats do. So two sums over 65,536 buckets, one of the upper 16 bits and
-    one of the lower, find the probability at which the mass of what is likelier reaches the goal.
+    The bits of positive floats are ordered as the floats. So two sums over 65,536 buckets, first by the upper and
+    then by the lower 16 bits, find the probability at which the mass of the likelier tokens reaches the goal.
     """
     mass, bits = probs.double(), probs.view(torch.int32)
     goal = top_p * float(mass.sum())
@@ -166,7 +166,7 @@ def wide_nucleus(probs: Tensor, top_p: float) -> Tensor:
 
 
 def passing_bucket(keys: Tensor, mass: Tensor, goal: float) -> tuple[int, float]:
-    """From the largest key down, the key at which the summed ``mass`` reaches ``goal``, and the mass above it."""
+    """From the largest key down, the key at which the summed ``mass`` reaches ``goal``, and the mass above the key."""
     totals = torch.bincount(keys, mass).flip(0).cumsum(0)
     at = int(torch.searchsorted(totals, min(goal, float(totals[-1]))))  # a sum may round below the goal
     return len(totals) - 1 - at, float(totals[at - 1]) if at else 0.0
@@ -182,7 +182,7 @@ def draw(probs: Tensor, u: float) -> int:
 
 
 def uniform(seed: int | None, counter: int) -> float:
-    """A number in [0, 1): a hash of ``(seed, counter)``, or a fresh random one without a seed."""
+    """A number in [0, 1): a hash of ``(seed, counter)``, or a fresh random number without a seed."""
     if seed is None:
         return random.random()
     digest = hashlib.blake2b(f"{seed}:{counter}".encode(), digest_size=8).digest()

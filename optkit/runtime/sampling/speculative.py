@@ -1,28 +1,28 @@
-"""Speculative decoding: guess what follows, check all guesses in one step (Leviathan et al. 2023).
+"""Speculative decoding: guess the next tokens, check all guesses in one step (Leviathan et al. 2023).
 
-A step with one token and k guesses of a sequence costs little more than one with the token alone, because on a CPU
-as on a GPU decoding waits for the weights. The logits after each guess are those that decoding one by one would have
-seen. So every position is *sampled as always*, with its own parameters and its own random number, and a guess is right
-if it is what was sampled; at the first wrong one the rest is dropped. That needs no rejection sampling and no
-exception for temperature: with a kernel whose bits do not depend on the batch, the output is token for token what it is
-without speculation, greedy and seeded, and for unseeded requests its distribution is the same.
+A step with one token and k guesses of a request costs little more than a step with the token alone, because decoding
+waits for the weights, on a CPU as on a GPU. The logits after each guess equal the logits of decoding token by token.
+So every position is *sampled as always*, with its own parameters and its own random number. A guess is right if it
+equals the sampled token; at the first wrong guess the rest is dropped. No rejection sampling is needed, and no
+exception for temperature: with kernels whose bits do not depend on the batch, greedy and seeded output is the same
+token for token as without speculation, and unseeded requests have the same distribution.
 
 KV of wrong guesses stays in its slots and is overwritten: ``num_computed`` never counts it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from optkit.runtime.sampling.sampler import sample
 from optkit.runtime.scheduling.scheduler import Result
-from optkit.runtime.types import Failure, ScheduledSequence
+from optkit.runtime.types import Failure, ScheduledRequest
 
 
-def first_rows(items: Seq[ScheduledSequence]) -> list[int]:
-    """The row of each item's last known token in the logits of a batch; those of its draft follow."""
+def first_rows(items: Sequence[ScheduledRequest]) -> list[int]:
+    """The row of each item's last known token in the logits of a batch; the rows of its draft follow."""
     rows, row = [], 0
     for item in items:
         rows.append(row)
@@ -31,9 +31,9 @@ def first_rows(items: Seq[ScheduledSequence]) -> list[int]:
 
 
 def verify(
-    items: Seq[ScheduledSequence], sampled: Seq[int | Failure], logits: Tensor, rows: Seq[int]
+    items: Sequence[ScheduledRequest], sampled: Sequence[int | Failure], logits: Tensor, rows: Sequence[int]
 ) -> list[Result]:
-    """For each item the right tokens of its draft and the one after them, or its failure.
+    """For each item the right tokens of its draft and the token after them, or its failure.
 
     ``sampled[i]`` comes from ``logits[rows[i]]`` (``first_rows``), the last known token of ``items[i]``.
     """
@@ -45,19 +45,19 @@ def verify(
     ]
 
 
-def follow(item: ScheduledSequence, token: int, logits: Tensor) -> tuple[int, ...]:
-    """``token`` and, as long as the draft says the same, what is sampled after it from ``logits`` [draft, V]."""
-    seq, tokens = item.seq, [token]
-    length = len(seq.token_ids)
+def follow(item: ScheduledRequest, token: int, logits: Tensor) -> tuple[int, ...]:
+    """``token`` and, as long as the draft equals the sampled tokens, the samples from ``logits`` [draft, V]."""
+    request, tokens = item.request, [token]
+    length = len(request.token_ids)
     try:
         for row, guess in enumerate(item.draft):
-            if tokens[-1] != guess or guess in seq.request.sampling.stop_token_ids:
+            if tokens[-1] != guess or guess in request.sampling.stop_token_ids:
                 break
-            seq.token_ids.append(guess)  # the sampler looks at what came before
-            (following,) = sample(logits[row : row + 1], [seq])
+            request.token_ids.append(guess)  # the sampler reads the tokens before
+            (following,) = sample(logits[row : row + 1], [request])
             if isinstance(following, Failure):
-                break  # it comes again as the first row of the next step, and what is right until here counts
+                break  # the same row comes first in the next step; the right tokens until here count
             tokens.append(following)
     finally:
-        del seq.token_ids[length:]
+        del request.token_ids[length:]
     return tuple(tokens)

@@ -1,43 +1,31 @@
-"""The limits of the scheduler, and what they exclude. Plain numbers: the API process asks ``refusal`` too."""
+"""The limits of the scheduler, and the requests that can never be served. Plain numbers, without torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import get_args
 
-from optkit.runtime.scheduling.policy import POLICIES
+from optkit.recipe.engine_options import SchedulingOptions, value_type
 
+POLICIES = get_args(value_type("scheduling_policy"))
 LIMITS = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "num_blocks")
 
 
-@dataclass(frozen=True)
-class SchedulerConfig:
-    """The limits of a step and of the KV pool, and how to choose within them.
+class SchedulerConfig(SchedulingOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The limits of a step and of the KV pool, and the choice within them.
 
     Attributes:
-        policy: one of ``POLICIES``.
-        ttft_slo, tpot_slo: promised seconds to the first token and per output token; None promises nothing.
-        enforce_ttft_slo: refuse a request whose first token is predicted to be late.
-        queue_timeout: seconds after its arrival at which a request that has not begun is given up; None: never.
+        max_model_len: tokens of one request, prompt and answer; the model and the KV pool have room for as many.
+        num_blocks: blocks of the KV pool.
         prefill_target_tokens: a step with so many prompt tokens takes no further prompt. About where the machine's
             matrix products reach full speed; 0 is ``max_num_batched_tokens``.
-        enable_prefix_caching: keep KV of finished and preempted sequences for those that begin alike.
-        num_offload_slots: blocks that the offload store holds; needs the prefix cache.
-        form_limits: the most tokens of each form of the layers but the last; empty where they have one form.
+        num_host_blocks: blocks of the offload store; needs the prefix cache.
+        form_limits: the most tokens of each variant of the layers but the last; empty for layers with one variant.
     """
 
-    max_num_seqs: int
-    max_num_batched_tokens: int
     max_model_len: int
-    block_size: int
     num_blocks: int
-    policy: str = "fcfs"
-    ttft_slo: float | None = None
-    tpot_slo: float | None = None
-    enforce_ttft_slo: bool = False
-    queue_timeout: float | None = None
     prefill_target_tokens: int = 0
-    enable_prefix_caching: bool = True
-    num_offload_slots: int = 0
+    num_host_blocks: int = 0
     form_limits: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -47,32 +35,35 @@ class SchedulerConfig:
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
-                f"max_num_seqs ({self.max_num_seqs}), so that every running sequence can decode in each step"
+                f"max_num_seqs ({self.max_num_seqs}), so that every running request can decode in each step"
             )
-        if self.policy not in POLICIES:
-            raise ValueError(f"policy must be one of {', '.join(POLICIES)}, not {self.policy!r}")
-        if self.num_offload_slots and not self.enable_prefix_caching:
+        if self.scheduling_policy not in POLICIES:
             raise ValueError(
-                "num_offload_slots needs enable_prefix_caching: it keeps what the prefix cache evicts"
+                f"scheduling_policy must be one of {', '.join(POLICIES)}, not {self.scheduling_policy!r}"
             )
-        if self.enforce_ttft_slo and not self.ttft_slo:
-            raise ValueError("enforce_ttft_slo needs a ttft_slo")
+        if self.num_host_blocks and not self.enable_prefix_caching:
+            raise ValueError(
+                "num_host_blocks needs enable_prefix_caching: it keeps what the prefix cache evicts"
+            )
+        if self.enforce_ttft_slo and not self.ttft_slo_ms:
+            raise ValueError("enforce_ttft_slo needs a ttft_slo_ms")
 
     @property
     def few_tokens(self) -> int:
-        """The most tokens of a step whose layers may have another form than that for many; 0: there is none."""
+        """The most tokens of a step whose layers may run another variant than for many tokens; 0: none."""
         return max(self.form_limits, default=0)
 
     @property
     def prefill_target(self) -> int:
+        """Prompt tokens after which a step takes no further prompt."""
         return self.prefill_target_tokens or self.max_num_batched_tokens
 
     def final_length(self, num_prompt: int, max_tokens: int) -> int:
-        """The most tokens the sequence can reach."""
+        """The most tokens of a request, prompt and answer."""
         return min(num_prompt + max_tokens, self.max_model_len)
 
     def refusal(self, num_prompt: int, max_tokens: int) -> str | None:
-        """Why such a request can never be served, or None. Pure, so that the API process asks it too."""
+        """The reason why a request can never be served, or None."""
         if num_prompt < 1:
             return "the prompt is empty"
         if max_tokens < 1:

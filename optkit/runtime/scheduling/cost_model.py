@@ -1,23 +1,23 @@
-"""Cost model: how long a step will take, learned from the steps that were taken.
+"""Cost model: predicted seconds of a step, learned from measured steps.
 
     seconds = a + b * tokens + c * rows + d * pairs
 
 ``tokens`` are computed in the step, ``rows`` of them get logits, and ``pairs`` counts the (query, key) pairs of
-attention. ``a`` is what a step costs however small it is, above all reading the weights once. The coefficients follow
-the machine by a Kalman filter (Anderson and Moore, Optimal Filtering, ch. 3). What it assumes between two steps: the
-machine's speed wanders, all coefficients together, and each of them wanders a little for itself. So a machine that
-becomes slower is slower for all kinds of steps, and hours of decoding do not unlearn what prefill costs.
+attention. ``a`` is the cost of the smallest step, above all reading the weights once. A Kalman filter updates the
+coefficients (Anderson and Moore, Optimal Filtering, ch. 3). Its model of the time between two steps: the machine's
+speed drifts, all coefficients together, and each coefficient drifts a little alone. So a slower machine is slower for
+all kinds of steps, and hours of decoding do not unlearn the cost of prefill.
 
-What keeps it sane, each for a reason:
+Numerical safeguards:
 
 - errors are *relative*: a decode of 10 ms counts as much as a prefill of a second;
-- a step that took far longer than predicted (the process was frozen) counts as if it were ``SURPRISE`` standard
-  deviations off;
-- no coefficient becomes negative, so a longer prompt is never predicted to be faster. One that would is set to zero and
-  the others take over its share, as the covariance says (Simon and Chia 2002);
+- a step that took far longer than predicted (the process was frozen) counts as ``OUTLIER_SIGMA`` standard deviations
+  off;
+- no coefficient becomes negative, so a longer prompt is never predicted to be faster. A negative coefficient is set
+  to zero and the other coefficients take over its share, by the covariance (Simon and Chia 2002);
 - coefficients are kept in units of the prior, so that all numbers are of a size. The covariance is symmetric to the
-  bit, no variance grows beyond the prior's, and each step adds more to it than rounding can take away: it stays
-  positive, whatever the features are and however long they are collinear.
+  bit, no variance exceeds the prior's, and each step adds more variance than rounding can take away. So the
+  covariance stays positive for all features, also for features that stay collinear.
 """
 
 from __future__ import annotations
@@ -28,45 +28,45 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from optkit.runtime.types import ScheduledSequence
+from optkit.runtime.types import ScheduledRequest
 
 # seconds: a step, a token, a row of logits, a pair; a small model on a CPU
 PRIOR = np.array((5e-3, 5e-4, 5e-4, 5e-8))
-PRIOR_SPREAD = 30.0  # standard deviation of the prior, in units of itself
+PRIOR_SPREAD = 30.0  # standard deviation of the prior, in units of the prior
 NOISE = 0.1  # relative, of one measurement
 SPEED_DRIFT = 0.01  # relative, of the machine's speed from step to step
 DRIFT = 0.002  # relative, of one coefficient
 MIN_VARIANCE = 1e-12  # added in each step; rounding takes up to 1e-13
-SURPRISE = 10.0  # standard deviations
-SHORTEST, LONGEST = 1e-6, 3600.0  # seconds of a step
+OUTLIER_SIGMA = 10.0  # standard deviations
+MIN_SECONDS, MAX_SECONDS = 1e-6, 3600.0  # seconds of a step
 
 
 @dataclass(frozen=True)
-class StepShape:
-    """What a step's time depends on."""
+class StepWork:
+    """Features of a step that decide its time."""
 
     tokens: int = 0
     rows: int = 0
     pairs: float = 0.0
 
-    def __add__(self, other: StepShape) -> StepShape:
-        return StepShape(self.tokens + other.tokens, self.rows + other.rows, self.pairs + other.pairs)
+    def __add__(self, other: StepWork) -> StepWork:
+        return StepWork(self.tokens + other.tokens, self.rows + other.rows, self.pairs + other.pairs)
 
 
-def chunk_shape(num_new: int, context: int, rows: int = 0) -> StepShape:
-    """``num_new`` tokens after ``context`` others of their sequence."""
-    return StepShape(num_new, rows, num_new * (context + num_new / 2))
+def chunk_work(num_new: int, context: int, rows: int = 0) -> StepWork:
+    """The work of ``num_new`` tokens after ``context`` earlier tokens of their request."""
+    return StepWork(num_new, rows, num_new * (context + num_new / 2))
 
 
-def step_shape(items: Iterable[ScheduledSequence]) -> StepShape:
-    shape = StepShape()
+def step_work(items: Iterable[ScheduledRequest]) -> StepWork:
+    shape = StepWork()
     for item in items:
-        shape += chunk_shape(item.num_new, item.seq.num_computed, item.num_logits)
+        shape += chunk_work(item.num_new, item.request.num_computed, item.num_logits)
     return shape
 
 
 class CostModel:
-    """Predicts steps; ``observe`` each one that was measured."""
+    """Predicts the time of steps; ``observe`` each measured step."""
 
     def __init__(self) -> None:
         self._set(np.ones_like(PRIOR))
@@ -75,24 +75,24 @@ class CostModel:
     def _set(self, units: np.ndarray) -> None:
         self._units, self.coefficients = units, units * PRIOR
 
-    def observe(self, shape: StepShape, seconds: float) -> None:
+    def observe(self, shape: StepWork, seconds: float) -> None:
         """A step of ``shape`` took ``seconds``."""
-        if not SHORTEST <= seconds <= LONGEST:  # a clock that jumped
+        if not MIN_SECONDS <= seconds <= MAX_SECONDS:  # a clock that jumped
             return
-        predicted = max(self.seconds(shape), SHORTEST)
+        predicted = max(self.seconds(shape), MIN_SECONDS)
         x = _features(shape) * PRIOR / predicted
         covariance = self._drifted()
         spread = covariance @ x
         variance = NOISE**2 + max(float(x @ spread), 0.0)  # of seconds / predicted
-        error = min(seconds / predicted - 1.0, SURPRISE * math.sqrt(variance))
+        error = min(seconds / predicted - 1.0, OUTLIER_SIGMA * math.sqrt(variance))
         units = self._units + spread * (error / variance)
         known = covariance - spread[:, None] * spread / variance
-        # doubts are relative: where it was sure before (else it has only learned), they follow the machine's speed
+        # uncertainty is relative: where the estimate was certain before, it follows the machine's speed
         self._covariance = known * (1.0 + (x @ units - 1.0) * NOISE**2 / variance) ** 2
         self._set(within_bounds(units, self._covariance))
 
     def _drifted(self) -> np.ndarray:
-        """The covariance a step later, no variance of it beyond the prior's."""
+        """The covariance a step later, each variance at most the prior's."""
         wandering = SPEED_DRIFT * self._units
         covariance = self._covariance + wandering[:, None] * wandering
         variances = covariance.ravel()[:: len(PRIOR) + 1]  # a view of the diagonal
@@ -103,20 +103,20 @@ class CostModel:
             covariance *= scale[:, None] * scale
         return covariance
 
-    def seconds(self, shape: StepShape) -> float:
+    def seconds(self, shape: StepWork) -> float:
         """The predicted time of a step; 0 for an empty one."""
         return float(_features(shape) @ self.coefficients) if shape.tokens else 0.0
 
     def prefill_seconds(self, num_tokens: int, context: int = 0) -> float:
-        """The predicted time to compute ``num_tokens`` tokens after ``context`` others, alone and in one step."""
-        return self.seconds(chunk_shape(num_tokens, context, rows=1))
+        """The predicted time to compute ``num_tokens`` tokens after ``context`` tokens, alone and in one step."""
+        return self.seconds(chunk_work(num_tokens, context, rows=1))
 
     def added_seconds(self, num_tokens: int) -> float:
-        """What ``num_tokens`` more tokens of a prompt add to a step, at the least."""
+        """The least time that ``num_tokens`` more tokens of a prompt add to a step."""
         return float(num_tokens * self.coefficients[1])
 
-    def tokens_within(self, seconds: float, rest: StepShape, context: int) -> int:
-        """How many tokens after ``context`` others fit ``seconds``, in a step that also does ``rest``; 0 or more."""
+    def tokens_within(self, seconds: float, rest: StepWork, context: int) -> int:
+        """The number of tokens after ``context`` tokens that fit ``seconds``, in a step that also does ``rest``."""
         _, token, row, pair = self.coefficients
         free = seconds - float(_features(rest) @ self.coefficients) - row
         if free <= 0:
@@ -128,7 +128,7 @@ class CostModel:
 
 
 def within_bounds(units: np.ndarray, covariance: np.ndarray) -> np.ndarray:
-    """The likeliest coefficients that are not negative and mean less than ``LONGEST``, given those without bounds."""
+    """The likeliest coefficients in [0, ``MAX_SECONDS``], given the likeliest coefficients without bounds."""
     for _ in units:
         worst = int(units.argmin())
         if units[worst] >= 0.0:
@@ -136,8 +136,8 @@ def within_bounds(units: np.ndarray, covariance: np.ndarray) -> np.ndarray:
         shared = covariance[worst]
         units = units - shared * (units[worst] / max(shared[worst], MIN_VARIANCE))
         units[worst] = 0.0
-    return units.clip(0.0, LONGEST / PRIOR)
+    return units.clip(0.0, MAX_SECONDS / PRIOR)
 
 
-def _features(shape: StepShape) -> np.ndarray:
+def _features(shape: StepWork) -> np.ndarray:
     return np.array((1.0, shape.tokens, shape.rows, shape.pairs))

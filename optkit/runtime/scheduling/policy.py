@@ -1,50 +1,48 @@
-"""Scheduling policies: who goes first, and how much prefill a step takes.
+"""Scheduling policies: the order of requests, and the amount of prefill in a step.
 
-A policy gives every sequence a *rank* on arrival, and ranks never change. That is what rules out starvation: each
-policy below lets only a bounded number of later arrivals have a smaller rank, and the sequence of the smallest rank
-always advances.
+A policy gives every request a *rank* on arrival, and ranks never change. So no request starves: with each policy only
+a bounded number of later arrivals have a smaller rank, and the request of the smallest rank always advances.
 
 ``fcfs``
     First come, first served. A step takes as much of one prompt as ``max_num_batched_tokens`` allows.
 
 ``slo``
-    Least slack first. A sequence's deadline is its arrival plus the promised time to first token, or, where that
-    cannot be kept (a long prompt), plus ``STRETCH`` times what its prefill takes alone. Its rank is the latest moment
-    at which its prefill can start: so short prompts overtake a long one, but only as long as it can wait. A unit of
-    ``priority`` is worth one promised TTFT. The chunk of prefill in a step is bounded by *time*: it may not stretch
-    the step beyond the promised time per output token while others decode, and never beyond a part of the promised
-    TTFT, because a step that runs is what the next arrival has to wait for.
+    Least slack first. A request's deadline is its arrival plus the promised time to first token. For a prompt too long
+    to keep the promise, the deadline is ``STRETCH`` times the time of its prefill alone. The rank is the latest moment
+    at which its prefill can start: short prompts overtake a long one, but only as long as the long one can wait. A
+    unit of ``priority`` is worth one promised TTFT. *Time* bounds the chunk of prefill in a step: while requests
+    decode, at most the promised time per output token, and always at most a part of the promised TTFT, because the
+    next arrival waits for the step that runs.
 """
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from optkit.runtime.scheduling.cost_model import CostModel, StepShape
+from optkit.runtime.scheduling.config import SchedulerConfig
+from optkit.runtime.scheduling.cost_model import CostModel, StepWork
 from optkit.runtime.types import EngineRequest
-
-POLICIES = ("fcfs", "slo")
 
 STRETCH = 3.0
 STEP_SHARE = 0.25  # of the promised TTFT: the longest step
-MIN_CHUNK = 64  # tokens; smaller ones cost throughput and save no time to speak of
+MIN_CHUNK = 64  # tokens; smaller chunks cost throughput and save hardly any time
 DEFAULT_STEP_SECONDS = 0.25
 
 
 def promised_ttft(ttft: float, alone: float) -> float:
-    """Seconds from arrival to the first token that a prompt can expect whose prefill takes ``alone`` seconds."""
+    """Seconds from arrival to the first token of a prompt whose prefill takes ``alone`` seconds."""
     return max(ttft, STRETCH * alone)
 
 
 class SchedulingPolicy(Protocol):
-    """What the scheduler asks."""
+    """The decisions that the scheduler leaves to the policy."""
 
     def rank(self, request: EngineRequest, num_prefill: int) -> float:
         """Smaller goes first. ``num_prefill`` tokens of the prompt have to be computed."""
         ...
 
-    def chunk_limit(self, decodes: StepShape, context: int) -> int:
-        """Most tokens of a prompt, ``context`` of which are computed, in a step that also does ``decodes``."""
+    def chunk_limit(self, decodes: StepWork, context: int) -> int:
+        """Most tokens of a prompt with ``context`` tokens computed, in a step that also does ``decodes``."""
         ...
 
 
@@ -54,28 +52,37 @@ class Fcfs:
     def rank(self, request: EngineRequest, num_prefill: int) -> float:
         return 0.0
 
-    def chunk_limit(self, decodes: StepShape, context: int) -> int:
+    def chunk_limit(self, decodes: StepWork, context: int) -> int:
         return 1 << 30
 
 
-class Slo:
-    """Least slack first, with chunks bounded by time. Seconds; None promises nothing."""
+class LeastSlack:
+    """Least slack first, with chunks bounded by time. ``ttft`` and ``tpot`` are seconds; 0 promises nothing."""
 
-    def __init__(self, cost: CostModel, ttft: float | None, tpot: float | None) -> None:
-        self.cost, self.ttft, self.tpot = cost, ttft or 0.0, tpot
+    def __init__(
+        self, cost: CostModel, ttft_slo_ms: float | None = None, tpot_slo_ms: float | None = None
+    ) -> None:
+        self.cost, self.ttft, self.tpot = cost, seconds(ttft_slo_ms), seconds(tpot_slo_ms)
 
     def rank(self, request: EngineRequest, num_prefill: int) -> float:
         work = self.cost.prefill_seconds(num_prefill)
         slack = promised_ttft(self.ttft, work) - work
         return request.arrival + slack + request.priority * (self.ttft or 1.0)
 
-    def chunk_limit(self, decodes: StepShape, context: int) -> int:
+    def chunk_limit(self, decodes: StepWork, context: int) -> int:
         longest = self.ttft * STEP_SHARE or DEFAULT_STEP_SECONDS
         if decodes.tokens and self.tpot:
             longest = min(longest, self.tpot)
         return max(self.cost.tokens_within(longest, decodes, context), MIN_CHUNK)
 
 
-def make_policy(name: str, cost: CostModel, ttft: float | None, tpot: float | None) -> SchedulingPolicy:
-    """The policy of that name, one of ``POLICIES``."""
-    return Slo(cost, ttft, tpot) if name == "slo" else Fcfs()
+def seconds(milliseconds: float | None) -> float:
+    """A promise in seconds; 0 for none."""
+    return (milliseconds or 0.0) / 1000
+
+
+def make_policy(config: SchedulerConfig, cost: CostModel) -> SchedulingPolicy:
+    """The scheduling policy of ``config``."""
+    if config.scheduling_policy == "slo":
+        return LeastSlack(cost, config.ttft_slo_ms, config.tpot_slo_ms)
+    return Fcfs()

@@ -1,23 +1,23 @@
-"""Scheduler: which tokens of which sequences the next step computes.
+"""Scheduler: the tokens of each request that the next step computes.
 
-There are no phases. Every sequence has ``len(token_ids) - num_computed`` tokens without KV: many when its prompt
-is new, one when it decodes. A step gives out ``max_num_batched_tokens`` tokens (continuous batching, Yu et al.
-2022; chunked prefill, Agrawal et al. 2023):
+There are no phases. Every request has ``len(token_ids) - num_computed`` tokens without KV: many when its prompt is
+new, one when it decodes. A step gives out ``max_num_batched_tokens`` tokens (continuous batching, Yu et al. 2022;
+chunked prefill, Agrawal et al. 2023), in this order:
 
-1. one token to each running sequence that needs exactly one, so that a long prompt never stalls a stream;
+1. one token to each running request that needs exactly one, so that a long prompt never stalls a stream;
 2. a chunk of the prompt that is first in line, as large as the policy allows; the prompt may be running or waiting;
-3. more prompts, while they fit as a whole and the step has fewer than ``prefill_target_tokens`` of them. Then the
-   model computes at full speed, and another prompt would only delay those before it;
-4. what is left to the tokens that a proposer guesses will follow the sequences of 1 (speculative decoding). Guesses
-   come last, for tokens and for KV blocks, so prompts advance in each step as far as they would without guesses.
+3. more prompts, while they fit as a whole and the step has fewer than ``prefill_target_tokens`` prompt tokens. From
+   there on the model computes at full speed, and another prompt would only delay the earlier ones;
+4. the rest to tokens that a proposer guesses for the requests of 1 (speculative decoding). Guesses come last, for
+   tokens and for KV blocks, so prompts advance in each step as far as without guesses.
 
 Order: ``running`` and ``waiting`` are sorted by *rank*, which the policy (``fcfs`` or ``slo``) fixes on arrival.
-Admission allocates KV for all tokens known so far, so only decodes can run out of blocks. Then the *last* running
-sequence in rank is preempted: it gives its blocks back and waits to be admitted again, with the tokens it has
-generated. What of its KV is still cached or offloaded by then is taken over, the rest is computed again. The first
-in rank is never preempted and ``refusal`` turns away what could not fit alone, so some sequence always advances.
+Admission allocates KV for all known tokens, so only decodes can run out of blocks. Then the *last* running request in
+rank is preempted: its blocks are freed and the request waits to be admitted again, with the tokens generated so far.
+KV that is still cached or offloaded by then is taken over, the rest is computed again. The first request in rank is
+never preempted and ``refusal`` turns away requests that could not fit alone, so some request always advances.
 
-What is done for one sequence and raises (``_guarded``) ends that sequence and no other.
+An exception in the work for one request (``_guarded``) ends that request and no other.
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ import bisect
 import heapq
 import logging
 import time
-from collections.abc import Callable
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from optkit.runtime.kv.manager import KVManager
 from optkit.runtime.kv.prefix_cache import PrefixCache
 from optkit.runtime.sampling.proposer import SpeculationStats
 from optkit.runtime.scheduling.config import SchedulerConfig
-from optkit.runtime.scheduling.cost_model import CostModel, step_shape
+from optkit.runtime.scheduling.cost_model import CostModel, step_work
 from optkit.runtime.scheduling.forecast import Forecast
-from optkit.runtime.scheduling.policy import make_policy, promised_ttft
+from optkit.runtime.scheduling.policy import make_policy, promised_ttft, seconds
 from optkit.runtime.scheduling.step_sizes import StepSizes
 from optkit.runtime.types import (
     QUEUE_TIMEOUT,
@@ -47,8 +46,8 @@ from optkit.runtime.types import (
     EngineStats,
     Failure,
     FinishReason,
-    ScheduledSequence,
-    Sequence,
+    Request,
+    ScheduledRequest,
     TokenOutput,
     Transfer,
 )
@@ -63,29 +62,29 @@ Result = tuple[int, ...] | Failure | None  # sampled tokens, why there are none,
 
 
 class Proposer(Protocol):
-    """Guesses what follows a sequence (``optkit.runtime.sampling.proposer``)."""
+    """Guesses the next tokens of a request (``optkit.runtime.sampling.proposer``)."""
 
     stats: SpeculationStats
 
-    def propose(self, sequences: Seq[Sequence], limits: Seq[int]) -> list[tuple[int, ...]]:
-        """For each sequence at most ``limits[i]`` tokens, or none."""
+    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[tuple[int, ...]]:
+        """For each request at most ``limits[i]`` tokens, or none."""
         ...
 
-    def observe(self, seq: Sequence, num_drafted: int, num_accepted: int) -> None: ...
+    def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None: ...
 
-    def finished(self, seq: Sequence) -> None: ...
+    def finished(self, request: Request) -> None: ...
 
 
 class Scheduler:
-    """Queues of sequences and the KV blocks they own. Not thread-safe: one engine loop drives it.
+    """Queues of requests, and the owner of their KV blocks. Not thread-safe: one engine loop drives it.
 
     Args:
         config: limits and policy.
-        clock: seconds; the one that stamps ``EngineRequest.arrival``.
-        cost: learns how long steps take.
+        clock: seconds, of the same clock as ``EngineRequest.arrival``.
+        cost: learns the time of steps.
 
     Attributes:
-        announce: called before a step with the ids of the requests that it is the first step of.
+        announce: called before a step with the ids of the requests that begin in the step.
     """
 
     def __init__(
@@ -97,58 +96,58 @@ class Scheduler:
     ) -> None:
         self.config, self.clock, self.cost = config, clock, cost or CostModel()
         cache = PrefixCache(config.block_size) if config.enable_prefix_caching else None
-        self.kv = KVManager(config.num_blocks, config.block_size, cache, config.num_offload_slots)
-        self.policy = make_policy(config.policy, self.cost, config.ttft_slo, config.tpot_slo)
+        self.kv = KVManager(config.num_blocks, config.block_size, cache, config.num_host_blocks)
+        self.policy = make_policy(config, self.cost)
         self.forecast = Forecast(config, self.policy, self.cost)
         self.proposer = proposer
-        self.running: list[Sequence] = []
-        self.waiting: list[Sequence] = []
+        self.running: list[Request] = []
+        self.waiting: list[Request] = []
         self.num_preemptions = 0
-        self._sequences: dict[str, Sequence] = {}
+        self._requests: dict[str, Request] = {}
         self._lost: list[TokenOutput] = []  # ends that were found while scheduling
         self.step_sizes = StepSizes()
-        self.announce: Callable[[Seq[str]], None] = _to_nobody
+        self.announce: Callable[[Sequence[str]], None] = _to_nobody
         self._begun: list[str] = []  # requests admitted for the first time in this step
         self._num_added = 0
         self._step_start = 0.0
 
     @property
     def has_work(self) -> bool:
-        return bool(self._sequences)
+        return bool(self._requests)
 
-    def add(self, request: EngineRequest) -> None:
+    def add(self, received: EngineRequest) -> None:
         """Queue a request.
 
         Raises:
-            EngineRefusal: it can never be served.
+            EngineRefusal: the request can never be served.
             EngineOverload: not within the promised time, and ``enforce_ttft_slo`` is set.
         """
-        reason = self.config.refusal(len(request.prompt_ids), request.sampling.max_tokens)
-        if request.request_id in self._sequences:
-            reason = f"a request with the id {request.request_id!r} is being served"
+        reason = self.config.refusal(len(received.prompt_ids), received.sampling.max_tokens)
+        if received.request_id in self._requests:
+            reason = f"a request with the id {received.request_id!r} is being served"
         if reason:
             raise EngineRefusal(reason)
-        seq = Sequence(request, list(request.prompt_ids))
-        seq.progress.queued = self.clock()
-        work = seq.num_pending - self.kv.cached_tokens(seq)
-        seq.rank = (self.policy.rank(request, work), self._num_added)
+        request = Request(received, list(received.prompt_ids))
+        request.progress.queued = self.clock()
+        work = request.num_pending - self.kv.cached_tokens(request)
+        request.rank = (self.policy.rank(received, work), self._num_added)
         if self.config.enforce_ttft_slo:
-            self._refuse_late(seq, work)
+            self._refuse_late(request, work)
         self._num_added += 1
-        self._sequences[request.request_id] = seq
-        bisect.insort(self.waiting, seq, key=_rank)
+        self._requests[received.request_id] = request
+        bisect.insort(self.waiting, request, key=_rank)
 
     def abort(self, request_id: str) -> TokenOutput | None:
-        """Drop a request and free its KV; None if it is not here (any more)."""
-        seq = self._sequences.get(request_id)
-        return self._finish(seq, FinishReason.ABORT) if seq else None
+        """Drop a request and free its KV; None if no such request is here."""
+        request = self._requests.get(request_id)
+        return self._finish(request, FinishReason.ABORT) if request else None
 
     def schedule(self) -> Batch:
-        """The next step's work; an empty batch if there is none. ``update`` follows, also after an empty one."""
+        """The work of the next step; an empty batch if there is none. ``update`` follows, also after an empty batch."""
         self._step_start = self.clock()
         self._give_up()
         ready = self._ready()
-        decodes = [ScheduledSequence(seq, 1) for seq in ready]
+        decodes = [ScheduledRequest(request, 1) for request in ready]
         prefills = self._prefills(decodes)
         left = self.config.max_num_batched_tokens - Batch((*decodes, *prefills)).num_tokens
         batch = Batch((*self._with_drafts(ready, left), *prefills), self.kv.take_transfers())
@@ -156,45 +155,45 @@ class Scheduler:
         self._announce_begun()
         return batch
 
-    def update(self, batch: Batch, results: Seq[Result]) -> list[TokenOutput]:
-        """Record what the step did: for each item its sampled tokens, None (a chunk with more to come) or a failure."""
+    def update(self, batch: Batch, results: Sequence[Result]) -> list[TokenOutput]:
+        """Record a step. Each item has its sampled tokens, None (a chunk with more to come) or a failure."""
         now = self.clock()
         if batch.items and not batch.transfers and not any(isinstance(r, Failure) for r in results):
-            self.cost.observe(step_shape(batch.items), now - self._step_start)
+            self.cost.observe(step_work(batch.items), now - self._step_start)
         outputs: list[TokenOutput] = []
         for item, result in zip(batch.items, results, strict=True):
-            if not self._is_here(item.seq):
+            if not self._is_here(item.request):
                 continue  # aborted meanwhile
             self._count_chunk(item, now)
-            outputs += self._guarded(item.seq, self._record, item, result) or []
+            outputs += self._guarded(item.request, self._record, item, result) or []
         return outputs + self.take_lost()
 
     def take_lost(self) -> list[TokenOutput]:
-        """The ends that were found outside ``update``, each of them once: queue timeouts and faults of one request."""
+        """The ends found outside ``update``, each of them once: queue timeouts and faults of one request."""
         lost, self._lost = self._lost, []
         return lost
 
     def transfer_failed(self, transfer: Transfer) -> None:
-        """KV that should have been saved or loaded was not: who relies on it starts over."""
+        """Handle KV that could not be saved or loaded: requests that rely on the block start over."""
         self.kv.failed(transfer)
         if not transfer.save:
-            for seq in [seq for seq in self.running if transfer.block in seq.block_table]:
-                self.preempt(seq)
+            for request in [request for request in self.running if transfer.block in request.block_table]:
+                self.preempt(request)
 
-    def preempt(self, seq: Sequence) -> None:
-        """Take the blocks of a running sequence; it waits, at its rank, to be admitted again."""
-        self.running.remove(seq)
-        self.kv.release(seq)
-        bisect.insort(self.waiting, seq, key=_rank)
-        seq.num_preemptions += 1
+    def preempt(self, request: Request) -> None:
+        """Free the blocks of a running request; it waits, at its rank, to be admitted again."""
+        self.running.remove(request)
+        self.kv.release(request)
+        bisect.insort(self.waiting, request, key=_rank)
+        request.num_preemptions += 1
         self.num_preemptions += 1
 
     def reset_prefix_cache(self) -> None:
-        """Forget the KV that no running sequence holds, in the pool and offloaded."""
+        """Forget the KV that no running request holds, in the pool and offloaded."""
         self.kv.reset()
 
     def reset_counters(self) -> None:
-        """Forget what was counted while the engine was warmed up."""
+        """Set the counters of the warm-up back to zero."""
         self.kv.reset_counters()
         self.step_sizes = StepSizes()
 
@@ -206,7 +205,7 @@ class Scheduler:
             kv_blocks_used=kv.blocks.num_used,
             kv_blocks_cached=kv.blocks.num_cached,
             kv_blocks_total=kv.blocks.num_blocks,
-            kv_blocks_offloaded=len(kv.slots),
+            kv_blocks_offloaded=len(kv.host_blocks),
             num_preemptions=self.num_preemptions,
             num_deferred=len(self.waiting) - len(self._admissible()),
             step_sizes=tuple(self.step_sizes.counts),
@@ -231,15 +230,15 @@ class Scheduler:
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
         everyone = self.running + self.waiting
-        assert {id(seq) for seq in everyone} == {id(seq) for seq in self._sequences.values()}
-        assert len(everyone) == len(self._sequences)
+        assert {id(request) for request in everyone} == {id(request) for request in self._requests.values()}
+        assert len(everyone) == len(self._requests)
         assert len(self.running) <= self.config.max_num_seqs
         for queue in (self.running, self.waiting):
             assert queue == sorted(queue, key=_rank)
-        for seq in everyone:
-            assert 0 <= seq.num_computed < len(seq.token_ids) <= self.config.max_model_len
-            assert len(seq.block_table) >= self.kv.blocks.blocks_for(seq.num_computed)
-        assert not any(seq.block_table for seq in self.waiting)
+        for request in everyone:
+            assert 0 <= request.num_computed < len(request.token_ids) <= self.config.max_model_len
+            assert len(request.block_table) >= self.kv.blocks.blocks_for(request.num_computed)
+        assert not any(request.block_table for request in self.waiting)
         self.kv.check(self.running)
 
     def _announce_begun(self) -> None:
@@ -248,239 +247,245 @@ class Scheduler:
             self.announce(begun)
 
     def _give_up(self) -> None:
-        """End those who have waited for their first step longer than ``queue_timeout``."""
-        if self.config.queue_timeout is None:
+        """End the requests that have waited for their first step longer than ``queue_timeout``."""
+        if not self.config.queue_timeout:
             return
         oldest = self._step_start - self.config.queue_timeout
-        for seq in list(self.waiting):
-            if seq.progress.started is None and seq.request.arrival < oldest:
-                self._lost.append(self._finish(seq, FinishReason.ERROR, error=QUEUE_TIMEOUT))
+        for request in list(self.waiting):
+            if request.progress.started is None and request.received.arrival < oldest:
+                self._lost.append(self._finish(request, FinishReason.ERROR, error=QUEUE_TIMEOUT))
 
-    def _is_here(self, seq: Sequence) -> bool:
-        """True until ``seq`` has ended; another request may have its id by then."""
-        return self._sequences.get(seq.request.request_id) is seq
+    def _is_here(self, request: Request) -> bool:
+        """True until ``request`` has ended; another request may have its id by then."""
+        return self._requests.get(request.request_id) is request
 
-    def _ready(self) -> list[Sequence]:
-        """The running sequences that need exactly one token computed, with a KV slot for it."""
+    def _ready(self) -> list[Request]:
+        """The running requests with exactly one token to compute, with a KV slot for the token."""
         ready = []
         index = 0
         while index < len(self.running):  # preemption shortens the list from behind
-            seq = self.running[index]
-            if self._is_due(seq) and self._guarded(seq, self._make_room, seq):
-                ready.append(seq)
-            index += seq in self.running[index : index + 1]
+            request = self.running[index]
+            if self._is_due(request) and self._guarded(request, self._make_room, request):
+                ready.append(request)
+            index += request in self.running[index : index + 1]
         return ready
 
-    def _is_due(self, seq: Sequence) -> bool:
-        """True for a running sequence that needs exactly one token computed."""
-        return seq.num_pending == 1
+    def _is_due(self, request: Request) -> bool:
+        """True for a running request with exactly one token to compute."""
+        return request.num_pending == 1
 
-    def _with_drafts(self, ready: list[Sequence], left: int) -> list[ScheduledSequence]:
-        """The decodes of ``ready``, with guesses of at most ``left`` tokens as far as blocks are there for them."""
+    def _with_drafts(self, ready: list[Request], left: int) -> list[ScheduledRequest]:
+        """The decodes of ``ready``, with guesses of at most ``left`` tokens as far as there are blocks."""
         items = []
-        for seq, draft in zip(ready, self._drafts(ready, left), strict=True):
-            fits = bool(draft) and self._guarded(seq, self._allocate, seq, len(draft))
+        for request, draft in zip(ready, self._drafts(ready, left), strict=True):
+            fits = bool(draft) and self._guarded(request, self._allocate, request, len(draft))
             draft = draft if fits else ()
-            items += [ScheduledSequence(seq, 1 + len(draft), draft)] if self._is_here(seq) else []
+            items += [ScheduledRequest(request, 1 + len(draft), draft)] if self._is_here(request) else []
         return items
 
-    def _drafts(self, sequences: list[Sequence], left: int) -> list[tuple[int, ...]]:
-        """Guesses of what follows each of ``sequences``, at most ``left`` tokens in all."""
-        none: list[tuple[int, ...]] = [()] * len(sequences)
-        if self.proposer is None or not sequences:
+    def _drafts(self, requests: list[Request], left: int) -> list[tuple[int, ...]]:
+        """Guesses of the tokens after each of ``requests``, at most ``left`` tokens in all."""
+        none: list[tuple[int, ...]] = [()] * len(requests)
+        if self.proposer is None or not requests:
             return none
-        share = left // len(sequences)
-        limits = [max(0, min(share, self._draft_limit(seq))) for seq in sequences]
-        return self._optional(self.proposer.propose, sequences, limits) or none
+        share = left // len(requests)
+        limits = [max(0, min(share, self._draft_limit(request))) for request in requests]
+        return self._optional(self.proposer.propose, requests, limits) or none
 
     def _optional(self, work: Callable[..., T], *args: Any) -> T | None:
-        """The result of ``work(*args)`` of the proposer; None if it raises: an answer needs no guesses."""
+        """The result of ``work(*args)`` of the proposer; None if it raises, because an answer needs no guesses."""
         try:
             return work(*args)
         except Exception:
             logger.exception("the proposer failed")
             return None
 
-    def _draft_limit(self, seq: Sequence) -> int:
-        """The last token of a sequence needs no KV, and the sampled token always comes on top of the draft."""
-        sampling = seq.request.sampling
+    def _draft_limit(self, request: Request) -> int:
+        """The last token of a request needs no KV, and the sampled token always comes on top of the draft."""
+        sampling = request.sampling
         if sampling.logprobs is not None or sampling.prompt_logprobs is not None:
-            return 0  # they are reported a token a step
-        return self._final_length(seq) - len(seq.token_ids) - 1
+            return 0  # logprobs are reported a token a step
+        return self._final_length(request) - len(request.token_ids) - 1
 
-    def _make_room(self, seq: Sequence) -> bool:
-        """A KV slot for each token of ``seq``, preempting those after it; False if it is itself the last."""
-        while not self._allocate(seq):
+    def _make_room(self, request: Request) -> bool:
+        """Allocate a KV slot for each token of ``request``, preempting requests after it; False if none is left to
+        preempt.
+        """
+        while not self._allocate(request):
             last = self.running[-1]
             self.preempt(last)
-            if last is seq:
+            if last is request:
                 return False
         return True
 
-    def _prefills(self, decodes: list[ScheduledSequence]) -> list[ScheduledSequence]:
+    def _prefills(self, decodes: list[ScheduledRequest]) -> list[ScheduledRequest]:
         """Chunks of the prompts that are first in line, running or waiting."""
-        busy = step_shape(decodes)
+        busy = step_work(decodes)
         left = self.config.max_num_batched_tokens - busy.tokens
         target = self.config.prefill_target
-        items: list[ScheduledSequence] = []
-        full = False  # nobody who waits can be admitted; those that run go on all the same
-        partial = [seq for seq in self.running if seq.num_pending > 1]
-        for seq in heapq.merge(partial, self._admissible(), key=_rank):
-            if full and not seq.block_table:
+        items: list[ScheduledRequest] = []
+        full = False  # no waiting request can be admitted; running ones go on
+        partial = [request for request in self.running if request.num_pending > 1]
+        for request in heapq.merge(partial, self._admissible(), key=_rank):
+            if full and not request.block_table:
                 continue
             limit = min(left, target) if items else left
             if limit < 1:
                 break
-            work = self._guarded(seq, self._work, seq)
+            work = self._guarded(request, self._work, request)
             if work is None:
                 continue
             if items and work > limit:
                 break
-            if not seq.block_table and not self._guarded(seq, self._admit, seq):
-                full = full or seq in self.waiting
+            if not request.block_table and not self._guarded(request, self._admit, request):
+                full = full or request in self.waiting
                 continue
-            num_new = min(seq.num_pending, limit)
+            num_new = min(request.num_pending, limit)
             if not items:
-                num_new = min(num_new, self.policy.chunk_limit(busy, seq.num_computed))
-            items.append(ScheduledSequence(seq, num_new))
+                num_new = min(num_new, self.policy.chunk_limit(busy, request.num_computed))
+            items.append(ScheduledRequest(request, num_new))
             left, target = left - num_new, target - num_new
         return items
 
-    def _admissible(self) -> list[Sequence]:
-        """Who of those that wait could be computed in this step, in order."""
+    def _admissible(self) -> list[Request]:
+        """The waiting requests that could be computed in this step, in order."""
         return list(self.waiting)
 
-    def _work(self, seq: Sequence) -> int:
-        """Tokens of ``seq`` that a prefill from here on has to compute."""
-        return seq.num_pending - (0 if seq.block_table else self.kv.cached_tokens(seq))
+    def _work(self, request: Request) -> int:
+        """Tokens of ``request`` that a prefill from here on must compute."""
+        return request.num_pending - (0 if request.block_table else self.kv.cached_tokens(request))
 
-    def _admit(self, seq: Sequence) -> bool:
-        """Move ``seq`` from ``waiting`` to ``running``, if there is room and nobody before it waits."""
-        spare = len(self.running)  # leave each running sequence a block to grow into
+    def _admit(self, request: Request) -> bool:
+        """Move ``request`` from ``waiting`` to ``running``, if there is room and it is first in line."""
+        spare = len(self.running)  # leave each running request a block to grow into
         if len(self.running) >= self.config.max_num_seqs:
             return False
-        if not self.kv.admit(seq, self._final_length(seq), spare):
+        if not self.kv.admit(request, self._final_length(request), spare):
             return False
-        self.waiting.remove(seq)
-        bisect.insort(self.running, seq, key=_rank)
-        if seq.progress.started is None:
-            seq.progress.started = self._step_start
-            self._begun.append(seq.request.request_id)
-            seq.progress.cached_tokens = seq.num_computed
-            self.kv.count(seq)
+        self.waiting.remove(request)
+        bisect.insort(self.running, request, key=_rank)
+        if request.progress.started is None:
+            request.progress.started = self._step_start
+            self._begun.append(request.request_id)
+            request.progress.cached_tokens = request.num_computed
+            self.kv.count(request)
         return True
 
-    def _allocate(self, seq: Sequence, extra: int = 0) -> bool:
-        return self.kv.grow(seq, len(seq.token_ids) + extra, self._final_length(seq))
+    def _allocate(self, request: Request, extra: int = 0) -> bool:
+        return self.kv.grow(request, len(request.token_ids) + extra, self._final_length(request))
 
-    def _final_length(self, seq: Sequence) -> int:
-        return self.config.final_length(seq.num_prompt, seq.request.sampling.max_tokens)
+    def _final_length(self, request: Request) -> int:
+        return self.config.final_length(request.num_prompt, request.sampling.max_tokens)
 
-    def _guarded(self, seq: Sequence, work: Callable[..., T], *args: Any) -> T | None:
-        """What ``work(*args)`` returns; if it raises, ``seq`` ends with an error and the others go on."""
+    def _guarded(self, request: Request, work: Callable[..., T], *args: Any) -> T | None:
+        """The result of ``work(*args)``; if it raises, ``request`` ends with an error and the other requests go on."""
         try:
             return work(*args)
         except Exception:
             logger.exception("the scheduler failed on a request")
-            if self._is_here(seq):
-                self._lost.append(self._fail(seq, SCHEDULER_FAILED))
+            if self._is_here(request):
+                self._lost.append(self._fail(request, SCHEDULER_FAILED))
             return None
 
-    def _count_chunk(self, item: ScheduledSequence, now: float) -> None:
-        if not item.seq.progress.reported:
-            item.seq.progress.prefill += now - self._step_start
-            item.seq.progress.num_chunks += 1
+    def _count_chunk(self, item: ScheduledRequest, now: float) -> None:
+        if not item.request.progress.reported:
+            item.request.progress.prefill += now - self._step_start
+            item.request.progress.num_chunks += 1
 
-    def _record(self, item: ScheduledSequence, result: Result) -> list[TokenOutput]:
-        """Take over what a step gave for one sequence."""
+    def _record(self, item: ScheduledRequest, result: Result) -> list[TokenOutput]:
+        """Record the result of a step for one request."""
         if isinstance(result, Failure):
-            return [self._fail(item.seq, result)]
+            return [self._fail(item.request, result)]
         if result is not None:
             return self._append(item, result)
-        item.seq.num_computed += item.num_new
-        self.kv.publish(item.seq)
+        item.request.num_computed += item.num_new
+        self.kv.publish(item.request)
         return []
 
-    def _fail(self, seq: Sequence, failure: Failure) -> TokenOutput:
-        """End a sequence whose step failed; nobody reuses its KV."""
-        self.kv.distrust(seq)
-        return self._finish(seq, FinishReason.ERROR, error=failure.message)
+    def _fail(self, request: Request, failure: Failure) -> TokenOutput:
+        """End a request whose step failed; no other request reuses its KV."""
+        self.kv.distrust(request)
+        return self._finish(request, FinishReason.ERROR, error=failure.message)
 
-    def _append(self, item: ScheduledSequence, tokens: tuple[int, ...]) -> list[TokenOutput]:
-        """Take over ``tokens``: those of the draft that were right, and the one sampled after them."""
-        seq, sampling = item.seq, item.seq.request.sampling
+    def _append(self, item: ScheduledRequest, tokens: tuple[int, ...]) -> list[TokenOutput]:
+        """Append ``tokens``: the right tokens of the draft, and the token sampled after them."""
+        request, sampling = item.request, item.request.sampling
         if item.draft and self.proposer:
-            self.proposer.observe(seq, len(item.draft), len(tokens) - 1)
+            self.proposer.observe(request, len(item.draft), len(tokens) - 1)
         outputs: list[TokenOutput] = []
         for token in tokens:
-            seq.num_computed = len(seq.token_ids)  # the KV of what was known, and of a right draft, is there
+            request.num_computed = len(
+                request.token_ids
+            )  # all known tokens, and those of a right draft, have KV
             if token in sampling.stop_token_ids:
-                return [*outputs, self._finish(seq, FinishReason.STOP, stop_token=token)]
-            seq.token_ids.append(token)
-            if len(seq.token_ids) == self._final_length(seq):
-                return [*outputs, self._finish(seq, FinishReason.LENGTH, (token,))]
-            outputs.append(self._output(seq, (token,)))
+                return [*outputs, self._finish(request, FinishReason.STOP, stop_token=token)]
+            request.token_ids.append(token)
+            if len(request.token_ids) == self._final_length(request):
+                return [*outputs, self._finish(request, FinishReason.LENGTH, (token,))]
+            outputs.append(self._output(request, (token,)))
         if item.draft:
-            self.kv.trim(seq)
-        self.kv.publish(seq)
+            self.kv.trim(request)
+        self.kv.publish(request)
         return outputs
 
     def _finish(
         self,
-        seq: Sequence,
+        request: Request,
         reason: FinishReason,
         token_ids: tuple[int, ...] = (),
         error: str | None = None,
         stop_token: int | None = None,
     ) -> TokenOutput:
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
-            # First: the forecast and the prefix cache may raise, and then ``seq`` must still be in the tables.
-            self.forecast.finished(seq)
-            self.kv.publish(seq)  # the next turn of a conversation begins with this answer
-        del self._sequences[seq.request.request_id]
-        (self.running if seq in self.running else self.waiting).remove(seq)
-        self.kv.release(seq)
+            # First: the forecast and the prefix cache may raise, and then ``request`` must still be in the tables.
+            self.forecast.finished(request)
+            self.kv.publish(request)  # the next turn of a conversation begins with this answer
+        del self._requests[request.request_id]
+        (self.running if request in self.running else self.waiting).remove(request)
+        self.kv.release(request)
         if self.proposer:
-            self._optional(self.proposer.finished, seq)
-        return self._output(seq, token_ids, reason, error, stop_token)
+            self._optional(self.proposer.finished, request)
+        return self._output(request, token_ids, reason, error, stop_token)
 
     def _output(
         self,
-        seq: Sequence,
+        request: Request,
         token_ids: tuple[int, ...],
         finish_reason: FinishReason | None = None,
         error: str | None = None,
         stop_token: int | None = None,
     ) -> TokenOutput:
         first = None
-        if not seq.progress.reported:
-            seq.progress.reported = True
-            first = seq.progress.first_token(seq.request.arrival, self.clock())
+        if not request.progress.reported:
+            request.progress.reported = True
+            first = request.progress.first_token(request.received.arrival, self.clock())
         return TokenOutput(
-            request_id=seq.request.request_id,
+            request_id=request.request_id,
             token_ids=token_ids,
             finish_reason=finish_reason,
             error=error,
             first=first,
             stop_token=stop_token,
-            num_preemptions=seq.num_preemptions,
+            num_preemptions=request.num_preemptions,
         )
 
-    def _refuse_late(self, seq: Sequence, work: int) -> None:
-        """Raise EngineOverload if the first token of ``seq`` is predicted to come after its deadline."""
+    def _refuse_late(self, request: Request, work: int) -> None:
+        """Raise EngineOverload if the first token of ``request`` is predicted to come after its deadline."""
         ahead = [
-            other for other in self.running + self.waiting if other.num_pending > 1 and other.rank < seq.rank
+            other
+            for other in self.running + self.waiting
+            if other.num_pending > 1 and other.rank < request.rank
         ]
-        wait = self.clock() - seq.request.arrival
+        wait = self.clock() - request.received.arrival
         wait += self.forecast.first_token(work, [(other, self._work(other)) for other in ahead], self.running)
-        late = wait - promised_ttft(self.config.ttft_slo or 0.0, self.cost.prefill_seconds(work))
+        late = wait - promised_ttft(seconds(self.config.ttft_slo_ms), self.cost.prefill_seconds(work))
         if late > 0:
             raise EngineOverload("the server cannot answer in the promised time; try again later", late)
 
 
-def _rank(seq: Sequence) -> tuple[float, int]:
-    return seq.rank
+def _rank(request: Request) -> tuple[float, int]:
+    return request.rank
 
 
-def _to_nobody(request_ids: Seq[str]) -> None:
+def _to_nobody(request_ids: Sequence[str]) -> None:
     """The default of ``Scheduler.announce``."""

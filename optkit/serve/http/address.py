@@ -1,8 +1,8 @@
-"""Where the server listens, and who may reach it.
+"""The server's address, and its API keys.
 
-Loopback is the default, and any other address needs an API key: a server that answers everybody on the
-network must be a decision. Keys come from a file or the environment, never from the command line, which every
-user of the machine can read. Several are several clients: one can be taken away without the others.
+Loopback is the default, and any other address needs an API key: a server open to the whole network must be a
+decision. Keys come from a file or the environment, never from the command line, which every user of the machine can
+read. Each client can have its own key, so that one key can be removed without changing the rest.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def is_loopback(host: str) -> bool:
 
 
 def refuse_exposure(host: str, api_keys: Sequence[str]) -> None:
-    """Raise UserError if others could reach the server without a key."""
+    """Raise UserError if other machines could reach the server without a key."""
     if not api_keys and not is_loopback(host):
         what = f"refusing to listen on {host} without an API key"
         raise UserError(
@@ -38,7 +38,7 @@ def refuse_exposure(host: str, api_keys: Sequence[str]) -> None:
 
 
 def read_api_keys(file: Path | None, environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """The keys in ``file``, one a line, or the one in OPTKIT_API_KEY; empty if there is neither.
+    """The keys in ``file``, one a line, or the key in OPTKIT_API_KEY; empty if there is neither.
 
     Blank lines and lines that begin with ``#`` are skipped.
 
@@ -71,7 +71,7 @@ def bind(host: str, port: int) -> socket.socket:
     """A bound socket that does not listen yet.
 
     Raises:
-        UserError: the port is in use or not ours to take, or the host is not an address of this machine.
+        UserError: the port is in use or forbidden, or the host is not an address of this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)

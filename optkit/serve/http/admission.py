@@ -1,8 +1,8 @@
-"""A bounded number of sequences in the server, with an answer for those beyond it.
+"""Admission: a bounded number of choices in the server, and 429 beyond the bound.
 
-A queue without a bound turns overload into timeouts for everybody. Here a request takes one slot per prompt
-before any work is done for it (also before tokenization), and keeps them until its last byte is sent; when
-there are not enough, the answer is 429 at once, with the time after which to come back.
+A queue without a bound turns overload into timeouts for all clients. Here a request takes one permit per choice
+before any work is done, also before tokenization, and keeps the permits until its last byte is sent. Without enough
+permits the answer is 429 at once, with the time after which to come back.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ RETRY_SECONDS = 1
 
 
 class Admission:
-    """``capacity`` slots, handed out without waiting. Single-threaded: one event loop uses it.
+    """``capacity`` permits, given out without waiting. Single-threaded: one event loop uses it.
 
-    ``on_rejection`` is called for each request that is turned away for lack of slots.
+    Args:
+        on_rejection: called for each request refused for lack of permits.
     """
 
     def __init__(self, capacity: int, on_rejection: Callable[[], object] = lambda: None) -> None:
@@ -26,17 +27,17 @@ class Admission:
         self._on_rejection = on_rejection
 
     def check(self) -> None:
-        """Raise the 429 of ``slots`` if not even one is free: an overloaded server need not read what it refuses."""
+        """Raise the 429 of ``permits`` if none is free: an overloaded server need not read a request to refuse it."""
         if self.used >= self.capacity:
             self._on_rejection()
             raise at_capacity()
 
     @contextmanager
-    def slots(self, count: int) -> Iterator[None]:
-        """Hold ``count`` slots for the body.
+    def permits(self, count: int) -> Iterator[None]:
+        """Hold ``count`` permits for the body.
 
         Raises:
-            ApiError: 400 if they could never be had, 429 if they cannot be had now.
+            ApiError: 400 if ``count`` exceeds the capacity, 429 if too few permits are free.
         """
         if count > self.capacity:
             raise ApiError(
@@ -53,6 +54,6 @@ class Admission:
 
 
 def at_capacity() -> ApiError:
-    """The answer to those beyond the bound."""
+    """The answer without a free permit."""
     message = "the server is at capacity; try again later"
     return ApiError(message, code="rate_limit_exceeded", status=429, retry_after=RETRY_SECONDS)

@@ -1,9 +1,8 @@
-"""Who may ask, checked before anything else runs: host, key, header size.
+"""Access control, before anything else runs: host, key, header size.
 
-Access is denied unless a rule allows it: with a key set, every path needs it but the health checks, so that
-a route added tomorrow is closed from its first day. Without a key the server listens on loopback only, and
-then the ``Host`` header must name loopback: a web page whose name was rebound to 127.0.0.1 still carries its
-own name there.
+Access is denied unless a rule allows it: with a key set, every path but the health checks needs the key, so a new
+route is closed from its first day. Without a key the server listens on loopback only, and the ``Host`` header must
+name loopback: a web page whose name was rebound to 127.0.0.1 still sends its own name.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ REQUEST_ID = re.compile(rb"[A-Za-z0-9_-]{1,64}")
 LOOPBACK = frozenset(["localhost", "127.0.0.1", "[::1]"])
 
 
-class Guard:
+class AuthMiddleware:
     """ASGI middleware in front of the whole app."""
 
     def __init__(self, app: ASGIApp, settings: ServeSettings) -> None:
@@ -62,11 +61,11 @@ class Guard:
             raise ApiError("this host name is not served here", code="host_not_allowed", status=403)
 
     def _tenant(self, scope: Scope, headers: dict[bytes, bytes]) -> str:
-        """Who asks: a name for the key that was given, which says nothing of the key; "" where none is needed."""
+        """The tenant of a request: a name for its key, from which the key cannot be found; "" without keys."""
         if not self._tenants or scope["path"] in OPEN_PATHS:
             return ""
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        # every key is compared, so that the time tells nothing of which one was close
+        # every key is compared, so that the time does not reveal a close one
         found = [name for key, name in self._tenants if hmac.compare_digest(given.strip(), key)]
         if scheme.lower() != b"bearer" or not found:
             raise ApiError("a valid API key is required", code="invalid_api_key", status=401)
@@ -74,7 +73,7 @@ class Guard:
 
 
 def _echo(request_id: bytes, send: Send) -> Send:
-    """``send`` that adds the client's request id to the response; it is used for nothing else."""
+    """``send`` that adds the client's request id to the response, its only use."""
 
     async def sender(message: Message) -> None:
         if message["type"] == "http.response.start":

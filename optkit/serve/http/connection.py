@@ -1,8 +1,8 @@
-"""A connection whose client has to say what it wants: uvicorn's, with a limit on the time that headers take.
+"""uvicorn's connection with a limit on the time of a request's headers.
 
-uvicorn limits how long a connection may idle between two requests, and the application how long a body may take
-(``json_body``). What neither sees is a client that connects and sends its headers a byte a minute, or none: each one
-holds a file descriptor, and some thousands of them shut everybody else out (slowloris).
+uvicorn limits the idle time between two requests, and the application the time of a body (``json_body``). Neither
+sees a client that connects and sends its headers a byte a minute, or none: each such connection holds a file
+descriptor, and some thousands lock out all clients (slowloris).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Errors as OpenAI clients expect them: a status and ``{"error": {message, type, param, code}}``.
+"""Errors in the shape OpenAI clients expect: a status and ``{"error": {message, type, param, code}}``.
 
-Messages are fixed strings plus numbers the client sent or may know. The text of an internal exception never
-leaves the server: it goes to the log under a short id, and the client gets the id.
+Messages are fixed strings, and numbers that the client sent or may know. The text of an internal exception never
+leaves the server: the log gets the text under a short id, and the client gets the id.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ApiError(Exception):
 
     Args:
         message: one sentence for the client.
-        param: the request field at fault.
+        param: name of the wrong field.
         code: machine-readable reason, such as ``context_length_exceeded``.
         status: HTTP status.
         retry_after: seconds after which trying again makes sense.
@@ -60,12 +60,12 @@ class ApiError(Exception):
 
 
 def unsupported(param: str, message: str | None = None) -> ApiError:
-    """A field whose meaning this server does not implement: refused, never silently dropped."""
+    """The error for a field that this server does not implement: refused, never silently dropped."""
     return ApiError(message or f"'{param}' is not supported", param=param, code="unsupported_parameter")
 
 
 def internal_error(error: BaseException | str) -> ApiError:
-    """Log ``error`` under a fresh id and return what the client may know of it."""
+    """Log ``error`` under a fresh id and return an error for the client with the id alone."""
     error_id = uuid.uuid4().hex[:12]
     trace = error if isinstance(error, BaseException) else None
     log.error("error %s: %s", error_id, printable(str(error)), exc_info=trace)
@@ -73,5 +73,5 @@ def internal_error(error: BaseException | str) -> ApiError:
 
 
 def printable(text: str, limit: int = 300) -> str:
-    """``text`` for a log line: control characters escaped, so that nobody can forge a line."""
+    """``text`` for a log line: control characters escaped, so that no text can forge a line."""
     return text[:limit].encode("unicode_escape").decode("ascii")

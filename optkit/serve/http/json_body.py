@@ -1,9 +1,9 @@
 """Bytes from the network to JSON, strictly.
 
-Python's parser accepts more than JSON and repairs what should be refused: NaN, duplicate keys (the last one
-wins, so a checker in front and the server behind can see different requests), lone surrogates (which no
-UTF-8 text has, and which Rust libraries refuse by panicking), integers of any length. Each of these is a
-400 here, and so are NUL and nesting deeper than any request needs.
+Python's parser accepts more than JSON and repairs invalid input: NaN, duplicate keys (the last one wins, so a checker
+in front and the server behind can see different requests), lone surrogates (which no UTF-8 text has, and which Rust
+libraries refuse by panicking), integers of any length. Each of these is a 400 here, and so are NUL and nesting deeper
+than any request needs.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from optkit.serve.http.errors import ApiError
 MAX_DEPTH = 64
 
 
-async def read_json(request: Request, max_bytes: int, timeout_s: float) -> dict[str, Any]:
-    """The JSON object in the body of ``request``.
+async def read_body(request: Request, max_bytes: int, timeout: float) -> bytes:
+    """The body of ``request``, which claims to be JSON.
 
     Raises:
-        ApiError: 400 not a JSON object, 408 too slow, 413 too large, 415 not plain JSON.
+        ApiError: 400 the client left, 408 too slow, 413 too large, 415 not plain JSON.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -32,17 +32,16 @@ async def read_json(request: Request, max_bytes: int, timeout_s: float) -> dict[
     if request.headers.get("content-encoding", "identity") != "identity":
         raise ApiError("compressed bodies are not accepted", code="unsupported_media_type", status=415)
     try:
-        async with asyncio.timeout(timeout_s):
-            body = await _read(request, max_bytes)
+        async with asyncio.timeout(timeout):
+            return await _read(request, max_bytes)
     except TimeoutError:
         raise ApiError("the request body came too slowly", code="request_timeout", status=408) from None
     except ClientDisconnect:
         raise ApiError("the client left", code="client_closed_request", status=400) from None
-    return parse_object(body)
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:
-    """The body, counted as it streams in: ``Content-Length`` may lie or be absent."""
+    """The body, counted as its chunks arrive: ``Content-Length`` may be wrong or absent."""
     too_large = ApiError(f"the request body exceeds {max_bytes} bytes", code="request_too_large", status=413)
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length[:20]) > max_bytes:
@@ -56,20 +55,21 @@ async def _read(request: Request, max_bytes: int) -> bytes:
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """Strict JSON: one object, as RFC 8259 and RFC 7493 (I-JSON) have it.
+    """One JSON object, strictly by RFC 8259 and RFC 7493 (I-JSON).
 
     Raises:
         ApiError: 400 with the reason.
     """
     try:
-        data = json.loads(body.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_constant)
+        text = body.decode("utf-8")
+        data = json.loads(text, object_pairs_hook=_unique, parse_constant=_constant)
     except UnicodeDecodeError:
         raise _bad("the request body is not UTF-8") from None
     except (ValueError, RecursionError):
         raise _bad("the request body is not valid JSON") from None
     if not isinstance(data, dict):
         raise _bad("the request body must be a JSON object")
-    _check(data, 0)
+    _check(data, 0, "\\u" in text)
     return data
 
 
@@ -88,21 +88,28 @@ def _constant(name: str) -> None:
     raise _bad(f"{name} is not JSON")
 
 
-def _check(value: Any, depth: int) -> None:
-    """Walk ``value`` and refuse what strict JSON text cannot carry safely."""
+def _check(value: Any, depth: int, escaped: bool) -> None:
+    """Refuse what strict JSON text cannot carry safely, in ``value`` and below.
+
+    Args:
+        escaped: the text has ``\\u`` escapes. Without one no string can hold NUL or a lone surrogate: UTF-8 has no
+            surrogates, and the parser refuses control characters.
+    """
     if depth > MAX_DEPTH:
         raise _bad(f"the request body is nested deeper than {MAX_DEPTH}")
     if isinstance(value, str):
-        _check_text(value)
+        if escaped:
+            _check_text(value)
     elif isinstance(value, float) and not math.isfinite(value):
         raise _bad("a number is out of range")
     elif isinstance(value, dict):
         for key, item in value.items():
-            _check_text(key)
-            _check(item, depth + 1)
+            if escaped:
+                _check_text(key)
+            _check(item, depth + 1, escaped)
     elif isinstance(value, list) and set(map(type, value)) != {int}:
         for item in value:
-            _check(item, depth + 1)
+            _check(item, depth + 1, escaped)
 
 
 def _check_text(text: str) -> None:

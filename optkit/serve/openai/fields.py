@@ -1,6 +1,6 @@
-"""The types of request fields that JSON Schema or pydantic alone does not say: checked, bounded, normalized.
+"""Types of request fields with checks beyond JSON Schema and pydantic: checked, bounded, normalized.
 
-Each has a hand-written JSON schema beside its check, for the OpenAPI document; the two say the same.
+Each type has a hand-written JSON schema beside its check, for the OpenAPI document; schema and check agree.
 """
 
 from __future__ import annotations

@@ -1,31 +1,30 @@
 """One choice of an answer: engine outputs in, text out.
 
-``generate_text`` is the only consumer of the engine. It detokenizes, looks for stop strings, and observes the
-metrics. Leaving it early, by a stop string, a disconnect or a shutdown, closes the engine's generator, and
-that aborts the request and frees its KV.
+``generate_text`` is the only consumer of the engine. It detokenizes, looks for stop strings, and updates the metrics.
+Leaving the generator early, by a stop string, a disconnect or a shutdown, closes the engine's generator, which aborts
+the request and frees its KV.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 from optkit.runtime.process.client import ENGINE_DIED, ENGINE_GONE, ENGINE_STOPPED
 from optkit.runtime.types import (
     QUEUE_TIMEOUT,
-    EngineRequest,
     FinishReason,
     FirstToken,
     TokenLogprob,
     TokenOutput,
 )
-from optkit.serve.engine_api import Engine
+from optkit.serve.engine_api import AsyncEngine
 from optkit.serve.http.errors import ApiError, internal_error
-from optkit.serve.metrics import Metrics, SequenceMetrics
+from optkit.serve.metrics import ChoiceMetrics, Metrics
+from optkit.serve.openai.jobs import ChoiceJob
 from optkit.serve.quarantine import QUARANTINED
 from optkit.text.detokenizer import StopStrings
 from optkit.text.tokenizer import Tokenizer
@@ -34,7 +33,7 @@ TTFT_UNREACHABLE = "ttft_slo_unreachable"
 
 
 class Delta(NamedTuple):
-    """What engine outputs add to one choice of the answer."""
+    """The text and tokens that engine outputs add to one choice of the answer."""
 
     choice: int
     text: str
@@ -45,44 +44,18 @@ class Delta(NamedTuple):
     token_ids: tuple[int, ...] = ()  # generated since the last delta
 
 
-@dataclass(frozen=True)
-class Work:
-    """One choice to generate, and what its text needs beyond the engine's request.
-
-    Attributes:
-        index: of the choice.
-        stops: strings that end the text.
-        keep_stop: the text includes the stop string that ended it.
-        skip_special: special tokens are no text.
-        echo: the prompt's text when the choice begins with it.
-        prompt_only: no token was asked for; the engine cannot generate none, so its first one is dropped.
-        list_stop_token: a stop token has an entry in the logprobs, though not in the text.
-        n: choices of this prompt, told by the first of them only, which counts the prompt; 0 in the others.
-    """
-
-    index: int
-    request: EngineRequest
-    stops: Sequence[str] = ()
-    keep_stop: bool = False
-    skip_special: bool = True
-    echo: str | None = None
-    prompt_only: bool = False
-    list_stop_token: bool = False
-    n: int = 1
-
-
 async def generate_text(
-    engine: Engine, tokenizer: Tokenizer, metrics: Metrics, work: Work
+    engine: AsyncEngine, tokenizer: Tokenizer, metrics: Metrics, job: ChoiceJob
 ) -> AsyncGenerator[Delta, None]:
-    """Deltas until one has a ``finish_reason``; outputs without new text are held until there is some, or the end.
+    """Deltas until a delta has a ``finish_reason``; outputs without new text are held until text follows, or the end.
 
     Raises:
-        ApiError: 500 the engine failed this request, 503 it died, 429 it cannot keep its promise, 400 the request
-            is what it died of.
+        ApiError: 500 the engine failed this request, 503 it died or the request waited too long, 429 the first token
+            would be late, 400 the request is blocked.
     """
-    request = work.request
-    observed = metrics.sequence(request, work.n)
-    choice = _Choice(tokenizer, work)
+    request = job.request
+    observed = metrics.sequence(request, job.n)
+    choice = ChoiceStream(tokenizer, job)
     reason = FinishReason.ABORT
     try:
         async with aclosing(cast(AsyncGenerator[TokenOutput, None], engine.generate(request))) as outputs:
@@ -102,21 +75,21 @@ async def generate_text(
         observed.finish(reason)
 
 
-class _Choice:
-    """One choice as it grows: detokenizer, stop strings, echo, and logprobs that wait for their text."""
+class ChoiceStream:
+    """The state of one choice: detokenizer, stop strings, echo, and logprobs that wait for their text."""
 
-    def __init__(self, tokenizer: Tokenizer, work: Work) -> None:
-        self._work, self._min_tokens = work, work.request.sampling.min_tokens
-        self._detokenizer = tokenizer.detokenizer(work.skip_special)
-        self._stops = StopStrings(work.stops, work.keep_stop)
-        self._echo, self._logprobs = work.echo or "", list[TokenLogprob]()
+    def __init__(self, tokenizer: Tokenizer, job: ChoiceJob) -> None:
+        self._job, self._min_tokens = job, job.request.sampling.min_tokens
+        self._detokenizer = tokenizer.detokenizer(job.skip_special)
+        self._stops = StopStrings(job.stops, job.keep_stop)
+        self._echo, self._logprobs = job.echo or "", list[TokenLogprob]()
         self._first: FirstToken | None = None
         self._ids: list[int] = []
-        if work.request.sampling.prompt_logprobs is not None:
-            self._logprobs.append(TokenLogprob(work.request.prompt_ids[0], None))
+        if job.request.sampling.prompt_logprobs is not None:
+            self._logprobs.append(TokenLogprob(job.request.prompt_ids[0], None))
 
-    def push(self, output: TokenOutput, observed: SequenceMetrics) -> Delta | None:
-        """What ``output`` makes of the choice; None when there is nothing to show yet."""
+    def push(self, output: TokenOutput, observed: ChoiceMetrics) -> Delta | None:
+        """The delta of ``output``; None while there is nothing to show."""
         observed.num_preemptions = output.num_preemptions
         _raise_failure(output)
         if output.first:
@@ -125,13 +98,13 @@ class _Choice:
         self._logprobs += output.prompt_logprobs
         if not output.token_ids and not output.finish_reason:
             return None  # a part of the prompt was scored
-        if self._work.prompt_only:
+        if self._job.prompt_only:
             return self._delta("", 0, FinishReason.LENGTH)
         new = output.generated_ids
         if new:
             observed.tokens(len(new))
         self._ids += new
-        listed = len(new if self._work.list_stop_token else output.token_ids)
+        listed = len(new if self._job.list_stop_token else output.token_ids)
         self._logprobs += output.logprobs[:listed]
         piece, finish = self._text(output, observed.num_tokens)
         return self._delta(piece, observed.num_tokens, finish) if piece or finish else None
@@ -141,7 +114,7 @@ class _Choice:
         logprobs, self._logprobs = tuple(self._logprobs), []
         first, self._first = self._first, None
         ids, self._ids = tuple(self._ids), []
-        return Delta(self._work.index, text, num_tokens, finish, logprobs, first, ids)
+        return Delta(self._job.index, text, num_tokens, finish, logprobs, first, ids)
 
     def _text(self, output: TokenOutput, num_tokens: int) -> tuple[str, FinishReason | None]:
         piece = self._detokenizer.push(output.token_ids) if output.token_ids else ""
@@ -172,18 +145,24 @@ def _raise_failure(output: TokenOutput) -> None:
         raise internal_error("the engine aborted a request")
 
 
-async def merge(streams: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[Delta, None]:
-    """The deltas of all ``streams`` as they come; one failure ends them all."""
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as only:
-            async for delta in only:
-                yield delta
-        return
+def merge(streams: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[Delta, None]:
+    """The deltas of all ``streams`` as they come; one failure ends all. A single stream is returned unchanged."""
+    return streams[0] if len(streams) == 1 else _merged(streams)
+
+
+async def _merged(streams: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[Delta, None]:
     queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue(maxsize=2 * len(streams))
     tasks = [asyncio.create_task(_pump(stream, queue)) for stream in streams]
+    open_streams = len(streams)
     try:
-        async for delta in _drain(queue, len(streams)):
-            yield delta
+        while open_streams:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                open_streams -= 1
+            else:
+                yield item
     finally:
         for task in tasks:
             task.cancel()
@@ -191,33 +170,25 @@ async def merge(streams: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerato
 
 
 async def _pump(stream: AsyncGenerator[Delta, None], queue: asyncio.Queue[Delta | Exception | None]) -> None:
-    """Move ``stream`` into ``queue``; its end is None, its failure the exception."""
+    """Move ``stream`` into ``queue``; None marks its end, an exception its failure."""
     end: Exception | None = None
     try:
         async with aclosing(stream):
             async for delta in stream:
                 await queue.put(delta)
-    except Exception as error:  # noqa: BLE001 - raised again by _drain
+    except Exception as error:  # noqa: BLE001 - raised again by _merged
         end = error
     await queue.put(end)
 
 
-async def _drain(queue: asyncio.Queue[Delta | Exception | None], open_streams: int) -> AsyncIterator[Delta]:
-    while open_streams:
-        item = await queue.get()
-        if isinstance(item, Exception):
-            raise item
-        if item is None:
-            open_streams -= 1
-        else:
-            yield item
-
-
-async def collect(deltas: AsyncGenerator[Delta, None], count: int) -> list[Delta]:
-    """Each of ``count`` choices as one delta, by index."""
+async def collect(
+    deltas: AsyncGenerator[Delta, None], count: int, observe: Callable[[Delta], object]
+) -> list[Delta]:
+    """Each of ``count`` choices as one delta, by index; ``observe`` is called with every delta on arrival."""
     parts: list[list[Delta]] = [[] for _ in range(count)]
     async with aclosing(deltas):
         async for delta in deltas:
+            observe(delta)
             parts[delta.choice].append(delta)
     return [
         found[-1]._replace(

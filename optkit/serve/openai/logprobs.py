@@ -1,15 +1,15 @@
 """Logprobs in the two shapes of OpenAI's API.
 
 Chat: a list of tokens, each with its bytes and likely alternatives. Completions: four parallel lists; ``text_offset``
-counts characters of the choice's text, ``top_logprobs`` has the token itself besides the likeliest ones, and both say
+counts characters of the choice's text, ``top_logprobs`` has the token itself besides the likeliest ones, and both are
 ``null`` for the first token of an echoed prompt, which nothing precedes.
 
 The completions list has an entry for a stop token, although its text is no part of the answer: scoring clients count
-one entry for each step. The chat list has the tokens of the message, as OpenAI's, and the stop token only beside
-``token_ids``, which it pairs with.
+one entry for each step. The chat list has the tokens of the message, as OpenAI's, and the stop token only together
+with ``token_ids``, where the two lists are pairs.
 
-``return_tokens_as_token_ids`` writes ``token_id:123`` where the text of a token would stand, as vLLM does: two tokens
-may have the same text. Bytes and offsets stay those of the text.
+``return_tokens_as_token_ids`` writes ``token_id:123`` in the place of a token's text, as vLLM does: two tokens may
+have the same text. Bytes and offsets remain those of the text.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ChatLogprobs:
 
 
 class CompletionLogprobs:
-    """``choices[].logprobs`` of completions; one object writes one choice, because offsets go on."""
+    """``choices[].logprobs`` of completions. Use one object per choice: offsets continue from chunk to chunk."""
 
     def __init__(self, texts: TokenTexts, as_ids: bool = False) -> None:
         self._texts, self._as_ids, self._offset = texts, as_ids, 0
@@ -69,14 +69,14 @@ class CompletionLogprobs:
             return None
         top: dict[str, float] = {}
         for token, value in (*entry.top, (entry.token_id, entry.logprob)):
-            top.setdefault(self._name(token), value)  # of tokens that look alike, the likeliest
+            top.setdefault(self._name(token), value)  # the likeliest of tokens with the same text
         return top
 
     def _name(self, token_id: int) -> str:
         return token_name(token_id) if self._as_ids else show(self._texts.of(token_id))
 
     def _advance(self, token: bytes) -> int:
-        """Where ``token`` starts; one that goes on with a character starts where that character does."""
+        """The offset of ``token``; a token that continues a character starts with the character."""
         goes_on = bool(token) and token[0] & 0xC0 == 0x80 and self._offset > 0
         start = self._offset - goes_on
         self._offset += sum(byte & 0xC0 != 0x80 for byte in token)

@@ -1,8 +1,8 @@
-"""Requests to token ids that fit the context.
+"""Requests to choice jobs, with token ids that fit the context.
 
-Short prompts are tokenized on the event loop, because a hop to a thread costs more than the work. Long ones
-go to a small thread pool, so that the streams of others keep flowing, and a text that cannot fit is refused
-by its length in bytes before it is tokenized at all.
+Short prompts are tokenized on the event loop, because a hop to a thread costs more than the work. Long prompts go to
+a small thread pool, so other streams keep flowing. A text that cannot fit is refused by its length in bytes, before
+tokenization.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import asyncio
 import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from optkit.serve.http.errors import ApiError, printable
+from optkit.serve.openai.jobs import ChoiceJob, Sender, choice_jobs
 from optkit.serve.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from optkit.text.chat_template import TemplateFailure
 from optkit.text.tokenizer import Tokenizer
@@ -26,16 +26,8 @@ COMPLETION_TOKENS = 16  # OpenAI's default for completions
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """Token ids, and the text they came from (or stand for, when they are echoed)."""
-
-    ids: list[int]
-    text: str
-
-
 class PromptReader:
-    """Turns requests into lists of token ids.
+    """Turns requests into the jobs of their choices.
 
     Args:
         tokenizer: of the served model.
@@ -46,23 +38,29 @@ class PromptReader:
         self.tokenizer, self.max_model_len = tokenizer, max_model_len
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
 
-    async def read(self, request: GenerationRequest) -> list[Prompt]:
-        """Each prompt of ``request`` as token ids.
+    async def jobs(self, request: GenerationRequest, sender: Sender) -> list[ChoiceJob]:
+        """The jobs of all choices of ``request``, prompt after prompt.
 
         Raises:
             ApiError: 400, for everything that is wrong with a prompt.
         """
         if isinstance(request, ChatRequest):
-            return [await self._chat(request)]
-        if isinstance(request, CompletionRequest):
-            return [await self._prompt(prompt, request) for prompt in request.prompt]
-        raise TypeError(type(request).__name__)
+            prompts = [await self._chat(request)]
+        elif isinstance(request, CompletionRequest):
+            prompts = [await self._prompt(prompt, request) for prompt in request.prompt]
+        else:
+            raise TypeError(type(request).__name__)
+        jobs: list[ChoiceJob] = []
+        for ids, text in prompts:
+            limit = self._max_tokens(request, len(ids))
+            jobs += choice_jobs(request, sender, tuple(ids), text, len(jobs), limit, self.tokenizer.eos_ids)
+        return jobs
 
-    async def _chat(self, request: ChatRequest) -> Prompt:
+    async def _chat(self, request: ChatRequest) -> tuple[list[int], str]:
         size = sum(len(message.content) for message in request.messages)
         text = await self._run(size, functools.partial(self.render, request))
         ids = await self._encode(text, request, "messages", special=bool(request.add_special_tokens))
-        return self._checked(text, ids, request, "messages")
+        return self._truncated(text, ids, request)
 
     def render(self, request: ChatRequest) -> str:
         """The messages as one text."""
@@ -81,12 +79,15 @@ class PromptReader:
         except TemplateFailure as failure:
             raise ApiError(str(failure), param="messages", code="template_error") from failure
 
-    async def _prompt(self, prompt: str | list[int], request: CompletionRequest) -> Prompt:
+    async def _prompt(self, prompt: str | list[int], request: CompletionRequest) -> tuple[list[int], str]:
         if isinstance(prompt, str):
             special = request.add_special_tokens is not False
             ids = await self._encode(prompt, request, "prompt", special=special)
-            return self._checked(prompt, ids, request, "prompt")
-        return self._checked(None, prompt, request, "prompt")
+            return self._truncated(prompt, ids, request)
+        if not prompt:
+            raise ApiError("the prompt is empty", param="prompt", code="empty_prompt")
+        self._check_ids("prompt", prompt)
+        return self._truncated(None, prompt, request)
 
     async def _encode(self, text: str, request: GenerationRequest, param: str, *, special: bool) -> list[int]:
         if not text:
@@ -94,7 +95,10 @@ class PromptReader:
         if len(text) > self.max_model_len and request.truncate_prompt_tokens is None:
             self._refuse_hopeless(text, param)  # a shorter text has too few characters to be too long
         work = functools.partial(self.tokenizer.encode, text, add_special_tokens=special)
-        return await self._run(len(text), work)
+        ids = await self._run(len(text), work)
+        if not ids:
+            raise ApiError("the prompt is empty", param=param, code="empty_prompt")
+        return ids
 
     async def _run(self, size: int, work: Callable[[], Result]) -> Result:
         if size <= INLINE_CHARS:
@@ -106,14 +110,13 @@ class PromptReader:
         if fewest > self.max_model_len:
             raise overflow(self.max_model_len, param, f"at least {fewest}")
 
-    def _checked(self, text: str | None, ids: list[int], request: GenerationRequest, param: str) -> Prompt:
-        """The prompt after ``truncate_prompt_tokens``; all ids are tokens of the model."""
-        if not ids:
-            raise ApiError("the prompt is empty", param=param, code="empty_prompt")
-        self._check_ids(param, ids)
+    def _truncated(
+        self, text: str | None, ids: list[int], request: GenerationRequest
+    ) -> tuple[list[int], str]:
+        """Ids and text of a prompt after ``truncate_prompt_tokens``; the text may be "" for a prompt without echo."""
         keep = request.truncate_prompt_tokens
         if keep is not None:
-            keep = self.max_model_len - max(request.token_limit or 1, 1) if keep == -1 else keep
+            keep = self.max_model_len - max(request.requested_max_tokens or 1, 1) if keep == -1 else keep
             if not 1 <= keep <= self.max_model_len:
                 message = f"at least one token and at most {self.max_model_len} must remain of the prompt"
                 raise ApiError(message, param="truncate_prompt_tokens", code="invalid_value")
@@ -121,10 +124,10 @@ class PromptReader:
                 text, ids = None, ids[:keep] if request.truncation_side == "right" else ids[-keep:]
         if text is None and request.echoes:
             text = self.tokenizer.decode(ids)
-        return Prompt(ids, text or "")
+        return ids, text or ""
 
     def _check_ids(self, param: str, ids: Sequence[int]) -> None:
-        """Refuse the first of ``ids``, which the field ``param`` holds, that is no token of the model."""
+        """Refuse the first of ``ids`` that is no token of the model; ``param`` is the field with the ids."""
         size = self.tokenizer.vocab_size
         if not ids or (min(ids) >= 0 and max(ids) < size):
             return
@@ -132,30 +135,29 @@ class PromptReader:
         message = f"'{param}': {printable(str(wrong), 30)} is not a token id, which must be in [0, {size})"
         raise ApiError(message, param=param, code="invalid_token_id")
 
-    def token_budget(self, request: GenerationRequest, num_prompt: int) -> int:
-        """How many tokens to generate after a prompt of ``num_prompt`` tokens; 0 if asked for none.
+    def _max_tokens(self, request: GenerationRequest, num_prompt: int) -> int:
+        """The tokens to generate after a prompt of ``num_prompt`` tokens; 0 when the request wants none.
 
         Raises:
             ApiError: 400, prompt and answer do not fit ``max_model_len`` together.
         """
-        room, asked = self.max_model_len - num_prompt, request.token_limit
+        room, asked = self.max_model_len - num_prompt, request.requested_max_tokens
         param = "messages" if isinstance(request, ChatRequest) else "prompt"
         if room < max(asked or 1, 1):
             raise overflow(self.max_model_len, param, num_prompt, asked)
         default = room if isinstance(request, ChatRequest) else min(COMPLETION_TOKENS, room)
-        budget = default if asked is None else asked
-        if (request.min_tokens or 0) > budget:
-            message = f"min_tokens is {request.min_tokens}, but at most {budget} tokens are generated"
+        limit = default if asked is None else asked
+        if (request.min_tokens or 0) > limit:
+            message = f"min_tokens is {request.min_tokens}, but at most {limit} tokens are generated"
             raise ApiError(message, param="min_tokens", code="invalid_value")
-        return budget
+        return limit
 
     def check_token_ids(self, request: GenerationRequest) -> None:
         """Refuse fields with ids that are no tokens of the model, or that leave no token to choose."""
         for name, ids in request.named_tokens.items():
             self._check_ids(name, ids)
         allowed = set(request.allowed_token_ids or ())
-        stops = request.sampling(1, self.tokenizer.eos_ids).stop_token_ids
-        if request.min_tokens and allowed and allowed <= set(stops):
+        if request.min_tokens and allowed and allowed <= set(request.stop_ids(self.tokenizer.eos_ids)):
             message = "min_tokens forbids every one of the allowed tokens"
             raise ApiError(message, param="allowed_token_ids", code="invalid_value")
 
@@ -181,9 +183,9 @@ def overflow(limit: int, param: str, num_prompt: int | str, asked: int | None = 
 
     Args:
         limit: tokens of prompt and answer together.
-        param: the field that holds the prompt.
-        num_prompt: tokens of the prompt, or in words how many at least, where it was not tokenized.
-        asked: tokens of the answer; None or 0 when none were asked for.
+        param: the field with the prompt.
+        num_prompt: tokens of the prompt, or "at least N" for a prompt that was not tokenized.
+        asked: ``max_tokens`` of the request; None or 0 without.
     """
     wanted = f"your {param} resulted in {num_prompt} tokens, and an answer needs at least one"
     shorten = param

@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from optkit.runtime.types import SamplingParams
 from optkit.serve.http.errors import ApiError, printable, unsupported
+from optkit.serve.http.json_body import parse_object
 from optkit.serve.openai.fields import (
     MAX_BIASES,
     MAX_CHOICES,
@@ -51,7 +52,7 @@ class StreamOptions(BaseModel):
 
 
 class GenerationRequest(BaseModel):
-    """What chat and completions have in common."""
+    """The fields that chat and completions share."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -90,8 +91,8 @@ class GenerationRequest(BaseModel):
     ttft_details: bool | None = None
 
     @property
-    def token_limit(self) -> int | None:
-        """The number of tokens asked for, None for the endpoint's default."""
+    def requested_max_tokens(self) -> int | None:
+        """The ``max_tokens`` of the request; None for the endpoint's default."""
         return self.max_tokens
 
     @property
@@ -111,16 +112,19 @@ class GenerationRequest(BaseModel):
 
     @property
     def named_tokens(self) -> dict[str, list[int]]:
-        """The fields that hold token ids, with the ids."""
+        """The fields with token ids, and their ids."""
         return {
             "stop_token_ids": self.stop_token_ids or [],
             "allowed_token_ids": self.allowed_token_ids or [],
             "logit_bias": [token for token, _ in self.logit_bias or ()],
         }
 
+    def stop_ids(self, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """The tokens that end an answer."""
+        return tuple(self.stop_token_ids or ()) + (() if self.ignore_eos else eos_ids)
+
     def sampling(self, max_tokens: int, eos_ids: tuple[int, ...], choice: int = 0) -> SamplingParams:
-        """The engine's view of one of the ``n`` answers; end-of-sequence ids are ordinary stop ids to it."""
-        stops = tuple(self.stop_token_ids or ()) + (() if self.ignore_eos else eos_ids)
+        """The sampling parameters of one of the ``n`` choices; end-of-sequence ids are stop ids."""
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=1.0 if self.temperature is None else self.temperature,
@@ -129,7 +133,7 @@ class GenerationRequest(BaseModel):
             min_p=self.min_p or 0.0,
             seed=choice_seed(self.seed, choice),
             min_tokens=self.min_tokens or 0,
-            stop_token_ids=stops,
+            stop_token_ids=self.stop_ids(eos_ids),
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
             repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
@@ -141,7 +145,7 @@ class GenerationRequest(BaseModel):
 
 
 def choice_seed(seed: int | None, choice: int) -> int | None:
-    """The seed of one of the ``n`` answers. The first has the request's own, so that n changes nothing for it."""
+    """The seed of one of the ``n`` choices. The first choice has the request's seed, so ``n`` does not change it."""
     if seed is None or choice == 0:
         return seed
     digest = hashlib.blake2b(f"{seed}:choice:{choice}".encode(), digest_size=8).digest()
@@ -174,7 +178,7 @@ class ChatRequest(GenerationRequest):
     continue_final_message: bool | None = None
 
     @property
-    def token_limit(self) -> int | None:
+    def requested_max_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
     @property
@@ -183,7 +187,7 @@ class ChatRequest(GenerationRequest):
 
 
 class CompletionRequest(GenerationRequest):
-    """Body of ``POST /v1/completions``. ``max_tokens`` 0 generates nothing: with ``echo`` it scores the prompt."""
+    """Body of ``POST /v1/completions``. ``max_tokens`` 0 generates nothing: with ``echo`` the prompt is scored."""
 
     prompt: Prompts
     max_tokens: Natural | None = None
@@ -202,12 +206,13 @@ class CompletionRequest(GenerationRequest):
 Body = TypeVar("Body", bound=GenerationRequest)
 
 
-def parse_request(kind: type[Body], data: dict[str, Any]) -> Body:
-    """Check ``data`` against ``kind``.
+def parse_request(kind: type[Body], body: bytes) -> Body:
+    """The request in a JSON ``body``, checked.
 
     Raises:
-        ApiError: 400 that names the field.
+        ApiError: 400; for a wrong field, with its name.
     """
+    data = parse_object(body)
     refuse_unsupported(data, kind.model_fields)
     try:
         request = kind.model_validate(data)
@@ -220,7 +225,7 @@ def parse_request(kind: type[Body], data: dict[str, Any]) -> Body:
 
 
 def _check_together(request: GenerationRequest) -> None:
-    """What one field alone does not show."""
+    """Check the fields that depend on each other."""
     if request.stream_options and not request.stream:
         raise _invalid("stream_options", "'stream_options' needs 'stream': true")
     if (
@@ -258,7 +263,7 @@ def _invalid(param: str, message: str) -> ApiError:
 
 
 def _explain(error: ValidationError) -> ApiError:
-    """The first problem, in words that show nothing but the field and the rule."""
+    """The first problem, with the field and the rule and nothing else."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     path = [str(part) for part in first["loc"]]
     param = path[0] if path else None

@@ -1,11 +1,11 @@
 """The HTTP answer to a generation request, from admission to the last byte.
 
-The whole life of a request is one ``Reply``: take slots, tokenize, generate, write, give the slots back. It
-runs beside a task that listens for the client's disconnect; when the client goes, the work is cancelled at
-whatever point it has reached, and cancelling it aborts the sequences in the engine.
+One ``GenerationResponse`` takes permits, has the prompt tokenized, generates, writes, and gives the permits back. A
+second task listens for the client's disconnect. When the client goes, the first task is cancelled wherever it is,
+which aborts the requests in the engine.
 
-The status line of a stream waits for the first token. So an engine that fails before it answers 500, which
-clients and load balancers can act on, and not 200 with bad news inside.
+The status line of a stream waits for the first token. So a request that fails before its first token is a 500, on
+which clients and load balancers can act, and not a 200 with an error inside.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -23,18 +23,18 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from optkit.runtime.types import EngineRequest
-from optkit.serve.engine_api import Engine, ServeSettings
+from optkit.serve.engine_api import AsyncEngine, ServeSettings
 from optkit.serve.http.admission import Admission
 from optkit.serve.http.errors import ApiError, internal_error
 from optkit.serve.metrics import Metrics
-from optkit.serve.openai.generation import TTFT_UNREACHABLE, Delta, Work, collect, generate_text, merge
+from optkit.serve.openai.generation import TTFT_UNREACHABLE, Delta, collect, generate_text, merge
+from optkit.serve.openai.jobs import ChoiceJob, Sender
 from optkit.serve.openai.logprobs import ChatLogprobs, CompletionLogprobs, LogprobFormat
-from optkit.serve.openai.prompts import Prompt, PromptReader
+from optkit.serve.openai.prompts import PromptReader
 from optkit.serve.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
-from optkit.serve.openai.stream import ChunkWriter, ReplyForm, ReplyHead, error_event, whole_reply
-from optkit.serve.shutdown import LAST_WORDS_SECONDS, RequestsInFlight, shutting_down
-from optkit.serve.tracing import Record, Tracing
+from optkit.serve.openai.stream import ChunkWriter, ResponseHead, ResponseParts, error_event, whole_response
+from optkit.serve.shutdown import FINAL_ERROR_TIMEOUT_SECONDS, RequestsInFlight, shutting_down
+from optkit.serve.tracing import RequestRecord, Tracing
 
 log = logging.getLogger("optkit.serve")
 
@@ -46,10 +46,10 @@ STREAM_HEADERS = [
 
 
 @dataclass(frozen=True)
-class Service:
-    """The parts that answering a request takes."""
+class AppState:
+    """The parts of the server that answer a request."""
 
-    engine: Engine
+    engine: AsyncEngine
     prompts: PromptReader
     metrics: Metrics
     admission: Admission
@@ -58,7 +58,7 @@ class Service:
     requests: RequestsInFlight = field(default_factory=RequestsInFlight)
 
     def check(self, request: GenerationRequest) -> None:
-        """Refuse early what needs no tokenizer to refuse.
+        """Refuse requests that are wrong without a look at the prompt's text.
 
         Raises:
             ApiError: 400, 404 unknown model, 503 the engine is gone.
@@ -66,7 +66,7 @@ class Service:
         if request.model is not None and request.model not in self.settings.model_names:
             message = "this model is not served here; GET /v1/models lists what is"
             raise ApiError(message, param="model", code="model_not_found", status=404)
-        if request.priority and self.settings.scheduling_policy == "fcfs":
+        if request.priority and self.settings.limits.scheduling_policy == "fcfs":
             message = "priorities need a server with --scheduling-policy slo"
             raise ApiError(message, param="priority", code="unsupported_parameter")
         self.prompts.check_token_ids(request)
@@ -76,36 +76,36 @@ class Service:
             )
 
 
-class Reply(Response):
+class GenerationResponse(Response):
     """Answers ``request``, which arrived at ``arrival`` (``time.monotonic()``).
 
-    ``tenant`` names the key it came with; requests of different tenants share no cached KV. ``parent`` are the headers
-    that say which trace it belongs to.
+    Args:
+        tenant: name of the request's API key; requests of different tenants share no cached KV.
+        parent: the headers that name the trace of the request.
     """
 
     def __init__(
         self,
-        service: Service,
+        state: AppState,
         request: GenerationRequest,
         arrival: float,
         tenant: str = "",
         parent: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
-        self._tenant = tenant
-        self._service, self._request, self._arrival = service, request, arrival
+        self._state, self._request = state, request
         self._is_chat = isinstance(request, ChatRequest)
-        self._engine_name = uuid.uuid4().hex  # clients may use a request_id twice
-        name = ("chatcmpl-" if self._is_chat else "cmpl-") + (request.request_id or self._engine_name)
-        model = service.settings.model_names[0] if request.model is None else request.model
-        self._head = ReplyHead(name, int(time.time()), model, self._is_chat)
-        self._record = Record(
+        self._sender = Sender(uuid.uuid4().hex, arrival, tenant)
+        name = ("chatcmpl-" if self._is_chat else "cmpl-") + (request.request_id or self._sender.name)
+        model = state.settings.model_names[0] if request.model is None else request.model
+        self._head = ResponseHead(name, int(time.time()), model, self._is_chat)
+        self._record = RequestRecord(
             operation="chat" if self._is_chat else "text_completion",
             reply_id=name,
             model=model,
             arrival=arrival,
             parent=parent or {},
-            max_tokens=request.token_limit,
+            max_tokens=request.requested_max_tokens,
             temperature=request.temperature,
             top_p=request.top_p,
         )
@@ -124,19 +124,19 @@ class Reply(Response):
             work.result()
 
     async def _answer(self, send: Send) -> None:
-        """The answer, or how it failed, and the line in the log that says so."""
-        wire, outcome = _Wire(send), "ok"
+        """Answer the request, or report its failure, and log a line."""
+        wire, outcome = SSEWriter(send), "ok"
         try:
-            async with self._service.requests.limit(self._deadline()):
+            async with self._state.requests.limit(self._deadline()):
                 await self._generate_and_send(wire)
-        except asyncio.CancelledError:  # nobody listens
+        except asyncio.CancelledError:  # the client is gone
             outcome = "cancelled"
             raise
         except Exception as error:
             failure = self._failure(error)
             outcome = failure.code or "error"
             if failure.code == TTFT_UNREACHABLE:
-                self._service.metrics.rejections["ttft_slo"].inc()
+                self._state.metrics.rejections["ttft_slo"].inc()
             if not wire.started:
                 raise failure from error
             await wire.fail(failure)
@@ -145,125 +145,94 @@ class Reply(Response):
             self._log()
 
     def _deadline(self) -> float | None:
-        """When the request has taken too long, on the event loop's clock."""
-        limit = self._service.settings.request_timeout_s
+        """The end of the request's time, on the event loop's clock."""
+        limit = self._state.settings.request_timeout
         if limit is None:
             return None
-        return asyncio.get_running_loop().time() + self._arrival + limit - time.monotonic()
+        return asyncio.get_running_loop().time() + self._sender.arrival + limit - time.monotonic()
 
     def _failure(self, error: Exception) -> ApiError:
-        """``error`` as the client is told of it."""
+        """``error`` as an error for the client."""
         if isinstance(error, ApiError):
             return error
-        if isinstance(error, TimeoutError) and self._service.requests.is_cut:
+        if isinstance(error, TimeoutError) and self._state.requests.is_cut:
             return shutting_down()
         if isinstance(error, TimeoutError):
-            limit = self._service.settings.request_timeout_s
+            limit = self._state.settings.request_timeout
             return ApiError(f"not answered within {limit:g} s", code="request_timeout", status=504)
         return internal_error(error)
 
     def _log(self) -> None:
         """The line in the log, and the span of the trace."""
         done = self._record
-        if self._service.tracing:
-            self._service.tracing.record(done)
+        if self._state.tracing:
+            self._state.tracing.record(done)
         event = {
             "id": done.reply_id,
             "outcome": done.outcome,
             "stream": bool(self._request.stream),
-            "seconds": round(time.monotonic() - self._arrival, 3),
-            "tenant": self._tenant,
+            "seconds": round(time.monotonic() - self._sender.arrival, 3),
+            "tenant": self._sender.tenant,
             "prompt_tokens": done.num_prompt,
             "completion_tokens": done.num_output,
         }
-        if done.first:  # of the first choice: where the time to its first token went
+        if done.first:  # of the first choice: the parts of its time to first token
             event |= {name: round(value, 4) for name, value in msgspec.structs.asdict(done.first).items()}
         log.info("request", extra={"event": event})
 
-    async def _generate_and_send(self, wire: _Wire) -> None:
-        request = self._request
+    async def _generate_and_send(self, wire: SSEWriter) -> None:
+        request, state = self._request, self._state
         count = len(request.prompt) if isinstance(request, CompletionRequest) else 1
-        with self._service.admission.slots(count * request.num_choices):
-            prompts = await self._service.prompts.read(request)
-            works = [work for at, prompt in enumerate(prompts) for work in self._works(at, prompt)]
-            deltas = self._observed(merge([self._generate(work) for work in works]), len(works))
-            form = ReplyForm(
-                prompts=[prompt.ids for prompt in prompts],
-                formats=[self._logprob_format() for _ in works],
+        with state.admission.permits(count * request.num_choices):
+            jobs = await state.prompts.jobs(request, self._sender)
+            parts = ResponseParts(
+                prompts=[job.request.prompt_ids for job in jobs if job.n],
+                formats=[self._logprob_format() for _ in jobs],
                 show_ids=bool(request.return_token_ids),
                 ttft_details=bool(request.ttft_details),
             )
-            self._record.num_prompt = sum(len(prompt.ids) for prompt in prompts)
-            await (self._stream if request.stream else self._whole)(deltas, form, wire)
-
-    def _works(self, at: int, prompt: Prompt) -> Iterator[Work]:
-        """The ``n`` choices of the prompt number ``at``."""
-        prompts, request = self._service.prompts, self._request
-        budget, n = prompts.token_budget(request, len(prompt.ids)), request.num_choices
-        for j in range(n):
-            index = at * n + j
-            engine_request = EngineRequest(
-                request_id=f"{self._engine_name}-{index}",
-                prompt_ids=tuple(prompt.ids),
-                sampling=request.sampling(max(budget, 1), prompts.tokenizer.eos_ids, j),
-                arrival=self._arrival,
-                priority=request.priority or 0,
-                cache_salt=f"{self._tenant}:{request.cache_salt or ''}",
-            )
-            yield Work(
-                index=index,
-                request=engine_request,
-                stops=request.stop,
-                keep_stop=bool(request.include_stop_str_in_output),
-                skip_special=request.skip_special_tokens is not False,
-                echo=prompt.text if request.echoes else None,
-                prompt_only=budget == 0,
-                list_stop_token=not self._is_chat or bool(request.return_token_ids),
-                n=n if j == 0 else 0,
-            )
+            self._record.num_prompt = sum(map(len, parts.prompts))
+            self._record.expect(len(jobs))
+            deltas = merge([self._generate(job) for job in jobs])
+            await (self._stream if request.stream else self._whole)(deltas, parts, wire)
 
     def _logprob_format(self) -> LogprobFormat | None:
         if self._request.num_logprobs is None:
             return None
-        texts, as_ids = self._service.prompts.tokenizer.token_texts, self._request.return_tokens_as_token_ids
+        texts, as_ids = self._state.prompts.tokenizer.token_texts, self._request.return_tokens_as_token_ids
         return (ChatLogprobs if self._is_chat else CompletionLogprobs)(texts, bool(as_ids))
 
-    def _generate(self, work: Work) -> AsyncGenerator[Delta, None]:
-        service = self._service
-        return generate_text(service.engine, service.prompts.tokenizer, service.metrics, work)
+    def _generate(self, job: ChoiceJob) -> AsyncGenerator[Delta, None]:
+        state = self._state
+        return generate_text(state.engine, state.prompts.tokenizer, state.metrics, job)
 
-    async def _observed(self, deltas: AsyncGenerator[Delta, None], count: int) -> AsyncGenerator[Delta, None]:
-        """``deltas`` of ``count`` choices, as they come, for the record."""
-        done, tokens, reasons = self._record, [0] * count, [""] * count
-        async with aclosing(deltas):
-            async for delta in deltas:
-                done.first_at = done.first_at or time.monotonic()
-                if delta.choice == 0:
-                    done.first = done.first or delta.first
-                done.num_output += delta.num_tokens - tokens[delta.choice]
-                tokens[delta.choice] = delta.num_tokens
-                if delta.finish_reason:
-                    reasons[delta.choice] = delta.finish_reason.value
-                    done.finish_reasons = tuple(reasons)
-                yield delta
+    def _observe(self, delta: Delta) -> None:
+        """Count ``delta`` for the log line and the trace."""
+        reason = delta.finish_reason.value if delta.finish_reason else ""
+        self._record.observe(delta.choice, delta.num_tokens, reason, delta.first)
 
-    async def _whole(self, deltas: AsyncGenerator[Delta, None], form: ReplyForm, wire: _Wire) -> None:
-        answers = await collect(deltas, len(form.formats))
-        await wire.whole(whole_reply(self._head, form, answers))
+    async def _whole(
+        self, deltas: AsyncGenerator[Delta, None], parts: ResponseParts, wire: SSEWriter
+    ) -> None:
+        answers = await collect(deltas, len(parts.formats), self._observe)
+        await wire.whole(whole_response(self._head, parts, answers))
 
-    async def _stream(self, deltas: AsyncGenerator[Delta, None], form: ReplyForm, wire: _Wire) -> None:
+    async def _stream(
+        self, deltas: AsyncGenerator[Delta, None], parts: ResponseParts, wire: SSEWriter
+    ) -> None:
         options = self._request.stream_options
         usage = options is not None and options.include_usage
         continuous = options is not None and options.continuous_usage_stats
-        writer = ChunkWriter(self._head, form, usage, continuous)
+        writer = ChunkWriter(self._head, parts, usage, continuous)
         async with aclosing(deltas):
             async for delta in deltas:
+                self._observe(delta)
                 await wire.event(writer.chunk(delta))
         await wire.event(writer.last(), more=False)
 
 
-class _Wire:
-    """The way back to the client: one JSON body, or events of which the first takes the response head with it."""
+class SSEWriter:
+    """Writes one JSON body, or server-sent events of which the first comes with the response head."""
 
     def __init__(self, send: Send) -> None:
         self._send, self.started, self._streams = send, False, False
@@ -281,10 +250,10 @@ class _Wire:
         await self._send({"type": "http.response.body", "body": body})
 
     async def fail(self, error: ApiError) -> None:
-        """End a stream with ``error``; a client that does not read must not hold up the end."""
+        """End a stream with ``error``; a client that does not read delays the end by a second at most."""
         if self._streams:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LAST_WORDS_SECONDS):
+                async with asyncio.timeout(FINAL_ERROR_TIMEOUT_SECONDS):
                     await self.event(error_event(error), more=False)
 
 

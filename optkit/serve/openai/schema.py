@@ -1,8 +1,8 @@
 """The OpenAPI 3.1 document of the server, at ``GET /openapi.json``.
 
-The request bodies are the schemas of the models that check them (``protocol``), so the document cannot promise other
-fields. A schema cannot say everything that is checked: the vocabulary, the context length, fields that exclude each
-other. Such requests are 400 although they fit the schema. Fields of ``unsupported`` are left out.
+The schemas of the request bodies come from the models that check them (``protocol``), so the document has no other
+fields. Some checks have no schema: the vocabulary, the context length, fields that exclude each other. Requests that
+fail these checks are 400 although they fit the schema. Fields of ``unsupported`` are left out.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _error() -> Schema:
 
 
 def _object(fields: Schema) -> Schema:
-    """An object that has all ``fields`` and may have more."""
+    """An object with all ``fields``, and perhaps more."""
     return {"type": "object", "properties": fields, "required": list(fields)}
 
 

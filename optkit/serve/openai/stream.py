@@ -1,16 +1,16 @@
 """Server-sent events as OpenAI clients read them.
 
-Rules (they are what makes a client's TTFT and inter-token latency true):
+Rules, which make a client's TTFT and inter-token latency true:
 
-- nothing is sent before the first token: ``role`` travels with the first content, not ahead of it;
+- nothing is sent before the first token: ``role`` comes with the first content, not before;
 - one chunk per token, as far as the text allows (half a character is no text);
-- the last chunk of a choice has its ``finish_reason``; then, if asked, one usage chunk with ``choices: []``;
-  then ``[DONE]``. With ``include_usage`` all other chunks say ``usage: null``, or the running count with
+- the last chunk of a choice has its ``finish_reason``; then, if requested, one usage chunk with ``choices: []``; then
+  ``[DONE]``. With ``include_usage`` all earlier chunks have ``usage: null``, or the running count with
   ``continuous_usage_stats``;
 - an error after the first byte is an event with the error body, and ``[DONE]`` still ends the stream.
 
-This runs once per token per client, so a chunk is two constant byte strings around one JSON string; there
-is no model object and no dict in between.
+The writer runs once per token per client, so a chunk is two constant byte strings around one JSON string, without a
+model object or a dict in between.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ encode = msgspec.json.encode
 
 
 @dataclass(frozen=True)
-class ReplyHead:
-    """What all chunks of one answer share."""
+class ResponseHead:
+    """The values that all chunks of one answer share."""
 
     reply_id: str
     created: int
@@ -51,8 +51,8 @@ def usage(
     """OpenAI's ``usage`` object.
 
     Args:
-        firsts: what the engine said with the first token of each choice; ``n`` choices share a prompt.
-        ttft_details: also say, for each choice and in seconds, where the time to its first token went.
+        firsts: the engine's ``FirstToken`` of each choice; ``n`` choices share a prompt.
+        ttft_details: add the parts of each choice's time to first token, in seconds.
     """
     body: dict[str, Any] = {
         "prompt_tokens": num_prompt,
@@ -68,14 +68,14 @@ def usage(
 
 
 @dataclass(frozen=True)
-class ReplyForm:
+class ResponseParts:
     """The parts of an answer beside its text.
 
     Attributes:
         prompts: the token ids of each prompt; its choices follow each other.
-        formats: how the logprobs of each choice are written; None: not asked for.
-        show_ids: the answer has ``prompt_token_ids`` and ``token_ids``, in the places where vLLM has them.
-        ttft_details: the final usage says where the time to the first token went.
+        formats: writer of the logprobs of each choice; None without logprobs.
+        show_ids: the answer has ``prompt_token_ids`` and ``token_ids``, in the places of vLLM's.
+        ttft_details: the final usage has the parts of the time to first token.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -101,13 +101,13 @@ class ChunkWriter:
 
     Args:
         head: id, model, kind.
-        form: what the events show beside the text.
+        form: the parts beside the text.
         include_usage: send the final usage chunk.
         continuous: also send the running usage in every chunk.
     """
 
     def __init__(
-        self, head: ReplyHead, form: ReplyForm, include_usage: bool = False, continuous: bool = False
+        self, head: ResponseHead, form: ResponseParts, include_usage: bool = False, continuous: bool = False
     ) -> None:
         kind = "chat.completion.chunk" if head.is_chat else "text_completion"
         shared = {"id": head.reply_id, "object": kind, "created": head.created, "model": head.model}
@@ -150,7 +150,7 @@ class ChunkWriter:
         return b'"delta":{"content":' + text + b"}" if delta.text else b'"delta":{}'
 
     def _token_ids(self, delta: Delta) -> tuple[bytes, bytes]:
-        """Ids for the choice, and for the chunk around it: where a chat's first one has those of the prompt."""
+        """The ids for the choice, and for the chunk around it: a chat's first chunk has the ids of the prompt."""
         ids = b',"token_ids":' + encode(delta.token_ids)
         started = any(self._started) if self._is_chat else self._started[delta.choice]
         if started:
@@ -176,7 +176,7 @@ def error_event(error: ApiError) -> bytes:
     return b"data: " + error.body() + b"\n\n" + DONE
 
 
-def whole_reply(head: ReplyHead, form: ReplyForm, answers: list[Delta]) -> bytes:
+def whole_response(head: ResponseHead, form: ResponseParts, answers: list[Delta]) -> bytes:
     """The JSON body of an answer that is not streamed."""
     firsts = [answer.first for answer in answers]
     body: dict[str, object] = {
@@ -192,7 +192,7 @@ def whole_reply(head: ReplyHead, form: ReplyForm, answers: list[Delta]) -> bytes
     return encode(body)
 
 
-def _choice(head: ReplyHead, form: ReplyForm, answer: Delta) -> dict[str, object]:
+def _choice(head: ResponseHead, form: ResponseParts, answer: Delta) -> dict[str, object]:
     reason = answer.finish_reason.value if answer.finish_reason else None
     content: dict[str, object] = {"text": answer.text}
     if head.is_chat:

@@ -1,8 +1,8 @@
-"""Fields whose meaning this server does not implement.
+"""Fields that this server does not implement.
 
-Each is refused with 400 and its name, unless its value asks for nothing: dropping it silently would answer another
-question than the one asked. The last ones are unsupported at one endpoint only. ``HARMLESS`` names the known fields
-that cannot change an answer of this server, whatever their value is.
+Each is refused with 400 and its name, unless its value has no effect: an answer without the field would not be an
+answer to the request. The last ones are unsupported at one endpoint only. ``HARMLESS`` names known fields that cannot
+change an answer of this server, with any value.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from optkit.serve.http.errors import unsupported
 
-# Field -> values that ask for nothing.
+# Field -> values without effect.
 INERT: dict[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
     "tools": (None, []),
@@ -69,14 +69,14 @@ INERT: dict[str, tuple[Any, ...]] = {
 HARMLESS = frozenset(
     [
         *("parallel_tool_calls", "prediction"),  # about tool calls, which are refused; about speed
-        *("store", "metadata", "service_tier", "safety_identifier"),  # for whoever runs the service
+        *("store", "metadata", "service_tier", "safety_identifier"),  # for the operator of the service
         *(
             "prompt_cache_key",
             "prompt_cache_retention",
             "session_id",
         ),  # for routers; prefixes are found by content
-        *("return_token_offsets", "return_mm_kwargs"),  # vLLM too reads them at its render endpoints only
-        "stream_interval",  # how many tokens share an event; here each has its own
+        *("return_token_offsets", "return_mm_kwargs"),  # vLLM reads these at its render endpoints only
+        "stream_interval",  # tokens per event; here always 1
     ]
 )
 
@@ -85,7 +85,7 @@ NO_CALLS: dict[str, tuple[Any, ...]] = {"tool_calls": (None, []), "function_call
 
 
 def refuse_unsupported(data: dict[str, Any], supported: Container[str]) -> None:
-    """Raise ApiError 400 for the first field of ``data`` that is not ``supported`` and asks for what it says."""
+    """Raise ApiError 400 for the first field of ``data`` that is not ``supported`` and whose value has an effect."""
     for name, inert in INERT.items():
         if name in data and name not in supported and not _is_one_of(data[name], inert):
             raise unsupported(name)

@@ -1,11 +1,10 @@
-"""Text that ships with optkit, so that calibration and quality need no network.
+"""Text shipped with optkit, so calibration and quality need no network.
 
-``calibration`` is what passes may look at (activation ranges, GPTQ Hessians); ``evaluation`` is held out: only
-``optkit.evaluation.quality`` and the benchmark's prompts read it. The two share no source, so a pass cannot fit the
-text it is judged on. Both weave literature and technical prose in sections of about 4000 characters, so
-that any prefix holds both. The trade-off of shipping text: 600 KB in the wheel, and a perplexity that
-compares two versions of one model but not with numbers published on other corpora. Sources and licences are
-in README.md beside this file.
+Passes may read ``calibration`` (activation ranges, GPTQ Hessians). ``evaluation`` is held out: only quality
+measurements and the benchmark's prompts read this text. The two texts share no source, so a pass cannot fit the text
+of the evaluation. Both alternate literature and technical prose in sections of about 4000 characters, so any prefix
+holds both kinds. The cost of shipping text: 600 KB in the wheel, and a perplexity to compare two versions of a model,
+but not with numbers published on other corpora. README.md beside the module lists sources and licences.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ def load_text(name: str) -> str:
     """The whole text ``name`` ("calibration" or "evaluation").
 
     Raises:
-        UserError: there is no such text.
+        UserError: the name is unknown.
     """
     if name not in NAMES:
         raise UserError("no such text", where=name, fix=nearest(name, NAMES))

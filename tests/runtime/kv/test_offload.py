@@ -13,9 +13,16 @@ from optkit.errors import UserError
 from optkit.kernels.cpu import native
 from optkit.runtime.engine import Engine
 from optkit.runtime.kv.manager import KVManager
-from optkit.runtime.kv.offload import CorruptSlot, FileSlots, MemorySlots, SlotStore, SlotTable, open_store
+from optkit.runtime.kv.offload import (
+    CorruptBlock,
+    FileBlocks,
+    HostBlockStore,
+    HostBlockTable,
+    MemoryBlocks,
+    open_store,
+)
 from optkit.runtime.kv.prefix_cache import Node, PrefixCache
-from optkit.runtime.types import EngineRequest, SamplingParams, Sequence
+from optkit.runtime.types import EngineRequest, Request, SamplingParams
 from tests.runtime.kv.test_prefix_cache import cached
 from tests.support import tiny_runtime
 from tests.support.fakes import FakeRunner, fake_engine
@@ -28,11 +35,11 @@ def node(name: int) -> Node:
 
 
 def test_a_full_table_gives_away_the_slot_not_used_for_longest() -> None:
-    table = SlotTable(2)
+    table = HostBlockTable(2)
     a, b, c = node(1), node(2), node(3)
     assert table.take(a) is None and table.take(b) is None
     table.touch(a)
-    assert table.take(c) is b and b.slot is None
+    assert table.take(c) is b and b.host_block is None
     table.check()
     table.release(a)
     assert len(table) == 1 and table.take(b) is None
@@ -40,19 +47,19 @@ def test_a_full_table_gives_away_the_slot_not_used_for_longest() -> None:
 
 
 @pytest.fixture(params=["memory", "file"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> SlotStore:
-    return MemorySlots(3, 64) if request.param == "memory" else FileSlots(3, 64, tmp_path)
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> HostBlockStore:
+    return MemoryBlocks(3, 64) if request.param == "memory" else FileBlocks(3, 64, tmp_path)
 
 
-def test_a_slot_gives_back_what_it_was_given(store: SlotStore) -> None:
+def test_a_slot_gives_back_what_it_was_given(store: HostBlockStore) -> None:
     data = [np.arange(i, i + 64, dtype=np.uint8) for i in range(3)]
-    for slot in (2, 0, 1, 2):
-        store.write(slot, data[slot])
-    assert all((store.read(slot) == data[slot]).all() for slot in range(3))
+    for host_block in (2, 0, 1, 2):
+        store.write(host_block, data[host_block])
+    assert all((store.read(host_block) == data[host_block]).all() for host_block in range(3))
 
 
 def test_the_file_has_no_name_and_nobody_else_can_read_it(tmp_path: Path) -> None:
-    store = FileSlots(3, 64, tmp_path)
+    store = FileBlocks(3, 64, tmp_path)
     store.write(0, np.zeros(64, dtype=np.uint8))
     assert list(tmp_path.iterdir()) == []
     mode = os.fstat(store._file)
@@ -60,12 +67,12 @@ def test_the_file_has_no_name_and_nobody_else_can_read_it(tmp_path: Path) -> Non
 
 
 def test_what_the_disk_changed_is_refused(tmp_path: Path) -> None:
-    store = FileSlots(3, 64, tmp_path)
+    store = FileBlocks(3, 64, tmp_path)
     store.write(1, np.ones(64, dtype=np.uint8))
     os.pwrite(store._file, b"\0", 64 + 5)
-    with pytest.raises(CorruptSlot):
+    with pytest.raises(CorruptBlock):
         store.read(1)
-    with pytest.raises(CorruptSlot):  # never written
+    with pytest.raises(CorruptBlock):  # never written
         store.read(0)
 
 
@@ -77,7 +84,7 @@ def test_a_store_that_cannot_be_is_refused_at_the_start(tmp_path: Path, num_byte
 
 def test_a_chat_that_pauses_goes_on_without_prefill() -> None:
     """Its blocks are needed by others meanwhile; the next turn loads them back."""
-    engine = fake_engine(options={"num_blocks": 8, "num_offload_slots": 16})
+    engine = fake_engine(options={"num_blocks": 8, "num_host_blocks": 16})
     chat, others = list(range(1, 13)), [[30 + i] * 20 for i in range(4)]
     cached(engine, chat)
     for other in others:
@@ -88,14 +95,14 @@ def test_a_chat_that_pauses_goes_on_without_prefill() -> None:
 
 
 def test_a_lost_slot_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = fake_engine(options={"num_blocks": 8, "num_offload_slots": 16})
+    engine = fake_engine(options={"num_blocks": 8, "num_host_blocks": 16})
     plain = fake_engine(options={"enable_prefix_caching": False})
     chat = list(range(1, 13))
     greedy = SamplingParams(max_tokens=4, temperature=0.0)
     for prompt in (chat, *[[30 + i] * 20 for i in range(4)]):
         engine.generate([prompt], greedy)
 
-    def lost(slot: int) -> np.ndarray:
+    def lost(host_block: int) -> np.ndarray:
         raise OSError("the disk is gone")
 
     monkeypatch.setattr(engine.store, "read", lost)
@@ -123,13 +130,13 @@ def test_a_block_travels_through_the_store_to_the_bit() -> None:
         assert (pool[77] == pool[2]).all(), name
 
 
-def pressed(count: int, slots: int, temperature: float) -> tuple[int, int]:
+def pressed(count: int, host_blocks: int, temperature: float) -> tuple[int, int]:
     """Serve ``count`` prompts with a quarter of the KV that they would like; preemptions and loads it took."""
     some = tiny_runtime.prompts(count, stems=4)
     sampling = [SamplingParams(max_tokens=24, temperature=temperature, seed=i) for i in range(count)]
     roomy = tiny_runtime.engine(enable_prefix_caching=False).generate(some, sampling)
     need = sum(-(-(len(p) + 24) // 8) for p in some[:8])  # eight sequences at once
-    engine = tiny_runtime.engine(num_blocks=max(need // 4, 14), num_offload_slots=slots)
+    engine = tiny_runtime.engine(num_blocks=max(need // 4, 14), num_host_blocks=host_blocks)
     assert engine.generate(some, sampling) == roomy
     assert engine.stats().kv_blocks_used == 0
     return engine.stats().num_preemptions, engine.stats().offload_loads
@@ -137,41 +144,43 @@ def pressed(count: int, slots: int, temperature: float) -> tuple[int, int]:
 
 @needs_native
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("slots", [0, 40])
-def test_a_quarter_of_the_kv_changes_no_token(slots: int, temperature: float) -> None:
-    preemptions, loads = pressed(24, slots, temperature)
+@pytest.mark.parametrize("host_blocks", [0, 40])
+def test_a_quarter_of_the_kv_changes_no_token(host_blocks: int, temperature: float) -> None:
+    preemptions, loads = pressed(24, host_blocks, temperature)
     assert preemptions > 0
-    assert (loads > 0) == (slots > 0)
+    assert (loads > 0) == (host_blocks > 0)
 
 
 @needs_native
 @pytest.mark.soak
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("slots", [0, 400])
-def test_two_hundred_prompts_with_a_quarter_of_the_kv(slots: int, temperature: float) -> None:
-    pressed(200, slots, temperature)
+@pytest.mark.parametrize("host_blocks", [0, 400])
+def test_two_hundred_prompts_with_a_quarter_of_the_kv(host_blocks: int, temperature: float) -> None:
+    pressed(200, host_blocks, temperature)
 
 
 def test_room_for_a_load_may_push_out_what_was_to_be_loaded() -> None:
-    """One slot and no free block: the block that the load evicts takes the very slot it was to be loaded from."""
-    kv = KVManager(3, 2, PrefixCache(2), num_slots=1)
+    """One host block and no free block: the block that the load evicts takes its own host block."""
+    kv = KVManager(3, 2, PrefixCache(2), num_host_blocks=1)
 
-    def computed(ids: list[int]) -> Sequence:
+    def computed(ids: list[int]) -> Request:
         request = EngineRequest(
             request_id=str(ids), prompt_ids=tuple(ids), sampling=SamplingParams(max_tokens=1), arrival=0.0
         )
-        seq = Sequence(request, list(ids))
-        assert kv.admit(seq, len(ids))
-        seq.num_computed = len(ids) - 1
-        kv.publish(seq)
-        return seq
+        request = Request(request, list(ids))
+        assert kv.admit(request, len(ids))
+        request.num_computed = len(ids) - 1
+        kv.publish(request)
+        return request
 
-    for ids in ([1, 2, 3], [5, 6, 7, 8, 9]):  # the second pushes the first one's block into the slot
+    for ids in ([1, 2, 3], [5, 6, 7, 8, 9]):  # the second pushes the first one's block into the host block
         kv.release(computed(ids))
     other = computed([10])  # on the only free block
     assert [t.save for t in kv.take_transfers()] == [True]
-    again = Sequence(
-        EngineRequest(request_id="again", prompt_ids=(1, 2, 3), sampling=other.request.sampling, arrival=0.0),
+    again = Request(
+        EngineRequest(
+            request_id="again", prompt_ids=(1, 2, 3), sampling=other.received.sampling, arrival=0.0
+        ),
         [1, 2, 3],
     )
     assert kv.cached_tokens(again) == 2

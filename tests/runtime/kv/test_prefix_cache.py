@@ -169,7 +169,7 @@ def test_five_hundred_prompts_cold_warm_and_without_cache_are_identical(weak: bo
         return [tokens, scored]
 
     plain = answers(fake_engine(options=options | {"enable_prefix_caching": False}))
-    engine = fake_engine(options=options | {"num_offload_slots": 30})
+    engine = fake_engine(options=options | {"num_host_blocks": 30})
     engine = weaken(engine) if weak else engine
     assert answers(engine) == plain, "cold"
     assert answers(engine) == plain, "warm"

@@ -13,7 +13,7 @@ from optkit.runtime.engine import Engine
 from optkit.runtime.kv.shareable import note_step
 from optkit.runtime.runner import ModelRunner
 from optkit.runtime.scheduling.scheduler import SchedulerConfig
-from optkit.runtime.types import ALL_TOKENS, Batch, EngineRequest, SamplingParams, ScheduledSequence, Sequence
+from optkit.runtime.types import ALL_TOKENS, Batch, EngineRequest, Request, SamplingParams, ScheduledRequest
 from tests.support.graphs import TARGET, apply, captured
 from tests.support.tiny_runtime import LIMITS
 
@@ -78,18 +78,18 @@ def test_a_prompt_takes_over_kv_that_was_decoded_in_large_steps() -> None:
 
 
 def test_note_step_keeps_scored_items_and_small_steps_apart() -> None:
-    def item(new: int, computed: int, **sampling: Any) -> ScheduledSequence:
+    def item(new: int, computed: int, **sampling: Any) -> ScheduledRequest:
         request = EngineRequest(
             request_id="r",
             prompt_ids=tuple(range(60)),
             sampling=SamplingParams(max_tokens=1, **sampling),
             arrival=0.0,
         )
-        return ScheduledSequence(Sequence(request, list(range(60)), num_computed=computed), new)
+        return ScheduledRequest(Request(request, list(range(60)), num_computed=computed), new)
 
-    def shareable(*items: ScheduledSequence, few: int = FEW) -> list[int]:
+    def shareable(*items: ScheduledRequest, few: int = FEW) -> list[int]:
         note_step(Batch(items), few)
-        return [item.seq.num_shareable for item in items]
+        return [item.request.num_shareable for item in items]
 
     assert shareable(item(2, 30), item(2, 40)) == [30, 40]
     assert shareable(item(2, 30), item(3, 40)) == [ALL_TOKENS, ALL_TOKENS]
@@ -103,9 +103,9 @@ def test_a_preempted_sequence_starts_over_with_blocks_that_it_may_share() -> Non
     made.add_request(request)
     for _ in range(4):
         made.step()
-    (seq,) = made.scheduler.running
-    assert seq.num_shareable == 30 < seq.num_computed
-    made.scheduler.preempt(seq)
-    assert seq.num_shareable == ALL_TOKENS
+    (request,) = made.scheduler.running
+    assert request.num_shareable == 30 < request.num_computed
+    made.scheduler.preempt(request)
+    assert request.num_shareable == ALL_TOKENS
     while made.has_work:
         made.step()

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
-import socket
-import subprocess
-import sys
-import textwrap
 import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,41 +15,24 @@ from typing import Any
 
 import psutil
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from optkit.errors import UserError
 from optkit.runtime.process import client as client_module
-from optkit.runtime.process import ipc, worker
+from optkit.runtime.process import ipc
 from optkit.runtime.process.client import ENGINE_DIED, ENGINE_GONE, ENGINE_STOPPED, EngineClient, EngineDied
-from optkit.runtime.process.launch import launch
-from optkit.runtime.process.worker import ParentGone, Worker
 from optkit.runtime.types import EngineRequest, FinishReason, SamplingParams, TokenOutput
-from tests.support.fakes import fake_engine
+from tests.support.engine_process import PATIENCE, eventually, request
+from tests.support.fakes import FACTORY, fake_engine
 
-FACTORY = "tests.support.fakes:fake_engine"
-PATIENCE = 120.0
 LONG = 3000  # tokens: with a step of 50 ms they outlast PATIENCE
 
 
-def client(factory: str = FACTORY, artifact: str = "", **options: Any) -> EngineClient:
-    return EngineClient(artifact, options, factory=factory, threads=1)
-
-
-def request(name: str, prompt: list[int], max_tokens: int = 8) -> EngineRequest:
-    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-    return EngineRequest(request_id=name, prompt_ids=tuple(prompt), sampling=params, arrival=0.0)
+def client(factory: str = FACTORY, **options: Any) -> EngineClient:
+    return EngineClient(json.dumps(options), factory=factory, threads=1)
 
 
 async def collect(engine: EngineClient, r: EngineRequest) -> list[TokenOutput]:
     return [output async for output in engine.generate(r)]
-
-
-async def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        await asyncio.sleep(0.01)
 
 
 def with_engine(scenario: Callable[[EngineClient], Awaitable[None]], **options: Any) -> None:
@@ -73,14 +52,6 @@ def with_engine(scenario: Callable[[EngineClient], Awaitable[None]], **options: 
     asyncio.run(main())
 
 
-def gone(pid: int) -> bool:
-    """True once the process has ended (as an orphan it may stay a zombie where nobody reaps it)."""
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
 def test_concurrent_streams_equal_the_engine_in_this_process() -> None:
     prompts = [[i, i + 1, *range(i)] for i in range(16)]
     options = {"num_blocks": 20, "max_num_seqs": 5}
@@ -88,7 +59,11 @@ def test_concurrent_streams_equal_the_engine_in_this_process() -> None:
 
     async def scenario(engine: EngineClient) -> None:
         assert engine.is_healthy
-        assert engine.info["num_blocks"] == 20 and engine.info["load_seconds"] >= 0
+        assert (
+            engine.info.config.num_blocks == 20
+            and engine.info.load_seconds >= 0
+            and engine.info.pid == engine.pid
+        )
         assert not [c for c in psutil.Process(engine.pid).net_connections() if c.status == psutil.CONN_LISTEN]
         os.kill(engine.pid, signal.SIGINT)  # Ctrl-C is the parent's business
         streams = await asyncio.gather(
@@ -219,27 +194,6 @@ def test_silence_counts_only_while_somebody_listens(monkeypatch: pytest.MonkeyPa
     with_engine(scenario)
 
 
-def test_a_launched_worker_that_nobody_takes_is_killed() -> None:
-    with launch(FACTORY) as launched:
-        pid = launched.process.pid
-        assert psutil.pid_exists(pid)
-    assert not psutil.pid_exists(pid)
-
-
-def test_a_launched_worker_is_taken_once() -> None:
-    async def main() -> None:
-        with launch(FACTORY, threads=1) as launched:
-            engine = EngineClient("", {}, factory=FACTORY, launched=launched)
-            await engine.start(PATIENCE)
-            assert engine.pid == launched.process.pid
-            with pytest.raises(RuntimeError, match="once"):
-                launched.take()
-        assert engine.is_healthy
-        await engine.stop()
-
-    asyncio.run(main())
-
-
 def test_stop_interrupts_a_step_that_hangs() -> None:
     async def main() -> None:
         engine = client(step_delay=600.0)
@@ -253,64 +207,11 @@ def test_stop_interrupts_a_step_that_hangs() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("farewell", [ipc.frame(ipc.Shutdown()), b""])
-def test_the_worker_leaves_in_the_middle_of_its_work(farewell: bytes) -> None:
-    """On order, or when the pipe closes."""
-    ours, theirs = socket.socketpair()
-    ours.sendall(ipc.frame(ipc.Add(request("r", [1], max_tokens=60))) + farewell)
-    ours.close()
-    with theirs, pytest.raises(ParentGone):
-        Worker(fake_engine(), theirs).serve()
-
-
-@pytest.mark.parametrize("farewell", [ipc.frame(ipc.Shutdown()), b"", ipc.HEADER.pack(3) + b"abc"])
-def test_the_worker_leaves_in_the_middle_of_a_step(farewell: bytes, tmp_path: Path) -> None:
-    """On order, when the pipe closes, or when what comes is no message."""
-    engine = fake_engine(options={"slow_token": 1, "until": str(tmp_path / "never"), "parts": True})
-    ours, theirs = socket.socketpair()
-    with theirs, ThreadPoolExecutor() as pool:
-        serving = pool.submit(Worker(engine, theirs).serve)
-        ours.sendall(ipc.frame(ipc.Add(request("r", [1]))))
-        asyncio.run(eventually((tmp_path / "never.begun").exists))
-        ours.sendall(farewell)
-        ours.close()
-        assert isinstance(serving.exception(PATIENCE), ParentGone)
-
-
-def test_a_worker_in_a_long_step_shows_that_it_makes_progress(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(worker, "HEARTBEAT_SECONDS", 0.01)
-    engine = fake_engine(options={"slow_token": 1, "until": str(tmp_path / "end"), "parts": True})
-    ours, theirs = socket.socketpair()
-    with theirs, ThreadPoolExecutor() as pool:
-        serving = pool.submit(Worker(engine, theirs).serve)
-        ours.sendall(ipc.frame(ipc.Add(request("r", [1]))))
-        asyncio.run(eventually((tmp_path / "end.begun").exists))
-        beats = ipc.frame(ipc.Begun(("r",))) + 3 * ipc.frame(ipc.Heartbeat())
-        received = ours.recv(4096)
-        while not received.endswith(beats):
-            received += ours.recv(4096)
-        ours.close()
-        assert isinstance(serving.exception(PATIENCE), ParentGone)
-
-
-def test_an_idle_worker_shows_that_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "HEARTBEAT_SECONDS", 0.01)
-    ours, theirs = socket.socketpair()
-    with theirs, ThreadPoolExecutor() as pool:
-        serving = pool.submit(Worker(fake_engine(), theirs).serve)
-        heartbeat = ipc.frame(ipc.Heartbeat())
-        assert ours.recv(len(heartbeat), socket.MSG_WAITALL) == heartbeat
-        ours.close()
-        assert isinstance(serving.exception(PATIENCE), ParentGone)
-
-
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
         (
-            {"load_error": "user", "artifact": "there"},
+            {"load_error": "user"},
             UserError,
             "there: the artifact is broken. build it again.",
         ),
@@ -329,52 +230,3 @@ def test_a_failed_start_says_why_and_leaves_no_process(
         return engine.pid
 
     assert not psutil.pid_exists(asyncio.run(main()))
-
-
-@pytest.mark.parametrize("load_delay", [0.0, 600.0])
-def test_the_worker_dies_with_its_parent(load_delay: float) -> None:
-    """Whether it is loading or idle when the parent is killed."""
-    program = textwrap.dedent(f"""
-        import asyncio, time
-        from optkit.runtime.process.client import EngineClient
-        async def main():
-            engine = EngineClient("", {{"load_delay": {load_delay}}}, factory="{FACTORY}", threads=1)
-            start = asyncio.create_task(engine.start())
-            if not {load_delay}:
-                await start
-            await asyncio.sleep(1.0)
-            print(engine.pid, flush=True)
-            time.sleep(600)
-        asyncio.run(main())
-    """)
-    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    try:
-        child = int(parent.stdout.readline())
-        assert not gone(child)
-    finally:
-        parent.kill()
-        parent.wait()
-        parent.stdout.close()
-    asyncio.run(eventually(lambda: gone(child)))
-
-
-@given(st.lists(st.integers(1, 40)), st.lists(st.integers(0, 99), min_size=1, max_size=5))
-def test_frames_survive_any_cut(cuts: list[int], prompts: list[int]) -> None:
-    messages: list[ipc.ToWorker] = [ipc.Add(request(f"r{i}", [i] * 9)) for i in prompts]
-    messages += [ipc.Abort("r"), ipc.Shutdown()]
-    data = b"".join(ipc.frame(message) for message in messages)
-    reader, received = ipc.FrameReader(), []
-    for cut in cuts:
-        received += reader.feed(data[:cut])
-        data = data[cut:]
-    assert received + reader.feed(data) == messages
-
-
-def test_frames_that_are_too_large_or_no_message_are_refused() -> None:
-    with pytest.raises(ipc.ProtocolError, match="larger than"):
-        ipc.FrameReader().feed(ipc.HEADER.pack(ipc.MAX_FRAME + 1))
-    with pytest.raises(ipc.ProtocolError, match="larger than"):
-        ipc.frame(ipc.Abort("x" * ipc.MAX_FRAME))
-    for body in (b"\xc1", ipc._encoder.encode({"type": "ready"}), ipc._encoder.encode({"type": "abort"})):
-        with pytest.raises(ipc.ProtocolError):
-            ipc.FrameReader().feed(ipc.HEADER.pack(len(body)) + body)

@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 
 from optkit.runtime.sampling import sampler
 from optkit.runtime.sampling.sampler import BAD_LOGITS, BAD_ROW, distribution, penalize, sample, wide_nucleus
-from optkit.runtime.types import EngineRequest, SamplingParams, Sequence
+from optkit.runtime.types import EngineRequest, Request, SamplingParams
 
 VOCAB = 50
 
 
-def sequence(prompt: list[int] | None = None, output: list[int] | None = None, **params: object) -> Sequence:
+def sequence(prompt: list[int] | None = None, output: list[int] | None = None, **params: object) -> Request:
     prompt = prompt or [0]
     sampling = SamplingParams(**{"max_tokens": 100} | params)
     request = EngineRequest(request_id="r", prompt_ids=tuple(prompt), sampling=sampling, arrival=0.0)
-    return Sequence(request, prompt + (output or []))
+    return Request(request, prompt + (output or []))
 
 
 def random_logits(rows: int = 1, seed: int = 0) -> torch.Tensor:
@@ -29,9 +29,7 @@ def random_logits(rows: int = 1, seed: int = 0) -> torch.Tensor:
 
 def support(**params: object) -> set[int]:
     """The tokens that can be drawn."""
-    return set(
-        distribution(random_logits()[0], sequence(**params).request.sampling).nonzero().flatten().tolist()
-    )
+    return set(distribution(random_logits()[0], sequence(**params).sampling).nonzero().flatten().tolist())
 
 
 def ranked() -> list[tuple[int, float]]:
@@ -78,7 +76,7 @@ def test_filters_combine() -> None:
 
 def test_temperature_scales_the_logits() -> None:
     logits = random_logits()[0]
-    probs = distribution(logits, sequence(temperature=0.5).request.sampling)
+    probs = distribution(logits, sequence(temperature=0.5).sampling)
     assert torch.allclose(probs, (logits / 0.5).softmax(0))
 
 
@@ -97,10 +95,10 @@ def test_unseeded_requests_differ() -> None:
 
 def test_a_seeded_token_depends_on_nothing_but_its_own_request() -> None:
     logits = random_logits(4)
-    seqs = [sequence(seed=7, output=[1, 2]), sequence(), sequence(seed=8), sequence(temperature=0.0)]
-    alone = sample(logits[:1], seqs[:1])[0]
+    requests = [sequence(seed=7, output=[1, 2]), sequence(), sequence(seed=8), sequence(temperature=0.0)]
+    alone = sample(logits[:1], requests[:1])[0]
     for order in ([0, 1, 2, 3], [3, 2, 1, 0], [1, 0]):
-        tokens = sample(logits[order], [seqs[i] for i in order])
+        tokens = sample(logits[order], [requests[i] for i in order])
         assert tokens[order.index(0)] == alone
 
 
@@ -131,9 +129,9 @@ def test_presence_and_frequency_penalties_cover_the_output_only() -> None:
 def test_greedy_honours_penalties() -> None:
     logits = random_logits()
     best, second = logits[0].topk(2).indices.tolist()
-    seq = sequence(output=[best], temperature=0.0, presence_penalty=100.0)
+    request = sequence(output=[best], temperature=0.0, presence_penalty=100.0)
     before = logits.clone()
-    assert sample(logits, [seq]) == [second]
+    assert sample(logits, [request]) == [second]
     assert logits.equal(before)
 
 
@@ -161,19 +159,19 @@ def test_bad_logits_fail_their_row_only(temperature: float, bad: float | str) ->
 
 def test_an_exception_fails_its_row_only() -> None:
     logits = random_logits(3)
-    seqs = [
+    requests = [
         sequence(seed=1),
         sequence(stop_token_ids=(VOCAB,), min_tokens=1),
         sequence(temperature=float("nan")),
     ]
-    first, second, third = sample(logits, seqs)
-    assert first == sample(logits[:1], seqs[:1])[0]
+    first, second, third = sample(logits, requests)
+    assert first == sample(logits[:1], requests[:1])[0]
     assert second == third == BAD_ROW
 
 
 def test_masking_every_token_is_a_failure_not_a_guess() -> None:
-    seq = sequence(min_tokens=1, stop_token_ids=tuple(range(VOCAB)), temperature=0.0)
-    assert sample(random_logits(), [seq]) == [BAD_LOGITS]
+    request = sequence(min_tokens=1, stop_token_ids=tuple(range(VOCAB)), temperature=0.0)
+    assert sample(random_logits(), [request]) == [BAD_LOGITS]
 
 
 def test_logit_bias_is_added_before_the_choice() -> None:

@@ -7,24 +7,24 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from optkit.runtime.scheduling.cost_model import CostModel, StepShape, chunk_shape
+from optkit.runtime.scheduling.cost_model import CostModel, StepWork, chunk_work
 
 TRUE = (8e-3, 3e-4, 1e-3, 2e-8)
 
 
-def steps(count: int, seed: int = 0) -> list[StepShape]:
+def steps(count: int, seed: int = 0) -> list[StepWork]:
     generator = np.random.default_rng(seed)
     shapes = []
     for _ in range(count):
         decodes, context = int(generator.integers(0, 9)), int(generator.integers(1, 2000))
-        shape = StepShape(decodes, decodes, decodes * context)
+        shape = StepWork(decodes, decodes, decodes * context)
         if generator.random() < 0.3:
-            shape += chunk_shape(int(generator.integers(1, 1024)), int(generator.integers(0, 1000)), 1)
-        shapes.append(shape if shape.tokens else StepShape(1, 1, context))
+            shape += chunk_work(int(generator.integers(1, 1024)), int(generator.integers(0, 1000)), 1)
+        shapes.append(shape if shape.tokens else StepWork(1, 1, context))
     return shapes
 
 
-def truth(shape: StepShape, scale: float = 1.0) -> float:
+def truth(shape: StepWork, scale: float = 1.0) -> float:
     return scale * float(np.dot(TRUE, (1, shape.tokens, shape.rows, shape.pairs)))
 
 
@@ -59,12 +59,12 @@ def test_it_follows_a_machine_that_changes_its_speed(scale: float, count: int) -
 
 
 def test_while_it_decodes_a_slower_machine_is_slower_for_prompts_too() -> None:
-    model, decode = CostModel(), StepShape(4, 4, 8000)
+    model, decode = CostModel(), StepWork(4, 4, 8000)
     for shape in steps(200):
         model.observe(shape, truth(shape))
     for _ in range(200):
         model.observe(decode, truth(decode, 2.0))
-    assert model.prefill_seconds(1000) == pytest.approx(truth(chunk_shape(1000, 0, 1), 2.0), rel=0.2)
+    assert model.prefill_seconds(1000) == pytest.approx(truth(chunk_work(1000, 0, 1), 2.0), rel=0.2)
 
 
 def test_a_stall_changes_next_to_nothing() -> None:
@@ -79,10 +79,10 @@ def test_hours_of_decoding_do_not_unlearn_prefill_and_leave_the_covariance_posit
     for shape in steps(200):
         model.observe(shape, truth(shape))
     for i in range(6000):
-        decode = StepShape(4, 4, 2000 + i % 500)
+        decode = StepWork(4, 4, 2000 + i % 500)
         model.observe(decode, truth(decode) * (1 + 0.1 * noise.uniform(-1, 1)))
     check_sound(model)
-    assert model.prefill_seconds(1000) == pytest.approx(truth(chunk_shape(1000, 0, 1)), rel=0.2)
+    assert model.prefill_seconds(1000) == pytest.approx(truth(chunk_work(1000, 0, 1)), rel=0.2)
 
 
 # what a server can go through: (kind, steps, factor on the time)
@@ -96,18 +96,18 @@ PHASES = st.lists(
 )
 
 
-def phase(kind: str, count: int, dice: np.random.Generator) -> list[StepShape]:
+def phase(kind: str, count: int, dice: np.random.Generator) -> list[StepWork]:
     match kind:
         case "mixed":
             return steps(count, int(dice.integers(1 << 30)))
         case "decode":  # contexts grow, tokens and rows are collinear
-            return [StepShape(4, 4, 4.0 * (2000 + i)) for i in range(count)]
+            return [StepWork(4, 4, 4.0 * (2000 + i)) for i in range(count)]
         case "same":
-            return [StepShape(1, 1, 100.0)] * count
+            return [StepWork(1, 1, 100.0)] * count
         case "prompts":
-            return [chunk_shape(int(n), 0, 1) for n in dice.integers(1, 2048, count)]
+            return [chunk_work(int(n), 0, 1) for n in dice.integers(1, 2048, count)]
     sizes = dice.integers(0, (4096, 64, 10**12), (count, 3))
-    return [StepShape(int(tokens), int(rows), float(pairs)) for tokens, rows, pairs in sizes]
+    return [StepWork(int(tokens), int(rows), float(pairs)) for tokens, rows, pairs in sizes]
 
 
 # The same examples each time. Others are known that take 6,000 steps to come below the bound (docs/lab-notes.md).
@@ -132,7 +132,7 @@ def check_sound(model: CostModel) -> None:
     assert np.isfinite(model.coefficients).all() and (model.coefficients >= 0).all()
     assert np.isfinite(covariance).all() and (covariance == covariance.T).all()
     assert np.linalg.eigvalsh(covariance).min() > -1e-14 * np.trace(covariance)
-    assert 0 <= model.seconds(StepShape(1, 1, 10.0)) <= model.seconds(StepShape(64, 2, 1e3)) < float("inf")
+    assert 0 <= model.seconds(StepWork(1, 1, 10.0)) <= model.seconds(StepWork(64, 2, 1e3)) < float("inf")
 
 
 @given(
@@ -151,14 +151,14 @@ def test_whatever_is_measured_predictions_stay_sane(
 ) -> None:
     model = CostModel()
     for tokens, rows, pairs, seconds in measured:
-        model.observe(StepShape(tokens, rows, pairs), seconds)
+        model.observe(StepWork(tokens, rows, pairs), seconds)
     check_sound(model)
 
 
 @given(st.floats(0.0, 2.0), st.integers(0, 8), st.integers(0, 2000))
 def test_tokens_within_a_time_take_that_time(seconds: float, decodes: int, context: int) -> None:
-    model, rest = CostModel(), StepShape(decodes, decodes, 100.0 * decodes)
+    model, rest = CostModel(), StepWork(decodes, decodes, 100.0 * decodes)
     count = model.tokens_within(seconds, rest, context)
     if count:
-        assert model.seconds(rest + chunk_shape(count, context, 1)) <= seconds * (1 + 1e-6)
-    assert model.seconds(rest + chunk_shape(count + 2, context, 1)) > seconds
+        assert model.seconds(rest + chunk_work(count, context, 1)) <= seconds * (1 + 1e-6)
+    assert model.seconds(rest + chunk_work(count + 2, context, 1)) > seconds

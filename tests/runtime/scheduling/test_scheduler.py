@@ -3,54 +3,24 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optkit.runtime.sampling.proposer import SpeculationStats
-from optkit.runtime.scheduling.scheduler import Scheduler, SchedulerConfig
+from optkit.runtime.scheduling.scheduler import Scheduler
 from optkit.runtime.types import (
     QUEUE_TIMEOUT,
-    Batch,
     EngineRefusal,
     EngineRequest,
     Failure,
     FinishReason,
+    Request,
     SamplingParams,
-    Sequence,
 )
-
-
-def make(**overrides: float) -> Scheduler:
-    limits = {
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 16,
-        "max_model_len": 64,
-        "block_size": 4,
-        "num_blocks": 64,
-        "enable_prefix_caching": False,  # tests/runtime/kv/test_prefix_cache.py
-    }
-    return Scheduler(SchedulerConfig(**limits | overrides))
-
-
-def add(scheduler: Scheduler, name: str, num_prompt: int, max_tokens: int = 8, **sampling: object) -> None:
-    params = SamplingParams(max_tokens=max_tokens, **sampling)
-    scheduler.add(EngineRequest(request_id=name, prompt_ids=(1,) * num_prompt, sampling=params, arrival=0.0))
-
-
-def plan(batch: Batch) -> list[tuple[str, int]]:
-    return [(item.seq.request.request_id, item.num_new) for item in batch.items]
-
-
-def advance(scheduler: Scheduler, token: int = 5) -> list[tuple[str, int]]:
-    """One step in which every sampled token is ``token``; returns what was scheduled."""
-    batch = scheduler.schedule()
-    assert batch.items, "nothing to do"
-    scheduler.update(batch, [(token,) if item.needs_logits else None for item in batch.items])
-    scheduler.check()
-    return plan(batch)
+from tests.support.schedulers import add, advance, make, plan
 
 
 def test_a_long_prompt_is_chunked_and_never_stalls_a_decode() -> None:
@@ -101,10 +71,10 @@ def test_the_youngest_is_preempted_and_recomputed_with_its_output() -> None:
     add(scheduler, "late", 16, max_tokens=1)
     while not scheduler.num_preemptions:
         advance(scheduler)
-    assert [seq.request.request_id for seq in scheduler.running] == ["old"]
+    assert [request.request_id for request in scheduler.running] == ["old"]
     young = scheduler.waiting[0]
     generated = len(young.token_ids)
-    assert young.request.request_id == "young", "the newcomer overtook it"
+    assert young.request_id == "young", "the newcomer overtook it"
     assert generated > 4 and young.num_computed == 0 and not young.block_table
     while young in scheduler.waiting:
         last = advance(scheduler)
@@ -133,46 +103,11 @@ def test_admission_leaves_running_sequences_room_to_grow() -> None:
     assert scheduler.num_preemptions == 0
 
 
-@pytest.mark.parametrize(
-    ("num_prompt", "max_tokens", "reason"),
-    [
-        (0, 1, "the prompt is empty"),
-        (1, 0, "max_tokens must be at least 1"),
-        (64, 1, "leaves no room"),
-        (33, 1, "need 33 tokens of KV cache; there are 32"),
-        (1, 33, "need 33 tokens of KV cache; there are 32"),
-    ],
-)
-def test_requests_that_can_never_fit_are_refused(num_prompt: int, max_tokens: int, reason: str) -> None:
-    scheduler = make(num_blocks=8, block_size=4)
-    with pytest.raises(EngineRefusal, match=reason):
-        add(scheduler, "r", num_prompt, max_tokens)
-    assert not scheduler.has_work
-    scheduler.check()
-
-
-@pytest.mark.parametrize(("num_prompt", "max_tokens"), [(32, 1), (1, 32)])
-def test_the_largest_request_that_fits_is_served(num_prompt: int, max_tokens: int) -> None:
-    scheduler = make(num_blocks=8, block_size=4)
-    add(scheduler, "r", num_prompt, max_tokens)
-    seq = scheduler.waiting[0]
-    while scheduler.has_work:
-        advance(scheduler)
-    assert seq.num_output == max_tokens
-    assert scheduler.stats().kv_blocks_used == 0
-
-
 def test_an_id_in_use_is_refused() -> None:
     scheduler = make()
     add(scheduler, "r", 1)
     with pytest.raises(EngineRefusal, match="'r' is being served"):
         add(scheduler, "r", 1)
-
-
-@pytest.mark.parametrize("bad", [{"num_blocks": 0}, {"max_num_seqs": 17}])
-def test_limits_that_cannot_work_are_refused(bad: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match=next(iter(bad))):
-        make(**bad)
 
 
 def finish(scheduler: Scheduler, tokens: list[int]) -> tuple[list[int], FinishReason | None]:
@@ -238,7 +173,7 @@ def test_stats_follow_the_queues() -> None:
 
 def test_a_prompt_that_runs_goes_on_when_a_more_urgent_one_finds_no_place() -> None:
     """Else the one waits for a place and the other for its turn, for ever."""
-    scheduler = make(policy="slo", ttft_slo=0.5, max_num_seqs=1)
+    scheduler = make(scheduling_policy="slo", ttft_slo_ms=500, max_num_seqs=1)
     add(scheduler, "first", 40)
     advance(scheduler)
     params = SamplingParams(max_tokens=1)
@@ -271,10 +206,10 @@ def test_what_raises_for_one_sequence_ends_that_one(monkeypatch: pytest.MonkeyPa
     add(scheduler, "bad", 5)
     admit = scheduler.kv.admit
 
-    def broken(seq: Sequence, *args: int) -> bool:
-        if seq.num_prompt == 5:
+    def broken(request: Request, *args: int) -> bool:
+        if request.num_prompt == 5:
             raise RuntimeError("broken")
-        return admit(seq, *args)
+        return admit(request, *args)
 
     monkeypatch.setattr(scheduler.kv, "admit", broken)
     batch = scheduler.schedule()
@@ -287,22 +222,19 @@ def test_what_raises_for_one_sequence_ends_that_one(monkeypatch: pytest.MonkeyPa
     scheduler.check()
 
 
-# -- guesses ---------------------------------------------------------------------------------------------
-
-
 class Eager:
     """Guesses as many tokens as it may; all of them are wrong where 5 is sampled."""
 
     def __init__(self) -> None:
         self.stats = SpeculationStats()
 
-    def propose(self, sequences: Seq[Sequence], limits: Seq[int]) -> list[tuple[int, ...]]:
+    def propose(self, sequences: Sequence[Request], limits: Sequence[int]) -> list[tuple[int, ...]]:
         return [(9,) * limit for limit in limits]
 
-    def observe(self, seq: Sequence, num_drafted: int, num_accepted: int) -> None:
+    def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         pass
 
-    def finished(self, seq: Sequence) -> None:
+    def finished(self, request: Request) -> None:
         pass
 
 

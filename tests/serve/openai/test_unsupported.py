@@ -129,9 +129,9 @@ def test_spaces_between_special_tokens_is_refused_where_it_would_mean_something(
 @pytest.mark.parametrize(("effort", "thinking"), [("low", "True"), ("none", "False"), (None, "")])
 def test_reasoning_effort_reaches_the_template(effort: str | None, thinking: str) -> None:
     app = tiny_app(engine := FakeEngine())
-    template = app.state.service.prompts.tokenizer.chat_template
+    template = app.state.parts.prompts.tokenizer.chat_template
     source = "{{ reasoning_effort }}|{{ enable_thinking }}|"
-    app.state.service.prompts.tokenizer.chat_template = type(template)(source)
+    app.state.parts.prompts.tokenizer.chat_template = type(template)(source)
     post(app, CHAT, {**GOOD[CHAT], "reasoning_effort": effort})
     [request] = engine.requests
     assert fast_tokenizer().decode(request.prompt_ids) == f"{effort or ''}|{thinking}|"
@@ -139,8 +139,8 @@ def test_reasoning_effort_reaches_the_template(effort: str | None, thinking: str
 
 def test_reasoning_effort_leaves_a_given_template_variable_alone() -> None:
     app = tiny_app(engine := FakeEngine())
-    template = app.state.service.prompts.tokenizer.chat_template
-    app.state.service.prompts.tokenizer.chat_template = type(template)("{{ enable_thinking }}")
+    template = app.state.parts.prompts.tokenizer.chat_template
+    app.state.parts.prompts.tokenizer.chat_template = type(template)("{{ enable_thinking }}")
     kwargs = {"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}}
     post(app, CHAT, {**GOOD[CHAT], **kwargs})
     assert fast_tokenizer().decode(engine.requests[0].prompt_ids) == "False"

@@ -1,0 +1,305 @@
+"""The options of the engine, each stated once: name, type, unit, default, bounds and help text.
+
+``SchedulingOptions`` are limits of the scheduler, ``EngineOptions`` adds memory, speculation and trust.
+``optkit.cli.engine_flags`` makes the flags of ``optkit serve`` from the fields. The recipe's ``runtime`` section
+takes defaults and bounds from the fields. An ``EngineOptions`` crosses the process border as msgpack; an unknown key,
+a wrong type or a value out of bounds is an error in the sending process (``engine_options``) and in the receiving one
+(decoding).
+
+Units: a name ends in ``_ms`` (milliseconds) or ``_bytes``; ``queue_timeout`` is in seconds, as ``--request-timeout``.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import typing
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+
+from optkit.errors import UserError, nearest
+
+if TYPE_CHECKING:
+    from optkit.recipe.schema import Recipe
+
+LOADING, SCHEDULING, ACCESS = "Loading", "Scheduling and KV cache", "Access and load"  # groups in --help
+
+MAX_TOKENS = 1 << 24
+MAX_BYTES = (1 << 50) - 1
+MAX_REQUESTS = 4096
+MAX_GUESSES = 64
+DEFAULT_KV_CACHE_BYTES = 256 * 1024**2
+
+
+def about(
+    text: str, group: str = SCHEDULING, *, unit: str = "", recipe: str = "", flag: bool = True, **bounds: Any
+) -> msgspec.Meta:
+    """Facts of one option.
+
+    Args:
+        text: the help text.
+        group: heading in ``--help``.
+        unit: of the value.
+        recipe: the recipe's key for the same value, such as ``slo.ttft_ms``.
+        flag: ``optkit serve`` has a flag for the option.
+        bounds: ``ge``, ``gt``, ``le``, ``lt``.
+    """
+    facts = {"group": group, "unit": unit, "recipe": recipe, "flag": flag}
+    return msgspec.Meta(description=text, extra=facts, **bounds)
+
+
+class SchedulingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Options of the scheduler, under the same names in ``SchedulerConfig``."""
+
+    max_num_seqs: Annotated[
+        int,
+        about(
+            "Requests that run together. More raise throughput and the time between tokens of each.",
+            LOADING,
+            unit="requests",
+            recipe="runtime.max_num_seqs",
+            ge=1,
+            le=MAX_REQUESTS,
+        ),
+    ] = 16
+    max_num_batched_tokens: Annotated[
+        int,
+        about(
+            "Tokens of one step. Fewer keep running answers smooth while a long prompt is prefilled; "
+            "more finish that prompt sooner.",
+            LOADING,
+            unit="tokens",
+            recipe="runtime.max_num_batched_tokens",
+            ge=1,
+            le=MAX_TOKENS,
+        ),
+    ] = 2048
+    block_size: Annotated[
+        int,
+        about(
+            "Tokens of a KV block.",
+            LOADING,
+            unit="tokens",
+            recipe="runtime.block_size",
+            flag=False,
+            ge=1,
+            le=1024,
+        ),
+    ] = 32
+    enable_prefix_caching: Annotated[
+        bool,
+        about("Keep the KV of finished requests for prompts that begin alike, as long as there is room."),
+    ] = True
+    scheduling_policy: Annotated[
+        Literal["fcfs", "slo"],
+        about(
+            "fcfs: first come, first served. slo: the request with the least time left for its first token goes "
+            "first, and long prompts are computed in pieces that keep the others on time."
+        ),
+    ] = "fcfs"
+    ttft_slo_ms: (
+        Annotated[
+            float, about("Promised time to first token.", unit="milliseconds", recipe="slo.ttft_ms", gt=0)
+        ]
+        | None
+    ) = None
+    tpot_slo_ms: (
+        Annotated[
+            float, about("Promised time per output token.", unit="milliseconds", recipe="slo.tpot_ms", gt=0)
+        ]
+        | None
+    ) = None
+    enforce_ttft_slo: Annotated[
+        bool, about("Answer 429 at once when the first token is predicted to come later than promised.")
+    ] = False
+    queue_timeout: (
+        Annotated[
+            float,
+            about(
+                "Longest time in the queue, in seconds, before the first prefill step; then the answer is 503 with "
+                "Retry-After. 0: as long as --request-timeout allows.",
+                ACCESS,
+                unit="seconds",
+                ge=0,
+            ),
+        ]
+        | None
+    ) = None
+
+
+class EngineOptions(SchedulingOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """All options of an engine. ``engine_options`` makes the struct from a recipe and the given flags."""
+
+    max_model_len: (
+        Annotated[
+            int,
+            about(
+                "Longest prompt and answer together, in tokens. The recipe's null is the model's limit.",
+                LOADING,
+                unit="tokens",
+                recipe="runtime.max_model_len",
+                ge=1,
+                le=MAX_TOKENS,
+            ),
+        ]
+        | None
+    ) = None
+    kv_cache_bytes: (
+        Annotated[
+            int,
+            about(
+                "Memory of the KV cache, such as 512MiB. It bounds how many tokens live at once. When the cache is "
+                "full, the youngest request waits, and the KV it has lost by then is computed again.",
+                LOADING,
+                unit="bytes",
+                recipe="runtime.kv_cache_bytes",
+                gt=0,
+                le=MAX_BYTES,
+            ),
+        ]
+        | None  # on a GPU: the memory that weights and the largest step leave
+    ) = DEFAULT_KV_CACHE_BYTES
+    gpu_memory_utilization: Annotated[
+        float,
+        about(
+            "On a GPU: the share of its memory to use. The KV cache gets what weights and the largest step leave of "
+            "that share, unless --kv-cache-bytes is given.",
+            LOADING,
+            recipe="runtime.gpu_memory_utilization",
+            gt=0,
+            le=1,
+        ),
+    ] = 0.9
+    kv_offload_bytes: (
+        Annotated[
+            int,
+            about(
+                "Host memory, such as 1GiB, for KV that the cache has no room for: a chat that pauses goes on without "
+                "prefill.",
+                unit="bytes",
+                gt=0,
+                le=MAX_BYTES,
+            ),
+        ]
+        | None
+    ) = None
+    kv_offload_dir: (
+        Annotated[
+            str,
+            about(
+                "Put the offloaded KV into a file in this directory instead of memory. The file has no name and is "
+                "gone with the server."
+            ),
+        ]
+        | None
+    ) = None
+    speculative_model: (
+        Annotated[
+            str,
+            about(
+                "Guess several tokens and check them in one step: ngram copies what followed the last tokens before; "
+                "another artifact with the same tokenizer guesses with its model. Answers stay the same."
+            ),
+        ]
+        | None
+    ) = None
+    num_speculative_tokens: Annotated[
+        int, about("Most tokens guessed at once.", unit="tokens", ge=1, le=MAX_GUESSES)
+    ] = 8
+    trust_artifact_code: Annotated[
+        bool,
+        about(
+            "Run an artifact's compiled code even if it was not built on this machine by you. It runs with all your "
+            "rights: only for artifacts whose maker you trust. Without the option such code is left alone.",
+            LOADING,
+        ),
+    ] = False
+
+    def scheduling(self) -> dict[str, Any]:
+        """The values of ``SchedulingOptions`` by name."""
+        return {name: getattr(self, name) for name in SchedulingOptions.__struct_fields__}
+
+
+DEFAULTS = EngineOptions()
+NAMES = EngineOptions.__struct_fields__
+
+
+@functools.cache
+def _hints() -> dict[str, Any]:
+    return typing.get_type_hints(EngineOptions, include_extras=True)
+
+
+def _stated_type(name: str) -> Any:
+    """The ``Annotated`` type of option ``name``, without the None of an optional one."""
+    hint = _hints()[name]
+    return hint if hasattr(hint, "__metadata__") else typing.get_args(hint)[0]
+
+
+def facts(name: str) -> msgspec.Meta:
+    """The facts of option ``name``, made by ``about``."""
+    return _stated_type(name).__metadata__[0]
+
+
+def fact(name: str, key: str) -> Any:
+    """One of ``group``, ``unit``, ``recipe``, ``flag`` of option ``name``."""
+    return (facts(name).extra or {})[key]
+
+
+def value_type(name: str) -> Any:
+    """The type of a value of option ``name``: int, float, bool, str or a Literal."""
+    return _stated_type(name).__origin__
+
+
+def bounds(name: str) -> dict[str, Any]:
+    """The bounds of option ``name``: ``ge``, ``gt``, ``le``, as far as there are any."""
+    found = {side: getattr(facts(name), side) for side in ("ge", "gt", "le")}
+    return {side: value for side, value in found.items() if value is not None}
+
+
+def flag(name: str) -> str:
+    """The flag of ``optkit serve`` for option ``name``."""
+    return "--" + name.replace("_", "-")
+
+
+def engine_options(recipe: Recipe | None = None, given: Mapping[str, Any] | None = None) -> EngineOptions:
+    """Options of an engine: ``given``, else the recipe's values, else the defaults. None counts as not given.
+
+    Raises:
+        UserError: an unknown option, a wrong type, or a value out of bounds.
+    """
+    known = {} if recipe is None else recipe_values(recipe)
+    return checked(known | {name: value for name, value in (given or {}).items() if value is not None})
+
+
+def recipe_values(recipe: Recipe) -> dict[str, Any]:
+    """The options in a recipe.
+
+    On a GPU ``kv_cache_bytes`` is None, with any recipe: the cache gets the memory that is left.
+    """
+    found = {}
+    for name in NAMES:
+        section, _, key = fact(name, "recipe").partition(".")
+        if section:
+            found[name] = getattr(getattr(recipe, section), key)
+    return found if recipe.target == "cpu" else found | {"kv_cache_bytes": None}
+
+
+def checked(values: Mapping[str, Any]) -> EngineOptions:
+    """``values`` by name as options.
+
+    Raises:
+        UserError: an unknown option, a wrong type, or a value out of bounds.
+    """
+    for name in values:
+        if name not in NAMES:
+            raise UserError(
+                f"unknown option '{name}'", where="options of the engine", fix=nearest(name, NAMES)
+            )
+    try:
+        return msgspec.convert(dict(values), EngineOptions)
+    except msgspec.ValidationError as error:
+        what, _, place = str(error).partition(" - at ")
+        name = re.sub(r"[`$.]", "", place)
+        raise UserError(what.replace("`", ""), where=flag(name), fix="optkit serve --help") from error

@@ -1,0 +1,42 @@
+"""The facts about a loaded engine that the API process needs, as they cross the process border."""
+
+from __future__ import annotations
+
+import msgspec
+
+from optkit.runtime.scheduling.config import SchedulerConfig
+
+
+class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The memory of a runtime. ``num_sequences`` requests of ``sequence_length`` tokens fit the KV pool at once.
+
+    Attributes:
+        dtype: element type of the pool, in words (``optkit.runtime.kv.pools.dtype_label``).
+        weight_bytes, workspace_bytes: of the weights and of the largest step; 0 where they are not known.
+    """
+
+    num_blocks: int
+    num_tokens: int
+    num_bytes: int
+    sequence_length: int
+    num_sequences: int
+    dtype: str
+    weight_bytes: int = 0
+    workspace_bytes: int = 0
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One engine: its limits, its memory, and its process.
+
+    Attributes:
+        vocab_size: token ids of the model are in [0, vocab_size).
+        gpu_memory_utilization: the share of a GPU's memory, when the KV cache got what is left of that share.
+        load_seconds: time that loading took; ``Engine.info`` leaves it, like ``pid``, to the process.
+    """
+
+    config: SchedulerConfig
+    memory_plan: MemoryPlan
+    vocab_size: int
+    gpu_memory_utilization: float | None = None
+    load_seconds: float = 0.0
+    pid: int = 0

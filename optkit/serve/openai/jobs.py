@@ -1,0 +1,90 @@
+"""Choice jobs: a checked request with its token ids becomes one job for each choice of the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from optkit.runtime.types import EngineRequest
+from optkit.serve.openai.protocol import ChatRequest, GenerationRequest
+
+
+@dataclass(frozen=True)
+class Sender:
+    """The origin of a request.
+
+    Attributes:
+        name: begins the engine's ids of the request's choices; clients may use a ``request_id`` twice.
+        arrival: ``time.monotonic()``.
+        tenant: name of the API key; requests of different tenants share no cached KV.
+    """
+
+    name: str
+    arrival: float
+    tenant: str = ""
+
+
+@dataclass(frozen=True)
+class ChoiceJob:
+    """One choice to generate: the engine's request, and the rules for its text.
+
+    Attributes:
+        index: of the choice.
+        stops: strings that end the text.
+        keep_stop: the text includes the stop string at its end.
+        skip_special: special tokens have no text.
+        echo: the prompt's text when the choice begins with the prompt.
+        prompt_only: the request wants no token; the engine generates at least one, which is dropped.
+        list_stop_token: a stop token has an entry in the logprobs, though not in the text.
+        n: choices of this prompt, in the first of them, which counts the prompt in the metrics; else 0.
+    """
+
+    index: int
+    request: EngineRequest
+    stops: Sequence[str] = ()
+    keep_stop: bool = False
+    skip_special: bool = True
+    echo: str | None = None
+    prompt_only: bool = False
+    list_stop_token: bool = False
+    n: int = 1
+
+
+def choice_jobs(
+    request: GenerationRequest,
+    sender: Sender,
+    ids: tuple[int, ...],
+    text: str,
+    first: int,
+    max_tokens: int,
+    eos_ids: tuple[int, ...],
+) -> Iterator[ChoiceJob]:
+    """The jobs of one prompt, ``request.num_choices`` of them.
+
+    Args:
+        ids, text: of the prompt.
+        first: index of its first choice.
+        max_tokens: tokens to generate; 0 scores the prompt only.
+        eos_ids: end-of-sequence tokens of the model.
+    """
+    n = request.num_choices
+    for j in range(n):
+        engine_request = EngineRequest(
+            request_id=f"{sender.name}-{first + j}",
+            prompt_ids=ids,
+            sampling=request.sampling(max(max_tokens, 1), eos_ids, j),
+            arrival=sender.arrival,
+            priority=request.priority or 0,
+            cache_salt=f"{sender.tenant}:{request.cache_salt or ''}",
+        )
+        yield ChoiceJob(
+            index=first + j,
+            request=engine_request,
+            stops=request.stop,
+            keep_stop=bool(request.include_stop_str_in_output),
+            skip_special=request.skip_special_tokens is not False,
+            echo=text if request.echoes else None,
+            prompt_only=max_tokens == 0,
+            list_stop_token=not isinstance(request, ChatRequest) or bool(request.return_token_ids),
+            n=n if j == 0 else 0,
+        )

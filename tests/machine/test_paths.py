@@ -1,0 +1,51 @@
+"""The private cache directory: created for its user alone, refused when others could change it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from optkit.errors import UserError
+from optkit.machine.paths import cache_dir, cache_root, private_dir
+
+
+def test_cache_root_is_private_when_it_is_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPTKIT_CACHE", str(tmp_path / "deep" / "cache"))
+    assert cache_root() == tmp_path / "deep" / "cache"
+    assert cache_dir("targets").stat().st_mode & 0o777 == 0o700
+    assert cache_root().stat().st_mode & 0o777 == 0o700
+
+
+def test_cache_root_follows_xdg_when_optkit_cache_is_not_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OPTKIT_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_root() == tmp_path / "optkit"
+
+
+def test_private_dir_refuses_a_link(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    with pytest.raises(UserError, match="is a symlink") as error:
+        private_dir(tmp_path / "link")
+    assert error.value.where == str(tmp_path / "link")
+
+
+@pytest.mark.parametrize("mode", [0o720, 0o702])
+def test_private_dir_refuses_a_directory_that_others_can_write(tmp_path: Path, mode: int) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(mode)
+    with pytest.raises(UserError, match="can be written by other users"):
+        private_dir(tmp_path / "open")
+
+
+def test_private_dir_refuses_a_directory_of_another_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    with pytest.raises(UserError, match=f"belongs to uid {owner}"):
+        private_dir(tmp_path / "mine")

@@ -1,0 +1,69 @@
+"""A recipe's passes: names, options, order, and the JSON Schema."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+import optkit.passes
+from optkit.passes.resolve import recipe_json_schema, resolve_passes
+from optkit.recipe.load import parse_recipe
+from tests.support.demo_recipe import TEXT, FakeFuse, FakeInt8, Int8Config, message
+
+
+@pytest.fixture
+def pass_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the table of passes by the fake passes."""
+    classes = {"fuse_qkv": FakeFuse, "int8": FakeInt8}
+    monkeypatch.setattr(optkit.passes, "PASSES", {name: f"fake:{name}" for name in classes}, raising=False)
+    monkeypatch.setattr(optkit.passes, "load", classes.__getitem__, raising=False)
+
+
+@pytest.mark.usefixtures("pass_table")
+def test_resolve_passes_gives_each_pass_its_config() -> None:
+    fuse, int8 = resolve_passes(parse_recipe(TEXT))
+    assert fuse.pass_class is FakeFuse
+    assert int8.config == Int8Config(lm_head=True)
+    assert int8.entry.accept.max_kld == 0.01
+
+
+@pytest.mark.usefixtures("pass_table")
+@pytest.mark.parametrize(
+    ("old", "new", "parts"),
+    [
+        ("  int8:", "  int9:", ["r.yaml:10", "unknown pass 'int9'", "did you mean 'int8'"]),
+        ("lm_head", "lm_hed", ["r.yaml:11", "'passes.int8.lm_hed'", "did you mean 'lm_head'"]),
+        ("lm_head: true", "bits: 16", ["r.yaml:11", "passes.int8.bits", "less than or equal to 8", "16"]),
+        ("accept: {min_top1", "  fuse_qkv: {}\naccept: {min_top1", ["already set on line 9"]),
+        ("fuse_qkv: {}", "fuse_qkv: {x: 1}", ["r.yaml:9", "'passes.fuse_qkv.x'", "accept"]),
+    ],
+)
+def test_resolve_passes_names_place_and_remedy_when_a_name_or_option_is_wrong(
+    old: str, new: str, parts: list[str]
+) -> None:
+    line = message(TEXT.replace(old, new), resolve=True)
+    for part in parts:
+        assert part in line
+
+
+@pytest.mark.usefixtures("pass_table")
+def test_resolve_passes_refuses_passes_out_of_order() -> None:
+    text = TEXT.replace("  fuse_qkv: {}\n", "").replace("accept: {min", "  fuse_qkv: {}\naccept: {min")
+    assert "r.yaml:12: 'fuse_qkv' must come before 'int8'" in message(text, resolve=True)
+
+
+@pytest.mark.usefixtures("pass_table")
+def test_recipe_json_schema_accepts_a_recipe_and_refuses_a_typo() -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = recipe_json_schema()
+    data = yaml.safe_load(TEXT.replace("1e-2", "0.01"))
+    jsonschema.Draft202012Validator.check_schema(schema)
+    jsonschema.validate(data, schema)
+    data["passes"]["int8"]["lm_hed"] = True
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(data, schema)
+
+
+@pytest.mark.usefixtures("pass_table")
+def test_resolve_passes_names_the_override_when_an_overridden_option_is_wrong() -> None:
+    assert "--set passes.int8.bits=16" in message(TEXT, "passes.int8.bits=16", resolve=True)

@@ -1,0 +1,82 @@
+"""Messages between the processes: frames, and a misspelt option, which is an error on the receiving side, too."""
+
+from __future__ import annotations
+
+import socket
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from optkit.runtime.process import ipc
+from optkit.runtime.process.launch import end_process, launch
+from tests.support.engine_process import request
+from tests.support.fakes import FACTORY, fake_engine
+
+
+def load_message(**options: object) -> bytes:
+    body = msgspec.msgpack.encode({"type": "load", "artifact_dir": "", "options": options})
+    return ipc.HEADER.pack(len(body)) + body
+
+
+def test_a_load_message_with_options_is_read() -> None:
+    [message] = ipc.FrameReader().feed(load_message(max_num_seqs=3))
+    assert isinstance(message, ipc.Load)
+    assert message.options.max_num_seqs == 3
+
+
+@pytest.mark.parametrize("options", [{"max_num_seq": 3}, {"max_num_seqs": 0}, {"ttft_slo_ms": "700"}])
+def test_a_load_message_with_a_misspelt_or_wrong_option_is_refused(options: dict[str, object]) -> None:
+    with pytest.raises(ipc.ProtocolError):
+        ipc.FrameReader().feed(load_message(**options))
+
+
+def test_a_worker_that_is_sent_a_misspelt_option_ends_with_an_error() -> None:
+    """A real engine process, written to by hand."""
+    process, sock = launch(FACTORY, threads=1).take()
+    try:
+        sock.sendall(load_message(max_num_seq=3))
+        message = ipc.from_worker.decode(received(sock))
+    finally:
+        sock.close()
+        end_process(process)
+    assert isinstance(message, ipc.Failed)
+    assert "max_num_seq" in message.what
+
+
+def received(sock: socket.socket) -> bytes:
+    """The body of one frame."""
+    sock.settimeout(120.0)
+    with sock.makefile("rb") as stream:
+        return stream.read(ipc.body_length(stream.read(ipc.HEADER.size)))
+
+
+def test_info_of_an_engine_survives_the_border() -> None:
+    info = fake_engine().info()
+    assert ipc.from_worker.decode(ipc.frame(ipc.Ready(info))[ipc.HEADER.size :]) == ipc.Ready(info)
+    unknown = msgspec.msgpack.encode({"type": "ready", "info": msgspec.to_builtins(info) | {"max_len": 1}})
+    with pytest.raises(msgspec.ValidationError, match="max_len"):
+        ipc.from_worker.decode(unknown)
+
+
+@given(st.lists(st.integers(1, 40)), st.lists(st.integers(0, 99), min_size=1, max_size=5))
+def test_frames_survive_any_cut(cuts: list[int], prompts: list[int]) -> None:
+    messages: list[ipc.ToWorker] = [request(f"r{i}", [i] * 9) for i in prompts]
+    messages += [ipc.Abort("r"), ipc.Shutdown()]
+    data = b"".join(ipc.frame(message) for message in messages)
+    reader, received = ipc.FrameReader(), []
+    for cut in cuts:
+        received += reader.feed(data[:cut])
+        data = data[cut:]
+    assert received + reader.feed(data) == messages
+
+
+def test_frames_that_are_too_large_or_no_message_are_refused() -> None:
+    with pytest.raises(ipc.ProtocolError, match="larger than"):
+        ipc.FrameReader().feed(ipc.HEADER.pack(ipc.MAX_FRAME + 1))
+    with pytest.raises(ipc.ProtocolError, match="larger than"):
+        ipc.frame(ipc.Abort("x" * ipc.MAX_FRAME))
+    for body in (b"\xc1", ipc._encoder.encode({"type": "ready"}), ipc._encoder.encode({"type": "abort"})):
+        with pytest.raises(ipc.ProtocolError):
+            ipc.FrameReader().feed(ipc.HEADER.pack(len(body)) + body)

@@ -1,0 +1,55 @@
+"""Requests become jobs with the prompt and the parameters that the engine gets."""
+
+from __future__ import annotations
+
+from tests.support.http_calls import CHAT, COMPLETIONS, HELLO
+from tests.support.serve_fakes import (
+    FakeEngine,
+    fast_tokenizer,
+    post,
+    tiny_app,
+    tiny_tokenizer,
+)
+
+
+def test_chat_prompt_is_the_rendered_template() -> None:
+    engine = FakeEngine()
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+    post(tiny_app(engine), CHAT, {"messages": [{"role": "user", "content": parts}]})
+    text = fast_tokenizer().decode(engine.requests[0].prompt_ids, skip_special_tokens=False)
+    assert text == "<|im_start|>user\nHel\nlo<|im_end|>\n<|im_start|>assistant\n"
+    assert engine.requests[0].sampling.max_tokens == 512 - len(engine.requests[0].prompt_ids)
+
+
+def test_completion_defaults_and_length() -> None:
+    engine = FakeEngine()
+    body = post(tiny_app(engine), COMPLETIONS, {"prompt": "Hello"}).json()
+    assert body["id"].startswith("cmpl-")
+    assert engine.requests[0].sampling.max_tokens == 16
+    assert body["choices"][0]["finish_reason"] == "length"
+    assert body["usage"]["completion_tokens"] == 16
+
+
+def test_token_id_prompt_is_passed_through() -> None:
+    engine = FakeEngine()
+    post(tiny_app(engine), COMPLETIONS, {"prompt": [5, 6, 7]})
+    assert engine.requests[0].prompt_ids == (5, 6, 7)
+
+
+def test_end_of_sequence_is_a_stop_id_unless_ignored() -> None:
+    eos = tiny_tokenizer().eos_ids
+    for ignore, want in ((False, (7, *eos)), (True, (7,))):
+        engine = FakeEngine()
+        post(tiny_app(engine), CHAT, {**HELLO, "ignore_eos": ignore, "stop_token_ids": [7]})
+        assert engine.requests[0].sampling.stop_token_ids == want
+
+
+def test_sampling_fields_reach_the_engine() -> None:
+    engine = FakeEngine()
+    fields = {"temperature": 0, "top_p": 0.5, "top_k": 9, "min_p": 0.1, "seed": -3, "min_tokens": 2}
+    fields |= {"presence_penalty": 1, "frequency_penalty": -1, "repetition_penalty": 1.5}
+    answer = post(tiny_app(engine), CHAT, {**HELLO, **fields, "max_completion_tokens": 5, "max_tokens": 9})
+    assert answer.status_code == 200
+    sampling = engine.requests[0].sampling
+    assert {name: getattr(sampling, name) for name in fields} == fields
+    assert sampling.max_tokens == 5

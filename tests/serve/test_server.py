@@ -1,0 +1,58 @@
+"""The server process: refusals before anything is read, signals while loading, an engine that dies for good."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from optkit.errors import UserError
+from optkit.serve.http.address import refuse_exposure
+from optkit.serve.server import ServeOptions, run
+from tests.support.lifecycle import assert_gone, wait_ready
+from tests.support.live import PATIENCE, LiveServer
+from tests.support.serve_fakes import fast_tokenizer
+
+END_TOKEN = fast_tokenizer().encode("q").ids[0]
+
+
+def test_signal_while_loading_ends_both_processes() -> None:
+    with LiveServer(wait=False, load_delay=600) as live:
+        parent = psutil.Process(live.process.pid)
+        while not any("optkit.runtime.process.worker" in child.cmdline() for child in parent.children()):
+            assert live.process.poll() is None
+        children = parent.children()
+        live.process.send_signal(signal.SIGINT)
+        live.process.wait(PATIENCE)
+        assert_gone(children)
+
+
+def test_engine_that_dies_again_and_again_ends_the_server() -> None:
+    """Its last words reach everybody, and the exit code tells whoever watches the server."""
+    with LiveServer(die_token=END_TOKEN, max_restarts=1) as live:
+        deadly = {"prompt": [END_TOKEN], "max_tokens": 1}
+        for death in range(2):
+            answer = httpx.post(f"{live.url}/v1/completions", json=deadly, timeout=PATIENCE)
+            assert answer.status_code == 503
+            assert answer.json()["error"]["code"] == "engine_unavailable"
+            if death < 1:
+                wait_ready(live)
+        assert live.process.wait(PATIENCE) == 1
+
+
+def test_port_in_use_is_told_before_anything_is_read(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"port {port} is in use"):
+            run(tmp_path / "no such artifact", ServeOptions(port=port))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.0.1", "example.org"])
+def test_others_may_not_reach_a_server_without_a_key(host: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="without an API key"):
+        run(tmp_path, ServeOptions(host=host))
+    refuse_exposure(host, ["key"])

@@ -1,0 +1,27 @@
+"""Proposers of tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from optkit.kernels.cpu import native
+from optkit.runtime.sampling.proposer import Lengths
+from optkit.runtime.types import EngineRequest, Request, SamplingParams
+
+needs_native = pytest.mark.skipif(not native.available(), reason=str(native.missing_reason()))
+
+
+class Eager(Lengths):
+    """As many as allowed, always."""
+
+    def choose(self, sequences: Sequence[Request], seconds_per_token: float) -> list[int]:
+        return [self.longest] * len(sequences)
+
+
+def sequence(ids: list[int]) -> Request:
+    request = EngineRequest(
+        request_id="r", prompt_ids=tuple(ids), sampling=SamplingParams(max_tokens=1), arrival=0.0
+    )
+    return Request(request, list(ids))

@@ -1,0 +1,34 @@
+"""User errors: one printable line with place, problem and remedy."""
+
+from __future__ import annotations
+
+import pytest
+
+from optkit.errors import UserError, nearest, printable
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (UserError("no such file"), "no such file."),
+        (UserError("no such file", where="a.yaml:3"), "a.yaml:3: no such file."),
+        (UserError("no such file.", fix="look again."), "no such file. look again."),
+        (UserError("unknown key", where="r", fix="did you mean 'x'?"), "r: unknown key. did you mean 'x'?"),
+    ],
+)
+def test_line_joins_place_problem_and_remedy(error: UserError, line: str) -> None:
+    assert error.line() == line == str(error)
+
+
+def test_user_error_is_a_single_printable_line_when_a_name_has_control_characters() -> None:
+    line = UserError("bad\nname", where="\x1b[31mred", fix="rename\tit").line()
+    assert line == "\\x1b[31mred: bad\\nname. rename\\tit."
+
+
+def test_printable_keeps_letters_of_any_language() -> None:
+    assert printable("größe 模型") == "größe 模型"
+
+
+def test_nearest_suggests_a_close_word_and_lists_all_words_otherwise() -> None:
+    assert nearest("ttft-cp", ["edge-cpu", "ttft-cpu"]) == "did you mean 'ttft-cpu'?"
+    assert nearest("zzz", ["b", "a"]) == "known: a, b"
