@@ -1,7 +1,7 @@
-"""What a pass is: it finds sites (``check``) and rewrites them (``apply``); the driver does the rest.
+"""The interface of passes: ``check`` finds sites and ``apply`` rewrites the sites; the driver does the rest.
 
-``check`` is pure and says for each place it looked at whether it will change it, or why not. ``apply`` rewrites
-the graph it was checked on, in place: the driver hands it a clone. A pass neither measures nor decides.
+``check`` is pure and gives each place a change or a reason against the change. ``apply`` rewrites the
+checked graph, a clone, in place. A pass neither measures nor decides. docs/passes.md has the rules.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""fuse_add_rms_norm: a residual addition and the RMSNorm that reads it become one op.
+"""fuse_add_rms_norm: a residual addition and the following RMSNorm become a single op.
 
-The sum is needed twice, by the norm and by the next residual. One kernel writes it and normalizes it while it is
-still in registers: a pass over memory less, and one dispatch less, per norm. Exact.
+The sum is needed twice, by the norm and by the next residual. A single kernel writes the sum and normalizes the values
+in registers: a pass over memory less, and a dispatch less, per norm. Exact.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
-"""mixed_precision: every layer gets the precision that it needs, under one budget for all.
+"""mixed_precision: a precision for every layer, under a budget for all.
 
 Each layer is quantized alone by GPTQ and the KL divergence of the model's outputs is measured; then ``assignment``
-gives the larger formats to those layers where a byte (or a millisecond of decode, by the roofline) takes away most
-divergence. The budget is ``bits`` a weight, ``max_bytes``, or the divergence ``max_kld`` to be reached with the
-least. Finally all are quantized together by GPTQ, each in its own format. With ``lm_head: true`` the output head
-takes part.
+gives the larger formats to the layers where a byte (or a millisecond of decode, by the roofline) removes most
+divergence. The budget is ``bits`` a weight, ``max_bytes``, or the divergence ``max_kld`` to be reached with the fewest
+bytes. Finally all layers are quantized together by GPTQ. With ``lm_head: true`` the output head takes part.
 
-Of the ``schemes`` that treat activations alike, the one with the largest error is measured; divergence is quadratic in
-small errors, so the others' are to it as the squared errors of the layer's outputs (of rounding to nearest; what GPTQ
-makes up for is about the same share of each). Only a budget of divergence needs
-to know what rounding the activations costs by itself, and measures all.
+Of several ``schemes`` with the same treatment of activations, the scheme with the largest error is measured. Divergence
+is quadratic in small errors, so divergences of other schemes follow from the squared errors of the layer's outputs
+(rounded to nearest; GPTQ compensates about the same share of each). A budget of divergence also needs the cost of
+rounding the activations alone, and measures all schemes.
 """
 
 from __future__ import annotations

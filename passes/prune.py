@@ -1,13 +1,13 @@
-"""prune: removes the feed-forward channels that matter least, the same number in every layer.
+"""prune: removes the least important feed-forward channels, the same number in every layer.
 
-A channel j of a gated feed-forward part contributes ``a_j * w_j``, its activation times a column of the down
-projection. Its importance is the mean of ``|a_j|`` over calibration text times ``|w_j|``; the channels with the least
-of it go: their rows of gate and up, their column of down. (Activation-weighted magnitudes as in Wanda, arXiv
-2306.11695, for whole channels.) What is left is a smaller dense model: faster by every kernel, on every machine, and
-loss that no later pass gives back; so it stands under the same bounds as a quantizer.
+A channel j of a gated feed-forward part contributes ``a_j * w_j``, an activation times a column of the down projection.
+The importance is the mean of ``|a_j|`` over calibration text times ``|w_j|``; the channels with the least importance
+are removed: rows of gate and up, a column of down. (Activation-weighted magnitudes as in Wanda, arXiv 2306.11695, for
+whole channels.) The result is a smaller dense model: faster by every kernel, on every machine. No later pass repairs
+the loss, so the pass is held to the same bounds as a quantizer.
 
-``intermediate_size`` is one number in config.json, so all layers keep equally many channels, a multiple of
-``multiple`` so that groups of later quantizers still fit. Where one layer can't be pruned, none is.
+``intermediate_size`` is a single number in config.json, so all layers keep equally many channels, a multiple of
+``multiple`` so that groups of later quantizers still fit. Where a layer can't be pruned, no layer is.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""prune_rows: after the last attention, only the rows that get logits are computed.
+"""prune_rows: after the last attention, only the rows with wanted logits are computed.
 
-Capture takes the rows that need logits just before the output head. Everything between the last layer's attention and
-the head works on each row by itself: the output projection, the norms, the whole feed-forward part. So the choice of
-rows moves up to the attention's result, and a prompt of n tokens computes one row there instead of n. The gain is that
-part of one layer, about 0.8 / layers of a prefill's matrix products; decode has no row to spare. Exact.
+Capture selects the rows just before the output head. All ops between the last layer's attention and the head work row
+by row: the output projection, the norms, the whole feed-forward part. So the selection moves up to the attention's
+result, and a prompt of n tokens computes 1 row there instead of n. The gain is a part of a layer, about 0.8 / layers of
+a prefill's matrix products; decode has no row to spare. Exact.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Numbers that count the tokens of a call: fit for indices, not for values.
+"""Counts of a call's tokens: fit for indices, not for values.
 
-A graph may hold ``arange`` over the tokens of a call, as the sorting of tokens by experts does. In place of a token's
-position it is wrong in every call but a prompt's first. Where it changes logits at once the check sees it. A scale
-that changes every few thousand tokens (Llama 4's attention temperature) would pass, so such a use is refused by itself.
+A graph may hold ``arange`` over the tokens of a call, in the sorting of tokens by experts for example. As a token's
+position the count is wrong in every call but a prompt's first. The check of the capture sees an immediate change of
+logits. A scale with a change every few thousand tokens (Llama 4's attention temperature) would pass, so the use of a
+count as a value is refused.
 """
 
 from __future__ import annotations

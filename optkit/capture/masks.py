@@ -1,10 +1,10 @@
-"""Masks of attention layers: what a family asks transformers for, read into what optkit's attention op computes.
+"""Masks of attention layers: the requests of a family to transformers, as masks of optkit's attention op.
 
-A family makes its masks with transformers' ``create_*_mask`` functions, which build a *mask function* of two positions
-and give it to the function that is registered for the attention implementation. optkit's entry, ``requested_mask``,
-answers with a ``Mask`` in place of a tensor. The model passes it to its attention layers unchanged, so the mask of each
-layer is known, whether or not the layer passes its window on. The mask function is read by its parts; a part that is
-not in ``READERS`` is refused by its name, at the layer that uses the mask.
+A family makes masks with transformers' ``create_*_mask`` functions, which build a *mask function* of two positions and
+pass the function to the entry registered for the attention implementation. optkit's entry, ``requested_mask``, answers
+with a ``Mask`` in place of a tensor. The model passes the ``Mask`` to the attention layers unchanged, so the mask of
+each layer is known, with or without a window argument. The mask function is read by parts; a part outside of
+``READERS`` is refused by name, at the layer with the mask.
 """
 
 from __future__ import annotations

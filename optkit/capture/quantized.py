@@ -1,12 +1,12 @@
-"""Capture of quantized checkpoints: the float architecture, with the packed layers put in place of its linear layers.
+"""Capture of quantized checkpoints: the float architecture, with quantized layers in the place of linear layers.
 
-No library of the format is needed. transformers builds the model of the config without its ``quantization_config``;
-float tensors are loaded as ever, and a quantized weight is stood in for by one zero, expanded to its shape: export
-looks at shapes only. In the captured graph each such linear then becomes the op that runs the layer as it is stored.
+No library of the format is needed. transformers builds the model of the config without ``quantization_config``; float
+tensors are loaded as usual, and a quantized weight is replaced by a zero, expanded to the float shape: export needs
+shapes only. In the captured graph each linear of a quantized layer then becomes a quantized op.
 
-The check is that of other captures (``check``): the weights become the dequantized ones, and the model's logits must be
-the graph's. That takes the float model's memory, so above ``MAX_CHECKED_BYTES`` of it the quantized layers are checked
-with random weights of little memory in their place: the same check of the graph, on other numbers.
+The check is the same as for float models (``check``): with dequantized weights in model and graph, the logits must
+agree. The check takes the float model's memory. Above ``MAX_CHECKED_BYTES`` random weights of little memory replace the
+quantized weights: the same check of the graph, on other numbers.
 """
 
 from __future__ import annotations

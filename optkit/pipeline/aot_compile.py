@@ -1,14 +1,13 @@
-"""Prebuild: compile a planned layer before anything is served, time what was made, keep what is faster.
+"""Compilation of a planned layer while the artifact is made: time each variant, keep faster variants.
 
-The ``compile`` pass says which layers are alike. Here it is decided for which steps they get compiled code: the
+The ``compile`` pass records which layers are alike. The choice of step sizes with compiled code is made here: the
 recipe's histogram of prompt lengths becomes a histogram of *steps* (chunks of prompts, and decodes), the uncompiled
-model is timed at each size, and ``graph.buckets`` finds the ranges that cost least. Then each bucket is compiled, and a
-*tail* for any number of tokens, and every one is timed against the uncompiled model, native programs included, through
-the runtime. A variant is kept if it is faster than all else that could run its steps. All times are recorded, of
-what is not kept too.
+model is timed at each size, and ``lowering.buckets`` finds the cheapest ranges. Then each bucket is compiled, and a
+*tail* for any number of tokens. Each variant is timed through the runtime against the uncompiled model, native programs
+included, and kept if faster than all other code for the same steps. All times are recorded, also of dropped variants.
 
-What is kept goes to the private cache as a code tier (``optkit.lowering.compiled.code_cache``) and from there into
-the artifact.
+Kept variants go to the private cache as a code tier (``optkit.lowering.compiled.code_cache``) and from there into the
+artifact.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Finished pipeline steps, kept by content: an interrupted run resumes, a repeated run is quick.
 
 A state is the graph after a step and the record of the step (``optkit.pipeline.state``), under the step's key
-(``optkit.pipeline.step``). On disk it holds the tensors that its parent does not have. A state is written aside and
-renamed, so it is whole or absent. A state that was damaged later, or that needs a step that is gone, counts as absent.
+(``optkit.pipeline.step``). On disk a state holds the tensors missing in the parent. States are written aside and
+renamed: a state is whole or absent. Damaged states count as absent, and states with a missing ancestor too.
 
-Several runs share the cache. A run holds a lock while it works on a step, and a run that needs the same step waits
-for it. A run also holds every state it has used and every workspace it works in until it ends; the removal of old
-entries leaves those alone. The kernel releases the locks of a killed run.
+Several runs share the cache. A run holds a lock while working on a step; other runs wait for the lock. A run also
+holds every used state and every workspace to the end; the removal of old entries skips held entries. The kernel
+releases the locks of a killed run.
 """
 
 from __future__ import annotations

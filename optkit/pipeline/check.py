@@ -1,13 +1,12 @@
-"""An artifact proves itself before it is published: a new process opens it and must compute what was measured.
+"""The proof of an artifact before publication: a new process opens the directory and must compute the measured logits.
 
-What is on disk went through splitting, packing, renaming and two libraries since it was measured. So the finished
-directory is opened as a server would, with its hashes, by a process that shares no memory with this one, and gives its
-logits on a fixed probe: two sequences in ragged chunks, prefill and decode, through the paged KV cache. They must be
-those of the graph in memory. The same kernels give the same bits; ``TOLERANCE`` is for torch's own products, whose
-rounding may depend on where in memory their operands lie.
+Between measurement and disk lie splitting, packing, renaming and two libraries. So a process without shared memory
+opens the finished directory as a server would, hashes included, and gives the logits of a fixed probe: two sequences in
+ragged chunks, prefill and decode, through the paged KV cache. The graph in memory must give the same logits. Equal
+kernels give equal bits; ``TOLERANCE`` is for torch's products, whose rounding may depend on the memory layout of
+operands.
 
-``python -m optkit.pipeline.check DIRECTORY THREADS`` is that process; if this one is killed, its pipe breaks and it
-ends.
+``python -m optkit.pipeline.check DIRECTORY THREADS`` is the new process; a broken pipe to the parent ends the process.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The graph of a model without its weights, captured once: planning a recipe again takes moments.
+"""The graph of a model without weights, captured once: a second plan of a recipe takes moments.
 
-It follows from the configuration, the libraries and optkit's own sources, so those name the file it is kept in.
+The graph follows from the configuration, the libraries and optkit's sources, so the cached file is named by a hash of
+all three.
 """
 
 from __future__ import annotations

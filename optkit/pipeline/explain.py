@@ -1,8 +1,7 @@
-"""Why a pass was kept, reduced or undone, in words: the decision, and the roofline's prediction beside the measurement.
+"""The reason for a decision, in words: the decision, and the roofline's prediction beside the measurement.
 
-"I quantized it and it is not faster" has an answer that is known before anything is measured: weights of fewer bits
-speed up what waits for memory, int8 arithmetic what waits for the arithmetic units. So every step is named by what
-bounds it.
+"I quantized it and it is not faster" has an answer before any measurement: weights of fewer bits speed up steps bound
+by memory, int8 arithmetic steps bound by compute. So each step is shown with the bound.
 """
 
 from __future__ import annotations

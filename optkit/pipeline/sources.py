@@ -1,6 +1,6 @@
-"""Hashes of the code that decides what a pipeline step produces: optkit's own files, and those of plug-in passes.
+"""Hashes of the code with an effect on pipeline steps: optkit's files, and the files of plug-in passes.
 
-An edit of any of these files makes other keys, so no step is taken from the cache that older code has made.
+An edit of a file changes the keys: no step made by older code is taken from the cache.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The files of one finished step: its graph, the tensors that its parent does not have, and its record.
+"""The files of a finished step: the graph, the tensors missing in the parent state, and the record.
 
-A tensor of a graph lies in the source checkpoint, in the files of an earlier step, or in those of the step itself;
-``index.json`` lists its ``Place``. Tensors have the names of the checkpoint. Constants, which are in no checkpoint, and
+A tensor of a graph lies in the source checkpoint, in the files of an earlier step, or in the files of the step;
+``index.json`` has the ``Place``. Tensors have the names of the checkpoint. Constants, which are in no checkpoint, and
 the float layers behind quantized ops (``optkit.checkpoint.insertion``) have names with a prefix.
 """
 

@@ -1,9 +1,9 @@
-"""Steps of a run, and the keys under which finished ones are kept.
+"""Steps of a run, and the keys of finished steps.
 
-The first step is the capture of the model; the passes and measurements of the whole follow. The key of a step is a hash
-of its parent's key and of everything else that decides its outcome, so equal keys mean equal results. For the capture
-that is the source model, the target, library versions and optkit's own sources. For a pass it is the pass, its options
-and bounds, its calibration text, the code of a plug-in, and the recipe's workload, runtime and bounds.
+The first step is the capture of the model; the passes and measurements of the whole follow. A key is a hash of the
+parent's key and of all other facts with an effect on the outcome: equal keys mean equal results. The facts of the
+capture are the source model, the target, library versions and optkit's sources. The facts of a pass are name, options,
+bounds, calibration text, the code of a plug-in, and the recipe's workload, runtime and bounds.
 """
 
 from __future__ import annotations
