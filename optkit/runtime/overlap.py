@@ -51,7 +51,7 @@ class PendingStep(Protocol):
     """A step that the device computes."""
 
     def result(self) -> list[int | Failure]:
-        """Wait for the step. Returns the token of each item that ``needs_logits``, in batch order."""
+        """Wait for the step. Returns the token of each item with ``needs_logits``, in batch order."""
         ...
 
 
@@ -63,13 +63,13 @@ class DeviceRunner(Runner, Protocol):
         ...
 
     def counters(self) -> dict[str, int]:
-        """Fields of ``EngineStats`` that the runner counts."""
+        """Counters of the runner, named as fields of ``EngineStats``."""
         ...
 
 
 @dataclass(frozen=True)
 class Expected:
-    """The effect of a queued step on one request.
+    """The effect of a queued step on a request.
 
     Attributes:
         end: tokens of the request with KV after the step; if the step samples, the place of the sampled token.
@@ -84,13 +84,13 @@ class Expected:
 
     @property
     def keeps_blocks(self) -> bool:
-        """True if the request still owns the blocks that the step writes."""
+        """True if the request still owns the blocks written by the step."""
         return self.item.request.num_preemptions == self.num_preemptions
 
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """The expected effect of a queued step, for each item of its batch."""
+    """The expected effect of a queued step, for each item of the batch."""
 
     batch: Batch
     expected: tuple[Expected, ...]
@@ -99,7 +99,7 @@ class PlannedStep:
 
 
 class OverlapScheduler(Scheduler):
-    """A scheduler whose requests may end in one ``PENDING`` token."""
+    """A scheduler whose requests may end in a ``PENDING`` token."""
 
     _last_completed = 0.0
 
@@ -126,7 +126,7 @@ class OverlapScheduler(Scheduler):
         return outputs + self.take_lost()
 
     def retract(self, planned: PlannedStep) -> Batch:
-        """Undo ``planned``, the last step that is not complete. Returns the part of its batch that can run now."""
+        """Undo ``planned``, the last incomplete step. Returns the part of the batch to run now."""
         items = tuple(expected.item for expected in planned.expected if self._take_back(expected))
         return Batch(items)
 
@@ -141,7 +141,7 @@ class OverlapScheduler(Scheduler):
         return expected
 
     def _take_back(self, expected: Expected) -> bool:
-        """Undo ``_advance``; False if the request has ended or lost its blocks, so that the item cannot run now."""
+        """Undo ``_advance``; False after the request's end or loss of blocks, when the item cannot run now."""
         request = expected.item.request
         if not self._is_here(request):
             return False
@@ -188,7 +188,7 @@ class OverlapScheduler(Scheduler):
 
 
 class OverlapEngine(Engine):
-    """An engine that queues a step before the results of the last one are known."""
+    """An engine that queues a step before the results of the last step are known."""
 
     scheduler_class = OverlapScheduler
     runner: DeviceRunner
@@ -242,14 +242,14 @@ class OverlapEngine(Engine):
         return self.scheduler.complete(planned, results)
 
     def _run_again(self, planned: PlannedStep) -> list[TokenOutput]:
-        """Run a step synchronously after its results were lost; a step queued after it goes back to the scheduler."""
+        """Run a step synchronously after its results were lost; a later step goes back to the scheduler."""
         after, self._pending = self._pending, None
         if after is not None:
             self.scheduler.retract(after[1])
         return self._run_now(self.scheduler.retract(planned))
 
     def _run_now(self, batch: Batch) -> list[TokenOutput]:
-        """Run the step as ``Engine`` does, for the requests that still run after the last step."""
+        """Run the step as ``Engine`` does, for the requests still running after the last step."""
         running = set(map(id, self.scheduler.running))
         batch = replace(batch, items=tuple(item for item in batch.items if id(item.request) in running))
         if not batch.items:
@@ -263,7 +263,7 @@ def as_result(token: int | Failure) -> Result:
 
 
 def samples_on_device(item: ScheduledRequest) -> bool:
-    """True if the item's next token depends only on its logits and parameters that the device has."""
+    """True if the item's next token depends only on the logits and on parameters of the device."""
     p: SamplingParams = item.request.sampling
     steered = p.logit_bias or p.allowed_token_ids or p.min_tokens
     penalized = p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0

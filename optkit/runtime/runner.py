@@ -117,7 +117,7 @@ def new_tokens(batch: Batch) -> np.ndarray:
 
 
 def block_tables(batch: Batch, block_size: int) -> np.ndarray:
-    """[S, B] int32, padded with 0; only blocks with tokens up to this step."""
+    """[S, B] int32, padded with 0; only blocks with tokens up to the step."""
     used = [-(-(item.request.num_computed + item.num_new) // block_size) for item in batch.items]
     tables = np.zeros((len(used), max(used)), dtype=np.int32)
     for row, (item, count) in enumerate(zip(batch.items, used, strict=True)):

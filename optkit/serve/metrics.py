@@ -79,7 +79,7 @@ REJECTIONS = ("max_queue", "ttft_slo")  # the option behind the rejection
 
 
 class Metrics:
-    """All metrics of one server, on a registry of their own.
+    """All metrics of a server, on a separate registry.
 
     Args:
         model_name: value of the ``model_name`` label.
@@ -139,7 +139,7 @@ class Metrics:
         return generate_latest(self.registry)
 
     def sequence(self, request: EngineRequest, n: int = 1) -> ChoiceMetrics:
-        """Begin to observe one of ``n`` choices of a prompt; 0: another choice counts the prompt."""
+        """Begin to observe one of ``n`` choices of a prompt; 0: the prompt is counted with another choice."""
         return ChoiceMetrics(self, request, n)
 
     def _histogram(self, name: str, text: str, edges: Sequence[float]) -> Histogram:

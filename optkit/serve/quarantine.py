@@ -42,7 +42,7 @@ Source = Callable[[EngineRequest], AsyncIterator[TokenOutput]]
 
 
 class Quarantine:
-    """Sends requests to the engine, at once or as a probe. Use it from one event loop.
+    """Sends requests to the engine, at once or as a probe. Use it from a single event loop.
 
     Args:
         until_ready: returns when an engine is ready or none will come; a probe begins after the return.
@@ -68,7 +68,7 @@ class Quarantine:
         return self._probe(name, request, source)
 
     def record_death(self, casualties: Iterable[Casualty]) -> None:
-        """Record the requests that the engine had begun before its death. Called before their streams end."""
+        """Record the requests begun by the engine before its death. Called before the streams end."""
         for request, num_tokens in casualties:
             name = fingerprint(request)
             if request.request_id == self._probed:

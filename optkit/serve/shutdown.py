@@ -24,12 +24,12 @@ FINAL_ERROR_TIMEOUT_SECONDS = 1.0  # for errors to clients that may not read
 
 
 def shutting_down() -> ApiError:
-    """The answer to a request that comes too late or is cut."""
+    """The answer to a late or cut request."""
     return ApiError("the server is shutting down", code="server_shutdown", status=503, retry_after=5)
 
 
 class RequestsInFlight:
-    """The time limits of the requests in flight. Use it from one event loop.
+    """The time limits of the requests in flight. Use it from a single event loop.
 
     Attributes:
         is_cut: requests in flight have been ended, and none may begin.
@@ -59,7 +59,7 @@ class RequestsInFlight:
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn without its signal handlers, with another end of requests that take too long.
+    """uvicorn without its signal handlers, with its own way to end slow requests.
 
     Args:
         requests: in flight.

@@ -33,7 +33,7 @@ EXPORT_SECONDS = 5
 
 @dataclass
 class RequestRecord:
-    """The facts about a request at its end.
+    """The facts about a finished request.
 
     Attributes:
         arrival, first_at: ``time.monotonic()``; ``first_at`` is the time of the first text for the client, None
@@ -88,7 +88,7 @@ class Tracing:
 
     @classmethod
     def to(cls, endpoint: str) -> Tracing:
-        """Send spans to the OTLP receiver at ``endpoint``, a URL such as ``http://localhost:4318/v1/traces``.
+        """Send spans to the OTLP receiver at ``endpoint``, a URL like ``http://localhost:4318/v1/traces``.
 
         Raises:
             UserError: not a URL, or the packages are not installed.
@@ -110,7 +110,7 @@ class Tracing:
         self._provider.shutdown()
 
     def record(self, done: RequestRecord) -> None:
-        """Make the span of a request that has just ended."""
+        """Make the span of a request that has ended."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
         def wall(moment: float) -> int:

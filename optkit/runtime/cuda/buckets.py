@@ -49,14 +49,14 @@ class Buckets:
         return min(self.max_sequences, tokens - 1)
 
     def shapes(self) -> list[StepShape]:
-        """All shapes, largest first: a later capture fits into the memory of an earlier one."""
+        """All shapes, largest first: a later capture fits into the memory of the captures before."""
         decodes = [StepShape(n, n, self.blocks) for n in self.decodes]
         chunks = [StepShape(n, width, self.blocks) for n in self.chunks for width in {1, self.width(n)}]
         return sorted({*decodes, *chunks}, reverse=True)
 
 
 def at_least(sizes: Sequence[int], wanted: int) -> int | None:
-    """The first of ascending ``sizes`` that is at least ``wanted``."""
+    """The smallest of ascending ``sizes`` from ``wanted`` on."""
     place = bisect_left(sizes, wanted)
     return sizes[place] if place < len(sizes) else None
 

@@ -24,7 +24,7 @@ from torch import Tensor
 class StepShape:
     """The size of a bucket: tokens, sequences, and blocks of the longest sequence. Each sequence may get logits.
 
-    A shape with as many tokens as sequences is a decode, one token each, to kernels too
+    A shape with as many tokens as sequences is a decode, a token each, to kernels too
     (``reference.paged_attention``). Any other shape has room for more tokens than sequences.
     """
 
@@ -37,7 +37,7 @@ class StepShape:
         return self.tokens == self.sequences
 
 
-# name: (type, dimensions, padding)
+# type, dimensions and padding by name
 FIELDS: dict[str, tuple[type, tuple[str, ...], float]] = {
     "input_ids": (np.int64, ("tokens",), 0),
     "source": (np.int64, ("tokens",), -1),  # row of the step before with this token; -1: in input_ids
@@ -109,7 +109,7 @@ class Layout:
             view[tuple(slice(0, n) for n in given.shape)] = given
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
-        """The inputs in ``buffer`` [>= num_bytes] uint8 on the device, as tensors on its memory."""
+        """The inputs in ``buffer`` [>= num_bytes] uint8 on the device, as tensors on the same memory."""
         views = {}
         for name, (kind, _, _) in FIELDS.items():
             shape, start = self.dimensions[name], self.offsets[name]

@@ -66,7 +66,7 @@ class HostBlockTable:
 
 
 class HostBlockStore(Protocol):
-    """The bytes of the host blocks. ``OSError`` or ``CorruptBlock`` concern one host block, never the engine."""
+    """The bytes of the host blocks. ``OSError`` or ``CorruptBlock`` concern a host block, never the engine."""
 
     def write(self, host_block: int, data: np.ndarray) -> None: ...
 
@@ -130,10 +130,10 @@ class FileBlocks:
 
 
 def open_store(num_bytes: int, block_bytes: int, directory: Path | None) -> tuple[int, HostBlockStore]:
-    """Number of host blocks that fit ``num_bytes``, and their store.
+    """Number of host blocks that fit ``num_bytes``, and the store.
 
     Raises:
-        UserError: not even one block fits, or the directory cannot take them.
+        UserError: no block fits, or the directory cannot take them.
     """
     num_host_blocks = num_bytes // block_bytes
     if num_host_blocks < 1:

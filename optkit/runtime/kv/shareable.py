@@ -16,8 +16,8 @@ from optkit.runtime.types import Batch, ScheduledRequest
 def note_step(batch: Batch, few_tokens: int) -> None:
     """Keep KV of a step of up to ``few_tokens`` tokens out of the prefix cache, before ``batch`` runs.
 
-    Scored items run apart, in pieces of any size. A padded step has more tokens than counted here, so it may run the
-    variant for many; its KV is kept out all the same.
+    Scored items run apart, in pieces of any size. A padded step has more tokens than counted here
+    and may run the variant for many; the KV is kept out all the same.
     """
     if few_tokens:
         plain = [item for item in batch.items if not is_scored(item)]

@@ -17,7 +17,7 @@ STOP_SECONDS = 2.0  # each for leaving by itself and for SIGTERM; then SIGKILL
 
 
 class Launched:
-    """An engine process that waits for its ``Load`` message, and the API process's end of its socket.
+    """An engine process, waiting for a ``Load`` message, and the API process's end of its socket.
 
     Leaving the context manager kills the process unless ``take`` was called.
     """

@@ -34,7 +34,7 @@ class DraftModel:
     Args:
         runner: of the small model.
         max_model_len: longest request of the small model.
-        max_num_batched_tokens: of one step while shadows catch up.
+        max_num_batched_tokens: of a step while shadows catch up.
         vocab_size: of the large model.
     """
 
@@ -67,7 +67,7 @@ class DraftModel:
         self._drop(request.request_id)
 
     def run_largest(self, num_requests: int) -> None:
-        """Run the largest step for at most ``num_requests``, and free its blocks."""
+        """Run the largest step for at most ``num_requests``, and free the blocks."""
         count = min(num_requests, self.max_num_batched_tokens, self.blocks.num_blocks)
         room = self.blocks.num_blocks // count * self.blocks.block_size
         length = min(self.max_num_batched_tokens // count, self.max_model_len, room)
@@ -83,7 +83,7 @@ class DraftModel:
                 self.blocks.free(shadow.block_table)
 
     def _follow(self, request: Request, count: int) -> bool:
-        """Bring the shadow of ``request`` up to date, with room for ``count`` guesses; False if it does not fit."""
+        """Bring the shadow of ``request`` up to date, with room for ``count`` guesses; False without room."""
         name, length = request.request_id, len(request.token_ids) + count
         shadow = self._shadows.setdefault(name, Request(request.received, []))
         same = shadow.num_computed

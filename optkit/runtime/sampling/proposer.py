@@ -51,7 +51,7 @@ class Source(Protocol):
     def finished(self, request: Request) -> None: ...
 
     def run_largest(self, num_requests: int) -> None:
-        """Run the step that allocates the most, for at most ``num_requests``, and free its blocks."""
+        """Run the step with the largest allocations, for at most ``num_requests``, and free the blocks."""
         ...
 
 
@@ -76,7 +76,7 @@ class Lengths:
         self._everyone = _Record()
 
     def choose(self, requests: Sequence[Request], seconds_per_token: float) -> list[int]:
-        """The numbers for the requests of one decode step."""
+        """The numbers for the requests of a decode step."""
         base = StepWork()
         for request in requests:
             base += chunk_work(1, request.num_computed, rows=1)
@@ -138,19 +138,19 @@ class Speculator:
         self.source.finished(request)
 
     def run_largest(self, num_requests: int) -> None:
-        """Run the step of the source that allocates the most."""
+        """Run the source's step with the largest allocations."""
         self.source.run_largest(num_requests)
 
 
 class _Index:
-    """The last position of each n-gram of one request, except for the n-gram at its end."""
+    """The last position of each n-gram of a request, except for the n-gram at the end."""
 
     def __init__(self) -> None:
         self.length = 0
         self._last: dict[tuple[int, ...], int] = {}  # n-gram -> position after it
 
     def extend(self, ids: Sequence[int]) -> None:
-        """Add the n-grams of ``ids`` except for those that end in the last token, which are looked up."""
+        """Add the n-grams of ``ids`` except for the n-grams ending in the last token, which are looked up."""
         for end in range(max(self.length, 1), len(ids)):
             for n in NGRAMS:
                 if end >= n:
@@ -167,7 +167,7 @@ class _Index:
 
 
 class NgramProposer:
-    """A ``Source`` that copies the tokens after the last occurrence of the request's last tokens."""
+    """A ``Source`` of copies of the tokens after the last occurrence of the request's last tokens."""
 
     seconds_per_token = 0.0
 

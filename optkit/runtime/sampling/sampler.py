@@ -38,7 +38,7 @@ BAD_ROW = Failure("sampling failed for this request")
 
 
 def sample(logits: Tensor, requests: Sequence[Request]) -> list[int | Failure]:
-    """One token per row of ``logits`` [L, V] float32; row i belongs to ``requests[i]``."""
+    """A token per row of ``logits`` [L, V] float32; row i belongs to ``requests[i]``."""
     if not requests:
         return []
     argmax, finite = best_tokens(logits)
@@ -76,7 +76,7 @@ def has_penalties(p: SamplingParams) -> bool:
 
 
 def sample_or_fail(row: Tensor, request: Request) -> int | Failure:
-    """``sample_row`` behind the error boundary of one request."""
+    """``sample_row`` behind the error boundary of a request."""
     try:
         return sample_row(row, request)
     except Exception:

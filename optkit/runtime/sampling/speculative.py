@@ -22,7 +22,7 @@ from optkit.runtime.types import Failure, ScheduledRequest
 
 
 def first_rows(items: Sequence[ScheduledRequest]) -> list[int]:
-    """The row of each item's last known token in the logits of a batch; the rows of its draft follow."""
+    """The row of each item's last known token in the logits of a batch; the rows of the draft follow."""
     rows, row = [], 0
     for item in items:
         rows.append(row)
@@ -33,7 +33,7 @@ def first_rows(items: Sequence[ScheduledRequest]) -> list[int]:
 def verify(
     items: Sequence[ScheduledRequest], sampled: Sequence[int | Failure], logits: Tensor, rows: Sequence[int]
 ) -> list[Result]:
-    """For each item the right tokens of its draft and the token after them, or its failure.
+    """For each item the right tokens of the draft and the next token, or the failure.
 
     ``sampled[i]`` comes from ``logits[rows[i]]`` (``first_rows``), the last known token of ``items[i]``.
     """

@@ -43,7 +43,7 @@ MIN_SECONDS, MAX_SECONDS = 1e-6, 3600.0  # seconds of a step
 
 @dataclass(frozen=True)
 class StepWork:
-    """Features of a step that decide its time."""
+    """Features that decide the time of a step."""
 
     tokens: int = 0
     rows: int = 0
@@ -104,19 +104,19 @@ class CostModel:
         return covariance
 
     def seconds(self, shape: StepWork) -> float:
-        """The predicted time of a step; 0 for an empty one."""
+        """The predicted time of a step; 0 for an empty step."""
         return float(_features(shape) @ self.coefficients) if shape.tokens else 0.0
 
     def prefill_seconds(self, num_tokens: int, context: int = 0) -> float:
-        """The predicted time to compute ``num_tokens`` tokens after ``context`` tokens, alone and in one step."""
+        """The predicted time to compute ``num_tokens`` tokens after ``context`` tokens, alone and in a single step."""
         return self.seconds(chunk_work(num_tokens, context, rows=1))
 
     def added_seconds(self, num_tokens: int) -> float:
-        """The least time that ``num_tokens`` more tokens of a prompt add to a step."""
+        """The least time added to a step by ``num_tokens`` more tokens of a prompt."""
         return float(num_tokens * self.coefficients[1])
 
     def tokens_within(self, seconds: float, rest: StepWork, context: int) -> int:
-        """The number of tokens after ``context`` tokens that fit ``seconds``, in a step that also does ``rest``."""
+        """The number of tokens after ``context`` tokens that fit ``seconds``, in a step together with ``rest``."""
         _, token, row, pair = self.coefficients
         free = seconds - float(_features(rest) @ self.coefficients) - row
         if free <= 0:

@@ -35,8 +35,8 @@ class Forecast:
         """The first token of a prompt with ``work`` tokens to compute.
 
         Args:
-            before: the requests that come first, each with its prompt tokens still to compute.
-            running: the requests that have a place.
+            before: the requests first in rank, each with the prompt tokens still to compute.
+            running: the requests with a place.
         """
         decodes = StepWork()
         for request in running:
@@ -51,7 +51,7 @@ class Forecast:
         return prefill + num_steps * self.cost.seconds(decodes)
 
     def _steps_until_place(self, running: Sequence[Request], num_waiting: int) -> int:
-        """Steps until enough of ``running`` have ended for ``num_waiting`` requests and one more to get a place."""
+        """Steps until enough of ``running`` have ended for ``num_waiting`` + 1 requests to get a place."""
         missing = len(running) + num_waiting + 1 - self.config.max_num_seqs
         if missing <= 0 or not running:
             return 0

@@ -35,14 +35,14 @@ def promised_ttft(ttft: float, alone: float) -> float:
 
 
 class SchedulingPolicy(Protocol):
-    """The decisions that the scheduler leaves to the policy."""
+    """The scheduling decisions of a policy."""
 
     def rank(self, request: EngineRequest, num_prefill: int) -> float:
         """Smaller goes first. ``num_prefill`` tokens of the prompt have to be computed."""
         ...
 
     def chunk_limit(self, decodes: StepWork, context: int) -> int:
-        """Most tokens of a prompt with ``context`` tokens computed, in a step that also does ``decodes``."""
+        """Most tokens of a prompt with ``context`` tokens computed, in a step together with ``decodes``."""
         ...
 
 

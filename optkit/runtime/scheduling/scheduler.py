@@ -76,7 +76,7 @@ class Proposer(Protocol):
 
 
 class Scheduler:
-    """Queues of requests, and the owner of their KV blocks. Not thread-safe: one engine loop drives it.
+    """Queues of requests, and the tables of their KV blocks. Not thread-safe.
 
     Args:
         config: limits and policy.
@@ -84,7 +84,7 @@ class Scheduler:
         cost: learns the time of steps.
 
     Attributes:
-        announce: called before a step with the ids of the requests that begin in the step.
+        announce: called before a step with the ids of the requests beginning in the step.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Scheduler:
         bisect.insort(self.waiting, request, key=_rank)
 
     def abort(self, request_id: str) -> TokenOutput | None:
-        """Drop a request and free its KV; None if no such request is here."""
+        """Drop a request and free the KV; None for an unknown request."""
         request = self._requests.get(request_id)
         return self._finish(request, FinishReason.ABORT) if request else None
 
@@ -156,7 +156,7 @@ class Scheduler:
         return batch
 
     def update(self, batch: Batch, results: Sequence[Result]) -> list[TokenOutput]:
-        """Record a step. Each item has its sampled tokens, None (a chunk with more to come) or a failure."""
+        """Record a step. Each item has sampled tokens, None (a chunk with more to come) or a failure."""
         now = self.clock()
         if batch.items and not batch.transfers and not any(isinstance(r, Failure) for r in results):
             self.cost.observe(step_work(batch.items), now - self._step_start)
@@ -169,19 +169,19 @@ class Scheduler:
         return outputs + self.take_lost()
 
     def take_lost(self) -> list[TokenOutput]:
-        """The ends found outside ``update``, each of them once: queue timeouts and faults of one request."""
+        """The ends found outside ``update``, each returned once: queue timeouts and faults of a single request."""
         lost, self._lost = self._lost, []
         return lost
 
     def transfer_failed(self, transfer: Transfer) -> None:
-        """Handle KV that could not be saved or loaded: requests that rely on the block start over."""
+        """Handle a failed save or load of KV: requests with the block start over."""
         self.kv.failed(transfer)
         if not transfer.save:
             for request in [request for request in self.running if transfer.block in request.block_table]:
                 self.preempt(request)
 
     def preempt(self, request: Request) -> None:
-        """Free the blocks of a running request; it waits, at its rank, to be admitted again."""
+        """Free the blocks of a running request; the request waits, at the same rank, to be admitted again."""
         self.running.remove(request)
         self.kv.release(request)
         bisect.insort(self.waiting, request, key=_rank)
@@ -189,7 +189,7 @@ class Scheduler:
         self.num_preemptions += 1
 
     def reset_prefix_cache(self) -> None:
-        """Forget the KV that no running request holds, in the pool and offloaded."""
+        """Forget the KV outside of running requests, in the pool and offloaded."""
         self.kv.reset()
 
     def reset_counters(self) -> None:
@@ -247,7 +247,7 @@ class Scheduler:
             self.announce(begun)
 
     def _give_up(self) -> None:
-        """End the requests that have waited for their first step longer than ``queue_timeout``."""
+        """End the requests waiting for their first step longer than ``queue_timeout``."""
         if not self.config.queue_timeout:
             return
         oldest = self._step_start - self.config.queue_timeout
@@ -256,11 +256,11 @@ class Scheduler:
                 self._lost.append(self._finish(request, FinishReason.ERROR, error=QUEUE_TIMEOUT))
 
     def _is_here(self, request: Request) -> bool:
-        """True until ``request`` has ended; another request may have its id by then."""
+        """True until ``request`` has ended; another request may have the id by then."""
         return self._requests.get(request.request_id) is request
 
     def _ready(self) -> list[Request]:
-        """The running requests with exactly one token to compute, with a KV slot for the token."""
+        """The running requests with a single token to compute, with a KV slot for the token."""
         ready = []
         index = 0
         while index < len(self.running):  # preemption shortens the list from behind
@@ -271,7 +271,7 @@ class Scheduler:
         return ready
 
     def _is_due(self, request: Request) -> bool:
-        """True for a running request with exactly one token to compute."""
+        """True for a running request with a single token to compute."""
         return request.num_pending == 1
 
     def _with_drafts(self, ready: list[Request], left: int) -> list[ScheduledRequest]:
@@ -293,7 +293,7 @@ class Scheduler:
         return self._optional(self.proposer.propose, requests, limits) or none
 
     def _optional(self, work: Callable[..., T], *args: Any) -> T | None:
-        """The result of ``work(*args)`` of the proposer; None if it raises, because an answer needs no guesses."""
+        """The result of ``work(*args)`` of the proposer; None for an exception, because an answer needs no guesses."""
         try:
             return work(*args)
         except Exception:
@@ -319,7 +319,7 @@ class Scheduler:
         return True
 
     def _prefills(self, decodes: list[ScheduledRequest]) -> list[ScheduledRequest]:
-        """Chunks of the prompts that are first in line, running or waiting."""
+        """Chunks of the prompts first in line, running or waiting."""
         busy = step_work(decodes)
         left = self.config.max_num_batched_tokens - busy.tokens
         target = self.config.prefill_target
@@ -348,15 +348,15 @@ class Scheduler:
         return items
 
     def _admissible(self) -> list[Request]:
-        """The waiting requests that could be computed in this step, in order."""
+        """The waiting requests ready for computation in the step, in order."""
         return list(self.waiting)
 
     def _work(self, request: Request) -> int:
-        """Tokens of ``request`` that a prefill from here on must compute."""
+        """Tokens of ``request`` left for a prefill from here on."""
         return request.num_pending - (0 if request.block_table else self.kv.cached_tokens(request))
 
     def _admit(self, request: Request) -> bool:
-        """Move ``request`` from ``waiting`` to ``running``, if there is room and it is first in line."""
+        """Move ``request`` from ``waiting`` to ``running``, if there is room for the first in line."""
         spare = len(self.running)  # leave each running request a block to grow into
         if len(self.running) >= self.config.max_num_seqs:
             return False
@@ -378,7 +378,7 @@ class Scheduler:
         return self.config.final_length(request.num_prompt, request.sampling.max_tokens)
 
     def _guarded(self, request: Request, work: Callable[..., T], *args: Any) -> T | None:
-        """The result of ``work(*args)``; if it raises, ``request`` ends with an error and the other requests go on."""
+        """The result of ``work(*args)``; on an exception, ``request`` ends with an error and the rest go on."""
         try:
             return work(*args)
         except Exception:
@@ -393,7 +393,7 @@ class Scheduler:
             item.request.progress.num_chunks += 1
 
     def _record(self, item: ScheduledRequest, result: Result) -> list[TokenOutput]:
-        """Record the result of a step for one request."""
+        """Record the result of a step for a request."""
         if isinstance(result, Failure):
             return [self._fail(item.request, result)]
         if result is not None:
@@ -403,12 +403,12 @@ class Scheduler:
         return []
 
     def _fail(self, request: Request, failure: Failure) -> TokenOutput:
-        """End a request whose step failed; no other request reuses its KV."""
+        """End a request whose step failed; no other request reuses the KV."""
         self.kv.distrust(request)
         return self._finish(request, FinishReason.ERROR, error=failure.message)
 
     def _append(self, item: ScheduledRequest, tokens: tuple[int, ...]) -> list[TokenOutput]:
-        """Append ``tokens``: the right tokens of the draft, and the token sampled after them."""
+        """Append ``tokens``: the right tokens of the draft, and the token sampled afterwards."""
         request, sampling = item.request, item.request.sampling
         if item.draft and self.proposer:
             self.proposer.observe(request, len(item.draft), len(tokens) - 1)
@@ -470,7 +470,7 @@ class Scheduler:
         )
 
     def _refuse_late(self, request: Request, work: int) -> None:
-        """Raise EngineOverload if the first token of ``request`` is predicted to come after its deadline."""
+        """Raise EngineOverload if the first token of ``request`` is predicted after the deadline."""
         ahead = [
             other
             for other in self.running + self.waiting

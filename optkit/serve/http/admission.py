@@ -16,7 +16,7 @@ RETRY_SECONDS = 1
 
 
 class Admission:
-    """``capacity`` permits, given out without waiting. Single-threaded: one event loop uses it.
+    """``capacity`` permits, given out without waiting. Single-threaded: used by a single event loop.
 
     Args:
         on_rejection: called for each request refused for lack of permits.
@@ -27,7 +27,7 @@ class Admission:
         self._on_rejection = on_rejection
 
     def check(self) -> None:
-        """Raise the 429 of ``permits`` if none is free: an overloaded server need not read a request to refuse it."""
+        """Raise the 429 of ``permits`` if none is free: an overloaded server need not read refused requests."""
         if self.used >= self.capacity:
             self._on_rejection()
             raise at_capacity()

@@ -41,7 +41,7 @@ async def read_body(request: Request, max_bytes: int, timeout: float) -> bytes:
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:
-    """The body, counted as its chunks arrive: ``Content-Length`` may be wrong or absent."""
+    """The body, counted chunk by chunk: ``Content-Length`` may be wrong or absent."""
     too_large = ApiError(f"the request body exceeds {max_bytes} bytes", code="request_too_large", status=413)
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length[:20]) > max_bytes:
@@ -55,7 +55,7 @@ async def _read(request: Request, max_bytes: int) -> bytes:
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """One JSON object, strictly by RFC 8259 and RFC 7493 (I-JSON).
+    """A JSON object, strictly by RFC 8259 and RFC 7493 (I-JSON).
 
     Raises:
         ApiError: 400 with the reason.

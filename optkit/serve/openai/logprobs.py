@@ -22,7 +22,7 @@ from optkit.text.token_text import TokenTexts, show
 
 
 class LogprobFormat(Protocol):
-    """Writes the logprobs of one choice, chunk after chunk."""
+    """Writes the logprobs of a choice, chunk after chunk."""
 
     def write(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]: ...
 
@@ -47,7 +47,7 @@ class ChatLogprobs:
 
 
 class CompletionLogprobs:
-    """``choices[].logprobs`` of completions. Use one object per choice: offsets continue from chunk to chunk."""
+    """``choices[].logprobs`` of completions. Use an object per choice: offsets continue from chunk to chunk."""
 
     def __init__(self, texts: TokenTexts, as_ids: bool = False) -> None:
         self._texts, self._as_ids, self._offset = texts, as_ids, 0
@@ -76,7 +76,7 @@ class CompletionLogprobs:
         return token_name(token_id) if self._as_ids else show(self._texts.of(token_id))
 
     def _advance(self, token: bytes) -> int:
-        """The offset of ``token``; a token that continues a character starts with the character."""
+        """The offset of ``token``; a token inside a character starts with the character."""
         goes_on = bool(token) and token[0] & 0xC0 == 0x80 and self._offset > 0
         start = self._offset - goes_on
         self._offset += sum(byte & 0xC0 != 0x80 for byte in token)
@@ -84,5 +84,5 @@ class CompletionLogprobs:
 
 
 def token_name(token_id: int) -> str:
-    """vLLM's name of a token by its id."""
+    """vLLM's name of a token id."""
     return f"token_id:{token_id}"

@@ -47,7 +47,7 @@ STREAM_HEADERS = [
 
 @dataclass(frozen=True)
 class AppState:
-    """The parts of the server that answer a request."""
+    """The server's parts for answering a request."""
 
     engine: AsyncEngine
     prompts: PromptReader
@@ -58,7 +58,7 @@ class AppState:
     requests: RequestsInFlight = field(default_factory=RequestsInFlight)
 
     def check(self, request: GenerationRequest) -> None:
-        """Refuse requests that are wrong without a look at the prompt's text.
+        """Refuse wrong requests before the prompt is tokenized.
 
         Raises:
             ApiError: 400, 404 unknown model, 503 the engine is gone.
@@ -81,7 +81,7 @@ class GenerationResponse(Response):
 
     Args:
         tenant: name of the request's API key; requests of different tenants share no cached KV.
-        parent: the headers that name the trace of the request.
+        parent: the headers with the trace of the request.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class GenerationResponse(Response):
             work.result()
 
     async def _answer(self, send: Send) -> None:
-        """Answer the request, or report its failure, and log a line."""
+        """Answer the request, or report the failure, and log a line."""
         wire, outcome = SSEWriter(send), "ok"
         try:
             async with self._state.requests.limit(self._deadline()):
@@ -232,7 +232,7 @@ class GenerationResponse(Response):
 
 
 class SSEWriter:
-    """Writes one JSON body, or server-sent events of which the first comes with the response head."""
+    """Writes one JSON body, or server-sent events, the first of them with the response head."""
 
     def __init__(self, send: Send) -> None:
         self._send, self.started, self._streams = send, False, False

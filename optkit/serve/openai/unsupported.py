@@ -85,7 +85,7 @@ NO_CALLS: dict[str, tuple[Any, ...]] = {"tool_calls": (None, []), "function_call
 
 
 def refuse_unsupported(data: dict[str, Any], supported: Container[str]) -> None:
-    """Raise ApiError 400 for the first field of ``data`` that is not ``supported`` and whose value has an effect."""
+    """Raise ApiError 400 for the first field of ``data`` outside ``supported`` whose value has an effect."""
     for name, inert in INERT.items():
         if name in data and name not in supported and not _is_one_of(data[name], inert):
             raise unsupported(name)
