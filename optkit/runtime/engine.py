@@ -1,12 +1,12 @@
 """Engine: schedule, execute, sample, update.
 
-``step`` is the whole runtime. The code around it keeps one rule: a request can fail only itself. If the model raises
-on a batch, each item is run alone, and an item that raises again fails. Running an item twice is harmless: both runs
-write the same KV into the same slots. The sampler catches rows with NaN. An exception that leaves ``step`` is a fault
-of the device or a bug of optkit, and ends the engine process.
+``step`` is the whole runtime. The code around ``step`` keeps a rule: a request can fail only by itself. If the model
+raises on a batch, each item is run alone, and an item fails if the model raises again. Running an item twice is
+harmless: both runs write the same KV into the same slots. The sampler catches rows with NaN. An exception out of
+``step`` is a fault of the device or a bug of optkit, and ends the engine process.
 
 A step is cancelled between two parts of the model when every client of the step has left. The scheduler records
-nothing of a cancelled step, so its KV is never published, and the aborts that follow free the blocks.
+nothing of a cancelled step, so the step's KV is never published, and the aborts afterwards free the blocks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The facts about a loaded engine that the API process needs, as they cross the process border."""
+"""The facts about a loaded engine for the API process, as messages between the processes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Logits of whole windows through an executable, computed as a server computes them.
 
 Two windows share a batch. Their chunks have different lengths, so the batch is ragged and no chunk ends where a block
-does. Their KV blocks interleave. The last ``decode`` tokens of each window run one at a time. So prefill kernels,
+does. Their KV blocks interleave. The last ``decode`` tokens of each window run in single steps. So prefill kernels,
 decode kernels and block tables all take part. Pools are reused from pair to pair without clearing: a kernel that
 reads a wrong slot sees stale data, as in a server.
 """

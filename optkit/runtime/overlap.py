@@ -1,22 +1,22 @@
 """Overlap scheduling: the next step is planned and queued while the device computes the last one.
 
 A GPU that waits for the host between steps is idle while the host schedules, samples and copies. So tokens are
-sampled on the device and fed into the next step there. The host runs one step behind: it plans step n + 1 with
+sampled on the device and fed into the next step there. The host runs one step behind: the host plans step n + 1 with
 ``PENDING`` in the place of the tokens of step n, queues step n + 1, and then reads the result of step n.
 
     host    plan n+1   launch n+1   complete n   plan n+2   launch n+2   complete n+1
     device  ... step n ................|... step n+1 ......................|... step n+2
 
-The host learns too late that a request ended with a stop token: step n + 1 of the request runs in vain and its result
-is dropped. That is harmless: the step writes KV into the request's own block, behind the published tokens, and the
-next owner of the block writes later in the same stream. The end of a request by length is known in time.
+The host learns too late of a stop token: step n + 1 of the request runs in vain and the result is dropped. The extra
+step is harmless: it writes KV into the request's own block, behind the published tokens, and the next owner of the
+block writes later in the same stream. The end of a request by length is known in time.
 
-Requests that need tokens or logits on the host (penalties, bias, logprobs, guesses) force a synchronous step, as in
-``Engine``, which delays every request in that batch.
+Requests in need of tokens or logits on the host (penalties, bias, logprobs, guesses) force a synchronous step, as in
+``Engine``, which delays every request in the batch.
 
-A request can fail only itself, as in ``Engine``. A batch that cannot be launched runs synchronously. If the results
-of a queued step cannot be read, the step and the one queued after it are retracted, and its batch runs synchronously.
-KV enters the prefix cache when the step that wrote the KV is complete. A fault of the device ends the engine.
+A request can fail only by itself, as in ``Engine``. A batch without a launch runs synchronously. If the results of a
+queued step cannot be read, the step and the next queued step are retracted, and the batch runs synchronously. KV
+enters the prefix cache when the writing step is complete. A fault of the device ends the engine.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """ModelRunner: a scheduled batch becomes the flattened token batch, and the executable runs it.
 
-The inputs are those of docs/architecture.md. numpy computes the inputs of all requests at once, because Python code
+docs/architecture.md lists the inputs. numpy computes the inputs of all requests at once, because Python code
 per request would be a visible part of a decode step. torch takes the arrays without a copy.
 """
 

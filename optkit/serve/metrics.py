@@ -1,7 +1,7 @@
-"""Prometheus metrics under vLLM's names, as dashboards, gateways and autoscalers read them.
+"""Prometheus metrics under vLLM's names, as dashboards, gateways and autoscalers expect.
 
-All times come from one monotonic clock. TTFT starts at the arrival of the request, before tokenization, and ends just
-before its first token is written to the client. Counters follow the tokens sent to clients, so they agree with the
+All times come from the same monotonic clock. TTFT starts at the arrival of the request, before tokenization, and ends
+just before the first token is written to the client. Counters follow the tokens sent to clients, and agree with the
 ``usage`` of the answers to the token. Gauges are read from the engine at scrape time.
 
 The promised TTFT is an edge of the TTFT buckets, so "95 % within 700 ms" is read off exactly instead of interpolated

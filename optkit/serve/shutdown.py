@@ -1,8 +1,8 @@
-"""The end of the HTTP side: requests in flight get some seconds to finish, then they are cut.
+"""The end of the HTTP side: requests in flight get some seconds to finish, then the rest are cut.
 
-uvicorn cancels tasks that take too long: the log gets an ERROR and a stack trace for each, and a client without a
+uvicorn cancels slow tasks: the log gets an ERROR and a stack trace for each, and a client without a
 byte yet gets 500. Here a cut is the expiry of each request's own time limit, so every request ends as after
-``--request-timeout``, with the error ``server_shutdown``, and the log gets one line.
+``--request-timeout``, with the error ``server_shutdown``, and the log gets a single line.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Engine supervisor: starts a new engine when the process of the last one died or hangs.
+"""Engine supervisor: starts a new engine when the process of the last engine died or hangs.
 
-A process hangs when it sends no message and uses no processor time: an engine in a long step stays healthy. When the
-process dies, every open stream ends with an error at once (``EngineClient``). Until the new engine is ready the
-server answers 503 with Retry-After and is not ready, but live: killing the server would only prolong the outage. The
-first restart is immediate, each further restart within ``WINDOW_SECONDS`` waits twice as long as the one before.
-After ``MAX_RESTARTS`` of them the supervisor gives up and the server ends, because trying again does not cure a fault
-that returns. ``optkit.serve.quarantine`` finds a request that causes the deaths.
+A process hangs without messages and without processor time: an engine in a long step stays healthy. When the process
+dies, every open stream ends with an error at once (``EngineClient``). Until the new engine is ready the server
+answers 503 with Retry-After and is not ready, but live: killing the server would only prolong the outage. The first
+restart is immediate, each further restart within ``WINDOW_SECONDS`` waits twice as long as the last. After
+``MAX_RESTARTS`` restarts the supervisor gives up and the server ends, because trying again does not cure a lasting
+fault. ``optkit.serve.quarantine`` finds a request behind the deaths.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""OpenTelemetry traces (``--otlp-traces-endpoint``): one span a request.
+"""OpenTelemetry traces (``--otlp-traces-endpoint``): a span per request.
 
-A span covers the request from its arrival to its last byte. Its parent is the caller's span when the request brings a
+A span covers the request from arrival to last byte. The parent is the caller's span when the request brings a
 W3C ``traceparent``. A span carries the attributes of the semantic conventions for generative AI (``gen_ai.*``), the
 parts of the time to first token (``optkit.ttft.*``, seconds, as in ``ttft_details``) and an event at the first token,
-but never a prompt or an answer. The span is made after the end of the request, so its cost delays no token; a thread
+but never a prompt or an answer. The span is made after the end of the request, so the cost delays no token; a thread
 sends spans in batches.
 
 Spans go out as OTLP over HTTP (protobuf). The packages are the extra ``optkit[otel]`` and are imported only here.

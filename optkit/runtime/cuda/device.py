@@ -1,7 +1,7 @@
 """The operations of a GPU for the runner: capture and replay, pinned memory, events, free memory.
 
-``CudaDevice`` is the GPU; its methods hold no decisions, because only a GPU can run them. ``HostDevice`` does the
-same on a CPU: a captured step is a function that is called again and writes to the same tensor. So all decisions
+``CudaDevice`` is the GPU; the methods hold no decisions, because only a GPU can run the class. ``HostDevice`` does the
+same on a CPU: a captured step is a function, which is called again and writes to the same tensor. So all decisions
 (buckets, padding, feedback, memory plan) are the same code on both, and are tested on a CPU.
 """
 

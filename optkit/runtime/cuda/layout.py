@@ -1,12 +1,11 @@
-"""One buffer for all inputs of a step: one copy from host to device, and constant addresses.
+"""A single buffer for all inputs of a step: a single copy from host to device, and constant addresses.
 
-A step has a dozen small inputs. Copied one by one, each costs a driver call, and a captured graph reads fixed
-addresses. So the inputs of a step of a given *shape* lie behind each other in one buffer, and a layout has their
-offsets. Numbers of 8 bytes come first, so that everything is aligned.
+A step has a dozen small inputs. Copied separately, each input costs a driver call, and a captured graph reads fixed
+addresses. So the inputs of a step of a given *shape* lie behind each other in a buffer, and a layout has the offsets.
+Numbers of 8 bytes come first, for alignment.
 
-A bucket larger than the batch is padded with entries that kernels ignore: token rows have slot -1 and stand behind
-the last ``query_start``, sequences have length 0. ``pack`` writes every element, so no data of an earlier step is
-left.
+A bucket larger than the batch is padded with entries ignored by kernels: token rows have slot -1 and stand behind the
+last ``query_start``, sequences have length 0. ``pack`` writes every element, so no data of an earlier step is left.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """GraphRunner: runs steps from static buffers, as captured graphs where possible, and samples on the device.
 
-A step is: one copy of its inputs (``layout``), the tokens sampled by the step before placed among the input ids, the
-model, the sampler. The graph contains all of these. ``execute`` returns logits, for sampling on the host; ``launch``
+A step is: a copy of the inputs (``layout``), the tokens sampled by the step before placed among the input ids, the
+model, the sampler. The graph contains all parts. ``execute`` returns logits, for sampling on the host; ``launch``
 queues the work and returns a ``PendingStep``.
 
 Host buffers come in pairs: while the device may still copy from the first, the next step is written into the second.
-Two suffice for one step in flight beside the planned one; an earlier write waits.
+Two suffice for a step in flight beside the planned step; an earlier write waits.
 """
 
 from __future__ import annotations

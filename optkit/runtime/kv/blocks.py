@@ -2,24 +2,24 @@
 
 The KV pool of every attention layer is an array of ``num_blocks`` blocks of ``block_size`` tokens (paged attention,
 Kwon et al. 2023). A request owns a list of block numbers, its *block table*: token ``t`` lives in slot ``table[t //
-block_size] * block_size + t % block_size``. One table serves all layers.
+block_size] * block_size + t % block_size``. All layers use the same table.
 
 A block is in one of four states::
 
     FREE    in no table
     HELD    free, kept for the growth of a request
-    USED    in one or more tables (a reference count); shared blocks are full and never written again
+    USED    in tables (a reference count); shared blocks are full and never written again
     CACHED  in no table, with KV of the prefix cache; the least recently released block goes first
 
-Free, held and cached blocks are all *available*. They are taken in this order: the block after the table's last one,
-a run of free blocks, a held block, and last the oldest cached block, whose content is lost (``on_evict`` is called
-before).
+Free, held and cached blocks are all *available*. Blocks are taken in the following order: the block after the table's
+last block, a run of free blocks, a held block, and last the oldest cached block, whose content is lost (``on_evict``
+is called before).
 
 Placement matters: for a contiguous, ascending table an attention kernel may read K and V as a *view* of the pool. So
 a new table is placed, if possible, where the tokens still to come have room, too: the blocks after the table are
 *held*. A held block may still be given to another request.
 
-Plain ints, no torch. ``_state`` is one byte per block, so ``bytearray.find`` finds a run of free blocks.
+Plain ints, no torch. ``_state`` is a byte per block, so ``bytearray.find`` finds a run of free blocks.
 """
 
 from __future__ import annotations

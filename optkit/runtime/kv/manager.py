@@ -1,19 +1,19 @@
-"""KV manager: gives requests their blocks, and reuses KV that has been computed before.
+"""KV manager: gives requests their blocks, and reuses computed KV.
 
 The manager keeps three tables in agreement: the blocks of the pool (``BlockManager``), the tree of their content
 (``PrefixCache``) and the host blocks of the offload store (``HostBlockTable``).
 
-- **Admission** takes over the blocks of the longest cached prefix; blocks that are only on the host are loaded. At
-  least one token is left to compute, since its logits are needed.
-- **Publishing**: a block enters the tree when it is full and its KV is computed, so a shared block is never written
-  again. If the tree has an equal block already, the request goes on below the equal block.
-- **Release** (finish, abort, preemption) leaves published blocks cached. A preempted request finds its own blocks
+- **Admission** takes over the blocks of the longest cached prefix; blocks on the host are loaded. At least the last
+  token is left to compute, since the logits are needed.
+- **Publishing**: a block enters the tree when the block is full and the KV is computed, so a shared block is never
+  written again. If the tree has an equal block already, the request goes on below the equal block.
+- **Release** (finish, abort, preemption) leaves published blocks cached. A preempted request finds the same blocks
   again, so no "swapping" is needed.
-- **Eviction** of a cached block saves its KV to a host block, if there is a store and loading is cheaper than
-  computing (``worth_saving``); else its node is dropped.
+- **Eviction** of a cached block saves the KV to a host block, if there is a store and loading is cheaper than
+  computing (``worth_saving``); else the node is dropped.
 
-Pure bookkeeping: copies are listed in ``transfers``, in order, and the engine makes them before the model runs. The
-order suffices: a block is saved before it is overwritten, and loaded before it is read.
+Pure bookkeeping: copies are listed in ``transfers``, in order, and the engine makes the copies before the model runs.
+The order suffices: a block is saved before writing, and loaded before reading.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Offload store: host memory for KV that the pool has no room for, loaded again without prefill.
+"""Offload store: host memory for KV beyond the pool's room, loaded again without prefill.
 
-The store has a fixed number of equal *host blocks*, one KV block each, in memory or in one file. The scheduler
-decides the host block of each KV block (``HostBlockTable``); the engine moves the bytes (``HostBlockStore``).
+The store has a fixed number of equal *host blocks*, one KV block each, in memory or in a file. The scheduler decides
+the host block of each KV block (``HostBlockTable``); the engine moves the bytes (``HostBlockStore``).
 
-The file has no name: it is unlinked as soon as it is open. So no other process can open the file, and it ends with
-the process. Its space is reserved at the start, not when the disk is full. The sha256 of a host block stays in memory
-and is checked when the block is read; a corrupted block is computed again.
+The file has no name: the file is unlinked as soon as it is open. So no second process can open the file, and the file
+ends with the process. The space is reserved at the start, not when the disk is full. The sha256 of a host block stays
+in memory and is checked when the block is read; a corrupted block is computed again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""KV cache: the memory of the pools, and the number of blocks that fit a size.
+"""KV cache: the memory of the pools, and the number of blocks in a size.
 
 Each attention layer has two pools, K [blocks, block_size, Hkv, D] and V [blocks, block_size, Hkv, Dv], of the dtype
-of its spec (an int8 row is four bytes longer, for its scale). All layers share one block numbering, so a block of KV
-is one row in *every* pool. Pools are allocated once, at start: the largest cost after the weights is known before the
+of its spec (an int8 row is four bytes longer, for the scale). All layers share the block numbers, so a block of KV
+is a row in *every* pool. Pools are allocated once, at start: the largest cost after the weights is known before the
 first request, and nothing grows while serving.
 """
 

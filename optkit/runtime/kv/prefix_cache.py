@@ -1,17 +1,17 @@
 """Prefix cache: the KV blocks of the beginnings of prompts.
 
 KV of a token depends only on the token and the tokens before it. So a *full* block with computed KV can serve every
-request with the same first tokens. Shared blocks form a tree: a ``Node`` is the tokens of one block after its
-parent's. A new request walks the tree from the root, as far as its tokens agree.
+request with the same first tokens. Shared blocks form a tree: a ``Node`` is the tokens of a block after the parent's.
+A new request walks the tree from the root, as far as the tokens agree.
 
-A node is found by its digest, a sha256 chained over the parent's digest and the block's tokens. The chain begins with
+A node is found by a digest, a sha256 chained over the parent's digest and the block's tokens. The chain begins with
 the process's random seed and the request's *salt*, so digests reveal nothing outside of the process, and requests of
 different salts (tenants) share neither KV nor the time saved. A digest is only a shortcut: on a hit the node's tokens
-and the identity of its parent are compared, so two prompts with equal digests can cost each other a hit, but never
+and the identity of the parent are compared, so two prompts with equal digests can cost each other a hit, but never
 get each other's KV (as in CVE-2025-25183).
 
 A node lives while its KV is in a ``block`` of the pool, in a ``host_block`` of the offload store, or in both. Nodes
-without a parent in the tree cannot be reached; they age out of the pool like every unused node.
+without a parent in the tree cannot be reached; such nodes age out of the pool like every unused node.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""KV of small steps stays with its request, for models whose layers have several variants.
+"""KV of small steps stays with the request, for models whose layers have several variants.
 
 A model whose layers have several variants (``optkit.graph.variants``) rounds K and V of a token by the number of
-tokens in the step. The prefix cache holds only KV of the variant for many tokens, so a prompt takes over the KV that
-its own prefill would have computed. From the first token of a smaller step on, no block of a request is shared.
+tokens in the step. The prefix cache holds only KV of the variant for many tokens, so a prompt takes over the same KV
+as from a prefill. From the first token of a smaller step on, no block of a request is shared.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """EngineClient: the API process's side of the engine process.
 
-``start`` sends a launched worker (``optkit.runtime.process.launch``) its ``Load`` message and waits until the worker
-is ready. ``generate`` is an async iterator of ``TokenOutput``; leaving it early, by ``break`` with ``aclose`` or by
-cancellation, aborts the request and frees its KV. When the worker dies, the pipe closes and every open stream ends
-with an ERROR output, so no client hangs. A new ``EngineClient`` replaces a dead worker (``optkit.serve.supervisor``).
+``start`` sends a launched worker (``optkit.runtime.process.launch``) a ``Load`` message and waits until the worker is
+ready. ``generate`` is an async iterator of ``TokenOutput``; leaving the iterator early, by ``break`` with ``aclose``
+or by cancellation, aborts the request and frees the KV. When the worker dies, the pipe closes and every open stream
+ends with an ERROR output, so no client hangs. A new ``EngineClient`` replaces a dead worker
+(``optkit.serve.supervisor``).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Messages between the API process and the engine process, and their frames.
 
-A frame is a 4-byte big-endian length and that many bytes of msgpack. A message is a tagged ``msgspec.Struct``, or the
+A frame is a 4-byte big-endian length and as many bytes of msgpack. A message is a tagged ``msgspec.Struct``, or the
 outputs of a step as an array. So decoding checks types and can build nothing else; never pickle, which runs code. The
 pipe is a socket pair inherited by the child: no port, no file, no other process can connect. A frame over ``MAX_FRAME``
-bytes or one that does not decode is a ``ProtocolError`` and ends the connection; the sizes below are far from it.
+bytes or an undecodable frame is a ``ProtocolError`` and ends the connection; real sizes are far from the limit.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """The engine process: import, wait for ``Load``, load, send ``Ready``, then step for as long as the parent lives.
 
 ``optkit.runtime.process.launch`` starts the process as ``python -m optkit.runtime.process.worker --fd N ...``. A
-process of its own keeps the model's compute away from the API process's event loop and interpreter lock, and a crash
-of native code costs the streams of this engine and not the server.
+process apart keeps the model's compute away from the API process's event loop and interpreter lock, and a crash of
+native code costs the streams of the engine and not the server.
 
-The loop waits on the socket when there is no work (no polling). Between steps it handles the messages that have
-arrived. Between the parts of a long step (``optkit.cancellation``) it only reads: a step whose every request is
-aborted is cancelled, a ``Shutdown`` ends the process, and a heartbeat shows progress. All work happens on the main
-thread. The loop ends when the parent sends ``Shutdown``, closes the pipe or dies. On Linux the kernel then kills the
-process (PR_SET_PDEATHSIG), even in the middle of a load. SIGINT is ignored: Ctrl-C reaches both processes, and the
-parent decides.
+The loop waits on the socket when there is no work (no polling). Between steps the loop handles the arrived messages.
+Between the parts of a long step (``optkit.cancellation``) the loop only reads: a step whose every request is aborted
+is cancelled, a ``Shutdown`` ends the process, and a heartbeat shows progress. All work happens on the main thread.
+The loop ends when the parent sends ``Shutdown``, closes the pipe or dies. On Linux the kernel then kills the process
+(PR_SET_PDEATHSIG), even in the middle of a load. SIGINT is ignored: Ctrl-C reaches both processes, and the parent
+decides.
 """
 
 from __future__ import annotations

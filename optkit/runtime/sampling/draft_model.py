@@ -1,16 +1,16 @@
-"""Draft model: a small model guesses for a large one (Leviathan et al. 2023; Chen et al. 2023).
+"""Draft model: a small model guesses for a large model (Leviathan et al. 2023; Chen et al. 2023).
 
-The draft model has a runner and a block pool of its own and follows each request with a *shadow*: the same tokens,
-with KV of the small model. Before guessing, a shadow catches up: tokens that the large model rejected are cut off,
-new tokens are computed (the whole prompt, the first time). Then all shadows decode together, greedily. The large
-model checks every guess, so guesses decide the speed of an answer and never its tokens.
+The draft model has a runner and a separate block pool and follows each request with a *shadow*: the same tokens, with
+KV of the small model. Before guessing, a shadow catches up: rejected tokens are cut off, new tokens are computed (the
+whole prompt, the first time). Then all shadows decode together, greedily. The large model checks every guess, so
+guesses decide the speed of an answer and never the tokens.
 
-A request that does not fit the small model's pool or context is served without guesses, and so is a step in which the
-small model fails.
+A request beyond the small model's pool or context is served without guesses, and so is a step in which the small
+model fails.
 
 Two models with the same tokenizer may have vocabularies of different sizes: the rows beyond the tokenizer's ids are
-padding. Only ids of both models are guessed, and a request with an id that the small model lacks is served without
-guesses.
+padding. Only ids of both models are guessed, and a request with an id outside the small model's vocabulary is served
+without guesses.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Logprobs: the model's log-probabilities of the tokens of an answer, and of its prompt.
+"""Logprobs: the model's log-probabilities of the tokens of an answer and a prompt.
 
 Logprobs are of the model's own distribution, ``log_softmax(logits)``, before bias, penalties, temperature and filters
-(vLLM's ``raw_logprobs``), so sampling parameters do not change them. Logits stay in the engine process: here they are
-reduced to one number a token and a few likely tokens.
+(vLLM's ``raw_logprobs``), so sampling parameters do not change logprobs. Logits stay in the engine process: here
+logits are reduced to a number per token and a few likely tokens.
 
-A prompt needs logits at each of its positions, [prompt, vocabulary] floats: 200 MB for 1,000 tokens of a vocabulary
-of 50,000. So a scored chunk runs beside the batch in pieces of at most ``MAX_LOGITS`` numbers. The scheduler plans a
-scored chunk as any other. A preempted request computes its prompt again and reports no position twice.
+A prompt needs logits at each position, [prompt, vocabulary] floats: 200 MB for 1,000 tokens of a vocabulary of
+50,000. So a scored chunk runs beside the batch in pieces of at most ``MAX_LOGITS`` numbers. The scheduler plans a
+scored chunk as any other. A preempted request computes the prompt again and reports no position twice.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Proposers: sources of guesses, and the number of guesses worth checking.
 
-``NgramProposer`` (prompt lookup, Saxena 2023) needs no second model: it guesses the tokens that followed an earlier
+``NgramProposer`` (prompt lookup, Saxena 2023) needs no second model: the guesses are the tokens after an earlier
 occurrence of the last tokens. A guess costs a dictionary lookup, so only checking a wrong guess costs time.
 
 ``Lengths`` decides the number of guesses for each request and step. A guess at place j of a draft is right with
 probability p^j, where p is the request's own record. Checking the guess makes the step longer by the cost model's
-time of a token. A guess pays if its expected tokens exceed the tokens that the batch would have made in that time. So
-drafts grow where guesses are right, shrink where they are wrong, and end where they cost more than they bring. A
-request without drafts tries one token again now and then.
+time of a token. A guess pays if the expected tokens exceed the batch's tokens in the same time. So drafts grow where
+guesses are right, shrink where guesses are wrong, and end where the cost exceeds the gain. A request without drafts
+tries a single token again now and then.
 """
 
 from __future__ import annotations

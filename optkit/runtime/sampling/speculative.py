@@ -1,13 +1,13 @@
-"""Speculative decoding: guess the next tokens, check all guesses in one step (Leviathan et al. 2023).
+"""Speculative decoding: guess the next tokens, check all guesses in a single step (Leviathan et al. 2023).
 
-A step with one token and k guesses of a request costs little more than a step with the token alone, because decoding
+A step with a token and k guesses of a request costs little more than a step with the token alone, because decoding
 waits for the weights, on a CPU as on a GPU. The logits after each guess equal the logits of decoding token by token.
-So every position is *sampled as always*, with its own parameters and its own random number. A guess is right if it
-equals the sampled token; at the first wrong guess the rest is dropped. No rejection sampling is needed, and no
+So every position is *sampled as always*, with the request's parameters and a separate random number. A guess is right
+if equal to the sampled token; at the first wrong guess the rest is dropped. No rejection sampling is needed, and no
 exception for temperature: with kernels whose bits do not depend on the batch, greedy and seeded output is the same
 token for token as without speculation, and unseeded requests have the same distribution.
 
-KV of wrong guesses stays in its slots and is overwritten: ``num_computed`` never counts it.
+KV of wrong guesses stays in the slots and is overwritten: ``num_computed`` never counts it.
 """
 
 from __future__ import annotations

@@ -2,22 +2,21 @@
 
     seconds = a + b * tokens + c * rows + d * pairs
 
-``tokens`` are computed in the step, ``rows`` of them get logits, and ``pairs`` counts the (query, key) pairs of
+``tokens`` are computed in the step, ``rows`` of the tokens get logits, and ``pairs`` counts the (query, key) pairs of
 attention. ``a`` is the cost of the smallest step, above all reading the weights once. A Kalman filter updates the
-coefficients (Anderson and Moore, Optimal Filtering, ch. 3). Its model of the time between two steps: the machine's
-speed drifts, all coefficients together, and each coefficient drifts a little alone. So a slower machine is slower for
-all kinds of steps, and hours of decoding do not unlearn the cost of prefill.
+coefficients (Anderson and Moore, Optimal Filtering, ch. 3). The filter's model of the time between two steps: the
+machine's speed drifts, all coefficients together, and each coefficient drifts a little alone. So a slower machine is
+slower for all kinds of steps, and hours of decoding do not unlearn the cost of prefill.
 
 Numerical safeguards:
 
 - errors are *relative*: a decode of 10 ms counts as much as a prefill of a second;
-- a step that took far longer than predicted (the process was frozen) counts as ``OUTLIER_SIGMA`` standard deviations
-  off;
+- a step far longer than predicted (the process was frozen) counts as ``OUTLIER_SIGMA`` standard deviations off;
 - no coefficient becomes negative, so a longer prompt is never predicted to be faster. A negative coefficient is set
-  to zero and the other coefficients take over its share, by the covariance (Simon and Chia 2002);
+  to zero and the remaining coefficients take over the share, by the covariance (Simon and Chia 2002);
 - coefficients are kept in units of the prior, so that all numbers are of a size. The covariance is symmetric to the
   bit, no variance exceeds the prior's, and each step adds more variance than rounding can take away. So the
-  covariance stays positive for all features, also for features that stay collinear.
+  covariance stays positive for all features, also for collinear features.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Forecast: the time at which a new request would get its first token, for admission by promised TTFT.
 
-The forecast adds up the prefill of the requests before it in rank, its own prefill, the decodes that share those
-steps, and, when all ``max_num_seqs`` places are taken, the decoding until a place becomes free. The length of answers
-is learned from finished ones, because ``max_tokens`` is a limit that clients set far too high.
+The forecast adds up the prefill of the requests first in rank, the prefill of the new request, the decodes in the
+same steps, and, when all ``max_num_seqs`` places are taken, the decoding until a place becomes free. The length of
+answers is learned from finished ones, because ``max_tokens`` is a limit, which clients set far too high.
 """
 
 from __future__ import annotations

@@ -4,15 +4,15 @@ A policy gives every request a *rank* on arrival, and ranks never change. So no 
 a bounded number of later arrivals have a smaller rank, and the request of the smallest rank always advances.
 
 ``fcfs``
-    First come, first served. A step takes as much of one prompt as ``max_num_batched_tokens`` allows.
+    First come, first served. A step takes as much of a prompt as ``max_num_batched_tokens`` allows.
 
 ``slo``
-    Least slack first. A request's deadline is its arrival plus the promised time to first token. For a prompt too long
-    to keep the promise, the deadline is ``STRETCH`` times the time of its prefill alone. The rank is the latest moment
-    at which its prefill can start: short prompts overtake a long one, but only as long as the long one can wait. A
-    unit of ``priority`` is worth one promised TTFT. *Time* bounds the chunk of prefill in a step: while requests
-    decode, at most the promised time per output token, and always at most a part of the promised TTFT, because the
-    next arrival waits for the step that runs.
+    Least slack first. A request's deadline is the arrival plus the promised time to first token. For a prompt too
+    long to keep the promise, the deadline is ``STRETCH`` times the time of the prefill alone. The rank is the latest
+    moment at which the prefill can start: short prompts overtake a long prompt, but only as long as the long prompt
+    can wait. A unit of ``priority`` is worth a promised TTFT. *Time* bounds the chunk of prefill in a step: while
+    requests decode, at most the promised time per output token, and always at most a part of the promised TTFT,
+    because the next arrival waits for the running step.
 """
 
 from __future__ import annotations

@@ -1,23 +1,23 @@
 """Scheduler: the tokens of each request that the next step computes.
 
-There are no phases. Every request has ``len(token_ids) - num_computed`` tokens without KV: many when its prompt is
-new, one when it decodes. A step gives out ``max_num_batched_tokens`` tokens (continuous batching, Yu et al. 2022;
+There are no phases. Every request has ``len(token_ids) - num_computed`` tokens without KV: many for a new prompt, a
+single token in decoding. A step gives out ``max_num_batched_tokens`` tokens (continuous batching, Yu et al. 2022;
 chunked prefill, Agrawal et al. 2023), in this order:
 
-1. one token to each running request that needs exactly one, so that a long prompt never stalls a stream;
-2. a chunk of the prompt that is first in line, as large as the policy allows; the prompt may be running or waiting;
+1. a token to each running request with a single token to compute, so a long prompt never stalls a stream;
+2. a chunk of the prompt first in line, as large as the policy allows; the prompt may be running or waiting;
 3. more prompts, while they fit as a whole and the step has fewer than ``prefill_target_tokens`` prompt tokens. From
-   there on the model computes at full speed, and another prompt would only delay the earlier ones;
-4. the rest to tokens that a proposer guesses for the requests of 1 (speculative decoding). Guesses come last, for
+   there on the model computes at full speed, and another prompt would only delay the earlier prompts;
+4. the rest to tokens guessed for the requests of 1 by a proposer (speculative decoding). Guesses come last, for
    tokens and for KV blocks, so prompts advance in each step as far as without guesses.
 
 Order: ``running`` and ``waiting`` are sorted by *rank*, which the policy (``fcfs`` or ``slo``) fixes on arrival.
 Admission allocates KV for all known tokens, so only decodes can run out of blocks. Then the *last* running request in
-rank is preempted: its blocks are freed and the request waits to be admitted again, with the tokens generated so far.
-KV that is still cached or offloaded by then is taken over, the rest is computed again. The first request in rank is
-never preempted and ``refusal`` turns away requests that could not fit alone, so some request always advances.
+rank is preempted: the blocks are freed and the request waits to be admitted again, with the tokens generated so far.
+KV still cached or offloaded by then is taken over, the rest is computed again. The first request in rank is never
+preempted and ``refusal`` turns away requests too large for the pool, so some request always advances.
 
-An exception in the work for one request (``_guarded``) ends that request and no other.
+An exception in the work for a request (``_guarded``) ends only the request.
 """
 
 from __future__ import annotations

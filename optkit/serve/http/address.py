@@ -1,8 +1,8 @@
-"""The server's address, and its API keys.
+"""The server's address, and the API keys.
 
 Loopback is the default, and any other address needs an API key: a server open to the whole network must be a
 decision. Keys come from a file or the environment, never from the command line, which every user of the machine can
-read. Each client can have its own key, so that one key can be removed without changing the rest.
+read. Each client can have a separate key, so a key can be removed without changing the rest.
 """
 
 from __future__ import annotations

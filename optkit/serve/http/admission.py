@@ -1,7 +1,7 @@
 """Admission: a bounded number of choices in the server, and 429 beyond the bound.
 
-A queue without a bound turns overload into timeouts for all clients. Here a request takes one permit per choice
-before any work is done, also before tokenization, and keeps the permits until its last byte is sent. Without enough
+A queue without a bound turns overload into timeouts for all clients. Here a request takes a permit per choice
+before any work is done, also before tokenization, and keeps the permits until the last byte is sent. Without enough
 permits the answer is 429 at once, with the time after which to come back.
 """
 

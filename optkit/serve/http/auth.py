@@ -1,8 +1,8 @@
 """Access control, before anything else runs: host, key, header size.
 
 Access is denied unless a rule allows it: with a key set, every path but the health checks needs the key, so a new
-route is closed from its first day. Without a key the server listens on loopback only, and the ``Host`` header must
-name loopback: a web page whose name was rebound to 127.0.0.1 still sends its own name.
+route is closed from the first day. Without a key the server listens on loopback only, and the ``Host`` header must
+name loopback: a web page whose name was rebound to 127.0.0.1 still sends the page's name.
 """
 
 from __future__ import annotations

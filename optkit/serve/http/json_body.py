@@ -1,8 +1,8 @@
 """Bytes from the network to JSON, strictly.
 
-Python's parser accepts more than JSON and repairs invalid input: NaN, duplicate keys (the last one wins, so a checker
+Python's parser accepts more than JSON and repairs invalid input: NaN, duplicate keys (the last value wins, so a checker
 in front and the server behind can see different requests), lone surrogates (which no UTF-8 text has, and which Rust
-libraries refuse by panicking), integers of any length. Each of these is a 400 here, and so are NUL and nesting deeper
+libraries refuse by panicking), integers of any length. Each is a 400 here, and so are NUL and nesting deeper
 than any request needs.
 """
 

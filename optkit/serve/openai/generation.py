@@ -1,8 +1,8 @@
-"""One choice of an answer: engine outputs in, text out.
+"""A choice of an answer: engine outputs in, text out.
 
-``generate_text`` is the only consumer of the engine. It detokenizes, looks for stop strings, and updates the metrics.
-Leaving the generator early, by a stop string, a disconnect or a shutdown, closes the engine's generator, which aborts
-the request and frees its KV.
+``generate_text`` is the only consumer of the engine. The generator detokenizes, looks for stop strings, and updates
+the metrics. Leaving the generator early, by a stop string, a disconnect or a shutdown, closes the engine's generator,
+which aborts the request and frees the KV.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Choice jobs: a checked request with its token ids becomes one job for each choice of the answer."""
+"""Choice jobs: a checked request with token ids becomes a job for each choice of the answer."""
 
 from __future__ import annotations
 

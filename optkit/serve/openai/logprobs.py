@@ -1,15 +1,15 @@
 """Logprobs in the two shapes of OpenAI's API.
 
-Chat: a list of tokens, each with its bytes and likely alternatives. Completions: four parallel lists; ``text_offset``
-counts characters of the choice's text, ``top_logprobs`` has the token itself besides the likeliest ones, and both are
-``null`` for the first token of an echoed prompt, which nothing precedes.
+Chat: a list of tokens, each with bytes and likely alternatives. Completions: four parallel lists; ``text_offset``
+counts characters of the choice's text, ``top_logprobs`` has the token itself besides the likeliest tokens, and both
+are ``null`` for the first token of an echoed prompt, which nothing precedes.
 
-The completions list has an entry for a stop token, although its text is no part of the answer: scoring clients count
-one entry for each step. The chat list has the tokens of the message, as OpenAI's, and the stop token only together
-with ``token_ids``, where the two lists are pairs.
+The completions list has an entry for a stop token, although a stop token has no text in the answer: scoring clients
+count an entry for each step. The chat list has the tokens of the message, as OpenAI's, and the stop token only
+together with ``token_ids``, where the two lists are pairs.
 
 ``return_tokens_as_token_ids`` writes ``token_id:123`` in the place of a token's text, as vLLM does: two tokens may
-have the same text. Bytes and offsets remain those of the text.
+have the same text. Bytes and offsets remain the text's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Requests to choice jobs, with token ids that fit the context.
 
 Short prompts are tokenized on the event loop, because a hop to a thread costs more than the work. Long prompts go to
-a small thread pool, so other streams keep flowing. A text that cannot fit is refused by its length in bytes, before
+a small thread pool, so other streams keep flowing. A text too long is refused by the length in bytes, before
 tokenization.
 """
 

@@ -1,11 +1,11 @@
 """The HTTP answer to a generation request, from admission to the last byte.
 
-One ``GenerationResponse`` takes permits, has the prompt tokenized, generates, writes, and gives the permits back. A
-second task listens for the client's disconnect. When the client goes, the first task is cancelled wherever it is,
-which aborts the requests in the engine.
+A ``GenerationResponse`` takes permits, has the prompt tokenized, generates, writes, and gives the permits back. A
+second task listens for the client's disconnect. When the client goes, the first task is cancelled at any point, which
+aborts the requests in the engine.
 
-The status line of a stream waits for the first token. So a request that fails before its first token is a 500, on
-which clients and load balancers can act, and not a 200 with an error inside.
+The status line of a stream waits for the first token. So a failure before the first token is a 500, on which clients
+and load balancers can act, and not a 200 with an error inside.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ Rules, which make a client's TTFT and inter-token latency true:
   ``continuous_usage_stats``;
 - an error after the first byte is an event with the error body, and ``[DONE]`` still ends the stream.
 
-The writer runs once per token per client, so a chunk is two constant byte strings around one JSON string, without a
+The writer runs once per token per client, so a chunk is two constant byte strings around a JSON string, without a
 model object or a dict in between.
 """
 

@@ -1,8 +1,8 @@
-"""Fields that this server does not implement.
+"""Fields without an implementation in the server.
 
-Each is refused with 400 and its name, unless its value has no effect: an answer without the field would not be an
-answer to the request. The last ones are unsupported at one endpoint only. ``HARMLESS`` names known fields that cannot
-change an answer of this server, with any value.
+Each is refused with 400 and the name, unless the value has no effect: an answer without the field would not be an
+answer to the request. The last fields are unsupported at a single endpoint only. ``HARMLESS`` names known fields
+without influence on an answer, with any value.
 """
 
 from __future__ import annotations
