@@ -120,7 +120,7 @@ class Slo(_Section):
 
 
 class Runtime(_Section):
-    """How the runtime is sized when it measures and serves: the engine's options of the same names.
+    """Sizes of the runtime for measuring and serving: the engine's options of the same names.
 
     The last two are for GPUs: what it computes in, and how much of the GPU's memory is its own. There the KV cache gets
     what weights and the largest step leave of that, and ``kv_cache_bytes`` counts only where it is given to

@@ -75,7 +75,7 @@ def load_engine(artifact_dir: str, options: EngineOptions) -> Engine:
     config, store = scheduler_config(model, options, artifact.recipe.target), None
     if options.kv_offload_dir is not None and options.kv_offload_bytes is None:
         raise UserError(
-            "it says where, and not how much", where="kv_offload_dir", fix="give --kv-offload-bytes"
+            "a directory for offloaded KV needs a size", where="kv_offload_dir", fix="give --kv-offload-bytes"
         )
     if options.kv_offload_bytes is not None:
         config, store = offloading(config, model, options.kv_offload_bytes, options.kv_offload_dir)
@@ -197,7 +197,7 @@ def offloading(
     """``config`` with host blocks for evicted KV, and the store."""
     if not config.enable_prefix_caching:
         raise UserError(
-            "it keeps what the prefix cache evicts, and that is off",
+            "offloading needs the prefix cache, which is off",
             where="kv_offload_bytes",
             fix="leave out --kv-offload-bytes, or --no-enable-prefix-caching",
         )
@@ -230,7 +230,9 @@ def draft_model(artifact: Artifact, directory: str, vocab_size: int) -> DraftMod
     draft = Artifact.open(directory)
     if tokenizer_of(artifact) != tokenizer_of(draft):
         raise UserError(
-            "it has another tokenizer", where=directory, fix="say ngram, or name another artifact"
+            "the draft model has another tokenizer",
+            where=directory,
+            fix="use ngram or another artifact",
         )
     model = draft.executable()
     options = engine_options(draft.recipe)
@@ -256,9 +258,9 @@ def tokenizer_of(artifact: Artifact) -> bytes:
     file = artifact.directory / "tokenizer.json"
     if not file.is_file():
         raise UserError(
-            "it has no tokenizer.json, so a draft model's ids can't be compared with the model's",
+            "there is no tokenizer.json, so the ids of model and draft model can't be compared",
             where=str(artifact.directory),
-            fix="say --speculative-model ngram",
+            fix="use --speculative-model ngram",
         )
     return file.read_bytes()
 

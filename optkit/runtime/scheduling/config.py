@@ -43,7 +43,7 @@ class SchedulerConfig(SchedulingOptions, frozen=True, kw_only=True, forbid_unkno
             )
         if self.num_host_blocks and not self.enable_prefix_caching:
             raise ValueError(
-                "num_host_blocks needs enable_prefix_caching: it keeps what the prefix cache evicts"
+                "num_host_blocks needs enable_prefix_caching: host blocks hold evicted KV of the prefix cache"
             )
         if self.enforce_ttft_slo and not self.ttft_slo_ms:
             raise ValueError("enforce_ttft_slo needs a ttft_slo_ms")
