@@ -119,9 +119,9 @@ class OverlapScheduler(Scheduler):
             request = expected.item.request
             if not self._is_here(request):
                 continue  # aborted, or ended in the step before
-            if not request.progress.reported:
-                request.progress.prefill += now - begun
-                request.progress.num_chunks += 1
+            if not request.times.reported:
+                request.times.prefill += now - begun
+                request.times.num_chunks += 1
             outputs += self._guarded(request, self._settle, expected, result) or []
         return outputs + self.take_lost()
 

@@ -198,7 +198,7 @@ class Failure:
 
 
 @dataclass
-class Progress:
+class PrefillTimes:
     """The times of a request until its first token, by ``time.monotonic()``. See ``FirstToken``."""
 
     queued: float = 0.0
@@ -232,7 +232,7 @@ class Request:
         nodes: the first blocks in the prefix cache.
         sealed: no further blocks enter the prefix cache.
         num_shareable: first tokens whose KV may enter the prefix cache (``optkit.runtime.kv.shareable``).
-        progress: times until the first token.
+        times: times until the first token.
         num_preemptions: number of preemptions.
     """
 
@@ -245,7 +245,7 @@ class Request:
     nodes: list[Node] = field(default_factory=list)
     sealed: bool = False
     num_shareable: int = ALL_TOKENS
-    progress: Progress = field(default_factory=Progress)
+    times: PrefillTimes = field(default_factory=PrefillTimes)
     num_preemptions: int = 0
     num_scored: int = 0  # prompt positions with reported logprobs; unchanged by a preemption
 

@@ -32,7 +32,7 @@ EXPORT_SECONDS = 5
 
 
 @dataclass
-class RequestRecord:
+class SpanRecord:
     """The facts about a finished request.
 
     Attributes:
@@ -109,7 +109,7 @@ class Tracing:
         """Send the remaining spans."""
         self._provider.shutdown()
 
-    def record(self, done: RequestRecord) -> None:
+    def record(self, done: SpanRecord) -> None:
         """Make the span of a request that has ended."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
@@ -131,7 +131,7 @@ class Tracing:
         span.end(now_ns)
 
 
-def attributes(done: RequestRecord, now: float) -> dict[str, Any]:
+def attributes(done: SpanRecord, now: float) -> dict[str, Any]:
     """Attributes of the semantic conventions 1.37, vLLM's latencies, and the parts of the time to first token."""
     found = {
         "gen_ai.operation.name": done.operation,

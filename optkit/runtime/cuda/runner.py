@@ -33,7 +33,7 @@ STEPS_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True)
-class Captured:
+class CapturedStep:
     """A graph, the inputs and their layout."""
 
     layout: Layout
@@ -86,7 +86,7 @@ class GraphRunner(ModelRunner):
         self.gpu, self.largest, self.sample = device, largest, sample
         self.max_model_len = model.max_model_len
         self.buckets = Buckets((), (), largest.sequences, largest.blocks)
-        self._graphs: dict[GraphKey, Captured] = {}
+        self._graphs: dict[GraphKey, CapturedStep] = {}
         size = capacity(largest)
         self._staging = itertools.cycle([Staging(device.pinned(size)) for _ in range(STEPS_IN_FLIGHT)])
         self._eager_inputs = torch.zeros(size, dtype=torch.uint8, device=self.device)
@@ -136,7 +136,7 @@ class GraphRunner(ModelRunner):
         self._graphs[shape, filtered, True] = captured
         self._graphs[shape, filtered, False] = self._capture(shape, filtered)[0] if differs else captured
 
-    def _capture(self, shape: StepShape, filtered: bool, whole: bool = False) -> tuple[Captured, bool]:
+    def _capture(self, shape: StepShape, filtered: bool, whole: bool = False) -> tuple[CapturedStep, bool]:
         """A graph, and True for a graph of whole prompts only."""
         layout = Layout(shape, shape.sequences)
         inputs = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=self.device)
@@ -147,7 +147,7 @@ class GraphRunner(ModelRunner):
         self.num_captures += 1
         promise = WholePrompt() if whole else None
         replay = self.gpu.capture(lambda: self._compute(views, filtered, promise))
-        return Captured(layout, inputs, replay), promise is not None and promise.used
+        return CapturedStep(layout, inputs, replay), promise is not None and promise.used
 
     # -- running ---------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ DECAY = 0.9  # weight of the known cost of a guess after one more step
 
 
 class DraftModel:
-    """A ``Source`` of guesses.
+    """A ``DraftSource`` of guesses.
 
     Args:
         runner: of the small model.

@@ -41,7 +41,7 @@ class SpeculationStats:
             self.accepted_per_pos[place] += 1
 
 
-class Source(Protocol):
+class DraftSource(Protocol):
     """Guesses at most a given number of tokens."""
 
     seconds_per_token: float  # cost of a guess, beside checking
@@ -121,7 +121,7 @@ class Lengths:
 class Speculator:
     """A ``Proposer`` of the scheduler: guesses of ``source``, as many as ``Lengths`` allows."""
 
-    def __init__(self, source: Source, lengths: Lengths) -> None:
+    def __init__(self, source: DraftSource, lengths: Lengths) -> None:
         self.source, self.lengths = source, lengths
         self.stats = SpeculationStats()
 
@@ -167,7 +167,7 @@ class _Index:
 
 
 class NgramProposer:
-    """A ``Source`` of copies of the tokens after the last occurrence of the request's last tokens."""
+    """A ``DraftSource`` of copies of the tokens after the last occurrence of the request's last tokens."""
 
     seconds_per_token = 0.0
 

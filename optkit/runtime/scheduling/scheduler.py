@@ -128,7 +128,7 @@ class Scheduler:
         if reason:
             raise EngineRefusal(reason)
         request = Request(received, list(received.prompt_ids))
-        request.progress.queued = self.clock()
+        request.times.queued = self.clock()
         work = request.num_pending - self.kv.cached_tokens(request)
         request.rank = (self.policy.rank(received, work), self._num_added)
         if self.config.enforce_ttft_slo:
@@ -252,7 +252,7 @@ class Scheduler:
             return
         oldest = self._step_start - self.config.queue_timeout
         for request in list(self.waiting):
-            if request.progress.started is None and request.received.arrival < oldest:
+            if request.times.started is None and request.received.arrival < oldest:
                 self._lost.append(self._finish(request, FinishReason.ERROR, error=QUEUE_TIMEOUT))
 
     def _is_here(self, request: Request) -> bool:
@@ -364,10 +364,10 @@ class Scheduler:
             return False
         self.waiting.remove(request)
         bisect.insort(self.running, request, key=_rank)
-        if request.progress.started is None:
-            request.progress.started = self._step_start
+        if request.times.started is None:
+            request.times.started = self._step_start
             self._begun.append(request.request_id)
-            request.progress.cached_tokens = request.num_computed
+            request.times.cached_tokens = request.num_computed
             self.kv.count(request)
         return True
 
@@ -388,9 +388,9 @@ class Scheduler:
             return None
 
     def _count_chunk(self, item: ScheduledRequest, now: float) -> None:
-        if not item.request.progress.reported:
-            item.request.progress.prefill += now - self._step_start
-            item.request.progress.num_chunks += 1
+        if not item.request.times.reported:
+            item.request.times.prefill += now - self._step_start
+            item.request.times.num_chunks += 1
 
     def _record(self, item: ScheduledRequest, result: Result) -> list[TokenOutput]:
         """Record the result of a step for a request."""
@@ -456,9 +456,9 @@ class Scheduler:
         stop_token: int | None = None,
     ) -> TokenOutput:
         first = None
-        if not request.progress.reported:
-            request.progress.reported = True
-            first = request.progress.first_token(request.received.arrival, self.clock())
+        if not request.times.reported:
+            request.times.reported = True
+            first = request.times.first_token(request.received.arrival, self.clock())
         return TokenOutput(
             request_id=request.request_id,
             token_ids=token_ids,

@@ -34,7 +34,7 @@ from optkit.serve.openai.prompts import PromptReader
 from optkit.serve.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from optkit.serve.openai.stream import ChunkWriter, ResponseHead, ResponseParts, error_event, whole_response
 from optkit.serve.shutdown import FINAL_ERROR_TIMEOUT_SECONDS, RequestsInFlight, shutting_down
-from optkit.serve.tracing import RequestRecord, Tracing
+from optkit.serve.tracing import SpanRecord, Tracing
 
 log = logging.getLogger("optkit.serve")
 
@@ -99,7 +99,7 @@ class GenerationResponse(Response):
         name = ("chatcmpl-" if self._is_chat else "cmpl-") + (request.request_id or self._sender.name)
         model = state.settings.model_names[0] if request.model is None else request.model
         self._head = ResponseHead(name, int(time.time()), model, self._is_chat)
-        self._record = RequestRecord(
+        self._record = SpanRecord(
             operation="chat" if self._is_chat else "text_completion",
             reply_id=name,
             model=model,
