@@ -25,24 +25,26 @@ class LogFormat(enum.StrEnum):
 def serve(
     artifact: Annotated[Path, typer.Argument(help="An artifact that optkit optimize wrote.")],
     host: Annotated[
-        str, typer.Option(help="Address to listen on. Anything but loopback needs an API key.")
+        str, typer.Option(help="Address to listen on. Any address but loopback needs an API key.")
     ] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one and prints it.")
+        int, typer.Option(min=0, max=65535, help="Port; 0 takes a free port and prints its number.")
     ] = 8000,
     threads: Annotated[
         int, typer.Option(min=0, rich_help_panel=LOADING, help="Compute threads; 0 is one per core.")
     ] = 0,
     served_model_name: Annotated[
         list[str] | None,
-        typer.Option(rich_help_panel=ACCESS, help="Name that clients ask for; repeat it for aliases."),
+        typer.Option(
+            rich_help_panel=ACCESS, help="Name of the model in requests; repeat the option for aliases."
+        ),
     ] = None,
     api_key_file: Annotated[
         Path | None,
         typer.Option(
             rich_help_panel=ACCESS,
-            help="File with the keys that clients send as bearer tokens, one a line. Or set OPTKIT_API_KEY to "
-            "one. There is no --api-key, because every user of the machine can read command lines.",
+            help="File with the keys of clients (bearer tokens), a key per line. Or set OPTKIT_API_KEY to a "
+            "key. There is no --api-key, because every user of the machine can read command lines.",
         ),
     ] = None,
     max_queue: Annotated[
@@ -50,7 +52,7 @@ def serve(
         typer.Option(
             min=0,
             rich_help_panel=ACCESS,
-            help="Sequences that may wait beyond those that run; more are answered 429 at once.",
+            help="Requests that may wait, beyond the running ones. Further requests get 429 at once.",
         ),
     ] = 256,
     request_timeout: Annotated[
@@ -58,8 +60,8 @@ def serve(
         typer.Option(
             min=0,
             rich_help_panel=ACCESS,
-            help="Seconds from a request's arrival to its last token, queue included; then it ends with an error. "
-            "0: no limit.",
+            help="Longest time from a request's arrival to its last token, in seconds, queue included; then the "
+            "request ends with an error. 0: no limit.",
         ),
     ] = 600.0,
     log_format: Annotated[
@@ -69,8 +71,9 @@ def serve(
         str | None,
         typer.Option(
             rich_help_panel=ACCESS,
-            help="Send a trace span for each request there, such as http://localhost:4318/v1/traces (OTLP over HTTP; "
-            "needs optkit[otel]). Spans have counts, times and the parts of the time to first token, no texts.",
+            help="URL of an OTLP receiver, such as http://localhost:4318/v1/traces: gets a trace span for each request "
+            "(OTLP over HTTP; needs optkit[otel]). Spans have counts, times and the parts of the time to first token, "
+            "no texts.",
         ),
     ] = None,
     shutdown_timeout: Annotated[

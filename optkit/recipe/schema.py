@@ -114,7 +114,7 @@ class Slo(_Section):
 
 
 class Runtime(_Section):
-    """Sizes of the runtime, in measurements and in serving: the engine options of the same names.
+    """Sizes of the runtime for measuring and serving: the engine's options of the same names.
 
 
     The last two fields are for GPUs: the compute dtype, and the share of the GPU's memory for optkit. On a GPU the KV

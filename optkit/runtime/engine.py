@@ -1,12 +1,12 @@
 """Engine: schedule, execute, sample, update.
 
-``step`` is the whole runtime. The code around it keeps one rule: a request can fail only itself. If the model raises
-on a batch, each item is run alone, and an item that raises again fails. Running an item twice is harmless: both runs
-write the same KV into the same slots. The sampler catches rows with NaN. An exception that leaves ``step`` is a fault
-of the device or a bug of optkit, and ends the engine process.
+``step`` is the whole runtime. The code around ``step`` keeps a rule: a request can fail only by itself. If the model
+raises on a batch, each item is run alone, and an item fails if the model raises again. Running an item twice is
+harmless: both runs write the same KV into the same slots. The sampler catches rows with NaN. An exception out of
+``step`` is a fault of the device or a bug of optkit, and ends the engine process.
 
 A step is cancelled between two parts of the model when every client of the step has left. The scheduler records
-nothing of a cancelled step, so its KV is never published, and the aborts that follow free the blocks.
+nothing of a cancelled step, so the step's KV is never published, and the aborts afterwards free the blocks.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Engine:
     """Serve requests on one runner, one ``step`` at a time.
 
     Attributes:
-        departed: returns the ids of requests whose client has left and that ``abort`` will end after the step; called
+        departed: returns the ids of requests without a client, which ``abort`` will end after the step; called
             between parts of a step.
     """
 
@@ -100,7 +100,7 @@ class Engine:
         return self.logprobs.attach(batch, self.scheduler.update(batch, results))
 
     def _check_of(self, batch: Batch) -> Callable[[], None]:
-        """A check that cancels the step of ``batch`` when every client of it has left."""
+        """A check that cancels the step of ``batch`` when every client has left."""
         names = {item.request.request_id for item in batch.items}
 
         def check() -> None:
@@ -123,7 +123,7 @@ class Engine:
         return replace(batch, items=tuple(item for item in batch.items if id(item.request) in running))
 
     def _worth_saving(self) -> bool:
-        """True if saving and loading a block takes less time than computing its KV again."""
+        """True if saving and loading a block takes less time than computing the KV again."""
         pays = 2 * self._copy_seconds < self.scheduler.cost.added_seconds(self.config.block_size)
         if not pays:
             self._copy_seconds *= COPY_DECAY
@@ -172,11 +172,11 @@ class Engine:
         self.scheduler.add(request)
 
     def abort(self, request_id: str) -> TokenOutput | None:
-        """Drop a request and free its KV; None if no such request is here."""
+        """Drop a request and free the KV; None for an unknown request."""
         return self.scheduler.abort(request_id)
 
     def reset_prefix_cache(self) -> None:
-        """Forget the KV that no running request holds, in the pool and offloaded."""
+        """Forget the KV outside of running requests, in the pool and offloaded."""
         self.scheduler.reset_prefix_cache()
 
     def stats(self) -> EngineStats:
@@ -199,7 +199,7 @@ class Engine:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams]
     ) -> list[list[int]]:
-        """Output tokens of each prompt, for tests and measurements in this process, without other requests.
+        """Output tokens of each prompt, for tests and measurements in the same process, without further requests.
 
         Raises:
             RequestFailed: a request failed.

@@ -41,13 +41,13 @@ PREFILL_TARGET_TOKENS = 256  # on a CPU, where matrix products reach full speed 
 
 
 def open_engine(artifact_dir: str, **given: Any) -> Engine:
-    """The engine of an artifact, for programs that run it in their own process.
+    """The engine of an artifact, for programs with the engine in their own process.
 
     Args:
         given: options by name. The recipe states the rest, else the defaults.
 
     Raises:
-        UserError: as ``load_engine``, or an option that does not exist or is out of bounds.
+        UserError: as ``load_engine``, or an unknown option, or a value out of bounds.
     """
     recipe = Artifact.open(artifact_dir, verify=False).recipe
     return load_engine(artifact_dir, engine_options(recipe, given))
@@ -75,7 +75,7 @@ def load_engine(artifact_dir: str, options: EngineOptions) -> Engine:
     config, store = scheduler_config(model, options, artifact.recipe.target), None
     if options.kv_offload_dir is not None and options.kv_offload_bytes is None:
         raise UserError(
-            "it says where, and not how much", where="kv_offload_dir", fix="give --kv-offload-bytes"
+            "a directory for offloaded KV needs a size", where="kv_offload_dir", fix="give --kv-offload-bytes"
         )
     if options.kv_offload_bytes is not None:
         config, store = offloading(config, model, options.kv_offload_bytes, options.kv_offload_dir)
@@ -88,7 +88,7 @@ def load_engine(artifact_dir: str, options: EngineOptions) -> Engine:
 
 
 def device_of(model: Executable) -> Device | None:
-    """The GPU that ``model`` is on, or None."""
+    """The GPU of ``model``, or None."""
     if model.device.type != "cuda":
         return None
     from optkit.runtime.cuda.device import CudaDevice
@@ -97,7 +97,7 @@ def device_of(model: Executable) -> Device | None:
 
 
 def warn_without_native_kernels() -> None:
-    """Log a warning where the native kernels are missing on this CPU."""
+    """Log a warning where the native kernels are missing."""
     from optkit.kernels.cpu.native import missing_warning
 
     warning = missing_warning()
@@ -108,9 +108,9 @@ def warn_without_native_kernels() -> None:
 def with_kv_bytes(
     model: Executable, options: EngineOptions, gpu: Device, guesses: Speculator | None = None
 ) -> EngineOptions:
-    """``options`` with the bytes of the KV cache: on a GPU the memory that weights and the largest step leave.
+    """``options`` with the bytes of the KV cache: on a GPU the memory left by weights and the largest step.
 
-    ``guesses``: proposes tokens; its weights and its KV pool are on the GPU already.
+    ``guesses``: the source of proposals, with weights and KV pool on the GPU already.
     """
     from optkit.runtime.cuda.start import kv_cache_bytes
 
@@ -144,7 +144,7 @@ def make_engine(
 
 
 def scheduler_config(model: Executable, options: EngineOptions, target: str = "") -> SchedulerConfig:
-    """The scheduler's limits: the model's, and those of ``options``.
+    """The scheduler's limits: from the model and from ``options``.
 
     Args:
         target: of the recipe; on "cpu" a step takes no further prompt once matrix products run at full speed.
@@ -194,10 +194,10 @@ def num_blocks(model: Executable, options: EngineOptions) -> int:
 def offloading(
     config: SchedulerConfig, model: Executable, num_bytes: int, directory: str | None
 ) -> tuple[SchedulerConfig, HostBlockStore]:
-    """``config`` with host blocks for evicted KV, and their store."""
+    """``config`` with host blocks for evicted KV, and the store."""
     if not config.enable_prefix_caching:
         raise UserError(
-            "it keeps what the prefix cache evicts, and that is off",
+            "offloading needs the prefix cache, which is off",
             where="kv_offload_bytes",
             fix="leave out --kv-offload-bytes, or --no-enable-prefix-caching",
         )
@@ -209,7 +209,7 @@ def offloading(
 def speculator(
     artifact: Artifact, model: Executable, cost: CostModel, options: EngineOptions
 ) -> Speculator | None:
-    """The source of guesses that ``speculative_model`` names, ``ngram`` or another artifact; None without one."""
+    """The source of guesses in ``speculative_model``, ``ngram`` or another artifact; None without a source."""
     method = options.speculative_model
     if method is None:
         return None
@@ -219,18 +219,20 @@ def speculator(
 
 
 def draft_model(artifact: Artifact, directory: str, vocab_size: int) -> DraftModel:
-    """The draft model of another artifact with the same tokenizer. Its own recipe sizes it.
+    """The draft model of another artifact with the same tokenizer. The draft's recipe sizes the draft model.
 
     Args:
         vocab_size: of the target model. Padding may make the two vocabularies differ in size.
 
     Raises:
-        UserError: another tokenizer, or an artifact that can't be loaded.
+        UserError: another tokenizer, or an artifact that cannot be loaded.
     """
     draft = Artifact.open(directory)
     if tokenizer_of(artifact) != tokenizer_of(draft):
         raise UserError(
-            "it has another tokenizer", where=directory, fix="say ngram, or name another artifact"
+            "the draft model has another tokenizer",
+            where=directory,
+            fix="use ngram or another artifact",
         )
     model = draft.executable()
     options = engine_options(draft.recipe)
@@ -256,15 +258,15 @@ def tokenizer_of(artifact: Artifact) -> bytes:
     file = artifact.directory / "tokenizer.json"
     if not file.is_file():
         raise UserError(
-            "it has no tokenizer.json, so a draft model's ids can't be compared with the model's",
+            "there is no tokenizer.json, so the ids of model and draft model can't be compared",
             where=str(artifact.directory),
-            fix="say --speculative-model ngram",
+            fix="use --speculative-model ngram",
         )
     return file.read_bytes()
 
 
 def trim_heap() -> None:
-    """Return memory that packing the weights needed to the system; glibc would keep it."""
+    """Return the memory of packing the weights to the system; glibc would keep the memory."""
     gc.collect()
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
@@ -272,10 +274,10 @@ def trim_heap() -> None:
 
 
 def warm_up(engine: Engine, artifact_dir: str) -> None:
-    """Run a prefill and a few decodes, so that lazily initialized libraries are ready before the first request.
+    """Run a prefill and a few decodes, to initialize lazy libraries before the first request.
 
     Raises:
-        UserError: the model fails on this request.
+        UserError: the model fails on the request.
     """
     length = min(WARM_UP_TOKENS[0], engine.config.max_model_len - 4)
     try:

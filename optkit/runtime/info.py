@@ -1,4 +1,4 @@
-"""The facts about a loaded engine that the API process needs, as they cross the process border."""
+"""The facts about a loaded engine for the API process, as messages between the processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     Attributes:
         dtype: element type of the pool, in words (``optkit.runtime.kv.pools.dtype_label``).
-        weight_bytes, workspace_bytes: of the weights and of the largest step; 0 where they are not known.
+        weight_bytes, workspace_bytes: of the weights and of the largest step; 0 if unknown.
     """
 
     num_blocks: int
@@ -26,12 +26,12 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One engine: its limits, its memory, and its process.
+    """An engine: limits, memory, process.
 
     Attributes:
         vocab_size: token ids of the model are in [0, vocab_size).
-        gpu_memory_utilization: the share of a GPU's memory, when the KV cache got what is left of that share.
-        load_seconds: time that loading took; ``Engine.info`` leaves it, like ``pid``, to the process.
+        gpu_memory_utilization: the share of a GPU's memory, when the KV cache got the rest of the share.
+        load_seconds: time of loading; set by the process, like ``pid``.
     """
 
     config: SchedulerConfig

@@ -1,7 +1,7 @@
 """Logits of whole windows through an executable, computed as a server computes them.
 
 Two windows share a batch. Their chunks have different lengths, so the batch is ragged and no chunk ends where a block
-does. Their KV blocks interleave. The last ``decode`` tokens of each window run one at a time. So prefill kernels,
+does. Their KV blocks interleave. The last ``decode`` tokens of each window run in single steps. So prefill kernels,
 decode kernels and block tables all take part. Pools are reused from pair to pair without clearing: a kernel that
 reads a wrong slot sees stale data, as in a server.
 """
@@ -33,8 +33,8 @@ class RuntimeLogits:
     Args:
         model: called with the inputs of docs/architecture.md, returns logits [L, V].
         block_size: tokens in a KV block.
-        chunk: new tokens of a sequence in one call; the second sequence takes fewer.
-        decode: tokens at the end of each window that run one at a time.
+        chunk: new tokens of a sequence in a call; fewer for the second sequence.
+        decode: tokens at the end of each window, run in single steps.
     """
 
     def __init__(self, model: Model, block_size: int = 16, chunk: int = 128, decode: int = 8) -> None:
@@ -44,7 +44,7 @@ class RuntimeLogits:
 
     @property
     def max_length(self) -> int:
-        """Tokens of the longest window that the model has positions for."""
+        """Tokens of the longest window within the model's positions."""
         return self.model.max_model_len
 
     def logits(self, windows: Sequence[Sequence[int]]) -> Iterator[Tensor]:
@@ -68,7 +68,7 @@ class RuntimeLogits:
         return outputs
 
     def _take(self, sequences: list[Tensor], done: list[int]) -> dict[int, int]:
-        """{sequence: new tokens of this call}; finished sequences are left out."""
+        """{sequence: new tokens of the call}; finished sequences are left out."""
         take = {}
         for i, tokens in enumerate(sequences):
             left = len(tokens) - done[i]

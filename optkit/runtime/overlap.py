@@ -1,22 +1,22 @@
 """Overlap scheduling: the next step is planned and queued while the device computes the last one.
 
 A GPU that waits for the host between steps is idle while the host schedules, samples and copies. So tokens are
-sampled on the device and fed into the next step there. The host runs one step behind: it plans step n + 1 with
+sampled on the device and fed into the next step there. The host runs one step behind: the host plans step n + 1 with
 ``PENDING`` in the place of the tokens of step n, queues step n + 1, and then reads the result of step n.
 
     host    plan n+1   launch n+1   complete n   plan n+2   launch n+2   complete n+1
     device  ... step n ................|... step n+1 ......................|... step n+2
 
-The host learns too late that a request ended with a stop token: step n + 1 of the request runs in vain and its result
-is dropped. That is harmless: the step writes KV into the request's own block, behind the published tokens, and the
-next owner of the block writes later in the same stream. The end of a request by length is known in time.
+The host learns too late of a stop token: step n + 1 of the request runs in vain and the result is dropped. The extra
+step is harmless: it writes KV into the request's own block, behind the published tokens, and the next owner of the
+block writes later in the same stream. The end of a request by length is known in time.
 
-Requests that need tokens or logits on the host (penalties, bias, logprobs, guesses) force a synchronous step, as in
-``Engine``, which delays every request in that batch.
+Requests in need of tokens or logits on the host (penalties, bias, logprobs, guesses) force a synchronous step, as in
+``Engine``, which delays every request in the batch.
 
-A request can fail only itself, as in ``Engine``. A batch that cannot be launched runs synchronously. If the results
-of a queued step cannot be read, the step and the one queued after it are retracted, and its batch runs synchronously.
-KV enters the prefix cache when the step that wrote the KV is complete. A fault of the device ends the engine.
+A request can fail only by itself, as in ``Engine``. A batch without a launch runs synchronously. If the results of a
+queued step cannot be read, the step and the next queued step are retracted, and the batch runs synchronously. KV
+enters the prefix cache when the writing step is complete. A fault of the device ends the engine.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class PendingStep(Protocol):
     """A step that the device computes."""
 
     def result(self) -> list[int | Failure]:
-        """Wait for the step. Returns the token of each item that ``needs_logits``, in batch order."""
+        """Wait for the step. Returns the token of each item with ``needs_logits``, in batch order."""
         ...
 
 
@@ -63,13 +63,13 @@ class DeviceRunner(Runner, Protocol):
         ...
 
     def counters(self) -> dict[str, int]:
-        """Fields of ``EngineStats`` that the runner counts."""
+        """Counters of the runner, named as fields of ``EngineStats``."""
         ...
 
 
 @dataclass(frozen=True)
 class Expected:
-    """The effect of a queued step on one request.
+    """The effect of a queued step on a request.
 
     Attributes:
         end: tokens of the request with KV after the step; if the step samples, the place of the sampled token.
@@ -84,13 +84,13 @@ class Expected:
 
     @property
     def keeps_blocks(self) -> bool:
-        """True if the request still owns the blocks that the step writes."""
+        """True if the request still owns the blocks written by the step."""
         return self.item.request.num_preemptions == self.num_preemptions
 
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """The expected effect of a queued step, for each item of its batch."""
+    """The expected effect of a queued step, for each item of the batch."""
 
     batch: Batch
     expected: tuple[Expected, ...]
@@ -99,7 +99,7 @@ class PlannedStep:
 
 
 class OverlapScheduler(Scheduler):
-    """A scheduler whose requests may end in one ``PENDING`` token."""
+    """A scheduler whose requests may end in a ``PENDING`` token."""
 
     _last_completed = 0.0
 
@@ -119,14 +119,14 @@ class OverlapScheduler(Scheduler):
             request = expected.item.request
             if not self._is_here(request):
                 continue  # aborted, or ended in the step before
-            if not request.progress.reported:
-                request.progress.prefill += now - begun
-                request.progress.num_chunks += 1
+            if not request.times.reported:
+                request.times.prefill += now - begun
+                request.times.num_chunks += 1
             outputs += self._guarded(request, self._settle, expected, result) or []
         return outputs + self.take_lost()
 
     def retract(self, planned: PlannedStep) -> Batch:
-        """Undo ``planned``, the last step that is not complete. Returns the part of its batch that can run now."""
+        """Undo ``planned``, the last incomplete step. Returns the part of the batch to run now."""
         items = tuple(expected.item for expected in planned.expected if self._take_back(expected))
         return Batch(items)
 
@@ -141,7 +141,7 @@ class OverlapScheduler(Scheduler):
         return expected
 
     def _take_back(self, expected: Expected) -> bool:
-        """Undo ``_advance``; False if the request has ended or lost its blocks, so that the item cannot run now."""
+        """Undo ``_advance``; False after the request's end or loss of blocks, when the item cannot run now."""
         request = expected.item.request
         if not self._is_here(request):
             return False
@@ -188,7 +188,7 @@ class OverlapScheduler(Scheduler):
 
 
 class OverlapEngine(Engine):
-    """An engine that queues a step before the results of the last one are known."""
+    """An engine that queues a step before the results of the last step are known."""
 
     scheduler_class = OverlapScheduler
     runner: DeviceRunner
@@ -242,14 +242,14 @@ class OverlapEngine(Engine):
         return self.scheduler.complete(planned, results)
 
     def _run_again(self, planned: PlannedStep) -> list[TokenOutput]:
-        """Run a step synchronously after its results were lost; a step queued after it goes back to the scheduler."""
+        """Run a step synchronously after its results were lost; a later step goes back to the scheduler."""
         after, self._pending = self._pending, None
         if after is not None:
             self.scheduler.retract(after[1])
         return self._run_now(self.scheduler.retract(planned))
 
     def _run_now(self, batch: Batch) -> list[TokenOutput]:
-        """Run the step as ``Engine`` does, for the requests that still run after the last step."""
+        """Run the step as ``Engine`` does, for the requests still running after the last step."""
         running = set(map(id, self.scheduler.running))
         batch = replace(batch, items=tuple(item for item in batch.items if id(item.request) in running))
         if not batch.items:
@@ -263,7 +263,7 @@ def as_result(token: int | Failure) -> Result:
 
 
 def samples_on_device(item: ScheduledRequest) -> bool:
-    """True if the item's next token depends only on its logits and parameters that the device has."""
+    """True if the item's next token depends only on the logits and on parameters of the device."""
     p: SamplingParams = item.request.sampling
     steered = p.logit_bias or p.allowed_token_ids or p.min_tokens
     penalized = p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0

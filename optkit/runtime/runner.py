@@ -1,6 +1,6 @@
 """ModelRunner: a scheduled batch becomes the flattened token batch, and the executable runs it.
 
-The inputs are those of docs/architecture.md. numpy computes the inputs of all requests at once, because Python code
+docs/architecture.md lists the inputs. numpy computes the inputs of all requests at once, because Python code
 per request would be a visible part of a decode step. torch takes the arrays without a copy.
 """
 
@@ -117,7 +117,7 @@ def new_tokens(batch: Batch) -> np.ndarray:
 
 
 def block_tables(batch: Batch, block_size: int) -> np.ndarray:
-    """[S, B] int32, padded with 0; only blocks with tokens up to this step."""
+    """[S, B] int32, padded with 0; only blocks with tokens up to the step."""
     used = [-(-(item.request.num_computed + item.num_new) // block_size) for item in batch.items]
     tables = np.zeros((len(used), max(used)), dtype=np.int32)
     for row, (item, count) in enumerate(zip(batch.items, used, strict=True)):

@@ -29,7 +29,7 @@ class EngineRefusal(ValueError):
 
 
 class EngineOverload(EngineRefusal):
-    """A request that cannot be served in the promised time; the client may repeat it after ``retry_after`` seconds."""
+    """A request too late for the promised time; the client may come again after ``retry_after`` seconds."""
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
@@ -37,11 +37,11 @@ class EngineOverload(EngineRefusal):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling parameters of one request (names and meanings as in the OpenAI and vLLM APIs).
+    """Sampling parameters of a request (names and meanings as in the OpenAI and vLLM APIs).
 
     ``temperature=0`` is greedy. ``top_k=0`` and ``min_p=0`` are off. ``seed`` makes sampling reproducible.
     ``logprobs`` and ``prompt_logprobs`` are the number of likely tokens to report at each generated or prompt
-    position: 0 is the token itself only, None nothing. An empty ``allowed_token_ids`` allows every token.
+    position: 0 is the sampled token only, None nothing. An empty ``allowed_token_ids`` allows every token.
     """
 
     max_tokens: int
@@ -67,11 +67,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
-    """One request to generate, as the API process sends it to the engine.
+    """A request to generate, sent from the API process to the engine.
 
     Attributes:
         arrival: ``time.monotonic()`` in the API process, before tokenization.
-        priority: a smaller value is served earlier; ``fcfs`` ignores it.
+        priority: a smaller value is served earlier; ignored by ``fcfs``.
         cache_salt: requests of different salts share no KV.
     """
 
@@ -84,7 +84,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
 
     @property
     def reads_prefix_cache(self) -> bool:
-        """False for a request that needs the logits of its whole prompt: cached KV comes without logits."""
+        """False for a request with prompt logprobs: cached KV comes without logits."""
         return self.sampling.prompt_logprobs is None
 
 
@@ -96,14 +96,14 @@ class FinishReason(enum.StrEnum):
 
 
 class FirstToken(msgspec.Struct, frozen=True, kw_only=True):
-    """The parts of the time to first token: seconds that add up to the time from arrival to the token.
+    """The parts of the time to first token, in seconds; their sum is the time from arrival to the token.
 
     Attributes:
         before_queue: from arrival to the engine's queue: reading, tokenizing, crossing the process border.
-        queue: in the queue, until the first step that computes a part of the request.
-        prefill: in steps that computed its prompt, including the rest of their batches.
-        chunk_wait: between those steps, while other requests were served or the request was preempted.
-        num_chunks: steps of its prompt.
+        queue: in the queue, until the request's first step.
+        prefill: in steps that computed a part of the prompt, with the rest of their batches.
+        chunk_wait: between prefill steps, while other requests were served or after a preemption.
+        num_chunks: prefill steps.
         cached_tokens: prompt tokens with cached KV.
     """
 
@@ -127,12 +127,12 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """The output of one engine step for one request.
+    """The output of an engine step for a request.
 
     Attributes:
-        token_ids: new tokens that are part of the answer, without the stop token.
-        stop_token: the stop token that ended the answer. It is generated and counted, but has no text.
-        logprobs: of ``token_ids`` and the stop token after them, when the request wants logprobs.
+        token_ids: new tokens of the answer, without the stop token.
+        stop_token: the stop token at the end of the answer: generated and counted, but without text.
+        logprobs: of ``token_ids`` and of the stop token, when the request wants logprobs.
         prompt_logprobs: of the next prompt tokens, from the second on, when the request wants prompt logprobs.
         error: the reason of a failure, for the client.
         retry_after: seconds after which a request refused for lack of time may come again.
@@ -153,7 +153,7 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def generated_ids(self) -> tuple[int, ...]:
-        """The new tokens with the stop token, as usage and metrics count them."""
+        """The new tokens with the stop token, as counted by usage and metrics."""
         return self.token_ids if self.stop_token is None else (*self.token_ids, self.stop_token)
 
 
@@ -192,13 +192,13 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
 
 @dataclass(frozen=True)
 class Failure:
-    """The result of a step for a request that failed; ``message`` goes to the client."""
+    """The result of a step for a failed request; ``message`` goes to the client."""
 
     message: str
 
 
 @dataclass
-class Progress:
+class PrefillTimes:
     """The times of a request until its first token, by ``time.monotonic()``. See ``FirstToken``."""
 
     queued: float = 0.0
@@ -222,17 +222,17 @@ class Progress:
 
 @dataclass(eq=False)
 class Request:
-    """A request inside the engine: its tokens so far and the number of them with KV.
+    """A request inside the engine: the tokens so far and the number of tokens with KV.
 
     Invariant: ``0 <= num_computed <= len(token_ids)``; new work is ``token_ids[num_computed:]``.
 
     Attributes:
         rank: place among all requests, fixed on arrival by the scheduling policy; the smallest goes first.
-        digests: of the full blocks, as far as they were needed (``PrefixCache.digests``).
+        digests: of the full blocks, as far as needed (``PrefixCache.digests``).
         nodes: the first blocks in the prefix cache.
         sealed: no further blocks enter the prefix cache.
         num_shareable: first tokens whose KV may enter the prefix cache (``optkit.runtime.kv.shareable``).
-        progress: times until the first token.
+        times: times until the first token.
         num_preemptions: number of preemptions.
     """
 
@@ -245,7 +245,7 @@ class Request:
     nodes: list[Node] = field(default_factory=list)
     sealed: bool = False
     num_shareable: int = ALL_TOKENS
-    progress: Progress = field(default_factory=Progress)
+    times: PrefillTimes = field(default_factory=PrefillTimes)
     num_preemptions: int = 0
     num_scored: int = 0  # prompt positions with reported logprobs; unchanged by a preemption
 
@@ -284,7 +284,7 @@ class Request:
 class ScheduledRequest:
     """``num_new`` tokens of ``request``, from ``request.num_computed`` on, run in this step.
 
-    The last of the new tokens are ``draft``, guesses of the tokens after the request's last one.
+    The last of the new tokens are ``draft``, guesses of the tokens after the request's last token.
     """
 
     request: Request
@@ -294,7 +294,7 @@ class ScheduledRequest:
 
     @property
     def needs_logits(self) -> bool:
-        """True if this chunk reaches the request's last token, so that a token is sampled."""
+        """True if the chunk reaches the request's last token, after which a token is sampled."""
         return self.request.num_computed + self.num_new >= len(self.request.token_ids)
 
     @property
@@ -322,7 +322,7 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Batch:
-    """The work of one step, in the order of the flattened token batch. ``transfers`` come first, in their order."""
+    """The work of a step, in the order of the flattened token batch. ``transfers`` come first, in order."""
 
     items: tuple[ScheduledRequest, ...]
     transfers: tuple[Transfer, ...] = ()
@@ -333,7 +333,7 @@ class Batch:
 
 
 class Runner(Protocol):
-    """Executes a batch on the model. ``optkit.runtime.runner.ModelRunner`` implements it; tests use fakes."""
+    """Executes a batch on the model. Implemented by ``optkit.runtime.runner.ModelRunner`` and by fakes of tests."""
 
     vocab_size: int
     block_size: int
@@ -343,7 +343,7 @@ class Runner(Protocol):
     weight_bytes: int
 
     def workspace_bytes(self, num_tokens: int, num_rows: int) -> int:
-        """Memory in bytes that a step of ``num_tokens`` tokens and ``num_rows`` rows of logits needs; 0 if unknown."""
+        """Memory in bytes of a step with ``num_tokens`` tokens and ``num_rows`` rows of logits; 0 if unknown."""
         ...
 
     def execute(self, batch: Batch) -> torch.Tensor:

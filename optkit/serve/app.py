@@ -1,14 +1,14 @@
 """The HTTP application: routes, without decisions about tokens.
 
 =============================  =================================================================
-``POST /v1/chat/completions``  messages in, one answer
-``POST /v1/completions``       prompts in, one answer each
+``POST /v1/chat/completions``  messages in, an answer out
+``POST /v1/completions``       prompts in, an answer each
 ``GET /v1/models``             the served names, with ``max_model_len`` and ``form_limits``
 ``GET /health/live``           the event loop answers, the engine process lives or is being restarted
 ``GET /health/ready``          the engine process lives, and no shutdown is going on; also ``/health``, ``/ping``
 ``GET /metrics``               Prometheus text
 ``POST /reset_prefix_cache``   drop the KV of finished requests
-``GET /openapi.json``          requests and answers of this server, as OpenAPI 3.1
+``GET /openapi.json``          requests and answers of the server, as OpenAPI 3.1
 ``GET /version``
 =============================  =================================================================
 

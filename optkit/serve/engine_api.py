@@ -32,20 +32,18 @@ class AsyncEngine(Protocol):
     async def reset_prefix_cache(self) -> None: ...
 
     def generate(self, request: EngineRequest) -> AsyncIterator[TokenOutput]:
-        """Outputs until an output has a ``finish_reason``. An async generator; closing or cancelling it aborts the
-        request.
-        """
+        """Outputs until an output has a ``finish_reason``. Closing or cancelling the generator aborts the request."""
         ...
 
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """Limits and names of one server.
+    """Limits and names of a server.
 
     Attributes:
         model_names: accepted names of the model; the first is reported.
         limits: of the engine's scheduler.
-        max_queue: requests that may wait beyond ``limits.max_num_seqs``; further ones are answered 429.
+        max_queue: waiting requests beyond ``limits.max_num_seqs``; further ones are answered 429.
         api_keys: accepted bearer tokens; empty for an open (loopback) server.
         allowed_hosts: accepted ``Host`` names; None accepts any. Names stop DNS rebinding on loopback.
         request_timeout: seconds from arrival to the last token; None: no limit.

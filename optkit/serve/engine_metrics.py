@@ -120,7 +120,7 @@ class CacheConfig(Collector):
 
 
 def cache_labels(info: EngineInfo) -> dict[str, str]:
-    """vLLM's labels with the values of ``info``; "None" for a value that does not apply, as in vLLM."""
+    """vLLM's labels with the values of ``info``; "None" without a value, as in vLLM."""
     plan, config = info.memory_plan, info.config
     found = {
         "block_size": config.block_size,

@@ -1,7 +1,7 @@
-"""Prometheus metrics under vLLM's names, as dashboards, gateways and autoscalers read them.
+"""Prometheus metrics under vLLM's names, as dashboards, gateways and autoscalers expect.
 
-All times come from one monotonic clock. TTFT starts at the arrival of the request, before tokenization, and ends just
-before its first token is written to the client. Counters follow the tokens sent to clients, so they agree with the
+All times come from the same monotonic clock. TTFT starts at the arrival of the request, before tokenization, and ends
+just before the first token is written to the client. Counters follow the tokens sent to clients, and agree with the
 ``usage`` of the answers to the token. Gauges are read from the engine at scrape time.
 
 The promised TTFT is an edge of the TTFT buckets, so "95 % within 700 ms" is read off exactly instead of interpolated
@@ -79,7 +79,7 @@ REJECTIONS = ("max_queue", "ttft_slo")  # the option behind the rejection
 
 
 class Metrics:
-    """All metrics of one server, on a registry of their own.
+    """All metrics of a server, on a separate registry.
 
     Args:
         model_name: value of the ``model_name`` label.
@@ -139,7 +139,7 @@ class Metrics:
         return generate_latest(self.registry)
 
     def sequence(self, request: EngineRequest, n: int = 1) -> ChoiceMetrics:
-        """Begin to observe one of ``n`` choices of a prompt; 0: another choice counts the prompt."""
+        """Begin to observe one of ``n`` choices of a prompt; 0: the prompt is counted with another choice."""
         return ChoiceMetrics(self, request, n)
 
     def _histogram(self, name: str, text: str, edges: Sequence[float]) -> Histogram:

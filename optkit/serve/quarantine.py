@@ -1,19 +1,18 @@
 """Quarantine: a poison request, which ends the engine process, must not end engine after engine.
 
-Clients repeat a request that failed with 503, as they should. So a request that crashes native code could end every
-new engine. The crash itself does not show which of the running requests was the cause. The quarantine finds the
+Clients repeat a request that failed with 503, as they should. So a request with a crash of native code could end
+every new engine. The crash itself does not show which of the running requests was the cause. The quarantine finds the
 cause:
 
-1. Each request that the engine had begun before its death becomes a *suspect*, with its number of tokens at the
-   crash.
-2. A suspect that comes again is *probed*: it waits until no other suspect runs and an engine is ready. The suspect is
-   cleared when it ends, or has more tokens than at the crash.
-3. A suspect that is the probe while the engine dies again is *blocked*: refused for ``BLOCK_SECONDS``.
+1. Each request begun before the engine's death becomes a *suspect*, with the number of tokens at the crash.
+2. A repeated suspect is *probed*: the request waits until no second suspect runs and an engine is ready. The suspect
+   is cleared at the end, or with more tokens than at the crash.
+3. A probe during another death of the engine is *blocked*: refused for ``BLOCK_SECONDS``.
 
-A request that the engine had not begun (``ENGINE_GONE``) is no evidence: it becomes neither suspect nor blocked. So a
-poison request costs two engines, and each request beside it waits once. Requests are compared by a fingerprint of
-prompt and sampling parameters without the seed, because the choices of one request differ by seed. The fingerprint is
-computed only while there are suspects or blocked requests; without them requests go straight to the engine.
+A request not yet begun (``ENGINE_GONE``) is no evidence, and becomes neither suspect nor blocked. So a poison request
+costs two engines, and each neighbour waits once. Requests are compared by a fingerprint of prompt and sampling
+parameters without the seed, because the choices of a request differ by seed. The fingerprint is computed only while
+there are suspects or blocked requests; otherwise requests go straight to the engine.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ Source = Callable[[EngineRequest], AsyncIterator[TokenOutput]]
 
 
 class Quarantine:
-    """Sends requests to the engine, at once or as a probe. Use it from one event loop.
+    """Sends requests to the engine, at once or as a probe. Use it from a single event loop.
 
     Args:
         until_ready: returns when an engine is ready or none will come; a probe begins after the return.
@@ -68,7 +67,7 @@ class Quarantine:
         return self._probe(name, request, source)
 
     def record_death(self, casualties: Iterable[Casualty]) -> None:
-        """Record the requests that the engine had begun before its death. Called before their streams end."""
+        """Record the requests begun by the engine before its death. Called before the streams end."""
         for request, num_tokens in casualties:
             name = fingerprint(request)
             if request.request_id == self._probed:

@@ -78,7 +78,7 @@ def run(
     """Serve ``artifact`` until a signal; returns the exit code.
 
     Args:
-        launched: an engine process that was started early, with ``options.threads``.
+        launched: an engine process started early, with ``options.threads``.
         announce: called with the line that names the server's address; standard output by default.
 
     Raises:
@@ -110,13 +110,13 @@ def serve(
     sock: socket.socket,
     announce: Callable[[str], None],
 ) -> int:
-    """Start an engine, serve its model on the bound ``sock`` until a signal, stop the engine; returns the exit code."""
+    """Start an engine, serve the model on the bound ``sock`` until a signal, stop the engine; returns the exit code."""
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_Server(artifact, make_client, options, sock, announce).run())
 
 
 class _Server:
-    """One run of the server."""
+    """A run of the server."""
 
     def __init__(
         self,

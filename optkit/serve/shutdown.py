@@ -1,8 +1,8 @@
-"""The end of the HTTP side: requests in flight get some seconds to finish, then they are cut.
+"""The end of the HTTP side: requests in flight get some seconds to finish, then the rest are cut.
 
-uvicorn cancels tasks that take too long: the log gets an ERROR and a stack trace for each, and a client without a
+uvicorn cancels slow tasks: the log gets an ERROR and a stack trace for each, and a client without a
 byte yet gets 500. Here a cut is the expiry of each request's own time limit, so every request ends as after
-``--request-timeout``, with the error ``server_shutdown``, and the log gets one line.
+``--request-timeout``, with the error ``server_shutdown``, and the log gets a single line.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ FINAL_ERROR_TIMEOUT_SECONDS = 1.0  # for errors to clients that may not read
 
 
 def shutting_down() -> ApiError:
-    """The answer to a request that comes too late or is cut."""
+    """The answer to a late or cut request."""
     return ApiError("the server is shutting down", code="server_shutdown", status=503, retry_after=5)
 
 
 class RequestsInFlight:
-    """The time limits of the requests in flight. Use it from one event loop.
+    """The time limits of the requests in flight. Use it from a single event loop.
 
     Attributes:
         is_cut: requests in flight have been ended, and none may begin.
@@ -59,7 +59,7 @@ class RequestsInFlight:
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn without its signal handlers, with another end of requests that take too long.
+    """uvicorn without its signal handlers, with its own way to end slow requests.
 
     Args:
         requests: in flight.

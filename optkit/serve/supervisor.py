@@ -1,11 +1,11 @@
-"""Engine supervisor: starts a new engine when the process of the last one died or hangs.
+"""Engine supervisor: starts a new engine when the process of the last engine died or hangs.
 
-A process hangs when it sends no message and uses no processor time: an engine in a long step stays healthy. When the
-process dies, every open stream ends with an error at once (``EngineClient``). Until the new engine is ready the
-server answers 503 with Retry-After and is not ready, but live: killing the server would only prolong the outage. The
-first restart is immediate, each further restart within ``WINDOW_SECONDS`` waits twice as long as the one before.
-After ``MAX_RESTARTS`` of them the supervisor gives up and the server ends, because trying again does not cure a fault
-that returns. ``optkit.serve.quarantine`` finds a request that causes the deaths.
+A process hangs without messages and without processor time: an engine in a long step stays healthy. When the process
+dies, every open stream ends with an error at once (``EngineClient``). Until the new engine is ready the server
+answers 503 with Retry-After and is not ready, but live: killing the server would only prolong the outage. The first
+restart is immediate, each further restart within ``WINDOW_SECONDS`` waits twice as long as the last. After
+``MAX_RESTARTS`` restarts the supervisor gives up and the server ends, because trying again does not cure a lasting
+fault. ``optkit.serve.quarantine`` finds a request behind the deaths.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ HUNG_TIMEOUT_SECONDS = 10.0  # without processor time, after which a silent proc
 
 
 class EngineSupervisor:
-    """A sequence of ``EngineClient``s as one engine (``optkit.serve.engine_api.AsyncEngine``).
+    """A sequence of ``EngineClient``s as an engine (``optkit.serve.engine_api.AsyncEngine``).
 
     Args:
-        make_client: returns a client that has not been started; called again for each restart.
+        make_client: returns a client before its start; called again for each restart.
 
     Attributes:
         num_restarts: engines started after the first.
@@ -91,7 +91,7 @@ class EngineSupervisor:
 
     @property
     def is_healthy(self) -> bool:
-        """The engine process has loaded and lives; it may be in a step of minutes."""
+        """The engine process has loaded and lives; a step may take minutes."""
         return self._client.is_healthy
 
     @property
@@ -109,11 +109,11 @@ class EngineSupervisor:
             await asyncio.wait([self._watch])
 
     def kill(self) -> None:
-        """End the engine process without waiting for its step; ``stop`` follows."""
+        """End the engine process without waiting for the step; ``stop`` follows."""
         self._client.kill(wanted=True)
 
     async def stop(self) -> None:
-        """End the engine and its supervision."""
+        """End the engine and the supervision."""
         if self._watch is not None:
             self._watch.cancel()
             with suppress(asyncio.CancelledError):
@@ -148,7 +148,7 @@ class EngineSupervisor:
             self._wake()
 
     async def _until_dead(self) -> None:
-        """Return when the engine's process has ended; end a process that hangs.
+        """Return when the engine's process has ended; end a hanging process.
 
         Silence alone is no sign of a hang: a part of a step may take minutes, but uses the processor.
         """

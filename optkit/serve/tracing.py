@@ -1,9 +1,9 @@
-"""OpenTelemetry traces (``--otlp-traces-endpoint``): one span a request.
+"""OpenTelemetry traces (``--otlp-traces-endpoint``): a span per request.
 
-A span covers the request from its arrival to its last byte. Its parent is the caller's span when the request brings a
+A span covers the request from arrival to last byte. The parent is the caller's span when the request brings a
 W3C ``traceparent``. A span carries the attributes of the semantic conventions for generative AI (``gen_ai.*``), the
 parts of the time to first token (``optkit.ttft.*``, seconds, as in ``ttft_details``) and an event at the first token,
-but never a prompt or an answer. The span is made after the end of the request, so its cost delays no token; a thread
+but never a prompt or an answer. The span is made after the end of the request, so the cost delays no token; a thread
 sends spans in batches.
 
 Spans go out as OTLP over HTTP (protobuf). The packages are the extra ``optkit[otel]`` and are imported only here.
@@ -32,8 +32,8 @@ EXPORT_SECONDS = 5
 
 
 @dataclass
-class RequestRecord:
-    """The facts about a request at its end.
+class SpanRecord:
+    """The facts about a finished request.
 
     Attributes:
         arrival, first_at: ``time.monotonic()``; ``first_at`` is the time of the first text for the client, None
@@ -88,7 +88,7 @@ class Tracing:
 
     @classmethod
     def to(cls, endpoint: str) -> Tracing:
-        """Send spans to the OTLP receiver at ``endpoint``, a URL such as ``http://localhost:4318/v1/traces``.
+        """Send spans to the OTLP receiver at ``endpoint``, a URL like ``http://localhost:4318/v1/traces``.
 
         Raises:
             UserError: not a URL, or the packages are not installed.
@@ -109,8 +109,8 @@ class Tracing:
         """Send the remaining spans."""
         self._provider.shutdown()
 
-    def record(self, done: RequestRecord) -> None:
-        """Make the span of a request that has just ended."""
+    def record(self, done: SpanRecord) -> None:
+        """Make the span of a request that has ended."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
         def wall(moment: float) -> int:
@@ -131,7 +131,7 @@ class Tracing:
         span.end(now_ns)
 
 
-def attributes(done: RequestRecord, now: float) -> dict[str, Any]:
+def attributes(done: SpanRecord, now: float) -> dict[str, Any]:
     """Attributes of the semantic conventions 1.37, vLLM's latencies, and the parts of the time to first token."""
     found = {
         "gen_ai.operation.name": done.operation,

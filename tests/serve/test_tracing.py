@@ -15,7 +15,7 @@ from optkit.extras import installed_version
 from optkit.serve import tracing
 from optkit.serve.app import create_app
 from optkit.serve.server import ServeOptions, run
-from optkit.serve.tracing import RequestRecord, Tracing
+from optkit.serve.tracing import SpanRecord, Tracing
 from tests.support.serve_fakes import FakeEngine, SteppedEngine, call, settings, tiny_app, tiny_tokenizer
 
 CHAT = "/v1/chat/completions"
@@ -90,7 +90,7 @@ def test_spans_arrive_at_an_otlp_receiver() -> None:
     with http.server.HTTPServer(("127.0.0.1", 0), Receiver) as receiver:
         threading.Thread(target=receiver.serve_forever, daemon=True).start()
         spans = Tracing.to(f"http://127.0.0.1:{receiver.server_port}/v1/traces")
-        spans.record(RequestRecord(operation="chat", reply_id="chatcmpl-1", model="tiny", arrival=0.0))
+        spans.record(SpanRecord(operation="chat", reply_id="chatcmpl-1", model="tiny", arrival=0.0))
         spans.close()
         receiver.shutdown()
     [(path, body)] = got

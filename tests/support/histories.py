@@ -338,7 +338,7 @@ class FaultyHistory(RuleBasedStateMachine):
     def nobody_waits_too_long(self) -> None:
         timeout = self.engine.config.queue_timeout
         for request in self.engine.scheduler.waiting if timeout is not None else ():
-            assert request.progress.started is not None or request.received.arrival >= self.now - timeout
+            assert request.times.started is not None or request.received.arrival >= self.now - timeout
 
     def take(self, out: TokenOutput) -> None:
         name = out.request_id

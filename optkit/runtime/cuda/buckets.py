@@ -1,10 +1,10 @@
-"""Buckets: the shapes of steps that run as captured graphs.
+"""Buckets: the shapes of captured steps.
 
-Two kinds of steps are captured. *Decodes*, one token a sequence: a graph for each of a few batch sizes, chosen by
+Two kinds of steps are captured. *Decodes*, a token per sequence: a graph for each of a few batch sizes, chosen by
 dynamic programming over the frequency and the measured cost of each size (``optkit.lowering.buckets``). *Chunks*, any
-other mix: two graphs for each of some token counts, the first for one prompt alone, which decides the time to first
+other mix: two graphs for each of some token counts, the first for a prompt alone, which decides the time to first
 token, the second for as many sequences as may run, but fewer than tokens. Four counts an octave keep the padding of a
-prompt near a tenth. A step that fits no graph runs eagerly: it keeps the device busy for longer than the host takes
+prompt near a tenth. A step without a graph runs eagerly: the device is then busy for longer than the host takes
 to launch.
 """
 
@@ -49,14 +49,14 @@ class Buckets:
         return min(self.max_sequences, tokens - 1)
 
     def shapes(self) -> list[StepShape]:
-        """All shapes, largest first: a later capture fits into the memory of an earlier one."""
+        """All shapes, largest first: a later capture fits into the memory of the captures before."""
         decodes = [StepShape(n, n, self.blocks) for n in self.decodes]
         chunks = [StepShape(n, width, self.blocks) for n in self.chunks for width in {1, self.width(n)}]
         return sorted({*decodes, *chunks}, reverse=True)
 
 
 def at_least(sizes: Sequence[int], wanted: int) -> int | None:
-    """The first of ascending ``sizes`` that is at least ``wanted``."""
+    """The smallest of ascending ``sizes`` from ``wanted`` on."""
     place = bisect_left(sizes, wanted)
     return sizes[place] if place < len(sizes) else None
 

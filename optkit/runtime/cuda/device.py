@@ -1,7 +1,7 @@
 """The operations of a GPU for the runner: capture and replay, pinned memory, events, free memory.
 
-``CudaDevice`` is the GPU; its methods hold no decisions, because only a GPU can run them. ``HostDevice`` does the
-same on a CPU: a captured step is a function that is called again and writes to the same tensor. So all decisions
+``CudaDevice`` is the GPU; the methods hold no decisions, because only a GPU can run the class. ``HostDevice`` does the
+same on a CPU: a captured step is a function, which is called again and writes to the same tensor. So all decisions
 (buckets, padding, feedback, memory plan) are the same code on both, and are tested on a CPU.
 """
 
@@ -18,7 +18,7 @@ WARM_UPS = 2  # runs before a capture: the first compiles kernels and makes libr
 
 
 class Replay(Protocol):
-    """A captured step. ``output`` is the tensor that every replay writes."""
+    """A captured step. ``output`` is the tensor written by every replay."""
 
     output: Tensor
 
@@ -39,7 +39,7 @@ class Device(Protocol):
     torch_device: torch.device
 
     def capture(self, step: Step) -> Replay:
-        """Run ``step`` until warm, then record it. Inputs must be static; captures share their memory."""
+        """Run ``step`` until warm, then record it. Inputs must be static; captures share memory."""
         ...
 
     def pinned(self, num_bytes: int) -> Tensor:
@@ -55,20 +55,20 @@ class Device(Protocol):
         ...
 
     def peak_bytes(self, step: Callable[[], Any]) -> int:
-        """Most bytes that ``step`` allocates, beyond the bytes allocated before."""
+        """Peak of the bytes allocated by ``step``, beyond the bytes allocated before."""
         ...
 
     def seconds(self, replay: Callable[[], None], repeats: int) -> float:
-        """Seconds of one call, over ``repeats`` in a row."""
+        """Seconds of a call, over ``repeats`` in a row."""
         ...
 
     def num_compilations(self) -> int:
-        """Kernels compiled in this process so far."""
+        """Kernels compiled in the process so far."""
         ...
 
 
 class CudaDevice:
-    """One GPU, by PyTorch. Captures share one memory pool and run on a stream of their own."""
+    """A GPU, by PyTorch. Captures share one memory pool and run on a separate stream."""
 
     def __init__(self, index: int = 0) -> None:
         self.torch_device = torch.device("cuda", index)
@@ -125,7 +125,7 @@ class CudaDevice:
 
 
 class CudaReplay:
-    """A ``torch.cuda.CUDAGraph`` and its output."""
+    """A ``torch.cuda.CUDAGraph`` and the output."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, output: Tensor) -> None:
         self.graph, self.output = graph, output
@@ -135,7 +135,7 @@ class CudaReplay:
 
 
 class CompilationCounter:
-    """Counts kernels that Triton compiles or loads from its cache; 0 without Triton."""
+    """Counts kernels compiled by Triton or loaded from Triton's cache; 0 without Triton."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -1,12 +1,11 @@
-"""One buffer for all inputs of a step: one copy from host to device, and constant addresses.
+"""A single buffer for all inputs of a step: a single copy from host to device, and constant addresses.
 
-A step has a dozen small inputs. Copied one by one, each costs a driver call, and a captured graph reads fixed
-addresses. So the inputs of a step of a given *shape* lie behind each other in one buffer, and a layout has their
-offsets. Numbers of 8 bytes come first, so that everything is aligned.
+A step has a dozen small inputs. Copied separately, each input costs a driver call, and a captured graph reads fixed
+addresses. So the inputs of a step of a given *shape* lie behind each other in a buffer, and a layout has the offsets.
+Numbers of 8 bytes come first, for alignment.
 
-A bucket larger than the batch is padded with entries that kernels ignore: token rows have slot -1 and stand behind
-the last ``query_start``, sequences have length 0. ``pack`` writes every element, so no data of an earlier step is
-left.
+A bucket larger than the batch is padded with entries ignored by kernels: token rows have slot -1 and stand behind the
+last ``query_start``, sequences have length 0. ``pack`` writes every element, so no data of an earlier step is left.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from torch import Tensor
 class StepShape:
     """The size of a bucket: tokens, sequences, and blocks of the longest sequence. Each sequence may get logits.
 
-    A shape with as many tokens as sequences is a decode, one token each, to kernels too
+    A shape with as many tokens as sequences is a decode, a token each, to kernels too
     (``reference.paged_attention``). Any other shape has room for more tokens than sequences.
     """
 
@@ -37,7 +36,7 @@ class StepShape:
         return self.tokens == self.sequences
 
 
-# For each field its type, its dimensions and the value of padding.
+# type, dimensions and padding by name
 FIELDS: dict[str, tuple[type, tuple[str, ...], float]] = {
     "input_ids": (np.int64, ("tokens",), 0),
     "source": (np.int64, ("tokens",), -1),  # row of the step before with this token; -1: in input_ids
@@ -109,7 +108,7 @@ class Layout:
             view[tuple(slice(0, n) for n in given.shape)] = given
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
-        """The inputs in ``buffer`` [>= num_bytes] uint8 on the device, as tensors on its memory."""
+        """The inputs in ``buffer`` [>= num_bytes] uint8 on the device, as tensors on the same memory."""
         views = {}
         for name, (kind, _, _) in FIELDS.items():
             shape, start = self.dimensions[name], self.offsets[name]

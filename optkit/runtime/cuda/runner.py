@@ -1,11 +1,11 @@
 """GraphRunner: runs steps from static buffers, as captured graphs where possible, and samples on the device.
 
-A step is: one copy of its inputs (``layout``), the tokens sampled by the step before placed among the input ids, the
-model, the sampler. The graph contains all of these. ``execute`` returns logits, for sampling on the host; ``launch``
+A step is: a copy of the inputs (``layout``), the tokens sampled by the step before placed among the input ids, the
+model, the sampler. The graph contains all parts. ``execute`` returns logits, for sampling on the host; ``launch``
 queues the work and returns a ``PendingStep``.
 
 Host buffers come in pairs: while the device may still copy from the first, the next step is written into the second.
-Two suffice for one step in flight beside the planned one; an earlier write waits.
+Two suffice for a step in flight beside the planned step; an earlier write waits.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ STEPS_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True)
-class Captured:
-    """A graph, its inputs and their layout."""
+class CapturedStep:
+    """A graph, the inputs and their layout."""
 
     layout: Layout
     inputs: Tensor
@@ -70,7 +70,7 @@ class GraphRunner(ModelRunner):
 
     Args:
         largest: shape of the largest step, which sizes the buffers.
-        sample: ``reference.sample`` or a kernel for it.
+        sample: ``reference.sample`` or a kernel of the op.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class GraphRunner(ModelRunner):
         self.gpu, self.largest, self.sample = device, largest, sample
         self.max_model_len = model.max_model_len
         self.buckets = Buckets((), (), largest.sequences, largest.blocks)
-        self._graphs: dict[GraphKey, Captured] = {}
+        self._graphs: dict[GraphKey, CapturedStep] = {}
         size = capacity(largest)
         self._staging = itertools.cycle([Staging(device.pinned(size)) for _ in range(STEPS_IN_FLIGHT)])
         self._eager_inputs = torch.zeros(size, dtype=torch.uint8, device=self.device)
@@ -101,9 +101,9 @@ class GraphRunner(ModelRunner):
 
     @torch.inference_mode()
     def capture(self, buckets: Buckets) -> None:
-        """Capture graphs for every shape of ``buckets``, largest first, and use them from now on.
+        """Capture graphs for every shape of ``buckets``, largest first, and use the graphs from now on.
 
-        Without sampling filters a decode saves launches; a chunk takes so long that one graph serves both.
+        Without sampling filters a decode saves launches; a chunk takes long, so a single graph serves both.
         """
         self._graphs = {}
         for shape in buckets.shapes():
@@ -113,7 +113,7 @@ class GraphRunner(ModelRunner):
 
     @torch.inference_mode()
     def measure(self, shape: StepShape, repeats: int = 5) -> float:
-        """Seconds of a captured step of ``shape``, every sequence at its full length."""
+        """Seconds of a captured step of ``shape``, every sequence at full length."""
         captured, _ = self._capture(shape, filtered=False)
         packed = np.zeros(captured.layout.num_bytes, dtype=np.uint8)
         captured.layout.pack(full_step(shape, self.block_size, self.max_model_len), packed)
@@ -122,7 +122,7 @@ class GraphRunner(ModelRunner):
 
     @torch.inference_mode()
     def run_largest(self) -> None:
-        """Run the largest step eagerly, without writing KV. The runtime must spare the memory it allocates."""
+        """Run the largest step eagerly, without writing KV. The runtime must spare the allocated memory."""
         layout = Layout(self.largest, self.largest.sequences)
         packed = np.zeros(layout.num_bytes, dtype=np.uint8)
         layout.pack(full_step(self.largest, self.block_size, self.max_model_len), packed)
@@ -130,14 +130,14 @@ class GraphRunner(ModelRunner):
         self._compute(layout.views(self._eager_inputs), filtered=True)
 
     def _capture_both(self, shape: StepShape, filtered: bool) -> None:
-        """Capture the graph of ``shape``, and another for whole prompts where a kernel treats them differently."""
+        """Capture the graph of ``shape``, and one for whole prompts if a kernel treats them differently."""
         alone = shape.sequences == 1 < shape.tokens
         captured, differs = self._capture(shape, filtered, whole=alone)
         self._graphs[shape, filtered, True] = captured
         self._graphs[shape, filtered, False] = self._capture(shape, filtered)[0] if differs else captured
 
-    def _capture(self, shape: StepShape, filtered: bool, whole: bool = False) -> tuple[Captured, bool]:
-        """A graph, and True if it is valid for whole prompts only."""
+    def _capture(self, shape: StepShape, filtered: bool, whole: bool = False) -> tuple[CapturedStep, bool]:
+        """A graph, and True for a graph of whole prompts only."""
         layout = Layout(shape, shape.sequences)
         inputs = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=self.device)
         empty = np.zeros(layout.num_bytes, dtype=np.uint8)
@@ -147,7 +147,7 @@ class GraphRunner(ModelRunner):
         self.num_captures += 1
         promise = WholePrompt() if whole else None
         replay = self.gpu.capture(lambda: self._compute(views, filtered, promise))
-        return Captured(layout, inputs, replay), promise is not None and promise.used
+        return CapturedStep(layout, inputs, replay), promise is not None and promise.used
 
     # -- running ---------------------------------------------------------------------------------------
 
@@ -188,7 +188,7 @@ class GraphRunner(ModelRunner):
         }
 
     def _run(self, batch: Batch, due: Sequence[ScheduledRequest]) -> tuple[Tensor, int]:
-        """Queue a step; returns its logits, and the number of valid rows."""
+        """Queue a step; returns the logits, and the number of valid rows."""
         arrays = batch_inputs(batch, self.block_size)
         arrays["input_ids"], arrays["source"] = self._sources(batch, arrays)
         count = len(arrays["logits_index"])
@@ -233,7 +233,7 @@ class GraphRunner(ModelRunner):
         return logits
 
     def _sources(self, batch: Batch, arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Input ids [T] with 0 for pending tokens, and the rows of the last step that sample the pending ones."""
+        """Input ids [T] with 0 for pending tokens, and the rows of the last step with the pending tokens."""
         ids = arrays["input_ids"]
         source = np.full_like(ids, -1)
         pending = ids == PENDING
@@ -252,7 +252,7 @@ def nothing() -> dict[str, np.ndarray]:
 
 
 def full_step(shape: StepShape, block_size: int, max_model_len: int) -> dict[str, np.ndarray]:
-    """The inputs of a step that fills ``shape``: tokens spread over sequences of full length.
+    """The inputs of a step as large as ``shape``: tokens spread over sequences of full length.
 
     The step writes no KV and reads all KV from the pool's first block.
     """

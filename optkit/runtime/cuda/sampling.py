@@ -25,13 +25,13 @@ FAILED = -1  # the token of a row without a distribution
 
 
 def sampler(target: Target | None) -> Sampler:
-    """The op ``sample`` on ``target``: its kernel, or the reference."""
+    """The op ``sample`` on ``target``: a kernel, or the reference."""
     kernel = select("sample", target)
     return kernel.fn if kernel else reference.sample
 
 
 def sampling_inputs(items: Sequence[ScheduledRequest]) -> Mapping[str, np.ndarray]:
-    """The parameters of the rows of ``items``; each item needs one row of logits."""
+    """The parameters of the rows of ``items``; each item needs a row of logits."""
     params = [item.request.sampling for item in items]
     return {
         "temperature": np.array([p.temperature for p in params], dtype=np.float32),

@@ -45,7 +45,7 @@ def kv_cache_bytes(
     """Bytes for the KV pool: the given share of the device's memory, less weights, the largest step and graphs.
 
     Args:
-        draft_step: bytes that the largest step of a draft model allocates. Its weights and its pool are allocated
+        draft_step: bytes allocated by the largest step of a draft model, whose weights and pool are allocated
             already.
 
     Raises:

@@ -2,24 +2,24 @@
 
 The KV pool of every attention layer is an array of ``num_blocks`` blocks of ``block_size`` tokens (paged attention,
 Kwon et al. 2023). A request owns a list of block numbers, its *block table*: token ``t`` lives in slot ``table[t //
-block_size] * block_size + t % block_size``. One table serves all layers.
+block_size] * block_size + t % block_size``. All layers use the same table.
 
 A block is in one of four states::
 
     FREE    in no table
     HELD    free, kept for the growth of a request
-    USED    in one or more tables (a reference count); shared blocks are full and never written again
+    USED    in tables (a reference count); shared blocks are full and never written again
     CACHED  in no table, with KV of the prefix cache; the least recently released block goes first
 
-Free, held and cached blocks are all *available*. They are taken in this order: the block after the table's last one,
-a run of free blocks, a held block, and last the oldest cached block, whose content is lost (``on_evict`` is called
-before).
+Free, held and cached blocks are all *available*. Blocks are taken in the following order: the block after the table's
+last block, a run of free blocks, a held block, and last the oldest cached block, whose content is lost (``on_evict``
+is called before).
 
 Placement matters: for a contiguous, ascending table an attention kernel may read K and V as a *view* of the pool. So
 a new table is placed, if possible, where the tokens still to come have room, too: the blocks after the table are
 *held*. A held block may still be given to another request.
 
-Plain ints, no torch. ``_state`` is one byte per block, so ``bytearray.find`` finds a run of free blocks.
+Plain ints, no torch. ``_state`` is a byte per block, so ``bytearray.find`` finds a run of free blocks.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class BlockManager:
     """A fixed pool of KV blocks and the tables of their owners.
 
     Args:
-        keep: True for a block that becomes CACHED instead of FREE when its last table is freed.
-        on_evict: called with a cached block just before it gets a new owner.
+        keep: True for a block that becomes CACHED instead of FREE when the last table is freed.
+        on_evict: called with a cached block just before the block gets a new owner.
     """
 
     def __init__(
@@ -67,14 +67,14 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def is_cached(self, block: int) -> bool:
-        """True for a block with KV that is in no table."""
+        """True for a block with KV in no table."""
         return self._state[block] == CACHED
 
     def extend(self, table: list[int], num_tokens: int, expected_tokens: int = 0) -> bool:
         """Grow ``table`` in place until ``num_tokens`` fit; False, with nothing changed, if blocks run out.
 
         Args:
-            expected_tokens: length that the request may reach; decides only the placement of blocks.
+            expected_tokens: the length that the request may reach; decides only the placement of blocks.
         """
         need = self.blocks_for(num_tokens) - len(table)
         if need > self.num_available:
@@ -98,7 +98,7 @@ class BlockManager:
         self._references[block] += 1
 
     def free(self, table: list[int]) -> None:
-        """Take ``table`` out of the owners of its blocks and empty it.
+        """Take ``table`` out of the owners of the blocks and empty the table.
 
         The last block is released first: of a cached prefix the end is evicted before the beginning.
         """
@@ -150,12 +150,12 @@ class BlockManager:
         self._state[block : block + len(held)] = held.replace(bytes([HELD]), bytes([FREE]))
 
     def _after(self, table: list[int]) -> int | None:
-        """The block after the table's last one, if free."""
+        """The block after the table's last block, if free."""
         block = table[-1] + 1 if table else self.num_blocks
         return block if block < self.num_blocks and self._state[block] in (FREE, HELD) else None
 
     def _place(self, need: int, expected: int) -> int:
-        """The start of a table's next blocks: the first free run for all expected blocks, else for the needed ones."""
+        """The start of a table's next blocks: a free run for all expected blocks, else for the needed blocks."""
         for size in (max(need, expected), need):
             start = self._state.find(bytes(size))
             if start >= 0:
@@ -165,7 +165,7 @@ class BlockManager:
         return self._any()
 
     def _any(self) -> int:
-        """A free block that is not held, else the last held one, else the oldest cached one."""
+        """A free block without a holder, else the last held block, else the oldest cached block."""
         block = self._state.find(FREE)
         if block < 0:
             block = self._state.rfind(HELD)

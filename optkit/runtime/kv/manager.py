@@ -1,19 +1,19 @@
-"""KV manager: gives requests their blocks, and reuses KV that has been computed before.
+"""KV manager: gives requests their blocks, and reuses computed KV.
 
 The manager keeps three tables in agreement: the blocks of the pool (``BlockManager``), the tree of their content
 (``PrefixCache``) and the host blocks of the offload store (``HostBlockTable``).
 
-- **Admission** takes over the blocks of the longest cached prefix; blocks that are only on the host are loaded. At
-  least one token is left to compute, since its logits are needed.
-- **Publishing**: a block enters the tree when it is full and its KV is computed, so a shared block is never written
-  again. If the tree has an equal block already, the request goes on below the equal block.
-- **Release** (finish, abort, preemption) leaves published blocks cached. A preempted request finds its own blocks
+- **Admission** takes over the blocks of the longest cached prefix; blocks on the host are loaded. At least the last
+  token is left to compute, since the logits are needed.
+- **Publishing**: a block enters the tree when the block is full and the KV is computed, so a shared block is never
+  written again. If the tree has an equal block already, the request goes on below the equal block.
+- **Release** (finish, abort, preemption) leaves published blocks cached. A preempted request finds the same blocks
   again, so no "swapping" is needed.
-- **Eviction** of a cached block saves its KV to a host block, if there is a store and loading is cheaper than
-  computing (``worth_saving``); else its node is dropped.
+- **Eviction** of a cached block saves the KV to a host block, if there is a store and loading is cheaper than
+  computing (``worth_saving``); else the node is dropped.
 
-Pure bookkeeping: copies are listed in ``transfers``, in order, and the engine makes them before the model runs. The
-order suffices: a block is saved before it is overwritten, and loaded before it is read.
+Pure bookkeeping: copies are listed in ``transfers``, in order, and the engine makes the copies before the model runs.
+The order suffices: a block is saved before writing, and loaded before reading.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class KVManager:
         self._transfers: list[Transfer] = []
 
     def cached_tokens(self, request: Request) -> int:
-        """Tokens of ``request``, which has no blocks, with cached KV if it is admitted now."""
+        """Tokens of ``request``, which has no blocks, with cached KV, if admitted now."""
         return len(self._match(request)) * self.block_size
 
     def admit(self, request: Request, expected_tokens: int, spare: int = 0) -> bool:
@@ -55,7 +55,7 @@ class KVManager:
         few.
 
         Args:
-            spare: blocks that must stay available afterwards.
+            spare: blocks to stay available afterwards.
         """
         hits = self._match(request)
         present = [node.block for node in hits if node.block is not None]
@@ -94,7 +94,7 @@ class KVManager:
         """Publish the full blocks of ``request`` in the prefix cache.
 
         Args:
-            num_tokens: tokens that surely have KV, if fewer than ``num_computed``.
+            num_tokens: tokens with KV for certain, if fewer than ``num_computed``.
         """
         limit = request.num_computed if num_tokens is None else num_tokens
         while (
@@ -116,7 +116,7 @@ class KVManager:
         request.num_computed, request.num_shareable = 0, ALL_TOKENS
 
     def distrust(self, request: Request) -> None:
-        """Keep the KV that ``request`` used from being reused, after a failure."""
+        """Keep the KV of ``request`` from being reused, after a failure."""
         for node in request.nodes:
             self._drop(node)
 
@@ -132,7 +132,7 @@ class KVManager:
         return transfers
 
     def failed(self, transfer: Transfer) -> None:
-        """Record that ``transfer`` failed: its KV is not there."""
+        """Record a failed ``transfer``, whose KV is missing."""
         node = (
             self._content.get(transfer.block)
             if not transfer.save
@@ -155,7 +155,7 @@ class KVManager:
             assert len(request.nodes) * self.block_size <= request.num_computed
 
     def _match(self, request: Request) -> list[Node]:
-        """The nodes of the longest cached prefix of ``request``, short of all its tokens."""
+        """The nodes of the longest cached prefix of ``request``, short of all tokens."""
         if self.cache is None or not request.received.reads_prefix_cache:
             return []
         salt, size = request.received.cache_salt, self.block_size
@@ -189,7 +189,7 @@ class KVManager:
         self.blocks.free(left)
 
     def _load(self, request: Request, node: Node, host_block: int, expected_tokens: int) -> bool:
-        """A block for the content of ``host_block``; False if evicting one for it has replaced the content."""
+        """A block for the content of ``host_block``; False if an eviction for the block has replaced the content."""
         self.blocks.extend(
             request.block_table, (len(request.block_table) + 1) * self.block_size, expected_tokens
         )

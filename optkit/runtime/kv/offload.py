@@ -1,11 +1,11 @@
-"""Offload store: host memory for KV that the pool has no room for, loaded again without prefill.
+"""Offload store: host memory for KV beyond the pool's room, loaded again without prefill.
 
-The store has a fixed number of equal *host blocks*, one KV block each, in memory or in one file. The scheduler
-decides the host block of each KV block (``HostBlockTable``); the engine moves the bytes (``HostBlockStore``).
+The store has a fixed number of equal *host blocks*, one KV block each, in memory or in a file. The scheduler decides
+the host block of each KV block (``HostBlockTable``); the engine moves the bytes (``HostBlockStore``).
 
-The file has no name: it is unlinked as soon as it is open. So no other process can open the file, and it ends with
-the process. Its space is reserved at the start, not when the disk is full. The sha256 of a host block stays in memory
-and is checked when the block is read; a corrupted block is computed again.
+The file has no name: the file is unlinked as soon as it is open. So no second process can open the file, and the file
+ends with the process. The space is reserved at the start, not when the disk is full. The sha256 of a host block stays
+in memory and is checked when the block is read; a corrupted block is computed again.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class HostBlockTable:
 
 
 class HostBlockStore(Protocol):
-    """The bytes of the host blocks. ``OSError`` or ``CorruptBlock`` concern one host block, never the engine."""
+    """The bytes of the host blocks. ``OSError`` or ``CorruptBlock`` concern a host block, never the engine."""
 
     def write(self, host_block: int, data: np.ndarray) -> None: ...
 
@@ -130,10 +130,10 @@ class FileBlocks:
 
 
 def open_store(num_bytes: int, block_bytes: int, directory: Path | None) -> tuple[int, HostBlockStore]:
-    """Number of host blocks that fit ``num_bytes``, and their store.
+    """Number of host blocks that fit ``num_bytes``, and the store.
 
     Raises:
-        UserError: not even one block fits, or the directory cannot take them.
+        UserError: no block fits, or the directory cannot take them.
     """
     num_host_blocks = num_bytes // block_bytes
     if num_host_blocks < 1:

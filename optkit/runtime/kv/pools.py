@@ -1,8 +1,8 @@
-"""KV cache: the memory of the pools, and the number of blocks that fit a size.
+"""KV cache: the memory of the pools, and the number of blocks in a size.
 
 Each attention layer has two pools, K [blocks, block_size, Hkv, D] and V [blocks, block_size, Hkv, Dv], of the dtype
-of its spec (an int8 row is four bytes longer, for its scale). All layers share one block numbering, so a block of KV
-is one row in *every* pool. Pools are allocated once, at start: the largest cost after the weights is known before the
+of its spec (an int8 row is four bytes longer, for the scale). All layers share the block numbers, so a block of KV
+is a row in *every* pool. Pools are allocated once, at start: the largest cost after the weights is known before the
 first request, and nothing grows while serving.
 """
 
@@ -29,7 +29,7 @@ __all__ = [
 def allocate(
     specs: Sequence[KVSpec], num_blocks: int, block_size: int, device: torch.device | str = "cpu"
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Zeroed pools, one K and one V per spec. (On Linux the pages cost memory after the first write.)
+    """Zeroed pools, a K and a V pool per spec. (On Linux the pages cost memory after the first write.)
 
     Raises:
         UserError: the memory is too small, or the size is beyond any tensor's.
@@ -45,24 +45,24 @@ def allocate(
 
 
 def block_bytes(specs: Sequence[KVSpec], block_size: int) -> int:
-    """Bytes of one block over all layers."""
+    """Bytes of a block over all layers."""
     return block_size * sum(spec.token_bytes for spec in specs)
 
 
 def blocks_for_bytes(specs: Sequence[KVSpec], block_size: int, num_bytes: int) -> int:
-    """The number of blocks in ``num_bytes``; 0 if not even one fits."""
+    """The number of blocks in ``num_bytes``; 0 if no block fits."""
     return num_bytes // block_bytes(specs, block_size)
 
 
 def dtype_label(specs: Sequence[KVSpec]) -> str:
-    """The element type of the pools, in words: "int8", or "float32 and int8" for layers that differ."""
+    """The element type of the pools, in words: "int8", or "float32 and int8" for mixed layers."""
     return " and ".join(sorted({spec.dtype for spec in specs}))
 
 
 def memory_plan(
     num_blocks: int, block_size: int, num_bytes: int, sequence_length: int, dtype: str
 ) -> MemoryPlan:
-    """The memory plan of a pool: requests of ``sequence_length`` tokens that ``num_blocks`` blocks hold at once."""
+    """The memory plan of a pool: requests of ``sequence_length`` tokens in ``num_blocks`` blocks at once."""
     return MemoryPlan(
         num_blocks=num_blocks,
         num_tokens=num_blocks * block_size,

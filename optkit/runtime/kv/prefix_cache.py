@@ -1,17 +1,17 @@
 """Prefix cache: the KV blocks of the beginnings of prompts.
 
 KV of a token depends only on the token and the tokens before it. So a *full* block with computed KV can serve every
-request with the same first tokens. Shared blocks form a tree: a ``Node`` is the tokens of one block after its
-parent's. A new request walks the tree from the root, as far as its tokens agree.
+request with the same first tokens. Shared blocks form a tree: a ``Node`` is the tokens of a block after the parent's.
+A new request walks the tree from the root, as far as the tokens agree.
 
-A node is found by its digest, a sha256 chained over the parent's digest and the block's tokens. The chain begins with
+A node is found by a digest, a sha256 chained over the parent's digest and the block's tokens. The chain begins with
 the process's random seed and the request's *salt*, so digests reveal nothing outside of the process, and requests of
 different salts (tenants) share neither KV nor the time saved. A digest is only a shortcut: on a hit the node's tokens
-and the identity of its parent are compared, so two prompts with equal digests can cost each other a hit, but never
+and the identity of the parent are compared, so two prompts with equal digests can cost each other a hit, but never
 get each other's KV (as in CVE-2025-25183).
 
 A node lives while its KV is in a ``block`` of the pool, in a ``host_block`` of the offload store, or in both. Nodes
-without a parent in the tree cannot be reached; they age out of the pool like every unused node.
+without a parent in the tree cannot be reached; such nodes age out of the pool like every unused node.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def sha256(data: bytes) -> bytes:
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """One full block of tokens after ``parent``'s, and the places of its KV. The parent of a first block is the salt.
+    """A full block of tokens after ``parent``'s, and the places of the KV. The parent of a first block is the salt.
 
-    Nodes are compared by identity: a node that was dropped and made again is another node.
+    Nodes are compared by identity: a node made again after a drop is another node.
     """
 
     digest: bytes
@@ -48,7 +48,7 @@ class PrefixCache:
 
     Args:
         block_size: tokens of a node.
-        digest: the hash; tests make it collide.
+        digest: the hash; tests use a colliding hash.
     """
 
     def __init__(self, block_size: int, digest: Digest = sha256) -> None:
@@ -74,7 +74,7 @@ class PrefixCache:
         return node if node and node.parent == parent and node.tokens == tokens else None
 
     def add(self, digest: bytes, parent: Node | str, tokens: tuple[int, ...], block: int) -> Node | None:
-        """A new node for a block that has just been filled; None if its digest belongs to another node."""
+        """A new node for a newly filled block; None if the digest belongs to another node."""
         if digest in self._nodes:
             return None
         node = self._nodes[digest] = Node(digest, parent, tokens, block)
@@ -84,7 +84,7 @@ class PrefixCache:
         return self._nodes.get(node.digest) is node
 
     def orphan(self, digest: bytes) -> Node | None:
-        """The node with this digest if its parent is not in the tree: unreachable, but in the way of a new node."""
+        """The node of ``digest`` if the parent is not in the tree: unreachable, but in the way of a new node."""
         node = self._nodes.get(digest)
         return node if node and isinstance(node.parent, Node) and node.parent not in self else None
 
@@ -94,7 +94,7 @@ class PrefixCache:
             del self._nodes[node.digest]
 
     def clear(self) -> list[Node]:
-        """Drop all nodes; returns them."""
+        """Drop and return all nodes."""
         nodes = list(self._nodes.values())
         self._nodes.clear()
         return nodes

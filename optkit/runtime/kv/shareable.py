@@ -1,8 +1,8 @@
-"""KV of small steps stays with its request, for models whose layers have several variants.
+"""KV of small steps stays with the request, for models whose layers have several variants.
 
 A model whose layers have several variants (``optkit.graph.variants``) rounds K and V of a token by the number of
-tokens in the step. The prefix cache holds only KV of the variant for many tokens, so a prompt takes over the KV that
-its own prefill would have computed. From the first token of a smaller step on, no block of a request is shared.
+tokens in the step. The prefix cache holds only KV of the variant for many tokens, so a prompt takes over the same KV
+as from a prefill. From the first token of a smaller step on, no block of a request is shared.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from optkit.runtime.types import Batch, ScheduledRequest
 def note_step(batch: Batch, few_tokens: int) -> None:
     """Keep KV of a step of up to ``few_tokens`` tokens out of the prefix cache, before ``batch`` runs.
 
-    Scored items run apart, in pieces of any size. A padded step has more tokens than counted here, so it may run the
-    variant for many; its KV is kept out all the same.
+    Scored items run apart, in pieces of any size. A padded step has more tokens than counted here
+    and may run the variant for many; the KV is kept out all the same.
     """
     if few_tokens:
         plain = [item for item in batch.items if not is_scored(item)]

@@ -1,9 +1,10 @@
 """EngineClient: the API process's side of the engine process.
 
-``start`` sends a launched worker (``optkit.runtime.process.launch``) its ``Load`` message and waits until the worker
-is ready. ``generate`` is an async iterator of ``TokenOutput``; leaving it early, by ``break`` with ``aclose`` or by
-cancellation, aborts the request and frees its KV. When the worker dies, the pipe closes and every open stream ends
-with an ERROR output, so no client hangs. A new ``EngineClient`` replaces a dead worker (``optkit.serve.supervisor``).
+``start`` sends a launched worker (``optkit.runtime.process.launch``) a ``Load`` message and waits until the worker is
+ready. ``generate`` is an async iterator of ``TokenOutput``; leaving the iterator early, by ``break`` with ``aclose``
+or by cancellation, aborts the request and frees the KV. When the worker dies, the pipe closes and every open stream
+ends with an ERROR output, so no client hangs. A new ``EngineClient`` replaces a dead worker
+(``optkit.serve.supervisor``).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ ENGINE_STOPPED = "the engine was stopped"
 
 
 class Casualty(NamedTuple):
-    """A request that the engine had begun before its death, and the number of its tokens so far."""
+    """A request begun by the engine before the engine's death, and the number of tokens so far."""
 
     request: EngineRequest
     num_tokens: int
@@ -60,19 +61,19 @@ class EngineDied(RuntimeError):
 
 
 class EngineClient:
-    """Starts, feeds and stops one engine process. Use it from one event loop.
+    """Starts, feeds and stops one engine process. Use it from a single event loop.
 
     Args:
         artifact_dir: first argument of the factory.
         options: of the engine.
         factory: ``module:function`` called in the worker as ``function(artifact_dir, options) -> Engine``.
         threads: compute threads of the worker; 0 is one per core.
-        launched: a waiting worker with the same factory and threads; without one ``start`` launches a worker.
+        launched: a waiting worker with the same factory and threads; else ``start`` launches a worker.
         silence_seconds: ``is_silent`` is True after so much time without a message. Time in which the API process did
             not run (SIGSTOP, a sleeping machine) does not count.
 
     Attributes:
-        on_death: called with the requests that the engine had begun when it died, before their streams end.
+        on_death: called with the requests begun before the engine's death, before the streams end.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class EngineClient:
         self._ticking: asyncio.TimerHandle | None = None
 
     async def start(self, timeout: float = 3600.0) -> EngineInfo:
-        """Have the worker load the artifact and wait until the engine is ready; returns its info.
+        """Have the worker load the artifact and wait until the engine is ready; returns the info.
 
         Raises:
             UserError: the artifact or an option is wrong.
@@ -124,7 +125,7 @@ class EngineClient:
         return info
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[TokenOutput]:
-        """The outputs of ``request`` as they come; the last one has a ``finish_reason``."""
+        """The outputs of ``request`` on arrival; the last output has a ``finish_reason``."""
         name = request.request_id
         if name in self._streams:
             raise ValueError(f"a request with the id {name!r} is being served")
@@ -147,16 +148,16 @@ class EngineClient:
                 self._post(ipc.Abort(name))
 
     async def abort(self, request_id: str) -> None:
-        """End a request: its stream gets an ABORT output, its KV is freed. A request that has ended is ignored."""
+        """End a request: the stream gets an ABORT output, the KV is freed. An ended request is ignored."""
         await self._send(ipc.Abort(request_id))
 
     async def reset_prefix_cache(self) -> None:
-        """Have the engine drop the KV that no running request holds."""
+        """Have the engine drop the KV outside of running requests."""
         await self._send(ipc.ResetPrefixCache())
 
     @property
     def stats(self) -> EngineStats:
-        """The gauges of the engine, as of its last message."""
+        """The gauges in the engine's last message."""
         return self._stats
 
     @property
@@ -165,7 +166,7 @@ class EngineClient:
 
     @property
     def is_healthy(self) -> bool:
-        """The worker has loaded and its process lives. A long step does not change the value."""
+        """The worker has loaded and the process lives. A long step does not change the value."""
         return self._alive
 
     @property
@@ -184,7 +185,7 @@ class EngineClient:
         self._ticking = asyncio.get_running_loop().call_later(TICK_SECONDS, self._tick)
 
     def kill(self, *, wanted: bool = False) -> None:
-        """End the worker without waiting for its step; its streams end with an error when the process is gone.
+        """End the worker without waiting for the step; the streams end with an error when the process is gone.
 
         Args:
             wanted: the caller stops the engine, as ``stop`` does, so no error is logged.
@@ -199,7 +200,7 @@ class EngineClient:
             await asyncio.wait([self._reading])
 
     async def stop(self) -> None:
-        """End the worker within 5 seconds, also in the middle of a step, and every open stream with it."""
+        """End the worker within 5 seconds, also in the middle of a step, and every open stream."""
         if self._process is None:
             return
         self._stopping = True

@@ -1,9 +1,9 @@
 """Messages between the API process and the engine process, and their frames.
 
-A frame is a 4-byte big-endian length and that many bytes of msgpack. A message is a tagged ``msgspec.Struct``, or the
+A frame is a 4-byte big-endian length and as many bytes of msgpack. A message is a tagged ``msgspec.Struct``, or the
 outputs of a step as an array. So decoding checks types and can build nothing else; never pickle, which runs code. The
 pipe is a socket pair inherited by the child: no port, no file, no other process can connect. A frame over ``MAX_FRAME``
-bytes or one that does not decode is a ``ProtocolError`` and ends the connection; the sizes below are far from it.
+bytes or an undecodable frame is a ``ProtocolError`` and ends the connection; real sizes are far from the limit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HEADER = struct.Struct(">I")
 
 
 class ProtocolError(Exception):
-    """The peer sent bytes that are no message."""
+    """The peer sent invalid bytes."""
 
 
 class Load(msgspec.Struct, frozen=True, tag="load"):
@@ -36,7 +36,7 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset_prefix_cache"):
-    """Drop the KV that no running request holds."""
+    """Drop the KV outside of running requests."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
@@ -50,17 +50,17 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class Begun(msgspec.Struct, frozen=True, tag="begun"):
-    """The engine begins to compute these requests. Sent before the step, which may end the process."""
+    """The engine begins to compute the named requests. Sent before the step, which may end the process."""
 
     request_ids: tuple[str, ...]
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """The worker is idle, or has finished a part of a long step. After each step it sends ``Outputs``."""
+    """The worker is idle, or has finished a part of a long step. ``Outputs`` follow each step."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """Loading failed. With ``is_user_error`` the fields are those of a ``UserError``; else only ``what`` is set."""
+    """Loading failed. With ``is_user_error`` the fields belong to a ``UserError``; else only ``what`` is set."""
 
     what: str
     where: str | None = None

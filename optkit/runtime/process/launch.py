@@ -1,7 +1,7 @@
-"""Launching the engine process: a Python that imports its libraries, then waits for its ``Load`` message.
+"""Launching the engine process: Python imports the libraries, then waits for a ``Load`` message.
 
 Importing torch takes a second, and so do the server's own imports and the artifact's hashes. The engine process is
-launched first, so its imports run beside the others. For this reason only the standard library is imported here.
+launched first, so the imports run in parallel. Therefore only the standard library is imported here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ STOP_SECONDS = 2.0  # each for leaving by itself and for SIGTERM; then SIGKILL
 
 
 class Launched:
-    """An engine process that waits for its ``Load`` message, and the API process's end of its socket.
+    """An engine process, waiting for a ``Load`` message, and the API process's end of its socket.
 
     Leaving the context manager kills the process unless ``take`` was called.
     """

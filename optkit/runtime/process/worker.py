@@ -1,15 +1,15 @@
 """The engine process: import, wait for ``Load``, load, send ``Ready``, then step for as long as the parent lives.
 
 ``optkit.runtime.process.launch`` starts the process as ``python -m optkit.runtime.process.worker --fd N ...``. A
-process of its own keeps the model's compute away from the API process's event loop and interpreter lock, and a crash
-of native code costs the streams of this engine and not the server.
+process apart keeps the model's compute away from the API process's event loop and interpreter lock, and a crash of
+native code costs the streams of the engine and not the server.
 
-The loop waits on the socket when there is no work (no polling). Between steps it handles the messages that have
-arrived. Between the parts of a long step (``optkit.cancellation``) it only reads: a step whose every request is
-aborted is cancelled, a ``Shutdown`` ends the process, and a heartbeat shows progress. All work happens on the main
-thread. The loop ends when the parent sends ``Shutdown``, closes the pipe or dies. On Linux the kernel then kills the
-process (PR_SET_PDEATHSIG), even in the middle of a load. SIGINT is ignored: Ctrl-C reaches both processes, and the
-parent decides.
+The loop waits on the socket when there is no work (no polling). Between steps the loop handles the arrived messages.
+Between the parts of a long step (``optkit.cancellation``) the loop only reads: a step whose every request is aborted
+is cancelled, a ``Shutdown`` ends the process, and a heartbeat shows progress. All work happens on the main thread.
+The loop ends when the parent sends ``Shutdown``, closes the pipe or dies. On Linux the kernel then kills the process
+(PR_SET_PDEATHSIG), even in the middle of a load. SIGINT is ignored: Ctrl-C reaches both processes, and the parent
+decides.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Worker:
         return self._aborted
 
     def _send(self, outputs: list[TokenOutput]) -> None:
-        """Send the outputs of a step, after the gauges when these are due."""
+        """Send the outputs of a step, after the gauges when due."""
         message = (*self._outputs, *outputs)
         self._outputs.clear()
         if self._stats_due(message):
@@ -113,20 +113,20 @@ class Worker:
             self._post(message)
 
     def _stats_due(self, outputs: ipc.Outputs) -> bool:
-        """True when a request has begun or ended in this step, or the last gauges are ``STATS_SECONDS`` old."""
+        """True when a request has begun or ended in the step, or the last gauges are ``STATS_SECONDS`` old."""
         if any(output.finish_reason or output.first for output in outputs) or not self.engine.has_work:
             return True
         return time.monotonic() - self._stats_sent >= STATS_SECONDS
 
     def _receive(self, timeout: float) -> None:
-        """Handle the messages that have arrived; wait up to ``timeout`` seconds for the first."""
+        """Handle the arrived messages; wait up to ``timeout`` seconds for the first."""
         self._read(0.0 if self._inbox else timeout)
         self._aborted.clear()
         while self._inbox:
             self._handle(self._inbox.popleft())
 
     def _read(self, timeout: float) -> None:
-        """Move the messages that have arrived to the inbox; wait up to ``timeout`` seconds for the first."""
+        """Move the arrived messages to the inbox; wait up to ``timeout`` seconds for the first."""
         while select.select([self.sock], [], [], timeout)[0]:
             messages = self._frames.feed(receive(self.sock))
             self._inbox += messages
@@ -157,7 +157,7 @@ class Worker:
 
 
 def failed_output(request_id: str, error: str, retry_after: float | None = None) -> TokenOutput:
-    """The end of a request that failed without a token."""
+    """The end of a request without a token, after a failure."""
     return TokenOutput(
         request_id=request_id,
         token_ids=(),
@@ -186,7 +186,7 @@ def send(sock: socket.socket, *messages: ipc.FromWorker) -> None:
 
 
 def resolve(factory: str) -> Callable[[str, EngineOptions], Engine]:
-    """The engine factory ``module:function``; only from modules of optkit and its tests."""
+    """The engine factory ``module:function``; only from modules of optkit and of the tests."""
     module, _, function = factory.partition(":")
     if not module.startswith(FACTORY_PREFIXES):
         raise ValueError(f"{factory} is not a factory of optkit")
@@ -194,7 +194,7 @@ def resolve(factory: str) -> Callable[[str, EngineOptions], Engine]:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends (Linux). Exit if it has ended already."""
+    """Have the kernel kill the process when the parent's thread ends (Linux). Exit if the parent has ended already."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
@@ -202,7 +202,7 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def cores() -> int:
-    """The number of cores of this process."""
+    """The number of cores of the process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

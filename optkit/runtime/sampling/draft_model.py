@@ -1,16 +1,16 @@
-"""Draft model: a small model guesses for a large one (Leviathan et al. 2023; Chen et al. 2023).
+"""Draft model: a small model guesses for a large model (Leviathan et al. 2023; Chen et al. 2023).
 
-The draft model has a runner and a block pool of its own and follows each request with a *shadow*: the same tokens,
-with KV of the small model. Before guessing, a shadow catches up: tokens that the large model rejected are cut off,
-new tokens are computed (the whole prompt, the first time). Then all shadows decode together, greedily. The large
-model checks every guess, so guesses decide the speed of an answer and never its tokens.
+The draft model has a runner and a separate block pool and follows each request with a *shadow*: the same tokens, with
+KV of the small model. Before guessing, a shadow catches up: rejected tokens are cut off, new tokens are computed (the
+whole prompt, the first time). Then all shadows decode together, greedily. The large model checks every guess, so
+guesses decide the speed of an answer and never the tokens.
 
-A request that does not fit the small model's pool or context is served without guesses, and so is a step in which the
-small model fails.
+A request beyond the small model's pool or context is served without guesses, and so is a step in which the small
+model fails.
 
 Two models with the same tokenizer may have vocabularies of different sizes: the rows beyond the tokenizer's ids are
-padding. Only ids of both models are guessed, and a request with an id that the small model lacks is served without
-guesses.
+padding. Only ids of both models are guessed, and a request with an id outside the small model's vocabulary is served
+without guesses.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ DECAY = 0.9  # weight of the known cost of a guess after one more step
 
 
 class DraftModel:
-    """A ``Source`` of guesses.
+    """A ``DraftSource`` of guesses.
 
     Args:
         runner: of the small model.
         max_model_len: longest request of the small model.
-        max_num_batched_tokens: of one step while shadows catch up.
+        max_num_batched_tokens: of a step while shadows catch up.
         vocab_size: of the large model.
     """
 
@@ -67,7 +67,7 @@ class DraftModel:
         self._drop(request.request_id)
 
     def run_largest(self, num_requests: int) -> None:
-        """Run the largest step for at most ``num_requests``, and free its blocks."""
+        """Run the largest step for at most ``num_requests``, and free the blocks."""
         count = min(num_requests, self.max_num_batched_tokens, self.blocks.num_blocks)
         room = self.blocks.num_blocks // count * self.blocks.block_size
         length = min(self.max_num_batched_tokens // count, self.max_model_len, room)
@@ -83,7 +83,7 @@ class DraftModel:
                 self.blocks.free(shadow.block_table)
 
     def _follow(self, request: Request, count: int) -> bool:
-        """Bring the shadow of ``request`` up to date, with room for ``count`` guesses; False if it does not fit."""
+        """Bring the shadow of ``request`` up to date, with room for ``count`` guesses; False without room."""
         name, length = request.request_id, len(request.token_ids) + count
         shadow = self._shadows.setdefault(name, Request(request.received, []))
         same = shadow.num_computed

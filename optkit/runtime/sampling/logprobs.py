@@ -1,12 +1,12 @@
-"""Logprobs: the model's log-probabilities of the tokens of an answer, and of its prompt.
+"""Logprobs: the model's log-probabilities of the tokens of an answer and a prompt.
 
 Logprobs are of the model's own distribution, ``log_softmax(logits)``, before bias, penalties, temperature and filters
-(vLLM's ``raw_logprobs``), so sampling parameters do not change them. Logits stay in the engine process: here they are
-reduced to one number a token and a few likely tokens.
+(vLLM's ``raw_logprobs``), so sampling parameters do not change logprobs. Logits stay in the engine process: here
+logits are reduced to a number per token and a few likely tokens.
 
-A prompt needs logits at each of its positions, [prompt, vocabulary] floats: 200 MB for 1,000 tokens of a vocabulary
-of 50,000. So a scored chunk runs beside the batch in pieces of at most ``MAX_LOGITS`` numbers. The scheduler plans a
-scored chunk as any other. A preempted request computes its prompt again and reports no position twice.
+A prompt needs logits at each position, [prompt, vocabulary] floats: 200 MB for 1,000 tokens of a vocabulary of
+50,000. So a scored chunk runs beside the batch in pieces of at most ``MAX_LOGITS`` numbers. The scheduler plans a
+scored chunk as any other. A preempted request computes the prompt again and reports no position twice.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def logprobs_of(logits: Tensor, tokens: Sequence[int], num_top: int) -> list[Tok
 
 
 class LogprobRunner:
-    """A runner that also scores prompts, and keeps the logprobs of a step until its outputs exist."""
+    """A runner with scoring of prompts; keeps the logprobs of a step until the outputs exist."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -54,9 +54,7 @@ class LogprobRunner:
         self._piece = max(1, MAX_LOGITS // runner.vocab_size)
 
     def execute(self, batch: Batch) -> Tensor:
-        """Logits [L, V] float32, in batch order: the last row of each item that ``needs_logits``, and the rows of its
-        draft.
-        """
+        """Logits [L, V] float32, in batch order: the last row and the draft's rows of items with ``needs_logits``."""
         plain = tuple(item for item in batch.items if not is_scored(item))
         if len(plain) == len(batch.items):
             return self._runner.execute(batch)
@@ -81,9 +79,7 @@ class LogprobRunner:
                 self._generated[request.request_id] = found
 
     def attach(self, batch: Batch, outputs: Sequence[TokenOutput]) -> list[TokenOutput]:
-        """``outputs`` of ``batch`` with the logprobs of this step; a scored chunk without a token gets an output of its
-        own.
-        """
+        """``outputs`` of ``batch`` with the step's logprobs; a scored chunk without a token gets a separate output."""
         if not self._prompt and not self._generated:
             return list(outputs)
         merged = list(outputs)
@@ -108,7 +104,7 @@ class LogprobRunner:
         return merged
 
     def _score(self, item: ScheduledRequest) -> Tensor:
-        """Run one chunk in pieces, keep the logprobs of its prompt tokens, and return its last token's logits [V]."""
+        """Run one chunk in pieces, keep the logprobs of the prompt tokens, and return the last token's logits [V]."""
         request, found = item.request, list[TokenLogprob]()
         num_top = request.sampling.prompt_logprobs or 0
         logits = torch.empty(0)
@@ -125,7 +121,7 @@ class LogprobRunner:
 
 
 def is_scored(item: ScheduledRequest) -> bool:
-    """True if this chunk computes prompt positions whose logprobs are not yet reported."""
+    """True if the chunk computes prompt positions without reported logprobs."""
     request = item.request
     if request.sampling.prompt_logprobs is None:
         return False

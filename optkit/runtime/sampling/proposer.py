@@ -1,13 +1,13 @@
 """Proposers: sources of guesses, and the number of guesses worth checking.
 
-``NgramProposer`` (prompt lookup, Saxena 2023) needs no second model: it guesses the tokens that followed an earlier
+``NgramProposer`` (prompt lookup, Saxena 2023) needs no second model: the guesses are the tokens after an earlier
 occurrence of the last tokens. A guess costs a dictionary lookup, so only checking a wrong guess costs time.
 
 ``Lengths`` decides the number of guesses for each request and step. A guess at place j of a draft is right with
 probability p^j, where p is the request's own record. Checking the guess makes the step longer by the cost model's
-time of a token. A guess pays if its expected tokens exceed the tokens that the batch would have made in that time. So
-drafts grow where guesses are right, shrink where they are wrong, and end where they cost more than they bring. A
-request without drafts tries one token again now and then.
+time of a token. A guess pays if the expected tokens exceed the batch's tokens in the same time. So drafts grow where
+guesses are right, shrink where guesses are wrong, and end where the cost exceeds the gain. A request without drafts
+tries a single token again now and then.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SpeculationStats:
             self.accepted_per_pos[place] += 1
 
 
-class Source(Protocol):
+class DraftSource(Protocol):
     """Guesses at most a given number of tokens."""
 
     seconds_per_token: float  # cost of a guess, beside checking
@@ -51,7 +51,7 @@ class Source(Protocol):
     def finished(self, request: Request) -> None: ...
 
     def run_largest(self, num_requests: int) -> None:
-        """Run the step that allocates the most, for at most ``num_requests``, and free its blocks."""
+        """Run the step with the largest allocations, for at most ``num_requests``, and free the blocks."""
         ...
 
 
@@ -76,7 +76,7 @@ class Lengths:
         self._everyone = _Record()
 
     def choose(self, requests: Sequence[Request], seconds_per_token: float) -> list[int]:
-        """The numbers for the requests of one decode step."""
+        """The numbers for the requests of a decode step."""
         base = StepWork()
         for request in requests:
             base += chunk_work(1, request.num_computed, rows=1)
@@ -121,7 +121,7 @@ class Lengths:
 class Speculator:
     """A ``Proposer`` of the scheduler: guesses of ``source``, as many as ``Lengths`` allows."""
 
-    def __init__(self, source: Source, lengths: Lengths) -> None:
+    def __init__(self, source: DraftSource, lengths: Lengths) -> None:
         self.source, self.lengths = source, lengths
         self.stats = SpeculationStats()
 
@@ -138,19 +138,19 @@ class Speculator:
         self.source.finished(request)
 
     def run_largest(self, num_requests: int) -> None:
-        """Run the step of the source that allocates the most."""
+        """Run the source's step with the largest allocations."""
         self.source.run_largest(num_requests)
 
 
 class _Index:
-    """The last position of each n-gram of one request, except for the n-gram at its end."""
+    """The last position of each n-gram of a request, except for the n-gram at the end."""
 
     def __init__(self) -> None:
         self.length = 0
         self._last: dict[tuple[int, ...], int] = {}  # n-gram -> position after it
 
     def extend(self, ids: Sequence[int]) -> None:
-        """Add the n-grams of ``ids`` except for those that end in the last token, which are looked up."""
+        """Add the n-grams of ``ids`` except for the n-grams ending in the last token, which are looked up."""
         for end in range(max(self.length, 1), len(ids)):
             for n in NGRAMS:
                 if end >= n:
@@ -167,7 +167,7 @@ class _Index:
 
 
 class NgramProposer:
-    """A ``Source`` that copies the tokens after the last occurrence of the request's last tokens."""
+    """A ``DraftSource`` of copies of the tokens after the last occurrence of the request's last tokens."""
 
     seconds_per_token = 0.0
 

@@ -1,16 +1,16 @@
-"""Sampler: logits become one token per request.
+"""Sampler: logits become a token per request.
 
 Each row has its own parameters, random numbers and errors. The order is vLLM's:
 
     allowed tokens, bias, min_tokens -> penalties -> temperature -> min_p -> top_k -> top_p -> draw
 
-Rows that are plainly greedy, the common case in tests and batch jobs, share one vectorised max.
+Rows that are plainly greedy, the common case in tests and batch jobs, share a vectorised max.
 
 Randomness is counter-based: token ``n`` of a seeded request uses the uniform number ``hash(seed, n)``. There is no
 generator state, so neither the other requests of a batch nor a preemption change a draw. A draw is the inverse CDF at
-the number: one cumulative sum over the vocabulary instead of a random tensor.
+the number: a cumulative sum over the vocabulary instead of a random tensor.
 
-A NaN or an exception in one row is the ``Failure`` of its request; the other rows are not affected.
+A NaN or an exception in a row is the ``Failure`` of the row's request; the rest are not affected.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BAD_ROW = Failure("sampling failed for this request")
 
 
 def sample(logits: Tensor, requests: Sequence[Request]) -> list[int | Failure]:
-    """One token per row of ``logits`` [L, V] float32; row i belongs to ``requests[i]``."""
+    """A token per row of ``logits`` [L, V] float32; row i belongs to ``requests[i]``."""
     if not requests:
         return []
     argmax, finite = best_tokens(logits)
@@ -76,7 +76,7 @@ def has_penalties(p: SamplingParams) -> bool:
 
 
 def sample_or_fail(row: Tensor, request: Request) -> int | Failure:
-    """``sample_row`` behind the error boundary of one request."""
+    """``sample_row`` behind the error boundary of a request."""
     try:
         return sample_row(row, request)
     except Exception:

@@ -1,13 +1,13 @@
-"""Speculative decoding: guess the next tokens, check all guesses in one step (Leviathan et al. 2023).
+"""Speculative decoding: guess the next tokens, check all guesses in a single step (Leviathan et al. 2023).
 
-A step with one token and k guesses of a request costs little more than a step with the token alone, because decoding
+A step with a token and k guesses of a request costs little more than a step with the token alone, because decoding
 waits for the weights, on a CPU as on a GPU. The logits after each guess equal the logits of decoding token by token.
-So every position is *sampled as always*, with its own parameters and its own random number. A guess is right if it
-equals the sampled token; at the first wrong guess the rest is dropped. No rejection sampling is needed, and no
+So every position is *sampled as always*, with the request's parameters and a separate random number. A guess is right
+if equal to the sampled token; at the first wrong guess the rest is dropped. No rejection sampling is needed, and no
 exception for temperature: with kernels whose bits do not depend on the batch, greedy and seeded output is the same
 token for token as without speculation, and unseeded requests have the same distribution.
 
-KV of wrong guesses stays in its slots and is overwritten: ``num_computed`` never counts it.
+KV of wrong guesses stays in the slots and is overwritten: ``num_computed`` never counts it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from optkit.runtime.types import Failure, ScheduledRequest
 
 
 def first_rows(items: Sequence[ScheduledRequest]) -> list[int]:
-    """The row of each item's last known token in the logits of a batch; the rows of its draft follow."""
+    """The row of each item's last known token in the logits of a batch; the rows of the draft follow."""
     rows, row = [], 0
     for item in items:
         rows.append(row)
@@ -33,7 +33,7 @@ def first_rows(items: Sequence[ScheduledRequest]) -> list[int]:
 def verify(
     items: Sequence[ScheduledRequest], sampled: Sequence[int | Failure], logits: Tensor, rows: Sequence[int]
 ) -> list[Result]:
-    """For each item the right tokens of its draft and the token after them, or its failure.
+    """For each item the right tokens of the draft and the next token, or the failure.
 
     ``sampled[i]`` comes from ``logits[rows[i]]`` (``first_rows``), the last known token of ``items[i]``.
     """

@@ -11,15 +11,15 @@ LIMITS = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size
 
 
 class SchedulerConfig(SchedulingOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The limits of a step and of the KV pool, and the choice within them.
+    """The limits of a step and of the KV pool, and the choice within the limits.
 
     Attributes:
-        max_model_len: tokens of one request, prompt and answer; the model and the KV pool have room for as many.
+        max_model_len: tokens of a request, prompt and answer; the model and the KV pool have room for as many.
         num_blocks: blocks of the KV pool.
         prefill_target_tokens: a step with so many prompt tokens takes no further prompt. About where the machine's
             matrix products reach full speed; 0 is ``max_num_batched_tokens``.
         num_host_blocks: blocks of the offload store; needs the prefix cache.
-        form_limits: the most tokens of each variant of the layers but the last; empty for layers with one variant.
+        form_limits: the most tokens of each variant of the layers but the last; empty for layers with a single variant.
     """
 
     max_model_len: int
@@ -43,7 +43,7 @@ class SchedulerConfig(SchedulingOptions, frozen=True, kw_only=True, forbid_unkno
             )
         if self.num_host_blocks and not self.enable_prefix_caching:
             raise ValueError(
-                "num_host_blocks needs enable_prefix_caching: it keeps what the prefix cache evicts"
+                "num_host_blocks needs enable_prefix_caching: host blocks hold evicted KV of the prefix cache"
             )
         if self.enforce_ttft_slo and not self.ttft_slo_ms:
             raise ValueError("enforce_ttft_slo needs a ttft_slo_ms")

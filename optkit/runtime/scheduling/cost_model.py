@@ -2,22 +2,21 @@
 
     seconds = a + b * tokens + c * rows + d * pairs
 
-``tokens`` are computed in the step, ``rows`` of them get logits, and ``pairs`` counts the (query, key) pairs of
+``tokens`` are computed in the step, ``rows`` of the tokens get logits, and ``pairs`` counts the (query, key) pairs of
 attention. ``a`` is the cost of the smallest step, above all reading the weights once. A Kalman filter updates the
-coefficients (Anderson and Moore, Optimal Filtering, ch. 3). Its model of the time between two steps: the machine's
-speed drifts, all coefficients together, and each coefficient drifts a little alone. So a slower machine is slower for
-all kinds of steps, and hours of decoding do not unlearn the cost of prefill.
+coefficients (Anderson and Moore, Optimal Filtering, ch. 3). The filter's model of the time between two steps: the
+machine's speed drifts, all coefficients together, and each coefficient drifts a little alone. So a slower machine is
+slower for all kinds of steps, and hours of decoding do not unlearn the cost of prefill.
 
 Numerical safeguards:
 
 - errors are *relative*: a decode of 10 ms counts as much as a prefill of a second;
-- a step that took far longer than predicted (the process was frozen) counts as ``OUTLIER_SIGMA`` standard deviations
-  off;
+- a step far longer than predicted (the process was frozen) counts as ``OUTLIER_SIGMA`` standard deviations off;
 - no coefficient becomes negative, so a longer prompt is never predicted to be faster. A negative coefficient is set
-  to zero and the other coefficients take over its share, by the covariance (Simon and Chia 2002);
+  to zero and the remaining coefficients take over the share, by the covariance (Simon and Chia 2002);
 - coefficients are kept in units of the prior, so that all numbers are of a size. The covariance is symmetric to the
   bit, no variance exceeds the prior's, and each step adds more variance than rounding can take away. So the
-  covariance stays positive for all features, also for features that stay collinear.
+  covariance stays positive for all features, also for collinear features.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ MIN_SECONDS, MAX_SECONDS = 1e-6, 3600.0  # seconds of a step
 
 @dataclass(frozen=True)
 class StepWork:
-    """Features of a step that decide its time."""
+    """Features that decide the time of a step."""
 
     tokens: int = 0
     rows: int = 0
@@ -104,19 +103,19 @@ class CostModel:
         return covariance
 
     def seconds(self, shape: StepWork) -> float:
-        """The predicted time of a step; 0 for an empty one."""
+        """The predicted time of a step; 0 for an empty step."""
         return float(_features(shape) @ self.coefficients) if shape.tokens else 0.0
 
     def prefill_seconds(self, num_tokens: int, context: int = 0) -> float:
-        """The predicted time to compute ``num_tokens`` tokens after ``context`` tokens, alone and in one step."""
+        """The predicted time to compute ``num_tokens`` tokens after ``context`` tokens, alone and in a single step."""
         return self.seconds(chunk_work(num_tokens, context, rows=1))
 
     def added_seconds(self, num_tokens: int) -> float:
-        """The least time that ``num_tokens`` more tokens of a prompt add to a step."""
+        """The least time added to a step by ``num_tokens`` more tokens of a prompt."""
         return float(num_tokens * self.coefficients[1])
 
     def tokens_within(self, seconds: float, rest: StepWork, context: int) -> int:
-        """The number of tokens after ``context`` tokens that fit ``seconds``, in a step that also does ``rest``."""
+        """The number of tokens after ``context`` tokens that fit ``seconds``, in a step together with ``rest``."""
         _, token, row, pair = self.coefficients
         free = seconds - float(_features(rest) @ self.coefficients) - row
         if free <= 0:

@@ -1,8 +1,8 @@
 """Forecast: the time at which a new request would get its first token, for admission by promised TTFT.
 
-The forecast adds up the prefill of the requests before it in rank, its own prefill, the decodes that share those
-steps, and, when all ``max_num_seqs`` places are taken, the decoding until a place becomes free. The length of answers
-is learned from finished ones, because ``max_tokens`` is a limit that clients set far too high.
+The forecast adds up the prefill of the requests first in rank, the prefill of the new request, the decodes in the
+same steps, and, when all ``max_num_seqs`` places are taken, the decoding until a place becomes free. The length of
+answers is learned from finished ones, because ``max_tokens`` is a limit, which clients set far too high.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Forecast:
         """The first token of a prompt with ``work`` tokens to compute.
 
         Args:
-            before: the requests that come first, each with its prompt tokens still to compute.
-            running: the requests that have a place.
+            before: the requests first in rank, each with the prompt tokens still to compute.
+            running: the requests with a place.
         """
         decodes = StepWork()
         for request in running:
@@ -51,7 +51,7 @@ class Forecast:
         return prefill + num_steps * self.cost.seconds(decodes)
 
     def _steps_until_place(self, running: Sequence[Request], num_waiting: int) -> int:
-        """Steps until enough of ``running`` have ended for ``num_waiting`` requests and one more to get a place."""
+        """Steps until enough of ``running`` have ended for ``num_waiting`` + 1 requests to get a place."""
         missing = len(running) + num_waiting + 1 - self.config.max_num_seqs
         if missing <= 0 or not running:
             return 0

@@ -4,15 +4,15 @@ A policy gives every request a *rank* on arrival, and ranks never change. So no 
 a bounded number of later arrivals have a smaller rank, and the request of the smallest rank always advances.
 
 ``fcfs``
-    First come, first served. A step takes as much of one prompt as ``max_num_batched_tokens`` allows.
+    First come, first served. A step takes as much of a prompt as ``max_num_batched_tokens`` allows.
 
 ``slo``
-    Least slack first. A request's deadline is its arrival plus the promised time to first token. For a prompt too long
-    to keep the promise, the deadline is ``STRETCH`` times the time of its prefill alone. The rank is the latest moment
-    at which its prefill can start: short prompts overtake a long one, but only as long as the long one can wait. A
-    unit of ``priority`` is worth one promised TTFT. *Time* bounds the chunk of prefill in a step: while requests
-    decode, at most the promised time per output token, and always at most a part of the promised TTFT, because the
-    next arrival waits for the step that runs.
+    Least slack first. A request's deadline is the arrival plus the promised time to first token. For a prompt too
+    long to keep the promise, the deadline is ``STRETCH`` times the time of the prefill alone. The rank is the latest
+    moment at which the prefill can start: short prompts overtake a long prompt, but only as long as the long prompt
+    can wait. A unit of ``priority`` is worth a promised TTFT. *Time* bounds the chunk of prefill in a step: while
+    requests decode, at most the promised time per output token, and always at most a part of the promised TTFT,
+    because the next arrival waits for the running step.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def promised_ttft(ttft: float, alone: float) -> float:
 
 
 class SchedulingPolicy(Protocol):
-    """The decisions that the scheduler leaves to the policy."""
+    """The scheduling decisions of a policy."""
 
     def rank(self, request: EngineRequest, num_prefill: int) -> float:
         """Smaller goes first. ``num_prefill`` tokens of the prompt have to be computed."""
         ...
 
     def chunk_limit(self, decodes: StepWork, context: int) -> int:
-        """Most tokens of a prompt with ``context`` tokens computed, in a step that also does ``decodes``."""
+        """Most tokens of a prompt with ``context`` tokens computed, in a step together with ``decodes``."""
         ...
 
 

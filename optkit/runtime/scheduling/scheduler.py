@@ -1,23 +1,23 @@
 """Scheduler: the tokens of each request that the next step computes.
 
-There are no phases. Every request has ``len(token_ids) - num_computed`` tokens without KV: many when its prompt is
-new, one when it decodes. A step gives out ``max_num_batched_tokens`` tokens (continuous batching, Yu et al. 2022;
+There are no phases. Every request has ``len(token_ids) - num_computed`` tokens without KV: many for a new prompt, a
+single token in decoding. A step gives out ``max_num_batched_tokens`` tokens (continuous batching, Yu et al. 2022;
 chunked prefill, Agrawal et al. 2023), in this order:
 
-1. one token to each running request that needs exactly one, so that a long prompt never stalls a stream;
-2. a chunk of the prompt that is first in line, as large as the policy allows; the prompt may be running or waiting;
+1. a token to each running request with a single token to compute, so a long prompt never stalls a stream;
+2. a chunk of the prompt first in line, as large as the policy allows; the prompt may be running or waiting;
 3. more prompts, while they fit as a whole and the step has fewer than ``prefill_target_tokens`` prompt tokens. From
-   there on the model computes at full speed, and another prompt would only delay the earlier ones;
-4. the rest to tokens that a proposer guesses for the requests of 1 (speculative decoding). Guesses come last, for
+   there on the model computes at full speed, and another prompt would only delay the earlier prompts;
+4. the rest to tokens guessed for the requests of 1 by a proposer (speculative decoding). Guesses come last, for
    tokens and for KV blocks, so prompts advance in each step as far as without guesses.
 
 Order: ``running`` and ``waiting`` are sorted by *rank*, which the policy (``fcfs`` or ``slo``) fixes on arrival.
 Admission allocates KV for all known tokens, so only decodes can run out of blocks. Then the *last* running request in
-rank is preempted: its blocks are freed and the request waits to be admitted again, with the tokens generated so far.
-KV that is still cached or offloaded by then is taken over, the rest is computed again. The first request in rank is
-never preempted and ``refusal`` turns away requests that could not fit alone, so some request always advances.
+rank is preempted: the blocks are freed and the request waits to be admitted again, with the tokens generated so far.
+KV still cached or offloaded by then is taken over, the rest is computed again. The first request in rank is never
+preempted and ``refusal`` turns away requests too large for the pool, so some request always advances.
 
-An exception in the work for one request (``_guarded``) ends that request and no other.
+An exception in the work for a request (``_guarded``) ends only the request.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Proposer(Protocol):
 
 
 class Scheduler:
-    """Queues of requests, and the owner of their KV blocks. Not thread-safe: one engine loop drives it.
+    """Queues of requests, and the tables of their KV blocks. Not thread-safe.
 
     Args:
         config: limits and policy.
@@ -84,7 +84,7 @@ class Scheduler:
         cost: learns the time of steps.
 
     Attributes:
-        announce: called before a step with the ids of the requests that begin in the step.
+        announce: called before a step with the ids of the requests beginning in the step.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Scheduler:
         if reason:
             raise EngineRefusal(reason)
         request = Request(received, list(received.prompt_ids))
-        request.progress.queued = self.clock()
+        request.times.queued = self.clock()
         work = request.num_pending - self.kv.cached_tokens(request)
         request.rank = (self.policy.rank(received, work), self._num_added)
         if self.config.enforce_ttft_slo:
@@ -138,7 +138,7 @@ class Scheduler:
         bisect.insort(self.waiting, request, key=_rank)
 
     def abort(self, request_id: str) -> TokenOutput | None:
-        """Drop a request and free its KV; None if no such request is here."""
+        """Drop a request and free the KV; None for an unknown request."""
         request = self._requests.get(request_id)
         return self._finish(request, FinishReason.ABORT) if request else None
 
@@ -156,7 +156,7 @@ class Scheduler:
         return batch
 
     def update(self, batch: Batch, results: Sequence[Result]) -> list[TokenOutput]:
-        """Record a step. Each item has its sampled tokens, None (a chunk with more to come) or a failure."""
+        """Record a step. Each item has sampled tokens, None (a chunk with more to come) or a failure."""
         now = self.clock()
         if batch.items and not batch.transfers and not any(isinstance(r, Failure) for r in results):
             self.cost.observe(step_work(batch.items), now - self._step_start)
@@ -169,19 +169,19 @@ class Scheduler:
         return outputs + self.take_lost()
 
     def take_lost(self) -> list[TokenOutput]:
-        """The ends found outside ``update``, each of them once: queue timeouts and faults of one request."""
+        """The ends found outside ``update``, each returned once: queue timeouts and faults of a single request."""
         lost, self._lost = self._lost, []
         return lost
 
     def transfer_failed(self, transfer: Transfer) -> None:
-        """Handle KV that could not be saved or loaded: requests that rely on the block start over."""
+        """Handle a failed save or load of KV: requests with the block start over."""
         self.kv.failed(transfer)
         if not transfer.save:
             for request in [request for request in self.running if transfer.block in request.block_table]:
                 self.preempt(request)
 
     def preempt(self, request: Request) -> None:
-        """Free the blocks of a running request; it waits, at its rank, to be admitted again."""
+        """Free the blocks of a running request; the request waits, at the same rank, to be admitted again."""
         self.running.remove(request)
         self.kv.release(request)
         bisect.insort(self.waiting, request, key=_rank)
@@ -189,7 +189,7 @@ class Scheduler:
         self.num_preemptions += 1
 
     def reset_prefix_cache(self) -> None:
-        """Forget the KV that no running request holds, in the pool and offloaded."""
+        """Forget the KV outside of running requests, in the pool and offloaded."""
         self.kv.reset()
 
     def reset_counters(self) -> None:
@@ -247,20 +247,20 @@ class Scheduler:
             self.announce(begun)
 
     def _give_up(self) -> None:
-        """End the requests that have waited for their first step longer than ``queue_timeout``."""
+        """End the requests waiting for their first step longer than ``queue_timeout``."""
         if not self.config.queue_timeout:
             return
         oldest = self._step_start - self.config.queue_timeout
         for request in list(self.waiting):
-            if request.progress.started is None and request.received.arrival < oldest:
+            if request.times.started is None and request.received.arrival < oldest:
                 self._lost.append(self._finish(request, FinishReason.ERROR, error=QUEUE_TIMEOUT))
 
     def _is_here(self, request: Request) -> bool:
-        """True until ``request`` has ended; another request may have its id by then."""
+        """True until ``request`` has ended; another request may have the id by then."""
         return self._requests.get(request.request_id) is request
 
     def _ready(self) -> list[Request]:
-        """The running requests with exactly one token to compute, with a KV slot for the token."""
+        """The running requests with a single token to compute, with a KV slot for the token."""
         ready = []
         index = 0
         while index < len(self.running):  # preemption shortens the list from behind
@@ -271,7 +271,7 @@ class Scheduler:
         return ready
 
     def _is_due(self, request: Request) -> bool:
-        """True for a running request with exactly one token to compute."""
+        """True for a running request with a single token to compute."""
         return request.num_pending == 1
 
     def _with_drafts(self, ready: list[Request], left: int) -> list[ScheduledRequest]:
@@ -293,7 +293,7 @@ class Scheduler:
         return self._optional(self.proposer.propose, requests, limits) or none
 
     def _optional(self, work: Callable[..., T], *args: Any) -> T | None:
-        """The result of ``work(*args)`` of the proposer; None if it raises, because an answer needs no guesses."""
+        """The result of ``work(*args)`` of the proposer; None for an exception, because an answer needs no guesses."""
         try:
             return work(*args)
         except Exception:
@@ -319,7 +319,7 @@ class Scheduler:
         return True
 
     def _prefills(self, decodes: list[ScheduledRequest]) -> list[ScheduledRequest]:
-        """Chunks of the prompts that are first in line, running or waiting."""
+        """Chunks of the prompts first in line, running or waiting."""
         busy = step_work(decodes)
         left = self.config.max_num_batched_tokens - busy.tokens
         target = self.config.prefill_target
@@ -348,15 +348,15 @@ class Scheduler:
         return items
 
     def _admissible(self) -> list[Request]:
-        """The waiting requests that could be computed in this step, in order."""
+        """The waiting requests ready for computation in the step, in order."""
         return list(self.waiting)
 
     def _work(self, request: Request) -> int:
-        """Tokens of ``request`` that a prefill from here on must compute."""
+        """Tokens of ``request`` left for a prefill from here on."""
         return request.num_pending - (0 if request.block_table else self.kv.cached_tokens(request))
 
     def _admit(self, request: Request) -> bool:
-        """Move ``request`` from ``waiting`` to ``running``, if there is room and it is first in line."""
+        """Move ``request`` from ``waiting`` to ``running``, if there is room for the first in line."""
         spare = len(self.running)  # leave each running request a block to grow into
         if len(self.running) >= self.config.max_num_seqs:
             return False
@@ -364,10 +364,10 @@ class Scheduler:
             return False
         self.waiting.remove(request)
         bisect.insort(self.running, request, key=_rank)
-        if request.progress.started is None:
-            request.progress.started = self._step_start
+        if request.times.started is None:
+            request.times.started = self._step_start
             self._begun.append(request.request_id)
-            request.progress.cached_tokens = request.num_computed
+            request.times.cached_tokens = request.num_computed
             self.kv.count(request)
         return True
 
@@ -378,7 +378,7 @@ class Scheduler:
         return self.config.final_length(request.num_prompt, request.sampling.max_tokens)
 
     def _guarded(self, request: Request, work: Callable[..., T], *args: Any) -> T | None:
-        """The result of ``work(*args)``; if it raises, ``request`` ends with an error and the other requests go on."""
+        """The result of ``work(*args)``; on an exception, ``request`` ends with an error and the rest go on."""
         try:
             return work(*args)
         except Exception:
@@ -388,12 +388,12 @@ class Scheduler:
             return None
 
     def _count_chunk(self, item: ScheduledRequest, now: float) -> None:
-        if not item.request.progress.reported:
-            item.request.progress.prefill += now - self._step_start
-            item.request.progress.num_chunks += 1
+        if not item.request.times.reported:
+            item.request.times.prefill += now - self._step_start
+            item.request.times.num_chunks += 1
 
     def _record(self, item: ScheduledRequest, result: Result) -> list[TokenOutput]:
-        """Record the result of a step for one request."""
+        """Record the result of a step for a request."""
         if isinstance(result, Failure):
             return [self._fail(item.request, result)]
         if result is not None:
@@ -403,12 +403,12 @@ class Scheduler:
         return []
 
     def _fail(self, request: Request, failure: Failure) -> TokenOutput:
-        """End a request whose step failed; no other request reuses its KV."""
+        """End a request whose step failed; no other request reuses the KV."""
         self.kv.distrust(request)
         return self._finish(request, FinishReason.ERROR, error=failure.message)
 
     def _append(self, item: ScheduledRequest, tokens: tuple[int, ...]) -> list[TokenOutput]:
-        """Append ``tokens``: the right tokens of the draft, and the token sampled after them."""
+        """Append ``tokens``: the right tokens of the draft, and the token sampled afterwards."""
         request, sampling = item.request, item.request.sampling
         if item.draft and self.proposer:
             self.proposer.observe(request, len(item.draft), len(tokens) - 1)
@@ -456,9 +456,9 @@ class Scheduler:
         stop_token: int | None = None,
     ) -> TokenOutput:
         first = None
-        if not request.progress.reported:
-            request.progress.reported = True
-            first = request.progress.first_token(request.received.arrival, self.clock())
+        if not request.times.reported:
+            request.times.reported = True
+            first = request.times.first_token(request.received.arrival, self.clock())
         return TokenOutput(
             request_id=request.request_id,
             token_ids=token_ids,
@@ -470,7 +470,7 @@ class Scheduler:
         )
 
     def _refuse_late(self, request: Request, work: int) -> None:
-        """Raise EngineOverload if the first token of ``request`` is predicted to come after its deadline."""
+        """Raise EngineOverload if the first token of ``request`` is predicted after the deadline."""
         ahead = [
             other
             for other in self.running + self.waiting

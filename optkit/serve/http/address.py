@@ -1,8 +1,8 @@
-"""The server's address, and its API keys.
+"""The server's address, and the API keys.
 
 Loopback is the default, and any other address needs an API key: a server open to the whole network must be a
 decision. Keys come from a file or the environment, never from the command line, which every user of the machine can
-read. Each client can have its own key, so that one key can be removed without changing the rest.
+read. Each client can have a separate key, so a key can be removed without changing the rest.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_KEYS = 256
 
 
 def is_loopback(host: str) -> bool:
-    """True when only this machine can reach ``host``."""
+    """True if only the local machine can reach ``host``."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -38,9 +38,9 @@ def refuse_exposure(host: str, api_keys: Sequence[str]) -> None:
 
 
 def read_api_keys(file: Path | None, environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """The keys in ``file``, one a line, or the key in OPTKIT_API_KEY; empty if there is neither.
+    """The keys in ``file``, a line each, or the key in OPTKIT_API_KEY; empty if there is neither.
 
-    Blank lines and lines that begin with ``#`` are skipped.
+    Blank lines and lines beginning with ``#`` are skipped.
 
     Raises:
         UserError: the file cannot be read or has no key, or a key is no printable ASCII word.
@@ -68,10 +68,10 @@ def _checked_keys(keys: Sequence[str], where: str) -> tuple[str, ...]:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet.
+    """A bound socket, not listening yet.
 
     Raises:
-        UserError: the port is in use or forbidden, or the host is not an address of this machine.
+        UserError: the port is in use or forbidden, or the host is not an address of the machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)

@@ -1,7 +1,7 @@
 """Admission: a bounded number of choices in the server, and 429 beyond the bound.
 
-A queue without a bound turns overload into timeouts for all clients. Here a request takes one permit per choice
-before any work is done, also before tokenization, and keeps the permits until its last byte is sent. Without enough
+A queue without a bound turns overload into timeouts for all clients. Here a request takes a permit per choice
+before any work is done, also before tokenization, and keeps the permits until the last byte is sent. Without enough
 permits the answer is 429 at once, with the time after which to come back.
 """
 
@@ -16,7 +16,7 @@ RETRY_SECONDS = 1
 
 
 class Admission:
-    """``capacity`` permits, given out without waiting. Single-threaded: one event loop uses it.
+    """``capacity`` permits, given out without waiting. Single-threaded: used by a single event loop.
 
     Args:
         on_rejection: called for each request refused for lack of permits.
@@ -27,7 +27,7 @@ class Admission:
         self._on_rejection = on_rejection
 
     def check(self) -> None:
-        """Raise the 429 of ``permits`` if none is free: an overloaded server need not read a request to refuse it."""
+        """Raise the 429 of ``permits`` if none is free: an overloaded server need not read refused requests."""
         if self.used >= self.capacity:
             self._on_rejection()
             raise at_capacity()

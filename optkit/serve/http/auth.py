@@ -1,8 +1,8 @@
 """Access control, before anything else runs: host, key, header size.
 
 Access is denied unless a rule allows it: with a key set, every path but the health checks needs the key, so a new
-route is closed from its first day. Without a key the server listens on loopback only, and the ``Host`` header must
-name loopback: a web page whose name was rebound to 127.0.0.1 still sends its own name.
+route is closed from the first day. Without a key the server listens on loopback only, and the ``Host`` header must
+name loopback: a web page whose name was rebound to 127.0.0.1 still sends the page's name.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class AuthMiddleware:
             raise ApiError("this host name is not served here", code="host_not_allowed", status=403)
 
     def _tenant(self, scope: Scope, headers: dict[bytes, bytes]) -> str:
-        """The tenant of a request: a name for its key, from which the key cannot be found; "" without keys."""
+        """The tenant of a request: a one-way name of the key; "" without keys."""
         if not self._tenants or scope["path"] in OPEN_PATHS:
             return ""
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
@@ -73,7 +73,7 @@ class AuthMiddleware:
 
 
 def _echo(request_id: bytes, send: Send) -> Send:
-    """``send`` that adds the client's request id to the response, its only use."""
+    """``send`` with the client's request id added to the response."""
 
     async def sender(message: Message) -> None:
         if message["type"] == "http.response.start":

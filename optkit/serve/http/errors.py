@@ -26,9 +26,9 @@ class ApiError(Exception):
     """A request that is answered with an error.
 
     Args:
-        message: one sentence for the client.
+        message: a sentence for the client.
         param: name of the wrong field.
-        code: machine-readable reason, such as ``context_length_exceeded``.
+        code: machine-readable reason, like ``context_length_exceeded``.
         status: HTTP status.
         retry_after: seconds after which trying again makes sense.
     """
@@ -60,7 +60,7 @@ class ApiError(Exception):
 
 
 def unsupported(param: str, message: str | None = None) -> ApiError:
-    """The error for a field that this server does not implement: refused, never silently dropped."""
+    """The error for an unimplemented field: refused, never silently dropped."""
     return ApiError(message or f"'{param}' is not supported", param=param, code="unsupported_parameter")
 
 
@@ -73,5 +73,5 @@ def internal_error(error: BaseException | str) -> ApiError:
 
 
 def printable(text: str, limit: int = 300) -> str:
-    """``text`` for a log line: control characters escaped, so that no text can forge a line."""
+    """``text`` for a log line: control characters escaped, against forged lines."""
     return text[:limit].encode("unicode_escape").decode("ascii")

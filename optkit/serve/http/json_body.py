@@ -1,8 +1,8 @@
 """Bytes from the network to JSON, strictly.
 
-Python's parser accepts more than JSON and repairs invalid input: NaN, duplicate keys (the last one wins, so a checker
+Python's parser accepts more than JSON and repairs invalid input: NaN, duplicate keys (the last value wins, so a checker
 in front and the server behind can see different requests), lone surrogates (which no UTF-8 text has, and which Rust
-libraries refuse by panicking), integers of any length. Each of these is a 400 here, and so are NUL and nesting deeper
+libraries refuse by panicking), integers of any length. Each is a 400 here, and so are NUL and nesting deeper
 than any request needs.
 """
 
@@ -41,7 +41,7 @@ async def read_body(request: Request, max_bytes: int, timeout: float) -> bytes:
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:
-    """The body, counted as its chunks arrive: ``Content-Length`` may be wrong or absent."""
+    """The body, counted chunk by chunk: ``Content-Length`` may be wrong or absent."""
     too_large = ApiError(f"the request body exceeds {max_bytes} bytes", code="request_too_large", status=413)
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length[:20]) > max_bytes:
@@ -55,7 +55,7 @@ async def _read(request: Request, max_bytes: int) -> bytes:
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """One JSON object, strictly by RFC 8259 and RFC 7493 (I-JSON).
+    """A JSON object, strictly by RFC 8259 and RFC 7493 (I-JSON).
 
     Raises:
         ApiError: 400 with the reason.

@@ -73,7 +73,7 @@ BIAS_SCHEMA: dict[str, Any] = {
 
 
 def _content(value: Any) -> Any:
-    """Message content as one string: text parts are joined by newlines, as vLLM does."""
+    """Message content as a single string: text parts are joined by newlines, as vLLM does."""
     if value is None or isinstance(value, str):
         return value or ""
     if not isinstance(value, list) or not all(isinstance(part, dict) for part in value):

@@ -1,8 +1,8 @@
-"""One choice of an answer: engine outputs in, text out.
+"""A choice of an answer: engine outputs in, text out.
 
-``generate_text`` is the only consumer of the engine. It detokenizes, looks for stop strings, and updates the metrics.
-Leaving the generator early, by a stop string, a disconnect or a shutdown, closes the engine's generator, which aborts
-the request and frees its KV.
+``generate_text`` is the only consumer of the engine. The generator detokenizes, looks for stop strings, and updates
+the metrics. Leaving the generator early, by a stop string, a disconnect or a shutdown, closes the engine's generator,
+which aborts the request and frees the KV.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TTFT_UNREACHABLE = "ttft_slo_unreachable"
 
 
 class Delta(NamedTuple):
-    """The text and tokens that engine outputs add to one choice of the answer."""
+    """The text and tokens that engine outputs add to a choice of the answer."""
 
     choice: int
     text: str
@@ -50,7 +50,7 @@ async def generate_text(
     """Deltas until a delta has a ``finish_reason``; outputs without new text are held until text follows, or the end.
 
     Raises:
-        ApiError: 500 the engine failed this request, 503 it died or the request waited too long, 429 the first token
+        ApiError: 500 the engine failed this request, 503 the engine died or the wait was too long, 429 the first token
             would be late, 400 the request is blocked.
     """
     request = job.request
@@ -76,7 +76,7 @@ async def generate_text(
 
 
 class ChoiceStream:
-    """The state of one choice: detokenizer, stop strings, echo, and logprobs that wait for their text."""
+    """The state of a choice: detokenizer, stop strings, echo, and logprobs waiting for text."""
 
     def __init__(self, tokenizer: Tokenizer, job: ChoiceJob) -> None:
         self._job, self._min_tokens = job, job.request.sampling.min_tokens
@@ -146,7 +146,7 @@ def _raise_failure(output: TokenOutput) -> None:
 
 
 def merge(streams: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerator[Delta, None]:
-    """The deltas of all ``streams`` as they come; one failure ends all. A single stream is returned unchanged."""
+    """The deltas of all ``streams`` on arrival; one failure ends all. A single stream is returned unchanged."""
     return streams[0] if len(streams) == 1 else _merged(streams)
 
 
@@ -170,7 +170,7 @@ async def _merged(streams: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenera
 
 
 async def _pump(stream: AsyncGenerator[Delta, None], queue: asyncio.Queue[Delta | Exception | None]) -> None:
-    """Move ``stream`` into ``queue``; None marks its end, an exception its failure."""
+    """Move ``stream`` into ``queue``; None marks the end, an exception the failure."""
     end: Exception | None = None
     try:
         async with aclosing(stream):
@@ -184,7 +184,7 @@ async def _pump(stream: AsyncGenerator[Delta, None], queue: asyncio.Queue[Delta 
 async def collect(
     deltas: AsyncGenerator[Delta, None], count: int, observe: Callable[[Delta], object]
 ) -> list[Delta]:
-    """Each of ``count`` choices as one delta, by index; ``observe`` is called with every delta on arrival."""
+    """Each of ``count`` choices as a delta, by index; ``observe`` is called with every delta on arrival."""
     parts: list[list[Delta]] = [[] for _ in range(count)]
     async with aclosing(deltas):
         async for delta in deltas:

@@ -1,4 +1,4 @@
-"""Choice jobs: a checked request with its token ids becomes one job for each choice of the answer."""
+"""Choice jobs: a checked request with token ids becomes a job for each choice of the answer."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class Sender:
 
 @dataclass(frozen=True)
 class ChoiceJob:
-    """One choice to generate: the engine's request, and the rules for its text.
+    """A choice to generate: the engine's request, and the rules for its text.
 
     Attributes:
         index: of the choice.
-        stops: strings that end the text.
-        keep_stop: the text includes the stop string at its end.
+        stops: strings at which the text ends.
+        keep_stop: the text ends with the stop string.
         skip_special: special tokens have no text.
         echo: the prompt's text when the choice begins with the prompt.
         prompt_only: the request wants no token; the engine generates at least one, which is dropped.
         list_stop_token: a stop token has an entry in the logprobs, though not in the text.
-        n: choices of this prompt, in the first of them, which counts the prompt in the metrics; else 0.
+        n: choices of the prompt, in the first choice, which counts the prompt in the metrics; else 0.
     """
 
     index: int
@@ -59,11 +59,11 @@ def choice_jobs(
     max_tokens: int,
     eos_ids: tuple[int, ...],
 ) -> Iterator[ChoiceJob]:
-    """The jobs of one prompt, ``request.num_choices`` of them.
+    """The jobs of a prompt, ``request.num_choices`` of them.
 
     Args:
         ids, text: of the prompt.
-        first: index of its first choice.
+        first: index of the first choice.
         max_tokens: tokens to generate; 0 scores the prompt only.
         eos_ids: end-of-sequence tokens of the model.
     """

@@ -1,15 +1,15 @@
 """Logprobs in the two shapes of OpenAI's API.
 
-Chat: a list of tokens, each with its bytes and likely alternatives. Completions: four parallel lists; ``text_offset``
-counts characters of the choice's text, ``top_logprobs`` has the token itself besides the likeliest ones, and both are
-``null`` for the first token of an echoed prompt, which nothing precedes.
+Chat: a list of tokens, each with bytes and likely alternatives. Completions: four parallel lists; ``text_offset``
+counts characters of the choice's text, ``top_logprobs`` has the token itself besides the likeliest tokens, and both
+are ``null`` for the first token of an echoed prompt, which nothing precedes.
 
-The completions list has an entry for a stop token, although its text is no part of the answer: scoring clients count
-one entry for each step. The chat list has the tokens of the message, as OpenAI's, and the stop token only together
-with ``token_ids``, where the two lists are pairs.
+The completions list has an entry for a stop token, although a stop token has no text in the answer: scoring clients
+count an entry for each step. The chat list has the tokens of the message, as OpenAI's, and the stop token only
+together with ``token_ids``, where the two lists are pairs.
 
 ``return_tokens_as_token_ids`` writes ``token_id:123`` in the place of a token's text, as vLLM does: two tokens may
-have the same text. Bytes and offsets remain those of the text.
+have the same text. Bytes and offsets remain the text's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from optkit.text.token_text import TokenTexts, show
 
 
 class LogprobFormat(Protocol):
-    """Writes the logprobs of one choice, chunk after chunk."""
+    """Writes the logprobs of a choice, chunk after chunk."""
 
     def write(self, entries: Sequence[TokenLogprob]) -> dict[str, Any]: ...
 
@@ -47,7 +47,7 @@ class ChatLogprobs:
 
 
 class CompletionLogprobs:
-    """``choices[].logprobs`` of completions. Use one object per choice: offsets continue from chunk to chunk."""
+    """``choices[].logprobs`` of completions. Use an object per choice: offsets continue from chunk to chunk."""
 
     def __init__(self, texts: TokenTexts, as_ids: bool = False) -> None:
         self._texts, self._as_ids, self._offset = texts, as_ids, 0
@@ -76,7 +76,7 @@ class CompletionLogprobs:
         return token_name(token_id) if self._as_ids else show(self._texts.of(token_id))
 
     def _advance(self, token: bytes) -> int:
-        """The offset of ``token``; a token that continues a character starts with the character."""
+        """The offset of ``token``; a token inside a character starts with the character."""
         goes_on = bool(token) and token[0] & 0xC0 == 0x80 and self._offset > 0
         start = self._offset - goes_on
         self._offset += sum(byte & 0xC0 != 0x80 for byte in token)
@@ -84,5 +84,5 @@ class CompletionLogprobs:
 
 
 def token_name(token_id: int) -> str:
-    """vLLM's name of a token by its id."""
+    """vLLM's name of a token id."""
     return f"token_id:{token_id}"

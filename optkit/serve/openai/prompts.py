@@ -1,7 +1,7 @@
 """Requests to choice jobs, with token ids that fit the context.
 
 Short prompts are tokenized on the event loop, because a hop to a thread costs more than the work. Long prompts go to
-a small thread pool, so other streams keep flowing. A text that cannot fit is refused by its length in bytes, before
+a small thread pool, so other streams keep flowing. A text too long is refused by the length in bytes, before
 tokenization.
 """
 
@@ -42,7 +42,7 @@ class PromptReader:
         """The jobs of all choices of ``request``, prompt after prompt.
 
         Raises:
-            ApiError: 400, for everything that is wrong with a prompt.
+            ApiError: 400, for a wrong prompt.
         """
         if isinstance(request, ChatRequest):
             prompts = [await self._chat(request)]
@@ -63,7 +63,7 @@ class PromptReader:
         return self._truncated(text, ids, request)
 
     def render(self, request: ChatRequest) -> str:
-        """The messages as one text."""
+        """The messages as a single text."""
         template = self.tokenizer.chat_template
         if template is None:
             message = "this model has no chat template; use /v1/completions"
@@ -127,7 +127,7 @@ class PromptReader:
         return ids, text or ""
 
     def _check_ids(self, param: str, ids: Sequence[int]) -> None:
-        """Refuse the first of ``ids`` that is no token of the model; ``param`` is the field with the ids."""
+        """Refuse the first of ``ids`` outside the vocabulary; ``param`` is the field with the ids."""
         size = self.tokenizer.vocab_size
         if not ids or (min(ids) >= 0 and max(ids) < size):
             return
@@ -153,7 +153,7 @@ class PromptReader:
         return limit
 
     def check_token_ids(self, request: GenerationRequest) -> None:
-        """Refuse fields with ids that are no tokens of the model, or that leave no token to choose."""
+        """Refuse fields with ids outside the vocabulary, or without a token to choose."""
         for name, ids in request.named_tokens.items():
             self._check_ids(name, ids)
         allowed = set(request.allowed_token_ids or ())
@@ -166,7 +166,7 @@ class PromptReader:
 
 
 def template_variables(request: ChatRequest) -> dict[str, Any]:
-    """The variables of the chat template that ``request`` sets, with vLLM's meaning of ``reasoning_effort``."""
+    """The chat template's variables in ``request``, with vLLM's meaning of ``reasoning_effort``."""
     variables: dict[str, Any] = dict(request.chat_template_kwargs or {})
     if request.add_generation_prompt is not None:
         variables["add_generation_prompt"] = request.add_generation_prompt
@@ -177,14 +177,14 @@ def template_variables(request: ChatRequest) -> dict[str, Any]:
 
 
 def overflow(limit: int, param: str, num_prompt: int | str, asked: int | None = None) -> ApiError:
-    """The 400 of a request that does not fit the context, in OpenAI's words.
+    """The 400 of a request too long for the context, in OpenAI's words.
 
-    Clients search the message for these words to know that a shorter conversation would be answered.
+    Clients search the message for OpenAI's words and then shorten the conversation.
 
     Args:
         limit: tokens of prompt and answer together.
         param: the field with the prompt.
-        num_prompt: tokens of the prompt, or "at least N" for a prompt that was not tokenized.
+        num_prompt: tokens of the prompt, or "at least N" for a prompt without tokenization.
         asked: ``max_tokens`` of the request; None or 0 without.
     """
     wanted = f"your {param} resulted in {num_prompt} tokens, and an answer needs at least one"

@@ -52,7 +52,7 @@ class StreamOptions(BaseModel):
 
 
 class GenerationRequest(BaseModel):
-    """The fields that chat and completions share."""
+    """The common fields of chat and completions."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -120,7 +120,7 @@ class GenerationRequest(BaseModel):
         }
 
     def stop_ids(self, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
-        """The tokens that end an answer."""
+        """The stop tokens of an answer."""
         return tuple(self.stop_token_ids or ()) + (() if self.ignore_eos else eos_ids)
 
     def sampling(self, max_tokens: int, eos_ids: tuple[int, ...], choice: int = 0) -> SamplingParams:
@@ -145,7 +145,7 @@ class GenerationRequest(BaseModel):
 
 
 def choice_seed(seed: int | None, choice: int) -> int | None:
-    """The seed of one of the ``n`` choices. The first choice has the request's seed, so ``n`` does not change it."""
+    """The seed of one of the ``n`` choices. The first choice has the request's seed, whatever ``n`` is."""
     if seed is None or choice == 0:
         return seed
     digest = hashlib.blake2b(f"{seed}:choice:{choice}".encode(), digest_size=8).digest()
@@ -153,7 +153,7 @@ def choice_seed(seed: int | None, choice: int) -> int | None:
 
 
 class Message(BaseModel):
-    """One turn; the template sees ``role``, ``content`` and, when given, ``name``."""
+    """A turn; the template sees ``role``, ``content`` and, when given, ``name``."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -210,7 +210,7 @@ def parse_request(kind: type[Body], body: bytes) -> Body:
     """The request in a JSON ``body``, checked.
 
     Raises:
-        ApiError: 400; for a wrong field, with its name.
+        ApiError: 400; for a wrong field, with the name.
     """
     data = parse_object(body)
     refuse_unsupported(data, kind.model_fields)
@@ -225,7 +225,7 @@ def parse_request(kind: type[Body], body: bytes) -> Body:
 
 
 def _check_together(request: GenerationRequest) -> None:
-    """Check the fields that depend on each other."""
+    """Check fields against each other."""
     if request.stream_options and not request.stream:
         raise _invalid("stream_options", "'stream_options' needs 'stream': true")
     if (

@@ -1,11 +1,11 @@
 """The HTTP answer to a generation request, from admission to the last byte.
 
-One ``GenerationResponse`` takes permits, has the prompt tokenized, generates, writes, and gives the permits back. A
-second task listens for the client's disconnect. When the client goes, the first task is cancelled wherever it is,
-which aborts the requests in the engine.
+A ``GenerationResponse`` takes permits, has the prompt tokenized, generates, writes, and gives the permits back. A
+second task listens for the client's disconnect. When the client goes, the first task is cancelled at any point, which
+aborts the requests in the engine.
 
-The status line of a stream waits for the first token. So a request that fails before its first token is a 500, on
-which clients and load balancers can act, and not a 200 with an error inside.
+The status line of a stream waits for the first token. So a failure before the first token is a 500, on which clients
+and load balancers can act, and not a 200 with an error inside.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from optkit.serve.openai.prompts import PromptReader
 from optkit.serve.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from optkit.serve.openai.stream import ChunkWriter, ResponseHead, ResponseParts, error_event, whole_response
 from optkit.serve.shutdown import FINAL_ERROR_TIMEOUT_SECONDS, RequestsInFlight, shutting_down
-from optkit.serve.tracing import RequestRecord, Tracing
+from optkit.serve.tracing import SpanRecord, Tracing
 
 log = logging.getLogger("optkit.serve")
 
@@ -47,7 +47,7 @@ STREAM_HEADERS = [
 
 @dataclass(frozen=True)
 class AppState:
-    """The parts of the server that answer a request."""
+    """The server's parts for answering a request."""
 
     engine: AsyncEngine
     prompts: PromptReader
@@ -58,7 +58,7 @@ class AppState:
     requests: RequestsInFlight = field(default_factory=RequestsInFlight)
 
     def check(self, request: GenerationRequest) -> None:
-        """Refuse requests that are wrong without a look at the prompt's text.
+        """Refuse wrong requests before the prompt is tokenized.
 
         Raises:
             ApiError: 400, 404 unknown model, 503 the engine is gone.
@@ -81,7 +81,7 @@ class GenerationResponse(Response):
 
     Args:
         tenant: name of the request's API key; requests of different tenants share no cached KV.
-        parent: the headers that name the trace of the request.
+        parent: the headers with the trace of the request.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class GenerationResponse(Response):
         name = ("chatcmpl-" if self._is_chat else "cmpl-") + (request.request_id or self._sender.name)
         model = state.settings.model_names[0] if request.model is None else request.model
         self._head = ResponseHead(name, int(time.time()), model, self._is_chat)
-        self._record = RequestRecord(
+        self._record = SpanRecord(
             operation="chat" if self._is_chat else "text_completion",
             reply_id=name,
             model=model,
@@ -124,7 +124,7 @@ class GenerationResponse(Response):
             work.result()
 
     async def _answer(self, send: Send) -> None:
-        """Answer the request, or report its failure, and log a line."""
+        """Answer the request, or report the failure, and log a line."""
         wire, outcome = SSEWriter(send), "ok"
         try:
             async with self._state.requests.limit(self._deadline()):
@@ -232,7 +232,7 @@ class GenerationResponse(Response):
 
 
 class SSEWriter:
-    """Writes one JSON body, or server-sent events of which the first comes with the response head."""
+    """Writes one JSON body, or server-sent events, the first of them with the response head."""
 
     def __init__(self, send: Send) -> None:
         self._send, self.started, self._streams = send, False, False

@@ -1,8 +1,8 @@
 """The OpenAPI 3.1 document of the server, at ``GET /openapi.json``.
 
-The schemas of the request bodies come from the models that check them (``protocol``), so the document has no other
-fields. Some checks have no schema: the vocabulary, the context length, fields that exclude each other. Requests that
-fail these checks are 400 although they fit the schema. Fields of ``unsupported`` are left out.
+The schemas of the request bodies come from the checking models (``protocol``), so the document has the same fields.
+Some checks have no schema: the vocabulary, the context length, fields excluding each other. Requests against such a
+check are 400 although the schema allows the body. Fields of ``unsupported`` are left out.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ Rules, which make a client's TTFT and inter-token latency true:
   ``continuous_usage_stats``;
 - an error after the first byte is an event with the error body, and ``[DONE]`` still ends the stream.
 
-The writer runs once per token per client, so a chunk is two constant byte strings around one JSON string, without a
+The writer runs once per token per client, so a chunk is two constant byte strings around a JSON string, without a
 model object or a dict in between.
 """
 
@@ -33,7 +33,7 @@ encode = msgspec.json.encode
 
 @dataclass(frozen=True)
 class ResponseHead:
-    """The values that all chunks of one answer share."""
+    """The values that all chunks of an answer share."""
 
     reply_id: str
     created: int
@@ -69,10 +69,10 @@ def usage(
 
 @dataclass(frozen=True)
 class ResponseParts:
-    """The parts of an answer beside its text.
+    """The parts of an answer beside the text.
 
     Attributes:
-        prompts: the token ids of each prompt; its choices follow each other.
+        prompts: the token ids of each prompt; the choices of a prompt follow each other.
         formats: writer of the logprobs of each choice; None without logprobs.
         show_ids: the answer has ``prompt_token_ids`` and ``token_ids``, in the places of vLLM's.
         ttft_details: the final usage has the parts of the time to first token.
@@ -97,7 +97,7 @@ class ResponseParts:
 
 
 class ChunkWriter:
-    """Writes the events of one answer.
+    """Writes the events of an answer.
 
     Args:
         head: id, model, kind.
@@ -119,7 +119,7 @@ class ChunkWriter:
         self._firsts: list[FirstToken | None] = [None] * count
 
     def chunk(self, delta: Delta) -> bytes:
-        """The event for one delta."""
+        """The event for a delta."""
         self._counts[delta.choice] = delta.num_tokens
         self._firsts[delta.choice] = self._firsts[delta.choice] or delta.first
         finish = b"null" if delta.finish_reason is None else encode(delta.finish_reason.value)
@@ -177,7 +177,7 @@ def error_event(error: ApiError) -> bytes:
 
 
 def whole_response(head: ResponseHead, form: ResponseParts, answers: list[Delta]) -> bytes:
-    """The JSON body of an answer that is not streamed."""
+    """The JSON body of an answer without streaming."""
     firsts = [answer.first for answer in answers]
     body: dict[str, object] = {
         "id": head.reply_id,

@@ -1,8 +1,8 @@
-"""Fields that this server does not implement.
+"""Fields without an implementation in the server.
 
-Each is refused with 400 and its name, unless its value has no effect: an answer without the field would not be an
-answer to the request. The last ones are unsupported at one endpoint only. ``HARMLESS`` names known fields that cannot
-change an answer of this server, with any value.
+Each is refused with 400 and the name, unless the value has no effect: an answer without the field would not be an
+answer to the request. The last fields are unsupported at a single endpoint only. ``HARMLESS`` names known fields
+without influence on an answer, with any value.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ NO_CALLS: dict[str, tuple[Any, ...]] = {"tool_calls": (None, []), "function_call
 
 
 def refuse_unsupported(data: dict[str, Any], supported: Container[str]) -> None:
-    """Raise ApiError 400 for the first field of ``data`` that is not ``supported`` and whose value has an effect."""
+    """Raise ApiError 400 for the first field of ``data`` outside ``supported`` whose value has an effect."""
     for name, inert in INERT.items():
         if name in data and name not in supported and not _is_one_of(data[name], inert):
             raise unsupported(name)

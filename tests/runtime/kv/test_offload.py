@@ -12,7 +12,6 @@ import pytest
 from optkit.errors import UserError
 from optkit.kernels.cpu import native
 from optkit.runtime.engine import Engine
-from optkit.runtime.kv.manager import KVManager
 from optkit.runtime.kv.offload import (
     CorruptBlock,
     FileBlocks,
@@ -21,8 +20,8 @@ from optkit.runtime.kv.offload import (
     MemoryBlocks,
     open_store,
 )
-from optkit.runtime.kv.prefix_cache import Node, PrefixCache
-from optkit.runtime.types import EngineRequest, Request, SamplingParams
+from optkit.runtime.kv.prefix_cache import Node
+from optkit.runtime.types import SamplingParams
 from tests.runtime.kv.test_prefix_cache import cached
 from tests.support import tiny_runtime
 from tests.support.fakes import FakeRunner, fake_engine
@@ -157,34 +156,3 @@ def test_a_quarter_of_the_kv_changes_no_token(host_blocks: int, temperature: flo
 @pytest.mark.parametrize("host_blocks", [0, 400])
 def test_two_hundred_prompts_with_a_quarter_of_the_kv(host_blocks: int, temperature: float) -> None:
     pressed(200, host_blocks, temperature)
-
-
-def test_room_for_a_load_may_push_out_what_was_to_be_loaded() -> None:
-    """One host block and no free block: the block that the load evicts takes its own host block."""
-    kv = KVManager(3, 2, PrefixCache(2), num_host_blocks=1)
-
-    def computed(ids: list[int]) -> Request:
-        request = EngineRequest(
-            request_id=str(ids), prompt_ids=tuple(ids), sampling=SamplingParams(max_tokens=1), arrival=0.0
-        )
-        request = Request(request, list(ids))
-        assert kv.admit(request, len(ids))
-        request.num_computed = len(ids) - 1
-        kv.publish(request)
-        return request
-
-    for ids in ([1, 2, 3], [5, 6, 7, 8, 9]):  # the second pushes the first one's block into the host block
-        kv.release(computed(ids))
-    other = computed([10])  # on the only free block
-    assert [t.save for t in kv.take_transfers()] == [True]
-    again = Request(
-        EngineRequest(
-            request_id="again", prompt_ids=(1, 2, 3), sampling=other.received.sampling, arrival=0.0
-        ),
-        [1, 2, 3],
-    )
-    assert kv.cached_tokens(again) == 2
-    assert kv.admit(again, 3)
-    assert again.num_computed == 0 and len(again.block_table) == 2
-    assert all(t.save for t in kv.take_transfers())
-    kv.check([other, again])
