@@ -28,13 +28,18 @@ WORD = re.compile(r"[a-z_]\w{2,}")
 IN_DOCSTRING = re.compile(r"``([^`\n]+)``")
 IN_DOCUMENT = re.compile(r"`([^`\n]+)`")
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
-KNOWN = {"aclose", "lc0", "prefetcht0", "ptxas", "raw_logprobs", "s_j", "s_k", "varlen_attn"}
-NOT_YET = {
-    "kv_forms",
-    "layer.py",
+KNOWN = {
+    "aclose",
+    "lc0",
+    "prefetcht0",
+    "ptxas",
+    "raw_logprobs",
     "request_queue_time",
-    "weight_formats",
-}  # old names in docstrings
+    "s_j",
+    "s_k",
+    "varlen_attn",
+}
+NOT_YET: set[str] = set()  # old names in docstrings
 
 
 @cache

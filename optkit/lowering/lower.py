@@ -44,7 +44,7 @@ class Specialized(Protocol):
     def module(self) -> fx.GraphModule: ...
 
     def serves(self, tokens: int) -> bool:
-        """Whether ``module`` runs steps of ``tokens`` tokens."""
+        """Return True where ``module`` runs the steps of ``tokens`` tokens."""
         ...
 
 

@@ -1,6 +1,6 @@
 """What passes that quantize linear layers share: which layers, and how a float layer becomes an integer one.
 
-A subclass says in which format a layer is stored (``weight_formats``) and may choose the codes better than by
+A subclass says in which format a layer is stored (``formats``) and may choose the codes better than by
 rounding. The rest is the same for all: layers are chosen by llm-compressor's ``targets`` and ``ignore``; activations
 are quantized dynamically, once for all layers that read them in the same groups; the output head is left alone unless
 asked for; a tied head gets a weight of its own, so that the embedding stays as it is.
