@@ -23,8 +23,6 @@ NOT_YET_MODULES: set[str] = {
     "kernels/ops",
     "kernels/ops/cpu",
     "kernels/ops/triton",
-    "optkit/artifact",
-    "optkit/calibration",
     "optkit/capture",
     "optkit/checkpoint",
     "optkit/graph",
@@ -33,8 +31,6 @@ NOT_YET_MODULES: set[str] = {
     "optkit/lowering/compiled",
     "optkit/pipeline",
     "passes",
-    "passes/quantization",
-    "passes/rewriting",
 }
 
 
