@@ -75,7 +75,7 @@ class PruneHeads(Pass):
     Config = PruneHeadsConfig
 
     def check(self, graph: Graph, ctx: PassContext) -> Plan:
-        """A site is an output projection."""
+        """Find the layers to prune; the node of a site is the output projection."""
         plan, shapes = Plan(), set()
         for attention in graph.calls(reference.attention):
             found = heads_of(graph, attention)
@@ -153,7 +153,7 @@ def names_head_size(model_type: str) -> bool:
 
 
 def heads_at(graph: Graph, site: Site) -> Heads:
-    """The layer of a site, which ``check`` has found before."""
+    """The heads of the layer of a site found by ``check``."""
     found = heads_of(graph, ops.activation(site.nodes[0]).args[0])
     assert isinstance(found, Heads)
     return found
