@@ -1,4 +1,4 @@
-"""The pass table: one pass a file, one row here. A row is ``name: "module:Class"``, imported on use.
+"""The pass table: a file for each pass, and a row here, ``name: "module:Class"``, imported on use.
 
 Passes from other packages come through the entry-point group ``optkit.passes``.
 """

@@ -1,9 +1,9 @@
-"""awq: linear layers on integer grids, with channels scaled so that the important ones lose less, and ranges clipped.
+"""awq: linear layers on integer grids, with channels scaled to protect the important channels, and ranges clipped.
 
-The searches are ``awq_search`` (arXiv 2306.00978), the calibration ``calibrated``. Two walks: the first finds the
-scales, which are folded into the norm or the up projection before the layers and leave the model what it was; the
-second clips and rounds. Where nothing can be scaled (the attention's output projection), layers are clipped only.
-Query and key projections are not clipped, as in the paper's code: their products meet in a softmax.
+The searches are ``awq_search`` (arXiv 2306.00978), the calibration ``calibrated``. There are two walks. The first walk
+finds the scales. A scale is folded into the norm or the up projection before the layers, so the float model stays
+equivalent. The second walk clips and rounds. Layers without a place for scales (the attention's output projection) are
+only clipped. Query and key projections are not clipped, as in the paper's code: the products go into a softmax.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""flash_attention: substitutes the attention kernel that is best for the target.
+"""flash_attention: substitutes the best attention kernel of the target.
 
-Capture pins attention to the plain kernel: PyTorch's on a CPU. The pass pins the best one there is, where that is
-another. On a GPU the plain pin means the one kernel that there is: the pass writes its name down and gains nothing.
+Capture pins attention to the plain kernel: PyTorch's on a CPU. The pass pins the best kernel of the target instead,
+where the target has a better kernel. On a GPU the plain pin already means the only kernel: the pass pins the kernel by
+name and gains nothing.
 
-Flash attention (arXiv 2205.14135) computes softmax blockwise and never writes the score matrix: memory linear in
-length, arithmetic in cache. Exact: online softmax is a reordering of the sum, not an approximation.
+Flash attention (arXiv 2205.14135) computes softmax blockwise and never writes the score matrix: memory is linear in
+length, and the arithmetic stays in cache. The result is exact: online softmax only reorders the sum.
 """
 
 from __future__ import annotations

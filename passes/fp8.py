@@ -1,12 +1,13 @@
 """fp8: linear layers in float8 E4M3, per-channel weights and rounded activations (arXiv 2209.05433).
 
 A weight row is scaled to E4M3's range, ``absmax / 448``, and rounded. ``FP8_DYNAMIC`` scales and rounds each token's
-activations the same way; ``FP8`` has one scale for a layer's activations, their largest value on calibration text over
-448: cheaper to apply, and what lies beyond saturates. The names are llm-compressor's; on disk the layers are
+activations the same way. ``FP8`` has a single scale for a layer's activations, the largest value on calibration text
+over 448: cheaper to apply, and larger values saturate. The names are llm-compressor's; on disk the layers are
 compressed-tensors ``float-quantized``.
 
-E4M3 has 3 bits of mantissa, so rounding is relative: kinder to outliers than int8 and coarser for everything else.
-Hopper multiplies it natively. On a CPU it is emulated in float32, exactly and slowly: for its quality, not its speed.
+E4M3 has 3 bits of mantissa, so rounding is relative to each value: outliers hurt less than in int8, and all other
+values are coarser. Hopper multiplies E4M3 natively. CPUs emulate E4M3 in float32, exactly and slowly: the pass is for
+quality there, not for speed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""fuse_gate_up: the gate and up projections of a gated MLP become one matrix product.
+"""fuse_gate_up: the gate and up projections of a gated MLP become a single matrix product.
 
-``silu(x @ G) * (x @ U)`` reads x once instead of twice, and the activation reads one buffer. Exact, also of the
-codes of a quantized checkpoint.
+``silu(x @ G) * (x @ U)`` reads x once instead of twice, and the activation reads a single buffer. The fusion is exact,
+also for the codes of a quantized checkpoint.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""fuse_qkv: the q, k and v projections of a layer become one matrix product.
+"""fuse_qkv: the q, k and v projections of a layer become a single matrix product.
 
-Three products with the same input read it three times and start three kernels; one product of their stacked
-weights does neither. Outputs are column slices. Exact: every output element is the same dot product. Layers of a
-quantized checkpoint are stacked as they are, codes over codes, where their formats agree.
+Three products with the same input read the input three times and start three kernels; a product of the stacked weights
+reads the input once and starts a single kernel. Outputs are column slices. The fusion is exact: every output element is
+the same dot product. Quantized layers of a checkpoint are stacked without conversion, codes over codes, where the
+formats agree.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""gptq: linear layers on integer grids, each rounding made up for by the weights not yet rounded.
+"""gptq: linear layers on integer grids, with each rounding error compensated by weights not yet rounded.
 
 The solver is ``gptq_solver`` (arXiv 2210.17323), the calibration ``calibrated``. ``actorder: static`` rounds the
-channels with the largest activations first and keeps groups as they are, so that nothing has to be reordered at run
-time; ``group`` is the original's, a little better at few bits, and stores each channel's group.
+channels with the largest activations first and keeps the order of the groups, so nothing is reordered at run time.
+``actorder: group`` is the original method, a little better at few bits, and stores each channel's group.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """int8: linear layers in W8A8 (or W8A16), per-channel weights and dynamic per-token activations.
 
-Each weight row and each activation row gets its own symmetric scale, ``absmax / 127``; products accumulate
-exactly in int32 and are scaled back once (the scheme of LLM.int8(), arXiv 2208.07339, without outlier columns,
-and of ZeroQuant, arXiv 2206.01861). With ``group_size`` every run of so many channels has scales of its own,
-which keeps one outlier channel from costing the whole row its resolution. Compute-bound prefill gains from the
-int8 units, memory-bound decode from weights of a quarter the size. Layers on the ``weight_only`` list keep their
-activations (W8A16): right for the output head, whose few rows cost nothing and whose errors nothing after it forgives.
+Each weight row and each activation row gets a symmetric scale, ``absmax / 127``; products accumulate exactly in int32
+and are scaled back once (the scheme of LLM.int8(), arXiv 2208.07339, without outlier columns, and of ZeroQuant, arXiv
+2206.01861). With ``group_size`` every run of ``group_size`` channels has a scale, so an outlier channel costs
+resolution only in the channel's own group. Compute-bound prefill gains from the int8 units, memory-bound decode from
+weights of a quarter the size. Layers on the ``weight_only`` list keep float activations (W8A16): right for the output
+head, since the head has few rows to multiply, and no later layer makes up for the head's errors.
 
 On disk the weights are compressed-tensors ``int-quantized``: ``weight`` int8 and ``weight_scale`` [N, G].
 """

@@ -154,7 +154,7 @@ class MixedPrecision(GPTQ):
         )
 
     def usable(self, graph: Graph, site: Site, ctx: PassContext) -> list[WeightFormat]:
-        """The formats for a layer; the last scheme's replaces formats not run by the target."""
+        """The formats for a layer; the last scheme's format replaces formats that the target does not run."""
         (node,) = site.nodes
         n, k = graph.linear_weight(node).shape
         found = self.choices(graph, node)

@@ -117,7 +117,7 @@ class Prune(Pass):
 
 
 def importance(activations: list[Tensor], down: Tensor) -> Tensor:
-    """``mean|a_j| * |w_j|`` [F] of activations [T, F], a window each, and the down projection [N, F]."""
+    """``mean|a_j| * |w_j|`` [F] of activations [T, F], a tensor for each window, and the down projection [N, F]."""
     total = sum(x.abs().sum(dim=0) for x in activations)
     return total / sum(map(len, activations)) * down.norm(dim=0)
 

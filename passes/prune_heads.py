@@ -1,13 +1,14 @@
-"""prune_heads: removes the attention heads that matter least, whole KV groups, the same number in every layer.
+"""prune_heads: removes the least important attention heads, in whole KV groups, the same number in every layer.
 
-The query heads that share a KV head go together with it: rows of the query, key and value projections, columns of
-the output projection. A group's importance is what its heads contribute: the mean of ``|a_j|`` over calibration text
-times ``|w_j|``, the norm of column j of the output projection, added over the group's channels (activation-weighted
-magnitudes as in Wanda, arXiv 2306.11695, for whole heads; removing heads as in arXiv 1905.10650). What is left is a
-smaller dense model with a smaller KV cache, under the same bounds as a quantizer.
+A KV head is removed together with the group's query heads: rows of the query, key and value projections, columns of the
+output projection. The importance of a group is the contribution of the query heads: the mean of ``|a_j|`` over
+calibration text times ``|w_j|``, the norm of column j of the output projection, added over the group's channels
+(activation-weighted magnitudes as in Wanda, arXiv 2306.11695, for whole heads; removing heads as in arXiv 1905.10650).
+The result is a smaller dense model with a smaller KV cache, under the same bounds as a quantizer.
 
-config.json has one number of heads for all layers, so all lose equally many, and ``head_dim`` is written out: a model
-whose config in transformers derives it from the number of heads is refused. Where one layer can't be pruned, none is.
+config.json has a single number of heads for all layers, so all layers lose equally many, and ``head_dim`` is written
+out: a model whose config in transformers derives ``head_dim`` from the number of heads is refused. Where a layer can't
+be pruned, no layer is.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class PruneHeads(Pass):
     Config = PruneHeadsConfig
 
     def check(self, graph: Graph, ctx: PassContext) -> Plan:
-        """A site is an output projection."""
+        """Find the layers to prune; the node of a site is the output projection."""
         plan, shapes = Plan(), set()
         for attention in graph.calls(reference.attention):
             found = heads_of(graph, attention)
@@ -152,7 +153,7 @@ def names_head_size(model_type: str) -> bool:
 
 
 def heads_at(graph: Graph, site: Site) -> Heads:
-    """The layer of a site, which ``check`` has found before."""
+    """The heads of the layer of a site found by ``check``."""
     found = heads_of(graph, ops.activation(site.nodes[0]).args[0])
     assert isinstance(found, Heads)
     return found

@@ -72,7 +72,7 @@ def is_row_by_row(node: fx.Node) -> bool:
 
 
 def move_up(graph: Graph, select: fx.Node, *pruned: fx.Node) -> None:
-    """Select rows of what the ``pruned`` ops read from outside, and nothing where the selection was."""
+    """Select rows of the outside inputs of the ``pruned`` ops, and remove the old selection."""
     inside, index = set(pruned), ops.argument(select, "index")
     selected: dict[fx.Node, fx.Node] = {}
     for node in pruned:

@@ -1,11 +1,11 @@
-"""smoothquant: moves activation outliers into the weights, where int8 can hold them.
+"""smoothquant: moves activation outliers into the weights, where int8 can hold the outliers.
 
-A few channels of a transformer's activations are tens of times larger than the rest, and one of them sets the
-int8 scale of a whole token. Dividing channel j of the activation by ``s_j`` and multiplying column j of the weight by
-``s_j`` changes nothing in exact arithmetic and evens both out; ``s_j = max|x_j|^alpha / max|w_j|^(1 - alpha)``
-(SmoothQuant, arXiv 2211.10438). The division costs nothing at run time: it is folded into what produces the
-activation, the RMSNorm weight before the attention and MLP projections, and the up projection before the down
-projection. Needs calibration text for ``max|x_j|``. With ``alpha: search`` the exponent is found for each activation
+A few channels of a transformer's activations are tens of times larger than the rest, and a single outlier sets the int8
+scale of a whole token. Dividing channel j of the activation by ``s_j`` and multiplying column j of the weight by
+``s_j`` changes nothing in exact arithmetic and evens out activation and weight; ``s_j = max|x_j|^alpha / max|w_j|^(1 -
+alpha)`` (SmoothQuant, arXiv 2211.10438). The division costs nothing at run time: the producer of the activation absorbs
+the factor, the RMSNorm weight before the attention and MLP projections, and the up projection before the down
+projection. ``max|x_j|`` comes from calibration text. With ``alpha: search`` the exponent is found for each activation
 (``smoothing``).
 """
 

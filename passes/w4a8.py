@@ -1,15 +1,15 @@
 """w4a8: linear layers with int4 weights and dynamic int8 activations.
 
-Every 32 or 64 input channels of a weight row share a scale, and each weight is one of 16 levels. Decode reads an
-eighth of the float bytes; prefill runs on the int8 units as ``int8`` does. Symmetric levels lie around zero,
-``scale * (code - 8)``, in the form of compressed-tensors ``pack-quantized``. Asymmetric ones are ``scale * code +
-minimum`` with a float minimum: half a bit a weight more, no level wasted where a group is not centred, and exactly the
-grid of GGUF's Q4_1.
+Every 32 or 64 input channels of a weight row share a scale, and each weight has one of 16 levels. Decode reads an
+eighth of the float bytes; prefill runs on the int8 units like the pass ``int8``. Symmetric levels lie around zero,
+``scale * (code - 8)``, in the form of compressed-tensors ``pack-quantized``. Asymmetric levels are ``scale * code +
+minimum`` with a float minimum: half a bit a weight more, no level wasted in groups off the centre, and exactly the grid
+of GGUF's Q4_1.
 
-Weights are rounded to the nearest level (``int4_grid``); scales and minimums are float16 where that costs no accuracy,
-being a fifth of what a decode step reads. In the graph the codes are int32 [N, K / 8], eight to a word in the order of
-compressed-tensors: rows are output channels, so a fused weight is still its parts one after another, and a tensor is
-the same in the graph and on disk.
+Weights are rounded to the nearest level (``int4_grid``). Scales and minimums, a fifth of a decode step's reads, are
+float16 where float16 costs no accuracy. In the graph the codes are int32 [N, K / 8], eight to a word in the order of
+compressed-tensors. Rows are output channels, so a fused weight is the parts one after another, and a tensor is the
+same in the graph and on disk.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Kernels: the implementations of each op on each target, one explicit table a kind of device, best first.
+"""Kernels: the implementations of each op on each target, an explicit table for each kind of device, best first.
 
 ``reference`` is the spec. ``select(op, target)`` returns the first kernel of ``table`` that supports the target, else
 None for the reference. A graph node can pin a kernel by name (the ``flash_attention`` pass does); ``"reference"``

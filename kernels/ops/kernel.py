@@ -1,4 +1,4 @@
-"""A row of the kernel tables: an implementation of an op, with its targets, weights and options."""
+"""A row of the kernel tables: an implementation of an op, with targets, weights and options."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Integer codes of 2, 3, 4 or 8 bits in int32 words: the form of quantized weights in memory.
 
-A row of K codes is one string of bits without gaps, the first code in the lowest bits of the first word, padded with
-zeros to whole words: [N, K] becomes [N, ceil(K * bits / 32)]. The layout is that of compressed-tensors'
-``weight_packed`` and, transposed, of GPTQ's ``qweight``; in both 3-bit codes cross the words' borders. Rows are
-output channels, so the packed rows of fused layers are stacked like the rows of floats.
+A row of K codes is a string of bits without gaps, the first code in the lowest bits of the first word, padded with
+zeros to whole words: [N, K] becomes [N, ceil(K * bits / 32)]. compressed-tensors' ``weight_packed`` has the same
+layout, and GPTQ's ``qweight`` the transposed layout; in both, 3-bit codes cross the words' borders. Rows are output
+channels, so the packed rows of fused layers are stacked like the rows of floats.
 """
 
 from __future__ import annotations

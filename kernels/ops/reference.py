@@ -1,9 +1,9 @@
 """The spec: every dialect op in plain PyTorch.
 
-A function defines the meaning of its op; a faster kernel is right when it agrees with the function of the same name
-here. Norms and gates are written in ``reference_pointwise``, float8 in ``reference_fp8``, RoPE, the KV cache and
-attention in ``reference_attention``. The functions run on any device. Under ``torch.device("meta")`` they compute
-shapes only, for the verifier and the cost model.
+A function defines the meaning of an op; a faster kernel is right when the results agree with the function of the same
+name here. Norms and gates are written in ``reference_pointwise``, float8 in ``reference_fp8``, RoPE, the KV cache and
+attention in ``reference_attention``. The functions run on any device. Under ``torch.device("meta")`` the functions
+compute shapes only, for the verifier and the cost model.
 
 Layout rules: activations are token-major, ``[T, ...]`` for the T tokens of the flattened batch; a linear weight is
 ``[N, K]`` (out, in); attention takes ``[T, H, D]``; the KV pool of a layer is ``[blocks, block_size, Hkv, D]``

@@ -1,12 +1,12 @@
 """The spec of attention: RoPE, the paged KV cache, and attention over the cache.
 
-A part of ``reference``, which exports every name.
+The module is a part of ``reference``, which exports every name.
 
 A pool of a layer is [blocks, block_size, Hkv, D] of a float type; or of bytes, [blocks, block_size, Hkv, D + 4], for
 int8 and E4M3 values with a float32 scale for each token and head. The layout of the bytes in a block depends on the
-device. On the CPU a row is its values and its scale, in one piece. On a GPU (``is_planar``) a block is all its
-values, [block_size, Hkv, D], and then all its scales, [block_size, Hkv]: rows of D + 4 bytes would break every load
-into pieces of four. A block has the same size in both layouts, and only attention looks into blocks.
+device. On the CPU a row is D values and the scale, contiguous. On a GPU (``is_planar``) a block is all values,
+[block_size, Hkv, D], and then all scales, [block_size, Hkv]: rows of D + 4 bytes would break every load into pieces of
+four. A block has the same size in both layouts, and only attention looks into blocks.
 
 Padding for captured CUDA graphs: a token of slot -1 is not stored, a sequence of length 0 attends to nothing and
 gives zeros. Results for tokens behind the last sequence are not specified.

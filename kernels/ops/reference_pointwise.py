@@ -1,9 +1,9 @@
 """The spec of norms, gates, and their quantization; part of ``reference``, which exports every name here.
 
-A fused op (``*_quantize``) is one launch on a GPU: the row is in registers once, its largest value is known, and only
-the quantized row is written. ``fmt`` is ``"int8"`` (``quantize_per_token``) or ``"fp8"``
-(``quantize_fp8_per_token``); each token has one scale. A fused op is defined by its two ops in float32: the quantized
-values were not rounded to the type of the activations before.
+A fused op (``*_quantize``) is a single launch on a GPU: the kernel holds the row in registers, finds the largest value,
+and writes only the quantized row. ``fmt`` is ``"int8"`` (``quantize_per_token``) or ``"fp8"``
+(``quantize_fp8_per_token``); each token has a scale. A fused op is defined by the two separate ops in float32: values
+are not rounded to the type of the activations before quantization.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A promise of the runtime to kernels: the step is one sequence, and all its tokens are new.
+"""A promise of the runtime to kernels: the step is a single sequence of new tokens.
 
 A whole prompt attends to K and V of the call alone, without the cache, so dense kernels may run. Lengths are on the
 device, so the host makes the promise: around a step, and around the capture of a graph for whole prompts.

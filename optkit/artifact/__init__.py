@@ -1,1 +1,1 @@
-"""Artifacts: opening, verifying and exporting the directory that a run writes."""
+"""Artifacts: a run's result directory, opened, verified and exported."""

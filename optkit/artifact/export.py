@@ -1,8 +1,8 @@
-"""Writes an artifact's model in the layout of another format: GPTQ, AWQ, or plain float.
+"""Export of an artifact's model in the layout of another format: GPTQ, AWQ, or plain float.
 
-Quantized layers keep their codes: a weight is the same number before and after. Activations are not part of these
-formats: where optkit's runtime rounds them, readers of the result multiply in float. What a format can't express is
-refused, with the layer and the reason; nothing is rounded to make it fit.
+Quantized layers keep their codes: a weight is the same number before and after. The formats have no rounding of
+activations: where optkit's runtime rounds activations, readers of the export multiply in float. A layer outside of the
+format's range is refused, with name and reason; no value is rounded for the format's sake.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """The artifact directory and its manifest, ``optkit/manifest.json``.
 
-An artifact is a directory that plain transformers and vLLM load, plus ``optkit/``: ``graph.json`` is the optimized
-graph, ``constants.safetensors`` holds tensors that are in no checkpoint, ``packed.safetensors`` weights in layouts that
-only optkit reads, ``recipe.yaml`` the resolved recipe, ``report.html`` and ``report.json`` the measurements.
-``native/`` is the code tier, compiled layers that run only where ``optkit.lowering.compiled.code_cache`` allows it; all
-other files are data (docs/artifact.md). The manifest lists every file with its sha256 and size.
+Plain transformers and vLLM load the directory. The folder ``optkit/`` in it is optkit's own: ``graph.json`` is the
+optimized graph, ``constants.safetensors`` holds tensors absent from every checkpoint, ``packed.safetensors`` weights in
+layouts of optkit alone, ``recipe.yaml`` the resolved recipe, ``report.html`` and ``report.json`` the measurements.
+``native/`` is the code tier, compiled layers that run only where ``optkit.lowering.compiled.code_cache`` allows code;
+all other files are data (docs/artifact.md). The manifest lists every file with sha256 and size.
 
-Times are in the reports and the code tier alone (``MEASURED``). All else is the same to the byte whenever the same
-source, recipe and versions decide the same, and ``digest`` in the manifest is one hash of it.
+Times are in the reports and the code tier alone (``MEASURED``). Every other byte follows from source, recipe, versions
+and decisions; ``digest`` in the manifest is a single hash of all files without times.
 """
 
 from __future__ import annotations

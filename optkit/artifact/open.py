@@ -1,4 +1,4 @@
-"""Opens artifacts: checks the hash of every file, then loads graph and weights, and lowers them."""
+"""Opening of artifacts: the hash of every file is checked, then graph and weights are loaded and lowered."""
 
 from __future__ import annotations
 

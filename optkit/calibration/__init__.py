@@ -1,1 +1,1 @@
-"""Calibration: text samples and the layer-by-layer walk that passes calibrate on."""
+"""Calibration: text samples, and the walk through a graph, layer by layer, with the activations of the samples."""

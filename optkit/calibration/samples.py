@@ -1,10 +1,10 @@
-"""Calibration text: which samples the passes that look at activations get to see.
+"""Calibration text: the samples for passes that calibrate.
 
-A recipe names a source under each such pass; the shipped text needs no network and shares nothing with the text that
-quality is measured on. Plain text is cut into windows of ``length`` tokens; a JSONL file has one sample a line,
-``{"text": ...}`` or ``{"messages": [...]}``, of which the first ``length`` tokens count. Which windows or lines are
-taken, and in which order, follows from ``seed`` alone. Too few of them is an error: a quantizer that was given a
-tenth of the text it asked for still gives an answer, only a worse one.
+A recipe names a source of text for each pass. The shipped text needs no network and has no part in common with the
+text for measuring quality. Plain text is cut into windows of ``length`` tokens. A JSONL file has a sample in each line,
+``{"text": ...}`` or ``{"messages": [...]}``; the first ``length`` tokens of a sample count. ``seed`` alone decides the
+choice and the order of windows or lines. Fewer samples than the recipe's number are an error: with a tenth of the text
+a quantizer would still give an answer, but a worse answer.
 """
 
 from __future__ import annotations

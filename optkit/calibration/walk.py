@@ -1,14 +1,14 @@
-"""Runs a graph over calibration text one stretch at a time, so that memory holds one layer's activations.
+"""Run a graph over calibration text in stretches, with the activations of a single layer in memory.
 
-A pass that calibrates names activations, in execution order. ``Walk.values`` computes the graph up to the named one,
-for all windows of text, and yields it window by window; then it keeps only what the rest of the graph still reads
-(between decoder layers that is the hidden states). What follows may be rewritten before the walk goes on: GPTQ
-replaces the layers that read an activation, and what comes after sees their errors. Only what a value needs is
-computed, so the last layer's MLP is not run for the sake of its attention.
+A pass that calibrates names activations, in execution order. ``Walk.values`` computes the graph up to the named
+activation, for all windows of text, and yields the values window by window. Afterwards the walk keeps only values with
+readers in the rest of the graph (between decoder layers: the hidden states). The rest of the graph may be rewritten
+before the walk goes on: GPTQ replaces the layers that read an activation, and later layers see the rounding errors. A
+walk computes only the ancestors of the named activation: attention inputs of the last layer don't need the last MLP.
 
-A walk can be put aside (``state``) and taken up again in another process (``restore``): everything not in the state is
-recomputed from what is. Kernels are the runtime's, so an activation is what serving will see; on a GPU it is computed
-there, in float32, and comes back to the host, where weights and the passes' mathematics are.
+``state`` saves a walk, and ``restore`` continues the walk in another process; values absent from the state are computed
+again. Kernels are the runtime's, so activations are the same as in serving. On a GPU activations are computed on the
+device, in float32, and copied to the host; weights and the passes' mathematics are on the host.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The attention boundary: where the captured model meets the KV cache.
+"""The attention boundary: the meeting point of the captured model and the KV cache.
 
-transformers calls attention through a registry (``AttentionInterface``). optkit registers its own entry,
-so that q, k and v (after RoPE) meet one opaque op, ``optkit::attention``, and the rest of the model is
-captured as it is, without per-architecture code. The paged op makes its own mask, causal and within a window. So
-the entry for masks gives a description (``masks.Mask``) in place of a tensor; a layer whose mask is another is refused.
+transformers calls attention through a registry (``AttentionInterface``). optkit registers an entry of its own: q, k and
+v (after RoPE) go into a single opaque op, ``optkit::attention``, and the rest of the model is captured unchanged,
+without code for each architecture. The paged op makes its own mask, causal and within a window. So the entry for masks
+gives a description (``masks.Mask``) in place of a tensor; a layer with any other mask is refused.
 """
 
 from __future__ import annotations

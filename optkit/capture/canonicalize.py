@@ -1,6 +1,6 @@
 """From flattened aten to the dialect: a flat list of named rewrites, run in order.
 
-Each rewrite is a function ``Graph -> int`` that says how many sites it changed. What no rewrite recognizes
+Each rewrite is a function ``Graph -> int`` with the number of changed sites as result. A node outside of all rewrites
 stays a listed aten op and still runs, so a missed idiom costs speed, not correctness.
 """
 

@@ -1,18 +1,18 @@
-"""The check of a capture: the graph against the model in transformers' own eager attention, with its own masks.
+"""The check of a capture: the graph against the model in transformers' own eager attention and masks.
 
-The two sides share the weights and nothing else that a capture may get wrong. Three runs are compared:
+The two sides share the weights; all steps of the capture are on the side of the graph alone. Three runs are compared:
 
 - a whole prompt, of another length than the export's and longer than every window and chunk;
 - two prompts in ragged batches over paged KV, in chunks and then token by token: a graph that mixes the tokens of a
-  call (a shift, a sum, a top-k over them) has other logits there than for one whole prompt;
-- a prompt at the last positions that the model has: scales and angles that depend on the position.
+  call (a shift, a sum, a top-k over the tokens) has other logits there than for a whole prompt;
+- a prompt at the last positions of the model: scales and angles that depend on the position.
 
 A long window or chunk is made short for the check, on both sides: in the attention nodes of the graph, and in the
 model's configuration, from which transformers makes the eager masks. A window of the graph that no configuration has is
-refused. So the comparison covers which layers have a window or a chunk, the tokens inside it and its length, besides
-scale, softcap, RoPE, grouping of heads and every part of the model around attention.
+refused. So the comparison covers the layers with a window or a chunk, the tokens inside the window and the length of
+the window, besides scale, softcap, RoPE, grouping of heads and every part of the model around attention.
 
-It is a comparison of numbers: a difference of logits below ``TOLERANCE`` is not seen.
+The check compares numbers: a difference of logits below ``TOLERANCE`` is not seen.
 """
 
 from __future__ import annotations

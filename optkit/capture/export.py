@@ -1,8 +1,8 @@
-"""torch.export of a Hugging Face model, and the checks around it.
+"""torch.export of a Hugging Face model, and the checks before and after the export.
 
 ``capture`` exports a loaded model with a dynamic token count, flattens the batch dimension away, raises idioms to the
-dialect, and compares the graph's logits with those of transformers' eager attention (``check``). A model that can't be
-captured is refused with the reason.
+dialect, and compares the graph's logits with logits of transformers' eager attention (``check``). A model outside of
+capture's range is refused with the reason.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """From the exported program's ``[1, T, ...]`` to the flattened token batch's ``[T, ...]``.
 
-The export runs one sequence, so every activation has a leading dimension of 1. Each node is copied with that
-dimension dropped (the value is then called *flat*): dimension arguments shift by one, views lose their first
-size, everything elementwise needs no change. A node whose rule doesn't apply gets its inputs unsqueezed and its
-output squeezed again, so an op without a rule is slower, never wrong. Views take their sizes from the exported
-shapes with -1 for the token count: the graph that results holds no shape arithmetic.
+The export runs a single sequence, so every activation has a leading dimension of 1. Each node is copied without the
+leading dimension (the value is then called *flat*): dimension arguments shift by one, views lose the first size,
+elementwise ops need no change. A node without an applicable rule gets unsqueezed inputs and a squeezed output, so an op
+without a rule is slower, never wrong. Views take sizes from the exported shapes with -1 for the token count: the
+resulting graph holds no shape arithmetic.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""The layouts of compressed-tensors checkpoints, read without that library.
+"""The layouts of compressed-tensors checkpoints, read without the library compressed-tensors.
 
-``pack-quantized``: ``weight_packed`` int32 [N, K * bits / 32] (dense codes, stored less than 0 as more than 0:
-``code = value + 2^(bits - 1)``), ``weight_scale`` [N, G], ``weight_zero_point`` int32 [N * bits / 32, G] packed along
-N if asymmetric, ``weight_g_idx`` int32 [K] with act-order, ``weight_shape``. ``int-quantized`` and ``float-quantized``
-(also under their old name ``naive-quantized``): ``weight`` int8 or float8_e4m3 [N, K] and ``weight_scale`` of a channel
-([N, 1]), a tensor ([1]), groups ([N, G]) or, float8, blocks.
+``pack-quantized``: ``weight_packed`` int32 [N, K * bits / 32] (dense codes, unsigned: ``code = value + 2^(bits -
+1)``), ``weight_scale`` [N, G], ``weight_zero_point`` int32 [N * bits / 32, G] packed along N if asymmetric,
+``weight_g_idx`` int32 [K] with act-order, ``weight_shape``. ``int-quantized`` and ``float-quantized`` (also under the
+old name ``naive-quantized``): ``weight`` int8 or float8_e4m3 [N, K] and ``weight_scale`` of a channel ([N, 1]), a
+tensor ([1]), groups ([N, G]) or, float8, blocks.
 
-``quantization_config`` gives ``config_groups``, each a scheme and its ``targets``: module names, ``re:`` patterns or
-class names, the first that fits in this order. Which layers are quantized is seen by their tensors; the scheme says
-what tensors can't: the bits, and what happens to activations. Dynamic activation scales are optkit's own rule, absmax
-/ 127 of a token, where compressed-tensors divides by 127.5. Patterns come from the checkpoint: only simple ones run.
+``quantization_config`` gives ``config_groups``, each a scheme and ``targets``: module names, ``re:`` patterns or class
+names, the first match in this order. Tensors show the quantized layers; the scheme adds the bits and the treatment of
+activations. Dynamic activation scales follow optkit's own rule, absmax / 127 of a token; compressed-tensors divides by
+127.5. Patterns come from the checkpoint, so only simple patterns run.
 """
 
 from __future__ import annotations

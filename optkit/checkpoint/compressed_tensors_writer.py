@@ -1,8 +1,8 @@
-"""Quantized layers on disk: what transformers and vLLM load, and what only optkit's runtime does.
+"""Quantized layers on disk: tensors for transformers and vLLM, and tensors for optkit's runtime alone.
 
-compressed-tensors has a form for most: ``int-quantized``, ``pack-quantized``, ``float-quantized``. Where it has none (a
-float minimum, act-order, a short last group), the layer is written as a plain ``weight`` with the values that the codes
-stand for, and the codes go to ``optkit/packed.safetensors``, which the runtime reads instead
+compressed-tensors has a form for most layers: ``int-quantized``, ``pack-quantized``, ``float-quantized``. A layer
+without a form (a float minimum, act-order, a short last group) is written as a plain ``weight`` with the dequantized
+values, and the codes go to ``optkit/packed.safetensors``, which the runtime reads in place of the weight
 (docs/decisions/0007-int4-on-disk.md).
 """
 

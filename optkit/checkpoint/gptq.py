@@ -5,11 +5,12 @@ A layer [N, K] of ``bits`` is
 - ``qweight`` int32 [K * bits / 32, N]: the codes of an output channel down a column, dense, the first in the low bits;
 - ``scales`` float [G, N];
 - ``qzeros`` int32 [G, N * bits / 32]: zero points of N output channels, packed along the row. A ``gptq`` (v1)
-  checkpoint stores zero - 1, a ``gptq_v2`` one the zero point itself;
-- ``g_idx`` int32 [K], the group of each input channel: with ``desc_act`` (act-order) not in order. Missing in some.
+  checkpoint stores zero - 1, a ``gptq_v2`` checkpoint the zero point itself;
+- ``g_idx`` int32 [K], the group of each input channel: with ``desc_act`` (act-order) not in order. Missing in some
+  checkpoints.
 
 ``quantization_config``: ``bits``, ``group_size`` (-1: per channel), ``sym``, ``desc_act``, ``checkpoint_format``.
-GPTQModel's ``dynamic`` gives some layers other bits; that shows in the tensors, which are what counts here.
+GPTQModel's ``dynamic`` gives some layers other bits; the reader takes the bits of a layer from the tensors.
 """
 
 from __future__ import annotations

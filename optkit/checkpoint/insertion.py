@@ -1,7 +1,8 @@
-"""Insertion of quantized linears into a graph, and fallback to the float layers that they replaced.
+"""Insertion of quantized linears into a graph, and fallback to the replaced float layers.
 
 ``insert`` serves quantized checkpoints and passes alike. A pass also keeps the replaced layer as the ``FloatOrigin``
-of the new op, in ``node.meta``; states of the pipeline keep it on disk. So ``fall_back`` works on any graph of a run.
+of the new op, in ``node.meta``; states of the pipeline keep the float layer on disk. So ``fall_back`` works on any
+graph of a run.
 """
 
 from __future__ import annotations

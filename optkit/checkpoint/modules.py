@@ -1,7 +1,7 @@
-"""The quantized modules of a graph: what every format is written from.
+"""The quantized modules of a graph, the input of every checkpoint writer.
 
-A node of a quantized op may be several modules of the checkpoint, fused. Each gets its rows of the operands; what
-belongs to input channels (``weight_g_idx``, ``input_scale``) all of them share.
+A node of a quantized op may be several modules of the checkpoint, fused. Each module gets the module's rows of the
+operands; operands of input channels (``weight_g_idx``, ``input_scale``) are the same for all modules of a node.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """``quantization_config`` of config.json: compressed-tensors' description of a graph's quantized layers.
 
-Modules of one scheme are a group. The first group there is stands for all linear layers but those ignored; others name
-their modules, which weighs more. Groups of packed weights say nothing of activations: who reads the directory
-multiplies in float, closer to the source than the int8 activations of optkit's runtime, and by kernels that exist
-everywhere.
+Modules with equal schemes are a group. The first group stands for all linear layers except ignored layers; other groups
+name the modules, and a name has precedence. Groups of packed weights have no rule for activations: readers of the
+directory multiply in float, closer to the source than the int8 activations of optkit's runtime, with kernels available
+on every machine.
 """
 
 from __future__ import annotations

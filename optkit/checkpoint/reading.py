@@ -1,7 +1,7 @@
-"""Checks and conversions that the readers of quantized layouts share.
+"""Checks and conversions common to the readers of quantized layouts.
 
-A format module (``gptq``, ``awq``, ``compressed``) finds quantized layers by their tensors. Settings, dtypes and shapes
-are checked when a layer is found, from the headers of the files, before any tensor is used.
+A format module (``gptq``, ``awq``, ``compressed``) finds quantized layers by the layers' tensors. Settings, dtypes and
+shapes are checked when a layer is found, from the headers of the files, before any tensor is used.
 """
 
 from __future__ import annotations

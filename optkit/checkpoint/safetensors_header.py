@@ -1,10 +1,10 @@
 """The header of a safetensors file, read and checked without touching a tensor.
 
-Layout (https://huggingface.co/docs/safetensors): 8 bytes little endian ``N``, then ``N`` bytes of JSON,
-then the data. The JSON maps each tensor to ``dtype``, ``shape`` and ``data_offsets`` [begin, end) into the
-data. A file from anywhere can lie in each of these numbers, so all are checked here with plain Python
-integers, which cannot overflow: sizes are bounded before anything is allocated, every tensor's bytes must
-equal shape times dtype, and together they must cover the data exactly, without gap or overlap.
+Layout (https://huggingface.co/docs/safetensors): 8 bytes little endian ``N``, then ``N`` bytes of JSON, then the data.
+The JSON maps each tensor to ``dtype``, ``shape`` and ``data_offsets`` [begin, end) into the data. Every number of an
+untrusted file may be false, so all numbers are checked, with plain Python integers, which cannot overflow: sizes are
+bounded before anything is allocated, every tensor's bytes must equal shape times dtype, and all tensors together must
+cover the data exactly, without gap or overlap.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Opens a checkpoint of any format under the names that graphs use.
+"""Opening of a checkpoint of any format, under the tensor names of graphs.
 
-A float checkpoint is its files. Of a quantized one, the tensors of a quantized layer are replaced by the layer's
-operands (``quantized_linear``), converted when they are read: nothing is written to disk, and nothing becomes float.
+A float checkpoint gives the tensors of the files. In a quantized checkpoint the tensors of a quantized layer are
+replaced by the layer's operands (``quantized_linear``), converted on reading: nothing is written to disk, and nothing
+becomes float.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Tensors of a graph on disk: which checkpoint tensors it changed, and how to read them back.
+"""Tensors of a graph on disk: the changed checkpoint tensors, and the way back from files to weights.
 
-A graph's weights are built from checkpoint tensors (``Origin``). Saving goes the other way: every weight is
-split into the checkpoint tensors it came from, and those that differ from the source are *changed*. An artifact
-is the source with the changed tensors put over it; a cached pipeline state is the changed tensors alone.
+A graph's weights are built from checkpoint tensors (``Origin``). Saving goes the other way: every weight is split into
+the checkpoint tensors of the origin, and tensors different from the source are *changed*. An artifact is the source
+with the changed tensors in place of the old tensors; a cached pipeline state is the changed tensors alone.
 """
 
 from __future__ import annotations

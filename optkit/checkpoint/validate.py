@@ -1,17 +1,17 @@
-"""Checks a Hugging Face directory before any library reads it.
+"""Checks a Hugging Face directory before any library reads a file.
 
-A model directory is data from somebody else. Libraries downstream follow what it says: a class to import
-(``auto_map``), a file to open (the shard index), a size to allocate (config and headers). So the directory
-is read here first, with plain JSON and integers, and refused with one line when it could
+A model directory is data from a stranger. Libraries downstream obey the data: a class to import (``auto_map``), a file
+to open (the shard index), a size to allocate (config and headers). So the directory is read here first, with plain JSON
+and integers, and refused in one line when the directory could
 
 - run code: ``auto_map``, ``trust_remote_code``, an attention kernel by Hub name, pickle weights (``.bin``,
   ``.pt``, ``.pth``, ``.ckpt``, ``.pkl``, by name and by content);
-- reach outside: shard names with separators, symlinks that leave the directory (links into the Hugging
-  Face cache are how the Hub client stores files, and are allowed), pipes and devices;
+- reach outside: shard names with separators, symlinks out of the directory (links into the Hugging Face cache, made
+  by the Hub client, are allowed), pipes and devices;
 - exhaust memory: config integers beyond any real model, headers that contradict the file's size.
 
-The trade-off: a directory with both safetensors and pickle weights is refused as well, since which of the
-two a library picks is the library's business; the message says to delete the pickle.
+The trade-off: a directory with both safetensors and pickle weights is refused as well, since a library may pick either;
+the message asks the user to delete the pickle.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The graph: capture makes a ``Graph``, passes rewrite it, the runtime lowers it.
+"""The graph: capture makes a ``Graph``, passes rewrite the graph, the runtime lowers the result.
 
 A ``Graph`` is a ``torch.fx.Graph`` over the dialect of ``optkit.graph.ops`` and a weight store. Weights are
-``get_attr`` nodes whose target is the weight's name; the batch inputs of docs/architecture.md are placeholders; the
-one output is the logits. Passes are ordinary FX rewrites.
+``get_attr`` nodes with the weight's name as target; the batch inputs of docs/architecture.md are placeholders; the only
+output is the logits. Passes are ordinary FX rewrites.
 
-A weight has an *origin*: the checkpoint tensors it is made of. A fused q/k/v projection is three checkpoint tensors,
+A weight has an *origin*: the checkpoint tensors of the weight. A fused q/k/v projection is three checkpoint tensors,
 row after row, so a fusion copies nothing on disk, and the artifact keeps the names of transformers and vLLM.
 ``Origin.split`` is the inverse of ``Origin.build``.
 """

@@ -1,9 +1,9 @@
 """The cost model: FLOPs and bytes of every op of a step, and the roofline time on a target.
 
-An op takes as long as its arithmetic at the target's peak or its memory traffic at the target's bandwidth, whichever
-is longer (Williams et al., CACM 2009), plus a fixed dispatch cost. Weights and KV are read from memory every step;
-activations count only where they are too large to stay in cache. The prediction is a lower bound for comparison with
-a pass's measured gain, not a simulation.
+The time of an op is the larger of two times, arithmetic at the target's peak and memory traffic at the target's
+bandwidth (Williams et al., CACM 2009), plus a fixed dispatch cost. Weights and KV are read from memory every step;
+activations count only when too large for the cache. The prediction is a lower bound for comparison with a pass's
+measured gain, not a simulation.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Rewrites for GPUs: a flat list, in order. A rewrite puts one launch in the place of two or three.
+"""Rewrites for GPUs: a flat list, in order. A rewrite puts a single launch in the place of two or three.
 
 On a GPU an op is a kernel launch and a round trip through memory, so the quantization of activations belongs to the
 kernel with the row in registers: the norm or the gate before the linear layer. On a CPU a program fuses the two
-(``optkit.lowering.launch_plan``). So these rewrites are lowering steps and not passes: the artifact is the same for
+(``optkit.lowering.launch_plan``). So the rewrites are lowering steps and not passes: the artifact is the same for
 every target. A fusion is exact: the reference gives the same numbers before and after.
 """
 

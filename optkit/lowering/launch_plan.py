@@ -1,11 +1,11 @@
-"""Programs: the parts of a graph that run as one C call (optkit.kernels.cpu.program).
+"""Programs: the parts of a graph that run as a single C call (optkit.kernels.cpu.program).
 
 Nodes with a native kernel are gathered into *stages*: a stage holds all nodes that can run before the next op of
-torch must. Stages alternate between torch (even) and native (odd), and each native stage becomes one call. A model
-with a native kernel for every op is one stage: a step is one C call, after a torch op for the rotary angles. Splits
-and reshapes of rows cost nothing: they are views in the program.
+torch. Stages alternate between torch (even) and native (odd), and each native stage becomes a call. A model with a
+native kernel for every op has a single native stage: a step is a C call, after a torch op for the rotary angles. Splits
+and reshapes of rows cost nothing, as views in the program.
 
-Quantization is fused here rather than by a pass, since the fusion changes no bits: an op with an emitter that fuses
+Quantization is fused here and not by a pass, since the fusion changes no bits: an op with an emitter that fuses
 quantization also writes the quantized row, and writes the float result only for other readers.
 """
 
@@ -31,7 +31,7 @@ PROBE, PROBE_BLOCK = Point(tokens=11, sequences=3, context=37), 5
 ROWS = {PROBE.tokens: TOKENS, PROBE.sequences: LOGITS}
 SPLITS = {"aten.split_with_sizes.default", "aten.split.Tensor"}
 RESHAPES = {"aten.reshape.default", "aten.view.default"}
-BATCH = ("input_ids", "logits_index", "seq_lens", "block_tables")  # they tell the sizes of a batch
+BATCH = ("input_ids", "logits_index", "seq_lens", "block_tables")  # the inputs with the sizes of a batch
 TYPES = (torch.float32, torch.int64, torch.int32, torch.uint8, torch.int8)
 WORTH_IT = 4  # ops: a program of fewer gains nothing over calling their kernels
 

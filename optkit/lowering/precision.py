@@ -1,11 +1,11 @@
 """Precision: a float32 graph becomes a graph in bfloat16 or float16 for GPUs.
 
 Capture, passes and the reference are float32; the dtype of a target is a matter of lowering. ``narrow`` starts at the
-embedding and follows the types through the graph, on meta tensors: a matrix product takes its weight in the type of
-its activations, and so does any plain op that would otherwise promote. Float32 inputs of kernels stay float32: norm
-weights, rotary angles, scales. Logits come out float32. KV pools get the type too, unless a pass chose another.
+embedding and follows the types through the graph, on meta tensors. A matrix product takes the weight in the type of the
+activations, and so does any plain op with a promotion otherwise. Float32 inputs of kernels stay float32: norm weights,
+rotary angles, scales. Logits come out float32. KV pools get the type too, unless a pass chose another.
 
-An op without a kernel runs its reference in float32 and rounds once, at the end (``rounded``), like a kernel.
+An op without a kernel runs the reference in float32 and rounds once, at the end (``rounded``), like a kernel.
 """
 
 from __future__ import annotations

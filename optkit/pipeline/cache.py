@@ -146,7 +146,7 @@ class PassCache:
         return key in self.verified
 
     def claim(self, key: str) -> bool:
-        """Hold state ``key``, whole or not; False where there is none."""
+        """Hold state ``key``, whole or not; False for an absent state."""
         if key in self.used:
             if (self.root / key).is_dir():
                 return True

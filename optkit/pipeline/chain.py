@@ -1,7 +1,7 @@
-"""The finished steps of a run, and the result of all passes together, also with changes made afterwards.
+"""The finished steps of a run, and the result of all passes together, also after later changes.
 
 A changed record (a pass undone, more layers in float) takes effect from the last state before the change: later passes
-are applied to it again. Nothing before it is done twice.
+are applied again, earlier passes are not.
 """
 
 from __future__ import annotations

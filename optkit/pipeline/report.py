@@ -1,9 +1,8 @@
-"""What a run did, for people: ``report.html`` in the artifact and the table ``optkit optimize`` prints.
+"""The report of a run for people: ``report.html`` in the artifact, and the table printed by ``optkit optimize``.
 
-The page is made from the report dict (``report.json`` in the artifact) and needs nothing else: no script, no
-image, no font, nothing fetched. Every text in it is escaped, since model names, skip reasons and options come
-from files. Numbers are shown as measured; a prediction stands next to each measurement, so that a cost model
-that is wrong can be seen to be wrong.
+The page is made from the report dict (``report.json`` in the artifact) alone: no script, no image, no font, nothing
+fetched. Every text of the page is escaped, since model names, skip reasons and options come from files. Numbers are
+shown as measured; a prediction stands next to each measurement, so a wrong cost model is visible.
 """
 
 from __future__ import annotations

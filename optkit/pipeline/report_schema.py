@@ -1,4 +1,4 @@
-"""The schema of report.json, which ``optkit inspect`` shows. Other keys than these are for other readers."""
+"""The schema of report.json, for ``optkit inspect``. Keys outside of the schema are for other readers."""
 
 from __future__ import annotations
 

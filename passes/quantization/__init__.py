@@ -1,1 +1,1 @@
-"""What the quantizing passes share: formats, grids, solvers, the calibrated walk."""
+"""The common parts of quantizing passes: formats, grids, solvers, the calibrated walk."""

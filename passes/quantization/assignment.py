@@ -1,10 +1,10 @@
-"""Which precision each layer gets under a budget: a multiple-choice knapsack, by what a byte buys.
+"""Choice of a precision for each layer under a budget: a multiple-choice knapsack, solved by loss removed per price.
 
-Every site has a few choices, each with a loss (the KL divergence it causes alone), a size and a price. All start at
-the smallest; then the upgrade that takes away most loss for its price is made, again and again, while it fits.
-Upgrades go along the lower convex hull of a site's choices, which makes this the optimum of the linear relaxation;
-what remains of the budget at the end is filled with smaller upgrades. Losses are taken to add up, which holds while
-they are small.
+Every site has a few choices, each with a loss (the layer's own KL divergence), a size and a price. All sites start at
+the smallest choice. Then the upgrade with the most loss removed for the price is made, again and again, within the
+budget. Upgrades go along the lower convex hull of a site's choices, so the result is the optimum of the linear
+relaxation; the rest of the budget is filled with smaller upgrades. Losses are taken to add up, an assumption for small
+losses.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""AWQ: scales input channels before rounding so that those that matter lose less, and clips what costs resolution.
+"""AWQ: scale input channels before rounding, so that important channels lose less; then clip the ranges of groups.
 
-Lin et al., arXiv 2306.00978. Multiplying column k of a weight by ``s_k`` and dividing the activation by it changes
-nothing in exact arithmetic, and makes the column's share of rounding errors smaller. ``s = mean|x|^a / mean|w|^(1 -
-a)`` with the exponent found by trying; then each group's range is shrunk if what is cut off costs less than the finer
-steps gain.
+Lin et al., arXiv 2306.00978. Column k of a weight is multiplied by ``s_k`` and the activation divided by ``s_k``. In
+exact arithmetic the product is unchanged; the column's share of rounding errors becomes smaller. ``s = mean|x|^a /
+mean|w|^(1 - a)``, with an exponent found by trying. Then a group's range is shrunk where the finer steps gain more
+than the clipped values lose.
 
-Both are judged by the squared error of outputs, ``tr(D H D^T)`` over all calibration tokens, where the paper's code
-multiplies a sample of them: the same number without keeping activations. Clipping looks at a group by itself, which
-needs only the diagonal blocks of H.
+Scales and ranges are judged by the squared error of outputs, ``tr(D H D^T)`` over all calibration tokens. The paper's
+code computes the error from a sample of the activations; with H no activation is stored. Clipping looks at a single
+group at a time, so the diagonal blocks of H are enough.
 """
 
 from __future__ import annotations

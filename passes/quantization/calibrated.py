@@ -1,12 +1,12 @@
-"""What passes that quantize linear layers by calibration share: the walk, its statistics, and resuming.
+"""The common parts of passes that quantize linear layers by calibration: walk, statistics, continuation of killed runs.
 
-Layers that read one activation form a *group*. Groups are taken in execution order: the graph is run up to the
-activation, which already sees the rounding of all layers before (GPTQ's "true sequential"); its statistics are
-collected, window by window; the layers are quantized and replaced; the walk goes on through them. So each layer is
-run once, and memory holds the activations between two layers.
+Layers on the same activation form a *group*. Groups are taken in execution order. The graph runs up to the group's
+activation, with the rounding of all earlier layers in effect (GPTQ's "true sequential"); the activation's statistics
+are collected, window by window; the layers are quantized and replaced; the walk goes on through the replaced layers.
+So each layer runs once, and memory holds the activations between two layers.
 
-Every finished group is written down at once, and once a layer the walk itself. A run that was killed applies what is
-written and goes on; the result is the same to the byte, because it continues from the very numbers.
+The solution of every finished group is written to disk at once, and the walk once a layer. After a killed run, the next
+run applies the written solutions and goes on, from the same numbers: the result is the same to the byte.
 """
 
 from __future__ import annotations

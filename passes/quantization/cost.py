@@ -1,9 +1,9 @@
-"""What calibrating will take, before it starts: memory and time.
+"""Memory and time of a calibration, estimated before the start.
 
-Memory is counted, not guessed: the walk is simulated on shapes, which gives the bytes of the activations that are
-kept at each group, and to those come the weights and what the solver needs for the largest layer. Time is the
-arithmetic of the walks, the Hessians and the solver at rates measured in this process just now, so that a busy or a
-slow machine shows; each pass adds up its own (``CalibratedQuantization.seconds``).
+Memory is counted: a walk simulated on shapes gives the bytes of the kept activations at each group; weights and the
+solver's matrices for the largest layer are added. Time is the arithmetic of the walks, the Hessians and the solver, at
+rates measured in the same process right before, so a busy or a slow machine gives a longer estimate. Each pass adds up
+the parts of its method (``CalibratedQuantization.seconds``).
 """
 
 from __future__ import annotations

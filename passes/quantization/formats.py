@@ -1,7 +1,7 @@
-"""How a quantized linear layer lies in the graph: which op multiplies, by which tensors, on which grid.
+"""Formats of quantized linear layers in the graph: the op that multiplies, the op's tensors, and the grid.
 
-A format knows nothing of how codes were chosen; passes (``rtn``, ``gptq``, ``awq``, ...) know nothing of how they are
-stored. ``Int8Format`` and ``Int4Format`` are those of the native kernels that work on int8 activations;
+Formats and passes are independent: a format stores any codes, and a pass (``rtn``, ``gptq``, ``awq``, ...) chooses
+codes for any format. ``Int8Format`` and ``Int4Format`` belong to the native kernels on int8 activations;
 ``PackedFormat`` is weight-only, for any number of bits and any groups.
 """
 

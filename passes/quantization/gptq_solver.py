@@ -1,11 +1,11 @@
-"""GPTQ: rounds a weight column by column and lets the columns not yet rounded make up for the error.
+"""GPTQ: round a weight column by column, and correct the columns not yet rounded for each rounding error.
 
 Frantar et al., arXiv 2210.17323. A layer's output error over calibration inputs x is ``tr(D H D^T)`` with ``D`` the
-change of the weight and ``H = sum of x x^T``. With U the upper Cholesky factor of the inverse of H, the best answer
-to rounding column k is to subtract ``error_k / U[k, k] * U[k, j]`` from every later column j. Columns are done in
-blocks: within one, every column is updated at once; the rest of the matrix once a block, by one matrix product.
+change of the weight and ``H = sum of x x^T``. With U the upper Cholesky factor of the inverse of H, the best correction
+for rounding column k is to subtract ``error_k / U[k, k] * U[k, j]`` from every later column j. Columns are rounded in
+blocks: columns of the same block are updated at once, the rest of the matrix once a block, by a matrix product.
 
-Weights are held transposed, [K, N], so that a column's N values lie together: all work on them is contiguous.
+Weights are held transposed, [K, N], so the N values of a column are contiguous in memory.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The levels that a group of weights is rounded to, for any number of bits.
+"""Levels for groups of weights, for any number of bits.
 
-Groups are runs of consecutive input channels of one weight row; the last may be shorter. A level is ``code * scale +
-minimum``, one form for all kinds of grid: symmetric ones lie around zero (``minimum = -2^(bits - 1) * scale``),
-asymmetric ones have an integer zero point (``minimum = -zero * scale``) or a float minimum (``int4_grid``).
+Groups are runs of consecutive input channels of a weight row; the last group may be shorter. A level is ``code * scale
++ minimum`` in every kind of grid: symmetric grids lie around zero (``minimum = -2^(bits - 1) * scale``), asymmetric
+grids have an integer zero point (``minimum = -zero * scale``) or a float minimum (``int4_grid``).
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Which 16 levels a group of weights is rounded to, and the rounding.
+"""The 16 levels for a group of weights, and the rounding to the levels.
 
-Groups are runs of consecutive input channels of one weight row. A level is ``(code - zero) * scale + minimum`` with
-codes 0 to 15: symmetric grids have zero 8 and no minimum, asymmetric ones zero 0 and a float minimum.
+Groups are runs of consecutive input channels of a weight row. A level is ``(code - zero) * scale + minimum`` with codes
+0 to 15: symmetric grids have zero 8 and no minimum, asymmetric grids zero 0 and a float minimum.
 
-The grid spans the group's values. Scales and minimums are rounded to float16 before codes are chosen, where that
-costs next to nothing, so that the codes are right for what is stored. A group of at most 16 distinct values may come
-from a 4-bit checkpoint that does not use all codes, and then spans less than the grid does; for those, grids that put
-the least and the greatest value on other codes are tried and the closest is taken.
+The grid spans the group's values. Scales and minimums are rounded to float16 where the loss is negligible, before codes
+are chosen, so the codes fit the stored scales. A group of at most 16 distinct values may come from a 4-bit checkpoint
+whose group does not use all 16 codes; the old grid is then wider than the values. For such a group, grids with the
+least and the greatest value on other codes are tried, and the closest grid is taken.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What passes that store the KV cache in fewer bits share: which layers, and what they become.
+"""The common part of passes that store the KV cache in fewer bits: the choice of layers, and the change of a layer.
 
 The choice is part of the graph (``KVSpec.dtype``) and of no checkpoint tensor: the Hugging Face directory of the
 artifact does not change.

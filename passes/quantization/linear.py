@@ -1,9 +1,9 @@
-"""What passes that quantize linear layers share: which layers, and how a float layer becomes an integer one.
+"""The common part of passes that quantize linear layers: the choice of layers, and the change from float to integers.
 
-A subclass says in which format a layer is stored (``formats``) and may choose the codes better than by
-rounding. The rest is the same for all: layers are chosen by llm-compressor's ``targets`` and ``ignore``; activations
-are quantized dynamically, once for all layers that read them in the same groups; the output head is left alone unless
-asked for; a tied head gets a weight of its own, so that the embedding stays as it is.
+A subclass names the format of a layer (``formats``) and may choose better codes than rounding does. All subclasses
+share the rest. llm-compressor's ``targets`` and ``ignore`` choose the layers. Activations are quantized dynamically,
+once for all readers with equal groups. The output head stays float without ``lm_head: true``. A quantized tied head
+gets a weight of its own, and the embedding stays float.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What a calibrating pass has finished, on disk: so that a run that was killed goes on where it was.
+"""Finished groups of a calibrating pass on disk, for the continuation of a killed run.
 
-``NNNN.safetensors`` is the solution of group N and ``walk-NNNN.safetensors`` the activations after it. Each is
-written aside and renamed, then listed with its hash (``optkit.machine.checksums``); a file is whole or counts as
-absent. Solutions count up to the first that is missing. The directory belongs to one pass on one graph with one
-text (the driver names it by their hash), so nothing here has to be checked against them.
+``NNNN.safetensors`` is the solution of group N and ``walk-NNNN.safetensors`` the activations after group N. A file is
+written under a temporary name, renamed, then listed with the hash (``optkit.machine.checksums``); a file is whole or
+counts as absent. Solutions count up to the first missing solution. A directory belongs to a single pass, graph and text
+(the driver names the directory by their hash), so the content is not compared with pass, graph or text here.
 
-What is read is copied: the last bits of torch's products depend on how operands lie in memory, and copies lie as what
-was just computed does.
+Tensors read from a file are copied: the last bits of torch's products depend on the alignment of operands in memory,
+and copies are aligned like freshly computed tensors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Replacement of the linears of one graph by quantized ones, for all steps or for those of few tokens."""
+"""Replacement of a graph's linears by quantized linears, for all steps or for steps of few tokens."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Schemes by the names that llm-compressor and compressed-tensors use, and the formats that run them.
+"""Schemes by the names of llm-compressor and compressed-tensors, and the formats behind the names.
 
-``W4A16`` is weights of 4 bits and activations as they are; ``W8A8`` quantizes activations to int8, per token and
-dynamically. A name gives defaults; ``group_size`` overrides the groups. Nothing is accepted that no op of the runtime
-does.
+``W4A16`` is weights of 4 bits and unchanged activations; ``W8A8`` quantizes activations to int8, dynamically, with a
+scale for each token. A name has a default group size; ``group_size`` overrides the default. A scheme without an op in
+the runtime is refused.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""How much a model changes when a single layer is quantized: the KL divergence of its outputs.
+"""Sensitivity of a model to each single quantized layer: the KL divergence of the model's outputs.
 
-The float graph is walked layer by layer; at each, only the rest of the graph is run, once for every variant of that
-layer. So the whole measurement costs half a forward pass a variant. The logits of a position cost as much as several
-layers, so every second position is scored and more text is seen. It is calibration text: what is decided by
-sensitivity is judged on another.
+The float graph is walked layer by layer. At each layer only the rest of the graph runs, once for every variant of the
+layer, so the whole measurement costs half a forward pass a variant. The logits of a position cost as much as several
+layers, so every second position is scored, and more text is read. The text is calibration text; decisions made by
+sensitivity are judged on held-out text.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""How far to smooth: the scale of each channel that leaves W8A8 least error.
+"""Search of the smoothing scale: for each channel, the scale with the least error of W8A8.
 
-With ``s_j`` an activation's channel is divided and the weights' column multiplied. Rounding errors of activations and
-of weights are as good as independent of each other and from channel to channel, so the squared error of a layer's
-outputs is a sum over channels: ``E[e_x^2] * s^2 |w|^2`` of what is lost of the smoothed activation, and ``|e_w|^2 *
-E[x^2] / s^2`` of what is lost of the smoothed weight. Both are found by rounding once; no matrix is multiplied. Tried
-are the scales of SmoothQuant (arXiv 2211.10438) for exponents from 0 to 1, from the largest value of each channel and
-from its root mean square: with few channels to a scale, what counts is how large a channel usually is.
+With scale ``s_j``, channel j of an activation is divided by ``s_j`` and column j of the weights multiplied. Rounding
+errors of activations and weights are nearly independent of each other and between channels, so the squared error of a
+layer's outputs is a sum over channels: ``E[e_x^2] * s^2 |w|^2`` from rounding the smoothed activation, plus ``|e_w|^2 *
+E[x^2] / s^2`` from rounding the smoothed weight. Rounding once gives both errors; no matrix is multiplied. The tried
+scales are SmoothQuant's (arXiv 2211.10438) for exponents from 0 to 1, from the largest value of each channel and from
+the channel's root mean square: where few channels share an int8 scale, the usual size of a channel matters more than
+the largest value.
 """
 
 from __future__ import annotations

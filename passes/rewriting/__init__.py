@@ -1,1 +1,1 @@
-"""Graph rewrites that several passes share."""
+"""Graph rewrites common to several passes."""

@@ -1,6 +1,6 @@
-"""Folding a scale per channel into what produces an activation, so that dividing it costs nothing at run time.
+"""Folding of a scale per channel into the producer of an activation: the division costs nothing at run time.
 
-Channel j of an activation divided by ``s_j``, and column j of every weight that reads it multiplied by ``s_j``, is
+Channel j of an activation divided by ``s_j``, and column j of every weight on the activation multiplied by ``s_j``, is
 the same model. The division goes into an RMSNorm's weight, or into the up projection before the down projection.
 """
 

@@ -1,8 +1,8 @@
 """The residual stream of a model: the values [T, hidden] that every layer reads through a norm and adds to.
 
-A rotation or a permutation of the stream's channels is the same change everywhere: on the input side of its readers, on
-the output side of its writers. ``residual_stream`` finds both by structure, in graphs before and after fusion; no
-architecture is named. A model where something else touches the stream is refused with the reason.
+A rotation or a permutation of the stream's channels is the same change everywhere: on the input side of the readers, on
+the output side of the writers. ``residual_stream`` finds readers and writers by structure, in graphs before and after
+fusion; no architecture is named. A model with any other op on the stream is refused with the reason.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Small steps that rewriting passes share."""
+"""Small steps common to rewriting passes."""
 
 from __future__ import annotations
 

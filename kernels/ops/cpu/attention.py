@@ -2,14 +2,15 @@
 call.
 
 Nothing is gathered and no mask is built: the kernel follows the block tables. An output row has the same bits in any
-batch, any cut of its prompt into chunks and with any number of threads: tiles of 64 and splits of 256 keys lie at
-fixed absolute positions and are added in order, in prefill and decode alike. The price: decode transposes the keys
-like prefill, although dot products along D would suit its few rows better.
+batch, with any cut of the prompt into chunks and any number of threads: tiles of 64 and splits of 256 keys lie at fixed
+absolute positions and are added in order, in prefill and decode alike. The price: decode transposes the keys like
+prefill, although dot products along D would suit a few rows better.
 
 AVX-512 and AVX2 give the same bits too; the portable variant, without fused multiply-add, differs by rounding.
 
-Over an int8 cache (``reference.quantize_kv``) products are of integers on the int8 units, with queries and weights as
-two bytes: steps of 1/65535 of the largest, where keys and values have 1/254. All of the above holds for int8 too.
+Over an int8 cache (``reference.quantize_kv``) products are integer products on the int8 units. Queries and weights have
+two bytes, in steps of 1/65535 of the largest value; keys and values have steps of 1/254. The statements on bits hold
+for int8 too.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The native CPU kernels: finds and loads ``_native.so``, built by setup.py, and declares its functions.
+"""The native CPU kernels: the loader of ``_native.so``, built by setup.py, and the declarations of the functions.
 
-The functions and their parameters are those of ``signatures.h``, which the library was compiled with.
+The functions and their parameters are listed in ``signatures.h``, also compiled into the library.
 
-Plain C ABI: pointers and sizes as integers, no torch or Python headers. The build takes seconds and depends on no
-version of torch or Python. The library is loaded on first use and **after torch**, whose ``libgomp.so.1`` then serves
-both: one OpenMP pool, so kernels and torch's own ops don't compete for cores (``openmp.py``). The last argument of
-every parallel function is the number of threads: ``threads()``.
+The interface is a plain C ABI: pointers and sizes as integers, no torch or Python headers. The build takes seconds and
+depends on no version of torch or Python. The library is loaded on first use and **after torch**, whose
+``libgomp.so.1`` then serves torch and the kernels: a single OpenMP pool, so kernels and torch's own ops don't compete
+for cores (``openmp.py``). The last argument of every parallel function is the number of threads: ``threads()``.
 
 ``OPTKIT_CPU_ISA`` = ``avx512_vnni``, ``avx2`` or ``portable`` overrides the instruction set; the default is the best
 of the CPU. Nothing is compiled here: without the file optkit runs on the other kernels.

@@ -1,9 +1,9 @@
-"""int8 linear layers on x86 through oneDNN, as PyTorch ships it.
+"""int8 linear layers on x86 through the oneDNN inside PyTorch.
 
-``onednn.qlinear_pointwise`` takes per-channel weight scales but only one activation scale. Per-token scales are
-applied afterwards: the call runs with activation scale 1 and zero point 128, and its float result is multiplied row
+``onednn.qlinear_pointwise`` takes per-channel weight scales but only a single activation scale. Per-token scales are
+applied afterwards: the call runs with activation scale 1 and zero point 128, and the float result is multiplied row
 by row. Weights are packed once (``qlinear_prepack``) for u8 activations; s8 would repack on every call. Integer
-accumulation is exact, so the only rounding is in the two scales.
+accumulation is exact, so only the two scales round.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _zero_points: dict[int, Tensor] = {}
 
 
 def zero_points(count: int) -> Tensor:
-    """Weight zero points, all zero: symmetric int8. Kept, because the call wants a tensor every time."""
+    """Weight zero points, all zero for symmetric int8. The tensor is kept, since every call needs a tensor."""
     if count not in _zero_points:
         _zero_points[count] = torch.zeros(count, dtype=torch.int32)
     return _zero_points[count]

@@ -1,13 +1,13 @@
-"""The OpenMP runtimes of this process.
+"""The OpenMP runtimes of the process.
 
-``_native.so`` needs ``libgomp.so.1`` and brings none. torch's Linux wheels bring a library of this name, and the
-loader prefers a loaded library to a file: after torch there is one runtime, one pool of threads, and the machine
-needs no libgomp of its own.
+``_native.so`` needs ``libgomp.so.1`` and brings none. torch's Linux wheels bring a library of the same name, and the
+loader prefers a loaded library to a file: after torch there is a single runtime with a single pool of threads, and the
+machine needs no libgomp.
 
-A torch whose OpenMP has another name (libiomp5, libomp, a libgomp with a hash in its name) makes two in the process.
-torch loads its own with RTLD_GLOBAL, so the calls of ``_native.so`` reach torch's runtime first. Tried with a libgomp
-under a second name: both were loaded, results were the same, and there was no extra thread. Where the kernels' calls
-do reach the second runtime, its pool has idle threads that spin for a while on the cores of the first.
+With a torch whose OpenMP has another name (libiomp5, libomp, a libgomp with a hash in the name) the process has two
+runtimes. torch loads the first with RTLD_GLOBAL, so the calls of ``_native.so`` reach torch's runtime. Tried with a
+libgomp under a second name: both were loaded, results were the same, and there was no extra thread. Where the kernels'
+calls do reach the second runtime, the second pool has idle threads that spin for a while on the cores of the first.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Programs: runs of native kernel calls in one C call (program.cpp).
+"""Programs: runs of native kernel calls in a single C call (program.cpp).
 
 ``Builder`` collects calls on *views* and ``build`` turns the calls into a ``Program``. A view is a matrix of the
-flattened batch: a row a token (or a row a row of logits), a fixed shape per row. Its memory is a *buffer* of the
-program, an input tensor, or an output tensor. Buffers live in one arena. A buffer has a place **per row**, so the
-plan is made once and holds for every batch size, and buffers without overlapping lives share a place. The arena grows
-to the largest batch so far and stays; a step allocates only its outputs.
+flattened batch: a row a token (or a row a row of logits), a fixed shape per row. The memory of a view is a *buffer* of
+the program, an input tensor, or an output tensor. Buffers live in a common arena. A buffer has a place **per row**, so
+a plan holds for every batch size, and buffers without overlapping lives share a place. The arena grows to the largest
+batch so far and stays; a step allocates only the outputs.
 
-The kernels, the order of their arguments and the types behind pointers are those of ``signatures.h``.
+The kernels, the order of the arguments and the types behind pointers are listed in ``signatures.h``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Linear layers on NVIDIA GPUs: for each call, the implementation that ``selection`` names for its number of tokens.
+"""Linear layers on NVIDIA GPUs: for each call, the implementation that ``selection`` names for the number of tokens.
 
 An op has up to three: ``gemv`` for up to four tokens, ``tile`` on the tensor cores for any number, and the vendor's.
 All read the same weights. Layers with other weights for few tokens than for many are variants of the graph

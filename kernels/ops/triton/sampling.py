@@ -1,14 +1,14 @@
 """Sampling on the GPU: greedy, temperature, top-k, top-p and min-p, in a fixed number of launches.
 
-A row is cut into chunks, a program each, so that one row alone fills a GPU. Plain rows take three launches: the
-largest logit of each chunk, the mass of each chunk, and the draw, which finds the chunk and then the token.
+A row is cut into chunks, a program each, so a single row fills a GPU. Plain rows take three launches: the largest logit
+of each chunk, the mass of each chunk, and the draw, which finds the chunk and then the token.
 
-Filters need a threshold first, found without sorting, by radix selection: the bits of floats, turned into the order
-of the floats, are decided four at a time from the top. A launch sums the tokens of each of 16 digits (the number of
-tokens for top-k, their mass for top-p) by chunk; the next launch finds the digit at which the sum reaches its goal,
-and goes on inside the digit. Eight launches for each of the two filters. Sums are made in an order of the vocabulary
-alone: a row gives the same token in any batch. Sums are float32, so a token whose edge is within about 1e-6 of the
-drawn number may go to its neighbour in the spec's float64.
+Filters first need a threshold, found without sorting, by radix selection: the bits of floats, turned into the order of
+the floats, are decided four at a time from the top. A launch sums the tokens of each of 16 digits (the number of tokens
+for top-k, the mass of the tokens for top-p) by chunk; the next launch finds the digit at which the sum reaches the
+goal, and goes on inside the digit. Each of the two filters takes eight launches. Sums are made in an order of the
+vocabulary alone: a row gives the same token in any batch. Sums are float32, so a token whose edge is within about 1e-6
+of the drawn number may go to the neighbour in the spec's float64.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""Weight-only linear layers of packed codes of 2 to 4 bits, for one to a few dozen tokens; and their dequantization.
+"""Weight-only linear layers of packed codes of 2 to 4 bits, for 1 to a few dozen tokens; and the codes' dequantization.
 
-Codes are kept as 4 bits. Input channels are cut into slabs of 128; word j of a slab's 16 int32 holds, from its lowest
+Codes are kept as 4 bits. Input channels are cut into slabs of 128; word j of a slab's 16 int32 holds, from the lowest
 bits on, channels j, 16 + j, ..., 112 + j. So the eight codes of consecutive words are eight planes of 16 consecutive
-channels: each plane meets a contiguous piece of the activations, and no code changes its place in a tile. Rows of
+channels: each plane meets a contiguous piece of the activations, and no code changes place in a tile. Rows of
 words are contiguous, [N, slabs * 16].
 
 A group's channels fill whole planes. Packing lays out all other groups, and channels out of order (``g_idx``), in the
 same way, with codes of value zero between, and ``order`` holds the channel of each place, one past the last for none.
 
-For up to ``gemv.MAX_ROWS`` tokens (``gemv_codes``) a code becomes a float as the mantissa of a 1.0, one instruction
-where a conversion takes several: two codes of a word are shifted to bits 15 and 19, for 1 + code / 256 and 1 + code /
-16. The surplus is the sum of activations, the same for all channels. For more tokens (``tile_codes``) codes become
-16-bit floats for the tensor cores in the same way, 1024 + code or 128 + code.
+For up to ``gemv.MAX_ROWS`` tokens (``gemv_codes``) a code becomes a float as the mantissa of a 1.0, in a single
+instruction instead of a conversion's several: two codes of a word are shifted to bits 15 and 19, for 1 + code / 256 and
+1 + code / 16. The surplus is the sum of activations, the same for all channels. For more tokens (``tile_codes``) codes
+become 16-bit floats for the tensor cores in the same way, 1024 + code or 128 + code.
 """
 
 from __future__ import annotations

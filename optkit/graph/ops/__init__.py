@@ -1,8 +1,8 @@
-"""The dialect: the closed list of ops a graph may hold, one record an op, and the callables by name.
+"""The dialect: the closed list of ops of a graph, a record for each op, and the callables by name.
 
-Two kinds. *Dialect ops* are the functions of ``optkit.kernels.reference``: the model's idioms, targets of passes and
-kernels. Facts about an op outside of the kernels are its record (``record.Op``). *Aten ops* (``aten``) were not
-recognized by capture and run as they are. A ``graph.json`` with any other op is refused, so a graph file cannot call
+There are two kinds. *Dialect ops* are the functions of ``optkit.kernels.reference``: the model's idioms, targets of
+passes and kernels. A record (``record.Op``) holds the facts about an op outside of the kernels. *Aten ops* (``aten``)
+match no idiom of capture and run unchanged. A ``graph.json`` with any other op is refused, so a graph file cannot call
 arbitrary code.
 """
 

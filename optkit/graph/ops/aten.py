@@ -1,4 +1,4 @@
-"""The ops of a graph outside of the dialect: PyTorch's, as capture found them, and Python's."""
+"""The ops of a graph outside of the dialect: PyTorch's ops left by capture, and Python's."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Operands: the arguments of an op as its record describes them, with role, source, dtype and shape.
+"""Operands: the arguments of an op as the op's record describes them, with role, source, dtype and shape.
 
 Native kernels take addresses, so operands are checked before anything runs (``optkit.graph.operand_check``). A shape
-is a list of symbols: equal symbols of one op are equal sizes, a number is a fixed size, ``S+1`` is one more than S,
-and ``...`` is any number of leading sizes, the same in all operands of the op. Relations between sizes (a divisor,
-packed words) are part of the op's shape rule.
+is a list of symbols: equal symbols of an op are equal sizes, a number is a fixed size, ``S+1`` is 1 more than S, and
+``...`` is any number of leading sizes, the same in all operands of the op. Relations between sizes (a divisor, packed
+words) are part of the op's shape rule.
 """
 
 from __future__ import annotations

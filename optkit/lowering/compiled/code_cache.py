@@ -1,15 +1,15 @@
-"""The code tier: compiled layers on disk, and the rules for running them.
+"""The code tier: compiled layers on disk, and the rules for running compiled layers.
 
-A directory with ``code.json`` and, for each variant, a shared object and the names of its operators. Artifacts
-(``optkit/native/``) and the private cache, where ``optkit rebuild`` writes, have the same layout.
+A directory holds ``code.json`` and, for each variant, a shared object and the names of the variant's operators.
+Artifacts (``optkit/native/``) and the private cache, where ``optkit rebuild`` writes, have the same layout.
 
-Opening a shared object runs its code, so a directory is only used under three conditions:
+Opening a shared object runs code, so a directory is only used under three conditions:
 
-1. **Own work**: ``code.json`` carries the seal of this user on this machine (``optkit.lowering.compiled.signature``),
-   or the user passed ``--trust-artifact-code``.
+1. **Own work**: ``code.json`` carries the seal of the user and the machine (``optkit.lowering.compiled.signature``), or
+   the user passed ``--trust-artifact-code``.
 2. **Fit**: the same torch, optkit and processor, and a layer with the same digest (``optkit.lowering.compiled.plan``).
-3. **Integrity**: every file has the sha256 of the record. The hashed bytes are the opened bytes: they are copied to the
-   private cache first.
+3. **Integrity**: every file has the sha256 of the record. The hashed bytes are written to the private cache and opened
+   there, so the opened bytes are the hashed bytes.
 
 Otherwise the uncompiled model runs, and the log holds the reason. Nothing is compiled here.
 """

@@ -1,11 +1,11 @@
 """Opaque ops: kernels as black boxes for a compiler.
 
-A kernel may pack its weights, loop over sequences in Python, or call C++ by address, and none of these can be traced.
-A kernel registered as a PyTorch operator (``torch.ops.optkit.*``) is a black box with a schema and a shape rule. Both
-come from the op's reference: the schema from its signature, the shapes from a run on the meta device. In the place of
+A kernel may pack weights, loop over sequences in Python, or call C++ by address, which a compiler cannot trace. A
+kernel registered as a PyTorch operator (``torch.ops.optkit.*``) is a black box with a schema and a shape rule. Both
+come from the op's reference: the schema from the signature, the shapes from a run on the meta device. In the place of
 a packed weight, the shape rule reads the weight before packing.
 
-An operator is registered once for each kernel and shape of packed weight, and lives as long as the process. Its name
+An operator is registered once for each kernel and shape of packed weight, and lives as long as the process. The name
 is a hash of the two, so code compiled by one process finds the operator in another process.
 """
 

@@ -1,9 +1,8 @@
-"""Lowering of ``graph.annotations["compile"]``: a layer as source for the compiler, and calls of its code.
+"""Lowering of ``graph.annotations["compile"]``: a layer as source for the compiler, and calls of the compiled code.
 
-``region_source`` makes the layer a function with an argument for each value it reads, and records which sizes of each
-argument are fixed. Inside generated code the small ops are their references, fused by the compiler; an op with a
-kernel is an opaque operator. ``install`` replaces the planned layers of a bound graph by calls of a
-``CompiledRegion``.
+``region_source`` makes the layer a function with an argument for each outside value, and records the fixed sizes of
+each argument. Inside generated code the small ops are references, fused by the compiler; an op with a kernel is an
+opaque operator. ``install`` replaces the planned layers of a bound graph by calls of a ``CompiledRegion``.
 
 The plan is written by the pass, completed by ``optkit.pipeline.aot_compile`` and stored in graph.json: ``{"regions":
 [[node names], ...], "buckets": [[first, last], ...], "dynamic_tail": bool}``.

@@ -1,13 +1,12 @@
-"""Regions: parts of a graph lowered as one compiled function, shared by all parts of the same structure.
+"""Regions: parts of a graph lowered to a single compiled function, common to all parts of the same structure.
 
-A model's decoder layers are the same program with other weights. Compiled whole, thirty layers are compiled thirty
-times; compiled *regionally*, once: the layer becomes a function of its activations, its weights, its KV pools and the
+A model's decoder layers are the same program with other weights. A whole model of thirty layers compiles the layer
+thirty times; *regional* compilation compiles the layer once, as a function of activations, weights, KV pools and the
 batch, and every layer calls the function. The price: nothing fuses across the boundary.
 
-A region is a run of call nodes, contiguous in execution order. Its **inputs** are the values from outside, in order
-of first use; its **outputs** the values read outside. Two regions are interchangeable when their ``structure`` is
-equal: same ops, same wiring under local numbering, same constants, same shapes of inputs. Names and weight values
-don't count.
+A region is a run of call nodes, contiguous in execution order. The **inputs** are the values from outside, in order of
+first use; the **outputs** the values read outside. Two regions are interchangeable when their ``structure`` is equal:
+same ops, same wiring under local numbering, same constants, same shapes of inputs. Names and weight values don't count.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Seals: proof that a file is this user's own work, made on this machine.
+"""Seals: proof that a file was written by the same user on the same machine.
 
-HMAC-SHA256 (RFC 2104) under a random key that never leaves the private cache, over the text, the machine's id and the
-user's number. Anybody could write a path, a name or an id into the file; only the owner of the key can write a seal.
-The machine's id is included since machines may share a home directory.
+A seal is HMAC-SHA256 (RFC 2104) over the text, the machine's id and the user's number, under a random key that never
+leaves the private cache. Anybody could write a path, a name or an id into the file; only the owner of the key can write
+a seal. The machine's id is included since machines may share a home directory.
 """
 
 from __future__ import annotations
