@@ -57,7 +57,7 @@ class Chain:
         base = self.base(records, start)
         if not any(record.in_effect for record in records):
             return base.graph, RunRecord(list(records), None)
-        step = whole_step(base.step, records, self.final_tokens)
+        step = whole_step(base.step, records, self.final_tokens, self.passes[start:])
 
         def work() -> tuple[Graph, dict[str, Any]]:
             graph, passes = self.rebuilt(base, records, start)
@@ -115,7 +115,8 @@ class Chain:
         resolved, record, graph = self.passes[index], records[index], graph.clone()
         optimization = resolved.pass_class(resolved.config)
         effects = [effect(before) for before in records[:index]]
-        workspace = self.cache.workspace(base.step.then({"again": pass_facts(resolved), "after": effects}))
+        facts = [pass_facts(earlier) for earlier in self.passes[: index + 1]]
+        workspace = self.cache.workspace(base.step.then({"again": facts, "after": effects}))
         context = self.measurement.context(workspace)
         plan = optimization.check(graph, context)
         result = apply_pass(optimization, graph, plan, context, self.reproduce)

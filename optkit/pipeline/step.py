@@ -53,10 +53,17 @@ def pass_step(parent: Step, resolved: ResolvedPass, recipe: Recipe) -> Step:
     return parent.then({"pass": pass_facts(resolved), "settings": settings})
 
 
-def whole_step(parent: Step, records: Sequence[PassRecord], final_tokens: int) -> Step:
-    """The measurement of all passes of ``records`` together."""
+def whole_step(
+    parent: Step, records: Sequence[PassRecord], final_tokens: int, again: Sequence[ResolvedPass] = ()
+) -> Step:
+    """The measurement of all passes of ``records`` together.
+
+    Args:
+        again: the passes applied again after ``parent``, whose key does not have their options.
+    """
     effect = [[record.name, record.fallback] for record in records if record.in_effect]
-    return parent.then({"whole": effect, "tokens": final_tokens})
+    facts = [pass_facts(resolved) for resolved in again]
+    return parent.then({"whole": effect, "again": facts, "tokens": final_tokens})
 
 
 def pass_facts(resolved: ResolvedPass) -> list[Any]:

@@ -81,3 +81,11 @@ def test_whole_step_differs_with_what_is_in_effect() -> None:
     found = {whole_step(Step("0"), trial, 512).key for trial in (records, rolled_back, fallback)}
     assert len(found | {whole_step(Step("0"), records, 1024).key}) == 4
     assert whole_step(Step("0"), records, 512) == whole_step(Step("0"), [replace(r) for r in records], 512)
+
+
+def test_whole_step_differs_with_the_options_of_passes_that_are_applied_again() -> None:
+    def key(*overrides: str) -> str:
+        passes = resolve_passes(parse_recipe(TEXT, overrides=overrides))
+        return whole_step(Step("0"), [], 512, passes).key
+
+    assert key() == key("name=other") and key() != key("passes.int8.group_size=32")
