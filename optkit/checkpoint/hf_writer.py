@@ -1,8 +1,9 @@
 """Writes a graph as a Hugging Face model directory: what transformers and vLLM load.
 
-Tensors keep their checkpoint names. Quantized layers are in the formats of compressed-tensors (stored_layers.py),
-described by ``quantization_config`` in config.json, whatever format the source was in. An output head that was tied to
-the embedding and has a weight of its own in the graph, quantized or float, is untied in the config.
+Tensors keep their checkpoint names. Quantized layers are in the formats of compressed-tensors
+(``compressed_tensors_writer``), described by ``quantization_config`` in config.json, whatever format the source was
+in. An output head that was tied to the embedding and has a weight of its own in the graph, quantized or float, is
+untied in the config.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ PROBE, PROBE_BLOCK = Point(tokens=11, sequences=3, context=37), 5
 ROWS = {PROBE.tokens: TOKENS, PROBE.sequences: LOGITS}
 SPLITS = {"aten.split_with_sizes.default", "aten.split.Tensor"}
 RESHAPES = {"aten.reshape.default", "aten.view.default"}
-BATCH = ("input_ids", "logits_index", "seq_lens", "block_tables")  # they tell the sizes of a batch
+BATCH = ("input_ids", "logits_index", "seq_lens", "block_tables")  # inputs with the sizes of a batch
 TYPES = (torch.float32, torch.int64, torch.int32, torch.uint8, torch.int8)
 WORTH_IT = 4  # ops: a program of fewer gains nothing over calling their kernels
 
