@@ -5,7 +5,7 @@ once. Import from the submodules:
 
 - ``optkit.capture.capture``: a Hugging Face causal LM becomes an ``optkit.graph.ir.Graph``;
 - ``optkit.passes``: the table of graph passes;
-- ``optkit.pipeline.driver``: check, predict, apply, verify, measure, keep or roll back;
+- ``optkit.pipeline.driver``: check, apply, verify, predict, measure, keep or roll back;
 - ``optkit.artifact``: write, verify and open the artifact directory;
 - ``optkit.runtime``: the engine for serving an artifact.
 """

@@ -102,7 +102,7 @@ def has_compiler() -> bool:
 
 
 class Undelimited(Exception):
-    """The graph's layers can't be told apart; the message says why."""
+    """The graph's layers can't be separated; the message has the reason."""
 
 
 def find_layers(graph: Graph) -> dict[int, list[fx.Node]]:

@@ -87,7 +87,7 @@ def _local(
     reference, source = _open(against, progress)
     windows = _windows(_tokenizer(directory, source), text, tokens, _length(candidate))
     progress(f"scoring {len(windows)} windows of {len(windows[0])} tokens")
-    reports = compare_many(reference, _forms(candidate), windows)
+    reports = compare_many(reference, _variants(candidate), windows)
     lines = [
         (f"{name} (steps of {form})" if form else name, value)
         for form, report in reports.items()
@@ -117,12 +117,12 @@ def _served(
     return report.to_dict(), _served_lines(report)
 
 
-def _forms(candidate: Any) -> dict[str, Any]:
+def _variants(candidate: Any) -> dict[str, Any]:
     """The variants of a model by name, for layers with several variants; else the model under an empty name."""
     from optkit.graph.variants import named
 
     model = getattr(candidate, "model", None)
-    limits = [form.limit for form in getattr(model, "forms", ()) if form.limit is not None]
+    limits = [variant.limit for variant in getattr(model, "variants", ()) if variant.limit is not None]
     if model is None or not limits:
         return {"": candidate}
     return {name: type(candidate)(model.at(tokens)) for name, tokens in named(limits).items()}

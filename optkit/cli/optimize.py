@@ -53,7 +53,7 @@ def optimize(
 ) -> None:
     """Compile a model by a recipe, measure every step, and write an artifact.
 
-    Each pass of the recipe is checked, predicted, applied, verified and measured through the runtime. A pass is kept
+    Each pass of the recipe is checked, applied, verified, predicted and measured through the runtime. A pass is kept
     only within the recipe's bounds. An interrupted run resumes: the cache keeps finished steps.
 
     Example: optkit optimize smollm2-135m --recipe ttft-cpu -o artifact/

@@ -91,6 +91,8 @@ def serve(
 
     Prints one line when ready. Ctrl-C ends the server, a second Ctrl-C at once. A dead engine is started again; exit
     code 1: the engine died again and again. A signal ends the server with exit code 0.
+
+    Example: optkit serve artifact/ --port 8000 --kv-cache-bytes 1GiB
     """
     need_extra("serve", "optkit serve")
     logs.configure(log_format.value)

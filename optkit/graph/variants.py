@@ -79,8 +79,8 @@ class SharedWeights:
     Weights are compared by name, since variants are clones of a graph.
     """
 
-    def __init__(self, forms: Sequence[Graph] = ()) -> None:
-        count = Counter(name for form in forms for name in form.weights)
+    def __init__(self, graphs: Sequence[Graph] = ()) -> None:
+        count = Counter(name for graph in graphs for name in graph.weights)
         self.names = {name for name in count if count[name] > 1}
         self.made: dict[Any, Any] = {}
 

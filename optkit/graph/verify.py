@@ -34,7 +34,7 @@ def verify(graph: Graph, *, lowered: bool = False) -> None:
     check_weights(graph)
     check_attention(graph)
     check_operands(graph, lowered)
-    check_forms(graph)
+    check_variants(graph)
     for point, block_size in POINTS:
         check_shapes(graph, point, block_size, lowered)
     check_vocabulary(graph)
@@ -99,13 +99,13 @@ def check_attention(graph: Graph) -> None:
         raise VerifyError(f"attention ops use the pools {sorted(pools)}, the layers have {expected}")
 
 
-def check_forms(graph: Graph) -> None:
+def check_variants(graph: Graph) -> None:
     """Variants are chosen by an int number of tokens, and are few, since each variant is lowered."""
     for node in graph.calls(reference.by_tokens):
         if type(variants.limit_of(node)) is not int:
             raise VerifyError(f"{node.name}: the limit {variants.limit_of(node)!r:.40} is not an int")
     if len(variants.limits(graph)) >= MAX_VARIANTS:
-        raise VerifyError(f"layers have more than {MAX_VARIANTS} forms")
+        raise VerifyError(f"layers have more than {MAX_VARIANTS} variants")
 
 
 def check_vocabulary(graph: Graph) -> None:

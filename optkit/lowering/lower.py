@@ -52,7 +52,7 @@ Specialize = Callable[[Graph], Specialized]  # takes a bound graph, and uses it 
 
 
 @dataclass(frozen=True)
-class Form:
+class LoweredVariant:
     """The function of a graph in steps of up to ``limit`` tokens; None is any number.
 
     ``special`` is a second function, for the steps of ``special.serves``; None without one.
@@ -88,58 +88,60 @@ class Form:
 class Executable:
     """A lowered graph: a call with the batch inputs of docs/architecture.md returns logits [L, V] float32.
 
-    ``forms`` are the variants by number of tokens (``optkit.graph.variants``), the last for any number.
+    ``variants`` are the variants by number of tokens (``optkit.graph.variants``), the last for any number.
     """
 
-    def __init__(self, forms: Sequence[Form]) -> None:
-        self.forms, meta = tuple(forms), forms[-1].meta
-        self.inputs = tuple(dict.fromkeys(name for form in forms for name in form.inputs))
+    def __init__(self, lowered: Sequence[LoweredVariant]) -> None:
+        self.variants, meta = tuple(lowered), lowered[-1].meta
+        self.inputs = tuple(dict.fromkeys(name for variant in lowered for name in variant.inputs))
         self.kv_specs: list[KVSpec] = list(meta.kv_specs)
         self.vocab_size = meta.vocab_size
         self.max_model_len = meta.max_model_len
         self.device = next((b.device for b in self.module.buffers()), torch.device("cpu"))
-        self.kernels = {name: kernel for form in forms for name, kernel in form.kernels.items()}
+        self.kernels = {name: kernel for variant in lowered for name, kernel in variant.kernels.items()}
 
     @property
     def module(self) -> fx.GraphModule:
         """The function for any number of tokens."""
-        return self.forms[-1].module
+        return self.variants[-1].module
 
     @property
     def special(self) -> Specialized | None:
         """The function that runs steps of some sizes instead of ``module``."""
-        return self.forms[-1].special
+        return self.variants[-1].special
 
     @property
     def form_limits(self) -> tuple[int, ...]:
         """The largest number of tokens of each variant but the last; empty without variants."""
-        return tuple(form.limit for form in self.forms if form.limit is not None)
+        return tuple(variant.limit for variant in self.variants if variant.limit is not None)
 
-    def form(self, tokens: int) -> Form:
+    def variant(self, tokens: int) -> LoweredVariant:
         """The variant for a step of ``tokens`` tokens."""
-        return next(form for form in self.forms if form.limit is None or tokens <= form.limit)
+        return next(variant for variant in self.variants if variant.limit is None or tokens <= variant.limit)
 
     def at(self, tokens: int) -> Executable:
         """The model with the variant for ``tokens`` tokens in steps of any number."""
-        return Executable([replace(self.form(tokens), limit=None)])
+        return Executable([replace(self.variant(tokens), limit=None)])
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the packed weights; shared memory counts once."""
         return sum(
-            {address(t): t.numel() * t.itemsize for form in self.forms for t in form.tensors()}.values()
+            {
+                address(t): t.numel() * t.itemsize for variant in self.variants for t in variant.tensors()
+            }.values()
         )
 
     def workspace_bytes(self, num_tokens: int, num_rows: int) -> int:
         """Working memory of native programs, in bytes, for a step of ``num_tokens`` tokens and ``num_rows`` rows of
         logits.
         """
-        return max(form.workspace_bytes((num_tokens, num_rows)) for form in self.forms)
+        return max(variant.workspace_bytes((num_tokens, num_rows)) for variant in self.variants)
 
     @torch.inference_mode()
     def __call__(self, inputs: Mapping[str, Tensor]) -> Tensor:
         tokens = inputs["input_ids"].shape[0]
-        return self.form(tokens).run(inputs, tokens)
+        return self.variant(tokens).run(inputs, tokens)
 
 
 def address(tensor: Tensor) -> int:
@@ -168,18 +170,18 @@ def lower(
     spans = variants.spans(graph)
     if not spans:
         working = graph if consume else graph.clone()
-        return Executable([lower_form(working, target, None, device, dtype, programs, specialize)])
+        return Executable([lower_variant(working, target, None, device, dtype, programs, specialize)])
     parts = [variants.at(graph, tokens) for tokens in spans.values()]
     shared = SharedWeights(parts)
     lowered = []
     for limit, part in zip([*variants.limits(graph), None], parts, strict=True):
-        lowered.append(lower_form(part, target, limit, device, dtype, programs, None, shared))
+        lowered.append(lower_variant(part, target, limit, device, dtype, programs, None, shared))
     if consume:
         graph.weights.clear()
     return Executable(lowered)
 
 
-def lower_form(
+def lower_variant(
     working: Graph,
     target: Target | None,
     limit: int | None,
@@ -188,7 +190,7 @@ def lower_form(
     programs: bool,
     specialize: Specialize | None,
     shared: SharedWeights | None = None,
-) -> Form:
+) -> LoweredVariant:
     """``working``, which is used up, as the function for steps of up to ``limit`` tokens; see ``lower``."""
     rounding = torch.float32
     if target is not None and target.kind == "cuda":
@@ -209,7 +211,7 @@ def lower_form(
     if native is not None:
         chosen |= {node.name: "native" for node in native.ops}
         native.install()
-    return Form(limit, graph_module(working, nn.Module()), working.meta, chosen, special)
+    return LoweredVariant(limit, graph_module(working, nn.Module()), working.meta, chosen, special)
 
 
 def check_experts(graph: Graph, picked: Container[fx.Node], target: Target) -> None:

@@ -6,7 +6,7 @@ are applied again, earlier passes are not.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +35,7 @@ class Chain:
         records: a record for each pass.
         last: the state after the last step.
         reproduce: writes a reproducer of a failing pass.
+        waiting: called before a wait for another run.
     """
 
     passes: Sequence[ResolvedPass]
@@ -45,6 +46,7 @@ class Chain:
     measurement: Measurement
     final_tokens: int
     reproduce: Reproduce
+    waiting: Callable[[], None]
 
     @property
     def quantizers(self) -> set[str]:
@@ -66,7 +68,7 @@ class Chain:
             self.measurement.measure(whole, reference, graph, self.final_tokens, spans)
             return graph, RunRecord(passes, whole.decided("kept", "")).to_dict()
 
-        state = self.cache.resume(step, base, work)
+        state = self.cache.resume(step, base, work, self.waiting)
         return state.graph, RunRecord.from_dict(state.record)
 
     def first_change(self, records: Sequence[PassRecord]) -> int:

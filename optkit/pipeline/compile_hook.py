@@ -1,4 +1,4 @@
-"""The door of the pipeline to compiled layers (the pass ``compile``); a graph without a compile plan passes through.
+"""Access of the pipeline to compiled layers (the pass ``compile``); a graph without a compile plan passes through.
 
 Compilation is kept out of the main path: docs/decisions/0009-compiled-code.md says why.
 """

@@ -95,7 +95,9 @@ class Pipeline:
             records.append(PassRecord.from_dict(state.record))
             self.progress(f"{resolved.entry.name}: {records[-1].decision}, {records[-1].reason}")
         reproduce = self.reproducer(state.step)
-        return Chain(passes, steps, records, state, cache, measurement, self.final_tokens, reproduce)
+        return Chain(
+            passes, steps, records, state, cache, measurement, self.final_tokens, reproduce, self.waiting
+        )
 
     def capture(self, cache: PassCache) -> State:
         """The captured model."""

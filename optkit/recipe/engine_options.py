@@ -44,7 +44,7 @@ def about(
         unit: of the value.
         recipe: the recipe's key for the same value, such as ``slo.ttft_ms``.
         flag: ``optkit serve`` has a flag for the option.
-        bounds: ``ge``, ``gt``, ``le``, ``lt``.
+        bounds: ``ge``, ``gt``, ``le``.
     """
     facts = {"group": group, "unit": unit, "recipe": recipe, "flag": flag}
     return msgspec.Meta(description=text, extra=facts, **bounds)
@@ -302,4 +302,12 @@ def checked(values: Mapping[str, Any]) -> EngineOptions:
     except msgspec.ValidationError as error:
         what, _, place = str(error).partition(" - at ")
         name = re.sub(r"[`$.]", "", place)
-        raise UserError(what.replace("`", ""), where=flag(name), fix="optkit serve --help") from error
+        raise UserError(what.replace("`", ""), where=flag(name), fix=_remedy(name)) from error
+
+
+def _remedy(name: str) -> str:
+    """The remedy for a wrong value of option ``name``."""
+    kind = value_type(name) if name in NAMES else None
+    if typing.get_origin(kind) is Literal:
+        return f"use {' or '.join(typing.get_args(kind))}"
+    return "optkit serve --help"

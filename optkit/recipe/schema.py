@@ -116,7 +116,6 @@ class Slo(_Section):
 class Runtime(_Section):
     """Sizes of the runtime for measuring and serving: the engine's options of the same names.
 
-
     The last two fields are for GPUs: the compute dtype, and the share of the GPU's memory for optkit. On a GPU the KV
     cache gets the rest of the share after weights and the largest step. ``kv_cache_bytes`` then counts only as an
     option of ``optkit serve``.

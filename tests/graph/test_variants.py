@@ -123,8 +123,10 @@ def test_weights_of_no_form_are_there_once() -> None:
 def test_lowered_for_a_gpu_each_form_is_fused_by_itself() -> None:
     graph = graph_with(FEW, ("fp8", {}), fused=True)
     model = lower(graph, H200, device="cpu", dtype=torch.float16)
-    few, many = ({getattr(n.target, "__name__", "") for n in form.module.graph.nodes} for form in model.forms)
-    assert [form.limit for form in model.forms] == [4, None]
+    few, many = (
+        {getattr(n.target, "__name__", "") for n in variant.module.graph.nodes} for variant in model.variants
+    )
+    assert [variant.limit for variant in model.variants] == [4, None]
     assert not any("quantize" in name for name in few) and any("quantize" in name for name in many)
 
 
@@ -195,7 +197,7 @@ def test_forms_are_few() -> None:
     graph = graph_with(FEW)
     for limit, node in enumerate(graph.calls(reference.by_tokens), 1):
         node.args = (*node.args[:3], limit)
-    with pytest.raises(VerifyError, match="more than 4 forms"):
+    with pytest.raises(VerifyError, match="more than 4 variants"):
         verify(graph)
 
 

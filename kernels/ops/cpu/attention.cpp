@@ -238,7 +238,7 @@ Schedule& plan(const Problem& p, int threads) {
     return schedule;
 }
 
-// Runs a task. Whoever finishes the last split of an item adds up its parts, in their order: no thread waits.
+// Runs a task. The thread that finishes the last split of an item adds up the parts, in their order: no thread waits.
 void run_task(const Problem& p, Schedule& s, const Functions& f, const Task& task, float* parts, Scratch& scratch) {
     const Item& item = s.items[task.item];
     if (task.split < 0) return f.all(p, item, scratch);

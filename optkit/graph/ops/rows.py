@@ -13,7 +13,7 @@ TORCH = "torch copies the rows"
 
 
 def by_tokens(few: Tensor, many: Tensor, positions: Tensor, limit: int) -> Tensor:
-    expect(few.shape == many.shape and few.dtype == many.dtype, "forms of a layer must give alike tensors")
+    expect(few.shape == many.shape and few.dtype == many.dtype, "variants of a layer must give alike tensors")
     expect(positions.ndim == 1 and type(limit) is int and limit > 0, "a limit is a number of tokens")
     return torch.empty_like(few, memory_format=torch.contiguous_format)
 

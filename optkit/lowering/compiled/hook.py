@@ -1,4 +1,4 @@
-"""The door to compiled layers for lowering, cost model and artifacts; a graph without a compile plan passes through."""
+"""Access to compiled layers for lowering, cost model and artifacts; a graph without a compile plan passes through."""
 
 from __future__ import annotations
 

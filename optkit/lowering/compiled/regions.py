@@ -22,7 +22,7 @@ from optkit.graph.ops import op_name
 from optkit.graph.shapes import Point, infer_shapes
 from optkit.kernels import reference
 
-# Three batches tell what each size depends on: the second has other sequences and blocks, the third more tokens.
+# Three batches show the dependences of each size: the second has other sequences and blocks, the third more tokens.
 # In the first all sizes differ, so that none are equal by chance.
 BATCHES = ((Point(11, 3, 37), 5), (Point(11, 4, 50), 6), (Point(12, 3, 37), 5))
 

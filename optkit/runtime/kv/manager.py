@@ -142,7 +142,7 @@ class KVManager:
             self._drop(node)
 
     def check(self, requests: Iterable[Request]) -> None:
-        """Raise AssertionError if the three books disagree."""
+        """Raise AssertionError if the three tables disagree."""
         requests = list(requests)
         self.blocks.check(request.block_table for request in requests)
         self.host_blocks.check()
@@ -236,7 +236,7 @@ class KVManager:
             self._drop(node)
 
     def _drop(self, node: Node) -> None:
-        """Take ``node`` out of all three books."""
+        """Take ``node`` out of all three tables."""
         if self.cache is not None:
             self.cache.drop(node)
         if node.host_block is not None:

@@ -101,20 +101,20 @@ class ChunkWriter:
 
     Args:
         head: id, model, kind.
-        form: the parts beside the text.
+        parts: the parts beside the text.
         include_usage: send the final usage chunk.
         continuous: also send the running usage in every chunk.
     """
 
     def __init__(
-        self, head: ResponseHead, form: ResponseParts, include_usage: bool = False, continuous: bool = False
+        self, head: ResponseHead, parts: ResponseParts, include_usage: bool = False, continuous: bool = False
     ) -> None:
         kind = "chat.completion.chunk" if head.is_chat else "text_completion"
         shared = {"id": head.reply_id, "object": kind, "created": head.created, "model": head.model}
         self._begin = b"data: " + encode(shared)[:-1] + b',"choices":['
-        self._is_chat, self._form = head.is_chat, form
+        self._is_chat, self._parts = head.is_chat, parts
         self._include_usage, self._continuous = include_usage, include_usage and continuous
-        count = len(form.formats)
+        count = len(parts.formats)
         self._counts, self._started = [0] * count, [False] * count
         self._firsts: list[FirstToken | None] = [None] * count
 
@@ -123,7 +123,7 @@ class ChunkWriter:
         self._counts[delta.choice] = delta.num_tokens
         self._firsts[delta.choice] = self._firsts[delta.choice] or delta.first
         finish = b"null" if delta.finish_reason is None else encode(delta.finish_reason.value)
-        in_choice, in_chunk = self._token_ids(delta) if self._form.show_ids else (b"", b"")
+        in_choice, in_chunk = self._token_ids(delta) if self._parts.show_ids else (b"", b"")
         choice = b'{"index":%d,%b,"logprobs":%b,"finish_reason":%b%b}' % (
             delta.choice,
             self._text(delta),
@@ -138,7 +138,7 @@ class ChunkWriter:
         """The usage event, if asked for, and the end of the stream."""
         if not self._include_usage:
             return DONE
-        total = encode(self._form.total_usage(sum(self._counts), self._firsts))
+        total = encode(self._parts.total_usage(sum(self._counts), self._firsts))
         return self._begin + b'],"usage":' + total + b"}\n\n" + DONE
 
     def _text(self, delta: Delta) -> bytes:
@@ -155,19 +155,19 @@ class ChunkWriter:
         started = any(self._started) if self._is_chat else self._started[delta.choice]
         if started:
             return ids, b""
-        prompt = b',"prompt_token_ids":' + encode(self._form.prompt_of(delta.choice))
+        prompt = b',"prompt_token_ids":' + encode(self._parts.prompt_of(delta.choice))
         return (ids, prompt) if self._is_chat else (ids + prompt, b"")
 
     def _logprobs(self, delta: Delta) -> bytes:
-        form = self._form.formats[delta.choice]
-        return b"null" if form is None or not delta.logprobs else encode(form.write(delta.logprobs))
+        written = self._parts.formats[delta.choice]
+        return b"null" if written is None or not delta.logprobs else encode(written.write(delta.logprobs))
 
     def _running_usage(self, delta: Delta) -> bytes:
         if not self._include_usage:
             return b""
         if not self._continuous:
             return b',"usage":null'
-        counts = len(self._form.prompt_of(delta.choice)), delta.num_tokens
+        counts = len(self._parts.prompt_of(delta.choice)), delta.num_tokens
         return b',"usage":' + encode(usage(*counts, [self._firsts[delta.choice]]))
 
 
@@ -176,7 +176,7 @@ def error_event(error: ApiError) -> bytes:
     return b"data: " + error.body() + b"\n\n" + DONE
 
 
-def whole_response(head: ResponseHead, form: ResponseParts, answers: list[Delta]) -> bytes:
+def whole_response(head: ResponseHead, parts: ResponseParts, answers: list[Delta]) -> bytes:
     """The JSON body of an answer without streaming."""
     firsts = [answer.first for answer in answers]
     body: dict[str, object] = {
@@ -184,23 +184,23 @@ def whole_response(head: ResponseHead, form: ResponseParts, answers: list[Delta]
         "object": "chat.completion" if head.is_chat else "text_completion",
         "created": head.created,
         "model": head.model,
-        "choices": [_choice(head, form, answer) for answer in answers],
-        "usage": form.total_usage(sum(answer.num_tokens for answer in answers), firsts),
+        "choices": [_choice(head, parts, answer) for answer in answers],
+        "usage": parts.total_usage(sum(answer.num_tokens for answer in answers), firsts),
     }
-    if form.show_ids and head.is_chat:
-        body["prompt_token_ids"] = form.prompt_of(0)
+    if parts.show_ids and head.is_chat:
+        body["prompt_token_ids"] = parts.prompt_of(0)
     return encode(body)
 
 
-def _choice(head: ResponseHead, form: ResponseParts, answer: Delta) -> dict[str, object]:
+def _choice(head: ResponseHead, parts: ResponseParts, answer: Delta) -> dict[str, object]:
     reason = answer.finish_reason.value if answer.finish_reason else None
     content: dict[str, object] = {"text": answer.text}
     if head.is_chat:
         content = {"message": {"role": "assistant", "content": answer.text, "refusal": None}}
-    written = form.formats[answer.choice]
+    written = parts.formats[answer.choice]
     logprobs = written.write(answer.logprobs) if written else None
     choice = {"index": answer.choice, **content, "logprobs": logprobs, "finish_reason": reason}
-    if form.show_ids:
+    if parts.show_ids:
         choice["token_ids"] = answer.token_ids
-        choice |= {} if head.is_chat else {"prompt_token_ids": form.prompt_of(answer.choice)}
+        choice |= {} if head.is_chat else {"prompt_token_ids": parts.prompt_of(answer.choice)}
     return choice
