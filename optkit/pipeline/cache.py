@@ -237,7 +237,7 @@ class PassCache:
 
 
 def surplus(entries: list[Path], keep: int) -> list[Path]:
-    """The first of ``entries``, oldest first, all but the last ``keep``."""
+    """The oldest of ``entries``, in order of age: all except the newest ``keep``."""
     return entries[: max(0, len(entries) - keep)]
 
 
