@@ -152,7 +152,7 @@ def check_attention(layers: dict[int, list[fx.Node]]) -> None:
             raise Undelimited(f"layer {index} has {count} attention ops, not one")
 
 
-# -- choosing those that are alike -------------------------------------------------------------------------
+# -- choice of equal layers --------------------------------------------------------------------------------
 
 
 def plan_layers(graph: Graph, layers: dict[int, list[fx.Node]]) -> Plan:

@@ -49,7 +49,7 @@ class PruneRows(Pass):
 def row_by_row_before(select: fx.Node) -> list[fx.Node]:
     """The ops, in order, whose results only reach ``select``, row by row."""
     inside = {select}
-    for node in reversed(list(select.graph.nodes)):  # readers come before what they read
+    for node in reversed(list(select.graph.nodes)):  # readers come before their inputs
         if node.users and is_row_by_row(node) and all(user in inside for user in node.users):
             inside.add(node)
     inside.remove(select)

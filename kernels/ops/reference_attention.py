@@ -23,7 +23,7 @@ from torch import Tensor
 from optkit.kernels.reference_fp8 import quantize_fp8_per_token
 
 KV_SCALE_BYTES = 4  # of the float32 scale of an int8 or float8 KV row
-KV_CODES = {torch.int8: torch.int8, torch.uint8: torch.float8_e4m3fn}  # what a pool of this type holds
+KV_CODES = {torch.int8: torch.int8, torch.uint8: torch.float8_e4m3fn}  # type of a pool -> type of the codes
 
 
 def rope_table(positions: Tensor, inv_freq: Tensor, scale: float = 1.0) -> tuple[Tensor, Tensor]:

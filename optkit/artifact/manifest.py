@@ -7,7 +7,7 @@ layouts of optkit alone, ``recipe.yaml`` the resolved recipe, ``report.html`` an
 all other files are data (docs/artifact.md). The manifest lists every file with sha256 and size.
 
 Times are in the reports and the code tier alone (``MEASURED``). Every other byte follows from source, recipe, versions
-and decisions; ``digest`` in the manifest is a single hash of all files without times.
+and decisions; ``digest`` in the manifest is a hash of the manifest without the entries of files with times.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from optkit.errors import UserError
 
 SHIPPED = "shipped"
 MAX_FILE_BYTES = 1 << 30
-MIN_SAMPLE_TOKENS = 8  # tokens: a sample of fewer says nothing of how a layer is used
+MIN_SAMPLE_TOKENS = 8  # tokens: shorter samples are not typical inputs of a layer
 
 
 class Calibration(BaseModel):

@@ -4,7 +4,7 @@ A pass that calibrates names activations, in execution order. ``Walk.values`` co
 activation, for all windows of text, and yields the values window by window. Afterwards the walk keeps only values with
 readers in the rest of the graph (between decoder layers: the hidden states). The rest of the graph may be rewritten
 before the walk goes on: GPTQ replaces the layers that read an activation, and later layers see the rounding errors. A
-walk computes only the ancestors of the named activation: attention inputs of the last layer don't need the last MLP.
+walk computes only the ancestors of the named activation: for the inputs of the last attention the last MLP is not run.
 
 ``state`` saves a walk, and ``restore`` continues the walk in another process; values absent from the state are computed
 again. Kernels are the runtime's, so activations are the same as in serving. On a GPU activations are computed on the

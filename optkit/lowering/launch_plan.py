@@ -115,7 +115,7 @@ class Programs:
         Kernels must be bound: their weights packed.
         """
         arena, calls = Arena(), 0
-        if not self.graph.meta.kv_specs:  # without a pool nothing says how large a block is
+        if not self.graph.meta.kv_specs:  # without a pool the block size is unknown
             return 0
         for _, nodes in sorted(self.stages.items()):
             if sum(node in self.ops for node in nodes) >= WORTH_IT:

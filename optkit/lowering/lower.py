@@ -1,9 +1,9 @@
 """Lowering: the kernel of each op of a graph, and the graph as a Python function.
 
-``lower`` picks a kernel per node (``kernels.select``, or the kernel pinned by a pass), lets kernels pack their
-weights once, and compiles the FX graph to straight-line Python: no interpreter at run time, values freed after their
-last use. Runs of native kernels become programs (``optkit.lowering.launch_plan``). A second function, over the same
-packed weights, may run steps of some sizes (``Specialize``).
+``lower`` picks a kernel per node (``kernels.select``, or the kernel pinned by a pass), packs the kernels' weights once,
+and compiles the FX graph to straight-line Python: no interpreter at run time, values freed after the last use. Runs
+of native kernels become programs (``optkit.lowering.launch_plan``). A second function, over the same packed weights,
+may run steps of some sizes (``Specialize``).
 """
 
 from __future__ import annotations

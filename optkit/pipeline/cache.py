@@ -45,7 +45,7 @@ from optkit.pipeline.step import Step
 KEEP = 24  # states; the oldest beyond this are removed
 KEEP_WORKSPACES = 2
 WORKSPACE, WRITING = ".part-", ".tmp-"
-PRIVATE = re.compile(r"\.part-[^-]+-[^-]+")  # a workspace that one run alone can use
+PRIVATE = re.compile(r"\.part-[^-]+-[^-]+")  # a workspace of a single run
 
 Work = Callable[[], tuple[Graph, Mapping[str, Any]]]
 
@@ -58,7 +58,7 @@ class PassCache:
         self.source = open_source(source)
         self.locks = Locks(self.root)
         self.used: dict[str, int] = {}  # keys of states, and the descriptors that hold them
-        self.verified: set[str] = set()  # keys of used states whose files were found whole
+        self.verified: set[str] = set()  # keys of used states with whole files
         self.files: dict[str, Any] = {}  # open files of tensors, by key
         self.workspaces: dict[str, Path] = {}
 
@@ -237,7 +237,7 @@ class PassCache:
 
 
 def surplus(entries: list[Path], keep: int) -> list[Path]:
-    """The first of ``entries``, oldest first, all but the last ``keep``."""
+    """The oldest of ``entries``, in order of age: all except the newest ``keep``."""
     return entries[: max(0, len(entries) - keep)]
 
 

@@ -1,6 +1,7 @@
-"""Access of the pipeline to compiled layers (the pass ``compile``); a graph without a compile plan passes through.
+"""The interface of the pipeline to compiled layers (the pass ``compile``).
 
-Compilation is kept out of the main path: docs/decisions/0009-compiled-code.md says why.
+A graph without a compile plan passes through unchanged. Compilation is kept out of the main path; the reasons are in
+docs/decisions/0009-compiled-code.md.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def open_engine(artifact_dir: str, **given: Any) -> Engine:
     """The engine of an artifact, for programs with the engine in their own process.
 
     Args:
-        given: options by name. The recipe states the rest, else the defaults.
+        given: options by name. Other options come from the recipe, else from the defaults.
 
     Raises:
         UserError: as ``load_engine``, or an unknown option, or a value out of bounds.
@@ -133,7 +133,7 @@ def make_engine(
     cost: CostModel,
     target: Target | None = None,
 ) -> Engine:
-    """The engine for where the model is."""
+    """The engine for the device of ``model``: ``gpu``, or the CPU where ``gpu`` is None."""
     if gpu is None:
         runner = ModelRunner(model, config.num_blocks, config.block_size)
         return Engine(runner, config, store, guesses, cost=cost)

@@ -53,7 +53,7 @@ def gptq(
     if not bool(hessian.isfinite().all()):
         raise ValueError("the calibration activations are not finite")
     order = hessian.diagonal().argsort(descending=True, stable=True) if actorder else torch.arange(k)
-    rest = weight.to(torch.float32).T[order].contiguous()  # [K, N], what is left to round
+    rest = weight.to(torch.float32).T[order].contiguous()  # [K, N], the weights not yet rounded
     factor = inverse_factor(hessian[order][:, order], damping)
     static = static_groups or actorder == "static" or fitted is not None
     group = group_of(k, size)

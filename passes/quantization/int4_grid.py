@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 LEVELS = 16
 HALF_ERROR = 2.0**-10  # of a scale; float16 rounds to half of it
-ON_GRID = 1 / 64  # of a step: values this close to a level were on the grid before a later rounding
+ON_GRID = 1 / 64  # of a step: values as close to a level were on the grid before an earlier rounding
 
 
 @dataclass(frozen=True)

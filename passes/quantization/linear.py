@@ -31,7 +31,7 @@ from optkit.passes.quantization.targets import (
 )
 from optkit.passes.rewriting.stack import site_name
 
-FORMS_SHARE = 0.7  # of the memory, for layers that are there twice; the rest is for KV
+FORMS_SHARE = 0.7  # of the memory, for layers in two forms; the rest is for KV
 
 
 class LinearQuantizationConfig(Config):

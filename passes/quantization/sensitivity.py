@@ -14,7 +14,7 @@ from optkit.calibration.walk import Walk
 from optkit.evaluation.quality import mean_kl
 from optkit.graph.ir import Graph
 
-EVERY = 2  # so many positions have one that is scored
+EVERY = 2  # every second position is scored
 
 
 class Divergence:

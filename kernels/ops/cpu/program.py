@@ -213,7 +213,7 @@ class Program:
         self.num_inputs, self.num_calls = builder.num_inputs, len(builder.calls)
         self.checked = [(i, *known) for i, known in enumerate(builder.expected) if known is not None]
         self.outputs = [(view.rows, view.shape, view.dtype) for view in builder.outputs]
-        self.constants: list[Tensor] = []  # whose addresses the calls hold
+        self.constants: list[Tensor] = []  # tensors with addresses in the calls
         calls, arguments = bytearray(), bytearray()
         for op, values in builder.calls:
             calls += CALL.pack(op, len(arguments) // ARGUMENT.size)

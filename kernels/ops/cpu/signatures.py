@@ -19,7 +19,7 @@ ENTRY = re.compile(r"^(FUNCTION|KERNEL)\((.*?)\)$", re.MULTILINE | re.DOTALL)
 # A pointer is passed as the integer of ``data_ptr()``; 0 is null.
 NUMBERS: dict[str, type] = {"int64_t": ctypes.c_int64, "int": ctypes.c_int, "float": ctypes.c_float}
 RESULTS: dict[str, type | None] = {"void": None, **NUMBERS}
-# The dtypes of what a kernel's pointer may point to.
+# The dtypes of tensors behind a kernel's pointers.
 DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     "float*": (torch.float32,),
     "uint8_t*": (torch.uint8,),

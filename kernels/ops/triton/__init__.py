@@ -1,7 +1,7 @@
-"""Kernels for NVIDIA GPUs, in Triton, and the choice between them and the vendor's.
+"""Kernels for NVIDIA GPUs, in Triton, and the choice between Triton's kernels and the vendor's.
 
-Importing this package is cheap. ``kernels`` imports Triton; without Triton (a CPU build of torch) there are no rows,
-and every op runs its reference.
+Importing the package is cheap. ``kernels`` imports Triton; without Triton (a CPU build of torch) there are no rows, and
+every op runs the reference.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The kernels of paged attention: tiles of queries by tensor cores, single queries by dot products, merged splits.
 
 All compute an online softmax (arXiv 2205.14135) in base 2, with accumulators in float32. A tile of keys is TILE
-positions, whatever the size of a page: its rows are gathered through the block table. K and V of int8 and E4M3 pools
+positions, whatever the size of a page: the rows are gathered through the block table. K and V of int8 and E4M3 pools
 are converted to the compute type without scales, exactly; K's scales multiply the scores and V's the weights: a
 product for each key in place of a product for each number.
 

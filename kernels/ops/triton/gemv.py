@@ -2,8 +2,8 @@
 
 A program owns a few output channels and runs over all of K: no partial sums cross programs, so the order of
 additions, and with the order every bit, is the same in each launch. A thread loads 16 bytes of a weight row at a time
-and multiplies them with every token's activations in float32, or in int32, which is exact, where both are integers.
-Tensor cores would not help: the arithmetic is a few instructions for each byte.
+and multiplies the values with every token's activations in float32, or in int32, which is exact, where both are
+integers. Tensor cores would not help: the arithmetic is a few instructions for each byte.
 """
 
 from __future__ import annotations

@@ -32,11 +32,11 @@ def e4m3_bytes(x):
     even = magnitude.to(tl.int32, bitcast=True)
     even += 0x7FFFF + (
         (even >> 20) & 1
-    )  # half of what is cut off, or just less where that would round to odd
+    )  # half of the dropped bits, or just less where half would round to odd
     normal = (even >> 20) - (120 << 3)  # the exponent's bias is 127 in one and 7 in the other
     subnormal = (magnitude + 16384.0).to(
         tl.int32, bitcast=True
-    ) & 0xF  # whose last bit is 2^-9, E4M3's step here
+    ) & 0xF  # the last bit is 2^-9, E4M3's step here
     code = tl.where(magnitude < 0.015625, subnormal, normal)
     code = tl.where(x == x, code, 0x7F)
     return (code | ((bits >> 24) & 0x80)).to(tl.uint8)

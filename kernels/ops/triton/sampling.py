@@ -133,7 +133,7 @@ def digit_sums(
     inside = token < columns
     x = tl.load(logits + row * stride + token, mask=inside, other=float("-inf")).to(tl.float32) + 0.0
     place = ordered(x)
-    same = ((place ^ cut) >> shift) >> 4 == 0  # all digits before this one
+    same = ((place ^ cut) >> shift) >> 4 == 0  # all digits before the present digit
     counts = inside & (place >= floor) & same
     if MASS:
         mass = tl.where(counts, tl.exp2((x - top) * (1.4426950408889634 / t)), 0.0)

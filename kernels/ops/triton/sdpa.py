@@ -1,10 +1,10 @@
 """Attention of a whole prompt by the vendor's kernels: cuDNN's on Hopper, FlashAttention-2 elsewhere, through
 PyTorch.
 
-A sequence of new tokens only needs no cache to attend, and NVIDIA's dense kernels are hard to beat where arithmetic
+A sequence of only new tokens attends without the cache, and NVIDIA's dense kernels are hard to beat where arithmetic
 bounds. The runtime promises a whole prompt (``optkit.kernels.whole_prompt``); then the table of measured times
-decides by the number of tokens (``selection``). Rows of padding stand behind the prompt, where a causal mask hides
-them from all rows of the prompt.
+decides by the number of tokens (``selection``). Rows of padding stand behind the prompt, where the causal mask hides
+padding from all rows of the prompt.
 
 cuDNN makes a plan for each shape at its first call, in tens of milliseconds: captured graphs have few shapes and warm
 up before the capture. PyTorch's ``varlen_attn``, which would take several prompts, is FlashAttention-2, measured

@@ -1,4 +1,7 @@
-"""Access to compiled layers for lowering, cost model and artifacts; a graph without a compile plan passes through."""
+"""The interface of compiled layers for lowering, cost model and artifacts.
+
+A graph without a compile plan passes through unchanged.
+"""
 
 from __future__ import annotations
 

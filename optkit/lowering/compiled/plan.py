@@ -60,7 +60,7 @@ def region_source(graph: Graph, target: Target | None) -> RegionSource:
         kernel = kernel_of(graph, node, target)
         if kernel is not None:
             bind(graph, node, kernel)
-    region = Region.of(nodes)  # again: binding changed what it reads
+    region = Region.of(nodes)  # again: binding changed the region's inputs
     (attention,) = (args for function, args, _ in unbound if function is reference.attention)
     slots = attention[ops.RECORDS["attention"].positions["slot_mapping"]]
     targets = compiler_targets(region, unbound, values[0])

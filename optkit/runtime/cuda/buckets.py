@@ -62,7 +62,7 @@ def at_least(sizes: Sequence[int], wanted: int) -> int | None:
 
 
 def chunk_sizes(max_tokens: int) -> tuple[int, ...]:
-    """Token counts of chunk graphs: as far as a step may be large, and no further than pays."""
+    """Token counts of chunk graphs, up to the largest step and the largest of ``CHUNK_TOKENS``."""
     sizes = (*(size for size in CHUNK_TOKENS if size < max_tokens), min(max_tokens, CHUNK_TOKENS[-1]))
     return tuple(size for size in sizes if size > 1)  # one token is a decode
 

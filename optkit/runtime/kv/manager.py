@@ -51,8 +51,7 @@ class KVManager:
         return len(self._match(request)) * self.block_size
 
     def admit(self, request: Request, expected_tokens: int, spare: int = 0) -> bool:
-        """Allocate blocks for all tokens of ``request``, with KV as far as cached; False, with nothing changed, if too
-        few.
+        """Allocate blocks for all tokens of ``request``, with the cached KV; False, with nothing changed, without room.
 
         Args:
             spare: blocks to stay available afterwards.
@@ -76,7 +75,7 @@ class KVManager:
             self.num_hits += request.num_computed
 
     def reset_counters(self) -> None:
-        """Tokens looked up and found, blocks saved and loaded: since now."""
+        """Set the counters to 0: tokens looked up and found, blocks saved and loaded."""
         self.num_queries = self.num_hits = self.num_saves = self.num_loads = 0
 
     def grow(self, request: Request, num_tokens: int, expected_tokens: int) -> bool:
@@ -189,7 +188,7 @@ class KVManager:
         self.blocks.free(left)
 
     def _load(self, request: Request, node: Node, host_block: int, expected_tokens: int) -> bool:
-        """A block for the content of ``host_block``; False if an eviction for the block has replaced the content."""
+        """Load ``host_block`` into a new block; False if the eviction for the new block replaced the content."""
         self.blocks.extend(
             request.block_table, (len(request.block_table) + 1) * self.block_size, expected_tokens
         )

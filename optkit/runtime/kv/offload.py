@@ -45,7 +45,7 @@ class HostBlockTable:
         return loser
 
     def touch(self, node: Node) -> None:
-        """``node`` has just been asked for."""
+        """Mark the host block of ``node`` as the most recently used."""
         assert node.host_block is not None
         self._nodes.move_to_end(node.host_block)
 

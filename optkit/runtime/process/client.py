@@ -176,7 +176,7 @@ class EngineClient:
         return now - self._last_message >= self.silence_seconds
 
     def _tick(self) -> None:
-        """Leave out the time for which the API process was stopped and could receive nothing."""
+        """Exclude from the silence the time in which the API process was stopped and could receive nothing."""
         now = time.monotonic()
         stopped = now - self._last_tick - TICK_SECONDS
         if stopped > TICK_SECONDS:

@@ -52,9 +52,9 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[int | Failure]:
 
 
 def best_tokens(logits: Tensor) -> tuple[list[int], list[bool]]:
-    """The first largest logit of each row, and True for each row whose largest logit is finite; a NaN in a row is not.
+    """The first largest logit of each row, and True for each row with a finite largest logit.
 
-    On the CPU by numpy, whose argmax takes a tenth of torch's time on a row.
+    A row with NaN gives False. On the CPU numpy's argmax takes a tenth of torch's time on a row.
     """
     if logits.device.type == "cpu":
         rows = logits.numpy()

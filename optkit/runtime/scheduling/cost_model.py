@@ -65,7 +65,7 @@ def step_work(items: Iterable[ScheduledRequest]) -> StepWork:
 
 
 class CostModel:
-    """Predicts the time of steps; ``observe`` each measured step."""
+    """Predicts the time of steps; call ``observe`` after each measured step."""
 
     def __init__(self) -> None:
         self._set(np.ones_like(PRIOR))
@@ -75,7 +75,7 @@ class CostModel:
         self._units, self.coefficients = units, units * PRIOR
 
     def observe(self, shape: StepWork, seconds: float) -> None:
-        """A step of ``shape`` took ``seconds``."""
+        """Learn from a measured step: ``shape`` took ``seconds``."""
         if not MIN_SECONDS <= seconds <= MAX_SECONDS:  # a clock that jumped
             return
         predicted = max(self.seconds(shape), MIN_SECONDS)
