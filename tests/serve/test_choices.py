@@ -140,7 +140,8 @@ def test_completion_lists_say_where_each_token_starts() -> None:
 def test_no_logprobs_unless_asked() -> None:
     assert ask(CHAT, HELLO | {"max_tokens": 2})["choices"][0]["logprobs"] is None
     assert ask(CHAT, HELLO | {"max_tokens": 2, "logprobs": False})["choices"][0]["logprobs"] is None
-    zero = ask(COMPLETIONS, {"prompt": "x", "logprobs": 0, "max_tokens": 2})["choices"][0]["logprobs"]
+    sampled = {"prompt": "x", "logprobs": 0, "max_tokens": 2, "ignore_eos": True}
+    zero = ask(COMPLETIONS, sampled)["choices"][0]["logprobs"]
     assert [len(top) for top in zero["top_logprobs"]] == [1, 1]
 
 
