@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ NOT_YET: set[str] = set()
 NOT_YET_MODULES: set[str] = set()
 
 
+@cache
 def by_folder(root: Path = ROOT) -> dict[str, list[structure.Module]]:
     """Modules by the folder that holds them."""
     found: dict[str, list[structure.Module]] = defaultdict(list)
