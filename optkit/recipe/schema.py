@@ -25,7 +25,7 @@ from pydantic import (
     WithJsonSchema,
 )
 
-from optkit.recipe.engine_options import DEFAULT_KV_CACHE_BYTES, DEFAULTS, bounds
+from optkit.recipe.engine_options import DEFAULT_KV_CACHE_BYTES, DEFAULTS, MAX_TOKENS, bounds
 from optkit.recipe.strict_yaml import Document, dump
 
 TargetName = Literal["cpu", "cuda-h100", "cuda-h200", "cuda-a100"]
@@ -60,7 +60,7 @@ Bytes = Annotated[
     Field(**bounds("kv_cache_bytes")),
     WithJsonSchema({"anyOf": [{"type": "integer"}, {"type": "string", "pattern": f"^{_SIZE.pattern}$"}]}),
 ]
-Tokens = Annotated[int, Field(ge=1, le=1 << 24)]
+Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 PromptLengths = Annotated[tuple[Tokens, ...], Field(min_length=1, max_length=32, strict=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
