@@ -4,14 +4,16 @@ Two executables are measured in *pairs*: rounds alternate between the two, so dr
 and the ratio of medians is the reliable number. Prefill runs a whole prompt in chunks of the recipe's token budget.
 Decode runs a token of each of ``batch`` sequences, with the longest prompt as context. On a GPU steps are replayed as
 captured graphs, as in serving: a decode launched kernel by kernel would measure the host.
+
+Three rounds are measured, and more until the caller has enough, up to ``MAX_ROUNDS``.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 
 import torch
 
@@ -22,7 +24,7 @@ from optkit.recipe.schema import Recipe
 from optkit.runtime.runner import ModelRunner
 from optkit.runtime.types import Batch, EngineRequest, Request, SamplingParams, ScheduledRequest
 
-ROUNDS = 3
+ROUNDS, MAX_ROUNDS = 3, 6
 SETTLE_SECONDS = 0.4  # shorter steps are repeated up to this total
 
 
@@ -43,6 +45,32 @@ class StepTime:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class PairedTimes:
+    """Seconds of a step by workload point (``Point.label``), a number a round; both sides have equal rounds."""
+
+    before: dict[str, list[float]] = field(default_factory=dict)
+    after: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, label: str, before: float, after: float) -> None:
+        """Add the times of a round."""
+        self.before.setdefault(label, []).append(before)
+        self.after.setdefault(label, []).append(after)
+
+    def rounds(self) -> Iterator[tuple[dict[str, float], dict[str, float]]]:
+        """Seconds by workload point, before and after, of each round."""
+        for index in range(len(next(iter(self.before.values())))):
+            before, after = ({label: v[index] for label, v in s.items()} for s in (self.before, self.after))
+            yield before, after
+
+    def summary(self) -> dict[str, list[dict[str, float]]]:
+        """``StepTime`` [before, after] as dicts, by workload point."""
+        return {
+            label: [StepTime.of(side[label]).to_dict() for side in (self.before, self.after)]
+            for label in self.before
+        }
+
+
 def workload_points(recipe: Recipe) -> list[Point]:
     """The steps to predict and to measure: a prefill for each prompt length, and a decode."""
     workload = recipe.workload
@@ -52,28 +80,47 @@ def workload_points(recipe: Recipe) -> list[Point]:
 
 
 def measure_pair(
-    before: Executable, after: Executable, recipe: Recipe
-) -> tuple[dict[str, StepTime], dict[str, StepTime]]:
-    """Timings of both executables at every workload point, by ``Point.label``."""
-    results: tuple[dict[str, StepTime], dict[str, StepTime]] = ({}, {})
-    for point in workload_points(recipe):
-        steps = [step_function(model, point, recipe) for model in (before, after)]
-        samples = interleaved(steps)
-        for result, values in zip(results, samples, strict=True):
-            result[point.label] = StepTime.of(values)
-    return results
+    before: Executable, after: Executable, recipe: Recipe, enough: Callable[[PairedTimes], bool]
+) -> PairedTimes:
+    """Times of both executables at every workload point, in rounds until ``enough`` or ``MAX_ROUNDS``."""
+    pairs = {
+        point.label: [Repeated.settled(step_function(model, point, recipe)) for model in (before, after)]
+        for point in workload_points(recipe)
+    }
+    times = PairedTimes()
+    for number in range(1, MAX_ROUNDS + 1):
+        for label, (old, new) in pairs.items():
+            times.add(label, old.seconds(), new.seconds())
+        if number >= ROUNDS and enough(times):
+            break
+    return times
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """A step, repeated often enough for a clock."""
+
+    step: Callable[[], None]
+    repeats: int
+
+    @staticmethod
+    def settled(step: Callable[[], None], rounds: int = ROUNDS) -> Repeated:
+        """``step`` after a warm-up, repeated so that ``rounds`` rounds take ``SETTLE_SECONDS``."""
+        step()
+        return Repeated(step, max(1, min(50, int(SETTLE_SECONDS / max(timed(step, 1), 1e-6) / rounds))))
+
+    def seconds(self) -> float:
+        """Seconds a call, now."""
+        return timed(self.step, self.repeats)
 
 
 def interleaved(steps: Sequence[Callable[[], None]], rounds: int = ROUNDS) -> list[list[float]]:
     """Seconds per call of each function, ``rounds`` times in alternation after a warm-up."""
-    repeats = []
-    for step in steps:
-        step()
-        repeats.append(max(1, min(50, int(SETTLE_SECONDS / max(timed(step, 1), 1e-6) / rounds))))
+    settled = [Repeated.settled(step, rounds) for step in steps]
     samples: list[list[float]] = [[] for _ in steps]
     for _ in range(rounds):
-        for index, step in enumerate(steps):
-            samples[index].append(timed(step, repeats[index]))
+        for values, step in zip(samples, settled, strict=True):
+            values.append(step.seconds())
     return samples
 
 
@@ -88,7 +135,7 @@ def step_function(model: Executable, point: Point, recipe: Recipe) -> Callable[[
     """A function that runs ``point`` once on ``model``: all chunks of a prefill, or a decode step."""
     block = recipe.runtime.block_size
     per_sequence = -(-(point.context + 1) // block)
-    if point.tokens == point.sequences:
+    if point.is_decode:
         decodes = (
             ScheduledRequest(sequence(i, point.context, point.context - 1, per_sequence, model.vocab_size), 1)
             for i in range(point.sequences)

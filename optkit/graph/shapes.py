@@ -34,8 +34,13 @@ class Point:
     context: int = 1
 
     @property
+    def is_decode(self) -> bool:
+        """True for a token of each sequence after earlier tokens; the only token of a prompt is a prefill."""
+        return self.tokens == self.sequences and self.context > 1
+
+    @property
     def label(self) -> str:
-        return f"decode@{self.context}" if self.tokens == self.sequences else f"prefill {self.tokens}"
+        return f"decode@{self.context}" if self.is_decode else f"prefill {self.tokens}"
 
 
 def infer_shapes(

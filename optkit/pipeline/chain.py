@@ -65,7 +65,8 @@ class Chain:
             graph, passes = self.rebuilt(base, records, start)
             whole = PassRecord.planned("whole", {}, Plan())
             reference, spans = self.measurement.reference, variants.spans(graph)
-            self.measurement.measure(whole, reference, graph, self.final_tokens, spans)
+            lowered = self.measurement.measure_costs(whole, reference, graph)
+            self.measurement.measure_quality(whole, lowered, self.final_tokens, spans)
             return graph, RunRecord(passes, whole.decided("kept", "")).to_dict()
 
         state = self.cache.resume(step, base, work, self.waiting)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import geometric_mean
 
+from optkit.pipeline.explain import objective_sentence
 from optkit.pipeline.records import PassRecord, worst
 from optkit.recipe.schema import Accept
 
@@ -14,14 +15,17 @@ class Evidence:
     """The numbers behind a decision: quality against the source, speed against before, weight bytes after.
 
     Where layers have several variants, quality is of the worst, in steps of ``steps`` (``up to 4 tokens``).
+    ``worse`` names a loss of the recipe's objective; it is empty without a loss.
     """
 
     kld: float
     top1: float
     ppl_ratio: float
     speedup: float
+    decode_speedup: float
     memory_bytes: int
     steps: str = ""
+    worse: str = ""
 
     @staticmethod
     def of(record: PassRecord) -> Evidence:
@@ -29,14 +33,22 @@ class Evidence:
 
         quality = record.quality
         prefills = [label for label in record.measured if label.startswith("prefill")]
+        decodes = [label for label in record.measured if label not in prefills]
         return Evidence(
             kld=quality["kl_mean"]["value"],
             top1=quality["top1_agreement"]["value"],
             ppl_ratio=exp(quality["ln_ppl_ratio"]["value"]),
             speedup=geometric_mean(record.speedup(label) for label in prefills),
+            decode_speedup=geometric_mean(record.speedup(label) for label in decodes),
             memory_bytes=record.weight_bytes[1],
             steps=worst(record.forms) if record.forms else "",
+            worse=loss(record),
         )
+
+
+def loss(record: PassRecord) -> str:
+    """A loss of the recipe's objective in words; empty without a loss."""
+    return objective_sentence(record) if record.objective.get("worse") else ""
 
 
 def decide(bounds: Accept, evidence: Evidence) -> tuple[bool, str]:
@@ -70,6 +82,7 @@ def misses(bounds: Accept, evidence: Evidence) -> list[str]:
     lower = (
         (f"top-1 agreement{where}", evidence.top1, bounds.min_top1, ".2%"),
         ("prefill speedup", evidence.speedup, bounds.min_speedup, ".3f"),
+        ("decode speedup", evidence.decode_speedup, bounds.min_decode_speedup, ".3f"),
     )
     for name, value, bound, form in upper:
         if bound is not None and not value <= bound:
@@ -77,4 +90,4 @@ def misses(bounds: Accept, evidence: Evidence) -> list[str]:
     for name, value, bound, form in lower:
         if bound is not None and not value >= bound:
             found.append(f"{name} {value:{form}} is below {bound:{form}}")
-    return found
+    return [*found, evidence.worse] if evidence.worse else found

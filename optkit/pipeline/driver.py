@@ -89,7 +89,7 @@ class Pipeline:
         steps, records = [state.step], list[PassRecord]()
         for resolved in passes:
             after_inexact = any(record.in_effect and not record.exact for record in records)
-            judge = PassJudge(measurement, resolved.entry.accept, after_inexact)
+            judge = PassJudge(measurement, resolved.entry.accept, resolved.entry.keep, after_inexact)
             state = self.advance(state, resolved, judge, cache)
             steps.append(state.step)
             records.append(PassRecord.from_dict(state.record))

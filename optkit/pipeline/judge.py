@@ -14,13 +14,14 @@ from optkit.calibration.samples import Calibration
 from optkit.checkpoint.insertion import fall_back, quantized_sites
 from optkit.graph import variants
 from optkit.graph.ir import Graph
+from optkit.lowering.lower import Executable
 from optkit.pipeline import fallback
 from optkit.pipeline.chain import Chain
 from optkit.pipeline.compile_hook import build_code
-from optkit.pipeline.decision import Evidence, decide, excess_share, missed_quality
+from optkit.pipeline.decision import Evidence, decide, excess_share, loss, missed_quality
 from optkit.pipeline.measurement import Measurement
 from optkit.pipeline.records import PassRecord, RunRecord, worst
-from optkit.recipe.schema import Accept
+from optkit.recipe.schema import Accept, Keep
 
 # Bounds of passes that change no number but its rounding, by the type that the target computes in.
 EXACT_BOUNDS = {
@@ -29,6 +30,11 @@ EXACT_BOUNDS = {
     "bfloat16": Accept(max_kld=2e-3, min_top1=0.97),
 }
 EXACT_TOKENS, PASS_TOKENS = 512, 4096
+OF_THE_WHOLE = {
+    "min_speedup",
+    "min_decode_speedup",
+    "max_memory_bytes",
+}  # bounds of a recipe, not of each pass
 
 
 # -- one pass ----------------------------------------------------------------------------------------------
@@ -40,11 +46,13 @@ class PassJudge:
 
     Attributes:
         accept: the bounds of the pass.
+        keep: ``always`` keeps a pass that makes the objective worse.
         after_inexact: True after a pass that changed values; exactness can't be measured any more.
     """
 
     measurement: Measurement
     accept: Accept
+    keep: Keep
     after_inexact: bool
 
     def __call__(self, before: Graph, candidate: Graph, record: PassRecord) -> Graph:
@@ -52,16 +60,29 @@ class PassJudge:
         m = self.measurement
         if not build_code(candidate, record, m.recipe, m.target, m.progress):
             return before
-        bounds = self.bounds(record)
-        self.measure(record, before, candidate)
-        kept, reason = decide(bounds, Evidence.of(record))
-        record.decided("kept" if kept else "rolled back", reason)
+        lowered = m.measure_costs(record, before, candidate)
+        if loss(record) and self.keep != "always":
+            record.decided("rolled back", loss(record))
+            return before
+        self.measure_quality(record, before, candidate, lowered)
+        bounds, evidence = self.bounds(record), self.evidence(record)
+        kept, reason = decide(bounds, evidence)
+        record.decided("kept" if kept else "rolled back", reason + self.remark(record))
         if kept:
             return candidate
         sites = quantized_sites(candidate).keys() - quantized_sites(before).keys()
-        if sites and missed_quality(bounds, Evidence.of(record)):
+        if sites and missed_quality(bounds, evidence):
             return self.fall_back(before, candidate, record, sites)
         return before
+
+    def evidence(self, record: PassRecord) -> Evidence:
+        """The evidence in ``record``; without a loss of the objective if the recipe says ``keep: always``."""
+        evidence = Evidence.of(record)
+        return replace(evidence, worse="") if self.keep == "always" else evidence
+
+    def remark(self, record: PassRecord) -> str:
+        """A clause for the reason: a loss of the objective that ``keep: always`` accepts; empty without a loss."""
+        return f"; {loss(record)}, accepted by keep: always" if self.keep == "always" and loss(record) else ""
 
     def bounds(self, record: PassRecord) -> Accept:
         """The bounds of the pass and of the recipe."""
@@ -71,11 +92,11 @@ class PassJudge:
     def counts_as_exact(self, record: PassRecord) -> bool:
         return record.exact and not self.after_inexact
 
-    def measure(self, record: PassRecord, before: Graph, after: Graph) -> None:
+    def measure_quality(self, record: PassRecord, before: Graph, after: Graph, lowered: Executable) -> None:
         """Measure ``after``; the widest of the changed variants."""
         tokens = EXACT_TOKENS if self.counts_as_exact(record) else PASS_TOKENS
         changed = list(variants.changed(before, after).items())
-        self.measurement.measure(record, before, after, tokens, dict(changed[-1:]))
+        self.measurement.measure_quality(record, lowered, tokens, dict(changed[-1:]))
 
     def fall_back(self, before: Graph, candidate: Graph, record: PassRecord, sites: Collection[str]) -> Graph:
         """Let the most sensitive of ``sites`` fall back to float until the bounds hold; roll back if none do."""
@@ -86,13 +107,15 @@ class PassJudge:
         for chosen in fallback.choices(losses, excess_share(bounds, Evidence.of(record))):
             self.measurement.progress(f"{record.name}: {len(chosen)} of {len(losses)} layers back in float")
             reduced = fall_back(candidate, set(chosen))
-            self.measure(trial, before, reduced)
-            kept, held = decide(bounds, Evidence.of(trial))
+            lowered = self.measurement.measure_costs(trial, before, reduced)
+            self.measure_quality(trial, before, reduced, lowered)
+            kept, held = decide(bounds, self.evidence(trial))
             if kept:
                 record.take_evidence(trial)
                 record.fallback, record.changed = chosen, record.changed - len(chosen)
                 count = f"{len(chosen)} of {len(losses)} layers"
-                record.decided("reduced", f"{missed}; with the most sensitive {count} back in float: {held}")
+                reason = f"{missed}; with the most sensitive {count} back in float: {held}"
+                record.decided("reduced", reason + self.remark(trial))
                 return reduced
         record.decided("rolled back", f"{missed}, also with half of the layers in float")
         return before
@@ -104,9 +127,7 @@ def bounds_for(exact: Accept | None, own: Accept, recipe: Accept) -> Accept:
     After an inexact pass no pass counts as exact: a last-bit difference flips later roundings, and the noise is as
     large as the noise of quantization. A pass without ``exact`` is held to the recipe's bounds against the source.
     """
-    values = recipe.model_dump(exclude={"min_speedup", "max_memory_bytes"}) | own.model_dump(
-        exclude_none=True
-    )
+    values = recipe.model_dump(exclude=OF_THE_WHOLE) | own.model_dump(exclude_none=True)
     if exact is not None:
         tight = exact.max_kld or 0.0
         values["max_kld"] = min(tight, tight if values["max_kld"] is None else values["max_kld"])
@@ -139,17 +160,26 @@ def judge_whole(chain: Chain) -> tuple[Graph, RunRecord]:
         graph, run = chain.measure(records)
         if run.whole is None:
             return graph, run
-        kept, reason = decide(accept, Evidence.of(run.whole))
-        inexact = [index for index, r in enumerate(run.passes) if r.in_effect and not r.exact]
-        if kept or not inexact:
+        evidence = whole_evidence(chain, run.whole, run.passes)
+        kept, reason = decide(accept, evidence)
+        undoable = [i for i, r in enumerate(run.passes) if r.in_effect and (evidence.worse or not r.exact)]
+        if kept or not undoable:
             return graph, run
         found = fall_back_whole(chain, graph, run, reason)
         if found is not None:
             return found
         records = [replace(record) for record in run.passes]
-        undone = records[inexact[-1]]
+        undone = records[undoable[-1]]
         chain.measurement.progress(f"the whole misses a bound: {reason}; undoing {undone.name}")
         undone.decided("rolled back", f"the whole missed a bound: {reason}")
+
+
+def whole_evidence(chain: Chain, whole: PassRecord, records: Sequence[PassRecord]) -> Evidence:
+    """The evidence of all passes together; a loss of the objective counts unless a pass has ``keep: always``."""
+    evidence = Evidence.of(whole)
+    pairs = zip(chain.passes, records, strict=True)
+    accepted = any(record.in_effect and resolved.entry.keep == "always" for resolved, record in pairs)
+    return replace(evidence, worse="") if accepted else evidence
 
 
 def fall_back_whole(
@@ -157,7 +187,8 @@ def fall_back_whole(
 ) -> tuple[Graph, RunRecord] | None:
     """The result with the most sensitive quantized layers in float; None where the bounds never hold."""
     assert run.whole is not None
-    measurement, bounds, evidence = chain.measurement, chain.measurement.recipe.accept, Evidence.of(run.whole)
+    measurement, bounds = chain.measurement, chain.measurement.recipe.accept
+    evidence = whole_evidence(chain, run.whole, run.passes)
     sites = quantized_sites(graph).keys()
     if not sites or not missed_quality(bounds, evidence):
         return None
@@ -167,7 +198,7 @@ def fall_back_whole(
         measurement.progress(f"the whole: {len(chosen)} of {len(losses)} layers back in float")
         trial, result = chain.measure(fallback.with_fallback(run.passes, chosen, chain.quantizers))
         assert result.whole is not None  # quantizers are in effect
-        kept, held = decide(bounds, Evidence.of(result.whole))
+        kept, held = decide(bounds, whole_evidence(chain, result.whole, result.passes))
         if kept:
             explain_fallback(run.passes, result.passes, missed, held)
             return trial, result

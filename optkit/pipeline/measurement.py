@@ -1,6 +1,7 @@
 """Evidence for decisions: predicted and measured speed, size, and quality against the source model.
 
-Speed is measured in pairs and quality on held-out text, both through the runtime.
+Speed is measured in pairs and quality on held-out text, both through the runtime. The costs of a pass are measured
+first: a pass that makes the recipe's objective worse needs no measurement of quality.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from optkit.lowering.lower import Executable, lower
 from optkit.lowering.precision import compute_dtype
 from optkit.machine.target import Target
 from optkit.passes.base import PassContext, Progress
+from optkit.pipeline import objective
 from optkit.pipeline.compile_hook import lower_with_code
 from optkit.pipeline.records import PassRecord
 from optkit.recipe.schema import Recipe
@@ -58,20 +60,30 @@ class Measurement:
         calibration = partial(calibration_windows, directory=self.directory, max_length=length)
         return PassContext(self.target, calibration, workspace, self.progress)
 
-    def measure(
-        self, record: PassRecord, before: Graph, after: Graph, tokens: int, variants: Mapping[str, int]
+    def measure_costs(self, record: PassRecord, before: Graph, after: Graph) -> Executable:
+        """Write speed, size and objective of ``before`` and ``after`` into ``record``; return ``after`` lowered."""
+        record.predicted = predict(before, after, self.recipe, self.target)
+        lowered = self.lower(before), self.lower(after)
+        self.progress(f"{record.name}: measuring speed")
+        times = measure_pair(*lowered, self.recipe, partial(objective.enough, self.recipe))
+        record.measured = times.summary()
+        record.weight_bytes = [
+            self.weight_bytes(graph, model) for graph, model in zip((before, after), lowered, strict=True)
+        ]
+        record.kv_token_bytes = [sum(spec.token_bytes for spec in model.kv_specs) for model in lowered]
+        change = objective.change(self.recipe, times, record.weight_bytes, record.kv_token_bytes)
+        record.objective = {"name": self.recipe.objective, **change.to_dict()}
+        return lowered[1]
+
+    def measure_quality(
+        self, record: PassRecord, candidate: Executable, tokens: int, variants: Mapping[str, int]
     ) -> None:
-        """Write speed and size of ``before`` and ``after`` and the quality of ``after`` into ``record``.
+        """Write the quality of ``candidate`` into ``record``.
 
         Quality is measured on ``tokens`` tokens of text, of each of ``variants`` (a step size by name).
         """
-        record.predicted = predict(before, after, self.recipe, self.target)
-        slow, fast = self.lower(before), self.lower(after)
-        self.progress(f"{record.name}: measuring speed")
-        record.measured = paired(*measure_pair(slow, fast, self.recipe))
-        record.weight_bytes = [self.weight_bytes(before, slow), self.weight_bytes(after, fast)]
         self.progress(f"{record.name}: measuring quality on {tokens} tokens")
-        record.judged(self.quality(fast, tokens, variants))
+        record.judged(self.quality(candidate, tokens, variants))
 
     def lower(self, graph: Graph) -> Executable:
         """``graph`` lowered for the target, with compiled layers."""
@@ -113,8 +125,3 @@ def predict(before: Graph, after: Graph, recipe: Recipe, target: Target) -> dict
         point.label: [predict_seconds(graph, point, target, fused_nodes(graph)) for graph in (before, after)]
         for point in workload_points(recipe)
     }
-
-
-def paired(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """Timings [before, after] by workload point."""
-    return {label: [before[label].to_dict(), after[label].to_dict()] for label in before}

@@ -10,6 +10,7 @@ from typing import Any
 from optkit.passes.base import Plan
 
 JSON_NAMES = {"fallback": "restored"}  # as manifests and reports have named it since format 1
+EVIDENCE = ("predicted", "measured", "objective", "weight_bytes", "kv_token_bytes", "quality", "forms")
 
 
 @dataclass
@@ -22,6 +23,8 @@ class PassRecord:
         skips: places without a change, each reason once with the number of places.
         predicted: roofline seconds [before, after] by workload point.
         measured: timings [before, after] by workload point.
+        objective: cost after over cost before, by the recipe's objective: ``name``, ``ratio``, ``low`` and ``high``
+            (95 % interval), and ``worse``.
         quality: a ``QualityReport`` against the source model, as a dict; of the worst of several variants.
         forms: reports by variant, where layers have several: the widest changed by the pass, all for the whole.
     """
@@ -35,7 +38,9 @@ class PassRecord:
     stats: dict[str, Any] = field(default_factory=dict)
     predicted: dict[str, list[float]] = field(default_factory=dict)
     measured: dict[str, Any] = field(default_factory=dict)
+    objective: dict[str, Any] = field(default_factory=dict)
     weight_bytes: list[int] = field(default_factory=list)
+    kv_token_bytes: list[int] = field(default_factory=list)
     quality: dict[str, Any] = field(default_factory=dict)
     forms: dict[str, dict[str, Any]] = field(default_factory=dict)
     fallback: list[str] = field(default_factory=list)
@@ -63,7 +68,7 @@ class PassRecord:
 
     def take_evidence(self, other: PassRecord) -> None:
         """Take over the measurements of ``other``."""
-        for name in ("predicted", "measured", "weight_bytes", "quality", "forms"):
+        for name in EVIDENCE:
             setattr(self, name, getattr(other, name))
 
     def to_dict(self) -> dict[str, Any]:

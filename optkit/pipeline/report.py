@@ -15,7 +15,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from optkit.pipeline.explain import explain, speed_sentences
+from optkit.pipeline.explain import explain, objective_sentence, speed_sentences
 from optkit.pipeline.records import PassRecord, RunRecord
 
 STYLE = """
@@ -27,7 +27,8 @@ border-bottom: 1px solid #ddd; vertical-align: top; } td { font-variant-numeric:
 """
 NOTE = (
     "Predicted is the roofline of the ops, measured the ratio of medians over alternating rounds on this "
-    "machine. Quality is against the source model on held-out text, through the same runtime."
+    "machine. The objective is the recipe's cost of the workload, after over before: below 1 is better. "
+    "Quality is against the source model on held-out text, through the same runtime."
 )
 
 
@@ -86,6 +87,8 @@ def pass_section(record: PassRecord, target: Mapping[str, Any]) -> list[str]:
 def evidence(record: PassRecord, target: Mapping[str, Any]) -> list[str]:
     """Speed and quality of a record; empty for a pass without sites."""
     parts = [element("p", f"{line}.") for line in speed_sentences(record, target)]
+    if record.objective:
+        parts.append(element("p", f"{objective_sentence(record)}."))
     if record.measured:
         header = ("step", "predicted", "measured", "before ms [quartiles]", "after ms [quartiles]")
         parts.append(html_table(header, speed_rows(record)))
@@ -264,4 +267,6 @@ def summary_lines(run: RunRecord, target: Mapping[str, Any] | None = None) -> li
     elif run.whole.measured:
         speeds = ", ".join(f"{label} {run.whole.speedup(label):.2f}x" for label in run.whole.measured)
         lines.append(f"against the source model, measured: {speeds}; weights {weights_text(run.whole)}")
+        if run.whole.objective:
+            lines.append(objective_sentence(run.whole))
     return lines + [f"{record.name} {explain(record, target or {})}" for record in run.passes]

@@ -53,6 +53,16 @@ class TimingEntry(Shown):
     median: Seconds
 
 
+class ObjectiveEntry(Shown):
+    """The change of the objective's cost."""
+
+    name: str
+    ratio: Seconds
+    low: Seconds
+    high: Seconds
+    worse: bool
+
+
 class SkipEntry(Shown):
     """Places without a change, and the reason."""
 
@@ -77,7 +87,7 @@ class StatsEntry(Shown):
     compiled: list[VariantEntry] = Field(default_factory=list)
 
 
-class NoQuality(Schema):
+class Empty(Schema):
     """An empty object: not measured."""
 
 
@@ -98,7 +108,8 @@ class RecordEntry(Shown):
     weight_bytes: (
         Annotated[tuple[Size, Size], Field(strict=False)] | Annotated[list[Size], Field(max_length=0)]
     ) = Field(default_factory=list)
-    quality: QualityEntry | NoQuality = Field(default_factory=NoQuality)
+    objective: ObjectiveEntry | Empty = Field(default_factory=Empty)
+    quality: QualityEntry | Empty = Field(default_factory=Empty)
     forms: dict[str, QualityEntry] = Field(default_factory=dict)
     restored: list[str] = Field(default_factory=list)
     decision: str = ""

@@ -49,7 +49,7 @@ def capture_step(source: ModelSource, target: Target) -> Step:
 def pass_step(parent: Step, resolved: ResolvedPass, recipe: Recipe) -> Step:
     """The step of a pass of ``recipe``."""
     data = recipe.to_data()
-    settings = {key: data[key] for key in ("workload", "runtime", "accept")}
+    settings = {key: data[key] for key in ("objective", "workload", "runtime", "accept")}
     return parent.then({"pass": pass_facts(resolved), "settings": settings})
 
 
@@ -76,8 +76,8 @@ def pass_facts(resolved: ResolvedPass) -> list[Any]:
     entry = passes.entry_point(resolved.entry.name)
     distribution = [entry.dist.name, entry.dist.version] if entry and entry.dist else None
     plugin = [distribution, plugin_digest(resolved.pass_class)]
-    accept = resolved.entry.accept.model_dump()
-    return [resolved.entry.name, resolved.config.model_dump(), accept, text, plugin]
+    bounds = [resolved.entry.accept.model_dump(), resolved.entry.keep]
+    return [resolved.entry.name, resolved.config.model_dump(), bounds, text, plugin]
 
 
 def environment() -> dict[str, str]:

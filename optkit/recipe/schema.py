@@ -1,8 +1,9 @@
 """Recipes: the passes for a model, the machine and workload, and the bounds on the result.
 
 A recipe is a YAML file. ``passes`` is the pipeline, in the order written. ``workload`` is the input of the cost model
-and of the measurements. ``accept`` bounds the loss of quality and the gain in speed, for a pass or for the whole
-result. ``slo`` holds latency bounds, checked by ``optkit bench --slo recipe``.
+and of the measurements. ``objective`` is the cost to lower: a pass that raises the cost is undone. ``accept`` bounds
+the loss of quality and the gain in speed, for a pass or for the whole result. ``slo`` holds latency bounds, checked by
+``optkit bench --slo recipe``.
 
 All sections are frozen pydantic models, strict (``"4"`` is not a number) and closed: the error for an unknown key
 names the nearest known key, the file and the line. Reading a recipe imports neither torch nor the passes. The options
@@ -29,6 +30,8 @@ from optkit.recipe.engine_options import DEFAULT_KV_CACHE_BYTES, DEFAULTS, MAX_T
 from optkit.recipe.strict_yaml import Document, dump
 
 TargetName = Literal["cpu", "cuda-h100", "cuda-h200", "cuda-a100"]
+ObjectiveName = Literal["ttft", "tpot", "request", "throughput", "memory"]
+Keep = Literal["unless_worse", "always"]
 
 _UNITS = {"": 1, "B": 1}
 for _power, _prefix in enumerate("KMGT", 1):
@@ -142,6 +145,7 @@ class Accept(_Section):
         min_top1: share of positions with the same most likely token as the source model.
         max_ppl_ratio: perplexity after over perplexity of the source model.
         min_speedup: measured prefill time before the pass over the time after the pass.
+        min_decode_speedup: the same of a decode step.
         max_memory_bytes: memory of the weights after the pass.
     """
 
@@ -149,14 +153,19 @@ class Accept(_Section):
     min_top1: Annotated[float, Field(ge=0, le=1)] | None = None
     max_ppl_ratio: Positive | None = None
     min_speedup: NotNegative | None = None
+    min_decode_speedup: NotNegative | None = None
     max_memory_bytes: Bytes | None = None
 
 
 class PassEntry(_Section):
-    """An entry of the pipeline: name of the pass, bounds, options."""
+    """An entry of the pipeline: name of the pass, bounds, options.
+
+    ``keep: always`` keeps a pass that makes the objective worse; the bounds of ``accept`` still hold.
+    """
 
     name: str
     accept: Accept = Accept()
+    keep: Keep = "unless_worse"
     config: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -173,17 +182,21 @@ def _pass_entries(value: Any) -> Any:
 
 
 def _pass_entry(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    accept = {"accept": options.pop("accept")} if "accept" in options else {}
-    return {"name": name, "config": options, **accept}
+    own = {key: options.pop(key) for key in ("accept", "keep") if key in options}
+    return {"name": name, "config": options, **own}
 
 
 class Recipe(_Section):
-    """A whole recipe. The place a recipe was read from does not count in a comparison."""
+    """A whole recipe. The place a recipe was read from does not count in a comparison.
+
+    ``objective`` is the cost of the workload that a pass must not make worse (``optkit.pipeline.objective``).
+    """
 
     schema_version: Literal[1]
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
     description: Annotated[str, Field(max_length=400)] = ""
     target: TargetName = "cpu"
+    objective: ObjectiveName = "request"
     workload: Workload = Workload()
     slo: Slo = Slo()
     runtime: Runtime = Runtime()
@@ -211,5 +224,5 @@ class Recipe(_Section):
 
 
 def _entry_data(entry: PassEntry) -> dict[str, Any]:
-    accept = entry.accept.model_dump(mode="json", exclude_none=True)
-    return entry.config | ({"accept": accept} if accept else {})
+    own = entry.model_dump(mode="json", include={"accept", "keep"}, exclude_none=True, exclude_defaults=True)
+    return entry.config | own

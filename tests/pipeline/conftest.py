@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 
 from optkit.evaluation import speed
 from optkit.machine import target as targets
-from optkit.pipeline import judge
+from optkit.pipeline import judge, objective
 from optkit.text import corpora
 from tests.support.graphs import TARGET
 from tests.support.model_directory import save_model
@@ -32,5 +33,6 @@ def quick(monkeypatch: pytest.MonkeyPatch, shared_cache: Path) -> None:
     monkeypatch.setenv("OPTKIT_CACHE", str(shared_cache))
     monkeypatch.setattr(corpora, "load_text", lambda name: load_text(name)[:6000])
     monkeypatch.setattr(speed, "SETTLE_SECONDS", 0)
+    monkeypatch.setattr(objective, "TOLERANCE", math.inf)  # times of one repeat of tiny steps are noise
     monkeypatch.setattr(judge, "PASS_TOKENS", 512)
     monkeypatch.setattr(targets, "detect", lambda refresh=False: TARGET)

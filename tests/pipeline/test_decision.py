@@ -11,8 +11,15 @@ from optkit.pipeline.decision import Evidence, decide
 from optkit.recipe.schema import Accept
 from tests.support.sample_artifact import int8_record, quality, timing
 
-EVIDENCE = Evidence(kld=0.01, top1=0.97, ppl_ratio=1.01, speedup=1.5, memory_bytes=1000)
-AT_THE_LIMIT = Accept(max_kld=0.01, min_top1=0.97, max_ppl_ratio=1.01, min_speedup=1.5, max_memory_bytes=1000)
+EVIDENCE = Evidence(kld=0.01, top1=0.97, ppl_ratio=1.01, speedup=1.5, decode_speedup=1.2, memory_bytes=1000)
+AT_THE_LIMIT = Accept(
+    max_kld=0.01,
+    min_top1=0.97,
+    max_ppl_ratio=1.01,
+    min_speedup=1.5,
+    min_decode_speedup=1.2,
+    max_memory_bytes=1000,
+)
 
 
 def test_evidence_at_every_limit_is_kept_and_the_reason_has_the_numbers() -> None:
@@ -29,13 +36,15 @@ def test_evidence_at_every_limit_is_kept_and_the_reason_has_the_numbers() -> Non
         ("memory_bytes", 1001, "weight bytes 1,001 is above 1,000"),
         ("top1", 0.9699, "top-1 agreement 96.99% is below 97.00%"),
         ("speedup", 1.49, "prefill speedup 1.490 is below 1.500"),
+        ("decode_speedup", 1.19, "decode speedup 1.190 is below 1.200"),
+        ("worse", "objective: ttft 1.10x of before", "objective: ttft 1.10x of before"),
     ],
 )
 def test_a_missed_bound_is_named_with_both_numbers(field: str, value: float, words: str) -> None:
     assert decide(AT_THE_LIMIT, replace(EVIDENCE, **{field: value})) == (False, words)
 
 
-@pytest.mark.parametrize("field", ["kld", "ppl_ratio", "top1", "speedup"])
+@pytest.mark.parametrize("field", ["kld", "ppl_ratio", "top1", "speedup", "decode_speedup"])
 def test_nan_meets_no_bound(field: str) -> None:
     kept, reason = decide(AT_THE_LIMIT, replace(EVIDENCE, **{field: nan}))
     assert not kept
@@ -43,19 +52,23 @@ def test_nan_meets_no_bound(field: str) -> None:
 
 
 def test_every_missed_bound_is_named() -> None:
-    bad = Evidence(kld=1.0, top1=0.1, ppl_ratio=9.0, speedup=0.5, memory_bytes=5000)
+    bad = Evidence(kld=1.0, top1=0.1, ppl_ratio=9.0, speedup=0.5, decode_speedup=0.5, memory_bytes=5000)
     kept, reason = decide(AT_THE_LIMIT, bad)
     assert not kept
-    assert reason.count(";") == 4
+    assert reason.count(";") == 5
 
 
 def test_no_bounds_keep_anything() -> None:
-    assert decide(Accept(), Evidence(kld=99.0, top1=0.0, ppl_ratio=99.0, speedup=0.01, memory_bytes=1))[0]
+    assert decide(
+        Accept(),
+        Evidence(kld=99.0, top1=0.0, ppl_ratio=99.0, speedup=0.01, decode_speedup=0.01, memory_bytes=1),
+    )[0]
 
 
 def test_evidence_takes_the_geometric_mean_over_prefills_only() -> None:
     evidence = Evidence.of(int8_record())
     assert evidence.speedup == pytest.approx(2.0)  # sqrt(4 * 1); decode is not in it
+    assert evidence.decode_speedup == pytest.approx(2.0)
     assert evidence.memory_bytes == 100_000_000
     assert evidence.kld == 0.004
 
@@ -68,3 +81,17 @@ def test_evidence_turns_the_log_ratio_into_a_ratio() -> None:
 def test_a_slower_pass_has_a_speedup_below_one() -> None:
     record = int8_record(measured={"prefill 128": [timing(0.1), timing(0.2)]})
     assert Evidence.of(record).speedup == pytest.approx(0.5)
+
+
+def test_evidence_names_a_loss_of_the_objective_and_nothing_without_a_loss() -> None:
+    change = {"name": "ttft", "ratio": 1.1, "low": 1.05, "high": 1.15, "worse": True}
+    assert Evidence.of(int8_record(objective=change)).worse.startswith("objective: ttft 1.10x of before")
+    assert Evidence.of(int8_record(objective=change | {"worse": False})).worse == ""
+    assert Evidence.of(int8_record()).worse == ""
+
+
+def test_a_single_token_prompt_is_a_prefill() -> None:
+    measured = {"prefill 1": [timing(0.3), timing(0.1)], "decode@2": [timing(0.2), timing(0.1)]}
+    evidence = Evidence.of(int8_record(measured=measured))
+    assert evidence.speedup == pytest.approx(3.0)
+    assert evidence.decode_speedup == pytest.approx(2.0)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from optkit.artifact.open import Artifact
+from optkit.evaluation.speed import PairedTimes, workload_points
 from optkit.kernels import reference
+from optkit.lowering.lower import Executable
+from optkit.pipeline import measurement, objective
 from optkit.pipeline.decision import Evidence
+from optkit.recipe.schema import Recipe
 from tests.support.graphs import TARGET, dense, relative_error
 from tests.support.small_runs import IDS, decisions, lower_dense, run, transformers_logits
 
@@ -136,3 +141,88 @@ def test_layers_with_two_forms(source: Path, tmp_path: Path) -> None:
     assert 0 < relative_error(transformers_logits(artifact.directory, IDS), expected) < 0.1
     assert relative_error(dense(artifact.graph(), IDS[:4], TARGET), expected[:4]) > 0.02
     assert relative_error(lower_dense(artifact), expected) < 0.1
+
+
+# -- the objective -----------------------------------------------------------------------------------------
+
+Slowdown = Callable[[Executable, Executable], float]  # (before, after) -> time after over time before
+
+
+@pytest.fixture
+def slowdown(monkeypatch: pytest.MonkeyPatch) -> Callable[[Slowdown], None]:
+    """A function that lets each measurement of speed give a fixed ratio."""
+
+    def use(ratio: Slowdown) -> None:
+        def measure_pair(
+            before: Executable, after: Executable, recipe: Recipe, enough: object
+        ) -> PairedTimes:
+            times = PairedTimes()
+            for noise in (1.0, 1.01, 0.99):
+                for point in workload_points(recipe):
+                    times.add(point.label, 1.0, noise * ratio(before, after))
+            return times
+
+        monkeypatch.setattr(objective, "TOLERANCE", 0.02)
+        monkeypatch.setattr(measurement, "measure_pair", measure_pair)
+
+    return use
+
+
+def is_int8(model: Executable) -> bool:
+    return any("linear_w8a8" in name for name in model.kernels)
+
+
+def test_a_pass_that_makes_the_objective_worse_is_rolled_back_without_a_look_at_quality(
+    source: Path, tmp_path: Path, slowdown: Callable[[Slowdown], None]
+) -> None:
+    slowdown(lambda before, after: 1.2 if is_int8(after) and not is_int8(before) else 1.0)
+    record = run(source, tmp_path / "out", "objective: ttft\npasses: {fuse_qkv: {}, int8: {}}")
+    assert decisions(record) == {"fuse_qkv": "kept", "int8": "rolled back"}
+    int8 = record.passes[1]
+    assert int8.objective["name"] == "ttft" and int8.objective["worse"]
+    assert int8.reason.startswith("objective: ttft 1.20x of before") and int8.quality == {}
+    assert not list(Artifact.open(tmp_path / "out").graph().calls(reference.linear_w8a8))
+
+
+def test_keep_always_keeps_a_pass_that_makes_the_objective_worse_and_says_so(
+    source: Path, tmp_path: Path, slowdown: Callable[[Slowdown], None]
+) -> None:
+    slowdown(lambda before, after: 1.2 if is_int8(after) and not is_int8(before) else 1.0)
+    text = "objective: tpot\npasses: {fuse_qkv: {}, int8: {keep: always}}"
+    record = run(source, tmp_path / "out", text)
+    assert decisions(record) == {"fuse_qkv": "kept", "int8": "kept"}
+    assert "objective: tpot 1.20x of before" in record.passes[1].reason
+    assert record.passes[1].reason.endswith("accepted by keep: always")
+    assert record.passes[1].quality["kl_mean"]["value"] > 0
+
+
+def test_keep_always_does_not_loosen_a_bound_on_quality(
+    source: Path, tmp_path: Path, slowdown: Callable[[Slowdown], None]
+) -> None:
+    slowdown(lambda before, after: 1.2)
+    text = "passes: {rtn: {scheme: W2A16, keep: always, accept: {max_kld: 1.0e-9}}}"
+    assert decisions(run(source, tmp_path / "out", text)) == {"rtn": "rolled back"}
+
+
+def test_a_whole_that_makes_the_objective_worse_loses_its_last_passes(
+    source: Path, tmp_path: Path, slowdown: Callable[[Slowdown], None]
+) -> None:
+    """Each pass alone is no loss; the source model beside the result is faster until int8 and the fusion are gone."""
+
+    def ratio(before: Executable, after: Executable) -> float:
+        alone = len(before.kernels) != len(after.kernels) and is_int8(after) and not is_int8(before)
+        return 1.2 if alone else 1.0
+
+    slowdown(ratio)
+    record = run(source, tmp_path / "out", "objective: request\npasses: {fuse_qkv: {}, int8: {}}")
+    assert decisions(record) == {"fuse_qkv": "kept", "int8": "rolled back"}
+    assert "the whole missed a bound: objective: request 1.20x" in record.passes[1].reason
+    assert record.whole is not None and not record.whole.objective["worse"]
+
+
+def test_a_prompt_of_a_single_token_is_measured_as_a_prefill(source: Path, tmp_path: Path) -> None:
+    text = "passes: {fuse_qkv: {}}"
+    workload = "workload: {prompt_tokens: [1], output_tokens: 4, batch: 1}"
+    record = run(source, tmp_path / "out", text, workload=workload)
+    assert list(record.passes[0].measured) == ["prefill 1", "decode@2"]
+    assert record.passes[0].decision == "kept"

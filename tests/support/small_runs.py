@@ -16,10 +16,10 @@ from optkit.recipe.schema import Recipe
 from tests.support.graphs import TARGET, dense, random_ids
 from tests.support.model_directory import VOCABULARY
 
+WORKLOAD = "workload: {prompt_tokens: [24, 40], output_tokens: 4, batch: 2}"
 HEAD = """
 schema_version: 1
 name: test
-workload: {prompt_tokens: [24, 40], output_tokens: 4, batch: 2}
 runtime: {block_size: 8, max_num_batched_tokens: 32, kv_cache_bytes: 1MiB}
 """
 TTFT_CPU = """
@@ -34,12 +34,12 @@ passes:
 IDS = random_ids([31], VOCABULARY)[0]
 
 
-def recipe(text: str) -> Recipe:
-    return parse_recipe(HEAD + text)
+def recipe(text: str, workload: str = WORKLOAD) -> Recipe:
+    return parse_recipe(f"{HEAD}{workload}\n{text}")
 
 
-def run(source: Path, out: Path, text: str, **options: Any) -> RunRecord:
-    return optimize(str(source), recipe(text), out, final_tokens=1024, **options)
+def run(source: Path, out: Path, text: str, workload: str = WORKLOAD, **options: Any) -> RunRecord:
+    return optimize(str(source), recipe(text, workload), out, final_tokens=1024, **options)
 
 
 def transformers_logits(directory: Path, ids: Tensor) -> Tensor:
