@@ -156,10 +156,10 @@ def slowdown(monkeypatch: pytest.MonkeyPatch) -> Callable[[Slowdown], None]:
         def measure_pair(
             before: Executable, after: Executable, recipe: Recipe, enough: object
         ) -> PairedTimes:
-            times = PairedTimes()
+            times, measured = PairedTimes(), ratio(before, after)
             for noise in (1.0, 1.01, 0.99):
                 for point in workload_points(recipe):
-                    times.add(point.label, 1.0, noise * ratio(before, after))
+                    times.add(point.label, 1.0, noise * measured)
             return times
 
         monkeypatch.setattr(objective, "TOLERANCE", 0.02)
