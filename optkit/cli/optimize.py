@@ -119,7 +119,7 @@ def _plan_line(entry: dict[str, Any]) -> str:
 
 
 def _prediction_table(plan: dict[str, Any]) -> Any:
-    """Predicted (roofline) milliseconds of each step, after each pass."""
+    """Predicted milliseconds of each step, after each pass."""
     from rich.table import Table
 
     labels = list(plan["baseline"])

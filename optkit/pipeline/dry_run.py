@@ -1,4 +1,4 @@
-"""The plan of a recipe without the work: the sites of each pass, and the roofline's predictions.
+"""The plan of a recipe without the work: the sites of each pass, and predicted times.
 
 The model is built on the meta device: no weight is read, a config is enough, and a model for an absent GPU can be
 planned. Passes run on that graph in order, as they would in a run; only measurements and decisions are left out.

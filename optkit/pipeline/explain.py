@@ -1,4 +1,4 @@
-"""The reason for a decision, in words: the decision, and the roofline's prediction beside the measurement.
+"""The reason for a decision, in words: the decision, and the prediction beside the measurement.
 
 "I quantized it and it is not faster" has an answer before any measurement: weights of fewer bits speed up steps bound
 by memory, int8 arithmetic steps bound by compute. So each step is shown with the bound.

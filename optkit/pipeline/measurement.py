@@ -6,7 +6,7 @@ first: a pass that makes the recipe's objective worse needs no measurement of qu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,9 +15,11 @@ from typing import Any
 import torch
 
 from optkit.calibration.samples import calibration_windows
+from optkit.evaluation.kernel_times import KernelTimes
 from optkit.evaluation.quality import RuntimeLogits, compare_many, evaluation_windows
 from optkit.evaluation.speed import measure_pair, workload_points
 from optkit.graph.ir import Graph
+from optkit.graph.shapes import Point
 from optkit.kernels import PLAIN
 from optkit.kernels.reference import attention
 from optkit.lowering.compiled.hook import fused_nodes
@@ -120,8 +122,15 @@ class Measurement:
 
 
 def predict(before: Graph, after: Graph, recipe: Recipe, target: Target) -> dict[str, list[float]]:
-    """Roofline seconds [before, after] by workload point."""
+    """Predicted seconds [before, after] by workload point."""
+    seconds = predictor(recipe, target)
     return {
-        point.label: [predict_seconds(graph, point, target, fused_nodes(graph)) for graph in (before, after)]
-        for point in workload_points(recipe)
+        point.label: [seconds(graph, point) for graph in (before, after)] for point in workload_points(recipe)
     }
+
+
+def predictor(recipe: Recipe, target: Target) -> Callable[[Graph, Point], float]:
+    """Seconds of a step: on a CPU the sum of kernel times measured here, on a GPU the roofline."""
+    if target.kind == "cpu":
+        return KernelTimes(target, recipe).step_seconds
+    return lambda graph, point: predict_seconds(graph, point, target, fused_nodes(graph))

@@ -21,7 +21,7 @@ class PassRecord:
         decision: ``kept``, ``reduced``, ``rolled back`` or ``skipped``; ``reason`` is a sentence.
         fallback: sites of a ``reduced`` pass in float again, the most sensitive first; ``restored`` in JSON.
         skips: places without a change, each reason once with the number of places.
-        predicted: roofline seconds [before, after] by workload point.
+        predicted: predicted seconds [before, after] by workload point (``pipeline.measurement.predictor``).
         measured: timings [before, after] by workload point.
         objective: cost after over cost before, by the recipe's objective: ``name``, ``ratio``, ``low`` and ``high``
             (95 % interval), and ``worse``.

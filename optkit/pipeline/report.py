@@ -26,7 +26,8 @@ border-bottom: 1px solid #ddd; vertical-align: top; } td { font-variant-numeric:
 .rolled-back { color: #a02c1c; } .skipped { color: #666; } .note { color: #555; }
 """
 NOTE = (
-    "Predicted is the roofline of the ops, measured the ratio of medians over alternating rounds on this "
+    "Predicted is the sum of the kernels' times, measured alone on this machine (on a GPU the roofline of the ops); "
+    "measured is the ratio of medians over alternating rounds on this "
     "machine. The objective is the recipe's cost of the workload, after over before: below 1 is better. "
     "Quality is against the source model on held-out text, through the same runtime."
 )
