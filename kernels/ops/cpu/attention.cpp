@@ -16,7 +16,6 @@
 // attention_int8.h. Every token is attended through the cache, those of this call too, so chunks don't show here either.
 #include "attention.h"
 
-#include <omp.h>
 
 #include <cmath>
 #include <vector>
@@ -24,6 +23,7 @@
 #include "quantize_row.h"
 #include "scratch.h"
 #include "simd_int8.h"
+#include "threads.h"
 
 namespace optkit {
 namespace {
@@ -253,22 +253,15 @@ void run_alone(const Problem& p, Schedule& s, const Functions& f, float* parts) 
     for (const Task& task : s.tasks) run_task(p, s, f, task, parts, scratch);
 }
 
-// One parallel region with one barrier, two where there is much to write first: on a machine with other work each
-// barrier may wait for a thread that isn't running.
 void run_together(const Problem& p, Schedule& s, const Functions& f, float* parts, int threads) {
-    const int tasks = static_cast<int>(s.tasks.size());
     const bool write_alone = p.tokens * p.kv_heads * (p.dim + p.v_dim) < kWritesAThread;
-    for (int64_t t = 0; write_alone && t < p.tokens; ++t) f.write(p, t);
-#pragma omp parallel num_threads(threads)
-    {
+    parallel_for(p.tokens, even_chunk(p.tokens, threads), write_alone ? 1 : threads, [&](int64_t first, int64_t last) {
+        for (int64_t t = first; t < last; ++t) f.write(p, t);
+    });
+    parallel_for(static_cast<int64_t>(s.tasks.size()), 1, threads, [&](int64_t first, int64_t last) {
         Scratch scratch = scratch_of_thread(p, s.max_rows);
-        if (!write_alone) {
-#pragma omp for schedule(static)
-            for (int64_t t = 0; t < p.tokens; ++t) f.write(p, t);
-        }
-#pragma omp for schedule(dynamic, 1) nowait
-        for (int i = 0; i < tasks; ++i) run_task(p, s, f, s.tasks[i], parts, scratch);
-    }
+        for (int64_t i = first; i < last; ++i) run_task(p, s, f, s.tasks[i], parts, scratch);
+    });
 }
 
 Problem problem_of(const AttentionArgs& args) {

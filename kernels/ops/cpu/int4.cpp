@@ -22,6 +22,7 @@
 
 #include "dispatch.h"
 #include "scratch.h"
+#include "threads.h"
 
 namespace optkit {
 namespace {
@@ -192,15 +193,12 @@ void linear_w4a8(const LinearW4A8& p, int64_t m, int64_t k, int threads) {
     const Rows rows = few ? rows_in(scratch, m, p.groups, k, true) : Rows{};
     const Linear view = view_of(p, 0, rows);
     if (few) f.prepare(p, 0, m, rows);
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1 && tasks.count > 1)
-    for (int64_t task = 0; task < tasks.count; ++task) {
-        const int64_t row = task / tasks.across * tasks.rows, from = task % tasks.across * tasks.panels;
-        const int64_t count = std::min(tasks.rows, m - row), to = std::min(from + tasks.panels, all_panels);
+    tasks.run(m, all_panels, threads, [&](int64_t row, int64_t count, int64_t from, int64_t to) {
         if (few)
             in_registers(p, f.few_rows, view, rows.start, from, to, row, count);
         else
             by_unpacking(p, f, from, to, row, count);
-    }
+    });
 }
 
 namespace {
@@ -258,8 +256,9 @@ OPTKIT_API void optkit_pack_w4(const uint8_t* codes, const void* scale, const vo
     const Source w{codes, static_cast<const uint8_t*>(scale), static_cast<const uint8_t*>(low), n, k, groups};
     const RecordLayout layout{half != 0, static_cast<Levels>(levels)};
     const int64_t size = layout.size(k / groups / STEP), records = divide_up(n, PANEL) * groups;
-#pragma omp parallel for num_threads(threads)
-    for (int64_t i = 0; i < records; ++i) pack_record(w, layout, i / groups * PANEL, i % groups, blob + i * size);
+    parallel_for(records, even_chunk(records, threads), threads, [&](int64_t first, int64_t last) {
+        for (int64_t i = first; i < last; ++i) pack_record(w, layout, i / groups * PANEL, i % groups, blob + i * size);
+    });
 }
 
 // reference.linear_w4a8 of q [rows, k] with rows `q_stride` apart, groups a multiple of 8 channels: out [rows, n].

@@ -74,12 +74,9 @@ void linear_w8a8(const Linear& p, int64_t m, int64_t k, int threads) {
     const int64_t all_panels = divide_up(p.n, PANEL);
     const Tasks tasks(m, all_panels, k, threads);
     const LinearRows rows_of_panel = linear_rows();
-#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1 && tasks.count > 1)
-    for (int64_t task = 0; task < tasks.count; ++task) {
-        const int64_t row = task / tasks.across * tasks.rows, panel = task % tasks.across * tasks.panels;
-        const int64_t rows = std::min(tasks.rows, m - row), end = std::min(panel + tasks.panels, all_panels);
-        for (int64_t i = panel; i < end; ++i) rows_of_panel(p, panel_of(p, i), row, rows);
-    }
+    tasks.run(m, all_panels, threads, [&](int64_t row, int64_t count, int64_t from, int64_t to) {
+        for (int64_t i = from; i < to; ++i) rows_of_panel(p, panel_of(p, i), row, count);
+    });
 }
 
 namespace {
@@ -118,9 +115,10 @@ OPTKIT_API void optkit_pack_w8(const int8_t* weight, uint8_t* blob, int64_t n, i
     const int64_t panels = divide_up(n, PANEL), bytes = divide_up(k, STEP) * STEP_BYTES;
     auto* steps = reinterpret_cast<int8_t*>(blob);
     auto* offset = reinterpret_cast<int32_t*>(blob + panels * bytes);
-#pragma omp parallel for num_threads(threads)
-    for (int64_t i = 0; i < panels; ++i)
-        pack_panel(weight, i * PANEL, n, k, groups, steps + i * bytes, offset + i * groups * PANEL);
+    parallel_for(panels, even_chunk(panels, threads), threads, [&](int64_t first, int64_t last) {
+        for (int64_t i = first; i < last; ++i)
+            pack_panel(weight, i * PANEL, n, k, groups, steps + i * bytes, offset + i * groups * PANEL);
+    });
 }
 
 // reference.linear_w8a8 of q [rows, k] with rows `q_stride` apart, k a multiple of 4 (and of 4 * groups): out [rows, n].

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "threads.h"
+
 namespace optkit {
 
 constexpr int64_t PANEL = 32;            // output channels of a panel: two AVX-512 registers of int32
@@ -27,6 +29,17 @@ struct Tasks {
         across = divide_up(all_panels, panels);
         if (across < threads) rows = std::min(rows, divide_up(m, divide_up(threads, across)));
         count = divide_up(m, rows) * across;
+    }
+
+    // Calls body(row, rows, panel, end of the panels) for each task of `m` rows and `all_panels` panels.
+    template <class Body>
+    void run(int64_t m, int64_t all_panels, int threads, const Body& body) const {
+        parallel_for(count, 1, threads, [&](int64_t first, int64_t last) {
+            for (int64_t task = first; task < last; ++task) {
+                const int64_t row = task / across * rows, panel = task % across * panels;
+                body(row, std::min(rows, m - row), panel, std::min(panel + panels, all_panels));
+            }
+        });
     }
 };
 

@@ -10,6 +10,7 @@
 #include "quantize_row.h"
 #include "scratch.h"
 #include "simd_int8.h"
+#include "threads.h"
 
 namespace optkit {
 namespace {
@@ -48,12 +49,9 @@ template <class Op>
 void each_row(void (*row)(const Op&, int64_t), const Op& op, int64_t rows, int64_t elements, int threads) {
     const int64_t useful = elements / kElementsAThread;
     if (useful < threads) threads = static_cast<int>(useful);
-    if (threads <= 1) {
-        for (int64_t r = 0; r < rows; ++r) row(op, r);
-        return;
-    }
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t r = 0; r < rows; ++r) row(op, r);
+    parallel_for(rows, even_chunk(rows, threads), threads, [&](int64_t first, int64_t last) {
+        for (int64_t r = first; r < last; ++r) row(op, r);
+    });
 }
 
 }  // namespace

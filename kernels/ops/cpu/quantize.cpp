@@ -1,5 +1,6 @@
 // Dynamic quantization of activations as an op of its own; quantize_row.h has the arithmetic.
 #include "quantize_row.h"
+#include "threads.h"
 
 namespace {
 
@@ -40,6 +41,8 @@ OPTKIT_API void optkit_quantize_per_token(const float* x, int64_t x_stride, uint
                                           int64_t columns, int64_t group, int threads) {
     const Rows p{x, x_stride, q, scale, columns, group};
     const Variant quantize = variant();
-#pragma omp parallel for num_threads(threads) if (threads > 1 && rows > 1 && rows * columns >= 1 << 15)
-    for (int64_t row = 0; row < rows; ++row) quantize(p, row);
+    if (rows * columns < 1 << 15) threads = 1;
+    optkit::parallel_for(rows, optkit::even_chunk(rows, threads), threads, [&](int64_t first, int64_t last) {
+        for (int64_t row = first; row < last; ++row) quantize(p, row);
+    });
 }

@@ -7,22 +7,30 @@
 #include "dispatch.h"
 #include "int4.h"
 #include "split_row.h"
+#include "threads.h"
 
 namespace optkit {
 namespace {
 
 constexpr int64_t BLOCK = 128;  // rows of activations
+constexpr int64_t ROWS_A_RANGE = 8;
+
+template <class Row>
+void each_row(int64_t rows, int threads, const Row& row) {
+    parallel_for(rows, ROWS_A_RANGE, threads, [&](int64_t first, int64_t last) {
+        for (int64_t i = first; i < last; ++i) row(i);
+    });
+}
 
 void add_pairs(const float* pairs, const float* bias, float* out, int64_t rows, int64_t n, int threads) {
-#pragma omp parallel for num_threads(threads) if (threads > 1 && rows > 8)
-    for (int64_t m = 0; m < rows; ++m) {
+    each_row(rows, threads, [&](int64_t m) {
         const float *high = pairs + 2 * m * n, *low = high + n;
         float* to = out + m * n;
         if (bias)
             for (int64_t c = 0; c < n; ++c) to[c] = high[c] + low[c] + bias[c];
         else
             for (int64_t c = 0; c < n; ++c) to[c] = high[c] + low[c];
-    }
+    });
 }
 
 struct WeightOnly {
@@ -43,8 +51,7 @@ void run(const WeightOnly& p, int64_t m, int64_t k, int threads) {
     for (int64_t row = 0; row < m; row += BLOCK) {
         const int64_t rows = std::min(BLOCK, m - row);
         const Split split{p.x + row * p.x_stride, p.x_stride, p.order, k, k, k / groups, q, scale};
-#pragma omp parallel for num_threads(threads) if (threads > 1 && rows > 8)
-        for (int64_t i = 0; i < rows; ++i) split_rows(split, i, 1);
+        each_row(rows, threads, [&](int64_t i) { split_rows(split, i, 1); });
         linear_w4a8(layer, 2 * rows, k, threads);
         add_pairs(layer.out, p.layer.bias, p.layer.out + row * n, rows, n, threads);
     }

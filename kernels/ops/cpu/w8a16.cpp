@@ -6,6 +6,7 @@
 #include "dispatch.h"
 #include "int8.h"
 #include "split_row.h"
+#include "threads.h"
 
 namespace optkit {
 namespace {
@@ -55,11 +56,12 @@ void run(const WeightOnly& p, int64_t m, int64_t k, int threads) {
     const LinearRows variant = linear_rows();
     const int64_t panels = divide_up(layer.n, PANEL), blocks = divide_up(m, ROWS);
     const int64_t chunk = std::max<int64_t>(1, panels / (4 * threads));  // neighbours: cores don't share pages
-#pragma omp parallel for schedule(dynamic, chunk) num_threads(threads) if (threads > 1 && panels > 1)
-    for (int64_t task = 0; task < panels * blocks; ++task) {
-        const int64_t row = task / panels * ROWS;
-        run_panel(layer, variant, task % panels, row, std::min(ROWS, m - row));
-    }
+    parallel_for(panels * blocks, chunk, threads, [&](int64_t first, int64_t last) {
+        for (int64_t task = first; task < last; ++task) {
+            const int64_t row = task / panels * ROWS;
+            run_panel(layer, variant, task % panels, row, std::min(ROWS, m - row));
+        }
+    });
 }
 
 }  // namespace

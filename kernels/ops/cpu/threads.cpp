@@ -1,0 +1,161 @@
+// The pool of threads.h.
+//
+// A loop is open from the first range to the last. An open loop is announced by an odd `epoch`; a worker joins by
+// counting itself in `inside` and reading `epoch` again. The calling thread closes the loop when no range is left, by
+// the next even epoch, and waits until `inside` is zero. Both orders are sequentially consistent: a worker that saw an
+// open loop is seen by the calling thread, and a worker that came too late touches nothing.
+//
+// A waiting thread spins for SPIN, since the next loop of a step follows within microseconds. Then it sleeps, and the
+// core is free for other processes, or for the thread that is waited for.
+#include "threads.h"
+
+#include <pthread.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <system_error>
+#include <thread>
+
+#include "dispatch.h"
+
+namespace optkit {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+constexpr std::chrono::microseconds SPIN{100};
+constexpr int LOOKS = 32;  // between two looks at the clock
+constexpr int MOST_WORKERS = 1023;
+
+inline void relax() {
+#if OPTKIT_X86
+    _mm_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("yield");
+#endif
+}
+
+// True in a worker, and in a thread with a loop under way.
+thread_local bool inside_a_loop = false;
+
+// Waits for `ready`: spinning at first, then asleep until `wake`.
+class Waiting {
+public:
+    template <class Ready>
+    void until(const Ready& ready) {
+        const auto end = Clock::now() + SPIN;
+        do {
+            for (int i = 0; i < LOOKS; ++i) {
+                if (ready()) return;
+                relax();
+            }
+        } while (Clock::now() < end);
+        std::unique_lock<std::mutex> lock(mutex_);
+        sleepers_.fetch_add(1);
+        changed_.wait(lock, ready);
+        sleepers_.fetch_sub(1);
+    }
+
+    // After a change that `ready` reads.
+    void wake() {
+        if (sleepers_.load() == 0) return;
+        { std::lock_guard<std::mutex> lock(mutex_); }
+        changed_.notify_all();
+    }
+
+private:
+    std::mutex mutex_;
+    std::condition_variable changed_;
+    std::atomic<int> sleepers_{0};
+};
+
+class Pool {
+public:
+    // False where another thread has the pool.
+    bool run(Range range, const void* body, int64_t count, int64_t chunk, int threads) {
+        std::unique_lock<std::mutex> owner(owner_, std::try_to_lock);
+        if (!owner.owns_lock()) return false;
+        grow(std::min(threads - 1, MOST_WORKERS));
+        range_ = range, body_ = body, count_ = count, chunk_ = chunk, threads_ = threads;
+        next_.store(0);
+        epoch_.fetch_add(1);
+        opened_.wake();
+        take_ranges();
+        epoch_.fetch_add(1);
+        left_.until([this] { return inside_.load() == 0; });
+        return true;
+    }
+
+private:
+    // Starts workers up to `workers`; fewer where the system gives no more threads.
+    void grow(int workers) {
+        try {
+            for (; workers_ < workers; ++workers_)
+                std::thread([this, number = workers_ + 1] { work(number); }).detach();
+        } catch (const std::system_error&) {
+        }
+    }
+
+    // A worker: takes part in each loop for at least `number` + 1 threads.
+    void work(int number) {
+        inside_a_loop = true;
+        for (uint64_t last = 0;;) {
+            opened_.until([&] { return epoch_.load() != last && epoch_.load() % 2; });
+            last = epoch_.load();
+            if (last % 2 == 0) continue;
+            inside_.fetch_add(1);
+            if (epoch_.load() == last && number < threads_) take_ranges();
+            if (inside_.fetch_sub(1) == 1) left_.wake();
+        }
+    }
+
+    void take_ranges() {
+        for (int64_t first; (first = next_.fetch_add(chunk_)) < count_;)
+            range_(body_, first, std::min(first + chunk_, count_));
+    }
+
+    std::mutex owner_;
+    int workers_ = 0;
+    Waiting opened_, left_;
+    // Written by the calling thread while the loop is closed and nobody is inside.
+    Range range_ = nullptr;
+    const void* body_ = nullptr;
+    int64_t count_ = 0, chunk_ = 1;
+    int threads_ = 1;
+    alignas(64) std::atomic<uint64_t> epoch_{0};
+    alignas(64) std::atomic<int64_t> next_{0};
+    alignas(64) std::atomic<int> inside_{0};
+};
+
+// Never freed: the workers use it until the process ends.
+std::atomic<Pool*> pool{nullptr};
+
+// The child of a fork has no workers: it starts a pool of its own.
+void forget_pool() { pool.store(nullptr); }
+
+Pool& the_pool() {
+    if (Pool* made = pool.load()) return *made;
+    static std::once_flag once;
+    std::call_once(once, [] { pthread_atfork(nullptr, nullptr, forget_pool); });
+    auto* fresh = new Pool;
+    Pool* expected = nullptr;
+    if (pool.compare_exchange_strong(expected, fresh)) return *fresh;
+    delete fresh;
+    return *expected;
+}
+
+}  // namespace
+
+void run_ranges(Range range, const void* body, int64_t count, int64_t chunk, int threads) {
+    bool shared = false;
+    if (!inside_a_loop) {
+        inside_a_loop = true;
+        shared = the_pool().run(range, body, count, chunk, threads);
+        inside_a_loop = false;
+    }
+    if (!shared) range(body, 0, count);
+}
+
+}  // namespace optkit
