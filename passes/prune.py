@@ -40,7 +40,7 @@ class PruneConfig(Config):
 
 class Prune(Pass):
     name = "prune"
-    stage = Stage.SMOOTH
+    stage = Stage.TRANSFORM
     exact = False
     Config = PruneConfig
 

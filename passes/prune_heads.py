@@ -70,7 +70,7 @@ class Heads:
 
 class PruneHeads(Pass):
     name = "prune_heads"
-    stage = Stage.SMOOTH
+    stage = Stage.TRANSFORM
     exact = False
     Config = PruneHeadsConfig
 
