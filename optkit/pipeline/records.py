@@ -8,6 +8,7 @@ from math import isnan
 from typing import Any
 
 from optkit.passes.base import Plan
+from optkit.recipe.renamed import present_name
 
 JSON_NAMES = {"fallback": "restored"}  # as manifests and reports have named it since format 1
 EVIDENCE = ("predicted", "measured", "objective", "weight_bytes", "kv_token_bytes", "quality", "forms")
@@ -77,9 +78,11 @@ class PassRecord:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> PassRecord:
-        """The inverse of ``to_dict``; unknown keys are left out."""
+        """The inverse of ``to_dict``; unknown keys are left out, and passes get their present names."""
         known = {JSON_NAMES.get(f.name, f.name): f.name for f in fields(PassRecord)}
-        return PassRecord(**{known[key]: value for key, value in data.items() if key in known})
+        record = PassRecord(**{known[key]: value for key, value in data.items() if key in known})
+        record.name = present_name(record.name)
+        return record
 
     def speedup(self, label: str) -> float:
         """Measured time before over time after."""

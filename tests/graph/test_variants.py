@@ -26,7 +26,7 @@ from tests.support.graphs import TARGET, apply, assert_origins_invert, captured,
 H200 = DATASHEETS["cuda-h200"]
 FEW = ("rtn", {"scheme": "W4A16", "group_size": 32, "max_tokens": 4})
 W4A8 = ("w4a8", {"max_tokens": 4})
-FUSED = ("fuse_qkv", "fuse_gate_up", "fuse_add_rms_norm", "prune_rows")
+FUSED = ("fuse_qkv", "fuse_gate_up", "fuse_add_rms_norm", "select_logits_rows")
 
 
 def graph_with(*passes: tuple[str, Mapping[str, Any]], model: str = "llama", fused: bool = False) -> Graph:

@@ -42,6 +42,10 @@ def test_keys_of_a_later_version_are_passed_over() -> None:
     assert PassRecord.from_dict(int8_record().to_dict() | {"energy_joules": 3}) == int8_record()
 
 
+def test_from_dict_gives_a_pass_its_present_name_when_the_report_has_a_former_one() -> None:
+    assert PassRecord.from_dict(int8_record(name="prune_rows").to_dict()).name == "select_logits_rows"
+
+
 def test_speedups_are_before_over_after() -> None:
     record = int8_record()
     assert record.speedup("prefill 128") == pytest.approx(4.0)
