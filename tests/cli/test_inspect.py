@@ -48,12 +48,13 @@ def test_inspect_shows_passes_reasons_bounds_and_files(made: Path, capsys: Outpu
 def test_inspect_names_the_variants_when_layers_have_several(tmp_path: Path, capsys: Output) -> None:
     record = sample_run()
     assert record.whole is not None
-    record.whole.forms = dict.fromkeys(("up to 4 tokens", "more than 4 tokens"), record.whole.quality)
+    record.whole.variants = dict.fromkeys(("up to 4 tokens", "more than 4 tokens"), record.whole.quality)
     made = real_artifact(tmp_path / "artifact", tmp_path / "source", RECIPE, record)
     assert run(["inspect", str(made)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert (
-        "forms up to 4 tokens, more than 4 tokens in a step: answers depend on the number of tokens" in shown
+        "variants up to 4 tokens, more than 4 tokens in a step: answers depend on the number of tokens"
+        in shown
     )
     assert run(["inspect", str(made), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["forms"] == ["up to 4 tokens", "more than 4 tokens"]
@@ -61,7 +62,7 @@ def test_inspect_names_the_variants_when_layers_have_several(tmp_path: Path, cap
 
 def test_inspect_has_no_line_of_variants_when_layers_have_one(made: Path, capsys: Output) -> None:
     assert run(["inspect", str(made)]) == 0
-    assert "forms" not in capsys.readouterr().out
+    assert "variants" not in capsys.readouterr().out
 
 
 def test_inspect_json_has_records_and_bounds_with_measured_values(made: Path, capsys: Output) -> None:

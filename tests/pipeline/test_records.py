@@ -8,7 +8,7 @@ import pytest
 
 from optkit.passes.base import Plan, Site, Skip
 from optkit.pipeline.records import PassRecord, grouped_skips
-from tests.support.sample_artifact import int8_record, sample_run
+from tests.support.sample_artifact import int8_record, quality, sample_run
 
 
 def test_skips_are_grouped_by_reason_in_order() -> None:
@@ -28,6 +28,13 @@ def test_a_planned_record_names_its_sites_and_is_undecided() -> None:
 def test_records_survive_json() -> None:
     record = int8_record()
     assert PassRecord.from_dict(json.loads(json.dumps(record.to_dict()))) == record
+
+
+def test_records_have_the_json_keys_of_earlier_reports() -> None:
+    record = int8_record(fallback=["q_proj"], variants={"up to 4 tokens": quality()})
+    data = record.to_dict()
+    assert data["restored"] == ["q_proj"] and data["forms"] == {"up to 4 tokens": quality()}
+    assert PassRecord.from_dict(data) == record
 
 
 def test_a_run_survives_json_and_may_have_no_whole() -> None:
