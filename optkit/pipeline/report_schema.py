@@ -117,10 +117,10 @@ class RecordEntry(Shown):
 
     @model_validator(mode="after")
     def is_whole(self) -> Self:
-        """Check that a record with times has prefill times and the bytes of the weights."""
+        """Check that a record with times has times of prefill and decode, and the bytes of the weights."""
         prefills = [label for label in self.measured if label.startswith("prefill")]
-        if self.measured and not (prefills and self.weight_bytes):
-            raise ValueError("times need those of a prefill, and weight_bytes")
+        if self.measured and not (0 < len(prefills) < len(self.measured) and self.weight_bytes):
+            raise ValueError("times need those of a prefill and of a decode step, and weight_bytes")
         return self
 
 

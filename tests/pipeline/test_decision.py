@@ -79,8 +79,9 @@ def test_evidence_turns_the_log_ratio_into_a_ratio() -> None:
 
 
 def test_a_slower_pass_has_a_speedup_below_one() -> None:
-    record = int8_record(measured={"prefill 128": [timing(0.1), timing(0.2)]})
-    assert Evidence.of(record).speedup == pytest.approx(0.5)
+    slower = [timing(0.1), timing(0.2)]
+    evidence = Evidence.of(int8_record(measured={"prefill 128": slower, "decode@129": slower}))
+    assert evidence.speedup == evidence.decode_speedup == pytest.approx(0.5)
 
 
 def test_evidence_names_a_loss_of_the_objective_and_nothing_without_a_loss() -> None:
