@@ -34,11 +34,11 @@ def apply_override(document: Document, override: str) -> None:
     """
     label = "--set " + "".join(letter if letter.isprintable() else "?" for letter in override)
     dotted, equals, text = override.partition("=")
-    path: KeyPath = tuple(dotted.strip().split("."))
+    path = tuple(dotted.strip().split("."))
     if not equals or not all(path):
         raise UserError("an override is key.path=value", where=label, fix="as in runtime.max_num_seqs=4")
     note_former_name(path, label)
-    path = present_path(path)
+    path = tuple(map(str, present_path(path)))
     _check_path(document.data, path, label)
     section = document.data
     for key in path[:-1]:
@@ -51,7 +51,7 @@ def apply_override(document: Document, override: str) -> None:
     document.overridden[path] = label
 
 
-def _check_path(data: dict[str, Any], path: KeyPath, label: str) -> None:
+def _check_path(data: dict[str, Any], path: tuple[str, ...], label: str) -> None:
     known = list(schema.Recipe.model_fields)
     if path[0] not in known:
         raise UserError(f"unknown key '{path[0]}'", where=label, fix=nearest(path[0], known))
@@ -66,7 +66,7 @@ def _check_path(data: dict[str, Any], path: KeyPath, label: str) -> None:
         raise UserError(f"unknown key '{'.'.join(path)}'", where=label, fix=fix)
 
 
-def _check_pass(passes: Any, path: KeyPath, label: str) -> None:
+def _check_pass(passes: Any, path: tuple[str, ...], label: str) -> None:
     present = list(passes) if isinstance(passes, dict) else []
     if len(path) < 3:
         raise UserError("name the pass and its option", where=label, fix="as in passes.int8.lm_head=false")
