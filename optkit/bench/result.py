@@ -79,8 +79,13 @@ class BenchResult:
 
     def ratio(self, other: str, path: Sequence[str]) -> dict[str, float] | None:
         """Median and quartiles of candidate / other, each ratio taken within a round."""
+        return spread(self.ratios(other, path))
+
+    def ratios(self, other: str, path: Sequence[str]) -> list[float]:
+        """Candidate / other of each round; empty if a round has no value."""
         pairs = zip(self.rounds(self.sides[0]), self.rounds(other), strict=True)
-        return spread([_divide(_at(a, path), _at(b, path)) for a, b in pairs])
+        found = [_divide(_at(a, path), _at(b, path)) for a, b in pairs]
+        return [] if None in found else [ratio for ratio in found if ratio is not None]
 
     def numbers(self) -> list[Key]:
         """The compared numbers, as keys into a round's summary."""

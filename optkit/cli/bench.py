@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from optkit.bench.result import BenchResult
     from optkit.bench.run import Progress, Side
 
-SLO_MISSED = 3
+SLO_MISSED, OBJECTIVE_WORSE = 3, 4
 RECIPE = "recipe"  # value of --slo: the bounds of the artifact's recipe
 
 
@@ -110,7 +110,10 @@ def bench(
 
     TTFT (time to first token) depends on prompt length and load: state both with every number.
 
-    Exit codes: 0 done, 2 wrong usage or no server, 3 the p95 of the first side misses a bound of --slo.
+    With an artifact and --baseline, the last lines say whether the artifact is faster by its recipe's objective.
+
+    Exit codes: 0 done, 2 wrong usage or no server, 3 the p95 of the first side misses a bound of --slo, 4 the artifact
+    is slower than the unoptimized model, by the objective of its recipe and in every round.
 
     Example: optkit bench artifact/ --baseline smollm2-135m --slo ttft:700
     """
@@ -137,8 +140,11 @@ def bench(
     if save_result:
         result.save(save_result)
     _print(result, as_json)
+    worse = baseline is not None and _worse_than_baseline(result, artifact)
     if slo and result.slo_misses():
         raise typer.Exit(SLO_MISSED)
+    if worse:
+        raise typer.Exit(OBJECTIVE_WORSE)
 
 
 def parse_bounds(text: str) -> LatencyBounds:
@@ -216,6 +222,20 @@ def _tokenizer_dir(tokenizer: str | None, artifact: Path | None, baseline: str |
             "prompts need a tokenizer", where="--url", fix="add --tokenizer MODEL or --baseline MODEL"
         )
     return str(resolve(model).directory)
+
+
+def _worse_than_baseline(result: BenchResult, artifact: Path | None) -> bool:
+    """Print the verdict of each side; True where the artifact is worse than a side. False without an artifact."""
+    if artifact is None:
+        return False
+    from optkit.artifact.open import Artifact
+    from optkit.bench.verdict import verdicts
+
+    found = verdicts(result, Artifact.open(artifact).recipe.objective)
+    for verdict in found:
+        style = "bold red" if verdict.worse else "green" if verdict.faster else "yellow"
+        console.stderr.print(verdict.line(), style=style)
+    return any(verdict.worse for verdict in found)
 
 
 def _print(result: BenchResult, as_json: bool) -> None:

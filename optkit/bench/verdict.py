@@ -1,0 +1,57 @@
+"""The verdict of a comparison over HTTP: an artifact against the unoptimized model, by the objective of the recipe.
+
+Ratios are taken within rounds, as in the table. All rounds must agree: an artifact is faster where every round is
+faster, and worse where every round is slower by more than ``TOLERANCE``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from optkit.bench.result import BenchResult, Key
+from optkit.recipe.schema import ObjectiveName
+
+TOLERANCE = 0.02  # of the cost
+# The costs of a round by objective; the memory of a server is not measured.
+LATENCIES: dict[ObjectiveName, Key] = {
+    "ttft": ("latency_ms", "ttft", "p50"),
+    "tpot": ("latency_ms", "tpot", "p50"),
+    "request": ("latency_ms", "e2e", "p50"),
+}
+THROUGHPUT: Key = ("output_throughput",)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The cost of the candidate over the cost of the side ``other``, a ratio a round."""
+
+    objective: ObjectiveName
+    other: str
+    ratios: tuple[float, ...]
+
+    @property
+    def faster(self) -> bool:
+        return all(ratio < 1 for ratio in self.ratios)
+
+    @property
+    def worse(self) -> bool:
+        return all(ratio > 1 + TOLERANCE for ratio in self.ratios)
+
+    def line(self) -> str:
+        """``objective ttft: 0.26 to 0.28 of baseline: faster``"""
+        low, high = min(self.ratios), max(self.ratios)
+        word = "faster" if self.faster else "WORSE" if self.worse else "not faster"
+        return f"objective {self.objective}: {low:.2f} to {high:.2f} of {self.other}: {word}"
+
+
+def verdicts(result: BenchResult, objective: ObjectiveName) -> list[Verdict]:
+    """A verdict for each side beside the first; none for an objective or a side without measured numbers."""
+    key = LATENCIES.get(objective, THROUGHPUT)
+    if objective == "memory":
+        return []
+    found = [(other, result.ratios(other, key)) for other in result.sides[1:]]
+    return [
+        Verdict(objective, other, tuple(1 / ratio if key == THROUGHPUT else ratio for ratio in ratios))
+        for other, ratios in found
+        if ratios
+    ]
