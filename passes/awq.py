@@ -60,7 +60,7 @@ class AWQ(CalibratedQuantization):
             layers = [self.site_format(graph, site) for site in group.sites]
             weights, grids = (
                 [graph.linear_weight(node) for node, _ in layers],
-                [form.grid for _, form in layers],
+                [fmt.grid for _, fmt in layers],
             )
             duo = self.config.duo_scaling
             return {"scale": search_scale(weights, grids, moments.mean, moments.hessian, duo)}
@@ -82,8 +82,8 @@ class AWQ(CalibratedQuantization):
     def solve(self, graph: Graph, group: SharedInput, moments: Moments) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         for index, site in enumerate(group.sites):
-            node, form = self.site_format(graph, site)
-            weight, grid = graph.linear_weight(node), form.grid
+            node, fmt = self.site_format(graph, site)
+            weight, grid = graph.linear_weight(node), fmt.grid
             scale, minimum = fit_groups(weight, grid)
             if self.config.clip:
                 rows = clipped_rows(graph, site.name, node)
@@ -91,7 +91,7 @@ class AWQ(CalibratedQuantization):
                 scale[rows], minimum[rows] = tried
             levels = group_of(weight.shape[1], grid.group_size)
             codes = nearest_codes(weight, scale[:, levels], minimum[:, levels], grid).to(torch.uint8)
-            packed = form.pack(QuantizedWeight(codes, scale, minimum))
+            packed = fmt.pack(QuantizedWeight(codes, scale, minimum))
             found |= {f"{index}.{key}": tensor for key, tensor in packed.items()}
         return found
 

@@ -28,12 +28,20 @@ class Config(BaseModel):
 
 
 class Stage(enum.IntEnum):
-    """The place of a pass in a recipe; a recipe in another order is refused."""
+    """The place of a pass in a recipe; a recipe in another order is refused.
+
+    Attributes:
+        FUSE: rewrites ops, with equal logits up to rounding.
+        TRANSFORM: changes or removes float weights.
+        QUANTIZE: stores weights in fewer bits.
+        KERNELS: chooses kernels, and the type of the KV cache that the kernels read.
+        COMPILE: generates code.
+    """
 
     FUSE = 1
-    SMOOTH = 2
+    TRANSFORM = 2
     QUANTIZE = 3
-    ATTENTION = 4
+    KERNELS = 4
     COMPILE = 5
 
 

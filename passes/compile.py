@@ -66,7 +66,7 @@ class Compile(Pass):
     def why_not(self, graph: Graph) -> str | None:
         """The reason against compiling anything, or None."""
         if variants.limits(graph):
-            return "its linear layers have several forms, by the number of tokens"
+            return "its linear layers have several variants, by the number of tokens"
         if self.config.buckets == [] and not self.config.dynamic_tail:
             return "no buckets and no dynamic tail: there is nothing to compile for"
         if not has_compiler():

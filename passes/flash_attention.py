@@ -20,7 +20,7 @@ from optkit.passes.base import Pass, PassContext, PassResult, Plan, Site, Skip, 
 
 class FlashAttention(Pass):
     name = "flash_attention"
-    stage = Stage.ATTENTION
+    stage = Stage.KERNELS
 
     def check(self, graph: Graph, ctx: PassContext) -> Plan:
         plan = Plan()

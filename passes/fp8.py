@@ -118,9 +118,9 @@ class FP8(LinearQuantization):
 
         def replace(group: SharedInput, solution: Mapping[str, Tensor], walk: Walk) -> None:
             for site in group.sites:
-                node, form = self.site_format(graph, site)
+                node, fmt = self.site_format(graph, site)
                 own = {"input_scale": solution["input_scale"].clone()}
-                rewriter.replace(site, form, form.round(graph.linear_weight(node)) | own)
+                rewriter.replace(site, fmt, fmt.round(graph.linear_weight(node)) | own)
 
         walk_through(
             Walk(graph, windows, ctx.target),

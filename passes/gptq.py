@@ -62,9 +62,9 @@ class GPTQ(CalibratedQuantization):
     def solve(self, graph: Graph, group: SharedInput, moments: Moments) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         for index, site in enumerate(group.sites):
-            node, form = self.site_format(graph, site)
-            solution = self.solution(graph.linear_weight(node), form.grid, moments.hessian)
-            found |= {f"{index}.{key}": tensor for key, tensor in form.pack(solution).items()}
+            node, fmt = self.site_format(graph, site)
+            solution = self.solution(graph.linear_weight(node), fmt.grid, moments.hessian)
+            found |= {f"{index}.{key}": tensor for key, tensor in fmt.pack(solution).items()}
         return found
 
     def seconds(

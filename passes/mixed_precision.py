@@ -121,14 +121,14 @@ class MixedPrecision(GPTQ):
         self, graph: Graph, groups: list[SharedInput], windows: Sequence[Sequence[int]], ctx: PassContext
     ) -> None:
         """Measure every layer alone in every scheme, and assign."""
-        forms = {site.name: self.usable(graph, site, ctx) for group in groups for site in group.sites}
-        losses = self.measure(graph, groups, forms, windows, ctx)
+        formats = {site.name: self.usable(graph, site, ctx) for group in groups for site in group.sites}
+        losses = self.measure(graph, groups, formats, windows, ctx)
         sites = [site for group in groups for site in group.sites]
         sizes = {site.name: graph.linear_weight(site.nodes[0]).shape for site in sites}
         choices = [
             [
-                Choice(loss, form.num_bytes(*sizes[site.name]), self.price(graph, site, form, ctx))
-                for form, loss in zip(forms[site.name], losses[site.name], strict=True)
+                Choice(loss, fmt.num_bytes(*sizes[site.name]), self.price(graph, site, fmt, ctx))
+                for fmt, loss in zip(formats[site.name], losses[site.name], strict=True)
             ]
             for site in sites
         ]
@@ -141,7 +141,7 @@ class MixedPrecision(GPTQ):
             raise UserError(f"{error}", where="mixed_precision", fix=fix) from error
         picked = [options[i] for options, i in zip(choices, chosen, strict=True)]
         for site, i in zip(sites, chosen, strict=True):
-            self.assigned[site.name] = forms[site.name][i]
+            self.assigned[site.name] = formats[site.name][i]
         self.result = {
             "bits_per_weight": 8 * sum(choice.size for choice in picked) / weights,
             "expected_kld": sum(choice.loss for choice in picked),
@@ -162,19 +162,19 @@ class MixedPrecision(GPTQ):
         assert isinstance(last, WeightFormat)
         return [last if isinstance(f, str) or f.lacks(n, k, ctx.target) else f for f in found]
 
-    def price(self, graph: Graph, site: Site, form: WeightFormat, ctx: PassContext) -> float:
+    def price(self, graph: Graph, site: Site, fmt: WeightFormat, ctx: PassContext) -> float:
         """Bytes, or milliseconds of a decode step by the roofline."""
         n, k = graph.linear_weight(site.nodes[0]).shape
         if self.config.price == "bytes":
-            return form.num_bytes(n, k)
-        clone, ours = alone(graph, site, form, form.meta_tensors(n, k))
+            return fmt.num_bytes(n, k)
+        clone, ours = alone(graph, site, fmt, fmt.meta_tensors(n, k))
         return 1e3 * node_cost(clone, ours, infer_shapes(clone, DECODE), DECODE).seconds(ctx.target)
 
     def measure(
         self,
         graph: Graph,
         groups: Sequence[SharedInput],
-        forms: Mapping[str, Sequence[WeightFormat]],
+        formats: Mapping[str, Sequence[WeightFormat]],
         windows: Sequence[Sequence[int]],
         ctx: PassContext,
     ) -> dict[str, list[float]]:
@@ -189,7 +189,7 @@ class MixedPrecision(GPTQ):
             moments = Moments(walk.values(group.x))
             return {
                 str(index): torch.tensor(
-                    self.site_losses(graph, site, forms[site.name], moments.hessian, divergence[0])
+                    self.site_losses(graph, site, formats[site.name], moments.hessian, divergence[0])
                 )
                 for index, site in enumerate(group.sites)
             }
@@ -208,48 +208,48 @@ class MixedPrecision(GPTQ):
         self,
         graph: Graph,
         site: Site,
-        forms: Sequence[WeightFormat],
+        formats: Sequence[WeightFormat],
         hessian: Tensor,
         divergence: Divergence,
     ) -> list[float]:
         """KL divergence of a site in each format; the walk stands at the site's input."""
         weight = graph.linear_weight(site.nodes[0])
-        errors = [rounding_error(weight, form, hessian) for form in forms]
+        errors = [rounding_error(weight, fmt, hessian) for fmt in formats]
         measured: dict[Any, tuple[float, float]] = {}
-        for form, error in sorted(zip(forms, errors, strict=True), key=lambda pair: -pair[1]):
-            if treatment(form) not in measured or self.config.max_kld:
-                solution = self.solution(weight, form.grid, hessian)
-                loss = divergence.of(alone(graph, site, form, form.pack(solution))[0])
-                measured[form] = measured[treatment(form)] = loss, error
-        return [expected_loss(form, error, measured) for form, error in zip(forms, errors, strict=True)]
+        for fmt, error in sorted(zip(formats, errors, strict=True), key=lambda pair: -pair[1]):
+            if treatment(fmt) not in measured or self.config.max_kld:
+                solution = self.solution(weight, fmt.grid, hessian)
+                loss = divergence.of(alone(graph, site, fmt, fmt.pack(solution))[0])
+                measured[fmt] = measured[treatment(fmt)] = loss, error
+        return [expected_loss(fmt, error, measured) for fmt, error in zip(formats, errors, strict=True)]
 
 
-def rounding_error(weight: Tensor, form: WeightFormat, hessian: Tensor) -> float:
+def rounding_error(weight: Tensor, fmt: WeightFormat, hessian: Tensor) -> float:
     """Squared error of a layer's outputs with weights rounded to nearest."""
-    rounded = round_to_nearest(weight, form.grid).dequantize(form.grid.group_size)
+    rounded = round_to_nearest(weight, fmt.grid).dequantize(fmt.grid.group_size)
     return output_error(weight, rounded, hessian)
 
 
-def expected_loss(form: WeightFormat, error: float, measured: Mapping[Any, tuple[float, float]]) -> float:
-    """The measured divergence of ``form``, or an estimate from a format with equal treatment of activations."""
-    if form in measured:
-        return measured[form][0]
-    loss, of_error = measured[treatment(form)]
+def expected_loss(fmt: WeightFormat, error: float, measured: Mapping[Any, tuple[float, float]]) -> float:
+    """The measured divergence of ``fmt``, or an estimate from a format with equal treatment of activations."""
+    if fmt in measured:
+        return measured[fmt][0]
+    loss, of_error = measured[treatment(fmt)]
     return loss * error / of_error if of_error else loss
 
 
-def treatment(form: WeightFormat) -> tuple[bool, int]:
+def treatment(fmt: WeightFormat) -> tuple[bool, int]:
     """The treatment of activations by a format."""
-    return form.quantizes_input, form.activation_group_size if form.quantizes_input else 0
+    return fmt.quantizes_input, fmt.activation_group_size if fmt.quantizes_input else 0
 
 
 def alone(
-    graph: Graph, site: Site, form: WeightFormat, tensors: Mapping[str, Tensor]
+    graph: Graph, site: Site, fmt: WeightFormat, tensors: Mapping[str, Tensor]
 ) -> tuple[Graph, fx.Node]:
     """A clone with ``site`` alone quantized, and the quantized op."""
     clone = graph.clone()
     node = next(n for n in clone.fx.nodes if n.name == site.nodes[0].name)
-    op = QuantizedLinearRewriter(clone).replace(Site(site.name, (node,)), form, tensors)
+    op = QuantizedLinearRewriter(clone).replace(Site(site.name, (node,)), fmt, tensors)
     clone.prune()
     return clone, op
 

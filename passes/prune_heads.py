@@ -30,7 +30,7 @@ from optkit.graph import ops
 from optkit.graph.ir import Graph, Origin, Part, Weight
 from optkit.kernels import reference
 from optkit.passes.base import Config, Pass, PassContext, PassResult, Plan, Site, Skip, Stage
-from optkit.passes.prune import importance, select_columns
+from optkit.passes.prune_ffn import importance, select_columns
 from optkit.passes.quantization.calibrated import SharedInput, collect
 from optkit.passes.rewriting.stack import site_name
 
@@ -70,7 +70,7 @@ class Heads:
 
 class PruneHeads(Pass):
     name = "prune_heads"
-    stage = Stage.SMOOTH
+    stage = Stage.TRANSFORM
     exact = False
     Config = PruneHeadsConfig
 

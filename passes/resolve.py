@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ValidationError
 
 from optkit.errors import UserError, nearest
+from optkit.passes.base import Stage
 from optkit.recipe.errors import explain
 from optkit.recipe.schema import PassEntry, Recipe
 from optkit.recipe.strict_yaml import Document
@@ -36,14 +37,14 @@ def resolve_passes(recipe: Recipe) -> list[ResolvedPass]:
 
 
 def resolve_entries(entries: Sequence[PassEntry], document: Document) -> list[ResolvedPass]:
-    """Resolve every entry and check the order of stages (fuse, smooth, quantize, attention, compile)."""
+    """Resolve every entry and check the order of stages (``Stage``)."""
     resolved = [resolve_entry(entry, document) for entry in entries]
     for before, after in itertools.pairwise(resolved):
         if after.pass_class.stage < before.pass_class.stage:
             raise UserError(
                 f"'{after.entry.name}' must come before '{before.entry.name}'",
                 where=document.where(("passes", after.entry.name)),
-                fix="the order is: fusions, smoothing, quantization, attention, compile",
+                fix=f"the order is: {', '.join(stage.name.lower() for stage in Stage)}",
             )
     return resolved
 

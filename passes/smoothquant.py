@@ -50,7 +50,7 @@ class SmoothQuantConfig(Config):
 
 class SmoothQuant(Pass):
     name = "smoothquant"
-    stage = Stage.SMOOTH
+    stage = Stage.TRANSFORM
     exact = True
     Config = SmoothQuantConfig
 

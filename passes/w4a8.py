@@ -2,7 +2,7 @@
 
 Every 32 or 64 input channels of a weight row share a scale, and each weight has one of 16 levels. Decode reads an
 eighth of the float bytes; prefill runs on the int8 units like the pass ``int8``. Symmetric levels lie around zero,
-``scale * (code - 8)``, in the form of compressed-tensors ``pack-quantized``. Asymmetric levels are ``scale * code +
+``scale * (code - 8)``, in the format of compressed-tensors, ``pack-quantized``. Asymmetric levels are ``scale * code +
 minimum`` with a float minimum: half a bit a weight more, no level wasted in groups off the centre, and exactly the grid
 of GGUF's Q4_1.
 

@@ -1,8 +1,7 @@
 """Docstrings in plain English: none opens with a question word, and pronouns are rare.
 
 The bounds hold for each folder of modules by itself. Docstrings of functions and classes are counted apart from those
-of modules. A folder that does not meet the bounds yet is in ``NOT_YET`` or ``NOT_YET_MODULES``, and leaves the list
-as soon as the bounds are met.
+of modules.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ from tools import structure
 ROOT = Path(__file__).resolve().parents[1]
 MAX_PRONOUNS = 2.0  # per 100 words; 1.4 to 1.7 in comparable projects
 FOLDERS = structure.FOLDERS | {"bench": "bench", "tools": "tools", "tests/support": "tests.support"}
-NOT_YET: set[str] = set()
-NOT_YET_MODULES: set[str] = set()
 
 
 @cache
@@ -52,20 +49,10 @@ def module_problems(modules: list[structure.Module]) -> list[str]:
 
 
 @pytest.mark.parametrize("folder", sorted(by_folder()))
-def test_docstrings_of_a_folder_are_plain_english_unless_it_is_listed(folder: str) -> None:
+def test_docstrings_of_a_folder_are_plain_english(folder: str) -> None:
     modules = by_folder()[folder]
-    for found, listed, name in (
-        (problems(modules), NOT_YET, "NOT_YET"),
-        (module_problems(modules), NOT_YET_MODULES, "NOT_YET_MODULES"),
-    ):
-        if folder in listed:
-            assert found, f"{folder} meets the bounds: take it out of {name}"
-        else:
-            assert not found, "\n".join(found)
-
-
-def test_the_lists_name_folders_that_exist() -> None:
-    assert set(by_folder()) >= NOT_YET | NOT_YET_MODULES
+    found = [*problems(modules), *module_problems(modules)]
+    assert not found, "\n".join(found)
 
 
 BAD = '''"""Whatever it is."""

@@ -39,7 +39,6 @@ KNOWN = {
     "s_k",
     "varlen_attn",
 }
-NOT_YET: set[str] = set()  # old names in docstrings
 
 
 @cache
@@ -62,7 +61,7 @@ def files() -> set[str]:
 @cache
 def identifiers() -> dict[str, set[str]]:
     """The words of the code of each module, without docstrings and comments, by module name."""
-    modules = [module for module in sources() if module.name != __name__]  # NOT_YET below is no evidence
+    modules = [module for module in sources() if module.name != __name__]  # KNOWN is no evidence
     return {module.name: set(re.findall(r"\w+", code_of(module))) for module in modules}
 
 
@@ -128,14 +127,13 @@ def documents() -> list[Path]:
 
 
 def test_names_in_docstrings_exist() -> None:
-    found = {
-        f"{module.path}:{line}: {name}": name
+    found = [
+        f"{module.path}:{line}: {name}"
         for module in sources()
         for line, text in [*module.docstrings, (1, ast.get_docstring(module.tree) or "")]
         for name in dangling(text, is_docstring=True)
-    }
-    assert [place for place, name in found.items() if name not in NOT_YET] == []
-    assert NOT_YET - set(found.values()) == set(), "take these out of NOT_YET"
+    ]
+    assert found == []
 
 
 @pytest.mark.parametrize("document", documents(), ids=lambda path: str(path.relative_to(ROOT)))

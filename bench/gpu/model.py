@@ -58,7 +58,7 @@ class ModelShape:
 LLAMA_7B = ModelShape("llama-2-7b", 4096, 11008, 32, 32, 32, 32000, 4096)
 LLAMA_13B = ModelShape("llama-2-13b", 5120, 13824, 40, 40, 40, 32000, 4096)
 TINY = ModelShape("tiny", 64, 128, 1, 4, 2, 128, 256)
-FUSIONS = ("fuse_qkv", "fuse_gate_up", "fuse_add_rms_norm", "prune_rows")
+FUSIONS = ("fuse_qkv", "fuse_gate_up", "fuse_add_rms_norm", "select_logits_rows")
 SCHEMES: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
     "bf16": (),
     "fp8": (("fp8", {}),),

@@ -1,4 +1,4 @@
-"""Integer codes of 2, 3, 4 or 8 bits in int32 words: the form of quantized weights in memory.
+"""Integer codes of 2, 3, 4 or 8 bits in int32 words: the format of quantized weights in memory.
 
 A row of K codes is a string of bits without gaps, the first code in the lowest bits of the first word, padded with
 zeros to whole words: [N, K] becomes [N, ceil(K * bits / 32)]. compressed-tensors' ``weight_packed`` has the same

@@ -26,7 +26,7 @@ def sample(
     """Token ids [L] int64 of logits [L, V]; -1 for a row with a NaN, or without a finite largest logit.
 
     The parameters are [L]: temperature float32 (below 1e-5: the first largest logit), top_k int32 (0: off), top_p
-    float32 (1: off), min_p float32 (0: off), uniform float64 in [0, 1). ``filtered`` False promises rows without
+    float32 (1: off), min_p float32 (0: off), uniform float64 in [0, 1). ``filtered`` False: no row has
     filters.
     """
     if logits.device.type == "meta":

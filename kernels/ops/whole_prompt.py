@@ -1,7 +1,7 @@
-"""A promise of the runtime to kernels: the step is a single sequence of new tokens.
+"""A fact about a step that kernels can't read: the step is one whole prompt.
 
 A whole prompt attends to K and V of the call alone, without the cache, so dense kernels may run. Lengths are on the
-device, so the host makes the promise: around a step, and around the capture of a graph for whole prompts.
+device, so the host states the fact: around a step, and around the capture of a graph for whole prompts.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from dataclasses import dataclass
 
 @dataclass
 class WholePrompt:
-    """``used``: whether a kernel made use of the promise."""
+    """A step that is one whole prompt. ``used``: a kernel relied on the fact."""
 
     used: bool = False
 
 
-_promise: ContextVar[WholePrompt | None] = ContextVar("whole_prompt", default=None)
+_current: ContextVar[WholePrompt | None] = ContextVar("whole_prompt", default=None)
 
 
 @contextmanager
-def whole_prompt(promise: WholePrompt | None) -> Iterator[None]:
-    """Inside, the tokens of a call are one sequence from its first token on, then padding; without promise for None."""
-    token = _promise.set(promise)
+def whole_prompt(prompt: WholePrompt | None) -> Iterator[None]:
+    """Inside, the tokens of a call are one sequence from its first token on, then padding; None: any sequences."""
+    token = _current.set(prompt)
     try:
         yield
     finally:
-        _promise.reset(token)
+        _current.reset(token)
 
 
-def promised() -> WholePrompt | None:
-    """The promise in force, None without one. A kernel that relies on the promise sets ``used``."""
-    return _promise.get()
+def current_whole_prompt() -> WholePrompt | None:
+    """The whole prompt of the present step; None for any other step. A kernel that relies on the fact sets ``used``."""
+    return _current.get()

@@ -119,7 +119,7 @@ def needed(node: fx.Node, done: set[fx.Node], current: fx.Node) -> bool:
 
 
 def of_chosen_rows(graph: Graph) -> set[fx.Node]:
-    """The calls on rows with logits alone (``prune_rows``); a walk computes all rows."""
+    """The calls on rows with logits alone (``select_logits_rows``); a walk computes all rows."""
     found: set[fx.Node] = set()
     for node in graph.fx.nodes:
         sources = node.all_input_nodes

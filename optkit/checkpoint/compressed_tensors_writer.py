@@ -1,7 +1,7 @@
 """Quantized layers on disk: tensors for transformers and vLLM, and tensors for optkit's runtime alone.
 
-compressed-tensors has a form for most layers: ``int-quantized``, ``pack-quantized``, ``float-quantized``. A layer
-without a form (a float minimum, act-order, a short last group) is written as a plain ``weight`` with the dequantized
+compressed-tensors has a format for most layers: ``int-quantized``, ``pack-quantized``, ``float-quantized``. A layer
+without a format (a float minimum, act-order, a short last group) is written as a plain ``weight`` with the dequantized
 values, and the codes go to ``optkit/packed.safetensors``, which the runtime reads in place of the weight
 (docs/decisions/0007-int4-on-disk.md).
 """

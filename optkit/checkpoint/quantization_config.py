@@ -66,12 +66,13 @@ def config_groups(found: list[QuantizedLinear]) -> list[dict[str, Any]]:
 
 def scheme(module: QuantizedLinear) -> dict[str, Any]:
     """Weights, activations and format of a module, as in ``config_groups``."""
-    form, floating = stored_format(module), stored_format(module) == FLOAT8
+    stored = stored_format(module)
+    floating = stored == FLOAT8
     common = {"num_bits": module.bits, "type": "float" if floating else "int"}
     size = module.group_size
     strategy = {"strategy": "group", "group_size": size} if size else {"strategy": "channel"}
     weights = {**common, "symmetric": ZERO_POINT not in module.operands, **strategy, "dynamic": False}
-    described: dict[str, Any] = {"weights": weights, "format": form}
+    described: dict[str, Any] = {"weights": weights, "format": stored}
     if module.op is reference.linear_w8a8 or module.options.get("activations", "none") != "none":
         dynamic = INPUT_SCALE not in module.operands
         kind = "token" if dynamic else "tensor"

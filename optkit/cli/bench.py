@@ -173,8 +173,8 @@ def recipe_bounds(artifact: Path | None) -> LatencyBounds:
 
     if artifact is None:
         raise UserError("no recipe without an artifact", where="--slo recipe", fix="write --slo ttft:700")
-    promised = Artifact.open(artifact).recipe.slo
-    bounds = LatencyBounds(ttft=promised.ttft_ms, tpot=promised.tpot_ms)
+    slo = Artifact.open(artifact).recipe.slo
+    bounds = LatencyBounds(ttft=slo.ttft_ms, tpot=slo.tpot_ms)
     if not bounds.bounds():
         raise UserError("the artifact's recipe has no slo", where="--slo recipe", fix="write --slo ttft:700")
     return bounds

@@ -11,6 +11,7 @@ import typer
 from optkit.cli import console
 from optkit.cli.tables import print_table
 from optkit.errors import UserError
+from optkit.json_names import JSON_NAMES
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -82,19 +83,19 @@ def _local(
         data = {"windows": len(windows), "tokens": scored, "ppl": vars(estimate)}
         return data, [
             ("scored positions", f"{scored} in {len(windows)} windows"),
-            ("perplexity", _text(estimate, form=".3f")),
+            ("perplexity", _text(estimate, spec=".3f")),
         ]
     reference, source = _open(against, progress)
     windows = _windows(_tokenizer(directory, source), text, tokens, _length(candidate))
     progress(f"scoring {len(windows)} windows of {len(windows[0])} tokens")
     reports = compare_many(reference, _variants(candidate), windows)
     lines = [
-        (f"{name} (steps of {form})" if form else name, value)
-        for form, report in reports.items()
+        (f"{name} (steps of {variant})" if variant else name, value)
+        for variant, report in reports.items()
         for name, value in _lines(report)
     ]
-    found = {form: report.to_dict() for form, report in reports.items()}
-    return found.get("", {"forms": found}), lines
+    found = {variant: report.to_dict() for variant, report in reports.items()}
+    return found.get("", {JSON_NAMES["variants"]: found}), lines
 
 
 def _served(
@@ -228,8 +229,8 @@ def table(lines: Lines) -> Table:
     return grid
 
 
-def _text(estimate: Estimate, scale: float = 1.0, form: str = ".3g") -> str:
-    return f"{estimate.value * scale:{form}} ± {estimate.stderr * scale:.2g}"
+def _text(estimate: Estimate, scale: float = 1.0, spec: str = ".3g") -> str:
+    return f"{estimate.value * scale:{spec}} ± {estimate.stderr * scale:.2g}"
 
 
 def _lines(report: QualityReport) -> Lines:
@@ -239,8 +240,8 @@ def _lines(report: QualityReport) -> Lines:
         ("mean KL(source || model), nats", _text(report.kl_mean)),
         ("median / p99 / max KL, nats", percentiles),
         ("top-1 agreement, %", _text(report.top1_agreement, 100, ".2f")),
-        ("perplexity, source", _text(report.reference_ppl, form=".3f")),
-        ("perplexity, model", _text(report.ppl, form=".3f")),
+        ("perplexity, source", _text(report.reference_ppl, spec=".3f")),
+        ("perplexity, model", _text(report.ppl, spec=".3f")),
         ("ln(PPL model / PPL source), paired", _text(report.ln_ppl_ratio)),
     ]
 
@@ -254,4 +255,4 @@ def _served_lines(report: ServedReport) -> Lines:
         ("perplexity, model", report.ppl, 1.0, ".3f"),
         ("ln(PPL model / PPL source), paired", report.ln_ppl_ratio, 1.0, ".3g"),
     ]
-    return lines + [(name, _text(value, scale, form)) for name, value, scale, form in named if value]
+    return lines + [(name, _text(value, scale, spec)) for name, value, scale, spec in named if value]

@@ -16,6 +16,7 @@ from rich.table import Table
 from optkit.cli import console
 from optkit.cli.tables import print_table
 from optkit.errors import UserError, printable
+from optkit.json_names import JSON_NAMES
 
 if TYPE_CHECKING:
     from optkit.artifact.open import Artifact
@@ -84,13 +85,17 @@ def facts(artifact: Artifact, run: RunRecord) -> dict[str, Any]:
     """All output of ``inspect`` besides the graph, as plain data."""
     keys = ("name", "source", "digest", "recipe", "environment", "files")
     known = {key: artifact.manifest[key] for key in keys if key in artifact.manifest}
-    more = {"bounds": list(bounds(artifact, run)), "code": code_line(artifact), "forms": form_names(run)}
+    more = {
+        "bounds": list(bounds(artifact, run)),
+        "code": code_line(artifact),
+        JSON_NAMES["variants"]: variant_names(run),
+    }
     return known | run.to_dict() | more
 
 
-def form_names(run: RunRecord) -> list[str]:
+def variant_names(run: RunRecord) -> list[str]:
     """Names of the layers' variants, few tokens first; empty for layers with a single variant."""
-    return list(run.whole.forms) if run.whole else []
+    return list(run.whole.variants) if run.whole else []
 
 
 def code_line(artifact: Artifact) -> str:
@@ -152,7 +157,7 @@ def graph_lines(artifact: Artifact, tokens: int) -> Iterator[str]:
 
 def show_artifact(artifact: Artifact, run: RunRecord) -> None:
     """Print all tables and lines of ``optkit inspect``."""
-    from optkit.pipeline.report import run_table, variants, variants_table
+    from optkit.pipeline.report import compiled_table, compiled_variants, run_table
 
     recipe, manifest = artifact.recipe, artifact.manifest
     versions = ", ".join(f"{key} {value}" for key, value in manifest.get("environment", {}).items())
@@ -161,10 +166,10 @@ def show_artifact(artifact: Artifact, run: RunRecord) -> None:
     show(f"digest  sha256 {manifest.get('digest', 'none: made by an older optkit')}, without measurements")
     show(f"made by {versions}")
     show_table(run_table(run))
-    show_table(variants_table(variants(run)))
+    show_table(compiled_table(compiled_variants(run)))
     show(code_line(artifact))
-    if forms := form_names(run):
-        show(f"forms   {', '.join(forms)} in a step: answers depend on the number of tokens in a step")
+    if names := variant_names(run):
+        show(f"variants {', '.join(names)} in a step: answers depend on the number of tokens in a step")
     for line in reasons(run):
         show(line)
     show_table(bounds_table(list(bounds(artifact, run))))

@@ -76,13 +76,13 @@ def optimize(
     from dataclasses import asdict
 
     from optkit.machine.present import present_target
-    from optkit.pipeline.report import run_table, summary_lines, variants, variants_table
+    from optkit.pipeline.report import compiled_table, compiled_variants, run_table, summary_lines
 
     target = asdict(present_target(loaded.target))
 
     print_table(run_table(run))
-    if variants(run):
-        print_table(variants_table(variants(run)))
+    if compiled_variants(run):
+        print_table(compiled_table(compiled_variants(run)))
     for line in summary_lines(run, target):
         console.stdout.print(line)
     console.stdout.print(f"wrote {path}\nnext: optkit serve {path}")

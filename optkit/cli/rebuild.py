@@ -29,7 +29,7 @@ def rebuild(
     from optkit.machine.target import get_target
     from optkit.passes.compile import has_compiler
     from optkit.pipeline.aot_compile import rebuild as build
-    from optkit.pipeline.report import variants_table
+    from optkit.pipeline.report import compiled_table
 
     opened = Artifact.open(artifact)
     graph = opened.graph()
@@ -46,4 +46,4 @@ def rebuild(
     if as_json:
         console.print_json({"artifact": str(artifact), "compiled": built.rows})
         return
-    print_table(variants_table(built.rows))
+    print_table(compiled_table(built.rows))

@@ -111,7 +111,7 @@ class Executable:
         return self.variants[-1].special
 
     @property
-    def form_limits(self) -> tuple[int, ...]:
+    def variant_limits(self) -> tuple[int, ...]:
         """The largest number of tokens of each variant but the last; empty without variants."""
         return tuple(variant.limit for variant in self.variants if variant.limit is not None)
 

@@ -56,15 +56,15 @@ def silence_progress_bars() -> None:
         os.environ.setdefault("TQDM_DISABLE", "1")  # for all other users of tqdm
 
 
-def configure(form: str | None = None, source: str | None = None) -> None:
+def configure(log_format: str | None = None, source: str | None = None) -> None:
     """Log to standard error from level INFO on.
 
     Args:
-        form: ``text`` or ``json``, passed on to child processes; by default the value of FORMAT_VARIABLE.
+        log_format: ``text`` or ``json``, passed on to child processes; by default the value of FORMAT_VARIABLE.
         source: a name for text lines, in place of the logger's name.
     """
-    if form is not None:
-        os.environ[FORMAT_VARIABLE] = form
+    if log_format is not None:
+        os.environ[FORMAT_VARIABLE] = log_format
     handler = logging.StreamHandler()
     is_json = os.environ.get(FORMAT_VARIABLE) == "json"
     handler.setFormatter(JsonFormatter() if is_json else TextFormatter(source))

@@ -41,7 +41,7 @@ class Evidence:
             speedup=geometric_mean(record.speedup(label) for label in prefills),
             decode_speedup=geometric_mean(record.speedup(label) for label in decodes),
             memory_bytes=record.weight_bytes[1],
-            steps=worst(record.forms) if record.forms else "",
+            steps=worst(record.variants) if record.variants else "",
             worse=loss(record),
         )
 
@@ -84,10 +84,10 @@ def misses(bounds: Accept, evidence: Evidence) -> list[str]:
         ("prefill speedup", evidence.speedup, bounds.min_speedup, ".3f"),
         ("decode speedup", evidence.decode_speedup, bounds.min_decode_speedup, ".3f"),
     )
-    for name, value, bound, form in upper:
+    for name, value, bound, spec in upper:
         if bound is not None and not value <= bound:
-            found.append(f"{name} {value:{form}} is above {bound:{form}}")
-    for name, value, bound, form in lower:
+            found.append(f"{name} {value:{spec}} is above {bound:{spec}}")
+    for name, value, bound, spec in lower:
         if bound is not None and not value >= bound:
-            found.append(f"{name} {value:{form}} is below {bound:{form}}")
+            found.append(f"{name} {value:{spec}} is below {bound:{spec}}")
     return [*found, evidence.worse] if evidence.worse else found

@@ -139,8 +139,8 @@ def site_losses(
     measurement: Measurement, graph: Graph, record: PassRecord, sites: Collection[str]
 ) -> dict[str, float]:
     """KL divergence of each quantized layer of ``sites`` alone, in the worst variant of ``graph`` by ``record``."""
-    if record.forms:
-        graph = variants.at(graph, variants.spans(graph)[worst(record.forms)])
+    if record.variants:
+        graph = variants.at(graph, variants.spans(graph)[worst(record.variants)])
     text = Calibration(samples=1, length=fallback.TOKENS)
     windows = measurement.context().calibration_windows(text)
 

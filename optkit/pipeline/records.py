@@ -7,26 +7,27 @@ from dataclasses import asdict, dataclass, field, fields
 from math import isnan
 from typing import Any
 
+from optkit.json_names import JSON_NAMES
 from optkit.passes.base import Plan
+from optkit.recipe.renamed import present_name
 
-JSON_NAMES = {"fallback": "restored"}  # as manifests and reports have named it since format 1
-EVIDENCE = ("predicted", "measured", "objective", "weight_bytes", "kv_token_bytes", "quality", "forms")
+EVIDENCE = ("predicted", "measured", "objective", "weight_bytes", "kv_token_bytes", "quality", "variants")
 
 
 @dataclass
 class PassRecord:
-    """A pass of a run. Times in seconds; pairs are [before, after].
+    """A pass of a run. Times in seconds; pairs are [before, after]. Keys in JSON are by ``JSON_NAMES``.
 
     Attributes:
         decision: ``kept``, ``reduced``, ``rolled back`` or ``skipped``; ``reason`` is a sentence.
-        fallback: sites of a ``reduced`` pass in float again, the most sensitive first; ``restored`` in JSON.
+        fallback: sites of a ``reduced`` pass in float again, the most sensitive first.
         skips: places without a change, each reason once with the number of places.
         predicted: predicted seconds [before, after] by workload point (``pipeline.measurement.predictor``).
         measured: timings [before, after] by workload point.
         objective: cost after over cost before, by the recipe's objective: ``name``, ``ratio``, ``low`` and ``high``
             (95 % interval), and ``worse``.
         quality: a ``QualityReport`` against the source model, as a dict; of the worst of several variants.
-        forms: reports by variant, where layers have several: the widest changed by the pass, all for the whole.
+        variants: reports by variant, where layers have several: the widest changed by the pass, all for the whole.
     """
 
     name: str
@@ -42,7 +43,7 @@ class PassRecord:
     weight_bytes: list[int] = field(default_factory=list)
     kv_token_bytes: list[int] = field(default_factory=list)
     quality: dict[str, Any] = field(default_factory=dict)
-    forms: dict[str, dict[str, Any]] = field(default_factory=dict)
+    variants: dict[str, dict[str, Any]] = field(default_factory=dict)
     fallback: list[str] = field(default_factory=list)
     decision: str = ""
     reason: str = ""
@@ -63,7 +64,7 @@ class PassRecord:
 
     def judged(self, reports: Mapping[str, dict[str, Any]]) -> None:
         """Record quality by variant, under the empty name for a single variant: the worst counts."""
-        self.forms = dict(reports) if "" not in reports else {}
+        self.variants = dict(reports) if "" not in reports else {}
         self.quality = reports[worst(reports)]
 
     def take_evidence(self, other: PassRecord) -> None:
@@ -77,9 +78,11 @@ class PassRecord:
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> PassRecord:
-        """The inverse of ``to_dict``; unknown keys are left out."""
+        """The inverse of ``to_dict``; unknown keys are left out, and passes get their present names."""
         known = {JSON_NAMES.get(f.name, f.name): f.name for f in fields(PassRecord)}
-        return PassRecord(**{known[key]: value for key, value in data.items() if key in known})
+        record = PassRecord(**{known[key]: value for key, value in data.items() if key in known})
+        record.name = present_name(record.name)
+        return record
 
     def speedup(self, label: str) -> float:
         """Measured time before over time after."""

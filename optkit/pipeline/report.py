@@ -81,7 +81,7 @@ def pass_section(record: PassRecord, target: Mapping[str, Any]) -> list[str]:
         rows = [(skip["reason"], str(skip["count"]), skip["first"]) for skip in record.skips]
         parts.append(html_table(("left alone because", "places", "first"), rows))
     if tried := record.stats.get("compiled"):
-        parts.append(html_table(VARIANT_HEADER, map(variant_row, tried)))
+        parts.append(html_table(COMPILED_HEADER, map(compiled_row, tried)))
     return parts + evidence(record, target)
 
 
@@ -95,16 +95,16 @@ def evidence(record: PassRecord, target: Mapping[str, Any]) -> list[str]:
         parts.append(html_table(header, speed_rows(record)))
     if record.weight_bytes:
         parts.append(element("p", f"Weights: {weights_text(record)}."))
-    for steps, quality in (record.forms or ({"": record.quality} if record.quality else {})).items():
+    for steps, quality in (record.variants or ({"": record.quality} if record.quality else {})).items():
         where = f", steps of {steps}" if steps else ""
         parts.append(html_table((f"quality against the source model{where}", "value"), quality_rows(quality)))
     return parts
 
 
-VARIANT_HEADER = ("tokens a step", "compiled ms", "uncompiled ms", "runs", "because")
+COMPILED_HEADER = ("tokens a step", "compiled ms", "uncompiled ms", "runs", "because")
 
 
-def variant_row(row: Mapping[str, Any]) -> tuple[str, ...]:
+def compiled_row(row: Mapping[str, Any]) -> tuple[str, ...]:
     """A row of the table of compiled variants: both times, and the code in use."""
     keys = ("compiled_seconds", "uncompiled_seconds")
     times = (f"{row[key] * 1e3:.3f}" if key in row else "-" for key in keys)
@@ -175,8 +175,8 @@ def timing_text(timing: Mapping[str, float]) -> str:
 def quality_rows(quality: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Rows of divergences in nats, with the standard error over windows."""
 
-    def estimate(key: str, form: str) -> str:
-        return f"{quality[key]['value']:{form}} ± {quality[key]['stderr']:.2g}"
+    def estimate(key: str, spec: str) -> str:
+        return f"{quality[key]['value']:{spec}} ± {quality[key]['stderr']:.2g}"
 
     ratio = quality["ln_ppl_ratio"]
     return [
@@ -212,21 +212,21 @@ def run_table(run: RunRecord) -> Table:
         table.add_row(Text(record.name), *middle, *speeds, *quality_cells(record), size_cell(record))
     if labels:
         table.caption = "speedups: measured (predicted)"
-        forms = next((list(record.forms) for record in records_of(run) if len(record.forms) > 1), [])
-        if forms:
-            table.caption += f"; quality: in steps of {' / of '.join(forms)}"
+        variants = next((list(record.variants) for record in records_of(run) if len(record.variants) > 1), [])
+        if variants:
+            table.caption += f"; quality: in steps of {' / of '.join(variants)}"
     return table
 
 
-def variants_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+def compiled_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """The table of compiled variants, their times and the code in use; empty without rows."""
-    table = Table(*VARIANT_HEADER, box=None, pad_edge=False)
+    table = Table(*COMPILED_HEADER, box=None, pad_edge=False)
     for row in rows:
-        table.add_row(*map(Text, variant_row(row)))
+        table.add_row(*map(Text, compiled_row(row)))
     return table
 
 
-def variants(run: RunRecord) -> list[dict[str, Any]]:
+def compiled_variants(run: RunRecord) -> list[dict[str, Any]]:
     """The variants of compiled code tried in a run."""
     return [row for record in run.passes for row in record.stats.get("compiled", ())]
 
@@ -255,7 +255,7 @@ def quality_cells(record: PassRecord) -> tuple[str, str]:
     """KL and top-1; by variant where layers have several, few tokens first."""
     if not record.quality:
         return "-", "-"
-    reports = list(record.forms.values()) or [record.quality]
+    reports = list(record.variants.values()) or [record.quality]
     divergence = " / ".join(f"{quality['kl_mean']['value']:.2g}" for quality in reports)
     return divergence, " / ".join(f"{quality['top1_agreement']['value']:.1%}" for quality in reports)
 

@@ -71,7 +71,7 @@ class SkipEntry(Shown):
     first: str
 
 
-class VariantEntry(Shown):
+class CompiledEntry(Shown):
     """A compiled variant."""
 
     tokens: str
@@ -84,7 +84,7 @@ class VariantEntry(Shown):
 class StatsEntry(Shown):
     """The shown part of a pass's statistics."""
 
-    compiled: list[VariantEntry] = Field(default_factory=list)
+    compiled: list[CompiledEntry] = Field(default_factory=list)
 
 
 class Empty(Schema):

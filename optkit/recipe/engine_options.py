@@ -101,18 +101,19 @@ class SchedulingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     ] = "fcfs"
     ttft_slo_ms: (
         Annotated[
-            float, about("Promised time to first token.", unit="milliseconds", recipe="slo.ttft_ms", gt=0)
+            float, about("Bound on the time to first token.", unit="milliseconds", recipe="slo.ttft_ms", gt=0)
         ]
         | None
     ) = None
     tpot_slo_ms: (
         Annotated[
-            float, about("Promised time per output token.", unit="milliseconds", recipe="slo.tpot_ms", gt=0)
+            float,
+            about("Bound on the time per output token.", unit="milliseconds", recipe="slo.tpot_ms", gt=0),
         ]
         | None
     ) = None
     enforce_ttft_slo: Annotated[
-        bool, about("Answer 429 at once when the first token is predicted to come later than promised.")
+        bool, about("Answer 429 at once when the first token is predicted to come after its deadline.")
     ] = False
     queue_timeout: (
         Annotated[

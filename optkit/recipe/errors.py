@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from optkit.errors import UserError, nearest
 from optkit.recipe import schema
+from optkit.recipe.renamed import note_former_name, present_path
 from optkit.recipe.strict_yaml import Document, KeyPath, parse
 
 _SECTIONS: dict[KeyPath, type[BaseModel]] = {
@@ -36,6 +37,8 @@ def apply_override(document: Document, override: str) -> None:
     path = tuple(dotted.strip().split("."))
     if not equals or not all(path):
         raise UserError("an override is key.path=value", where=label, fix="as in runtime.max_num_seqs=4")
+    note_former_name(path, label)
+    path = tuple(map(str, present_path(path)))
     _check_path(document.data, path, label)
     section = document.data
     for key in path[:-1]:

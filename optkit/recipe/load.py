@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from optkit.errors import UserError, nearest
 from optkit.recipe.errors import apply_override, explain
+from optkit.recipe.renamed import rename_passes
 from optkit.recipe.schema import Recipe
 from optkit.recipe.strict_yaml import parse
 
@@ -31,6 +32,7 @@ def parse_recipe(text: str, label: str = "recipe", overrides: Sequence[str] = ()
     if not isinstance(document.data, dict):
         fix = "start from: optkit recipe new"
         raise UserError("a recipe is a mapping of keys to values", where=label, fix=fix)
+    rename_passes(document)
     for override in overrides:
         apply_override(document, override)
     try:

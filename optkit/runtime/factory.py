@@ -167,7 +167,7 @@ def scheduler_config(model: Executable, options: EngineOptions, target: str = ""
             max_model_len=min(asked, blocks * options.block_size),
             num_blocks=blocks,
             prefill_target_tokens=PREFILL_TARGET_TOKENS if target == "cpu" else 0,
-            form_limits=model.form_limits,
+            variant_limits=model.variant_limits,
         )
     except ValueError as error:
         raise UserError(str(error), where="options of the runtime", fix="optkit serve --help") from error

@@ -29,7 +29,7 @@ class EngineRefusal(ValueError):
 
 
 class EngineOverload(EngineRefusal):
-    """A request too late for the promised time; the client may come again after ``retry_after`` seconds."""
+    """A request whose first token would be late; the client may come again after ``retry_after`` seconds."""
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)

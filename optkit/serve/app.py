@@ -3,7 +3,7 @@
 =============================  =================================================================
 ``POST /v1/chat/completions``  messages in, an answer out
 ``POST /v1/completions``       prompts in, an answer each
-``GET /v1/models``             the served names, with ``max_model_len`` and ``form_limits``
+``GET /v1/models``             the served names, with ``max_model_len`` and the limits of variants
 ``GET /health/live``           the event loop answers, the engine process lives or is being restarted
 ``GET /health/ready``          the engine process lives, and no shutdown is going on; also ``/health``, ``/ping``
 ``GET /metrics``               Prometheus text
@@ -30,6 +30,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
+from optkit.json_names import JSON_NAMES
 from optkit.serve.engine_api import AsyncEngine, ServeSettings
 from optkit.serve.http.admission import Admission
 from optkit.serve.http.auth import AuthMiddleware
@@ -114,7 +115,7 @@ def _add_models(app: FastAPI, settings: ServeSettings) -> None:
         fixed = {"object": "model", "created": created, "owned_by": "optkit", "root": settings.model_names[0]}
         limits = {
             "max_model_len": settings.limits.max_model_len,
-            "form_limits": list(settings.limits.form_limits),
+            JSON_NAMES["variant_limits"]: list(settings.limits.variant_limits),
         }
         return {"id": name, **fixed, **limits}
 

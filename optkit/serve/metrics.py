@@ -4,9 +4,9 @@ All times come from the same monotonic clock. TTFT starts at the arrival of the 
 just before the first token is written to the client. Counters follow the tokens sent to clients, and agree with the
 ``usage`` of the answers to the token. Gauges are read from the engine at scrape time.
 
-The promised TTFT is an edge of the TTFT buckets, so "95 % within 700 ms" is read off exactly instead of interpolated
-between 0.5 and 0.75. Times inside the engine before the first token (``request_queue_time``, ``..prefill_time``) come
-from the engine with the first token.
+The TTFT bound (``ttft_slo_ms``) is an edge of the TTFT buckets, so "95 % within 700 ms" is read off exactly instead
+of interpolated between 0.5 and 0.75. Times inside the engine before the first token (``request_queue_time``,
+``..prefill_time``) come from the engine with the first token.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Metrics:
     Args:
         model_name: value of the ``model_name`` label.
         stats: returns the engine's gauges.
-        ttft_slo_ms: the promised time to first token, a bucket edge of the TTFT histogram.
+        ttft_slo_ms: the bound on the time to first token, a bucket edge of the TTFT histogram.
         info: of the engine; None while there is none.
     """
 

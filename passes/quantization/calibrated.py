@@ -114,11 +114,11 @@ class CalibratedQuantization(LinearQuantization):
 
         def put_back(group: SharedInput, solution: Mapping[str, Tensor], walk: Walk) -> None:
             for index, site in enumerate(group.sites):
-                form = self.site_format(graph, site)[1]
+                fmt = self.site_format(graph, site)[1]
                 own = {
-                    key: solution[f"{index}.{key}"] for key in form.operands if f"{index}.{key}" in solution
+                    key: solution[f"{index}.{key}"] for key in fmt.operands if f"{index}.{key}" in solution
                 }
-                rewriter.replace(site, form, own)
+                rewriter.replace(site, fmt, own)
 
         walk_through(
             Walk(graph, windows, ctx.target),
@@ -141,9 +141,9 @@ class CalibratedQuantization(LinearQuantization):
         after = graph.clone()
         rewriter, by_name = QuantizedLinearRewriter(after), {node.name: node for node in after.fx.nodes}
         for site in (site for group in groups for site in group.sites):
-            form = self.site_format(graph, site)[1]
-            planned = form.meta_tensors(*graph.linear_weight(site.nodes[0]).shape)
-            rewriter.replace(Site(site.name, (by_name[site.nodes[0].name],)), form, planned)
+            fmt = self.site_format(graph, site)[1]
+            planned = fmt.meta_tensors(*graph.linear_weight(site.nodes[0]).shape)
+            rewriter.replace(Site(site.name, (by_name[site.nodes[0].name],)), fmt, planned)
         after.prune()
         rates = measure_rates(layers, text, self.site_format(graph, groups[0].sites[0])[1].grid)
         walks = rates.walk(graph, text, ctx.target), rates.walk(after, text, ctx.target)

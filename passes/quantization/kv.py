@@ -25,7 +25,7 @@ class KVConfig(Config):
 class KVQuantization(Pass):
     """A pass for a KV cache of ``dtype``."""
 
-    stage = Stage.ATTENTION
+    stage = Stage.KERNELS
     exact = False
     dtype: ClassVar[str]  # a key of KV_DTYPES
     by_reference: ClassVar[bool] = False  # whether the reference may run it where no kernel does

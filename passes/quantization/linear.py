@@ -31,7 +31,7 @@ from optkit.passes.quantization.targets import (
 )
 from optkit.passes.rewriting.stack import site_name
 
-FORMS_SHARE = 0.7  # of the memory, for layers in two forms; the rest is for KV
+VARIANTS_SHARE = 0.7  # of the memory, for layers in two variants; the rest is for KV
 
 
 class LinearQuantizationConfig(Config):
@@ -70,9 +70,9 @@ class LinearQuantization(Pass):
     def format_for(self, graph: Graph, node: fx.Node, name: str) -> WeightFormat | str:
         """The format of ``node``, a linear called ``name``, or the reason against any."""
 
-    def quantize(self, name: str, weight: Tensor, form: WeightFormat) -> dict[str, Tensor]:
+    def quantize(self, name: str, weight: Tensor, fmt: WeightFormat) -> dict[str, Tensor]:
         """The operands for weight [N, K] of layer ``name``: rounded to nearest, unless overridden."""
-        return form.round(weight)
+        return fmt.round(weight)
 
     def check(self, graph: Graph, ctx: PassContext) -> Plan:
         plan = Plan()
@@ -96,12 +96,12 @@ class LinearQuantization(Pass):
             return None
         needed = 0
         for site in plan.sites:
-            node, form = self.site_format(graph, site)
+            node, fmt = self.site_format(graph, site)
             n, k = graph.linear_weight(node).shape
-            needed += form.num_bytes(n, k) + n * k
-        if needed <= FORMS_SHARE * ctx.target.memory_bytes:
+            needed += fmt.num_bytes(n, k) + n * k
+        if needed <= VARIANTS_SHARE * ctx.target.memory_bytes:
             return None
-        return f"two forms of all layers take {needed / 1e9:.0f} GB, too much for {ctx.target.name}"
+        return f"two variants of all layers take {needed / 1e9:.0f} GB, too much for {ctx.target.name}"
 
     def why_not(self, graph: Graph, node: fx.Node, name: str, ctx: PassContext) -> str | None:
         named = [target for target in self.config.targets if target != LINEAR]
@@ -119,34 +119,34 @@ class LinearQuantization(Pass):
         weight = graph.weight_of(ops.weight(node))
         if weight is None or weight.origin is None or weight.value.dtype != torch.float32:
             return "its weight is not a float32 checkpoint tensor"
-        form = self.format_for(graph, node, name)
-        if isinstance(form, str):
-            return form
+        fmt = self.format_for(graph, node, name)
+        if isinstance(fmt, str):
+            return fmt
         if weight.origin.transposed:
             return (
-                f"its checkpoint stores the weight transposed, which the {form.label} format does not express"
+                f"its checkpoint stores the weight transposed, which the {fmt.label} format does not express"
             )
         n, k = weight.value.shape
-        return form.lacks(n, k, ctx.target)
+        return fmt.lacks(n, k, ctx.target)
 
     def apply(self, graph: Graph, plan: Plan, ctx: PassContext) -> PassResult:
         rewriter, before = QuantizedLinearRewriter(graph, self.config.max_tokens), graph.num_bytes()
         for site in plan.sites:
-            node, form = self.site_format(graph, site)
+            node, fmt = self.site_format(graph, site)
             weight = graph.linear_weight(node)
             planned = weight.device.type == "meta"  # a dry run has shapes only
-            tensors = form.meta_tensors(*weight.shape) if planned else self.quantize(site.name, weight, form)
-            rewriter.replace(site, form, tensors)
+            tensors = fmt.meta_tensors(*weight.shape) if planned else self.quantize(site.name, weight, fmt)
+            rewriter.replace(site, fmt, tensors)
         rewriter.finish()
         return PassResult(len(plan.sites), weight_stats(before, graph))
 
     def site_format(self, graph: Graph, site: Site) -> tuple[fx.Node, WeightFormat]:
         """The linear of a site found by ``check``, and the format."""
         (node,) = site.nodes
-        form = self.format_for(graph, node, site.name)
-        if isinstance(form, str):
-            raise ValueError(f"{site.name}: {form}")
-        return node, form
+        fmt = self.format_for(graph, node, site.name)
+        if isinstance(fmt, str):
+            raise ValueError(f"{site.name}: {fmt}")
+        return node, fmt
 
 
 def weight_stats(before: int, graph: Graph) -> dict[str, Any]:

@@ -82,20 +82,20 @@ def make_format(scheme: str, group_size: int | None = None) -> WeightFormat:
     return PackedFormat(bits, group, symmetric)
 
 
-def fitting(form: WeightFormat, scheme: str, k: int, uneven: UnevenGroups) -> WeightFormat | str:
-    """``form`` for a layer of ``k`` input channels, or the reason against the form.
+def fitting(fmt: WeightFormat, scheme: str, k: int, uneven: UnevenGroups) -> WeightFormat | str:
+    """``fmt`` for a layer of ``k`` input channels, or the reason against the format.
 
     Where the groups don't divide K, the layer gets the next smaller standard groups, a shorter last group, or none.
     """
-    group = form.grid.group_size
+    group = fmt.grid.group_size
     if not group or k % group == 0:
-        return form
+        return fmt
     reason = f"its {k} input channels are not a multiple of the group size {group}"
     if uneven == "skip":
         return f"{reason} (uneven_groups: skip)"
     if uneven == "ragged":
-        ragged = isinstance(form, PackedFormat)
-        return form if ragged else f"{reason}, and only weight-only schemes have a shorter last group"
+        ragged = isinstance(fmt, PackedFormat)
+        return fmt if ragged else f"{reason}, and only weight-only schemes have a shorter last group"
     for smaller in STANDARD_GROUPS:
         if smaller < group and k % smaller == 0:
             try:

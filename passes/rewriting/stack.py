@@ -83,7 +83,7 @@ def can_stack_operand(graph: Graph, nodes: Sequence[Any], operand: str) -> str |
         return "a weight is not a plain checkpoint tensor"
     values = [weight.value for weight in found]
     if any(value.dtype != values[0].dtype or value.shape[1:] != values[0].shape[1:] for value in values):
-        return f"the projections differ in the form of their {operand}"
+        return f"the projections differ in the format of their {operand}"
     planned = values[0].device.type == "meta"  # of a dry run: values are not known
     if operand in SHARED and not planned and not all(torch.equal(value, values[0]) for value in values):
         return f"the projections differ in their {operand}, which belongs to the input"

@@ -116,9 +116,9 @@ def test_a_value_can_be_scaled_with_what_makes_it() -> None:
 
 
 def test_it_finishes_on_some_rows_where_few_rows_are_computed() -> None:
-    """After ``prune_rows`` the end of the graph works on chosen rows; a walk that stands there has them all."""
+    """After ``select_logits_rows`` the end of the graph works on chosen rows; a walk that stands there has them all."""
     graph = fused("llama")
-    apply(graph, "prune_rows")
+    apply(graph, "select_logits_rows")
     walk = Walk(graph, WINDOWS, TARGET)
     every = 3
     expected = [dense(graph, torch.tensor(window), TARGET)[every - 1 :: every] for window in WINDOWS]

@@ -94,11 +94,11 @@ def test_bench_sends_the_api_key_to_the_url(no_model, monkeypatch):
 
 
 def test_recipe_bounds_are_the_slo_of_the_artifacts_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    promised = parse_recipe("schema_version: 1\nname: p\npasses: {}\nslo: {ttft_ms: 700}\n")
+    bounded = parse_recipe("schema_version: 1\nname: p\npasses: {}\nslo: {ttft_ms: 700}\n")
     silent = parse_recipe("schema_version: 1\nname: s\npasses: {}\n")
-    opened = {"promised": promised, "silent": silent}
+    opened = {"bounded": bounded, "silent": silent}
     monkeypatch.setattr(Artifact, "open", lambda path: SimpleNamespace(recipe=opened[path.name]))
-    assert recipe_bounds(Path("promised")) == LatencyBounds(ttft=700)
+    assert recipe_bounds(Path("bounded")) == LatencyBounds(ttft=700)
     with pytest.raises(UserError, match="the artifact's recipe has no slo"):
         recipe_bounds(Path("silent"))
     with pytest.raises(UserError, match="no recipe without an artifact"):

@@ -86,8 +86,8 @@ def test_eval_reports_each_variant_when_layers_have_two(monkeypatch, capsys, tmp
     cut = windows([(7 * i) % 128 for i in range(96)], 48)
     monkeypatch.setattr("optkit.evaluation.quality.evaluation_windows", lambda *_: cut)
     assert main.run(["eval", "artifact", "--against", "model", "--json"]) == 0
-    forms = json.loads(capsys.readouterr().out)["forms"]
-    assert forms["up to 4 tokens"]["kl_mean"]["value"] > 1e-3
-    assert forms["more than 4 tokens"]["kl_mean"]["value"] < 1e-6
+    variants = json.loads(capsys.readouterr().out)["forms"]
+    assert variants["up to 4 tokens"]["kl_mean"]["value"] > 1e-3
+    assert variants["more than 4 tokens"]["kl_mean"]["value"] < 1e-6
     assert main.run(["eval", "artifact", "--against", "model"]) == 0
     assert "steps of up to 4 tokens" in capsys.readouterr().out

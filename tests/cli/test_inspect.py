@@ -11,6 +11,7 @@ from optkit.artifact.manifest import MANIFEST, write_manifest
 from optkit.cli.main import run
 from optkit.errors import printable
 from optkit.kernels import triton
+from optkit.pipeline.records import RunRecord
 from tests.support.sample_artifact import fake_artifact, int8_record, real_artifact, sample_run
 
 Output = pytest.CaptureFixture[str]
@@ -48,20 +49,38 @@ def test_inspect_shows_passes_reasons_bounds_and_files(made: Path, capsys: Outpu
 def test_inspect_names_the_variants_when_layers_have_several(tmp_path: Path, capsys: Output) -> None:
     record = sample_run()
     assert record.whole is not None
-    record.whole.forms = dict.fromkeys(("up to 4 tokens", "more than 4 tokens"), record.whole.quality)
+    record.whole.variants = dict.fromkeys(("up to 4 tokens", "more than 4 tokens"), record.whole.quality)
     made = real_artifact(tmp_path / "artifact", tmp_path / "source", RECIPE, record)
     assert run(["inspect", str(made)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert (
-        "forms up to 4 tokens, more than 4 tokens in a step: answers depend on the number of tokens" in shown
+        "variants up to 4 tokens, more than 4 tokens in a step: answers depend on the number of tokens"
+        in shown
     )
     assert run(["inspect", str(made), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["forms"] == ["up to 4 tokens", "more than 4 tokens"]
 
 
+def test_inspect_shows_bounds_of_a_pass_under_its_present_name_when_the_artifact_has_the_former_one(
+    tmp_path: Path, capsys: Output
+) -> None:
+    text = RECIPE.replace("  int8:", "  select_logits_rows:")
+    former = RunRecord([int8_record(name="prune_rows")], None)
+    made = real_artifact(tmp_path / "artifact", tmp_path / "source", text, former)
+    recipe = made / "optkit" / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("select_logits_rows", "prune_rows"))
+    manifest = json.loads((made / MANIFEST).read_text())
+    (made / MANIFEST).unlink()
+    write_manifest(made, {key: manifest[key] for key in manifest if key not in ("files", "digest")})
+    assert run(["inspect", str(made), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["passes"][0]["name"] == "select_logits_rows"
+    assert {bound["of"] for bound in shown["bounds"]} == {"select_logits_rows"}
+
+
 def test_inspect_has_no_line_of_variants_when_layers_have_one(made: Path, capsys: Output) -> None:
     assert run(["inspect", str(made)]) == 0
-    assert "forms" not in capsys.readouterr().out
+    assert "variants" not in capsys.readouterr().out
 
 
 def test_inspect_json_has_records_and_bounds_with_measured_values(made: Path, capsys: Output) -> None:

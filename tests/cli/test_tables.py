@@ -19,7 +19,7 @@ from optkit.cli.inspect import bounds_table, files_table
 from optkit.cli.optimize import _prediction_table
 from optkit.cli.tables import print_table
 from optkit.pipeline.records import RunRecord
-from optkit.pipeline.report import run_table, variants_table
+from optkit.pipeline.report import compiled_table, run_table
 from optkit.recipe.load import list_recipes
 from tests.support.sample_artifact import int8_record, timing
 
@@ -64,7 +64,7 @@ def files() -> Table:
 
 
 def variants() -> Table:
-    return variants_table([VARIANT | {"reason": "uncompiled was faster in every round of the measurement"}])
+    return compiled_table([VARIANT | {"reason": "uncompiled was faster in every round of the measurement"}])
 
 
 def evaluation() -> Table:

@@ -1,4 +1,4 @@
-"""Layers with a form for few tokens and one for many: each step gets its own, whatever passes and kernels there are."""
+"""Layers with a variant for few tokens and one for many: each step gets its own, for all passes and kernels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.graphs import TARGET, apply, assert_origins_invert, captured,
 H200 = DATASHEETS["cuda-h200"]
 FEW = ("rtn", {"scheme": "W4A16", "group_size": 32, "max_tokens": 4})
 W4A8 = ("w4a8", {"max_tokens": 4})
-FUSED = ("fuse_qkv", "fuse_gate_up", "fuse_add_rms_norm", "prune_rows")
+FUSED = ("fuse_qkv", "fuse_gate_up", "fuse_add_rms_norm", "select_logits_rows")
 
 
 def graph_with(*passes: tuple[str, Mapping[str, Any]], model: str = "llama", fused: bool = False) -> Graph:
@@ -45,7 +45,7 @@ def logits(graph: Graph, tokens: int, target: Target | None = None, **options: A
 
 
 def few_alone(*passes: tuple[str, Mapping[str, Any]], **options: Any) -> Graph:
-    """What ``graph_with`` gives where the form for few tokens is the only one."""
+    """What ``graph_with`` gives where the variant for few tokens is the only one."""
     without = [
         (name, {k: v for k, v in given.items() if k != "max_tokens"})
         for name, given in passes
@@ -61,7 +61,7 @@ def many_alone(*passes: tuple[str, Mapping[str, Any]], **options: Any) -> Graph:
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("model", ["llama", "qwen2", "gemma2", "phi3", "mixtral"])
 @pytest.mark.parametrize("passes", [(FEW,), (FEW, ("fp8", {})), (W4A8, ("int8", {}))])
-def test_a_step_has_the_form_for_its_tokens(passes: Any, model: str, fused: bool) -> None:
+def test_a_step_has_the_variant_for_its_tokens(passes: Any, model: str, fused: bool) -> None:
     graph = graph_with(*passes, model=model, fused=fused)
     assert_origins_invert(graph)
     few, many = few_alone(*passes, model=model, fused=fused), many_alone(*passes, model=model, fused=fused)
@@ -92,7 +92,7 @@ def test_what_is_not_lowered_chooses_too() -> None:
                 assert torch.equal(values[node.args[0]], logits(graph, tokens))
 
 
-def test_three_forms() -> None:
+def test_three_variants() -> None:
     graph = graph_with(
         ("rtn", {"scheme": "W4A16", "group_size": 32, "max_tokens": 2}),
         ("rtn", {"scheme": "W8A16", "max_tokens": 8}),
@@ -105,12 +105,12 @@ def test_three_forms() -> None:
         assert torch.equal(logits(graph, tokens), logits(same, tokens))
 
 
-def test_a_graph_without_forms_is_itself() -> None:
+def test_a_graph_without_variants_is_itself() -> None:
     graph = captured("llama")
     assert variants.at(graph, 1) is graph and variants.spans(graph) == {}
 
 
-def test_weights_of_no_form_are_there_once() -> None:
+def test_weights_of_no_variant_are_there_once() -> None:
     """Embedding, norms and head are not doubled: not on a CPU, and not where they are cast and moved."""
     graph = graph_with(FEW, ("fp8", {}))
     embedding = graph.weights[graph.meta.input_embedding].value.nbytes
@@ -120,7 +120,7 @@ def test_weights_of_no_form_are_there_once() -> None:
         assert max(apart) < both < sum(apart) - embedding / 2
 
 
-def test_lowered_for_a_gpu_each_form_is_fused_by_itself() -> None:
+def test_lowered_for_a_gpu_each_variant_is_fused_by_itself() -> None:
     graph = graph_with(FEW, ("fp8", {}), fused=True)
     model = lower(graph, H200, device="cpu", dtype=torch.float16)
     few, many = (
@@ -146,7 +146,7 @@ def test_saved_and_read() -> None:
     assert all(torch.equal(logits(again, n), logits(graph, n)) for n in (4, 5))
 
 
-def test_given_back_layers_have_their_other_form() -> None:
+def test_given_back_layers_have_their_other_variant() -> None:
     graph = graph_with(FEW, ("fp8", {}))
     sites = quantized_sites(graph)
     few = next(site for site in sites if site.endswith("up_to_4_tokens"))
@@ -162,7 +162,7 @@ def test_given_back_layers_have_their_other_form() -> None:
     assert torch.equal(logits(floats, 3), logits(captured("llama"), 3))
 
 
-def test_the_cost_is_that_of_the_form() -> None:
+def test_the_cost_is_that_of_the_variant() -> None:
     graph = graph_with(FEW, ("fp8", {}))
     one, two = Point(4, 4, 64), Point(5, 5, 64)
     assert graph_cost(graph, one).weight_bytes == graph_cost(variants.at(graph, 4), one).weight_bytes
@@ -173,10 +173,10 @@ def test_not_compiled() -> None:
     from tests.support.graphs import checked
 
     _, plan = checked(graph_with(FEW), "compile")
-    assert not plan.sites and any("several forms" in reason for reason in reasons(plan))
+    assert not plan.sites and any("several variants" in reason for reason in reasons(plan))
 
 
-def test_calibrated_forms_see_the_rounding_before_them() -> None:
+def test_calibrated_variants_see_the_rounding_before_them() -> None:
     """GPTQ for few tokens is the GPTQ it would be for all."""
     options = {"scheme": "W4A16", "group_size": 32}
     both = graph_with(("gptq", options | {"max_tokens": 4}), ("fp8", {}))
@@ -184,7 +184,7 @@ def test_calibrated_forms_see_the_rounding_before_them() -> None:
 
 
 @pytest.mark.parametrize("bad", [{"limit": 0}, {"limit": 4.5}, {"positions": "slot_mapping"}])
-def test_damaged_forms_are_refused(bad: Mapping[str, Any]) -> None:
+def test_damaged_variants_are_refused(bad: Mapping[str, Any]) -> None:
     graph = graph_with(FEW)
     node = next(graph.calls(reference.by_tokens))
     few, many, _, limit = node.args
@@ -193,7 +193,7 @@ def test_damaged_forms_are_refused(bad: Mapping[str, Any]) -> None:
         verify(graph)
 
 
-def test_forms_are_few() -> None:
+def test_variants_are_few() -> None:
     graph = graph_with(FEW)
     for limit, node in enumerate(graph.calls(reference.by_tokens), 1):
         node.args = (*node.args[:3], limit)
@@ -201,11 +201,11 @@ def test_forms_are_few() -> None:
         verify(graph)
 
 
-def test_two_forms_that_have_no_room_are_one() -> None:
+def test_two_variants_that_have_no_room_are_one() -> None:
     from optkit.passes import load
     from optkit.passes.base import PassContext
 
     pass_class = load("rtn")
     quantize = pass_class(pass_class.Config(**FEW[1]))
     plan = quantize.check(captured("llama"), PassContext(replace(TARGET, memory_bytes=1 << 16)))
-    assert not plan.sites and any("two forms of all layers take" in reason for reason in reasons(plan))
+    assert not plan.sites and any("two variants of all layers take" in reason for reason in reasons(plan))

@@ -127,12 +127,12 @@ def test_rows_may_lie_apart() -> None:
 @pytest.mark.parametrize(
     "layer",
     [
-        Layer(64, 8, 32, bits=8, asymmetric=True),  # no int8 form
+        Layer(64, 8, 32, bits=8, asymmetric=True),  # no int8 kernel
         Layer(60, 8, 12),  # groups of no whole pairs of steps
         Layer(60, 8, 20, act_order=True),
     ],
 )
-def test_what_has_no_native_form_is_left_to_the_reference(layer: Layer) -> None:
+def test_what_has_no_native_kernel_is_left_to_the_reference(layer: Layer) -> None:
     assert layer.kernel() is None
 
 

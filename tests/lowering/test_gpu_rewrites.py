@@ -21,7 +21,7 @@ from tests.support.architectures import SPECIFIC
 from tests.support.graphs import apply, captured, dense, random_ids
 
 H200, A100 = DATASHEETS["cuda-h200"], DATASHEETS["cuda-a100"]
-FUSIONS = ("fuse_qkv", "fuse_gate_up", "fuse_add_rms_norm", "prune_rows")
+FUSIONS = ("fuse_qkv", "fuse_gate_up", "fuse_add_rms_norm", "select_logits_rows")
 HALF = ("llama", "gemma2", "gpt2", "phi", "mixtral", "cohere2", "granite", "opt")
 
 

@@ -60,7 +60,7 @@ def test_a_pruned_artifact_loads_in_transformers_and_again(tmp_path: Path) -> No
     graph = captured("llama")
     apply(graph, "fuse_qkv")
     apply(graph, "prune_heads", share=0.5)
-    apply(graph, "prune", ffn=0.3, multiple=32)
+    apply(graph, "prune_ffn", ffn=0.3, multiple=32)
     written(graph, tmp_path / "source", tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert [config[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim")] == [2, 1, 16]

@@ -49,7 +49,9 @@ def test_resolve_passes_names_place_and_remedy_when_a_name_or_option_is_wrong(
 @pytest.mark.usefixtures("pass_table")
 def test_resolve_passes_refuses_passes_out_of_order() -> None:
     text = TEXT.replace("  fuse_qkv: {}\n", "").replace("accept: {min", "  fuse_qkv: {}\naccept: {min")
-    assert "r.yaml:12: 'fuse_qkv' must come before 'int8'" in message(text, resolve=True)
+    line = message(text, resolve=True)
+    assert "r.yaml:12: 'fuse_qkv' must come before 'int8'" in line
+    assert "the order is: fuse, transform, quantize, kernels, compile" in line
 
 
 @pytest.mark.usefixtures("pass_table")

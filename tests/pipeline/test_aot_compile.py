@@ -13,7 +13,7 @@ from optkit.graph.shapes import Point
 from optkit.lowering.compiled.region import Variant
 from optkit.pipeline import aot_compile as module
 from optkit.pipeline.aot_compile import Built, step_points
-from optkit.pipeline.report import variants_table
+from optkit.pipeline.report import compiled_table
 from optkit.recipe.load import parse_recipe
 from optkit.recipe.schema import Recipe
 from tests.passes.test_compile import CONTEXT, TARGET, captured, checked
@@ -108,7 +108,7 @@ def test_only_what_is_faster_is_kept(timed, tmp_path, monkeypatch):
     assert built.tier is not None and built.tier.is_ours
     (entry,) = built.tier.record.variants
     assert (entry.first, entry.last, entry.seconds, entry.uncompiled_seconds) == (2, 2, 0.5, 1.0)
-    table = variants_table(built.rows)
+    table = compiled_table(built.rows)
     assert next(iter(table.columns[3].cells)).plain == "compiled" and table.row_count == 3
 
 

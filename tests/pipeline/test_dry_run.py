@@ -66,7 +66,7 @@ def test_a_config_is_enough(config_only: Path, recipe: str) -> None:
         previous = {label: pair[1] for label, pair in record["predicted"].items()}
 
 
-def test_each_form_of_a_layer_counts_where_it_runs(wide: Path) -> None:
+def test_each_variant_of_a_layer_counts_where_it_runs(wide: Path) -> None:
     """int4 for few tokens is predicted for decoding, fp8 for the prompt."""
     passes = {p["name"]: p for p in dry_run(str(wide), load_recipe("ttft-h100", SETTINGS))["passes"]}
     change = {

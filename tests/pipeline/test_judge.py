@@ -111,12 +111,14 @@ def test_a_bound_that_half_of_the_layers_cannot_meet_undoes_the_pass(source: Pat
     assert not list(Artifact.open(tmp_path / "out").graph().calls(reference.linear_wna16))
 
 
-def test_a_bound_that_one_form_misses_gives_back_layers_of_that_form(source: Path, tmp_path: Path) -> None:
+def test_a_bound_that_one_variant_misses_gives_back_layers_of_that_variant(
+    source: Path, tmp_path: Path
+) -> None:
     loss = run(source, tmp_path / "whole", TWO_FORMS).passes[1].quality["kl_mean"]["value"]
     text = TWO_FORMS.replace("max_tokens: 4,", f"max_tokens: 4, accept: {{max_kld: {loss * 0.8}}},")
     record = run(source, tmp_path / "out", text)
     assert decisions(record) == {"fuse_qkv": "kept", "gptq": "reduced", "int8": "kept"}
-    assert list(record.passes[2].forms) == ["more than 4 tokens"]  # the other one has gptq's loss
+    assert list(record.passes[2].variants) == ["more than 4 tokens"]  # the other one has gptq's loss
     assert "mean KL divergence in steps of up to 4 tokens" in record.passes[1].reason
     assert all(site.endswith("up_to_4_tokens") for site in record.passes[1].fallback)
     graph = Artifact.open(tmp_path / "out").graph()
@@ -124,14 +126,14 @@ def test_a_bound_that_one_form_misses_gives_back_layers_of_that_form(source: Pat
     assert len(list(graph.calls(reference.linear_w8a8))) == 2 * 5
 
 
-def test_layers_with_two_forms(source: Path, tmp_path: Path) -> None:
+def test_layers_with_two_variants(source: Path, tmp_path: Path) -> None:
     """Both are judged, each where it changed; others read the one for many tokens."""
     record = run(source, tmp_path / "out", TWO_FORMS)
     assert decisions(record) == {"fuse_qkv": "kept", "gptq": "kept", "int8": "kept"}
     few, many = "up to 4 tokens", "more than 4 tokens"
-    assert [list(r.forms) for r in record.passes] == [[], [few], [many]]
-    assert record.whole is not None and list(record.whole.forms) == [few, many]
-    loss = {form: report["kl_mean"]["value"] for form, report in record.whole.forms.items()}
+    assert [list(r.variants) for r in record.passes] == [[], [few], [many]]
+    assert record.whole is not None and list(record.whole.variants) == [few, many]
+    loss = {name: report["kl_mean"]["value"] for name, report in record.whole.variants.items()}
     assert loss[few] > 3 * loss[many] > 0
     assert Evidence.of(record.whole).kld == loss[few] and Evidence.of(record.whole).steps == few
 

@@ -22,7 +22,7 @@ SEEDED = SamplingParams(max_tokens=6, temperature=1.5, seed=7)
 @pytest.fixture(scope="module", params=["int8", "w4a8"])
 def model(request: pytest.FixtureRequest) -> Executable:
     graph = captured("llama")
-    for name in ("fuse_qkv", "fuse_gate_up", "fuse_add_rms_norm", "prune_rows"):
+    for name in ("fuse_qkv", "fuse_gate_up", "fuse_add_rms_norm", "select_logits_rows"):
         apply(graph, name)
     if request.param == "w4a8":
         apply(graph, "w4a8", group_size=32)

@@ -17,8 +17,8 @@ def test_models_and_version() -> None:
     assert [card["id"] for card in cards] == ["tiny", "alias"]
     assert cards[0]["max_model_len"] == 512 and cards[0]["form_limits"] == []
     assert call(app, "GET", "/v1/models/tiny").json()["id"] == "tiny"
-    two_forms = call(tiny_app(form_limits=(4,)), "GET", "/v1/models").json()["data"]
-    assert two_forms[0]["form_limits"] == [4]
+    two_variants = call(tiny_app(variant_limits=(4,)), "GET", "/v1/models").json()["data"]
+    assert two_variants[0]["form_limits"] == [4]
     assert call(app, "GET", "/v1/models/other").status_code == 404
     assert "version" in call(app, "GET", "/version").json()
     missing = post(app, CHAT, {**HELLO, "model": "other"})

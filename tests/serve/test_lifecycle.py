@@ -1,4 +1,4 @@
-"""Start and end: ports, keys, signals, a dead engine. Bounds on time are patience, not promises."""
+"""Start and end: ports, keys, signals, a dead engine. Time limits are only for hangs."""
 
 from __future__ import annotations
 

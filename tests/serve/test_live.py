@@ -93,7 +93,7 @@ def test_guidellm_s_fields(server: LiveServer) -> None:
     assert last["usage"]["completion_tokens"] == 7
 
 
-def test_metrics_have_the_promise_and_the_engine(server: LiveServer) -> None:
+def test_metrics_have_the_ttft_bound_and_the_engine(server: LiveServer) -> None:
     text = httpx.get(f"{server.url}/metrics").text
     assert 'vllm:time_to_first_token_seconds_bucket{engine="0",le="0.7",model_name="tiny"}' in text
     [layout] = [line for line in text.splitlines() if line.startswith("vllm:cache_config_info{")]

@@ -71,7 +71,7 @@ def test_gauges_are_the_engine_s() -> None:
     assert got["vllm:num_preemptions_total", ""] == 0
 
 
-def test_the_promise_is_a_bucket_edge() -> None:
+def test_the_ttft_bound_is_a_bucket_edge() -> None:
     got = samples(tiny_app(ttft_slo_ms=700))
     assert ("vllm:time_to_first_token_seconds_bucket", "0.7") in got
     assert ("vllm:time_to_first_token_seconds_bucket", "0.7") not in samples(tiny_app())

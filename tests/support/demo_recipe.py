@@ -6,6 +6,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
 from optkit.errors import UserError
+from optkit.passes.base import Stage
 from optkit.passes.resolve import resolve_passes
 from optkit.recipe.load import parse_recipe
 
@@ -44,14 +45,14 @@ class EmptyConfig(BaseModel):
 class FakeInt8:
     """A fake pass ``int8``."""
 
-    stage = 2
+    stage = Stage.QUANTIZE
     Config = Int8Config
 
 
 class FakeFuse:
     """A fake pass ``fuse_qkv``."""
 
-    stage = 1
+    stage = Stage.FUSE
     Config = EmptyConfig
 
 

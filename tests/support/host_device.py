@@ -19,6 +19,6 @@ GREEDY = SamplingParams(max_tokens=9, temperature=0.0)
 @functools.cache
 def model() -> Executable:
     graph = captured("llama")
-    for name in ("fuse_qkv", "fuse_gate_up", "fuse_add_rms_norm", "prune_rows"):
+    for name in ("fuse_qkv", "fuse_gate_up", "fuse_add_rms_norm", "select_logits_rows"):
         apply(graph, name)
     return lower(graph)

@@ -24,7 +24,7 @@ import torch
 from optkit.pipeline.driver import optimize
 from optkit.recipe.load import parse_recipe
 
-PASSES = ("fuse_qkv", "prune", "smoothquant", "awq", "mixed_precision", "kv_int8")
+PASSES = ("fuse_qkv", "prune_ffn", "smoothquant", "awq", "mixed_precision", "kv_int8")
 PHASES = ("capture", *PASSES, "whole", "write")
 RECIPE = """
 schema_version: 1
@@ -33,7 +33,7 @@ workload: {prompt_tokens: [16], output_tokens: 4, batch: 1}
 runtime: {block_size: 8, max_num_batched_tokens: 32, kv_cache_bytes: 1MiB}
 passes:
   fuse_qkv: {}
-  prune: {ffn: 0.3, multiple: 32, calibration: {samples: 4, length: 32}}
+  prune_ffn: {ffn: 0.3, multiple: 32, calibration: {samples: 4, length: 32}}
   smoothquant: {calibration: {samples: 4, length: 32}}
   awq: {scheme: W4A16, group_size: 32, ignore: ["re:.*mlp"], calibration: {samples: 8, length: 32}}
   mixed_precision:
@@ -42,7 +42,7 @@ passes:
 """
 # Where a pass keeps what it has finished, and how its messages about that begin.
 STAGES = {
-    "prune: ": "channels",
+    "prune_ffn: ": "channels",
     "smoothquant: ": "smoothing",
     "awq: scale of ": "scales",
     "awq: ": "codes",

@@ -26,7 +26,7 @@ LIMITS = {
 def int8_llama() -> Executable:
     """A two-layer model in the formats of ``ttft-cpu``: int8 layers and int8 KV."""
     graph = captured("llama")
-    for name in ("fuse_qkv", "fuse_gate_up", "fuse_add_rms_norm", "prune_rows"):
+    for name in ("fuse_qkv", "fuse_gate_up", "fuse_add_rms_norm", "select_logits_rows"):
         apply(graph, name)
     apply(graph, "int8", group_size=32, lm_head=True, weight_only=["lm_head"])
     apply(graph, "flash_attention")

@@ -1,10 +1,10 @@
 """Attention of a whole prompt by the vendor's kernels: cuDNN's on Hopper, FlashAttention-2 elsewhere, through
 PyTorch.
 
-A sequence of only new tokens attends without the cache, and NVIDIA's dense kernels are hard to beat where arithmetic
-bounds. The runtime promises a whole prompt (``optkit.kernels.whole_prompt``); then the table of measured times
-decides by the number of tokens (``selection``). Rows of padding stand behind the prompt, where the causal mask hides
-padding from all rows of the prompt.
+A sequence of only new tokens attends without the cache, and NVIDIA's dense kernels are hard to beat where
+arithmetic bounds. For a whole prompt (``optkit.kernels.whole_prompt``) the table of measured times decides by the
+number of tokens (``selection``). Rows of padding stand behind the prompt, where the causal mask hides padding from
+all rows of the prompt.
 
 cuDNN makes a plan for each shape at its first call, in tens of milliseconds: captured graphs have few shapes and warm
 up before the capture. PyTorch's ``varlen_attn``, which would take several prompts, is FlashAttention-2, measured
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from optkit.kernels.triton import common, selection
-from optkit.kernels.whole_prompt import promised
+from optkit.kernels.whole_prompt import current_whole_prompt
 
 BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
@@ -31,8 +31,8 @@ MAX_HEAD_DIM = 256  # of a head, for the first two
 
 def takes(q: Tensor, k: Tensor, v: Tensor, pool: torch.dtype, window: int, softcap: float) -> bool:
     """True where ``dense`` should attend q [T, H, D]: a whole prompt, a cache without rounding, a shorter time."""
-    promise = promised()
-    if promise is None or softcap or pool != q.dtype:
+    prompt = current_whole_prompt()
+    if prompt is None or softcap or pool != q.dtype:
         return False
     tokens, heads, dim = q.shape
     fits = q.dtype in (torch.float16, torch.bfloat16) and max(dim, v.shape[2]) <= MAX_HEAD_DIM
@@ -42,7 +42,7 @@ def takes(q: Tensor, k: Tensor, v: Tensor, pool: torch.dtype, window: int, softc
     best = selection.choose(
         "paged_attention", "16-bit", shape, common.architecture(q.device), {"triton": True, "sdpa": True}
     )
-    promise.used |= best == "sdpa"
+    prompt.used |= best == "sdpa"
     return best == "sdpa"
 
 

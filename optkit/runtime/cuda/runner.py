@@ -145,9 +145,9 @@ class GraphRunner(ModelRunner):
         inputs.copy_(torch.from_numpy(empty))
         views = layout.views(inputs)
         self.num_captures += 1
-        promise = WholePrompt() if whole else None
-        replay = self.gpu.capture(lambda: self._compute(views, filtered, promise))
-        return CapturedStep(layout, inputs, replay), promise is not None and promise.used
+        prompt = WholePrompt() if whole else None
+        replay = self.gpu.capture(lambda: self._compute(views, filtered, prompt))
+        return CapturedStep(layout, inputs, replay), prompt is not None and prompt.used
 
     # -- running ---------------------------------------------------------------------------------------
 
@@ -202,8 +202,8 @@ class GraphRunner(ModelRunner):
             self.num_eager += 1
             layout = Layout(StepShape(tokens, sequences, blocks), len(arrays["logits_index"]))
             self._send(layout, arrays, self._eager_inputs)
-            promise = WholePrompt() if whole else None
-            return self._compute(layout.views(self._eager_inputs), has_filters(due), promise), count
+            prompt = WholePrompt() if whole else None
+            return self._compute(layout.views(self._eager_inputs), has_filters(due), prompt), count
         self.num_replays += 1
         graph = self._last = self._graphs[shape, has_filters(due) or not shape.is_decode, whole]
         self._send(graph.layout, arrays, graph.inputs)
@@ -218,7 +218,7 @@ class GraphRunner(ModelRunner):
         staging.copied = self.gpu.mark()
 
     def _compute(
-        self, views: Mapping[str, Tensor], filtered: bool, promise: WholePrompt | None = None
+        self, views: Mapping[str, Tensor], filtered: bool, prompt: WholePrompt | None = None
     ) -> Tensor:
         """Run a step from inputs on the device; sampled tokens go to ``_sampled``."""
         source = views["source"]
@@ -226,7 +226,7 @@ class GraphRunner(ModelRunner):
         before = self._sampled[source.clamp_min(0)].clamp_min(0)  # a failed row gives a token like any other
         inputs = {name: views[name] for name in MODEL_INPUTS}
         inputs["input_ids"] = torch.where(source >= 0, before, known)
-        with whole_prompt(promise):
+        with whole_prompt(prompt):
             logits = self.model(inputs | self.kv_pools)
         tokens = self.sample(logits, *(views[name] for name in SAMPLING_INPUTS), filtered=filtered)
         self._sampled[: len(tokens)].copy_(tokens)

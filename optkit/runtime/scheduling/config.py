@@ -19,14 +19,14 @@ class SchedulerConfig(SchedulingOptions, frozen=True, kw_only=True, forbid_unkno
         prefill_target_tokens: a step with so many prompt tokens takes no further prompt. About where the machine's
             matrix products reach full speed; 0 is ``max_num_batched_tokens``.
         num_host_blocks: blocks of the offload store; needs the prefix cache.
-        form_limits: the most tokens of each variant of the layers but the last; empty for layers with a single variant.
+        variant_limits: the most tokens of each variant of the layers but the last; empty for a single variant.
     """
 
     max_model_len: int
     num_blocks: int
     prefill_target_tokens: int = 0
     num_host_blocks: int = 0
-    form_limits: tuple[int, ...] = ()
+    variant_limits: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in LIMITS:
@@ -51,7 +51,7 @@ class SchedulerConfig(SchedulingOptions, frozen=True, kw_only=True, forbid_unkno
     @property
     def few_tokens(self) -> int:
         """The most tokens of a step whose layers may run another variant than for many tokens; 0: none."""
-        return max(self.form_limits, default=0)
+        return max(self.variant_limits, default=0)
 
     @property
     def prefill_target(self) -> int:

@@ -1,4 +1,4 @@
-"""Forecast: the time at which a new request would get its first token, for admission by promised TTFT.
+"""Forecast: the time at which a new request would get its first token, for admission by the TTFT bound.
 
 The forecast adds up the prefill of the requests first in rank, the prefill of the new request, the decodes in the
 same steps, and, when all ``max_num_seqs`` places are taken, the decoding until a place becomes free. The length of

@@ -7,12 +7,12 @@ a bounded number of later arrivals have a smaller rank, and the request of the s
     First come, first served. A step takes as much of a prompt as ``max_num_batched_tokens`` allows.
 
 ``slo``
-    Least slack first. A request's deadline is the arrival plus the promised time to first token. For a prompt too
-    long to keep the promise, the deadline is ``STRETCH`` times the time of the prefill alone. The rank is the latest
-    moment at which the prefill can start: short prompts overtake a long prompt, but only as long as the long prompt
-    can wait. A unit of ``priority`` is worth a promised TTFT. *Time* bounds the chunk of prefill in a step: while
-    requests decode, at most the promised time per output token, and always at most a part of the promised TTFT,
-    because the next arrival waits for the running step.
+    Least slack first. A request's deadline is the arrival plus the TTFT bound (``ttft_slo_ms``). For a prompt too
+    long for the bound, the deadline is the arrival plus ``STRETCH`` times the time of the prefill alone. The rank
+    is the latest moment at which the prefill can start: short prompts overtake a long prompt, but only as long as
+    the long prompt can wait. A unit of ``priority`` is worth one TTFT bound. *Time* bounds the chunk of prefill in
+    a step: while requests decode, at most the TPOT bound (``tpot_slo_ms``), and always at most a part of the TTFT
+    bound, because the next arrival waits for the running step.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from optkit.runtime.scheduling.cost_model import CostModel, StepWork
 from optkit.runtime.types import EngineRequest
 
 STRETCH = 3.0
-STEP_SHARE = 0.25  # of the promised TTFT: the longest step
+STEP_SHARE = 0.25  # of the TTFT bound: the longest step
 MIN_CHUNK = 64  # tokens; smaller chunks cost throughput and save hardly any time
 DEFAULT_STEP_SECONDS = 0.25
 
 
-def promised_ttft(ttft: float, alone: float) -> float:
-    """Seconds from arrival to the first token of a prompt whose prefill takes ``alone`` seconds."""
+def ttft_deadline(ttft: float, alone: float) -> float:
+    """Seconds from arrival to the deadline of the first token, for a prompt whose prefill takes ``alone`` seconds."""
     return max(ttft, STRETCH * alone)
 
 
@@ -57,7 +57,7 @@ class Fcfs:
 
 
 class LeastSlack:
-    """Least slack first, with chunks bounded by time. ``ttft`` and ``tpot`` are seconds; 0 promises nothing."""
+    """Least slack first, with chunks bounded by time. ``ttft`` and ``tpot`` are seconds; 0 is no bound."""
 
     def __init__(
         self, cost: CostModel, ttft_slo_ms: float | None = None, tpot_slo_ms: float | None = None
@@ -66,7 +66,7 @@ class LeastSlack:
 
     def rank(self, request: EngineRequest, num_prefill: int) -> float:
         work = self.cost.prefill_seconds(num_prefill)
-        slack = promised_ttft(self.ttft, work) - work
+        slack = ttft_deadline(self.ttft, work) - work
         return request.arrival + slack + request.priority * (self.ttft or 1.0)
 
     def chunk_limit(self, decodes: StepWork, context: int) -> int:
@@ -77,7 +77,7 @@ class LeastSlack:
 
 
 def seconds(milliseconds: float | None) -> float:
-    """A promise in seconds; 0 for none."""
+    """A latency bound in seconds; 0 for none."""
     return (milliseconds or 0.0) / 1000
 
 

@@ -35,7 +35,7 @@ from optkit.runtime.sampling.proposer import SpeculationStats
 from optkit.runtime.scheduling.config import SchedulerConfig
 from optkit.runtime.scheduling.cost_model import CostModel, step_work
 from optkit.runtime.scheduling.forecast import Forecast
-from optkit.runtime.scheduling.policy import make_policy, promised_ttft, seconds
+from optkit.runtime.scheduling.policy import make_policy, seconds, ttft_deadline
 from optkit.runtime.scheduling.step_sizes import StepSizes
 from optkit.runtime.types import (
     QUEUE_TIMEOUT,
@@ -120,7 +120,7 @@ class Scheduler:
 
         Raises:
             EngineRefusal: the request can never be served.
-            EngineOverload: not within the promised time, and ``enforce_ttft_slo`` is set.
+            EngineOverload: the first token would come after the deadline, and ``enforce_ttft_slo`` is set.
         """
         reason = self.config.refusal(len(received.prompt_ids), received.sampling.max_tokens)
         if received.request_id in self._requests:
@@ -478,9 +478,9 @@ class Scheduler:
         ]
         wait = self.clock() - request.received.arrival
         wait += self.forecast.first_token(work, [(other, self._work(other)) for other in ahead], self.running)
-        late = wait - promised_ttft(seconds(self.config.ttft_slo_ms), self.cost.prefill_seconds(work))
+        late = wait - ttft_deadline(seconds(self.config.ttft_slo_ms), self.cost.prefill_seconds(work))
         if late > 0:
-            raise EngineOverload("the server cannot answer in the promised time; try again later", late)
+            raise EngineOverload("the first token would come after the deadline; try again later", late)
 
 
 def _rank(request: Request) -> tuple[float, int]:

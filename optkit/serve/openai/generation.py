@@ -136,7 +136,7 @@ def _raise_failure(output: TokenOutput) -> None:
         message = "this request ended the engine twice and is refused for some minutes"
         raise ApiError(message, code="request_quarantined")
     if output.retry_after is not None:
-        message = "the first token would come later than promised; try again later"
+        message = "the first token would come after the deadline; try again later"
         seconds = max(1, math.ceil(output.retry_after))
         raise ApiError(message, code=TTFT_UNREACHABLE, status=429, retry_after=seconds)
     if output.finish_reason is FinishReason.ERROR:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from optkit.json_names import JSON_NAMES
 from optkit.serve.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from optkit.version import VERSION
 
@@ -95,8 +96,9 @@ def _get(summary: str, schema: Schema, media: str = "application/json", unwell: 
 
 def _model() -> Schema:
     name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-    forms = {"type": "array", "items": INTEGER}
-    card = _object({"id": STRING, "object": STRING, "max_model_len": INTEGER, "form_limits": forms})
+    limits = {"type": "array", "items": INTEGER}
+    names = {"id": STRING, "object": STRING, "max_model_len": INTEGER}
+    card = _object(names | {JSON_NAMES["variant_limits"]: limits})
     return {
         "summary": "One name.",
         "parameters": [name],

@@ -125,13 +125,13 @@ def test_the_written_rows_are_what_is_attended() -> None:
 
 
 def test_a_whole_prompt_by_the_vendor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only where the runtime promises one and the table says so; then with the same result as from the cache."""
+    """Only where the step is one and the table says so; then with the same result as from the cache."""
     world = World(Shape(new=(17,), old=(0,), heads=2, kv_heads=1, dtype=torch.float16, pool=torch.float16))
     monkeypatch.setattr(selection, "winner", lambda *layer: "sdpa")
-    promise = WholePrompt()
-    with whole_prompt(promise):
+    prompt = WholePrompt()
+    with whole_prompt(prompt):
         assert error(world.call(attention.attention), world.expected()) < TOLERANCE[torch.float16]
-    assert promise.used
+    assert prompt.used
     for shape, more in (
         (Shape(new=(17,), old=(0,), pool=torch.int8, dtype=torch.float16), {}),
         (Shape(new=(17,), old=(0,), softcap=30.0, dtype=torch.float16, pool=torch.float16), {}),
@@ -139,10 +139,10 @@ def test_a_whole_prompt_by_the_vendor(monkeypatch: pytest.MonkeyPatch) -> None:
         (Shape(new=(17,), old=(0,), dtype=torch.float16, pool=torch.float16), {"winner": "triton"}),
     ):
         monkeypatch.setattr(selection, "winner", lambda *layer, more=more: more.get("winner", "sdpa"))
-        promise, other = WholePrompt(), World(shape)
-        with whole_prompt(promise):
+        prompt, other = WholePrompt(), World(shape)
+        with whole_prompt(prompt):
             assert error(other.call(attention.attention), other.expected()) < 1e-2
-        assert not promise.used
+        assert not prompt.used
     assert (
         error(sdpa.dense(world.q, world.k, world.v, world.scale), world.expected()) < TOLERANCE[torch.float16]
     )

@@ -14,7 +14,7 @@ from optkit.passes.rewriting.folding import norm_of, norm_offset
 from optkit.passes.rewriting.residual import ResidualStream, residual_stream
 from tests.support.graphs import apply, assert_same_logits, captured
 
-FUSIONS = ("fuse_qkv", "fuse_gate_up", "fuse_add_rms_norm", "prune_rows")
+FUSIONS = ("fuse_qkv", "fuse_gate_up", "fuse_add_rms_norm", "select_logits_rows")
 
 
 def rotation(size: int) -> Tensor:

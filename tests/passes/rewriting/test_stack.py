@@ -113,7 +113,7 @@ def test_formats_that_differ_are_a_reason() -> None:
 def test_rows_of_quantized_layers_are_pruned(row: str, options: dict[str, Any]) -> None:
     graph = quantized(row, **options)
     before = graph.clone()
-    (site,) = apply(graph, "prune_rows").sites
+    (site,) = apply(graph, "select_logits_rows").sites
     assert sum(node.target is not reference.linear and "linear" in node.name for node in site.nodes) >= 4
     verify(graph)
     assert_same_logits(before, graph)

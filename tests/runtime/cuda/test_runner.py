@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from torch import Tensor
 
-from optkit.kernels.whole_prompt import promised
+from optkit.kernels.whole_prompt import current_whole_prompt
 from optkit.runtime.cuda.buckets import Buckets, chunk_sizes
 from optkit.runtime.cuda.device import HostDevice, Replay
 from optkit.runtime.cuda.runner import GraphRunner
@@ -133,34 +133,34 @@ def replace_params(params: SamplingParams, **changes: object) -> SamplingParams:
     return msgspec.structs.replace(params, **changes)
 
 
-class Believing:
-    """The model, as if a kernel relied on what it is promised; it looks whether it may."""
+class Relying:
+    """The model, as if a kernel relied on whole prompts; each call checks that the step is one."""
 
     def __init__(self) -> None:
-        self.model, self.believed, self.wondered = model(), 0, 0
+        self.model, self.relied, self.missed = model(), 0, 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        promise, lengths, counts = promised(), inputs["seq_lens"], inputs["query_start"].diff()
-        if promise is not None:
-            promise.used = True
+        prompt, lengths, counts = current_whole_prompt(), inputs["seq_lens"], inputs["query_start"].diff()
+        if prompt is not None:
+            prompt.used = True
             assert len(lengths) == 1 and (lengths == counts).all()
         single = len(lengths) == 1 and int(lengths[0]) == int(counts[0]) > 0
-        self.believed += promise is not None and single
-        self.wondered += promise is None and single and int(counts[0]) > 1
+        self.relied += prompt is not None and single
+        self.missed += prompt is None and single and int(counts[0]) > 1
         return self.model(inputs)
 
 
 def test_whole_prompts_have_graphs_of_their_own() -> None:
     """Prompts alone from their first token on are told to kernels, others are not; the tokens are the same."""
     config = msgspec.structs.replace(CONFIG, max_num_seqs=1)
-    plain, believing = Engine(ModelRunner(model(), config.num_blocks, config.block_size), config), Believing()
-    runner = GraphRunner(believing, config.num_blocks, config.block_size, HostDevice(), largest_step(config))
+    plain, relying = Engine(ModelRunner(model(), config.num_blocks, config.block_size), config), Relying()
+    runner = GraphRunner(relying, config.num_blocks, config.block_size, HostDevice(), largest_step(config))
     chunks = chunk_sizes(config.max_num_batched_tokens)
     runner.capture(Buckets((1,), chunks, 1, runner.largest.blocks))
     assert runner.num_captures == 2 + 2 * len(chunks)  # with and without filters; whole prompts and others
     ahead = OverlapEngine(runner, config)
     assert ahead.generate(prompts(6), GREEDY) == plain.generate(prompts(6), GREEDY)
-    assert believing.believed > 0 and believing.wondered == 0 and runner.num_eager == 0
+    assert relying.relied > 0 and relying.missed == 0 and runner.num_eager == 0

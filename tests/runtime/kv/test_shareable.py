@@ -1,4 +1,4 @@
-"""The prefix cache of a model whose layers have two forms holds KV of the form for many tokens alone."""
+"""The prefix cache of a model whose layers have two variants holds KV of the variant for many tokens alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FEW = 4
 
 
 @functools.cache
-def two_forms() -> Executable:
+def two_variants() -> Executable:
     """int4 in steps of up to 4 tokens, int8 in larger ones."""
     graph = captured("llama")
     apply(graph, "w4a8", group_size=32, max_tokens=FEW)
@@ -33,8 +33,8 @@ def two_forms() -> Executable:
 
 
 def engine(**limits: Any) -> Engine:
-    model = two_forms()
-    config = SchedulerConfig(**LIMITS | {"form_limits": model.form_limits} | limits)
+    model = two_variants()
+    config = SchedulerConfig(**LIMITS | {"variant_limits": model.variant_limits} | limits)
     return Engine(ModelRunner(model, config.num_blocks, config.block_size), config)
 
 
@@ -58,7 +58,7 @@ def answer(made: Engine, prompt: list[int], **sampling: Any) -> tuple[list[int],
 
 def test_a_prompt_takes_over_no_kv_that_was_decoded_in_small_steps() -> None:
     """The next turn of a conversation gets, to the bit, the logprobs that it gets without any cache."""
-    assert two_forms().form_limits == (FEW,)
+    assert two_variants().variant_limits == (FEW,)
     made, fresh = engine(), engine(enable_prefix_caching=False)
     prompt = list(range(3, 33))  # with its answer less than a step takes
     first, _, cached = answer(made, prompt)
@@ -70,7 +70,7 @@ def test_a_prompt_takes_over_no_kv_that_was_decoded_in_small_steps() -> None:
 
 
 def test_a_prompt_takes_over_kv_that_was_decoded_in_large_steps() -> None:
-    """Eight sequences at once decode in the form for many tokens, and what they decode is cached."""
+    """Eight sequences at once decode in the variant for many tokens, and what they decode is cached."""
     made, length = engine(), 24
     many = [list(range(3 + i, 3 + i + length)) for i in range(8)]
     texts = made.generate(many, GREEDY)

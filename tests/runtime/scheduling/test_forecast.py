@@ -1,4 +1,4 @@
-"""Forecasts of the first token: refusal of requests whose promise cannot be kept."""
+"""Forecasts of the first token: refusal of requests that would miss their deadline."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 from tests.support.timed_engine import SHORT, serve
 
 
-def test_enforcing_the_promise_refuses_early_and_keeps_it_for_the_rest() -> None:
+def test_enforce_ttft_slo_refuses_early_and_keeps_the_bound_for_the_rest() -> None:
     flood = [(0.03 * i, SHORT) for i in range(300)]
     free = serve("slo", flood)
     kept = serve("slo", flood, enforce_ttft_slo=True)

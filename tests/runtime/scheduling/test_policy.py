@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from optkit.runtime.scheduling.cost_model import CostModel, StepWork
-from optkit.runtime.scheduling.policy import MIN_CHUNK, LeastSlack, promised_ttft
+from optkit.runtime.scheduling.policy import MIN_CHUNK, LeastSlack, ttft_deadline
 from optkit.runtime.types import EngineRequest, SamplingParams
 from tests.support.timed_engine import LONG, SHORT, serve
 
@@ -26,7 +26,7 @@ def test_slo_halves_the_tail_of_short_prompts_among_long_ones() -> None:
     assert p95["slo"] <= 0.5 * p95["fcfs"]
     assert fcfs.end / slo.end >= 0.95
     # the long ones pay, and within their bound: three times what they would take alone, give or take a step
-    assert np.percentile(slo.ttft[LONG], 95) < promised_ttft(0.7, 1.3) + 1.0
+    assert np.percentile(slo.ttft[LONG], 95) < ttft_deadline(0.7, 1.3) + 1.0
 
 
 def test_slo_keeps_the_throughput_of_a_full_machine() -> None:
@@ -42,7 +42,7 @@ def test_nobody_starves_under_a_flood_of_short_prompts() -> None:
     assert len(run.ttft[SHORT]) == 400
 
 
-def test_a_tpot_promise_cuts_the_chunks_while_somebody_decodes() -> None:
+def test_a_tpot_bound_cuts_the_chunks_while_somebody_decodes() -> None:
     cost = CostModel()
     for tokens in (1, 4, 64, 256, 512) * 4:
         cost.observe(StepWork(tokens, 1, 0.0), 6e-3 + 5.5e-4 * tokens)
@@ -52,7 +52,7 @@ def test_a_tpot_promise_cuts_the_chunks_while_somebody_decodes() -> None:
     assert MIN_CHUNK <= beside < 140
 
 
-def test_priority_is_worth_one_promise() -> None:
+def test_priority_is_worth_one_ttft_bound() -> None:
     policy = LeastSlack(CostModel(), ttft_slo_ms=700)
     params = SamplingParams(max_tokens=1)
 

@@ -1,4 +1,4 @@
-"""prune_rows: after the last attention, only the rows with wanted logits are computed.
+"""select_logits_rows: after the last attention, only the rows with wanted logits are computed.
 
 Capture selects the rows just before the output head. All ops between the last layer's attention and the head work row
 by row: the output projection, the norms, the whole feed-forward part. So the selection moves up to the attention's
@@ -26,18 +26,18 @@ POINTWISE = {aten.add.Tensor, aten.mul.Tensor, aten.relu.default, aten.gelu.defa
 SPLITS = {aten.split.Tensor, aten.split_with_sizes.default}
 
 
-class PruneRows(Pass):
-    name = "prune_rows"
+class SelectLogitsRows(Pass):
+    name = "select_logits_rows"
     stage = Stage.FUSE
 
     def check(self, graph: Graph, ctx: PassContext) -> Plan:
         plan = Plan()
         for select in graph.calls(reference.select_rows):
-            pruned = row_by_row_before(select)
-            if not any(node.target in LINEARS for node in pruned):
+            moved = row_by_row_before(select)
+            if not any(node.target in LINEARS for node in moved):
                 plan.skips.append(Skip(select.name, "no matrix product before it works row by row"))
             else:
-                plan.sites.append(Site(select.name, (select, *pruned)))
+                plan.sites.append(Site(select.name, (select, *moved)))
         return plan
 
     def apply(self, graph: Graph, plan: Plan, ctx: PassContext) -> PassResult:
@@ -71,11 +71,11 @@ def is_row_by_row(node: fx.Node) -> bool:
     return node.target is aten.reshape.default and node.args[1][0] == -1
 
 
-def move_up(graph: Graph, select: fx.Node, *pruned: fx.Node) -> None:
-    """Select rows of the outside inputs of the ``pruned`` ops, and remove the old selection."""
-    inside, index = set(pruned), ops.argument(select, "index")
+def move_up(graph: Graph, select: fx.Node, *after: fx.Node) -> None:
+    """Select rows of the outside inputs of the ops ``after``, and remove the old selection."""
+    inside, index = set(after), ops.argument(select, "index")
     selected: dict[fx.Node, fx.Node] = {}
-    for node in pruned:
+    for node in after:
         for value in node.all_input_nodes:
             if value.op == "call_function" and value not in inside:
                 if value not in selected:

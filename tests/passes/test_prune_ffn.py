@@ -1,4 +1,4 @@
-"""prune: which channels go, that what is left is a smaller model that transformers loads, and where it is refused."""
+"""prune_ffn: the removed channels, the smaller model that transformers loads, and the refused cases."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from optkit.graph.ir import Graph
 from optkit.graph.verify import verify
 from optkit.kernels import reference
 from optkit.lowering.lower import lower
-from optkit.passes.prune import importance
+from optkit.passes.prune_ffn import importance
 from tests.checkpoint.test_compressed_tensors_writer import transformers_logits, written
 from tests.support.architectures import tiny_model
 from tests.support.graphs import (
@@ -47,7 +47,7 @@ def test_channels_without_effect_go_first(name: str, fused: bool) -> None:
     expected = dense(graph, IDS)
     if fused:
         apply(graph, "fuse_gate_up")
-    apply(graph, "prune", ffn=1 / 3, multiple=32)
+    apply(graph, "prune_ffn", ffn=1 / 3, multiple=32)
     verify(graph)
     assert_origins_invert(graph)
     assert graph.annotations["config"] == {"intermediate_size": 64}
@@ -68,7 +68,7 @@ def test_a_pruned_artifact_loads_in_transformers_and_again(tmp_path: Path) -> No
     tiny_model("llama").save_pretrained(tmp_path / "source")
     graph = captured("llama")
     apply(graph, "fuse_gate_up")
-    apply(graph, "prune", ffn=0.3, multiple=32)
+    apply(graph, "prune_ffn", ffn=0.3, multiple=32)
     apply(graph, "int8", ignore=["re:.*"])
     written(graph, tmp_path / "source", tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["intermediate_size"] == 64
@@ -81,7 +81,7 @@ def test_a_pruned_artifact_loads_in_transformers_and_again(tmp_path: Path) -> No
 
 def test_it_composes_with_a_quantizer() -> None:
     graph = captured("llama")
-    apply(graph, "prune", ffn=0.3, multiple=32)
+    apply(graph, "prune_ffn", ffn=0.3, multiple=32)
     apply(graph, "int8")
     verify(graph)
     assert len(list(graph.calls(reference.linear_w8a8))) == 14 and lower(graph, TARGET)
@@ -96,7 +96,7 @@ def test_it_composes_with_a_quantizer() -> None:
     ],
 )
 def test_what_cannot_be_pruned_is_left_alone(name: str, options: dict[str, float], reason: str) -> None:
-    _, plan = checked(captured(name), "prune", **options)
+    _, plan = checked(captured(name), "prune_ffn", **options)
     assert not plan.sites and any(reason in given for given in reasons(plan))
 
 
@@ -106,5 +106,5 @@ def test_where_one_layer_cannot_be_pruned_none_is() -> None:
     first.args = (*first.args[:1], graph.weight_node(str(first.args[1].target), first))
     weight = graph.weights[str(first.args[1].target)]
     weight.value = weight.value.to(torch.float64)
-    _, plan = checked(graph, "prune", ffn=0.3, multiple=32)
+    _, plan = checked(graph, "prune_ffn", ffn=0.3, multiple=32)
     assert not plan.sites and any("one number for all layers" in given for given in reasons(plan))

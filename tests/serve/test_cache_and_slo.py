@@ -1,4 +1,4 @@
-"""What a client sees of the prefix cache, of the time its first token took, and of a promise that cannot be kept."""
+"""What a client sees of the prefix cache, of the time its first token took, and of a TTFT bound that cannot be met."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_priorities_need_a_policy_that_knows_them() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_promise_that_cannot_be_kept_is_429_with_a_time(stream: bool) -> None:
+def test_a_ttft_bound_that_cannot_be_met_is_429_with_a_time(stream: bool) -> None:
     response = post(tiny_app(LateEngine()), COMPLETIONS, {"prompt": PROMPT, "stream": stream})
     assert response.status_code == 429
     assert response.headers["retry-after"] == "3"

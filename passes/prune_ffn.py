@@ -1,4 +1,4 @@
-"""prune: removes the least important feed-forward channels, the same number in every layer.
+"""prune_ffn: removes the least important feed-forward channels, the same number in every layer.
 
 A channel j of a gated feed-forward part contributes ``a_j * w_j``, an activation times a column of the down projection.
 The importance is the mean of ``|a_j|`` over calibration text times ``|w_j|``; the channels with the least importance
@@ -30,7 +30,7 @@ from optkit.passes.rewriting.stack import site_name
 GATED, PACKED = tuple(ops.GATED), tuple(ops.GATED.values())
 
 
-class PruneConfig(Config):
+class PruneFFNConfig(Config):
     ffn: float = Field(0.1, gt=0, lt=1, description="share of each layer's feed-forward channels to remove")
     multiple: int = Field(64, ge=1, le=4096, description="channels that are left are a multiple of this")
     calibration: Calibration = Field(
@@ -38,11 +38,11 @@ class PruneConfig(Config):
     )
 
 
-class Prune(Pass):
-    name = "prune"
-    stage = Stage.SMOOTH
+class PruneFFN(Pass):
+    name = "prune_ffn"
+    stage = Stage.TRANSFORM
     exact = False
-    Config = PruneConfig
+    Config = PruneFFNConfig
 
     def check(self, graph: Graph, ctx: PassContext) -> Plan:
         """Find the feed-forward parts; the nodes of a site are (down, activation, producing linears)."""

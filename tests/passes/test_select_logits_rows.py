@@ -1,4 +1,4 @@
-"""prune_rows: the same logits, from fewer rows after the last attention."""
+"""select_logits_rows: the same logits, from fewer rows after the last attention."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def last_logits(graph: Graph) -> torch.Tensor:
 def test_same_logits_from_fewer_rows(name: str) -> None:
     graph = captured(name)
     before = graph.clone()
-    plan = apply(graph, "prune_rows")
+    plan = apply(graph, "select_logits_rows")
     verify(graph)
     assert len(plan.sites) == 1 and not plan.skips
     assert_same_logits(before, graph)
@@ -44,14 +44,14 @@ def test_same_logits_from_fewer_rows(name: str) -> None:
 
 def test_the_last_layer_of_llama_keeps_its_queries_keys_and_values() -> None:
     graph = captured("llama")
-    apply(graph, "prune_rows")
+    apply(graph, "select_logits_rows")
     # two layers of q, k, v, o, gate, up and down, and the head
     assert rows_of_linears(graph) == [12] * 7 + [12] * 3 + [2] * 5
 
 
 def test_fused_and_quantized_afterwards() -> None:
     graph, plain = captured("llama"), captured("llama")
-    apply(graph, "prune_rows")
+    apply(graph, "select_logits_rows")
     for each in (graph, plain):
         for name in ("fuse_qkv", "fuse_gate_up", "fuse_add_rms_norm"):
             apply(each, name)
@@ -62,6 +62,6 @@ def test_fused_and_quantized_afterwards() -> None:
 
 def test_nothing_to_do_twice() -> None:
     graph = captured("llama")
-    apply(graph, "prune_rows")
-    plan = apply(graph, "prune_rows")
+    apply(graph, "select_logits_rows")
+    plan = apply(graph, "select_logits_rows")
     assert not plan.sites and len(plan.skips) == 2
