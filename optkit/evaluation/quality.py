@@ -164,17 +164,6 @@ def mean_kl(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
     return total / rows
 
 
-def first_divergence(reference: Sequence[int], candidate: Sequence[int]) -> int | None:
-    """Index of the first differing token of two greedy outputs; None for equal outputs.
-
-    If an output is a prefix of the other, the result is the length of the prefix.
-    """
-    for index, (a, b) in enumerate(zip(reference, candidate, strict=False)):
-        if a != b:
-            return index
-    return None if len(reference) == len(candidate) else min(len(reference), len(candidate))
-
-
 # -- scoring ----------------------------------------------------------------------------------------
 
 

@@ -61,14 +61,6 @@ def node_cost(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point:
     return RULES[op.work if op else Work.POINTWISE](graph, node, values, point)
 
 
-def graph_cost(graph: Graph, point: Point) -> Cost:
-    """Cost of a whole step."""
-    graph = variants.at(graph, point.tokens)
-    values = infer_shapes(graph, point)
-    calls = [n for n in graph.fx.nodes if n.op == "call_function"]
-    return sum((node_cost(graph, n, values, point) for n in calls), Cost())
-
-
 def predict_seconds(graph: Graph, point: Point, target: Target, fused: Container[str] = ()) -> float:
     """Predicted time of a step: roofline of each op, plus dispatch of the ops that are not in ``fused``, by node name.
 
