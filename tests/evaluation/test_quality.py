@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from optkit.evaluation.quality import (
     ModuleLogits,
     RuntimeLogits,
-    compare,
     compare_many,
     evaluation_windows,
     perplexity,
     windows,
 )
+from tests.support.comparison import compare
 
 
 class Fixed:
