@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -81,7 +82,8 @@ def graph_cost(graph: Graph, point: Point) -> Cost:
     graph = variants.at(graph, point.tokens)
     values = infer_shapes(graph, point)
     calls = [n for n in graph.fx.nodes if n.op == "call_function"]
-    return sum((node_cost(graph, n, values, point) for n in calls), Cost())
+    costs = [astuple(node_cost(graph, n, values, point)) for n in calls]
+    return Cost(*map(sum, zip(*costs, strict=True)))
 
 
 def assert_same_logits(before: Graph, after: Graph, target: Target | None = None) -> None:
