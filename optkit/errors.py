@@ -8,7 +8,16 @@ bug in optkit and exits with code 1.
 from __future__ import annotations
 
 import difflib
+import errno
+import os
+import re
 from collections.abc import Iterable
+
+REFUSALS = {  # of the operating system: a full disk, a path without permission
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM),
+    *(errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EMFILE, errno.ENFILE),
+}
+CODE_IN_TEXT = re.compile(r"\(os error (\d+)\)")
 
 
 class UserError(Exception):
@@ -33,6 +42,19 @@ class UserError(Exception):
             parts.append(self.fix)
         line = ". ".join(part.rstrip(".") for part in parts)
         return line if line.endswith("?") else f"{line}."
+
+
+def refusal(error: Exception) -> UserError | None:
+    """The user error for a refusal by the operating system, such as a full disk; None for any other error.
+
+    safetensors raises an exception of its own, with the error's number in the text.
+    """
+    found = CODE_IN_TEXT.search(str(error))
+    code = error.errno if isinstance(error, OSError) else found and int(found[1])
+    if code not in REFUSALS:
+        return None
+    path = getattr(error, "filename", None)
+    return UserError(os.strerror(code), where=None if path is None else str(path))
 
 
 def printable(text: str) -> str:

@@ -25,7 +25,7 @@ from optkit.passes.rewriting.stack import (
 )
 
 aten = torch.ops.aten
-THROUGH = {reference.rope, reference.rms_norm, reference.layer_norm, aten.reshape.default, aten.transpose.int}
+THROUGH = ops.having(lambda op: op.per_head) | {aten.reshape.default, aten.transpose.int}
 
 
 class FuseQKV(Pass):

@@ -35,7 +35,7 @@ from optkit.passes.quantization.calibrated import SharedInput, collect
 from optkit.passes.rewriting.stack import site_name
 
 aten = torch.ops.aten
-PER_HEAD = (reference.rope, reference.rms_norm)  # what may lie between a projection's heads and attention
+PER_HEAD = ops.having(lambda op: op.per_head)  # what may lie between a projection's heads and attention
 
 
 class PruneHeadsConfig(Config):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+from pathlib import Path
+
 import pytest
 
-from optkit.errors import UserError, nearest, printable
+from optkit.errors import UserError, nearest, printable, refusal
 
 
 @pytest.mark.parametrize(
@@ -32,3 +35,25 @@ def test_printable_keeps_letters_of_any_language() -> None:
 def test_nearest_suggests_a_close_word_and_lists_all_words_otherwise() -> None:
     assert nearest("ttft-cp", ["edge-cpu", "ttft-cpu"]) == "did you mean 'ttft-cpu'?"
     assert nearest("zzz", ["b", "a"]) == "known: a, b"
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (OSError(errno.ENOSPC, "full", "a/b"), "a/b: No space left on device."),
+        (OSError(errno.ENOSPC, "full"), "No space left on device."),
+        (OSError(errno.EROFS, "read-only", Path("a")), "a: Read-only file system."),
+        (RuntimeError("serializing: I/O error: full (os error 28)"), "No space left on device."),
+    ],
+)
+def test_refusal_names_path_and_reason_when_the_operating_system_refuses(error: Exception, line: str) -> None:
+    found = refusal(error)
+    assert isinstance(found, UserError) and found.line() == line
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.ENOENT, "missing", "a"), OSError("no number"), RuntimeError("(os error 2)"), KeyError(28)],
+)
+def test_refusal_is_none_when_the_error_may_be_a_bug(error: Exception) -> None:
+    assert refusal(error) is None

@@ -9,6 +9,7 @@ the reason of its record in the place of a kernel.
 from __future__ import annotations
 
 import inspect
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,4 +57,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader such as head may stop early
     main()

@@ -15,6 +15,7 @@ import argparse
 import ast
 import json
 import re
+import signal
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -253,4 +254,5 @@ def table(figures: dict[str, object]) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader such as head may stop early
     main()

@@ -72,9 +72,8 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     """
     file = directory / MANIFEST
     if not directory.is_dir():
-        raise UserError(
-            "there is no such directory", where=str(directory), fix="give the path of an artifact"
-        )
+        reason = "it is no directory" if directory.exists() else "there is no such directory"
+        raise UserError(reason, where=str(directory), fix="give the path of an artifact")
     if not file.is_file() or file.is_symlink():
         raise UserError(
             f"it is not an optkit artifact (no {MANIFEST})",

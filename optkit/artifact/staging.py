@@ -16,12 +16,14 @@ from optkit.machine.locks import locked
 
 
 def check_output(out: Path, *, force: bool) -> None:
-    """Refuse an output path with other content, before any work is done.
+    """Refuse an output path with other content or without write permission, before any work is done.
 
     Raises:
-        UserError: ``out`` exists and ``force`` is false, or ``out`` exists and is not an artifact.
+        UserError: ``out`` exists and ``force`` is false, ``out`` exists and is not an artifact, or the folder of
+            ``out`` can't be written.
     """
     if not out.exists() and not out.is_symlink():
+        check_folder(out)
         return
     if not out.is_dir() or out.is_symlink() or (any(out.iterdir()) and not is_artifact(out)):
         raise UserError(
@@ -31,6 +33,18 @@ def check_output(out: Path, *, force: bool) -> None:
         )
     if any(out.iterdir()) and not force:
         raise UserError("it exists", where=str(out), fix="pass --force to replace this artifact")
+
+
+def check_folder(out: Path) -> None:
+    """Refuse an ``out`` below a file, or below a folder that can't be written.
+
+    Raises:
+        UserError: the nearest existing parent of ``out`` is not a folder that can be written.
+    """
+    above = next(parent for parent in out.absolute().parents if parent.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        reason = "it can't be written" if above.is_dir() else "it is a file, not a directory"
+        raise UserError(reason, where=str(above), fix="choose another output directory")
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from typing import Any
 
 from optkit.checkpoint.safetensors_header import TensorInfo, read_header
 from optkit.errors import UnsupportedModel, UserError
-from optkit.untrusted_json import parse_json
+from optkit.untrusted_json import parse_json, read_bounded
 
 __all__ = ["CheckpointInfo", "TensorInfo", "validate_checkpoint"]
 
@@ -140,14 +140,7 @@ def _is_regular(entry: Path, roots: list[Path]) -> bool:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        with file.open("rb") as stream:
-            text = stream.read(MAX_JSON_BYTES + 1)
-    except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror}", where=str(file)) from error
-    if len(text) > MAX_JSON_BYTES:
-        raise UserError(f"larger than {MAX_JSON_BYTES} bytes", where=str(file))
-    return parse_json(text, str(file))
+    return parse_json(read_bounded(file, MAX_JSON_BYTES), str(file))
 
 
 def _check_json(file: Path) -> None:

@@ -72,6 +72,7 @@ def warn(text: str) -> None:
 def print_json(data: Any) -> None:
     """Print ``data`` as indented JSON on stdout, neither wrapped nor coloured."""
     stdout.file.write(json.dumps(data, indent=2, ensure_ascii=False, default=str) + "\n")
+    stdout.file.flush()  # a full disk is an error of the command
 
 
 @contextmanager

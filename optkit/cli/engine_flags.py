@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
@@ -51,11 +51,19 @@ def parameter(name: str) -> inspect.Parameter:
         *([flag(name)] if name in ONLY_ON else []),
         min=limits.get("ge"),
         max=limits.get("le") if "ge" in limits else None,
+        metavar=_metavar(name),
         rich_help_panel=fact(name, "group"),
         help=f"{facts(name).description}{_default(name)}",
     )
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     return inspect.Parameter(name, kind, default=None, annotation=Annotated[cli_type(name) | None, option])
+
+
+def _metavar(name: str) -> str | None:
+    """The value in ``--help``: the choices, or the unit; None where the type says enough."""
+    found = value_type(name)
+    words = "|".join(get_args(found)) if get_origin(found) is Literal else fact(name, "unit")
+    return f"<{words}>" if words else None
 
 
 def _default(name: str) -> str:

@@ -25,9 +25,7 @@ Lines = list[tuple[str, str]]
 
 
 def eval_command(
-    subject: Annotated[
-        str, typer.Argument(metavar="MODEL", help="An artifact directory, a model, or the URL of a server.")
-    ],
+    model: Annotated[str, typer.Argument(help="An artifact directory, a model, or the URL of a server.")],
     against: Annotated[
         str | None,
         typer.Option(
@@ -58,10 +56,10 @@ def eval_command(
     """
     with console.spinner("loading") as progress:
         read = _read_text(text)
-        if subject.startswith(("http://", "https://")):
-            report, lines = _served(subject, against, read, tokens, progress)
+        if model.startswith(("http://", "https://")):
+            report, lines = _served(model, against, read, tokens, progress)
         else:
-            report, lines = _local(subject, against, read, tokens, progress)
+            report, lines = _local(model, against, read, tokens, progress)
     if as_json:
         console.print_json(report)
         return
@@ -69,12 +67,12 @@ def eval_command(
 
 
 def _local(
-    subject: str, against: str | None, text: str | None, tokens: int, progress: Any
+    model: str, against: str | None, text: str | None, tokens: int, progress: Any
 ) -> tuple[dict[str, Any], Lines]:
     """The report of a local model, as data and as lines."""
     from optkit.evaluation.quality import compare_many, perplexity
 
-    candidate, directory = _open(subject, progress)
+    candidate, directory = _open(model, progress)
     if against is None:
         windows = _windows(_tokenizer(directory, directory), text, tokens, _length(candidate))
         progress(f"scoring {len(windows)} windows of {len(windows[0])} tokens")

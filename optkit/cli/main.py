@@ -19,7 +19,7 @@ import typer
 from optkit import __version__
 from optkit.cli import console, recipe
 from optkit.cli.help import PlainCommand, summary
-from optkit.errors import UserError
+from optkit.errors import UserError, refusal
 from optkit.extras import missing_package
 from optkit.machine import logs
 
@@ -100,9 +100,9 @@ def run(arguments: Sequence[str]) -> int:
 
 def _failed(error: Exception) -> int:
     """Print an unexpected exception; return the exit code."""
-    absent = missing_package(error) if isinstance(error, ModuleNotFoundError) else None
-    if absent:
-        console.error_panel(absent)
+    known = missing_package(error) if isinstance(error, ModuleNotFoundError) else refusal(error)
+    if known:
+        console.error_panel(known)
         return 2
     console.bug_panel(error)
     return 1

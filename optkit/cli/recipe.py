@@ -10,6 +10,7 @@ import typer
 from rich.table import Table
 
 from optkit.cli import console
+from optkit.cli.help import PlainCommand
 from optkit.cli.tables import print_table
 from optkit.errors import UserError
 from optkit.passes.resolve import ResolvedPass, recipe_json_schema, resolve_passes
@@ -26,7 +27,7 @@ Overrides = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of text.")]
 
 
-@app.command("list")
+@app.command("list", cls=PlainCommand)
 def list_(as_json: Json = False) -> None:
     """List the recipes shipped with optkit.
 
@@ -53,7 +54,7 @@ def _summary(recipe: Recipe) -> dict[str, Any]:
     return {"name": recipe.name, "target": recipe.target, "description": recipe.description, "passes": passes}
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 def show(name: Name, set_: Overrides = None, as_json: Json = False) -> None:
     """Print a recipe with every default written out.
 
@@ -66,7 +67,7 @@ def show(name: Name, set_: Overrides = None, as_json: Json = False) -> None:
         console.stdout.print(recipe.to_yaml().rstrip())
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 def check(name: Name, set_: Overrides = None, as_json: Json = False) -> None:
     """Validate a recipe and print its passes in order.
 
@@ -114,7 +115,7 @@ def _bounds(accept: Accept, prefix: str) -> str:
     return prefix + ", ".join(f"{key} {value}" for key, value in bounds.items()) if bounds else ""
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 def new(
     name: Annotated[str, typer.Argument(help="Name of the recipe; the file is NAME.yaml.")],
     directory: Annotated[Path, typer.Option("--dir", help="Directory of the new file.")] = Path("."),
@@ -137,7 +138,7 @@ def new(
     console.stdout.print(f"wrote {path}; next: optkit recipe check {path}")
 
 
-@app.command()
+@app.command(cls=PlainCommand)
 def schema() -> None:
     """Print the JSON Schema of a recipe, for editors.
 

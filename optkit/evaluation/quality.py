@@ -127,22 +127,17 @@ def perplexity(source: LogitsSource, token_windows: Sequence[Sequence[int]]) -> 
     return perplexity_of(scores)
 
 
-def compare(
-    reference: LogitsSource, candidate: LogitsSource, token_windows: Sequence[Sequence[int]]
-) -> QualityReport:
-    """Run both sides window by window and compare. Identical sides give KL 0, ratio 0, agreement 1.
+def compare_many(
+    reference: LogitsSource, candidates: Mapping[str, LogitsSource], token_windows: Sequence[Sequence[int]]
+) -> dict[str, QualityReport]:
+    """Run the reference and all candidates window by window, and compare each candidate with the reference.
+
+    Identical sides give KL 0, ratio 0, agreement 1. The reference runs once per window.
 
     Raises:
         FloatingPointError: a side produced NaN logits, which no bound on a metric could catch.
         ValueError: the vocabularies differ.
     """
-    return compare_many(reference, {"candidate": candidate}, token_windows)["candidate"]
-
-
-def compare_many(
-    reference: LogitsSource, candidates: Mapping[str, LogitsSource], token_windows: Sequence[Sequence[int]]
-) -> dict[str, QualityReport]:
-    """Like ``compare`` for several candidates; the reference runs once per window."""
     totals = {name: _Totals() for name in candidates}
     streams = {name: source.logits(token_windows) for name, source in candidates.items()}
     expected = reference.logits(token_windows)
@@ -162,17 +157,6 @@ def mean_kl(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
             total += float(_compare_rows(nothing, reference[piece], candidate[piece])[2].double().sum())
         rows += len(reference)
     return total / rows
-
-
-def first_divergence(reference: Sequence[int], candidate: Sequence[int]) -> int | None:
-    """Index of the first differing token of two greedy outputs; None for equal outputs.
-
-    If an output is a prefix of the other, the result is the length of the prefix.
-    """
-    for index, (a, b) in enumerate(zip(reference, candidate, strict=False)):
-        if a != b:
-            return index
-    return None if len(reference) == len(candidate) else min(len(reference), len(candidate))
 
 
 # -- scoring ----------------------------------------------------------------------------------------

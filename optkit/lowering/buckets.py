@@ -65,13 +65,3 @@ def choose_buckets(
             for j in range(len(sizes) + 1)
         ]
     return tuple(Bucket(sizes[i], sizes[j - 1]) for i, j in pairwise(best[-1][1]))
-
-
-def expected_seconds(
-    buckets: tuple[Bucket, ...], weights: Mapping[int, float], seconds: Mapping[int, float]
-) -> float:
-    """Weighted time of all sizes, each padded to the upper end of the bucket."""
-    return sum(
-        weight * next(seconds[b.last] for b in buckets if b.first <= size <= b.last)
-        for size, weight in weights.items()
-    )

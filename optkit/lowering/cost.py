@@ -31,7 +31,7 @@ FREE_OPS = {"getitem", "aten.reshape.default", "aten.transpose.int", "aten.split
 
 @dataclass(frozen=True)
 class Cost:
-    """Work of an op or a graph. ``flops`` are float32, ``half_flops`` of 16 bits, ``int8_ops`` of 8, int or float."""
+    """Work of an op. ``flops`` are float32, ``half_flops`` of 16 bits, ``int8_ops`` of 8, int or float."""
 
     flops: float = 0.0
     half_flops: float = 0.0
@@ -39,9 +39,6 @@ class Cost:
     weight_bytes: float = 0.0
     kv_bytes: float = 0.0
     activation_bytes: float = 0.0
-
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(*(getattr(self, f) + getattr(other, f) for f in self.__dataclass_fields__))
 
     def seconds(self, target: Target) -> float:
         """Roofline time on ``target``."""
@@ -59,14 +56,6 @@ def node_cost(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point:
     """Cost of an op at ``point``, given the shapes of all values there."""
     op = ops.record_of(node.target)
     return RULES[op.work if op else Work.POINTWISE](graph, node, values, point)
-
-
-def graph_cost(graph: Graph, point: Point) -> Cost:
-    """Cost of a whole step."""
-    graph = variants.at(graph, point.tokens)
-    values = infer_shapes(graph, point)
-    calls = [n for n in graph.fx.nodes if n.op == "call_function"]
-    return sum((node_cost(graph, n, values, point) for n in calls), Cost())
 
 
 def predict_seconds(graph: Graph, point: Point, target: Target, fused: Container[str] = ()) -> float:

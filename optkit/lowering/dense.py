@@ -1,4 +1,4 @@
-"""Runs of a graph on whole sequences, for checks: the batch inputs and a KV pool of the exact size."""
+"""Batch inputs for runs of a graph on whole sequences, with a KV pool of the exact size, for checks and calibration."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from optkit.graph.ir import Graph, KVSpec
-from optkit.lowering.lower import lower
+from optkit.graph.ir import KVSpec
 
 
 def dense_inputs(
@@ -35,8 +34,3 @@ def dense_inputs(
         k, v = spec.pools(sum(blocks), block_size)
         inputs |= {f"k_cache_{spec.layer}": k, f"v_cache_{spec.layer}": v}
     return inputs
-
-
-def dense_logits(graph: Graph, ids: Tensor) -> Tensor:
-    """Logits [T, V] of a sequence ``ids`` [T], by the reference kernels."""
-    return lower(graph)(dense_inputs([len(ids)], ids, graph.meta.kv_specs))

@@ -41,7 +41,7 @@ def about(
     Args:
         text: the help text.
         group: heading in ``--help``.
-        unit: of the value.
+        unit: of the value, shown in ``--help`` as the flag's value.
         recipe: the recipe's key for the same value, such as ``slo.ttft_ms``.
         flag: ``optkit serve`` has a flag for the option.
         bounds: ``ge``, ``gt``, ``le``.
@@ -119,8 +119,8 @@ class SchedulingOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         Annotated[
             float,
             about(
-                "Longest time in the queue, in seconds, before the first prefill step; then the answer is 503 with "
-                "Retry-After. 0: as long as --request-timeout allows.",
+                "Longest time in the queue before the first prefill step; then the answer is 503 with Retry-After. "
+                "0: as long as --request-timeout allows.",
                 ACCESS,
                 unit="seconds",
                 ge=0,
@@ -137,7 +137,7 @@ class EngineOptions(SchedulingOptions, frozen=True, kw_only=True, forbid_unknown
         Annotated[
             int,
             about(
-                "Longest prompt and answer together, in tokens. The recipe's null is the model's limit.",
+                "Longest prompt and answer together. The recipe's null is the model's limit.",
                 LOADING,
                 unit="tokens",
                 recipe="runtime.max_model_len",

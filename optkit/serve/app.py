@@ -60,7 +60,11 @@ def create_app(
     ``app.state.draining`` set to True makes the server not ready and refuses new work with 503.
     """
     metrics = Metrics(
-        settings.model_names[0], lambda: engine.stats, settings.limits.ttft_slo_ms, lambda: engine.info
+        settings.model_names[0],
+        lambda: engine.stats,
+        settings.limits.ttft_slo_ms,
+        lambda: engine.info,
+        lambda: engine.num_restarts,
     )
     prompts = PromptReader(tokenizer, settings.limits.max_model_len)
     admission = Admission(

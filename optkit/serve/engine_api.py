@@ -29,6 +29,11 @@ class AsyncEngine(Protocol):
     @property
     def is_restarting(self) -> bool: ...
 
+    @property
+    def num_restarts(self) -> int:
+        """The number of engines started after the first."""
+        ...
+
     async def reset_prefix_cache(self) -> None: ...
 
     def generate(self, request: EngineRequest) -> AsyncIterator[TokenOutput]:

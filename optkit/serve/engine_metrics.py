@@ -25,17 +25,36 @@ LABELS = ("model_name", "engine")
 
 
 class EngineGauges(Collector):
-    """Collects the engine's metrics at scrape time."""
+    """Collects the engine's metrics at scrape time; ``restarts`` returns the engines started after the first."""
 
-    def __init__(self, stats: Callable[[], EngineStats], labels: Sequence[str]) -> None:
-        self._stats, self._labels = stats, labels
+    def __init__(
+        self, stats: Callable[[], EngineStats], labels: Sequence[str], restarts: Callable[[], int]
+    ) -> None:
+        self._stats, self._labels, self._restarts = stats, labels, restarts
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
         used = stats.kv_blocks_used / stats.kv_blocks_total if stats.kv_blocks_total else 0.0
-        yield self._gauge("num_requests_running", "Sequences in the running batch.", stats.num_running)
-        yield self._gauge("num_requests_waiting", "Sequences waiting to run.", stats.num_waiting)
-        yield self._gauge("kv_cache_usage_perc", "KV blocks in use, 0 to 1.", used)
+        for name, text, value in (
+            ("vllm:num_requests_running", "Sequences in the running batch.", stats.num_running),
+            ("vllm:num_requests_waiting", "Sequences waiting to run.", stats.num_waiting),
+            ("vllm:kv_cache_usage_perc", "KV blocks in use, 0 to 1.", used),
+            (
+                "optkit:kv_cached_blocks",
+                "KV blocks of no sequence, kept for prompts.",
+                stats.kv_blocks_cached,
+            ),
+            ("optkit:kv_offloaded_blocks", "KV blocks in the store.", stats.kv_blocks_offloaded),
+        ):
+            gauge = GaugeMetricFamily(name, text, labels=LABELS)
+            gauge.add_metric(self._labels, value)
+            yield gauge
+        yield from self._counters(stats)
+        yield self._accepted_per_pos(stats)
+        yield self._waiting_by_reason(stats)
+        yield self._step_sizes(stats)
+
+    def _counters(self, stats: EngineStats) -> Iterator[Metric]:
         accepted = sum(stats.spec_decode_accepted_per_pos)
         for name, text, value in (
             ("vllm:num_preemptions", "Preempted sequences.", stats.num_preemptions),
@@ -46,6 +65,7 @@ class EngineGauges(Collector):
             ("vllm:spec_decode_num_accepted_tokens", "Guesses that were right.", accepted),
             ("optkit:kv_offload_saved_blocks", "KV blocks saved to the store.", stats.offload_saves),
             ("optkit:kv_offload_loaded_blocks", "KV blocks loaded from it.", stats.offload_loads),
+            ("optkit:engine_restarts", "Engines started after the first.", self._restarts()),
             ("optkit:graph_captures", "CUDA graphs captured; none once warm.", stats.graph_captures),
             ("optkit:graph_replays", "Steps run as a captured graph.", stats.graph_replays),
             ("optkit:eager_steps", "Steps that fit no captured graph.", stats.eager_steps),
@@ -58,9 +78,6 @@ class EngineGauges(Collector):
             counter = CounterMetricFamily(name, text, labels=LABELS)
             counter.add_metric(self._labels, value)
             yield counter
-        yield self._accepted_per_pos(stats)
-        yield self._waiting_by_reason(stats)
-        yield self._step_sizes(stats)
 
     def _accepted_per_pos(self, stats: EngineStats) -> Metric:
         name, labels = "vllm:spec_decode_num_accepted_tokens_per_pos", (*LABELS, "position")
@@ -86,24 +103,20 @@ class EngineGauges(Collector):
         family.add_metric(self._labels, buckets, stats.step_tokens)
         return family
 
-    def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
-        family = GaugeMetricFamily(f"vllm:{name}", text, labels=LABELS)
-        family.add_metric(self._labels, value)
-        return family
-
     def describe(self) -> Iterable[Metric]:
         return []
 
 
-class CacheConfig(Collector):
-    """``vllm:cache_config_info``: the layout of the KV cache as labels of a constant 1, under vLLM's names.
+class LoadedEngine(Collector):
+    """Facts of the loaded engine: ``optkit:engine_load_seconds`` and ``vllm:cache_config_info``.
 
-    ``num_gpu_blocks`` are the blocks of the pool on any device, as in vLLM's CPU backend, and ``num_cpu_blocks`` the
-    blocks of the offload store. While an engine is being replaced, the layout of the last engine is shown.
+    The second has the layout of the KV cache as labels of a constant 1, under vLLM's names. ``num_gpu_blocks`` are the
+    blocks of the pool on any device, as in vLLM's CPU backend, and ``num_cpu_blocks`` the blocks of the offload store.
+    While an engine is being replaced, the facts of the last engine are shown.
     """
 
-    def __init__(self, info: Callable[[], EngineInfo | None]) -> None:
-        self._info, self._last = info, info()
+    def __init__(self, info: Callable[[], EngineInfo | None], labels: Sequence[str]) -> None:
+        self._info, self._last, self._labels = info, info(), labels
 
     def collect(self) -> Iterator[Metric]:
         self._last = self._info() or self._last
@@ -114,6 +127,9 @@ class CacheConfig(Collector):
             )
             family.add_metric(list(labels.values()), 1)
             yield family
+            seconds = GaugeMetricFamily("optkit:engine_load_seconds", "Time of loading.", labels=LABELS)
+            seconds.add_metric(self._labels, self._last.load_seconds)
+            yield seconds
 
     def describe(self) -> Iterable[Metric]:
         return []

@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from optkit.runtime.info import EngineInfo
 from optkit.runtime.types import EngineRequest, EngineStats, FinishReason, FirstToken
-from optkit.serve.engine_metrics import LABELS, CacheConfig, EngineGauges
+from optkit.serve.engine_metrics import LABELS, EngineGauges, LoadedEngine
 from optkit.version import VERSION
 
 TTFT_EDGES = (
@@ -86,6 +86,7 @@ class Metrics:
         stats: returns the engine's gauges.
         ttft_slo_ms: the bound on the time to first token, a bucket edge of the TTFT histogram.
         info: of the engine; None while there is none.
+        restarts: returns the number of engines started after the first.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class Metrics:
         stats: Callable[[], EngineStats],
         ttft_slo_ms: float | None = None,
         info: Callable[[], EngineInfo | None] = lambda: None,
+        restarts: Callable[[], int] = lambda: 0,
     ) -> None:
         self.registry = CollectorRegistry()
         self._values = (model_name, "0")
@@ -131,8 +133,8 @@ class Metrics:
         self.rejections = self._rejection_counters()
         version = Gauge("optkit:build_info", "The running version.", ("version",), registry=self.registry)
         version.labels(VERSION).set(1)
-        self.registry.register(CacheConfig(info))
-        self.registry.register(EngineGauges(stats, self._values))
+        self.registry.register(LoadedEngine(info, self._values))
+        self.registry.register(EngineGauges(stats, self._values, restarts))
 
     def render(self) -> bytes:
         """The exposition text."""

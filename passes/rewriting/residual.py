@@ -18,7 +18,7 @@ from optkit.graph.ir import Graph
 from optkit.kernels import reference
 
 aten = torch.ops.aten
-NORMS = (reference.rms_norm, reference.layer_norm, reference.add_rms_norm)
+NORMS = ops.having(lambda op: op.is_norm)
 SCALES = (aten.mul.Tensor, aten.div.Tensor)  # by a number or a constant of one element
 
 

@@ -170,6 +170,9 @@ def test_a_damaged_manifest_is_a_user_error(made: Path, text: str) -> None:
 def test_what_is_no_artifact_says_so(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such directory"):
         Artifact.open(tmp_path / "nowhere")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="file: it is no directory"):
+        Artifact.open(tmp_path / "file")
     with pytest.raises(UserError, match="not an optkit artifact"):
         Artifact.open(tmp_path)
 

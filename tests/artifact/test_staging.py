@@ -139,3 +139,18 @@ def test_every_file_and_folder_is_flushed_before_the_rename(
     monkeypatch.setattr(staging_module, "publish", publishing)
     write(tmp_path / "artifact")
     assert flushed
+
+
+def test_an_output_below_a_file_is_refused_before_any_work(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("precious")
+    with pytest.raises(UserError, match="file: it is a file, not a directory"):
+        staging_module.check_output(tmp_path / "file" / "new" / "artifact", force=False)
+
+
+def test_an_output_in_a_folder_that_cannot_be_written_is_refused_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staging_module.check_output(tmp_path / "new" / "artifact", force=False)
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # root may write anywhere
+    with pytest.raises(UserError, match="it can't be written"):
+        staging_module.check_output(tmp_path / "new" / "artifact", force=False)

@@ -9,10 +9,9 @@ from optkit.capture import boundary, capture
 from optkit.capture.check import check_capture
 from optkit.errors import UnsupportedModel
 from optkit.kernels import reference
-from optkit.lowering.dense import dense_logits
 from optkit.lowering.lower import lower
 from tests.support.architectures import SPECIFIC, tiny_model
-from tests.support.graphs import captured
+from tests.support.graphs import captured, dense
 from tests.support.ragged import ragged_logits
 
 aten = torch.ops.aten
@@ -33,7 +32,7 @@ def test_logits_match_eager(name):
     graph, model = captured(name), tiny_model(name)
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, 128, (37,), generator=generator)
-    torch.testing.assert_close(dense_logits(graph, ids), eager_logits(model, ids), atol=TOLERANCE, rtol=1e-4)
+    torch.testing.assert_close(dense(graph, ids), eager_logits(model, ids), atol=TOLERANCE, rtol=1e-4)
 
     prompts = [torch.randint(3, 128, (n,), generator=generator) for n in (29, 7, 41)]
     for prompt, logits in zip(prompts, ragged_logits(lower(graph), prompts), strict=True):
@@ -69,7 +68,7 @@ def test_rotary_angles_are_found_however_transformers_writes_them(outer, monkeyp
     assert len(list(graph.calls(reference.rope_table))) == 1
     assert not list(graph.calls(aten.cos.default, aten.matmul.default))
     ids = torch.arange(3, 40)
-    torch.testing.assert_close(dense_logits(graph, ids), eager_logits(model, ids), atol=TOLERANCE, rtol=1e-4)
+    torch.testing.assert_close(dense(graph, ids), eager_logits(model, ids), atol=TOLERANCE, rtol=1e-4)
 
 
 def test_angles_that_are_no_outer_product_stay_as_they_are(monkeypatch):
@@ -85,7 +84,7 @@ def test_angles_that_are_no_outer_product_stay_as_they_are(monkeypatch):
     graph, model = captured_anew("llama", check=False), tiny_model("llama")
     assert not list(graph.calls(reference.rope_table))
     ids = torch.arange(3, 40)
-    torch.testing.assert_close(dense_logits(graph, ids), eager_logits(model, ids), atol=TOLERANCE, rtol=1e-4)
+    torch.testing.assert_close(dense(graph, ids), eager_logits(model, ids), atol=TOLERANCE, rtol=1e-4)
     with pytest.raises(
         UnsupportedModel, match=r"logits differ.* in batches of chunks"
     ):  # another last position

@@ -13,9 +13,8 @@ from transformers.models.mistral import modeling_mistral
 from optkit.capture import boundary, capture, masks
 from optkit.errors import UnsupportedModel
 from optkit.kernels import reference
-from optkit.lowering.dense import dense_logits
 from tests.support.architectures import tiny_config, tiny_model
-from tests.support.graphs import captured
+from tests.support.graphs import captured, dense
 
 CHUNKED = {
     "num_local_experts": 2, "intermediate_size_mlp": 96, "head_dim": 16, "attention_chunk_size": 8,
@@ -36,7 +35,7 @@ def test_window_equals_the_masks_where_the_layer_does_not_pass_it_on() -> None:
     ids = torch.randint(3, 128, (61,), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = model(input_ids=ids[None], use_cache=False).logits[0]
-    torch.testing.assert_close(dense_logits(graph, ids), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(dense(graph, ids), expected, atol=1e-4, rtol=1e-4)
 
 
 def on_the_boundary(model_class: Any, name: str, **overrides: Any) -> Any:

@@ -62,3 +62,18 @@ def test_a_misspelt_or_wrong_flag_is_an_error_before_anything_starts(
 ) -> None:
     assert run(["serve", "/nowhere", *option]) == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--scheduling-policy <fcfs|slo>",
+        "--ttft-slo-ms <milliseconds>",
+        "--kv-cache-bytes <bytes>",
+        "--queue-timeout <seconds>",
+        "--gpu-memory-utilization <float>",
+    ],
+)
+def test_help_shows_the_choices_or_the_unit_of_a_value(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["serve", "--help"]) == 0
+    assert flag in capsys.readouterr().out

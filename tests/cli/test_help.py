@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import typer
@@ -25,7 +27,10 @@ def test_help_lists_the_commands_and_imports_no_torch() -> None:
         assert command in done.stdout
 
 
-@pytest.mark.parametrize("name", [*main.COMMANDS, "recipe list", "recipe check", "recipe new", "recipe show"])
+COMMANDS = [*main.COMMANDS, *(f"recipe {name}" for name in ("list", "check", "new", "show", "schema"))]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
 def test_help_of_a_command_is_complete_when_the_terminal_is_narrow(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -34,12 +39,40 @@ def test_help_of_a_command_is_complete_when_the_terminal_is_narrow(
     shown = capsys.readouterr().out
     assert "\u2026" not in shown and max(map(len, shown.splitlines())) <= 80
     words = "".join(shown.split())
+    for option in parameters(name):
+        assert all(text in shown for text in option.opts if option.param_type_name == "option")
+        assert "".join((getattr(option, "help", None) or "").split()) in words  # lines may end after a hyphen
+
+
+def parameters(name: str) -> list[Any]:
+    """The options and arguments of a command."""
     command = typer.main.get_command(main.app)
     for part in name.split():
         command = command.commands[part]  # type: ignore[attr-defined]
-    for option in command.params:
-        assert all(text in shown for text in option.opts if option.param_type_name == "option")
-        assert "".join((getattr(option, "help", None) or "").split()) in words  # lines may end after a hyphen
+    return command.params
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_names_arguments_in_capitals_and_values_by_one_word(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main.run([*name.split(), "--help"]) == 0
+    shown = capsys.readouterr().out
+    usage, _, rest = shown.partition("\n")
+    for argument in parameters(name):
+        if argument.param_type_name == "argument":
+            assert argument.name.upper() in re.split(r"[\s\[\]]+", usage)
+            assert f"\n  {argument.name.upper()}  " in rest
+    assert not re.search(r"[{}]| range>|<list", shown)
+    assert not [line for line in shown.splitlines() if line.endswith("-")]
+
+
+def test_missing_argument_is_named_as_in_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["verify"]) == 2
+    assert re.search(
+        r"verify \[OPTIONS\] ARTIFACT\n(.*\n)*.*Missing argument 'ARTIFACT'", capsys.readouterr().err
+    )
 
 
 def test_summary_of_a_command_is_a_whole_sentence(capsys: pytest.CaptureFixture[str]) -> None:

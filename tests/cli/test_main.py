@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 from typer import Typer
@@ -92,3 +95,35 @@ def test_run_shows_the_traceback_when_debug_stands_anywhere(
 def test_run_exits_with_130_when_interrupted(failing: dict[str, BaseException]) -> None:
     failing["error"] = KeyboardInterrupt()
     assert main.run(["fail"]) == 130
+
+
+FULL = Path("/dev/full")  # a device without room for a single byte
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize(
+    "arguments", [["--version"], ["recipe", "list"], ["recipe", "show", "ttft-cpu", "--json"]]
+)
+def test_a_full_disk_is_an_error_of_the_user_when_output_is_written(arguments: list[str]) -> None:
+    with FULL.open("w") as full:
+        done = optkit(arguments, stdout=full, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (2, "error: No space left on device.\n")
+
+
+def optkit(arguments: list[str], **streams: Any) -> subprocess.CompletedProcess[str]:
+    """A command in a process of its own."""
+    command = [sys.executable, "-m", "optkit.cli.main", *arguments]
+    return subprocess.run(command, text=True, timeout=60, check=False, **streams)
+
+
+@pytest.mark.parametrize("arguments", [["serve", "--help"], ["recipe", "schema"], ["recipe", "list"]])
+def test_a_command_ends_without_a_message_when_the_reader_of_its_output_has_gone(
+    arguments: list[str],
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = optkit(arguments, stdout=writer, stderr=subprocess.PIPE)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")

@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 from optkit.evaluation.quality import (
     ModuleLogits,
     RuntimeLogits,
-    compare,
     compare_many,
     evaluation_windows,
-    first_divergence,
     perplexity,
     windows,
 )
+from tests.support.comparison import compare
 
 
 class Fixed:
@@ -125,15 +124,6 @@ def test_windows_says_what_is_missing():
         windows([1, 2, 3], 1)
     with pytest.raises(ValueError, match="give 2 windows of 4, not 3"):
         windows(range(9), 4, 3)
-
-
-@given(st.lists(st.integers(0, 2)), st.lists(st.integers(0, 2)))
-def test_first_divergence(a, b):
-    index = first_divergence(a, b)
-    if index is None:
-        assert a == b
-    else:
-        assert a[:index] == b[:index] and a[index : index + 1] != b[index : index + 1]
 
 
 class Uniform:

@@ -17,9 +17,10 @@ from torch import Tensor
 from optkit.cli import eval as eval_module
 from optkit.cli import main
 from optkit.errors import UserError
-from optkit.evaluation.quality import compare, windows
+from optkit.evaluation.quality import windows
 from optkit.evaluation.served import ScoringServer, compare_served, kl_lower_bound, score_text
 from optkit.text.token_text import TokenTexts, show
+from tests.support.comparison import compare
 from tests.support.fakes import FakeRunner
 from tests.support.live import LiveServer
 from tests.support.serve_fakes import TEXT, fast_tokenizer

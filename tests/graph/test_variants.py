@@ -17,11 +17,18 @@ from optkit.graph.serialize import graph_from_json, graph_to_json
 from optkit.graph.shapes import Point
 from optkit.graph.verify import VerifyError, verify
 from optkit.kernels import reference
-from optkit.lowering.cost import graph_cost
 from optkit.lowering.dense import dense_inputs
 from optkit.lowering.lower import lower
 from optkit.machine.target import DATASHEETS, Target
-from tests.support.graphs import TARGET, apply, assert_origins_invert, captured, random_ids, reasons
+from tests.support.graphs import (
+    TARGET,
+    apply,
+    assert_origins_invert,
+    captured,
+    graph_cost,
+    random_ids,
+    reasons,
+)
 
 H200 = DATASHEETS["cuda-h200"]
 FEW = ("rtn", {"scheme": "W4A16", "group_size": 32, "max_tokens": 4})

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optkit.lowering.buckets import Bucket, choose_buckets, expected_seconds
+from optkit.lowering.buckets import Bucket, choose_buckets
 
 SIZES = st.sets(st.integers(1, 4096), min_size=1, max_size=7)
 NUMBERS = st.integers(1, 1000).map(float)  # whole numbers: sums are exact in any order
@@ -29,6 +29,14 @@ def brute_force(weights, seconds, count):
             if ends[-1] == sizes[-1]:
                 costs.append(sum(w * seconds[min(e for e in ends if e >= s)] for s, w in weights.items()))
     return min(costs)
+
+
+def expected_seconds(buckets, weights, seconds):
+    """Weighted time of all sizes, each padded to the upper end of the bucket."""
+    return sum(
+        weight * next(seconds[b.last] for b in buckets if b.first <= size <= b.last)
+        for size, weight in weights.items()
+    )
 
 
 @given(problems())

@@ -11,13 +11,14 @@ import pytest
 
 from optkit.calibration.samples import calibration_windows
 from optkit.capture import capture_directory
-from optkit.evaluation.quality import QualityReport, RuntimeLogits, compare, evaluation_windows
+from optkit.evaluation.quality import QualityReport, RuntimeLogits, evaluation_windows
 from optkit.graph.ir import Graph
 from optkit.lowering.lower import lower
 from optkit.machine.target import Target, get_target
 from optkit.passes import load
 from optkit.passes.base import PassContext
 from optkit.text.load import load_tokenizer
+from tests.support.comparison import compare
 from tests.support.trained_model import VOCABULARY, held_out, trained_model
 
 pytestmark = [pytest.mark.soak]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from optkit.cli.main import run
-from optkit.passes import PASSES
+from optkit.passes import PASSES, load
 from optkit.passes.resolve import resolve_passes
 from optkit.recipe.load import parse_recipe
 from optkit.recipe.schema import Accept
@@ -35,6 +35,20 @@ def test_the_commands_run_in_the_order_shown(tmp_path: Path, monkeypatch: pytest
     for command in COMMANDS:
         words = shlex.split(command.split(">")[0])
         assert run(words) == 0, command
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_the_row_of_a_pass_has_its_options_and_no_other(name: str) -> None:
+    assert documented(name) == set(load(name).Config.model_fields)
+
+
+def documented(name: str) -> set[str]:
+    """The options in the row of a pass, with those of the pass that the row refers to."""
+    [cell] = re.findall(rf"^\| `{name}` \| \w+ \| (.*) \|$", PAGE, re.MULTILINE)
+    text = re.sub(r"\(.*?\)", "", cell).partition(";")[0]
+    [base] = re.findall(r"those of `(\w+)`", text) or [None]
+    names = set(re.findall(r"`(\w+)`", text)) - {base}
+    return names | documented(base) if base else names
 
 
 def test_every_pass_and_bound_is_documented() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -199,3 +200,38 @@ def test_cache_config_of_an_engine_that_is_being_replaced_is_the_last_one(known:
     engine.info = None
     again = families(app).get("vllm:cache_config_info")
     assert (again and again.samples) == (first and first.samples)
+
+
+def test_cached_blocks_are_those_that_a_finished_request_left_behind() -> None:
+    """33 prompt tokens and an answer of 4: the last token's KV is never computed, so 9 blocks of 4 are full."""
+    engine = SteppedEngine(num_blocks=32, block_size=4)
+    app = tiny_app(engine)
+    assert value(app, "optkit:kv_cached_blocks") == 0
+    post(app, COMPLETIONS, {"prompt": [5] * 33, "max_tokens": 4, "ignore_eos": True})
+    assert value(app, "optkit:kv_cached_blocks") == (33 + 4 - 1) // 4
+    assert value(app, "vllm:kv_cache_usage_perc") == 0
+
+
+def test_offloaded_blocks_are_those_in_the_store_now() -> None:
+    """A pool of 8 blocks has no room for the KV of two prompts of 5 blocks each."""
+    engine = SteppedEngine(num_blocks=8, block_size=4, num_host_blocks=16)
+    app = tiny_app(engine)
+    assert value(app, "optkit:kv_offloaded_blocks") == 0
+    for token in (5, 6, 7):
+        post(app, COMPLETIONS, {"prompt": [token] * 20, "max_tokens": 2, "ignore_eos": True})
+    saved, held = value(app, "optkit:kv_offload_saved_blocks_total"), value(app, "optkit:kv_offloaded_blocks")
+    assert 0 < held <= saved and held <= 16
+
+
+# -- the process --------------------------------------------------------------------------------------
+
+
+def test_load_seconds_and_restarts_are_those_of_the_engine() -> None:
+    engine = FakeEngine()
+    app = tiny_app(engine)
+    assert values(app, "optkit:engine_load_seconds", "") == {}
+    assert value(app, "optkit:engine_restarts_total") == 0
+    engine.info = msgspec.structs.replace(fake_engine().info(), load_seconds=2.5)
+    engine.num_restarts = 2
+    assert value(app, "optkit:engine_load_seconds") == 2.5
+    assert value(app, "optkit:engine_restarts_total") == 2

@@ -92,6 +92,7 @@ def test_whoever_waits_for_an_engine_is_woken_when_it_is_settled(
             client.may_start.set()
         await asyncio.wait_for(waiting, 60)
         healthy = watched.is_healthy
+        assert watched.num_restarts == (end == "back")
         await watched.stop()
         return healthy
 

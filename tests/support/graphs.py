@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -12,7 +13,10 @@ from torch import Tensor
 from optkit.calibration.samples import Calibration
 from optkit.capture import boundary, capture
 from optkit.checkpoint.tensors import same
+from optkit.graph import variants
 from optkit.graph.ir import Graph
+from optkit.graph.shapes import Point, infer_shapes
+from optkit.lowering.cost import Cost, node_cost
 from optkit.lowering.dense import dense_inputs
 from optkit.lowering.lower import lower
 from optkit.machine.target import Target, cpu_isa
@@ -71,6 +75,15 @@ def random_ids(lengths: Sequence[int], vocabulary: int = 128) -> list[Tensor]:
 def dense(graph: Graph, ids: Tensor, target: Target | None = None) -> Tensor:
     """Logits [T, V] of a sequence; without a target by the reference kernels."""
     return lower(graph, target)(dense_inputs([len(ids)], ids, graph.meta.kv_specs))
+
+
+def graph_cost(graph: Graph, point: Point) -> Cost:
+    """Cost of a whole step."""
+    graph = variants.at(graph, point.tokens)
+    values = infer_shapes(graph, point)
+    calls = [n for n in graph.fx.nodes if n.op == "call_function"]
+    costs = [astuple(node_cost(graph, n, values, point)) for n in calls]
+    return Cost(*map(sum, zip(*costs, strict=True)))
 
 
 def assert_same_logits(before: Graph, after: Graph, target: Target | None = None) -> None:

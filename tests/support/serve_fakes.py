@@ -70,7 +70,7 @@ class FakeEngine:
         self.delay = 0.0
         self.fail_after: int | None = None
         self.gate: asyncio.Event | None = None
-        self.is_healthy, self.is_restarting = True, False
+        self.is_healthy, self.is_restarting, self.num_restarts = True, False, 0
         self.resets = 0
         self.stats = EngineStats(num_running=2, num_waiting=3, kv_blocks_used=1, kv_blocks_total=4)
         self.info: EngineInfo | None = None
@@ -119,7 +119,7 @@ class SteppedEngine:
     def __init__(self, **options: Any) -> None:
         defaults = {"vocab_size": 302, "num_blocks": 512, "max_model_len": 512, "max_num_batched_tokens": 64}
         self.engine = fake_engine(options=defaults | options)
-        self.is_healthy, self.is_restarting = True, False
+        self.is_healthy, self.is_restarting, self.num_restarts = True, False, 0
         self._streams: dict[str, list[TokenOutput]] = {}
 
     @property

@@ -105,6 +105,7 @@ OPS = (
         work=Work.POINTWISE,
         absent={CUDA: "on a GPU rope_kv_write rotates q and k"},
         row_wise=True,
+        per_head=True,
         compiled=True,
     ),
     Op(

@@ -68,6 +68,7 @@ OPS = (
         shape=norm,
         work=Work.POINTWISE,
         row_wise=True,
+        per_head=True,
         compiled=True,
         quantized=reference.rms_norm_quantize,
     ),
@@ -86,6 +87,7 @@ OPS = (
         shape=reference.layer_norm,
         work=Work.POINTWISE,
         row_wise=True,
+        per_head=True,
         compiled=True,
     ),
     Op(

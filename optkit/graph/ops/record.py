@@ -50,6 +50,8 @@ class Op:
         absent: the reason for each missing kernel or emitter, by ``CPU``, ``CUDA`` and ``PROGRAM``.
         row_wise: True where a row of the result depends on the same row of the activations alone, so rows can be
             selected before the op.
+        per_head: True where the result is a tensor of the shape of the one activation, [T, heads, channels], and a head
+            of the result depends on the same head of the activation alone, so heads can be selected before the op.
         any_dtype: True where the reference computes in the dtype of the activations, with float32 sums, like torch's
             op.
         traceable: False where the reference reads values of the batch in Python.
@@ -70,6 +72,7 @@ class Op:
     work: Work
     absent: Mapping[str, str] = field(default_factory=dict)
     row_wise: bool = False
+    per_head: bool = False
     any_dtype: bool = False
     traceable: bool = True
     compiled: bool = False
@@ -111,6 +114,11 @@ class Op:
     def quantizes_input(self) -> bool:
         """True for ops on activations quantized by ``quantize_per_token`` or ``quantize_fp8_per_token``."""
         return any(operand.role is Role.ACTIVATION_SCALE for operand in self.tensors)
+
+    @property
+    def is_norm(self) -> bool:
+        """True for ops with a norm of the activations, also with a sum before or a quantization after the norm."""
+        return "eps" in self.positions
 
     @property
     def first_weight(self) -> int:

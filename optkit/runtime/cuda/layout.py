@@ -52,15 +52,6 @@ FIELDS: dict[str, tuple[type, tuple[str, ...], float]] = {
     "min_p": (np.float32, ("rows",), 0.0),
     "top_k": (np.int32, ("rows",), 0),
 }
-MODEL_INPUTS = (
-    "input_ids",
-    "positions",
-    "slot_mapping",
-    "query_start",
-    "seq_lens",
-    "block_tables",
-    "logits_index",
-)
 SAMPLING_INPUTS = ("temperature", "top_k", "top_p", "min_p", "uniform")
 
 

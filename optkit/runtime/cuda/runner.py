@@ -18,11 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from optkit.graph.ir import BATCH_INPUTS
 from optkit.kernels import reference
 from optkit.kernels.whole_prompt import WholePrompt, whole_prompt
 from optkit.runtime.cuda.buckets import Buckets
 from optkit.runtime.cuda.device import Device, Event, Replay
-from optkit.runtime.cuda.layout import MODEL_INPUTS, SAMPLING_INPUTS, Layout, StepShape, capacity
+from optkit.runtime.cuda.layout import SAMPLING_INPUTS, Layout, StepShape, capacity
 from optkit.runtime.cuda.sampling import FAILED, Sampler, has_filters, sampling_inputs
 from optkit.runtime.runner import ModelRunner, ServableModel, batch_inputs
 from optkit.runtime.sampling.sampler import BAD_LOGITS
@@ -224,7 +225,7 @@ class GraphRunner(ModelRunner):
         source = views["source"]
         known = views["input_ids"]
         before = self._sampled[source.clamp_min(0)].clamp_min(0)  # a failed row gives a token like any other
-        inputs = {name: views[name] for name in MODEL_INPUTS}
+        inputs = {name: views[name] for name in BATCH_INPUTS}
         inputs["input_ids"] = torch.where(source >= 0, before, known)
         with whole_prompt(prompt):
             logits = self.model(inputs | self.kv_pools)
@@ -247,7 +248,7 @@ class GraphRunner(ModelRunner):
 
 def nothing() -> dict[str, np.ndarray]:
     """The inputs of a step of no sequence: all padding."""
-    arrays = {name: np.zeros(0) for name in (*MODEL_INPUTS, *SAMPLING_INPUTS, "source")}
+    arrays = {name: np.zeros(0) for name in (*BATCH_INPUTS, *SAMPLING_INPUTS, "source")}
     return arrays | {"query_start": np.zeros(1), "block_tables": np.zeros((0, 0))}
 
 

@@ -147,6 +147,42 @@ def test_ops_whose_rows_depend_on_others_are_not_row_wise() -> None:
 
 
 @EACH
+def test_an_op_is_per_head_where_heads_of_its_activation_can_be_selected_before_it(op: Op) -> None:
+    assert op.per_head == (has_heads(op) and keeps_heads_apart(op))
+
+
+@pytest.mark.parametrize(
+    "op",
+    [op for op in RECORDS.values() if op.row_wise and not op.quantizes_input],
+    ids=lambda op: op.name,
+)
+def test_only_norms_give_the_same_result_when_the_activations_grow(op: Op) -> None:
+    args, options = real(op)
+    grown = [8 * a if o.role is Role.ACTIVATION else a for o, a in zip(op.tensors, args, strict=True)]
+    options |= {"eps": 0.0} if op.is_norm else {}
+    small, large = (as_tuple(op.reference(*given, **options))[0] for given in (args, grown))
+    if op.is_norm or small.dtype is torch.float32:  # codes need not grow
+        assert torch.equal(small.float(), large.float()) == op.is_norm
+
+
+def has_heads(op: Op) -> bool:
+    """True for ops with a single activation, of any number of leading sizes or three sizes."""
+    activations = [o for o in op.tensors if o.role is Role.ACTIVATION]
+    shape = activations[0].shape
+    return len(activations) == 1 and not op.only_lowered and (shape[0] == "..." or len(shape) == 3)
+
+
+def keeps_heads_apart(op: Op) -> bool:
+    """True where the result for some heads of an activation [5, 4, channels] is those heads of the whole result."""
+    args, options = real(op)
+    place = next(i for i, o in enumerate(op.tensors) if o.role is Role.ACTIVATION)
+    x = torch.randn(5, 4, args[place].shape[-1], generator=torch.Generator().manual_seed(1))
+    heads = torch.tensor([2, 0])
+    whole, some = (op.reference(*args[:place], a, *args[place + 1 :], **options) for a in (x, x[:, heads]))
+    return whole.shape == x.shape and torch.equal(some, whole[:, heads])
+
+
+@EACH
 def test_only_ops_whose_reference_reads_values_are_not_traceable(op: Op) -> None:
     args, options = real(op)
     with FakeTensorMode() as mode:
