@@ -10,8 +10,9 @@ import torch
 from optkit.artifact.open import Artifact
 from optkit.kernels import reference
 from optkit.pipeline.decision import Evidence
-from tests.support.graphs import TARGET, dense, relative_error
+from tests.support.graphs import dense, relative_error
 from tests.support.small_runs import IDS, decisions, lower_dense, run, transformers_logits
+from tests.support.target import TARGET
 
 pytestmark = pytest.mark.usefixtures("quick")
 
