@@ -185,10 +185,15 @@ def pronoun_places(found: list[Module]) -> list[str]:
     return [f"{place}: {', '.join(pronouns)}" for pronouns, place in rows if pronouns]
 
 
+def testable(found: list[Module]) -> list[Module]:
+    """Modules with functions of their own: types and data alone have nothing to run."""
+    return [m for m in found if m.functions and m.path.stem not in ("__init__", "__main__")]
+
+
 def untested(found: list[Module], tests: Path) -> list[str]:
-    """Modules without a ``test_<stem>.py`` in ``tests``."""
+    """Modules with functions and without a ``test_<stem>.py`` in ``tests``."""
     stems = {path.stem.removeprefix("test_") for path in tests.rglob("test_*.py")}
-    return [module.name for module in found if module.path.stem not in stems | {"__init__", "__main__"}]
+    return [module.name for module in testable(found) if module.path.stem not in stems]
 
 
 def measure(root: Path) -> dict[str, object]:
@@ -203,7 +208,7 @@ def measure(root: Path) -> dict[str, object]:
     folders = Counter(str(m.path.parent) for m in found if m.path.stem != "__init__")
     lengths = [num_lines(function) for module in found for function in module.functions]
     long = [length for length in lengths if length > LONG_FUNCTION]
-    named = [module for module in found if module.path.stem not in ("__init__", "__main__")]
+    named = testable(found)
     missing = untested(found, root / "tests")
     files = [module.num_lines for module in found]
     return {
