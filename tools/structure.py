@@ -186,8 +186,14 @@ def pronoun_places(found: list[Module]) -> list[str]:
 
 
 def testable(found: list[Module]) -> list[Module]:
-    """Modules with functions of their own: types and data alone have nothing to run."""
-    return [m for m in found if m.functions and m.path.stem not in ("__init__", "__main__")]
+    """Modules with functions of their own: types, protocols and data have nothing to run."""
+    named = [module for module in found if module.path.stem not in ("__init__", "__main__")]
+    return [module for module in named if any(map(has_body, module.functions))]
+
+
+def has_body(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """False for a declaration in a protocol, with ``...`` as its last statement."""
+    return ast.unparse(function.body[-1]) != "..."
 
 
 def untested(found: list[Module], tests: Path) -> list[str]:
