@@ -8,7 +8,8 @@ import torch
 from optkit.graph.ops.operands import Kind
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-DTYPES = (F32, F16, BF16, torch.float64, torch.float8_e4m3fn, torch.int64, torch.int32, torch.int8, torch.uint8)  # fmt: skip
+FLOATS = (F32, F16, BF16, torch.float64, torch.float8_e4m3fn)
+DTYPES = (*FLOATS, torch.int64, torch.int32, torch.int8, torch.uint8)
 
 
 @pytest.mark.parametrize(
