@@ -31,10 +31,10 @@ EXTRAS = {extra: names(found) for extra, found in PROJECT["optional-dependencies
 
 def undeclared(module: str) -> list[str]:
     """Packages that ``module`` can reach and that neither the core nor a checked extra declares."""
-    found = []
+    found, distributions = [], packages_distributions()
     for (package, behind), place in outside_packages(module).items():
         declared = CORE.union(*(EXTRAS[extra] for extra in behind))
-        options = {canonicalize_name(name) for name in packages_distributions().get(package, [package])}
+        options = {canonicalize_name(name) for name in distributions.get(package, [package])}
         if package not in WITH_TORCH and not options & declared:
             found.append(f"{package} ({place}), behind {sorted(behind) or 'no extra'}")
     return found

@@ -186,10 +186,21 @@ def pronoun_places(found: list[Module]) -> list[str]:
     return [f"{place}: {', '.join(pronouns)}" for pronouns, place in rows if pronouns]
 
 
+def testable(found: list[Module]) -> list[Module]:
+    """Modules with functions of their own: types, protocols and data have nothing to run."""
+    named = [module for module in found if module.path.stem not in ("__init__", "__main__")]
+    return [module for module in named if any(map(has_body, module.functions))]
+
+
+def has_body(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """False for a declaration in a protocol, with ``...`` as its last statement."""
+    return ast.unparse(function.body[-1]) != "..."
+
+
 def untested(found: list[Module], tests: Path) -> list[str]:
-    """Modules without a ``test_<stem>.py`` in ``tests``."""
+    """Modules with functions and without a ``test_<stem>.py`` in ``tests``."""
     stems = {path.stem.removeprefix("test_") for path in tests.rglob("test_*.py")}
-    return [module.name for module in found if module.path.stem not in stems | {"__init__", "__main__"}]
+    return [module.name for module in testable(found) if module.path.stem not in stems]
 
 
 def measure(root: Path) -> dict[str, object]:
@@ -204,7 +215,7 @@ def measure(root: Path) -> dict[str, object]:
     folders = Counter(str(m.path.parent) for m in found if m.path.stem != "__init__")
     lengths = [num_lines(function) for module in found for function in module.functions]
     long = [length for length in lengths if length > LONG_FUNCTION]
-    named = [module for module in found if module.path.stem not in ("__init__", "__main__")]
+    named = testable(found)
     missing = untested(found, root / "tests")
     files = [module.num_lines for module in found]
     return {

@@ -59,7 +59,8 @@ def bound(op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple
 
 def check_tensor(operand: TensorOperand, tensor: Any, sizes: dict[str, Any], half: bool) -> None:
     """Check dtype and shape; ``sizes`` collects what the symbols of the call stand for."""
-    expect(isinstance(tensor, Tensor), f"operand {operand.name} is {tensor!r:.40}, not a tensor")
+    if not isinstance(tensor, Tensor):  # the text of a tensor takes longer than all checks
+        raise ValueError(f"operand {operand.name} is {tensor!r:.40}, not a tensor")
     found = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
     fits = operand.kind.accepts(tensor.dtype, half=half) and min(tensor.shape, default=1) > 0
     if not (fits and matches(operand.shape, tuple(tensor.shape), sizes)):

@@ -30,8 +30,9 @@ from optkit.recipe.load import parse_recipe
 from optkit.runtime.factory import open_engine
 from optkit.runtime.types import SamplingParams
 from optkit.text import corpora
-from tests.support.graphs import TARGET, dense, random_ids
+from tests.support.graphs import dense, random_ids
 from tests.support.model_directory import VOCABULARY, save_model
+from tests.support.target import TARGET
 
 RECIPE = """
 schema_version: 1

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from optkit.calibration.samples import Calibration, calibration_windows
 from optkit.errors import UserError
-from tests.support.serve_fakes import fast_tokenizer
+from tests.support.tiny_tokenizer import fast_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"

@@ -11,7 +11,8 @@ from optkit.graph.ir import Graph
 from optkit.graph.serialize import graph_to_json
 from optkit.kernels import reference
 from optkit.passes.quantization.cost import kept_bytes
-from tests.support.graphs import TARGET, apply, captured, dense, random_ids
+from tests.support.graphs import apply, captured, dense, random_ids
+from tests.support.target import TARGET
 
 WINDOWS = [ids.tolist() for ids in random_ids((24, 9, 17))]
 

@@ -22,7 +22,8 @@ from optkit.pipeline.publish import write_artifact
 from optkit.pipeline.records import RunRecord
 from optkit.recipe.load import parse_recipe
 from tests.support.architectures import tiny_model
-from tests.support.graphs import TARGET, apply, captured, dense, random_ids
+from tests.support.graphs import apply, captured, dense, random_ids
+from tests.support.target import TARGET
 
 RECIPE = "schema_version: 1\nname: small\ntarget: cpu\npasses:\n  w4a8: {}\n"
 (IDS,) = random_ids([24])

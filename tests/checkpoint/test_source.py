@@ -19,8 +19,9 @@ from optkit.graph.verify import verify
 from optkit.kernels import reference
 from optkit.lowering.lower import lower
 from optkit.passes.rewriting.stack import site_name
-from tests.support.graphs import TARGET, dense, random_ids
+from tests.support.graphs import dense, random_ids
 from tests.support.packers import awq, checkpoint, compressed, gptq, quantized
+from tests.support.target import TARGET
 
 (IDS,) = random_ids([21])
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}

@@ -23,7 +23,7 @@ from optkit.text.token_text import TokenTexts, show
 from tests.support.comparison import compare
 from tests.support.fakes import FakeRunner
 from tests.support.live import LiveServer
-from tests.support.serve_fakes import TEXT, fast_tokenizer
+from tests.support.tiny_tokenizer import TEXT, fast_tokenizer
 
 VOCABULARY = 40
 SIZE = fast_tokenizer().get_vocab_size()

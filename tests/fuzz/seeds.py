@@ -13,8 +13,7 @@ from optkit.pipeline import check
 from optkit.pipeline.publish import write_artifact
 from optkit.pipeline.records import RunRecord
 from optkit.recipe.load import parse_recipe
-from tests.support.architectures import tiny_model
-from tests.support.graphs import TARGET, apply, captured
+from tests.support.target import TARGET
 
 RECIPE = """
 schema_version: 1
@@ -57,6 +56,8 @@ def write_seed(
     changes: Mapping[str, Any],
     passes: Mapping[str, Mapping[str, Any]],
 ) -> None:
+    from tests.support.architectures import tiny_model
+
     source = directory / "sources" / name
     tiny_model(family, **changes).save_pretrained(source)
     graph = optimized(family, changes, passes)
@@ -74,6 +75,11 @@ def write_seed(
 
 
 def optimized(family: str, changes: Mapping[str, Any], passes: Mapping[str, Mapping[str, Any]]) -> Graph:
+    from tests.support.graphs import (  # seconds, which a process that finds the seeds does not need
+        apply,
+        captured,
+    )
+
     graph = captured(family, **changes)
     for name, options in passes.items():
         apply(graph, name, **options)

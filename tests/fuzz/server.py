@@ -32,7 +32,7 @@ from tests.fuzz.contents import Contents, read_contents
 from tests.fuzz.mutations import mutant
 from tests.fuzz.seeds import write_seeds
 from tests.fuzz.trial import Outcome, few_blocks, on_the_heap, trial
-from tests.support.graphs import TARGET
+from tests.support.target import TARGET
 
 HANG = 120  # seconds without a word
 A_CHILD = 250  # mutants, so that what they leak stays small

@@ -20,7 +20,7 @@ from tests.fuzz.mutations import TABLE, mutant
 from tests.fuzz.seeds import SEEDS, write_seeds
 from tests.fuzz.trial import trial
 from tests.support import sanitized
-from tests.support.graphs import TARGET
+from tests.support.target import TARGET
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.missing_reason()))
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,7 +89,7 @@ class Numbered:
     def write(self, directory):
         directory.mkdir(exist_ok=True)
         (directory / "number").write_text(str(self.number))
-server.trial, server.HANG = trial, 5
+server.trial, server.HANG = trial, 3
 server.mutant = lambda number, seeds: (Numbered(number), [])
 for number, outcome in server.run_all([], [1, 2, 3, 4, 5, 6], Path({str(tmp_path)!r})):
     print(number, outcome.kind, outcome.cause)

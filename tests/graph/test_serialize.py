@@ -19,8 +19,9 @@ from optkit.graph.ops import OPS
 from optkit.graph.serialize import graph_from_json, graph_to_json
 from optkit.graph.verify import verify
 from optkit.lowering.lower import lower
-from tests.support.graphs import TARGET, apply, captured, checkpoint, dense, random_ids
+from tests.support.graphs import apply, captured, checkpoint, dense, random_ids
 from tests.support.sample_artifact import small_graph
+from tests.support.target import TARGET
 
 ALL_PASSES = ("fuse_qkv", "fuse_gate_up", "fuse_add_rms_norm", "int8", "flash_attention", "kv_int8")
 

@@ -20,15 +20,8 @@ from optkit.kernels import reference
 from optkit.lowering.dense import dense_inputs
 from optkit.lowering.lower import lower
 from optkit.machine.target import DATASHEETS, Target
-from tests.support.graphs import (
-    TARGET,
-    apply,
-    assert_origins_invert,
-    captured,
-    graph_cost,
-    random_ids,
-    reasons,
-)
+from tests.support.graphs import apply, assert_origins_invert, captured, graph_cost, random_ids, reasons
+from tests.support.target import TARGET
 
 H200 = DATASHEETS["cuda-h200"]
 FEW = ("rtn", {"scheme": "W4A16", "group_size": 32, "max_tokens": 4})

@@ -12,7 +12,6 @@ import pytest
 from optkit.cli.doctor import native_kernels
 from optkit.cli.main import run
 from optkit.kernels.cpu import native
-from optkit.kernels.cpu.openmp import openmp_runtimes
 from optkit.runtime.factory import warn_without_native_kernels
 
 BUILT = native.library_file()
@@ -120,25 +119,3 @@ def test_doctor_says_which_instruction_set_runs_and_why(
         native.set_isa(None)
     (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("native kernels")]
     assert "run as portable, set by OPTKIT_CPU_ISA" in row
-
-
-@needs_native
-def test_torch_and_the_kernels_share_one_openmp_runtime() -> None:
-    native.library()
-    assert len(openmp_runtimes()) == 1
-
-
-def test_openmp_runtimes_are_found_by_name(tmp_path: Path) -> None:
-    names = (
-        "/a/libgomp.so.1",
-        "/b/libgomp-a34b3233.so.1",
-        "/c/libiomp5.so",
-        "/d e/libomp.so",
-        "/f/libcompute.so",
-    )
-    region = "7f00-7f01 r-xp 00000000 fd:00 {n}      {path}\n"
-    (tmp_path / "maps").write_text(
-        "7ffd-7ffe rw-p 0 00:00 0\n" + "".join(region.format(n=9, path=p) for p in names * 2)
-    )
-    assert openmp_runtimes(tmp_path / "maps") == sorted(names[:4])
-    assert openmp_runtimes(tmp_path / "nowhere") == []

@@ -15,7 +15,8 @@ from optkit.kernels.cpu import attention, int4, int8, native, wna16
 from optkit.kernels.cpu.program import TOKENS, Builder, Size
 from optkit.lowering.dense import dense_inputs
 from optkit.lowering.lower import lower
-from tests.support.graphs import TARGET, apply, captured, random_ids
+from tests.support.graphs import apply, captured, random_ids
+from tests.support.target import TARGET
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.missing_reason()))
 T, K, N = 5, 64, 16

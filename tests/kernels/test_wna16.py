@@ -18,8 +18,8 @@ from optkit.kernels import reference
 from optkit.kernels.cpu import native
 from optkit.kernels.packed_codes import pack_codes
 from tests.kernels.test_int4 import poisoned
-from tests.support.graphs import TARGET
 from tests.support.isas import usable_isas
+from tests.support.target import TARGET
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.missing_reason()))
 

@@ -10,7 +10,8 @@ from optkit.graph.ir import Graph
 from optkit.graph.shapes import Point, infer_shapes
 from optkit.kernels import reference
 from optkit.lowering.cost import DISPATCH_SECONDS, Cost, node_cost, predict_seconds
-from tests.support.graphs import TARGET, apply, captured, graph_cost
+from tests.support.graphs import apply, captured, graph_cost
+from tests.support.target import TARGET
 
 HIDDEN, MLP, VOCABULARY, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 64, 96, 128, 4, 2, 16, 2
 PREFILL, DECODE = Point(32, 1, 32), Point(3, 3, 100)

@@ -12,7 +12,8 @@ from optkit.kernels.cpu.program import Program
 from optkit.lowering.dense import dense_inputs
 from optkit.lowering.lower import Executable, lower
 from tests.support.architectures import SPECIFIC
-from tests.support.graphs import TARGET, apply, captured
+from tests.support.graphs import apply, captured
+from tests.support.target import TARGET
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.missing_reason()))
 

@@ -55,34 +55,6 @@ def test_target_of_a_known_gpu_is_its_data_sheet_with_the_actual_memory(gpu: GPU
     assert target_of(gpu) == replace(DATASHEETS[name], memory_bytes=gpu.memory_bytes)
 
 
-@pytest.mark.parametrize("recipe", ["cuda-h100", "cuda-h200", "cuda-a100"])
-def test_present_target_is_the_local_gpu_when_the_recipe_names_another(
-    recipe: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put(monkeypatch, H200)
-    assert present_target(recipe).name == "cuda-h200"
-
-
-@pytest.mark.parametrize(
-    ("gpu", "recipe", "message"),
-    [
-        (A100, "cuda-h100", r"NVIDIA A100-SXM4-80GB \(sm_80\), an older architecture, without float8 units"),
-        (L40S, "cuda-h100", r"NVIDIA L40S \(sm_89\), an older architecture\."),
-        (L40S, "cuda-a100", r"99 KiB of shared memory for a block; the kernels take up to 163"),
-        (RTX5090, "cuda-h100", r"RTX 5090 \(sm_120\), which has 99 KiB"),
-        (T4, "cuda-a100", r"Tesla T4 \(sm_75\), an older architecture\."),
-    ],
-)
-def test_present_target_names_the_gpu_when_it_lacks_a_feature(
-    gpu: GPU, recipe: str, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put(monkeypatch, gpu)
-    with pytest.raises(UserError, match=message) as error:
-        present_target(recipe, where="recipe r")
-    assert error.value.where == "recipe r" and "\n" not in str(error.value.what)
-    assert recipe in error.value.what
-
-
 def test_target_of_an_unknown_gpu_is_measured_once(
     rates: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
 ) -> None:

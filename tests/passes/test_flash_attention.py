@@ -13,7 +13,8 @@ from optkit.lowering.lower import lower
 from optkit.machine.target import DATASHEETS
 from optkit.passes.base import PassContext
 from optkit.passes.flash_attention import FlashAttention
-from tests.support.graphs import CONTEXT, TARGET, apply, assert_same_logits, captured
+from tests.support.graphs import CONTEXT, apply, assert_same_logits, captured
+from tests.support.target import TARGET
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt2", "phi3"])

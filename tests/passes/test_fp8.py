@@ -21,7 +21,8 @@ from optkit.passes.base import PassContext
 from optkit.passes.fp8 import FP8, FP8Config, quantize_fp8
 from tests.checkpoint.test_compressed_tensors_writer import transformers_logits, written
 from tests.support.architectures import tiny_model
-from tests.support.graphs import TARGET, apply, captured, dense, random_ids
+from tests.support.graphs import apply, captured, dense, random_ids
+from tests.support.target import TARGET
 
 (IDS,) = random_ids([24])
 SCHEMES = ["FP8_DYNAMIC", "FP8"]

@@ -14,13 +14,8 @@ from optkit.kernels import reference
 from optkit.passes import load
 from optkit.passes.base import PassContext
 from tests.support.correlated import TEXT, correlated, error, quantized
-from tests.support.graphs import (
-    CONTEXT,
-    TARGET,
-    assert_origins_invert,
-    captured,
-    checked,
-)
+from tests.support.graphs import CONTEXT, assert_origins_invert, captured, checked
+from tests.support.target import TARGET
 
 
 @pytest.mark.parametrize("scheme", ["W4A8", "W4A16_ASYM"])

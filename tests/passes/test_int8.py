@@ -17,7 +17,6 @@ from optkit.passes.int8 import Int8, Int8Config
 from optkit.passes.quantization.formats import quantize_weight
 from optkit.passes.quantization.targets import matches
 from tests.support.graphs import (
-    TARGET,
     apply,
     assert_kernels_agree,
     assert_one_layer_agrees,
@@ -30,6 +29,7 @@ from tests.support.graphs import (
     reasons,
     relative_error,
 )
+from tests.support.target import TARGET
 
 HEAD = "the output head stays in float (lm_head: false)"
 EXPERTS = "mixture-of-experts weights stay in float"

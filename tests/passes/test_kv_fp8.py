@@ -8,8 +8,9 @@ from optkit.graph.serialize import graph_from_json, graph_to_json
 from optkit.graph.verify import verify
 from optkit.kernels.reference import dequantize_kv, quantize_kv
 from optkit.lowering.lower import lower
-from tests.support.graphs import TARGET, apply, captured, checked, dense, random_ids, reasons
+from tests.support.graphs import apply, captured, checked, dense, random_ids, reasons
 from tests.support.ragged import ragged_logits
+from tests.support.target import TARGET
 
 
 def test_a_row_is_e4m3_values_and_their_scale() -> None:

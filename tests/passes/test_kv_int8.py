@@ -17,18 +17,9 @@ from optkit.runtime.engine import Engine
 from optkit.runtime.runner import ModelRunner
 from optkit.runtime.scheduling.scheduler import SchedulerConfig
 from optkit.runtime.types import SamplingParams
-from tests.support.graphs import (
-    CONTEXT,
-    TARGET,
-    apply,
-    captured,
-    checked,
-    dense,
-    random_ids,
-    reasons,
-    relative_error,
-)
+from tests.support.graphs import CONTEXT, apply, captured, checked, dense, random_ids, reasons, relative_error
 from tests.support.ragged import ragged_logits
+from tests.support.target import TARGET
 
 NAMES = ["llama", "mistral", "gemma2", "gpt2", "phi3"]
 

@@ -16,16 +16,8 @@ from optkit.lowering.lower import lower
 from optkit.passes.prune_ffn import importance
 from tests.checkpoint.test_compressed_tensors_writer import transformers_logits, written
 from tests.support.architectures import tiny_model
-from tests.support.graphs import (
-    TARGET,
-    apply,
-    assert_origins_invert,
-    captured,
-    checked,
-    dense,
-    random_ids,
-    reasons,
-)
+from tests.support.graphs import apply, assert_origins_invert, captured, checked, dense, random_ids, reasons
+from tests.support.target import TARGET
 
 (IDS,) = random_ids([24])
 

@@ -15,16 +15,8 @@ from optkit.passes import prune_heads
 from optkit.passes.prune_heads import names_head_size
 from tests.checkpoint.test_compressed_tensors_writer import transformers_logits, written
 from tests.support.architectures import tiny_model
-from tests.support.graphs import (
-    TARGET,
-    apply,
-    assert_origins_invert,
-    captured,
-    checked,
-    dense,
-    random_ids,
-    reasons,
-)
+from tests.support.graphs import apply, assert_origins_invert, captured, checked, dense, random_ids, reasons
+from tests.support.target import TARGET
 
 (IDS,) = random_ids([24])
 

@@ -11,7 +11,8 @@ from optkit.graph.verify import verify
 from optkit.kernels import reference
 from optkit.lowering.dense import dense_inputs
 from optkit.lowering.lower import lower
-from tests.support.graphs import TARGET, apply, assert_same_logits, captured
+from tests.support.graphs import apply, assert_same_logits, captured
+from tests.support.target import TARGET
 
 POINT = Point(tokens=12, sequences=2, context=12)
 

@@ -17,7 +17,6 @@ from optkit.passes.base import PassContext
 from optkit.passes.quantization.smoothing import smoothing_scale
 from optkit.passes.smoothquant import SmoothQuant, SmoothQuantConfig
 from tests.support.graphs import (
-    TARGET,
     apply,
     assert_origins_invert,
     assert_same_logits,
@@ -29,6 +28,7 @@ from tests.support.graphs import (
     random_ids,
     reasons,
 )
+from tests.support.target import TARGET
 
 NO_PRODUCER = "no norm weight or up projection to fold the scale into"
 

@@ -16,7 +16,6 @@ from optkit.machine.target import DATASHEETS
 from optkit.passes.base import PassContext
 from optkit.passes.w4a8 import W4A8, W4A8Config
 from tests.support.graphs import (
-    TARGET,
     apply,
     assert_kernels_agree,
     assert_one_layer_agrees,
@@ -29,6 +28,7 @@ from tests.support.graphs import (
     reasons,
     relative_error,
 )
+from tests.support.target import TARGET
 
 
 def quantized(name: str, **options: object) -> Graph:

@@ -11,8 +11,8 @@ from optkit.evaluation import speed
 from optkit.machine import target as targets
 from optkit.pipeline import judge, objective
 from optkit.text import corpora
-from tests.support.graphs import TARGET
 from tests.support.model_directory import save_model
+from tests.support.target import TARGET
 
 
 @pytest.fixture(scope="session")

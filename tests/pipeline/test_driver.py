@@ -24,8 +24,9 @@ from optkit.pipeline import driver as pipeline
 from optkit.pipeline import measurement, sources
 from optkit.pipeline.decision import Evidence
 from optkit.pipeline.driver import PassFailed
-from tests.support.graphs import TARGET, dense, relative_error
+from tests.support.graphs import dense, relative_error
 from tests.support.small_runs import IDS, TTFT_CPU, decisions, lower_dense, recipe, run, transformers_logits
+from tests.support.target import TARGET
 
 pytestmark = pytest.mark.usefixtures("quick")
 

@@ -15,8 +15,9 @@ from optkit.lowering.lower import Executable
 from optkit.pipeline import measurement, objective
 from optkit.pipeline.decision import Evidence
 from optkit.recipe.schema import Recipe
-from tests.support.graphs import TARGET, dense, relative_error
+from tests.support.graphs import dense, relative_error
 from tests.support.small_runs import IDS, decisions, lower_dense, run, transformers_logits
+from tests.support.target import TARGET
 
 pytestmark = pytest.mark.usefixtures("quick")
 

@@ -13,8 +13,9 @@ from optkit.machine.target import DATASHEETS
 from optkit.passes.base import no_progress
 from optkit.pipeline import measurement
 from optkit.pipeline.measurement import Measurement
-from tests.support.graphs import TARGET, captured
+from tests.support.graphs import captured
 from tests.support.small_runs import recipe, run
+from tests.support.target import TARGET
 
 pytestmark = pytest.mark.usefixtures("quick")
 

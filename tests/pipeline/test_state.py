@@ -16,9 +16,10 @@ from optkit.lowering.lower import lower
 from optkit.pipeline.cache import PassCache
 from optkit.pipeline.state import TENSORS, State
 from optkit.pipeline.step import Step
-from tests.support.graphs import TARGET, apply, captured, dense, random_ids
+from tests.support.graphs import apply, captured, dense, random_ids
 from tests.support.model_directory import VOCABULARY
 from tests.support.small_runs import TTFT_CPU, run
+from tests.support.target import TARGET
 
 ROOT = Step("0" * 32)
 (IDS,) = random_ids([19], VOCABULARY)

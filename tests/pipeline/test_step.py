@@ -14,7 +14,7 @@ from optkit.pipeline import step as module
 from optkit.pipeline.records import PassRecord
 from optkit.pipeline.step import Step, capture_step, pass_step, whole_step
 from optkit.recipe.load import parse_recipe
-from tests.support.graphs import TARGET
+from tests.support.target import TARGET
 
 TEXT = "schema_version: 1\nname: keys\npasses: {fuse_qkv: {}, int8: {}}\n"
 SOURCE = ModelSource("tiny", Path("here"), "0" * 64)

@@ -11,7 +11,8 @@ from optkit.runtime.engine import Engine
 from optkit.runtime.runner import ModelRunner
 from optkit.runtime.scheduling.scheduler import SchedulerConfig
 from optkit.runtime.types import SamplingParams
-from tests.support.graphs import TARGET, apply, captured
+from tests.support.graphs import apply, captured
+from tests.support.target import TARGET
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.missing_reason()))
 

@@ -17,7 +17,7 @@ from optkit.machine import target as targets
 from optkit.runtime.factory import open_engine
 from optkit.runtime.kv.pools import allocate
 from tests.fuzz.seeds import write_seeds
-from tests.support.graphs import TARGET
+from tests.support.target import TARGET
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optkit.runtime.types import SamplingParams
-from tests.support.serve_fakes import TEXT, FakeEngine, SteppedEngine, events, fast_tokenizer, post, tiny_app
+from tests.support.serve_fakes import FakeEngine, SteppedEngine, events, post, tiny_app
+from tests.support.tiny_tokenizer import TEXT, fast_tokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}

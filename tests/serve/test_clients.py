@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.live import LiveServer
-from tests.support.serve_fakes import TEXT
+from tests.support.tiny_tokenizer import TEXT
 
 HELLO = [{"role": "user", "content": "Hello"}]
 

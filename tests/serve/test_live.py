@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from tests.support.live import PATIENCE, SCRIPT, LiveServer
-from tests.support.serve_fakes import TEXT
+from tests.support.tiny_tokenizer import TEXT
 
 HELLO = [{"role": "user", "content": "Hello"}]
 

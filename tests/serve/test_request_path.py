@@ -26,7 +26,8 @@ from optkit.serve.openai.jobs import ChoiceJob
 from optkit.serve.openai.protocol import GenerationRequest
 from optkit.serve.supervisor import EngineSupervisor
 from optkit.text.tokenizer import Tokenizer
-from tests.support.serve_fakes import FakeEngine, client, create_app, settings, tiny_tokenizer
+from tests.support.serve_fakes import FakeEngine, client, create_app, settings
+from tests.support.tiny_tokenizer import tiny_tokenizer
 
 MAX_TYPES_DOWN, MAX_TYPES_UP, MAX_GENERATORS = 6, 4, 3
 Hop = tuple[Any, Any, Any]  # a type, the function that takes it (or the class that holds it), the next type

@@ -15,7 +15,7 @@ from optkit.serve.http.address import refuse_exposure
 from optkit.serve.server import ServeOptions, run
 from tests.support.lifecycle import assert_gone, wait_ready
 from tests.support.live import PATIENCE, LiveServer
-from tests.support.serve_fakes import fast_tokenizer
+from tests.support.tiny_tokenizer import fast_tokenizer
 
 END_TOKEN = fast_tokenizer().encode("q").ids[0]
 

@@ -16,7 +16,8 @@ from optkit.serve import tracing
 from optkit.serve.app import create_app
 from optkit.serve.server import ServeOptions, run
 from optkit.serve.tracing import SpanRecord, Tracing
-from tests.support.serve_fakes import FakeEngine, SteppedEngine, call, settings, tiny_app, tiny_tokenizer
+from tests.support.serve_fakes import FakeEngine, SteppedEngine, call, settings, tiny_app
+from tests.support.tiny_tokenizer import tiny_tokenizer
 
 CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "the secret prompt"}], "max_tokens": 5, "temperature": 0}

@@ -9,14 +9,8 @@ import torch
 
 from optkit.graph.ir import Graph
 from optkit.passes import load
-from tests.support.graphs import (
-    CONTEXT,
-    TARGET,
-    apply,
-    captured,
-    dense,
-    random_ids,
-)
+from tests.support.graphs import CONTEXT, apply, captured, dense, random_ids
+from tests.support.target import TARGET
 
 TEXT = {"samples": 32, "length": 32}
 FUSIONS = ("fuse_qkv", "fuse_gate_up", "fuse_add_rms_norm")

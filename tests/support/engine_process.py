@@ -9,6 +9,7 @@ from collections.abc import Callable
 from optkit.runtime.types import EngineRequest, SamplingParams
 
 PATIENCE = 120.0
+FACTORY = "tests.support.fakes:engine_from_json"  # of the process; torch is imported there alone
 
 
 def request(name: str, prompt: list[int], max_tokens: int = 8) -> EngineRequest:

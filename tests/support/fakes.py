@@ -125,9 +125,6 @@ class FakeRunner:
         return torch.from_numpy(random.standard_normal(self.vocab_size, dtype=np.float32))
 
 
-FACTORY = "tests.support.fakes:engine_from_json"
-
-
 def engine_from_json(artifact_dir: str, options: EngineOptions) -> Engine:
     """The factory of the engine process: ``artifact_dir`` is the options of ``fake_engine`` as JSON."""
     return fake_engine(options=json.loads(artifact_dir or "{}"))

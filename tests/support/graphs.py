@@ -19,13 +19,12 @@ from optkit.graph.shapes import Point, infer_shapes
 from optkit.lowering.cost import Cost, node_cost
 from optkit.lowering.dense import dense_inputs
 from optkit.lowering.lower import lower
-from optkit.machine.target import Target, cpu_isa
+from optkit.machine.target import Target
 from optkit.passes import load
 from optkit.passes.base import PassContext, Plan
 from tests.support.architectures import tiny_model
 from tests.support.ragged import ragged_logits
-
-TARGET = Target("cpu", "cpu", cpu_isa(), 2, 1 << 33, 1e11, 4e11, 0.0, 0.0, 1e10, "measured")
+from tests.support.target import TARGET
 
 
 def calibration(config: Calibration) -> list[list[int]]:

@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,12 @@ CASES: dict[str, Callable[[Any], None]] = {
 # -- in processes of their own ---------------------------------------------------------------------------
 
 
+def import_commands() -> None:
+    """Import the code of the child processes once, before the first fork."""
+    for module in ("optkit.cli.main", "optkit.cli.verify", "optkit.runtime.factory"):
+        import_module(module)
+
+
 def ended(work: Callable[[], int]) -> int:
     """The exit code of ``work`` in a child process, or minus the number of the fatal signal."""
     child = os.fork()
@@ -161,6 +168,7 @@ def loaded(directory: Path) -> int:
 
 def main(directory: str, *cases: str) -> None:
     """Print the results of all cases as JSON."""
+    import_commands()
     torch.set_num_threads(1)
     ends = {}
     for case in cases:

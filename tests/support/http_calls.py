@@ -5,14 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tests.support.serve_fakes import (
-    TEXT,
-    FakeEngine,
-    events,
-    post,
-    tiny_app,
-    tiny_tokenizer,
-)
+from tests.support.serve_fakes import FakeEngine, events, post, tiny_app
+from tests.support.tiny_tokenizer import TEXT, tiny_tokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 

@@ -58,7 +58,7 @@ def quick(replace: Callable[[Any, str, Any], None] = setattr) -> None:
     from optkit.machine import target as targets
     from optkit.pipeline import judge
     from optkit.text import corpora
-    from tests.support.graphs import TARGET
+    from tests.support.target import TARGET
 
     load_text = corpora.load_text
     replace(corpora, "load_text", lambda name: load_text(name)[:6000])

@@ -17,8 +17,8 @@ from typing import Any
 
 import psutil
 
-from tests.support.fakes import FACTORY
-from tests.support.serve_fakes import TEMPLATE, TEXT, fast_tokenizer
+from tests.support.engine_process import FACTORY
+from tests.support.tiny_tokenizer import TEMPLATE, TEXT, fast_tokenizer
 
 PATIENCE = 60.0
 END = fast_tokenizer().token_to_id("<|im_end|>")

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from tests.support.architectures import tiny_model
-from tests.support.serve_fakes import fast_tokenizer
+from tests.support.tiny_tokenizer import fast_tokenizer
 
 VOCABULARY = 320
 

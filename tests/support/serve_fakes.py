@@ -1,53 +1,23 @@
-"""A tiny byte-level tokenizer and a scripted engine, for the whole server without a model."""
+"""Scripted engines and the application on them: the whole server without a model."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from functools import cache
 from typing import Any
 
 import httpx
 from fastapi import FastAPI
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
-from tokenizers import Tokenizer as FastTokenizer
 
 from optkit.runtime.info import EngineInfo
 from optkit.runtime.scheduling.config import SchedulerConfig
 from optkit.runtime.types import EngineRequest, EngineStats, FinishReason, TokenOutput
 from optkit.serve.app import create_app
 from optkit.serve.engine_api import ServeSettings
-from optkit.text.chat_template import ChatTemplate
-from optkit.text.tokenizer import Tokenizer
 from tests.support.fakes import fake_engine
-
-TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-TEXT = "Hello there, how are you doing today? The end is near."
-CORPUS = [TEXT, "the cat sat on the mat and the dog ran to the cat", "hello hello hello"] * 4
-
-
-@cache
-def fast_tokenizer() -> FastTokenizer:
-    """Byte-level BPE over all 256 bytes, with a few dozen merges and two special tokens."""
-    fast = FastTokenizer(models.BPE())
-    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    fast.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
-    fast.train_from_iterator(CORPUS, trainer)
-    fast.add_special_tokens([AddedToken(word, special=True) for word in ("<|im_start|>", "<|im_end|>")])
-    return fast
-
+from tests.support.tiny_tokenizer import TEXT, fast_tokenizer, tiny_tokenizer
 
 EOS = fast_tokenizer().token_to_id("<|im_end|>")
-
-
-def tiny_tokenizer() -> Tokenizer:
-    """optkit's ``Tokenizer`` with ``fast_tokenizer`` and a chat template."""
-    return Tokenizer(fast_tokenizer(), ChatTemplate(TEMPLATE), eos_ids=[EOS])
 
 
 class FakeEngine:

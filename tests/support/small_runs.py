@@ -13,8 +13,9 @@ from optkit.pipeline.driver import optimize
 from optkit.pipeline.records import RunRecord
 from optkit.recipe.load import parse_recipe
 from optkit.recipe.schema import Recipe
-from tests.support.graphs import TARGET, dense, random_ids
+from tests.support.graphs import dense, random_ids
 from tests.support.model_directory import VOCABULARY
+from tests.support.target import TARGET
 
 WORKLOAD = "workload: {prompt_tokens: [24, 40], output_tokens: 4, batch: 2}"
 HEAD = """

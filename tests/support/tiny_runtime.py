@@ -11,7 +11,8 @@ from optkit.runtime.engine import Engine
 from optkit.runtime.kv.offload import MemoryBlocks
 from optkit.runtime.runner import ModelRunner
 from optkit.runtime.scheduling.scheduler import Proposer, SchedulerConfig
-from tests.support.graphs import TARGET, apply, captured
+from tests.support.graphs import apply, captured
+from tests.support.target import TARGET
 
 LIMITS = {
     "max_num_seqs": 8,

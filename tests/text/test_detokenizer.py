@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optkit.text.detokenizer import REPLACEMENT, Detokenizer, StopStrings
-from tests.support.serve_fakes import fast_tokenizer, tiny_tokenizer
+from tests.support.tiny_tokenizer import fast_tokenizer, tiny_tokenizer
 
 ALPHABET = "ab é€😀\n日本"
 

@@ -9,7 +9,7 @@ import pytest
 from optkit.errors import UserError
 from optkit.text.load import load_tokenizer
 from tests.support.model_directory import save_model
-from tests.support.serve_fakes import fast_tokenizer
+from tests.support.tiny_tokenizer import fast_tokenizer
 
 
 def test_load_tokenizer_gives_the_ids_of_the_tokenizer_file(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
 
 from optkit.text.token_text import TokenTexts, show
-from tests.support.serve_fakes import fast_tokenizer
+from tests.support.tiny_tokenizer import fast_tokenizer
 
 
 def sentencepiece_like() -> Tokenizer:

@@ -11,7 +11,7 @@ import pytest
 
 from optkit.errors import UserError
 from optkit.text.tokenizer import Tokenizer
-from tests.support.serve_fakes import TEMPLATE, TEXT, fast_tokenizer
+from tests.support.tiny_tokenizer import TEMPLATE, TEXT, fast_tokenizer
 
 
 def write_directory(path: Path, **files: Any) -> Path:

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from optkit.kernels.triton import attention, sdpa, selection
-from optkit.kernels.whole_prompt import WholePrompt, whole_prompt
+from optkit.kernels.triton import attention
 from tests.kernels.triton.worlds import Shape, World, error, planar_write
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -122,27 +121,3 @@ def test_the_written_rows_are_what_is_attended() -> None:
     world.call(attention.attention)
     planar_write(twin.k, twin.k_cache, twin.slots)
     assert torch.equal(world.k_cache.nan_to_num(7.0), twin.k_cache.nan_to_num(7.0))
-
-
-def test_a_whole_prompt_by_the_vendor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only where the step is one and the table says so; then with the same result as from the cache."""
-    world = World(Shape(new=(17,), old=(0,), heads=2, kv_heads=1, dtype=torch.float16, pool=torch.float16))
-    monkeypatch.setattr(selection, "winner", lambda *layer: "sdpa")
-    prompt = WholePrompt()
-    with whole_prompt(prompt):
-        assert error(world.call(attention.attention), world.expected()) < TOLERANCE[torch.float16]
-    assert prompt.used
-    for shape, more in (
-        (Shape(new=(17,), old=(0,), pool=torch.int8, dtype=torch.float16), {}),
-        (Shape(new=(17,), old=(0,), softcap=30.0, dtype=torch.float16, pool=torch.float16), {}),
-        (Shape(new=(17,), old=(0,), window=8, dtype=torch.float16, pool=torch.float16), {}),
-        (Shape(new=(17,), old=(0,), dtype=torch.float16, pool=torch.float16), {"winner": "triton"}),
-    ):
-        monkeypatch.setattr(selection, "winner", lambda *layer, more=more: more.get("winner", "sdpa"))
-        prompt, other = WholePrompt(), World(shape)
-        with whole_prompt(prompt):
-            assert error(other.call(attention.attention), other.expected()) < 1e-2
-        assert not prompt.used
-    assert (
-        error(sdpa.dense(world.q, world.k, world.v, world.scale), world.expected()) < TOLERANCE[torch.float16]
-    )

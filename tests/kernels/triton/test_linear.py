@@ -21,7 +21,7 @@ if not available():
 
 from optkit.kernels import reference
 from optkit.kernels.packed_codes import pack_codes
-from optkit.kernels.triton import gemv, linear, selection, tile, vendor, wna16
+from optkit.kernels.triton import gemv, linear, selection, tile, wna16
 from tests.kernels.test_wna16 import Layer
 from tests.kernels.triton.calls import close, poison, random
 from tests.support.graphs import captured
@@ -157,15 +157,6 @@ def test_what_is_split_along_k_is_the_same_sum() -> None:
     assert launches == [2]
 
 
-def test_int_mm_is_the_reference() -> None:
-    """The vendor's product has a CPU version, so its scales can be checked here; the launch is the same."""
-    q, scale = reference.quantize_per_token(random(17, 64))
-    weight, weight_scale = int8(16, 64)
-    assert vendor.can_int_mm(17, 16, 64) and not vendor.can_int_mm(16, 16, 64)
-    got = vendor.int_mm(q, weight, scale, weight_scale, None, torch.float32)
-    close(got, reference.linear_w8a8(q, scale, weight, weight_scale).double(), 1e-6)
-
-
 def test_what_each_kernel_is_offered() -> None:
     def name(op: str, target: Any = H100, **weights_and_options: Any) -> str | None:
         kernel = kernels.select(op, target, **weights_and_options)
@@ -187,11 +178,6 @@ def test_what_each_kernel_is_offered() -> None:
     assert name("linear_wna16", weights=codes, options={"bits": 8, "group_size": 24}) is None
 
 
-def test_more_tokens_than_a_gemv_takes() -> None:
-    assert not linear.few(random(gemv.MAX_ROWS + 1, 8))
-    assert wna16.GEMV["sm_90"].keys() == {1, 2, 4}
-
-
 def test_no_tokens() -> None:
     """Shapes of an empty step, in more than two dimensions too."""
     weight, scale = int8(6, 64)
@@ -201,20 +187,14 @@ def test_no_tokens() -> None:
     assert linear.linear_w8a8(q[:0], q_scale[:0], weight, scale).shape == (0, 6)
 
 
-def test_experts_run_by_the_vendor_where_it_can() -> None:
-    """CUTLASS's product has a CPU version; the launch is the same."""
-    x, weight = random(10, 16, dtype=torch.bfloat16), random(3, 16, 24, dtype=torch.bfloat16)
-    ends = torch.tensor([4, 4, 10], dtype=torch.int32)
-    kernel = kernels.select("grouped_mm", H100, weights={1: weight})
-    assert kernel is not None
-    close(kernel.fn(x, weight, ends), reference.grouped_mm(x.double(), weight.double(), ends), 1e-2)
-    for target, refused in ((H100, weight.half()), (H100, weight[..., :4]), (A100, weight)):
-        assert kernels.select("grouped_mm", target, weights={1: refused}) is None
-
-
 def test_a_gpu_without_a_kernel_for_experts_is_an_error_before_anything_runs() -> None:
     graph = captured("mixtral")
     for weight in graph.weights.values():  # as there is no GPU to move them to
         weight.value = weight.value.to("meta")
     with pytest.raises(UserError, match="experts layers have a kernel"):
         lower(graph, A100, device="cuda")
+
+
+def test_more_tokens_than_a_gemv_takes() -> None:
+    assert not linear.few(random(gemv.MAX_ROWS + 1, 8))
+    assert wna16.GEMV["sm_90"].keys() == {1, 2, 4}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -123,35 +123,6 @@ def test_gates_that_quantize(fmt: str, dtype: torch.dtype) -> None:
     for approximate in ("none", "tanh"):
         expected = reference.gelu_mul_packed(packed.double(), approximate)
         within_a_step(*pointwise.gelu_mul_quantize(packed, fmt, approximate), expected)
-
-
-@pytest.mark.parametrize("group", [0, 32, 48, 64])
-@pytest.mark.parametrize("tokens", [1, 7])
-def test_int8_is_the_reference_to_the_bit(tokens: int, group: int) -> None:
-    x = random(tokens, 576)
-    got, expected = quantize.quantize_per_token(x, group), reference.quantize_per_token(x, group)
-    assert all(map(torch.equal, got, expected))
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_fp8(shape: tuple[int, int]) -> None:
-    x = random(*shape)
-    q, scale = quantize.quantize_fp8_per_token(x)
-    assert q.dtype == torch.float8_e4m3fn
-    within_a_step(q, scale, x.double())
-    assert torch.allclose(scale, reference.quantize_fp8_per_token(x)[1], rtol=1e-6)
-
-
-@pytest.mark.parametrize("run", [quantize.quantize_per_token, quantize.quantize_fp8_per_token])
-def test_rows_of_zeros_and_of_what_is_no_number(run: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
-    """A row with NaN or infinity is lost, and says so; its neighbours are not."""
-    x = random(4, 64)
-    x[0], x[1, 3], x[2, 5] = 0, float("nan"), float("inf")
-    q, scale = run(x)
-    values = dequantized(q, scale)
-    assert bool((values[0] == 0).all())
-    assert not bool(scale[1:3].isfinite().any())
-    within_a_step(q[3:], scale[3:], x[3:].double())
 
 
 def test_no_rows() -> None:

@@ -6,12 +6,8 @@ from optkit.graph.verify import verify
 from optkit.passes import load
 from optkit.passes.base import PassContext
 from tests.support.correlated import TEXT
-from tests.support.graphs import (
-    TARGET,
-    calibration,
-    captured,
-    checked,
-)
+from tests.support.graphs import calibration, captured, checked
+from tests.support.target import TARGET
 
 
 def test_calibrated_passes_need_no_text_in_a_dry_run() -> None:

@@ -14,7 +14,8 @@ from optkit.runtime.kv.shareable import note_step
 from optkit.runtime.runner import ModelRunner
 from optkit.runtime.scheduling.scheduler import SchedulerConfig
 from optkit.runtime.types import ALL_TOKENS, Batch, EngineRequest, Request, SamplingParams, ScheduledRequest
-from tests.support.graphs import TARGET, apply, captured
+from tests.support.graphs import apply, captured
+from tests.support.target import TARGET
 from tests.support.tiny_runtime import LIMITS
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.missing_reason()))

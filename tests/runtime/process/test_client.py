@@ -21,8 +21,8 @@ from optkit.runtime.process import client as client_module
 from optkit.runtime.process import ipc
 from optkit.runtime.process.client import ENGINE_DIED, ENGINE_GONE, ENGINE_STOPPED, EngineClient, EngineDied
 from optkit.runtime.types import EngineRequest, FinishReason, SamplingParams, TokenOutput
-from tests.support.engine_process import PATIENCE, eventually, request
-from tests.support.fakes import FACTORY, fake_engine
+from tests.support.engine_process import FACTORY, PATIENCE, eventually, request
+from tests.support.fakes import fake_engine
 
 LONG = 3000  # tokens: with a step of 50 ms they outlast PATIENCE
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from optkit.runtime.process import ipc
 from optkit.runtime.process.launch import end_process, launch
-from tests.support.engine_process import request
-from tests.support.fakes import FACTORY, fake_engine
+from tests.support.engine_process import FACTORY, request
+from tests.support.fakes import fake_engine
 
 
 def load_message(**options: object) -> bytes:

@@ -9,8 +9,7 @@ import pytest
 
 from optkit.runtime.process.client import EngineClient
 from optkit.runtime.process.launch import launch
-from tests.support.engine_process import PATIENCE
-from tests.support.fakes import FACTORY
+from tests.support.engine_process import FACTORY, PATIENCE
 
 
 def test_a_launched_worker_that_nobody_takes_is_killed() -> None:

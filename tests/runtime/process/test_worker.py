@@ -15,8 +15,8 @@ import pytest
 
 from optkit.runtime.process import ipc, worker
 from optkit.runtime.process.worker import ParentGone, Worker
-from tests.support.engine_process import PATIENCE, eventually, request
-from tests.support.fakes import FACTORY, fake_engine
+from tests.support.engine_process import FACTORY, PATIENCE, eventually, request
+from tests.support.fakes import fake_engine
 
 
 def gone(pid: int) -> bool:

@@ -7,12 +7,8 @@ from typing import Any
 import pytest
 
 from tests.support.http_calls import CHAT, HELLO, TOKENS, chunks
-from tests.support.serve_fakes import (
-    TEXT,
-    FakeEngine,
-    post,
-    tiny_app,
-)
+from tests.support.serve_fakes import FakeEngine, post, tiny_app
+from tests.support.tiny_tokenizer import TEXT
 
 
 @pytest.mark.parametrize("stream", [False, True])

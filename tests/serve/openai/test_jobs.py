@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 from tests.support.http_calls import CHAT, COMPLETIONS, HELLO
-from tests.support.serve_fakes import (
-    FakeEngine,
-    fast_tokenizer,
-    post,
-    tiny_app,
-    tiny_tokenizer,
-)
+from tests.support.serve_fakes import FakeEngine, post, tiny_app
+from tests.support.tiny_tokenizer import fast_tokenizer, tiny_tokenizer
 
 
 def test_chat_prompt_is_the_rendered_template() -> None:

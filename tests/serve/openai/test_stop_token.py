@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from tests.serve.test_metrics import samples
-from tests.support.serve_fakes import SteppedEngine, events, fast_tokenizer, post, tiny_app
+from tests.support.serve_fakes import SteppedEngine, events, post, tiny_app
+from tests.support.tiny_tokenizer import fast_tokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 EOS = fast_tokenizer().token_to_id("<|im_end|>")

@@ -5,13 +5,8 @@ from __future__ import annotations
 import json
 
 from tests.support.http_calls import CHAT, COUNTED, HELLO, TOKENS, chunks
-from tests.support.serve_fakes import (
-    TEXT,
-    FakeEngine,
-    events,
-    post,
-    tiny_app,
-)
+from tests.support.serve_fakes import FakeEngine, events, post, tiny_app
+from tests.support.tiny_tokenizer import TEXT
 
 
 def test_role_travels_with_the_first_content_and_each_token_has_a_chunk() -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.serve_fakes import TEXT, SteppedEngine, events, fast_tokenizer, post, tiny_app
+from tests.support.serve_fakes import SteppedEngine, events, post, tiny_app
+from tests.support.tiny_tokenizer import TEXT, fast_tokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = {"messages": [{"role": "user", "content": "Hello"}]}

@@ -9,7 +9,8 @@ import pytest
 
 from optkit.serve.openai.protocol import ChatRequest, CompletionRequest
 from optkit.serve.openai.unsupported import HARMLESS, INERT
-from tests.support.serve_fakes import FakeEngine, SteppedEngine, fast_tokenizer, post, tiny_app
+from tests.support.serve_fakes import FakeEngine, SteppedEngine, post, tiny_app
+from tests.support.tiny_tokenizer import fast_tokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 GOOD: dict[str, dict[str, Any]] = {
