@@ -16,7 +16,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 FOLDER = "kernels/ops/cpu"
-FLAGS = ["-O3", "-g0", "-std=c++17", "-fopenmp", "-ffp-contract=off", "-fvisibility=hidden"]
+FLAGS = ["-O3", "-g0", "-std=c++17", "-pthread", "-ffp-contract=off", "-fvisibility=hidden"]
 
 
 class BuildLibrary(build_ext):
@@ -42,7 +42,7 @@ setup(
             depends=sorted(glob(f"{FOLDER}/*.h")),
             language="c++",
             extra_compile_args=FLAGS,
-            extra_link_args=["-fopenmp"],
+            extra_link_args=["-pthread"],
             optional=True,
         )
     ],

@@ -88,9 +88,8 @@ def _unsuitable() -> list[str]:
 
 
 def native_kernels() -> dict[str, Any]:
-    """The state of the native CPU kernels: the reason if missing, else the instruction set and the OpenMP runtimes."""
+    """The state of the native CPU kernels: the reason if missing, else the instruction set."""
     from optkit.kernels.cpu import native
-    from optkit.kernels.cpu.openmp import openmp_runtimes
 
     reason = native.missing_reason()
     if reason:
@@ -100,7 +99,6 @@ def native_kernels() -> dict[str, Any]:
         "isa": native.isa(),
         "usable_isas": native.usable_isas(),
         "chosen_by": native.ISA_VARIABLE if os.environ.get(native.ISA_VARIABLE) else None,
-        "openmp": openmp_runtimes(),
     }
 
 
@@ -137,17 +135,9 @@ def _native_rows(state: dict[str, Any]) -> list[tuple[str, str]]:
     if state["missing"]:
         return [("native kernels", f"MISSING: {state['missing']}")]
     why = f"set by {state['chosen_by']}" if state["chosen_by"] else "the best of this CPU"
-    rows = [
+    return [
         ("native kernels", f"run as {state['isa']}, {why}; usable here: {', '.join(state['usable_isas'])}")
     ]
-    if len(state["openmp"]) > 1:
-        rows.append(
-            (
-                "OpenMP",
-                f"{len(state['openmp'])} runtimes are loaded; their threads may compete: {', '.join(state['openmp'])}",
-            )
-        )
-    return rows
 
 
 def _ceilings(target: dict[str, Any]) -> str:

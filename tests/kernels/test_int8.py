@@ -3,7 +3,6 @@ of threads, on every instruction set."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -197,12 +196,3 @@ def test_not_on_a_gpu() -> None:
 def test_unknown_instruction_set() -> None:
     with pytest.raises(UserError, match="did you mean 'avx2'"):
         native.set_isa("avx")
-
-
-def test_one_openmp_runtime() -> None:
-    """The kernels share torch's threads instead of bringing a second pool."""
-    maps = Path("/proc/self/maps")
-    if not maps.exists():
-        pytest.skip("no /proc")
-    native.library()
-    assert len({line.split()[-1] for line in maps.read_text().splitlines() if "libgomp" in line}) == 1

@@ -7,9 +7,8 @@ with guarded ends. The first report ends the process. Reports go to the real sta
 ``--capture=sys``.
 
 ``address``: AddressSanitizer and UndefinedBehaviorSanitizer, without leak detection, since Python and torch never
-free some memory. ``thread``: ThreadSanitizer, with ``tests/native/threads.cpp`` in place of GCC's OpenMP, which is
-not instrumented. ThreadSanitizer sees only the kernels' own threads: no races of torch, or between torch and a
-kernel.
+free some memory. ``thread``: ThreadSanitizer, which sees only the kernels' own threads: no races of torch, or between
+torch and a kernel.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES, PLACE = ROOT / "kernels" / "ops" / "cpu", ROOT / "build" / "sanitize"
 NATIVE = ROOT / "tests" / "native"
 SUPPRESSIONS = f"suppressions={NATIVE / 'thread_suppressions.txt'}"
-COMPILE = "-fPIC -O1 -g -std=c++17 -fopenmp -ffp-contract=off -fvisibility=hidden -fno-omit-frame-pointer"
+COMPILE = "-fPIC -O1 -g -std=c++17 -pthread -ffp-contract=off -fvisibility=hidden -fno-omit-frame-pointer"
 LINK = "-shared -Wl,-z,defs"  # a function that is nowhere is an error now, not when it is called
 BAD_USAGE = 2
 
@@ -39,7 +38,6 @@ class Sanitizer:
     runtime: str
     flags: str
     environment: dict[str, str]
-    more_sources: tuple[Path, ...] = ()
 
 
 SANITIZERS = {
@@ -58,7 +56,6 @@ SANITIZERS = {
         "libtsan.so",
         "-fsanitize=thread",
         {"TSAN_OPTIONS": f"halt_on_error=1:report_thread_leaks=0:{SUPPRESSIONS}"},
-        (NATIVE / "threads.cpp",),
     ),
 }
 
@@ -75,7 +72,7 @@ def library(name: str) -> Path:
     """
     sanitizer, made = SANITIZERS[name], PLACE / f"{name}.so"
     runtime_file(sanitizer.runtime)
-    sources = [*sorted(SOURCES.glob("*.cpp")), *sanitizer.more_sources]
+    sources = sorted(SOURCES.glob("*.cpp"))
     inputs = [*sources, *SOURCES.glob("*.h"), Path(__file__)]
     if not made.exists() or made.stat().st_mtime < max(file.stat().st_mtime for file in inputs):
         build(sanitizer, sources, made)
@@ -83,7 +80,7 @@ def library(name: str) -> Path:
 
 
 def build(sanitizer: Sanitizer, sources: Sequence[Path], made: Path) -> None:
-    """Compile with OpenMP's pragmas, and link with OpenMP's runtime or only with its replacement."""
+    """Compile ``sources`` with ``sanitizer`` into the library ``made``."""
     objects, flags = PLACE / made.stem, sanitizer.flags.split()
     objects.mkdir(parents=True, exist_ok=True)
 
@@ -94,8 +91,7 @@ def build(sanitizer: Sanitizer, sources: Sequence[Path], made: Path) -> None:
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         files = list(pool.map(compiled, sources))
-    openmp = [] if sanitizer.more_sources else ["-lgomp"]
-    subprocess.run(["g++", *LINK.split(), *flags, *files, *openmp, "-o", str(made)], check=True)
+    subprocess.run(["g++", *LINK.split(), *flags, *files, "-o", str(made)], check=True)
 
 
 def runtime_file(name: str) -> str:

@@ -3,9 +3,9 @@
 The functions and their parameters are listed in ``signatures.h``, also compiled into the library.
 
 The interface is a plain C ABI: pointers and sizes as integers, no torch or Python headers. The build takes seconds and
-depends on no version of torch or Python. The library is loaded on first use and **after torch**, whose
-``libgomp.so.1`` then serves torch and the kernels: a single OpenMP pool, so kernels and torch's own ops don't compete
-for cores (``openmp.py``). The last argument of every parallel function is the number of threads: ``threads()``.
+depends on no version of torch or Python. The library is loaded on first use. The last argument of every parallel
+function is the number of threads, ``threads()``: those of torch. The kernels have a pool of their own
+(``threads.cpp``), which sleeps between steps.
 
 ``OPTKIT_CPU_ISA`` = ``avx512_vnni``, ``avx2`` or ``portable`` overrides the instruction set; the default is the best
 of the CPU. Nothing is compiled here: without the file optkit runs on the other kernels.
@@ -97,8 +97,7 @@ def _load(file: Path) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(file))
     except OSError as error:
-        fix = "install the package libgomp1 (libgomp)" if "libgomp" in str(error) else REINSTALL
-        raise OSError(f"{file.name} does not load ({error}); {fix}") from error
+        raise OSError(f"{file.name} does not load ({error}); {REINSTALL}") from error
 
 
 def check_signatures(loaded: ctypes.CDLL, name: str) -> None:

@@ -79,7 +79,7 @@ public:
         if (!owner.owns_lock()) return false;
         grow(std::min(threads - 1, MOST_WORKERS));
         range_ = range, body_ = body, count_ = count, chunk_ = chunk, threads_ = threads;
-        next_.store(0);
+        next_.store(0, std::memory_order_relaxed);
         epoch_.fetch_add(1);
         opened_.wake();
         take_ranges();
@@ -112,7 +112,8 @@ private:
     }
 
     void take_ranges() {
-        for (int64_t first; (first = next_.fetch_add(chunk_)) < count_;)
+        // Relaxed: one range is not ordered after another, which would also hide races from ThreadSanitizer.
+        for (int64_t first; (first = next_.fetch_add(chunk_, std::memory_order_relaxed)) < count_;)
             range_(body_, first, std::min(first + chunk_, count_));
     }
 

@@ -1,0 +1,110 @@
+"""The kernels' pool of threads: the same bits from any number of threads, callers and processes, and idle between calls.
+
+The numbers of threads are larger than the machine, so the system decides which thread computes what.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from optkit.kernels.cpu import int8, native
+
+pytestmark = pytest.mark.skipif(not native.available(), reason=str(native.missing_reason()))
+ROWS, INNER, OUT = 37, 128, 2048  # tasks enough for eight threads
+
+
+@pytest.fixture(autouse=True)
+def torchs_own_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def operands(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Quantized activations with scales, and a weight with scales."""
+    random = torch.Generator().manual_seed(seed)
+    q = torch.randint(1, 255, (ROWS, INNER), dtype=torch.uint8, generator=random)
+    weight = torch.randint(-127, 128, (OUT, INNER), dtype=torch.int8, generator=random)
+    return q, torch.rand(ROWS, 1, generator=random), weight, torch.rand(OUT, 1, generator=random)
+
+
+def in_float64(q: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
+    return (q.double() - 128) @ weight.double().T * scale.double() * weight_scale.double().T
+
+
+def product(packed: dict[int, Tensor], q: Tensor, scale: Tensor) -> Tensor:
+    return int8.linear_w8a8(q, scale, *packed.values())
+
+
+def packed_weight(weight: Tensor, weight_scale: Tensor) -> dict[int, Tensor]:
+    return int8.pack({2: weight, 3: weight_scale})
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 8, 33])
+def test_bits_do_not_depend_on_the_number_of_threads(threads: int) -> None:
+    q, scale, weight, weight_scale = operands()
+    torch.set_num_threads(1)
+    packed = packed_weight(weight, weight_scale)
+    alone = product(packed, q, scale)
+    torch.testing.assert_close(
+        alone.double(), in_float64(q, scale, weight, weight_scale), rtol=1e-6, atol=1e-6
+    )
+    torch.set_num_threads(threads)
+    for _ in range(50):
+        assert torch.equal(product(packed_weight(weight, weight_scale), q, scale), alone)
+
+
+def test_callers_at_once_get_their_own_results() -> None:
+    """One caller has the pool, the others compute alone."""
+    torch.set_num_threads(4)
+    cases = [operands(seed) for seed in range(6)]
+    wrong: list[int] = []
+
+    def call(number: int) -> None:
+        torch.set_num_threads(4)
+        q, scale, weight, weight_scale = cases[number]
+        packed, expected = packed_weight(weight, weight_scale), in_float64(*cases[number])
+        for _ in range(40):
+            if not torch.allclose(product(packed, q, scale).double(), expected):
+                wrong.append(number)
+
+    callers = [threading.Thread(target=call, args=(number,)) for number in range(len(cases))]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert wrong == []
+
+
+def test_the_child_of_a_fork_has_a_pool_of_its_own() -> None:
+    torch.set_num_threads(4)
+    q, scale, weight, weight_scale = operands()
+    packed = packed_weight(weight, weight_scale)
+    expected = product(packed, q, scale)
+    child = os.fork()
+    if child == 0:
+        equal = all(torch.equal(product(packed, q, scale), expected) for _ in range(20))
+        os._exit(0 if equal else 1)
+    _, status = os.waitpid(child, 0)
+    assert status == 0
+    assert torch.equal(product(packed, q, scale), expected)
+
+
+def test_the_pool_sleeps_between_calls() -> None:
+    torch.set_num_threads(4)
+    q, scale, weight, weight_scale = operands()
+    product(packed_weight(weight, weight_scale), q, scale)
+    time.sleep(0.05)  # the workers fall asleep after microseconds
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    time.sleep(0.5)
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert used < 0.1
