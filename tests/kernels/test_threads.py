@@ -1,4 +1,4 @@
-"""The kernels' pool of threads: the same bits from any number of threads, callers and processes, and idle between calls.
+"""The kernels' pool of threads: equal bits from any number of threads, callers and processes, and idle between calls.
 
 The numbers of threads are larger than the machine, so the system decides which thread computes what.
 """
@@ -88,14 +88,14 @@ def test_the_child_of_a_fork_has_a_pool_of_its_own() -> None:
     torch.set_num_threads(4)
     q, scale, weight, weight_scale = operands()
     packed = packed_weight(weight, weight_scale)
-    expected = product(packed, q, scale)
+    expected = product(packed, q, scale).numpy().tobytes()
     child = os.fork()
-    if child == 0:
-        equal = all(torch.equal(product(packed, q, scale), expected) for _ in range(20))
+    if child == 0:  # torch's own parallel ops do not survive a fork, so bytes are compared
+        equal = all(product(packed, q, scale).numpy().tobytes() == expected for _ in range(20))
         os._exit(0 if equal else 1)
     _, status = os.waitpid(child, 0)
     assert status == 0
-    assert torch.equal(product(packed, q, scale), expected)
+    assert product(packed, q, scale).numpy().tobytes() == expected
 
 
 def test_the_pool_sleeps_between_calls() -> None:
