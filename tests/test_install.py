@@ -34,9 +34,10 @@ COMMANDS = """
 import json, sys
 from optkit.machine import logs, target
 logs.silence_progress_bars()
-from optkit.evaluation import speed
+from optkit.evaluation import kernel_times, speed
+from optkit.pipeline import objective
 from optkit.cli.main import run
-speed.SETTLE_SECONDS = 0
+speed.SETTLE_SECONDS, kernel_times.REPEATS, objective.TOLERANCE = 0, 1, float("inf")
 ceilings = target.Target(name="cpu", kind="cpu", isa=("avx2",), cores=1, memory_bytes=2**34, fp32_flops=1e11,
     int8_ops=2e11, bf16_flops=1e11, fp8_flops=0.0, memory_bandwidth=2e10, source="datasheet")
 target.detect = lambda refresh=False: ceilings

@@ -18,20 +18,18 @@ from optkit.artifact.manifest import write_manifest
 from optkit.artifact.open import Artifact
 from optkit.cli.main import run as cli
 from optkit.errors import UserError
-from optkit.evaluation import speed
 from optkit.lowering.compiled import code_cache, signature
 from optkit.lowering.compiled.code_cache import CodeTier
 from optkit.lowering.lower import lower
-from optkit.machine import target as targets
 from optkit.machine.target import cpu_isa
-from optkit.pipeline import aot_compile, judge
+from optkit.pipeline import aot_compile
 from optkit.pipeline.driver import optimize
 from optkit.recipe.load import parse_recipe
 from optkit.runtime.factory import open_engine
 from optkit.runtime.types import SamplingParams
-from optkit.text import corpora
 from tests.support.graphs import dense, random_ids
 from tests.support.model_directory import VOCABULARY, save_model
+from tests.support.quick import quick
 from tests.support.target import TARGET
 
 RECIPE = """
@@ -60,13 +58,9 @@ print(json.dumps([engine.runner.model.special is not None, tokens, compiler]))
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory):
     """A cache, little text, quick timings, and variants that are kept whatever they were timed at."""
-    load_text = corpora.load_text
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OPTKIT_CACHE", str(tmp_path_factory.mktemp("cache") / "optkit"))
-        patch.setattr(corpora, "load_text", lambda name: load_text(name)[:6000])
-        patch.setattr(speed, "SETTLE_SECONDS", 0)
-        patch.setattr(judge, "PASS_TOKENS", 512)
-        patch.setattr(targets, "detect", lambda refresh=False: TARGET)
+        quick(patch.setattr)
         patch.setattr(aot_compile, "NOISE", -1e9)
         import torch._inductor.config as inductor
 

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
 
-from optkit.evaluation import speed
-from optkit.machine import target as targets
-from optkit.pipeline import judge, objective
-from optkit.text import corpora
+from tests.support import quick as quick_pipeline
 from tests.support.model_directory import save_model
-from tests.support.target import TARGET
 
 
 @pytest.fixture(scope="session")
@@ -28,11 +23,6 @@ def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch, shared_cache: Path) -> None:
-    """Little text, one repeat of each timing, no measuring of the machine."""
-    load_text = corpora.load_text
+    """Little text, one repeat of each timing, no decision by speed, no measuring of the machine."""
     monkeypatch.setenv("OPTKIT_CACHE", str(shared_cache))
-    monkeypatch.setattr(corpora, "load_text", lambda name: load_text(name)[:6000])
-    monkeypatch.setattr(speed, "SETTLE_SECONDS", 0)
-    monkeypatch.setattr(objective, "TOLERANCE", math.inf)  # times of one repeat of tiny steps are noise
-    monkeypatch.setattr(judge, "PASS_TOKENS", 512)
-    monkeypatch.setattr(targets, "detect", lambda refresh=False: TARGET)
+    quick_pipeline.quick(monkeypatch.setattr)

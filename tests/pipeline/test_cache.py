@@ -21,8 +21,8 @@ from optkit.pipeline.driver import optimize
 from optkit.pipeline.step import Step
 from optkit.recipe.load import parse_recipe
 from tests.support.graphs import captured
-from tests.support.killed_run import quick
 from tests.support.model_directory import save_model
+from tests.support.quick import quick
 
 FORK = multiprocessing.get_context("fork")  # one import of torch serves all
 PASSES = ("fuse_qkv", "int8")

@@ -18,12 +18,12 @@ from tests.support.killed_run import (
     Message,
     killed,
     phase_of,
-    quick,
     run,
     worked_groups,
     worked_on,
 )
 from tests.support.model_directory import save_model
+from tests.support.quick import quick
 
 ROUNDS = 3  # times that the soak test kills each phase
 

@@ -17,12 +17,12 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from optkit.pipeline.driver import optimize
 from optkit.recipe.load import parse_recipe
+from tests.support.quick import quick
 
 PASSES = ("fuse_qkv", "prune_ffn", "smoothquant", "awq", "mixed_precision", "kv_int8")
 PHASES = ("capture", *PASSES, "whole", "write")
@@ -50,21 +50,6 @@ STAGES = {
     "mixed_precision: ": "codes",
 }
 Message = tuple[float, str, tuple[int, int] | None]
-
-
-def quick(replace: Callable[[Any, str, Any], None] = setattr) -> None:
-    """Patch the run to little text and short timings."""
-    from optkit.evaluation import speed
-    from optkit.machine import target as targets
-    from optkit.pipeline import judge
-    from optkit.text import corpora
-    from tests.support.target import TARGET
-
-    load_text = corpora.load_text
-    replace(corpora, "load_text", lambda name: load_text(name)[:6000])
-    replace(speed, "SETTLE_SECONDS", 0)
-    replace(judge, "PASS_TOKENS", 512)
-    replace(targets, "detect", lambda refresh=False: TARGET)
 
 
 def run(source: Path, out: Path, hear: Callable[[Message], None] | None = None) -> list[Message]:

@@ -1,0 +1,24 @@
+"""Whole runs of the pipeline in seconds: little text, one repeat of each timing, and no decision by speed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+
+def quick(replace: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Patch the pipeline by ``replace(module, name, value)``. Times of one repeat of tiny steps are noise."""
+    from optkit.evaluation import kernel_times, speed
+    from optkit.machine import target as targets
+    from optkit.pipeline import judge, objective
+    from optkit.text import corpora
+    from tests.support.target import TARGET
+
+    load_text = corpora.load_text
+    replace(corpora, "load_text", lambda name: load_text(name)[:6000])
+    replace(speed, "SETTLE_SECONDS", 0)
+    replace(kernel_times, "REPEATS", 1)
+    replace(judge, "PASS_TOKENS", 512)
+    replace(objective, "TOLERANCE", math.inf)
+    replace(targets, "detect", lambda refresh=False: TARGET)
