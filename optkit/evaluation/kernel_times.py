@@ -1,9 +1,10 @@
 """Measured times of kernels: the cost model's rates on the machine at hand.
 
 Nodes of equal op, kernel, shapes and options are a *kind*. A kind is measured once per machine: some of its nodes run
-alone, as in a step of the model: for steps of few tokens with the weights in memory and not in the cache, where the
-whole model is larger than the cache. The prediction for a step is the sum over all nodes, and the time of a step without ops. Times are kept in
-a file for each machine, instruction set, number of threads, version of torch and build of the native kernels.
+alone, as in a step of the model. In steps of few tokens the weights come from memory and not from the cache, where the
+whole model is larger than the cache. The prediction for a step is the sum over all nodes, and the time of a step
+without ops. Times are kept in a file for each machine, instruction set, number of threads, version of torch and build
+of the native kernels.
 
 A node that can't run alone, for a shape without a row a token or for the size of its weights, has the roofline time
 (``optkit.lowering.cost``).
