@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from optkit.artifact import measured_on
 from optkit.artifact.manifest import INTERNAL, NATIVE, write_manifest
 from optkit.artifact.staging import staging
 from optkit.checkpoint.compressed_tensors_writer import PACKED_FILE, runtime_tensors
@@ -56,6 +57,8 @@ def write_artifact(
             save_file(packed, internal / PACKED_FILE)
         write_code(graph, target, directory / NATIVE)
         report = {"model": source.name, "recipe": recipe.name, "target": asdict(target), **run.to_dict()}
+        if target.kind == "cpu":
+            report["machine"] = measured_on.this_machine()
         texts = {
             "graph.json": graph_to_json(graph),
             "recipe.yaml": recipe.to_yaml(),

@@ -66,7 +66,7 @@ def load_engine(artifact_dir: str, options: EngineOptions) -> Engine:
     model = artifact.executable(trust_code=options.trust_artifact_code)
     gpu = device_of(model)
     if model.device.type == "cpu":
-        warn_without_native_kernels()
+        warn_about_kernels(artifact.directory)
     cost = CostModel()
     guesses = speculator(artifact, model, cost, options)
     takes_the_rest = gpu is not None and options.kv_cache_bytes is None
@@ -96,12 +96,12 @@ def device_of(model: Executable) -> Device | None:
     return CudaDevice()
 
 
-def warn_without_native_kernels() -> None:
-    """Log a warning where the native kernels are missing."""
+def warn_about_kernels(directory: Path) -> None:
+    """Log a warning where the native kernels are missing, or are others than on the machine of ``optkit optimize``."""
+    from optkit.artifact.measured_on import notice
     from optkit.kernels.cpu.native import missing_warning
 
-    warning = missing_warning()
-    if warning:
+    for warning in filter(None, (missing_warning(), notice(directory))):
         logger.warning(warning)
 
 

@@ -12,7 +12,7 @@ import pytest
 from optkit.cli.doctor import native_kernels
 from optkit.cli.main import run
 from optkit.kernels.cpu import native
-from optkit.runtime.factory import warn_without_native_kernels
+from optkit.runtime.factory import warn_about_kernels
 
 BUILT = native.library_file()
 needs_native = pytest.mark.skipif(not native.available(), reason=str(native.missing_reason()))
@@ -88,15 +88,17 @@ def test_optimize_for_a_gpu_does_not_warn_of_cpu_kernels(
 
 
 @pytest.mark.usefixtures("folder")
-def test_the_engine_warns_without_native_kernels(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_engine_warns_without_native_kernels(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     with caplog.at_level(logging.WARNING):
-        warn_without_native_kernels()
+        warn_about_kernels(tmp_path)
     assert "native kernels are missing" in caplog.text and "C++ compiler" in caplog.text
 
 
 @needs_native
-def test_the_engine_does_not_warn_with_native_kernels(caplog: pytest.LogCaptureFixture) -> None:
-    warn_without_native_kernels()
+def test_the_engine_does_not_warn_with_native_kernels(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    warn_about_kernels(tmp_path)
     assert caplog.text == ""
 
 
