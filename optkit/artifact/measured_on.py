@@ -49,7 +49,8 @@ def notice(directory: Path) -> str | None:
     here = kernels_here()
     if made.kernels == here:
         return None
+    made_on = f"{printable(made.kernels)} kernels ({printable(made.cpu)})"
     return (
-        f"the passes were chosen by measurements with {printable(made.kernels)} kernels ({printable(made.cpu)}); here the kernels run as "
-        f"{here} ({cpu_model()}): optkit optimize measures again on this machine and may keep other passes"
+        f"the passes were chosen by measurements with {made_on}; here the kernels run as {here} ({cpu_model()}): "
+        "optkit optimize measures again on this machine and may keep other passes"
     )
