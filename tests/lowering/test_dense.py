@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from optkit.lowering.dense import dense_inputs, dense_logits
+from optkit.lowering.dense import dense_inputs
 from tests.support.architectures import tiny_model
-from tests.support.graphs import captured, random_ids
+from tests.support.graphs import captured, dense, random_ids
 
 
 def test_dense_inputs_give_each_token_a_slot_that_its_block_table_leads_to() -> None:
@@ -26,4 +26,4 @@ def test_dense_logits_are_those_of_the_model() -> None:
     (ids,) = random_ids([21])
     with torch.no_grad():
         expected = tiny_model("llama")(input_ids=ids[None], use_cache=False).logits[0]
-    torch.testing.assert_close(dense_logits(captured("llama"), ids), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(dense(captured("llama"), ids), expected, atol=1e-4, rtol=1e-4)
