@@ -182,7 +182,7 @@ def _pass_entries(value: Any) -> Any:
 
 
 def _pass_entry(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    own = {key: options.pop(key) for key in ("accept", "keep") if key in options}
+    own: dict[str, Any] = {key: options.pop(key) for key in ("accept", "keep") if key in options}
     return {"name": name, "config": options, **own}
 
 
