@@ -84,6 +84,9 @@ def test_callers_at_once_get_their_own_results() -> None:
     assert wrong == []
 
 
+@pytest.mark.skipif(
+    native.library_file().stem == "thread", reason="ThreadSanitizer allows no threads in the child of a fork"
+)
 def test_the_child_of_a_fork_has_a_pool_of_its_own() -> None:
     torch.set_num_threads(4)
     q, scale, weight, weight_scale = operands()
