@@ -48,22 +48,31 @@ def capture_step(source: ModelSource, target: Target) -> Step:
 
 def pass_step(parent: Step, resolved: ResolvedPass, recipe: Recipe) -> Step:
     """The step of a pass of ``recipe``."""
+    return parent.then({"pass": pass_facts(resolved), "settings": settings_of(recipe)})
+
+
+def settings_of(recipe: Recipe) -> dict[str, Any]:
+    """The sections of ``recipe`` that decide measurements and decisions."""
     data = recipe.to_data()
-    settings = {key: data[key] for key in ("objective", "workload", "runtime", "accept")}
-    return parent.then({"pass": pass_facts(resolved), "settings": settings})
+    return {key: data[key] for key in ("objective", "workload", "runtime", "accept")}
 
 
 def whole_step(
-    parent: Step, records: Sequence[PassRecord], final_tokens: int, again: Sequence[ResolvedPass] = ()
+    parent: Step,
+    recipe: Recipe,
+    records: Sequence[PassRecord],
+    final_tokens: int,
+    again: Sequence[ResolvedPass] = (),
 ) -> Step:
-    """The measurement of all passes of ``records`` together.
+    """The measurement of all passes of ``records`` together, in a run of ``recipe``.
 
     Args:
         again: the passes applied again after ``parent``, whose key does not have their options.
     """
     effect = [[record.name, record.fallback] for record in records if record.in_effect]
     facts = [pass_facts(resolved) for resolved in again]
-    return parent.then({"whole": effect, "again": facts, "tokens": final_tokens})
+    settings = settings_of(recipe)  # not in the key of the capture, the parent where the first pass is undone
+    return parent.then({"whole": effect, "again": facts, "tokens": final_tokens, "settings": settings})
 
 
 def pass_facts(resolved: ResolvedPass) -> list[Any]:
