@@ -2,8 +2,9 @@
 
 The first step is the capture of the model; the passes and measurements of the whole follow. A key is a hash of the
 parent's key and of all other facts with an effect on the outcome: equal keys mean equal results. The facts of the
-capture are the source model, the target, library versions and optkit's sources. The facts of a pass are name, options,
-bounds, calibration text, the code of a plug-in, and the recipe's workload, runtime and bounds.
+capture are the source model, the target, the instruction set of the native kernels, library versions and optkit's
+sources. The facts of a pass are name, options, bounds, calibration text, the code of a plug-in, and the recipe's
+objective, workload, runtime and bounds. The last four are facts of a measurement of the whole, too.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 from optkit import passes
+from optkit.artifact import measured_on
 from optkit.calibration.samples import Calibration
 from optkit.checkpoint.locate import ModelSource
 from optkit.machine.target import Target
@@ -42,7 +44,7 @@ class Step:
 
 def capture_step(source: ModelSource, target: Target) -> Step:
     """The first step of a run on ``source`` for ``target``."""
-    facts = {"source": source.digest, "target": asdict(target)}
+    facts = {"source": source.digest, "target": asdict(target), "kernels": measured_on.kernels_here()}
     return Step(digest_of({**facts, "versions": environment(), "compiler": compiler_digest()}))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from optkit.artifact import measured_on
 from optkit.checkpoint.locate import ModelSource
 from optkit.passes.resolve import resolve_passes
 from optkit.pipeline import step as module
@@ -63,6 +64,14 @@ def test_all_keys_differ_for_another_source_or_code_or_version(monkeypatch: pyte
 
     for other in list(changes()):
         assert not set(other) & set(keys())
+
+
+def test_all_keys_differ_for_kernels_of_another_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``OPTKIT_CPU_ISA`` changes the times that passes are kept by."""
+    monkeypatch.setattr(measured_on, "kernels_here", lambda: "another")
+    other = keys()
+    monkeypatch.undo()
+    assert not set(other) & set(keys())
 
 
 def test_a_plugin_pass_differs_with_its_sources(monkeypatch: pytest.MonkeyPatch) -> None:
