@@ -6,6 +6,7 @@ faster, and worse where every round is slower by more than ``TOLERANCE``.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from optkit.bench.result import BenchResult, Key
@@ -51,7 +52,12 @@ def verdicts(result: BenchResult, objective: ObjectiveName) -> list[Verdict]:
         return []
     found = [(other, result.ratios(other, key)) for other in result.sides[1:]]
     return [
-        Verdict(objective, other, tuple(1 / ratio if key == THROUGHPUT else ratio for ratio in ratios))
+        Verdict(objective, other, tuple(inverse(ratio) if key == THROUGHPUT else ratio for ratio in ratios))
         for other, ratios in found
         if ratios
     ]
+
+
+def inverse(rate: float) -> float:
+    """The cost of a ratio of rates; infinite where all requests of a round failed."""
+    return 1 / rate if rate else math.inf

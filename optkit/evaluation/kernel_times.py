@@ -121,10 +121,12 @@ def weight_bytes(graph: Graph, node: fx.Node) -> int:
 
 
 def kinds(graph: Graph, values: Mapping[fx.Node, Any]) -> dict[str, list[fx.Node]]:
-    """The computing nodes of ``graph`` by kind, in order."""
+    """The computing nodes of ``graph`` by kind, in order; a node whose result is a number takes no time."""
     found: dict[str, list[fx.Node]] = {}
     for node in graph.fx.nodes:
-        if node.op == "call_function" and ops.op_name(node.target) not in FREE_OPS:
+        if node.op != "call_function" or ops.op_name(node.target) in FREE_OPS:
+            continue
+        if not isinstance(values[node], int):
             found.setdefault(kind_of(graph, node, values), []).append(node)
     return found
 
@@ -167,7 +169,7 @@ class Extract:
         """The graph of ``nodes``, with all results as output.
 
         Raises:
-            Unmeasurable: an activation has no row for each token or each row of logits.
+            Unmeasurable: an activation is empty, or has no row for each token or each row of logits.
         """
         for node in self.source.fx.find_nodes(op="placeholder"):
             self.copies[node] = self.fx.placeholder(str(node.target))
@@ -214,7 +216,7 @@ class Extract:
     def leaf(self, value: Tensor) -> fx.Node:
         """An activation of the shape of ``value``: float32, rows of tokens or of logits."""
         shape = tuple(value.shape)
-        if not shape or shape[0] not in (self.point.tokens, self.point.sequences):
+        if 0 in shape or shape[:1] not in ((self.point.tokens,), (self.point.sequences,)):
             raise Unmeasurable(shape)
         if shape not in self.leaves:
             width = math.prod(shape[1:])

@@ -59,7 +59,8 @@ class Chain:
         base = self.base(records, start)
         if not any(record.in_effect for record in records):
             return base.graph, RunRecord(list(records), None)
-        step = whole_step(base.step, records, self.final_tokens, self.passes[start:])
+        recipe, again = self.measurement.recipe, self.passes[start:]
+        step = whole_step(base.step, recipe, records, self.final_tokens, again)
 
         def work() -> tuple[Graph, dict[str, Any]]:
             graph, passes = self.rebuilt(base, records, start)

@@ -2,8 +2,9 @@
 
 The first step is the capture of the model; the passes and measurements of the whole follow. A key is a hash of the
 parent's key and of all other facts with an effect on the outcome: equal keys mean equal results. The facts of the
-capture are the source model, the target, library versions and optkit's sources. The facts of a pass are name, options,
-bounds, calibration text, the code of a plug-in, and the recipe's workload, runtime and bounds.
+capture are the source model, the target, the instruction set of the native kernels, library versions and optkit's
+sources. The facts of a pass are name, options, bounds, calibration text, the code of a plug-in, and the recipe's
+objective, workload, runtime and bounds. The last four are facts of a measurement of the whole, too.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 from optkit import passes
+from optkit.artifact import measured_on
 from optkit.calibration.samples import Calibration
 from optkit.checkpoint.locate import ModelSource
 from optkit.machine.target import Target
@@ -42,28 +44,37 @@ class Step:
 
 def capture_step(source: ModelSource, target: Target) -> Step:
     """The first step of a run on ``source`` for ``target``."""
-    facts = {"source": source.digest, "target": asdict(target)}
+    facts = {"source": source.digest, "target": asdict(target), "kernels": measured_on.kernels_here()}
     return Step(digest_of({**facts, "versions": environment(), "compiler": compiler_digest()}))
 
 
 def pass_step(parent: Step, resolved: ResolvedPass, recipe: Recipe) -> Step:
     """The step of a pass of ``recipe``."""
+    return parent.then({"pass": pass_facts(resolved), "settings": settings_of(recipe)})
+
+
+def settings_of(recipe: Recipe) -> dict[str, Any]:
+    """The sections of ``recipe`` that decide measurements and decisions."""
     data = recipe.to_data()
-    settings = {key: data[key] for key in ("objective", "workload", "runtime", "accept")}
-    return parent.then({"pass": pass_facts(resolved), "settings": settings})
+    return {key: data[key] for key in ("objective", "workload", "runtime", "accept")}
 
 
 def whole_step(
-    parent: Step, records: Sequence[PassRecord], final_tokens: int, again: Sequence[ResolvedPass] = ()
+    parent: Step,
+    recipe: Recipe,
+    records: Sequence[PassRecord],
+    final_tokens: int,
+    again: Sequence[ResolvedPass] = (),
 ) -> Step:
-    """The measurement of all passes of ``records`` together.
+    """The measurement of all passes of ``records`` together, in a run of ``recipe``.
 
     Args:
         again: the passes applied again after ``parent``, whose key does not have their options.
     """
     effect = [[record.name, record.fallback] for record in records if record.in_effect]
     facts = [pass_facts(resolved) for resolved in again]
-    return parent.then({"whole": effect, "again": facts, "tokens": final_tokens})
+    settings = settings_of(recipe)  # not in the key of the capture, the parent where the first pass is undone
+    return parent.then({"whole": effect, "again": facts, "tokens": final_tokens, "settings": settings})
 
 
 def pass_facts(resolved: ResolvedPass) -> list[Any]:

@@ -43,3 +43,9 @@ def test_throughput_is_a_cost_upside_down():
 
 def test_memory_has_no_verdict_over_http():
     assert verdicts(made(), "memory") == []
+
+
+def test_a_round_without_any_answer_is_worse_in_throughput(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BenchResult, "ratios", lambda *_: [0.0, 0.5])
+    (verdict,) = verdicts(made(), "throughput")
+    assert verdict.worse and verdict.line() == "objective throughput: 2.00 to inf of b: WORSE"

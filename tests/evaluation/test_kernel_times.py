@@ -16,6 +16,7 @@ from optkit.graph.ir import Graph
 from optkit.graph.shapes import Point, infer_shapes
 from optkit.kernels import reference
 from optkit.lowering.lower import lower
+from tests.support.architectures import SPECIFIC
 from tests.support.graphs import apply, captured
 from tests.support.small_runs import recipe
 from tests.support.target import TARGET
@@ -63,6 +64,13 @@ def test_every_node_of_a_quantized_model_runs_alone() -> None:
             copied = [n for n in part.fx.nodes if n.op == "call_function" and n.target is nodes[0].target]
             assert len(copied) >= len(nodes)
             lower(part, TARGET)
+
+
+@pytest.mark.parametrize("name", sorted(SPECIFIC))
+def test_a_step_of_every_architecture_has_a_time(name: str) -> None:
+    """Experts compute numbers on the host (the rows of all experts), and phi3 joins an empty part of each head."""
+    times = KernelTimes(TARGET, recipe("passes: {}"))
+    assert 0 < times.step_seconds(captured(name), DECODE) < 10
 
 
 def test_a_part_computes_what_its_op_computes() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from optkit.artifact import measured_on
 from optkit.checkpoint.locate import ModelSource
 from optkit.passes.resolve import resolve_passes
 from optkit.pipeline import step as module
@@ -65,6 +66,14 @@ def test_all_keys_differ_for_another_source_or_code_or_version(monkeypatch: pyte
         assert not set(other) & set(keys())
 
 
+def test_all_keys_differ_for_kernels_of_another_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``OPTKIT_CPU_ISA`` changes the times that passes are kept by."""
+    monkeypatch.setattr(measured_on, "kernels_here", lambda: "another")
+    other = keys()
+    monkeypatch.undo()
+    assert not set(other) & set(keys())
+
+
 def test_a_plugin_pass_differs_with_its_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         module, "plugin_digest", lambda pass_class: "edited" if "Int8" in str(pass_class) else None
@@ -78,14 +87,22 @@ def test_whole_step_differs_with_what_is_in_effect() -> None:
     records = [PassRecord(name, {}, ["a", "b"], [], decision="kept") for name in ("one", "two")]
     rolled_back = [records[0], replace(records[1], decision="rolled back")]
     fallback = [records[0], replace(records[1], decision="reduced", fallback=["a"])]
-    found = {whole_step(Step("0"), trial, 512).key for trial in (records, rolled_back, fallback)}
-    assert len(found | {whole_step(Step("0"), records, 1024).key}) == 4
-    assert whole_step(Step("0"), records, 512) == whole_step(Step("0"), [replace(r) for r in records], 512)
+    recipe, copies = parse_recipe(TEXT), [replace(r) for r in records]
+    found = {whole_step(Step("0"), recipe, trial, 512).key for trial in (records, rolled_back, fallback)}
+    assert len(found | {whole_step(Step("0"), recipe, records, 1024).key}) == 4
+    assert whole_step(Step("0"), recipe, records, 512) == whole_step(Step("0"), recipe, copies, 512)
+
+
+@pytest.mark.parametrize("override", ["objective=memory", "workload.batch=3", "runtime.block_size=8"])
+def test_whole_step_differs_with_what_is_measured_even_after_the_capture(override: str) -> None:
+    """The key of the capture, the parent where the first pass is undone, has nothing of the recipe."""
+    first, other = parse_recipe(TEXT), parse_recipe(TEXT, overrides=[override])
+    assert whole_step(Step("0"), first, [], 512) != whole_step(Step("0"), other, [], 512)
 
 
 def test_whole_step_differs_with_the_options_of_passes_that_are_applied_again() -> None:
     def key(*overrides: str) -> str:
-        passes = resolve_passes(parse_recipe(TEXT, overrides=overrides))
-        return whole_step(Step("0"), [], 512, passes).key
+        recipe = parse_recipe(TEXT, overrides=overrides)
+        return whole_step(Step("0"), recipe, [], 512, resolve_passes(recipe)).key
 
     assert key() == key("name=other") and key() != key("passes.int8.group_size=32")

@@ -73,8 +73,9 @@ private:
 
 class Pool {
 public:
-    // False where another thread has the pool.
-    bool run(Range range, const void* body, int64_t count, int64_t chunk, int threads) {
+    // False where another thread has the pool. An exception of a body ends the process, in the calling thread as in a
+    // worker: another frame must not leave the body while workers are in it.
+    bool run(Range range, const void* body, int64_t count, int64_t chunk, int threads) noexcept {
         std::unique_lock<std::mutex> owner(owner_, std::try_to_lock);
         if (!owner.owns_lock()) return false;
         grow(std::min(threads - 1, MOST_WORKERS));
