@@ -110,10 +110,11 @@ def bench(
 
     TTFT (time to first token) depends on prompt length and load: state both with every number.
 
-    With an artifact and --baseline, the last lines say whether the artifact is faster by its recipe's objective.
+    With an artifact and --baseline, the last lines say whether the artifact is faster than each side by its recipe's
+    objective; nothing is said of the objective memory.
 
     Exit codes: 0 done, 2 wrong usage or no server, 3 the p95 of the first side misses a bound of --slo, 4 the artifact
-    is slower than the unoptimized model, by the objective of its recipe and in every round.
+    is slower than one of the sides, by the objective of its recipe and in every round.
 
     Example: optkit bench artifact/ --baseline smollm2-135m --slo ttft:700
     """

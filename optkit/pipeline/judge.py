@@ -61,7 +61,7 @@ class PassJudge:
         if not build_code(candidate, record, m.recipe, m.target, m.progress):
             return before
         lowered = m.measure_costs(record, before, candidate)
-        if loss(record) and self.keep != "always":
+        if loss(record) and self.judges_speed(record):
             record.decided("rolled back", loss(record))
             return before
         self.measure_quality(record, before, candidate, lowered)
@@ -76,13 +76,26 @@ class PassJudge:
         return before
 
     def evidence(self, record: PassRecord) -> Evidence:
-        """The evidence in ``record``; without a loss of the objective if the recipe says ``keep: always``."""
+        """The evidence in ``record``; without a loss of the objective where the loss does not decide."""
         evidence = Evidence.of(record)
-        return replace(evidence, worse="") if self.keep == "always" else evidence
+        return evidence if self.judges_speed(record) else replace(evidence, worse="")
+
+    def judges_speed(self, record: PassRecord) -> bool:
+        """True where a loss of the objective undoes the pass.
+
+        Exact passes are judged together, with the whole: a fusion may slow down float layers and speed up the layers
+        of a later quantizer.
+        """
+        return self.keep != "always" and not self.counts_as_exact(record)
 
     def remark(self, record: PassRecord) -> str:
-        """A clause for the reason: a loss of the objective that ``keep: always`` accepts; empty without a loss."""
-        return f"; {loss(record)}, accepted by keep: always" if self.keep == "always" and loss(record) else ""
+        """A clause for the reason: a loss of the objective that does not decide; empty without a loss."""
+        if not loss(record) or self.judges_speed(record):
+            return ""
+        why = (
+            "accepted by keep: always" if self.keep == "always" else "exact passes are judged with the whole"
+        )
+        return f"; {loss(record)}, {why}"
 
     def bounds(self, record: PassRecord) -> Accept:
         """The bounds of the pass and of the recipe."""

@@ -148,6 +148,9 @@ def test_layers_with_two_variants(source: Path, tmp_path: Path) -> None:
 
 # -- the objective -----------------------------------------------------------------------------------------
 
+UNCACHED = (
+    "workload: {prompt_tokens: [16], output_tokens: 4, batch: 2}"  # of no other test: steps are measured
+)
 Slowdown = Callable[[Executable, Executable], float]  # (before, after) -> time after over time before
 
 
@@ -225,3 +228,24 @@ def test_a_prompt_of_a_single_token_is_measured_as_a_prefill(source: Path, tmp_p
     record = run(source, tmp_path / "out", text, workload=workload)
     assert list(record.passes[0].measured) == ["prefill 1", "decode@2"]
     assert record.passes[0].decision == "kept"
+
+
+def test_an_exact_pass_that_is_slower_alone_is_judged_with_the_whole(
+    source: Path, tmp_path: Path, slowdown: Callable[[Slowdown], None]
+) -> None:
+    ratios = iter([1.2, 0.5, 0.6])  # fuse_qkv, int8, the whole
+    slowdown(lambda before, after: next(ratios))
+    record = run(source, tmp_path / "out", "objective: ttft\npasses: {fuse_qkv: {}, int8: {}}", UNCACHED)
+    assert decisions(record) == {"fuse_qkv": "kept", "int8": "kept"}
+    assert record.passes[0].reason.endswith("worse, exact passes are judged with the whole")
+
+
+def test_a_slower_exact_pass_is_undone_with_the_whole(
+    source: Path, tmp_path: Path, slowdown: Callable[[Slowdown], None]
+) -> None:
+    slowdown(lambda before, after: 1.2)
+    record = run(
+        source, tmp_path / "out", "objective: tpot\npasses: {fuse_qkv: {}, fuse_gate_up: {}}", UNCACHED
+    )
+    assert decisions(record) == {"fuse_qkv": "rolled back", "fuse_gate_up": "rolled back"}
+    assert record.whole is None
