@@ -17,7 +17,7 @@ import json
 import math
 import operator
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -71,7 +71,7 @@ class KernelTimes:
             write_times(self.file, self.seconds)
         return total
 
-    def of(self, kind: str, measure: Any, point: Point, cold: bool) -> float:
+    def of(self, kind: str, measure: Callable[[], float], point: Point, cold: bool) -> float:
         """Seconds of a node of ``kind``, measured if unknown."""
         budget = self.recipe.runtime.max_num_batched_tokens
         key = f"{kind} at {point.label} of {point.sequences}{' cold' if cold else ''}, chunks of {budget}"

@@ -61,7 +61,6 @@ def node_cost(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point:
 def predict_seconds(graph: Graph, point: Point, target: Target, fused: Container[str] = ()) -> float:
     """Predicted time of a step: roofline of each op, plus dispatch of the ops that are not in ``fused``, by node name.
 
-
     For a GPU the graph is rewritten and narrowed to bfloat16 first, as in lowering.
     """
     graph = variants.at(graph, point.tokens)

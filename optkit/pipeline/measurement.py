@@ -130,7 +130,10 @@ def predict(before: Graph, after: Graph, recipe: Recipe, target: Target) -> dict
 
 
 def predictor(recipe: Recipe, target: Target) -> Callable[[Graph, Point], float]:
-    """Seconds of a step: on a CPU the sum of kernel times measured here, on a GPU the roofline."""
+    """Seconds of a step: on a CPU the sum of kernel times measured here, on a GPU the roofline.
+
+    The kernel times are those of uncompiled layers: ``compile`` has no predicted gain on a CPU.
+    """
     if target.kind == "cpu":
         return KernelTimes(target, recipe).step_seconds
     return lambda graph, point: predict_seconds(graph, point, target, fused_nodes(graph))

@@ -16,7 +16,6 @@
 // attention_int8.h. Every token is attended through the cache, those of this call too, so chunks don't show here either.
 #include "attention.h"
 
-
 #include <cmath>
 #include <vector>
 
