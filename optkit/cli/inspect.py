@@ -7,6 +7,7 @@ characters escaped (``printable``), never as terminal commands or markup.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import isnan, nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -120,13 +121,13 @@ def bounds(artifact: Artifact, run: RunRecord) -> Iterator[dict[str, Any]]:
 
 
 def compared(scope: str, accept: Accept, record: PassRecord) -> Iterator[dict[str, Any]]:
-    """The bounds set in ``accept``; ``measured`` is None for a pass without a measurement."""
+    """The bounds set in ``accept``; ``measured`` is None for a number that was not measured."""
     from optkit.pipeline.decision import Evidence
 
-    evidence = Evidence.of(record) if record.measured and record.quality else None
+    evidence = Evidence.of(record) if record.measured else None
     for bound, limit in accept.model_dump(exclude_none=True).items():
-        measured = getattr(evidence, bound.removeprefix("max_").removeprefix("min_"), None)
-        yield {"of": scope, "bound": bound, "limit": limit, "measured": measured}
+        measured = getattr(evidence, bound.removeprefix("max_").removeprefix("min_"), nan)
+        yield {"of": scope, "bound": bound, "limit": limit, "measured": None if isnan(measured) else measured}
 
 
 def graph_lines(artifact: Artifact, tokens: int) -> Iterator[str]:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import exp, nan
 from statistics import geometric_mean
 
 from optkit.pipeline.explain import objective_sentence
 from optkit.pipeline.records import PassRecord, worst
 from optkit.recipe.schema import Accept
 
+QUALITY = ("kl_mean", "top1_agreement", "ln_ppl_ratio")
+
 
 @dataclass(frozen=True)
 class Evidence:
     """The numbers behind a decision: quality against the source, speed against before, weight bytes after.
 
-    Where layers have several variants, quality is of the worst, in steps of ``steps`` (``up to 4 tokens``).
-    ``worse`` names a loss of the recipe's objective; it is empty without a loss.
+    Where layers have several variants, quality is of the worst, in steps of ``steps`` (``up to 4 tokens``). Quality is
+    NaN where speed decided before. ``worse`` names a loss of the recipe's objective; it is empty without a loss.
     """
 
     kld: float
@@ -29,15 +32,13 @@ class Evidence:
 
     @staticmethod
     def of(record: PassRecord) -> Evidence:
-        from math import exp
-
-        quality = record.quality
+        quality = {key: entry["value"] for key, entry in record.quality.items() if key in QUALITY}
         prefills = [label for label in record.measured if label.startswith("prefill")]
         decodes = [label for label in record.measured if label not in prefills]
         return Evidence(
-            kld=quality["kl_mean"]["value"],
-            top1=quality["top1_agreement"]["value"],
-            ppl_ratio=exp(quality["ln_ppl_ratio"]["value"]),
+            kld=quality.get("kl_mean", nan),
+            top1=quality.get("top1_agreement", nan),
+            ppl_ratio=exp(quality.get("ln_ppl_ratio", nan)),
             speedup=geometric_mean(record.speedup(label) for label in prefills),
             decode_speedup=geometric_mean(record.speedup(label) for label in decodes),
             memory_bytes=record.weight_bytes[1],

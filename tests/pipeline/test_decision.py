@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import nan
+from math import isnan, nan
 
 import pytest
 
@@ -96,3 +96,9 @@ def test_a_single_token_prompt_is_a_prefill() -> None:
     evidence = Evidence.of(int8_record(measured=measured))
     assert evidence.speedup == pytest.approx(3.0)
     assert evidence.decode_speedup == pytest.approx(2.0)
+
+
+def test_evidence_of_a_pass_undone_for_speed_has_speed_and_no_quality() -> None:
+    evidence = Evidence.of(int8_record(quality={}))
+    assert evidence.speedup == pytest.approx(2.0) and evidence.memory_bytes == 100_000_000
+    assert all(map(isnan, (evidence.kld, evidence.top1, evidence.ppl_ratio)))
