@@ -1,9 +1,9 @@
 """The driver: runs a recipe's passes over a captured model, proves each, and writes the artifact.
 
 For each pass, in the recipe's order: check, apply, verify (graph and numerics), predict (time before and after),
-measure (paired, through the runtime), keep or roll back by the recipe's bounds (``optkit.pipeline.judge``), record. A
-finished step is kept in the cache (``optkit.pipeline.cache``). A pass that breaks the graph is a bug: the driver writes
-a reproducer and names the pass.
+measure (paired, through the runtime), keep or roll back by the recipe's bounds and objective
+(``optkit.pipeline.judge``), record. A finished step is kept in the cache (``optkit.pipeline.cache``). A pass that
+breaks the graph is a bug: the driver writes a reproducer and names the pass.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 A quantizer that misses a quality bound gets a second chance: its most sensitive layers fall back to float
 (``optkit.pipeline.fallback``), measured again each time. The whole is judged alike, over the layers of all quantizers.
 Where that does not help, the last inexact pass is undone.
+
+A pass that makes the recipe's objective worse is rolled back before any measurement of quality. Exact passes are judged
+together: where the whole makes the objective worse, the last pass is undone, then the one before.
 """
 
 from __future__ import annotations
