@@ -34,7 +34,7 @@ from optkit.graph.shapes import Point, infer_shapes, signature
 from optkit.kernels import reference
 from optkit.lowering.cost import FREE_OPS, node_cost
 from optkit.lowering.lower import lower
-from optkit.machine.paths import cache_dir
+from optkit.machine.paths import cache_dir, replace_text
 from optkit.machine.target import Target, cpu_model
 from optkit.recipe.schema import Recipe
 
@@ -60,7 +60,7 @@ class KernelTimes:
         values = infer_shapes(graph, point, self.recipe.runtime.block_size)
         cold = point.tokens <= FEW_TOKENS and graph.num_bytes() > cache_bytes()
         known = len(self.seconds)
-        total = self.of("empty", lambda: self.measure(graph, [], values, point, cold), point, cold)
+        total = self.empty(graph, values, point, cold)
         for kind, nodes in kinds(graph, values).items():
 
             def work(nodes: list[fx.Node] = nodes) -> float:
@@ -68,7 +68,7 @@ class KernelTimes:
 
             total += len(nodes) * self.of(kind, work, point, cold)
         if len(self.seconds) > known:
-            write_times(self.file, self.seconds)
+            replace_text(self.file, json.dumps(self.seconds, indent=1) + "\n")
         return total
 
     def of(self, kind: str, measure: Callable[[], float], point: Point, cold: bool) -> float:
@@ -91,8 +91,11 @@ class KernelTimes:
             whole = self.measure(graph, chosen, values, point, cold)
         except Unmeasurable:
             return roofline
-        empty = self.of("empty", lambda: self.measure(graph, [], values, point, cold), point, cold)
-        return max(whole - empty, 0.0) / len(chosen)
+        return max(whole - self.empty(graph, values, point, cold), 0.0) / len(chosen)
+
+    def empty(self, graph: Graph, values: Mapping[fx.Node, Any], point: Point, cold: bool) -> float:
+        """Seconds of a step without ops."""
+        return self.of("empty", lambda: self.measure(graph, [], values, point, cold), point, cold)
 
     def count(self, graph: Graph, nodes: Sequence[fx.Node], roofline: float) -> int:
         """Number of ``nodes`` to measure together: enough for a clock, few enough for time and memory."""
@@ -286,10 +289,3 @@ def read_times(file: Path) -> dict[str, float]:
         return {str(k): float(v) for k, v in data.items() if math.isfinite(v) and v >= 0}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
-
-
-def write_times(file: Path, times: Mapping[str, float]) -> None:
-    """Keep ``times``; of two runs at once, the last file stays whole."""
-    temporary = file.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(dict(times), indent=1) + "\n", "utf-8")
-    temporary.replace(file)

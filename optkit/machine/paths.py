@@ -52,3 +52,10 @@ def private_dir(path: Path) -> Path:
             fix="set OPTKIT_CACHE to a directory that only you can write (chmod 700)",
         )
     return path
+
+
+def replace_text(file: Path, text: str) -> None:
+    """Write ``text`` (UTF-8) into ``file`` by a rename: readers see the old or the new content, whole."""
+    temporary = file.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(text, "utf-8")
+    temporary.replace(file)

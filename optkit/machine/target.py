@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from optkit.errors import UserError, nearest
-from optkit.machine.paths import cache_dir
+from optkit.machine.paths import cache_dir, replace_text
 
 ISA_FLAGS = ("sse4_2", "avx", "avx2", "fma", "avx512f", "avx512bw", "avx512_vnni", "avx_vnni", "avx512_bf16")
 ISA_EXTRA = ("amx_tile", "amx_int8", "amx_bf16", "asimd", "asimddp", "i8mm", "sve")
@@ -160,7 +160,7 @@ def kept(kind: str, machine: Any, measure: Callable[[], Target], refresh: bool =
     target = None if refresh else _read_cached(file)
     if target is None:
         target = measure()
-        _write_cached(file, target)
+        replace_text(file, json.dumps(asdict(target), indent=2) + "\n")
     return target
 
 
@@ -171,12 +171,6 @@ def _read_cached(file: Path) -> Target | None:
         return Target(**{**data, "isa": tuple(data["isa"])})
     except (OSError, ValueError, TypeError, KeyError):
         return None
-
-
-def _write_cached(file: Path, target: Target) -> None:
-    temporary = file.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(asdict(target), indent=2) + "\n", encoding="utf-8")
-    temporary.replace(file)
 
 
 # -- measuring --------------------------------------------------------------------------------------

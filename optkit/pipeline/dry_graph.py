@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from optkit.checkpoint.source import open_source
 from optkit.errors import UserError
 from optkit.graph.ir import Graph
 from optkit.graph.serialize import graph_from_json, graph_to_json
-from optkit.machine.paths import cache_dir
+from optkit.machine.paths import cache_dir, replace_text
 from optkit.pipeline.sources import compiler_digest
 
 LIBRARIES = ("torch", "transformers")
@@ -38,7 +37,7 @@ def capture_planned(directory: Path) -> Graph:
 
         graph = capture_directory(directory, weights=False)
         if not quantized and all(weight.value.device.type == "meta" for weight in graph.weights.values()):
-            write(file, graph)
+            replace_text(file, graph_to_json(graph))
     return graph
 
 
@@ -60,9 +59,3 @@ def read(file: Path) -> Graph | None:
         return graph_from_json(text, load)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError):
         return None
-
-
-def write(file: Path, graph: Graph) -> None:
-    temporary = file.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(graph_to_json(graph), encoding="utf-8")
-    temporary.replace(file)
