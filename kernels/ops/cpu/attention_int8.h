@@ -104,29 +104,47 @@ OPTKIT_TARGET void weigh_int8_block(const uint8_t* weights, const float* rescale
         weigh_int8_block<R, NV - 1>(weights, rescale, step, v, width, left, start, stop, out);
 }
 
-// A row's scores become weights 2^(s - top) times the values' scales, as steps of the largest: `weights`, their sum
-// (without scales) and what a step is worth.
+// Of a row: its largest score, the sum of its weights 2^(score - top), and what a step of them, each times its value's
+// scale, is worth.
 struct RowWeights {
     float top, sum, step;
 };
 
-OPTKIT_TARGET inline RowWeights weigh_scores(const float* scores, int vecs, const float* v_scale, uint8_t* weights) {
-    S::Vec top = S::load(scores);
-    for (int n = 1; n < vecs; ++n) top = S::max(top, S::load(scores + n * kLanes));
-    const float highest = S::largest(top), shift = highest == -__builtin_inff() ? 0.0f : highest;
-    S::Vec scaled[kTile / kLanes], sum = S::all(0.0f), most = sum;
-    for (int n = 0; n < vecs; ++n) {
-        const S::Vec weight = exp2(S::sub(S::load(scores + n * kLanes), S::all(shift)));
-        sum = S::add(sum, weight);
-        scaled[n] = S::mul(weight, S::load(v_scale + n * kLanes));
-        most = S::max(most, scaled[n]);
+// The scores of R rows become weights in steps. Three passes over the rows: each step of a row waits for the one before,
+// and rows don't wait for each other. `scores` holds the scaled weights in between.
+template <int R>
+OPTKIT_TARGET void weigh_scores(float* scores, int vecs, const float* v_scale, uint8_t* weights, RowWeights (&rows)[R]) {
+    for (int r = 0; r < R; ++r) {
+        const float* row = scores + r * kTile;
+        S::Vec top = S::load(row);
+        for (int n = 1; n < vecs; ++n) top = S::max(top, S::load(row + n * kLanes));
+        rows[r].top = S::largest(top);
     }
-    const float largest = S::largest(most), inverse = largest > 0 ? kWeightSteps / largest : 0.0f;
-    for (int n = 0; n < vecs; ++n) {
-        const I::Ints steps = I::rounded(S::mul(scaled[n], S::all(inverse)));
-        I::store_halves<false>(weights + n * kLanes, weights + kTile + n * kLanes, steps);
+    float largest[R];
+    for (int r = 0; r < R; ++r) {
+        float* row = scores + r * kTile;
+        const S::Vec shift = S::all(rows[r].top == -__builtin_inff() ? 0.0f : rows[r].top);
+        S::Vec sum = S::all(0.0f), most = sum;
+        for (int n = 0; n < vecs; ++n) {
+            const S::Vec weight = exp2(S::sub(S::load(row + n * kLanes), shift));
+            const S::Vec scaled = S::mul(weight, S::load(v_scale + n * kLanes));
+            sum = S::add(sum, weight);
+            most = S::max(most, scaled);
+            S::store(row + n * kLanes, scaled);
+        }
+        rows[r].sum = S::sum(sum);
+        largest[r] = S::largest(most);
     }
-    return {highest, S::sum(sum), largest / kWeightSteps};
+    for (int r = 0; r < R; ++r) {
+        const float inverse = largest[r] > 0 ? kWeightSteps / largest[r] : 0.0f;
+        uint8_t* to = weights + 2 * r * kTile;
+        for (int n = 0; n < vecs; ++n) {
+            const S::Vec scaled = S::load(scores + r * kTile + n * kLanes);
+            const I::Ints steps = I::rounded(S::mul(scaled, S::all(inverse)));
+            I::store_halves<false>(to + n * kLanes, to + kTile + n * kLanes, steps);
+        }
+        rows[r].step = largest[r] / kWeightSteps;
+    }
 }
 
 struct OnInt8 {
@@ -225,8 +243,8 @@ struct OnInt8 {
                                            float* step) {
         RowWeights rows[R];
         for (int r = 0; r < kLanes; ++r) rescale[r] = step[r] = 0.0f;
+        weigh_scores<R>(scratch.scores, block.vecs, scratch.v_scale, scratch.weights, rows);
         for (int r = 0; r < R; ++r) {
-            rows[r] = weigh_scores(scratch.scores + r * kTile, block.vecs, scratch.v_scale, scratch.weights + 2 * r * kTile);
             const float old = m[r];
             m[r] = old < rows[r].top ? rows[r].top : old;
             const float shift = m[r] == -__builtin_inff() ? 0.0f : m[r];
