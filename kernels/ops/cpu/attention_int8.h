@@ -1,8 +1,8 @@
 // Attention over an int8 cache: the functions of attention_tile.h that depend on the cache. Included by its text.
 //
 // Products are of integers. A query is rounded to 16 bits of its largest number, a row's weights in a tile to 15 bits of
-// their largest (each weight times its value's scale): steps of 1/65278 and 1/32767, against 1/254 for the keys and
-// values themselves. Four numbers are two words (simd_int8.h), so a sum is taken twice, of first and of second halves, and
+// their largest (each weight times its value's scale): an error up to half a step, 1/65278 and 1/65534 of the largest,
+// against 1/254 for the keys and values themselves. Four numbers are two words (simd_int8.h), so a sum is taken twice, of first and of second halves, and
 // is exact; its bits depend neither on the instruction set nor on how rows are put together.
 //   Scratch.q       [rows / kRows][2][D / 4][kRows]  halves of four numbers of a query, the first ones first
 //   Scratch.q_scale [rows]                           what a query's step is worth, in exponents of 2
