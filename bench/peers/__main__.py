@@ -130,11 +130,11 @@ def tuned(
 ) -> tuple[list[Peer], dict[str, str]]:
     """The peers with options chosen by trial, and the reasons for those without a working candidate."""
     usable, skipped = [], {}
+    if retune:
+        trials.forget(peers, model)
+    if any(trials.missing(peer, model) for peer in peers):
+        wait_until_quiet(progress)
     for peer in peers:
-        if retune:
-            trials.forget(peer, model)
-        if peer.candidates() and not trials.trials_file(peer, model).exists():
-            wait_until_quiet(progress)
         try:
             trials.choose_options(peer, model, ids, progress)
             usable.append(peer)

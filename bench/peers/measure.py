@@ -161,7 +161,9 @@ class Run:
                 if len(seconds) < self.starts and taken < SLOW_START:
                     continue
                 settings = peer.settings(self.model, live.server.url)
-                measured.servers[peer.name] = ServerReport(settings, seconds, trials=dict(peer.trials))
+                measured.servers[peer.name] = ServerReport(
+                    settings, seconds, options=dict(peer.options), trials=dict(peer.trials)
+                )
                 self.progress(f"{peer.name}: warm-up")
                 for config in filter(live.takes, self.workloads.values()):
                     live.send(workload.build(warmup(config), self.ids))

@@ -22,7 +22,7 @@ ONE_AT_A_TIME = "it answers one request at a time"
 
 @dataclass
 class ServerReport:
-    """A server: settings, seconds of each start, peak memory, the trials behind the options.
+    """A server: settings, seconds of each start, peak memory, the options in use and the trials behind them.
 
     ``used_avx512``: the kernel saw AVX-512 registers in use during the rounds; None where the kernel keeps no record.
     """
@@ -30,6 +30,7 @@ class ServerReport:
     settings: dict[str, Any]
     start_seconds: list[float]
     peak_memory: int = 0
+    options: dict[str, str] = field(default_factory=dict)
     trials: dict[str, Any] = field(default_factory=dict)
     used_avx512: bool | None = None
 

@@ -31,7 +31,7 @@ def choose_options(peer: Peer, model: Model, ids: Sequence[int], progress: Progr
     if not peer.candidates():
         return
     file = trials_file(peer, model)
-    if not file.exists():
+    if missing(peer, model):
         progress(f"{peer.name}: trying {len(peer.candidates())} sets of options")
         trials = try_candidates(peer, model, ids, progress)
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -44,9 +44,15 @@ def trials_file(peer: Peer, model: Model) -> Path:
     return model.cache / f"{peer.name}.{peer.isa}.trials.json"
 
 
-def forget(peer: Peer, model: Model) -> None:
-    """Try the candidates again at the next ``choose_options``."""
-    trials_file(peer, model).unlink(missing_ok=True)
+def missing(peer: Peer, model: Model) -> bool:
+    """True for a peer with candidates that were not tried yet."""
+    return bool(peer.candidates()) and not trials_file(peer, model).exists()
+
+
+def forget(peers: Sequence[Peer], model: Model) -> None:
+    """Make the next ``choose_options`` try the candidates again."""
+    for peer in peers:
+        trials_file(peer, model).unlink(missing_ok=True)
 
 
 def try_candidates(peer: Peer, model: Model, ids: Sequence[int], progress: Progress) -> dict[str, Any]:

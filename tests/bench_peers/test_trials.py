@@ -64,7 +64,7 @@ def test_trials_are_made_once_for_each_instruction_set_and_again_after_forgettin
     other.isa = "avx2"
     choose(other, model)
     assert len(other.started) == count
-    trials.forget(side, model)
+    trials.forget([side], model)
     choose(side, model)
     assert len(side.started) == 2 * count
 
