@@ -19,6 +19,7 @@ VARIABLES: Mapping[str, Mapping[str, str]] = {
         "ONEDNN_MAX_CPU_ISA": "AVX2",  # PyTorch and OpenVINO
         "OV_CPU_MAX_ISA": "AVX2",  # OpenVINO's own kernels; fails unless ONEDNN_MAX_CPU_ISA has the same value
         "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+        "NPY_DISABLE_CPU_FEATURES": "X86_V4 AVX512_ICL AVX512_SPR",  # NumPy's names; unknown names are ignored
         "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX512F,-AVX512VL,-AVX512BW,-AVX512DQ,-AVX512CD",  # memcpy and others
     },
 }

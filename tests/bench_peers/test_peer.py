@@ -23,6 +23,7 @@ from bench.peers.optkit_peer import Optkit
 from bench.peers.transformers_peer import Transformers
 from bench.peers.vllm_peer import Vllm, quantize_w8a8
 from optkit.errors import UserError
+from optkit.machine.target import cpu_isa
 
 
 @pytest.fixture
@@ -71,6 +72,32 @@ def test_the_variables_of_an_instruction_set_reach_the_process():
     seen = json.loads(peer.run(with_variables(words, "avx2")))
     assert VARIABLES["avx2"].items() <= seen.items()
     assert with_variables(words, "native") == words
+
+
+VECTOR_WORK = """
+import sys, time
+from pathlib import Path
+import numpy, torch
+from bench.peers.process_group import _avx512_elapsed
+begin = time.monotonic()
+for _ in range(300):
+    numpy.exp(numpy.ones(100000, numpy.float32)).sum()
+    torch.ones(200, 200) @ torch.ones(200, 200)
+    bytes(1 << 16).find(b"x")
+time.sleep(0.02)
+window = 1e3 * (time.monotonic() - begin)
+print(any(0 <= ms < window for ms in _avx512_elapsed(Path("/proc/self"))))
+"""
+
+
+@pytest.mark.skipif(
+    "avx512bw" not in cpu_isa() or not Path("/proc/self/arch_status").is_file(),
+    reason="needs AVX-512 and the kernel's record of its use",
+)
+@pytest.mark.parametrize(("isa", "seen"), [("native", "True"), ("avx2", "False")])
+def test_numpy_torch_and_glibc_under_the_variables_of_avx2_leave_avx512_alone(isa, seen):
+    words = with_variables([sys.executable, "-c", VECTOR_WORK], isa)
+    assert peer.run(words, {"PYTHONPATH": str(peer.ROOT)}).strip() == seen
 
 
 def test_torch_under_the_variables_of_avx2_reports_avx2():
