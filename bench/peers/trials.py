@@ -15,6 +15,7 @@ from typing import Any
 
 from bench.peers.measure import Run
 from bench.peers.peer import Model, Peer, Progress
+from bench.peers.result import Measured, why_missing
 from optkit.bench.workload import WorkloadConfig
 from optkit.errors import UserError
 
@@ -63,20 +64,17 @@ def try_candidates(peer: Peer, model: Model, ids: Sequence[int], progress: Progr
         side.name, side.options = f"{peer.name}, candidate {number}", options
         sides.append(side)
     measured = Run(model, {"trial": TRIAL}, ROUNDS, ids, progress, starts=1).measure(sides, {})
-    result = measured.results["trial"]
-    rows: list[dict[str, Any]] = []
-    for side in sides:
-        spread = (
-            result.statistic(side.name, ("latency_ms", "e2e", "p50")) if side.name in result.sides else None
-        )
-        outcome = {"seconds": spread["median"] / 1e3} if spread else {"failed": failure(side, measured)}
-        rows.append({"options": side.options, **outcome})
+    rows = [{"options": side.options, **outcome(side.name, measured)} for side in sides]
     return {"load_average": measured.environment["load_average"], "rounds": ROUNDS, "candidates": rows}
 
 
-def failure(side: Peer, measured: Any) -> str:
-    """The reason for a candidate without a time."""
-    return str(measured.skipped.get(side.name, "a request failed"))
+def outcome(name: str, measured: Measured) -> dict[str, Any]:
+    """The seconds of a candidate, or the reason for a missing time."""
+    result = measured.results["trial"]
+    spread = result.statistic(name, ("latency_ms", "e2e", "p50")) if name in result.sides else None
+    if spread:
+        return {"seconds": spread["median"] / 1e3}
+    return {"failed": measured.skipped.get(name) or why_missing(result, name)}
 
 
 def best(trials: dict[str, Any], name: str) -> dict[str, str]:
