@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ def outcome(name: str, measured: Measured) -> dict[str, Any]:
     return {"failed": measured.skipped.get(name) or why_missing(result, name)}
 
 
-def best(trials: dict[str, Any], name: str) -> dict[str, str]:
+def best(trials: Mapping[str, Any], name: str) -> dict[str, str]:
     """The options of the fastest candidate.
 
     Raises:
