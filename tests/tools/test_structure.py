@@ -59,7 +59,7 @@ def test_untested_leaves_out_modules_without_functions_to_call(root: Path) -> No
     sources = {
         "data.py": "A = 1\nclass B:\n    c: int\n",
         "protocol.py": 'class P:\n    def f(self):\n        """Do."""\n        ...\n',
-        "kernel.py": "@triton.jit\ndef f(x):\n    return x\n\n@triton.jit(do_not_specialize=[])\ndef g(x):\n    return x\n",
+        "kernel.py": "@triton.jit\ndef f(x):\n    return x\n@triton.jit(debug=True)\ndef g(x):\n    return x\n",
         "launch.py": "@triton.jit\ndef f(x):\n    return x\n\ndef g(x):\n    f[1](x)\n",
     }
     for name, text in sources.items():
