@@ -200,6 +200,22 @@ def test_rotation_of_neighbours_stays() -> None:
     assert "rope" not in raised(rotated, x=rows(3, 8), cos=rows(8), sin=rows(8))[1]
 
 
+def test_rotation_of_one_half_twice_stays() -> None:
+    def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x.transpose(0, 1)
+        turned = torch.cat((-x[..., 4:], x[..., 4:]), dim=-1)
+        return x * cos.unsqueeze(0) + turned * sin.unsqueeze(0)
+
+    assert "rope" not in raised(rotated, x=rows(3, 8), cos=rows(8), sin=rows(8))[1]
+
+
+def test_transposes_around_a_norm_are_gone() -> None:
+    def turned(norm: nn.Module, x: Tensor) -> Tensor:
+        return norm(x.transpose(0, 1)).transpose(0, 1)
+
+    assert raised(turned, norm_of(LlamaRMSNorm), x=rows(3, 8))[1] == ["rms_norm"]
+
+
 def test_rows_of_logits_are_selected_by_their_index_alone() -> None:
     index = torch.tensor([5, 0, 2, 2, 1, 4, 6])
     assert raised(lambda x, logits_index: x[logits_index], x=rows(), logits_index=index)[1] == ["select_rows"]
