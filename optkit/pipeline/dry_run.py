@@ -15,9 +15,9 @@ from optkit.graph.ir import Graph
 from optkit.machine.target import get_target
 from optkit.passes.base import PassContext, no_progress
 from optkit.passes.resolve import resolve_passes
-from optkit.pipeline.driver import run_pass
 from optkit.pipeline.measurement import predict
 from optkit.pipeline.records import PassRecord
+from optkit.pipeline.runner import run_pass
 from optkit.recipe.schema import Recipe
 
 

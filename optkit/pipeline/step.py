@@ -48,9 +48,14 @@ def capture_step(source: ModelSource, target: Target) -> Step:
     return Step(digest_of({**facts, "versions": environment(), "compiler": compiler_digest()}))
 
 
-def pass_step(parent: Step, resolved: ResolvedPass, recipe: Recipe) -> Step:
-    """The step of a pass of ``recipe``."""
-    return parent.then({"pass": pass_facts(resolved), "settings": settings_of(recipe)})
+def pass_step(parent: Step, resolved: ResolvedPass, recipe: Recipe, *, measured: bool = True) -> Step:
+    """The step of a pass of ``recipe``; without ``measured``, of a pass measured together with later passes."""
+    return parent.then({"pass": pass_facts(resolved), "settings": settings_of(recipe), "measured": measured})
+
+
+def together_step(parent: Step, before: Step) -> Step:
+    """The measurement of all passes between ``before`` and ``parent`` together."""
+    return parent.then({"together since": before.key})
 
 
 def settings_of(recipe: Recipe) -> dict[str, Any]:
