@@ -6,8 +6,8 @@ Passes run in ``optkit.pipeline.runner``; ``optkit.pipeline.judge`` decides; fin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,15 @@ from optkit.graph.ir import Graph
 from optkit.machine.present import present_target
 from optkit.machine.target import Target
 from optkit.passes.base import Progress, no_progress
-from optkit.passes.resolve import ResolvedPass, resolve_passes
+from optkit.passes.resolve import Alternatives, Resolved, ResolvedPass, resolve_passes
+from optkit.pipeline.alternatives import choose
 from optkit.pipeline.apply import PassFailed
 from optkit.pipeline.cache import PassCache
 from optkit.pipeline.chain import Chain
 from optkit.pipeline.compile_hook import ensure_code
 from optkit.pipeline.measurement import Measurement
 from optkit.pipeline.records import PassRecord, RunRecord
-from optkit.pipeline.runner import WAITING, PassRunner, exact_runs
+from optkit.pipeline.runner import WAITING, PassRunner, has_inexact
 from optkit.pipeline.state import State
 from optkit.pipeline.step import capture_step, environment
 from optkit.pipeline.whole import judge_whole
@@ -50,24 +51,36 @@ class Pipeline:
 
     def run(self) -> tuple[Graph, RunRecord]:
         """Capture, run every pass, judge the whole; finished steps come from the cache."""
-        passes = resolve_passes(self.recipe)
+        resolved = resolve_passes(self.recipe)
         with PassCache(self.source.directory) as cache:
-            graph, run = judge_whole(self.run_passes(passes, cache))
+            chain, alternatives = self.run_passes(resolved, cache)
+            graph, run = judge_whole(chain)
             ensure_code(graph, self.recipe, self.target, self.progress)
             cache.remove_workspaces()
-        return graph, run
+        return graph, replace(run, alternatives=alternatives)
 
-    def run_passes(self, passes: Sequence[ResolvedPass], cache: PassCache) -> Chain:
-        """Run the capture and every pass in order."""
-        states, records = [self.capture(cache)], list[PassRecord]()
+    def run_passes(
+        self, resolved: Sequence[Resolved], cache: PassCache
+    ) -> tuple[Chain, dict[str, list[PassRecord]]]:
+        """The capture and every pass in order; and the records of all candidates, by label of the recipe."""
+        states, passes = [self.capture(cache)], list[ResolvedPass]()
         directory, reference = self.source.directory, states[0].graph
-        measurement = Measurement(directory, self.recipe, self.target, self.progress, reference)
-        runner = PassRunner(measurement, cache)
-        for group in exact_runs(passes):
-            after_inexact = any(record.in_effect and not record.exact for record in records)
-            states += runner.run(group, states[-1], after_inexact=after_inexact)
-            records = [PassRecord.from_dict(state.record) for state in states[1:]]
-        return Chain(passes, [state.step for state in states], records, states[-1], runner, self.final_tokens)
+        runner = PassRunner(Measurement(directory, self.recipe, self.target, self.progress, reference), cache)
+        candidates: dict[str, list[PassRecord]] = {}
+        for part in parts(resolved):
+            after_inexact = has_inexact(states[1:])
+            if isinstance(part, Alternatives):
+                choice = choose(runner, part, states[-1], after_inexact=after_inexact)
+                candidates[part.name] = choice.records
+                passes, states = passes + choice.passes, states + choice.states
+            else:
+                states += runner.run(part, states[-1], after_inexact=after_inexact)
+                passes += part
+        steps, records = (
+            [state.step for state in states],
+            [PassRecord.from_dict(s.record) for s in states[1:]],
+        )
+        return Chain(passes, steps, records, states[-1], runner, self.final_tokens), candidates
 
     def capture(self, cache: PassCache) -> State:
         """The captured model."""
@@ -79,6 +92,19 @@ class Pipeline:
 
         waiting = partial(self.progress, WAITING)
         return cache.resume(capture_step(self.source, self.target), None, work, waiting)
+
+
+def parts(resolved: Sequence[Resolved]) -> Iterator[list[ResolvedPass] | Alternatives]:
+    """``resolved`` in order, passes in a row as a list."""
+    row: list[ResolvedPass] = []
+    for item in resolved:
+        if isinstance(item, Alternatives):
+            yield row
+            yield item
+            row = []
+        else:
+            row.append(item)
+    yield row
 
 
 def optimize(

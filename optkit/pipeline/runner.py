@@ -24,7 +24,7 @@ from optkit.pipeline.judge import PassJudge
 from optkit.pipeline.measurement import Measurement
 from optkit.pipeline.records import PassRecord
 from optkit.pipeline.state import State
-from optkit.pipeline.step import Step, environment, pass_step, together_step
+from optkit.pipeline.step import Step, comparison_step, environment, pass_step
 from optkit.recipe.schema import Accept
 
 WAITING = "waiting for another run, which does this step"
@@ -65,24 +65,41 @@ class PassRunner:
     measurement: Measurement
     cache: PassCache
 
-    def run(self, group: Sequence[ResolvedPass], before: State, *, after_inexact: bool) -> list[State]:
+    def run(
+        self,
+        passes: Sequence[ResolvedPass],
+        before: State,
+        *,
+        after_inexact: bool,
+        judge: type[PassJudge] = PassJudge,
+    ) -> list[State]:
+        """The state after each of ``passes``, judged by a ``judge``.
+
+        Args:
+            after_inexact: True where an earlier pass changed values.
+        """
+        states: list[State] = []
+        for group in exact_runs(passes):
+            inexact = after_inexact or has_inexact(states)
+            judges = [judge(self.measurement, r.entry.accept, r.entry.keep, inexact) for r in group]
+            states += self.run_group(group, (states or [before])[-1], judges)
+        return states
+
+    def run_group(
+        self, group: Sequence[ResolvedPass], before: State, judges: Sequence[PassJudge]
+    ) -> list[State]:
         """The state after each pass of ``group``.
 
         Several passes are measured together, after the last. Where all together miss a bound, each pass is measured
         alone, so that the records name the pass at fault.
         """
-        judges = [self.judge(resolved, after_inexact) for resolved in group]
         if len(group) > 1:
             states = self.run_each(group, before, [None] * len(group))
-            together = self.measured_together(before, states, judges[-1])
+            together = self.measured(before, states, judges[-1], "exact passes")
             if together is None or together.in_effect:
                 return states if together is None else with_evidence(states, together)
             self.progress(f"{together.name}: {together.reason}; measuring each pass alone")
         return self.run_each(group, before, judges)
-
-    def judge(self, resolved: ResolvedPass, after_inexact: bool) -> PassJudge:
-        """The judge of a pass."""
-        return PassJudge(self.measurement, resolved.entry.accept, resolved.entry.keep, after_inexact)
 
     def run_each(
         self, group: Sequence[ResolvedPass], state: State, judges: Sequence[PassJudge | None]
@@ -98,7 +115,8 @@ class PassRunner:
 
     def run_one(self, resolved: ResolvedPass, state: State, judge: PassJudge | None) -> State:
         """The state after the pass ``resolved`` on ``state``."""
-        step = pass_step(state.step, resolved, self.measurement.recipe, measured=judge is not None)
+        judged = type(judge).__name__ if judge is not None else ""
+        step = pass_step(state.step, resolved, self.measurement.recipe, judged)
         workspace = self.cache.workspace(step)
         context = self.measurement.context(workspace)
 
@@ -112,10 +130,15 @@ class PassRunner:
         self.cache.remove(workspace)
         return after
 
-    def measured_together(
-        self, before: State, states: Sequence[State], judge: PassJudge
+    def measured(
+        self, before: State, states: Sequence[State], judge: Judge, purpose: str
     ) -> PassRecord | None:
-        """The record of all passes of ``states`` on ``before`` as of one pass; None where no pass changed anything."""
+        """The record of all passes of ``states`` as of a single pass on ``before``; None where nothing changed.
+
+        Args:
+            judge: measures the graphs, and writes into the record.
+            purpose: names the kind of measurement in the key of the cache.
+        """
         records = [PassRecord.from_dict(state.record) for state in states]
         names = [record.name for record in records if record.in_effect]
         if not names:
@@ -126,7 +149,7 @@ class PassRunner:
             judge(before.graph, states[-1].graph, record)
             return states[-1].graph, record.to_dict()
 
-        step = together_step(states[-1].step, before.step)
+        step = comparison_step(states[-1].step, before.step, purpose)
         state = self.cache.resume(step, states[-1], work, self.waiting)
         return PassRecord.from_dict(state.record)
 
@@ -148,6 +171,12 @@ class PassRunner:
             return place
 
         return write
+
+
+def has_inexact(states: Sequence[State]) -> bool:
+    """True where a pass of ``states`` changed values."""
+    records = [PassRecord.from_dict(state.record) for state in states]
+    return any(record.in_effect and not record.exact for record in records)
 
 
 def with_evidence(states: Sequence[State], together: PassRecord) -> list[State]:

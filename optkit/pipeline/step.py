@@ -48,14 +48,15 @@ def capture_step(source: ModelSource, target: Target) -> Step:
     return Step(digest_of({**facts, "versions": environment(), "compiler": compiler_digest()}))
 
 
-def pass_step(parent: Step, resolved: ResolvedPass, recipe: Recipe, *, measured: bool = True) -> Step:
-    """The step of a pass of ``recipe``; without ``measured``, of a pass measured together with later passes."""
-    return parent.then({"pass": pass_facts(resolved), "settings": settings_of(recipe), "measured": measured})
+def pass_step(parent: Step, resolved: ResolvedPass, recipe: Recipe, judged: str = "PassJudge") -> Step:
+    """The step of a pass of ``recipe``; ``judged`` names the judge, empty for a pass that is not measured alone."""
+    facts = {"pass": pass_facts(resolved), "settings": settings_of(recipe)}
+    return parent.then({**facts, "judged": judged})
 
 
-def together_step(parent: Step, before: Step) -> Step:
-    """The measurement of all passes between ``before`` and ``parent`` together."""
-    return parent.then({"together since": before.key})
+def comparison_step(after: Step, before: Step, purpose: str) -> Step:
+    """A measurement of ``after`` against ``before``."""
+    return after.then({"compared with": before.key, "purpose": purpose})
 
 
 def settings_of(recipe: Recipe) -> dict[str, Any]:
