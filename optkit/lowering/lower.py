@@ -9,6 +9,7 @@ may run steps of some sizes (``Specialize``).
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -203,6 +204,8 @@ def lower_variant(
         check_experts(working, picked, target)
     chosen = {node.name: kernel.name for node, kernel in picked.items()}
     native = native_programs(working, picked) if programs and target and target.kind == "cpu" else None
+    shared = shared or SharedWeights()
+    shared.names |= read_by_several(calls)
     for node, kernel in picked.items():
         bind(working, node, kernel, shared)
     if rounding != torch.float32:
@@ -212,6 +215,12 @@ def lower_variant(
         chosen |= {node.name: "native" for node in native.ops}
         native.install()
     return LoweredVariant(limit, graph_module(working, nn.Module()), working.meta, chosen, special)
+
+
+def read_by_several(calls: Sequence[fx.Node]) -> set[str]:
+    """Names of the weights that several of ``calls`` read, such as a head and an embedding."""
+    count = Counter(str(n.target) for call in calls for n in call.all_input_nodes if n.op == "get_attr")
+    return {name for name in count if count[name] > 1}
 
 
 def check_experts(graph: Graph, picked: Container[fx.Node], target: Target) -> None:
