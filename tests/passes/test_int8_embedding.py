@@ -92,7 +92,8 @@ def test_the_artifact_has_one_table_and_loads_in_transformers(
     artifact = written(graph, source, tmp_path / "out")
     assert graph_to_json(artifact.graph()) == graph_to_json(graph)
     with safe_open(str(artifact.directory / "model.safetensors"), framework="pt") as file:
-        tables = {key: file.get_tensor(key) for key in file.keys() if "embed" in key or "head" in key}
+        names = file.keys()
+        tables = {key: file.get_tensor(key) for key in names if "embed" in key or "head" in key}
     assert {key: value.dtype for key, value in tables.items()} == {
         f"{EMBEDDING}.weight": torch.int8,
         f"{EMBEDDING}.weight_scale": torch.float16,

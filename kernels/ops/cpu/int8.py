@@ -1,4 +1,4 @@
-"""int8 linear layers, rows of int8 embeddings and activation quantization by optkit's native kernels (int8.cpp, quantize.cpp).
+"""int8 linear layers, rows of int8 embeddings, quantization of activations: native kernels (int8.cpp, quantize.cpp).
 
 A row's result has the same bits in any batch, with any number of threads and on any instruction set.
 """
