@@ -138,6 +138,10 @@ class Int8Format(WeightFormat):
             return f"no int8 kernel{groups} on {target.name} (optkit doctor says what is missing)"
         return None
 
+    def meta_tensors(self, n: int, k: int) -> dict[str, Tensor]:
+        tensors = super().meta_tensors(n, k)
+        return tensors | {SCALE: tensors[SCALE].to(torch.float16)}  # as of most weights
+
     def pack(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         values = (weight.codes.to(torch.int16) - 128).to(torch.int8)
         return {"weight": values, SCALE: weight.scale.contiguous()}

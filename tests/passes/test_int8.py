@@ -14,7 +14,6 @@ from optkit.kernels import reference
 from optkit.machine.target import DATASHEETS
 from optkit.passes.base import PassContext
 from optkit.passes.int8 import Int8, Int8Config
-from optkit.passes.quantization.formats import quantize_weight
 from optkit.passes.quantization.targets import matches
 from tests.support.graphs import (
     apply,
@@ -241,46 +240,6 @@ def test_a_cpu_without_int8_units_can_still_take_the_portable_kernel_or_says_why
 def test_options_are_closed(options: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         Int8Config(**options)
-
-
-@pytest.mark.parametrize("group_size", [0, 8])
-def test_weights_round_to_the_nearest_step(group_size: int) -> None:
-    torch.manual_seed(0)
-    weight = torch.randn(6, 24)
-    weight[2] = 0
-    q, scale = quantize_weight(weight, group_size)
-    assert q.dtype == torch.int8 and q.shape == weight.shape
-    assert scale.shape == (6, 24 // (group_size or 24))
-    steps = scale.float().repeat_interleave(group_size or 24, 1)
-    assert ((q * steps - weight).abs() <= steps / 2 + 1e-6).all()
-    assert torch.equal(q[2], torch.zeros(24, dtype=torch.int8))
-    assert q.unflatten(1, (scale.shape[1], -1)).abs().amax(2)[[0, 1, 3, 4, 5]].eq(127).all()
-
-
-@pytest.mark.parametrize(
-    ("factor", "dtype"),
-    [(1.0, torch.float16), (1e-3, torch.float16), (1e-7, torch.float32), (1e9, torch.float32)],
-)
-def test_scales_are_float16_within_its_range(factor: float, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    weight = torch.randn(6, 64) * factor
-    q, scale = quantize_weight(weight, 32)
-    assert scale.dtype == dtype
-    error = (q.view(6, 2, 32) * scale.double()[..., None]).flatten(1) - weight.double()
-    exact = weight.double().view(6, 2, 32).abs().amax(2, keepdim=True) / 127
-    assert (
-        error.view(6, 2, 32).abs() <= exact * (1 + 1e-2)
-    ).all()  # half a step, and half of one more at the end
-
-
-def test_values_on_a_grid_of_8_bits_are_kept() -> None:
-    """Weights as in GGUF's Q8_0: codes times float16 scales, the largest code in every group."""
-    generator = torch.Generator().manual_seed(0)
-    codes = torch.randint(-126, 127, (5, 3, 32), generator=generator)
-    codes[..., 7] = 127
-    scales = (torch.rand(5, 3, generator=generator) / 100).half()
-    q, scale = quantize_weight((codes * scales.float()[..., None]).flatten(1), 32)
-    assert torch.equal(q, codes.flatten(1).to(torch.int8)) and torch.equal(scale, scales)
 
 
 @pytest.mark.parametrize("group_size", [0, 32])
