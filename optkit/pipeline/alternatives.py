@@ -20,7 +20,7 @@ import torch
 from optkit.evaluation.speed import workload_points
 from optkit.graph.ir import Graph, Weight
 from optkit.machine.target import Target
-from optkit.passes.base import PassContext
+from optkit.passes.base import PassContext, Stage
 from optkit.passes.resolve import Alternatives, ResolvedPass
 from optkit.pipeline import objective
 from optkit.pipeline.judge import PassJudge
@@ -236,7 +236,12 @@ def select(runner: PassRunner, trials: Sequence[Trial]) -> Trial | None:
 
 
 def for_few_tokens(runner: PassRunner, chosen: Trial, trials: Sequence[Trial]) -> Trial | None:
-    """A candidate of two variants: the fastest quantizer at decode for few tokens, and ``chosen`` for many."""
+    """A candidate of two variants: the fastest quantizer at decode for few tokens, and ``chosen`` for many.
+
+    None where ``chosen`` also changes float layers: the quantizer for few tokens needs the layers of before.
+    """
+    if any(resolved.pass_class.stage != Stage.QUANTIZE for resolved in chosen.passes):
+        return None
     names = {resolved.entry.name for resolved in chosen.passes}
     single = [
         trial

@@ -134,6 +134,17 @@ def test_prompts_and_decodes_run_in_different_candidates_where_each_is_fastest(
     assert relative_error(lower_dense(artifact), transformers_logits(source, IDS)) < 0.1
 
 
+def test_a_choice_that_changes_float_layers_gets_no_second_variant(
+    source: Path, tmp_path: Path, seconds: Callable[[Seconds], object]
+) -> None:
+    seconds(lambda kinds, decode: (0.3 if decode else 0.8) if "w4a8" in kinds else 0.5 if kinds else 1.0)
+    smooth = "{{smoothquant: {{calibration: {{samples: 1, length: 32}}}}, int8: {{}}}}"
+    text = CANDIDATES.replace("{{int8: {{}}}}", smooth).format("objective: ttft")
+    passes, candidates = records(source, tmp_path / "out", text)
+    assert passes == {"fuse_qkv": "kept", "smoothquant": "kept", "int8": "kept"}
+    assert len(candidates) == 2
+
+
 def test_several_passes_of_a_candidate_are_compared_as_a_whole(
     source: Path, tmp_path: Path, seconds: Callable[[Seconds], list[tuple[set[str], set[str]]]]
 ) -> None:
