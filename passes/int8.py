@@ -7,19 +7,27 @@ resolution only in the channel's own group. Compute-bound prefill gains from the
 weights of a quarter the size. Layers on the ``weight_only`` list keep float activations (W8A16): right for the output
 head, since the head has few rows to multiply, and no later layer makes up for the head's errors.
 
-On disk the weights are compressed-tensors ``int-quantized``: ``weight`` int8 and ``weight_scale`` [N, G].
+With ``embedding`` a token embedding tied to the head reads rows of the head's int8 weight, and model and directory
+hold a single table of the vocabulary (as Q8_0 models do in llama.cpp).
+
+On disk the weights are compressed-tensors ``int-quantized``: ``weight`` int8 and ``weight_scale`` [N, G],
+float16 where float16 costs no accuracy.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from pydantic import Field, field_validator
 from torch import fx
 
-from optkit.graph.ir import Graph
+from optkit.checkpoint.insertion import quantized_sites, share_with_embedding
+from optkit.graph import ops
+from optkit.graph.ir import Graph, module_name
+from optkit.passes.base import PassContext, PassResult, Plan, Skip
 from optkit.passes.quantization.formats import Int8Format
-from optkit.passes.quantization.linear import LinearQuantization, LinearQuantizationConfig
+from optkit.passes.quantization.linear import LinearQuantization, LinearQuantizationConfig, weight_stats
 from optkit.passes.quantization.targets import listed
 
 
@@ -30,6 +38,10 @@ class Int8Config(LinearQuantizationConfig):
     weight_only: list[str] = Field(
         default_factory=list,
         description="modules whose activations stay as they are (W8A16): names as in ignore",
+    )
+
+    embedding: bool = Field(
+        False, description="read a tied embedding's rows from the head's weight, if the head is weight_only"
     )
 
     @field_validator("weight_only")
@@ -45,3 +57,29 @@ class Int8(LinearQuantization):
     def format_for(self, graph: Graph, node: fx.Node, name: str) -> Int8Format:
         weight_only = listed(self.config.weight_only, graph, node, name)
         return Int8Format(self.config.group_size, weight_only)
+
+    def check(self, graph: Graph, ctx: PassContext) -> Plan:
+        plan = super().check(graph, ctx)
+        reason = self.embedding_reason(graph, plan)
+        if self.config.embedding and reason:
+            plan.skips.append(Skip(module_name(graph.meta.input_embedding), reason))
+        return plan
+
+    def embedding_reason(self, graph: Graph, plan: Plan) -> str | None:
+        """The reason for a float embedding under ``plan``, or None."""
+        head = next((site.nodes[0] for site in plan.sites if site.name == graph.meta.output_embedding), None)
+        if head is None:
+            return "the output head is not quantized for all steps here, and only its weight is shared"
+        if str(ops.weight(head).target) != graph.meta.input_embedding:
+            return "the output head has a weight of its own"
+        if not listed(self.config.weight_only, graph, head, graph.meta.output_embedding):
+            return "the output head is not on the weight_only list"
+        return None
+
+    def apply(self, graph: Graph, plan: Plan, ctx: PassContext) -> PassResult:
+        shared = self.config.embedding and not self.embedding_reason(graph, plan)
+        before, result = graph.num_bytes(), super().apply(graph, plan, ctx)
+        if not shared:
+            return result
+        share_with_embedding(graph, quantized_sites(graph)[graph.meta.output_embedding])
+        return replace(result, stats=weight_stats(before, graph))

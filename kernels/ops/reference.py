@@ -76,6 +76,15 @@ def embedding(weight: Tensor, ids: Tensor) -> Tensor:
     return F.embedding(ids, weight)
 
 
+def embedding_w8(ids: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
+    """Rows ``ids`` [T] int64 of an int8 embedding, ``weight * weight_scale``, as [T, K] float32.
+
+    weight [V, K] int8; weight_scale [V, G], with K / G channels to a group.
+    """
+    rows = weight.index_select(0, ids).unflatten(1, (weight_scale.shape[1], -1))
+    return (rows * weight_scale.index_select(0, ids).to(torch.float32)[..., None]).flatten(1)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias``: [..., K] and [N, K] give [..., N]."""
     return F.linear(x, weight, bias)
@@ -221,7 +230,7 @@ def linear_w8a16(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor |
 
     x [T, K] float32, weight [N, K] int8, weight_scale [N, G] with K / G channels to a group; gives [T, N] float32.
     """
-    scaled = weight.unflatten(1, (weight_scale.shape[1], -1)) * weight_scale[..., None]
+    scaled = weight.unflatten(1, (weight_scale.shape[1], -1)) * weight_scale.to(torch.float32)[..., None]
     return F.linear(x, scaled.flatten(1), bias)
 
 

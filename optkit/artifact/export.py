@@ -17,7 +17,7 @@ from torch import Tensor
 from optkit.artifact.open import Artifact
 from optkit.artifact.staging import staging
 from optkit.checkpoint import awq, gptq
-from optkit.checkpoint.compressed_tensors_writer import smallest_exact
+from optkit.checkpoint.compressed_tensors_writer import quantized_embedding, smallest_exact
 from optkit.checkpoint.hf_writer import write_directory
 from optkit.checkpoint.modules import modules
 from optkit.checkpoint.quantization_config import float_modules
@@ -45,6 +45,9 @@ def export(artifact: Artifact, format: str, out: Path) -> None:
             where=str(artifact.directory),
             fix="use --format hf",
         )
+    embedding = quantized_embedding(graph)
+    if format != "hf" and embedding is not None:
+        raise refused(embedding, format, "readers of the format take the embedding to be float")
     tensors, settings = WRITERS[format](found, set(float_modules(graph)), graph.meta.output_embedding)
     config = {key: value for key, value in source.info.config.items() if key != "quantization_config"}
     config |= {} if settings is None else {"quantization_config": settings}

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from optkit.lowering.lower import Executable
 
 MAX_GRAPH_BYTES, MAX_RECIPE_BYTES = 256 << 20, 1 << 20
+COPIED_BYTES = 64 << 10  # of a tensor that is copied from the mapped file: norms and biases
 FORMER_ZERO_POINT = (
     ".weight_zero",
     ".weight_zero_point",
@@ -72,19 +73,21 @@ class Artifact:
         from optkit.checkpoint.tensors import Overlay, build, load_tensors
         from optkit.graph.serialize import graph_from_json
         from optkit.graph.verify import VerifyError, verify
+        from optkit.machine.mapped_files import PageRelease
 
         internal = self.directory / INTERNAL
         packed = load_tensors(internal / PACKED_FILE) if (internal / PACKED_FILE).is_file() else {}
         tensors = Overlay(open_source(self.directory), packed)
         constants = load_tensors(internal / "constants.safetensors")
         file = internal / "graph.json"
+        release = PageRelease(self.directory)
 
         def load(name: str, origin: Origin | None, dtype: torch.dtype) -> Tensor:
-            return (
-                constants[name]
-                if origin is None
-                else build(with_present_names(origin, tensors), tensors, dtype)
-            )
+            if origin is None:
+                return constants[name]
+            value = build(with_present_names(origin, tensors), tensors, dtype)
+            release(value.nbytes)
+            return value.clone() if value.nbytes <= COPIED_BYTES else value
 
         graph = graph_from_json(read_bounded(file, MAX_GRAPH_BYTES), load, where=str(file))
         try:
@@ -100,7 +103,7 @@ class Artifact:
         """
         from optkit.lowering.compiled.hook import lower_with_code
         from optkit.lowering.precision import compute_dtype
-        from optkit.machine.mapped_files import drop_mapped_pages
+        from optkit.machine.mapped_files import PageRelease, drop_mapped_pages
         from optkit.machine.present import present_target
 
         target = present_target(
@@ -111,9 +114,8 @@ class Artifact:
         graph = self.graph()
         drop_mapped_pages(self.directory)
         dtype = compute_dtype(self.recipe.runtime.compute_dtype)
-        executable = lower_with_code(
-            graph, target, native=self.native, trust=trust_code, consume=True, dtype=dtype
-        )
+        options = {"consume": True, "packed": PageRelease(self.directory), "dtype": dtype}
+        executable = lower_with_code(graph, target, native=self.native, trust=trust_code, **options)
         drop_mapped_pages(self.directory)
         return executable
 

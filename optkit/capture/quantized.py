@@ -11,6 +11,7 @@ quantized weights: the same check of the graph, on other numbers.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from optkit.capture import boundary
 from optkit.capture.check import check_capture
 from optkit.capture.export import capture
-from optkit.checkpoint.insertion import insert
+from optkit.checkpoint.insertion import insert, share_with_embedding
 from optkit.checkpoint.source import Source
 from optkit.errors import UnsupportedModel
 from optkit.graph import ops
@@ -91,13 +92,18 @@ def insert_layers(graph: Graph, source: Source) -> None:
     """Replace the linears of quantized layers by quantized ops.
 
     Raises:
-        UnsupportedModel: a quantized weight is used outside of a linear layer.
+        UnsupportedModel: a quantized weight is used outside of a linear layer; a tied embedding may be int8.
     """
     for node in graph.calls(reference.linear):
         weight = graph.weight_of(ops.weight(node))
         layer = source.layers.get(module_of(str(ops.weight(node).target))) if weight else None
-        if layer is not None:
+        if layer is None:
+            continue
+        if str(ops.weight(node).target) != graph.meta.input_embedding:
             insert(graph, node, layer)
+        elif layer.op is reference.linear_w8a16:
+            head = insert(graph, node, replace(layer, name=graph.meta.output_embedding))
+            share_with_embedding(graph, head)
     graph.prune()
     left = {module_of(name) for name, weight in graph.weights.items() if weight.origin} & set(source.layers)
     used = {name for name in graph.weights if module_of(name) in left and name.endswith(".weight")}

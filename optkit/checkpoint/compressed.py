@@ -4,7 +4,8 @@
 1)``), ``weight_scale`` [N, G], ``weight_zero_point`` int32 [N * bits / 32, G] packed along N if asymmetric,
 ``weight_g_idx`` int32 [K] with act-order, ``weight_shape``. ``int-quantized`` and ``float-quantized`` (also under the
 old name ``naive-quantized``): ``weight`` int8 or float8_e4m3 [N, K] and ``weight_scale`` of a channel ([N, 1]), a
-tensor ([1]), groups ([N, G]) or, float8, blocks.
+tensor ([1]), groups ([N, G]) or, float8, blocks. An int8 embedding [V, K] is stored alike; a head tied to the embedding
+has only a copy of the scales.
 
 ``quantization_config`` gives ``config_groups``, each a scheme and ``targets``: module names, ``re:`` patterns or class
 names, the first match in this order. Tensors show the quantized layers; the scheme adds the bits and the treatment of
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -76,10 +77,34 @@ def layers(config: Mapping[str, Any], source: Checked) -> list[QuantizedLinear]:
     schemes = read_schemes(config, where)
     found: list[QuantizedLinear] = []
     packed = set(source.modules(PACKED))
-    for name in sorted(packed | set(source.modules(SCALE))):
+    scaled = set(source.modules(SCALE))
+    bare = {name for name in scaled - packed if f"{name}.weight" not in source.tensors}
+    for name in sorted((packed | scaled) - bare):
         scheme = scheme_of(name, schemes, where)
         found.append((packed_layer if name in packed else plain_layer)(name, scheme, source))
+    for name in sorted(bare):
+        found = with_tied(found, name, source)
     return found
+
+
+def with_tied(found: list[QuantizedLinear], name: str, source: Checked) -> list[QuantizedLinear]:
+    """``found``, with the scales of module ``name``, a head tied to an int8 embedding, among the embedding's tensors.
+
+    The head has scales and no weight. The embedding is the layer with the same scales.
+
+    Raises:
+        UserError: no layer has the same scales.
+    """
+    stored = f"{name}.{SCALE}"
+    scale = source.values[stored]
+    for index, layer in enumerate(found):
+        other = f"{layer.name}.{SCALE}"
+        alike = layer.op is reference.linear_w8a16 and source.tensors[other].shape == scale.shape
+        if alike and torch.equal(source.values[other], scale):
+            found[index] = replace(layer, stored=(*layer.stored, stored))
+            return found
+    what = f"the tensor {name}.weight is missing, and no int8 embedding has the scales of {stored}"
+    raise UserError(what, where=str(source.directory))
 
 
 def refuse_extensions(config: Mapping[str, Any], where: str) -> None:
@@ -278,7 +303,7 @@ def plain_layer(name: str, scheme: Scheme, source: Checked) -> QuantizedLinear:
         value = source.values[f"{name}.{key}"]
         if key == "weight":
             return value
-        value = checked_scale(value.to(torch.float32), f"{name}.{key}", where)
+        value = checked_scale(value.to(torch.float32) if scheme.floating else value, f"{name}.{key}", where)
         return value.reshape(1) if key == INPUT_SCALE else expanded(value, (n, k), groups, scheme.block)
 
     keys = ("weight", SCALE, INPUT_SCALE) if scheme.activations == "tensor" else ("weight", SCALE)

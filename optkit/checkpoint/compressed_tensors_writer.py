@@ -18,12 +18,14 @@ from optkit.checkpoint.quantized_linear import (
     INPUT_SCALE,
     MINIMUM,
     PACKED,
+    SCALE,
     ZERO_POINT,
     QuantizedLinear,
 )
 from optkit.checkpoint.tensors import same
 from optkit.graph import variants
-from optkit.graph.ir import Graph
+from optkit.graph.ir import Graph, module_name
+from optkit.kernels import reference
 from optkit.kernels.packed_codes import pack_codes
 
 PACKED_FILE = "packed.safetensors"
@@ -73,7 +75,18 @@ def model_tensors(graph: Graph, tensors: dict[str, Tensor]) -> dict[str, Tensor]
             tensors |= packed_tensors(module)
         elif INPUT_SCALE in module.operands:
             tensors[f"{module.name}.{INPUT_SCALE}"] = module.operands[INPUT_SCALE].clone()
+        if module.name == quantized_embedding(graph):
+            tensors[f"{graph.meta.output_embedding}.{SCALE}"] = module.operands[SCALE].clone()
     return tensors
+
+
+def quantized_embedding(graph: Graph) -> str | None:
+    """The module of the embedding that shares the int8 weight of the tied output head, or None.
+
+    compressed-tensors ties the weights of the two modules and not the scales, so the head's scales are written too.
+    """
+    quantized = next(graph.calls(reference.embedding_w8), None)
+    return None if quantized is None else module_name(graph.meta.input_embedding)
 
 
 def packed_tensors(module: QuantizedLinear) -> dict[str, Tensor]:

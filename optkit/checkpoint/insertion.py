@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from optkit.checkpoint.quantized_linear import QuantizedLinear, operand_names
+from optkit.checkpoint.quantized_linear import SCALE, QuantizedLinear, operand_names
 from optkit.graph import ops
 from optkit.graph.ir import Graph, Origin, Part, Weight, module_name
 from optkit.kernels import reference
@@ -25,14 +25,14 @@ FLOAT_ORIGIN = "float_origin"  # key of node.meta
 
 @dataclass(frozen=True)
 class FloatOrigin:
-    """The float linear replaced by a quantized op.
+    """The float linear or embedding replaced by a quantized op.
 
     Attributes:
         site: the layer's name in reports.
         weight_name: the name of the float weight in the graph.
         origin: the checkpoint tensors of the float weight.
         dtype: the dtype of the float weight.
-        read: returns the float weight [N, K]; from disk in a graph read from a state.
+        read: returns the float weight [N, K] or [V, K]; from disk in a graph read from a state.
     """
 
     site: str
@@ -42,9 +42,9 @@ class FloatOrigin:
     read: Callable[[], Tensor]
 
     @staticmethod
-    def of(graph: Graph, linear: fx.Node, site: str) -> FloatOrigin:
-        """The origin of an op in the place of ``linear``, a float layer of ``graph``."""
-        name = str(ops.weight(linear).target)
+    def of(graph: Graph, layer: fx.Node, site: str) -> FloatOrigin:
+        """The origin of an op in the place of ``layer``, a float layer of ``graph``."""
+        name = str(ops.weight(layer).target)
         weight = graph.weights[name]
         value = weight.value
         return FloatOrigin(site, name, weight.origin, value.dtype, lambda: value)
@@ -55,13 +55,14 @@ class FloatOrigin:
 
 
 def float_origins(graph: Graph) -> dict[fx.Node, FloatOrigin]:
-    """The quantized ops made by passes, in execution order, with the replaced linears."""
+    """The quantized ops made by passes, in execution order, with the replaced float layers."""
     return {node: node.meta[FLOAT_ORIGIN] for node in graph.fx.nodes if FLOAT_ORIGIN in node.meta}
 
 
 def quantized_sites(graph: Graph) -> dict[str, fx.Node]:
-    """The quantized ops made by passes, by site."""
-    return {origin.site: node for node, origin in float_origins(graph).items()}
+    """The quantized linears made by passes, by site; an embedding is part of the head's site."""
+    origins = float_origins(graph).items()
+    return {origin.site: node for node, origin in origins if node.target is not reference.embedding_w8}
 
 
 # -- float to quantized ------------------------------------------------------------------------------------
@@ -114,6 +115,29 @@ def quantized_activation(graph: Graph, x: fx.Node, group: int) -> tuple[fx.Node,
         return graph.fx.call_function(operator.getitem, (pair, 0)), scale
 
 
+def share_with_embedding(graph: Graph, head: fx.Node) -> None:
+    """Replace the token embedding by rows of the int8 weight of ``head``, the output head tied to the embedding.
+
+    In the checkpoint the weight and its scales belong to the embedding. Both ops fall back to float together.
+    """
+    name = graph.meta.input_embedding
+    operands = [ops.argument(head, key) for key in ("weight", SCALE)]
+    for operand, key in zip(operands, ("weight", SCALE), strict=True):
+        value = graph.weight_value(operand)
+        origin = Origin((Part(f"{module_name(name)}.{key}", len(value)),))
+        graph.weights[str(operand.target)] = Weight(value, origin)
+    for node in graph.calls(reference.embedding):
+        if str(ops.weight(node).target) != name:
+            continue
+        weights = [graph.weight_node(str(operand.target), node) for operand in operands]
+        with graph.fx.inserting_before(node):
+            rows = graph.fx.call_function(reference.embedding_w8, (ops.argument(node, "ids"), *weights))
+        if FLOAT_ORIGIN in head.meta:
+            rows.meta[FLOAT_ORIGIN] = FloatOrigin.of(graph, node, head.meta[FLOAT_ORIGIN].site)
+        node.replace_all_uses_with(rows)
+    graph.prune()
+
+
 # -- quantized to float ------------------------------------------------------------------------------------
 
 
@@ -133,15 +157,18 @@ def fall_back(graph: Graph, sites: Container[str]) -> Graph:
             continue
         origin.restore(clone)
         with clone.fx.inserting_before(node):
-            linear = float_linear(clone, node, origin.weight_name, f"float_{node.name}")
-        node.replace_all_uses_with(linear)
+            layer = float_layer(clone, node, origin.weight_name, f"float_{node.name}")
+        node.replace_all_uses_with(layer)
     clone.prune()
     return clone
 
 
-def float_linear(graph: Graph, node: fx.Node, weight_name: str, name: str | None = None) -> fx.Node:
-    """A float linear with the activation and the bias of the quantized op ``node``, at the insertion point."""
+def float_layer(graph: Graph, node: fx.Node, weight_name: str, name: str | None = None) -> fx.Node:
+    """The float linear or embedding with the inputs of the quantized op ``node``, at the insertion point."""
     weight = graph.weight_node(weight_name, node)
+    if node.target is reference.embedding_w8:
+        args = (weight, ops.argument(node, "ids"))
+        return graph.fx.create_node("call_function", reference.embedding, args, name=name)
     args = (activation_of(node), weight, *bias_of(node))
     return graph.fx.create_node("call_function", reference.linear, args, name=name)
 

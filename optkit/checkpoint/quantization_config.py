@@ -12,7 +12,7 @@ import json
 from typing import Any
 
 from optkit.checkpoint.compressed import FLOAT8, INTS, NAME, PACK
-from optkit.checkpoint.compressed_tensors_writer import stored_format
+from optkit.checkpoint.compressed_tensors_writer import quantized_embedding, stored_format
 from optkit.checkpoint.modules import modules
 from optkit.checkpoint.quantized_linear import INPUT_SCALE, ZERO_POINT, QuantizedLinear
 from optkit.graph import ops
@@ -26,7 +26,7 @@ ORDER = (INTS, FLOAT8, PACK)
 def quantization_config(graph: Graph) -> dict[str, Any] | None:
     """The description, or None where nothing is stored quantized."""
     found = list(modules(graph))
-    groups = config_groups(found)
+    groups = config_groups(found, quantized_embedding(graph), graph.meta.output_embedding)
     if not groups:
         return None
     left = float_modules(graph) + [module.name for module in found if stored_format(module) is None]
@@ -51,16 +51,21 @@ def packs_zero_points(group: dict[str, Any]) -> bool:
     return group["format"] == PACK and not group["weights"]["symmetric"]
 
 
-def config_groups(found: list[QuantizedLinear]) -> list[dict[str, Any]]:
-    """Modules by scheme, int8 first."""
+def config_groups(found: list[QuantizedLinear], embedding: str | None, head: str) -> list[dict[str, Any]]:
+    """Modules by scheme, int8 first.
+
+    The int8 ``embedding``, if any, is always named, since ``Linear`` stands for linear layers only; the weight is
+    that of ``head``, too.
+    """
     by_scheme: dict[str, list[str]] = {}
     for module in found:
         if stored_format(module) is not None:
-            by_scheme.setdefault(json.dumps(scheme(module)), []).append(module.name)
+            names = [embedding, head] if module.name == embedding else [module.name]
+            by_scheme.setdefault(json.dumps(scheme(module)), []).extend(names)
     groups = [{"targets": sorted(names), **json.loads(key)} for key, names in by_scheme.items()]
     groups.sort(key=lambda group: (ORDER.index(group["format"]), "input_activations" not in group))
     if groups:
-        groups[0]["targets"] = ["Linear"]
+        groups[0]["targets"] = ["Linear", *(name for name in groups[0]["targets"] if name == embedding)]
     return groups
 
 

@@ -74,9 +74,12 @@ def limit_of(node: fx.Node) -> int:
 
 
 class SharedWeights:
-    """Weights prepared by lowering, once for all variants.
+    """Weights prepared by lowering, once for all variants and all ops.
 
     Weights are compared by name, since variants are clones of a graph.
+
+    Attributes:
+        names: the weights with several readers.
     """
 
     def __init__(self, graphs: Sequence[Graph] = ()) -> None:

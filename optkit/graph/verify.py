@@ -110,7 +110,7 @@ def check_variants(graph: Graph) -> None:
 
 def check_vocabulary(graph: Graph) -> None:
     """Each id below ``vocab_size`` has a row in every embedding of the batch's ids."""
-    for node in graph.calls(reference.embedding):
+    for node in graph.calls(reference.embedding, reference.embedding_w8):
         table = graph.weight_of(ops.weight(node))
         rows, ids = (table.value.shape[:1] or (0,))[0] if table else 0, ops.argument(node, "ids")
         if table and ids.target == "input_ids" and rows < graph.meta.vocab_size:

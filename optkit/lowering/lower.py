@@ -9,6 +9,7 @@ may run steps of some sizes (``Specialize``).
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -26,7 +27,7 @@ from optkit.graph.ops import op_name
 from optkit.graph.variants import SharedWeights
 from optkit.kernels import reference
 from optkit.lowering import gpu_rewrites, precision
-from optkit.lowering.bind import bind, kernel_of
+from optkit.lowering.bind import bind, kernel_of, weight_arguments
 
 if TYPE_CHECKING:
     from optkit.kernels.cpu.program import Program
@@ -49,6 +50,7 @@ class Specialized(Protocol):
 
 
 Specialize = Callable[[Graph], Specialized]  # takes a bound graph, and uses it up
+Packed = Callable[[int], None]  # takes the bytes of the weights of a node whose weights were packed
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,7 @@ def lower(
     dtype: torch.dtype = torch.bfloat16,
     programs: bool = True,
     consume: bool = False,
+    packed: Packed | None = None,
     specialize: Specialize | None = None,
 ) -> Executable:
     """Make ``graph`` executable on ``target``; without a target every op runs the reference.
@@ -164,18 +167,21 @@ def lower(
     For a GPU the graph is rewritten (``gpu_rewrites``) and computes in ``dtype`` (``precision``), and the weights go
     to ``device``, by default the GPU; a CPU computes in float32. ``programs=False`` leaves every kernel call to
     Python, for comparison; results are the same to the bit. ``consume=True`` uses ``graph`` up: each weight is freed
-    after packing, and memory holds a single copy. ``specialize`` makes a second function of the bound graph, on a CPU
-    (``optkit.lowering.compiled.hook``). Each variant of the graph's layers is lowered separately.
+    after packing, and memory holds a single copy. ``packed`` is called after the packing of a node. ``specialize``
+    makes a second function of the bound graph, on a CPU (``optkit.lowering.compiled.hook``). Each variant of the
+    graph's layers is lowered separately.
     """
     spans = variants.spans(graph)
     if not spans:
         working = graph if consume else graph.clone()
-        return Executable([lower_variant(working, target, None, device, dtype, programs, specialize)])
+        return Executable(
+            [lower_variant(working, target, None, device, dtype, programs, specialize, packed=packed)]
+        )
     parts = [variants.at(graph, tokens) for tokens in spans.values()]
     shared = SharedWeights(parts)
     lowered = []
     for limit, part in zip([*variants.limits(graph), None], parts, strict=True):
-        lowered.append(lower_variant(part, target, limit, device, dtype, programs, None, shared))
+        lowered.append(lower_variant(part, target, limit, device, dtype, programs, None, shared, packed))
     if consume:
         graph.weights.clear()
     return Executable(lowered)
@@ -190,6 +196,7 @@ def lower_variant(
     programs: bool,
     specialize: Specialize | None,
     shared: SharedWeights | None = None,
+    packed: Packed | None = None,
 ) -> LoweredVariant:
     """``working``, which is used up, as the function for steps of up to ``limit`` tokens; see ``lower``."""
     rounding = torch.float32
@@ -203,8 +210,13 @@ def lower_variant(
         check_experts(working, picked, target)
     chosen = {node.name: kernel.name for node, kernel in picked.items()}
     native = native_programs(working, picked) if programs and target and target.kind == "cpu" else None
+    shared = shared or SharedWeights()
+    shared.names |= read_by_several(calls)
     for node, kernel in picked.items():
+        num_bytes = sum(weight.nbytes for weight in weight_arguments(working, node).values())
         bind(working, node, kernel, shared)
+        if packed is not None:
+            packed(num_bytes)
     if rounding != torch.float32:
         precision.round_references(working, rounding)
     special = specialize(working.clone()) if specialize and rounding == torch.float32 else None
@@ -212,6 +224,12 @@ def lower_variant(
         chosen |= {node.name: "native" for node in native.ops}
         native.install()
     return LoweredVariant(limit, graph_module(working, nn.Module()), working.meta, chosen, special)
+
+
+def read_by_several(calls: Sequence[fx.Node]) -> set[str]:
+    """Names of the weights that several of ``calls`` read, such as a head and an embedding."""
+    count = Counter(str(n.target) for call in calls for n in call.all_input_nodes if n.op == "get_attr")
+    return {name for name in count if count[name] > 1}
 
 
 def check_experts(graph: Graph, picked: Container[fx.Node], target: Target) -> None:

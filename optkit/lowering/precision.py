@@ -127,9 +127,14 @@ class Narrowing(MetaRun):
             node.replace_input_with(wide, narrowed)
 
     def cast_product(self, node: fx.Node, value: Any) -> Any:
-        """Round a product of quantized numbers after the op, where the op only gives float32."""
+        """Round a product or a row of quantized numbers after the op, where the op only gives float32."""
         name = ops.op_name(node.target) if node.op == "call_function" else None
-        if name and name.startswith("linear") and is_float(value) and value.dtype == torch.float32:
+        if (
+            name
+            and name.startswith(("linear", "embedding"))
+            and is_float(value)
+            and value.dtype == torch.float32
+        ):
             with self.graph.fx.inserting_after(node):
                 narrowed = self.graph.fx.call_function(CAST, (node,), {"dtype": self.dtype})
             node.replace_all_uses_with(narrowed, delete_user_cb=lambda user: user is not narrowed)

@@ -1,7 +1,10 @@
-"""Memory of mapped tensor files: release pages after weights were packed.
+"""Memory of mapped tensor files: release pages while weights are packed.
 
 A safetensors file is mapped as a whole. All pages once read stay in memory while any tensor of the file lives, for
 example the embedding. Weights packed at load are read exactly once.
+
+The kernel maps the pages around a read page, too. So a small tensor, read in every step, is copied: otherwise its
+neighbours in the file would stay in memory.
 """
 
 from __future__ import annotations
@@ -12,6 +15,23 @@ from pathlib import Path
 
 MADV_DONTNEED = 4  # <sys/mman.h>
 MAPS = Path("/proc/self/maps")
+RELEASE_BYTES = 16 << 20  # of weights read between two releases, each of which takes milliseconds
+
+
+class PageRelease:
+    """Releases the pages of mapped tensor files in ``directory`` after every ``RELEASE_BYTES`` of read weights.
+
+    A call reports a number of bytes as read.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.read = directory, 0
+
+    def __call__(self, num_bytes: int) -> None:
+        self.read += num_bytes
+        if self.read >= RELEASE_BYTES:
+            drop_mapped_pages(self.directory)
+            self.read = 0
 
 
 def drop_mapped_pages(directory: Path) -> None:

@@ -6,8 +6,6 @@ the first request of a client does not pay for lazy initialization of libraries.
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import logging
 import os
 from pathlib import Path
@@ -18,6 +16,7 @@ import msgspec
 from optkit.artifact.open import Artifact
 from optkit.errors import UserError
 from optkit.lowering.lower import Executable
+from optkit.machine.heap import trim_heap
 from optkit.machine.present import present_target
 from optkit.recipe.engine_options import EngineOptions, engine_options
 from optkit.runtime.engine import Engine, RequestFailed
@@ -263,14 +262,6 @@ def tokenizer_of(artifact: Artifact) -> bytes:
             fix="use --speculative-model ngram",
         )
     return file.read_bytes()
-
-
-def trim_heap() -> None:
-    """Return the memory of packing the weights to the system; glibc would keep the memory."""
-    gc.collect()
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(0)
 
 
 def warm_up(engine: Engine, artifact_dir: str) -> None:

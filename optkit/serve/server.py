@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
+from optkit.machine.heap import trim_heap
 from optkit.recipe.engine_options import engine_options
 from optkit.runtime.info import EngineInfo
 from optkit.serve import tracing
@@ -187,6 +188,7 @@ class _Server:
         tokenizer = Tokenizer.from_directory(self._artifact.directory)
         if tokenizer.chat_template is not None:
             check_template(tokenizer.chat_template)
+        trim_heap()
         return tokenizer
 
     def _settings(self, info: EngineInfo) -> ServeSettings:

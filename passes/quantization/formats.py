@@ -33,6 +33,8 @@ from optkit.machine.target import Target
 from optkit.passes.quantization.grid import Grid, IntegerGrid, QuantizedWeight, round_to_nearest
 from optkit.passes.quantization.int4_grid import Int4Grid, quantize_int4
 
+INT8_MOST = 127  # the largest code; the lowest, -128, is left out
+
 
 class WeightFormat(ABC):
     """A layout of a linear layer's quantized weight, and the op on the layout.
@@ -102,7 +104,7 @@ def uneven(k: int, size: int) -> str | None:
 
 @dataclass(frozen=True)
 class Int8Format(WeightFormat):
-    """int8 weights [N, K] with float32 scales [N, G]: compressed-tensors ``int-quantized``."""
+    """int8 weights [N, K] with float16 or float32 scales [N, G]: compressed-tensors ``int-quantized``."""
 
     group_size: int = 0
     weight_only: bool = False
@@ -135,6 +137,10 @@ class Int8Format(WeightFormat):
             groups = f" with groups of {self.group_size}" if self.group_size else ""
             return f"no int8 kernel{groups} on {target.name} (optkit doctor says what is missing)"
         return None
+
+    def meta_tensors(self, n: int, k: int) -> dict[str, Tensor]:
+        tensors = super().meta_tensors(n, k)
+        return tensors | {SCALE: tensors[SCALE].to(torch.float16)}  # as of most weights
 
     def pack(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         values = (weight.codes.to(torch.int16) - 128).to(torch.int8)
@@ -223,11 +229,24 @@ class PackedFormat(WeightFormat):
 
 
 def quantize_weight(weight: Tensor, group_size: int = 0) -> tuple[Tensor, Tensor]:
-    """Symmetric int8 per row and group: weight [N, K] float gives (int8 [N, K], scale [N, G] float32).
+    """Symmetric int8 per row and group: weight [N, K] float gives (int8 [N, K], scale [N, G] float16 or float32).
 
-    G is K / group_size, or 1 when ``group_size`` is 0.
+    G is K / group_size, or 1 when ``group_size`` is 0. Codes are chosen for the scales as stored.
     """
     groups = weight.unflatten(1, (-1, group_size or weight.shape[1])).to(torch.float32)  # [N, G, g]
-    scale = groups.abs().amax(dim=2, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny) / 127.0
-    q = torch.round(groups / scale).clamp_(-127, 127).to(torch.int8)
-    return q.reshape(weight.shape), scale[..., 0].contiguous()
+    largest = groups.abs().amax(dim=2)
+    stored = half_if_enough(torch.where(largest > 0, largest / INT8_MOST, 1.0))
+    scale = stored.to(torch.float32)[..., None]
+    q = torch.round(groups / scale).clamp_(-INT8_MOST, INT8_MOST).to(torch.int8)
+    return q.reshape(weight.shape), stored
+
+
+def half_if_enough(scale: Tensor) -> Tensor:
+    """``scale`` [N, G] in float16 where the largest weight of each group moves by less than half a step, else as it is.
+
+    Rounding moves weights by up to half a step anyway. A smaller scale cuts off the largest weight, by 127 times the
+    change; a larger scale cuts off nothing.
+    """
+    half = scale.to(torch.float16)
+    cut = INT8_MOST * (scale - half.to(torch.float32))
+    return half if bool((cut.abs() < scale / 2).all()) else scale

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, fx
 
-from optkit.checkpoint.insertion import FLOAT_ORIGIN, FloatOrigin, float_linear, insert
+from optkit.checkpoint.insertion import FLOAT_ORIGIN, FloatOrigin, float_layer, insert
 from optkit.graph.ir import Graph
 from optkit.kernels import reference
 from optkit.passes.base import Site
@@ -47,7 +47,7 @@ class QuantizedLinearRewriter:
         origin: FloatOrigin = few.meta[FLOAT_ORIGIN]
         origin.restore(self.graph)
         with self.graph.fx.inserting_after(few):
-            many = float_linear(self.graph, few, origin.weight_name)
+            many = float_layer(self.graph, few, origin.weight_name)
         with self.graph.fx.inserting_after(many):
             chosen = self.graph.fx.call_function(reference.by_tokens)
         few.replace_all_uses_with(chosen)

@@ -119,3 +119,21 @@ def test_gpu_without_a_kernel_for_experts_is_an_error_before_anything_runs() -> 
         weight.value = weight.value.to("meta")
     with pytest.raises(UserError, match="experts layers have a kernel"):
         lower(graph, DATASHEETS["cuda-a100"], device="cuda")
+
+
+def test_packed_is_told_the_bytes_of_the_weights_of_every_kernel() -> None:
+    graph = captured("llama")
+    apply(graph, "int8", lm_head=True)
+    weights = {name: weight.value.nbytes for name, weight in graph.weights.items()}
+    del weights[graph.meta.input_embedding]  # without a kernel
+    told: list[int] = []
+    lower(graph, TARGET, consume=True, packed=told.append)
+    assert sum(told) == sum(weights.values())
+
+
+def test_one_packed_table_serves_head_and_embedding() -> None:
+    graph = captured("llama", tie_word_embeddings=True)
+    apply(graph, "int8", targets=["lm_head"], weight_only=["lm_head"], group_size=32, embedding=True)
+    model = lower(graph, TARGET, programs=False)
+    addresses = [t.data_ptr() for t in model.module.buffers() if t.dtype == torch.uint8]
+    assert addresses and len(set(addresses)) == 1

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from optkit.machine.mapped_files import drop_mapped_pages, mapped_files
+from optkit.machine.mapped_files import RELEASE_BYTES, PageRelease, drop_mapped_pages, mapped_files
 
 
 def resident_kilobytes(directory: Path) -> int:
@@ -42,3 +42,19 @@ def test_drop_mapped_pages_releases_pages_that_are_read_again(tmp_path: Path) ->
 def test_mapped_files_is_empty_when_no_file_is_mapped(tmp_path: Path) -> None:
     assert not list(mapped_files(tmp_path))
     drop_mapped_pages(tmp_path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_page_release_drops_pages_after_so_many_bytes(tmp_path: Path) -> None:
+    save_file({"weight": torch.randn(1 << 20)}, tmp_path / "model.safetensors")
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        tensor = file.get_tensor("weight")
+    if not list(mapped_files(tmp_path)):
+        pytest.skip("this safetensors copies instead of mapping")
+    release, total = PageRelease(tmp_path), tensor.sum()
+    before = resident_kilobytes(tmp_path)
+    release(RELEASE_BYTES // 2)
+    assert resident_kilobytes(tmp_path) == before
+    release(RELEASE_BYTES // 2)
+    assert resident_kilobytes(tmp_path) < before / 2
+    assert torch.equal(tensor.sum(), total)

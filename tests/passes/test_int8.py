@@ -85,7 +85,7 @@ def test_weights_shrink_to_a_quarter() -> None:
     optimization, plan = checked(graph, "int8")
     result = optimization.apply(graph, plan, PassContext(TARGET))
     products = 2 * (64 * 192 + 3 * 64 * 96)
-    scales = 2 * 4 * (64 + 32 + 32 + 64 + 96 + 96 + 64)
+    scales = 2 * 2 * (64 + 32 + 32 + 64 + 96 + 96 + 64)
     before, after = result.stats["weight_bytes_before"], result.stats["weight_bytes_after"]
     assert before - after == 3 * products - scales
 

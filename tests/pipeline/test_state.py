@@ -16,6 +16,7 @@ from optkit.lowering.lower import lower
 from optkit.pipeline.cache import PassCache
 from optkit.pipeline.state import TENSORS, State
 from optkit.pipeline.step import Step
+from tests.support.architectures import tiny_model
 from tests.support.graphs import apply, captured, dense, random_ids
 from tests.support.model_directory import VOCABULARY
 from tests.support.small_runs import TTFT_CPU, run
@@ -94,6 +95,27 @@ def test_loaded_state_falls_back_to_the_float_layers(cache: PassCache, options: 
     expected = dense(smooth.graph, few)
     assert not torch.equal(dense(other.graph, few), expected)
     assert torch.equal(dense(fall_back(other.graph, sites), few), expected)
+
+
+def test_loaded_state_restores_a_shared_table_of_the_vocabulary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Float and int8 tensors have the same name in the checkpoint; a later state keeps both apart."""
+    monkeypatch.setenv("OPTKIT_CACHE", str(tmp_path / "cache"))
+    tiny_model("llama", tie_word_embeddings=True).save_pretrained(tmp_path / "tied")
+    cache = PassCache(tmp_path / "tied")
+    first = after(cache, None, captured("llama", tie_word_embeddings=True))
+    options = {"lm_head": True, "weight_only": ["lm_head"], "embedding": True}
+    second = after(cache, first, passed(first, "int8", **options))
+    third = after(cache, second, passed(second, "flash_attention"))
+    assert {"model.embed_tokens.weight", "model.embed_tokens.weight_scale"} <= stored(cache, second)
+    assert not any("embed_tokens" in name for name in stored(cache, third))
+    (ids,) = random_ids([19])
+    for state in (second, third):
+        again = PassCache(cache.source.directory).load(state.step)
+        assert again is not None and graph_to_json(again.graph) == graph_to_json(state.graph)
+        floats = fall_back(again.graph, quantized_sites(again.graph))
+        assert torch.equal(dense(floats, ids), dense(first.graph, ids))
 
 
 def test_float_layers_that_a_pass_changed_itself_are_stored_with_it(cache: PassCache) -> None:

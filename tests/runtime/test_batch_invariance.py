@@ -1,4 +1,6 @@
-"""Tokens do not depend on the batch or on chunks: int8 and int4 weights, int8 KV cache, native kernels."""
+"""Tokens do not depend on the batch or on chunks: int8 and int4 weights, int8 embedding, int8 KV cache, native
+kernels.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,12 @@ SEEDED = SamplingParams(max_tokens=6, temperature=1.5, seed=7)
 
 @pytest.fixture(scope="module", params=["int8", "w4a8"])
 def model(request: pytest.FixtureRequest) -> Executable:
-    graph = captured("llama")
+    graph = captured("llama", tie_word_embeddings=True)
     for name in ("fuse_qkv", "fuse_gate_up", "fuse_add_rms_norm", "select_logits_rows"):
         apply(graph, name)
     if request.param == "w4a8":
         apply(graph, "w4a8", group_size=32)
-    apply(graph, "int8", group_size=32, lm_head=True, weight_only=["lm_head"])
+    apply(graph, "int8", group_size=32, lm_head=True, weight_only=["lm_head"], embedding=True)
     apply(graph, "flash_attention")
     apply(graph, "kv_int8")
     return lower(graph, TARGET)

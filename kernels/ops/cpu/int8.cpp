@@ -84,6 +84,30 @@ void linear_w8a8(const Linear& p, int64_t m, int64_t k, int threads) {
 
 namespace {
 
+// Row `index` of the packed weight, dequantized.
+void gather_row(const Linear& p, int64_t index, float* out) {
+    const Panel panel = panel_of(p, index / PANEL);
+    const int64_t c = index % PANEL;
+    const int8_t* w = panel.weight + c * STEP;
+    for (int64_t g = 0; g < p.groups; ++g) {
+        const float scale = panel.weight_scale[g * PANEL + c];
+        for (int64_t s = 0; s < p.group_steps; ++s, w += STEP_BYTES, out += STEP)
+            for (int64_t k = 0; k < STEP; ++k) out[k] = static_cast<float>(w[k]) * scale;
+    }
+}
+
+}  // namespace
+
+void gather_w8_rows(const Linear& p, const int64_t* index, int64_t rows, int64_t width, int threads) {
+    constexpr int64_t ELEMENTS_A_THREAD = 65'536;  // for which waking another thread pays
+    threads = static_cast<int>(std::min<int64_t>(threads, rows * width / ELEMENTS_A_THREAD));
+    parallel_for(rows, even_chunk(rows, threads), threads, [&](int64_t first, int64_t last) {
+        for (int64_t row = first; row < last; ++row) gather_row(p, index[row], p.out + row * width);
+    });
+}
+
+namespace {
+
 // One panel of `weight` [n, k] from output channel `first` on: its steps and its offsets.
 void pack_panel(const int8_t* weight, int64_t first, int64_t n, int64_t k, int64_t groups, int8_t* packed,
                 int32_t* offset) {
@@ -132,4 +156,14 @@ OPTKIT_API void optkit_linear_w8a8(const uint8_t* q, int64_t q_stride, const flo
     Linear p = packed_linear(weight, weight_scale, bias, out, n, k, groups);
     p.q = q, p.q_stride = q_stride, p.scale = scale;
     linear_w8a8(p, rows, k, threads);
+}
+
+// Rows `index` [rows] of a weight [count, width] packed as for optkit_linear_w8a8, dequantized: out [rows, width]. `width`
+// is a multiple of 4 * groups. Gives 1 where an index is out of range.
+OPTKIT_API int optkit_gather_w8_rows(const uint8_t* weight, const float* weight_scale, const int64_t* index, float* out,
+                                     int64_t rows, int64_t count, int64_t width, int64_t groups, int threads) {
+    for (int64_t row = 0; row < rows; ++row)
+        if (index[row] < 0 || index[row] >= count) return 1;
+    gather_w8_rows(packed_linear(weight, weight_scale, nullptr, out, count, width, groups), index, rows, width, threads);
+    return 0;
 }

@@ -51,6 +51,9 @@ void linear_panels_avx2(const Linear& p, int64_t from, int64_t to, int64_t row, 
 Linear packed_linear(const uint8_t* blob, const float* weight_scale, const float* bias, float* out, int64_t n,
                      int64_t k, int64_t groups);
 
+// Rows `index` [rows] of the packed weight: code * scale of `width` channels each, out [rows][width].
+void gather_w8_rows(const Linear& p, const int64_t* index, int64_t rows, int64_t width, int threads);
+
 // All of it: rows [0, m). `k` is 4 * steps.
 void linear_w8a8(const Linear& p, int64_t m, int64_t k, int threads);
 

@@ -1,4 +1,4 @@
-"""int8 linear layers and activation quantization by optkit's native kernels (int8.cpp, quantize.cpp).
+"""int8 linear layers, rows of int8 embeddings, quantization of activations: native kernels (int8.cpp, quantize.cpp).
 
 A row's result has the same bits in any batch, with any number of threads and on any instruction set.
 """
@@ -19,6 +19,7 @@ from optkit.kernels.kernel import Kernel
 
 PANEL, STEP = 32, 4  # of the packed layout, as in int8.h
 GROUPS = "one group, or groups of whole 4 channels"
+WHOLE_GROUPS = "groups of whole 4 channels"
 
 
 def pack(weights: dict[int, Tensor], options: Mapping[str, Any] | None = None) -> dict[int, Tensor]:
@@ -119,6 +120,37 @@ def check_packed(weight: Tensor, weight_scale: Tensor, k: int, bias: Tensor | No
     native.require_vector(bias, n, torch.float32, "bias")
 
 
+def embedding_w8(ids: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
+    """See ``reference.embedding_w8``, equal to the bit; ``weight`` and ``weight_scale`` are packed.
+
+    Raises:
+        IndexError: an id has no row.
+    """
+    native.require_vector(ids, len(ids), torch.int64, "ids")
+    width = packed_channels(weight, weight_scale)
+    out = torch.empty((len(ids), width))
+    failed = native.library().optkit_gather_w8_rows(
+        weight.data_ptr(),
+        weight_scale.data_ptr(),
+        ids.data_ptr(),
+        out.data_ptr(),
+        len(ids),
+        len(weight),
+        width,
+        weight_scale.shape[1],
+        native.threads(),
+    )
+    if failed:
+        raise IndexError(f"a token id is outside of 0 to {len(weight) - 1}")
+    return out
+
+
+def packed_channels(weight: Tensor, weight_scale: Tensor) -> int:
+    """The input channels, a multiple of ``STEP``, of a weight packed by ``pack``."""
+    panels, groups, _ = weight_scale.shape
+    return len(weight) * weight.shape[1] // (panels * PANEL) - 4 * groups
+
+
 def quantize_per_token(x: Tensor, group_size: int = 0) -> tuple[Tensor, Tensor]:
     """See ``reference.quantize_per_token``; equal to the bit."""
     rows, columns = x.shape
@@ -139,6 +171,12 @@ def whole_steps(weights: dict[int, Tensor]) -> bool:
     position = min(weights)
     groups = weights[position + 1].shape[1]
     return groups == 1 or weights[position].shape[1] % (STEP * groups) == 0
+
+
+def whole_step_groups(weights: dict[int, Tensor]) -> bool:
+    """True for groups of whole steps."""
+    position = min(weights)
+    return weights[position].shape[1] % (STEP * weights[position + 1].shape[1]) == 0
 
 
 # -- in programs -----------------------------------------------------------------------------------------
@@ -187,6 +225,16 @@ def emit_weight_only(
     return (layer["out"],)
 
 
+def emit_embedding_w8(b: Builder, ids: View, weight: Tensor, weight_scale: Tensor) -> Result:
+    width = packed_channels(weight, weight_scale)
+    out = b.buffer(ids.rows, (width,))
+    b.call(
+        "gather_w8_rows", weight=weight, weight_scale=weight_scale, index=ids, out=out, rows=Size(ids.rows),
+        count=len(weight), width=width, groups=weight_scale.shape[1],
+    )  # fmt: skip
+    return (out,)
+
+
 def emit_quantize_per_token(b: Builder, x: View, group_size: int = 0) -> Result:
     q, scale, group = quantized_buffers(b, x, Quantization(group_size, keep=True))
     b.call(
@@ -199,10 +247,14 @@ def emit_quantize_per_token(b: Builder, x: View, group_size: int = 0) -> Result:
 KERNELS = (
     Kernel("linear_w8a8", "native", linear_w8a8, native.supports, pack, accepts=whole_steps, needs=GROUPS),
     Kernel("linear_w8a16", "native", linear_w8a16, native.supports, pack, accepts=whole_steps, needs=GROUPS),
+    Kernel(
+        "embedding_w8", "native", embedding_w8, native.supports, pack, whole_step_groups, needs=WHOLE_GROUPS
+    ),
     Kernel("quantize_per_token", "native", quantize_per_token, native.supports),
 )
 EMITTERS = (
     Emitter("linear_w8a8", emit_linear_w8a8),
     Emitter("linear_w8a16", emit_linear_w8a16),
+    Emitter("embedding_w8", emit_embedding_w8),
     Emitter("quantize_per_token", emit_quantize_per_token),
 )

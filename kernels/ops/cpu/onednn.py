@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def pack(weights: dict[int, Tensor], options: Mapping[str, Any] | None = None) -> dict[int, Tensor]:
     """Argument 2, the int8 weight [N, K], in oneDNN's blocked layout; argument 3, the scales, as a vector."""
     packed = torch.ops.onednn.qlinear_prepack(weights[2].contiguous(), None)
-    return {2: packed, 3: weights[3].reshape(-1).contiguous()}
+    return {2: packed, 3: weights[3].reshape(-1).to(torch.float32).contiguous()}
 
 
 def linear_w8a8(

@@ -22,6 +22,8 @@ FUNCTION(int64_t, run_program, const void* calls, int64_t count, const void* arg
 
 KERNEL(int, gather_rows, const float* table, const int64_t* index, float* out, int64_t rows, int64_t count,
        int64_t width)
+KERNEL(int, gather_w8_rows, const uint8_t* weight, const float* weight_scale, const int64_t* index, float* out,
+       int64_t rows, int64_t count, int64_t width, int64_t groups)
 KERNEL(void, rms_norm, const float* x, const float* residual, const float* weight, float* out, float* total,
        int64_t rows, int64_t width, int64_t x_stride, int64_t residual_stride, int64_t parts, float eps, float offset,
        uint8_t* q, float* scale, int64_t group)

@@ -90,7 +90,7 @@ def linear_w4a8(
 
 def dequantize_int8(weights: Sequence[Tensor | None], options: Mapping[str, Any], columns: int) -> Tensor:
     weight, scale = present(weights)
-    return (weight.unflatten(1, (scale.shape[1], -1)) * scale[..., None]).flatten(1)
+    return (weight.unflatten(1, (scale.shape[1], -1)) * scale.to(torch.float32)[..., None]).flatten(1)
 
 
 def dequantize_int4(weights: Sequence[Tensor | None], options: Mapping[str, Any], columns: int) -> Tensor:

@@ -1,10 +1,11 @@
-"""Records of ops on whole rows: the embedding, rows with logits, and the variant of a layer."""
+"""Records of ops on whole rows: embeddings, rows with logits, and the variant of a layer."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from optkit.graph.ops.linear import GROUP_SCALE, INT8_WEIGHT
 from optkit.graph.ops.operands import MAX_INT, Kind, batch, either, expect, value, whole
 from optkit.graph.ops.record import CPU, CUDA, PROGRAM, Op, Work
 from optkit.kernels import reference
@@ -18,6 +19,14 @@ def by_tokens(few: Tensor, many: Tensor, positions: Tensor, limit: int) -> Tenso
     return torch.empty_like(few, memory_format=torch.contiguous_format)
 
 
+def embedding_w8(ids: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
+    rows, channels = weight.shape
+    expect(weight_scale.ndim == 2 and weight_scale.shape[0] == rows, f"weight scales must be [{rows}, G]")
+    groups = weight_scale.shape[1]
+    expect(groups > 0 and channels % groups == 0, f"{channels} channels, {groups} groups")
+    return torch.empty((ids.shape[0], channels), dtype=torch.float32, device=ids.device)
+
+
 OPS = (
     Op(
         reference.embedding,
@@ -27,6 +36,13 @@ OPS = (
         absent={CPU: TORCH, CUDA: TORCH},
         any_dtype=True,
         compiled=True,
+    ),
+    Op(
+        reference.embedding_w8,
+        (value("ids", Kind.INT64, "T"), INT8_WEIGHT, GROUP_SCALE),
+        shape=embedding_w8,
+        work=Work.GATHER,
+        absent={CUDA: "torch copies the rows and multiplies"},
     ),
     Op(
         reference.select_rows,

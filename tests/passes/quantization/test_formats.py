@@ -95,10 +95,36 @@ def test_int8_weights_round_to_the_nearest_step(group_size: int) -> None:
     q, scale = quantize_weight(weight, group_size)
     assert q.dtype == torch.int8 and q.shape == weight.shape
     assert scale.shape == (6, 24 // (group_size or 24))
-    steps = scale.repeat_interleave(group_size or 24, 1)
+    steps = scale.float().repeat_interleave(group_size or 24, 1)
     assert ((q * steps - weight).abs() <= steps / 2 + 1e-6).all()
     assert torch.equal(q[2], torch.zeros(24, dtype=torch.int8))
     assert q.unflatten(1, (scale.shape[1], -1)).abs().amax(2)[[0, 1, 3, 4, 5]].eq(127).all()
+
+
+@pytest.mark.parametrize(
+    ("factor", "dtype"),
+    [(1.0, torch.float16), (1e-3, torch.float16), (1e-7, torch.float32), (1e9, torch.float32)],
+)
+def test_int8_scales_are_float16_within_its_range(factor: float, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    groups = torch.randn(6, 2, 32) * factor
+    q, scale = quantize_weight(groups.flatten(1), 32)
+    assert scale.dtype == dtype
+    error = q.view(6, 2, 32) * scale.double()[..., None] - groups
+    step = groups.double().abs().amax(2, keepdim=True) / 127
+    assert (
+        error.abs() <= 1.01 * step
+    ).all()  # half a step of rounding, and less than half where the end is cut
+
+
+def test_int8_weights_on_a_grid_of_8_bits_are_kept() -> None:
+    """Weights as in GGUF's Q8_0: codes times float16 scales, the largest code in every group."""
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(-126, 127, (5, 3, 32), generator=generator)
+    codes[..., 7] = 127
+    scales = (torch.rand(5, 3, generator=generator) / 100).half()
+    q, scale = quantize_weight((codes * scales.float()[..., None]).flatten(1), 32)
+    assert torch.equal(q, codes.flatten(1).to(torch.int8)) and torch.equal(scale, scales)
 
 
 def test_pack_keeps_the_group_of_each_channel_where_groups_are_no_runs() -> None:
