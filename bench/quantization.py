@@ -4,8 +4,8 @@
         --try 'rtn: {scheme: W4A16, group_size: 64}' --try 'gptq: {scheme: W4A16, group_size: 64}'
 
 Each ``--try`` is the ``passes`` section of a recipe, in YAML. The fusions run before, except those in ``--without``.
-Each try prints a JSON line. ``--save-result`` writes the figures to a file and replaces earlier figures of the same
-tries.
+Tries run one after another, against reference logits that are computed once. Each try prints a JSON line.
+``--save-result`` writes the figures of each finished try to a file and replaces earlier figures of the same try.
 """
 
 from __future__ import annotations
@@ -16,18 +16,27 @@ import os
 import shlex
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import yaml
+from torch import Tensor
 
 from optkit.bench.environment import environment, public
 from optkit.calibration.samples import calibration_windows
 from optkit.capture import capture_directory
 from optkit.checkpoint.locate import resolve
-from optkit.evaluation.quality import QualityReport, RuntimeLogits, compare_many, evaluation_windows
+from optkit.evaluation.quality import (
+    LogitsSource,
+    QualityReport,
+    RuntimeLogits,
+    compare_many,
+    evaluation_windows,
+)
 from optkit.graph.ir import Graph
 from optkit.lowering.lower import lower
 from optkit.machine.target import get_target
@@ -63,31 +72,55 @@ def main() -> None:
         progress=lambda text, part=None: None if part else print(text, flush=True),
     )
     fusions = {name: {} for name in FUSIONS if name not in arguments.without}
-    candidates: dict[str, RuntimeLogits] = {}
-    rows: dict[str, dict[str, Any]] = {}
-    for text in arguments.tries:
-        forget_peak()
-        start, load_average = time.monotonic(), os.getloadavg()[0]
-        candidate, stats = optimized(graph, fusions | yaml.safe_load(text), context)
-        rows[text] = {
-            "passes": text,
-            "without": arguments.without,
-            "threads": arguments.threads,
-            "seconds": round(time.monotonic() - start, 1),
-            "load_average": [load_average, os.getloadavg()[0]],
-            "peak_bytes": status("VmHWM"),
-            "weight_bytes": candidate.num_bytes(),
-            "kv_bytes_of_float32": kv_bytes(candidate) / kv_bytes(graph),
-            "stats": stats,
-        }
-        print(json.dumps(rows[text]), flush=True)
-        candidates[text] = RuntimeLogits(lower(candidate, target, consume=True))
-    reports = compare_many(RuntimeLogits(lower(graph, target)), candidates, windows)
-    for text, report in reports.items():
-        rows[text] |= quality(report)
-        print(json.dumps({"passes": text} | quality(report)), flush=True)
-    if arguments.save_result:
-        save(arguments.save_result, arguments.model, list(rows.values()))
+    with TemporaryDirectory() as directory:
+        reference = StoredLogits(Path(directory) / "logits", graph.meta.vocab_size, windows)
+        reference.fill(RuntimeLogits(lower(graph, target)))
+        for text in arguments.tries:
+            forget_peak()
+            start, load_average = time.monotonic(), os.getloadavg()[0]
+            candidate, stats = optimized(graph, fusions | yaml.safe_load(text), context)
+            row = {
+                "passes": text,
+                "without": arguments.without,
+                "threads": arguments.threads,
+                "seconds": round(time.monotonic() - start, 1),
+                "load_average": [load_average, os.getloadavg()[0]],
+                "peak_bytes": status("VmHWM"),
+                "weight_bytes": candidate.num_bytes(),
+                "kv_bytes_of_float32": kv_bytes(candidate) / kv_bytes(graph),
+                "stats": stats,
+            }
+            logits = RuntimeLogits(lower(candidate, target, consume=True))
+            row |= quality(compare_many(reference, {text: logits}, windows)[text])
+            print(json.dumps(row), flush=True)
+            if arguments.save_result:
+                save(arguments.save_result, arguments.model, row)
+
+
+class StoredLogits:
+    """Logits of fixed windows in a file of float32: the reference is computed once for all tries.
+
+    Args:
+        file: made by ``fill``; 4 bytes for each token and entry of the vocabulary.
+        vocab_size: the width of a row.
+        windows: the windows of tokens.
+    """
+
+    def __init__(self, file: Path, vocab_size: int, windows: Sequence[Sequence[int]]) -> None:
+        self.file, self.lengths = file, [len(window) for window in windows]
+        self.windows, self.vocab_size = windows, vocab_size
+
+    def fill(self, source: LogitsSource) -> None:
+        """Compute the logits by ``source`` and write the file."""
+        with self.file.open("wb") as out:
+            for rows in source.logits(self.windows):
+                rows.numpy().tofile(out)
+
+    def logits(self, windows: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+        """The logits [T, V] of each window, mapped from the file; ``windows`` are those of the file."""
+        shape = (sum(self.lengths), self.vocab_size)
+        rows = torch.from_file(str(self.file), shared=False, size=shape[0] * shape[1], dtype=torch.float32)
+        yield from rows.view(shape).split(self.lengths)
 
 
 def quality(report: QualityReport) -> dict[str, float]:
@@ -128,18 +161,25 @@ def forget_peak() -> None:
         return
 
 
-def save(file: Path, model: str, rows: list[dict[str, Any]]) -> None:
-    """Write ``rows`` to ``file``; each row replaces the row of the same try on the same amount of text."""
+def save(file: Path, model: str, row: dict[str, Any]) -> None:
+    """Add ``row`` to ``file`` in the place of the row of the same try on the same amount of text."""
     around = environment()
-    where = {key: around[key] for key in WHERE}
-    command = shlex.join(
-        ["python", "-m", "bench.quantization", *(public(a, Path.cwd()) for a in sys.argv[1:])]
-    )
+    row |= {"command": command(row["passes"]), "time": around["time"]}
+    row["environment"] = {key: around[key] for key in WHERE}
     old = json.loads(file.read_text("utf-8"))["results"] if file.is_file() else []
-    new = [row | {"command": command, "time": around["time"], "environment": where} for row in rows]
-    kept = [row for row in old if identity(row) not in {identity(row) for row in new}]
-    text = json.dumps({"model": model, "results": [*kept, *new]}, indent=1)
+    kept = [other for other in old if identity(other) != identity(row)]
+    text = json.dumps({"model": model, "results": [*kept, row]}, indent=1)
     file.write_text(text + "\n", "utf-8")
+
+
+def command(text: str) -> str:
+    """The command line of the process with ``text`` as the only try."""
+    parts, skip = ["python", "-m", "bench.quantization"], False
+    for part in sys.argv[1:]:
+        if not skip and part != "--try":
+            parts.append(public(part, Path.cwd()))
+        skip = part == "--try"
+    return shlex.join([*parts, "--try", text])
 
 
 def identity(row: dict[str, Any]) -> tuple[Any, ...]:
