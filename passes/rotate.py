@@ -4,13 +4,15 @@ A few channels of a transformer's activations are tens of times larger than the 
 Q spreads these channels over all channels. Offline rotations (R1 and R2 of SpinQuant, arXiv 2405.16406; QuaRot, arXiv
 2404.00456) change weights alone:
 
-* The residual stream (R1): writers are multiplied by Q on the output side, readers on the input side. An RMSNorm without
-  a weight commutes with Q, so each norm's weight is folded into the readers first. A tied head gets a weight of its own.
-* The values of each head (R2, ``heads``): rows of the value projection and columns of the output projection.
+* The residual stream (R1). Writers are multiplied by Q on the output side, readers on the input side. An RMSNorm
+  without a weight commutes with Q, so each norm's weight is folded into the readers first. A tied head gets a weight of
+  its own.
+* The values of each head (R2, option ``heads``): rows of the value projection, columns of the output projection.
 
-The result is the same model in exact arithmetic, with the same ops; only an untied head costs memory. ``hadamard`` makes
-the matrices. The input of the down projection is not reached: the product with the gate does not commute with a rotation.
-``smoothquant`` after ``rotate`` evens out that input.
+The result is the same model in exact arithmetic, with the same ops, and on disk a plain model that ``transformers``
+loads; only an untied head costs memory. ``rewriting/hadamard.py`` makes the matrices. The input of the down projection
+stays as it is, because a product of two channels does not commute with a rotation. A later ``smoothquant`` evens out
+that input. A checkpoint that was 4-bit before leaves its grid: ``w4a8`` no longer stores the same values.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Orthogonal matrices for rotations of activations: Hadamard matrices, and random ones where no Hadamard matrix is known.
+"""Orthogonal matrices for rotations: Hadamard matrices, and random ones where no Hadamard matrix is known.
 
 A Hadamard matrix has entries of +1 and -1 and orthogonal rows; divided by the root of the order, the matrix is
 orthogonal. A rotated vector has each original channel in all channels, with equal weight, so an outlier is spread
 evenly. Random signs before the matrix (QuaRot, arXiv 2404.00456) keep a constant vector from becoming an outlier.
 
-Orders are ``m * 2^k``: Sylvester's construction gives the powers of two, Paley's constructions over the integers modulo a
-prime give ``m`` (12, 20, 28, 36, ...; Paley 1933). The product of the two is a Kronecker product, so a rotation costs a few
-hundred multiplications a value and the full matrix is never stored.
+Orders are ``m * 2^k``. Sylvester's construction gives the powers of two. Paley's constructions over the integers modulo
+a prime (1933) give ``m``: 12, 20, 28, 36 and others. The product of both is a Kronecker product, so a rotation costs a
+few hundred multiplications a value, and the full matrix is never stored.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ def test_no_kernel_for_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"group_size": 128}, {"bits": 4}, {"group_size": 64, "activation_group_size": 32}]
+    "options", [{"group_size": 16}, {"bits": 4}, {"group_size": 64, "activation_group_size": 32}]
 )
 def test_options_are_closed(options: dict[str, object]) -> None:
     with pytest.raises(ValidationError):

@@ -16,6 +16,7 @@ from optkit.lowering.lower import lower
 from optkit.pipeline.cache import PassCache
 from optkit.pipeline.state import TENSORS, State
 from optkit.pipeline.step import Step
+from tests.support.architectures import tiny_model
 from tests.support.graphs import apply, captured, dense, random_ids
 from tests.support.model_directory import VOCABULARY
 from tests.support.small_runs import TTFT_CPU, run
@@ -94,6 +95,24 @@ def test_loaded_state_falls_back_to_the_float_layers(cache: PassCache, options: 
     expected = dense(smooth.graph, few)
     assert not torch.equal(dense(other.graph, few), expected)
     assert torch.equal(dense(fall_back(other.graph, sites), few), expected)
+
+
+def test_loaded_state_has_the_head_that_a_pass_untied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPTKIT_CACHE", str(tmp_path / "cache"))
+    tiny_model("llama", tie_word_embeddings=True).save_pretrained(tmp_path / "tied")
+    cache = PassCache(tmp_path / "tied")
+    first = after(cache, None, captured("llama", tie_word_embeddings=True))
+    rotated = after(cache, first, passed(first, "rotate"))
+    assert {"lm_head.weight", "model.embed_tokens.weight"} <= stored(cache, rotated)
+    quantized = after(cache, rotated, passed(rotated, "int8", lm_head=True))
+    other = PassCache(tmp_path / "tied").load(quantized.step)
+    assert other is not None
+    ids = IDS % 128
+    float_again = fall_back(other.graph, quantized_sites(other.graph))
+    assert torch.equal(dense(float_again, ids), dense(rotated.graph, ids))
+    torch.testing.assert_close(dense(float_again, ids), dense(first.graph, ids), atol=2e-4, rtol=1e-4)
 
 
 def test_float_layers_that_a_pass_changed_itself_are_stored_with_it(cache: PassCache) -> None:
