@@ -47,7 +47,9 @@ def test_close_to_float(name: str, symmetric: bool) -> None:
     assert 1e-3 < relative_error(dense(graph, ids), dense(captured(name), ids)) < 0.5
 
 
-@pytest.mark.parametrize("options", [{}, {"symmetric": True}, {"activation_group_size": 0}])
+@pytest.mark.parametrize(
+    "options", [{}, {"symmetric": True}, {"activation_group_size": 0}, {"group_size": 96}]
+)
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 def test_kernels_agree_and_ragged_is_dense(name: str, options: dict[str, object]) -> None:
     """Between kernels an activation may round to the next of 255 steps, far less than what 4 bits lose."""
