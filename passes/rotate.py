@@ -1,4 +1,4 @@
-"""rotate: rotates the residual stream and the values of attention heads, so that int8 and int4 meet no outliers.
+"""rotate: rotates the residual stream and the values of attention heads, to spread outliers before int8 and int4.
 
 A few channels of a transformer's activations are tens of times larger than the rest. A rotation by an orthogonal matrix
 Q spreads these channels over all channels. Offline rotations (R1 and R2 of SpinQuant, arXiv 2405.16406; QuaRot, arXiv
@@ -6,13 +6,13 @@ Q spreads these channels over all channels. Offline rotations (R1 and R2 of Spin
 
 * The residual stream (R1). Writers are multiplied by Q on the output side, readers on the input side. An RMSNorm
   without a weight commutes with Q, so each norm's weight is folded into the readers first. A tied head gets a weight of
-  its own.
+  the head's own.
 * The values of each head (R2, option ``heads``): rows of the value projection, columns of the output projection.
 
-The result is the same model in exact arithmetic, with the same ops, and on disk a plain model that ``transformers``
-loads; only an untied head costs memory. ``rewriting/hadamard.py`` makes the matrices. The input of the down projection
-stays as it is, because a product of two channels does not commute with a rotation. A later ``smoothquant`` evens out
-that input. A checkpoint that was 4-bit before leaves its grid: ``w4a8`` no longer stores the same values.
+The result is the same model in exact arithmetic, with the same ops. On disk the result is a plain model for
+``transformers``; only an untied head costs memory. ``rewriting/hadamard.py`` makes the matrices. The input of the down
+projection stays unchanged, because a product of two channels does not commute with a rotation; ``smoothquant`` evens
+out the input of the down projection. A checkpoint of 4-bit weights leaves the 4-bit grid: ``w4a8`` then rounds anew.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def rotate_stream(graph: Graph, seed: int) -> Rotation:
 
 
 def untie(graph: Graph, head: fx.Node) -> None:
-    """Give a head that multiplies by the embedding a weight of its own, for now with the same tensor."""
+    """Give a tied head a weight of the head's own, with the tensor of the embedding."""
     name = f"{graph.meta.output_embedding}.weight"
     value = graph.linear_weight(head)
     graph.weights[name] = Weight(value, Origin((Part(name, len(value)),)))
