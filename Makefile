@@ -32,7 +32,7 @@ help:
 	@echo "make lint     ruff and mypy"
 	@echo "make format   let ruff rewrite what 'make lint' would complain about"
 	@echo "make bench    the demo's comparison with enough requests to quote (ARGS='--input-len 1024')"
-	@echo "make peers    compare with llama.cpp, OpenVINO and vLLM, installed into .peers (4 GB; ARGS=--quick)"
+	@echo "make peers    compare with llama.cpp and OpenVINO, installed into .peers (1 GB; ARGS='--isa avx2')"
 	@echo "make soak     the long tests (about an hour; ends after three)"
 	@echo "make chaos    a live server killed, flooded and left; 20,000 hostile artifacts (ends after three hours)"
 	@echo "make sanitize native code under GCC's address, undefined-behaviour and thread sanitizers (an hour)"

@@ -18,7 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 MEASURED, PEERS = "measured", "peers"  # the sections' markers
-NOT_QUOTED = {"demo.json", "local.json", "peers-local.json"}
+NOT_QUOTED = {"demo.json", "local.json", "peers-local.json", "peers-local-avx2.json"}
 ROWS = {
     "TTFT p50, ms": "latency_ms.ttft.p50",
     "TTFT p95, ms": "latency_ms.ttft.p95",
@@ -38,14 +38,14 @@ PEERS_NOTHING = (
 )
 PEERS_LEGEND = (
     "Every server answers the same prompts over HTTP, one server at a time, in interleaved rounds. Medians over "
-    "rounds, [quartiles]. What each engine runs with, and what not to believe: "
+    "rounds, [quartiles]; a ratio is taken within a round. What each engine runs with, and what not to believe: "
     "[bench/README.md](bench/README.md#other-engines)."
 )
 
 
 def results(folder: Path, keys: set[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """(file stem, content) of every quotable result with the keys ``keys``, by name."""
-    for file in sorted(folder.glob("*.json")):
+    for file in sorted(folder.glob("*.json"), key=lambda file: file.stem):
         data = json.loads(file.read_text("utf-8"))
         if file.name not in NOT_QUOTED and isinstance(data, dict) and keys <= set(data):
             yield file.stem, data
@@ -112,8 +112,9 @@ def number(value: float) -> str:
 
 
 def peers_block(stem: str, data: dict[str, Any]) -> str:
-    """A heading, a table of medians, a table of ratios for each artifact, versions, and the skipped peers."""
-    lines = [f"**{data['model']}** on {machine_line(data['environment'])} (`{stem}.json`)"]
+    """A heading, a table of medians, a table of ratios for each artifact, versions, instruction sets, skipped peers."""
+    where = f"{held_to(data)}on {machine_line(data['environment'])} (`{stem}.json`)"
+    lines = [f"**{data['model']}** {where}"]
     if data["servers"]:
         lines += ["", *peers_table(data["figures"], list(data["servers"]))]
     for artifact in data["artifacts"]:
@@ -129,6 +130,7 @@ def peers_block(stem: str, data: dict[str, Any]) -> str:
         f"{name}: {report['settings']['version']}" for name, report in data["servers"].items()
     )
     lines += ["", f"Versions: {versions}."] if versions else []
+    lines += isa_lines(data["servers"])
     lines += [f"Not measured: {name} ({reason})" for name, reason in data["skipped"].items()]
     lines += [
         f"No figure: {row['figure']}, {name} ({reason})"
@@ -138,6 +140,29 @@ def peers_block(stem: str, data: dict[str, Any]) -> str:
     if data["problems"]:
         lines.append(f"Warnings of this run: {len(data['problems'])}; the file lists them.")
     return "\n".join(lines)
+
+
+def held_to(data: dict[str, Any]) -> str:
+    """``held to AVX2, `` for a run with ``--isa avx2``; empty for a run on the best instruction set of the CPU."""
+    return "held to AVX2, " if data.get("isa") == "avx2" else ""
+
+
+def isa_lines(servers: dict[str, Any]) -> list[str]:
+    """A line with each server's word on its instruction set, for results that have it."""
+    found = [
+        f"{name}: {isa}{avx512_text(report.get('used_avx512'))}"
+        for name, report in servers.items()
+        if (isa := report["settings"].get("isa"))
+    ]
+    return (
+        ["", f"Instruction sets, and AVX-512 registers seen by the kernel: {'; '.join(found)}."]
+        if found
+        else []
+    )
+
+
+def avx512_text(used: bool | None) -> str:
+    return {None: "", True: " (AVX-512 seen)", False: " (no AVX-512 seen)"}[used]
 
 
 def peers_table(figures: list[dict[str, Any]], servers: list[str]) -> list[str]:
@@ -152,8 +177,16 @@ def ratio_table(figures: list[dict[str, Any]], artifact: str, others: list[str])
     rows = [["", *others], ["---"] * (len(others) + 1)]
     for row in figures:
         ratios = row["ratios"].get(artifact, {})
-        rows.append([row["figure"], *(f"{r['median']:.2f}" if (r := ratios.get(n)) else "-" for n in others)])
+        rows.append([row["figure"], *(ratio_cell(ratios.get(name)) for name in others)])
     return [f"| {' | '.join(cells)} |" for cells in rows]
+
+
+def ratio_cell(spread: dict[str, float] | None) -> str:
+    """``0.27 [0.25, 0.28]``; only the median without a spread."""
+    if spread is None:
+        return "-"
+    median, low, high = (f"{spread[key]:.2f}" for key in ("median", "q1", "q3"))
+    return median if low == high else f"{median} [{low}, {high}]"
 
 
 def spread_cell(spread: dict[str, float] | None) -> str:

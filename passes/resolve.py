@@ -16,7 +16,7 @@ from optkit.errors import UserError, nearest
 from optkit.passes.base import Stage
 from optkit.recipe.errors import explain
 from optkit.recipe.schema import PassEntry, Recipe
-from optkit.recipe.strict_yaml import Document
+from optkit.recipe.strict_yaml import Document, KeyPath
 
 
 class ResolvedPass(NamedTuple):
@@ -27,7 +27,17 @@ class ResolvedPass(NamedTuple):
     config: Any
 
 
-def resolve_passes(recipe: Recipe) -> list[ResolvedPass]:
+class Alternatives(NamedTuple):
+    """Candidates for a place of the pipeline, each a list of passes in order; ``name`` is the recipe's label."""
+
+    name: str
+    candidates: list[list[ResolvedPass]]
+
+
+Resolved = ResolvedPass | Alternatives
+
+
+def resolve_passes(recipe: Recipe) -> list[Resolved]:
     """Load each pass of ``recipe`` and validate the options with the pass's ``Config``.
 
     Raises:
@@ -36,24 +46,62 @@ def resolve_passes(recipe: Recipe) -> list[ResolvedPass]:
     return resolve_entries(recipe.passes, recipe.document)
 
 
-def resolve_entries(entries: Sequence[PassEntry], document: Document) -> list[ResolvedPass]:
+def resolve_entries(entries: Sequence[PassEntry], document: Document) -> list[Resolved]:
     """Resolve every entry and check the order of stages (``Stage``)."""
-    resolved = [resolve_entry(entry, document) for entry in entries]
+    resolved = [
+        resolve_alternatives(entry, document)
+        if entry.one_of
+        else resolve_entry(entry, document, ("passes", entry.name))
+        for entry in entries
+    ]
     for before, after in itertools.pairwise(resolved):
-        if after.pass_class.stage < before.pass_class.stage:
-            raise UserError(
-                f"'{after.entry.name}' must come before '{before.entry.name}'",
-                where=document.where(("passes", after.entry.name)),
-                fix=f"the order is: {', '.join(stage.name.lower() for stage in Stage)}",
-            )
+        check_order(before, after, document.where(("passes", name_of(after))))
     return resolved
 
 
-def resolve_entry(entry: PassEntry, document: Document) -> ResolvedPass:
-    """Look up the pass in the table and validate ``entry.config`` with the pass's ``Config``."""
+def resolve_alternatives(entry: PassEntry, document: Document) -> Alternatives:
+    """Resolve the candidates of ``entry`` and check the order of stages in each."""
+    candidates = []
+    for index, candidate in enumerate(entry.one_of or ()):
+        path = ("passes", entry.name, "one_of", index)
+        resolved = [resolve_entry(one, document, (*path, one.name)) for one in candidate]
+        for before, after in itertools.pairwise(resolved):
+            check_order(before, after, document.where((*path, name_of(after))))
+        candidates.append(resolved)
+    return Alternatives(entry.name, candidates)
+
+
+def check_order(before: Resolved, after: Resolved, where: str) -> None:
+    """Refuse a pass ``after`` of an earlier stage than ``before``.
+
+    Raises:
+        UserError: at ``where``.
+    """
+    first = max(members(before, -1), key=lambda resolved: resolved.pass_class.stage)
+    second = min(members(after, 0), key=lambda resolved: resolved.pass_class.stage)
+    if second.pass_class.stage < first.pass_class.stage:
+        raise UserError(
+            f"'{second.entry.name}' must come before '{first.entry.name}'",
+            where=where,
+            fix=f"the order is: {', '.join(stage.name.lower() for stage in Stage)}",
+        )
+
+
+def members(resolved: Resolved, index: int) -> list[ResolvedPass]:
+    """The pass at ``index`` (0 or -1) of every candidate; a pass is the only candidate for its place."""
+    if isinstance(resolved, Alternatives):
+        return [candidate[index] for candidate in resolved.candidates]
+    return [resolved]
+
+
+def name_of(resolved: Resolved) -> str:
+    return resolved.name if isinstance(resolved, Alternatives) else resolved.entry.name
+
+
+def resolve_entry(entry: PassEntry, document: Document, path: KeyPath) -> ResolvedPass:
+    """Look up the pass in the table and validate ``entry.config``, at ``path``, with the pass's ``Config``."""
     from optkit import passes  # type: ignore[attr-defined]
 
-    path = ("passes", entry.name)
     if entry.name not in passes.names():
         fix = nearest(entry.name, passes.names())
         raise UserError(f"unknown pass '{entry.name}'", where=document.where(path), fix=fix)
@@ -88,7 +136,15 @@ def passes_schema(definitions: dict[str, Any]) -> dict[str, Any]:
         # Without torch: any pass, any options.
         return schema | {"additionalProperties": {"type": ["object", "null"]}}
     properties = {name: _options_schema(name, model, definitions) for name, model in models.items()}
-    return schema | {"properties": properties, "additionalProperties": False}
+    candidate = {"type": "object", "properties": dict(properties), "additionalProperties": False}
+    label = {
+        "type": "object",
+        "description": "Candidates for this place; the best measured is kept.",
+        "properties": {"one_of": {"type": "array", "minItems": 1, "items": candidate}},
+        "required": ["one_of"],
+        "additionalProperties": False,
+    }
+    return schema | {"properties": properties, "additionalProperties": label}
 
 
 def _options_schema(name: str, model: type[BaseModel], definitions: dict[str, Any]) -> dict[str, Any]:

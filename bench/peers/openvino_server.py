@@ -73,7 +73,7 @@ def send(stream: IO[bytes], value: Any) -> None:
 # -- the engine process -----------------------------------------------------------------------------
 
 
-def engine(directory: str, max_num_batched_tokens: int) -> None:
+def engine(directory: str, max_num_batched_tokens: int, wanted: dict[str, str]) -> None:
     """Load, send the settings, then step in an endless loop.
 
     Receives [id, prompt ids, max tokens], sends [id, new token ids].
@@ -87,7 +87,7 @@ def engine(directory: str, max_num_batched_tokens: int) -> None:
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.enable_prefix_caching = False
     scheduler.max_num_batched_tokens = max_num_batched_tokens
-    pipeline, properties = load(directory, scheduler)
+    pipeline, properties = load(directory, scheduler, wanted)
     options = {"max_num_batched_tokens": max_num_batched_tokens, "enable_prefix_caching": False}
     send(out, {"version": openvino_genai.get_version(), "scheduler": options, "properties": properties})
     handles: dict[int, Any] = {}
@@ -110,8 +110,11 @@ def engine(directory: str, max_num_batched_tokens: int) -> None:
                 del handles[number]
 
 
-def load(directory: str, scheduler: Any) -> tuple[Any, dict[str, str]]:
-    """The pipeline, and the properties of the compiled model. OpenVINO only prints the properties."""
+def load(directory: str, scheduler: Any, wanted: dict[str, str]) -> tuple[Any, dict[str, str]]:
+    """The pipeline with the properties ``wanted``, and the properties of the compiled model.
+
+    OpenVINO only prints the properties.
+    """
     import openvino_genai
 
     os.environ["OPENVINO_LOG_LEVEL"] = "3"
@@ -119,7 +122,7 @@ def load(directory: str, scheduler: Any) -> tuple[Any, dict[str, str]]:
         stdout = os.dup(1)
         os.dup2(log.fileno(), 1)
         try:
-            pipeline = openvino_genai.ContinuousBatchingPipeline(directory, scheduler, "CPU", {})
+            pipeline = openvino_genai.ContinuousBatchingPipeline(directory, scheduler, "CPU", wanted)
         finally:
             os.dup2(stdout, 1)
             os.close(stdout)
@@ -197,10 +200,12 @@ def main() -> None:
     parser.add_argument("directory", help="OpenVINO IR with its tokenizer")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--max-num-batched-tokens", type=int, required=True)
+    parser.add_argument("--property", action="append", default=[], help="NAME=VALUE of the compiled model")
     parser.add_argument("--engine", action="store_true", help="be the process that computes")
     options = parser.parse_args()
     if options.engine:
-        engine(options.directory, options.max_num_batched_tokens)
+        wanted = dict(text.split("=", 1) for text in options.property)
+        engine(options.directory, options.max_num_batched_tokens, wanted)
     else:
         serve(options.directory, options.port)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
-from bench.peers.peer import Model, Peer
+from bench.peers.isa import NATIVE, VARIABLES
+from bench.peers.peer import Model, Peer, run, torch_capability
 from optkit.bench import servers
 from optkit.errors import UserError
 
@@ -14,8 +16,8 @@ from optkit.errors import UserError
 class Optkit(Peer):
     """An artifact. The settings come from the recipe, but the prefix cache is off, as for all peers."""
 
-    def __init__(self, name: str, artifact: Path) -> None:
-        self.name, self.artifact = name, artifact
+    def __init__(self, name: str, artifact: Path, isa: str = NATIVE) -> None:
+        self.name, self.artifact, self.isa = name, artifact, isa
 
     def prepare(self, model: Model, progress: object) -> None:
         if not (self.artifact / "optkit" / "manifest.json").is_file():
@@ -30,4 +32,10 @@ class Optkit(Peer):
 
         recipe = json.loads((self.artifact / "optkit" / "manifest.json").read_text("utf-8"))["recipe"]
         kept = {key: recipe[key] for key in ("name", "passes", "runtime")}
-        return {"version": f"optkit {__version__}", "recipe": kept}
+        return {"version": f"optkit {__version__}", "isa": self.reported_isa(), "recipe": kept}
+
+    def reported_isa(self) -> str:
+        """The instruction set of the native kernels and of PyTorch, from a process with the server's variables."""
+        code = "from optkit.artifact.measured_on import kernels_here; print(kernels_here())"
+        kernels = run([sys.executable, "-c", code], VARIABLES[self.isa]).strip()
+        return f"{kernels} kernels, {torch_capability(sys.executable, self.isa)}"

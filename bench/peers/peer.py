@@ -1,4 +1,4 @@
-"""The interface of a peer: installation, model file, server command, settings.
+"""The interface of a peer: installation, model file, options to try, server command, settings.
 
 A peer gets a virtual environment below ``.peers/``, so that its pins do not conflict with optkit's, and converts its
 model there once. Both are reused: a stamp file holds the pins of the environment. Any failure is a ``UserError``. The
@@ -14,8 +14,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from bench.peers.isa import NATIVE, VARIABLES
 from optkit.bench import environment
 from optkit.errors import UserError
 
@@ -49,9 +51,20 @@ class Model:
 
 
 class Peer(ABC):
-    """A column of the result."""
+    """A column of the result.
+
+    Attributes:
+        isa: ``native`` or ``avx2``; the variables of ``bench.peers.isa`` are added to the server's environment.
+        batches: False for a server that answers one request at a time; workloads with several clients skip the server.
+        options: the candidate in use, of ``candidates()``.
+        trials: the outcome of all candidates, for the result.
+    """
 
     name: str
+    isa: str = NATIVE
+    batches: bool = True
+    options: Mapping[str, str] = MappingProxyType({})
+    trials: Mapping[str, Any] = MappingProxyType({})
 
     def install(self, progress: Progress) -> None:  # noqa: B027  (a peer that lives in optkit's own environment)
         """Make the peer's virtual environment."""
@@ -62,13 +75,20 @@ class Peer(ABC):
     def prepare(self, model: Model, progress: Progress) -> None:  # noqa: B027  (serves the checkpoint as it is)
         """Convert the model."""
 
+    def candidates(self) -> list[dict[str, str]]:
+        """The sets of options to choose from by trial; empty for a peer without such options."""
+        return []
+
     @abstractmethod
     def command(self, model: Model, port: int) -> list[str]:
         """The server's command line. The server must answer /health, /v1/models and /v1/completions."""
 
     @abstractmethod
     def settings(self, model: Model, url: str) -> dict[str, Any]:
-        """Version and relevant options, read back from the running server if possible."""
+        """Version, relevant options and the engine's word on its instruction set (``isa``).
+
+        Values are read back from the running server if possible.
+        """
 
 
 @dataclass(frozen=True)
@@ -115,6 +135,12 @@ class Venv:
         if self.remove:
             run([*pip, "uninstall", "-y", *self.remove])
         (self.folder / ".made").write_text(self.recipe, "utf-8")
+
+
+def torch_capability(python: str, isa: str) -> str:
+    """PyTorch's word on its instruction set, from a process with the variables of ``isa``."""
+    code = "import torch; print(torch.backends.cpu.get_cpu_capability())"
+    return f"torch {run([python, '-c', code], VARIABLES[isa]).strip()}"
 
 
 def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> str:

@@ -11,25 +11,36 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from bench.peers.isa import AVX2, NATIVE
 from bench.peers.workloads import FIGURES, MEMORY_FIGURE, START_FIGURE, Figure
 from optkit.bench.result import BenchResult, spread
 
 SCHEMA = 1
 MIB = 1 << 20
+ONE_AT_A_TIME = "it answers one request at a time"
 
 
 @dataclass
 class ServerReport:
-    """A server: settings, seconds of each start, peak memory."""
+    """A server: settings, seconds of each start, peak memory, the options in use and the trials behind them.
+
+    ``used_avx512``: the kernel saw AVX-512 registers in use during the rounds; None where the kernel keeps no record.
+    """
 
     settings: dict[str, Any]
     start_seconds: list[float]
     peak_memory: int = 0
+    options: dict[str, str] = field(default_factory=dict)
+    trials: dict[str, Any] = field(default_factory=dict)
+    used_avx512: bool | None = None
 
 
 @dataclass
 class Measured:
-    """A whole run. ``artifacts`` are the names of optkit's own servers, the candidates of every ratio."""
+    """A whole run on the instruction set ``isa``.
+
+    ``artifacts`` are the names of optkit's own servers, the candidates of every ratio.
+    """
 
     model: str
     environment: dict[str, Any]
@@ -37,6 +48,7 @@ class Measured:
     servers: dict[str, ServerReport] = field(default_factory=dict)
     results: dict[str, BenchResult] = field(default_factory=dict)
     artifacts: list[str] = field(default_factory=list)
+    isa: str = NATIVE
 
     def figures(self) -> list[dict[str, Any]]:
         """A row per figure.
@@ -63,6 +75,7 @@ class Measured:
             for artifact in self._measured_artifacts()
         }
         missing = {side: why_missing(result, side) for side, value in values.items() if value is None}
+        missing |= {side: ONE_AT_A_TIME for side in self.servers if side not in result.sides}
         row = {"figure": figure.label, "unit": figure.unit, "servers": values, "ratios": ratios}
         return row | ({"missing": missing} if missing else {})
 
@@ -84,6 +97,9 @@ class Measured:
     def problems(self) -> list[str]:
         """Reasons against comparing the numbers; each result repeats the warning about the machine."""
         lines = [line for result in self.results.values() for line in result.problems()]
+        if self.isa == AVX2:
+            wide = [name for name, report in self.servers.items() if report.used_avx512]
+            lines += [f"{name} used AVX-512 in a run on AVX2" for name in wide]
         return list(dict.fromkeys(lines))
 
     def to_dict(self) -> dict[str, Any]:
@@ -91,6 +107,7 @@ class Measured:
             "schema": SCHEMA,
             "kind": "peers",
             "model": self.model,
+            "isa": self.isa,
             "environment": self.environment,
             "artifacts": self._measured_artifacts(),
             "servers": {name: vars(report) for name, report in self.servers.items()},

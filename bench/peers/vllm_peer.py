@@ -17,7 +17,18 @@ from typing import Any
 
 import httpx
 
-from bench.peers.peer import MAX_CLIENTS, MAX_MODEL_LEN, PEERS, Model, Peer, Progress, Venv, public_command
+from bench.peers.isa import NATIVE
+from bench.peers.peer import (
+    MAX_CLIENTS,
+    MAX_MODEL_LEN,
+    PEERS,
+    Model,
+    Peer,
+    Progress,
+    Venv,
+    public_command,
+    torch_capability,
+)
 from optkit.bench.servers import HOST
 
 VERSION = "0.32.0"
@@ -50,8 +61,8 @@ class Vllm(Peer):
         remove=("torchvision", "torchaudio", "torchcodec"),
     )
 
-    def __init__(self, weights: str) -> None:
-        self.weights = weights
+    def __init__(self, weights: str, isa: str = NATIVE) -> None:
+        self.weights, self.isa = weights, isa
         self.name = f"vllm-{weights}"
 
     def install(self, progress: Progress) -> None:
@@ -94,6 +105,7 @@ class Vllm(Peer):
         answer = httpx.get(f"{url}/version", timeout=10, trust_env=False).json()
         return {
             "version": f"vLLM {answer['version']}",
+            "isa": torch_capability(self.venv.python, self.isa),
             "weights": self.weights,
             "command": public_command(self.command(model, 0), model),
         }

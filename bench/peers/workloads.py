@@ -15,9 +15,9 @@ from optkit.bench.result import Key
 from optkit.bench.workload import WorkloadConfig
 
 WORKLOADS = {
-    "short": WorkloadConfig(num_prompts=4, input_len=128, output_len=64, seed=1),
-    "medium": WorkloadConfig(num_prompts=4, input_len=512, output_len=16, seed=2),
-    "long": WorkloadConfig(num_prompts=2, input_len=1900, output_len=64, seed=3),
+    "short": WorkloadConfig(num_prompts=2, input_len=128, output_len=64, seed=1),
+    "medium": WorkloadConfig(num_prompts=2, input_len=512, output_len=16, seed=2),
+    "long": WorkloadConfig(num_prompts=1, input_len=1900, output_len=64, seed=3),
     "clients": WorkloadConfig(
         num_prompts=MAX_CLIENTS, input_len=256, output_len=64, max_concurrency=MAX_CLIENTS, seed=4
     ),

@@ -21,7 +21,7 @@ from optkit.graph.ops.operands import Role
 PACKED, SCALE, ZERO_POINT, G_IDX = "weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx"
 MINIMUM, INPUT_SCALE = "weight_minimum", "input_scale"
 
-# Operands indexed by input channel, the same for all modules of a fused layer.
+# Operands of the input (group of each channel, scale), the same for all modules of a fused layer.
 SHARED = {o.stored for op in ops.QUANTIZED_LINEARS.values() for o in op.stored if o.role is Role.CHANNELS}
 
 

@@ -71,15 +71,14 @@ def load_run(artifact: Artifact) -> RunRecord:
     Raises:
         UserError: the file is missing or not a report.
     """
-    from optkit.pipeline.records import PassRecord, RunRecord
+    from optkit.pipeline.records import RunRecord
     from optkit.pipeline.report_schema import ReportFile
     from optkit.untrusted_json import check, parse_bounded, read_bounded
 
     file = artifact.directory / "optkit" / "report.json"
     data = parse_bounded(read_bounded(file, MAX_REPORT_BYTES), str(file), "the report can't be read:")
     check(ReportFile, data, str(file), "the report can't be read")
-    whole = PassRecord.from_dict(data["whole"]) if data["whole"] else None
-    return RunRecord([PassRecord.from_dict(entry) for entry in data["passes"]], whole)
+    return RunRecord.from_dict(data)
 
 
 def facts(artifact: Artifact, run: RunRecord) -> dict[str, Any]:
@@ -112,7 +111,7 @@ def code_line(artifact: Artifact) -> str:
 
 def bounds(artifact: Artifact, run: RunRecord) -> Iterator[dict[str, Any]]:
     """Each bound of the recipe beside the measured value: bounds of the passes, then of the whole."""
-    own = {entry.name: entry.accept for entry in artifact.recipe.passes}
+    own = {entry.name: entry.accept for entry in artifact.recipe.entries}
     for record in run.passes:
         if record.name in own:
             yield from compared(record.name, own[record.name], record)
@@ -158,7 +157,7 @@ def graph_lines(artifact: Artifact, tokens: int) -> Iterator[str]:
 
 def show_artifact(artifact: Artifact, run: RunRecord) -> None:
     """Print all tables and lines of ``optkit inspect``."""
-    from optkit.pipeline.report import compiled_table, compiled_variants, run_table
+    from optkit.pipeline.report import alternatives_table, compiled_table, compiled_variants, run_table
 
     recipe, manifest = artifact.recipe, artifact.manifest
     versions = ", ".join(f"{key} {value}" for key, value in manifest.get("environment", {}).items())
@@ -167,6 +166,8 @@ def show_artifact(artifact: Artifact, run: RunRecord) -> None:
     show(f"digest  sha256 {manifest.get('digest', 'none: made by an older optkit')}, without measurements")
     show(f"made by {versions}")
     show_table(run_table(run))
+    for label, records in run.alternatives.items():
+        show_table(alternatives_table(label, records))
     show_table(compiled_table(compiled_variants(run)))
     show(code_line(artifact))
     if names := variant_names(run):

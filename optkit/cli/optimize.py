@@ -66,7 +66,7 @@ def optimize(
         _dry_run(model, loaded, as_json)
         return
     path = out or Path(f"{loaded.name}-artifact")
-    with console.stages(len(loaded.passes) + FIXED_STAGES) as progress:
+    with console.stages(len(loaded.entries) + FIXED_STAGES) as progress:
         from optkit.pipeline.driver import optimize as run_pipeline
 
         run = run_pipeline(model, loaded, path, force=force, progress=progress, final_tokens=quality_tokens)
@@ -76,11 +76,19 @@ def optimize(
     from dataclasses import asdict
 
     from optkit.machine.present import present_target
-    from optkit.pipeline.report import compiled_table, compiled_variants, run_table, summary_lines
+    from optkit.pipeline.report import (
+        alternatives_table,
+        compiled_table,
+        compiled_variants,
+        run_table,
+        summary_lines,
+    )
 
     target = asdict(present_target(loaded.target))
 
     print_table(run_table(run))
+    for label, records in run.alternatives.items():
+        print_table(alternatives_table(label, records))
     if compiled_variants(run):
         print_table(compiled_table(compiled_variants(run)))
     for line in summary_lines(run, target):

@@ -13,7 +13,13 @@ from optkit.cli import console
 from optkit.cli.help import PlainCommand
 from optkit.cli.tables import print_table
 from optkit.errors import UserError
-from optkit.passes.resolve import ResolvedPass, recipe_json_schema, resolve_passes
+from optkit.passes.resolve import (
+    Alternatives,
+    Resolved,
+    ResolvedPass,
+    recipe_json_schema,
+    resolve_passes,
+)
 from optkit.recipe.load import list_recipes, load_recipe, parse_recipe
 from optkit.recipe.schema import Accept, Recipe, format_bytes
 
@@ -44,13 +50,13 @@ def table(recipes: list[Recipe]) -> Table:
     """A row per recipe."""
     grid = Table("recipe", "target", "passes", "description", box=None, pad_edge=False)
     for recipe in recipes:
-        names = ", ".join(entry.name for entry in recipe.passes) or "(none)"
+        names = ", ".join(entry.name for entry in recipe.entries) or "(none)"
         grid.add_row(recipe.name, recipe.target, names, recipe.description)
     return grid
 
 
 def _summary(recipe: Recipe) -> dict[str, Any]:
-    passes = [entry.name for entry in recipe.passes]
+    passes = [entry.name for entry in recipe.entries]
     return {"name": recipe.name, "target": recipe.target, "description": recipe.description, "passes": passes}
 
 
@@ -86,13 +92,15 @@ def check(name: Name, set_: Overrides = None, as_json: Json = False) -> None:
         console.stdout.print(line)
 
 
-def _plan(row: ResolvedPass) -> dict[str, Any]:
+def _plan(row: Resolved) -> dict[str, Any]:
+    if isinstance(row, Alternatives):
+        return {"name": row.name, "one_of": [list(map(_plan, candidate)) for candidate in row.candidates]}
     options = row.config.model_dump(mode="json")
     accept = row.entry.accept.model_dump(mode="json", exclude_none=True)
     return {"name": row.entry.name, "options": options, "accept": accept}
 
 
-def _plan_lines(recipe: Recipe, resolved: list[ResolvedPass]) -> list[str]:
+def _plan_lines(recipe: Recipe, resolved: list[Resolved]) -> list[str]:
     work, size = recipe.workload, recipe.runtime
     prompts = ", ".join(map(str, work.prompt_tokens))
     lines = [
@@ -101,13 +109,23 @@ def _plan_lines(recipe: Recipe, resolved: list[ResolvedPass]) -> list[str]:
         f"runtime   {size.max_num_seqs} sequences, KV cache {format_bytes(size.kv_cache_bytes)}",
     ]
     for number, row in enumerate(resolved, 1):
-        options = ", ".join(f"{key}={value}" for key, value in _plan(row)["options"].items())
-        bounds = _bounds(row.entry.accept, "   keep if ")
-        lines.append(f"{number:>3}. {row.entry.name:<20} {options}{bounds}".rstrip())
+        if isinstance(row, Alternatives):
+            lines.append(f"{number:>3}. {row.name}, one of:")
+            for candidate in row.candidates:
+                first, *rest = map(_plan_line, candidate)
+                lines += [f"   - {first}", *(f"     {line}" for line in rest)]
+        else:
+            lines.append(f"{number:>3}. {_plan_line(row)}")
     if not resolved:
         lines.append("no passes: the model is captured and served unchanged")
     whole = _bounds(recipe.accept, "whole     ")
     return [*lines, whole] if whole else lines
+
+
+def _plan_line(row: ResolvedPass) -> str:
+    """``int8   group_size=32, ...   keep if max_kld 0.01``"""
+    options = ", ".join(f"{key}={value}" for key, value in _plan(row)["options"].items())
+    return f"{row.entry.name:<20} {options}{_bounds(row.entry.accept, '   keep if ')}".rstrip()
 
 
 def _bounds(accept: Accept, prefix: str) -> str:

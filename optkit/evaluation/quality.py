@@ -20,7 +20,7 @@ windows are streamed: each side holds at most a pair of windows, and rows are sc
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -30,6 +30,7 @@ from torch import Tensor
 
 from optkit.runtime.logits import RuntimeLogits as RuntimeLogits
 
+KEPT_BYTES = 1 << 30  # of the source model's logits, kept for later comparisons
 ROWS = 64  # logits rows scored at once: [64, V] float32 temporaries
 
 
@@ -57,6 +58,33 @@ class ModuleLogits:
     def logits(self, windows: Sequence[Sequence[int]]) -> Iterator[Tensor]:
         for window in windows:
             yield self.module(torch.tensor([window]), use_cache=False).logits[0].float()
+
+
+class KeptLogits:
+    """Logits of a source, computed once for each window, as long as the kept logits fit in ``limit`` bytes.
+
+    Args:
+        make: makes the source; called for each request with windows that are not kept. So the source's memory is free
+            between two requests.
+    """
+
+    def __init__(self, make: Callable[[], LogitsSource], limit: int = KEPT_BYTES) -> None:
+        self.make, self.limit = make, limit
+        self.kept: dict[tuple[int, ...], Tensor] = {}
+
+    def logits(self, windows: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+        keys = [tuple(window) for window in windows]
+        missing = {key for key in keys if key not in self.kept}
+        made = self.make().logits([key for key in keys if key in missing]) if missing else iter(())
+        for key in keys:
+            yield self.keep(key, next(made)) if key in missing else self.kept[key]
+
+    def keep(self, key: tuple[int, ...], rows: Tensor) -> Tensor:
+        """Keep ``rows`` if there is room."""
+        size = sum(tensor.nbytes for tensor in self.kept.values()) + rows.nbytes
+        if size <= self.limit:
+            self.kept[key] = rows
+        return rows
 
 
 @dataclass(frozen=True)

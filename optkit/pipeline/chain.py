@@ -6,7 +6,7 @@ are applied again, earlier passes are not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,11 +17,11 @@ from optkit.graph.ir import Graph
 from optkit.passes.base import Plan
 from optkit.passes.quantization.linear import LinearQuantization
 from optkit.passes.resolve import ResolvedPass
-from optkit.pipeline.apply import Reproduce, apply_pass
-from optkit.pipeline.cache import PassCache
+from optkit.pipeline.apply import apply_pass
 from optkit.pipeline.compile_hook import build_code
 from optkit.pipeline.measurement import Measurement
 from optkit.pipeline.records import PassRecord, RunRecord
+from optkit.pipeline.runner import PassRunner
 from optkit.pipeline.state import State
 from optkit.pipeline.step import Step, pass_facts, whole_step
 
@@ -34,19 +34,19 @@ class Chain:
         steps: the capture, then a step for each pass.
         records: a record for each pass.
         last: the state after the last step.
-        reproduce: writes a reproducer of a failing pass.
-        waiting: called before a wait for another run.
+        runner: has run the passes; measures, and keeps finished steps.
     """
 
     passes: Sequence[ResolvedPass]
     steps: Sequence[Step]
     records: Sequence[PassRecord]
     last: State
-    cache: PassCache
-    measurement: Measurement
+    runner: PassRunner
     final_tokens: int
-    reproduce: Reproduce
-    waiting: Callable[[], None]
+
+    @property
+    def measurement(self) -> Measurement:
+        return self.runner.measurement
 
     @property
     def quantizers(self) -> set[str]:
@@ -70,7 +70,7 @@ class Chain:
             self.measurement.measure_quality(whole, lowered, self.final_tokens, spans)
             return graph, RunRecord(passes, whole.decided("kept", "")).to_dict()
 
-        state = self.cache.resume(step, base, work, self.waiting)
+        state = self.runner.cache.resume(step, base, work, self.runner.waiting)
         return state.graph, RunRecord.from_dict(state.record)
 
     def first_change(self, records: Sequence[PassRecord]) -> int:
@@ -86,11 +86,11 @@ class Chain:
         if start == len(records):
             return self.last
         step = self.steps[start + 1 if records[start].in_effect else start]
-        found = self.cache.load(step)
+        found = self.runner.cache.load(step)
         if found is None:
             raise UserError(
                 "a finished step of this run was damaged",
-                where=str(self.cache.root / step.key),
+                where=str(self.runner.cache.root / step.key),
                 fix="run again",
             )
         return found
@@ -120,10 +120,10 @@ class Chain:
         optimization = resolved.pass_class(resolved.config)
         effects = [effect(before) for before in records[:index]]
         facts = [pass_facts(earlier) for earlier in self.passes[: index + 1]]
-        workspace = self.cache.workspace(base.step.then({"again": facts, "after": effects}))
+        workspace = self.runner.cache.workspace(base.step.then({"again": facts, "after": effects}))
         context = self.measurement.context(workspace)
         plan = optimization.check(graph, context)
-        result = apply_pass(optimization, graph, plan, context, self.reproduce)
+        result = apply_pass(optimization, graph, plan, context, self.runner.reproducer(self.last.step))
         record.sites = [site.name for site in plan.sites]
         record.changed = result.changed - len(record.fallback)
         m = self.measurement

@@ -1,16 +1,14 @@
-"""The driver: runs a recipe's passes over a captured model, proves each, and writes the artifact.
+"""The driver: captures a model, runs a recipe's passes in order, judges the whole, and writes the artifact.
 
-For each pass, in the recipe's order: check, apply, verify (graph and numerics), predict (time before and after),
-measure (paired, through the runtime), keep or roll back by the recipe's bounds and objective
-(``optkit.pipeline.judge``), record. A finished step is kept in the cache (``optkit.pipeline.cache``). A pass that
-breaks the graph is a bug: the driver writes a reproducer and names the pass.
+Passes run in ``optkit.pipeline.runner``; ``optkit.pipeline.judge`` decides; finished steps are kept in the cache
+(``optkit.pipeline.cache``).
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,48 +16,27 @@ from optkit.artifact import staging
 from optkit.checkpoint.locate import ModelSource, resolve
 from optkit.checkpoint.validate import validate_checkpoint
 from optkit.graph.ir import Graph
-from optkit.machine.paths import cache_dir
 from optkit.machine.present import present_target
 from optkit.machine.target import Target
-from optkit.passes.base import PassContext, Progress, no_progress
-from optkit.passes.resolve import ResolvedPass, resolve_passes
-from optkit.pipeline.apply import PassFailed, Reproduce, apply_pass
+from optkit.passes.base import Progress, no_progress
+from optkit.passes.resolve import Alternatives, Resolved, ResolvedPass, resolve_passes
+from optkit.pipeline.alternatives import choose
+from optkit.pipeline.apply import PassFailed
 from optkit.pipeline.cache import PassCache
 from optkit.pipeline.chain import Chain
 from optkit.pipeline.compile_hook import ensure_code
-from optkit.pipeline.judge import PassJudge, judge_whole
 from optkit.pipeline.measurement import Measurement
 from optkit.pipeline.records import PassRecord, RunRecord
+from optkit.pipeline.runner import WAITING, PassRunner, has_inexact
 from optkit.pipeline.state import State
-from optkit.pipeline.step import Step, capture_step, environment, pass_step
+from optkit.pipeline.step import capture_step, environment
+from optkit.pipeline.whole import judge_whole
 from optkit.recipe.load import load_recipe
 from optkit.recipe.schema import Recipe
 
-__all__ = ["PassFailed", "Pipeline", "optimize", "run_pass"]
+__all__ = ["PassFailed", "Pipeline", "optimize"]
 
 FINAL_TOKENS = 20480  # of text that the quality of the whole is measured on
-
-Judge = Callable[[Graph, Graph, PassRecord], Graph]  # (before, candidate, record) -> the graph to go on with
-
-
-def run_pass(
-    graph: Graph,
-    resolved: ResolvedPass,
-    context: PassContext,
-    judge: Judge,
-    reproduce: Reproduce | None = None,
-) -> tuple[Graph, PassRecord]:
-    """Run a pass: check, apply, verify, then keep or roll back by ``judge``; ``graph`` itself is not changed."""
-    optimization = resolved.pass_class(resolved.config)
-    candidate = graph.clone()
-    plan = optimization.check(candidate, context)
-    record = PassRecord.planned(optimization.name, resolved.config.model_dump(), plan)
-    if not plan.sites:
-        return graph, record.decided("skipped", "no site to change")
-    context.progress(f"{optimization.name}: rewriting {len(plan.sites)} sites")
-    result = apply_pass(optimization, candidate, plan, context, reproduce)
-    record.changed, record.stats, record.exact = result.changed, result.stats, optimization.exact
-    return judge(graph, candidate, record), record
 
 
 @dataclass(frozen=True)
@@ -74,30 +51,36 @@ class Pipeline:
 
     def run(self) -> tuple[Graph, RunRecord]:
         """Capture, run every pass, judge the whole; finished steps come from the cache."""
-        passes = resolve_passes(self.recipe)
+        resolved = resolve_passes(self.recipe)
         with PassCache(self.source.directory) as cache:
-            graph, run = judge_whole(self.run_passes(passes, cache))
+            chain, alternatives = self.run_passes(resolved, cache)
+            graph, run = judge_whole(chain)
             ensure_code(graph, self.recipe, self.target, self.progress)
             cache.remove_workspaces()
-        return graph, run
+        return graph, replace(run, alternatives=alternatives)
 
-    def run_passes(self, passes: Sequence[ResolvedPass], cache: PassCache) -> Chain:
-        """Run the capture and every pass in order."""
-        state = self.capture(cache)
-        directory = self.source.directory
-        measurement = Measurement(directory, self.recipe, self.target, self.progress, state.graph)
-        steps, records = [state.step], list[PassRecord]()
-        for resolved in passes:
-            after_inexact = any(record.in_effect and not record.exact for record in records)
-            judge = PassJudge(measurement, resolved.entry.accept, resolved.entry.keep, after_inexact)
-            state = self.advance(state, resolved, judge, cache)
-            steps.append(state.step)
-            records.append(PassRecord.from_dict(state.record))
-            self.progress(f"{resolved.entry.name}: {records[-1].decision}, {records[-1].reason}")
-        reproduce = self.reproducer(state.step)
-        return Chain(
-            passes, steps, records, state, cache, measurement, self.final_tokens, reproduce, self.waiting
+    def run_passes(
+        self, resolved: Sequence[Resolved], cache: PassCache
+    ) -> tuple[Chain, dict[str, list[PassRecord]]]:
+        """The capture and every pass in order; and the records of all candidates, by label of the recipe."""
+        states, passes = [self.capture(cache)], list[ResolvedPass]()
+        directory, reference = self.source.directory, states[0].graph
+        runner = PassRunner(Measurement(directory, self.recipe, self.target, self.progress, reference), cache)
+        candidates: dict[str, list[PassRecord]] = {}
+        for part in parts(resolved):
+            after_inexact = has_inexact(states[1:])
+            if isinstance(part, Alternatives):
+                choice = choose(runner, part, states[-1], after_inexact=after_inexact)
+                candidates[part.name] = choice.records
+                passes, states = passes + choice.passes, states + choice.states
+            else:
+                states += runner.run(part, states[-1], after_inexact=after_inexact)
+                passes += part
+        steps, records = (
+            [state.step for state in states],
+            [PassRecord.from_dict(s.record) for s in states[1:]],
         )
+        return Chain(passes, steps, records, states[-1], runner, self.final_tokens), candidates
 
     def capture(self, cache: PassCache) -> State:
         """The captured model."""
@@ -107,37 +90,21 @@ class Pipeline:
             self.progress("capturing the model with torch.export")
             return capture_directory(self.source.directory), {}
 
-        return cache.resume(capture_step(self.source, self.target), None, work, self.waiting)
+        waiting = partial(self.progress, WAITING)
+        return cache.resume(capture_step(self.source, self.target), None, work, waiting)
 
-    def advance(self, state: State, resolved: ResolvedPass, judge: PassJudge, cache: PassCache) -> State:
-        """The state after the pass ``resolved`` on ``state``."""
-        step = pass_step(state.step, resolved, self.recipe)
-        workspace = cache.workspace(step)
-        context = judge.measurement.context(workspace)
 
-        def work() -> tuple[Graph, dict[str, Any]]:
-            graph, record = run_pass(state.graph, resolved, context, judge, self.reproducer(step))
-            return graph, record.to_dict()
-
-        after = cache.resume(step, state, work, self.waiting)
-        cache.remove(workspace)
-        return after
-
-    def waiting(self) -> None:
-        self.progress("waiting for another run, which does this step")
-
-    def reproducer(self, step: Step) -> Reproduce:
-        """A function for ``apply_pass``: writes graph, recipe and versions, and returns the directory."""
-
-        def write(name: str, graph_text: str) -> Path:
-            place = cache_dir("reproducers") / f"{name}-{step.key[:12]}"
-            place.mkdir(exist_ok=True)
-            (place / "graph.json").write_text(graph_text, "utf-8")
-            (place / "recipe.yaml").write_text(self.recipe.to_yaml(), "utf-8")
-            (place / "versions.json").write_text(json.dumps(environment(), indent=1), "utf-8")
-            return place
-
-        return write
+def parts(resolved: Sequence[Resolved]) -> Iterator[list[ResolvedPass] | Alternatives]:
+    """``resolved`` in order, passes in a row as a list."""
+    row: list[ResolvedPass] = []
+    for item in resolved:
+        if isinstance(item, Alternatives):
+            yield row
+            yield item
+            row = []
+        else:
+            row.append(item)
+    yield row
 
 
 def optimize(

@@ -11,18 +11,20 @@ from dataclasses import asdict
 from typing import Any
 
 from optkit.checkpoint.locate import resolve
-from optkit.graph.ir import Graph
 from optkit.machine.target import get_target
 from optkit.passes.base import PassContext, no_progress
-from optkit.passes.resolve import resolve_passes
-from optkit.pipeline.driver import run_pass
+from optkit.passes.resolve import Alternatives, ResolvedPass, resolve_passes
+from optkit.pipeline.alternatives import keep, predicted_trials
 from optkit.pipeline.measurement import predict
-from optkit.pipeline.records import PassRecord
+from optkit.pipeline.runner import run_pass
 from optkit.recipe.schema import Recipe
 
 
 def dry_run(model: str, recipe: Recipe, progress: Callable[[str], None] = no_progress) -> dict[str, Any]:
-    """The plan of ``recipe`` on ``model``: per pass sites, skips and predicted seconds [before, after]."""
+    """The plan of ``recipe`` on ``model``: per pass sites, skips and predicted seconds [before, after].
+
+    Of alternatives, the candidate with the least predicted cost counts.
+    """
     from optkit.pipeline.dry_graph import capture_planned
 
     resolved = resolve_passes(recipe)
@@ -31,21 +33,23 @@ def dry_run(model: str, recipe: Recipe, progress: Callable[[str], None] = no_pro
     progress("capturing the model without weights")
     graph = capture_planned(source.directory)
     baseline = {label: after for label, (_, after) in predict(graph, graph, recipe, target).items()}
-    passes = []
+    passes, alternatives = list[dict[str, Any]](), dict[str, list[dict[str, Any]]]()
     for item in resolved:
-        before = graph
-        graph, record = run_pass(before, item, PassContext(target), keep)
-        record.predicted = predict(before, graph, recipe, target)
-        passes.append(record.to_dict())
+        row = [item] if isinstance(item, ResolvedPass) else []
+        if isinstance(item, Alternatives):
+            trials = predicted_trials(recipe, target, item, graph)
+            alternatives[item.name] = [trial.record.to_dict() for trial in trials]
+            row = trials[0].passes
+        for one in row:
+            before = graph
+            graph, record = run_pass(before, one, PassContext(target), keep)
+            record.predicted = predict(before, graph, recipe, target)
+            passes.append(record.to_dict())
     return {
         "model": source.name,
         "recipe": recipe.name,
         "target": asdict(target),
         "baseline": baseline,
         "passes": passes,
+        "alternatives": alternatives,
     }
-
-
-def keep(before: Graph, candidate: Graph, record: PassRecord) -> Graph:
-    """The candidate of every pass, without a decision in the record."""
-    return candidate

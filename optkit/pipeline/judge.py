@@ -1,16 +1,13 @@
-"""Decisions on candidates: a pass is kept, falls back to float in part, or is rolled back; then the same for the whole.
+"""Decisions on candidates: a pass is kept, falls back to float in part, or is rolled back.
 
 A quantizer that misses a quality bound gets a second chance: its most sensitive layers fall back to float
-(``optkit.pipeline.fallback``), measured again each time. The whole is judged alike, over the layers of all quantizers.
-Where that does not help, the last inexact pass is undone.
-
-A pass that makes the recipe's objective worse is rolled back before any measurement of quality. Exact passes are judged
-together: where the whole makes the objective worse, the last pass is undone, then the one before.
+(``optkit.pipeline.fallback``), measured again each time. A pass that makes the recipe's objective worse is rolled back
+before any measurement of quality; exact passes are judged with the whole (``optkit.pipeline.whole``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from optkit.calibration.samples import Calibration
@@ -19,11 +16,10 @@ from optkit.graph import variants
 from optkit.graph.ir import Graph
 from optkit.lowering.lower import Executable
 from optkit.pipeline import fallback
-from optkit.pipeline.chain import Chain
 from optkit.pipeline.compile_hook import build_code
 from optkit.pipeline.decision import Evidence, decide, excess_share, loss, missed_quality
 from optkit.pipeline.measurement import Measurement
-from optkit.pipeline.records import PassRecord, RunRecord, worst
+from optkit.pipeline.records import PassRecord, worst
 from optkit.recipe.schema import Accept, Keep
 
 # Bounds of passes that change no number but its rounding, by the type that the target computes in.
@@ -38,9 +34,6 @@ OF_THE_WHOLE = {
     "min_decode_speedup",
     "max_memory_bytes",
 }  # bounds of a recipe, not of each pass
-
-
-# -- one pass ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -164,69 +157,3 @@ def site_losses(
         measurement.progress(f"{record.name}: {text}", part=part)
 
     return fallback.sensitivity(graph, sites, windows, measurement.target, progress)
-
-
-# -- the whole ---------------------------------------------------------------------------------------------
-
-
-def judge_whole(chain: Chain) -> tuple[Graph, RunRecord]:
-    """The result of all passes of ``chain``, with layers in float or passes undone until the bounds hold."""
-    records, accept = chain.records, chain.measurement.recipe.accept
-    while True:
-        graph, run = chain.measure(records)
-        if run.whole is None:
-            return graph, run
-        evidence = whole_evidence(chain, run.whole, run.passes)
-        kept, reason = decide(accept, evidence)
-        undoable = [i for i, r in enumerate(run.passes) if r.in_effect and (evidence.worse or not r.exact)]
-        if kept or not undoable:
-            return graph, run
-        found = fall_back_whole(chain, graph, run, reason)
-        if found is not None:
-            return found
-        records = [replace(record) for record in run.passes]
-        undone = records[undoable[-1]]
-        chain.measurement.progress(f"the whole misses a bound: {reason}; undoing {undone.name}")
-        undone.decided("rolled back", f"the whole missed a bound: {reason}")
-
-
-def whole_evidence(chain: Chain, whole: PassRecord, records: Sequence[PassRecord]) -> Evidence:
-    """The evidence of all passes together; a loss of the objective counts unless a pass has ``keep: always``."""
-    evidence = Evidence.of(whole)
-    pairs = zip(chain.passes, records, strict=True)
-    accepted = any(record.in_effect and resolved.entry.keep == "always" for resolved, record in pairs)
-    return replace(evidence, worse="") if accepted else evidence
-
-
-def fall_back_whole(
-    chain: Chain, graph: Graph, run: RunRecord, missed: str
-) -> tuple[Graph, RunRecord] | None:
-    """The result with the most sensitive quantized layers in float; None where the bounds never hold."""
-    assert run.whole is not None
-    measurement, bounds = chain.measurement, chain.measurement.recipe.accept
-    evidence = whole_evidence(chain, run.whole, run.passes)
-    sites = quantized_sites(graph).keys()
-    if not sites or not missed_quality(bounds, evidence):
-        return None
-    measurement.progress(f"the whole misses a bound: {missed}; measuring which layers")
-    losses = site_losses(measurement, graph, run.whole, sites)
-    for chosen in fallback.choices(losses, excess_share(bounds, evidence)):
-        measurement.progress(f"the whole: {len(chosen)} of {len(losses)} layers back in float")
-        trial, result = chain.measure(fallback.with_fallback(run.passes, chosen, chain.quantizers))
-        assert result.whole is not None  # quantizers are in effect
-        kept, held = decide(bounds, whole_evidence(chain, result.whole, result.passes))
-        if kept:
-            explain_fallback(run.passes, result.passes, missed, held)
-            return trial, result
-    return None
-
-
-def explain_fallback(
-    before: Sequence[PassRecord], after: Sequence[PassRecord], missed: str, held: str
-) -> None:
-    """Write decision and reason into the records of ``after`` with more layers in float than in ``before``."""
-    for record, old in zip(after, before, strict=True):
-        if len(record.fallback) > len(old.fallback):
-            count = f"{len(record.fallback)} layers"
-            reason = f"the whole missed a bound: {missed}; with {count} back in float: {held}"
-            record.decided("reduced", reason)

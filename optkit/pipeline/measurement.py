@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 
 from optkit.calibration.samples import calibration_windows
 from optkit.evaluation.kernel_times import KernelTimes
-from optkit.evaluation.quality import RuntimeLogits, compare_many, evaluation_windows
+from optkit.evaluation.quality import KeptLogits, RuntimeLogits, compare_many, evaluation_windows
 from optkit.evaluation.speed import measure_pair, workload_points
 from optkit.graph.ir import Graph
 from optkit.graph.shapes import Point
@@ -104,10 +104,19 @@ class Measurement:
         block_size = self.recipe.runtime.block_size
         models = {name: candidate.at(size) for name, size in variants.items()} or {"": candidate}
         windows = evaluation_windows(load_tokenizer(str(self.directory)), tokens, self.window_length())
-        reference = RuntimeLogits(lower(self.plain_reference(), self.target, dtype=self.dtype), block_size)
         candidates = {name: RuntimeLogits(model, block_size) for name, model in models.items()}
-        reports = compare_many(reference, candidates, windows)
+        reports = compare_many(self.source_logits, candidates, windows)
         return {name: report.to_dict() for name, report in reports.items()}
+
+    @cached_property
+    def source_logits(self) -> KeptLogits:
+        """Logits of the source model, computed once a run."""
+
+        def source() -> RuntimeLogits:
+            lowered = lower(self.plain_reference(), self.target, dtype=self.dtype)
+            return RuntimeLogits(lowered, self.recipe.runtime.block_size)
+
+        return KeptLogits(source)
 
     def window_length(self) -> int:
         """Tokens of a window of text: ``WINDOW_TOKENS``, or the context length if shorter."""

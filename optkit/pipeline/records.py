@@ -102,22 +102,34 @@ def worst(reports: Mapping[str, dict[str, Any]]) -> str:
 
 @dataclass
 class RunRecord:
-    """All passes of a run, and the whole against the source model (None when nothing was kept)."""
+    """All passes of a run, and the whole against the source model (None when nothing was kept).
+
+    ``alternatives`` has the record of every candidate by the recipe's label, the chosen ones included.
+    """
 
     passes: list[PassRecord]
     whole: PassRecord | None
+    alternatives: dict[str, list[PassRecord]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "passes": [record.to_dict() for record in self.passes],
             "whole": self.whole.to_dict() if self.whole else None,
+            "alternatives": {
+                label: [record.to_dict() for record in records]
+                for label, records in self.alternatives.items()
+            },
         }
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> RunRecord:
-        """The inverse of ``to_dict``."""
+        """The inverse of ``to_dict``; reports of earlier versions have no alternatives."""
         whole = PassRecord.from_dict(data["whole"]) if data["whole"] else None
-        return RunRecord([PassRecord.from_dict(record) for record in data["passes"]], whole)
+        alternatives = {
+            label: [PassRecord.from_dict(record) for record in records]
+            for label, records in data.get("alternatives", {}).items()
+        }
+        return RunRecord([PassRecord.from_dict(record) for record in data["passes"]], whole, alternatives)
 
 
 def grouped_skips(plan: Plan) -> list[dict[str, Any]]:

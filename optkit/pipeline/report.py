@@ -41,7 +41,7 @@ def report_html(report: Mapping[str, Any]) -> str:
 
     Args:
         report: ``model``, ``recipe``, ``target`` (a ``Target`` as a dict), ``passes`` and ``whole`` (``PassRecord``
-            dicts; ``whole`` is None when nothing was kept).
+            dicts; ``whole`` is None when nothing was kept), and ``alternatives``, records by label.
     """
     passes = [PassRecord.from_dict(data) for data in report["passes"]]
     whole = PassRecord.from_dict(report["whole"]) if report["whole"] else None
@@ -55,6 +55,8 @@ def report_html(report: Mapping[str, Any]) -> str:
         html_table(("pass", "decision", "reason", "sites", "weights"), map(overview_row, passes)),
         element("p", NOTE, "note"),
     ]
+    for label, records in report.get("alternatives", {}).items():
+        body += alternatives_section(label, [PassRecord.from_dict(data) for data in records])
     for record in passes:
         body += pass_section(record, target)
     return page(title, body)
@@ -65,6 +67,14 @@ def whole_section(whole: PassRecord | None, target: Mapping[str, Any]) -> list[s
     if whole is None:
         return [heading, element("p", "No pass was kept: the artifact is the source model as it is.")]
     return [heading, *evidence(whole, target)]
+
+
+def alternatives_section(label: str, records: Sequence[PassRecord]) -> list[str]:
+    """All candidates for a place of the pipeline: decision, reason, speed and quality."""
+    labels = workload_labels(records)
+    header = ("candidate", "decision", "reason", *labels, "KL, nats", "top-1", "weights")
+    rows = [(r.name, r.decision, r.reason, *evidence_cells(r, labels)) for r in records]
+    return [element("h2", f"Candidates: {label}"), html_table(header, rows)]
 
 
 def pass_section(record: PassRecord, target: Mapping[str, Any]) -> list[str]:
@@ -197,25 +207,46 @@ def quality_rows(quality: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 # -- the terminal ----------------------------------------------------------------------------------------
 
-COLORS = {"kept": "green", "reduced": "yellow", "rolled back": "red", "skipped": "dim"}
+COLORS = {"chosen": "green", "kept": "green", "reduced": "yellow", "rolled back": "red", "skipped": "dim"}
 
 
 def run_table(run: RunRecord) -> Table:
     """A row a pass and a row for the whole: decision, sites, speedups (measured, predicted), quality."""
-    labels = workload_labels(run)
-    header = ["pass", "decision", "sites", *labels, "KL, nats", "top-1", "weights"]
-    table = Table(*header, box=None, pad_edge=False)
+    labels = workload_labels(records_of(run))
+    table = record_table("pass", labels, "sites")
     for record in records_of(run):
-        decision = Text(record.decision, style=COLORS.get(record.decision, ""))
-        middle = ["", ""] if record is run.whole else [decision, str(record.changed)]
-        speeds = [speed_cell(record, label) for label in labels]
-        table.add_row(Text(record.name), *middle, *speeds, *quality_cells(record), size_cell(record))
+        middle = ["", ""] if record is run.whole else [decision_text(record), str(record.changed)]
+        table.add_row(Text(record.name), *middle, *evidence_cells(record, labels))
     if labels:
         table.caption = "speedups: measured (predicted)"
         variants = next((list(record.variants) for record in records_of(run) if len(record.variants) > 1), [])
         if variants:
             table.caption += f"; quality: in steps of {' / of '.join(variants)}"
     return table
+
+
+def alternatives_table(label: str, records: Sequence[PassRecord]) -> Table:
+    """A row for each candidate of the recipe's entry ``label``, the best predicted first."""
+    labels = workload_labels(records)
+    table = record_table(f"{label}: candidates", labels)
+    for record in records:
+        table.add_row(Text(record.name), decision_text(record), *evidence_cells(record, labels))
+    return table
+
+
+def record_table(first: str, labels: Sequence[str], *more: str) -> Table:
+    """An empty table with a column for each number of ``evidence_cells``."""
+    return Table(first, "decision", *more, *labels, "KL, nats", "top-1", "weights", box=None, pad_edge=False)
+
+
+def decision_text(record: PassRecord) -> Text:
+    return Text(record.decision, style=COLORS.get(record.decision, ""))
+
+
+def evidence_cells(record: PassRecord, labels: Sequence[str]) -> list[str]:
+    """Speedup at each workload point, quality and size."""
+    speeds = [speed_cell(record, label) for label in labels]
+    return [*speeds, *quality_cells(record), size_cell(record)]
 
 
 def compiled_table(rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -235,9 +266,9 @@ def records_of(run: RunRecord) -> list[PassRecord]:
     return [*run.passes, *([run.whole] if run.whole else [])]
 
 
-def workload_labels(run: RunRecord) -> list[str]:
-    """Every measured workload point, in the recipe's order."""
-    return list(dict.fromkeys(label for record in records_of(run) for label in record.measured))
+def workload_labels(records: Sequence[PassRecord]) -> list[str]:
+    """Every workload point of ``records``, in the recipe's order."""
+    return list(dict.fromkeys(label for record in records for label in record.measured))
 
 
 def size_cell(record: PassRecord) -> str:
@@ -246,7 +277,7 @@ def size_cell(record: PassRecord) -> str:
 
 def speed_cell(record: PassRecord, label: str) -> str:
     if label not in record.measured:
-        return "-"
+        return f"({record.predicted_speedup(label):.2f})" if label in record.predicted else "-"
     predicted = f" ({record.predicted_speedup(label):.2f})" if label in record.predicted else ""
     return f"{record.speedup(label):.2f}x{predicted}"
 

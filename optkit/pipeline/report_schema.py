@@ -129,3 +129,4 @@ class ReportFile(Shown):
 
     passes: list[RecordEntry]
     whole: RecordEntry | None
+    alternatives: dict[str, list[RecordEntry]] = Field(default_factory=dict)

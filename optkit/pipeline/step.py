@@ -48,9 +48,15 @@ def capture_step(source: ModelSource, target: Target) -> Step:
     return Step(digest_of({**facts, "versions": environment(), "compiler": compiler_digest()}))
 
 
-def pass_step(parent: Step, resolved: ResolvedPass, recipe: Recipe) -> Step:
-    """The step of a pass of ``recipe``."""
-    return parent.then({"pass": pass_facts(resolved), "settings": settings_of(recipe)})
+def pass_step(parent: Step, resolved: ResolvedPass, recipe: Recipe, judged: str = "PassJudge") -> Step:
+    """The step of a pass of ``recipe``; ``judged`` names the judge, empty for a pass that is not measured alone."""
+    facts = {"pass": pass_facts(resolved), "settings": settings_of(recipe)}
+    return parent.then({**facts, "judged": judged})
+
+
+def comparison_step(after: Step, before: Step, purpose: str) -> Step:
+    """A measurement of ``after`` against ``before``."""
+    return after.then({"compared with": before.key, "purpose": purpose})
 
 
 def settings_of(recipe: Recipe) -> dict[str, Any]:

@@ -120,4 +120,8 @@ def _written_path(loc: tuple[str | int, ...], data: Any) -> KeyPath:
     if len(loc) < 2 or loc[0] != "passes" or not isinstance(data.get("passes"), dict):
         return loc
     names = list(data["passes"])
-    return ("passes", names[int(loc[1])], *loc[2:])
+    name, rest = names[int(loc[1])], loc[2:]
+    if len(rest) > 2 and rest[0] == "one_of":  # ("one_of", candidate, pass, ...)
+        candidate = data["passes"][name]["one_of"][int(rest[1])]
+        rest = (*rest[:2], list(candidate)[int(rest[2])], *rest[3:])
+    return ("passes", name, *rest)

@@ -14,7 +14,7 @@ the pass.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -24,6 +24,7 @@ from pydantic import (
     Field,
     PrivateAttr,
     WithJsonSchema,
+    model_validator,
 )
 
 from optkit.recipe.engine_options import DEFAULT_KV_CACHE_BYTES, DEFAULTS, MAX_TOKENS, bounds
@@ -158,15 +159,27 @@ class Accept(_Section):
 
 
 class PassEntry(_Section):
-    """An entry of the pipeline: name of the pass, bounds, options.
+    """An entry of the pipeline: name of the pass, bounds, options; or a label with alternatives.
 
-    ``keep: always`` keeps a pass that makes the objective worse; the bounds of ``accept`` still hold.
+    ``keep: always`` keeps a pass that makes the objective worse; the bounds of ``accept`` still hold. ``one_of`` lists
+    candidates for a place of the pipeline, each a mapping of passes in order; ``name`` is then a free label.
     """
 
     name: str
     accept: Accept = Accept()
     keep: Keep = "unless_worse"
     config: dict[str, Any] = Field(default_factory=dict)
+    one_of: Annotated[tuple[Candidate, ...], Field(min_length=1, max_length=16, strict=False)] | None = None
+
+    @model_validator(mode="after")
+    def has_options_or_candidates(self) -> Self:
+        if self.one_of and (self.config or self.accept != Accept() or self.keep != "unless_worse"):
+            raise ValueError(
+                "'one_of' has no other key beside it; options and bounds belong to the candidates"
+            )
+        if any(entry.one_of for candidate in self.one_of or () for entry in candidate):
+            raise ValueError("a candidate of 'one_of' can't have alternatives of its own")
+        return self
 
 
 def _pass_entries(value: Any) -> Any:
@@ -181,9 +194,17 @@ def _pass_entries(value: Any) -> Any:
     return [_pass_entry(name, dict(body or {})) for name, body in value.items()]
 
 
+Candidate = Annotated[
+    tuple[PassEntry, ...], BeforeValidator(_pass_entries), Field(min_length=1, max_length=8, strict=False)
+]
+
+
 def _pass_entry(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    own: dict[str, Any] = {key: options.pop(key) for key in ("accept", "keep") if key in options}
+    own: dict[str, Any] = {key: options.pop(key) for key in ("accept", "keep", "one_of") if key in options}
     return {"name": name, "config": options, **own}
+
+
+PassEntry.model_rebuild()
 
 
 class Recipe(_Section):
@@ -206,6 +227,12 @@ class Recipe(_Section):
     _document: Document = PrivateAttr(default_factory=Document)
 
     @property
+    def entries(self) -> list[PassEntry]:
+        """Every pass of the recipe in order, the passes of all candidates included."""
+        single = [(((entry,),) if not entry.one_of else entry.one_of) for entry in self.passes]
+        return [entry for candidates in single for candidate in candidates for entry in candidate]
+
+    @property
     def document(self) -> Document:
         """The YAML document of the recipe, for errors with file and line."""
         return self._document
@@ -224,5 +251,7 @@ class Recipe(_Section):
 
 
 def _entry_data(entry: PassEntry) -> dict[str, Any]:
+    if entry.one_of:
+        return {"one_of": [{one.name: _entry_data(one) for one in candidate} for candidate in entry.one_of]}
     own = entry.model_dump(mode="json", include={"accept", "keep"}, exclude_none=True, exclude_defaults=True)
     return entry.config | own

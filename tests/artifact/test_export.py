@@ -24,9 +24,8 @@ from optkit.cli import main
 from optkit.errors import UserError
 from optkit.graph.ir import Graph
 from tests.checkpoint.test_compressed_tensors_writer import transformers_logits, written
-from tests.checkpoint.test_source import GPTQ
 from tests.support.graphs import apply, captured, dense, random_ids
-from tests.support.packers import checkpoint, gptq
+from tests.support.packers import GPTQ, checkpoint, gptq
 from tests.support.target import TARGET
 
 (IDS,) = random_ids([24])

@@ -26,7 +26,19 @@ def test_every_artifact_is_a_column_before_the_peers():
 
 
 def test_a_peer_is_called_what_the_table_calls_it():
-    assert [make().name for make in command.PEERS.values()] == list(command.PEERS)
+    assert [make("native").name for make in command.PEERS.values()] == list(command.PEERS)
+
+
+def test_the_instruction_set_reaches_every_peer_and_names_another_file():
+    artifacts = command.artifact_peers(["a=x"], "avx2")
+    peers = command.chosen(",".join(["optkit", *command.PEERS]), artifacts, "avx2")
+    assert [peer.isa for peer in peers] == ["avx2"] * (1 + len(command.PEERS))
+    assert command.parse(["--model", "m", "--isa", "avx2"]).save_result.name == "peers-local-avx2.json"
+    assert command.parse(["--model", "m"]).save_result.name == "peers-local.json"
+
+
+def test_a_run_has_eight_rounds_by_default():
+    assert command.parse(["--model", "m"]).rounds == 8
 
 
 @pytest.mark.parametrize(
@@ -56,6 +68,27 @@ def test_a_peer_that_is_not_ready_is_skipped_with_the_reason(tmp_path, capsys):
     assert [peer.name for peer in usable] == ["b"]
     assert skipped["a"].startswith("no such artifact")
     assert "a: skipped, no such artifact" in capsys.readouterr().err
+
+
+class Choosy(Optkit):
+    def candidates(self):
+        return [{"a": "1"}, {"a": "2"}]
+
+
+def test_a_peer_without_a_working_candidate_is_skipped_with_the_reason(monkeypatch, tmp_path):
+    def fail(peer, model, ids, progress):
+        raise UserError("no set of options answered")
+
+    monkeypatch.setattr("bench.peers.peer.PEERS", tmp_path)
+    monkeypatch.setattr(command.trials, "choose_options", fail)
+    monkeypatch.setattr(command, "wait_until_quiet", lambda progress: None)
+    usable, skipped = command.tuned([Choosy("a", tmp_path)], MODEL, range(9), retune=True)
+    assert not usable and skipped == {"a": "no set of options answered"}
+
+
+def test_a_smoke_test_takes_the_first_candidate(tmp_path):
+    peers = command.untuned([Choosy("a", tmp_path), Optkit("b", tmp_path)])
+    assert [dict(peer.options) for peer in peers] == [{"a": "1"}, {}]
 
 
 def test_without_install_a_missing_environment_is_a_reason(monkeypatch, tmp_path):

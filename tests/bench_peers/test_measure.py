@@ -11,7 +11,7 @@ import pytest
 from bench import readme_table
 from bench.peers import measure, workloads
 from bench.peers.peer import Model, Peer
-from bench.peers.process_group import members, peak_memory
+from bench.peers.process_group import members, peak_memory, used_avx512
 from optkit.bench import workload
 from optkit.bench.records import Chunk, RequestRecord
 from optkit.bench.workload import WorkloadConfig
@@ -34,6 +34,10 @@ class Fake(Peer):
 
     def settings(self, model: Model, url: str) -> dict[str, str]:
         return {"version": f"{self.name} 1"}
+
+
+class Alone(Fake):
+    batches = False
 
 
 class Broken(Fake):
@@ -75,6 +79,46 @@ def test_a_server_that_does_not_start_or_answer_is_skipped_with_the_reason():
     assert "HTTP 500" in result.skipped["failing"]
     assert result.results["short"].sides == ["a"]
     assert any(line.startswith("broken: skipped, ") for line in lines)
+
+
+def test_a_server_without_batches_skips_the_workloads_with_several_clients():
+    result, _ = measured([Fake("a"), Alone("b")], rounds=1)
+    assert result.results["short"].sides == ["a", "b"]
+    assert result.results["clients"].sides == ["a"]
+
+
+def test_a_server_is_started_at_most_as_often_as_said():
+    run = measure.Run(MODEL, LOADS, 3, range(500), lambda line: None, starts=1)
+    assert len(run.measure([Fake("a")], {}).servers["a"].start_seconds) == 1
+
+
+def test_a_server_gets_the_variables_of_the_instruction_set(monkeypatch):
+    commands = []
+    started = measure.servers.started
+    monkeypatch.setattr(
+        measure.servers,
+        "started",
+        lambda command, port: (commands.append(command), started(command, port))[1],
+    )
+    side = Fake("a")
+    side.isa = "avx2"
+    measured([side], rounds=1)
+    assert commands[0][0] == "env" and "OPTKIT_CPU_ISA=avx2" in commands[0]
+    measured([Fake("a")], rounds=1)
+    assert commands[1][0] == sys.executable
+
+
+def test_a_run_waits_for_a_quiet_machine_but_not_for_ever(monkeypatch):
+    loads, lines = iter([3.0, 1.0, 0.1]), []
+    monkeypatch.setattr(measure.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(measure, "usable_cores", lambda: 2)
+    monkeypatch.setattr(measure, "load_average", lambda: next(loads))
+    measure.wait_until_quiet(lines.append)
+    assert len(lines) == 2 and "load average 3.0" in lines[0]
+    monkeypatch.setattr(measure, "load_average", lambda: 9.0)
+    monkeypatch.setattr(measure, "QUIET_TIMEOUT", 0.0)
+    measure.wait_until_quiet(lines.append)
+    assert len(lines) == 2
 
 
 def test_no_server_at_all_is_an_error():
@@ -172,6 +216,21 @@ def test_memory_is_the_sum_over_the_group(tmp_path):
     (tmp_path / "13").mkdir()  # ended between the listing and the reading
     (tmp_path / "meminfo").write_text("")
     assert peak_memory(7, tmp_path) == 150 * 1024
+
+
+@pytest.mark.parametrize(
+    ("elapsed", "seen"), [([-1, -1], False), ([-1, 900], True), ([5000], False), ([], None)]
+)
+def test_avx512_counts_within_the_window(tmp_path, elapsed, seen):
+    """A thread inherits the time of its parent, so 5 s ago is before a window of 1 s."""
+    entry = tmp_path / "10"
+    entry.mkdir()
+    (entry / "stat").write_text("10 (a) S 1 7 7 0")
+    for number, ms in enumerate(elapsed):
+        task = entry / "task" / str(number)
+        task.mkdir(parents=True)
+        (task / "arch_status").write_text(f"AVX512_elapsed_ms:\t{ms}\n")
+    assert used_avx512(7, 1.0, tmp_path) is seen
 
 
 def test_quick_sends_one_request_a_client():

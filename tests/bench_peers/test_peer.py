@@ -15,13 +15,15 @@ from safetensors.torch import load_file, save_file
 from starlette.testclient import TestClient
 
 from bench.peers import llama_cpp_peer, openvino_peer, peer
-from bench.peers.llama_cpp_peer import LlamaCpp, best
+from bench.peers.isa import VARIABLES, with_variables
+from bench.peers.llama_cpp_peer import LlamaCpp, cmake_args, instruction_sets
 from bench.peers.openvino_peer import OpenVino
 from bench.peers.openvino_server import Completions, Lines, printed_properties, send
 from bench.peers.optkit_peer import Optkit
 from bench.peers.transformers_peer import Transformers
 from bench.peers.vllm_peer import Vllm, quantize_w8a8
 from optkit.errors import UserError
+from optkit.machine.target import cpu_isa
 
 
 @pytest.fixture
@@ -36,38 +38,75 @@ def after(words, option):
     return words[words.index(option) + 1]
 
 
-def test_llama_cpp_runs_with_the_fastest_trial(model, monkeypatch):
+def test_llama_cpp_runs_with_the_chosen_options(model, monkeypatch):
     monkeypatch.setattr(llama_cpp_peer, "usable_cores", lambda: 2)
     side = LlamaCpp("Q4_0")
     side.binaries = Path("/bin")
-    side.trials_file(model).write_text(json.dumps({"seconds": {"on 128": 2.0, "off 512": 1.0}}))
+    side.options = {"flash-attn": "off", "ubatch-size": "512"}
+    assert side.options in side.candidates()
     words = side.command(model, 81)
     assert words[0] == "/bin/llama-server"
     assert (after(words, "--flash-attn"), after(words, "--ubatch-size")) == ("off", "512")
     assert (after(words, "--threads"), after(words, "--port"), after(words, "--parallel")) == ("2", "81", "8")
     assert int(after(words, "--ctx-size")) == 8 * peer.MAX_MODEL_LEN
-    LlamaCpp.forget_trials(model)
-    assert not side.trials_file(model).exists()
 
 
-def test_llama_bench_is_asked_for_every_pair(monkeypatch):
-    commands = []
+def test_llama_cpp_has_a_build_for_each_instruction_set():
+    native, avx2 = LlamaCpp("Q4_0"), LlamaCpp("Q4_0", "avx2")
+    assert native.venv.folder != avx2.venv.folder
+    assert native.venv.env["CMAKE_ARGS"] == cmake_args("native")
+    assert "-DGGML_NATIVE=ON" in cmake_args("native") and "GGML_AVX" not in cmake_args("native")
+    assert "-DGGML_NATIVE=OFF" in cmake_args("avx2") and "-DGGML_AVX2=ON" in cmake_args("avx2")
 
-    def answer(command):
-        commands.append(command)
-        return json.dumps([{"samples_ns": [5e9, 4e9]}, {"samples_ns": [1e9, 2e9]}])
 
-    monkeypatch.setattr(llama_cpp_peer, "run", answer)
-    seconds = llama_cpp_peer.try_options(Path("/bin"), Path("m.gguf"))
-    assert seconds == {"off 128": 5.0, "off 512": 5.0, "on 128": 5.0, "on 512": 5.0}
-    assert [(after(c, "-fa"), after(c, "-ub")) for c in commands] == [
-        ("0", "128"),
-        ("0", "512"),
-        ("1", "128"),
-        ("1", "512"),
-    ]
-    with pytest.raises(UserError):
-        best({})
+def test_llama_cpp_lists_the_instruction_sets_of_its_build():
+    log = "x\nsystem_info: n_threads = 2 / 2 | CPU : SSE3 = 1 | AVX2 = 1 | AVX512 = 0 | REPACK = 1 | \ny = 1"
+    assert instruction_sets(log) == "SSE3, AVX2, REPACK"
+    with pytest.raises(UserError, match="does not list"):
+        instruction_sets("nothing")
+
+
+def test_the_variables_of_an_instruction_set_reach_the_process():
+    code = "import os, json; print(json.dumps(dict(os.environ)))"
+    words = [sys.executable, "-c", code]
+    seen = json.loads(peer.run(with_variables(words, "avx2")))
+    assert VARIABLES["avx2"].items() <= seen.items()
+    assert with_variables(words, "native") == words
+
+
+VECTOR_WORK = """
+import sys, time
+from pathlib import Path
+import numpy, torch
+from bench.peers.process_group import _avx512_elapsed
+begin = time.monotonic()
+for _ in range(300):
+    numpy.exp(numpy.ones(100000, numpy.float32)).sum()
+    torch.ones(200, 200) @ torch.ones(200, 200)
+    bytes(1 << 16).find(b"x")
+time.sleep(0.02)
+window = 1e3 * (time.monotonic() - begin)
+print(any(0 <= ms < window for ms in _avx512_elapsed(Path("/proc/self"))))
+"""
+
+
+@pytest.mark.skipif(
+    "avx512bw" not in cpu_isa() or not Path("/proc/self/arch_status").is_file(),
+    reason="needs AVX-512 and the kernel's record of its use",
+)
+@pytest.mark.parametrize(("isa", "seen"), [("native", "True"), ("avx2", "False")])
+def test_numpy_torch_and_glibc_under_the_variables_of_avx2_leave_avx512_alone(isa, seen):
+    words = with_variables([sys.executable, "-c", VECTOR_WORK], isa)
+    assert peer.run(words, {"PYTHONPATH": str(peer.ROOT)}).strip() == seen
+
+
+def test_torch_under_the_variables_of_avx2_reports_avx2():
+    assert peer.torch_capability(sys.executable, "avx2") in ("torch AVX2", "torch DEFAULT", "torch NO AVX")
+
+
+def test_optkit_under_the_variables_of_avx2_reports_avx2(tmp_path):
+    word = Optkit("a", tmp_path, "avx2").reported_isa()
+    assert word.startswith(("avx2 kernels, torch AVX2", "none kernels"))
 
 
 def test_a_peer_that_needs_a_gguf_says_so(model):
@@ -76,10 +115,12 @@ def test_a_peer_that_needs_a_gguf_says_so(model):
 
 
 def test_openvino_serves_its_own_conversion(model):
-    words = OpenVino("Q8_0").command(model, 82)
-    assert words[1:] == [
+    side = OpenVino("Q8_0")
+    side.options = {"max_num_batched_tokens": "2048", "INFERENCE_PRECISION_HINT": "f32"}
+    assert side.options in side.candidates()
+    assert side.command(model, 82)[1:] == [
         *(str(openvino_peer.SERVER), str(model.cache / "openvino-Q8_0"), "--port", "82"),
-        *("--max-num-batched-tokens", str(openvino_peer.MAX_NUM_BATCHED_TOKENS)),
+        *("--max-num-batched-tokens", "2048", "--property", "INFERENCE_PRECISION_HINT=f32"),
     ]
     assert openvino_peer.SERVER.is_file()
 

@@ -65,6 +65,35 @@ def test_a_side_that_failed_has_no_number():
     assert "No figure: TTFT, 128 tokens, peer (round 1: gone)" in text
 
 
+def test_a_server_left_out_of_a_workload_has_no_number_and_a_reason():
+    measured = made()
+    measured.results["short"].sides.remove("peer")
+    measured.results["short"].turns = [t for t in measured.results["short"].turns if t.side != "peer"]
+    text = readme_table.peers_block("x", measured.to_dict())
+    assert "| TTFT, 128 tokens | 0.75 [0.62, 0.88] | - |" in text
+    assert "No figure: TTFT, 128 tokens, peer (it answers one request at a time)" in text
+
+
+def test_an_engine_with_avx512_in_a_run_on_avx2_is_a_problem():
+    measured = made()
+    measured.servers["peer"].used_avx512 = True
+    assert measured.problems() == []
+    measured.isa = "avx2"
+    assert measured.problems() == ["peer used AVX-512 in a run on AVX2"]
+
+
+def test_the_readme_says_what_each_engine_ran_on():
+    measured = made()
+    measured.isa = "avx2"
+    measured.servers["a"].settings["isa"] = "avx2 kernels"
+    measured.servers["a"].used_avx512 = False
+    measured.servers["b"].settings["isa"] = "AVX2"
+    text = readme_table.peers_block("x", measured.to_dict())
+    assert "**tiny** held to AVX2, on 2 cores" in text
+    assert "seen by the kernel: a: avx2 kernels (no AVX-512 seen); b: AVX2." in text
+    assert "held to" not in readme_table.peers_block("x", made().to_dict())
+
+
 def test_an_artifact_that_was_skipped_is_no_candidate():
     measured = made()
     measured.artifacts = ["a", "lost"]
@@ -76,7 +105,7 @@ def test_the_readme_shows_medians_ratios_versions_and_who_is_missing():
     assert "**tiny** on 2 cores of Some CPU" in text and "`peers-x.json`" in text
     assert "|  | a | b | peer |" in text
     assert "| TTFT, 128 tokens, ms | 1500 [1250, 1750] | 2000 | 7000 [5500, 8500] |" in text
-    assert "| TTFT, 128 tokens | 0.75 | 0.23 |" in text
+    assert "| TTFT, 128 tokens | 0.75 [0.62, 0.88] | 0.23 [0.21, 0.24] |" in text
     assert "| peak resident memory | 2.00 | 0.25 |" in text
     assert "Not measured: gone (no wheel)" in text
 

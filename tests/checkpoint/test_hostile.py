@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,34 +11,18 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
-from torch import Tensor
 
 from optkit.capture import capture_directory
 from optkit.checkpoint.source import open_source
 from optkit.errors import UserError
-from tests.checkpoint.test_source import AWQ, GPTQ, ct_config
-from tests.support.packers import awq, checkpoint, gptq, quantized
+from tests.checkpoint.test_compressed import CT, GROUP, changed, int8_layer, refusal, write
+from tests.support.packers import AWQ, GPTQ, awq, checkpoint, gptq, quantized
 
 PACKS = {"gptq": gptq, "awq": awq}
-CT = ct_config({"num_bits": 8, "symmetric": True, "strategy": "channel"}, "int-quantized")
 
 
 def plain() -> Any:
     return quantized(16, 64, 4, 32, symmetric=False, act_order=False, dtype=torch.float16, seed=0)
-
-
-def write(directory: Path, config: Any, tensors: dict[str, Tensor]) -> Path:
-    save_file({f"a.b.{k}": v.contiguous() for k, v in tensors.items()}, directory / "model.safetensors")
-    (directory / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": config}))
-    return directory
-
-
-def refusal(action: Callable[[], Any]) -> str:
-    with pytest.raises(UserError) as caught:
-        action()
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def read_all(directory: Path) -> None:
@@ -107,61 +89,6 @@ def test_g_idx_out_of_range(tmp_path: Path, value: int) -> None:
 def test_a_quantized_config_without_quantized_tensors(tmp_path: Path) -> None:
     write(tmp_path, GPTQ, {"weight": torch.zeros(2, 2)})
     assert "no quantized tensor" in refusal(partial(open_source, tmp_path))
-
-
-# -- compressed-tensors ------------------------------------------------------------------------------------
-
-
-def int8_layer() -> dict[str, Tensor]:
-    return {"weight": torch.zeros(16, 64, dtype=torch.int8), "weight_scale": torch.ones(16, 1)}
-
-
-def changed(path: tuple[str, ...], value: Any) -> dict[str, Any]:
-    config = json.loads(json.dumps(CT))
-    at = config
-    for key in path[:-1]:
-        at = at[key]
-    at[path[-1]] = value
-    return config
-
-
-GROUP = ("config_groups", "group_0")
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "message"),
-    [
-        (("quantization_status",), "frozen", "not compressed"),
-        (("sparsity_config",), {"format": "sparse-24-bitmask"}, "sparse"),
-        (("transform_config",), {"r1": {}}, "transforms"),
-        (("config_groups",), [], "config_groups"),
-        (("config_groups",), {}, "config_groups"),
-        ((*GROUP, "weights"), None, "no 'weights'"),
-        ((*GROUP, "targets"), "Linear", "'targets'"),
-        ((*GROUP, "targets"), ["a.c"], "no group"),
-        ((*GROUP, "targets"), ["re:(a+)+$"], "no simple pattern"),
-        ((*GROUP, "targets"), ["re:[a"], "no simple pattern"),
-        ((*GROUP, "targets"), ["re:(a"], "no regular expression"),
-        ((*GROUP, "format"), "nvfp4-pack-quantized", "'format'"),
-        ((*GROUP, "weights", "strategy"), "tensor_group", "'strategy'"),
-        ((*GROUP, "weights", "symmetric"), False, "symmetric int8"),
-        ((*GROUP, "input_activations"), {"num_bits": 8, "dynamic": False}, "static int8"),
-        ((*GROUP, "input_activations"), {"num_bits": 4, "dynamic": True}, "'num_bits'"),
-        ((*GROUP, "output_activations"), {"num_bits": 8}, "output activations"),
-    ],
-)
-def test_compressed_settings(tmp_path: Path, path: tuple[str, ...], value: Any, message: str) -> None:
-    write(tmp_path, changed(path, value), int8_layer())
-    assert message in refusal(partial(open_source, tmp_path))
-
-
-def test_patterns_of_a_checkpoint_take_no_time(tmp_path: Path) -> None:
-    hostile = "re:" + ".*" * 3 + "x"
-    tensors = {f"{'a' * 100}{i}.{k}": v.clone() for i in range(20) for k, v in int8_layer().items()}
-    write(tmp_path, changed((*GROUP, "targets"), [hostile, "Linear"]), tensors)
-    start = time.monotonic()
-    open_source(tmp_path)
-    assert time.monotonic() - start < 30
 
 
 junk = st.recursive(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from optkit.checkpoint.insertion import fall_back, float_origins, insert, quantized_sites
-from optkit.checkpoint.quantized_linear import PACKED, SCALE, LazyOperands, QuantizedLinear
+from optkit.checkpoint.quantized_linear import SCALE, QuantizedLinear
 from optkit.graph.ir import Graph
 from optkit.graph.verify import verify
 from optkit.kernels import reference
@@ -63,17 +63,3 @@ def test_fall_back_restores_chosen_layers_and_no_others(model: str) -> None:
     assert list(quantized_sites(few)) == sites[3:] and list(quantized_sites(graph)) == sites
     whole = fall_back(few, sites)
     assert float_origins(whole) == {} and torch.equal(dense(whole, IDS), expected)
-
-
-def test_lazy_operands_are_read_at_each_access_and_only_known_ones() -> None:
-    read: list[str] = []
-
-    def reading(name: str) -> torch.Tensor:
-        read.append(name)
-        return torch.zeros(2, 2)
-
-    layer = QuantizedLinear("a", (2, 16), reference.linear_w4a8, LazyOperands((PACKED, SCALE), reading))
-    assert layer.names() == ["a.weight_packed", "a.weight_scale"] and read == []
-    assert PACKED in layer.operands and "weight_minimum" not in layer.operands
-    assert layer.operands.get("weight_minimum") is None and read == []
-    assert list(layer.tensors()) == layer.names() and read == [PACKED, SCALE]

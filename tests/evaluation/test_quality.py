@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optkit.evaluation.quality import (
+    KeptLogits,
     ModuleLogits,
     RuntimeLogits,
     compare_many,
@@ -124,6 +125,36 @@ def test_windows_says_what_is_missing():
         windows([1, 2, 3], 1)
     with pytest.raises(ValueError, match="give 2 windows of 4, not 3"):
         windows(range(9), 4, 3)
+
+
+class Squares:
+    """Logits [T, 4] that follow from a window's tokens; every request is noted."""
+
+    def __init__(self):
+        self.requests = []
+
+    def logits(self, token_windows):
+        self.requests.append([list(window) for window in token_windows])
+        for window in token_windows:
+            yield torch.tensor(window)[:, None] ** 2 + torch.arange(4.0)
+
+
+def test_kept_logits_ask_for_each_window_once_and_equal_the_source():
+    source, requests = Squares(), [[[1, 2], [3, 4]], [[3, 4], [5, 6], [1, 2], [5, 6]], [[5, 6]]]
+    kept = KeptLogits(lambda: source)
+    for token_windows in requests:
+        expected = list(Squares().logits(token_windows))
+        found = list(kept.logits(token_windows))
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert source.requests == [[[1, 2], [3, 4]], [[5, 6], [5, 6]]]
+
+
+def test_kept_logits_beyond_the_limit_are_computed_again():
+    source = Squares()
+    kept = KeptLogits(lambda: source, limit=2 * 4 * 4)  # a window of 2 tokens x 4 logits x 4 bytes
+    for _ in range(2):
+        assert [rows[0, 0].item() for rows in kept.logits([[1, 2], [3, 4]])] == [1, 9]
+    assert source.requests == [[[1, 2], [3, 4]], [[3, 4]]]
 
 
 class Uniform:

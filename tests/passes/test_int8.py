@@ -14,7 +14,6 @@ from optkit.kernels import reference
 from optkit.machine.target import DATASHEETS
 from optkit.passes.base import PassContext
 from optkit.passes.int8 import Int8, Int8Config
-from optkit.passes.quantization.formats import quantize_weight
 from optkit.passes.quantization.targets import matches
 from tests.support.graphs import (
     apply,
@@ -241,20 +240,6 @@ def test_a_cpu_without_int8_units_can_still_take_the_portable_kernel_or_says_why
 def test_options_are_closed(options: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         Int8Config(**options)
-
-
-@pytest.mark.parametrize("group_size", [0, 8])
-def test_weights_round_to_the_nearest_step(group_size: int) -> None:
-    torch.manual_seed(0)
-    weight = torch.randn(6, 24)
-    weight[2] = 0
-    q, scale = quantize_weight(weight, group_size)
-    assert q.dtype == torch.int8 and q.shape == weight.shape
-    assert scale.shape == (6, 24 // (group_size or 24))
-    steps = scale.repeat_interleave(group_size or 24, 1)
-    assert ((q * steps - weight).abs() <= steps / 2 + 1e-6).all()
-    assert torch.equal(q[2], torch.zeros(24, dtype=torch.int8))
-    assert q.unflatten(1, (scale.shape[1], -1)).abs().amax(2)[[0, 1, 3, 4, 5]].eq(127).all()
 
 
 @pytest.mark.parametrize("group_size", [0, 32])

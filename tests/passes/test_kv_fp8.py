@@ -8,7 +8,7 @@ from optkit.graph.serialize import graph_from_json, graph_to_json
 from optkit.graph.verify import verify
 from optkit.kernels.reference import dequantize_kv, quantize_kv
 from optkit.lowering.lower import lower
-from tests.support.graphs import apply, captured, checked, dense, random_ids, reasons
+from tests.support.graphs import apply, captured, dense, random_ids
 from tests.support.ragged import ragged_logits
 from tests.support.target import TARGET
 
@@ -42,17 +42,3 @@ def test_it_is_saved_with_the_graph() -> None:
     apply(graph, "kv_fp8", ignore=(1,))
     again = graph_from_json(graph_to_json(graph), lambda name, origin, dtype: graph.weights[name].value)
     assert again.meta == graph.meta and [spec.dtype for spec in again.meta.kv_specs] == ["fp8", "float32"]
-
-
-def test_a_pinned_kernel_that_cannot_read_it_stands_in_the_way() -> None:
-    graph = captured("llama")
-    apply(graph, "flash_attention")
-    _, plan = checked(graph, "kv_fp8")
-    assert not plan.sites and reasons(plan) == {"its kernel 'native' reads no fp8 KV cache"}
-
-
-def test_one_quantized_cache_is_enough() -> None:
-    graph = captured("llama")
-    apply(graph, "kv_int8")
-    _, plan = checked(graph, "kv_fp8")
-    assert reasons(plan) == {"its KV cache is int8 already"}

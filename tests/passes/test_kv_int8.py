@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from optkit.graph.ir import Graph
 from optkit.graph.verify import verify
 from optkit.kernels import reference
 from optkit.lowering.lower import lower
-from optkit.machine.target import DATASHEETS
-from optkit.passes.base import PassContext
-from optkit.passes.kv_int8 import KVInt8
 from optkit.runtime.engine import Engine
 from optkit.runtime.runner import ModelRunner
 from optkit.runtime.scheduling.scheduler import SchedulerConfig
 from optkit.runtime.types import SamplingParams
-from tests.support.graphs import CONTEXT, apply, captured, checked, dense, random_ids, reasons, relative_error
+from tests.support.graphs import apply, captured, dense, random_ids, relative_error
 from tests.support.ragged import ragged_logits
 from tests.support.target import TARGET
 
@@ -54,32 +49,6 @@ def test_kernel_and_reference_agree_in_chunks_and_scattered_blocks(name: str, pr
         assert relative_error(logits, expected) < 5e-3
 
 
-def test_layers_can_be_left_alone() -> None:
-    graph = captured("llama")
-    plan = apply(graph, "kv_int8", ignore=(1,))
-    assert [spec.dtype for spec in graph.meta.kv_specs] == ["int8", "float32"]
-    assert reasons(plan) == {"on the ignore list"} and [skip.site for skip in plan.skips] == ["layer 1"]
-    verify(graph)
-    (ids,) = random_ids([20])
-    half, whole = (
-        relative_error(dense(g, ids), dense(captured("llama"), ids)) for g in (graph, int8("llama"))
-    )
-    assert 0 < half != whole
-
-
-def test_again_changes_nothing() -> None:
-    _, plan = checked(int8("llama"), "kv_int8")
-    assert not plan.sites and reasons(plan) == {"its KV cache is int8 already"}
-
-
-def test_what_it_says_it_saves() -> None:
-    graph = captured("llama")  # two layers of two KV heads of 16
-    optimization, plan = checked(graph, "kv_int8")
-    result = optimization.apply(graph, plan, CONTEXT)
-    assert result.stats == {"kv_bytes_per_token_before": 512, "kv_bytes_per_token_after": 160}
-    assert not optimization.exact
-
-
 @pytest.mark.parametrize("order", [("flash_attention", "kv_int8"), ("kv_int8", "flash_attention")])
 def test_with_flash_attention_in_either_order(order: tuple[str, str]) -> None:
     graph = captured("llama")
@@ -87,21 +56,6 @@ def test_with_flash_attention_in_either_order(order: tuple[str, str]) -> None:
         apply(graph, name)
     assert {node.meta["kernel"] for node in graph.calls(reference.attention)} == {"native"}
     assert lower(graph, TARGET).kernels["attention"] == "native"
-
-
-def test_a_target_without_a_kernel() -> None:
-    target = dataclasses.replace(DATASHEETS["cuda-h100"], kind="other")  # type: ignore[arg-type]
-    plan = KVInt8().check(captured("llama"), PassContext(target))
-    assert not plan.sites
-    assert reasons(plan) == {"no attention kernel reads an int8 KV cache on cuda-h100"}
-
-
-def test_a_pinned_kernel_that_reads_floats_only() -> None:
-    graph = captured("llama")
-    for node in graph.calls(reference.attention):
-        node.meta["kernel"] = "sdpa"
-    _, plan = checked(graph, "kv_int8")
-    assert not plan.sites and reasons(plan) == {"its kernel 'sdpa' reads no int8 KV cache"}
 
 
 def engine(graph: Graph, num_blocks: int, max_num_batched_tokens: int) -> Engine:

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 import optkit.passes
-from optkit.passes.resolve import recipe_json_schema, resolve_passes
+from optkit.passes.resolve import Alternatives, recipe_json_schema, resolve_passes
 from optkit.recipe.load import parse_recipe
 from tests.support.demo_recipe import TEXT, FakeFuse, FakeInt8, Int8Config, message
 
@@ -69,3 +69,46 @@ def test_recipe_json_schema_accepts_a_recipe_and_refuses_a_typo() -> None:
 @pytest.mark.usefixtures("pass_table")
 def test_resolve_passes_names_the_override_when_an_overridden_option_is_wrong() -> None:
     assert "--set passes.int8.bits=16" in message(TEXT, "passes.int8.bits=16", resolve=True)
+
+
+@pytest.mark.usefixtures("pass_table")
+def test_resolve_passes_gives_alternatives_their_candidates() -> None:
+    text = """
+schema_version: 1
+name: r
+passes: {layers: {one_of: [{fuse_qkv: {}, int8: {}}, {int8: {lm_head: true}}]}}
+"""
+    (layers,) = resolve_passes(parse_recipe(text))
+    assert isinstance(layers, Alternatives) and layers.name == "layers"
+    names = [[resolved.entry.name for resolved in candidate] for candidate in layers.candidates]
+    assert names == [["fuse_qkv", "int8"], ["int8"]]
+    assert layers.candidates[1][0].config == Int8Config(lm_head=True)
+
+
+@pytest.mark.usefixtures("pass_table")
+@pytest.mark.parametrize(
+    ("passes", "line"),
+    [
+        ("{layers: {one_of: [{int8: {}, fuse_qkv: {}}]}}", "'fuse_qkv' must come before 'int8'"),
+        (
+            "{layers: {one_of: [{int8: {}}, {fuse_qkv: {}}]}, fuse_qkv: {}}",
+            "'fuse_qkv' must come before 'int8'",
+        ),
+        ("{int8: {}, layers: {one_of: [{int8: {}}, {fuse_qkv: {}}]}}", "'fuse_qkv' must come before 'int8'"),
+        ("{layers: {one_of: [{int9: {}}]}}", "unknown pass 'int9'"),
+        ("{layers: {one_of: [{int8: {bits: 16}}]}}", "passes.layers.one_of.0.int8.bits"),
+    ],
+)
+def test_resolve_passes_checks_candidates_like_passes(passes: str, line: str) -> None:
+    text = f"schema_version: 1\nname: r\npasses: {passes}\n"
+    assert line in message(text, resolve=True)
+
+
+@pytest.mark.usefixtures("pass_table")
+def test_recipe_json_schema_accepts_alternatives_and_refuses_an_unknown_pass_among_them() -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    data = {"schema_version": 1, "name": "r", "passes": {"layers": {"one_of": [{"int8": {}}]}}}
+    jsonschema.validate(data, recipe_json_schema())
+    data["passes"] = {"layers": {"one_of": [{"int9": {}}]}}
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(data, recipe_json_schema())

@@ -15,7 +15,7 @@ import pytest
 
 from optkit.artifact.open import Artifact
 from optkit.passes.quantization.resume import write
-from optkit.pipeline import cache, driver
+from optkit.pipeline import cache, runner
 from optkit.pipeline.cache import PassCache
 from optkit.pipeline.driver import optimize
 from optkit.pipeline.step import Step
@@ -74,14 +74,14 @@ def logged(
     monkeypatch: pytest.MonkeyPatch, log: Path, before: Callable[[str], None] = lambda name: None
 ) -> None:
     """Write every pass that is run to ``log``, in whatever process; ``before`` is called first."""
-    run_pass = driver.run_pass
+    run_pass = runner.run_pass
 
     def passing(graph: Any, resolved: Any, *rest: Any) -> Any:
         note(log, resolved.entry.name)
         before(resolved.entry.name)
         return run_pass(graph, resolved, *rest)
 
-    monkeypatch.setattr(driver, "run_pass", passing)
+    monkeypatch.setattr(runner, "run_pass", passing)
 
 
 def run(source: Path, out: Path) -> None:

@@ -20,8 +20,7 @@ from optkit.graph.ir import Graph
 from optkit.graph.serialize import graph_to_json
 from optkit.kernels import reference
 from optkit.passes.base import Pass, PassContext, PassResult, Plan, Site, Stage
-from optkit.pipeline import driver as pipeline
-from optkit.pipeline import measurement, sources
+from optkit.pipeline import driver, measurement, runner, sources
 from optkit.pipeline.decision import Evidence
 from optkit.pipeline.driver import PassFailed
 from tests.support.graphs import dense, relative_error
@@ -129,7 +128,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     work: list[str] = []
     import optkit.capture
 
-    capture, run_pass = optkit.capture.capture_directory, pipeline.run_pass
+    capture, run_pass = optkit.capture.capture_directory, runner.run_pass
 
     def capturing(*args: Any, **options: Any) -> Graph:
         work.append("capture")
@@ -140,7 +139,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return run_pass(graph, resolved, *rest)
 
     monkeypatch.setattr(optkit.capture, "capture_directory", capturing)
-    monkeypatch.setattr(pipeline, "run_pass", passing)
+    monkeypatch.setattr(runner, "run_pass", passing)
     return work
 
 
@@ -213,7 +212,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(
 ) -> None:
     monkeypatch.setenv("OPTKIT_CACHE", str(tmp_path / "cache"))
     out = tmp_path / "here" / "out"
-    text = "passes: {fuse_qkv: {}, fuse_gate_up: {}}"
+    text = "passes: {fuse_qkv: {}, int8: {}}"
     with monkeypatch.context() as patch:
         interrupt(patch, measurement, "measure_pair", calls=1)
         with pytest.raises(KeyboardInterrupt):
@@ -221,8 +220,8 @@ def test_an_interrupted_run_goes_on_where_it_stopped(
     assert not out.parent.exists() or list(out.parent.iterdir()) == []
     assert not list((tmp_path / "cache" / "states").glob(".tmp-*"))
     work = counted(monkeypatch)
-    assert decisions(run(source, out, text)) == {"fuse_qkv": "kept", "fuse_gate_up": "kept"}
-    assert work == ["fuse_gate_up"]
+    assert decisions(run(source, out, text)) == {"fuse_qkv": "kept", "int8": "kept"}
+    assert work == ["int8"]
 
 
 def interrupt(patch: pytest.MonkeyPatch, module: Any, name: str, calls: int = 0) -> None:
@@ -335,7 +334,7 @@ def test_a_wrong_exact_pass_is_rolled_back(
 def no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that takes time may begin."""
     for name in ("resolve", "present_target", "Pipeline"):
-        monkeypatch.setattr(pipeline, name, lambda *args, **options: pytest.fail("work began"))
+        monkeypatch.setattr(driver, name, lambda *args, **options: pytest.fail("work began"))
 
 
 @pytest.mark.usefixtures("no_work")

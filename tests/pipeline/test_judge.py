@@ -9,12 +9,10 @@ import pytest
 import torch
 
 from optkit.artifact.open import Artifact
-from optkit.evaluation.speed import PairedTimes, workload_points
 from optkit.kernels import reference
 from optkit.lowering.lower import Executable
-from optkit.pipeline import measurement, objective
 from optkit.pipeline.decision import Evidence
-from optkit.recipe.schema import Recipe
+from tests.pipeline.conftest import Slowdown
 from tests.support.graphs import dense, relative_error
 from tests.support.small_runs import IDS, decisions, lower_dense, run, transformers_logits
 from tests.support.target import TARGET
@@ -44,18 +42,6 @@ def test_int8_beyond_its_bound_is_rolled_back(source: Path, tmp_path: Path) -> N
     assert torch.equal(transformers_logits(artifact.directory, IDS), expected)
 
 
-def test_a_bound_of_the_whole_undoes_the_inexact_pass(source: Path, tmp_path: Path) -> None:
-    """int8 passes its own looser bound; the whole misses the recipe's, so int8 goes and the fusion stays."""
-    text = "passes: {fuse_qkv: {}, int8: {accept: {max_kld: 10.0}}}\naccept: {max_kld: 1.0e-6}"
-    record = run(source, tmp_path / "out", text)
-    assert decisions(record) == {"fuse_qkv": "kept", "int8": "rolled back"}
-    assert "the whole missed a bound" in record.passes[1].reason
-    assert record.whole is not None and Evidence.of(record.whole).kld <= 1e-6
-    graph = Artifact.open(tmp_path / "out").graph()
-    assert not list(graph.calls(reference.linear_w8a8))
-    assert "model.layers.0.self_attn.qkv_proj.weight" in graph.weights
-
-
 def test_the_worst_layers_go_back_until_the_bound_holds(source: Path, tmp_path: Path) -> None:
     """4 bits miss a bound that they meet once the most sensitive layers are float again."""
     text = "passes: {{fuse_qkv: {{}}, rtn: {{scheme: W4A16, group_size: 32, accept: {{max_kld: {bound}}}}}}}"
@@ -70,37 +56,6 @@ def test_the_worst_layers_go_back_until_the_bound_holds(source: Path, tmp_path: 
     graph = Artifact.open(tmp_path / "out").graph()
     floats = {str(node.args[1].target).removesuffix(".weight") for node in graph.calls(reference.linear)}
     assert floats == {*record.fallback, "lm_head"}
-
-
-def test_a_bound_of_the_whole_takes_back_layers_before_a_pass(source: Path, tmp_path: Path) -> None:
-    """The whole misses a bound that it meets without the worst layers, so the pass stays; nothing is solved twice."""
-    text = (
-        "passes: {{fuse_qkv: {{}}, gptq: {{scheme: W4A8, group_size: 32, calibration: {{samples: 2, length: 32}}, "
-        "accept: {{max_kld: 10.0}}}}, flash_attention: {{}}}}\naccept: {{max_kld: {bound}}}"
-    )
-    free = run(source, tmp_path / "free", text.format(bound=10.0))
-    assert free.whole is not None
-    loss = Evidence.of(free.whole).kld
-    told: list[str] = []
-    record = run(
-        source,
-        tmp_path / "out",
-        text.format(bound=0.8 * loss),
-        progress=lambda text, part=None: told.append(text),
-    )
-    gptq = record.passes[1]
-    assert decisions(record) == {"fuse_qkv": "kept", "gptq": "reduced", "flash_attention": "kept"}
-    assert 0 < len(gptq.fallback) < len(gptq.sites) / 2 + 1
-    assert gptq.changed == len(gptq.sites) - len(gptq.fallback)
-    assert "the whole missed a bound" in gptq.reason and "back in float" in gptq.reason
-    assert record.whole is not None and Evidence.of(record.whole).kld <= 0.8 * loss < loss
-    graph = Artifact.open(tmp_path / "out").graph()
-    floats = {str(node.args[1].target).removesuffix(".weight") for node in graph.calls(reference.linear)}
-    assert floats == {*gptq.fallback, "lm_head"}
-    solved = [line for line in told if line.startswith("gptq: model.layers")]
-    assert (
-        len(solved) == len(set(solved)) > 0
-    )  # runs of the pass for the whole's sake take what it had solved
 
 
 def test_a_bound_that_half_of_the_layers_cannot_meet_undoes_the_pass(source: Path, tmp_path: Path) -> None:
@@ -148,31 +103,6 @@ def test_layers_with_two_variants(source: Path, tmp_path: Path) -> None:
 
 # -- the objective -----------------------------------------------------------------------------------------
 
-UNCACHED = (
-    "workload: {prompt_tokens: [16], output_tokens: 4, batch: 2}"  # of no other test: steps are measured
-)
-Slowdown = Callable[[Executable, Executable], float]  # (before, after) -> time after over time before
-
-
-@pytest.fixture
-def slowdown(monkeypatch: pytest.MonkeyPatch) -> Callable[[Slowdown], None]:
-    """A function that lets each measurement of speed give a fixed ratio."""
-
-    def use(ratio: Slowdown) -> None:
-        def measure_pair(
-            before: Executable, after: Executable, recipe: Recipe, enough: object
-        ) -> PairedTimes:
-            times, measured = PairedTimes(), ratio(before, after)
-            for noise in (1.0, 1.01, 0.99):
-                for point in workload_points(recipe):
-                    times.add(point.label, 1.0, noise * measured)
-            return times
-
-        monkeypatch.setattr(objective, "TOLERANCE", 0.02)
-        monkeypatch.setattr(measurement, "measure_pair", measure_pair)
-
-    return use
-
 
 def is_int8(model: Executable) -> bool:
     return any("linear_w8a8" in name for name in model.kernels)
@@ -210,42 +140,9 @@ def test_keep_always_does_not_loosen_a_bound_on_quality(
     assert decisions(run(source, tmp_path / "out", text)) == {"rtn": "rolled back"}
 
 
-def test_a_whole_that_makes_the_objective_worse_loses_its_last_passes(
-    source: Path, tmp_path: Path, slowdown: Callable[[Slowdown], None]
-) -> None:
-    """No pass alone is a loss; both together are, and the fusion alone is not."""
-    ratios = iter([1.0, 1.0, 1.2, 1.0])  # fuse_qkv, int8, the whole, the whole without int8
-    slowdown(lambda before, after: next(ratios))
-    record = run(source, tmp_path / "out", "objective: request\npasses: {fuse_qkv: {}, int8: {}}")
-    assert decisions(record) == {"fuse_qkv": "kept", "int8": "rolled back"}
-    assert "the whole missed a bound: objective: request 1.20x" in record.passes[1].reason
-    assert record.whole is not None and not record.whole.objective["worse"]
-
-
 def test_a_prompt_of_a_single_token_is_measured_as_a_prefill(source: Path, tmp_path: Path) -> None:
     text = "passes: {fuse_qkv: {}}"
     workload = "workload: {prompt_tokens: [1], output_tokens: 4, batch: 1}"
     record = run(source, tmp_path / "out", text, workload=workload)
     assert list(record.passes[0].measured) == ["prefill 1", "decode@2"]
     assert record.passes[0].decision == "kept"
-
-
-def test_an_exact_pass_that_is_slower_alone_is_judged_with_the_whole(
-    source: Path, tmp_path: Path, slowdown: Callable[[Slowdown], None]
-) -> None:
-    ratios = iter([1.2, 0.5, 0.6])  # fuse_qkv, int8, the whole
-    slowdown(lambda before, after: next(ratios))
-    record = run(source, tmp_path / "out", "objective: ttft\npasses: {fuse_qkv: {}, int8: {}}", UNCACHED)
-    assert decisions(record) == {"fuse_qkv": "kept", "int8": "kept"}
-    assert record.passes[0].reason.endswith("worse, exact passes are judged with the whole")
-
-
-def test_a_slower_exact_pass_is_undone_with_the_whole(
-    source: Path, tmp_path: Path, slowdown: Callable[[Slowdown], None]
-) -> None:
-    slowdown(lambda before, after: 1.2)
-    record = run(
-        source, tmp_path / "out", "objective: tpot\npasses: {fuse_qkv: {}, fuse_gate_up: {}}", UNCACHED
-    )
-    assert decisions(record) == {"fuse_qkv": "rolled back", "fuse_gate_up": "rolled back"}
-    assert record.whole is None

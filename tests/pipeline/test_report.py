@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from optkit.pipeline.explain import bound_by
 from optkit.pipeline.records import RunRecord
 from optkit.pipeline.report import report_html, run_table, summary_lines
 from tests.support.sample_artifact import TARGET, int8_record, sample_run
@@ -100,17 +99,6 @@ def test_a_run_that_kept_nothing_says_so() -> None:
     run = RunRecord([int8_record(decision="rolled back")], None)
     assert "No pass was kept" in Page(report_html(report(run))).words
     assert summary_lines(run)[0].startswith("no pass was kept")
-
-
-def test_bound_by_compares_reading_the_weights_with_the_prediction() -> None:
-    record = int8_record(
-        weight_bytes=[4_000, 1_000], predicted={"decode@513": [4.0, 1.0], "prefill 128": [9.0, 4.0]}
-    )
-    target = {"memory_bandwidth": 1_000.0}
-    assert bound_by(record, "decode@513", target) == "memory"
-    assert bound_by(record, "prefill 128", target) == "compute"
-    assert bound_by(record, "unknown", target) is None
-    assert bound_by(record, "decode@513", {}) is None
 
 
 def shown(run: RunRecord) -> str:

@@ -66,6 +66,41 @@ def test_load_recipe_refuses_a_file_that_is_not_utf8(tmp_path: Any) -> None:
         load_recipe(str(tmp_path / "r.yaml"))
 
 
+def test_alternatives_are_read_in_order_and_their_passes_are_entries_of_the_recipe() -> None:
+    text = """
+schema_version: 1
+name: r
+passes:
+  fuse_qkv: {}
+  layers: {one_of: [{smoothquant: {}, int8: {group_size: 64, accept: {max_kld: 0.1}}}, {w4a8: }]}
+"""
+    recipe = parse_recipe(text)
+    int8 = PassEntry(name="int8", accept=Accept(max_kld=0.1), config={"group_size": 64})
+    first, second = (PassEntry(name="smoothquant"), int8), (PassEntry(name="w4a8"),)
+    assert recipe.passes[1] == PassEntry(name="layers", one_of=(first, second))
+    assert [entry.name for entry in recipe.entries] == ["fuse_qkv", "smoothquant", "int8", "w4a8"]
+
+
+@pytest.mark.parametrize(
+    ("alternatives", "part"),
+    [
+        ("{one_of: []}", "at least 1 item"),
+        ("{one_of: [{}]}", "passes.layers.one_of.0"),
+        ("{one_of: 3}", "passes.layers.one_of"),
+        ("{one_of: [3]}", "passes.layers.one_of.0"),
+        ("{one_of: [{int8: {}}], accept: {max_kld: 1.0}}", "no other key"),
+        ("{one_of: [{int8: {}}], group_size: 32}", "no other key"),
+        ("{one_of: [{a: {one_of: [{int8: {}}]}}]}", "alternatives of its own"),
+        ("{one_of: [{int8: {accept: {max_klt: 1}}}]}", "'passes.layers.one_of.0.int8.accept.max_klt'"),
+    ],
+)
+def test_bad_alternatives_are_refused_with_the_place(alternatives: str, part: str) -> None:
+    text = f"schema_version: 1\nname: r\npasses:\n  layers: {alternatives}\n"
+    with pytest.raises(UserError) as error:
+        parse_recipe(text, "r.yaml")
+    assert part in str(error.value) and "r.yaml:4" in str(error.value)
+
+
 # -- properties -------------------------------------------------------------------------------------
 
 words = st.text(max_size=12)
@@ -78,12 +113,11 @@ counts = st.integers(1, 4096)
 accepts = st.builds(
     Accept, max_kld=st.none() | st.floats(0, 10), max_memory_bytes=st.none() | st.integers(1, 1 << 40)
 )
-entries = st.builds(
-    PassEntry,
-    name=keys,
-    accept=accepts,
-    config=st.dictionaries(keys.filter("accept".__ne__), values, max_size=3),
-)
+options = keys.filter(lambda key: key not in ("accept", "keep", "one_of"))
+single = st.builds(PassEntry, name=keys, accept=accepts, config=st.dictionaries(options, values, max_size=3))
+candidate = st.lists(single, min_size=1, max_size=3, unique_by=lambda entry: entry.name)
+alternatives = st.builds(PassEntry, name=keys, one_of=st.lists(candidate.map(tuple), min_size=1, max_size=3))
+entries = single | alternatives
 recipes = st.builds(
     Recipe,
     schema_version=st.just(1),

@@ -2,7 +2,7 @@
 
 No code of optkit's packing is used. ``Quantized`` is a layer in plain numbers. ``gptq`` and ``awq`` write the layout
 of the formats' libraries; ``compressed`` calls the compressed-tensors library. ``checkpoint`` writes a whole tiny
-model.
+model, ``one_layer`` a checkpoint of one layer.
 """
 
 from __future__ import annotations
@@ -18,9 +18,26 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from optkit.checkpoint.quantized_linear import QuantizedLinear
+from optkit.checkpoint.source import open_source
 from tests.support.architectures import tiny_model
 
 HEAD = "lm_head"
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
+
+# Options of ``one_layer``.
+BITS_AND_GROUPS = [
+    {"symmetric": True},
+    {"symmetric": False},
+    {"symmetric": False, "act_order": True},
+    {"group": 0},
+    {"group": 64},  # a short last group
+    {"bits": 2, "symmetric": False},
+    {"bits": 3, "act_order": True},
+    {"bits": 8, "symmetric": False, "dtype": torch.float32},
+    {"dtype": torch.bfloat16},
+]
 
 
 @dataclass
@@ -145,6 +162,22 @@ def checkpoint(
     settings = json.loads((directory / "config.json").read_text()) | {"quantization_config": config}
     (directory / "config.json").write_text(json.dumps(settings))
     return model
+
+
+def one_layer(
+    directory: Path,
+    pack: Callable[[Quantized], dict[str, Tensor]],
+    config: dict[str, Any],
+    shape: tuple[int, int] = (48, 96),
+    **options: Any,
+) -> tuple[QuantizedLinear, Quantized]:
+    """A layer in a checkpoint of its own, read back; and the layer in plain numbers."""
+    plain = quantized(*shape, **({"bits": 4, "group": 32, "symmetric": True, "act_order": False, "seed": 3,
+                                  "dtype": torch.float16} | options))  # fmt: skip
+    save_file({f"a.b.{key}": value for key, value in pack(plain).items()}, directory / "model.safetensors")
+    text = json.dumps({"model_type": "llama", "quantization_config": config})
+    (directory / "config.json").write_text(text)
+    return open_source(directory).layers["a.b"], plain
 
 
 def is_linear(module: Any) -> bool:

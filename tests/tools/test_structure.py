@@ -53,3 +53,16 @@ def test_docstring_figures_find_question_words_and_pronouns(root: Path) -> None:
     found = structure.modules(root)
     assert structure.question_openings(found) == ["passes/one.py:1: What one does."]
     assert structure.pronouns_per_100_words(found) == pytest.approx(100 * 3 / 8)
+
+
+def test_untested_leaves_out_modules_without_functions_to_call(root: Path) -> None:
+    sources = {
+        "data.py": "A = 1\nclass B:\n    c: int\n",
+        "protocol.py": 'class P:\n    def f(self):\n        """Do."""\n        ...\n',
+        "kernel.py": "@triton.jit\ndef f(x):\n    return x\n@triton.jit(debug=True)\ndef g(x):\n    return x\n",
+        "launch.py": "@triton.jit\ndef f(x):\n    return x\n\ndef g(x):\n    f[1](x)\n",
+    }
+    for name, text in sources.items():
+        (root / "optkit" / name).write_text(text)
+    found = structure.untested(structure.modules(root), root / "tests")
+    assert found == ["optkit.launch", "optkit.middle"]

@@ -44,21 +44,27 @@ def compile_region(
     Raises:
         CompileError: the compiler fails.
     """
-    try:
-        library = generate(module, arguments, tokens)
-    except CompileError:
-        raise
-    except Exception as error:  # whatever a compiler stumbles over: the layer then runs uncompiled
-        raise CompileError(f"{type(error).__name__}: {str(error).strip().splitlines()[0]:.200}") from error
-    operators = library.with_suffix(OPERATORS)
-    shutil.move(library, destination.with_suffix(LIBRARY))
-    if operators.exists():
-        shutil.move(operators, destination.with_suffix(OPERATORS))
-    shutil.rmtree(library.parent, ignore_errors=True)
+    with tempfile.TemporaryDirectory(
+        prefix="aot-", dir=cache_dir("inductor"), ignore_cleanup_errors=True
+    ) as directory:
+        try:
+            library = generate(module, arguments, tokens, directory)
+        except CompileError:
+            raise
+        except Exception as error:  # whatever a compiler stumbles over: the layer then runs uncompiled
+            raise CompileError(
+                f"{type(error).__name__}: {str(error).strip().splitlines()[0]:.200}"
+            ) from error
+        operators = library.with_suffix(OPERATORS)
+        shutil.move(library, destination.with_suffix(LIBRARY))
+        if operators.exists():
+            shutil.move(operators, destination.with_suffix(OPERATORS))
 
 
-def generate(module: fx.GraphModule, arguments: Sequence[Argument], tokens: int | None) -> Path:
-    """Compile in a temporary directory; the shared object there."""
+def generate(
+    module: fx.GraphModule, arguments: Sequence[Argument], tokens: int | None, directory: str
+) -> Path:
+    """Compile in ``directory``; the shared object there."""
     import torch._inductor
     from torch._guards import TracingContext, tracing
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -66,7 +72,6 @@ def generate(module: fx.GraphModule, arguments: Sequence[Argument], tokens: int 
 
     environment = ShapeEnv()
     mode = FakeTensorMode(shape_env=environment)
-    directory = tempfile.mkdtemp(prefix="aot-", dir=cache_dir("inductor"))
     options = {
         "aot_inductor.output_path": directory,
         "aot_inductor.precompile_headers": False,  # pays off after more compilations than one artifact has

@@ -19,6 +19,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from optkit.runtime.sampling.threads import one_thread
 from optkit.runtime.types import Batch, Failure, Runner, ScheduledRequest, TokenLogprob, TokenOutput
 
 MAX_LOGITS = 2**24  # numbers of one piece: 64 MiB
@@ -75,7 +76,8 @@ class LogprobRunner:
         for row, (item, token) in enumerate(zip(items, tokens, strict=True)):
             request = item.request.received
             if request.sampling.logprobs is not None and not isinstance(token, Failure):
-                found = logprobs_of(logits[row : row + 1], [token], request.sampling.logprobs)
+                with one_thread():
+                    found = logprobs_of(logits[row : row + 1], [token], request.sampling.logprobs)
                 self._generated[request.request_id] = found
 
     def attach(self, batch: Batch, outputs: Sequence[TokenOutput]) -> list[TokenOutput]:

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from optkit.runtime.sampling.threads import one_thread
 from optkit.runtime.types import Failure, Request, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -43,12 +44,12 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[int | Failure]:
         return []
     argmax, finite = best_tokens(logits)
     tokens: list[int | Failure] = list(argmax)
-    for row, request in enumerate(requests):
-        if not finite[row]:
-            tokens[row] = BAD_LOGITS
-        elif not is_plain_greedy(request):
-            tokens[row] = sample_or_fail(logits[row], request)
-    return tokens
+    drawn = [row for row, request in enumerate(requests) if finite[row] and not is_plain_greedy(request)]
+    if drawn:
+        with one_thread():
+            for row in drawn:
+                tokens[row] = sample_or_fail(logits[row], requests[row])
+    return [token if finite[row] else BAD_LOGITS for row, token in enumerate(tokens)]
 
 
 def best_tokens(logits: Tensor) -> tuple[list[int], list[bool]]:

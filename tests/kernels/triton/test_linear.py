@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from optkit import kernels
-from optkit.errors import UserError
 from optkit.kernels.triton import available
-from optkit.lowering.lower import lower
 from optkit.machine.target import DATASHEETS
 
 if not available():
@@ -21,10 +19,9 @@ if not available():
 
 from optkit.kernels import reference
 from optkit.kernels.packed_codes import pack_codes
-from optkit.kernels.triton import gemv, linear, selection, tile, wna16
+from optkit.kernels.triton import gemv, linear, selection, wna16
 from tests.kernels.test_wna16 import Layer
 from tests.kernels.triton.calls import close, poison, random
-from tests.support.graphs import captured
 
 H100, A100 = DATASHEETS["cuda-h100"], DATASHEETS["cuda-a100"]
 SHAPES = [(1, 5, 576), (3, 66, 96), (5, 66, 200), (33, 6, 1536)]
@@ -147,19 +144,6 @@ def test_codes_of_8_bits(group: int, asymmetric: bool) -> None:
         close(got, layer.expected(x)[0], 1e-4)
 
 
-def test_what_is_split_along_k_is_the_same_sum() -> None:
-    q, scale = reference.quantize_per_token(random(6, 1100))
-    weight, weight_scale = int8(9, 1100)
-    whole = reference.linear_w8a8(q, scale, weight, weight_scale).double()
-    launches = []
-    launch = tile.splits_of
-    with mock.patch.object(
-        tile, "splits_of", side_effect=lambda *a: launches.append(launch(*a)) or launch(*a)
-    ):
-        close(tile.tile(q, weight, scale, weight_scale, None, torch.float32), whole, 1e-6)
-    assert launches == [2]
-
-
 def test_what_each_kernel_is_offered() -> None:
     def name(op: str, target: Any = H100, **weights_and_options: Any) -> str | None:
         kernel = kernels.select(op, target, **weights_and_options)
@@ -189,14 +173,6 @@ def test_no_tokens() -> None:
     assert linear.linear(random(0, 64), random(6, 64)).shape == (0, 6)
     q, q_scale = reference.quantize_per_token(random(1, 64))
     assert linear.linear_w8a8(q[:0], q_scale[:0], weight, scale).shape == (0, 6)
-
-
-def test_a_gpu_without_a_kernel_for_experts_is_an_error_before_anything_runs() -> None:
-    graph = captured("mixtral")
-    for weight in graph.weights.values():  # as there is no GPU to move them to
-        weight.value = weight.value.to("meta")
-    with pytest.raises(UserError, match="experts layers have a kernel"):
-        lower(graph, A100, device="cuda")
 
 
 def test_more_tokens_than_a_gemv_takes() -> None:

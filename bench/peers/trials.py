@@ -1,0 +1,89 @@
+"""The best options of a peer, found by trial once for each model and instruction set.
+
+A trial is a small run of its own: a server for each candidate, all frozen but one, and interleaved rounds of a prompt
+of 1024 tokens with 32 output tokens. The candidate with the lowest median time is the best. The outcome is kept below
+``.peers/models/``, so later runs need no trials.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.peers.measure import Run
+from bench.peers.peer import Model, Peer, Progress
+from bench.peers.result import Measured, why_missing
+from optkit.bench.workload import WorkloadConfig
+from optkit.errors import UserError
+
+TRIAL = WorkloadConfig(num_prompts=1, input_len=1024, output_len=32, seed=7)
+ROUNDS = 5
+
+
+def choose_options(peer: Peer, model: Model, ids: Sequence[int], progress: Progress) -> None:
+    """Set ``peer.options`` and ``peer.trials`` from the kept trials, or from new ones.
+
+    Raises:
+        UserError: no candidate answered.
+    """
+    if not peer.candidates():
+        return
+    file = trials_file(peer, model)
+    if missing(peer, model):
+        progress(f"{peer.name}: trying {len(peer.candidates())} sets of options")
+        trials = try_candidates(peer, model, ids, progress)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(trials, indent=1) + "\n", "utf-8")
+    peer.trials = json.loads(file.read_text("utf-8"))
+    peer.options = best(peer.trials, peer.name)
+
+
+def trials_file(peer: Peer, model: Model) -> Path:
+    return model.cache / f"{peer.name}.{peer.isa}.trials.json"
+
+
+def missing(peer: Peer, model: Model) -> bool:
+    """True for a peer with candidates that were not tried yet."""
+    return bool(peer.candidates()) and not trials_file(peer, model).exists()
+
+
+def forget(peers: Sequence[Peer], model: Model) -> None:
+    """Make the next ``choose_options`` try the candidates again."""
+    for peer in peers:
+        trials_file(peer, model).unlink(missing_ok=True)
+
+
+def try_candidates(peer: Peer, model: Model, ids: Sequence[int], progress: Progress) -> dict[str, Any]:
+    """The load average before the trials, and each candidate's options with seconds or the reason for a failure."""
+    sides = []
+    for number, options in enumerate(peer.candidates(), 1):
+        side = copy.copy(peer)
+        side.name, side.options = f"{peer.name}, candidate {number}", options
+        sides.append(side)
+    measured = Run(model, {"trial": TRIAL}, ROUNDS, ids, progress, starts=1).measure(sides, {})
+    rows = [{"options": side.options, **outcome(side.name, measured)} for side in sides]
+    return {"load_average": measured.environment["load_average"], "rounds": ROUNDS, "candidates": rows}
+
+
+def outcome(name: str, measured: Measured) -> dict[str, Any]:
+    """The seconds of a candidate, or the reason for a missing time."""
+    result = measured.results["trial"]
+    spread = result.statistic(name, ("latency_ms", "e2e", "p50")) if name in result.sides else None
+    if spread:
+        return {"seconds": spread["median"] / 1e3}
+    return {"failed": measured.skipped.get(name) or why_missing(result, name)}
+
+
+def best(trials: Mapping[str, Any], name: str) -> dict[str, str]:
+    """The options of the fastest candidate.
+
+    Raises:
+        UserError: no candidate has a time.
+    """
+    finished = [row for row in trials["candidates"] if "seconds" in row]
+    if not finished:
+        raise UserError("no set of options answered", where=name, fix="try again with --retune")
+    return dict(min(finished, key=lambda row: row["seconds"])["options"])

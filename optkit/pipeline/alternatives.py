@@ -1,0 +1,291 @@
+"""The choice between candidates for a place of the pipeline (``one_of`` in a recipe).
+
+Every candidate is run and measured on the same graph. Of the candidates within the bounds of quality, the candidate
+with the lowest cost by the recipe's objective is chosen; where a measurement of both side by side shows no difference,
+the candidate closer to the source model. Candidates are tried in the order of their predicted cost. A candidate with a
+hopeless prediction is skipped.
+
+Steps of few tokens may run in another candidate than prompts: where a quantizer decodes faster than the choice, both
+are kept as variants by the number of tokens (``optkit.graph.variants``), over the same KV cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from optkit.evaluation.speed import workload_points
+from optkit.graph.ir import Graph, Weight
+from optkit.machine.target import Target
+from optkit.passes.base import PassContext, Stage
+from optkit.passes.resolve import Alternatives, ResolvedPass
+from optkit.pipeline import objective
+from optkit.pipeline.judge import PassJudge
+from optkit.pipeline.measurement import predict
+from optkit.pipeline.records import PassRecord
+from optkit.pipeline.runner import PassRunner, run_pass
+from optkit.pipeline.state import State
+from optkit.recipe.schema import Recipe
+
+HOPELESS = 1.6  # times the best measured cost; kernel times alone were never so wrong
+FEW_TOKENS = 4  # decode steps of up to so many sequences run in the variant for few tokens
+DECODES_FASTER = 0.9  # of the decode time of the choice, before a second variant is worth its memory
+CHOSEN, NOT_CHOSEN, SKIPPED = "chosen", "not chosen", "skipped"
+
+
+@dataclass
+class Trial:
+    """A candidate, with the states after its passes and its evidence; without states if not tried."""
+
+    passes: list[ResolvedPass]
+    record: PassRecord
+    states: list[State] = field(default_factory=list)
+
+    @property
+    def eligible(self) -> bool:
+        """True for a candidate within its bounds."""
+        return bool(self.states) and PassRecord.from_dict(self.states[-1].record).in_effect
+
+    def cost(self) -> float:
+        """Measured cost by the objective, over the cost without the candidate."""
+        return float(self.record.objective["ratio"])
+
+    def decode(self) -> float:
+        """Measured time of a decode step, over the time without the candidate."""
+        (label,) = (name for name in self.record.measured if not name.startswith("prefill"))
+        return 1 / self.record.speedup(label)
+
+    def divergence(self) -> float:
+        return float(self.record.quality["kl_mean"]["value"])
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The chosen passes with their states, none where no candidate pays; and the record of every candidate."""
+
+    passes: list[ResolvedPass]
+    states: list[State]
+    records: list[PassRecord]
+
+
+class CandidateJudge(PassJudge):
+    """A judge of quality alone: the objective decides later, between the candidates."""
+
+    def judges_speed(self, record: PassRecord) -> bool:
+        return False
+
+    def remark(self, record: PassRecord) -> str:
+        return ""
+
+
+def choose(runner: PassRunner, alternatives: Alternatives, before: State, *, after_inexact: bool) -> Choice:
+    """Run the candidates of ``alternatives`` on ``before`` and choose."""
+    recipe, target = runner.measurement.recipe, runner.measurement.target
+    trials = predicted_trials(recipe, target, alternatives, before.graph)
+    for trial in trials:
+        reason = hopeless(recipe, trial, trials)
+        if reason:
+            trial.record.decided(SKIPPED, reason)
+            runner.progress(f"{trial.record.name}: {reason}")
+        else:
+            run(runner, trial, before, after_inexact=after_inexact)
+    chosen = select(runner, [trial for trial in trials if trial.eligible])
+    if chosen is not None and (fast := for_few_tokens(runner, chosen, trials)):
+        run(runner, fast, before, after_inexact=after_inexact)
+        trials.append(fast)
+        chosen = better_decode(runner, chosen, fast)
+    explain_choice(trials, chosen)
+    records = [trial.record for trial in trials]
+    runner.progress(f"{alternatives.name}: {chosen.record.name if chosen else 'no candidate pays'}")
+    return Choice(chosen.passes, chosen.states, records) if chosen else Choice([], [], records)
+
+
+# -- a candidate -------------------------------------------------------------------------------------------
+
+
+def planned(passes: Sequence[ResolvedPass]) -> PassRecord:
+    """An empty record, named by the passes and options: ``smoothquant, int8 group_size=64``."""
+    options = {resolved.entry.name: resolved.config.model_dump() for resolved in passes}
+    return PassRecord(", ".join(map(described, passes)), options, [], [])
+
+
+def described(resolved: ResolvedPass) -> str:
+    """The pass with the options of the recipe."""
+    options = (f"{key}={value}" for key, value in resolved.entry.config.items())
+    return " ".join([resolved.entry.name, *options])
+
+
+def run(runner: PassRunner, trial: Trial, before: State, *, after_inexact: bool) -> None:
+    """Run the passes of ``trial`` on ``before``; the evidence goes into its record."""
+    trial.states = runner.run(trial.passes, before, after_inexact=after_inexact, judge=CandidateJudge)
+    last = PassRecord.from_dict(trial.states[-1].record)
+    name = trial.record.name
+    if not last.in_effect:
+        trial.record.decided(NOT_CHOSEN, f"{last.name}: {last.reason}")
+        return
+    records = [PassRecord.from_dict(state.record) for state in trial.states]
+    if sum(record.in_effect for record in records) > 1:
+        costs = compared(runner, before, trial.states, name)
+        costs.quality = last.quality
+        if variants := {steps: quality for r in records for steps, quality in r.variants.items()}:
+            costs.judged(variants)
+        last = costs
+    trial.record.take_evidence(last)
+
+
+def compared(runner: PassRunner, before: State, states: Sequence[State], name: str) -> PassRecord:
+    """Speed, size and objective of the last of ``states`` against ``before``."""
+
+    def measure(old: Graph, new: Graph, record: PassRecord) -> Graph:
+        record.name = name
+        runner.measurement.measure_costs(record, old, new)
+        record.decided("kept", "")
+        return new
+
+    found = runner.measured(before, states, measure, f"costs of {name}")
+    assert found is not None  # the last pass is in effect
+    return found
+
+
+# -- predictions -------------------------------------------------------------------------------------------
+
+
+def predicted_trials(
+    recipe: Recipe, target: Target, alternatives: Alternatives, before: Graph
+) -> list[Trial]:
+    """A trial for each candidate with predicted times, the least predicted cost first.
+
+    Predictions are made from shapes: no weight is quantized.
+    """
+    shapes, context, trials = without_values(before), PassContext(target), []
+    for passes in alternatives.candidates:
+        graph, trial = shapes, Trial(passes, planned(passes))
+        for resolved in passes:
+            graph, _ = run_pass(graph, resolved, context, keep)
+        trial.record.predicted = predict(shapes, graph, recipe, target)
+        trials.append(trial)
+    return sorted(trials, key=lambda trial: predicted_cost(recipe, trial))
+
+
+def keep(before: Graph, candidate: Graph, record: PassRecord) -> Graph:
+    """The candidate of a pass whose effect is only predicted."""
+    return candidate
+
+
+def without_values(graph: Graph) -> Graph:
+    """A clone of ``graph`` with shapes for weights."""
+    clone = graph.clone()
+    clone.weights = {
+        name: Weight(torch.empty_like(weight.value, device="meta"), weight.origin)
+        for name, weight in clone.weights.items()
+    }
+    return clone
+
+
+def predicted_cost(recipe: Recipe, trial: Trial) -> float:
+    """Predicted cost by the objective, over the cost without the candidate; by ``request`` for ``memory``."""
+    cost = objective.TIMES.get(recipe.objective, objective.request)
+    before, after = (
+        {label: times[side] for label, times in trial.record.predicted.items()} for side in (0, 1)
+    )
+    return cost(recipe.workload, after) / cost(recipe.workload, before)
+
+
+def predicted_decode(recipe: Recipe, trial: Trial) -> float:
+    """Predicted time of a decode step, over the time without the candidate."""
+    decode = workload_points(recipe)[-1].label
+    before, after = trial.record.predicted[decode]
+    return after / before
+
+
+def hopeless(recipe: Recipe, trial: Trial, trials: Sequence[Trial]) -> str:
+    """The reason to skip ``trial``: predicted far above the measured best, in its cost and in decode steps."""
+    measured = [other for other in trials if other.eligible]
+    if not measured or recipe.objective == "memory":
+        return ""
+    cost, decode = predicted_cost(recipe, trial), predicted_decode(recipe, trial)
+    best, best_decode = min(map(Trial.cost, measured)), min(map(Trial.decode, measured))
+    if cost <= HOPELESS * best or decode <= HOPELESS * best_decode:
+        return ""
+    return f"predicted cost {cost:.2f}x of before, measured {best:.2f}x with another candidate"
+
+
+# -- the choice --------------------------------------------------------------------------------------------
+
+
+def select(runner: PassRunner, trials: Sequence[Trial]) -> Trial | None:
+    """The trial of least cost; of trials that no measurement separates from it, the closest to the source model.
+
+    None where the least cost is a loss.
+    """
+    if not trials:
+        return None
+    best = min(trials, key=Trial.cost)
+    if best.record.objective["worse"]:
+        return None
+    for trial in sorted(trials, key=Trial.divergence):
+        if trial is best:
+            break
+        near = trial.record.objective["low"] <= best.record.objective["high"]
+        if near and not compared(runner, best.states[-1], trial.states, trial.record.name).objective["worse"]:
+            return trial
+    return best
+
+
+def for_few_tokens(runner: PassRunner, chosen: Trial, trials: Sequence[Trial]) -> Trial | None:
+    """A candidate of two variants: the fastest quantizer at decode for few tokens, and ``chosen`` for many.
+
+    None where ``chosen`` also changes float layers: the quantizer for few tokens needs the layers of before.
+    """
+    if any(resolved.pass_class.stage != Stage.QUANTIZE for resolved in chosen.passes):
+        return None
+    names = {resolved.entry.name for resolved in chosen.passes}
+    single = [
+        trial
+        for trial in trials
+        if trial.eligible and len(trial.passes) == 1 and takes_few(trial.passes[0])
+        and trial.passes[0].entry.name not in names
+    ]  # fmt: skip
+    fast = min(single, key=Trial.decode, default=None)
+    if fast is None or runner.measurement.recipe.objective == "memory":
+        return None
+    if fast.decode() > DECODES_FASTER * chosen.decode():
+        return None
+    limit = max(FEW_TOKENS, runner.measurement.recipe.workload.batch)
+    passes = [limited(fast.passes[0], limit), *chosen.passes]
+    return Trial(passes, planned(passes))
+
+
+def takes_few(resolved: ResolvedPass) -> bool:
+    """True for a quantizer of all steps that can be limited to steps of few tokens."""
+    return getattr(resolved.config, "max_tokens", 0) is None
+
+
+def limited(resolved: ResolvedPass, tokens: int) -> ResolvedPass:
+    """The quantizer ``resolved`` for steps of up to ``tokens`` tokens."""
+    more: dict[str, Any] = {"max_tokens": tokens}
+    entry = resolved.entry.model_copy(update={"config": resolved.entry.config | more})
+    return resolved._replace(entry=entry, config=resolved.config.model_copy(update=more))
+
+
+def better_decode(runner: PassRunner, chosen: Trial, fast: Trial) -> Trial:
+    """``fast`` where it decodes faster than ``chosen`` and is not worse by the objective, else ``chosen``."""
+    if not fast.eligible:
+        return chosen
+    costs = compared(runner, chosen.states[-1], fast.states, fast.record.name)
+    return chosen if costs.objective["worse"] or fast.decode() > DECODES_FASTER * chosen.decode() else fast
+
+
+def explain_choice(trials: Sequence[Trial], chosen: Trial | None) -> None:
+    """Write decision and reason into the records of all trials without a decision."""
+    for trial in trials:
+        if trial.record.decision:
+            continue
+        numbers = (
+            f"{trial.record.objective['name']} {trial.cost():.2f}x of before, decode {trial.decode():.2f}x"
+        )
+        numbers += f", KL {trial.divergence():.2g}"
+        trial.record.decided(CHOSEN if trial is chosen else NOT_CHOSEN, numbers)

@@ -1,0 +1,84 @@
+"""``optkit serve`` passes each flag on to the server, and ends with the server's exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optkit.cli.main import run
+from optkit.machine import logs
+from optkit.runtime.process import launch
+from optkit.serve import server
+from optkit.serve.server import ServeOptions
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The calls that ``optkit serve`` makes: threads and end of the engine process, artifact and options."""
+    calls: list[Any] = []
+
+    @contextmanager
+    def launched(threads: int) -> Iterator[str]:
+        calls.append(("launch", threads))
+        try:
+            yield "engine"
+        finally:
+            calls.append("left")
+
+    def serve(artifact: Path, options: ServeOptions, launched: str) -> int:
+        calls.append((artifact, options, launched))
+        return 3
+
+    monkeypatch.setattr(launch, "launch", launched)
+    monkeypatch.setattr(server, "run", serve)
+    monkeypatch.setattr(logs, "configure", lambda format: calls.append(("logs", format)))
+    monkeypatch.delenv("OPTKIT_API_KEY", raising=False)
+    return calls
+
+
+def test_serve_without_flags_has_the_defaults_of_the_server(served: list[Any]) -> None:
+    assert run(["serve", "somewhere"]) == 3
+    assert served == [
+        ("logs", "text"), ("launch", 0), (Path("somewhere"), ServeOptions(), "engine"), "left",
+    ]  # fmt: skip
+
+
+def test_serve_passes_every_flag_on(served: list[Any], tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("one\ntwo\n")
+    flags = {
+        "--host": "0.0.0.0",
+        "--port": "0",
+        "--threads": "3",
+        "--api-key-file": str(keys),
+        "--max-queue": "5",
+        "--request-timeout": "1.5",
+        "--log-format": "json",
+        "--otlp-traces-endpoint": "http://localhost:4318/v1/traces",
+        "--shutdown-timeout": "7",
+        "--max-num-seqs": "4",
+    }
+    names = ["--served-model-name", "a", "--served-model-name", "b"]
+    assert run(["serve", "here", *names, *(word for flag in flags.items() for word in flag)]) == 3
+    assert served[:2] == [("logs", "json"), ("launch", 3)]
+    assert served[2][1] == ServeOptions(
+        host="0.0.0.0",
+        port=0,
+        served_model_names=("a", "b"),
+        api_keys=("one", "two"),
+        max_queue=5,
+        request_timeout=1.5,
+        threads=3,
+        shutdown_timeout=7,
+        otlp_traces_endpoint="http://localhost:4318/v1/traces",
+        engine={"max_num_seqs": 4},
+    )
+
+
+def test_serve_with_an_unreadable_key_file_serves_nothing(served: list[Any], tmp_path: Path) -> None:
+    assert run(["serve", "here", "--api-key-file", str(tmp_path / "none")]) == 2
+    assert served == [("logs", "text"), ("launch", 0), "left"]

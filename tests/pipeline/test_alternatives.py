@@ -1,0 +1,198 @@
+"""The choice between candidates: by measured cost, within the bounds, for steps of many and of few tokens."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from optkit.artifact.open import Artifact
+from optkit.evaluation.speed import PairedTimes, workload_points
+from optkit.graph.shapes import Point
+from optkit.kernels import reference
+from optkit.lowering.lower import Executable
+from optkit.pipeline import alternatives, measurement, objective
+from optkit.pipeline.records import PassRecord
+from optkit.recipe.schema import Recipe
+from tests.support.graphs import relative_error
+from tests.support.small_runs import IDS, decisions, lower_dense, run, transformers_logits
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+CANDIDATES = "passes: {{fuse_qkv: {{}}, layers: {{one_of: [{{int8: {{}}}}, {{w4a8: {{}}}}]}}}}\n{}"
+OUTPUTS = itertools.count(100)  # another workload for each test: nothing measured is in the cache
+Seconds = Callable[[set[str], bool], float]  # (kinds of quantized layers, decode) -> seconds
+
+
+@pytest.fixture
+def seconds(monkeypatch: pytest.MonkeyPatch) -> Callable[[Seconds], list[tuple[set[str], set[str]]]]:
+    """A function that fixes the times of steps; returns the list of measured pairs."""
+
+    def use(of: Seconds) -> list[tuple[set[str], set[str]]]:
+        measured = []
+
+        def measure_pair(
+            before: Executable, after: Executable, recipe: Recipe, enough: object
+        ) -> PairedTimes:
+            times = PairedTimes()
+            measured.append((kinds(before), kinds(after)))
+            for noise in (1.0, 1.01, 0.99):
+                for point in workload_points(recipe):
+                    old, new = (of(kinds(model), point.is_decode) for model in (before, after))
+                    times.add(point.label, old, noise * new)
+            return times
+
+        monkeypatch.setattr(objective, "TOLERANCE", 0.02)
+        monkeypatch.setattr(alternatives, "HOPELESS", math.inf)  # predictions for tiny layers are noise
+        monkeypatch.setattr(measurement, "measure_pair", measure_pair)
+        return measured
+
+    return use
+
+
+def kinds(model: Executable) -> set[str]:
+    """``int8`` and ``w4a8`` for layers in these formats."""
+    found = {"int8": "linear_w8a8", "w4a8": "linear_w4a8"}
+    return {kind for kind, op in found.items() if any(op in name for name in model.kernels)}
+
+
+def workload() -> str:
+    return f"workload: {{prompt_tokens: [24, 40], output_tokens: {next(OUTPUTS)}, batch: 2}}"
+
+
+def records(source: Path, out: Path, text: str) -> tuple[dict[str, str], dict[str, PassRecord]]:
+    """Decisions on the passes, and the records of the candidates by name."""
+    found = run(source, out, text, workload())
+    return decisions(found), {record.name: record for record in found.alternatives.get("layers", [])}
+
+
+def test_the_candidate_of_least_measured_cost_is_chosen_and_the_report_has_all(
+    source: Path, tmp_path: Path, seconds: Callable[[Seconds], object]
+) -> None:
+    seconds(lambda kinds, decode: 0.5 if "w4a8" in kinds else 0.8 if "int8" in kinds else 1.0)
+    passes, candidates = records(source, tmp_path / "out", CANDIDATES.format("objective: ttft"))
+    assert passes == {"fuse_qkv": "kept", "w4a8": "kept"}
+    assert {name: r.decision for name, r in candidates.items()} == {"int8": "not chosen", "w4a8": "chosen"}
+    assert candidates["int8"].objective["ratio"] == pytest.approx(0.8, rel=0.01)
+    assert candidates["w4a8"].quality["kl_mean"]["value"] > candidates["int8"].quality["kl_mean"]["value"] > 0
+    assert all(record.predicted and record.measured for record in candidates.values())
+    graph = Artifact.open(tmp_path / "out").graph()
+    assert len(list(graph.calls(reference.linear_w4a8))) == 2 * 5
+
+
+def test_of_candidates_with_equal_cost_the_closest_to_the_source_is_chosen(
+    source: Path, tmp_path: Path, seconds: Callable[[Seconds], object]
+) -> None:
+    seconds(lambda kinds, decode: 0.5 if kinds else 1.0)
+    passes, candidates = records(source, tmp_path / "out", CANDIDATES.format("objective: ttft"))
+    assert passes == {"fuse_qkv": "kept", "int8": "kept"}
+    assert candidates["int8"].decision == "chosen"
+
+
+def test_a_faster_candidate_beyond_its_bound_is_not_chosen(
+    source: Path, tmp_path: Path, seconds: Callable[[Seconds], object]
+) -> None:
+    seconds(lambda kinds, decode: 0.5 if "w4a8" in kinds else 0.8 if "int8" in kinds else 1.0)
+    text = CANDIDATES.replace("{{w4a8: {{}}}}", "{{w4a8: {{accept: {{max_kld: 1.0e-9}}}}}}")
+    passes, candidates = records(source, tmp_path / "out", text.format("objective: ttft"))
+    assert passes == {"fuse_qkv": "kept", "int8": "kept"}
+    assert candidates["w4a8"].decision == "not chosen"
+    assert "mean KL divergence" in candidates["w4a8"].reason
+
+
+def test_no_candidate_is_chosen_where_all_make_the_objective_worse(
+    source: Path, tmp_path: Path, seconds: Callable[[Seconds], object]
+) -> None:
+    seconds(lambda kinds, decode: 1.2 if kinds else 1.0)
+    passes, candidates = records(source, tmp_path / "out", CANDIDATES.format("objective: tpot"))
+    assert passes == {"fuse_qkv": "kept"}
+    assert {record.decision for record in candidates.values()} == {"not chosen"}
+    assert not list(Artifact.open(tmp_path / "out").graph().calls(reference.linear_w8a8))
+
+
+def test_prompts_and_decodes_run_in_different_candidates_where_each_is_fastest(
+    source: Path, tmp_path: Path, seconds: Callable[[Seconds], object]
+) -> None:
+    """int8 is fastest for prompts, int4 for decode steps; the artifact has both."""
+
+    def of(kinds: set[str], decode: bool) -> float:
+        if decode:
+            return 0.3 if "w4a8" in kinds else 0.6 if kinds else 1.0
+        return 0.5 if "int8" in kinds else 0.8 if kinds else 1.0
+
+    seconds(of)
+    passes, candidates = records(source, tmp_path / "out", CANDIDATES.format("objective: ttft"))
+    assert passes == {"fuse_qkv": "kept", "w4a8": "kept", "int8": "kept"}
+    assert candidates["w4a8 max_tokens=4, int8"].decision == "chosen"
+    variants = candidates["w4a8 max_tokens=4, int8"].variants
+    assert variants["up to 4 tokens"]["kl_mean"]["value"] > variants["more than 4 tokens"]["kl_mean"]["value"]
+    artifact = Artifact.open(tmp_path / "out")
+    assert len(list(artifact.graph().calls(reference.by_tokens))) == 2 * 5
+    assert relative_error(lower_dense(artifact), transformers_logits(source, IDS)) < 0.1
+
+
+def test_a_choice_that_changes_float_layers_gets_no_second_variant(
+    source: Path, tmp_path: Path, seconds: Callable[[Seconds], object]
+) -> None:
+    seconds(lambda kinds, decode: (0.3 if decode else 0.8) if "w4a8" in kinds else 0.5 if kinds else 1.0)
+    smooth = "{{smoothquant: {{calibration: {{samples: 1, length: 32}}}}, int8: {{}}}}"
+    text = CANDIDATES.replace("{{int8: {{}}}}", smooth).format("objective: ttft")
+    passes, candidates = records(source, tmp_path / "out", text)
+    assert passes == {"fuse_qkv": "kept", "smoothquant": "kept", "int8": "kept"}
+    assert len(candidates) == 2
+
+
+def test_several_passes_of_a_candidate_are_compared_as_a_whole(
+    source: Path, tmp_path: Path, seconds: Callable[[Seconds], list[tuple[set[str], set[str]]]]
+) -> None:
+    measured = seconds(lambda kinds, decode: 0.5 if kinds else 1.0)
+    text = """
+passes:
+  layers:
+    one_of:
+    - smoothquant: {calibration: {samples: 1, length: 32}}
+      int8: {group_size: 32}
+objective: ttft
+"""
+    passes, candidates = records(source, tmp_path / "out", text)
+    assert passes == {"smoothquant": "kept", "int8": "kept"}
+    (only,) = candidates.values()
+    assert only.objective["ratio"] == pytest.approx(0.5, rel=0.01)
+    assert (set(), {"int8"}) in measured
+
+
+def test_a_candidate_with_a_hopeless_prediction_is_skipped(
+    source: Path,
+    tmp_path: Path,
+    seconds: Callable[[Seconds], list[tuple[set[str], set[str]]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def predict(before: object, after: object, recipe: Recipe, target: object) -> dict[str, list[float]]:
+        slow = any(True for _ in after.calls(reference.linear_w4a8))
+        points: list[Point] = workload_points(recipe)
+        return {point.label: [1.0, 9.0 if slow else 0.5] for point in points}
+
+    measured = seconds(lambda kinds, decode: 0.5 if kinds else 1.0)
+    monkeypatch.setattr(alternatives, "predict", predict)
+    monkeypatch.setattr(alternatives, "HOPELESS", 1.6)
+    passes, candidates = records(source, tmp_path / "out", CANDIDATES.format("objective: request"))
+    assert passes == {"fuse_qkv": "kept", "int8": "kept"}
+    assert candidates["w4a8"].decision == "skipped"
+    assert (
+        candidates["w4a8"].reason == "predicted cost 9.00x of before, measured 0.50x with another candidate"
+    )
+    assert all("w4a8" not in after for _, after in measured)
+
+
+def test_a_second_run_takes_the_choice_from_the_cache(
+    source: Path, tmp_path: Path, seconds: Callable[[Seconds], list[tuple[set[str], set[str]]]]
+) -> None:
+    measured = seconds(lambda kinds, decode: 0.5 if "w4a8" in kinds else 0.8 if "int8" in kinds else 1.0)
+    text, work = CANDIDATES.format("objective: throughput"), workload()
+    first = run(source, tmp_path / "one", text, work)
+    count = len(measured)
+    assert run(source, tmp_path / "two", text, work).to_dict() == first.to_dict()
+    assert len(measured) == count

@@ -1,0 +1,57 @@
+"""The sentences about a pass: decision, predicted and measured speed with the bound, and the objective."""
+
+from __future__ import annotations
+
+import pytest
+
+from optkit.pipeline.explain import bound_by, explain, objective_sentence
+from tests.support.sample_artifact import int8_record, timing
+
+BANDWIDTH = {"memory_bandwidth": 1_000.0}
+
+
+def test_bound_by_compares_reading_the_weights_with_the_prediction() -> None:
+    record = int8_record(
+        weight_bytes=[4_000, 1_000], predicted={"decode@513": [4.0, 1.0], "prefill 128": [9.0, 4.0]}
+    )
+    assert bound_by(record, "decode@513", BANDWIDTH) == "memory"
+    assert bound_by(record, "prefill 128", BANDWIDTH) == "compute"
+    assert bound_by(record, "unknown", BANDWIDTH) is None
+    assert bound_by(record, "decode@513", {}) is None
+
+
+def test_explain_has_the_decision_and_a_sentence_for_each_measured_step() -> None:
+    record = int8_record(
+        decision="kept",
+        reason="KL 0.003",
+        weight_bytes=[4_000, 1_000],
+        predicted={"decode@513": [4.0, 2.0], "prefill 128": [9.0, 3.0], "prefill 512": [8.0, 4.0]},
+        measured={
+            "decode@513": [timing(3.0), timing(2.0)],
+            "prefill 128": [timing(9.0), timing(6.0)],
+            "prefill 64": [timing(1.0), timing(2.0)],
+        },
+    )
+    assert explain(record, BANDWIDTH).split("; ") == [
+        "kept: KL 0.003",
+        "decode@513 is compute bound: predicted 2.00x, measured 1.50x, less than predicted",
+        "prefill 128 is compute bound: predicted 3.00x, measured 1.50x, less than predicted",
+        "prefill 64: measured 0.50x",
+    ]
+
+
+@pytest.mark.parametrize(("seconds", "is_less"), [(2.4, False), (2.6, True)])
+def test_measurement_below_four_fifths_of_the_prediction_is_called_less(
+    seconds: float, is_less: bool
+) -> None:
+    record = int8_record(
+        predicted={"decode@513": [4.0, 2.0]}, measured={"decode@513": [timing(4.0), timing(seconds)]}
+    )
+    assert explain(record, {}).endswith("less than predicted") is is_less
+
+
+@pytest.mark.parametrize(("worse", "end"), [(False, "0.54"), (True, "0.54: worse")])
+def test_objective_sentence_has_the_ratio_and_its_interval(worse: bool, end: str) -> None:
+    change = {"name": "ttft", "ratio": 0.518, "low": 0.5, "high": 0.54, "worse": worse}
+    sentence = objective_sentence(int8_record(objective=change))
+    assert sentence == f"objective: ttft 0.52x of before, 95 % interval 0.50 to {end}"
