@@ -16,22 +16,19 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import yaml
-from torch import Tensor
 
 from optkit.bench.environment import environment, public
 from optkit.calibration.samples import calibration_windows
 from optkit.capture import capture_directory
 from optkit.checkpoint.locate import resolve
 from optkit.evaluation.quality import (
-    LogitsSource,
+    KeptLogits,
     QualityReport,
     RuntimeLogits,
     compare_many,
@@ -45,6 +42,7 @@ from optkit.passes.base import PassContext
 from optkit.passes.quantization.cost import status
 from optkit.text.load import load_tokenizer
 
+KEPT_BYTES = 4 << 30  # of reference logits in memory: 22,000 tokens of a vocabulary of 49,152
 FUSIONS = ("fuse_qkv", "fuse_gate_up", "fuse_add_rms_norm")
 WHERE = ("cpu", "isa", "cores", "optkit", "python", "packages")  # of the environment, kept with every result
 
@@ -72,55 +70,27 @@ def main() -> None:
         progress=lambda text, part=None: None if part else print(text, flush=True),
     )
     fusions = {name: {} for name in FUSIONS if name not in arguments.without}
-    with TemporaryDirectory() as directory:
-        reference = StoredLogits(Path(directory) / "logits", graph.meta.vocab_size, windows)
-        reference.fill(RuntimeLogits(lower(graph, target)))
-        for text in arguments.tries:
-            forget_peak()
-            start, load_average = time.monotonic(), os.getloadavg()[0]
-            candidate, stats = optimized(graph, fusions | yaml.safe_load(text), context)
-            row = {
-                "passes": text,
-                "without": arguments.without,
-                "threads": arguments.threads,
-                "seconds": round(time.monotonic() - start, 1),
-                "load_average": [load_average, os.getloadavg()[0]],
-                "peak_bytes": status("VmHWM"),
-                "weight_bytes": candidate.num_bytes(),
-                "kv_bytes_of_float32": kv_bytes(candidate) / kv_bytes(graph),
-                "stats": stats,
-            }
-            logits = RuntimeLogits(lower(candidate, target, consume=True))
-            row |= quality(compare_many(reference, {text: logits}, windows)[text])
-            print(json.dumps(row), flush=True)
-            if arguments.save_result:
-                save(arguments.save_result, arguments.model, row)
-
-
-class StoredLogits:
-    """Logits of fixed windows in a file of float32: the reference is computed once for all tries.
-
-    Args:
-        file: made by ``fill``; 4 bytes for each token and entry of the vocabulary.
-        vocab_size: the width of a row.
-        windows: the windows of tokens.
-    """
-
-    def __init__(self, file: Path, vocab_size: int, windows: Sequence[Sequence[int]]) -> None:
-        self.file, self.lengths = file, [len(window) for window in windows]
-        self.windows, self.vocab_size = windows, vocab_size
-
-    def fill(self, source: LogitsSource) -> None:
-        """Compute the logits by ``source`` and write the file."""
-        with self.file.open("wb") as out:
-            for rows in source.logits(self.windows):
-                rows.numpy().tofile(out)
-
-    def logits(self, windows: Sequence[Sequence[int]]) -> Iterator[Tensor]:
-        """The logits [T, V] of each window, mapped from the file; ``windows`` are those of the file."""
-        shape = (sum(self.lengths), self.vocab_size)
-        rows = torch.from_file(str(self.file), shared=False, size=shape[0] * shape[1], dtype=torch.float32)
-        yield from rows.view(shape).split(self.lengths)
+    reference = KeptLogits(lambda: RuntimeLogits(lower(graph, target)), KEPT_BYTES)
+    for text in arguments.tries:
+        forget_peak()
+        start, load_average = time.monotonic(), os.getloadavg()[0]
+        candidate, stats = optimized(graph, fusions | yaml.safe_load(text), context)
+        row = {
+            "passes": text,
+            "without": arguments.without,
+            "threads": arguments.threads,
+            "seconds": round(time.monotonic() - start, 1),
+            "load_average": [load_average, os.getloadavg()[0]],
+            "peak_bytes": status("VmHWM"),
+            "weight_bytes": candidate.num_bytes(),
+            "kv_bytes_of_float32": kv_bytes(candidate) / kv_bytes(graph),
+            "stats": stats,
+        }
+        logits = RuntimeLogits(lower(candidate, target, consume=True))
+        row |= quality(compare_many(reference, {text: logits}, windows)[text])
+        print(json.dumps(row), flush=True)
+        if arguments.save_result:
+            save(arguments.save_result, arguments.model, row)
 
 
 def quality(report: QualityReport) -> dict[str, float]:
