@@ -4,8 +4,8 @@
         --try 'rtn: {scheme: W4A16, group_size: 64}' --try 'gptq: {scheme: W4A16, group_size: 64}'
 
 Each ``--try`` is the ``passes`` section of a recipe, in YAML. The fusions run before, except those in ``--without``.
-Each try prints a JSON line. ``--save-result`` writes the figures to a file and replaces earlier figures of the same
-tries.
+Tries run one after another, against reference logits that are computed once. Each try prints a JSON line.
+``--save-result`` writes the figures of each finished try to a file and replaces earlier figures of the same try.
 """
 
 from __future__ import annotations
@@ -27,7 +27,13 @@ from optkit.bench.environment import environment, public
 from optkit.calibration.samples import calibration_windows
 from optkit.capture import capture_directory
 from optkit.checkpoint.locate import resolve
-from optkit.evaluation.quality import QualityReport, RuntimeLogits, compare_many, evaluation_windows
+from optkit.evaluation.quality import (
+    KeptLogits,
+    QualityReport,
+    RuntimeLogits,
+    compare_many,
+    evaluation_windows,
+)
 from optkit.graph.ir import Graph
 from optkit.lowering.lower import lower
 from optkit.machine.target import get_target
@@ -36,6 +42,7 @@ from optkit.passes.base import PassContext
 from optkit.passes.quantization.cost import status
 from optkit.text.load import load_tokenizer
 
+KEPT_BYTES = 4 << 30  # of reference logits in memory: 22,000 tokens of a vocabulary of 49,152
 FUSIONS = ("fuse_qkv", "fuse_gate_up", "fuse_add_rms_norm")
 WHERE = ("cpu", "isa", "cores", "optkit", "python", "packages")  # of the environment, kept with every result
 
@@ -63,13 +70,12 @@ def main() -> None:
         progress=lambda text, part=None: None if part else print(text, flush=True),
     )
     fusions = {name: {} for name in FUSIONS if name not in arguments.without}
-    candidates: dict[str, RuntimeLogits] = {}
-    rows: dict[str, dict[str, Any]] = {}
+    reference = KeptLogits(lambda: RuntimeLogits(lower(graph, target)), KEPT_BYTES)
     for text in arguments.tries:
         forget_peak()
         start, load_average = time.monotonic(), os.getloadavg()[0]
         candidate, stats = optimized(graph, fusions | yaml.safe_load(text), context)
-        rows[text] = {
+        row = {
             "passes": text,
             "without": arguments.without,
             "threads": arguments.threads,
@@ -80,14 +86,11 @@ def main() -> None:
             "kv_bytes_of_float32": kv_bytes(candidate) / kv_bytes(graph),
             "stats": stats,
         }
-        print(json.dumps(rows[text]), flush=True)
-        candidates[text] = RuntimeLogits(lower(candidate, target, consume=True))
-    reports = compare_many(RuntimeLogits(lower(graph, target)), candidates, windows)
-    for text, report in reports.items():
-        rows[text] |= quality(report)
-        print(json.dumps({"passes": text} | quality(report)), flush=True)
-    if arguments.save_result:
-        save(arguments.save_result, arguments.model, list(rows.values()))
+        logits = RuntimeLogits(lower(candidate, target, consume=True))
+        row |= quality(compare_many(reference, {text: logits}, windows)[text])
+        print(json.dumps(row), flush=True)
+        if arguments.save_result:
+            save(arguments.save_result, arguments.model, row)
 
 
 def quality(report: QualityReport) -> dict[str, float]:
@@ -128,18 +131,25 @@ def forget_peak() -> None:
         return
 
 
-def save(file: Path, model: str, rows: list[dict[str, Any]]) -> None:
-    """Write ``rows`` to ``file``; each row replaces the row of the same try on the same amount of text."""
+def save(file: Path, model: str, row: dict[str, Any]) -> None:
+    """Add ``row`` to ``file`` in the place of the row of the same try on the same amount of text."""
     around = environment()
-    where = {key: around[key] for key in WHERE}
-    command = shlex.join(
-        ["python", "-m", "bench.quantization", *(public(a, Path.cwd()) for a in sys.argv[1:])]
-    )
+    row |= {"command": command(row["passes"]), "time": around["time"]}
+    row["environment"] = {key: around[key] for key in WHERE}
     old = json.loads(file.read_text("utf-8"))["results"] if file.is_file() else []
-    new = [row | {"command": command, "time": around["time"], "environment": where} for row in rows]
-    kept = [row for row in old if identity(row) not in {identity(row) for row in new}]
-    text = json.dumps({"model": model, "results": [*kept, *new]}, indent=1)
+    kept = [other for other in old if identity(other) != identity(row)]
+    text = json.dumps({"model": model, "results": [*kept, row]}, indent=1)
     file.write_text(text + "\n", "utf-8")
+
+
+def command(text: str) -> str:
+    """The command line of the process with ``text`` as the only try."""
+    parts, skip = ["python", "-m", "bench.quantization"], False
+    for part in sys.argv[1:]:
+        if not skip and part != "--try":
+            parts.append(public(part, Path.cwd()))
+        skip = part == "--try"
+    return shlex.join([*parts, "--try", text])
 
 
 def identity(row: dict[str, Any]) -> tuple[Any, ...]:

@@ -21,6 +21,7 @@ PASSES: dict[str, str] = {
     "select_logits_rows": "optkit.passes.select_logits_rows:SelectLogitsRows",
     "prune_ffn": "optkit.passes.prune_ffn:PruneFFN",
     "prune_heads": "optkit.passes.prune_heads:PruneHeads",
+    "rotate": "optkit.passes.rotate:Rotate",
     "smoothquant": "optkit.passes.smoothquant:SmoothQuant",
     "int8": "optkit.passes.int8:Int8",
     "rtn": "optkit.passes.rtn:RTN",

@@ -32,7 +32,7 @@ from optkit.passes.quantization.targets import listed
 
 
 class Int8Config(LinearQuantizationConfig):
-    group_size: Literal[0, 32, 64, 128] = Field(
+    group_size: Literal[0, 32, 64, 96, 128, 192] = Field(
         0, description="channels that share a scale; 0 is one scale a token and output channel"
     )
     weight_only: list[str] = Field(

@@ -51,11 +51,10 @@ class Heads:
 
     Attributes:
         reshapes: the reshapes from columns of the query, key and value projections to heads.
-        joined: the reshape of attention's result back to columns, the input of ``out``.
+        joined: the reshape of attention's result, or of selected rows, back to columns: the input of ``out``.
         projections: the linears before the reshapes: three, or a single stacked linear.
     """
 
-    attention: fx.Node
     reshapes: tuple[fx.Node, fx.Node, fx.Node]
     joined: fx.Node
     out: fx.Node
@@ -154,7 +153,10 @@ def names_head_size(model_type: str) -> bool:
 
 def heads_at(graph: Graph, site: Site) -> Heads:
     """The heads of the layer of a site found by ``check``."""
-    found = heads_of(graph, ops.activation(site.nodes[0]).args[0])
+    attention = ops.activation(site.nodes[0]).args[0]
+    if attention.target is reference.select_rows:
+        attention = ops.activation(attention)
+    found = heads_of(graph, attention)
     assert isinstance(found, Heads)
     return found
 
@@ -162,6 +164,8 @@ def heads_at(graph: Graph, site: Site) -> Heads:
 def heads_of(graph: Graph, attention: fx.Node) -> Heads | str:
     """The layer around ``attention``, or the reason against pruning the heads."""
     joined = only_user(attention)
+    if joined is not None and joined.target is reference.select_rows:
+        joined = only_user(joined)
     out = only_user(joined) if joined is not None and joined.target is aten.reshape.default else None
     if (
         joined is None
@@ -184,7 +188,7 @@ def heads_of(graph: Graph, attention: fx.Node) -> Heads | str:
             return "a weight is not a float32 checkpoint tensor"
         if len(ops.weight(linear).users) > 1:
             return "something else uses one of its weights"
-    return Heads(attention, (query, key, value), joined, out, projections)
+    return Heads((query, key, value), joined, out, projections)
 
 
 def only_user(node: fx.Node | None) -> fx.Node | None:
@@ -239,7 +243,7 @@ def remove(graph: Graph, layer: Heads, groups: Tensor) -> None:
     select_columns(graph, layer.out, channels(query, values))
     for reshape, count in zip(layer.reshapes, (len(query), len(groups), len(groups)), strict=True):
         reshape.args = (reshape.args[0], [-1, count, reshape.args[1][2]])
-    layer.joined.args = (layer.attention, [-1, len(query) * values])
+    layer.joined.args = (layer.joined.args[0], [-1, len(query) * values])
 
 
 def channels(heads: Tensor, size: int) -> Tensor:

@@ -35,7 +35,7 @@ class SmoothQuantConfig(Config):
         0.5,
         description="how much of the range moves into the weights, 0 to 1; 'search' tries, for each activation",
     )
-    group_size: Literal[0, 32, 64, 128] = Field(
+    group_size: Literal[0, 32, 64, 96, 128, 192] = Field(
         0, description="for the search: channels to a scale of the int8 that follows, where it divides"
     )
     calibration: Calibration = Field(Calibration(samples=8), description="the text to calibrate on")

@@ -1,6 +1,6 @@
 """w4a8: linear layers with int4 weights and dynamic int8 activations.
 
-Every 32 or 64 input channels of a weight row share a scale, and each weight has one of 16 levels. Decode reads an
+Every 32 to 192 input channels of a weight row share a scale, and each weight has one of 16 levels. Decode reads an
 eighth of the float bytes; prefill runs on the int8 units like the pass ``int8``. Symmetric levels lie around zero,
 ``scale * (code - 8)``, in the format of compressed-tensors, ``pack-quantized``. Asymmetric levels are ``scale * code +
 minimum`` with a float minimum: half a bit a weight more, no level wasted in groups off the centre, and exactly the grid
@@ -25,9 +25,11 @@ from optkit.passes.quantization.linear import LinearQuantization, LinearQuantiza
 
 
 class W4A8Config(LinearQuantizationConfig):
-    group_size: Literal[32, 64] = Field(32, description="channels of a weight row that share a scale")
+    group_size: Literal[32, 64, 96, 128, 192] = Field(
+        32, description="channels of a weight row that share a scale"
+    )
     symmetric: bool = Field(False, description="levels around zero instead of from a float minimum")
-    activation_group_size: Literal[0, 32, 64, 128] | None = Field(
+    activation_group_size: Literal[0, 32, 64, 96, 128, 192] | None = Field(
         None,
         description="channels of a token that share a scale: a multiple of group_size (the default), or 0: all",
     )

@@ -29,7 +29,9 @@ COLD_BYTES = 96 << 20  # several times the last-level cache a virtual machine ge
 ROUND_SECONDS = 0.004
 
 
-KERNELS = {"onednn": (onednn, 0), "native": (int8, 0), "native-g64": (int8, 64), "native-g32": (int8, 32)}
+KERNELS = {"onednn": (onednn, 0), "native": (int8, 0)} | {
+    f"native-g{g}": (int8, g) for g in (192, 96, 64, 32)
+}
 
 
 def layers(module, k: int, n: int, group: int) -> Iterator[dict[int, Tensor]]:

@@ -29,7 +29,7 @@ DEFAULT_GROUP = {
     "W8A8": 0,
     "W8A16": 0,
 }  # else 128, as in compressed-tensors' presets
-INT8_GROUPS, INT4_GROUPS = (0, 32, 64, 128), (32, 64)
+INT8_GROUPS, INT4_GROUPS = (0, 32, 64, 96, 128, 192), (32, 64, 96, 128, 192)
 STANDARD_GROUPS = (128, 64, 32, 16)
 
 UnevenGroups = Literal["smaller", "ragged", "skip"]

@@ -131,7 +131,7 @@ def test_shapes_that_would_broadcast_are_refused(position: int, value: Tensor) -
 
 @st.composite
 def problems(draw: st.DrawFn) -> dict[str, int]:
-    group = draw(st.sampled_from([8, 32, 32, 64]))
+    group = draw(st.sampled_from([8, 32, 32, 64, 96, 192]))
     groups = draw(st.integers(1, 1200 // group))
     divisors = [d for d in range(1, groups + 1) if groups % d == 0]
     return {
@@ -165,7 +165,7 @@ def test_linear(shape: dict[str, int], half: bool, asymmetric: bool, biased: boo
 
 
 @NEEDS_NATIVE
-@pytest.mark.parametrize("group", [32, 64])
+@pytest.mark.parametrize("group", [32, 64, 96])
 @pytest.mark.parametrize("asymmetric", [False, True])
 @pytest.mark.parametrize("isa", ISAS)
 def test_linear_is_batch_invariant(isa: str, asymmetric: bool, group: int) -> None:

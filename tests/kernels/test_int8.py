@@ -29,7 +29,7 @@ ISAS = usable_isas()
 @st.composite
 def layers(draw: st.DrawFn) -> tuple[int, int, int, int, int]:
     """M, K, N, group size (0: none), seed."""
-    group = draw(st.sampled_from([0, 0, 4, 32, 64]))
+    group = draw(st.sampled_from([0, 0, 4, 32, 64, 96, 192]))
     k = draw(st.integers(1, 1600)) if group == 0 else group * draw(st.integers(1, 1600 // group))
     return draw(st.integers(1, 70)), k, draw(st.integers(1, 300)), group, draw(st.integers(0, 2**31))
 
@@ -84,7 +84,7 @@ def test_linear(layer: tuple[int, int, int, int, int], biased: bool, threads: in
     assert all(torch.equal(outputs[0], other) for other in outputs[1:])
 
 
-@pytest.mark.parametrize("group", [0, 32, 64])
+@pytest.mark.parametrize("group", [0, 32, 64, 96])
 @pytest.mark.parametrize("isa", ISAS)
 def test_linear_is_batch_invariant(isa: str, group: int) -> None:
     """A row's result has the same bits alone, in any chunk, and by any number of threads."""

@@ -59,7 +59,7 @@ def test_groups_are_closer_than_channels() -> None:
     assert fine < coarse
 
 
-@pytest.mark.parametrize("group_size", [0, 32])
+@pytest.mark.parametrize("group_size", [0, 32, 96])  # 96 is for down projections alone
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 def test_kernels_agree_and_ragged_is_dense(name: str, group_size: int) -> None:
     """Between kernels a value may round to the next of 255 steps, so far less than quantizing itself."""

@@ -35,8 +35,8 @@ def with_dead_group(graph: Graph, group: int, width: int) -> Graph:
 def test_heads_without_effect_go_first(name: str, fused: bool, group: int) -> None:
     graph = with_dead_group(captured(name), group, width=2 * 16)
     expected = dense(graph, IDS)
-    if fused:
-        apply(graph, "fuse_qkv")
+    for row in ("fuse_qkv", "select_logits_rows") if fused else ():
+        apply(graph, row)
     apply(graph, "prune_heads", share=0.5)
     verify(graph)
     assert_origins_invert(graph)

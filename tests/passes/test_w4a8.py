@@ -47,7 +47,9 @@ def test_close_to_float(name: str, symmetric: bool) -> None:
     assert 1e-3 < relative_error(dense(graph, ids), dense(captured(name), ids)) < 0.5
 
 
-@pytest.mark.parametrize("options", [{}, {"symmetric": True}, {"activation_group_size": 0}])
+@pytest.mark.parametrize(
+    "options", [{}, {"symmetric": True}, {"activation_group_size": 0}, {"group_size": 96}]
+)
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 def test_kernels_agree_and_ragged_is_dense(name: str, options: dict[str, object]) -> None:
     """Between kernels an activation may round to the next of 255 steps, far less than what 4 bits lose."""
@@ -147,7 +149,7 @@ def test_no_kernel_for_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"group_size": 128}, {"bits": 4}, {"group_size": 64, "activation_group_size": 32}]
+    "options", [{"group_size": 16}, {"bits": 4}, {"group_size": 64, "activation_group_size": 32}]
 )
 def test_options_are_closed(options: dict[str, object]) -> None:
     with pytest.raises(ValidationError):

@@ -182,3 +182,21 @@ def test_a_damaged_state_is_none_and_goes(cache: PassCache, file: str) -> None:
     place.write_bytes(content)
     assert states.load(Step("2" * 32)) is None
     assert not place.parent.exists()
+
+
+def test_loaded_state_has_the_head_that_a_pass_untied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPTKIT_CACHE", str(tmp_path / "cache"))
+    tiny_model("llama", tie_word_embeddings=True).save_pretrained(tmp_path / "tied")
+    cache = PassCache(tmp_path / "tied")
+    first = after(cache, None, captured("llama", tie_word_embeddings=True))
+    rotated = after(cache, first, passed(first, "rotate"))
+    assert {"lm_head.weight", "model.embed_tokens.weight"} <= stored(cache, rotated)
+    quantized = after(cache, rotated, passed(rotated, "int8", lm_head=True))
+    other = PassCache(tmp_path / "tied").load(quantized.step)
+    assert other is not None
+    ids = IDS % 128
+    float_again = fall_back(other.graph, quantized_sites(other.graph))
+    assert torch.equal(dense(float_again, ids), dense(rotated.graph, ids))
+    torch.testing.assert_close(dense(float_again, ids), dense(first.graph, ids), atol=2e-4, rtol=1e-4)

@@ -209,7 +209,7 @@ def pack_int4(weights: dict[int, Tensor], options: Mapping[str, Any]) -> dict[in
 def int4_groups_fit(weights: dict[int, Tensor]) -> bool:
     groups = weights[3].shape[1]
     columns = weights[2].shape[1] * reference.INT4_PER_WORD
-    return groups == 1 or power_of_2(columns // groups, MIN_GROUP[1])
+    return groups == 1 or whole_tiles(columns // groups, MIN_GROUP[1])
 
 
 def up_to_4_bits(options: Mapping[str, Any]) -> bool:
@@ -217,12 +217,12 @@ def up_to_4_bits(options: Mapping[str, Any]) -> bool:
 
 
 def eight_bits(options: Mapping[str, Any]) -> bool:
-    return options.get("bits") == 8 and power_of_2(options.get("group_size", 0), MIN_GROUP[2])
+    return options.get("bits") == 8 and whole_tiles(options.get("group_size", 0), MIN_GROUP[2])
 
 
-def power_of_2(group: int, least: int) -> bool:
-    """True for groups along which tiles can be cut; 0 is one group."""
-    return group == 0 or (group >= least and group & (group - 1) == 0)
+def whole_tiles(group: int, least: int) -> bool:
+    """True for groups that tiles of ``least`` channels divide; 0 is one group."""
+    return group % least == 0
 
 
 def groups_fit(weight: int, scale: int, least: int) -> Any:
@@ -230,7 +230,7 @@ def groups_fit(weight: int, scale: int, least: int) -> Any:
 
     def accepts(weights: dict[int, Tensor]) -> bool:
         groups = weights[scale].shape[1]
-        return groups == 1 or power_of_2(weights[weight].shape[1] // groups, least)
+        return groups == 1 or whole_tiles(weights[weight].shape[1] // groups, least)
 
     return accepts
 
@@ -245,7 +245,7 @@ def a_scale_a_row(weights: dict[int, Tensor]) -> bool:
 
 INT8_GROUPS, FLOAT_GROUPS = groups_fit(2, 3, MIN_GROUP[1]), groups_fit(1, 2, MIN_GROUP[2])
 EXPERTS = "Hopper, bfloat16; on other GPUs models with experts are refused"
-LARGE, SMALL = "one group, or groups of 32, 64, 128, ...", "one group, or groups of 16, 32, 64, ..."
+LARGE, SMALL = "one group, or groups of 32, 64, 96, ...", "one group, or groups of 16, 32, 48, ..."
 ROW_SCALES, ANY_GROUPS = "Hopper; a scale a row", "up to 4 bits; any groups, act-order"
 BYTES = f"8 bits, no act-order; {SMALL}"
 
@@ -261,7 +261,7 @@ KERNELS = (
     ),
     Kernel("linear", "triton", linear, supports),
     Kernel("linear_w8a8", "triton", linear_w8a8, supports, None, INT8_GROUPS, needs=LARGE),
-    Kernel("linear_w4a8", "triton", linear_w4a8, supports, pack_int4, int4_groups_fit, needs=SMALL),
+    Kernel("linear_w4a8", "triton", linear_w4a8, supports, pack_int4, int4_groups_fit, needs=LARGE),
     Kernel("linear_w8a16", "triton", linear_w8a16, supports, None, FLOAT_GROUPS, needs=SMALL),
     Kernel("linear_fp8_rowwise", "triton", linear_fp8_rowwise, supports_fp8, needs="Hopper"),
     Kernel("linear_fp8", "triton", linear_fp8, supports_fp8, None, a_scale_a_row, needs=ROW_SCALES),

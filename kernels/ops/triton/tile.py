@@ -136,8 +136,8 @@ def tile(
 ) -> Tensor:
     """x [T, K] times weight [N, K], of ``dtype``; the table above lists the types.
 
-    Scales are [T, 1] and [N, 1], or [T, G] and [N, G] for groups of ``group`` channels (a power of two from 16 on,
-    from 32 where activations are 8-bit); float activations have none. ``zero`` [N, G] belongs to uint8 weights.
+    Scales are [T, 1] and [N, 1], or [T, G] and [N, G] for groups of ``group`` channels (a multiple of 16, of 32 where
+    activations are 8-bit); float activations have none. ``zero`` [N, G] belongs to uint8 weights.
     """
     (rows, k), n, arch = x.shape, weight.shape[0], architecture(x.device)
     out = torch.empty((rows, n), dtype=dtype, device=x.device)
@@ -145,7 +145,7 @@ def tile(
         return out
     config = config_of(CONFIGS[arch], rows)
     tokens, channels, depth = config.tile
-    depth = min(depth, next_power_of_2(group or k))
+    depth = min(depth, group & -group or next_power_of_2(k))  # a tile lies within a group
     depth = max(depth, 16 if x.element_size() > 1 else 32)
     programs = triton.cdiv(rows, tokens) * triton.cdiv(n, channels)
     splits = splits_of(programs, k, depth, arch)

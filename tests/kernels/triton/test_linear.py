@@ -60,7 +60,7 @@ def test_w8a8_is_the_reference_to_the_last_bits(shape: tuple[int, int, int], pre
 
 
 def test_w8a8_in_groups_and_other_types() -> None:
-    for m, k, groups in ((2, 128, 4), (18, 192, 3)):
+    for m, k, groups in ((2, 128, 4), (18, 192, 3), (5, 288, 3), (40, 384, 2)):
         q, scale = reference.quantize_per_token(random(m, k), k // groups)
         weight, weight_scale = int8(70, k, groups)
         expected = reference.linear_w8a8(q, scale, weight, weight_scale).double()
@@ -68,10 +68,13 @@ def test_w8a8_in_groups_and_other_types() -> None:
         close(linear.linear_w8a8(q, scale, weight, weight_scale, dtype="float16"), expected)
 
 
-@pytest.mark.parametrize("groups, activation_groups", [(1, 1), (4, 1), (4, 2), (4, 4)])
+@pytest.mark.parametrize(
+    "k, groups, activation_groups",
+    [(128, 1, 1), (128, 4, 1), (128, 4, 2), (128, 4, 4), (192, 2, 2), (384, 2, 1)],
+)
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_w4a8(groups: int, activation_groups: int, symmetric: bool) -> None:
-    m, n, k = 5, 22, 128
+def test_w4a8(k: int, groups: int, activation_groups: int, symmetric: bool) -> None:
+    m, n = 5, 22
     q, scale = reference.quantize_per_token(random(m, k), k // activation_groups)
     weights = {
         2: reference.pack_int4(torch.randint(0, 16, (n, k), dtype=torch.uint8)),
@@ -150,6 +153,7 @@ def test_what_each_kernel_is_offered() -> None:
     assert name("linear_w8a8", weights={2: weight, 3: torch.ones(4, 3)}) == "linear_w8a8"
     assert name("linear_w8a8", weights={2: weight, 3: torch.ones(4, 4)}) is None  # groups of 48
     assert name("linear_w8a8", weights={2: weight, 3: torch.ones(4, 12)}) is None  # groups of 16
+    assert name("linear_w8a8", weights={2: weight, 3: torch.ones(4, 2)}) == "linear_w8a8"  # groups of 96
     assert name("linear_w8a16", weights={1: weight, 2: torch.ones(4, 12)}) == "linear_w8a16"
     assert name("linear_fp8_rowwise") == "linear_fp8_rowwise"
     assert name("linear_fp8_rowwise", A100) is None

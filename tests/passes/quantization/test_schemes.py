@@ -40,8 +40,8 @@ def test_a_scheme_is_a_format(scheme: str, group_size: int | None, expected: Wei
         ("FP8_DYNAMIC", None, "a floating-point scheme"),
         ("W3A8", None, "no op multiplies 3-bit weights by int8 activations; use W3A16"),
         ("W8A8_ASYM", None, "no op multiplies asymmetric 8-bit weights by int8 activations; use W8A8"),
-        ("W4A8", 128, "W4A8 takes a group_size of 32, 64, not 128"),
-        ("W8A8", 48, "W8A8 takes a group_size of 0, 32, 64, 128, not 48"),
+        ("W4A8", 16, "W4A8 takes a group_size of 32, 64, 96, 128, 192, not 16"),
+        ("W8A8", 48, "W8A8 takes a group_size of 0, 32, 64, 96, 128, 192, not 48"),
     ],
 )
 def test_nonsense_is_refused_by_name(scheme: str, group_size: int | None, message: str) -> None:
