@@ -172,6 +172,26 @@ def test_not_a_number_stays_in_its_row(isa: str, group: int, bad: float) -> None
     assert out[[0, 1, 3, 4]].isfinite().all()
 
 
+@pytest.mark.parametrize("isa", ISAS)
+def test_quantize_groups_of_all_ranges_in_a_row(isa: str) -> None:
+    """Zeros, numbers whose inverse overflows, the largest numbers: each group is rounded by its own range."""
+    native.set_isa(isa)
+    torch.manual_seed(0)
+    x = torch.randn(3, 6, 32) * torch.tensor([1.0, 0.0, 1e-42, 1e-37, 1e37, 1e-20])[:, None]
+    q, scale = native_quantize(x.flatten(1), 32)
+    expected_q, expected_scale = reference.quantize_per_token(x.flatten(1), 32)
+    assert torch.equal(q, expected_q) and torch.equal(scale, expected_scale)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_quantize_keeps_the_numbers_beside_one_that_is_none(isa: str) -> None:
+    native.set_isa(isa)
+    x = torch.ones(1, 64)
+    x[0, 3] = float("nan")
+    q, _ = native_quantize(x, 32)
+    assert q[0, 3] == 0 and q[0, :3].eq(128).all() and q[0, 32:].eq(255).all()
+
+
 def test_quantize_strided_and_half() -> None:
     x = torch.randn(7, 256)
     for view in (x[:, 32:160], x.t()[:64], x.half()):

@@ -1,18 +1,18 @@
 // Attention over an int8 cache: the functions of attention_tile.h that depend on the cache. Included by its text.
 //
-// Products are of integers. A query is rounded to 16 bits of its largest number, a row's weights in a tile to 16 bits of
-// their largest (each weight times its value's scale): steps of 1/65535, against 1/254 for the keys and values
-// themselves. A number of 16 bits is two bytes, so a sum is taken twice, of high and of low bytes, and is exact; its
-// bits depend neither on the instruction set nor on how rows are put together.
-//   Scratch.q       [rows / kRows][2][D / 4][kRows]  words of four bytes of a query, the high ones first
+// Products are of integers. A query is rounded to 16 bits of its largest number, a row's weights in a tile to 15 bits of
+// their largest (each weight times its value's scale): an error up to half a step, 1/65278 and 1/65534 of the largest,
+// against 1/254 for the keys and values themselves. Four numbers are two words (simd_int8.h), so a sum is taken twice, of first and of second halves, and
+// is exact; its bits depend neither on the instruction set nor on how rows are put together.
+//   Scratch.q       [rows / kRows][2][D / 4][kRows]  halves of four numbers of a query, the first ones first
 //   Scratch.q_scale [rows]                           what a query's step is worth, in exponents of 2
 //   Scratch.q_sums  [rows]                           -128 times the sum of a query: keys get zero point 128
 //   Scratch.k       [D / 4][64]                      words of four bytes of a key, unsigned: a vector holds 16 keys
 //   Scratch.v       [64 / 4][Dv to 16]               words of one byte of four values
-//   Scratch.weights [kRows][2][64]                   high and low bytes of the weights
+//   Scratch.weights [kRows][2][64 / 4]               halves of four weights
 
 constexpr float kQuerySteps = 127.0f * 256.0f + 127.0f;  // either side of zero
-constexpr float kWeightSteps = 65535.0f;
+constexpr float kWeightSteps = 32767.0f;
 
 template <class Word>
 OPTKIT_INLINE Word word_at(const void* p) {
@@ -21,12 +21,11 @@ OPTKIT_INLINE Word word_at(const void* p) {
     return word;
 }
 
-// acc[r][n] += the word of row r, at a + r * a_row + w * a_word, times column n of b, for all words w. One side has unsigned
-// bytes: the rows, or the columns where `unsigned_columns`.
-template <bool unsigned_columns, int R, int NV>
+// acc[r][n] += the half of row r, at a + r * a_row + w * a_word, times column n of b, for all words w.
+template <bool unsigned_columns, int half, int R, int NV>
 OPTKIT_TARGET OPTKIT_INLINE void add_dots(I::Ints (&acc)[R][NV], const uint8_t* a, int64_t a_row, int64_t a_word,
                                           const uint32_t* b, int64_t b_word, int words) {
-    using Kind = I::Dot<unsigned_columns>;
+    using Kind = I::Dot<unsigned_columns, half>;
     for (int w = 0; w < words; ++w, a += a_word, b += b_word) {
         typename Kind::Column column[NV];
 #pragma GCC unroll 8
@@ -40,12 +39,20 @@ OPTKIT_TARGET OPTKIT_INLINE void add_dots(I::Ints (&acc)[R][NV], const uint8_t* 
     }
 }
 
-template <int R, int NV>
-OPTKIT_TARGET OPTKIT_INLINE void times_256(I::Ints (&acc)[R][NV]) {
+// acc[r][n] = row r times column n: the sums of both halves, of which the second starts `halves` bytes after the first.
+template <bool unsigned_columns, int R, int NV>
+OPTKIT_TARGET OPTKIT_INLINE void multiply(I::Ints (&acc)[R][NV], const uint8_t* a, int64_t halves, int64_t a_row,
+                                          int64_t a_word, const uint32_t* b, int64_t b_word, int words) {
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-        for (int n = 0; n < NV; ++n) acc[r][n] = I::times_256(acc[r][n]);
+        for (int n = 0; n < NV; ++n) acc[r][n] = I::all(0);
+    add_dots<unsigned_columns, 0>(acc, a, a_row, a_word, b, b_word, words);
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int n = 0; n < NV; ++n) acc[r][n] = I::between_halves(acc[r][n]);
+    add_dots<unsigned_columns, 1>(acc, a + halves, a_row, a_word, b, b_word, words);
 }
 
 // scores[r][0..16 NV) = q[.][r] . k[.][0..16 NV), times both scales.
@@ -54,13 +61,7 @@ OPTKIT_TARGET void score_int8_tile(const uint8_t* q, const uint32_t* k, int word
                                    const int32_t* q_sums, const float* k_scale, float* scores) {
     constexpr int word = R * sizeof(uint32_t);
     I::Ints acc[R][NV];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-        for (int n = 0; n < NV; ++n) acc[r][n] = I::all(0);
-    add_dots<true>(acc, q, sizeof(uint32_t), word, k, kTile, words);
-    times_256(acc);
-    add_dots<true>(acc, q + words * word, sizeof(uint32_t), word, k, kTile, words);
+    multiply<true>(acc, q, words * word, sizeof(uint32_t), word, k, kTile, words);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
@@ -83,14 +84,7 @@ template <int R, int NV>
 OPTKIT_TARGET void weigh_int8_tile(const uint8_t* weights, const float* rescale, const float* step, const uint32_t* v,
                                    int64_t width, int start, int stop, float* out) {
     I::Ints acc[R][NV];
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-        for (int n = 0; n < NV; ++n) acc[r][n] = I::all(0);
-    weights += 4 * start, v += start * width;
-    add_dots<false>(acc, weights, 2 * kTile, 4, v, width, stop - start);
-    times_256(acc);
-    add_dots<false>(acc, weights + kTile, 2 * kTile, 4, v, width, stop - start);
+    multiply<false>(acc, weights + 4 * start, kTile, 2 * kTile, 4, v + start * width, width, stop - start);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
@@ -110,44 +104,62 @@ OPTKIT_TARGET void weigh_int8_block(const uint8_t* weights, const float* rescale
         weigh_int8_block<R, NV - 1>(weights, rescale, step, v, width, left, start, stop, out);
 }
 
-// A row's scores become weights 2^(s - top) times the values' scales, as steps of the largest: `weights`, their sum
-// (without scales) and what a step is worth.
+// Of a row: its largest score, the sum of its weights 2^(score - top), and what a step of them, each times its value's
+// scale, is worth.
 struct RowWeights {
     float top, sum, step;
 };
 
-OPTKIT_TARGET inline RowWeights weigh_scores(const float* scores, int vecs, const float* v_scale, uint8_t* weights) {
-    S::Vec top = S::load(scores);
-    for (int n = 1; n < vecs; ++n) top = S::max(top, S::load(scores + n * kLanes));
-    const float highest = S::largest(top), shift = highest == -__builtin_inff() ? 0.0f : highest;
-    S::Vec scaled[kTile / kLanes], sum = S::all(0.0f), most = sum;
-    for (int n = 0; n < vecs; ++n) {
-        const S::Vec weight = exp2(S::sub(S::load(scores + n * kLanes), S::all(shift)));
-        sum = S::add(sum, weight);
-        scaled[n] = S::mul(weight, S::load(v_scale + n * kLanes));
-        most = S::max(most, scaled[n]);
+// The scores of R rows become weights in steps. Three passes over the rows: each step of a row waits for the one before,
+// and rows don't wait for each other. `scores` holds the scaled weights in between.
+template <int R>
+OPTKIT_TARGET void weigh_scores(float* scores, int vecs, const float* v_scale, uint8_t* weights, RowWeights (&rows)[R]) {
+    for (int r = 0; r < R; ++r) {
+        const float* row = scores + r * kTile;
+        S::Vec top = S::load(row);
+        for (int n = 1; n < vecs; ++n) top = S::max(top, S::load(row + n * kLanes));
+        rows[r].top = S::largest(top);
     }
-    const float largest = S::largest(most), inverse = largest > 0 ? kWeightSteps / largest : 0.0f;
-    for (int n = 0; n < vecs; ++n)
-        I::store_halves(weights + n * kLanes, weights + kTile + n * kLanes, S::mul(scaled[n], S::all(inverse)));
-    return {highest, S::sum(sum), largest / kWeightSteps};
+    float largest[R];
+    for (int r = 0; r < R; ++r) {
+        float* row = scores + r * kTile;
+        const S::Vec shift = S::all(rows[r].top == -__builtin_inff() ? 0.0f : rows[r].top);
+        S::Vec sum = S::all(0.0f), most = sum;
+        for (int n = 0; n < vecs; ++n) {
+            const S::Vec weight = exp2(S::sub(S::load(row + n * kLanes), shift));
+            const S::Vec scaled = S::mul(weight, S::load(v_scale + n * kLanes));
+            sum = S::add(sum, weight);
+            most = S::max(most, scaled);
+            S::store(row + n * kLanes, scaled);
+        }
+        rows[r].sum = S::sum(sum);
+        largest[r] = S::largest(most);
+    }
+    for (int r = 0; r < R; ++r) {
+        const float inverse = largest[r] > 0 ? kWeightSteps / largest[r] : 0.0f;
+        uint8_t* to = weights + 2 * r * kTile;
+        for (int n = 0; n < vecs; ++n) {
+            const S::Vec scaled = S::load(scores + r * kTile + n * kLanes);
+            const I::Ints steps = I::rounded(S::mul(scaled, S::all(inverse)));
+            I::store_halves<false>(to + n * kLanes, to + kTile + n * kLanes, steps);
+        }
+        rows[r].step = largest[r] / kWeightSteps;
+    }
 }
 
 struct OnInt8 {
     OPTKIT_TARGET static void pack_queries(const Problem& p, const Item& item, Scratch& scratch) {
         const int rows = item.count * p.group, words = p.depth / 4;
-        uint8_t *high = scratch.halves, *low = high + p.depth_bytes;
+        uint8_t *first = scratch.halves, *second = first + p.depth_bytes;
         uint32_t* to = reinterpret_cast<uint32_t*>(scratch.q);
         for (int row = 0; row < rows; ++row) {
             const int block = row / kRows * kRows, in_block = rows - block < kRows ? rows - block : kRows;
-            scratch.q_scale[row] = halve(query_of(p, item, row), p, high, low) * p.to_exp2;
-            int32_t sum = 0;
-            for (int d = 0; d < p.depth; ++d) sum += static_cast<int8_t>(high[d]) * 256 + static_cast<int8_t>(low[d]);
-            scratch.q_sums[row] = -128 * sum;
+            const float step = halve(query_of(p, item, row), p, first, second, scratch.q_sums[row]);
+            scratch.q_scale[row] = step * p.to_exp2;
             uint32_t* at = to + 2 * words * block + row - block;
             for (int w = 0; w < words; ++w) {
-                at[w * in_block] = word_at<uint32_t>(high + 4 * w);
-                at[(words + w) * in_block] = word_at<uint32_t>(low + 4 * w);
+                at[w * in_block] = word_at<uint32_t>(first + 4 * w);
+                at[(words + w) * in_block] = word_at<uint32_t>(second + 4 * w);
             }
         }
     }
@@ -185,14 +197,21 @@ struct OnInt8 {
     }
 
   private:
-    // High and low bytes, both signed, of x [D] in steps of its largest number; gives what a step is worth.
-    OPTKIT_TARGET static float halve(const float* x, const Problem& p, uint8_t* high, uint8_t* low) {
+    // Halves of x [D] in steps of its largest number, and -128 times their sum; gives what a step is worth.
+    OPTKIT_TARGET static float halve(const float* x, const Problem& p, uint8_t* first, uint8_t* second, int32_t& sum) {
         const float most = largest(x, p.dim), inverse = most > 0 ? kQuerySteps / most : 0.0f;
-        const S::Vec by = S::all(inverse), zero = S::all(128.0f * 256.0f + 128.0f);
-        int d = 0;
-        for (; d + kLanes <= p.dim; d += kLanes) I::store_halves(high + d, low + d, S::fma(S::load(x + d), by, zero));
-        if (d < p.dim) I::store_halves(high + d, low + d, S::fma(S::load_some(x + d, p.dim - d), by, zero));
-        for (d = 0; d < p.depth_bytes; ++d) high[d] ^= 0x80, low[d] ^= 0x80;
+        I::Ints sums = I::all(0);
+        for (int d = 0; d < p.dim; d += kLanes) {
+            const S::Vec numbers = d + kLanes <= p.dim ? S::load(x + d) : S::load_some(x + d, p.dim - d);
+            const I::Ints steps = I::rounded(S::mul(numbers, S::all(inverse)));
+            I::store_halves<true>(first + d, second + d, steps);
+            sums = I::add(sums, steps);
+        }
+        int32_t lanes[kLanes];
+        I::store(lanes, sums);
+        uint32_t total = 0;  // of a query with NaN it wraps around
+        for (const int32_t lane : lanes) total += static_cast<uint32_t>(lane);
+        sum = static_cast<int32_t>(-128u * total);
         return most / kQuerySteps;
     }
 
@@ -224,8 +243,8 @@ struct OnInt8 {
                                            float* step) {
         RowWeights rows[R];
         for (int r = 0; r < kLanes; ++r) rescale[r] = step[r] = 0.0f;
+        weigh_scores<R>(scratch.scores, block.vecs, scratch.v_scale, scratch.weights, rows);
         for (int r = 0; r < R; ++r) {
-            rows[r] = weigh_scores(scratch.scores + r * kTile, block.vecs, scratch.v_scale, scratch.weights + 2 * r * kTile);
             const float old = m[r];
             m[r] = old < rows[r].top ? rows[r].top : old;
             const float shift = m[r] == -__builtin_inff() ? 0.0f : m[r];

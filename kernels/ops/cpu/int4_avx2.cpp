@@ -150,6 +150,8 @@ OPTKIT_AVX2 OPTKIT_INLINE void accumulate_codes(__m256i (&a)[PAIR][R], const uin
             const __m256i x = broadcast(q + r * stride);
             narrow[0][r] = _mm256_add_epi16(narrow[0][r], _mm256_maddubs_epi16(left, x));
             narrow[1][r] = _mm256_add_epi16(narrow[1][r], _mm256_maddubs_epi16(right, x));
+            asm("" : "+x"(narrow[0][r]));  // gcc would add products first, for which registers are missing
+            asm("" : "+x"(narrow[1][r]));
         }
     }
 #pragma GCC unroll 4

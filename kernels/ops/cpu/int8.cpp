@@ -75,6 +75,9 @@ void linear_w8a8(const Linear& p, int64_t m, int64_t k, int threads) {
     const Tasks tasks(m, all_panels, k, threads);
     const LinearRows rows_of_panel = linear_rows();
     tasks.run(m, all_panels, threads, [&](int64_t row, int64_t count, int64_t from, int64_t to) {
+#if OPTKIT_X86
+        if (isa() == Isa::avx2) return linear_panels_avx2(p, from, to, row, count);
+#endif
         for (int64_t i = from; i < to; ++i) rows_of_panel(p, panel_of(p, i), row, count);
     });
 }

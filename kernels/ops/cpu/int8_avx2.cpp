@@ -2,11 +2,12 @@
 //
 // Without VNNI the one-instruction product of bytes, vpmaddubsw, saturates in 16 bits. So both sides are widened to
 // 16 bits and multiplied by vpmaddwd, which is exact. Bytes 0 and 2 of a step are one pair of products and bytes 1 and
-// 3 the other: shifts widen them where they lie, and each 32-bit lane stays one output channel.
+// 3 the other: shifts widen weights where they lie, and each 32-bit lane stays one output channel.
 //
-// Activations are widened once for each panel, less their zero point, into `Wide`: 3 % of the work of a panel.
-// A tile is R rows x 16 output channels, half a panel: 2 registers of 8 output channels a row. For 32 products that are
-// 2 vpmaddwd, 2 vpaddd and 6 / (2 R) shifts.
+// Activations are widened once for all panels of a task, less their zero point, and a panel once for all rows of a task,
+// where the rows are many. A tile is R rows x 16 output channels, half a panel: 2 registers of 8 output channels a row. For
+// 32 products that are 2 vpmaddwd and 2 vpaddd, and for few rows 6 / (2 R) shifts. R goes to 4: 8 registers accumulate, 4
+// hold weights, 1 a row's pair and 1 a product.
 #include "dispatch.h"
 #include "int8.h"
 #include "scratch.h"
@@ -17,125 +18,166 @@ namespace optkit {
 namespace {
 
 constexpr int ROWS = 4, HALF = 16, LANES = 8;
+constexpr int64_t MANY_ROWS = 16;  // from here on widening a panel in memory is faster than in each tile
 
-// Activations of up to ROWS rows as pairs of int16, q - 128: a pair to a step.
-struct Wide {
-    int32_t* even;  // [rows][steps]: bytes 0 and 2
-    int32_t* odd;   // [rows][steps]: bytes 1 and 3
-    int64_t steps;
+// Not __m256i, which is 64-bit lanes to gcc: it would copy accumulators.
+using Lanes = int32_t __attribute__((vector_size(32)));
+
+// Activations of some rows, [rows][steps][2] pairs of int16, q - 128: of bytes 0 and 2, and of bytes 1 and 3 of a step.
+struct Pairs {
+    int32_t* at;
+    int64_t stride;  // 2 * steps
 };
 
-OPTKIT_AVX2 OPTKIT_INLINE __m256i load(const void* from) {
-    return _mm256_loadu_si256(static_cast<const __m256i*>(from));
+OPTKIT_AVX2 OPTKIT_INLINE Lanes load(const void* from) {
+    return (Lanes)_mm256_loadu_si256(static_cast<const __m256i*>(from));
 }
 
-OPTKIT_AVX2 OPTKIT_INLINE void widen_row(const uint8_t* q, int64_t steps, int32_t* even, int32_t* odd) {
+OPTKIT_AVX2 OPTKIT_INLINE void widen_row(const uint8_t* q, int64_t steps, int32_t* to) {
     const __m256i zero_point = _mm256_set1_epi16(128), low = _mm256_set1_epi16(255);
     int64_t s = 0;
     for (; s + LANES <= steps; s += LANES) {
-        const __m256i bytes = load(q + s * STEP);
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(even + s),
-                            _mm256_sub_epi16(_mm256_and_si256(bytes, low), zero_point));
-        _mm256_storeu_si256(reinterpret_cast<__m256i*>(odd + s),
-                            _mm256_sub_epi16(_mm256_srli_epi16(bytes, 8), zero_point));
+        const __m256i bytes = (__m256i)load(q + s * STEP);
+        const __m256i even = _mm256_sub_epi16(_mm256_and_si256(bytes, low), zero_point);
+        const __m256i odd = _mm256_sub_epi16(_mm256_srli_epi16(bytes, 8), zero_point);
+        const __m256i first = _mm256_unpacklo_epi32(even, odd), second = _mm256_unpackhi_epi32(even, odd);
+        auto* steps_of_8 = reinterpret_cast<__m256i*>(to + 2 * s);
+        _mm256_storeu_si256(steps_of_8, _mm256_permute2x128_si256(first, second, 0x20));
+        _mm256_storeu_si256(steps_of_8 + 1, _mm256_permute2x128_si256(first, second, 0x31));
     }
     for (; s < steps; ++s) {
         const uint8_t* four = q + s * STEP;
         const int16_t pairs[4] = {static_cast<int16_t>(four[0] - 128), static_cast<int16_t>(four[2] - 128),
                                   static_cast<int16_t>(four[1] - 128), static_cast<int16_t>(four[3] - 128)};
-        __builtin_memcpy(even + s, pairs, sizeof *even);
-        __builtin_memcpy(odd + s, pairs + 2, sizeof *odd);
+        __builtin_memcpy(to + 2 * s, pairs, sizeof pairs);
     }
 }
 
-// The weights of one step and 8 output channels as pairs of int16.
-struct Pairs {
-    __m256i even, odd;
-};
-
-OPTKIT_AVX2 OPTKIT_INLINE Pairs widened(const int8_t* w) {
-    const __m256i bytes = load(w);
-    return {_mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8), _mm256_srai_epi16(bytes, 8)};
+// Rows [row, row + rows), in scratch memory of this thread.
+OPTKIT_AVX2 Pairs widened_rows(const Linear& p, int64_t row, int64_t rows) {
+    thread_local GrowingMemory scratch;
+    const Pairs x{scratch.at_least<int32_t>(rows * 2 * p.steps), 2 * p.steps};
+    for (int64_t r = 0; r < rows; ++r) widen_row(p.q + (row + r) * p.q_stride, p.steps, x.at + r * x.stride);
+    return x;
 }
 
-OPTKIT_AVX2 OPTKIT_INLINE __m256i add_products(__m256i a, __m256i w, __m256i x) {
-    return _mm256_add_epi32(a, _mm256_madd_epi16(w, x));
+// The weights of one step and 8 output channels as pairs of int16: bytes 0 and 2, bytes 1 and 3. Widened weights lie
+// [steps][PANEL / 8][2][8]: even, odd, for each 8 output channels.
+OPTKIT_AVX2 OPTKIT_INLINE Lanes even(Lanes w) {
+    return (Lanes)_mm256_srai_epi16(_mm256_slli_epi16((__m256i)w, 8), 8);
+}
+OPTKIT_AVX2 OPTKIT_INLINE Lanes odd(Lanes w) { return (Lanes)_mm256_srai_epi16((__m256i)w, 8); }
+
+// Add one pair of products of R rows and 16 output channels.
+template <int R>
+OPTKIT_AVX2 OPTKIT_INLINE void add_products(Lanes (&a)[R][2], const int32_t* x, int64_t stride, Lanes left,
+                                            Lanes right) {
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r) {
+        const __m256i pair = _mm256_set1_epi32(x[r * stride]);
+        a[r][0] += (Lanes)_mm256_madd_epi16((__m256i)left, pair);
+        a[r][1] += (Lanes)_mm256_madd_epi16((__m256i)right, pair);
+        // gcc would add products first, for which registers are missing where rows are many
+        if (R > 2) asm("" : "+x"(a[r][0]));
+        if (R > 2) asm("" : "+x"(a[r][1]));
+    }
+}
+
+OPTKIT_AVX2 OPTKIT_INLINE void widen_panel(const int8_t* w, int64_t steps, int8_t* to) {
+    for (int64_t i = 0; i < steps * STEP_BYTES; i += LANES * STEP) {
+        const Lanes bytes = load(w + i);
+        _mm256_store_si256(reinterpret_cast<__m256i*>(to + 2 * i), (__m256i)even(bytes));
+        _mm256_store_si256(reinterpret_cast<__m256i*>(to + 2 * i) + 1, (__m256i)odd(bytes));
+    }
 }
 
 // One group of R rows; `x` is their activations from the group's first step on.
-template <int R>
-OPTKIT_AVX2 OPTKIT_INLINE void accumulate(__m256i (&a)[R][2], const Wide& x, const int8_t* w, int64_t steps) {
-    for (int64_t s = 0; s < steps; ++s, w += STEP_BYTES) {
-        const Pairs left = widened(w), right = widened(w + LANES * STEP);
-#pragma GCC unroll 6
-        for (int r = 0; r < R; ++r) {
-            const __m256i even = _mm256_set1_epi32(x.even[r * x.steps + s]);
-            a[r][0] = add_products(a[r][0], left.even, even);
-            a[r][1] = add_products(a[r][1], right.even, even);
-            const __m256i odd = _mm256_set1_epi32(x.odd[r * x.steps + s]);
-            a[r][0] = add_products(a[r][0], left.odd, odd);
-            a[r][1] = add_products(a[r][1], right.odd, odd);
+template <int R, bool WIDE>
+OPTKIT_AVX2 OPTKIT_INLINE void accumulate(Lanes (&a)[R][2], const int32_t* x, int64_t stride, const int8_t* w,
+                                          int64_t steps) {
+    for (int64_t s = 0; s < steps; ++s, x += 2, w += (WIDE ? 2 : 1) * STEP_BYTES) {
+        if (WIDE) {
+            add_products<R>(a, x, stride, load(w), load(w + 2 * LANES * STEP));
+            add_products<R>(a, x + 1, stride, load(w + LANES * STEP), load(w + 3 * LANES * STEP));
+        } else {
+            const Lanes left = load(w), right = load(w + LANES * STEP);
+            add_products<R>(a, x, stride, even(left), even(right));
+            add_products<R>(a, x + 1, stride, odd(left), odd(right));
         }
     }
 }
 
+// The sums [R][HALF] and the bias, or the part of them that the layer has.
 template <int R>
-OPTKIT_AVX2 OPTKIT_INLINE void store(const __m256 (&sum)[R][2], const Linear& p, int64_t row, int64_t first) {
-    for (int r = 0; r < R; ++r) {
-        float values[HALF];
-        _mm256_storeu_ps(values, sum[r][0]);
-        _mm256_storeu_ps(values + LANES, sum[r][1]);
+OPTKIT_AVX2 OPTKIT_INLINE void store(const float* sums, const Linear& p, int64_t row, int64_t first) {
+    const int64_t columns = p.n - first;
+    for (int r = 0; r < R; ++r, sums += HALF) {
         float* out = p.out + (row + r) * p.n + first;
-        for (int64_t c = 0; c < HALF && first + c < p.n; ++c) out[c] = p.bias ? values[c] + p.bias[first + c] : values[c];
+        for (int64_t c = 0; c < HALF && columns >= HALF; c += LANES) {
+            const __m256 sum = _mm256_load_ps(sums + c);
+            _mm256_storeu_ps(out + c, p.bias ? _mm256_add_ps(sum, _mm256_loadu_ps(p.bias + first + c)) : sum);
+        }
+        for (int64_t c = 0; columns < HALF && c < columns; ++c) out[c] = p.bias ? sums[c] + p.bias[first + c] : sums[c];
     }
 }
 
-template <int R>
-OPTKIT_AVX2 void tile(const Linear& p, const Panel& panel, const Wide& wide, int64_t half, int64_t row) {
-    const int8_t* w = panel.weight + half * HALF * STEP;
-    __m256 sum[R][2] = {};
-    for (int64_t g = 0; g < p.groups; ++g, w += p.group_steps * STEP_BYTES) {
-        const int64_t at = g * PANEL + half * HALF, step = g * p.group_steps;
-        __m256i a[R][2] = {};
-        accumulate<R>(a, {wide.even + step, wide.odd + step, wide.steps}, w, p.group_steps);
+// R rows of half a panel; `x` is their activations. WIDE: the panel's weights are widened.
+template <int R, bool WIDE>
+OPTKIT_AVX2 void tile(const Linear& p, const Panel& panel, Pairs x, int64_t half, int64_t row) {
+    constexpr int64_t BYTES = WIDE ? 2 : 1;  // of a weight
+    const int8_t* w = panel.weight + BYTES * half * HALF * STEP;
+    alignas(32) float sums[R * HALF] = {};
+    for (int64_t g = 0; g < p.groups; ++g, w += BYTES * p.group_steps * STEP_BYTES, x.at += 2 * p.group_steps) {
+        const float* weight_scale = panel.weight_scale + g * PANEL + half * HALF;
+        Lanes a[R][2] = {};
+        accumulate<R, WIDE>(a, x.at, x.stride, w, p.group_steps);
 #pragma GCC unroll 2
         for (int c = 0; c < 2; ++c) {
-            const __m256 scales = _mm256_loadu_ps(panel.weight_scale + at + c * LANES);
+            const __m256 scales = _mm256_loadu_ps(weight_scale + c * LANES);
 #pragma GCC unroll 6
             for (int r = 0; r < R; ++r) {
+                float* sum = sums + r * HALF + c * LANES;
                 const __m256 scale = _mm256_mul_ps(_mm256_set1_ps(p.scale[(row + r) * p.groups + g]), scales);
-                sum[r][c] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(a[r][c]), scale, sum[r][c]);
-                if (!panel.minimum) continue;
-                const __m256 minimums = _mm256_loadu_ps(panel.minimum + at + c * LANES);
-                sum[r][c] = _mm256_fmadd_ps(_mm256_set1_ps(p.sums[(row + r) * p.groups + g]), minimums, sum[r][c]);
+                const __m256 total = _mm256_cvtepi32_ps((__m256i)a[r][c]);
+                _mm256_store_ps(sum, _mm256_fmadd_ps(total, scale, _mm256_load_ps(sum)));
             }
         }
     }
-    store<R>(sum, p, row, panel.first + half * HALF);
+    store<R>(sums, p, row, panel.first + half * HALF);
 }
 
-using Tile = void (*)(const Linear&, const Panel&, const Wide&, int64_t, int64_t);
-constexpr Tile TILES[ROWS] = {tile<1>, tile<2>, tile<3>, tile<4>};
+using Tile = void (*)(const Linear&, const Panel&, Pairs, int64_t, int64_t);
+constexpr Tile TILES[2][ROWS] = {{tile<1, false>, tile<2, false>, tile<3, false>, tile<4, false>},
+                                 {tile<1, true>, tile<2, true>, tile<3, true>, tile<4, true>}};
 
-OPTKIT_AVX2 void widen_rows(const Linear& p, int64_t row, int64_t rows, const Wide& to) {
-    for (int64_t r = 0; r < rows; ++r)
-        widen_row(p.q + (row + r) * p.q_stride, to.steps, to.even + r * to.steps, to.odd + r * to.steps);
+// `rows` rows of one panel, of which the first is the layer's row `row`; `x` is their activations.
+OPTKIT_AVX2 void rows_of_panel(const Linear& p, Panel panel, Pairs x, int64_t row, int64_t rows) {
+    thread_local GrowingMemory scratch;
+    const bool wide = rows >= MANY_ROWS;
+    if (wide) {
+        auto* weight = scratch.at_least<int8_t>(2 * p.steps * STEP_BYTES);
+        widen_panel(panel.weight, p.steps, weight);
+        panel.weight = weight;
+    }
+    for (int64_t left = divide_up(rows, ROWS); left > 0; --left) {  // tiles of nearly equal height
+        const int64_t now = divide_up(rows, left);
+        for (int64_t half = 0; half < 2 && panel.first + half * HALF < p.n; ++half)
+            TILES[wide][now - 1](p, panel, x, half, row);
+        x.at += now * x.stride;
+        row += now;
+        rows -= now;
+    }
 }
 
 }  // namespace
 
 void linear_avx2(const Linear& p, const Panel& panel, int64_t row, int64_t rows) {
-    thread_local GrowingMemory scratch;
-    auto* memory = scratch.at_least<int32_t>(2 * ROWS * p.steps);
-    const Wide wide{memory, memory + ROWS * p.steps, p.steps};
-    for (int64_t left = divide_up(rows, ROWS); left > 0; --left) {  // tiles of nearly equal height
-        const int64_t now = divide_up(rows, left);
-        widen_rows(p, row, now, wide);
-        for (int64_t half = 0; half < 2 && panel.first + half * HALF < p.n; ++half)
-            TILES[now - 1](p, panel, wide, half, row);
-        row += now;
-        rows -= now;
-    }
+    rows_of_panel(p, panel, widened_rows(p, row, rows), row, rows);
+}
+
+void linear_panels_avx2(const Linear& p, int64_t from, int64_t to, int64_t row, int64_t rows) {
+    const Pairs x = widened_rows(p, row, rows);
+    for (int64_t i = from; i < to; ++i) rows_of_panel(p, panel_of(p, i), x, row, rows);
 }
 
 }  // namespace optkit

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <limits>
 
 #include "dispatch.h"
 
@@ -33,16 +34,26 @@ OPTKIT_INLINE float largest(const float* x, int64_t n) {
     return from_bits(most);
 }
 
-// Adding 1.5 * 2^23 + 128 rounds to an integer, half to even, and leaves `round(v) + 128` in the low byte. NaN and
-// what overflowed (the group's scale is then NaN, infinite or below 2^-126) become 0.
-OPTKIT_INLINE void quantize_group(const float* x, int64_t n, uint8_t* q, float* scale) {
-    const float most = largest(x, n);
-    const float inverse = most > 0 ? 1.0f / most * 127.0f : 0.0f;
+// Adding 1.5 * 2^23 + 128 rounds to an integer, half to even, and leaves `round(v) + 128` in the low byte. With
+// `any_range`, NaN and what overflowed become 0.
+template <bool any_range>
+OPTKIT_INLINE void round_group(const float* x, int64_t n, float inverse, uint8_t* q) {
     for (int64_t i = 0; i < n; ++i) {
         const float value = x[i] * inverse;
         const int32_t rounded = to_bits(value + 12583040.0f) & 255;
-        q[i] = value >= -128.0f && value <= 127.5f ? rounded : 0;
+        q[i] = !any_range || (value >= -128.0f && value <= 127.5f) ? rounded : 0;
     }
+}
+
+// Numbers overflow only in a group whose scale is NaN, infinite or below 2^-126; in all others each is -127 to 127.
+OPTKIT_INLINE void quantize_group(const float* x, int64_t n, uint8_t* q, float* scale) {
+    constexpr float MOST = std::numeric_limits<float>::max();
+    const float most = largest(x, n);
+    const float inverse = most > 0 ? 1.0f / most * 127.0f : 0.0f;
+    if (most <= MOST && inverse <= MOST)
+        round_group<false>(x, n, inverse, q);
+    else
+        round_group<true>(x, n, inverse, q);
     *scale = most / 127.0f;
 }
 

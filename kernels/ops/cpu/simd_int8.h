@@ -1,7 +1,10 @@
-// Sixteen lanes of four bytes, their dot products, and sixteen int32, once for each instruction set; beside simd.h.
+// Sixteen lanes of four bytes, their products with four numbers of 16 bits, and sixteen int32, once for each instruction
+// set; beside simd.h.
 //
-// `Dot` adds the four products of each lane to an accumulator, modulo 2^32: of a row, four bytes for all lanes, and a
-// column. One of them is unsigned, as the hardware has it. Sums are exact, so all variants give the same bits.
+// Four numbers are two words, halves, as `store_halves` makes them: with VNNI their high and their low bytes, else numbers
+// 0 and 2, and numbers 1 and 3. `Dot` adds the products of a row, one half for all lanes, and a column of bytes to an
+// accumulator, modulo 2^32: `between_halves` comes after the first half. Numbers are signed and columns unsigned, or
+// numbers are 0 to 32767 and columns signed. Sums are exact, so all variants give the same bits.
 #pragma once
 
 #include "simd.h"
@@ -27,7 +30,7 @@ struct Int8Avx512 {
     // Not __m512i, which is 64-bit lanes to GCC: it would copy an accumulator in every step.
     typedef std::int32_t Ints __attribute__((vector_size(64)));
 
-    template <bool unsigned_columns>
+    template <bool unsigned_columns, int half>
     struct Dot {
         using Column = __m512i;
         using Row = __m512i;
@@ -43,14 +46,17 @@ struct Int8Avx512 {
     OP void store(void* p, Ints a) { _mm512_storeu_si512(p, (__m512i)a); }
     OP Ints all(std::int32_t x) { return (Ints)_mm512_set1_epi32(x); }
     OP Ints add(Ints a, Ints b) { return a + b; }
-    OP Ints times_256(Ints a) { return a << 8; }
+    OP Ints between_halves(Ints a) { return a << 8; }
     OP Ints flip_signs(Ints a) { return a ^ static_cast<std::int32_t>(0x80808080); }  // of all bytes
     OP __m512 floats(Ints a) { return _mm512_cvtepi32_ps((__m512i)a); }
-    // Whole numbers of 16 bits, rounded: their high and their low bytes.
-    OP void store_halves(std::uint8_t* high, std::uint8_t* low, __m512 a) {
-        const __m512i n = _mm512_cvtps_epi32(a);
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(high), _mm512_cvtepi32_epi8(_mm512_srli_epi32(n, 8)));
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(low), _mm512_cvtepi32_epi8(n));
+    OP Ints rounded(__m512 a) { return (Ints)_mm512_cvtps_epi32(a); }
+    // The bytes of signed numbers are signed: 256 high + low with low from -128 to 127.
+    template <bool is_signed>
+    OP void store_halves(void* first, void* second, Ints a) {
+        const Ints bytes = is_signed ? (a + 0x8080) ^ 0x8080 : a;
+        const __m512i high = _mm512_srli_epi32((__m512i)bytes, 8);
+        _mm_storeu_si128(static_cast<__m128i*>(first), _mm512_cvtepi32_epi8(high));
+        _mm_storeu_si128(static_cast<__m128i*>(second), _mm512_cvtepi32_epi8((__m512i)bytes));
     }
     // Lane i: byte `column` + i of four rows.
     OP Ints interleave(const char* const* rows, int column) {
@@ -84,32 +90,25 @@ struct Int8Avx2 {
     struct Ints {
         __m256i lo, hi;
     };
-    // AVX2 has no product of bytes that can't overflow: bytes become pairs of int16, the even ones and the odd ones.
-    template <bool unsigned_columns>
+    // AVX2 has no product of bytes that can't overflow: bytes become pairs of int16, like the numbers.
+    template <bool unsigned_columns, int half>
     struct Dot {
-        struct Column {
-            Ints even, odd;
-        };
-        struct Row {
-            __m256i even, odd;
-        };
+        using Column = Ints;
+        using Row = __m256i;
         OP Column column(const void* p) {
             const Ints a = load(p);
-            return {{even<unsigned_columns>(a.lo), even<unsigned_columns>(a.hi)},
-                    {odd<unsigned_columns>(a.lo), odd<unsigned_columns>(a.hi)}};
+            return {widened<unsigned_columns, half>(a.lo), widened<unsigned_columns, half>(a.hi)};
         }
-        OP Row row(std::uint32_t word) {
-            const __m256i a = _mm256_set1_epi32(static_cast<int>(word));
-            return {even<!unsigned_columns>(a), odd<!unsigned_columns>(a)};
-        }
+        OP Row row(std::uint32_t word) { return _mm256_set1_epi32(static_cast<int>(word)); }
         OP Ints add(Ints acc, Row row, Column column) {
-            return {add(acc.lo, row, column.even.lo, column.odd.lo), add(acc.hi, row, column.even.hi, column.odd.hi)};
+            return {add(acc.lo, row, column.lo), add(acc.hi, row, column.hi)};
         }
 
       private:
-        OP __m256i add(__m256i acc, Row row, __m256i even, __m256i odd) {
-            const __m256i sum = _mm256_add_epi32(_mm256_madd_epi16(row.even, even), _mm256_madd_epi16(row.odd, odd));
-            return _mm256_add_epi32(acc, sum);
+        OP __m256i add(__m256i acc, Row row, __m256i column) {
+            acc = _mm256_add_epi32(acc, _mm256_madd_epi16(row, column));
+            asm("" : "+x"(acc));  // gcc would delay the sums and run out of registers
+            return acc;
         }
     };
 
@@ -124,19 +123,21 @@ struct Int8Avx2 {
     }
     OP Ints all(std::int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
     OP Ints add(Ints a, Ints b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
-    OP Ints times_256(Ints a) { return {_mm256_slli_epi32(a.lo, 8), _mm256_slli_epi32(a.hi, 8)}; }
+    OP Ints between_halves(Ints a) { return a; }
     OP Ints flip_signs(Ints a) {
         const __m256i signs = _mm256_set1_epi8('\x80');
         return {_mm256_xor_si256(a.lo, signs), _mm256_xor_si256(a.hi, signs)};
     }
     OP Avx2::Vec floats(Ints a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
-    OP void store_halves(std::uint8_t* high, std::uint8_t* low, Avx2::Vec a) {
-        std::int32_t n[kLanes];
-        store(n, {_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi)});
-        for (int i = 0; i < kLanes; ++i) {
-            high[i] = static_cast<std::uint8_t>(n[i] >> 8);
-            low[i] = static_cast<std::uint8_t>(n[i]);
-        }
+    OP Ints rounded(Avx2::Vec a) { return {_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi)}; }
+    template <bool>
+    OP void store_halves(void* first, void* second, Ints a) {
+        const __m256i order = _mm256_broadcastsi128_si256(
+            _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
+        const __m256i pairs = _mm256_shuffle_epi8(_mm256_packs_epi32(a.lo, a.hi), order);  // of lanes 0-3, 8-11; ...
+        const __m128i low = _mm256_castsi256_si128(pairs), high = _mm256_extracti128_si256(pairs, 1);
+        _mm_storeu_si128(static_cast<__m128i*>(first), _mm_unpacklo_epi32(low, high));
+        _mm_storeu_si128(static_cast<__m128i*>(second), _mm_unpackhi_epi32(low, high));
     }
     OP Ints interleave(const char* const* rows, int column) {
         __m128i words[4];
@@ -148,14 +149,11 @@ struct Int8Avx2 {
     }
 
   private:
-    template <bool is_unsigned>
-    OP __m256i even(__m256i a) {
-        if (is_unsigned) return _mm256_and_si256(a, _mm256_set1_epi16(0xff));
-        return _mm256_srai_epi16(_mm256_slli_epi16(a, 8), 8);
-    }
-    template <bool is_unsigned>
-    OP __m256i odd(__m256i a) {
-        return is_unsigned ? _mm256_srli_epi16(a, 8) : _mm256_srai_epi16(a, 8);
+    // Bytes 0 and 2 (half 0) or 1 and 3 of each lane.
+    template <bool is_unsigned, int half>
+    OP __m256i widened(__m256i a) {
+        if (is_unsigned) return half ? _mm256_srli_epi16(a, 8) : _mm256_and_si256(a, _mm256_set1_epi16(0xff));
+        return _mm256_srai_epi16(half ? a : _mm256_slli_epi16(a, 8), 8);
     }
 };
 #undef OP
@@ -168,35 +166,30 @@ struct Int8Portable {
     struct Ints {
         Quad q[4];
     };
-    template <bool unsigned_columns>
+    template <bool unsigned_columns, int half>
     struct Dot {
         struct Column {
-            Ints byte[4];
+            Ints byte[2];
         };
         struct Row {
-            std::int32_t byte[4];
+            std::int32_t number[2];
         };
         OP Column column(const void* p) {
             const Ints a = load(p);
             Column b;
-            for (int c = 0; c < 4; ++c)
+            for (int c = 0; c < 2; ++c)
                 for (int i = 0; i < 4; ++i) {
-                    const Quad at_top = a.q[i] << (24 - 8 * c);
+                    const Quad at_top = a.q[i] << (24 - 8 * (2 * c + half));
                     b.byte[c].q[i] = unsigned_columns ? at_top >> 24 & 255 : at_top >> 24;
                 }
             return b;
         }
         OP Row row(std::uint32_t word) {
-            Row a;
-            for (int c = 0; c < 4; ++c) {
-                const std::uint32_t byte = word >> 8 * c & 255;
-                a.byte[c] = unsigned_columns ? static_cast<std::int8_t>(byte) : static_cast<std::int32_t>(byte);
-            }
-            return a;
+            return {{static_cast<std::int16_t>(word), static_cast<std::int16_t>(word >> 16)}};
         }
         OP Ints add(Ints acc, Row row, Column column) {
-            for (int c = 0; c < 4; ++c)
-                for (int i = 0; i < 4; ++i) acc.q[i] += column.byte[c].q[i] * row.byte[c];
+            for (int c = 0; c < 2; ++c)
+                for (int i = 0; i < 4; ++i) acc.q[i] += column.byte[c].q[i] * row.number[c];
             return acc;
         }
     };
@@ -216,20 +209,28 @@ struct Int8Portable {
         for (auto& q : a.q) q ^= static_cast<std::int32_t>(0x80808080);
         return a;
     }
-    OP Ints times_256(Ints a) { return {{a.q[0] << 8, a.q[1] << 8, a.q[2] << 8, a.q[3] << 8}}; }
+    OP Ints between_halves(Ints a) { return a; }
     OP Portable::Vec floats(Ints a) {
         Portable::Vec f;
         for (int i = 0; i < 4; ++i) f.q[i] = __builtin_convertvector(a.q[i], Portable::Quad);
         return f;
     }
-    OP void store_halves(std::uint8_t* high, std::uint8_t* low, Portable::Vec a) {
-        float lane[kLanes];
-        Portable::store(lane, Portable::round(a));
-        for (int i = 0; i < kLanes; ++i) {
-            const auto n = static_cast<std::uint32_t>(lane[i] > 0 ? lane[i] : 0);
-            high[i] = static_cast<std::uint8_t>(n >> 8);
-            low[i] = static_cast<std::uint8_t>(n);
-        }
+    OP Ints rounded(Portable::Vec a) {
+        a = Portable::round(a);
+        Ints n;
+        for (int i = 0; i < 4; ++i)
+            for (int lane = 0; lane < 4; ++lane) {
+                const float x = a.q[i][lane];
+                n.q[i][lane] = x >= -32768.0f && x <= 32767.0f ? static_cast<std::int32_t>(x) : 0;
+            }
+        return n;
+    }
+    template <bool>
+    OP void store_halves(void* first, void* second, Ints a) {
+        std::int16_t pairs[2][kLanes / 2];
+        for (int i = 0; i < kLanes; ++i) pairs[i % 2][i / 2] = static_cast<std::int16_t>(a.q[i / 4][i % 4]);
+        std::memcpy(first, pairs[0], sizeof pairs[0]);
+        std::memcpy(second, pairs[1], sizeof pairs[1]);
     }
     OP Ints interleave(const char* const* rows, int column) {
         char word[kLanes][4];
