@@ -69,7 +69,7 @@ def test_a_whole_that_makes_the_objective_worse_loses_its_last_passes(
     """No pass alone is a loss; both together are, and the fusion alone is not."""
     ratios = iter([1.0, 1.0, 1.2, 1.0])  # fuse_qkv, int8, the whole, the whole without int8
     slowdown(lambda before, after: next(ratios))
-    record = run(source, tmp_path / "out", "objective: request\npasses: {fuse_qkv: {}, int8: {}}")
+    record = run(source, tmp_path / "out", "objective: request\npasses: {fuse_qkv: {}, int8: {}}", UNCACHED)
     assert decisions(record) == {"fuse_qkv": "kept", "int8": "rolled back"}
     assert "the whole missed a bound: objective: request 1.20x" in record.passes[1].reason
     assert record.whole is not None and not record.whole.objective["worse"]
