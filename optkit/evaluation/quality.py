@@ -14,7 +14,7 @@ Position t predicts token t+1; early positions have little context, on both side
 
 Standard errors are taken over window means, because tokens of a window share a topic and are not independent. With a
 single window, standard errors are taken over tokens. Logits dominate the memory (512 x 49152 float32 = 100 MB). So
-windows are streamed: each side holds at most a pair of windows, and rows are scored 64 at a time.
+windows are streamed: each side holds at most a pair of windows, and rows are scored 8 at a time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch import Tensor
 from optkit.runtime.logits import RuntimeLogits as RuntimeLogits
 
 KEPT_BYTES = 1 << 30  # of the source model's logits, kept for later comparisons
-ROWS = 64  # logits rows scored at once: [64, V] float32 temporaries
+ROWS = 8  # logits rows scored at once: temporaries of [8, V] float32 stay in the cache
 
 
 class LogitsSource(Protocol):
