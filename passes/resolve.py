@@ -8,14 +8,14 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from optkit.errors import UserError, nearest
 from optkit.passes.base import Stage
 from optkit.recipe.errors import explain
-from optkit.recipe.schema import PassEntry, Recipe
+from optkit.recipe.schema import Keep, PassEntry, Recipe
 from optkit.recipe.strict_yaml import Document, KeyPath
 
 
@@ -61,6 +61,11 @@ def resolve_entries(entries: Sequence[PassEntry], document: Document) -> list[Re
 
 def resolve_alternatives(entry: PassEntry, document: Document) -> Alternatives:
     """Resolve the candidates of ``entry`` and check the order of stages in each."""
+    from optkit import passes  # type: ignore[attr-defined]
+
+    where = document.where(("passes", entry.name))
+    if entry.name in passes.names():
+        raise UserError(f"'{entry.name}' is a pass", where=where, fix="give 'one_of' a label of your own")
     candidates = []
     for index, candidate in enumerate(entry.one_of or ()):
         path = ("passes", entry.name, "one_of", index)
@@ -110,7 +115,7 @@ def resolve_entry(entry: PassEntry, document: Document, path: KeyPath) -> Resolv
     try:
         config = model.model_validate(copy.deepcopy(entry.config))
     except ValidationError as error:
-        raise explain(error, document, path, [*model.model_fields, "accept"]) from error
+        raise explain(error, document, path, [*model.model_fields, "accept", "keep"]) from error
     return ResolvedPass(entry, pass_class, config)
 
 
@@ -137,10 +142,11 @@ def passes_schema(definitions: dict[str, Any]) -> dict[str, Any]:
         return schema | {"additionalProperties": {"type": ["object", "null"]}}
     properties = {name: _options_schema(name, model, definitions) for name, model in models.items()}
     candidate = {"type": "object", "properties": dict(properties), "additionalProperties": False}
+    candidate |= {"minProperties": 1, "maxProperties": 8}
     label = {
         "type": "object",
         "description": "Candidates for this place; the best measured is kept.",
-        "properties": {"one_of": {"type": "array", "minItems": 1, "items": candidate}},
+        "properties": {"one_of": {"type": "array", "minItems": 1, "maxItems": 16, "items": candidate}},
         "required": ["one_of"],
         "additionalProperties": False,
     }
@@ -152,4 +158,5 @@ def _options_schema(name: str, model: type[BaseModel], definitions: dict[str, An
     for key, value in options.pop("$defs", {}).items():
         definitions[f"{name}.{key}"] = value
     options.setdefault("properties", {})["accept"] = {"$ref": "#/$defs/Accept"}
+    options["properties"]["keep"] = {"enum": list(get_args(Keep)), "default": "unless_worse"}
     return {"anyOf": [options, {"type": "null"}]}

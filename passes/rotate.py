@@ -25,9 +25,9 @@ from optkit.graph import ops
 from optkit.graph.ir import Graph, Origin, Part, Weight
 from optkit.kernels import reference
 from optkit.passes.base import Config, Pass, PassContext, PassResult, Plan, Site, Skip, Stage
-from optkit.passes.prune_heads import Heads, heads_at, heads_of
 from optkit.passes.rewriting.folding import norm_of
 from optkit.passes.rewriting.hadamard import Rotation, rotation
+from optkit.passes.rewriting.heads import Heads, heads_at, heads_of
 from optkit.passes.rewriting.residual import ResidualStream, residual_stream
 from optkit.passes.rewriting.stack import site_name
 

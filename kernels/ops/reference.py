@@ -230,7 +230,7 @@ def linear_w8a16(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor |
 
     x [T, K] float32, weight [N, K] int8, weight_scale [N, G] with K / G channels to a group; gives [T, N] float32.
     """
-    scaled = weight.unflatten(1, (weight_scale.shape[1], -1)) * weight_scale.to(torch.float32)[..., None]
+    scaled = weight.unflatten(1, (weight_scale.shape[1], -1)) * weight_scale.to(x.dtype)[..., None]
     return F.linear(x, scaled.flatten(1), bias)
 
 

@@ -22,7 +22,7 @@ from optkit.json_names import JSON_NAMES
 if TYPE_CHECKING:
     from optkit.artifact.open import Artifact
     from optkit.pipeline.records import PassRecord, RunRecord
-    from optkit.recipe.schema import Accept
+    from optkit.recipe.schema import Accept, PassEntry, Recipe
 
 
 def inspect(
@@ -111,12 +111,18 @@ def code_line(artifact: Artifact) -> str:
 
 def bounds(artifact: Artifact, run: RunRecord) -> Iterator[dict[str, Any]]:
     """Each bound of the recipe beside the measured value: bounds of the passes, then of the whole."""
-    own = {entry.name: entry.accept for entry in artifact.recipe.entries}
     for record in run.passes:
-        if record.name in own:
-            yield from compared(record.name, own[record.name], record)
+        if entry := entry_of(artifact.recipe, record):
+            yield from compared(record.name, entry.accept, record)
     if run.whole:
         yield from compared("whole", artifact.recipe.accept, run.whole)
+
+
+def entry_of(recipe: Recipe, record: PassRecord) -> PassEntry | None:
+    """The entry of ``recipe`` for a pass: of several with the pass's name, the entry whose options it has."""
+    named = [entry for entry in recipe.entries if entry.name == record.name]
+    fitting = [e for e in named if all(record.config.get(key) == value for key, value in e.config.items())]
+    return max(fitting or named, key=lambda entry: len(entry.config), default=None)
 
 
 def compared(scope: str, accept: Accept, record: PassRecord) -> Iterator[dict[str, Any]]:

@@ -11,18 +11,19 @@ are kept as variants by the number of tokens (``optkit.graph.variants``), over t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isnan
 from typing import Any
 
 import torch
 
-from optkit.evaluation.speed import workload_points
 from optkit.graph.ir import Graph, Weight
 from optkit.machine.target import Target
 from optkit.passes.base import PassContext, Stage
 from optkit.passes.resolve import Alternatives, ResolvedPass
 from optkit.pipeline import objective
+from optkit.pipeline.apply import Reproduce
 from optkit.pipeline.judge import PassJudge
 from optkit.pipeline.measurement import predict
 from optkit.pipeline.records import PassRecord
@@ -31,7 +32,7 @@ from optkit.pipeline.state import State
 from optkit.recipe.schema import Recipe
 
 HOPELESS = 1.6  # times the best measured cost; kernel times alone were never so wrong
-FEW_TOKENS = 4  # decode steps of up to so many sequences run in the variant for few tokens
+FEW_TOKENS, MOST_FEW = 4, 64  # decode steps of up to so many sequences run in the variant for few tokens
 DECODES_FASTER = 0.9  # of the decode time of the choice, before a second variant is worth its memory
 CHOSEN, NOT_CHOSEN, SKIPPED = "chosen", "not chosen", "skipped"
 
@@ -46,8 +47,8 @@ class Trial:
 
     @property
     def eligible(self) -> bool:
-        """True for a candidate within its bounds."""
-        return bool(self.states) and PassRecord.from_dict(self.states[-1].record).in_effect
+        """True for a candidate with a pass in effect."""
+        return any(PassRecord.from_dict(state.record).in_effect for state in self.states)
 
     def cost(self) -> float:
         """Measured cost by the objective, over the cost without the candidate."""
@@ -55,11 +56,12 @@ class Trial:
 
     def decode(self) -> float:
         """Measured time of a decode step, over the time without the candidate."""
-        (label,) = (name for name in self.record.measured if not name.startswith("prefill"))
-        return 1 / self.record.speedup(label)
+        return 1 / self.record.speedup(decode_label(self.record.measured))
 
-    def divergence(self) -> float:
-        return float(self.record.quality["kl_mean"]["value"])
+    def divergence(self) -> tuple[bool, float]:
+        """An order by divergence, NaN last."""
+        value = float(self.record.quality["kl_mean"]["value"])
+        return isnan(value), value
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class CandidateJudge(PassJudge):
 def choose(runner: PassRunner, alternatives: Alternatives, before: State, *, after_inexact: bool) -> Choice:
     """Run the candidates of ``alternatives`` on ``before`` and choose."""
     recipe, target = runner.measurement.recipe, runner.measurement.target
-    trials = predicted_trials(recipe, target, alternatives, before.graph)
+    trials = predicted_trials(recipe, target, alternatives, before.graph, runner.reproducer(before.step))
     for trial in trials:
         reason = hopeless(recipe, trial, trials)
         if reason:
@@ -121,19 +123,21 @@ def described(resolved: ResolvedPass) -> str:
 def run(runner: PassRunner, trial: Trial, before: State, *, after_inexact: bool) -> None:
     """Run the passes of ``trial`` on ``before``; the evidence goes into its record."""
     trial.states = runner.run(trial.passes, before, after_inexact=after_inexact, judge=CandidateJudge)
-    last = PassRecord.from_dict(trial.states[-1].record)
-    name = trial.record.name
-    if not last.in_effect:
-        trial.record.decided(NOT_CHOSEN, f"{last.name}: {last.reason}")
-        return
     records = [PassRecord.from_dict(state.record) for state in trial.states]
-    if sum(record.in_effect for record in records) > 1:
-        costs = compared(runner, before, trial.states, name)
-        costs.quality = last.quality
-        if variants := {steps: quality for r in records for steps, quality in r.variants.items()}:
-            costs.judged(variants)
-        last = costs
-    trial.record.take_evidence(last)
+    out = "; ".join(f"{r.name} {r.decision}: {r.reason}" for r in records if not r.in_effect)
+    effective = [record for record in records if record.in_effect]
+    if not effective:
+        trial.record.decided(NOT_CHOSEN, out)
+        return
+    evidence = effective[-1]
+    if len(effective) > 1:
+        quality = evidence.quality
+        evidence = compared(runner, before, trial.states, trial.record.name)
+        evidence.quality = quality
+        if variants := {steps: quality for r in effective for steps, quality in r.variants.items()}:
+            evidence.judged(variants)
+    trial.record.take_evidence(evidence)
+    trial.record.reason = out
 
 
 def compared(runner: PassRunner, before: State, states: Sequence[State], name: str) -> PassRecord:
@@ -154,7 +158,11 @@ def compared(runner: PassRunner, before: State, states: Sequence[State], name: s
 
 
 def predicted_trials(
-    recipe: Recipe, target: Target, alternatives: Alternatives, before: Graph
+    recipe: Recipe,
+    target: Target,
+    alternatives: Alternatives,
+    before: Graph,
+    reproduce: Reproduce | None = None,
 ) -> list[Trial]:
     """A trial for each candidate with predicted times, the least predicted cost first.
 
@@ -164,7 +172,7 @@ def predicted_trials(
     for passes in alternatives.candidates:
         graph, trial = shapes, Trial(passes, planned(passes))
         for resolved in passes:
-            graph, _ = run_pass(graph, resolved, context, keep)
+            graph, _ = run_pass(graph, resolved, context, keep, reproduce)
         trial.record.predicted = predict(shapes, graph, recipe, target)
         trials.append(trial)
     return sorted(trials, key=lambda trial: predicted_cost(recipe, trial))
@@ -194,11 +202,16 @@ def predicted_cost(recipe: Recipe, trial: Trial) -> float:
     return cost(recipe.workload, after) / cost(recipe.workload, before)
 
 
-def predicted_decode(recipe: Recipe, trial: Trial) -> float:
+def predicted_decode(trial: Trial) -> float:
     """Predicted time of a decode step, over the time without the candidate."""
-    decode = workload_points(recipe)[-1].label
-    before, after = trial.record.predicted[decode]
+    before, after = trial.record.predicted[decode_label(trial.record.predicted)]
     return after / before
+
+
+def decode_label(times: Mapping[str, object]) -> str:
+    """The label of the decode step among times by workload point."""
+    (label,) = (name for name in times if not name.startswith("prefill"))
+    return label
 
 
 def hopeless(recipe: Recipe, trial: Trial, trials: Sequence[Trial]) -> str:
@@ -206,7 +219,7 @@ def hopeless(recipe: Recipe, trial: Trial, trials: Sequence[Trial]) -> str:
     measured = [other for other in trials if other.eligible]
     if not measured or recipe.objective == "memory":
         return ""
-    cost, decode = predicted_cost(recipe, trial), predicted_decode(recipe, trial)
+    cost, decode = predicted_cost(recipe, trial), predicted_decode(trial)
     best, best_decode = min(map(Trial.cost, measured)), min(map(Trial.decode, measured))
     if cost <= HOPELESS * best or decode <= HOPELESS * best_decode:
         return ""
@@ -255,6 +268,8 @@ def for_few_tokens(runner: PassRunner, chosen: Trial, trials: Sequence[Trial]) -
     if fast.decode() > DECODES_FASTER * chosen.decode():
         return None
     limit = max(FEW_TOKENS, runner.measurement.recipe.workload.batch)
+    if limit > MOST_FEW:
+        return None
     passes = [limited(fast.passes[0], limit), *chosen.passes]
     return Trial(passes, planned(passes))
 
@@ -287,5 +302,6 @@ def explain_choice(trials: Sequence[Trial], chosen: Trial | None) -> None:
         numbers = (
             f"{trial.record.objective['name']} {trial.cost():.2f}x of before, decode {trial.decode():.2f}x"
         )
-        numbers += f", KL {trial.divergence():.2g}"
-        trial.record.decided(CHOSEN if trial is chosen else NOT_CHOSEN, numbers)
+        numbers += f", KL {trial.divergence()[1]:.2g}"
+        reason = "; ".join(filter(None, [numbers, trial.record.reason]))
+        trial.record.decided(CHOSEN if trial is chosen else NOT_CHOSEN, reason)

@@ -76,7 +76,7 @@ class Chain:
     def first_change(self, records: Sequence[PassRecord]) -> int:
         """The index of the first pass with another effect in ``records`` than in the chain."""
         pairs = enumerate(zip(records, self.records, strict=True))
-        return next((i for i, (new, old) in pairs if effect(new) != effect(old)), len(records))
+        return next((i for i, (new, old) in pairs if new.effect != old.effect), len(records))
 
     def base(self, records: Sequence[PassRecord], start: int) -> State:
         """The last finished state before the change in ``records`` at index ``start``.
@@ -118,7 +118,7 @@ class Chain:
         """
         resolved, record, graph = self.passes[index], records[index], graph.clone()
         optimization = resolved.pass_class(resolved.config)
-        effects = [effect(before) for before in records[:index]]
+        effects = [before.effect for before in records[:index]]
         facts = [pass_facts(earlier) for earlier in self.passes[: index + 1]]
         workspace = self.runner.cache.workspace(base.step.then({"again": facts, "after": effects}))
         context = self.measurement.context(workspace)
@@ -129,8 +129,3 @@ class Chain:
         m = self.measurement
         build_code(graph, record, m.recipe, m.target, m.progress)
         return graph
-
-
-def effect(record: PassRecord) -> tuple[bool, list[str]]:
-    """The part of a record with an effect on the graph after the pass."""
-    return record.in_effect, sorted(record.fallback)

@@ -58,6 +58,11 @@ class PassRecord:
         """True where the pass changed the result: kept, or reduced to some of the sites."""
         return self.decision in ("kept", "reduced")
 
+    @property
+    def effect(self) -> tuple[bool, list[str]]:
+        """The part of the record with an effect on the graph after the pass."""
+        return self.in_effect, sorted(self.fallback)
+
     def decided(self, decision: str, reason: str) -> PassRecord:
         self.decision, self.reason = decision, reason
         return self

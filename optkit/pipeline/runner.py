@@ -95,7 +95,8 @@ class PassRunner:
         """
         if len(group) > 1:
             states = self.run_each(group, before, [None] * len(group))
-            together = self.measured(before, states, judges[-1], "exact passes")
+            purpose = f"{type(judges[-1]).__name__}, after inexact passes: {judges[-1].after_inexact}"
+            together = self.measured(before, states, judges[-1], purpose)
             if together is None or together.in_effect:
                 return states if together is None else with_evidence(states, together)
             self.progress(f"{together.name}: {together.reason}; measuring each pass alone")
@@ -116,7 +117,7 @@ class PassRunner:
     def run_one(self, resolved: ResolvedPass, state: State, judge: PassJudge | None) -> State:
         """The state after the pass ``resolved`` on ``state``."""
         judged = type(judge).__name__ if judge is not None else ""
-        step = pass_step(state.step, resolved, self.measurement.recipe, judged)
+        step = pass_step(state.step, resolved, self.measurement.recipe, state.effect, judged)
         workspace = self.cache.workspace(step)
         context = self.measurement.context(workspace)
 
@@ -149,7 +150,8 @@ class PassRunner:
             judge(before.graph, states[-1].graph, record)
             return states[-1].graph, record.to_dict()
 
-        step = comparison_step(states[-1].step, before.step, purpose)
+        effects = [state.effect for state in (before, *states)]
+        step = comparison_step(states[-1].step, before.step, effects, purpose)
         state = self.cache.resume(step, states[-1], work, self.waiting)
         return PassRecord.from_dict(state.record)
 

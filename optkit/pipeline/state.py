@@ -22,6 +22,7 @@ from optkit.checkpoint.tensors import build, same
 from optkit.graph.ir import Graph, Origin, Part, Weight
 from optkit.graph.serialize import decode_dtype, dtype_name, graph_from_json, graph_to_json
 from optkit.machine.checksums import list_finished
+from optkit.pipeline.records import PassRecord
 from optkit.pipeline.step import Step
 
 GRAPH, TENSORS, INDEX, RECORD = "graph.json", "tensors.safetensors", "index.json", "record.json"
@@ -47,6 +48,11 @@ class State:
     graph: Graph
     record: dict[str, Any]
     places: Mapping[str, Place]
+
+    @property
+    def effect(self) -> tuple[bool, list[str]] | None:
+        """The part of the record with an effect on the graph; None for the capture, which has no record."""
+        return PassRecord.from_dict(self.record).effect if self.record else None
 
 
 ReadTensor = Callable[[Place], Tensor]

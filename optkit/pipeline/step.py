@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from pydantic import BaseModel
 
 from optkit import passes
 from optkit.artifact import measured_on
@@ -28,6 +29,8 @@ from optkit.pipeline.records import PassRecord
 from optkit.pipeline.sources import compiler_digest, plugin_digest
 from optkit.recipe.schema import Recipe
 from optkit.version import VERSION
+
+Effect = tuple[bool, list[str]] | None  # ``PassRecord.effect``; None for the capture
 
 
 @dataclass(frozen=True)
@@ -48,15 +51,23 @@ def capture_step(source: ModelSource, target: Target) -> Step:
     return Step(digest_of({**facts, "versions": environment(), "compiler": compiler_digest()}))
 
 
-def pass_step(parent: Step, resolved: ResolvedPass, recipe: Recipe, judged: str = "PassJudge") -> Step:
-    """The step of a pass of ``recipe``; ``judged`` names the judge, empty for a pass that is not measured alone."""
+def pass_step(
+    parent: Step, resolved: ResolvedPass, recipe: Recipe, before: Effect = None, judged: str = "PassJudge"
+) -> Step:
+    """The step of a pass of ``recipe``.
+
+    Args:
+        before: the effect of the parent's own pass: a decision by measured times can differ when a removed state is
+            made again.
+        judged: names the judge; empty for a pass that is not measured alone.
+    """
     facts = {"pass": pass_facts(resolved), "settings": settings_of(recipe)}
-    return parent.then({**facts, "judged": judged})
+    return parent.then({**facts, "before": before, "judged": judged})
 
 
-def comparison_step(after: Step, before: Step, purpose: str) -> Step:
-    """A measurement of ``after`` against ``before``."""
-    return after.then({"compared with": before.key, "purpose": purpose})
+def comparison_step(after: Step, before: Step, effects: Sequence[Effect], purpose: str) -> Step:
+    """A measurement of ``after`` against ``before``; ``effects`` are those of their passes, as in ``pass_step``."""
+    return after.then({"compared with": before.key, "effects": effects, "purpose": purpose})
 
 
 def settings_of(recipe: Recipe) -> dict[str, Any]:
@@ -88,13 +99,22 @@ def pass_facts(resolved: ResolvedPass) -> list[Any]:
 
     Sources of optkit are in the key of the capture.
     """
-    calibration = getattr(resolved.config, "calibration", None)
-    text = calibration.digest() if isinstance(calibration, Calibration) else None
+    text = calibration_digests(resolved.config)
     entry = passes.entry_point(resolved.entry.name)
     distribution = [entry.dist.name, entry.dist.version] if entry and entry.dist else None
     plugin = [distribution, plugin_digest(resolved.pass_class)]
     bounds = [resolved.entry.accept.model_dump(), resolved.entry.keep]
     return [resolved.entry.name, resolved.config.model_dump(), bounds, text, plugin]
+
+
+def calibration_digests(value: Any) -> list[str | None]:
+    """Hashes of all calibration texts in the options ``value``, nested ones included."""
+    if isinstance(value, Calibration):
+        return [value.digest()]
+    if isinstance(value, BaseModel):
+        value = [getattr(value, name) for name in type(value).model_fields]
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return [digest for part in parts for digest in calibration_digests(part)]
 
 
 def environment() -> dict[str, str]:

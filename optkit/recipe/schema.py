@@ -177,8 +177,13 @@ class PassEntry(_Section):
             raise ValueError(
                 "'one_of' has no other key beside it; options and bounds belong to the candidates"
             )
-        if any(entry.one_of for candidate in self.one_of or () for entry in candidate):
+        inner = [entry for candidate in self.one_of or () for entry in candidate]
+        if any(entry.one_of for entry in inner):
             raise ValueError("a candidate of 'one_of' can't have alternatives of its own")
+        if any(entry.keep != "unless_worse" for entry in inner):
+            raise ValueError(
+                "a candidate of 'one_of' can't have 'keep': candidates are compared with each other"
+            )
         return self
 
 
@@ -201,6 +206,8 @@ Candidate = Annotated[
 
 def _pass_entry(name: str, options: dict[str, Any]) -> dict[str, Any]:
     own: dict[str, Any] = {key: options.pop(key) for key in ("accept", "keep", "one_of") if key in options}
+    if own.get("one_of", ()) is None:
+        raise ValueError(f"'{name}.one_of' needs a list of candidates")
     return {"name": name, "config": options, **own}
 
 

@@ -78,6 +78,22 @@ def test_inspect_shows_bounds_of_a_pass_under_its_present_name_when_the_artifact
     assert {bound["of"] for bound in shown["bounds"]} == {"select_logits_rows"}
 
 
+@pytest.mark.parametrize(("group_size", "limit"), [(64, 0.5), (32, 0.01)])
+def test_inspect_shows_the_bounds_of_the_chosen_candidate(
+    tmp_path: Path, capsys: Output, group_size: int, limit: float
+) -> None:
+    candidates = "".join(
+        f"    - int8: {{group_size: {size}, accept: {{max_kld: {bound}}}}}\n"
+        for size, bound in ((64, 0.5), (32, 0.01))
+    )
+    text = f"schema_version: 1\nname: small\npasses:\n  layers:\n    one_of:\n{candidates}"
+    run_record = RunRecord([int8_record(config={"group_size": group_size})], None)
+    made = real_artifact(tmp_path / "artifact", tmp_path / "source", text, run_record)
+    assert run(["inspect", str(made), "--json"]) == 0
+    (bound,) = json.loads(capsys.readouterr().out)["bounds"]
+    assert (bound["of"], bound["limit"]) == ("int8", limit)
+
+
 def test_inspect_has_no_line_of_variants_when_layers_have_one(made: Path, capsys: Output) -> None:
     assert run(["inspect", str(made)]) == 0
     assert "variants" not in capsys.readouterr().out

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from optkit import passes
+from optkit.artifact.open import Artifact
 from optkit.graph.ir import Graph
 from optkit.kernels import reference
+from optkit.lowering.lower import Executable
 from optkit.passes.base import Pass, PassContext, PassResult, Plan, Site, Stage
 from optkit.passes.resolve import resolve_passes
 from optkit.pipeline.runner import exact_runs
+from tests.pipeline.conftest import Slowdown
 from tests.support.small_runs import IDS, decisions, recipe, run, transformers_logits
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -94,3 +100,46 @@ def test_a_wrong_pass_among_exact_passes_is_found_and_the_others_stay(
     assert all(row.quality["kl_mean"]["value"] < 1e-6 for row in (record.passes[0], record.passes[2]))
     assert any("measuring each pass alone" in line for line in told)
     assert torch.equal(transformers_logits(tmp_path / "out", IDS), transformers_logits(source, IDS))
+
+
+def is_flash(model: Executable) -> bool:
+    return any(name.startswith("attention") and kernel == "native" for name, kernel in model.kernels.items())
+
+
+def test_a_pass_runs_again_after_another_decision_on_the_pass_before(
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    slowdown: Callable[[Slowdown], None],
+) -> None:
+    """A state was removed from the cache, and its pass is measured again with another outcome."""
+    monkeypatch.setenv("OPTKIT_CACHE", str(tmp_path / "cache"))
+    text = "objective: ttft\npasses: {int8: {}, flash_attention: {}, kv_int8: {}}"
+    slowdown(lambda before, after: 1.0)
+    assert set(decisions(run(source, tmp_path / "one", text)).values()) == {"kept"}
+    removed = [
+        record.parent
+        for record in (tmp_path / "cache" / "states").glob("*/record.json")
+        if json.loads(record.read_text()).get("name") == "flash_attention"
+    ]
+    assert len(removed) == 1
+    shutil.rmtree(removed[0])
+    slowdown(lambda before, after: 1.2 if is_flash(after) and not is_flash(before) else 1.0)
+    record = run(source, tmp_path / "two", text)
+    assert decisions(record)["flash_attention"] == "rolled back"
+    assert decisions(record)["kv_int8"] == "kept"
+    assert not is_flash(Artifact.open(tmp_path / "two").executable())
+
+
+def test_exact_passes_are_measured_again_for_another_judge(
+    source: Path, tmp_path: Path, slowdown: Callable[[Slowdown], None]
+) -> None:
+    """A pass after an inexact pass is undone by its speed; as a candidate it is compared instead."""
+    slowdown(lambda before, after: 1.2 if is_flash(after) and not is_flash(before) else 1.0)
+    head = "objective: throughput\npasses: {int8: {}, "
+    single = run(source, tmp_path / "one", head + "flash_attention: {}}")
+    assert decisions(single) == {"int8": "kept", "flash_attention": "rolled back"}
+    choice = run(source, tmp_path / "two", head + "kernel: {one_of: [{flash_attention: {}}]}}")
+    (candidate,) = choice.alternatives["kernel"]
+    assert decisions(choice) == {"int8": "kept"}
+    assert candidate.objective["worse"] and candidate.quality

@@ -9,11 +9,20 @@ from pathlib import Path
 import pytest
 
 from optkit.artifact import measured_on
+from optkit.calibration.samples import Calibration
 from optkit.checkpoint.locate import ModelSource
-from optkit.passes.resolve import resolve_passes
+from optkit.passes.base import Config
+from optkit.passes.resolve import ResolvedPass, resolve_passes
 from optkit.pipeline import step as module
 from optkit.pipeline.records import PassRecord
-from optkit.pipeline.step import Step, capture_step, pass_step, whole_step
+from optkit.pipeline.step import (
+    Step,
+    calibration_digests,
+    capture_step,
+    comparison_step,
+    pass_step,
+    whole_step,
+)
 from optkit.recipe.load import parse_recipe
 from tests.support.target import TARGET
 
@@ -106,3 +115,45 @@ def test_whole_step_differs_with_the_options_of_passes_that_are_applied_again() 
         return whole_step(Step("0"), recipe, [], 512, resolve_passes(recipe)).key
 
     assert key() == key("name=other") and key() != key("passes.int8.group_size=32")
+
+
+def test_pass_step_differs_with_the_decision_on_the_pass_before_and_with_the_judge() -> None:
+    recipe = parse_recipe(TEXT)
+    int8 = resolve_passes(recipe)[1]
+    assert isinstance(int8, ResolvedPass)
+    effects = (None, (True, []), (False, []), (True, ["a"]))
+    found = {pass_step(Step("0"), int8, recipe, effect).key for effect in effects}
+    found |= {pass_step(Step("0"), int8, recipe, None, judged).key for judged in ("", "CandidateJudge")}
+    assert len(found) == len(effects) + 2
+
+
+def test_comparison_step_differs_with_both_sides_their_effects_and_the_purpose() -> None:
+    kept, undone = (True, []), (False, [])
+    found = [
+        comparison_step(Step("1"), Step("0"), [None, kept], "a judge"),
+        comparison_step(Step("1"), Step("2"), [None, kept], "a judge"),
+        comparison_step(Step("2"), Step("0"), [None, kept], "a judge"),
+        comparison_step(Step("1"), Step("0"), [None, undone], "a judge"),
+        comparison_step(Step("1"), Step("0"), [None, kept], "another judge"),
+    ]
+    assert len({step.key for step in found}) == len(found)
+
+
+def test_calibration_digests_follow_the_text_under_any_name(tmp_path: Path) -> None:
+    class Inner(Config):
+        samples: list[Calibration]
+
+    class Outer(Config):
+        text: Calibration
+        inner: Inner
+        count: int = 3
+
+    file = tmp_path / "text.txt"
+    file.write_text("one")
+    own, shipped = Calibration(source=str(file)), Calibration()
+    options = Outer(text=own, inner=Inner(samples=[shipped, own]))
+    before = calibration_digests(options)
+    file.write_text("two")
+    after = calibration_digests(options)
+    assert [digest is None for digest in before] == [False, True, False]
+    assert before[0] == before[2] != after[0] == after[2]

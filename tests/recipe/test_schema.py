@@ -87,6 +87,7 @@ passes:
         ("{one_of: []}", "at least 1 item"),
         ("{one_of: [{}]}", "passes.layers.one_of.0"),
         ("{one_of: 3}", "passes.layers.one_of"),
+        ("{one_of: [{int8: {keep: always}}]}", "can't have 'keep'"),
         ("{one_of: [3]}", "passes.layers.one_of.0"),
         ("{one_of: [{int8: {}}], accept: {max_kld: 1.0}}", "no other key"),
         ("{one_of: [{int8: {}}], group_size: 32}", "no other key"),

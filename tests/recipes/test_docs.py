@@ -7,10 +7,11 @@ import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 
 from optkit.cli.main import run
 from optkit.passes import PASSES, load
-from optkit.passes.resolve import resolve_passes
+from optkit.passes.resolve import recipe_json_schema, resolve_passes
 from optkit.recipe.load import parse_recipe
 from optkit.recipe.schema import Accept
 
@@ -28,6 +29,12 @@ def test_there_are_examples() -> None:
 def test_an_example_is_a_recipe_whose_passes_resolve(text: str) -> None:
     recipe = parse_recipe(text)
     assert len(resolve_passes(recipe)) == len(recipe.passes)
+
+
+@pytest.mark.parametrize("text", EXAMPLES)
+def test_an_example_is_valid_by_the_json_schema(text: str) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    jsonschema.validate(yaml.safe_load(text), recipe_json_schema())
 
 
 def test_the_commands_run_in_the_order_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
