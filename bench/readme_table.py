@@ -89,10 +89,12 @@ def workload_line(workload: dict[str, Any]) -> str:
 
 
 def machine_line(environment: dict[str, Any]) -> str:
-    packages = environment["packages"]
+    packages, limits = environment["packages"], environment.get("isa_env", {})
+    held = ", ".join(f"`{key}={value}`" for key, value in sorted(limits.items()))
     return (
-        f"{environment['cores']} cores of {environment['cpu']}, torch {packages['torch']}, "
-        f"transformers {packages['transformers']}, load average before {environment['load_average']:.1f}"
+        f"{environment['cores']} cores of {environment['cpu']}{f' held to {held}' if held else ''}, "
+        f"torch {packages['torch']}, transformers {packages['transformers']}, "
+        f"load average before {environment['load_average']:.1f}"
     )
 
 

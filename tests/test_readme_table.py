@@ -98,6 +98,13 @@ def test_a_result_becomes_a_table(tmp_path: Path) -> None:
     assert "Warnings of this run: 1" in text
 
 
+def test_a_result_held_to_an_instruction_set_says_so(tmp_path: Path) -> None:
+    result = saved()
+    result["environment"]["isa_env"] = {"OPTKIT_CPU_ISA": "avx2"}
+    (tmp_path / "some-cpu-avx2.json").write_text(json.dumps(result))
+    assert "on 2 cores of Some CPU held to `OPTKIT_CPU_ISA=avx2`, torch" in script().section(tmp_path)
+
+
 def test_only_benchmark_results_are_quoted(tmp_path: Path) -> None:
     for name in ("demo.json", "local.json", "peers-local.json"):
         (tmp_path / name).write_text(json.dumps(saved(figures=[], servers={})))

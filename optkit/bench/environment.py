@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+ISA_VARIABLES = ("OPTKIT_CPU_ISA", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "httpx", "uvicorn")
 
 
@@ -31,6 +32,7 @@ def environment() -> dict[str, Any]:
         "memory_bytes": memory_bytes(),
         "load_average": load_average(),  # before the run starts servers
         "threads_env": {k: v for k, v in os.environ.items() if k in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")},
+        "isa_env": {k: v for k, v in os.environ.items() if k in ISA_VARIABLES},  # limits below ``isa``
     }
 
 

@@ -24,3 +24,12 @@ def test_environment_has_no_local_paths_in_the_command(
         sys, "argv", ["/x/bin/optkit", "bench", "a", "--save-result", str(tmp_path / "r.json")]
     )
     assert environment()["command"] == ["optkit", "bench", "a", "--save-result", "r.json"]
+
+
+def test_environment_names_the_variables_that_limit_instruction_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPTKIT_CPU_ISA", "avx2")
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    limits = environment()["isa_env"]
+    assert limits["OPTKIT_CPU_ISA"] == limits["ATEN_CPU_CAPABILITY"] == "avx2"
+    assert "ONEDNN_MAX_CPU_ISA" not in limits
