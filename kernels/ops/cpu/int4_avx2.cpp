@@ -17,6 +17,10 @@ namespace {
 constexpr int ROWS = 4, PAIR = 2;  // registers of a tile of many rows: 16 output channels
 constexpr int64_t NARROW_STEPS = 8, COLUMNS = 8;  // of a register of int32
 
+// Not __m256i, which is 64-bit lanes to gcc: it would copy sums.
+using Words = int16_t __attribute__((vector_size(32)));
+using Lanes = int32_t __attribute__((vector_size(32)));
+
 OPTKIT_AVX2 OPTKIT_INLINE __m256i load(const void* from) {
     return _mm256_loadu_si256(static_cast<const __m256i*>(from));
 }
@@ -137,64 +141,89 @@ constexpr FewTile FEW[2][ROWS] = {{few_rows<1, false>, few_rows<2, false>, few_r
 
 // -- many rows ---------------------------------------------------------------------------------------------
 
-// Up to 8 steps of 16 output channels, unpacked, added to the accumulators of R rows.
+// One step of 16 output channels, unpacked, added to 16-bit sums of rows r and later.
+template <int R, int r = 0>
+OPTKIT_AVX2 OPTKIT_INLINE void add_codes(Words (&narrow)[R][PAIR], const uint8_t* q, int64_t stride, __m256i left,
+                                         __m256i right) {
+    const __m256i x = broadcast(q + r * stride);
+    narrow[r][0] += (Words)_mm256_maddubs_epi16(left, x);
+    narrow[r][1] += (Words)_mm256_maddubs_epi16(right, x);
+    if (R > 2) asm("" : "+x"(narrow[r][0]));  // gcc would add products first, for which registers are missing
+    if (R > 2) asm("" : "+x"(narrow[r][1]));
+    if constexpr (r + 1 < R) add_codes<R, r + 1>(narrow, q, stride, left, right);
+}
+
+// The sums of `steps` steps, up to 8, of 16 output channels and R rows.
 template <int R>
-OPTKIT_AVX2 OPTKIT_INLINE void accumulate_codes(__m256i (&a)[PAIR][R], const uint8_t* q, int64_t stride,
-                                                const int8_t* codes, int64_t steps) {
-    __m256i narrow[PAIR][R] = {};
-#pragma GCC unroll 8
-    for (int64_t s = 0; s < steps; ++s, q += STEP, codes += STEP_BYTES) {
-        const __m256i left = load(codes), right = load(codes + COLUMNS * STEP);
+OPTKIT_AVX2 OPTKIT_INLINE void sum_codes(Lanes (&a)[R][PAIR], const uint8_t* q, int64_t stride, const int8_t* codes,
+                                         int64_t steps) {
+    Words narrow[R][PAIR];
 #pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) {
-            const __m256i x = broadcast(q + r * stride);
-            narrow[0][r] = _mm256_add_epi16(narrow[0][r], _mm256_maddubs_epi16(left, x));
-            narrow[1][r] = _mm256_add_epi16(narrow[1][r], _mm256_maddubs_epi16(right, x));
-            asm("" : "+x"(narrow[0][r]));  // gcc would add products first, for which registers are missing
-            asm("" : "+x"(narrow[1][r]));
-        }
-    }
+    for (int r = 0; r < R; ++r) narrow[r][0] = narrow[r][1] = Words{};
+#pragma GCC unroll 8
+    for (int64_t s = 0; s < steps; ++s, q += STEP, codes += STEP_BYTES)
+        add_codes<R>(narrow, q, stride, load(codes), load(codes + COLUMNS * STEP));
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
-        a[0][r] = add_widened(a[0][r], narrow[0][r]);
-        a[1][r] = add_widened(a[1][r], narrow[1][r]);
+        a[r][0] = (Lanes)_mm256_madd_epi16((__m256i)narrow[r][0], _mm256_set1_epi16(1));
+        a[r][1] = (Lanes)_mm256_madd_epi16((__m256i)narrow[r][1], _mm256_set1_epi16(1));
     }
 }
 
-// One group of 16 output channels from `column` on; `codes` are the group's first there.
-template <int R, bool MINIMUM>
-OPTKIT_AVX2 OPTKIT_INLINE void add_group(float* sums, const Linear& p, const Panel& panel, const GroupRows& rows,
-                                         const uint8_t* q, const int8_t* codes, int64_t at) {
-    __m256i a[PAIR][R] = {};
-    if (p.group_steps == NARROW_STEPS)
-        accumulate_codes<R>(a, q, p.q_stride, codes, NARROW_STEPS);
-    else
-        for (int64_t s = 0; s < p.group_steps; s += NARROW_STEPS)
-            accumulate_codes<R>(a, q + s * STEP, p.q_stride, codes + s * STEP_BYTES,
-                                std::min(NARROW_STEPS, p.group_steps - s));
-#pragma GCC unroll 2
-    for (int c = 0; c < PAIR; ++c) {
-        const __m256 scales = _mm256_loadu_ps(panel.weight_scale + at + c * COLUMNS);
-        const __m256 minimum = MINIMUM ? _mm256_loadu_ps(panel.minimum + at + c * COLUMNS) : scales;
-        add_scaled<R, MINIMUM>(sums + c * COLUMNS, PANEL, a[c], rows, scales, minimum);
+// Add one group's sums of 8 output channels, scaled, and with `minimum` what that contributes.
+template <int R, bool MINIMUM, int c, int r = 0>
+OPTKIT_AVX2 OPTKIT_INLINE void add_scaled_codes(float* sums, const Lanes (&a)[R][PAIR], const GroupRows& rows, __m256 scales, __m256 minimum) {
+    const int64_t at = r * rows.groups;
+    const __m256i total = MINIMUM ? (__m256i)a[r][c] : _mm256_add_epi32((__m256i)a[r][c], _mm256_set1_epi32(rows.start[at]));
+    const __m256 scale = _mm256_mul_ps(_mm256_set1_ps(rows.scale[at]), scales);
+    float* to = sums + r * PANEL + c * COLUMNS;
+    __m256 sum = _mm256_fmadd_ps(_mm256_cvtepi32_ps(total), scale, _mm256_loadu_ps(to));
+    if (MINIMUM) sum = _mm256_fmadd_ps(_mm256_set1_ps(rows.sums[at]), minimum, sum);
+    _mm256_storeu_ps(to, sum);
+    if constexpr (r + 1 < R) add_scaled_codes<R, MINIMUM, c, r + 1>(sums, a, rows, scales, minimum);
+}
+
+// The sums of a group of 16 output channels and R rows. SHORT: it has NARROW_STEPS steps.
+template <int R, bool SHORT>
+OPTKIT_AVX2 OPTKIT_INLINE void sum_group(Lanes (&a)[R][PAIR], const uint8_t* q, int64_t stride, const int8_t* codes,
+                                         int64_t steps) {
+    if (SHORT) return sum_codes<R>(a, q, stride, codes, NARROW_STEPS);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) a[r][0] = a[r][1] = Lanes{};
+    for (int64_t s = 0; s < steps; s += NARROW_STEPS) {
+        Lanes more[R][PAIR];
+        sum_codes<R>(more, q + s * STEP, stride, codes + s * STEP_BYTES, std::min(NARROW_STEPS, steps - s));
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) a[r][0] += more[r][0], a[r][1] += more[r][1];
     }
 }
 
-template <int R, bool MINIMUM>
+template <int R, bool MINIMUM, bool SHORT>
 OPTKIT_AVX2 void many_rows(const Linear& p, const int32_t* starts, const Panel& panel, int64_t row) {
     alignas(32) float sums[R * PANEL] = {};
+    const int64_t stride = p.q_stride, steps = SHORT ? NARROW_STEPS : p.group_steps;
     for (int64_t column = 0; column < PANEL && panel.first + column < p.n; column += PAIR * COLUMNS) {
-        const uint8_t* q = p.q + row * p.q_stride;
+        const uint8_t* q = p.q + row * stride;
         const int8_t* codes = panel.weight + column * STEP;
-        for (int64_t g = 0; g < p.groups; ++g, q += p.group_steps * STEP, codes += p.group_steps * STEP_BYTES)
-            add_group<R, MINIMUM>(sums + column, p, panel, rows_of(p, starts, row, g), q, codes, g * PANEL + column);
+        const float *scale = panel.weight_scale + column, *minimum = MINIMUM ? panel.minimum + column : scale;
+        GroupRows rows = rows_of(p, starts, row, 0);
+        for (int64_t g = 0; g < p.groups; ++g, q += steps * STEP, codes += steps * STEP_BYTES) {
+            Lanes a[R][PAIR];
+            sum_group<R, SHORT>(a, q, stride, codes, steps);
+            add_scaled_codes<R, MINIMUM, 0>(sums + column, a, rows, _mm256_loadu_ps(scale), _mm256_loadu_ps(minimum));
+            add_scaled_codes<R, MINIMUM, 1>(sums + column, a, rows, _mm256_loadu_ps(scale + COLUMNS),
+                                            _mm256_loadu_ps(minimum + COLUMNS));
+            scale += PANEL, minimum += PANEL;
+            ++rows.start, ++rows.scale, ++rows.sums;
+        }
     }
     store<R>(sums, p, row, panel.first);
 }
 
 using ManyTile = void (*)(const Linear&, const int32_t*, const Panel&, int64_t);
-constexpr ManyTile MANY[2][ROWS] = {{many_rows<1, false>, many_rows<2, false>, many_rows<3, false>, many_rows<4, false>},
-                                    {many_rows<1, true>, many_rows<2, true>, many_rows<3, true>, many_rows<4, true>}};
+template <bool MINIMUM, bool SHORT>
+constexpr ManyTile MANY[ROWS] = {many_rows<1, MINIMUM, SHORT>, many_rows<2, MINIMUM, SHORT>, many_rows<3, MINIMUM, SHORT>,
+                                 many_rows<4, MINIMUM, SHORT>};
 
 // Two steps of a panel, two codes to a byte.
 OPTKIT_AVX2 OPTKIT_INLINE void unpack_two_steps(const uint8_t* codes, int8_t* weight) {
@@ -236,9 +265,12 @@ void linear_w4a8_avx2(const Linear& p, const int32_t* start, const uint8_t* reco
 }
 
 void linear_codes_avx2(const Linear& p, const int32_t* start, const Panel& panel, int64_t row, int64_t rows) {
+    const bool is_short = p.group_steps == NARROW_STEPS;
+    const ManyTile* tiles = panel.minimum ? (is_short ? MANY<true, true> : MANY<true, false>)
+                                          : (is_short ? MANY<false, true> : MANY<false, false>);
     for (int64_t left = divide_up(rows, ROWS); left > 0; --left) {
         const int64_t now = divide_up(rows, left);
-        MANY[panel.minimum != nullptr][now - 1](p, start, panel, row);
+        tiles[now - 1](p, start, panel, row);
         row += now;
         rows -= now;
     }
