@@ -119,40 +119,19 @@ EMULATED __m512i _mm512_castsi256_si512(__m256i a) {
 
 // -- float arithmetic ------------------------------------------------------------------------------------
 
-EMULATED __m512 _mm512_add_ps(__m512 a, __m512 b) {
-    const Lanes x = of(a), y = of(b);
-    Lanes z;
-    for (int i = 0; i < 16; ++i) z.f[i] = x.f[i] + y.f[i];
-    return z.ps;
-}
-
-EMULATED __m512 _mm512_sub_ps(__m512 a, __m512 b) {
-    const Lanes x = of(a), y = of(b);
-    Lanes z;
-    for (int i = 0; i < 16; ++i) z.f[i] = x.f[i] - y.f[i];
-    return z.ps;
-}
-
-EMULATED __m512 _mm512_mul_ps(__m512 a, __m512 b) {
-    const Lanes x = of(a), y = of(b);
-    Lanes z;
-    for (int i = 0; i < 16; ++i) z.f[i] = x.f[i] * y.f[i];
-    return z.ps;
-}
-
-EMULATED __m512 _mm512_div_ps(__m512 a, __m512 b) {
-    const Lanes x = of(a), y = of(b);
-    Lanes z;
-    for (int i = 0; i < 16; ++i) z.f[i] = x.f[i] / y.f[i];
-    return z.ps;
-}
-
-EMULATED __m512 _mm512_max_ps(__m512 a, __m512 b) {
-    const Lanes x = of(a), y = of(b);
-    Lanes z;
-    for (int i = 0; i < 16; ++i) z.f[i] = x.f[i] > y.f[i] ? x.f[i] : y.f[i];
-    return z.ps;
-}
+#define OF_TWO(name, value)                        \
+    EMULATED __m512 name(__m512 a, __m512 b) {     \
+        const Lanes x = of(a), y = of(b);          \
+        Lanes z;                                   \
+        for (int i = 0; i < 16; ++i) z.f[i] = value; \
+        return z.ps;                               \
+    }
+OF_TWO(_mm512_add_ps, x.f[i] + y.f[i])
+OF_TWO(_mm512_sub_ps, x.f[i] - y.f[i])
+OF_TWO(_mm512_mul_ps, x.f[i] * y.f[i])
+OF_TWO(_mm512_div_ps, x.f[i] / y.f[i])
+OF_TWO(_mm512_max_ps, x.f[i] > y.f[i] ? x.f[i] : y.f[i])
+#undef OF_TWO
 
 EMULATED __m512 _mm512_fmadd_ps(__m512 a, __m512 b, __m512 c) {
     const Lanes x = of(a), y = of(b), w = of(c);
@@ -279,75 +258,6 @@ EMULATED __m512 _mm512_cvtph_ps(__m256i a) {
     return z.ps;
 }
 
-// -- permutations ----------------------------------------------------------------------------------------
-
-EMULATED __m256 _mm512_extractf32x8_ps(__m512 a, int which) {
-    __m256 z;
-    std::memcpy(&z, reinterpret_cast<const char*>(&a) + 32 * (which & 1), sizeof z);
-    return z;
-}
-
-EMULATED __m512 _mm512_insertf32x4(__m512 a, __m128 b, int which) {
-    std::memcpy(reinterpret_cast<char*>(&a) + 16 * (which & 3), &b, sizeof b);
-    return a;
-}
-
-EMULATED __m512i _mm512_inserti64x4(__m512i a, __m256i b, int which) {
-    std::memcpy(reinterpret_cast<char*>(&a) + 32 * (which & 1), &b, sizeof b);
-    return a;
-}
-
-// Bytes of two registers, interleaved in units of `size` from byte `start` of each 128 bits on.
-EMULATED __m512i unpacked(__m512i a, __m512i b, int start, int size) {
-    const Lanes x = of(a), y = of(b);
-    Lanes z;
-    for (int lane = 0; lane < 64; lane += 16)
-        for (int i = 0; i < 8; i += size) {
-            std::memcpy(z.u8 + lane + 2 * i, x.u8 + lane + start + i, size);
-            std::memcpy(z.u8 + lane + 2 * i + size, y.u8 + lane + start + i, size);
-        }
-    return z.si;
-}
-
-EMULATED __m512i _mm512_unpacklo_epi8(__m512i a, __m512i b) {
-    return unpacked(a, b, 0, 1);
-}
-
-EMULATED __m512i _mm512_unpacklo_epi16(__m512i a, __m512i b) {
-    return unpacked(a, b, 0, 2);
-}
-
-EMULATED __m512 _mm512_unpacklo_ps(__m512 a, __m512 b) {
-    return of(unpacked(of(a).si, of(b).si, 0, 4)).ps;
-}
-
-EMULATED __m512i _mm512_unpackhi_epi8(__m512i a, __m512i b) {
-    return unpacked(a, b, 8, 1);
-}
-
-EMULATED __m512i _mm512_unpackhi_epi16(__m512i a, __m512i b) {
-    return unpacked(a, b, 8, 2);
-}
-
-EMULATED __m512 _mm512_unpackhi_ps(__m512 a, __m512 b) {
-    return of(unpacked(of(a).si, of(b).si, 8, 4)).ps;
-}
-
-EMULATED __m512 _mm512_shuffle_ps(__m512 a, __m512 b, int imm) {
-    const Lanes x = of(a), y = of(b);
-    Lanes z;
-    for (int lane = 0; lane < 16; lane += 4)
-        for (int i = 0; i < 4; ++i) z.f[lane + i] = (i < 2 ? x : y).f[lane + (imm >> 2 * i & 3)];
-    return z.ps;
-}
-
-EMULATED __m512i _mm512_shuffle_i32x4(__m512i a, __m512i b, int imm) {
-    const Lanes x = of(a), y = of(b);
-    Lanes z;
-    for (int i = 0; i < 4; ++i) std::memcpy(z.i + 4 * i, (i < 2 ? x : y).i + 4 * (imm >> 2 * i & 3), 16);
-    return z.si;
-}
-
 }  // namespace emulated
 
 #define _mm512_loadu_ps emulated::_mm512_loadu_ps
@@ -387,14 +297,3 @@ EMULATED __m512i _mm512_shuffle_i32x4(__m512i a, __m512i b, int imm) {
 #define _mm512_cvtepi32_epi8 emulated::_mm512_cvtepi32_epi8
 #define _mm512_cvtepu8_epi32 emulated::_mm512_cvtepu8_epi32
 #define _mm512_cvtph_ps emulated::_mm512_cvtph_ps
-#define _mm512_extractf32x8_ps emulated::_mm512_extractf32x8_ps
-#define _mm512_insertf32x4 emulated::_mm512_insertf32x4
-#define _mm512_inserti64x4 emulated::_mm512_inserti64x4
-#define _mm512_unpacklo_epi8 emulated::_mm512_unpacklo_epi8
-#define _mm512_unpacklo_epi16 emulated::_mm512_unpacklo_epi16
-#define _mm512_unpacklo_ps emulated::_mm512_unpacklo_ps
-#define _mm512_unpackhi_epi8 emulated::_mm512_unpackhi_epi8
-#define _mm512_unpackhi_epi16 emulated::_mm512_unpackhi_epi16
-#define _mm512_unpackhi_ps emulated::_mm512_unpackhi_ps
-#define _mm512_shuffle_ps emulated::_mm512_shuffle_ps
-#define _mm512_shuffle_i32x4 emulated::_mm512_shuffle_i32x4

@@ -2,6 +2,7 @@
 #include "cpu_features.h"
 
 #include <cstring>
+#include <initializer_list>
 
 #include "dispatch.h"
 

@@ -22,10 +22,12 @@
 #define OPTKIT_AVX512 OPTKIT_AVX2
 #define OPTKIT_AMX OPTKIT_AVX2
 
-#define EMULATED static inline __attribute__((always_inline, target("avx2,fma,f16c")))
+// Calls rather than inlined code, which g++ would take minutes for.
+#define EMULATED static __attribute__((noinline, unused, target("avx2,fma,f16c")))
 
 #include "amx.h"
 #include "avx512.h"
+#include "avx512_permute.h"
 #include "avx_vnni.h"
 
 #undef EMULATED
