@@ -14,20 +14,16 @@ torch and a kernel.
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-SOURCES, PLACE = ROOT / "kernels" / "ops" / "cpu", ROOT / "build" / "sanitize"
+from tests.support import native_build
+from tests.support.native_build import BUILD, ROOT, SOURCES, Missing
+
 NATIVE = ROOT / "tests" / "native"
 SUPPRESSIONS = f"suppressions={NATIVE / 'thread_suppressions.txt'}"
-COMPILE = "-fPIC -O1 -g -std=c++17 -pthread -ffp-contract=off -fvisibility=hidden -fno-omit-frame-pointer"
-LINK = "-shared -Wl,-z,defs"  # a function that is nowhere is an error now, not when it is called
 BAD_USAGE = 2
 
 
@@ -60,44 +56,21 @@ SANITIZERS = {
 }
 
 
-class Missing(Exception):
-    """A tool is not installed; the message names the package."""
-
-
 def library(name: str) -> Path:
     """The kernels built with sanitizer ``name``.
 
     Raises:
         Missing: g++ is missing, or g++ lacks the sanitizer.
     """
-    sanitizer, made = SANITIZERS[name], PLACE / f"{name}.so"
+    sanitizer = SANITIZERS[name]
     runtime_file(sanitizer.runtime)
     sources = sorted(SOURCES.glob("*.cpp"))
-    inputs = [*sources, *SOURCES.glob("*.h"), Path(__file__)]
-    if not made.exists() or made.stat().st_mtime < max(file.stat().st_mtime for file in inputs):
-        build(sanitizer, sources, made)
-    return made
-
-
-def build(sanitizer: Sanitizer, sources: Sequence[Path], made: Path) -> None:
-    """Compile ``sources`` with ``sanitizer`` into the library ``made``."""
-    objects, flags = PLACE / made.stem, sanitizer.flags.split()
-    objects.mkdir(parents=True, exist_ok=True)
-
-    def compiled(source: Path) -> str:
-        to = str(objects / f"{source.stem}.o")
-        subprocess.run(["g++", *COMPILE.split(), *flags, "-c", str(source), "-o", to], check=True)
-        return to
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        files = list(pool.map(compiled, sources))
-    subprocess.run(["g++", *LINK.split(), *flags, *files, "-o", str(made)], check=True)
+    return native_build.library(BUILD / "sanitize" / f"{name}.so", sources, sanitizer.flags.split(), [Path(__file__)])
 
 
 def runtime_file(name: str) -> str:
     """The full path of a library of GCC."""
-    if shutil.which("g++") is None:
-        raise Missing("there is no g++; on Debian or Ubuntu: apt-get install g++")
+    native_build.need_compiler()
     command = ["g++", f"-print-file-name={name}"]
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     if not os.path.isabs(found):

@@ -49,8 +49,14 @@ void linear_portable(const Linear& p, const Panel& panel, int64_t row, int64_t r
 
 LinearRows linear_rows() {
 #if OPTKIT_X86
-    if (isa() == Isa::avx512_vnni) return linear_avx512;
-    if (isa() == Isa::avx2) return linear_avx2;
+#ifdef OPTKIT_AVX_VNNI
+    if (isa() == Isa::avx_vnni) return linear_avx_vnni;
+#endif
+#ifdef OPTKIT_AMX
+    if (isa() == Isa::amx_int8) return linear_amx;
+#endif
+    if (base_isa() == Isa::avx512_vnni) return linear_avx512;
+    if (base_isa() == Isa::avx2) return linear_avx2;
 #endif
     return linear_portable;
 }
