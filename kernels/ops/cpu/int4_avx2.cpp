@@ -19,16 +19,17 @@ namespace {
 struct D {
     static constexpr int64_t rows = 4, steps = 8;
 
-    OP Lanes add(Lanes sum, __m256i codes, __m256i x) {
-        __m256i narrow = _mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16(codes, x));
-        asm("" : "+x"(narrow));  // gcc would add products first, for which registers are missing
-        return (Lanes)narrow;
+    using Sum = int16_t __attribute__((vector_size(32)));
+
+    OP Sum add(Sum sum, __m256i codes, __m256i x) {
+        sum += (Sum)_mm256_maddubs_epi16(codes, x);
+        asm("" : "+x"(sum));  // gcc would add products first, for which registers are missing
+        return sum;
     }
-    OP Lanes add_two(Lanes sum, __m256i c, __m256i x, __m256i d, __m256i y) {
-        const __m256i products = _mm256_add_epi16(_mm256_maddubs_epi16(c, x), _mm256_maddubs_epi16(d, y));
-        return (Lanes)_mm256_add_epi16((__m256i)sum, products);
+    OP Sum add_two(Sum sum, __m256i c, __m256i x, __m256i d, __m256i y) {
+        return sum + (Sum)_mm256_add_epi16(_mm256_maddubs_epi16(c, x), _mm256_maddubs_epi16(d, y));
     }
-    OP Lanes whole(Lanes sum) { return (Lanes)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1)); }
+    OP Lanes whole(Sum sum) { return (Lanes)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1)); }
 };
 #undef OP
 

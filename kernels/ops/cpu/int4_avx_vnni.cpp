@@ -18,6 +18,7 @@ namespace {
 #define OP static OPTKIT_AVX_VNNI OPTKIT_INLINE
 struct D {
     static constexpr int64_t rows = 6, steps = 0;  // 12 accumulators, 2 registers of codes and 4 bytes of a row
+    using Sum = Lanes;
 
     OP Lanes add(Lanes sum, __m256i codes, __m256i x) {
         return (Lanes)_mm256_dpbusd_avx_epi32((__m256i)sum, codes, x);

@@ -3,6 +3,7 @@
 // unnamed namespace, with OPTKIT_TARGET (the function attribute) and `D`, its products of codes 0 to 15 and s8:
 //
 //     rows                          of a tile
+//     Sum                           sums of 8 output channels, zero to start with
 //     steps                         after which a sum must be made whole, 0: any number
 //     add(sum, codes, x)            adds the products of one step
 //     add_two(sum, c, x, d, y)      adds those of two
@@ -42,28 +43,28 @@ OPTKIT_INLINE GroupRows rows_of(const Linear& p, const int32_t* start, int64_t r
     return {start + at, p.scale + at, p.sums + at, p.groups};
 }
 
-// Add one group's accumulators of 8 output channels, scaled, and with `minimum` what that contributes.
-template <int R, bool MINIMUM>
-OPTKIT_TARGET OPTKIT_INLINE void add_scaled(float* sums, int64_t stride, const Lanes (&a)[R], const GroupRows& rows,
-                                            __m256 scales, __m256 minimum) {
-#pragma GCC unroll 6
-    for (int r = 0; r < R; ++r) {
-        const Lanes total = MINIMUM ? a[r] : a[r] + rows.start[r * rows.groups];
-        const __m256 scale = _mm256_mul_ps(_mm256_set1_ps(rows.scale[r * rows.groups]), scales);
-        __m256 sum = _mm256_fmadd_ps(_mm256_cvtepi32_ps((__m256i)total), scale, _mm256_loadu_ps(sums + r * stride));
-        if (MINIMUM) sum = _mm256_fmadd_ps(_mm256_set1_ps(rows.sums[r * rows.groups]), minimum, sum);
-        _mm256_storeu_ps(sums + r * stride, sum);
-    }
+// Add one group's sums of 8 output channels, register c of C, of row r and the rows after it: scaled, and with MINIMUM
+// what that contributes. Sums of a row and the next are PANEL apart.
+template <int R, bool MINIMUM, int C, int c, int r = 0>
+OPTKIT_TARGET OPTKIT_INLINE void add_scaled(float* sums, const Lanes (&a)[R][C], const GroupRows& rows, __m256 scales,
+                                            __m256 minimum) {
+    const int64_t at = r * rows.groups;
+    const Lanes total = MINIMUM ? a[r][c] : a[r][c] + rows.start[at];
+    const __m256 scale = _mm256_mul_ps(_mm256_set1_ps(rows.scale[at]), scales);
+    __m256 sum = _mm256_fmadd_ps(_mm256_cvtepi32_ps((__m256i)total), scale, _mm256_loadu_ps(sums + r * PANEL));
+    if (MINIMUM) sum = _mm256_fmadd_ps(_mm256_set1_ps(rows.sums[at]), minimum, sum);
+    _mm256_storeu_ps(sums + r * PANEL, sum);
+    if constexpr (r + 1 < R) add_scaled<R, MINIMUM, C, c, r + 1>(sums, a, rows, scales, minimum);
 }
 
 // -- few rows ----------------------------------------------------------------------------------------------
 
 // Up to D::steps steps of 8 output channels, added to the accumulators of R rows.
 template <int R>
-OPTKIT_TARGET OPTKIT_INLINE void accumulate(Lanes (&a)[R], const uint8_t* q, int64_t stride, const uint8_t* codes,
+OPTKIT_TARGET OPTKIT_INLINE void accumulate(Lanes (&a)[R][1], const uint8_t* q, int64_t stride, const uint8_t* codes,
                                             int64_t steps) {
     const __m256i mask = _mm256_set1_epi8(15);
-    Lanes sum[R] = {};
+    D::Sum sum[R] = {};
     for (int64_t s = 0; s < steps; s += 2, q += 2 * STEP, codes += STEP_BYTES) {
         const __m256i both = (__m256i)load(codes);
         const __m256i first = _mm256_and_si256(both, mask), second = _mm256_and_si256(_mm256_srli_epi16(both, 4), mask);
@@ -74,7 +75,7 @@ OPTKIT_TARGET OPTKIT_INLINE void accumulate(Lanes (&a)[R], const uint8_t* q, int
         }
     }
 #pragma GCC unroll 6
-    for (int r = 0; r < R; ++r) a[r] += D::whole(sum[r]);
+    for (int r = 0; r < R; ++r) a[r][0] += D::whole(sum[r]);
 }
 
 template <int R, bool MINIMUM>
@@ -86,7 +87,7 @@ OPTKIT_TARGET void few_rows(const Linear& p, const int32_t* starts, const uint8_
         const GroupRows rows = rows_of(p, starts, row, g);
         const uint8_t* codes = record + layout.codes();
         for (int64_t c = 0; c < PANEL; c += COLUMNS) {
-            Lanes a[R] = {};
+            Lanes a[R][1] = {};
             if constexpr (D::steps == 0)
                 accumulate<R>(a, q, p.q_stride, codes + c * STEP, p.group_steps);
             else
@@ -95,7 +96,7 @@ OPTKIT_TARGET void few_rows(const Linear& p, const int32_t* starts, const uint8_
                                   std::min(D::steps, p.group_steps - s));
             const __m256 scales = widened(record, layout.half, c);
             const __m256 minimum = MINIMUM ? minimums(record, layout, scales, c) : scales;
-            add_scaled<R, MINIMUM>(sums + c, PANEL, a, rows, scales, minimum);
+            add_scaled<R, MINIMUM, 1, 0>(sums + c, a, rows, scales, minimum);
         }
     }
     store<R, PANEL>(sums, p, row, first);
@@ -111,68 +112,75 @@ constexpr std::array<FewTile, D::rows> FEW[2] = {few_tiles<false>(std::make_inde
 
 // -- many rows ---------------------------------------------------------------------------------------------
 
-// Up to D::steps steps of 16 output channels, unpacked, added to the accumulators of R rows.
+// One step of 16 output channels, unpacked, added to the sums of row r and the rows after it. Rows go by recursion, not by
+// a loop: gcc keeps an array in registers only where its indices are constants from the start.
+template <int R, int r = 0>
+OPTKIT_TARGET OPTKIT_INLINE void add_codes(D::Sum (&sum)[R][PAIR], const uint8_t* q, int64_t stride, __m256i left,
+                                           __m256i right) {
+    const __m256i x = broadcast(q + r * stride);
+    sum[r][0] = D::add(sum[r][0], left, x);
+    sum[r][1] = D::add(sum[r][1], right, x);
+    if constexpr (r + 1 < R) add_codes<R, r + 1>(sum, q, stride, left, right);
+}
+
+// The sums of up to D::steps steps of 16 output channels and R rows.
 template <int R>
-OPTKIT_TARGET OPTKIT_INLINE void accumulate_codes(Lanes (&a)[PAIR][R], const uint8_t* q, int64_t stride,
-                                                  const int8_t* codes, int64_t steps) {
-    Lanes sum[PAIR][R] = {};
+OPTKIT_TARGET OPTKIT_INLINE void sum_codes(Lanes (&a)[R][PAIR], const uint8_t* q, int64_t stride, const int8_t* codes,
+                                           int64_t steps) {
+    D::Sum sum[R][PAIR];
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = D::Sum{};
 #pragma GCC unroll 8
-    for (int64_t s = 0; s < steps; ++s, q += STEP, codes += STEP_BYTES) {
-        const __m256i left = (__m256i)load(codes), right = (__m256i)load(codes + COLUMNS * STEP);
+    for (int64_t s = 0; s < steps; ++s, q += STEP, codes += STEP_BYTES)
+        add_codes<R>(sum, q, stride, (__m256i)load(codes), (__m256i)load(codes + COLUMNS * STEP));
 #pragma GCC unroll 6
-        for (int r = 0; r < R; ++r) {
-            const __m256i x = broadcast(q + r * stride);
-            sum[0][r] = D::add(sum[0][r], left, x);
-            sum[1][r] = D::add(sum[1][r], right, x);
-        }
-    }
+    for (int r = 0; r < R; ++r) a[r][0] = D::whole(sum[r][0]), a[r][1] = D::whole(sum[r][1]);
+}
+
+// The same for a whole group. SHORT: its steps are D::steps.
+template <int R, bool SHORT>
+OPTKIT_TARGET OPTKIT_INLINE void sum_group(Lanes (&a)[R][PAIR], const uint8_t* q, int64_t stride, const int8_t* codes,
+                                           int64_t steps) {
+    if (SHORT || D::steps == 0) return sum_codes<R>(a, q, stride, codes, SHORT ? D::steps : steps);
 #pragma GCC unroll 6
-    for (int r = 0; r < R; ++r) {
-        a[0][r] += D::whole(sum[0][r]);
-        a[1][r] += D::whole(sum[1][r]);
+    for (int r = 0; r < R; ++r) a[r][0] = a[r][1] = Lanes{};
+    for (int64_t s = 0; s < steps; s += D::steps) {
+        Lanes more[R][PAIR];
+        sum_codes<R>(more, q + s * STEP, stride, codes + s * STEP_BYTES, std::min(D::steps, steps - s));
+#pragma GCC unroll 6
+        for (int r = 0; r < R; ++r) a[r][0] += more[r][0], a[r][1] += more[r][1];
     }
 }
 
-// One group of 16 output channels from `column` on; `codes` are the group's first there.
-template <int R, bool MINIMUM>
-OPTKIT_TARGET OPTKIT_INLINE void add_group(float* sums, const Linear& p, const Panel& panel, const GroupRows& rows,
-                                           const uint8_t* q, const int8_t* codes, int64_t at) {
-    Lanes a[PAIR][R] = {};
-    if constexpr (D::steps == 0)
-        accumulate_codes<R>(a, q, p.q_stride, codes, p.group_steps);
-    else if (p.group_steps == D::steps)
-        accumulate_codes<R>(a, q, p.q_stride, codes, D::steps);
-    else
-        for (int64_t s = 0; s < p.group_steps; s += D::steps)
-            accumulate_codes<R>(a, q + s * STEP, p.q_stride, codes + s * STEP_BYTES,
-                                std::min(D::steps, p.group_steps - s));
-#pragma GCC unroll 2
-    for (int c = 0; c < PAIR; ++c) {
-        const __m256 scales = _mm256_loadu_ps(panel.weight_scale + at + c * COLUMNS);
-        const __m256 minimum = MINIMUM ? _mm256_loadu_ps(panel.minimum + at + c * COLUMNS) : scales;
-        add_scaled<R, MINIMUM>(sums + c * COLUMNS, PANEL, a[c], rows, scales, minimum);
-    }
-}
-
-template <int R, bool MINIMUM>
+template <int R, bool MINIMUM, bool SHORT>
 OPTKIT_TARGET void many_rows(const Linear& p, const int32_t* starts, const Panel& panel, int64_t row) {
     alignas(32) float sums[R * PANEL] = {};
+    const int64_t stride = p.q_stride, steps = SHORT ? D::steps : p.group_steps;
     for (int64_t column = 0; column < PANEL && panel.first + column < p.n; column += PAIR * COLUMNS) {
-        const uint8_t* q = p.q + row * p.q_stride;
+        const uint8_t* q = p.q + row * stride;
         const int8_t* codes = panel.weight + column * STEP;
-        for (int64_t g = 0; g < p.groups; ++g, q += p.group_steps * STEP, codes += p.group_steps * STEP_BYTES)
-            add_group<R, MINIMUM>(sums + column, p, panel, rows_of(p, starts, row, g), q, codes, g * PANEL + column);
+        const float *scale = panel.weight_scale + column, *minimum = MINIMUM ? panel.minimum + column : scale;
+        GroupRows rows = rows_of(p, starts, row, 0);
+        for (int64_t g = 0; g < p.groups; ++g, q += steps * STEP, codes += steps * STEP_BYTES) {
+            Lanes a[R][PAIR];
+            sum_group<R, SHORT>(a, q, stride, codes, steps);
+            add_scaled<R, MINIMUM, PAIR, 0>(sums + column, a, rows, _mm256_loadu_ps(scale), _mm256_loadu_ps(minimum));
+            add_scaled<R, MINIMUM, PAIR, 1>(sums + column + COLUMNS, a, rows, _mm256_loadu_ps(scale + COLUMNS),
+                                            _mm256_loadu_ps(minimum + COLUMNS));
+            scale += PANEL, minimum += PANEL;
+            ++rows.start, ++rows.scale, ++rows.sums;
+        }
     }
     store<R, PANEL>(sums, p, row, panel.first);
 }
 
 using ManyTile = void (*)(const Linear&, const int32_t*, const Panel&, int64_t);
-template <bool MINIMUM, std::size_t... R>
+template <bool MINIMUM, bool SHORT, std::size_t... R>
 constexpr std::array<ManyTile, D::rows> many_tiles(std::index_sequence<R...>) {
-    return {many_rows<R + 1, MINIMUM>...};
+    return {many_rows<R + 1, MINIMUM, SHORT>...};
 }
-constexpr std::array<ManyTile, D::rows> MANY[2] = {many_tiles<false>(std::make_index_sequence<D::rows>()),
-                                                   many_tiles<true>(std::make_index_sequence<D::rows>())};
+template <bool MINIMUM, bool SHORT>
+constexpr std::array<ManyTile, D::rows> MANY = many_tiles<MINIMUM, SHORT>(std::make_index_sequence<D::rows>());
 
 // Tiles of nearly equal height.
 inline void few_rows_of_panel(const Linear& p, const int32_t* start, const uint8_t* records, RecordLayout layout,
@@ -186,9 +194,12 @@ inline void few_rows_of_panel(const Linear& p, const int32_t* start, const uint8
 }
 
 inline void many_rows_of_panel(const Linear& p, const int32_t* start, const Panel& panel, int64_t row, int64_t rows) {
+    const bool is_short = D::steps != 0 && p.group_steps == D::steps;
+    const auto& tiles = panel.minimum ? (is_short ? MANY<true, true> : MANY<true, false>)
+                                      : (is_short ? MANY<false, true> : MANY<false, false>);
     for (int64_t left = divide_up(rows, D::rows); left > 0; --left) {
         const int64_t now = divide_up(rows, left);
-        MANY[panel.minimum != nullptr][now - 1](p, start, panel, row);
+        tiles[now - 1](p, start, panel, row);
         row += now;
         rows -= now;
     }
