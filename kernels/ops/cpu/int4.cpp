@@ -27,7 +27,8 @@
 namespace optkit {
 namespace {
 
-constexpr int64_t FEW_ROWS = 36;  // up to here unpacking in registers is faster than through memory
+// Up to here unpacking in registers is faster than through memory.
+constexpr int64_t FEW_ROWS = 36, FEW_ROWS_AVX2 = 7;
 
 // -- rows ------------------------------------------------------------------------------------------------
 
@@ -46,24 +47,37 @@ Rows rows_in(GrowingMemory& scratch, int64_t rows, int64_t groups, int64_t k, bo
     return {scale, sums, start, with_signed_q ? reinterpret_cast<uint8_t*>(start + rows * groups) : nullptr};
 }
 
+// The sum of n bytes, n a multiple of 8: bytes of even and of odd index add up in the 16-bit lanes of 64-bit words.
 OPTKIT_INLINE int32_t sum_of(const uint8_t* q, int64_t n) {
+    constexpr uint64_t LOW = 0x00ff00ff00ff00ff, ONES = 0x0001000100010001;
+    constexpr int64_t MOST = 32;  // bytes that 4 lanes hold without overflow when their sum lands in one
     int32_t sum = 0;
-    for (int64_t i = 0; i < n; ++i) sum += q[i];
+    for (int64_t i = 0; i < n; i += MOST) {
+        uint64_t lanes = 0;
+        for (int64_t j = i; j < std::min(i + MOST, n); j += 8) {
+            uint64_t word;
+            std::memcpy(&word, q + j, sizeof word);
+            lanes += (word & LOW) + (word >> 8 & LOW);
+        }
+        sum += static_cast<int32_t>(lanes * ONES >> 48);
+    }
     return sum;
 }
 
 OPTKIT_INLINE void prepare_row(const LinearW4A8& p, int64_t m, const Rows& to, int64_t row) {
     const int64_t group = p.group_steps * STEP, k = p.groups * group, shared = p.groups / p.scale_groups;
+    const int64_t start = p.layout.minimum() ? 0 : -8;
     const uint8_t* q = p.q + m * p.q_stride;
-    for (int64_t g = 0; g < p.groups; ++g) {
-        const int32_t sum = (group == 32 ? sum_of(q + g * group, 32) : sum_of(q + g * group, group)) - 128 * group;
-        const float scale = p.scale[m * p.scale_groups + g / shared];
-        to.scale[row * p.groups + g] = scale;
-        to.sums[row * p.groups + g] = scale * static_cast<float>(sum);
-        to.start[row * p.groups + g] = p.layout.minimum() ? 0 : -8 * sum;
+    for (int64_t g = 0, at = row * p.groups; g < p.groups; ++g, ++at) {
+        const int32_t sum = (group == 32 ? sum_of(q + g * 32, 32) : sum_of(q + g * group, group)) - 128 * group;
+        const float scale = p.scale[m * p.scale_groups + (shared == 1 ? g : g / shared)];
+        to.scale[at] = scale;
+        to.sums[at] = scale * static_cast<float>(sum);
+        to.start[at] = start * sum;
     }
     if (!to.signed_q) return;
-    for (int64_t i = 0; i < k; ++i) to.signed_q[row * k + i] = q[i] ^ 0x80;
+    uint8_t* __restrict__ signed_q = to.signed_q + row * k;
+    for (int64_t i = 0; i < k; ++i) signed_q[i] = q[i] ^ 0x80;
 }
 
 // Rows [m, m + count) of the layer become rows [0, count).
@@ -127,18 +141,19 @@ struct Functions {
     Prepare prepare;
     Unpack unpack;
     FewRows few_rows;    // null: there is no tile for few rows
+    int64_t few;         // rows up to which few_rows is the faster
     ManyRows many_rows;  // null: the int8 tiles, for weights less their zero point
 };
 
 Functions functions() {
 #ifdef OPTKIT_AVX_VNNI
-    if (isa() == Isa::avx_vnni) return {prepare_avx2, unpack_avx2, linear_w4a8_avx_vnni, linear_codes_avx_vnni};
+    if (isa() == Isa::avx_vnni) return {prepare_avx2, unpack_avx2, linear_w4a8_avx_vnni, FEW_ROWS, linear_codes_avx_vnni};
 #endif
 #if OPTKIT_X86
-    if (base_isa() == Isa::avx512_vnni) return {prepare_avx512, unpack_avx512, linear_w4a8_avx512, nullptr};
-    if (base_isa() == Isa::avx2) return {prepare_avx2, unpack_avx2, linear_w4a8_avx2, linear_codes_avx2};
+    if (base_isa() == Isa::avx512_vnni) return {prepare_avx512, unpack_avx512, linear_w4a8_avx512, FEW_ROWS, nullptr};
+    if (base_isa() == Isa::avx2) return {prepare_avx2, unpack_avx2, linear_w4a8_avx2, FEW_ROWS_AVX2, linear_codes_avx2};
 #endif
-    return {prepare_portable, unpack_portable, nullptr, nullptr};
+    return {prepare_portable, unpack_portable, nullptr, 0, nullptr};
 }
 
 // -- the loop --------------------------------------------------------------------------------------------
@@ -192,7 +207,7 @@ void linear_w4a8(const LinearW4A8& p, int64_t m, int64_t k, int threads) {
     const Functions f = functions();
     const int64_t all_panels = divide_up(p.n, PANEL);
     const Tasks tasks(m, all_panels, k, threads);
-    const bool few = f.few_rows && m <= FEW_ROWS;
+    const bool few = f.few_rows && m <= f.few;
     const Rows rows = few ? rows_in(scratch, m, p.groups, k, true) : Rows{};
     const Linear view = view_of(p, 0, rows);
     if (few) f.prepare(p, 0, m, rows);
