@@ -1,7 +1,7 @@
 """The native kernels with AVX-VNNI, AVX-512 and AMX in plain C++ (``tests/native/emulated``), for any CPU with AVX2.
 
-Usage: ``python -m tests.support.emulated -m pytest tests/kernels ...`` runs Python on them. The build takes about half a
-minute and is kept in ``build/emulated``. Results are those of the real instructions, to the bit; speed is not.
+Usage: ``python -m tests.support.emulated -m pytest tests/kernels ...`` runs Python on them. The build takes about half
+a minute and is kept in ``build/emulated``. Results are those of the real instructions, to the bit; speed is not.
 """
 
 from __future__ import annotations

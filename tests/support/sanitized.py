@@ -65,7 +65,9 @@ def library(name: str) -> Path:
     sanitizer = SANITIZERS[name]
     runtime_file(sanitizer.runtime)
     sources = sorted(SOURCES.glob("*.cpp"))
-    return native_build.library(BUILD / "sanitize" / f"{name}.so", sources, sanitizer.flags.split(), [Path(__file__)])
+    return native_build.library(
+        BUILD / "sanitize" / f"{name}.so", sources, sanitizer.flags.split(), [Path(__file__)]
+    )
 
 
 def runtime_file(name: str) -> str:
