@@ -151,6 +151,7 @@ emulated: $(VENV)/.test
 sanitize: $(VENV)/.test
 	$(call SANITIZED,address) $(KERNEL_TESTS) $(NATIVE_TESTS) $(ARGS)
 	OPTKIT_CPU_ISA=avx2 $(call SANITIZED,address) $(NATIVE_TESTS) $(ARGS)
+	$(call SANITIZED,emulated) $(KERNEL_TESTS) $(ARGS)
 	$(call SANITIZED,thread) $(KERNEL_TESTS) tests/runtime/test_batch_invariance.py $(ARGS)
 
 # A wheel without the library would install and be slow, so the first test refuses it.

@@ -88,7 +88,7 @@ def _unsuitable() -> list[str]:
 
 
 def native_kernels() -> dict[str, Any]:
-    """The state of the native CPU kernels: the reason if missing, else the instruction sets: in use, usable, unmeasured."""
+    """The state of the native CPU kernels: the reason if missing, else the instruction sets."""
     from optkit.kernels.cpu import native
 
     reason = native.missing_reason()
