@@ -1,5 +1,5 @@
-"""Kernels of instruction sets that the machine at hand may lack, emulated: results against the reference and, to the bit,
-against the portable variant. Speed is not tested."""
+"""Kernels of instruction sets that the machine at hand may lack, emulated: results against the reference and, to the
+bit, against the portable variant. Speed is not tested."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optkit.kernels import reference
-from optkit.kernels.cpu import int4, int8, native
-from tests.kernels import test_attention, test_int4, test_int8, test_norms, test_w8a16
+from optkit.kernels.cpu import int8, native
+from tests.kernels import test_attention, test_int4, test_int8, test_norms, test_w8a16, test_wna16
 from tests.support import emulated, native_build
 
 SETTINGS = settings(deadline=None, max_examples=30)
@@ -41,7 +41,7 @@ def all_levels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_level_of_x86_runs_emulated() -> None:
-    assert native.usable_isas() == ["portable", "avx2", *emulated.LEVELS[:1], *emulated.LEVELS[1:]]
+    assert native.usable_isas() == ["portable", "avx2", *emulated.LEVELS]
 
 
 # -- int8 and int4 linear layers --------------------------------------------------------------------------
@@ -55,7 +55,9 @@ def test_int8_linear_has_the_same_bits_at_every_level(
     test_int8.test_linear.hypothesis.inner_test(layer, biased, threads)
 
 
-@pytest.mark.parametrize(("group", "k"), [(0, 576), (0, 100), (0, 4), (32, 96), (64, 192), (96, 192), (192, 576)])
+@pytest.mark.parametrize(
+    ("group", "k"), [(0, 576), (0, 100), (0, 4), (32, 96), (64, 192), (96, 192), (192, 576)]
+)
 def test_int8_linear_has_the_same_bits_around_the_heights_of_tiles(group: int, k: int) -> None:
     torch.manual_seed(k + group)
     packed = int8.pack(dict(zip((2, 3), test_int8.weights_of(83, k, group), strict=True)))
@@ -65,7 +67,10 @@ def test_int8_linear_has_the_same_bits_around_the_heights_of_tiles(group: int, k
     for isa in emulated.LEVELS:
         native.set_isa(isa)
         for rows in ROWS:
-            assert torch.equal(test_int8.native_linear(q[:rows], scale[:rows], packed), expected[:rows]), (isa, rows)
+            assert torch.equal(test_int8.native_linear(q[:rows], scale[:rows], packed), expected[:rows]), (
+                isa,
+                rows,
+            )
 
 
 @SETTINGS
@@ -125,6 +130,12 @@ def test_weight_only_int8_is_close_to_float_weights(
     test_w8a16.test_close_to_float_weights.hypothesis.inner_test(layer, biased, threads)
 
 
+@SETTINGS
+@given(test_wna16.layers(), st.integers(1, 45))
+def test_packed_codes_have_the_same_bits_at_every_level(layer: test_wna16.Layer, rows: int) -> None:
+    test_wna16.test_instruction_sets_give_the_same_bits.hypothesis.inner_test(layer, rows)
+
+
 # -- quantization, norms, attention -----------------------------------------------------------------------
 
 
@@ -138,11 +149,10 @@ def test_quantization_equals_the_reference(
 
 @SETTINGS
 @given(
-    test_norms.ROWS, test_norms.WIDTHS, st.booleans(), st.sampled_from([0.0, 1.0]), test_norms.SEEDS,
-    test_norms.THREADS, st.sampled_from(emulated.LEVELS),
-)  # fmt: skip
-def test_norms_agree_with_the_reference(*arguments: object) -> None:
-    test_norms.test_rms_norm.hypothesis.inner_test(*arguments)
+    test_norms.ROWS, test_norms.WIDTHS, test_norms.SEEDS, test_norms.THREADS, st.sampled_from(emulated.LEVELS)
+)
+def test_norms_agree_with_the_reference(rows: int, width: int, seed: int, threads: int, isa: str) -> None:
+    test_norms.test_rms_norm.hypothesis.inner_test(rows, width, True, 1.0, seed, threads, isa)
 
 
 @SETTINGS
@@ -174,7 +184,18 @@ def test_attention_keeps_a_bad_token_from_those_before(isa: str, dim: int) -> No
 
 @pytest.mark.parametrize(
     "fault",
-    ["palette", "start row", "reserved", "rows", "columns", "no tile", "not configured", "released", "depth", "same tile"],
+    [
+        "palette",
+        "start row",
+        "reserved",
+        "rows",
+        "columns",
+        "no tile",
+        "not configured",
+        "released",
+        "depth",
+        "same tile",
+    ],
 )
 def test_emulated_tiles_end_the_process_where_the_cpu_faults(fault: str, faults: Path) -> None:
     done = subprocess.run([str(faults), fault], capture_output=True, text=True, check=False)
@@ -193,11 +214,15 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return program
 
 
-@pytest.mark.skipif(shutil.which("objdump") is None, reason="there is no objdump; it is in the package binutils")
+@pytest.mark.skipif(
+    shutil.which("objdump") is None, reason="there is no objdump; it is in the package binutils"
+)
 @pytest.mark.skipif(not native.FILE.is_file(), reason="the native kernels are not built")
 def test_library_that_ships_has_the_instructions_that_are_emulated() -> None:
     """VEX and EVEX are told apart by the first byte of an instruction."""
-    listing = subprocess.run(["objdump", "-d", str(native.FILE)], capture_output=True, text=True, check=True).stdout
+    listing = subprocess.run(
+        ["objdump", "-d", str(native.FILE)], capture_output=True, text=True, check=True
+    ).stdout
     found: dict[str, set[str]] = {}
     for line in listing.splitlines():
         fields = line.split("\t")

@@ -1,14 +1,14 @@
 """The native kernels with AVX-VNNI, AVX-512 and AMX in plain C++ (``tests/native/emulated``), for any CPU with AVX2.
 
-Usage: ``python -m tests.support.emulated -m pytest tests/kernels ...`` runs Python on them. The build takes about half a
-minute and is kept in ``build/emulated``. Results are those of the real instructions, to the bit; speed is not.
+Usage: ``python -m tests.support.emulated -m pytest tests/kernels ...`` runs Python on them. The build takes about half
+a minute and is kept in ``build/emulated``. Results are those of the real instructions, to the bit; speed is not.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,11 +19,11 @@ from tests.support.native_build import BUILD, ROOT, SOURCES, Missing
 
 FOLDER = ROOT / "tests" / "native" / "emulated"
 LEVELS = ("avx_vnni", "avx512_vnni", "amx_int8")  # of isas.h, that are emulated
-FLAGS = ("-Wno-psabi", f"-I{SOURCES}", "-include", str(FOLDER / "intrinsics.h"))
+FLAGS = ("-g0", "-Wno-psabi", f"-I{SOURCES}", "-include", str(FOLDER / "intrinsics.h"))
 
 
-def library() -> Path:
-    """The library.
+def library(made: Path = BUILD / "emulated" / "emulated.so", flags: Sequence[str] = ()) -> Path:
+    """The library ``made``, compiled with more ``flags``.
 
     Raises:
         Missing: the CPU is not an x86 with AVX2, or there is no g++.
@@ -33,7 +33,7 @@ def library() -> Path:
     sources = [file for file in sorted(SOURCES.glob("*.cpp")) if file.name != "cpu_features.cpp"]
     sources.append(FOLDER / "cpu_features.cpp")
     inputs = [*FOLDER.glob("*.h"), Path(__file__)]
-    return native_build.library(BUILD / "emulated" / "emulated.so", sources, FLAGS, inputs)
+    return native_build.library(made, sources, (*FLAGS, *flags), inputs)
 
 
 @contextmanager

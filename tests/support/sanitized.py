@@ -8,7 +8,7 @@ with guarded ends. The first report ends the process. Reports go to the real sta
 
 ``address``: AddressSanitizer and UndefinedBehaviorSanitizer, without leak detection, since Python and torch never
 free some memory. ``thread``: ThreadSanitizer, which sees only the kernels' own threads: no races of torch, or between
-torch and a kernel.
+torch and a kernel. ``emulated``: as ``address``, on emulated instruction sets (``tests.support.emulated``).
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.support import native_build
+from tests.support import emulated, native_build
 from tests.support.native_build import BUILD, ROOT, SOURCES, Missing
 
 NATIVE = ROOT / "tests" / "native"
+EMULATED = "emulated"
 SUPPRESSIONS = f"suppressions={NATIVE / 'thread_suppressions.txt'}"
 BAD_USAGE = 2
 
@@ -54,6 +55,7 @@ SANITIZERS = {
         {"TSAN_OPTIONS": f"halt_on_error=1:report_thread_leaks=0:{SUPPRESSIONS}"},
     ),
 }
+SANITIZERS[EMULATED] = SANITIZERS["address"]
 
 
 def library(name: str) -> Path:
@@ -64,8 +66,10 @@ def library(name: str) -> Path:
     """
     sanitizer = SANITIZERS[name]
     runtime_file(sanitizer.runtime)
-    sources = sorted(SOURCES.glob("*.cpp"))
-    return native_build.library(BUILD / "sanitize" / f"{name}.so", sources, sanitizer.flags.split(), [Path(__file__)])
+    made, flags = BUILD / "sanitize" / f"{name}.so", sanitizer.flags.split()
+    if name == EMULATED:
+        return emulated.library(made, [*flags, "-g"])
+    return native_build.library(made, sorted(SOURCES.glob("*.cpp")), flags, [Path(__file__)])
 
 
 def runtime_file(name: str) -> str:
