@@ -135,7 +135,7 @@ def measure(kernels: Calls, rounds: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--isa", choices=native.ISAS)
+    parser.add_argument("--isa", choices=native.usable_isas())
     parser.add_argument("--only", default=",".join(GROUPS))
     arguments = parser.parse_args()
     native.set_isa(arguments.isa)

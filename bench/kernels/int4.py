@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--shapes", default=SHAPES)
     parser.add_argument("--rows", default=ROWS)
-    parser.add_argument("--isa", choices=native.ISAS)
+    parser.add_argument("--isa", choices=native.usable_isas())
     arguments = parser.parse_args()
     native.set_isa(arguments.isa)
     torch.manual_seed(0)

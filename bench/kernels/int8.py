@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--shapes", default=",".join(f"{k}x{n}" for k, n in SHAPES))
     parser.add_argument("--rows", default=",".join(map(str, ROWS)))
-    parser.add_argument("--isa", choices=native.ISAS)
+    parser.add_argument("--isa", choices=native.usable_isas())
     arguments = parser.parse_args()
     native.set_isa(arguments.isa)
     torch.manual_seed(0)

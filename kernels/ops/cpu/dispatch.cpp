@@ -3,26 +3,29 @@
 
 #include <atomic>
 
+#include "cpu_features.h"
+
 namespace optkit {
 namespace {
 
-bool supported(Isa isa) {
-#if OPTKIT_X86
-    __builtin_cpu_init();
-    const bool avx2 =
-        __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-    if (isa == Isa::avx2) return avx2;
-    if (isa == Isa::avx512_vnni)
-        return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-               __builtin_cpu_supports("avx512vnni");
-#endif
-    return isa == Isa::portable;
-}
+struct Row {
+    const char* name;
+    Isa base;
+    bool measured;
+    bool (*present)();
+};
+
+constexpr Row ROWS[] = {
+#define ISA(name, base, measured) {#name, Isa::base, measured, cpu::name},
+#include "isas.h"
+#undef ISA
+};
+constexpr int COUNT = sizeof ROWS / sizeof ROWS[0];
 
 Isa best() {
-    if (supported(Isa::avx512_vnni)) return Isa::avx512_vnni;
-    return supported(Isa::avx2) ? Isa::avx2 : Isa::portable;
+    int last = COUNT - 1;
+    while (!ROWS[last].present()) --last;
+    return static_cast<Isa>(last);
 }
 
 std::atomic<Isa> current{best()};
@@ -31,15 +34,27 @@ std::atomic<Isa> current{best()};
 
 Isa isa() { return current.load(std::memory_order_relaxed); }
 
+Isa base_isa() { return ROWS[static_cast<int>(isa())].base; }
+
 }  // namespace optkit
 
 // The instruction set in use, as a number of `Isa`.
 OPTKIT_API int optkit_isa() { return static_cast<int>(optkit::isa()); }
 
+// The name of an instruction set, null past the last.
+OPTKIT_API const char* optkit_isa_name(int number) {
+    return number >= 0 && number < optkit::COUNT ? optkit::ROWS[number].name : nullptr;
+}
+
+// 1 where kernels were measured on a CPU with the instruction set, 0 where they only ran emulated.
+OPTKIT_API int optkit_isa_measured(int number) {
+    return number >= 0 && number < optkit::COUNT && optkit::ROWS[number].measured;
+}
+
 // Use `wanted` from now on, or the best for -1. Gives 0, or 1 where this CPU does not have it.
 OPTKIT_API int optkit_set_isa(int wanted) {
     const auto isa = wanted < 0 ? optkit::best() : static_cast<optkit::Isa>(wanted);
-    if (!optkit::supported(isa)) return 1;
+    if (static_cast<int>(isa) >= optkit::COUNT || !optkit::ROWS[static_cast<int>(isa)].present()) return 1;
     optkit::current.store(isa, std::memory_order_relaxed);
     return 0;
 }

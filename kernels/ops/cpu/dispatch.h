@@ -1,8 +1,8 @@
-// Instruction sets: the list, and the instruction set used by the kernels of this process.
+// The instruction set used by the kernels of this process; isas.h has the list.
 //
-// A kernel has one entry point with a C ABI. It switches on `isa()` and calls the variant of that name: functions
-// compiled for more than the baseline carry OPTKIT_AVX2 or OPTKIT_AVX512. The AVX2 and AVX-512 variants of a kernel
-// give the same bits, and where sums are of integers the portable one does too. The float kernels (simd.h) use fused
+// A kernel has one entry point with a C ABI. It switches on `isa()` and calls the variant of that name, or on `base_isa()`
+// where few have a variant: functions compiled for more than the baseline carry OPTKIT_AVX2 or OPTKIT_AVX512. The AVX2 and
+// AVX-512 variants of a kernel give the same bits, and where sums are of integers all do. The float kernels (simd.h) use fused
 // multiply-add, which the baseline lacks: their portable variant differs from the others by rounding.
 #pragma once
 
@@ -26,7 +26,11 @@
 
 namespace optkit {
 
-enum class Isa { portable = 0, avx2 = 1, avx512_vnni = 2 };
+enum class Isa : int {
+#define ISA(name, base, measured) name,
+#include "isas.h"
+#undef ISA
+};
 
 // Before an access that AddressSanitizer does not see, a masked load or store of `bytes` at p: it sees this one.
 OPTKIT_INLINE void touch(const void* p, std::ptrdiff_t bytes) {
@@ -40,6 +44,9 @@ OPTKIT_INLINE void touch(const void* p, std::ptrdiff_t bytes) {
 
 // The best this CPU has, unless optkit_set_isa chose another.
 Isa isa();
+
+// The row whose variant runs where a kernel has none for isa(): its base in isas.h.
+Isa base_isa();
 
 }  // namespace optkit
 

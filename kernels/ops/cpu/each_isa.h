@@ -4,7 +4,7 @@
 //     #include "each_isa.h"
 //
 // The body finds OPTKIT_TARGET, S (simd.h), I (simd_int8.h) and the functions of vector_math.h, and ends with a function
-// `functions()` that gives its entry points; `functions_in_use()` gives those for the instruction set in use. Included
+// `functions()` that gives its entry points; `functions_in_use()` gives those for the base of the instruction set in use. Included
 // inside namespace optkit, once a source file; no include guard, since it is text and declares nothing by itself.
 
 #if OPTKIT_X86
@@ -35,7 +35,7 @@ using I = Int8Portable;
 }  // namespace portable
 
 inline auto functions_in_use() {
-    switch (isa()) {
+    switch (base_isa()) {
 #if OPTKIT_X86
         case Isa::avx512_vnni: return avx512::functions();
         case Isa::avx2: return avx2::functions();

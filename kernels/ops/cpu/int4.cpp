@@ -132,8 +132,8 @@ struct Functions {
 
 Functions functions() {
 #if OPTKIT_X86
-    if (isa() == Isa::avx512_vnni) return {prepare_avx512, unpack_avx512, linear_w4a8_avx512, nullptr};
-    if (isa() == Isa::avx2) return {prepare_avx2, unpack_avx2, linear_w4a8_avx2, linear_codes_avx2};
+    if (base_isa() == Isa::avx512_vnni) return {prepare_avx512, unpack_avx512, linear_w4a8_avx512, nullptr};
+    if (base_isa() == Isa::avx2) return {prepare_avx2, unpack_avx2, linear_w4a8_avx2, linear_codes_avx2};
 #endif
     return {prepare_portable, unpack_portable, nullptr, nullptr};
 }

@@ -49,8 +49,8 @@ void linear_portable(const Linear& p, const Panel& panel, int64_t row, int64_t r
 
 LinearRows linear_rows() {
 #if OPTKIT_X86
-    if (isa() == Isa::avx512_vnni) return linear_avx512;
-    if (isa() == Isa::avx2) return linear_avx2;
+    if (base_isa() == Isa::avx512_vnni) return linear_avx512;
+    if (base_isa() == Isa::avx2) return linear_avx2;
 #endif
     return linear_portable;
 }

@@ -7,8 +7,8 @@ depends on no version of torch or Python. The library is loaded on first use. Th
 function is the number of threads, ``threads()``: those of torch. The kernels have a pool of their own
 (``threads.cpp``), which sleeps between steps.
 
-``OPTKIT_CPU_ISA`` = ``avx512_vnni``, ``avx2`` or ``portable`` overrides the instruction set; the default is the best
-of the CPU. Nothing is compiled here: without the file optkit runs on the other kernels.
+``OPTKIT_CPU_ISA`` = a name of ``isas.h``, for example ``avx2`` or ``portable``, overrides the instruction set; the
+default is the best of the CPU. Nothing is compiled here: without the file optkit runs on the other kernels.
 
 ``OPTKIT_NATIVE_LIBRARY`` = a path loads another file than ``_native.so``: a build with sanitizers, say. The file is
 code of the user's choice, as with ``LD_PRELOAD``; neither an artifact nor a request can set the variable.
@@ -32,7 +32,6 @@ from optkit.kernels.cpu import signatures
 if TYPE_CHECKING:
     from optkit.machine.target import Target
 
-ISAS = ("portable", "avx2", "avx512_vnni")  # in the order of dispatch.h
 ISA_VARIABLE, LIBRARY_VARIABLE = "OPTKIT_CPU_ISA", "OPTKIT_NATIVE_LIBRARY"
 FILE = Path(__file__).with_name("_native.so")  # files of other names are left over from older builds
 REINSTALL = "install optkit again with a C++ compiler (g++ or clang++) on PATH"
@@ -124,15 +123,29 @@ def compiled_signatures(loaded: ctypes.CDLL) -> list[str]:
 
 def isa() -> str:
     """The instruction set in use."""
-    return ISAS[library().optkit_isa()]
+    loaded = library()
+    return isas(loaded)[loaded.optkit_isa()]
+
+
+def isas(loaded: ctypes.CDLL) -> list[str]:
+    """The names of ``isas.h`` in the order of the file, as compiled into ``loaded``."""
+    names = iter(map(loaded.optkit_isa_name, itertools.count()).__next__, None)
+    return [name.decode() for name in names]
 
 
 def usable_isas() -> list[str]:
     """The instruction sets of the CPU, slowest first."""
-    loaded, used = library(), isa()
-    usable = [name for number, name in enumerate(ISAS) if not loaded.optkit_set_isa(number)]
-    loaded.optkit_set_isa(ISAS.index(used))
+    loaded = library()
+    used = loaded.optkit_isa()
+    usable = [name for number, name in enumerate(isas(loaded)) if not loaded.optkit_set_isa(number)]
+    loaded.optkit_set_isa(used)
     return usable
+
+
+def unmeasured_isas() -> list[str]:
+    """The instruction sets whose kernels ran emulated only: results are tested, speed was never measured."""
+    loaded = library()
+    return [name for number, name in enumerate(isas(loaded)) if not loaded.optkit_isa_measured(number)]
 
 
 def set_isa(name: str | None) -> None:
@@ -145,9 +158,10 @@ def set_isa(name: str | None) -> None:
 
 
 def choose_isa(loaded: ctypes.CDLL, name: str | None) -> None:
-    if name is not None and name not in ISAS:
-        raise UserError(f"unknown instruction set '{name}'", where=ISA_VARIABLE, fix=nearest(name, ISAS))
-    if loaded.optkit_set_isa(-1 if name is None else ISAS.index(name)):
+    names = isas(loaded)
+    if name is not None and name not in names:
+        raise UserError(f"unknown instruction set '{name}'", where=ISA_VARIABLE, fix=nearest(name, names))
+    if loaded.optkit_set_isa(-1 if name is None else names.index(name)):
         raise UserError(f"this CPU has no {name}", where=ISA_VARIABLE)
 
 

@@ -28,8 +28,8 @@ using Variant = void (*)(const Rows&, int64_t);
 
 Variant variant() {
 #if OPTKIT_X86
-    if (optkit::isa() == optkit::Isa::avx512_vnni) return quantize_avx512;
-    if (optkit::isa() == optkit::Isa::avx2) return quantize_avx2;
+    if (optkit::base_isa() == optkit::Isa::avx512_vnni) return quantize_avx512;
+    if (optkit::base_isa() == optkit::Isa::avx2) return quantize_avx2;
 #endif
     return quantize_portable;
 }

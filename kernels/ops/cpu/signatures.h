@@ -11,6 +11,8 @@
 //     are dense. `void*` is a KV pool, float32 or int8. `uint8_t*` is also a packed weight. A pointer may be null.
 //   - the result is void, or int: 0, and 1 for an index out of range.
 FUNCTION(int, isa, void)
+FUNCTION(const char*, isa_name, int number)
+FUNCTION(int, isa_measured, int number)
 FUNCTION(int, set_isa, int wanted)
 FUNCTION(int64_t, w8_bytes, int64_t n, int64_t k, int64_t groups)
 FUNCTION(void, pack_w8, const int8_t* weight, uint8_t* blob, int64_t n, int64_t k, int64_t groups, int threads)

@@ -18,7 +18,7 @@ FILE = Path(__file__).with_name("signatures.h")
 ENTRY = re.compile(r"^(FUNCTION|KERNEL)\((.*?)\)$", re.MULTILINE | re.DOTALL)
 # A pointer is passed as the integer of ``data_ptr()``; 0 is null.
 NUMBERS: dict[str, type] = {"int64_t": ctypes.c_int64, "int": ctypes.c_int, "float": ctypes.c_float}
-RESULTS: dict[str, type | None] = {"void": None, **NUMBERS}
+RESULTS: dict[str, type | None] = {"void": None, "const char*": ctypes.c_char_p, **NUMBERS}
 # The dtypes of tensors behind a kernel's pointers.
 DTYPES: dict[str, tuple[torch.dtype, ...]] = {
     "float*": (torch.float32,),

@@ -51,8 +51,8 @@ OPTKIT_AVX512 void split_avx512(const Split& s, int64_t row, int64_t count) { sp
 
 void split_rows(const Split& s, int64_t row, int64_t count) {
 #if OPTKIT_X86
-    if (isa() == Isa::avx512_vnni) return split_avx512(s, row, count);
-    if (isa() == Isa::avx2) return split_avx2(s, row, count);
+    if (base_isa() == Isa::avx512_vnni) return split_avx512(s, row, count);
+    if (base_isa() == Isa::avx2) return split_avx2(s, row, count);
 #endif
     split_portable(s, row, count);
 }
