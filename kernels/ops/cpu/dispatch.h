@@ -18,6 +18,15 @@
 #define OPTKIT_X86 0
 #endif
 
+#if defined(__aarch64__)
+#define OPTKIT_ARM 1
+#include <arm_neon.h>
+#define OPTKIT_NEON __attribute__((target("arch=armv8.2-a+dotprod")))
+#define OPTKIT_I8MM __attribute__((target("arch=armv8.2-a+dotprod+i8mm")))
+#else
+#define OPTKIT_ARM 0
+#endif
+
 // C ABI: what ctypes finds. Everything else in the library is hidden.
 #define OPTKIT_API extern "C" __attribute__((visibility("default")))
 

@@ -9,3 +9,5 @@
 ISA(portable, portable, 1)
 ISA(avx2, avx2, 1)
 ISA(avx512_vnni, avx512_vnni, 1)
+ISA(neon_dotprod, neon_dotprod, 0)
+ISA(neon_i8mm, neon_dotprod, 0)
