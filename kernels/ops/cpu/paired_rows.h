@@ -7,6 +7,7 @@
 // other half is zero in the activations. The rows are padded with a row of zeros to an even number.
 #pragma once
 
+#include "dispatch.h"
 #include "int8.h"
 
 #if OPTKIT_ARM
