@@ -1,9 +1,13 @@
 // The instruction sets of the CPU at hand; see cpu_features.h.
 #include "cpu_features.h"
 
-#if defined(__aarch64__) && defined(__linux__)
+#include "dispatch.h"
+
+#if OPTKIT_X86
+#include <cpuid.h>
+#elif OPTKIT_ARM && defined(__linux__)
 #include <sys/auxv.h>
-#elif defined(__aarch64__) && defined(__APPLE__)
+#elif OPTKIT_ARM && defined(__APPLE__)
 #include <sys/sysctl.h>
 #endif
 
@@ -11,13 +15,35 @@ namespace optkit::cpu {
 
 bool portable() { return true; }
 
-#if defined(__x86_64__)
+#if OPTKIT_X86
+
+namespace {
+
+struct Leaf {
+    unsigned eax, ebx, ecx, edx;
+};
+
+// Zeros where the CPU has no such leaf.
+Leaf leaf_7(unsigned subleaf) {
+    Leaf leaf{};
+    if (!__get_cpuid_count(7, subleaf, &leaf.eax, &leaf.ebx, &leaf.ecx, &leaf.edx)) return {};
+    return leaf;
+}
+
+}  // namespace
 
 // GCC's functions also ask whether the system saves the registers.
 bool avx2() {
     __builtin_cpu_init();
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
+
+#ifdef OPTKIT_AVX_VNNI
+// AVX2's registers, so nothing more is asked of the system. GCC 12 has no name for the feature.
+bool avx_vnni() { return avx2() && leaf_7(1).eax >> 4 & 1; }
+#else
+bool avx_vnni() { return false; }
+#endif
 
 bool avx512_vnni() {
     return avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -28,23 +54,29 @@ bool avx512_vnni() {
 #else
 
 bool avx2() { return false; }
+bool avx_vnni() { return false; }
 bool avx512_vnni() { return false; }
 
 #endif
 
-#if defined(__aarch64__) && defined(__linux__)
+#if OPTKIT_ARM && defined(__linux__)
 
-// Bits of the auxiliary vector (Linux, Documentation/arch/arm64/elf_hwcaps.rst), which older headers lack.
-bool neon_dotprod() { return getauxval(AT_HWCAP) & 1ul << 20; }                    // HWCAP_ASIMDDP
-bool neon_i8mm() { return neon_dotprod() && getauxval(AT_HWCAP2) & 1ul << 13; }    // HWCAP2_I8MM
+// Bits of the auxiliary vector (Linux, Documentation/arch/arm64/elf_hwcaps.rst): HWCAP_ASIMDDP, HWCAP2_I8MM.
+bool neon_dotprod() { return getauxval(AT_HWCAP) >> 20 & 1; }
+bool neon_i8mm() { return neon_dotprod() && getauxval(AT_HWCAP2) >> 13 & 1; }
 
-#elif defined(__aarch64__) && defined(__APPLE__)
+#elif OPTKIT_ARM && defined(__APPLE__)
 
-static bool has(const char* feature) {
+namespace {
+
+// A name of Apple's "Determining instruction set characteristics".
+bool has(const char* feature) {
     int value = 0;
     size_t size = sizeof value;
     return sysctlbyname(feature, &value, &size, nullptr, 0) == 0 && value != 0;
 }
+
+}  // namespace
 
 bool neon_dotprod() { return has("hw.optional.arm.FEAT_DotProd"); }
 bool neon_i8mm() { return neon_dotprod() && has("hw.optional.arm.FEAT_I8MM"); }

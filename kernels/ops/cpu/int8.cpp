@@ -49,6 +49,9 @@ void linear_portable(const Linear& p, const Panel& panel, int64_t row, int64_t r
 
 LinearRows linear_rows() {
 #if OPTKIT_X86
+#ifdef OPTKIT_AVX_VNNI
+    if (isa() == Isa::avx_vnni) return linear_avx_vnni;
+#endif
     if (base_isa() == Isa::avx512_vnni) return linear_avx512;
     if (base_isa() == Isa::avx2) return linear_avx2;
 #endif

@@ -39,6 +39,7 @@ Panel panel_of(const Linear& p, int64_t i);
 using LinearRows = void (*)(const Linear&, const Panel&, int64_t row, int64_t rows);
 void linear_portable(const Linear& p, const Panel& panel, int64_t row, int64_t rows);
 void linear_avx2(const Linear& p, const Panel& panel, int64_t row, int64_t rows);
+void linear_avx_vnni(const Linear& p, const Panel& panel, int64_t row, int64_t rows);
 void linear_avx512(const Linear& p, const Panel& panel, int64_t row, int64_t rows);
 void linear_neon(const Linear& p, const Panel& panel, int64_t row, int64_t rows);
 void linear_i8mm(const Linear& p, const Panel& panel, int64_t row, int64_t rows);

@@ -8,20 +8,16 @@
 // where the rows are many. A tile is R rows x 16 output channels, half a panel: 2 registers of 8 output channels a row. For
 // 32 products that are 2 vpmaddwd and 2 vpaddd, and for few rows 6 / (2 R) shifts. R goes to 4: 8 registers accumulate, 4
 // hold weights, 1 a row's pair and 1 a product.
-#include "dispatch.h"
-#include "int8.h"
 #include "scratch.h"
+#include "ymm_tile.h"
 
 #if OPTKIT_X86
 
 namespace optkit {
 namespace {
 
-constexpr int ROWS = 4, HALF = 16, LANES = 8;
+constexpr int ROWS = 4, HALF = 16;
 constexpr int64_t MANY_ROWS = 16;  // from here on widening a panel in memory is faster than in each tile
-
-// Not __m256i, which is 64-bit lanes to gcc: it would copy accumulators.
-using Lanes = int32_t __attribute__((vector_size(32)));
 
 // Activations of some rows, [rows][steps][2] pairs of int16, q - 128: of bytes 0 and 2, and of bytes 1 and 3 of a step.
 struct Pairs {
@@ -29,14 +25,10 @@ struct Pairs {
     int64_t stride;  // 2 * steps
 };
 
-OPTKIT_AVX2 OPTKIT_INLINE Lanes load(const void* from) {
-    return (Lanes)_mm256_loadu_si256(static_cast<const __m256i*>(from));
-}
-
 OPTKIT_AVX2 OPTKIT_INLINE void widen_row(const uint8_t* q, int64_t steps, int32_t* to) {
     const __m256i zero_point = _mm256_set1_epi16(128), low = _mm256_set1_epi16(255);
     int64_t s = 0;
-    for (; s + LANES <= steps; s += LANES) {
+    for (; s + COLUMNS <= steps; s += COLUMNS) {
         const __m256i bytes = (__m256i)load(q + s * STEP);
         const __m256i even = _mm256_sub_epi16(_mm256_and_si256(bytes, low), zero_point);
         const __m256i odd = _mm256_sub_epi16(_mm256_srli_epi16(bytes, 8), zero_point);
@@ -84,7 +76,7 @@ OPTKIT_AVX2 OPTKIT_INLINE void add_products(Lanes (&a)[R][2], const int32_t* x, 
 }
 
 OPTKIT_AVX2 OPTKIT_INLINE void widen_panel(const int8_t* w, int64_t steps, int8_t* to) {
-    for (int64_t i = 0; i < steps * STEP_BYTES; i += LANES * STEP) {
+    for (int64_t i = 0; i < steps * STEP_BYTES; i += COLUMNS * STEP) {
         const Lanes bytes = load(w + i);
         _mm256_store_si256(reinterpret_cast<__m256i*>(to + 2 * i), (__m256i)even(bytes));
         _mm256_store_si256(reinterpret_cast<__m256i*>(to + 2 * i) + 1, (__m256i)odd(bytes));
@@ -97,27 +89,13 @@ OPTKIT_AVX2 OPTKIT_INLINE void accumulate(Lanes (&a)[R][2], const int32_t* x, in
                                           int64_t steps) {
     for (int64_t s = 0; s < steps; ++s, x += 2, w += (WIDE ? 2 : 1) * STEP_BYTES) {
         if (WIDE) {
-            add_products<R>(a, x, stride, load(w), load(w + 2 * LANES * STEP));
-            add_products<R>(a, x + 1, stride, load(w + LANES * STEP), load(w + 3 * LANES * STEP));
+            add_products<R>(a, x, stride, load(w), load(w + 2 * COLUMNS * STEP));
+            add_products<R>(a, x + 1, stride, load(w + COLUMNS * STEP), load(w + 3 * COLUMNS * STEP));
         } else {
-            const Lanes left = load(w), right = load(w + LANES * STEP);
+            const Lanes left = load(w), right = load(w + COLUMNS * STEP);
             add_products<R>(a, x, stride, even(left), even(right));
             add_products<R>(a, x + 1, stride, odd(left), odd(right));
         }
-    }
-}
-
-// The sums [R][HALF] and the bias, or the part of them that the layer has.
-template <int R>
-OPTKIT_AVX2 OPTKIT_INLINE void store(const float* sums, const Linear& p, int64_t row, int64_t first) {
-    const int64_t columns = p.n - first;
-    for (int r = 0; r < R; ++r, sums += HALF) {
-        float* out = p.out + (row + r) * p.n + first;
-        for (int64_t c = 0; c < HALF && columns >= HALF; c += LANES) {
-            const __m256 sum = _mm256_load_ps(sums + c);
-            _mm256_storeu_ps(out + c, p.bias ? _mm256_add_ps(sum, _mm256_loadu_ps(p.bias + first + c)) : sum);
-        }
-        for (int64_t c = 0; columns < HALF && c < columns; ++c) out[c] = p.bias ? sums[c] + p.bias[first + c] : sums[c];
     }
 }
 
@@ -133,17 +111,17 @@ OPTKIT_AVX2 void tile(const Linear& p, const Panel& panel, Pairs x, int64_t half
         accumulate<R, WIDE>(a, x.at, x.stride, w, p.group_steps);
 #pragma GCC unroll 2
         for (int c = 0; c < 2; ++c) {
-            const __m256 scales = _mm256_loadu_ps(weight_scale + c * LANES);
+            const __m256 scales = _mm256_loadu_ps(weight_scale + c * COLUMNS);
 #pragma GCC unroll 6
             for (int r = 0; r < R; ++r) {
-                float* sum = sums + r * HALF + c * LANES;
+                float* sum = sums + r * HALF + c * COLUMNS;
                 const __m256 scale = _mm256_mul_ps(_mm256_set1_ps(p.scale[(row + r) * p.groups + g]), scales);
                 const __m256 total = _mm256_cvtepi32_ps((__m256i)a[r][c]);
                 _mm256_store_ps(sum, _mm256_fmadd_ps(total, scale, _mm256_load_ps(sum)));
             }
         }
     }
-    store<R>(sums, p, row, panel.first + half * HALF);
+    store<R, HALF>(sums, p, row, panel.first + half * HALF);
 }
 
 using Tile = void (*)(const Linear&, const Panel&, Pairs, int64_t, int64_t);

@@ -1,0 +1,46 @@
+// Common parts of the 256-bit tiles of the int8 and int4 linear layers: registers of 8 output channels, float sums in
+// memory.
+#pragma once
+
+#include "dispatch.h"
+#include "int8.h"
+
+#if OPTKIT_X86
+
+namespace optkit {
+namespace {
+
+constexpr int64_t COLUMNS = 8;  // output channels of a register
+
+// Not __m256i, which is 64-bit lanes to gcc: it would copy accumulators.
+using Lanes = int32_t __attribute__((vector_size(32)));
+
+OPTKIT_AVX2 OPTKIT_INLINE Lanes load(const void* from) {
+    return (Lanes)_mm256_loadu_si256(static_cast<const __m256i*>(from));
+}
+
+// The 4 bytes of one row that a step multiplies.
+OPTKIT_AVX2 OPTKIT_INLINE __m256i broadcast(const uint8_t* q) {
+    int32_t four;
+    __builtin_memcpy(&four, q, sizeof four);
+    return _mm256_set1_epi32(four);
+}
+
+// The sums [R][WIDTH] and the bias, or the part of them that the layer has, from output channel `first` on.
+template <int R, int64_t WIDTH>
+OPTKIT_AVX2 OPTKIT_INLINE void store(const float* sums, const Linear& p, int64_t row, int64_t first) {
+    const int64_t columns = p.n - first;
+    for (int r = 0; r < R; ++r, sums += WIDTH) {
+        float* out = p.out + (row + r) * p.n + first;
+        for (int64_t c = 0; c < WIDTH && columns >= WIDTH; c += COLUMNS) {
+            const __m256 sum = _mm256_load_ps(sums + c);
+            _mm256_storeu_ps(out + c, p.bias ? _mm256_add_ps(sum, _mm256_loadu_ps(p.bias + first + c)) : sum);
+        }
+        for (int64_t c = 0; columns < WIDTH && c < columns; ++c) out[c] = p.bias ? sums[c] + p.bias[first + c] : sums[c];
+    }
+}
+
+}  // namespace
+}  // namespace optkit
+
+#endif
