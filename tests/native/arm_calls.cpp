@@ -1,4 +1,4 @@
-// Runs functions of signatures.h for a process on another CPU (tests/support/emulated.py): one request after another on
+// Runs functions of signatures.h for a process on another CPU (tests/support/arm.py): one request after another on
 // standard input, until it ends. Numbers are int64, little-endian.
 //   request  number of arrays; of each: bytes, contents
 //            bytes of the function's name, name
@@ -22,7 +22,7 @@ constexpr int64_t GUARD = 256;  // a multiple of the alignment
 constexpr unsigned char GUARD_BYTE = 0xa5;
 
 [[noreturn]] void fail(const std::string& what) {
-    std::fprintf(stderr, "emulated: %s\n", what.c_str());
+    std::fprintf(stderr, "arm_calls: %s\n", what.c_str());
     std::exit(1);
 }
 

@@ -1,11 +1,11 @@
 """The native kernels on an emulated 64-bit Arm CPU, behind the interface of ``native.library()``.
 
 The sources are compiled for aarch64 by a cross compiler, with the flags of ``setup.py``, into a static program
-(``tests/native/emulated.cpp``) that qemu's user mode runs. A call sends the tensors of its arguments to the program and
+(``tests/native/arm_calls.cpp``) that qemu's user mode runs. A call sends the tensors of its arguments to the program and
 copies back what changed there, so the Python functions of the kernels and their tests run as they are. Calls of whole
 programs (``run_program``) hold addresses and are refused.
 
-As a plugin, ``python -m pytest -p tests.support.emulated --emulated-cpu neoverse-n1 tests/kernels/test_int8.py`` runs
+As a plugin, ``python -m pytest -p tests.support.arm --arm-cpu neoverse-n1 tests/kernels/test_int8.py`` runs
 tests on the CPU of that name (``qemu-aarch64 -cpu help`` lists the names).
 
 ``OPTKIT_CROSS_CXX`` = a command overrides the compiler, for example ``python -m ziglang c++ -target aarch64-linux-musl``,
@@ -20,6 +20,7 @@ import shlex
 import shutil
 import struct
 import subprocess
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -35,11 +36,12 @@ from torch import Tensor, UntypedStorage
 from optkit.kernels.cpu import native, signatures
 
 ROOT = Path(__file__).resolve().parents[2]
-KERNELS, DRIVER = ROOT / "kernels" / "ops" / "cpu", ROOT / "tests" / "native" / "emulated.cpp"
-PLACE = ROOT / "build" / "emulated"
+KERNELS, DRIVER = ROOT / "kernels" / "ops" / "cpu", ROOT / "tests" / "native" / "arm_calls.cpp"
+PLACE = ROOT / "build" / "arm"
 COMPILER_VARIABLE, COMPILER, EMULATOR = "OPTKIT_CROSS_CXX", "aarch64-linux-gnu-g++", "qemu-aarch64"
 WARNINGS = ("-Wall", "-Wextra", "-Wundef", "-Werror")
-OPTION = "--emulated-cpu"
+OPTION = "--arm-cpu"
+KNOWN = 64  # addresses of a call, with some to spare
 
 
 class Missing(Exception):
@@ -117,7 +119,7 @@ class Library:
     def __init__(self, cpu: str) -> None:
         command = [EMULATOR, "-cpu", cpu, str(program())]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self.tensors: dict[int, Tensor] = {}
+        self.known: deque[UntypedStorage] = deque(maxlen=KNOWN)
 
     def __getattr__(self, name: str) -> Any:
         signature = signatures.signatures().get(name.removeprefix("optkit_"))
@@ -129,12 +131,11 @@ class Library:
         self.process.communicate()
 
     def data_ptr(self) -> Callable[[Tensor], int]:
-        """A ``Tensor.data_ptr`` that remembers which tensor an address belongs to, until the next call."""
+        """A ``Tensor.data_ptr`` that remembers the memory at the address, and keeps it alive for a while."""
 
         def remembered(tensor: Tensor) -> int:
-            address = cast(int, torch._C.TensorBase.data_ptr(tensor))
-            self.tensors[address] = tensor
-            return address
+            self.known.appendleft(tensor.untyped_storage())
+            return cast(int, torch._C.TensorBase.data_ptr(tensor))
 
         return remembered
 
@@ -154,7 +155,6 @@ class Library:
         result = self.text() if signature.result == "const char*" else self.number()
         for storage in storages:
             fill(storage, self.read(storage.nbytes()))
-        self.tensors.clear()
         return None if signature.result == "void" else result
 
     def packed(self, kind: str, value: Any, storages: list[UntypedStorage]) -> bytes:
@@ -163,7 +163,7 @@ class Library:
             return numbers(-1) + struct.pack("<fi", value, 0)
         if not kind.endswith("*") or value == 0:
             return numbers(-1, int(value))
-        storage = self.tensors[value].untyped_storage()
+        storage = next(one for one in self.known if 0 <= value - one.data_ptr() < max(1, one.nbytes()))
         starts = [one.data_ptr() for one in storages]
         if storage.data_ptr() not in starts:
             storages.append(storage)
@@ -191,7 +191,7 @@ def numbers(*values: int) -> bytes:
 
 
 def as_bytes(storage: UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload, no-any-return]
+    return torch.tensor([], dtype=torch.uint8).set_(storage)  # type: ignore[call-overload, no-any-return]
 
 
 def contents(storage: UntypedStorage) -> bytes:
@@ -234,5 +234,5 @@ def pytest_configure(config: pytest.Config) -> None:
             running = running_on(cpu)
             running.__enter__()
         except Missing as error:
-            pytest.exit(f"make emulated: {error}", returncode=pytest.ExitCode.USAGE_ERROR)
+            pytest.exit(f"make arm: {error}", returncode=pytest.ExitCode.USAGE_ERROR)
         config.add_cleanup(lambda: running.__exit__(None, None, None))
