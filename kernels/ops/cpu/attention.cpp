@@ -168,6 +168,7 @@ struct Functions {
 };
 
 #define OPTKIT_BODY "attention_tile.h"
+#define OPTKIT_INTEGERS
 #include "each_isa.h"
 
 // One entry of the queue: a whole item (split < 0), or one of its splits with the place of its partial sums.

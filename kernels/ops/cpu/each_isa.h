@@ -4,8 +4,10 @@
 //     #include "each_isa.h"
 //
 // The body finds OPTKIT_TARGET, S (simd.h), I (simd_int8.h) and the functions of vector_math.h, and ends with a function
-// `functions()` that gives its entry points; `functions_in_use()` gives those for the base of the instruction set in use. Included
+// `functions()` that gives its entry points; `functions_in_use()` gives those for the instruction set in use. Included
 // inside namespace optkit, once a source file; no include guard, since it is text and declares nothing by itself.
+//
+// A body that uses I has OPTKIT_INTEGERS defined, and a variant too for each instruction set whose I is not its base's.
 
 #if OPTKIT_X86
 namespace avx512 {
@@ -24,6 +26,16 @@ using I = Int8Avx2;
 #include OPTKIT_BODY
 #undef OPTKIT_TARGET
 }  // namespace avx2
+#if defined(OPTKIT_INTEGERS) && defined(OPTKIT_AVX_VNNI)
+namespace avx_vnni {
+#define OPTKIT_TARGET OPTKIT_AVX_VNNI
+using S = Avx2;
+using I = Int8AvxVnni;
+#include "vector_math.h"
+#include OPTKIT_BODY
+#undef OPTKIT_TARGET
+}  // namespace avx_vnni
+#endif
 #endif
 #if OPTKIT_ARM
 namespace neon {
@@ -45,6 +57,9 @@ using I = Int8Portable;
 }  // namespace portable
 
 inline auto functions_in_use() {
+#if defined(OPTKIT_INTEGERS) && defined(OPTKIT_AVX_VNNI)
+    if (isa() == Isa::avx_vnni) return avx_vnni::functions();
+#endif
     switch (base_isa()) {
 #if OPTKIT_X86
         case Isa::avx512_vnni: return avx512::functions();
@@ -57,3 +72,4 @@ inline auto functions_in_use() {
     }
 }
 #undef OPTKIT_BODY
+#undef OPTKIT_INTEGERS

@@ -13,9 +13,9 @@
 //
 // Many rows: a panel is unpacked to bytes into scratch memory, once for each block of rows. With AVX512-VNNI the int8
 // tiles do the rest; AVX2 has tiles of its own, because the codes, up to 15, allow a cheaper product than int8 weights
-// do (int4_avx2.cpp). Few rows: tiles unpack in registers (int4_avx512.cpp, int4_avx2.cpp), since the weights then pass
-// only once. All add the same integers and then the same floats in the same order (int8.cpp), so they give the same
-// bits.
+// do (int4_avx2.cpp), and AVX-VNNI shares these (int4_ymm.h). Few rows: tiles unpack in registers (int4_avx512.cpp,
+// int4_ymm.h), since the weights then pass only once. All add the same integers and then the same floats in the same
+// order (int8.cpp), so they give the same bits.
 #include "int4.h"
 
 #include <cstring>
@@ -140,9 +140,15 @@ struct Functions {
 };
 
 Functions functions() {
+#ifdef OPTKIT_AVX_VNNI
+    if (isa() == Isa::avx_vnni)
+        return {prepare_avx2, prepare_avx2, unpack_avx2, 36, linear_w4a8_avx_vnni, linear_codes_avx_vnni};
+#endif
 #if OPTKIT_X86
-    if (base_isa() == Isa::avx512_vnni) return {prepare_avx512, prepare_avx512, unpack_avx512, 36, linear_w4a8_avx512, nullptr};
-    if (base_isa() == Isa::avx2) return {prepare_avx2, prepare_avx2, unpack_avx2, 36, linear_w4a8_avx2, linear_codes_avx2};
+    if (base_isa() == Isa::avx512_vnni)
+        return {prepare_avx512, prepare_avx512, unpack_avx512, 36, linear_w4a8_avx512, nullptr};
+    if (base_isa() == Isa::avx2)
+        return {prepare_avx2, prepare_avx2, unpack_avx2, 36, linear_w4a8_avx2, linear_codes_avx2};
 #endif
 #if OPTKIT_ARM
     // The baseline has Neon's vectors of integers, which is all that preparing rows takes. Both limits are estimates.

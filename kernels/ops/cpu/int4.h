@@ -53,7 +53,7 @@ struct Unpacked {
 };
 
 void unpack_avx512(const LinearW4A8& p, const uint8_t* records, const Unpacked& to);
-// The codes as they are, 0 .. 15, and no offsets: for linear_codes_avx2.
+// The codes as they are, 0 .. 15, and no offsets: for linear_codes_avx2 and linear_codes_avx_vnni.
 void unpack_avx2(const LinearW4A8& p, const uint8_t* records, const Unpacked& to);
 // Neither computes offsets, which the tiles of Neon do without.
 void unpack_neon(const LinearW4A8& p, const uint8_t* records, const Unpacked& to);
@@ -66,6 +66,8 @@ using FewRows = void (*)(const Linear& p, const int32_t* start, const uint8_t* r
                          int64_t first, int64_t row, int64_t rows);
 void linear_w4a8_avx2(const Linear& p, const int32_t* start, const uint8_t* records, RecordLayout layout,
                       int64_t first, int64_t row, int64_t rows);
+void linear_w4a8_avx_vnni(const Linear& p, const int32_t* start, const uint8_t* records, RecordLayout layout,
+                          int64_t first, int64_t row, int64_t rows);
 void linear_w4a8_avx512(const Linear& p, const int32_t* start, const uint8_t* records, RecordLayout layout,
                         int64_t first, int64_t row, int64_t rows);
 void linear_w4a8_neon(const Linear& p, const int32_t* start, const uint8_t* records, RecordLayout layout,
@@ -74,6 +76,7 @@ void linear_w4a8_neon(const Linear& p, const int32_t* start, const uint8_t* reco
 // For many rows of an unpacked panel whose weights are codes: out[row .. row + rows); `p.q` and `start` as in FewRows.
 using ManyRows = void (*)(const Linear& p, const int32_t* start, const Panel& panel, int64_t row, int64_t rows);
 void linear_codes_avx2(const Linear& p, const int32_t* start, const Panel& panel, int64_t row, int64_t rows);
+void linear_codes_avx_vnni(const Linear& p, const int32_t* start, const Panel& panel, int64_t row, int64_t rows);
 // `p.q` holds all rows in pairs (paired_rows.h), and so does the panel: `row` is 0, and `start` is not read.
 void linear_paired_codes(const Linear& p, const int32_t* start, const Panel& panel, int64_t row, int64_t rows);
 
