@@ -1,15 +1,14 @@
 """The native kernels on an emulated 64-bit Arm CPU, behind the interface of ``native.library()``.
 
 The sources are compiled for aarch64 by a cross compiler, with the flags of ``setup.py``, into a static program
-(``tests/native/arm_calls.cpp``) that qemu's user mode runs. A call sends the tensors of its arguments to the program and
-copies back what changed there, so the Python functions of the kernels and their tests run as they are. Calls of whole
-programs (``run_program``) hold addresses and are refused.
+(``tests/native/arm_calls.cpp``) that qemu's user mode runs. A call sends the tensors of its arguments to the program
+and copies back what changed there, so the Python functions of the kernels and their tests run as they are. Calls of
+whole programs (``run_program``) hold addresses and are refused.
 
 As a plugin, ``python -m pytest -p tests.support.arm --arm-cpu neoverse-n1 tests/kernels/test_int8.py`` runs
 tests on the CPU of that name (``qemu-aarch64 -cpu help`` lists the names).
 
-``OPTKIT_CROSS_CXX`` = a command overrides the compiler, for example ``python -m ziglang c++ -target aarch64-linux-musl``,
-whose package ``ziglang`` needs no administrator.
+``OPTKIT_CROSS_CXX`` = a command overrides the compiler.
 """
 
 from __future__ import annotations
