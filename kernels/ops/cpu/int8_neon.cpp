@@ -20,7 +20,9 @@ template <int LANE, int R, int C>
 OPTKIT_NEON OPTKIT_INLINE void step(int32x4_t (&a)[R][C], const int8x16_t (&x)[R], const int8_t* w) {
 #pragma GCC unroll 8
     for (int c = 0; c < C; ++c) {
-        const int8x16_t weights = vld1q_s8(w + c * QUAD_BYTES);
+        int8x16_t weights = vld1q_s8(w + c * QUAD_BYTES);
+        // gcc would load the next weights too, for which registers are missing
+        if (R == ROWS) asm volatile("" : "+w"(weights), "+w"(a[R - 1][(c + C - 1) % C]));
 #pragma GCC unroll 6
         for (int r = 0; r < R; ++r) a[r][c] = vdotq_laneq_s32(a[r][c], weights, x[r], LANE);
     }
