@@ -21,7 +21,7 @@ OVER     = awk -F== 'NR == FNR {its[$$1]} NR == FNR || !($$1 in its)' $(1) const
 SOURCES := $(shell find optkit passes kernels/ops recipes -name '*.py' -o -name '*.cpp' -o -name '*.yaml')
 RESULTS := bench/results
 
-.PHONY: help demo test test-oldest lint format bench peers soak chaos sanitize arm clients wheel clean artifact-verified FORCE
+.PHONY: help demo test test-oldest lint format bench peers soak chaos emulated arm sanitize clients wheel clean artifact-verified FORCE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -35,6 +35,7 @@ help:
 	@echo "make peers    compare with llama.cpp and OpenVINO, installed into .peers (1 GB; ARGS='--isa avx2')"
 	@echo "make soak     the long tests (about an hour; ends after three)"
 	@echo "make chaos    a live server killed, flooded and left; 20,000 hostile artifacts (ends after three hours)"
+	@echo "make emulated tests of the native kernels on emulated AVX-VNNI, AVX-512 and AMX"
 	@echo "make sanitize native code under GCC's address, undefined-behaviour and thread sanitizers (an hour)"
 	@echo "make arm      native kernels for 64-bit Arm, cross-compiled and emulated (g++-aarch64-linux-gnu, qemu-user; minutes)"
 	@echo "make clients  langchain-openai, litellm and guidellm, unmodified, against a live server"
@@ -145,9 +146,13 @@ NATIVE_TESTS := tests/lowering/test_launch_plan.py tests/graph/test_variants.py 
 KERNEL_TESTS := tests/kernels --ignore=tests/kernels/triton
 SANITIZED = $(BIN)/python -m tests.support.sanitized $(1) -m pytest --capture=sys -m 'not soak and not chaos and not arm and not real_model'
 
+emulated: $(VENV)/.test
+	$(BIN)/python -m tests.support.emulated -m pytest $(KERNEL_TESTS) $(NATIVE_TESTS) -m 'not soak and not chaos and not arm and not real_model' $(ARGS)
+
 sanitize: $(VENV)/.test
 	$(call SANITIZED,address) $(KERNEL_TESTS) $(NATIVE_TESTS) $(ARGS)
 	OPTKIT_CPU_ISA=avx2 $(call SANITIZED,address) $(NATIVE_TESTS) $(ARGS)
+	$(call SANITIZED,emulated) $(KERNEL_TESTS) $(ARGS)
 	$(call SANITIZED,thread) $(KERNEL_TESTS) tests/runtime/test_batch_invariance.py $(ARGS)
 
 # Bits of emulated Arm CPUs against this machine's; then the kernels' own tests on a CPU with smmla and on one without.

@@ -88,7 +88,7 @@ def _unsuitable() -> list[str]:
 
 
 def native_kernels() -> dict[str, Any]:
-    """The state of the native CPU kernels: the reason if missing, else the instruction set."""
+    """The state of the native CPU kernels: the reason if missing, else the instruction sets."""
     from optkit.kernels.cpu import native
 
     reason = native.missing_reason()
@@ -98,6 +98,7 @@ def native_kernels() -> dict[str, Any]:
         "missing": None,
         "isa": native.isa(),
         "usable_isas": native.usable_isas(),
+        "unmeasured_isas": native.unmeasured_isas(),
         "chosen_by": native.ISA_VARIABLE if os.environ.get(native.ISA_VARIABLE) else None,
     }
 
@@ -135,8 +136,10 @@ def _native_rows(state: dict[str, Any]) -> list[tuple[str, str]]:
     if state["missing"]:
         return [("native kernels", f"MISSING: {state['missing']}")]
     why = f"set by {state['chosen_by']}" if state["chosen_by"] else "the best of this CPU"
+    unmeasured = ", ".join(state["unmeasured_isas"])
     return [
-        ("native kernels", f"run as {state['isa']}, {why}; usable here: {', '.join(state['usable_isas'])}")
+        ("native kernels", f"run as {state['isa']}, {why}; usable here: {', '.join(state['usable_isas'])}"),
+        ("not measured", f"speed of {unmeasured}: results are tested, by emulation"),
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -119,5 +120,18 @@ def test_doctor_says_which_instruction_set_runs_and_why(
         monkeypatch.undo()
         native.library.cache_clear()
         native.set_isa(None)
-    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("native kernels")]
+    lines = capsys.readouterr().out.splitlines()
+    (row,) = [line for line in lines if line.startswith("native kernels")]
     assert "run as portable, set by OPTKIT_CPU_ISA" in row
+    (row,) = [line for line in lines if line.startswith("not measured")]
+    assert all(isa in row for isa in native.unmeasured_isas()) and "avx2" not in row
+
+
+@needs_native
+def test_unmeasured_instruction_sets_are_those_marked_in_the_list() -> None:
+    rows = re.findall(
+        r"^ISA\((\w+), (\w+), ([01])\)$", (native.FILE.parent / "isas.h").read_text(), re.MULTILINE
+    )
+    assert [name for name, _, _ in rows] == native.isas(native.library())
+    assert [name for name, _, measured in rows if measured == "0"] == native.unmeasured_isas()
+    assert {base for _, base, _ in rows} < {name for name, _, _ in rows}

@@ -33,18 +33,13 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from optkit.kernels.cpu import native, signatures
+from tests.support.native_build import BUILD, ROOT, SOURCES, Missing
 
-ROOT = Path(__file__).resolve().parents[2]
-KERNELS, DRIVER = ROOT / "kernels" / "ops" / "cpu", ROOT / "tests" / "native" / "arm_calls.cpp"
-PLACE = ROOT / "build" / "arm"
+DRIVER, PLACE = ROOT / "tests" / "native" / "arm_calls.cpp", BUILD / "arm"
 COMPILER_VARIABLE, COMPILER, EMULATOR = "OPTKIT_CROSS_CXX", "aarch64-linux-gnu-g++", "qemu-aarch64"
 WARNINGS = ("-Wall", "-Wextra", "-Wundef", "-Werror")
 OPTION = "--arm-cpu"
 KNOWN = 64  # addresses of a call, with some to spare
-
-
-class Missing(Exception):
-    """A tool is not installed; the message names the package."""
 
 
 # -- building ----------------------------------------------------------------------------------------------
@@ -81,9 +76,9 @@ def program() -> Path:
     if reason := missing_tool():
         raise Missing(reason)
     PLACE.mkdir(parents=True, exist_ok=True)
-    headers = [*KERNELS.glob("*.h"), Path(__file__), ROOT / "setup.py"]
+    headers = [*SOURCES.glob("*.h"), Path(__file__), ROOT / "setup.py"]
     newest = max(file.stat().st_mtime for file in headers)
-    sources = [*sorted(KERNELS.glob("*.cpp")), DRIVER]
+    sources = [*sorted(SOURCES.glob("*.cpp")), DRIVER]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(partial(compiled, newest=newest), sources))
     made = PLACE / "kernels"
@@ -96,7 +91,7 @@ def compiled(source: Path, newest: float) -> Path:
     """The object file of ``source``, whose headers were last changed at ``newest``."""
     made = PLACE / f"{source.stem}.o"
     if is_older(made, max(newest, modified(source))):
-        command = [*compiler(), *flags(), *WARNINGS, f"-I{KERNELS}", "-c", str(source), "-o", str(made)]
+        command = [*compiler(), *flags(), *WARNINGS, f"-I{SOURCES}", "-c", str(source), "-o", str(made)]
         subprocess.run(command, check=True)
     return made
 

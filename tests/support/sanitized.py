@@ -8,26 +8,23 @@ with guarded ends. The first report ends the process. Reports go to the real sta
 
 ``address``: AddressSanitizer and UndefinedBehaviorSanitizer, without leak detection, since Python and torch never
 free some memory. ``thread``: ThreadSanitizer, which sees only the kernels' own threads: no races of torch, or between
-torch and a kernel.
+torch and a kernel. ``emulated``: as ``address``, on emulated instruction sets (``tests.support.emulated``).
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-SOURCES, PLACE = ROOT / "kernels" / "ops" / "cpu", ROOT / "build" / "sanitize"
+from tests.support import emulated, native_build
+from tests.support.native_build import BUILD, ROOT, SOURCES, Missing
+
 NATIVE = ROOT / "tests" / "native"
+EMULATED = "emulated"
 SUPPRESSIONS = f"suppressions={NATIVE / 'thread_suppressions.txt'}"
-COMPILE = "-fPIC -O1 -g -std=c++17 -pthread -ffp-contract=off -fvisibility=hidden -fno-omit-frame-pointer"
-LINK = "-shared -Wl,-z,defs"  # a function that is nowhere is an error now, not when it is called
 BAD_USAGE = 2
 
 
@@ -58,10 +55,7 @@ SANITIZERS = {
         {"TSAN_OPTIONS": f"halt_on_error=1:report_thread_leaks=0:{SUPPRESSIONS}"},
     ),
 }
-
-
-class Missing(Exception):
-    """A tool is not installed; the message names the package."""
+SANITIZERS[EMULATED] = SANITIZERS["address"]
 
 
 def library(name: str) -> Path:
@@ -70,34 +64,17 @@ def library(name: str) -> Path:
     Raises:
         Missing: g++ is missing, or g++ lacks the sanitizer.
     """
-    sanitizer, made = SANITIZERS[name], PLACE / f"{name}.so"
+    sanitizer = SANITIZERS[name]
     runtime_file(sanitizer.runtime)
-    sources = sorted(SOURCES.glob("*.cpp"))
-    inputs = [*sources, *SOURCES.glob("*.h"), Path(__file__)]
-    if not made.exists() or made.stat().st_mtime < max(file.stat().st_mtime for file in inputs):
-        build(sanitizer, sources, made)
-    return made
-
-
-def build(sanitizer: Sanitizer, sources: Sequence[Path], made: Path) -> None:
-    """Compile ``sources`` with ``sanitizer`` into the library ``made``."""
-    objects, flags = PLACE / made.stem, sanitizer.flags.split()
-    objects.mkdir(parents=True, exist_ok=True)
-
-    def compiled(source: Path) -> str:
-        to = str(objects / f"{source.stem}.o")
-        subprocess.run(["g++", *COMPILE.split(), *flags, "-c", str(source), "-o", to], check=True)
-        return to
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        files = list(pool.map(compiled, sources))
-    subprocess.run(["g++", *LINK.split(), *flags, *files, "-o", str(made)], check=True)
+    made, flags = BUILD / "sanitize" / f"{name}.so", sanitizer.flags.split()
+    if name == EMULATED:
+        return emulated.library(made, flags)
+    return native_build.library(made, sorted(SOURCES.glob("*.cpp")), flags, [Path(__file__)])
 
 
 def runtime_file(name: str) -> str:
     """The full path of a library of GCC."""
-    if shutil.which("g++") is None:
-        raise Missing("there is no g++; on Debian or Ubuntu: apt-get install g++")
+    native_build.need_compiler()
     command = ["g++", f"-print-file-name={name}"]
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     if not os.path.isabs(found):

@@ -5,6 +5,8 @@
 
 #if OPTKIT_X86
 #include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #elif OPTKIT_ARM && defined(__linux__)
 #include <sys/auxv.h>
 #elif OPTKIT_ARM && defined(__APPLE__)
@@ -30,6 +32,24 @@ Leaf leaf_7(unsigned subleaf) {
     return leaf;
 }
 
+// The registers that the system saves, XCR0.
+uint64_t saved_registers() {
+    uint32_t low, high;
+    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return uint64_t{high} << 32 | low;
+}
+
+// Linux gives tiles to processes that ask for them, once, and to the threads and children of those.
+bool tiles_permitted() {
+#ifdef SYS_arch_prctl
+    constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
+    static const bool permitted = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+    return permitted;
+#else
+    return false;
+#endif
+}
+
 }  // namespace
 
 // GCC's functions also ask whether the system saves the registers.
@@ -51,11 +71,21 @@ bool avx512_vnni() {
            __builtin_cpu_supports("avx512vnni");
 }
 
+#ifdef OPTKIT_AMX
+// AMX-TILE and AMX-INT8, and both parts of the tiles' registers saved. With AVX-512 XGETBV can be asked.
+bool amx_int8() {
+    return avx512_vnni() && (leaf_7(0).edx >> 24 & 3) == 3 && (saved_registers() >> 17 & 3) == 3 && tiles_permitted();
+}
+#else
+bool amx_int8() { return false; }
+#endif
+
 #else
 
 bool avx2() { return false; }
 bool avx_vnni() { return false; }
 bool avx512_vnni() { return false; }
+bool amx_int8() { return false; }
 
 #endif
 

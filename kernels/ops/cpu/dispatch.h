@@ -1,8 +1,8 @@
 // The instruction set used by the kernels of this process; isas.h has the list.
 //
 // A kernel has one entry point with a C ABI. It switches on `isa()` and calls the variant of that name, or on `base_isa()`
-// where few have a variant: functions compiled for more than the baseline carry OPTKIT_AVX2, OPTKIT_AVX_VNNI or
-// OPTKIT_AVX512. The AVX2 and AVX-512 variants of a kernel give the same bits, and where sums are of integers all do. The float kernels (simd.h) use fused
+// where few have a variant: functions compiled for more than the baseline carry OPTKIT_AVX2, OPTKIT_AVX_VNNI,
+// OPTKIT_AVX512 or OPTKIT_AMX. The AVX2 and AVX-512 variants of a kernel give the same bits, and where sums are of integers all do. The float kernels (simd.h) use fused
 // multiply-add, which the baseline lacks: their portable variant differs from the others by rounding.
 #pragma once
 
@@ -17,6 +17,8 @@
 #define OPTKIT_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")))
 #if defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11  // older compilers leave these variants out
 #define OPTKIT_AVX_VNNI __attribute__((target("avxvnni,avx2,fma,f16c")))
+#define OPTKIT_AMX \
+    __attribute__((target("amx-tile,amx-int8,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,f16c")))
 #endif
 #endif
 #else

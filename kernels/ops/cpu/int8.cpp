@@ -52,6 +52,9 @@ LinearRows linear_rows() {
 #ifdef OPTKIT_AVX_VNNI
     if (isa() == Isa::avx_vnni) return linear_avx_vnni;
 #endif
+#ifdef OPTKIT_AMX
+    if (isa() == Isa::amx_int8) return linear_amx;
+#endif
     if (base_isa() == Isa::avx512_vnni) return linear_avx512;
     if (base_isa() == Isa::avx2) return linear_avx2;
 #endif

@@ -41,6 +41,7 @@ void linear_portable(const Linear& p, const Panel& panel, int64_t row, int64_t r
 void linear_avx2(const Linear& p, const Panel& panel, int64_t row, int64_t rows);
 void linear_avx_vnni(const Linear& p, const Panel& panel, int64_t row, int64_t rows);
 void linear_avx512(const Linear& p, const Panel& panel, int64_t row, int64_t rows);
+void linear_amx(const Linear& p, const Panel& panel, int64_t row, int64_t rows);
 void linear_neon(const Linear& p, const Panel& panel, int64_t row, int64_t rows);
 void linear_i8mm(const Linear& p, const Panel& panel, int64_t row, int64_t rows);
 
