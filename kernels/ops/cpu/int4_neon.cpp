@@ -1,12 +1,12 @@
 // int4 linear layers with the dot and matrix products of Arm: tiles for few rows, which unpack in registers, and
 // unpacking for many; see int4.cpp for the layout and the arithmetic.
 //
-// 16 bytes of codes are two steps of 4 output channels: a mask gives the first, a shift the second. Codes are 0 to 15, so
-// sdot takes them as they are, beside activations less their zero point; symmetric weights (code - 8) start at -8 * the
-// sum of the activations. A tile of few rows is R rows x a panel up to 2 rows, and R rows x half a panel up to 4.
+// 16 bytes of codes are two steps of 4 output channels: a mask gives the first, a shift the second. Codes are 0 to 15,
+// so sdot takes them as they are, beside activations less their zero point; symmetric weights (code - 8) start at -8 *
+// the sum of the activations. A tile of few rows is R rows x a panel up to 2 rows, and R rows x half a panel up to 4.
 //
-// Many rows: without smmla a panel is unpacked to bytes less their zero point, for the tiles of int8_neon.cpp. With smmla
-// it is unpacked to pairs of steps, whose zip the two halves of a byte need anyway, for those of int8_i8mm.cpp.
+// Many rows: without smmla a panel is unpacked to bytes less their zero point, for the tiles of int8_neon.cpp. With
+// smmla it is unpacked to pairs of steps (paired_rows.h), for those of int8_i8mm.cpp.
 #include "int4.h"
 
 #include "dispatch.h"
@@ -85,7 +85,7 @@ OPTKIT_NEON OPTKIT_INLINE void accumulate(int32x4_t (&a)[R][C], const int8_t* q,
 
 // One group of R rows and 4 C output channels from `column` on; `start` is the first row's.
 template <int R, int C, bool MINIMUM>
-OPTKIT_NEON OPTKIT_INLINE void add_group(float* sums, const GroupSums& rows, const int32_t* start, const int8_t* q,
+OPTKIT_NEON OPTKIT_INLINE void add_group(float* sums, const GroupRows& rows, const int32_t* start, const int8_t* q,
                                          int64_t stride, const uint8_t* record, RecordLayout layout, int64_t steps,
                                          int64_t column) {
     int32x4_t a[R][C];
@@ -112,8 +112,8 @@ OPTKIT_NEON void tile(const Linear& p, const int32_t* starts, const uint8_t* rec
     const auto* q = reinterpret_cast<const int8_t*>(p.q) + row * p.q_stride;
     for (int64_t g = 0; g < p.groups; ++g, record += layout.size(p.group_steps), q += p.group_steps * STEP)
         for (int64_t column = 0; column < PANEL && first + column < p.n; column += C * QUAD)
-            add_group<R, C, MINIMUM>(sums, group_sums(p, row, g), starts + row * p.groups + g, q, p.q_stride, record, layout,
-                                     p.group_steps, column);
+            add_group<R, C, MINIMUM>(sums, group_rows(p, row, g), starts + row * p.groups + g, q, p.q_stride, record,
+                                     layout, p.group_steps, column);
     store_sums<R>(sums, p, row, first);
 }
 

@@ -2,8 +2,8 @@
 // and paired_rows.h for the operands.
 //
 // smmla multiplies 2 rows x 8 input channels by 8 input channels x 2 output channels: twice the products of sdot. Its
-// register of weights is a zip of two steps of the packed panel (32-bit words: 4 input channels of one output channel), so
-// that one layout serves both instructions. Up to 3 rows run by sdot, for which no zip is needed; up to 6 zip in
+// register of weights is a zip of two steps of the packed panel (32-bit words: 4 input channels of one output channel),
+// so that one layout serves both instructions. Up to 3 rows run by sdot, for which no zip is needed; up to 6 zip in
 // registers; for more, a panel is zipped once, in scratch memory. Activations are paired once for all panels of a task.
 //
 // A tile is R rows x 16 output channels: up to 3 pairs of rows x 8 pairs of channels, 24 of 32 registers.
@@ -72,7 +72,7 @@ OPTKIT_I8MM OPTKIT_INLINE void add_group(float* sums, const Linear& p, const Pan
     const int64_t at = g * PANEL + column, pairs = pairs_of(p.group_steps);
     const int8_t* w = PAIRED ? panel.weight + g * pairs * PAIR_BYTES + column * 2 * STEP
                              : panel.weight + g * p.group_steps * STEP_BYTES + column * STEP;
-    const GroupSums rows = group_sums(p, row, g);
+    const GroupRows rows = group_rows(p, row, g);
     int32x4_t a[P][2 * QUADS];
 #pragma GCC unroll 3
     for (int i = 0; i < P; ++i)
@@ -85,7 +85,8 @@ OPTKIT_I8MM OPTKIT_INLINE void add_group(float* sums, const Linear& p, const Pan
         const float32x4_t minimum = MINIMUM ? vld1q_f32(panel.minimum + at + j * QUAD) : scale;
 #pragma GCC unroll 6
         for (int r = 0; r < R; ++r) {
-            const int64x2_t low = vreinterpretq_s64_s32(a[r / 2][2 * j]), high = vreinterpretq_s64_s32(a[r / 2][2 * j + 1]);
+            const int64x2_t low = vreinterpretq_s64_s32(a[r / 2][2 * j]);
+            const int64x2_t high = vreinterpretq_s64_s32(a[r / 2][2 * j + 1]);
             const int32x4_t total = vreinterpretq_s32_s64(r % 2 ? vzip2q_s64(low, high) : vzip1q_s64(low, high));
             add_scaled<MINIMUM>(sums + r * PANEL + column + j * QUAD, total, rows, r, scale, minimum);
         }

@@ -2,7 +2,7 @@
 //
 // sdot multiplies signed bytes. So activations lose their zero point as they are loaded, by a flip of the top bit, and
 // accumulators start at zero rather than at `offset`: the sums are the same integers. 16 bytes of a step are 4 output
-// channels of 4 input channels each, and one lane of a register of activations, which holds 4 steps, multiplies all four.
+// channels of 4 input channels each, and one lane of a register of activations, which holds 4 steps, multiplies them.
 //
 // A tile is R rows x a panel up to 3 rows, and R rows x half a panel up to 6: 24 of 32 registers accumulate, R hold
 // activations and 1 weights. 4 steps of 6 rows are 16 loads of weights, 6 of activations and 96 sdot.
@@ -54,7 +54,7 @@ template <int R, int C, bool MINIMUM>
 OPTKIT_NEON OPTKIT_INLINE void add_group(float* sums, const Linear& p, const Panel& panel, int64_t row, int64_t g,
                                          int64_t column) {
     const int64_t at = g * PANEL + column, first = g * p.group_steps;
-    const GroupSums rows = group_sums(p, row, g);
+    const GroupRows rows = group_rows(p, row, g);
     int32x4_t a[R][C];
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r)

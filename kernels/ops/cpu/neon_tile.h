@@ -11,25 +11,25 @@
 namespace optkit {
 namespace {
 
-constexpr int64_t QUAD = 4;                      // output channels of a register
-constexpr int64_t QUAD_BYTES = QUAD * STEP;      // and of one step's weights for them
-constexpr int64_t STEPS_AT_ONCE = 16 / STEP;     // of a register of activations
+constexpr int64_t QUAD = 4;                   // output channels of a register of sums
+constexpr int64_t QUAD_BYTES = QUAD * STEP;   // a register: one step's weights for 4 output channels
+constexpr int64_t STEPS_AT_ONCE = 16 / STEP;  // in a register of activations
 
-// Sums [R][PANEL] += the group `g` of R rows and the 4 output channels from `column` on, whose sums of products are `total`.
-struct GroupSums {
-    const float* scale;  // of the first row; the others' are `groups` apart
-    const float* sums;   // the same: scale * sum of the activations
+// What rows have of one group: pointers to the first row's, the others' are `groups` apart.
+struct GroupRows {
+    const float* scale;
+    const float* sums;  // scale * sum of the activations; null without minimums
     int64_t groups;
 };
 
-OPTKIT_INLINE GroupSums group_sums(const Linear& p, int64_t row, int64_t g) {
+OPTKIT_INLINE GroupRows group_rows(const Linear& p, int64_t row, int64_t g) {
     const int64_t at = row * p.groups + g;
     return {p.scale + at, p.sums ? p.sums + at : nullptr, p.groups};
 }
 
-// Add 4 output channels of row r, scaled, and with MINIMUM what the minimums contribute.
+// Add the sums of products of 4 output channels of row r to `sum`, scaled, and with MINIMUM what minimums contribute.
 template <bool MINIMUM>
-OPTKIT_NEON OPTKIT_INLINE void add_scaled(float* sum, int32x4_t total, const GroupSums& rows, int r,
+OPTKIT_NEON OPTKIT_INLINE void add_scaled(float* sum, int32x4_t total, const GroupRows& rows, int r,
                                           float32x4_t weight_scale, float32x4_t minimum) {
     const float32x4_t scale = vmulq_f32(vdupq_n_f32(rows.scale[r * rows.groups]), weight_scale);
     float32x4_t added = vfmaq_f32(vld1q_f32(sum), vcvtq_f32_s32(total), scale);
@@ -52,11 +52,12 @@ OPTKIT_NEON OPTKIT_INLINE void store_sums(const float* sums, const Linear& p, in
     }
 }
 
-// Four steps of a row of activations, or one in all lanes, as signed bytes.
+// Activations as signed bytes.
 OPTKIT_NEON OPTKIT_INLINE int8x16_t without_zero_point(uint8x16_t q) {
     return vreinterpretq_s8_u8(veorq_u8(q, vdupq_n_u8(128)));
 }
 
+// One step of a row of activations, in all four lanes.
 OPTKIT_NEON OPTKIT_INLINE uint8x16_t one_step(const uint8_t* q) {
     uint32_t four;
     __builtin_memcpy(&four, q, sizeof four);

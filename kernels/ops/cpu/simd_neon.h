@@ -69,9 +69,10 @@ struct Neon {
         return {{vrndnq_f32(a.q[0]), vrndnq_f32(a.q[1]), vrndnq_f32(a.q[2]), vrndnq_f32(a.q[3])}};
     }
     OP Vec where_less(Vec a, Vec b, Vec yes, Vec no) {
-        return {{chosen(vcltq_f32(a.q[0], b.q[0]), yes.q[0], no.q[0]), chosen(vcltq_f32(a.q[1], b.q[1]), yes.q[1], no.q[1]),
-                 chosen(vcltq_f32(a.q[2], b.q[2]), yes.q[2], no.q[2]),
-                 chosen(vcltq_f32(a.q[3], b.q[3]), yes.q[3], no.q[3])}};
+        return {{vbslq_f32(vcltq_f32(a.q[0], b.q[0]), yes.q[0], no.q[0]),
+                 vbslq_f32(vcltq_f32(a.q[1], b.q[1]), yes.q[1], no.q[1]),
+                 vbslq_f32(vcltq_f32(a.q[2], b.q[2]), yes.q[2], no.q[2]),
+                 vbslq_f32(vcltq_f32(a.q[3], b.q[3]), yes.q[3], no.q[3])}};
     }
     OP Vec times_two_to(Vec a, Vec n) {
         return {{scaled(a.q[0], n.q[0]), scaled(a.q[1], n.q[1]), scaled(a.q[2], n.q[2]), scaled(a.q[3], n.q[3])}};
@@ -89,7 +90,8 @@ struct Neon {
     OP void transpose(const char* const* rows, Vec (&out)[4]) {
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) {
-            const Quad a = quad(rows[4 * i]), b = quad(rows[4 * i + 1]), c = quad(rows[4 * i + 2]), d = quad(rows[4 * i + 3]);
+            const Quad a = quad(rows[4 * i]), b = quad(rows[4 * i + 1]);
+            const Quad c = quad(rows[4 * i + 2]), d = quad(rows[4 * i + 3]);
             const Quad ac0 = vzip1q_f32(a, c), ac1 = vzip2q_f32(a, c), bd0 = vzip1q_f32(b, d), bd1 = vzip2q_f32(b, d);
             out[0].q[i] = vzip1q_f32(ac0, bd0);
             out[1].q[i] = vzip2q_f32(ac0, bd0);
@@ -104,7 +106,6 @@ struct Neon {
     }
 
   private:
-    OP Quad chosen(uint32x4_t condition, Quad yes, Quad no) { return vbslq_f32(condition, yes, no); }
     OP Quad greater(Quad a, Quad b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
     OP Quad scaled(Quad a, Quad n) {
         return vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(a), vshlq_n_s32(nearest(n), 23)));
@@ -112,7 +113,7 @@ struct Neon {
     OP Quad quad(const char* p) { return vld1q_f32(reinterpret_cast<const float*>(p)); }
 };
 
-// Here keys are signed and values unsigned: products are of two signed or of two unsigned bytes.
+// Products are of two signed bytes (numbers and keys) or of two unsigned ones (numbers and values).
 struct Int8Neon {
     struct Ints {
         int32x4_t q[4];
@@ -160,7 +161,8 @@ struct Int8Neon {
     }
     OP Ints flip_signs(Ints a) {
         const int32x4_t signs = vdupq_n_s32(static_cast<std::int32_t>(0x80808080));
-        return {{veorq_s32(a.q[0], signs), veorq_s32(a.q[1], signs), veorq_s32(a.q[2], signs), veorq_s32(a.q[3], signs)}};
+        return {{veorq_s32(a.q[0], signs), veorq_s32(a.q[1], signs), veorq_s32(a.q[2], signs),
+                 veorq_s32(a.q[3], signs)}};
     }
     OP Neon::Vec floats(Ints a) {
         return {{vcvtq_f32_s32(a.q[0]), vcvtq_f32_s32(a.q[1]), vcvtq_f32_s32(a.q[2]), vcvtq_f32_s32(a.q[3])}};
@@ -176,9 +178,9 @@ struct Int8Neon {
 #pragma GCC unroll 4
             for (int i = 0; i < 4; ++i) a.q[i] = veorq_s32(vaddq_s32(a.q[i], half), half);
         }
-        const int8x16_t low = vreinterpretq_s8_s16(pairs(a.q[0], a.q[1])), high = vreinterpretq_s8_s16(pairs(a.q[2], a.q[3]));
-        vst1q_s8(static_cast<std::int8_t*>(first), vuzp2q_s8(low, high));
-        vst1q_s8(static_cast<std::int8_t*>(second), vuzp1q_s8(low, high));
+        const int8x16_t front = pairs(a.q[0], a.q[1]), back = pairs(a.q[2], a.q[3]);
+        vst1q_s8(static_cast<std::int8_t*>(first), vuzp2q_s8(front, back));
+        vst1q_s8(static_cast<std::int8_t*>(second), vuzp1q_s8(front, back));
     }
     OP Ints interleave(const char* const* rows, int column) {
         const int8x16_t a = bytes(rows[0] + column), b = bytes(rows[1] + column);
@@ -196,8 +198,8 @@ struct Int8Neon {
     OP int8x16_t bytes(const char* p) { return vld1q_s8(reinterpret_cast<const std::int8_t*>(p)); }
     OP int32x4_t quad(const std::int8_t* p) { return vreinterpretq_s32_s8(vld1q_s8(p)); }
     // The low 16 bits of eight lanes.
-    OP int16x8_t pairs(int32x4_t a, int32x4_t b) {
-        return vuzp1q_s16(vreinterpretq_s16_s32(a), vreinterpretq_s16_s32(b));
+    OP int8x16_t pairs(int32x4_t a, int32x4_t b) {
+        return vreinterpretq_s8_s16(vuzp1q_s16(vreinterpretq_s16_s32(a), vreinterpretq_s16_s32(b)));
     }
 };
 #undef OP
