@@ -21,7 +21,7 @@ OVER     = awk -F== 'NR == FNR {its[$$1]} NR == FNR || !($$1 in its)' $(1) const
 SOURCES := $(shell find optkit passes kernels/ops recipes -name '*.py' -o -name '*.cpp' -o -name '*.yaml')
 RESULTS := bench/results
 
-.PHONY: help demo test test-oldest lint format bench peers soak chaos emulated sanitize clients wheel clean artifact-verified FORCE
+.PHONY: help demo test test-oldest lint format bench peers soak chaos emulated arm sanitize clients wheel clean artifact-verified FORCE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -37,6 +37,7 @@ help:
 	@echo "make chaos    a live server killed, flooded and left; 20,000 hostile artifacts (ends after three hours)"
 	@echo "make emulated tests of the native kernels on emulated AVX-VNNI, AVX-512 and AMX"
 	@echo "make sanitize native code under GCC's address, undefined-behaviour and thread sanitizers (an hour)"
+	@echo "make arm      native kernels for 64-bit Arm, cross-compiled and emulated (g++-aarch64-linux-gnu, qemu-user; minutes)"
 	@echo "make clients  langchain-openai, litellm and guidellm, unmodified, against a live server"
 	@echo "make wheel    build the wheel into dist/, install it into fresh environments and try the commands there"
 	@echo "make clean    remove .venv, the artifact and caches of this directory"
@@ -115,7 +116,7 @@ peers: artifact-verified
 # -- checking ----------------------------------------------------------------------------------------------
 
 test: $(VENV)/.test $(VENV)/.model
-	$(BIN)/python -m pytest -m 'not soak and not chaos' $(SHARED) $(ARGS)
+	$(BIN)/python -m pytest -m 'not soak and not chaos and not arm' $(SHARED) $(ARGS)
 
 # The oldest versions that are supported, in an environment of its own (6 GB); what they leave open is constraints.txt's.
 OLDEST := .oldest/bin/python -m pip --disable-pip-version-check --no-input -q install -c .oldest/constraints.txt
@@ -129,7 +130,7 @@ OLDEST := .oldest/bin/python -m pip --disable-pip-version-check --no-input -q in
 	@touch $@
 
 test-oldest: .oldest/.made
-	.oldest/bin/python -m pytest -m 'not soak and not chaos and not real_model' tests/graph tests/lowering tests/capture tests/passes \
+	.oldest/bin/python -m pytest -m 'not soak and not chaos and not arm and not real_model' tests/graph tests/lowering tests/capture tests/passes \
 	    tests/kernels tests/checkpoint tests/calibration tests/artifact tests/runtime $(SHARED) $(ARGS)
 
 soak: $(VENV)/.test $(VENV)/.model
@@ -143,16 +144,24 @@ NATIVE_TESTS := tests/lowering/test_launch_plan.py tests/graph/test_variants.py 
     $(addprefix tests/passes/,test_int8.py test_w4a8.py test_kv_int8.py quantization/test_calibrated.py test_flash_attention.py) \
     $(addprefix tests/runtime/,test_batch_invariance.py kv/test_prefix_cache.py sampling/test_speculative.py test_runner.py test_factory_hostile.py)
 KERNEL_TESTS := tests/kernels --ignore=tests/kernels/triton
-SANITIZED = $(BIN)/python -m tests.support.sanitized $(1) -m pytest --capture=sys -m 'not soak and not chaos and not real_model'
+SANITIZED = $(BIN)/python -m tests.support.sanitized $(1) -m pytest --capture=sys -m 'not soak and not chaos and not arm and not real_model'
 
 emulated: $(VENV)/.test
-	$(BIN)/python -m tests.support.emulated -m pytest $(KERNEL_TESTS) $(NATIVE_TESTS) -m 'not soak and not chaos and not real_model' $(ARGS)
+	$(BIN)/python -m tests.support.emulated -m pytest $(KERNEL_TESTS) $(NATIVE_TESTS) -m 'not soak and not chaos and not arm and not real_model' $(ARGS)
 
 sanitize: $(VENV)/.test
 	$(call SANITIZED,address) $(KERNEL_TESTS) $(NATIVE_TESTS) $(ARGS)
 	OPTKIT_CPU_ISA=avx2 $(call SANITIZED,address) $(NATIVE_TESTS) $(ARGS)
 	$(call SANITIZED,emulated) $(KERNEL_TESTS) $(ARGS)
 	$(call SANITIZED,thread) $(KERNEL_TESTS) tests/runtime/test_batch_invariance.py $(ARGS)
+
+# Bits of emulated Arm CPUs against this machine's; then the kernels' own tests on all instruction sets of one of them.
+ARM_TESTS := $(addprefix tests/kernels/,test_attention.py test_gates.py test_int4.py test_int8.py test_norms.py test_rope.py \
+    test_w8a16.py test_w8_embedding.py test_wna16.py)
+
+arm: $(VENV)/.test
+	$(BIN)/python -m pytest -m arm tests/kernels/test_arm.py $(ARGS)
+	$(BIN)/python -m pytest -p tests.support.arm --arm-cpu max $(ARM_TESTS) $(ARGS)
 
 # A wheel without the library would install and be slow, so the first test refuses it.
 wheel: $(VENV)/.test

@@ -24,7 +24,23 @@ from optkit.errors import UserError, nearest
 from optkit.machine.paths import cache_dir, replace_text
 
 ISA_FLAGS = ("sse4_2", "avx", "avx2", "fma", "avx512f", "avx512bw", "avx512_vnni", "avx_vnni", "avx512_bf16")
-ISA_EXTRA = ("amx_tile", "amx_int8", "amx_bf16", "asimd", "asimddp", "i8mm", "sve")
+ISA_EXTRA = ("amx_tile", "amx_int8", "amx_bf16", "asimd", "asimddp", "i8mm", "bf16", "sve")
+BF16_UNITS = {"avx512_bf16", "amx_bf16", "bf16"}
+
+# The cores of Arm servers by implementer and part (Arm, "Main ID Register"): Linux gives no name for them.
+ARM_CORES = {
+    ("0x41", "0xd08"): "Cortex-A72",
+    ("0x41", "0xd0b"): "Cortex-A76",
+    ("0x41", "0xd0c"): "Neoverse N1",
+    ("0x41", "0xd40"): "Neoverse V1",
+    ("0x41", "0xd49"): "Neoverse N2",
+    ("0x41", "0xd4f"): "Neoverse V2",
+    ("0x41", "0xd83"): "Neoverse V3AE",
+    ("0x41", "0xd84"): "Neoverse V3",
+    ("0x41", "0xd8e"): "Neoverse N3",
+    ("0xc0", "0xac3"): "Ampere-1",
+    ("0xc0", "0xac4"): "Ampere-1a",
+}
 
 
 @dataclass(frozen=True)
@@ -109,8 +125,16 @@ def detect(refresh: bool = False) -> Target:
 def cpu_model() -> str:
     """The processor's name as reported by the operating system."""
     fields = _cpuinfo()
-    names = [fields.get(key) for key in ("model name", "Model", "CPU part")]
+    names = [fields.get("model name"), fields.get("Model"), _arm_core(fields)]
     return next(filter(None, names), platform.processor() or platform.machine())
+
+
+def _arm_core(fields: dict[str, str]) -> str | None:
+    """The name of an Arm core, or its numbers; None where ``fields`` has none."""
+    implementer, part = fields.get("CPU implementer"), fields.get("CPU part")
+    if implementer is None or part is None:
+        return None
+    return ARM_CORES.get((implementer, part), f"Arm core, implementer {implementer}, part {part}")
 
 
 def cpu_isa() -> tuple[str, ...]:
@@ -179,7 +203,7 @@ def _read_cached(file: Path) -> Target | None:
 def _measured_target() -> Target:
     from optkit.machine import ceilings as measure
 
-    bf16_units = {"avx512_bf16", "amx_bf16"} & set(cpu_isa())
+    bf16_units = BF16_UNITS & set(cpu_isa())
     return Target(
         name="cpu",
         kind="cpu",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,52 @@ def test_cpu_model_has_a_name_when_proc_is_missing(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(target, "_cpuinfo", dict)
     assert target.cpu_model()
     assert target.cpu_isa() == ()
+
+
+GRAVITON3 = """processor\t: 0
+BogoMIPS\t: 2100.00
+Features\t: fp asimd evtstrm aes crc32 atomics fphp asimdhp cpuid asimdrdm asimddp sve asimdfhm svei8mm i8mm bf16 rng
+CPU implementer\t: 0x41
+CPU architecture: 8
+CPU variant\t: 0x1
+CPU part\t: 0xd40
+CPU revision\t: 1
+
+processor\t: 1
+CPU part\t: 0xd08
+"""
+
+
+@pytest.fixture
+def cpuinfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """A function to put a text in place of ``/proc/cpuinfo``."""
+
+    def put(text: str) -> None:
+        file = tmp_path / "cpuinfo"
+        file.write_text(text)
+        monkeypatch.setattr(target, "Path", lambda _: file)
+
+    return put
+
+
+def test_cpu_facts_name_core_and_instructions_when_the_cpu_is_arm(cpuinfo: Callable[[str], None]) -> None:
+    cpuinfo(GRAVITON3)
+    assert target.cpu_model() == "Neoverse V1"
+    assert target.cpu_isa() == ("asimd", "asimddp", "i8mm", "bf16", "sve")
+
+
+def test_cpu_model_gives_the_numbers_when_an_arm_core_is_unknown(cpuinfo: Callable[[str], None]) -> None:
+    cpuinfo(GRAVITON3.replace("0xd40", "0xfff"))
+    assert target.cpu_model() == "Arm core, implementer 0x41, part 0xfff"
+
+
+def test_target_measures_bf16_when_an_arm_cpu_has_units(
+    fast_measurements: list[int], cpuinfo: Callable[[str], None]
+) -> None:
+    cpuinfo(GRAVITON3)
+    assert target._measured_target().bf16_flops > 0
+    cpuinfo(GRAVITON3.replace(" bf16", ""))
+    assert target._measured_target().bf16_flops == 0
 
 
 def test_present_target_names_the_remedy_when_there_is_no_gpu(tmp_path: Path) -> None:

@@ -6,9 +6,9 @@
 // is exact; its bits depend neither on the instruction set nor on how rows are put together.
 //   Scratch.q       [rows / kRows][2][D / 4][kRows]  halves of four numbers of a query, the first ones first
 //   Scratch.q_scale [rows]                           what a query's step is worth, in exponents of 2
-//   Scratch.q_sums  [rows]                           -128 times the sum of a query: keys get zero point 128
-//   Scratch.k       [D / 4][64]                      words of four bytes of a key, unsigned: a vector holds 16 keys
-//   Scratch.v       [64 / 4][Dv to 16]               words of one byte of four values
+//   Scratch.q_sums  [rows]                           what undoes the zero point of keys: times the sum of a query
+//   Scratch.k       [D / 4][64]                      words of four bytes of a key, with their zero point: a vector holds 16 keys
+//   Scratch.v       [64 / 4][Dv to 16]               words of one byte of four values, with theirs
 //   Scratch.weights [kRows][2][64 / 4]               halves of four weights
 
 constexpr float kQuerySteps = 127.0f * 256.0f + 127.0f;  // either side of zero
@@ -22,10 +22,10 @@ OPTKIT_INLINE Word word_at(const void* p) {
 }
 
 // acc[r][n] += the half of row r, at a + r * a_row + w * a_word, times column n of b, for all words w.
-template <bool unsigned_columns, int half, int R, int NV>
+template <Bytes bytes, int half, int R, int NV>
 OPTKIT_TARGET OPTKIT_INLINE void add_dots(I::Ints (&acc)[R][NV], const uint8_t* a, int64_t a_row, int64_t a_word,
                                           const uint32_t* b, int64_t b_word, int words) {
-    using Kind = I::Dot<unsigned_columns, half>;
+    using Kind = I::Dot<bytes, half>;
     for (int w = 0; w < words; ++w, a += a_word, b += b_word) {
         typename Kind::Column column[NV];
 #pragma GCC unroll 8
@@ -40,19 +40,19 @@ OPTKIT_TARGET OPTKIT_INLINE void add_dots(I::Ints (&acc)[R][NV], const uint8_t* 
 }
 
 // acc[r][n] = row r times column n: the sums of both halves, of which the second starts `halves` bytes after the first.
-template <bool unsigned_columns, int R, int NV>
+template <Bytes bytes, int R, int NV>
 OPTKIT_TARGET OPTKIT_INLINE void multiply(I::Ints (&acc)[R][NV], const uint8_t* a, int64_t halves, int64_t a_row,
                                           int64_t a_word, const uint32_t* b, int64_t b_word, int words) {
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
         for (int n = 0; n < NV; ++n) acc[r][n] = I::all(0);
-    add_dots<unsigned_columns, 0>(acc, a, a_row, a_word, b, b_word, words);
+    add_dots<bytes, 0>(acc, a, a_row, a_word, b, b_word, words);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
         for (int n = 0; n < NV; ++n) acc[r][n] = I::between_halves(acc[r][n]);
-    add_dots<unsigned_columns, 1>(acc, a + halves, a_row, a_word, b, b_word, words);
+    add_dots<bytes, 1>(acc, a + halves, a_row, a_word, b, b_word, words);
 }
 
 // scores[r][0..16 NV) = q[.][r] . k[.][0..16 NV), times both scales.
@@ -61,7 +61,7 @@ OPTKIT_TARGET void score_int8_tile(const uint8_t* q, const uint32_t* k, int word
                                    const int32_t* q_sums, const float* k_scale, float* scores) {
     constexpr int word = R * sizeof(uint32_t);
     I::Ints acc[R][NV];
-    multiply<true>(acc, q, words * word, sizeof(uint32_t), word, k, kTile, words);
+    multiply<Bytes::keys>(acc, q, words * word, sizeof(uint32_t), word, k, kTile, words);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
@@ -79,35 +79,47 @@ OPTKIT_TARGET void score_int8_block(const uint8_t* q, const uint32_t* k, int wor
     if constexpr (NV > 1) score_int8_block<R, NV - 1>(q, k, words, q_scale, q_sums, k_scale, vecs, scores);
 }
 
-// out[r][0..16 NV) = out[r] * rescale[r] + step[r] * sum over keys of weight[r][key] * v[key].
+// out[r][0..16 NV) = out[r] * rescale[r] + step[r] * sum over keys of weight[r][key] * v[key]. `sums` undoes the zero
+// point of values.
 template <int R, int NV>
-OPTKIT_TARGET void weigh_int8_tile(const uint8_t* weights, const float* rescale, const float* step, const uint32_t* v,
-                                   int64_t width, int start, int stop, float* out) {
+OPTKIT_TARGET void weigh_int8_tile(const uint8_t* weights, const float* rescale, const float* step, const int32_t* sums,
+                                   const uint32_t* v, int64_t width, int start, int stop, float* out) {
     I::Ints acc[R][NV];
-    multiply<false>(acc, weights + 4 * start, kTile, 2 * kTile, 4, v + start * width, width, stop - start);
+    multiply<Bytes::values>(acc, weights + 4 * start, kTile, 2 * kTile, 4, v + start * width, width, stop - start);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
         for (int n = 0; n < NV; ++n) {
             float* to = out + r * width + n * kLanes;
             const S::Vec earlier = S::mul(S::load(to), S::all(rescale[r]));
-            S::store(to, S::fma(I::floats(acc[r][n]), S::all(step[r]), earlier));
+            const I::Ints total = I::value_zero ? I::add(acc[r][n], I::all(sums[r])) : acc[r][n];
+            S::store(to, S::fma(I::floats(total), S::all(step[r]), earlier));
         }
 }
 
 template <int R, int NV = S::tile_vecs>
-OPTKIT_TARGET void weigh_int8_block(const uint8_t* weights, const float* rescale, const float* step,
+OPTKIT_TARGET void weigh_int8_block(const uint8_t* weights, const float* rescale, const float* step, const int32_t* sums,
                                     const uint32_t* v, int64_t width, int64_t left, int start, int stop, float* out) {
     for (; left >= NV * kLanes; left -= NV * kLanes, v += NV * kLanes, out += NV * kLanes)
-        weigh_int8_tile<R, NV>(weights, rescale, step, v, width, start, stop, out);
+        weigh_int8_tile<R, NV>(weights, rescale, step, sums, v, width, start, stop, out);
     if constexpr (NV > 1)
-        weigh_int8_block<R, NV - 1>(weights, rescale, step, v, width, left, start, stop, out);
+        weigh_int8_block<R, NV - 1>(weights, rescale, step, sums, v, width, left, start, stop, out);
 }
 
-// Of a row: its largest score, the sum of its weights 2^(score - top), and what a step of them, each times its value's
-// scale, is worth.
+// -`zero` times the sum of all lanes: what undoes the zero point of a column. Of NaN it wraps around.
+OPTKIT_TARGET inline int32_t without_zero(I::Ints sums, int32_t zero) {
+    int32_t lanes[kLanes];
+    I::store(lanes, sums);
+    uint32_t total = 0;
+    for (const int32_t lane : lanes) total += static_cast<uint32_t>(lane);
+    return static_cast<int32_t>(-static_cast<uint32_t>(zero) * total);
+}
+
+// Of a row: its largest score, the sum of its weights 2^(score - top), what a step of them, each times its value's scale,
+// is worth, and what undoes the zero point of values.
 struct RowWeights {
     float top, sum, step;
+    int32_t zero_sum;
 };
 
 // The scores of R rows become weights in steps. Three passes over the rows: each step of a row waits for the one before,
@@ -138,12 +150,15 @@ OPTKIT_TARGET void weigh_scores(float* scores, int vecs, const float* v_scale, u
     for (int r = 0; r < R; ++r) {
         const float inverse = largest[r] > 0 ? kWeightSteps / largest[r] : 0.0f;
         uint8_t* to = weights + 2 * r * kTile;
+        I::Ints sum = I::all(0);
         for (int n = 0; n < vecs; ++n) {
             const S::Vec scaled = S::load(scores + r * kTile + n * kLanes);
             const I::Ints steps = I::rounded(S::mul(scaled, S::all(inverse)));
             I::store_halves<false>(to + n * kLanes, to + kTile + n * kLanes, steps);
+            if (I::value_zero) sum = I::add(sum, steps);
         }
         rows[r].step = largest[r] / kWeightSteps;
+        rows[r].zero_sum = I::value_zero ? without_zero(sum, I::value_zero) : 0;
     }
 }
 
@@ -167,10 +182,7 @@ struct OnInt8 {
     OPTKIT_TARGET static void pack_tile(const Problem& p, int, int count, Scratch& scratch) {
         transpose_words(p.depth / 4, count, scratch);
         for (int j = 0; j < count; j += kLanes) {
-            for (int w = 0; w < p.depth / 4; ++w) {
-                float* key = scratch.k + w * kTile + j;
-                I::store(key, I::flip_signs(I::load(key)));
-            }
+            for (int w = 0; I::key_zero && w < p.depth / 4; ++w) flip_signs(scratch.k + w * kTile + j);
             // A value that is no number becomes a score that is none: rows that may not see it don't.
             const S::Vec value = S::load(scratch.v_scale + j), size = S::abs(value), limit = S::all(__builtin_inff());
             const S::Vec key = S::load(scratch.k_scale + j);
@@ -178,6 +190,8 @@ struct OnInt8 {
             S::store(scratch.v_scale + j, S::where_less(size, limit, value, S::all(0.0f)));
         }
         interleave_values(p, count, scratch);
+        const int words = I::value_zero ? (count + 3) / 4 * p.width : 0;
+        for (int w = 0; w < words; w += kLanes) flip_signs(scratch.v + w);
     }
 
     template <int R>
@@ -191,13 +205,17 @@ struct OnInt8 {
         if (p.softcap > 0) soft_cap(scratch.scores, R, block.vecs, p.softcap);
         mask_block(p, block, scratch.scores);
         float rescale[kLanes], step[kLanes];
-        merge_scores<R>(block, scratch, sums.m + block.first_row, sums.l + block.first_row, rescale, step);
-        weigh_int8_block<R>(scratch.weights, rescale, step, v, p.width, p.width, block.start / 4,
+        int32_t zero_sums[R];
+        merge_scores<R>(block, scratch, sums.m + block.first_row, sums.l + block.first_row, rescale, step, zero_sums);
+        weigh_int8_block<R>(scratch.weights, rescale, step, zero_sums, v, p.width, p.width, block.start / 4,
                             (block.stop + 3) / 4, sums.out + block.first_row * p.width);
     }
 
   private:
-    // Halves of x [D] in steps of its largest number, and -128 times their sum; gives what a step is worth.
+    // Sixteen words of bytes, signed to unsigned or back.
+    OPTKIT_TARGET OPTKIT_INLINE static void flip_signs(void* words) { I::store(words, I::flip_signs(I::load(words))); }
+
+    // Halves of x [D] in steps of its largest number, and what undoes the zero point of keys; gives what a step is worth.
     OPTKIT_TARGET static float halve(const float* x, const Problem& p, uint8_t* first, uint8_t* second, int32_t& sum) {
         const float most = largest(x, p.dim), inverse = most > 0 ? kQuerySteps / most : 0.0f;
         I::Ints sums = I::all(0);
@@ -207,11 +225,7 @@ struct OnInt8 {
             I::store_halves<true>(first + d, second + d, steps);
             sums = I::add(sums, steps);
         }
-        int32_t lanes[kLanes];
-        I::store(lanes, sums);
-        uint32_t total = 0;  // of a query with NaN it wraps around
-        for (const int32_t lane : lanes) total += static_cast<uint32_t>(lane);
-        sum = static_cast<int32_t>(-128u * total);
+        sum = without_zero(sums, I::key_zero);
         return most / kQuerySteps;
     }
 
@@ -240,7 +254,7 @@ struct OnInt8 {
     // its powers of 2 are one vector each.
     template <int R>
     OPTKIT_TARGET static void merge_scores(const Block& block, Scratch& scratch, float* m, float* l, float* rescale,
-                                           float* step) {
+                                           float* step, int32_t* zero_sums) {
         RowWeights rows[R];
         for (int r = 0; r < kLanes; ++r) rescale[r] = step[r] = 0.0f;
         weigh_scores<R>(scratch.scores, block.vecs, scratch.v_scale, scratch.weights, rows);
@@ -256,6 +270,7 @@ struct OnInt8 {
         for (int r = 0; r < R; ++r) {
             l[r] = l[r] * rescale[r] + rows[r].sum * step[r];
             step[r] *= rows[r].step;
+            zero_sums[r] = rows[r].zero_sum;
         }
     }
 };

@@ -7,6 +7,10 @@
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif OPTKIT_ARM && defined(__linux__)
+#include <sys/auxv.h>
+#elif OPTKIT_ARM && defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 namespace optkit::cpu {
@@ -82,6 +86,35 @@ bool avx2() { return false; }
 bool avx_vnni() { return false; }
 bool avx512_vnni() { return false; }
 bool amx_int8() { return false; }
+
+#endif
+
+#if OPTKIT_ARM && defined(__linux__)
+
+// Bits of the auxiliary vector (Linux, Documentation/arch/arm64/elf_hwcaps.rst): HWCAP_ASIMDDP, HWCAP2_I8MM.
+bool neon_dotprod() { return getauxval(AT_HWCAP) >> 20 & 1; }
+bool neon_i8mm() { return neon_dotprod() && getauxval(AT_HWCAP2) >> 13 & 1; }
+
+#elif OPTKIT_ARM && defined(__APPLE__)
+
+namespace {
+
+// A name of Apple's "Determining instruction set characteristics".
+bool has(const char* feature) {
+    int value = 0;
+    size_t size = sizeof value;
+    return sysctlbyname(feature, &value, &size, nullptr, 0) == 0 && value != 0;
+}
+
+}  // namespace
+
+bool neon_dotprod() { return has("hw.optional.arm.FEAT_DotProd"); }
+bool neon_i8mm() { return neon_dotprod() && has("hw.optional.arm.FEAT_I8MM"); }
+
+#else
+
+bool neon_dotprod() { return false; }
+bool neon_i8mm() { return false; }
 
 #endif
 

@@ -1,9 +1,10 @@
 // The instruction set used by the kernels of this process; isas.h has the list.
 //
-// A kernel has one entry point with a C ABI. It switches on `isa()` and calls the variant of that name, or on `base_isa()`
-// where few have a variant: functions compiled for more than the baseline carry OPTKIT_AVX2, OPTKIT_AVX_VNNI,
-// OPTKIT_AVX512 or OPTKIT_AMX. The AVX2 and AVX-512 variants of a kernel give the same bits, and where sums are of integers all do. The float kernels (simd.h) use fused
-// multiply-add, which the baseline lacks: their portable variant differs from the others by rounding.
+// A kernel has one entry point with a C ABI. It switches on `isa()` and calls the variant of that name, or on
+// `base_isa()` where few have a variant: functions compiled for more than the baseline carry OPTKIT_AVX2,
+// OPTKIT_AVX_VNNI, OPTKIT_AVX512, OPTKIT_AMX, OPTKIT_NEON or OPTKIT_I8MM. All but the portable variants of a kernel give
+// the same bits, and where sums are of integers all do. The float kernels (simd.h) use fused multiply-add, which the
+// baseline lacks: their portable variant differs from the others by rounding.
 #pragma once
 
 #include <cstddef>
@@ -23,6 +24,15 @@
 #endif
 #else
 #define OPTKIT_X86 0
+#endif
+
+#if defined(__aarch64__)
+#define OPTKIT_ARM 1
+#include <arm_neon.h>
+#define OPTKIT_NEON __attribute__((target("arch=armv8.2-a+dotprod")))
+#define OPTKIT_I8MM __attribute__((target("arch=armv8.2-a+dotprod+i8mm")))
+#else
+#define OPTKIT_ARM 0
 #endif
 
 // C ABI: what ctypes finds. Everything else in the library is hidden.

@@ -37,6 +37,16 @@ using I = Int8AvxVnni;
 }  // namespace avx_vnni
 #endif
 #endif
+#if OPTKIT_ARM
+namespace neon {
+#define OPTKIT_TARGET OPTKIT_NEON
+using S = Neon;
+using I = Int8Neon;
+#include "vector_math.h"
+#include OPTKIT_BODY
+#undef OPTKIT_TARGET
+}  // namespace neon
+#endif
 namespace portable {
 #define OPTKIT_TARGET
 using S = Portable;
@@ -54,6 +64,9 @@ inline auto functions_in_use() {
 #if OPTKIT_X86
         case Isa::avx512_vnni: return avx512::functions();
         case Isa::avx2: return avx2::functions();
+#endif
+#if OPTKIT_ARM
+        case Isa::neon_dotprod: return neon::functions();
 #endif
         default: return portable::functions();
     }

@@ -21,14 +21,12 @@
 #include <cstring>
 
 #include "dispatch.h"
+#include "paired_rows.h"
 #include "scratch.h"
 #include "threads.h"
 
 namespace optkit {
 namespace {
-
-// Up to here unpacking in registers is faster than through memory.
-constexpr int64_t FEW_ROWS = 36, FEW_ROWS_AVX2 = 7;
 
 // -- rows ------------------------------------------------------------------------------------------------
 
@@ -37,11 +35,12 @@ struct Rows {
     float* scale;       // [rows][groups]
     float* sums;        // [rows][groups]: scale * sum of the group's (q - 128)
     int32_t* start;     // [rows][groups]: where accumulators of few rows start
-    uint8_t* signed_q;  // [rows][k]: q - 128 as s8; null for the int8 tiles
+    uint8_t* signed_q;  // [rows, even][k]: q - 128 as s8; null for the int8 tiles
 };
 
 Rows rows_in(GrowingMemory& scratch, int64_t rows, int64_t groups, int64_t k, bool with_signed_q) {
-    auto* scale = reinterpret_cast<float*>(scratch.at_least<char>(rows * (groups * 12 + (with_signed_q ? k : 0))));
+    const int64_t bytes = rows * groups * 12 + (with_signed_q ? (rows + rows % 2) * k : 0);
+    auto* scale = reinterpret_cast<float*>(scratch.at_least<char>(bytes));
     float* sums = scale + rows * groups;
     auto* start = reinterpret_cast<int32_t*>(sums + rows * groups);
     return {scale, sums, start, with_signed_q ? reinterpret_cast<uint8_t*>(start + rows * groups) : nullptr};
@@ -136,24 +135,42 @@ OPTKIT_AVX512 void prepare_avx512(const LinearW4A8& p, int64_t m, int64_t count,
     prepare_rows(p, m, count, to);
 }
 #endif
+#if OPTKIT_ARM
+// For linear_paired_codes.
+void prepare_pairs(const LinearW4A8& p, int64_t m, int64_t count, const Rows& to) {
+    auto* pairs = reinterpret_cast<int8_t*>(to.signed_q);
+    prepare_rows(p, m, count, {to.scale, to.sums, to.start, nullptr});
+    pair_rows(p.q + m * p.q_stride, p.q_stride, count, p.groups, p.group_steps, pairs);
+}
+#endif
 
 struct Functions {
-    Prepare prepare;
+    Prepare prepare, prepare_many;
     Unpack unpack;
+    int64_t most_few;    // rows, up to which unpacking in registers is faster than through memory
     FewRows few_rows;    // null: there is no tile for few rows
-    int64_t few;         // rows up to which few_rows is the faster
     ManyRows many_rows;  // null: the int8 tiles, for weights less their zero point
 };
 
 Functions functions() {
 #ifdef OPTKIT_AVX_VNNI
-    if (isa() == Isa::avx_vnni) return {prepare_avx2, unpack_avx2, linear_w4a8_avx_vnni, FEW_ROWS, linear_codes_avx_vnni};
+    if (isa() == Isa::avx_vnni)
+        return {prepare_avx2, prepare_avx2, unpack_avx2, 36, linear_w4a8_avx_vnni, linear_codes_avx_vnni};
 #endif
 #if OPTKIT_X86
-    if (base_isa() == Isa::avx512_vnni) return {prepare_avx512, unpack_avx512, linear_w4a8_avx512, FEW_ROWS, nullptr};
-    if (base_isa() == Isa::avx2) return {prepare_avx2, unpack_avx2, linear_w4a8_avx2, FEW_ROWS_AVX2, linear_codes_avx2};
+    if (base_isa() == Isa::avx512_vnni)
+        return {prepare_avx512, prepare_avx512, unpack_avx512, 36, linear_w4a8_avx512, nullptr};
+    if (base_isa() == Isa::avx2)
+        return {prepare_avx2, prepare_avx2, unpack_avx2, 7, linear_w4a8_avx2, linear_codes_avx2};
 #endif
-    return {prepare_portable, unpack_portable, nullptr, 0, nullptr};
+#if OPTKIT_ARM
+    // The baseline has Neon's vectors of integers, which is all that preparing rows takes. Both limits are estimates.
+    if (isa() == Isa::neon_i8mm)
+        return {prepare_portable, prepare_pairs, unpack_i8mm, 3, linear_w4a8_neon, linear_paired_codes};
+    if (base_isa() == Isa::neon_dotprod)
+        return {prepare_portable, prepare_portable, unpack_neon, 16, linear_w4a8_neon, nullptr};
+#endif
+    return {prepare_portable, prepare_portable, unpack_portable, 0, nullptr, nullptr};
 }
 
 // -- the loop --------------------------------------------------------------------------------------------
@@ -178,7 +195,7 @@ void by_unpacking(const LinearW4A8& p, const Functions& f, int64_t from, int64_t
     const Unpacked unpacked = unpacked_in(panel_scratch.at_least<char>(unpacked_bytes(p.groups, k)), p.groups, k);
     const Linear view = view_of(p, m, rows);
     const LinearRows tiles = linear_rows();
-    f.prepare(p, m, count, rows);
+    f.prepare_many(p, m, count, rows);
     for (int64_t i = from; i < to; ++i) {
         const uint8_t* records = p.weight + i * bytes;
         f.unpack(p, records, unpacked);
@@ -207,7 +224,7 @@ void linear_w4a8(const LinearW4A8& p, int64_t m, int64_t k, int threads) {
     const Functions f = functions();
     const int64_t all_panels = divide_up(p.n, PANEL);
     const Tasks tasks(m, all_panels, k, threads);
-    const bool few = f.few_rows && m <= f.few;
+    const bool few = f.few_rows && m <= f.most_few;
     const Rows rows = few ? rows_in(scratch, m, p.groups, k, true) : Rows{};
     const Linear view = view_of(p, 0, rows);
     if (few) f.prepare(p, 0, m, rows);

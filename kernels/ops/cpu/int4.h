@@ -55,6 +55,10 @@ struct Unpacked {
 void unpack_avx512(const LinearW4A8& p, const uint8_t* records, const Unpacked& to);
 // The codes as they are, 0 .. 15, and no offsets: for linear_codes_avx2 and linear_codes_avx_vnni.
 void unpack_avx2(const LinearW4A8& p, const uint8_t* records, const Unpacked& to);
+// Neither computes offsets, which the tiles of Neon do without.
+void unpack_neon(const LinearW4A8& p, const uint8_t* records, const Unpacked& to);
+// Weights in pairs (paired_rows.h), for linear_paired_codes.
+void unpack_i8mm(const LinearW4A8& p, const uint8_t* records, const Unpacked& to);
 
 // For few rows, unpacking in registers: out[row .. row + rows) of the panel whose records start at `records` and whose
 // first output channel is `first`. `p.q` holds q - 128 as s8 and `start` [M][groups] the accumulators' initial values.
@@ -66,11 +70,15 @@ void linear_w4a8_avx_vnni(const Linear& p, const int32_t* start, const uint8_t* 
                           int64_t first, int64_t row, int64_t rows);
 void linear_w4a8_avx512(const Linear& p, const int32_t* start, const uint8_t* records, RecordLayout layout,
                         int64_t first, int64_t row, int64_t rows);
+void linear_w4a8_neon(const Linear& p, const int32_t* start, const uint8_t* records, RecordLayout layout,
+                      int64_t first, int64_t row, int64_t rows);
 
 // For many rows of an unpacked panel whose weights are codes: out[row .. row + rows); `p.q` and `start` as in FewRows.
 using ManyRows = void (*)(const Linear& p, const int32_t* start, const Panel& panel, int64_t row, int64_t rows);
 void linear_codes_avx2(const Linear& p, const int32_t* start, const Panel& panel, int64_t row, int64_t rows);
 void linear_codes_avx_vnni(const Linear& p, const int32_t* start, const Panel& panel, int64_t row, int64_t rows);
+// `p.q` holds all rows in pairs (paired_rows.h), and so does the panel: `row` is 0, and `start` is not read.
+void linear_paired_codes(const Linear& p, const int32_t* start, const Panel& panel, int64_t row, int64_t rows);
 
 // Exactly the number that `half`, an IEEE binary16, stands for. Subnormals go by a subtraction, not by way of float32
 // subnormals, which some processes flush to zero.

@@ -58,7 +58,22 @@ LinearRows linear_rows() {
     if (base_isa() == Isa::avx512_vnni) return linear_avx512;
     if (base_isa() == Isa::avx2) return linear_avx2;
 #endif
+#if OPTKIT_ARM
+    if (isa() == Isa::neon_i8mm) return linear_i8mm;
+    if (base_isa() == Isa::neon_dotprod) return linear_neon;
+#endif
     return linear_portable;
+}
+
+// Null where panels are computed one by one.
+LinearPanels linear_panels() {
+#if OPTKIT_X86
+    if (isa() == Isa::avx2) return linear_panels_avx2;
+#endif
+#if OPTKIT_ARM
+    if (isa() == Isa::neon_i8mm) return linear_panels_i8mm;
+#endif
+    return nullptr;
 }
 
 Panel panel_of(const Linear& p, int64_t i) {
@@ -80,10 +95,9 @@ void linear_w8a8(const Linear& p, int64_t m, int64_t k, int threads) {
     const int64_t all_panels = divide_up(p.n, PANEL);
     const Tasks tasks(m, all_panels, k, threads);
     const LinearRows rows_of_panel = linear_rows();
+    const LinearPanels panels = linear_panels();
     tasks.run(m, all_panels, threads, [&](int64_t row, int64_t count, int64_t from, int64_t to) {
-#if OPTKIT_X86
-        if (isa() == Isa::avx2) return linear_panels_avx2(p, from, to, row, count);
-#endif
+        if (panels) return panels(p, from, to, row, count);
         for (int64_t i = from; i < to; ++i) rows_of_panel(p, panel_of(p, i), row, count);
     });
 }

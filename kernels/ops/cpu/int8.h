@@ -42,12 +42,16 @@ void linear_avx2(const Linear& p, const Panel& panel, int64_t row, int64_t rows)
 void linear_avx_vnni(const Linear& p, const Panel& panel, int64_t row, int64_t rows);
 void linear_avx512(const Linear& p, const Panel& panel, int64_t row, int64_t rows);
 void linear_amx(const Linear& p, const Panel& panel, int64_t row, int64_t rows);
+void linear_neon(const Linear& p, const Panel& panel, int64_t row, int64_t rows);
+void linear_i8mm(const Linear& p, const Panel& panel, int64_t row, int64_t rows);
 
 // The variant of the instruction set in use.
 LinearRows linear_rows();
 
-// linear_avx2 for the panels [from, to) of an int8 weight.
+// The same for the panels [from, to) of an int8 weight, where activations are prepared once for all of them.
+using LinearPanels = void (*)(const Linear&, int64_t from, int64_t to, int64_t row, int64_t rows);
 void linear_panels_avx2(const Linear& p, int64_t from, int64_t to, int64_t row, int64_t rows);
+void linear_panels_i8mm(const Linear& p, int64_t from, int64_t to, int64_t row, int64_t rows);
 
 // The layer whose packed weight [n, k] is `blob`: all of `Linear` but q, q_stride and scale.
 Linear packed_linear(const uint8_t* blob, const float* weight_scale, const float* bias, float* out, int64_t n,

@@ -1,7 +1,7 @@
 // Sixteen floats and the operations of the fp32 kernels, once for each instruction set. simd_int8.h has the bytes.
 //
 // A `Vec` is always 16 lanes: one register of AVX-512, two of AVX2, four of the 128-bit baseline. So a kernel written on
-// it adds in the same order everywhere, and AVX-512 and AVX2 give the same bits. The portable one has no fused
+// it adds in the same order everywhere, and all but the portable variant give the same bits. That one has no fused
 // multiply-add and differs in the last place.
 //
 // A kernel body lives in a header that is included once an instruction set with OPTKIT_TARGET (the function

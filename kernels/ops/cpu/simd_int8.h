@@ -3,13 +3,18 @@
 //
 // Four numbers are two words, halves, as `store_halves` makes them: with VNNI their high and their low bytes, else numbers
 // 0 and 2, and numbers 1 and 3. `Dot` adds the products of a row, one half for all lanes, and a column of bytes to an
-// accumulator, modulo 2^32: `between_halves` comes after the first half. Numbers are signed and columns unsigned, or
-// numbers are 0 to 32767 and columns signed. Sums are exact, so all variants give the same bits.
+// accumulator, modulo 2^32: `between_halves` comes after the first half. Columns are bytes of keys, with signed numbers,
+// or of values, with numbers from 0 to 32767. Bytes get the zero point that makes them signed or unsigned as the
+// instructions want them (`key_zero`, `value_zero`: 128 is unsigned), and callers undo it. Sums are exact, so all
+// variants give the same bits.
 #pragma once
 
 #include "simd.h"
 
 namespace optkit {
+
+// The bytes of a column.
+enum class Bytes { keys, values };
 
 #if OPTKIT_X86
 
@@ -29,16 +34,17 @@ static OPTKIT_AVX2 OPTKIT_INLINE void transpose_bytes(const char* const* rows, i
 struct Int8Avx512 {
     // Not __m512i, which is 64-bit lanes to GCC: it would copy an accumulator in every step.
     typedef std::int32_t Ints __attribute__((vector_size(64)));
+    static constexpr std::int32_t key_zero = 128, value_zero = 0;
 
-    template <bool unsigned_columns, int half>
+    template <Bytes bytes, int half>
     struct Dot {
         using Column = __m512i;
         using Row = __m512i;
         OP Column column(const void* p) { return _mm512_loadu_si512(p); }
         OP Row row(std::uint32_t word) { return _mm512_set1_epi32(static_cast<int>(word)); }
         OP Ints add(Ints acc, Row row, Column column) {
-            return unsigned_columns ? (Ints)_mm512_dpbusd_epi32((__m512i)acc, column, row)
-                                    : (Ints)_mm512_dpbusd_epi32((__m512i)acc, row, column);
+            return bytes == Bytes::keys ? (Ints)_mm512_dpbusd_epi32((__m512i)acc, column, row)
+                                        : (Ints)_mm512_dpbusd_epi32((__m512i)acc, row, column);
         }
     };
 
@@ -90,14 +96,15 @@ struct Int8Avx2 {
     struct Ints {
         __m256i lo, hi;
     };
+    static constexpr std::int32_t key_zero = 128, value_zero = 0;
     // AVX2 has no product of bytes that can't overflow: bytes become pairs of int16, like the numbers.
-    template <bool unsigned_columns, int half>
+    template <Bytes bytes, int half>
     struct Dot {
         using Column = Ints;
         using Row = __m256i;
         OP Column column(const void* p) {
             const Ints a = load(p);
-            return {widened<unsigned_columns, half>(a.lo), widened<unsigned_columns, half>(a.hi)};
+            return {widened<bytes == Bytes::keys, half>(a.lo), widened<bytes == Bytes::keys, half>(a.hi)};
         }
         OP Row row(std::uint32_t word) { return _mm256_set1_epi32(static_cast<int>(word)); }
         OP Ints add(Ints acc, Row row, Column column) {
@@ -162,7 +169,7 @@ struct Int8Avx2 {
 #define OP static OPTKIT_AVX_VNNI OPTKIT_INLINE
 // AVX2's registers with the halves and the products of VNNI.
 struct Int8AvxVnni : Int8Avx2 {
-    template <bool unsigned_columns, int half>
+    template <Bytes bytes, int half>
     struct Dot {
         using Column = Ints;
         using Row = __m256i;
@@ -174,8 +181,8 @@ struct Int8AvxVnni : Int8Avx2 {
 
       private:
         OP __m256i add(__m256i acc, Row row, __m256i column) {
-            return unsigned_columns ? _mm256_dpbusd_avx_epi32(acc, column, row)
-                                    : _mm256_dpbusd_avx_epi32(acc, row, column);
+            return bytes == Bytes::keys ? _mm256_dpbusd_avx_epi32(acc, column, row)
+                                        : _mm256_dpbusd_avx_epi32(acc, row, column);
         }
     };
 
@@ -214,7 +221,8 @@ struct Int8Portable {
     struct Ints {
         Quad q[4];
     };
-    template <bool unsigned_columns, int half>
+    static constexpr std::int32_t key_zero = 128, value_zero = 0;
+    template <Bytes bytes, int half>
     struct Dot {
         struct Column {
             Ints byte[2];
@@ -228,7 +236,7 @@ struct Int8Portable {
             for (int c = 0; c < 2; ++c)
                 for (int i = 0; i < 4; ++i) {
                     const Quad at_top = a.q[i] << (24 - 8 * (2 * c + half));
-                    b.byte[c].q[i] = unsigned_columns ? at_top >> 24 & 255 : at_top >> 24;
+                    b.byte[c].q[i] = bytes == Bytes::keys ? at_top >> 24 & 255 : at_top >> 24;
                 }
             return b;
         }
@@ -293,3 +301,5 @@ struct Int8Portable {
 #undef OP
 
 }  // namespace optkit
+
+#include "simd_neon.h"

@@ -27,7 +27,7 @@ from optkit.graph.ops.record import CPU, PROGRAM, Op, Work
 from optkit.kernels import reference
 
 WEIGHT = weight("weight", Kind.FP8, "N K")
-EMULATED = "x86 CPUs have no float8 arithmetic; the reference emulates it in float32"
+EMULATED = "CPUs have no float8 arithmetic; the reference emulates it in float32"
 
 
 def quantize_fp8_per_token(x: Tensor) -> tuple[Tensor, Tensor]:
