@@ -85,9 +85,14 @@ class ModelRunner:
 
 def batch_inputs(batch: Batch, block_size: int) -> dict[str, np.ndarray]:
     """The flattened token batch of docs/architecture.md, without the KV pools."""
-    items = batch.items
-    if all(item.num_new == 1 for item in items):
+    if all(item.num_new == 1 for item in batch.items):
         return decode_inputs(batch, block_size)
+    return chunk_inputs(batch, block_size)
+
+
+def chunk_inputs(batch: Batch, block_size: int) -> dict[str, np.ndarray]:
+    """``batch_inputs`` of a batch with any number of tokens of each request."""
+    items = batch.items
     starts = np.array([item.request.num_computed for item in items], dtype=np.int64)  # [S]
     counts = np.array([item.num_new for item in items], dtype=np.int64)  # [S]
     query_start = np.zeros(len(items) + 1, dtype=np.int64)
