@@ -101,10 +101,9 @@ class Engine:
 
     def _check_of(self, batch: Batch) -> Callable[[], None]:
         """A check that cancels the step of ``batch`` when every client has left."""
-        names = {item.request.request_id for item in batch.items}
 
         def check() -> None:
-            if names <= self.departed():
+            if {item.request.request_id for item in batch.items} <= self.departed():
                 raise StepCancelled
 
         return check

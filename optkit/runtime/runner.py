@@ -1,7 +1,8 @@
 """ModelRunner: a scheduled batch becomes the flattened token batch, and the executable runs it.
 
-docs/architecture.md lists the inputs. numpy computes the inputs of all requests at once, because Python code
-per request would be a visible part of a decode step. torch takes the arrays without a copy.
+docs/architecture.md lists the inputs. numpy computes the inputs of all requests at once, because Python code per token
+would be a visible part of a prefill. Steps of a token a request, which decode, take another way: a few numbers are
+collected in Python in a third of the time of two dozen numpy calls. torch takes the arrays without a copy.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ class ModelRunner:
         count = len(arrays["logits_index"])
         if count == 0:  # kernels need not handle zero rows: compute one and drop it
             arrays["logits_index"] = np.array([batch.num_tokens - 1], dtype=np.int64)
-        inputs = {name: torch.from_numpy(array).to(self.device) for name, array in arrays.items()}
+        inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        if self.device.type != "cpu":
+            inputs = {name: tensor.to(self.device) for name, tensor in inputs.items()}
         return self.model(inputs | self.kv_pools)[:count]
 
     def read_block(self, block: int) -> np.ndarray:
@@ -82,6 +85,13 @@ class ModelRunner:
 
 def batch_inputs(batch: Batch, block_size: int) -> dict[str, np.ndarray]:
     """The flattened token batch of docs/architecture.md, without the KV pools."""
+    if all(item.num_new == 1 for item in batch.items):
+        return decode_inputs(batch, block_size)
+    return chunk_inputs(batch, block_size)
+
+
+def chunk_inputs(batch: Batch, block_size: int) -> dict[str, np.ndarray]:
+    """``batch_inputs`` of a batch with any number of tokens of each request."""
     items = batch.items
     starts = np.array([item.request.num_computed for item in items], dtype=np.int64)  # [S]
     counts = np.array([item.num_new for item in items], dtype=np.int64)  # [S]
@@ -99,6 +109,28 @@ def batch_inputs(batch: Batch, block_size: int) -> dict[str, np.ndarray]:
         "seq_lens": (starts + counts).astype(np.int32),
         "block_tables": tables,
         "logits_index": last_rows(query_start[1:], np.array([item.num_logits for item in items])),
+    }
+
+
+def decode_inputs(batch: Batch, block_size: int) -> dict[str, np.ndarray]:
+    """``batch_inputs`` of a batch with one token of each request."""
+    requests = [item.request for item in batch.items]
+    positions = [request.num_computed for request in requests]
+    count = len(requests)
+    return {
+        "input_ids": np.array([r.token_ids[at] for r, at in zip(requests, positions, strict=True)], np.int64),
+        "positions": np.array(positions, np.int64),
+        "slot_mapping": np.array(
+            [
+                r.block_table[at // block_size] * block_size + at % block_size
+                for r, at in zip(requests, positions, strict=True)
+            ],
+            np.int64,
+        ),
+        "query_start": np.arange(count + 1, dtype=np.int32),
+        "seq_lens": np.array([at + 1 for at in positions], np.int32),
+        "block_tables": block_tables(batch, block_size),
+        "logits_index": np.array([i for i, item in enumerate(batch.items) if item.num_logits], np.int64),
     }
 
 

@@ -81,6 +81,25 @@ def test_outputs_outlive_the_next_call() -> None:
     assert torch.equal(first, kept)
 
 
+def test_program_reads_the_tensors_of_each_call_when_they_are_kept_new_or_strided() -> None:
+    b, total = mlp()
+    b.output(total)
+    built = b.build()
+    kept, wide = torch.randn(3, 64), torch.randn(3, 128)
+    for x in (kept, kept, wide[:, :64], wide[:, 64:], kept, *(torch.randn(3, 64) for _ in range(3)), kept):
+        (found,) = run(built, 3, x)
+        normed = reference.rms_norm(x, None, 1e-6)
+        torch.testing.assert_close(found, reference.silu_mul_packed(normed) + x[:, 32:])
+        kept += 1.0  # the same memory with other numbers
+    for _ in range(5):  # freed memory may be given out again, to another tensor
+        x = torch.randn(3, 64)
+        (found,) = run(built, 3, x)
+        torch.testing.assert_close(
+            found, reference.silu_mul_packed(reference.rms_norm(x, None, 1e-6)) + x[:, 32:]
+        )
+        del x
+
+
 def test_a_long_step_is_cancelled_between_two_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "CALLS_A_PART", 1)
     b, total = mlp()

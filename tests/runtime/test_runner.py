@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from optkit.runtime.engine import Engine
 from optkit.runtime.kv.pools import KVSpec
-from optkit.runtime.runner import ModelRunner, batch_inputs
+from optkit.runtime.runner import ModelRunner, batch_inputs, chunk_inputs, decode_inputs
 from optkit.runtime.scheduling.scheduler import SchedulerConfig
 from optkit.runtime.types import Batch, EngineRequest, Request, SamplingParams, ScheduledRequest
 
@@ -39,6 +41,45 @@ def test_the_flattened_token_batch() -> None:
     int32 = {"query_start", "seq_lens", "block_tables"}
     assert {name for name, array in inputs.items() if array.dtype == np.int32} == int32
     assert {name for name, array in inputs.items() if array.dtype == np.int64} == set(wanted) - int32
+
+
+@st.composite
+def single_tokens(draw: st.DrawFn) -> Batch:
+    """A batch with a token of each request: decodes, ends of prompts, and chunks with more to come."""
+    items = []
+    for index in range(draw(st.integers(1, 9))):
+        computed = draw(st.integers(0, 20))
+        left = draw(st.sampled_from([1, 1, 3]))
+        table = draw(st.lists(st.integers(0, 50), min_size=6, max_size=6))
+        ids = [1000 * index + i for i in range(computed + left)]
+        received = EngineRequest(
+            request_id=str(index), prompt_ids=tuple(ids), sampling=SamplingParams(max_tokens=1), arrival=0.0
+        )
+        scored = draw(st.booleans())
+        items.append(ScheduledRequest(Request(received, ids, computed, table), 1, all_logits=scored))
+    return Batch(tuple(items))
+
+
+@given(single_tokens(), st.sampled_from([4, 5, 16]))
+def test_inputs_of_single_tokens_are_those_of_chunks_of_one(batch: Batch, block_size: int) -> None:
+    found, wanted = decode_inputs(batch, block_size), chunk_inputs(batch, block_size)
+    assert {name: array.tolist() for name, array in found.items()} == {
+        name: array.tolist() for name, array in wanted.items()
+    }
+    assert {n: a.dtype for n, a in found.items()} == {n: a.dtype for n, a in wanted.items()}
+
+
+def test_inputs_of_decodes_by_hand() -> None:
+    batch = Batch((item(6, 5, 1, [9, 2]), item(9, 3, 1, [7, 1, 4]), item(1, 0, 1, [3])))
+    assert {name: array.tolist() for name, array in batch_inputs(batch, block_size=4).items()} == {
+        "input_ids": [605, 903, 100],
+        "positions": [5, 3, 0],
+        "slot_mapping": [9, 31, 12],
+        "query_start": [0, 1, 2, 3],
+        "seq_lens": [6, 4, 1],
+        "block_tables": [[9, 2], [7, 0], [3, 0]],
+        "logits_index": [0, 2],
+    }
 
 
 class TinyAttention:

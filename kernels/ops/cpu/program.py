@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -31,6 +32,10 @@ LONG_STEP = (
     2**32
 )  # tokens times bytes of weights: from here on a step is cancellable, some tens of milliseconds
 CALLS_A_PART = 8  # of a cancellable step: less than a layer
+
+
+def no_tensor() -> None:
+    """A weak reference to no tensor."""
 
 
 @dataclass(eq=False)
@@ -225,6 +230,7 @@ class Program:
         self._sizes = (ctypes.c_int64 * 5)()
         self._inputs = (ctypes.c_int64 * (self.num_inputs + len(self.outputs)))()
         self._arenas = (ctypes.c_int64 * len(self.bytes_per_row))()
+        self._placed: list[Callable[[], Tensor | None]] = [no_tensor] * self.num_inputs
 
     def _encode(self, value: Argument) -> tuple[int, int, int, int]:
         """Source, index, value and offset of program.h."""
@@ -266,9 +272,9 @@ class Program:
         sizes = (len(input_ids), len(logits_index), len(seq_lens), block_tables.shape[1], k_cache.shape[1])
         self._sizes[:] = list(sizes)
         self._check(inputs, sizes)
-        tensors = [t if t.is_contiguous() else t.contiguous() for t in inputs]  # KV pools always are
-        tensors += [torch.empty((sizes[rows], *shape), dtype=dtype) for rows, shape, dtype in self.outputs]
-        self._inputs[:] = [t.data_ptr() for t in tensors]
+        copies = self._place_inputs(inputs)
+        outputs = [torch.empty((sizes[rows], *shape), dtype=dtype) for rows, shape, dtype in self.outputs]
+        self._inputs[self.num_inputs :] = [t.data_ptr() for t in outputs]
         self._place_arenas(sizes)
         is_long = sizes[TOKENS] * self._weight_bytes >= LONG_STEP
         part = CALLS_A_PART if is_long else max(self.num_calls, 1)
@@ -276,7 +282,8 @@ class Program:
             if first:
                 check_cancelled()
             self._run(first, min(part, self.num_calls - first))
-        return tuple(tensors[self.num_inputs :])
+        del copies  # alive until here, since the calls read them
+        return tuple(outputs)
 
     def _run(self, first: int, count: int) -> None:
         """Run ``count`` calls from the call ``first`` on."""
@@ -299,6 +306,23 @@ class Program:
             if given.shape != (sizes[rows], *shape) or given.dtype is not dtype:
                 found, wanted = list(given.shape), [sizes[rows], *shape]
                 raise ValueError(f"input {index} of a program is {given.dtype} {found}, not {dtype} {wanted}")
+
+    def _place_inputs(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Take the addresses of ``inputs``; gives the dense copies of inputs that are not dense.
+
+        KV pools, nearly all of the inputs, are the same tensors in every step, and keep the address of the step before.
+        """
+        copies = []
+        for index, (tensor, placed) in enumerate(zip(inputs, self._placed, strict=True)):
+            if placed() is tensor:
+                continue
+            if tensor.is_contiguous():
+                self._placed[index] = weakref.ref(tensor)
+            else:
+                self._placed[index] = no_tensor
+                copies.append(tensor := tensor.contiguous())
+            self._inputs[index] = tensor.data_ptr()
+        return copies
 
     def _place_arenas(self, sizes: Sequence[int]) -> None:
         """Lay buffers of tokens, then buffers of rows of logits, into the shared memory."""

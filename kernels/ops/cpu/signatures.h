@@ -19,6 +19,7 @@ FUNCTION(void, pack_w8, const int8_t* weight, uint8_t* blob, int64_t n, int64_t 
 FUNCTION(int64_t, w4_bytes, int64_t n, int64_t k, int64_t groups, int half, int levels)
 FUNCTION(void, pack_w4, const uint8_t* codes, const void* scale, const void* low, uint8_t* blob, int64_t n, int64_t k,
          int64_t groups, int half, int levels, int threads)
+FUNCTION(void, sample, const void* rows, int64_t count, int64_t width, int64_t* tokens, int threads)
 FUNCTION(int64_t, run_program, const void* calls, int64_t count, const void* arguments, const int64_t* sizes,
          const int64_t* inputs, const int64_t* arenas, int threads)
 

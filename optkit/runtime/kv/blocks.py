@@ -77,6 +77,8 @@ class BlockManager:
             expected_tokens: the length that the request may reach; decides only the placement of blocks.
         """
         need = self.blocks_for(num_tokens) - len(table)
+        if need <= 0:
+            return True
         if need > self.num_available:
             return False
         expected = self.blocks_for(expected_tokens) - len(table)

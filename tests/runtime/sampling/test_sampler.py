@@ -16,6 +16,13 @@ from optkit.runtime.types import EngineRequest, Request, SamplingParams
 VOCAB = 50
 
 
+@pytest.fixture(autouse=True, params=["native", "torch"])
+def sampler_in_use(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run each test with the native sampler and with torch's."""
+    if request.param == "torch":
+        monkeypatch.setattr(sampler.native, "available", lambda: False)
+
+
 def sequence(prompt: list[int] | None = None, output: list[int] | None = None, **params: object) -> Request:
     prompt = prompt or [0]
     sampling = SamplingParams(**{"max_tokens": 100} | params)

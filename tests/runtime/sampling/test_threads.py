@@ -38,19 +38,19 @@ def test_one_thread_ends_with_the_threads_of_before_also_after_an_error() -> Non
 
 def test_sampled_rows_and_their_logprobs_run_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    distribution, logprobs_of = sampler.distribution, logprobs.logprobs_of
+    penalize, logprobs_of = sampler.penalize, logprobs.logprobs_of
 
-    def noting_distribution(logits: Tensor, p: SamplingParams) -> Tensor:
+    def noting_penalize(logits: Tensor, request: Request) -> Tensor:
         seen.append(torch.get_num_threads())
-        return distribution(logits, p)
+        return penalize(logits, request)
 
     def noting_logprobs(*args: object) -> object:
         seen.append(torch.get_num_threads())
         return logprobs_of(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(sampler, "distribution", noting_distribution)
+    monkeypatch.setattr(sampler, "penalize", noting_penalize)
     monkeypatch.setattr(logprobs, "logprobs_of", noting_logprobs)
-    logits, asked = torch.randn(1, 50), request(temperature=1.0, logprobs=2)
+    logits, asked = torch.randn(1, 50), request(temperature=1.0, frequency_penalty=0.5, logprobs=2)
     tokens = sampler.sample(logits, [asked])
 
     class Runner:

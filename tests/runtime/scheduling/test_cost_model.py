@@ -128,8 +128,8 @@ def test_it_stays_sound_through_anything_and_finds_back(
 
 
 def check_sound(model: CostModel) -> None:
-    covariance = model._covariance
-    assert np.isfinite(model.coefficients).all() and (model.coefficients >= 0).all()
+    covariance, coefficients = np.array(model._covariance), np.array(model.coefficients)
+    assert np.isfinite(coefficients).all() and (coefficients >= 0).all()
     assert np.isfinite(covariance).all() and (covariance == covariance.T).all()
     assert np.linalg.eigvalsh(covariance).min() > -1e-14 * np.trace(covariance)
     assert 0 <= model.seconds(StepWork(1, 1, 10.0)) <= model.seconds(StepWork(64, 2, 1e3)) < float("inf")
