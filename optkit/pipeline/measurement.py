@@ -131,18 +131,16 @@ class Measurement:
 
 
 def predict(before: Graph, after: Graph, recipe: Recipe, target: Target) -> dict[str, list[float]]:
-    """Predicted seconds [before, after] by workload point."""
+    """Predicted seconds [before, after] by workload point, without the points that have no prediction."""
     seconds = predictor(recipe, target)
-    return {
+    found = {
         point.label: [seconds(graph, point) for graph in (before, after)] for point in workload_points(recipe)
     }
+    return {label: [t for t in times if t is not None] for label, times in found.items() if None not in times}
 
 
-def predictor(recipe: Recipe, target: Target) -> Callable[[Graph, Point], float]:
-    """Seconds of a step: on a CPU the sum of kernel times measured here, on a GPU the roofline.
-
-    The kernel times are those of uncompiled layers: ``compile`` has no predicted gain on a CPU.
-    """
+def predictor(recipe: Recipe, target: Target) -> Callable[[Graph, Point], float | None]:
+    """Seconds of a step: on a CPU from times of layers measured here, on a GPU the roofline; None if unknown."""
     if target.kind == "cpu":
         return KernelTimes(target, recipe).step_seconds
     return lambda graph, point: predict_seconds(graph, point, target, fused_nodes(graph))
