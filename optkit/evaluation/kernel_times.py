@@ -52,17 +52,21 @@ class ModelTimes:
 
 
 class KernelTimes:
-    """Predicts steps on ``target``, the CPU at hand, sized by ``recipe``."""
+    """Predicts steps on ``target``, the CPU at hand, sized by ``recipe``.
 
-    def __init__(self, target: Target, recipe: Recipe) -> None:
-        self.target, self.recipe = target, recipe
+    With ``keep=False`` new times are not kept: measured beside other work, they would spoil later predictions.
+    """
+
+    def __init__(self, target: Target, recipe: Recipe, *, keep: bool = True) -> None:
+        self.target, self.recipe, self.keep = target, recipe, keep
         self.file = times_file()
         self.seconds = read_times(self.file)
 
-    def step_seconds(self, graph: Graph, point: Point) -> float | None:
-        """Predicted time of a step of ``graph`` at ``point``.
+    def step_seconds(self, graph: Graph, point: Point, layers: int | None = None) -> float | None:
+        """Predicted time of a step of ``graph`` at ``point``; None where layers are compiled, or too large to measure.
 
-        None without a prediction: layers are compiled, or too large to be measured.
+        Args:
+            layers: predicts a model with so many layers between head and tail, in the shares that ``graph`` has.
         """
         if fused_nodes(graph):
             return None
@@ -70,8 +74,11 @@ class KernelTimes:
         parts = Parts(graph, infer_shapes(graph, point, self.recipe.runtime.block_size))
         cold = point.tokens <= FEW_TOKENS and graph.num_bytes() > cache_bytes()
         known = len(self.seconds)
-        total = self.sum(parts, point, cold) if parts.can_be_cut else self.whole(parts, point, cold)
-        if len(self.seconds) > known:
+        if parts.can_be_cut:
+            total = self.sum(parts, point, cold, (layers or len(parts.layers)) / len(parts.layers))
+        else:
+            total = self.whole(parts, point, cold)
+        if self.keep and len(self.seconds) > known:
             replace_text(self.file, json.dumps(self.seconds, indent=1) + "\n")
         return total
 
@@ -84,15 +91,15 @@ class KernelTimes:
             (self.seconds[key],) = self.measure([parts.graph], point, cold)
         return self.seconds[key]
 
-    def sum(self, parts: Parts, point: Point, cold: bool) -> float | None:
-        """The time of head, all layers and tail; None where a layer is too large."""
+    def sum(self, parts: Parts, point: Point, cold: bool, times: float) -> float | None:
+        """The time of head, each layer ``times`` times, and tail; None where a layer is too large."""
         total, ends = 0.0, []
         for digest, layers in parts.classes.items():
             found = self.of_class(parts, digest, layers, point, cold)
             if found is None:
                 return None
             ends.append(found.ends)
-            total += len(layers) * found.layer
+            total += times * len(layers) * found.layer
         return min(ends) + total
 
     def of_class(

@@ -109,12 +109,14 @@ def worst(reports: Mapping[str, dict[str, Any]]) -> str:
 class RunRecord:
     """All passes of a run, and the whole against the source model (None when nothing was kept).
 
-    ``alternatives`` has the record of every candidate by the recipe's label, the chosen ones included.
+    ``alternatives`` has the record of every candidate by the recipe's label, the chosen ones included; ``places`` the
+    content of candidates.json (``pipeline.candidates``), which is no part of the report.
     """
 
     passes: list[PassRecord]
     whole: PassRecord | None
     alternatives: dict[str, list[PassRecord]] = field(default_factory=dict)
+    places: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         return {
