@@ -1,11 +1,10 @@
 """Predicted times of steps, from the times of layers measured on the machine at hand.
 
-The kernels of a layer don't run alone: an op also quantizes for the next op, results of one kernel are the warm input of
-the next, float layers allocate, and torch's threads go on spinning into a native kernel. Sums of kernels measured
-alone were off by a factor of two. So the measured unit is a layer as the executor runs it: a short model (head, some
-layers of a class, tail; ``optkit.evaluation.short_models``) against a shorter one without those layers. The prediction
-is the time of head and tail, and the time of a layer of each class times their number. A graph that can't be cut is
-measured whole.
+The kernels of a layer don't run alone: an op also quantizes for the next op, results of one kernel are the warm input
+of the next, float layers allocate, and torch's threads go on spinning into a native kernel. So the measured unit is a
+layer as the executor runs it: a short model (head, some layers of a class, tail; ``optkit.evaluation.short_models``)
+against a shorter one without those layers. The prediction is the time of head and tail, and the time of a layer of each
+class times their number. A graph that can't be cut is measured whole.
 
 In steps of few tokens the weights come from memory and not from the cache, where the whole model is larger than the
 cache. Times are kept in a file for each machine, instruction set, number of threads, version of torch and build of

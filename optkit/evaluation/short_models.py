@@ -1,10 +1,10 @@
 """Short models: a graph with some of its layers, for measurements that stand for the whole.
 
-The calls of a graph are cut after each attention op but the last. The part up to the first attention (*head*), the parts
-between two attentions (*layers*) and the part from the last attention but one on (*tail*) hand over the same values: the
-hidden states and the result of attention. So a model of head, a few layers and tail is a valid graph, which runs
-exactly as the layers run in the whole: with the same fused calls, threads and temporary memory. Layers of equal ops,
-kernels, shapes and options are a *class*. The last layer belongs to the tail, since it may compute fewer rows.
+The calls of a graph are cut after each attention op but the last. The part up to the first attention (*head*), the
+parts between two attentions (*layers*) and the part from the last attention but one on (*tail*) hand over the same
+values: the hidden states and the result of attention. So a model of head, a few layers and tail is a valid graph, which
+runs exactly as the layers run in the whole: with the same fused calls, threads and temporary memory. Layers of equal
+ops, kernels, shapes and options are a *class*. The last layer belongs to the tail, since it may compute fewer rows.
 
 A graph whose parts hand over different values, or values that are read two layers later, is not cut.
 """

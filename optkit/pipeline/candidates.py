@@ -1,9 +1,10 @@
 """``optkit/candidates.json``: the candidates of a recipe's places as short models, for predictions on other machines.
 
-Which candidate is fastest depends on the machine. So an artifact keeps, for each place with ``one_of``, the graph before
-the place and the graph of each candidate: a few layers (``optkit.evaluation.short_models``), shapes without values, some
-ten kilobytes each. Another machine measures these layers and so predicts the choice of ``optkit optimize`` there,
-without the source model. Candidates that missed a bound of quality are left out: quality is the same on every machine.
+Which candidate is fastest depends on the machine. So an artifact keeps, for each place with ``one_of``, the graph
+before the place and the graph of each candidate: a few layers (``optkit.evaluation.short_models``), shapes without
+values, some ten kilobytes each. Another machine measures these layers and so predicts the choice of ``optkit optimize``
+there, without the source model. Candidates that missed a bound of quality are left out: quality is the same on every
+machine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The candidates that ``optkit optimize`` would likely choose on this machine, for an artifact of another one.
 
-The layers of each candidate, which the artifact keeps (``optkit.pipeline.candidates``), are measured here, and the steps of
-the workload are predicted from them. The rule of the choice is that of ``optkit.pipeline.alternatives``, on
+The layers of each candidate, which the artifact keeps (``optkit.pipeline.candidates``), are measured here, and the
+steps of the workload are predicted from them. The rule of the choice is that of ``optkit.pipeline.alternatives``, on
 predictions. ``optkit serve`` runs this module as a process of the lowest priority after the start, once a machine and
 artifact: ``python -m optkit.pipeline.choice_here ARTIFACT``.
 """
@@ -140,7 +140,7 @@ def sentence(choices: list[PlaceChoice], recipe: str, model: str) -> str:
 
 
 def changes(choice: PlaceChoice) -> list[str]:
-    """``int8 group_size=64 for prompts (predicted 1.30x as fast as int8)`` for each kind of step with another choice."""
+    """``int8 for prompts (predicted 1.30x as fast as w4a8, ...)`` for each kind of step with another choice."""
     rows = zip(("prompts", "decode steps"), choice.kept, choice.best, choice.gains, strict=True)
     return [
         f"{shown(best)} for {steps} (predicted {gain:.2f}x as fast as {shown(kept)}, which this artifact has)"
@@ -167,7 +167,10 @@ def predict_here(directory: Path, step_seconds: StepSeconds | None = None) -> tu
 
 
 def main(directory: str) -> int:
-    """Predict behind all other work, print the sentence; the exit code. Under memory pressure this process ends first."""
+    """Predict behind all other work, print the sentence; the exit code.
+
+    Where memory runs out, the system ends this process first.
+    """
     os.nice(19)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", "utf-8")

@@ -25,8 +25,8 @@ from optkit.machine.target import Target
 from optkit.pipeline import check
 from optkit.pipeline.candidates import file_text
 from optkit.pipeline.compile_hook import write_code
-from optkit.pipeline.records import RunRecord
 from optkit.pipeline.explain import misses
+from optkit.pipeline.records import RunRecord
 from optkit.pipeline.report import records_of, report_html
 from optkit.recipe.schema import Recipe
 
