@@ -307,6 +307,6 @@ def summary_lines(run: RunRecord, target: Mapping[str, Any] | None = None) -> li
         lines.append(f"against the source model, measured: {speeds}; weights {weights_text(run.whole)}")
         if run.whole.objective:
             lines.append(objective_sentence(run.whole))
-    if predictions := misses_sentence(records_of(run)):
-        lines.append(predictions)
-    return lines + [f"{record.name} {explain(record, target or {})}" for record in run.passes]
+    lines += [f"{record.name} {explain(record, target or {})}" for record in run.passes]
+    predictions = misses_sentence(records_of(run))
+    return [*lines, predictions] if predictions else lines

@@ -42,7 +42,7 @@ def machine(of: Seconds) -> choice_here.StepSeconds:
 def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An artifact of another machine with the candidates int8 (kept) and w4a8, of a model of nine layers."""
     monkeypatch.setenv("OPTKIT_CACHE", str(tmp_path / "cache"))
-    text = "passes: {layers: {one_of: [{int8: {}}, {w4a8: {}}]}}"
+    text = "objective: ttft\npasses: {layers: {one_of: [{int8: {}}, {w4a8: {}}]}}"
     settings, before = recipe(text), captured("llama", num_hidden_layers=9)
     (place,) = resolve_passes(settings)
     assert isinstance(place, Alternatives)
