@@ -174,7 +174,14 @@ def graph_lines(artifact: Artifact, tokens: int) -> Iterator[str]:
 
 def show_artifact(artifact: Artifact, run: RunRecord) -> None:
     """Print all tables and lines of ``optkit inspect``."""
-    from optkit.pipeline.report import alternatives_table, compiled_table, compiled_variants, run_table
+    from optkit.pipeline.explain import misses_sentence
+    from optkit.pipeline.report import (
+        alternatives_table,
+        compiled_table,
+        compiled_variants,
+        records_of,
+        run_table,
+    )
 
     recipe, manifest = artifact.recipe, artifact.manifest
     versions = ", ".join(f"{key} {value}" for key, value in manifest.get("environment", {}).items())
@@ -191,6 +198,8 @@ def show_artifact(artifact: Artifact, run: RunRecord) -> None:
         show(f"variants {', '.join(names)} in a step: answers depend on the number of tokens in a step")
     for line in reasons(run):
         show(line)
+    if predictions := misses_sentence(records_of(run)):
+        show(predictions)
     show_table(bounds_table(list(bounds(artifact, run))))
     show_table(files_table(manifest["files"]))
 
