@@ -7,7 +7,7 @@ layouts of optkit alone, ``recipe.yaml`` the resolved recipe, ``report.html`` an
 ``native/`` is the code tier, compiled layers that run only where ``optkit.lowering.compiled.code_cache`` allows code;
 all other files are data (docs/artifact.md). The manifest lists every file with sha256 and size.
 
-Times, and what depends on times, are in the reports, the candidates and the code tier alone (``MEASURED``). Every other
+Times, and choices by times, are in the reports, the candidates and the code tier alone (``MEASURED``). Every other
 byte follows from source, recipe, versions and decisions; ``digest`` in the manifest is a hash of the manifest without
 the entries of files with times.
 """

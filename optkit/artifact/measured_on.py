@@ -1,9 +1,8 @@
 """The machine on which the passes of an artifact were measured, and a notice on a machine with other kernels.
 
-A pass is kept because it paid on the machine of ``optkit optimize``. With another instruction set the same pass can be
-slower than what it replaced. The choice that ``optkit optimize`` would make here is predicted by
-``optkit.pipeline.choice_here``, which takes seconds and keeps a sentence for this machine and these candidates; the
-notice quotes the sentence.
+A pass is kept because the pass paid on the machine of ``optkit optimize``. With another instruction set the same pass
+can be slower than the replaced ops. ``optkit.pipeline.choice_here`` predicts the choice of ``optkit optimize`` on the
+machine at hand, in some seconds, and keeps a sentence by machine and candidates; the notice quotes the sentence.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def kernels_here() -> str:
 
 
 def measured_elsewhere(directory: Path) -> MeasuredOn | None:
-    """The machine of the measurements where its kernels are others than here.
+    """The machine of the measurements, if the native kernels there run with another instruction set than here.
 
     None for artifacts without a readable report, or of before the report had ``machine``.
     """
@@ -69,7 +68,7 @@ def notice(directory: Path) -> str | None:
 
 
 def advice(directory: Path) -> str:
-    """The end of the notice: the predicted choice for this machine, or the command that makes one."""
+    """The end of the notice: the predicted choice for the machine at hand, or the command for the prediction."""
     if sentence := kept_sentence(directory):
         return sentence
     if (directory / CANDIDATES).is_file():
@@ -81,18 +80,18 @@ def advice(directory: Path) -> str:
 
 
 def is_undecided(directory: Path) -> bool:
-    """True where the artifact was measured with other kernels and has candidates, but no predicted choice is kept."""
+    """True where an artifact of other kernels has candidates, and no predicted choice is kept."""
     elsewhere = measured_elsewhere(directory) is not None
     return elsewhere and (directory / CANDIDATES).is_file() and not kept_sentence(directory)
 
 
 def keep_sentence(directory: Path, sentence: str) -> None:
-    """Keep the predicted choice for the artifact in ``directory`` on this machine."""
+    """Keep the predicted choice for the artifact in ``directory`` on the machine at hand."""
     replace_text(sentence_file(directory), sentence + "\n")
 
 
 def kept_sentence(directory: Path) -> str:
-    """The kept sentence, empty without one."""
+    """The kept sentence; empty where nothing was predicted."""
     if not (directory / CANDIDATES).is_file():
         return ""
     try:

@@ -313,7 +313,7 @@ def for_few_tokens(runner: PassRunner, chosen: Trial, trials: Sequence[Trial]) -
 
 
 def rules(trial: Trial) -> dict[str, Any]:
-    """What decides on a second variant: of a ``CandidateEntry``, as JSON data."""
+    """The facts of a ``CandidateEntry`` that decide on a second variant, as JSON data."""
     names = [resolved.entry.name for resolved in trial.passes]
     return {"passes": names, "takes_few": for_few(trial), "takes_second": takes_second(trial)}
 
