@@ -47,19 +47,31 @@ class ModelTimes:
     """Seconds of head and tail, and of a layer."""
 
     ends: float
-    layer: float
+    layer: float  # not negative
 
 
 class KernelTimes:
     """Predicts steps on ``target``, the CPU at hand, sized by ``recipe``.
 
-    With ``keep=False`` new times are not kept: measured beside other work, they would spoil later predictions.
+    With ``keep=False`` new times are not kept: measured beside other work, they would spoil later predictions. While
+    ``again`` is set, known times are measured again, and the shortest counts: a disturbance only adds time.
     """
+
+    again = False
+    changed = False
 
     def __init__(self, target: Target, recipe: Recipe, *, keep: bool = True) -> None:
         self.target, self.recipe, self.keep = target, recipe, keep
         self.file = times_file()
         self.seconds = read_times(self.file)
+
+    def pair(self, before: Graph, after: Graph, point: Point) -> list[float | None]:
+        """Predicted times of steps of two graphs. Where ``after`` is new, ``before`` is measured again beside it."""
+        second = self.step_seconds(after, point)
+        self.again = self.changed
+        first = self.step_seconds(before, point)
+        self.again = False
+        return [first, second]
 
     def step_seconds(self, graph: Graph, point: Point, layers: int | None = None) -> float | None:
         """Predicted time of a step of ``graph`` at ``point``; None where layers are compiled, or too large to measure.
@@ -67,28 +79,26 @@ class KernelTimes:
         Args:
             layers: predicts a model with so many layers between head and tail, in the shares that ``graph`` has.
         """
+        self.changed = False
         if fused_nodes(graph):
             return None
         graph = variants.at(graph, point.tokens)
         parts = Parts(graph, infer_shapes(graph, point, self.recipe.runtime.block_size))
         cold = point.tokens <= FEW_TOKENS and graph.num_bytes() > cache_bytes()
-        known = len(self.seconds)
         if parts.can_be_cut:
             total = self.sum(parts, point, cold, (layers or len(parts.layers)) / len(parts.layers))
         else:
             total = self.whole(parts, point, cold)
-        if self.keep and len(self.seconds) > known:
+        if self.keep and self.changed:
             replace_text(self.file, json.dumps(self.seconds, indent=1) + "\n")
         return total
 
     def whole(self, parts: Parts, point: Point, cold: bool) -> float | None:
         """The time of a step of the whole graph; None where the graph is too large."""
-        key = self.key(f"whole {parts.digest(range(len(parts.parts)))}", point, cold)
-        if key not in self.seconds:
-            if not self.fits(parts.graph):
-                return None
-            (self.seconds[key],) = self.measure([parts.graph], point, cold)
-        return self.seconds[key]
+        if not self.fits(parts.graph):
+            return None
+        subject = f"whole {parts.digest(range(len(parts.parts)))}"
+        return self.shortest([subject], [parts.graph], point, cold)[0]
 
     def sum(self, parts: Parts, point: Point, cold: bool, times: float) -> float | None:
         """The time of head, each layer ``times`` times, and tail; None where a layer is too large."""
@@ -105,17 +115,25 @@ class KernelTimes:
         self, parts: Parts, digest: str, layers: Sequence[int], point: Point, cold: bool
     ) -> ModelTimes | None:
         """The times of a model with ``layers``, which are of one class; None where they are too large."""
+        fitting = (chosen for chosen in (layers[:LAYERS], layers[:1]) if self.fits(parts.short(chosen)))
+        chosen = next(fitting, None)
+        if chosen is None:
+            return None
         ends = parts.digest([0, len(parts.parts) - 1])
-        keys = [self.key(f"{name} {ends} {digest}", point, cold) for name in ("ends", "layer")]
-        if not all(key in self.seconds for key in keys):
-            models = [(chosen, parts.short(chosen)) for chosen in (layers[:LAYERS], layers[:1])]
-            fitting = [(len(chosen), model) for chosen, model in models if self.fits(model)]
-            if not fitting:
-                return None
-            count, model = fitting[0]
-            without, with_layers = self.measure([parts.short([]), model], point, cold)
-            self.seconds |= zip(keys, (without, max(with_layers - without, 0.0) / count), strict=True)
-        return ModelTimes(*(self.seconds[key] for key in keys))
+        subjects = f"{ends} without {digest}", f"{ends} with {len(chosen)} of {digest}"
+        without, with_layers = self.shortest(subjects, [parts.short([]), parts.short(chosen)], point, cold)
+        return ModelTimes(without, max(with_layers - without, 0.0) / len(chosen))
+
+    def shortest(
+        self, subjects: Sequence[str], models: Sequence[Graph], point: Point, cold: bool
+    ) -> list[float]:
+        """The shortest time of a step of each of ``models``, by its subject: known, or measured now."""
+        keys = [self.key(subject, point, cold) for subject in subjects]
+        if self.again or not all(key in self.seconds for key in keys):
+            for key, seconds in zip(keys, self.measure(models, point, cold), strict=True):
+                self.seconds[key] = min(seconds, self.seconds.get(key, seconds))
+                self.changed = True
+        return [self.seconds[key] for key in keys]
 
     def key(self, subject: str, point: Point, cold: bool) -> str:
         """The key of a measurement of ``subject`` at ``point``."""

@@ -22,7 +22,7 @@ class PassRecord:
         decision: ``kept``, ``reduced``, ``rolled back`` or ``skipped``; ``reason`` is a sentence.
         fallback: sites of a ``reduced`` pass in float again, the most sensitive first.
         skips: places without a change, each reason once with the number of places.
-        predicted: predicted seconds [before, after] by workload point (``pipeline.measurement.predictor``).
+        predicted: predicted seconds [before, after] by workload point (``pipeline.measurement.predict``).
         measured: timings [before, after] by workload point.
         objective: cost after over cost before, by the recipe's objective: ``name``, ``ratio``, ``low`` and ``high``
             (95 % interval), and ``worse``.

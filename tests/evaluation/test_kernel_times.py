@@ -108,6 +108,28 @@ def test_times_are_kept_and_not_measured_twice(machine: list[int]) -> None:
     assert len(machine) == count
 
 
+def test_the_shortest_time_counts_where_a_disturbed_graph_is_measured_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A disturbed first measurement does not last: the graph before a pass is measured again beside the new one."""
+    slow = {"now": 4.0}
+    monkeypatch.setattr(
+        KernelTimes,
+        "measure",
+        lambda self, models, point, cold: [
+            slow["now"] * (ENDS + LAYER * (len(list(m.calls(*ATTENTION))) - 2)) for m in models
+        ],
+    )
+    before, after = captured("llama", num_hidden_layers=4), captured("llama", num_hidden_layers=4)
+    apply(after, "fuse_qkv")
+    found = times()
+    assert found.pair(before, before, PREFILL) == [4 * (ENDS + 2 * LAYER)] * 2
+    slow["now"] = 1.0
+    assert found.pair(before, after, PREFILL) == [ENDS + 2 * LAYER] * 2
+    slow["now"] = 4.0
+    assert times().pair(before, after, PREFILL) == [ENDS + 2 * LAYER] * 2  # known: nothing is measured
+
+
 def test_times_measured_beside_other_work_are_not_kept(machine: list[int]) -> None:
     found = KernelTimes(TARGET, recipe("passes: {}"), keep=False)
     assert found.step_seconds(captured("llama"), PREFILL) == ENDS
