@@ -2,12 +2,14 @@
 
 Plain transformers and vLLM load the directory. The folder ``optkit/`` in it is optkit's own: ``graph.json`` is the
 optimized graph, ``constants.safetensors`` holds tensors absent from every checkpoint, ``packed.safetensors`` weights in
-layouts of optkit alone, ``recipe.yaml`` the resolved recipe, ``report.html`` and ``report.json`` the measurements.
+layouts of optkit alone, ``recipe.yaml`` the resolved recipe, ``report.html`` and ``report.json`` the measurements,
+``candidates.json`` the candidates that were measured.
 ``native/`` is the code tier, compiled layers that run only where ``optkit.lowering.compiled.code_cache`` allows code;
 all other files are data (docs/artifact.md). The manifest lists every file with sha256 and size.
 
-Times are in the reports and the code tier alone (``MEASURED``). Every other byte follows from source, recipe, versions
-and decisions; ``digest`` in the manifest is a hash of the manifest without the entries of files with times.
+Times, and choices by times, are in the reports, the candidates and the code tier alone (``MEASURED``). Every other
+byte follows from source, recipe, versions and decisions; ``digest`` in the manifest is a hash of the manifest without
+the entries of files with times.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ INTERNAL = "optkit"
 NATIVE = "optkit/native"
 MANIFEST = "optkit/manifest.json"
 SAFE_PATH = re.compile(r"(?:optkit/(?:native/)?)?[A-Za-z0-9._-]{1,128}", re.ASCII)
-MEASURED = re.compile(r"optkit/(?:report\.(?:json|html)|native/.*)", re.ASCII)
+MEASURED = re.compile(r"optkit/(?:report\.(?:json|html)|candidates\.json|native/.*)", re.ASCII)
 MAX_MANIFEST_BYTES = 16 << 20
 
 

@@ -21,6 +21,7 @@ from optkit.json_names import JSON_NAMES
 
 if TYPE_CHECKING:
     from optkit.artifact.open import Artifact
+    from optkit.pipeline.choice_here import PlaceChoice
     from optkit.pipeline.records import PassRecord, RunRecord
     from optkit.recipe.schema import Accept, PassEntry, Recipe
 
@@ -36,6 +37,13 @@ def inspect(
             "--tokens", help="Prompt length in tokens for the shapes of --graph.", min=1, max=1 << 20
         ),
     ] = 512,
+    here: Annotated[
+        bool,
+        typer.Option(
+            "--here",
+            help="Predict which candidates of the recipe optkit optimize would choose on this machine; takes seconds.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON on stdout instead of text.")] = False,
 ) -> None:
     """Show an artifact's passes, decisions, bounds and files; with --graph its ops and kernels.
@@ -49,6 +57,9 @@ def inspect(
 
     opened = Artifact.open(artifact)
     run = load_run(opened)
+    if here:
+        show_choice(opened, as_json)
+        return
     lines = list(graph_lines(opened, tokens)) if graph else None
     if as_json:
         console.print_json(facts(opened, run) | ({"graph": lines} if lines is not None else {}))
@@ -163,7 +174,14 @@ def graph_lines(artifact: Artifact, tokens: int) -> Iterator[str]:
 
 def show_artifact(artifact: Artifact, run: RunRecord) -> None:
     """Print all tables and lines of ``optkit inspect``."""
-    from optkit.pipeline.report import alternatives_table, compiled_table, compiled_variants, run_table
+    from optkit.pipeline.explain import misses_sentence
+    from optkit.pipeline.report import (
+        alternatives_table,
+        compiled_table,
+        compiled_variants,
+        records_of,
+        run_table,
+    )
 
     recipe, manifest = artifact.recipe, artifact.manifest
     versions = ", ".join(f"{key} {value}" for key, value in manifest.get("environment", {}).items())
@@ -180,8 +198,55 @@ def show_artifact(artifact: Artifact, run: RunRecord) -> None:
         show(f"variants {', '.join(names)} in a step: answers depend on the number of tokens in a step")
     for line in reasons(run):
         show(line)
+    if predictions := misses_sentence(records_of(run)):
+        show(predictions)
     show_table(bounds_table(list(bounds(artifact, run))))
     show_table(files_table(manifest["files"]))
+
+
+def show_choice(artifact: Artifact, as_json: bool) -> None:
+    """Print the predicted choice on this machine: a table for each place of the recipe, and a sentence.
+
+    Raises:
+        UserError: the artifact is for a GPU, or its candidates are damaged.
+    """
+    from dataclasses import asdict
+
+    from optkit.artifact.measured_on import CANDIDATES
+    from optkit.pipeline.choice_here import predict_here
+
+    if not (artifact.directory / CANDIDATES).is_file():
+        raise UserError(
+            "there are no candidates to choose from",
+            where=str(artifact.directory),
+            fix="make it again by a CPU recipe with one_of; other recipes are measured by optkit optimize",
+        )
+    with console.spinner("measuring layers of the candidates"):
+        choices, text = predict_here(artifact.directory)
+    if as_json:
+        console.print_json({"choices": [asdict(choice) for choice in choices], "sentence": text})
+        return
+    for choice in choices:
+        show_table(choice_table(choice))
+    show(text)
+
+
+def choice_table(choice: PlaceChoice) -> Table:
+    """The predicted costs of each candidate, over those of the kept ones: below 1 is better."""
+    table = Table(f"{choice.label}: candidates", "objective", "decode", "", box=None, pad_edge=False)
+    kept, decode = choice.kept
+    for name, forecast in choice.forecasts.items():
+        roles = zip(("kept for prompts", "kept for decode", "best for prompts", "best for decode"),
+                    (*choice.kept, *choice.best), strict=True)  # fmt: skip
+        cost = forecast.cost / choice.forecasts[kept].cost
+        step = forecast.decode / choice.forecasts[decode].decode
+        table.add_row(
+            printable(name or "none"),
+            f"{cost:.2f}x",
+            f"{step:.2f}x",
+            ", ".join(role for role, of in roles if of == name),
+        )
+    return table
 
 
 def reasons(run: RunRecord) -> Iterator[str]:

@@ -71,7 +71,11 @@ def optimize(
 
         run = run_pipeline(model, loaded, path, force=force, progress=progress, final_tokens=quality_tokens)
     if as_json:
-        console.print_json({"artifact": str(path), **run.to_dict()})
+        from optkit.pipeline.explain import misses
+        from optkit.pipeline.report import records_of
+
+        missed = {"missed_predictions": misses(records_of(run))}
+        console.print_json({"artifact": str(path), **run.to_dict(), **missed})
         return
     from dataclasses import asdict
 
@@ -134,6 +138,7 @@ def _prediction_table(plan: dict[str, Any]) -> Any:
     grid = Table("", *labels, title="predicted, ms", title_justify="left")
     grid.add_row("as captured", *(f"{plan['baseline'][label] * 1e3:.2f}" for label in labels))
     for entry in plan["passes"]:
-        cells = (f"{entry['predicted'][label][1] * 1e3:.2f}" for label in labels)
+        times = entry["predicted"]
+        cells = (f"{times[label][1] * 1e3:.2f}" if label in times else "no prediction" for label in labels)
         grid.add_row(f"+ {entry['name']}", *cells)
     return grid

@@ -83,9 +83,14 @@ def measure_pair(
     before: Executable, after: Executable, recipe: Recipe, enough: Callable[[PairedTimes], bool]
 ) -> PairedTimes:
     """Times of both executables at every workload point, in rounds until ``enough`` or ``MAX_ROUNDS``."""
+    points = workload_points(recipe)
+    pools = [shared_pool(model, points, recipe) for model in (before, after)]
     pairs = {
-        point.label: [Repeated.settled(step_function(model, point, recipe)) for model in (before, after)]
-        for point in workload_points(recipe)
+        point.label: [
+            Repeated.settled(step_function(model, point, recipe, pool))
+            for model, pool in zip((before, after), pools, strict=True)
+        ]
+        for point in points
     }
     times = PairedTimes()
     for number in range(1, MAX_ROUNDS + 1):
@@ -131,17 +136,36 @@ def timed(step: Callable[[], None], repeat: int) -> float:
     return (time.perf_counter() - start) / repeat
 
 
-def step_function(model: Executable, point: Point, recipe: Recipe) -> Callable[[], None]:
-    """A function that runs ``point`` once on ``model``: all chunks of a prefill, or a decode step."""
+def shared_pool(model: Executable, points: Sequence[Point], recipe: Recipe) -> ModelRunner | None:
+    """A runner of ``model`` with blocks for each of ``points`` in turn; None on a GPU, where a point is captured."""
+    if model.device.type == "cuda":
+        return None
     block = recipe.runtime.block_size
-    per_sequence = -(-(point.context + 1) // block)
+    blocks = max(blocks_per_sequence(point, block) * point.sequences for point in points)
+    return ModelRunner(model, blocks, block)
+
+
+def blocks_per_sequence(point: Point, block_size: int) -> int:
+    """KV blocks of a sequence at ``point``, and the place of the next token."""
+    return -(-(point.context + 1) // block_size)
+
+
+def step_function(
+    model: Executable, point: Point, recipe: Recipe, runner: ModelRunner | None = None
+) -> Callable[[], None]:
+    """A function that runs ``point`` once on ``model``: all chunks of a prefill, or a decode step.
+
+    Args:
+        runner: of ``model``, with enough blocks; by default a runner of its own.
+    """
+    per_sequence = blocks_per_sequence(point, recipe.runtime.block_size)
     if point.is_decode:
         decodes = (
             ScheduledRequest(sequence(i, point.context, point.context - 1, per_sequence, model.vocab_size), 1)
             for i in range(point.sequences)
         )
         batches = [Batch(tuple(decodes))]
-        return runs(runner_for(model, per_sequence * point.sequences, recipe, batches), batches)
+        return runs(runner or runner_for(model, per_sequence * point.sequences, recipe, batches), batches)
     budget = recipe.runtime.max_num_batched_tokens
     sizes = [min(budget, point.tokens - start) for start in range(0, point.tokens, budget)]
     starts = range(0, point.tokens, budget)
@@ -149,7 +173,7 @@ def step_function(model: Executable, point: Point, recipe: Recipe) -> Callable[[
         Batch((ScheduledRequest(sequence(0, point.tokens, start, per_sequence, model.vocab_size), size),))
         for start, size in zip(starts, sizes, strict=True)
     ]
-    return runs(runner_for(model, per_sequence, recipe, batches), batches)
+    return runs(runner or runner_for(model, per_sequence, recipe, batches), batches)
 
 
 def runner_for(model: Executable, num_blocks: int, recipe: Recipe, batches: Sequence[Batch]) -> ModelRunner:

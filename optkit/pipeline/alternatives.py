@@ -13,25 +13,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isnan
+from math import inf, isnan
 from typing import Any
 
 import torch
 
+from optkit.evaluation.speed import workload_points
 from optkit.graph.ir import Graph, Weight
 from optkit.machine.target import Target
 from optkit.passes.base import PassContext, Stage
 from optkit.passes.resolve import Alternatives, ResolvedPass
 from optkit.pipeline import objective
 from optkit.pipeline.apply import Reproduce
+from optkit.pipeline.candidates import model_entry
 from optkit.pipeline.judge import PassJudge
 from optkit.pipeline.measurement import predict
 from optkit.pipeline.records import PassRecord
-from optkit.pipeline.runner import PassRunner, run_pass
+from optkit.pipeline.runner import PassRunner, keep_unmeasured, run_pass
 from optkit.pipeline.state import State
 from optkit.recipe.schema import Recipe
 
-HOPELESS = 1.6  # times the best measured cost; kernel times alone were never so wrong
+HOPELESS = 1.6  # times the best measured cost; predictions were never so wrong
 FEW_TOKENS, MOST_FEW = 4, 64  # decode steps of up to so many sequences run in the variant for few tokens
 DECODES_FASTER = 0.9  # of the decode time of the choice, before a second variant is worth its memory
 CHOSEN, NOT_CHOSEN, SKIPPED = "chosen", "not chosen", "skipped"
@@ -39,16 +41,23 @@ CHOSEN, NOT_CHOSEN, SKIPPED = "chosen", "not chosen", "skipped"
 
 @dataclass
 class Trial:
-    """A candidate, with the states after its passes and its evidence; without states if not tried."""
+    """A candidate, with the states after its passes and its evidence; without states if not tried.
+
+    Attributes:
+        planned: the graph that the predictions are for, shapes without values.
+        few: the candidate that runs steps of few tokens, where another runs them.
+    """
 
     passes: list[ResolvedPass]
     record: PassRecord
     states: list[State] = field(default_factory=list)
+    planned: Graph | None = None
+    few: Trial | None = None
 
     @property
     def eligible(self) -> bool:
         """True for a candidate with a pass in effect."""
-        return any(PassRecord.from_dict(state.record).in_effect for state in self.states)
+        return any(state.pass_record.in_effect for state in self.states)
 
     def cost(self) -> float:
         """Measured cost by the objective, over the cost without the candidate."""
@@ -66,11 +75,15 @@ class Trial:
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen passes with their states, none where no candidate pays; and the record of every candidate."""
+    """The chosen passes with their states, none where no candidate pays; and the record of every candidate.
+
+    ``place`` is the ``PlaceEntry`` for candidates.json, as JSON data.
+    """
 
     passes: list[ResolvedPass]
     states: list[State]
     records: list[PassRecord]
+    place: dict[str, Any]
 
 
 class CandidateJudge(PassJudge):
@@ -94,7 +107,7 @@ def choose(runner: PassRunner, alternatives: Alternatives, before: State, *, aft
             runner.progress(f"{trial.record.name}: {reason}")
         else:
             run(runner, trial, before, after_inexact=after_inexact)
-    chosen = select(runner, [trial for trial in trials if trial.eligible])
+    chosen = prompts = select(runner, [trial for trial in trials if trial.eligible])
     if chosen is not None and (fast := for_few_tokens(runner, chosen, trials)):
         run(runner, fast, before, after_inexact=after_inexact)
         trials.append(fast)
@@ -102,7 +115,29 @@ def choose(runner: PassRunner, alternatives: Alternatives, before: State, *, aft
     explain_choice(trials, chosen)
     records = [trial.record for trial in trials]
     runner.progress(f"{alternatives.name}: {chosen.record.name if chosen else 'no candidate pays'}")
-    return Choice(chosen.passes, chosen.states, records) if chosen else Choice([], [], records)
+    place = place_data(recipe, without_values(before.graph), trials, prompts, chosen)
+    return Choice(*((chosen.passes, chosen.states) if chosen else ([], [])), records, place)
+
+
+def place_data(
+    recipe: Recipe, before: Graph, trials: Sequence[Trial], prompts: Trial | None, chosen: Trial | None
+) -> dict[str, Any]:
+    """The ``PlaceEntry`` of a place; without the candidates that missed a bound.
+
+    Args:
+        prompts: the candidate for steps of many tokens.
+        chosen: ``prompts``, or the candidate of two variants.
+    """
+    decode = (chosen.few or chosen) if chosen else None
+    kept = [t for t in trials if t.planned and (t.eligible or t.record.decision == SKIPPED)]
+    entries = [
+        {"name": t.record.name, **rules(t), **model_entry(t.planned, recipe)} for t in kept if t.planned
+    ]
+    names = {
+        "prompts": prompts.record.name if prompts else "",
+        "decode": decode.record.name if decode else "",
+    }
+    return {**names, "before": model_entry(before, recipe), "candidates": entries}
 
 
 # -- a candidate -------------------------------------------------------------------------------------------
@@ -123,7 +158,7 @@ def described(resolved: ResolvedPass) -> str:
 def run(runner: PassRunner, trial: Trial, before: State, *, after_inexact: bool) -> None:
     """Run the passes of ``trial`` on ``before``; the evidence goes into its record."""
     trial.states = runner.run(trial.passes, before, after_inexact=after_inexact, judge=CandidateJudge)
-    records = [PassRecord.from_dict(state.record) for state in trial.states]
+    records = [state.pass_record for state in trial.states]
     out = "; ".join(f"{r.name} {r.decision}: {r.reason}" for r in records if not r.in_effect)
     effective = [record for record in records if record.in_effect]
     if not effective:
@@ -144,13 +179,12 @@ def compared(runner: PassRunner, before: State, states: Sequence[State], name: s
     """Speed, size and objective of the last of ``states`` against ``before``."""
 
     def measure(old: Graph, new: Graph, record: PassRecord) -> Graph:
-        record.name = name
         runner.measurement.measure_costs(record, old, new)
         record.decided("kept", "")
         return new
 
-    found = runner.measured(before, states, measure, f"costs of {name}")
-    assert found is not None  # the last pass is in effect
+    found = runner.measured(before, states, measure, f"costs of {name}", name)
+    assert found is not None  # a pass is in effect
     return found
 
 
@@ -164,7 +198,7 @@ def predicted_trials(
     before: Graph,
     reproduce: Reproduce | None = None,
 ) -> list[Trial]:
-    """A trial for each candidate with predicted times, the least predicted cost first.
+    """A trial for each candidate with predicted times, the least predicted cost first, without a prediction last.
 
     Predictions are made from shapes: no weight is quantized.
     """
@@ -172,15 +206,11 @@ def predicted_trials(
     for passes in alternatives.candidates:
         graph, trial = shapes, Trial(passes, planned(passes))
         for resolved in passes:
-            graph, _ = run_pass(graph, resolved, context, keep, reproduce)
+            graph, _ = run_pass(graph, resolved, context, keep_unmeasured, reproduce)
+        trial.planned = graph
         trial.record.predicted = predict(shapes, graph, recipe, target)
         trials.append(trial)
     return sorted(trials, key=lambda trial: predicted_cost(recipe, trial))
-
-
-def keep(before: Graph, candidate: Graph, record: PassRecord) -> Graph:
-    """The candidate of a pass whose effect is only predicted."""
-    return candidate
 
 
 def without_values(graph: Graph) -> Graph:
@@ -194,7 +224,12 @@ def without_values(graph: Graph) -> Graph:
 
 
 def predicted_cost(recipe: Recipe, trial: Trial) -> float:
-    """Predicted cost by the objective, over the cost without the candidate; by ``request`` for ``memory``."""
+    """Predicted cost by the objective, over the cost without the candidate; by ``request`` for ``memory``.
+
+    Infinite where a step has no prediction.
+    """
+    if not all(point.label in trial.record.predicted for point in workload_points(recipe)):
+        return inf
     cost = objective.TIMES.get(recipe.objective, objective.request)
     before, after = (
         {label: times[side] for label, times in trial.record.predicted.items()} for side in (0, 1)
@@ -219,7 +254,10 @@ def hopeless(recipe: Recipe, trial: Trial, trials: Sequence[Trial]) -> str:
     measured = [other for other in trials if other.eligible]
     if not measured or recipe.objective == "memory":
         return ""
-    cost, decode = predicted_cost(recipe, trial), predicted_decode(trial)
+    cost = predicted_cost(recipe, trial)
+    if cost == inf:
+        return ""
+    decode = predicted_decode(trial)
     best, best_decode = min(map(Trial.cost, measured)), min(map(Trial.decode, measured))
     if cost <= HOPELESS * best or decode <= HOPELESS * best_decode:
         return ""
@@ -253,13 +291,13 @@ def for_few_tokens(runner: PassRunner, chosen: Trial, trials: Sequence[Trial]) -
 
     None where ``chosen`` also changes float layers: the quantizer for few tokens needs the layers of before.
     """
-    if any(resolved.pass_class.stage != Stage.QUANTIZE for resolved in chosen.passes):
+    if not takes_second(chosen):
         return None
     names = {resolved.entry.name for resolved in chosen.passes}
     single = [
         trial
         for trial in trials
-        if trial.eligible and len(trial.passes) == 1 and takes_few(trial.passes[0])
+        if trial.eligible and for_few(trial)
         and trial.passes[0].entry.name not in names
     ]  # fmt: skip
     fast = min(single, key=Trial.decode, default=None)
@@ -271,7 +309,23 @@ def for_few_tokens(runner: PassRunner, chosen: Trial, trials: Sequence[Trial]) -
     if limit > MOST_FEW:
         return None
     passes = [limited(fast.passes[0], limit), *chosen.passes]
-    return Trial(passes, planned(passes))
+    return Trial(passes, planned(passes), few=fast)
+
+
+def rules(trial: Trial) -> dict[str, Any]:
+    """The facts of a ``CandidateEntry`` that decide on a second variant, as JSON data."""
+    names = [resolved.entry.name for resolved in trial.passes]
+    return {"passes": names, "takes_few": for_few(trial), "takes_second": takes_second(trial)}
+
+
+def for_few(trial: Trial) -> bool:
+    """True for a candidate that can be limited to steps of few tokens, in front of another."""
+    return len(trial.passes) == 1 and takes_few(trial.passes[0])
+
+
+def takes_second(trial: Trial) -> bool:
+    """True for a candidate that changes no float layers: a quantizer for few tokens can stand in front of it."""
+    return all(resolved.pass_class.stage == Stage.QUANTIZE for resolved in trial.passes)
 
 
 def takes_few(resolved: ResolvedPass) -> bool:

@@ -20,13 +20,13 @@ from optkit.machine.present import present_target
 from optkit.machine.target import Target
 from optkit.passes.base import Progress, no_progress
 from optkit.passes.resolve import Alternatives, Resolved, ResolvedPass, resolve_passes
-from optkit.pipeline.alternatives import choose
+from optkit.pipeline.alternatives import Choice, choose
 from optkit.pipeline.apply import PassFailed
 from optkit.pipeline.cache import PassCache
 from optkit.pipeline.chain import Chain
 from optkit.pipeline.compile_hook import ensure_code
 from optkit.pipeline.measurement import Measurement
-from optkit.pipeline.records import PassRecord, RunRecord
+from optkit.pipeline.records import RunRecord
 from optkit.pipeline.runner import WAITING, PassRunner, has_inexact
 from optkit.pipeline.state import State
 from optkit.pipeline.step import capture_step, environment
@@ -53,34 +53,31 @@ class Pipeline:
         """Capture, run every pass, judge the whole; finished steps come from the cache."""
         resolved = resolve_passes(self.recipe)
         with PassCache(self.source.directory) as cache:
-            chain, alternatives = self.run_passes(resolved, cache)
+            chain, choices = self.run_passes(resolved, cache)
             graph, run = judge_whole(chain)
             ensure_code(graph, self.recipe, self.target, self.progress)
             cache.remove_workspaces()
-        return graph, replace(run, alternatives=alternatives)
+        records = {label: choice.records for label, choice in choices.items()}
+        places = {label: choice.place for label, choice in choices.items()}
+        return graph, replace(run, alternatives=records, places=places)
 
-    def run_passes(
-        self, resolved: Sequence[Resolved], cache: PassCache
-    ) -> tuple[Chain, dict[str, list[PassRecord]]]:
-        """The capture and every pass in order; and the records of all candidates, by label of the recipe."""
-        states, passes = [self.capture(cache)], list[ResolvedPass]()
+    def run_passes(self, resolved: Sequence[Resolved], cache: PassCache) -> tuple[Chain, dict[str, Choice]]:
+        """The capture and every pass in order; and each choice between candidates, by label of the recipe."""
+        states, passes, after_inexact = [self.capture(cache)], list[ResolvedPass](), False
         directory, reference = self.source.directory, states[0].graph
         runner = PassRunner(Measurement(directory, self.recipe, self.target, self.progress, reference), cache)
-        candidates: dict[str, list[PassRecord]] = {}
+        choices: dict[str, Choice] = {}
         for part in parts(resolved):
-            after_inexact = has_inexact(states[1:])
             if isinstance(part, Alternatives):
                 choice = choose(runner, part, states[-1], after_inexact=after_inexact)
-                candidates[part.name] = choice.records
-                passes, states = passes + choice.passes, states + choice.states
+                choices[part.name] = choice
+                chosen, added = choice.passes, choice.states
             else:
-                states += runner.run(part, states[-1], after_inexact=after_inexact)
-                passes += part
-        steps, records = (
-            [state.step for state in states],
-            [PassRecord.from_dict(s.record) for s in states[1:]],
-        )
-        return Chain(passes, steps, records, states[-1], runner, self.final_tokens), candidates
+                chosen, added = part, runner.run(part, states[-1], after_inexact=after_inexact)
+            passes, states = passes + list(chosen), states + added
+            after_inexact = after_inexact or has_inexact(added)
+        steps, records = [state.step for state in states], [state.pass_record for state in states[1:]]
+        return Chain(passes, steps, records, states[-1], runner, self.final_tokens), choices
 
     def capture(self, cache: PassCache) -> State:
         """The captured model."""

@@ -14,9 +14,9 @@ from optkit.checkpoint.locate import resolve
 from optkit.machine.target import get_target
 from optkit.passes.base import PassContext, no_progress
 from optkit.passes.resolve import Alternatives, ResolvedPass, resolve_passes
-from optkit.pipeline.alternatives import keep, predicted_trials
+from optkit.pipeline.alternatives import predicted_trials
 from optkit.pipeline.measurement import predict
-from optkit.pipeline.runner import run_pass
+from optkit.pipeline.runner import keep_unmeasured, run_pass
 from optkit.recipe.schema import Recipe
 
 
@@ -42,7 +42,7 @@ def dry_run(model: str, recipe: Recipe, progress: Callable[[str], None] = no_pro
             row = trials[0].passes
         for one in row:
             before = graph
-            graph, record = run_pass(before, one, PassContext(target), keep)
+            graph, record = run_pass(before, one, PassContext(target), keep_unmeasured)
             record.predicted = predict(before, graph, recipe, target)
             passes.append(record.to_dict())
     return {

@@ -6,7 +6,7 @@ first: a pass that makes the recipe's objective worse needs no measurement of qu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,7 +19,6 @@ from optkit.evaluation.kernel_times import KernelTimes
 from optkit.evaluation.quality import KeptLogits, RuntimeLogits, compare_many, evaluation_windows
 from optkit.evaluation.speed import measure_pair, workload_points
 from optkit.graph.ir import Graph
-from optkit.graph.shapes import Point
 from optkit.kernels import PLAIN
 from optkit.kernels.reference import attention
 from optkit.lowering.compiled.hook import fused_nodes
@@ -131,18 +130,18 @@ class Measurement:
 
 
 def predict(before: Graph, after: Graph, recipe: Recipe, target: Target) -> dict[str, list[float]]:
-    """Predicted seconds [before, after] by workload point."""
-    seconds = predictor(recipe, target)
-    return {
-        point.label: [seconds(graph, point) for graph in (before, after)] for point in workload_points(recipe)
-    }
+    """Predicted seconds [before, after] by workload point, without the points that have no prediction.
 
-
-def predictor(recipe: Recipe, target: Target) -> Callable[[Graph, Point], float]:
-    """Seconds of a step: on a CPU the sum of kernel times measured here, on a GPU the roofline.
-
-    The kernel times are those of uncompiled layers: ``compile`` has no predicted gain on a CPU.
+    On a CPU the predictions are from times of layers measured here, on a GPU the roofline.
     """
     if target.kind == "cpu":
-        return KernelTimes(target, recipe).step_seconds
-    return lambda graph, point: predict_seconds(graph, point, target, fused_nodes(graph))
+        times = KernelTimes(target, recipe)
+        found = {point.label: times.pair(before, after, point) for point in workload_points(recipe)}
+    else:
+        found = {
+            point.label: [
+                predict_seconds(graph, point, target, fused_nodes(graph)) for graph in (before, after)
+            ]
+            for point in workload_points(recipe)
+        }
+    return {label: [t for t in times if t is not None] for label, times in found.items() if None not in times}

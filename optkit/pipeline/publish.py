@@ -23,9 +23,11 @@ from optkit.graph.serialize import graph_to_json
 from optkit.lowering.precision import compute_dtype
 from optkit.machine.target import Target
 from optkit.pipeline import check
+from optkit.pipeline.candidates import file_text
 from optkit.pipeline.compile_hook import write_code
+from optkit.pipeline.explain import misses
 from optkit.pipeline.records import RunRecord
-from optkit.pipeline.report import report_html
+from optkit.pipeline.report import records_of, report_html
 from optkit.recipe.schema import Recipe
 
 
@@ -57,6 +59,7 @@ def write_artifact(
             save_file(packed, internal / PACKED_FILE)
         write_code(graph, target, directory / NATIVE)
         report = {"model": source.name, "recipe": recipe.name, "target": asdict(target), **run.to_dict()}
+        report["missed_predictions"] = misses(records_of(run))
         if target.kind == "cpu":
             report["machine"] = measured_on.this_machine()
         texts = {
@@ -65,6 +68,8 @@ def write_artifact(
             "report.json": json.dumps(report, indent=1) + "\n",
             "report.html": report_html(report),
         }
+        if target.kind == "cpu" and run.places:
+            texts["candidates.json"] = file_text(run.places)
         for name, text in texts.items():
             (internal / name).write_text(text, "utf-8")
         write_manifest(directory, manifest(source, recipe, run, environment))

@@ -22,7 +22,7 @@ class PassRecord:
         decision: ``kept``, ``reduced``, ``rolled back`` or ``skipped``; ``reason`` is a sentence.
         fallback: sites of a ``reduced`` pass in float again, the most sensitive first.
         skips: places without a change, each reason once with the number of places.
-        predicted: predicted seconds [before, after] by workload point (``pipeline.measurement.predictor``).
+        predicted: predicted seconds [before, after] by workload point (``pipeline.measurement.predict``).
         measured: timings [before, after] by workload point.
         objective: cost after over cost before, by the recipe's objective: ``name``, ``ratio``, ``low`` and ``high``
             (95 % interval), and ``worse``.
@@ -109,12 +109,14 @@ def worst(reports: Mapping[str, dict[str, Any]]) -> str:
 class RunRecord:
     """All passes of a run, and the whole against the source model (None when nothing was kept).
 
-    ``alternatives`` has the record of every candidate by the recipe's label, the chosen ones included.
+    ``alternatives`` has the record of every candidate by the recipe's label, the chosen ones included; ``places`` the
+    content of candidates.json (``pipeline.candidates``), which is no part of the report.
     """
 
     passes: list[PassRecord]
     whole: PassRecord | None
     alternatives: dict[str, list[PassRecord]] = field(default_factory=dict)
+    places: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         return {

@@ -15,7 +15,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from optkit.pipeline.explain import explain, objective_sentence, speed_sentences
+from optkit.pipeline.explain import explain, misses_sentence, objective_sentence, speed_sentences
 from optkit.pipeline.records import PassRecord, RunRecord
 
 STYLE = """
@@ -26,7 +26,7 @@ border-bottom: 1px solid #ddd; vertical-align: top; } td { font-variant-numeric:
 .rolled-back { color: #a02c1c; } .skipped { color: #666; } .note { color: #555; }
 """
 NOTE = (
-    "Predicted is the sum of the kernels' times, measured alone on this machine (on a GPU the roofline of the ops); "
+    "Predicted is from the times of single layers, measured on this machine (on a GPU the roofline of the ops); "
     "measured is the ratio of medians over alternating rounds on this "
     "machine. The objective is the recipe's cost of the workload, after over before: below 1 is better. "
     "Quality is against the source model on held-out text, through the same runtime."
@@ -54,6 +54,7 @@ def report_html(report: Mapping[str, Any]) -> str:
         element("h2", "Passes"),
         html_table(("pass", "decision", "reason", "sites", "weights"), map(overview_row, passes)),
         element("p", NOTE, "note"),
+        element("p", predictions_line([*passes, *([whole] if whole else [])]), "note"),
     ]
     for label, records in report.get("alternatives", {}).items():
         body += alternatives_section(label, [PassRecord.from_dict(data) for data in records])
@@ -162,6 +163,11 @@ def target_line(target: Mapping[str, Any]) -> str:
     return f"{target['name']}, {target['cores']} cores: {', '.join(shown)} ({target['source']})"
 
 
+def predictions_line(records: Sequence[PassRecord]) -> str:
+    """The sentence about predictions; says so where nothing has both a prediction and a measurement."""
+    return f"Predictions: {misses_sentence(records) or 'none to compare'}."
+
+
 def weights_text(record: PassRecord) -> str:
     if not record.weight_bytes:
         return "-"
@@ -171,7 +177,7 @@ def weights_text(record: PassRecord) -> str:
 
 def speed_rows(record: PassRecord) -> Iterator[tuple[str, ...]]:
     for label, timings in record.measured.items():
-        predicted = f"{record.predicted_speedup(label):.2f}x" if label in record.predicted else "-"
+        predicted = f"{record.predicted_speedup(label):.2f}x" if label in record.predicted else "none"
         yield label, predicted, f"{record.speedup(label):.2f}x", *map(timing_text, timings)
 
 
@@ -218,7 +224,7 @@ def run_table(run: RunRecord) -> Table:
         middle = ["", ""] if record is run.whole else [decision_text(record), str(record.changed)]
         table.add_row(Text(record.name), *middle, *evidence_cells(record, labels))
     if labels:
-        table.caption = "speedups: measured (predicted)"
+        table.caption = "speedups: measured (predicted, where there is a prediction)"
         variants = next((list(record.variants) for record in records_of(run) if len(record.variants) > 1), [])
         if variants:
             table.caption += f"; quality: in steps of {' / of '.join(variants)}"
@@ -301,4 +307,6 @@ def summary_lines(run: RunRecord, target: Mapping[str, Any] | None = None) -> li
         lines.append(f"against the source model, measured: {speeds}; weights {weights_text(run.whole)}")
         if run.whole.objective:
             lines.append(objective_sentence(run.whole))
-    return lines + [f"{record.name} {explain(record, target or {})}" for record in run.passes]
+    lines += [f"{record.name} {explain(record, target or {})}" for record in run.passes]
+    predictions = misses_sentence(records_of(run))
+    return [*lines, predictions] if predictions else lines

@@ -80,9 +80,10 @@ class PassRunner:
         """
         states: list[State] = []
         for group in exact_runs(passes):
-            inexact = after_inexact or has_inexact(states)
-            judges = [judge(self.measurement, r.entry.accept, r.entry.keep, inexact) for r in group]
-            states += self.run_group(group, (states or [before])[-1], judges)
+            judges = [judge(self.measurement, r.entry.accept, r.entry.keep, after_inexact) for r in group]
+            added = self.run_group(group, (states or [before])[-1], judges)
+            after_inexact = after_inexact or has_inexact(added)
+            states += added
         return states
 
     def run_group(
@@ -132,28 +133,29 @@ class PassRunner:
         return after
 
     def measured(
-        self, before: State, states: Sequence[State], judge: Judge, purpose: str
+        self, before: State, states: Sequence[State], judge: Judge, purpose: str, name: str = ""
     ) -> PassRecord | None:
         """The record of all passes of ``states`` as of a single pass on ``before``; None where nothing changed.
 
         Args:
             judge: measures the graphs, and writes into the record.
             purpose: names the kind of measurement in the key of the cache.
+            name: of the record; by default the names of the passes in effect.
         """
-        records = [PassRecord.from_dict(state.record) for state in states]
+        records = [state.pass_record for state in states]
         names = [record.name for record in records if record.in_effect]
         if not names:
             return None
 
         def work() -> tuple[Graph, dict[str, Any]]:
-            record = PassRecord.planned(", ".join(names), {}, Plan())
+            record = PassRecord.planned(name or ", ".join(names), {}, Plan())
             judge(before.graph, states[-1].graph, record)
             return states[-1].graph, record.to_dict()
 
         effects = [state.effect for state in (before, *states)]
         step = comparison_step(states[-1].step, before.step, effects, purpose)
         state = self.cache.resume(step, states[-1], work, self.waiting)
-        return PassRecord.from_dict(state.record)
+        return state.pass_record
 
     def progress(self, text: str) -> None:
         self.measurement.progress(text)
@@ -177,13 +179,12 @@ class PassRunner:
 
 def has_inexact(states: Sequence[State]) -> bool:
     """True where a pass of ``states`` changed values."""
-    records = [PassRecord.from_dict(state.record) for state in states]
-    return any(record.in_effect and not record.exact for record in records)
+    return any(record.in_effect and not record.exact for record in (state.pass_record for state in states))
 
 
 def with_evidence(states: Sequence[State], together: PassRecord) -> list[State]:
     """``states`` with the evidence of ``together`` in the last record in effect; the others name that record."""
-    records = [PassRecord.from_dict(state.record) for state in states]
+    records = [state.pass_record for state in states]
     *others, last = [record for record in records if record.in_effect]
     last.take_evidence(together)
     last.decided(together.decision, together.reason)

@@ -50,9 +50,14 @@ class State:
     places: Mapping[str, Place]
 
     @property
+    def pass_record(self) -> PassRecord:
+        """A new copy of the record of the step's pass."""
+        return PassRecord.from_dict(self.record)
+
+    @property
     def effect(self) -> tuple[bool, list[str]] | None:
         """The part of the record with an effect on the graph; None for the capture, which has no record."""
-        return PassRecord.from_dict(self.record).effect if self.record else None
+        return self.pass_record.effect if self.record else None
 
 
 ReadTensor = Callable[[Place], Tensor]

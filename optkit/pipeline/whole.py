@@ -36,8 +36,8 @@ def judge_whole(chain: Chain) -> tuple[Graph, RunRecord]:
             return found
         records = [replace(record) for record in run.passes]
         undone = records[undoable[-1]]
-        chain.measurement.progress(f"the whole misses a bound: {reason}; undoing {undone.name}")
-        undone.decided("rolled back", f"the whole missed a bound: {reason}")
+        chain.measurement.progress(f"all passes together: {reason}; undoing {undone.name}")
+        undone.decided("rolled back", f"with all passes together {reason}")
 
 
 def whole_evidence(chain: Chain, whole: PassRecord, records: Sequence[PassRecord]) -> Evidence:
@@ -58,7 +58,7 @@ def fall_back_whole(
     sites = quantized_sites(graph).keys()
     if not sites or not missed_quality(bounds, evidence):
         return None
-    measurement.progress(f"the whole misses a bound: {missed}; measuring which layers")
+    measurement.progress(f"all passes together: {missed}; measuring which layers")
     losses = site_losses(measurement, graph, run.whole, sites)
     for chosen in fallback.choices(losses, excess_share(bounds, evidence)):
         measurement.progress(f"the whole: {len(chosen)} of {len(losses)} layers back in float")
@@ -78,5 +78,5 @@ def explain_fallback(
     for record, old in zip(after, before, strict=True):
         if len(record.fallback) > len(old.fallback):
             count = f"{len(record.fallback)} layers"
-            reason = f"the whole missed a bound: {missed}; with {count} back in float: {held}"
+            reason = f"with all passes together {missed}; with {count} back in float: {held}"
             record.decided("reduced", reason)

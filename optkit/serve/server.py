@@ -31,6 +31,7 @@ from optkit.recipe.engine_options import engine_options
 from optkit.runtime.info import EngineInfo
 from optkit.serve import tracing
 from optkit.serve.app import create_app
+from optkit.serve.choice import log_choice
 from optkit.serve.engine_api import ServeSettings
 from optkit.serve.http.address import bind, is_loopback, refuse_exposure
 from optkit.serve.http.auth import LOOPBACK
@@ -170,9 +171,11 @@ class _Server:
         self._uvicorn = DrainingServer(config, requests, self._options.shutdown_timeout)
         watch = asyncio.create_task(self._watch())
         ready = asyncio.create_task(self._announce_ready(info))
+        choice = asyncio.create_task(log_choice(self._artifact.directory))
         await self._uvicorn.serve(sockets=[self._sock])
-        watch.cancel()
-        ready.cancel()
+        for task in (watch, ready, choice):
+            task.cancel()
+        await asyncio.gather(choice, return_exceptions=True)  # ends its process
 
     async def _load(self) -> tuple[Tokenizer, EngineInfo]:
         """The tokenizer loads while the engine process loads the weights."""

@@ -44,3 +44,29 @@ def test_a_report_without_a_machine_gives_no_notice(report: object, tmp_path: Pa
 
 def test_a_missing_report_gives_no_notice(tmp_path: Path) -> None:
     assert measured_on.notice(tmp_path) is None
+
+
+def test_recipes_without_candidates_get_the_general_advice(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made = artifact(tmp_path, {"machine": {"cpu": "Big CPU", "kernels": "another"}})
+    assert measured_on.advice(made) == (
+        "optkit optimize measures again on this machine and may keep other passes"
+    )
+    assert not measured_on.is_undecided(made)
+
+
+def test_the_predicted_choice_is_kept_for_these_candidates_and_this_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("OPTKIT_CACHE", str(tmp_path / "cache"))
+    made = artifact(tmp_path, {"machine": {"cpu": "Big CPU", "kernels": "another"}})
+    (made / measured_on.CANDIDATES).write_text("{}")
+    assert measured_on.is_undecided(made)
+    measured_on.keep_sentence(made, "the same\x1b[31m here")
+    assert measured_on.advice(made) == "the same\\x1b[31m here"
+    assert not measured_on.is_undecided(made)
+    (made / measured_on.CANDIDATES).write_text('{"places": {}}')
+    assert measured_on.is_undecided(made)
+    monkeypatch.setattr(measured_on, "kernels_here", lambda: "another")
+    assert measured_on.notice(made) is None

@@ -11,6 +11,8 @@ from optkit.artifact.manifest import MANIFEST, write_manifest
 from optkit.cli.main import run
 from optkit.errors import printable
 from optkit.kernels import triton
+from optkit.pipeline import choice_here
+from optkit.pipeline.choice_here import Forecast, PlaceChoice
 from optkit.pipeline.records import RunRecord
 from tests.support.sample_artifact import fake_artifact, int8_record, real_artifact, sample_run
 
@@ -39,6 +41,7 @@ def test_inspect_shows_passes_reasons_bounds_and_files(made: Path, capsys: Outpu
         "int8: kept, prefill 2.00x",
         "skips 3: on the ignore list (first: down_proj)",
         "flash_attention: rolled back, prefill speedup 0.900 is below 1.000",
+        "3 of 9 predictions are more than 20% off: int8, prefill 512: predicted 4.00x, measured 1.00x",
         "whole max_memory_bytes",
         "model.safetensors",
         "optkit/graph.json",
@@ -149,3 +152,23 @@ def test_inspect_exits_with_2_when_the_report_is_unreadable(
 
 def test_printable_spells_control_characters_out() -> None:
     assert printable("a\x1b[2J\n\x9b\u202e é") == "a\\x1b[2J\\n\\x9b\\u202e é"
+
+
+def test_inspect_here_shows_the_predicted_choice(
+    made: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(["inspect", str(made), "--here"]) != 0  # an artifact without candidates
+    assert "there are no candidates to choose from" in capsys.readouterr().err
+    forecasts = {"": Forecast(4.0, 2.0), "int8": Forecast(2.0, 1.0), "w4a8": Forecast(1.0, 1.0)}
+    choice = PlaceChoice("layers", ("int8", "int8"), ("w4a8", "int8"), forecasts)
+    monkeypatch.setattr(choice_here, "predict_here", lambda directory: ([choice], "would choose w4a8"))
+    (made / "optkit" / "candidates.json").write_text("{}")
+    write_manifest(made, {"name": "small"})
+    assert run(["inspect", str(made), "--here"]) == 0
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["w4a8", "0.50x", "1.00x", "best", "for", "prompts"] in shown
+    assert ["none", "2.00x", "2.00x"] in shown
+    assert shown[-1] == ["would", "choose", "w4a8"]
+    assert run(["inspect", str(made), "--here", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["choices"][0]["best"] == ["w4a8", "int8"] and data["sentence"] == "would choose w4a8"

@@ -86,7 +86,9 @@ def test_a_slower_pass_has_a_speedup_below_one() -> None:
 
 def test_evidence_names_a_loss_of_the_objective_and_nothing_without_a_loss() -> None:
     change = {"name": "ttft", "ratio": 1.1, "low": 1.05, "high": 1.15, "worse": True}
-    assert Evidence.of(int8_record(objective=change)).worse.startswith("objective: ttft 1.10x of before")
+    assert Evidence.of(int8_record(objective=change)).worse.startswith(
+        "the objective got worse: ttft 1.10x of before"
+    )
     assert Evidence.of(int8_record(objective=change | {"worse": False})).worse == ""
     assert Evidence.of(int8_record()).worse == ""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from optkit.pipeline.explain import bound_by, explain, objective_sentence
+from optkit.pipeline.explain import bound_by, explain, misses, misses_sentence, objective_sentence
 from tests.support.sample_artifact import int8_record, timing
 
 BANDWIDTH = {"memory_bandwidth": 1_000.0}
@@ -36,22 +36,39 @@ def test_explain_has_the_decision_and_a_sentence_for_each_measured_step() -> Non
         "kept: KL 0.003",
         "decode@513 is compute bound: predicted 2.00x, measured 1.50x, less than predicted",
         "prefill 128 is compute bound: predicted 3.00x, measured 1.50x, less than predicted",
-        "prefill 64: measured 0.50x",
+        "prefill 64: no prediction, measured 0.50x",
     ]
 
 
-@pytest.mark.parametrize(("seconds", "is_less"), [(2.4, False), (2.6, True)])
-def test_measurement_below_four_fifths_of_the_prediction_is_called_less(
-    seconds: float, is_less: bool
-) -> None:
+@pytest.mark.parametrize(("seconds", "is_less"), [(2.3, False), (2.5, True)])
+def test_a_measurement_far_below_the_prediction_is_called_less(seconds: float, is_less: bool) -> None:
     record = int8_record(
         predicted={"decode@513": [4.0, 2.0]}, measured={"decode@513": [timing(4.0), timing(seconds)]}
     )
     assert explain(record, {}).endswith("less than predicted") is is_less
 
 
-@pytest.mark.parametrize(("worse", "end"), [(False, "0.54"), (True, "0.54: worse")])
-def test_objective_sentence_has_the_ratio_and_its_interval(worse: bool, end: str) -> None:
+@pytest.mark.parametrize(
+    ("worse", "subject"), [(False, "objective: ttft"), (True, "the objective got worse: ttft")]
+)
+def test_objective_sentence_has_the_ratio_and_its_interval(worse: bool, subject: str) -> None:
     change = {"name": "ttft", "ratio": 0.518, "low": 0.5, "high": 0.54, "worse": worse}
     sentence = objective_sentence(int8_record(objective=change))
-    assert sentence == f"objective: ttft 0.52x of before, 95 % interval 0.50 to {end}"
+    assert sentence == f"{subject} 0.52x of before, 95 % interval 0.50 to 0.54"
+
+
+def test_predictions_more_than_a_fifth_off_are_listed_in_both_directions() -> None:
+    record = int8_record(
+        predicted={"a": [2.39, 1.0], "b": [1.61, 1.0], "c": [2.41, 1.0], "d": [1.59, 1.0]},
+        measured={label: [timing(2.0), timing(1.0)] for label in "abcde"},
+    )
+    assert misses([record]) == [
+        "int8, c: predicted 2.41x, measured 2.00x",
+        "int8, d: predicted 1.59x, measured 2.00x",
+    ]
+    listed = misses_sentence([record])
+    assert listed.startswith("2 of 4 predictions are more than 20% off: int8, c: predicted 2.41x")
+    record.predicted = {"a": [2.0, 1.0]}
+    assert misses_sentence([record]) == "all 1 predictions are within 20% of the measured speedups"
+    record.predicted = {}
+    assert misses_sentence([record]) == ""

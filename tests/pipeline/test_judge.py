@@ -116,7 +116,7 @@ def test_a_pass_that_makes_the_objective_worse_is_rolled_back_without_a_look_at_
     assert decisions(record) == {"fuse_qkv": "kept", "int8": "rolled back"}
     int8 = record.passes[1]
     assert int8.objective["name"] == "ttft" and int8.objective["worse"]
-    assert int8.reason.startswith("objective: ttft 1.20x of before") and int8.quality == {}
+    assert int8.reason.startswith("the objective got worse: ttft 1.20x of before") and int8.quality == {}
     assert not list(Artifact.open(tmp_path / "out").graph().calls(reference.linear_w8a8))
 
 
@@ -127,7 +127,7 @@ def test_keep_always_keeps_a_pass_that_makes_the_objective_worse_and_says_so(
     text = "objective: tpot\npasses: {fuse_qkv: {}, int8: {keep: always}}"
     record = run(source, tmp_path / "out", text)
     assert decisions(record) == {"fuse_qkv": "kept", "int8": "kept"}
-    assert "objective: tpot 1.20x of before" in record.passes[1].reason
+    assert "the objective got worse: tpot 1.20x of before" in record.passes[1].reason
     assert record.passes[1].reason.endswith("accepted by keep: always")
     assert record.passes[1].quality["kl_mean"]["value"] > 0
 

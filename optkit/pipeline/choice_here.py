@@ -1,0 +1,189 @@
+"""The candidates that ``optkit optimize`` would likely choose on this machine, for an artifact of another one.
+
+The layers of each candidate, which the artifact keeps (``optkit.pipeline.candidates``), are measured here, and the
+steps of the workload are predicted from them. The rule of the choice is that of ``optkit.pipeline.alternatives``, on
+predictions. ``optkit serve`` runs this module as a process of the lowest priority after the start, once a machine and
+artifact: ``python -m optkit.pipeline.choice_here ARTIFACT``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from optkit.artifact import measured_on
+from optkit.artifact.open import Artifact
+from optkit.errors import UserError
+from optkit.evaluation.kernel_times import KernelTimes
+from optkit.evaluation.speed import workload_points
+from optkit.graph.ir import Graph
+from optkit.graph.shapes import Point
+from optkit.machine.target import get_target
+from optkit.pipeline import objective
+from optkit.pipeline.alternatives import DECODES_FASTER, decode_label
+from optkit.pipeline.candidates import PlaceEntry, read_model, read_places
+from optkit.recipe.schema import Recipe
+
+CLEARLY = 0.95  # of the cost of the kept candidate: predictions closer than that name no winner
+BEFORE = ""  # the name of the layers without a candidate
+
+StepSeconds = Callable[[Graph, Point, int], float | None]  # (graph of some layers, step, layers in the whole)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Predicted costs of a candidate: by the objective, and of a decode step. The unit is arbitrary."""
+
+    cost: float
+    decode: float
+
+
+@dataclass(frozen=True)
+class PlaceChoice:
+    """The choice at a place: the kept candidates and those predicted best, for prompts and for decode steps.
+
+    ``forecasts`` are by name; the layers without a candidate have the empty name.
+    """
+
+    label: str
+    kept: tuple[str, str]
+    best: tuple[str, str]
+    forecasts: Mapping[str, Forecast]
+
+    @property
+    def gains(self) -> tuple[float, float]:
+        """Predicted cost of the kept candidate over that of the best, for prompts and for decode steps."""
+        (kept, decode), (best, best_decode) = self.kept, self.best
+        known = self.forecasts
+        return known[kept].cost / known[best].cost, known[decode].decode / known[best_decode].decode
+
+
+def choices_here(directory: Path, step_seconds: StepSeconds | None = None) -> list[PlaceChoice]:
+    """The choice at each place of the artifact in ``directory`` whose candidates have predictions.
+
+    Args:
+        step_seconds: by default from layers measured here, or measured before.
+
+    Raises:
+        UserError: recipe or candidates are damaged.
+    """
+    places = read_places(directory)
+    recipe = Artifact.open(directory, verify=False).recipe
+    seconds = step_seconds or KernelTimes(get_target("cpu"), recipe).step_seconds
+    found = [
+        place_choice(label, place, recipe, seconds, str(directory / measured_on.CANDIDATES))
+        for label, place in places.items()
+    ]
+    return [choice for choice in found if choice is not None]
+
+
+def place_choice(
+    label: str, place: PlaceEntry, recipe: Recipe, seconds: StepSeconds, where: str
+) -> PlaceChoice | None:
+    """The choice at ``place``; None where the kept layers have no prediction, or the objective is no time."""
+    if recipe.objective not in objective.TIMES:
+        return None
+    entries = {BEFORE: place.before, **{entry.name: entry for entry in place.candidates}}
+    forecasts = {}
+    for name, entry in entries.items():
+        model = read_model(entry, where)
+        steps = {p.label: seconds(model.graph, p, model.layers) for p in workload_points(recipe)}
+        times = {step: time for step, time in steps.items() if time is not None}
+        if len(times) == len(steps):
+            cost = objective.TIMES[recipe.objective](recipe.workload, times)
+            forecasts[name] = Forecast(cost, times[decode_label(times)])
+    kept = place.prompts, place.decode
+    if not forecasts.keys() >= {*kept}:
+        return None
+    return PlaceChoice(label, kept, best_of(forecasts, place), forecasts)
+
+
+def best_of(forecasts: Mapping[str, Forecast], place: PlaceEntry) -> tuple[str, str]:
+    """The best candidates for prompts and for decode steps; the kept ones where no other is clearly better."""
+    prompts = min(forecasts, key=lambda name: forecasts[name].cost)
+    if forecasts[prompts].cost > CLEARLY * forecasts[place.prompts].cost:
+        prompts = place.prompts
+    able = [name for name in for_decodes(place, prompts) if name in forecasts]
+    decode = min(able, key=lambda name: forecasts[name].decode, default=prompts)
+    if forecasts[decode].decode > DECODES_FASTER * forecasts[prompts].decode:
+        decode = prompts
+    kept = place.decode if place.decode in (prompts, *able) else decode
+    return prompts, kept if forecasts[decode].decode > CLEARLY * forecasts[kept].decode else decode
+
+
+def for_decodes(place: PlaceEntry, prompts: str) -> list[str]:
+    """Names of the candidates that may run steps of few tokens in front of the candidate ``prompts``."""
+    entries = {entry.name: entry for entry in place.candidates}
+    if prompts not in entries or not entries[prompts].takes_second:
+        return []
+    used = entries[prompts].passes
+    return [e.name for e in entries.values() if e.takes_few and not {*e.passes} & {*used}]
+
+
+# -- in words ------------------------------------------------------------------------------------------------
+
+
+def sentence(choices: list[PlaceChoice], recipe: str, model: str) -> str:
+    """The likely choice here, in a line; ``recipe`` and ``model`` are for the command."""
+    if not choices:
+        return "the candidates have no prediction here; optkit optimize measures again on this machine"
+    changed = [clause for choice in choices for clause in changes(choice)]
+    if not changed:
+        names = ", ".join(f"{choice.label}: {shown(choice.kept[0])}" for choice in choices)
+        return f"optkit optimize would likely choose the same here ({names})"
+    command = f"optkit optimize {model} --recipe {recipe}"
+    return f"optkit optimize would likely choose {'; '.join(changed)}: run {command}"
+
+
+def changes(choice: PlaceChoice) -> list[str]:
+    """``int8 for prompts (predicted 1.30x as fast as w4a8, ...)`` for each kind of step with another choice."""
+    rows = zip(("prompts", "decode steps"), choice.kept, choice.best, choice.gains, strict=True)
+    return [
+        f"{shown(best)} for {steps} (predicted {gain:.2f}x as fast as {shown(kept)}, which this artifact has)"
+        for steps, kept, best, gain in rows
+        if kept != best
+    ]
+
+
+def shown(name: str) -> str:
+    return name or "no candidate"
+
+
+def predict_here(directory: Path, step_seconds: StepSeconds | None = None) -> tuple[list[PlaceChoice], str]:
+    """The choices for the artifact in ``directory``, and the sentence about them, which is kept for later notices.
+
+    Raises:
+        UserError: recipe or candidates are damaged.
+    """
+    choices = choices_here(directory, step_seconds)
+    opened = Artifact.open(directory, verify=False)
+    text = sentence(choices, opened.recipe.name, opened.name)
+    measured_on.keep_sentence(directory, text)
+    return choices, text
+
+
+def main(directory: str) -> int:
+    """Predict behind all other work, print the sentence; the exit code.
+
+    Where memory runs out, the system ends this process first.
+    """
+    os.nice(19)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000", "utf-8")
+    path = Path(directory)
+    try:
+        recipe = Artifact.open(path, verify=False).recipe
+        times = KernelTimes(get_target("cpu"), recipe, keep=False)
+        _, text = predict_here(path, times.step_seconds)
+    except UserError as error:
+        text = f"the choice for this machine can't be predicted: {error}"
+    sys.stdout.write(text + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

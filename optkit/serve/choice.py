@@ -1,0 +1,40 @@
+"""The choice of ``optkit optimize`` on this machine, predicted behind a server whose artifact is of another machine.
+
+The prediction measures layers, for seconds. A process of the lowest priority does so after the start, once a machine
+and artifact; later starts quote the kept sentence (``optkit.artifact.measured_on``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from pathlib import Path
+
+from optkit.artifact.measured_on import is_undecided
+
+log = logging.getLogger("optkit.serve")
+
+MODULE = "optkit.pipeline.choice_here"
+
+
+async def log_choice(directory: Path) -> None:
+    """Log the choice predicted for this machine; nothing where the artifact is of a machine with the same kernels."""
+    if not await asyncio.to_thread(is_undecided, directory):
+        return
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", MODULE, str(directory.resolve())),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        output, _ = await process.communicate()
+    except asyncio.CancelledError:
+        process.kill()
+        await process.wait()
+        raise
+    text = output.decode("utf-8", "replace").strip()
+    log.warning(
+        "%s", text or f"the choice for this machine was not predicted: exit code {process.returncode}"
+    )
