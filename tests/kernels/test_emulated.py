@@ -149,11 +149,10 @@ def test_quantization_equals_the_reference(
 
 @SETTINGS
 @given(
-    test_norms.ROWS, test_norms.WIDTHS, st.booleans(), st.sampled_from([0.0, 1.0]), test_norms.SEEDS,
-    test_norms.THREADS, st.sampled_from(emulated.LEVELS),
-)  # fmt: skip
-def test_norms_agree_with_the_reference(*arguments: object) -> None:
-    test_norms.test_rms_norm.hypothesis.inner_test(*arguments)
+    test_norms.ROWS, test_norms.WIDTHS, test_norms.SEEDS, test_norms.THREADS, st.sampled_from(emulated.LEVELS)
+)
+def test_norms_agree_with_the_reference(rows: int, width: int, seed: int, threads: int, isa: str) -> None:
+    test_norms.test_rms_norm.hypothesis.inner_test(rows, width, True, 1.0, seed, threads, isa)
 
 
 @SETTINGS

@@ -19,7 +19,7 @@ from tests.support.native_build import BUILD, ROOT, SOURCES, Missing
 
 FOLDER = ROOT / "tests" / "native" / "emulated"
 LEVELS = ("avx_vnni", "avx512_vnni", "amx_int8")  # of isas.h, that are emulated
-FLAGS = ("-Wno-psabi", f"-I{SOURCES}", "-include", str(FOLDER / "intrinsics.h"))
+FLAGS = ("-g0", "-Wno-psabi", f"-I{SOURCES}", "-include", str(FOLDER / "intrinsics.h"))
 
 
 def library(made: Path = BUILD / "emulated" / "emulated.so", flags: Sequence[str] = ()) -> Path:

@@ -68,7 +68,7 @@ def library(name: str) -> Path:
     runtime_file(sanitizer.runtime)
     made, flags = BUILD / "sanitize" / f"{name}.so", sanitizer.flags.split()
     if name == EMULATED:
-        return emulated.library(made, flags)
+        return emulated.library(made, [*flags, "-g"])
     return native_build.library(made, sorted(SOURCES.glob("*.cpp")), flags, [Path(__file__)])
 
 
