@@ -15,6 +15,7 @@ struct Int8AvxVnni {
     struct Ints {
         Lanes lo, hi;
     };
+    static constexpr std::int32_t key_zero = 128, value_zero = 0;
 
     template <Bytes bytes, int half>
     struct Dot {
@@ -29,7 +30,7 @@ struct Int8AvxVnni {
       private:
         OP Lanes add(Lanes acc, Row row, __m256i column) {
             return bytes == Bytes::keys ? (Lanes)_mm256_dpbusd_avx_epi32((__m256i)acc, column, row)
-                                    : (Lanes)_mm256_dpbusd_avx_epi32((__m256i)acc, row, column);
+                                        : (Lanes)_mm256_dpbusd_avx_epi32((__m256i)acc, row, column);
         }
     };
 
