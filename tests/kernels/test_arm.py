@@ -4,6 +4,7 @@ multiply-add is used, those of the portable variants. ``make arm`` runs these te
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,7 +17,6 @@ from optkit.kernels.cpu import int8, native, rope
 from optkit.kernels.cpu.attention import attention
 from tests.kernels import test_int4, test_wna16
 from tests.kernels.test_attention import Case, World
-from tests.kernels.test_int4 import poisoned
 from tests.kernels.test_int8 import weights_of
 from tests.kernels.test_norms import KERNELS, as_tuple, rows_of
 from tests.support import arm
@@ -51,6 +51,12 @@ def assert_same_bits(call: Call, cpu: str, isa: str, twin: str, threads: int = 1
     for mine, other in zip(found, expected, strict=True):
         assert mine.shape == other.shape
         assert torch.equal(bits(mine), bits(other))
+
+
+def poisoned(*size: Any, dtype: torch.dtype = torch.float32) -> Tensor:
+    """In place of ``torch.empty``: what a kernel forgets to write shows."""
+    shape = size[0] if isinstance(size[0], tuple) else size
+    return torch.full(shape, float("nan") if dtype.is_floating_point else 77, dtype=dtype)
 
 
 def bits(values: Tensor) -> Tensor:

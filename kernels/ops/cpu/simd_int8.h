@@ -165,54 +165,6 @@ struct Int8Avx2 {
 };
 #undef OP
 
-#ifdef OPTKIT_AVX_VNNI
-#define OP static OPTKIT_AVX_VNNI OPTKIT_INLINE
-// AVX2's registers with the halves and the products of VNNI.
-struct Int8AvxVnni : Int8Avx2 {
-    template <Bytes bytes, int half>
-    struct Dot {
-        using Column = Ints;
-        using Row = __m256i;
-        OP Column column(const void* p) { return load(p); }
-        OP Row row(std::uint32_t word) { return _mm256_set1_epi32(static_cast<int>(word)); }
-        OP Ints add(Ints acc, Row row, Column column) {
-            return {add(acc.lo, row, column.lo), add(acc.hi, row, column.hi)};
-        }
-
-      private:
-        OP __m256i add(__m256i acc, Row row, __m256i column) {
-            return bytes == Bytes::keys ? _mm256_dpbusd_avx_epi32(acc, column, row)
-                                        : _mm256_dpbusd_avx_epi32(acc, row, column);
-        }
-    };
-
-    OP Ints between_halves(Ints a) { return {_mm256_slli_epi32(a.lo, 8), _mm256_slli_epi32(a.hi, 8)}; }
-    // As in Int8Avx512: the bytes of signed numbers are signed.
-    template <bool is_signed>
-    OP void store_halves(void* first, void* second, Ints a) {
-        const __m256i low = bytes<is_signed>(a.lo), high = bytes<is_signed>(a.hi);
-        _mm_storeu_si128(static_cast<__m128i*>(first), _mm256_castsi256_si128(narrowed(low, high, 1)));
-        _mm_storeu_si128(static_cast<__m128i*>(second), _mm256_castsi256_si128(narrowed(low, high, 0)));
-    }
-
-  private:
-    template <bool is_signed>
-    OP __m256i bytes(__m256i a) {
-        const __m256i half = _mm256_set1_epi32(0x8080);
-        return is_signed ? _mm256_xor_si256(_mm256_add_epi32(a, half), half) : a;
-    }
-    // Byte `which` of each of 16 lanes, in the low 128 bits.
-    OP __m256i narrowed(__m256i low, __m256i high, int which) {
-        const __m256i order = _mm256_add_epi8(
-            _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12)),
-            _mm256_set1_epi8(static_cast<char>(which)));
-        const __m256i words = _mm256_blend_epi32(_mm256_shuffle_epi8(low, order), _mm256_shuffle_epi8(high, order), 0xaa);
-        return _mm256_permutevar8x32_epi32(words, _mm256_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5));
-    }
-};
-#undef OP
-#endif
-
 #endif  // OPTKIT_X86
 
 #define OP static OPTKIT_INLINE
@@ -302,4 +254,5 @@ struct Int8Portable {
 
 }  // namespace optkit
 
+#include "simd_int8_avx_vnni.h"
 #include "simd_neon.h"
