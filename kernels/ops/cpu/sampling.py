@@ -1,7 +1,7 @@
-"""Sampling by optkit's native kernel (sampling.cpp): a token for each row of logits, in one call.
+"""Sampling by optkit's native kernel (sampling.cpp): a token for each row of logits, all rows in a call.
 
-The choice is that of ``reference.sample``. Rows are given one by one, because the sampler of the runtime changes the
-logits of some requests first (penalties, bias), in memory of their own.
+The choice is the choice of ``reference.sample``. Rows may lie anywhere in memory, because the sampler of the runtime
+first changes copies of the logits of some requests (penalties, bias).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def row(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: flo
     """A row of ``logits`` [V] with its parameters, for ``choose``; the caller keeps ``logits`` alive.
 
     Raises:
-        ValueError: ``logits`` are not float32 numbers one after another in memory of the CPU.
-        struct.error, OverflowError: a parameter is beyond its C type.
+        ValueError: ``logits`` are not a dense float32 vector in memory of the CPU.
+        struct.error, OverflowError: a parameter is beyond the range of the C type.
     """
     native.require_vector(logits, logits.numel(), torch.float32, "logits")
     native.require(logits.device.type == "cpu", "logits must be on the CPU")
