@@ -84,9 +84,10 @@ class KernelTimes:
             return None
         graph = variants.at(graph, point.tokens)
         parts = Parts(graph, infer_shapes(graph, point, self.recipe.runtime.block_size))
-        cold = point.tokens <= FEW_TOKENS and graph.num_bytes() > cache_bytes()
+        times = layers / len(parts.layers) if layers and parts.can_be_cut else 1.0
+        cold = point.tokens <= FEW_TOKENS and times * graph.num_bytes() > cache_bytes()
         if parts.can_be_cut:
-            total = self.sum(parts, point, cold, (layers or len(parts.layers)) / len(parts.layers))
+            total = self.sum(parts, point, cold, times)
         else:
             total = self.whole(parts, point, cold)
         if self.keep and self.changed:

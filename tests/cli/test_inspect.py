@@ -163,6 +163,7 @@ def test_inspect_here_shows_the_predicted_choice(
     choice = PlaceChoice("layers", ("int8", "int8"), ("w4a8", "int8"), forecasts)
     monkeypatch.setattr(choice_here, "predict_here", lambda directory: ([choice], "would choose w4a8"))
     (made / "optkit" / "candidates.json").write_text("{}")
+    (made / MANIFEST).unlink()
     write_manifest(made, {"name": "small"})
     assert run(["inspect", str(made), "--here"]) == 0
     shown = [line.split() for line in capsys.readouterr().out.splitlines()]

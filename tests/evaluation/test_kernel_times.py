@@ -65,6 +65,17 @@ def test_a_model_of_more_layers_is_predicted_from_some(machine: list[int]) -> No
     assert times().step_seconds(graph, PREFILL, layers=30) == pytest.approx(ENDS + 30 * LAYER)
 
 
+def test_weights_of_a_model_larger_than_the_cache_are_read_from_memory(
+    machine: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph, found = captured("llama", num_hidden_layers=4), times()
+    monkeypatch.setattr(kernel_times, "cache_bytes", lambda: 2 * graph.num_bytes())
+    found.step_seconds(graph, DECODE)
+    assert not any("cold" in key for key in found.seconds)
+    found.step_seconds(graph, DECODE, layers=30)  # the whole does not fit, though these layers do
+    assert any("cold" in key for key in found.seconds)
+
+
 def test_a_graph_that_cannot_be_cut_is_measured_whole(machine: list[int]) -> None:
     assert times().step_seconds(captured("llama"), PREFILL) == pytest.approx(ENDS)
     assert machine == [2]
