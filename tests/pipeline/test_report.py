@@ -128,4 +128,6 @@ def test_the_summary_has_the_gain_and_what_was_not_kept() -> None:
     assert "prefill 512: predicted 4.00x, measured 1.00x, less than predicted" in others[0]
     assert others[1] == "fuse_qkv skipped: no site to change"
     assert others[2].startswith("flash_attention rolled back: prefill speedup 0.900 is below 1.000; ")
-    assert others[3].startswith("3 of 9 predictions are more than 20% off: int8, prefill 512: predicted 4.00x")
+    assert others[3].startswith(
+        "3 of 9 predictions are more than 20% off: int8, prefill 512: predicted 4.00x"
+    )
