@@ -65,10 +65,14 @@ class KernelTimes:
         self.file = times_file()
         self.seconds = read_times(self.file)
 
-    def pair(self, before: Graph, after: Graph, point: Point) -> list[float | None]:
-        """Predicted times of steps of two graphs. Where ``after`` is new, ``before`` is measured again beside it."""
+    def pair(self, before: Graph, after: Graph, point: Point, *, beside: bool = False) -> list[float | None]:
+        """Predicted times of steps of two graphs.
+
+        Args:
+            beside: measures a known ``before`` again where ``after`` is new; a plan, whose rows follow on, does not.
+        """
         second = self.step_seconds(after, point)
-        self.again = self.changed
+        self.again = beside and self.changed
         first = self.step_seconds(before, point)
         self.again = False
         return [first, second]

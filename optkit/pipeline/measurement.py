@@ -63,7 +63,7 @@ class Measurement:
 
     def measure_costs(self, record: PassRecord, before: Graph, after: Graph) -> Executable:
         """Write speed, size and objective of ``before`` and ``after`` into ``record``; return ``after`` lowered."""
-        record.predicted = predict(before, after, self.recipe, self.target)
+        record.predicted = predict(before, after, self.recipe, self.target, beside=True)
         lowered = self.lower(before), self.lower(after)
         self.progress(f"{record.name}: measuring speed")
         times = measure_pair(*lowered, self.recipe, partial(objective.enough, self.recipe))
@@ -129,14 +129,19 @@ class Measurement:
         return graph
 
 
-def predict(before: Graph, after: Graph, recipe: Recipe, target: Target) -> dict[str, list[float]]:
+def predict(
+    before: Graph, after: Graph, recipe: Recipe, target: Target, *, beside: bool = False
+) -> dict[str, list[float]]:
     """Predicted seconds [before, after] by workload point, without the points that have no prediction.
 
-    On a CPU the predictions are from times of layers measured here, on a GPU the roofline.
+    On a CPU the predictions are from times of layers measured here, on a GPU the roofline. ``beside`` is that of
+    ``KernelTimes.pair``.
     """
     if target.kind == "cpu":
         times = KernelTimes(target, recipe)
-        found = {point.label: times.pair(before, after, point) for point in workload_points(recipe)}
+        found = {
+            point.label: times.pair(before, after, point, beside=beside) for point in workload_points(recipe)
+        }
     else:
         found = {
             point.label: [

@@ -136,9 +136,11 @@ def test_the_shortest_time_counts_where_a_disturbed_graph_is_measured_again(
     found = times()
     assert found.pair(before, before, PREFILL) == [4 * (ENDS + 2 * LAYER)] * 2
     slow["now"] = 1.0
-    assert found.pair(before, after, PREFILL) == [ENDS + 2 * LAYER] * 2
+    assert found.pair(before, after, PREFILL, beside=True) == [ENDS + 2 * LAYER] * 2
     slow["now"] = 4.0
-    assert times().pair(before, after, PREFILL) == [ENDS + 2 * LAYER] * 2  # known: nothing is measured
+    assert (
+        times().pair(before, after, PREFILL, beside=True) == [ENDS + 2 * LAYER] * 2
+    )  # known: nothing is measured
 
 
 def test_times_measured_beside_other_work_are_not_kept(machine: list[int]) -> None:
