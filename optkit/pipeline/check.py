@@ -2,9 +2,10 @@
 
 Between measurement and disk lie splitting, packing, renaming and two libraries. So a process without shared memory
 opens the finished directory as a server would, hashes included, and gives the logits of a fixed probe: two sequences in
-ragged chunks, prefill and decode, through the paged KV cache. The graph in memory must give the same logits. Equal
-kernels give equal bits; ``TOLERANCE`` is for torch's products, whose rounding may depend on the memory layout of
-operands.
+ragged chunks, prefill and decode, through the paged KV cache. The graph in memory, with the same compiled layers, must
+give the same logits. Equal kernels give equal bits; ``TOLERANCE`` is for torch's products, whose rounding may depend on
+the memory layout of operands. Compiled and uncompiled layers differ by rounding, which a quantizer behind them makes
+larger than ``TOLERANCE``.
 
 ``python -m optkit.pipeline.check DIRECTORY THREADS`` is the new process; a broken pipe to the parent ends the process.
 """
@@ -21,9 +22,11 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from optkit.artifact.manifest import NATIVE
 from optkit.artifact.open import Artifact
 from optkit.errors import UserError
-from optkit.lowering.lower import Executable, lower
+from optkit.lowering.compiled.hook import lower_with_code
+from optkit.lowering.lower import Executable
 from optkit.runtime.logits import RuntimeLogits
 
 if TYPE_CHECKING:
@@ -45,7 +48,7 @@ def check_reopened(directory: Path, graph: Graph, target: Target, dtype: torch.d
     Raises:
         ArtifactDiffers: the artifact can't be opened, or the logits differ.
     """
-    expected = probe_logits(lower(graph, target, dtype=dtype))
+    expected = probe_logits(lower_with_code(graph, target, native=directory / NATIVE, dtype=dtype))
     given = reopened_logits(directory)
     if given.shape != expected.shape:
         raise differs(f"its logits are {list(given.shape)}, those measured {list(expected.shape)}")
