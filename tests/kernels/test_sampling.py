@@ -39,7 +39,7 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 
 def chosen(logits: Tensor, parameters: tuple[float, int, float, float], uniform: list[float]) -> list[int]:
     """The native tokens of the rows of ``logits``, all with the same parameters."""
-    rows = [sampling.row(row, *parameters, u) for row, u in zip(logits, uniform, strict=True)]
+    rows = [sampling.row(row, len(row), *parameters, u) for row, u in zip(logits, uniform, strict=True)]
     return sampling.choose(rows, logits.shape[1])
 
 
@@ -158,8 +158,8 @@ def test_a_token_depends_on_nothing_but_its_row(threads: int, monkeypatch: pytes
 
 
 def test_row_refuses_what_native_code_would_misread() -> None:
-    for wrong in (torch.zeros(8).double(), torch.zeros(8)[::2], torch.zeros(2, 4)):
+    for wrong in (torch.zeros(8).double(), torch.zeros(16)[::2], torch.zeros(2, 4), torch.zeros(7)):
         with pytest.raises(ValueError, match="native kernel"):
-            sampling.row(wrong, 1.0, 0, 1.0, 0.0, 0.5)
+            sampling.row(wrong, 8, 1.0, 0, 1.0, 0.0, 0.5)
     with pytest.raises(struct.error):
-        sampling.row(torch.zeros(8), 1.0, 2**40, 1.0, 0.0, 0.5)
+        sampling.row(torch.zeros(8), 8, 1.0, 2**40, 1.0, 0.0, 0.5)

@@ -19,14 +19,16 @@ BAD_LOGITS, BAD_PARAMETERS = -1, -2  # of sampling.h
 ROW = struct.Struct("=fiffdq")  # SampledRow of sampling.h
 
 
-def row(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, uniform: float) -> bytes:
-    """A row of ``logits`` [V] with its parameters, for ``choose``; the caller keeps ``logits`` alive.
+def row(
+    logits: Tensor, width: int, temperature: float, top_k: int, top_p: float, min_p: float, uniform: float
+) -> bytes:
+    """A row of ``logits`` [width] with its parameters, for ``choose``; the caller keeps ``logits`` alive.
 
     Raises:
-        ValueError: ``logits`` are not a dense float32 vector in memory of the CPU.
+        ValueError: ``logits`` are not a dense float32 vector of ``width`` numbers in memory of the CPU.
         struct.error, OverflowError: a parameter is beyond the range of the C type.
     """
-    native.require_vector(logits, logits.numel(), torch.float32, "logits")
+    native.require_vector(logits, width, torch.float32, "logits")
     native.require(logits.device.type == "cpu", "logits must be on the CPU")
     return ROW.pack(temperature, top_k, top_p, min_p, uniform, logits.data_ptr())
 

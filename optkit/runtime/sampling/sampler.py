@@ -79,14 +79,14 @@ def sample_natively(logits: Tensor, requests: Sequence[Request]) -> list[int | F
 
 def native_row(logits: Tensor, request: Request) -> tuple[bytes, Tensor]:
     """The row of ``logits`` [V] for the native sampler, and the tensor that the row points to."""
-    p = request.sampling
+    p, width = request.sampling, len(logits)
     if is_steered(request):
         with one_thread():
             logits = steer(logits, request)
     if p.temperature < GREEDY_BELOW:
-        return sampling.row(logits, 0.0, 0, 1.0, 0.0, 0.0), logits
+        return sampling.row(logits, width, 0.0, 0, 1.0, 0.0, 0.0), logits
     u = uniform(p.seed, request.num_output)
-    return sampling.row(logits, p.temperature, p.top_k, p.top_p, p.min_p, u), logits
+    return sampling.row(logits, width, p.temperature, p.top_k, p.top_p, p.min_p, u), logits
 
 
 def best_tokens(logits: Tensor) -> tuple[list[int], list[bool]]:
