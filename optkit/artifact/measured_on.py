@@ -13,6 +13,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from optkit.artifact.manifest import CANDIDATES
 from optkit.errors import UserError, printable
 from optkit.kernels.cpu import native
 from optkit.machine.paths import cache_dir, replace_text
@@ -20,7 +21,6 @@ from optkit.machine.target import cpu_model, usable_cores
 from optkit.untrusted_json import Name, Schema, check, parse_bounded, read_bounded
 from optkit.version import VERSION
 
-CANDIDATES = Path("optkit") / "candidates.json"
 MAX_REPORT_BYTES = 4 << 20  # the report of six passes on thirty layers has 32 KiB
 MAX_SENTENCE_BYTES = 64 << 10
 

@@ -212,7 +212,7 @@ def show_choice(artifact: Artifact, as_json: bool) -> None:
     """
     from dataclasses import asdict
 
-    from optkit.artifact.measured_on import CANDIDATES
+    from optkit.artifact.manifest import CANDIDATES
     from optkit.pipeline.choice_here import predict_here
 
     if not (artifact.directory / CANDIDATES).is_file():

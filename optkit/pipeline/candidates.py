@@ -19,7 +19,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from optkit.artifact.measured_on import CANDIDATES
+from optkit.artifact.manifest import CANDIDATES
 from optkit.errors import UserError
 from optkit.evaluation.kernel_times import LAYERS
 from optkit.evaluation.short_models import Parts

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from optkit.artifact import measured_on
+from optkit.artifact.manifest import CANDIDATES
 from optkit.artifact.open import Artifact
 from optkit.errors import UserError
 from optkit.evaluation.kernel_times import KernelTimes
@@ -75,7 +76,7 @@ def choices_here(directory: Path, step_seconds: StepSeconds | None = None) -> li
     recipe = Artifact.open(directory, verify=False).recipe
     seconds = step_seconds or KernelTimes(get_target("cpu"), recipe).step_seconds
     found = [
-        place_choice(label, place, recipe, seconds, str(directory / measured_on.CANDIDATES))
+        place_choice(label, place, recipe, seconds, str(directory / CANDIDATES))
         for label, place in places.items()
     ]
     return [choice for choice in found if choice is not None]
@@ -167,14 +168,17 @@ def predict_here(directory: Path, step_seconds: StepSeconds | None = None) -> tu
 
 
 def main(directory: str) -> int:
-    """Predict behind all other work, print the sentence; the exit code.
+    """Predict behind all other work, and print the sentence; the exit code.
 
-    Where memory runs out, the system ends this process first.
+    Nothing is printed for an artifact of the same kernels, or with a kept sentence. Where memory runs out, the system
+    ends this process first.
     """
     os.nice(19)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", "utf-8")
     path = Path(directory)
+    if not measured_on.is_undecided(path):
+        return 0
     try:
         recipe = Artifact.open(path, verify=False).recipe
         times = KernelTimes(get_target("cpu"), recipe, keep=False)

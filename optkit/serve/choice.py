@@ -1,7 +1,8 @@
 """The choice of ``optkit optimize`` on this machine, predicted behind a server whose artifact is of another machine.
 
 The prediction measures layers, for seconds. A process of the lowest priority does so after the start, once a machine
-and artifact; later starts quote the kept sentence (``optkit.artifact.measured_on``).
+and artifact; later starts quote the kept sentence (``optkit.artifact.measured_on``). The process also finds out whether
+there is something to predict: that takes torch, which the API process does without.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 import sys
 from pathlib import Path
 
-from optkit.artifact.measured_on import is_undecided
+from optkit.artifact.manifest import CANDIDATES
 
 log = logging.getLogger("optkit.serve")
 
@@ -19,8 +20,10 @@ MODULE = "optkit.pipeline.choice_here"
 
 
 async def log_choice(directory: Path) -> None:
-    """Log the choice predicted for this machine; nothing where the artifact is of a machine with the same kernels."""
-    if not await asyncio.to_thread(is_undecided, directory):
+    """Log the choice predicted for this machine; nothing where the artifact is of a machine with the same kernels, or
+    has no candidates.
+    """
+    if not (directory / CANDIDATES).is_file():
         return
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", MODULE, str(directory.resolve())),
@@ -35,6 +38,7 @@ async def log_choice(directory: Path) -> None:
         await process.wait()
         raise
     text = output.decode("utf-8", "replace").strip()
-    log.warning(
-        "%s", text or f"the choice for this machine was not predicted: exit code {process.returncode}"
-    )
+    if process.returncode:
+        text = f"the choice for this machine was not predicted: exit code {process.returncode}"
+    if text:
+        log.warning("%s", text)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from optkit.artifact import measured_on
+from optkit.artifact.manifest import CANDIDATES
 
 
 def artifact(directory: Path, report: object) -> Path:
@@ -61,12 +62,12 @@ def test_the_predicted_choice_is_kept_for_these_candidates_and_this_machine(
 ) -> None:
     monkeypatch.setenv("OPTKIT_CACHE", str(tmp_path / "cache"))
     made = artifact(tmp_path, {"machine": {"cpu": "Big CPU", "kernels": "another"}})
-    (made / measured_on.CANDIDATES).write_text("{}")
+    (made / CANDIDATES).write_text("{}")
     assert measured_on.is_undecided(made)
     measured_on.keep_sentence(made, "the same\x1b[31m here")
     assert measured_on.advice(made) == "the same\\x1b[31m here"
     assert not measured_on.is_undecided(made)
-    (made / measured_on.CANDIDATES).write_text('{"places": {}}')
+    (made / CANDIDATES).write_text('{"places": {}}')
     assert measured_on.is_undecided(made)
     monkeypatch.setattr(measured_on, "kernels_here", lambda: "another")
     assert measured_on.notice(made) is None

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from optkit.artifact import measured_on
+from optkit.artifact.manifest import CANDIDATES
 from optkit.errors import UserError
 from optkit.graph.ir import Graph
 from optkit.graph.shapes import Point
@@ -56,7 +57,7 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     missed = Trial(place.candidates[1], int8_record(name="a bound was missed"), planned=before)
     data = place_data(settings, without_values(before), [*trials, missed], trials[0], trials[0])
     directory = real_artifact(tmp_path / "made", tmp_path / "source", settings.to_yaml(), sample_run())
-    (directory / measured_on.CANDIDATES).write_text(file_text({"layers": data}))
+    (directory / CANDIDATES).write_text(file_text({"layers": data}))
     report = directory / "optkit" / "report.json"
     machine = {"machine": {"cpu": "Big CPU", "kernels": "avx512_vnni"}}
     report.write_text(json.dumps(json.loads(report.read_text()) | machine))
@@ -71,7 +72,7 @@ def test_candidates_are_kept_as_few_layers_without_values(made: Path) -> None:
     model = read_model(place.candidates[0], "here")
     assert model.layers == 7 and model.graph.is_meta
     assert len(list(model.graph.calls(reference.attention))) == 6
-    assert (made / measured_on.CANDIDATES).stat().st_size < 200_000
+    assert (made / CANDIDATES).stat().st_size < 200_000
 
 
 def test_another_ranking_here_is_named_with_the_gain_and_the_command(made: Path) -> None:
@@ -147,7 +148,7 @@ def nodes(data: dict) -> list:  # type: ignore[type-arg]
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damaged_candidates_are_an_error_with_the_file(made: Path, damage: str) -> None:
-    file = made / measured_on.CANDIDATES
+    file = made / CANDIDATES
     data = json.loads(file.read_text())
     changed = DAMAGE[damage](data)
     file.write_text(changed if isinstance(changed, str) else json.dumps(changed if changed == {} else data))

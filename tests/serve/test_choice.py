@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from optkit.artifact.manifest import CANDIDATES
 from optkit.serve import choice
 
 
@@ -16,7 +17,8 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     (tmp_path / "predicted_choice.py").write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(choice, "MODULE", "predicted_choice")
-    monkeypatch.setattr(choice, "is_undecided", lambda directory: True)
+    (tmp_path / CANDIDATES).parent.mkdir()
+    (tmp_path / CANDIDATES).write_text("{}")
 
 
 def test_the_sentence_of_the_process_is_logged(
@@ -36,9 +38,19 @@ def test_a_process_that_dies_is_said(
     assert caplog.messages == ["the choice for this machine was not predicted: exit code 3"]
 
 
-def test_nothing_runs_for_an_artifact_of_this_machine(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_nothing_runs_for_an_artifact_without_candidates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    code(tmp_path, monkeypatch, "print('would choose')")
+    (tmp_path / CANDIDATES).unlink()
+    asyncio.run(choice.log_choice(tmp_path))
+    assert caplog.messages == []
+
+
+def test_nothing_is_logged_where_the_process_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    code(tmp_path, monkeypatch, "")
     asyncio.run(choice.log_choice(tmp_path))
     assert caplog.messages == []
 

@@ -15,6 +15,7 @@ import torch
 
 from optkit.cancellation import check_cancelled
 from optkit.errors import UserError
+from optkit.kernels.cpu import native
 from optkit.recipe.engine_options import EngineOptions
 from optkit.runtime.engine import Engine
 from optkit.runtime.kv.offload import MemoryBlocks
@@ -166,7 +167,7 @@ def fake_engine(options: dict[str, Any] | None = None) -> Engine:
 def inject(engine: Engine, token: int, place: str) -> None:
     """Make ``place`` raise on sequences with ``token`` in the prompt."""
     owners: dict[str, tuple[Any, str]] = {
-        "sampler": (sampler, "sample_row"),
+        "sampler": (sampler, "native_row" if native.available() else "sample_row"),
         "arrival": (engine.scheduler.policy, "rank"),
         "admission": (engine.scheduler.kv, "admit"),
         "growth": (engine.scheduler.kv, "grow"),
