@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optkit.kernels.cpu import native
+from optkit.kernels.cpu import native, weight_memory
 from optkit.kernels.cpu.emit import Emitter, Result
 from optkit.kernels.cpu.program import Builder, Size, View
 from optkit.kernels.kernel import Kernel
@@ -44,7 +44,7 @@ def pack_records(nibbles: Tensor, scale: Tensor, low: Tensor | None, n: int, k: 
     """The uint8 blob [N, bytes] of codes [N, K], two to a byte, scales [N, G] and minimums or zero points [N, G]."""
     groups, half, library = scale.shape[1], scale.dtype == torch.float16, native.library()
     size = library.optkit_w4_bytes(n, k, groups, half, levels)
-    blob = torch.zeros(n, -(-size // n), dtype=torch.uint8)
+    blob = weight_memory.zeros((n, -(-size // n)), torch.uint8)
     pointers = (nibbles.data_ptr(), scale.data_ptr(), 0 if low is None else low.data_ptr(), blob.data_ptr())
     library.optkit_pack_w4(*pointers, n, k, groups, half, levels, native.threads())
     return blob

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from optkit.kernels.cpu import native
+from optkit.kernels.cpu import native, weight_memory
 from optkit.kernels.cpu.emit import Emitter, Quantization, Result, quantized_buffers
 from optkit.kernels.cpu.program import Builder, Size, View
 from optkit.kernels.kernel import Kernel
@@ -33,10 +33,11 @@ def pack(weights: dict[int, Tensor], options: Mapping[str, Any] | None = None) -
     (n, k), groups = weight.shape, scale.shape[1]
     library = native.library()
     size = library.optkit_w8_bytes(n, k, groups)
-    blob = torch.zeros(n, -(-size // n), dtype=torch.uint8)
+    blob = weight_memory.zeros((n, -(-size // n)), torch.uint8)
     library.optkit_pack_w8(weight.data_ptr(), blob.data_ptr(), n, k, groups, native.threads())
-    padded = F.pad(scale, (0, 0, 0, -n % PANEL))
-    return {position: blob, position + 1: padded.unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()}
+    padded = F.pad(scale, (0, 0, 0, -n % PANEL)).unflatten(0, (-1, PANEL)).transpose(1, 2)
+    packed_scale = weight_memory.zeros(padded.shape, torch.float32).copy_(padded)
+    return {position: blob, position + 1: packed_scale}
 
 
 def linear_w8a8(

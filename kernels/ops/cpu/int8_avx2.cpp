@@ -8,6 +8,9 @@
 // where the rows are many. A tile is R rows x 16 output channels, half a panel: 2 registers of 8 output channels a row. For
 // 32 products that are 2 vpmaddwd and 2 vpaddd, and for few rows 6 / (2 R) shifts. R goes to 4: 8 registers accumulate, 4
 // hold weights, 1 a row's pair and 1 a product.
+//
+// Few rows wait for memory. One or two take a whole panel, so that bytes are read in the order of memory; of more, the
+// first tile asks for the next panel.
 #include "scratch.h"
 #include "ymm_tile.h"
 
@@ -16,8 +19,11 @@
 namespace optkit {
 namespace {
 
-constexpr int ROWS = 4, HALF = 16;
-constexpr int64_t MANY_ROWS = 16;  // from here on widening a panel in memory is faster than in each tile
+constexpr int ROWS = 4;
+constexpr int HALF = 2, WHOLE = 4;     // registers across half a panel and a whole one
+constexpr int64_t WHOLE_ROWS = 2;      // up to here a tile takes a whole panel
+constexpr int64_t MANY_ROWS = 16;      // from here on widening a panel in memory is faster than in each tile
+constexpr int64_t AHEAD_BYTES = 1024;  // what a tile of a whole panel asks for lies so far ahead
 
 // Activations of some rows, [rows][steps][2] pairs of int16, q - 128: of bytes 0 and 2, and of bytes 1 and 3 of a step.
 struct Pairs {
@@ -60,18 +66,18 @@ OPTKIT_AVX2 OPTKIT_INLINE Lanes even(Lanes w) {
 }
 OPTKIT_AVX2 OPTKIT_INLINE Lanes odd(Lanes w) { return (Lanes)_mm256_srai_epi16((__m256i)w, 8); }
 
-// Add one pair of products of R rows and 16 output channels.
-template <int R>
-OPTKIT_AVX2 OPTKIT_INLINE void add_products(Lanes (&a)[R][2], const int32_t* x, int64_t stride, Lanes left,
-                                            Lanes right) {
+// Add one pair of products of R rows and C registers of output channels.
+template <int R, int C>
+OPTKIT_AVX2 OPTKIT_INLINE void add_products(Lanes (&a)[R][C], const int32_t* x, int64_t stride, const Lanes (&w)[C]) {
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r) {
         const __m256i pair = _mm256_set1_epi32(x[r * stride]);
-        a[r][0] += (Lanes)_mm256_madd_epi16((__m256i)left, pair);
-        a[r][1] += (Lanes)_mm256_madd_epi16((__m256i)right, pair);
-        // gcc would add products first, for which registers are missing where rows are many
-        if (R > 2) asm("" : "+x"(a[r][0]));
-        if (R > 2) asm("" : "+x"(a[r][1]));
+#pragma GCC unroll 4
+        for (int c = 0; c < C; ++c) {
+            a[r][c] += (Lanes)_mm256_madd_epi16((__m256i)w[c], pair);
+            // gcc would add products first, for which registers are missing where rows are many
+            if (R > 2) asm("" : "+x"(a[r][c]));
+        }
     }
 }
 
@@ -83,64 +89,81 @@ OPTKIT_AVX2 OPTKIT_INLINE void widen_panel(const int8_t* w, int64_t steps, int8_
     }
 }
 
+// What a tile knows of its weights: in memory as they are packed; the same, to be asked for ahead of time; or widened.
+enum class Weights { packed, ahead, widened };
+
 // One group of R rows; `x` is their activations from the group's first step on.
-template <int R, bool WIDE>
-OPTKIT_AVX2 OPTKIT_INLINE void accumulate(Lanes (&a)[R][2], const int32_t* x, int64_t stride, const int8_t* w,
-                                          int64_t steps) {
+template <int R, int C, Weights KIND>
+OPTKIT_AVX2 OPTKIT_INLINE void accumulate(Lanes (&a)[R][C], const int32_t* x, int64_t stride, const int8_t* w,
+                                          int64_t steps, const int8_t* ahead) {
+    constexpr bool WIDE = KIND == Weights::widened;
     for (int64_t s = 0; s < steps; ++s, x += 2, w += (WIDE ? 2 : 1) * STEP_BYTES) {
-        if (WIDE) {
-            add_products<R>(a, x, stride, load(w), load(w + 2 * COLUMNS * STEP));
-            add_products<R>(a, x + 1, stride, load(w + COLUMNS * STEP), load(w + 3 * COLUMNS * STEP));
-        } else {
-            const Lanes left = load(w), right = load(w + COLUMNS * STEP);
-            add_products<R>(a, x, stride, even(left), even(right));
-            add_products<R>(a, x + 1, stride, odd(left), odd(right));
+        if (KIND == Weights::ahead)
+#pragma GCC unroll 2
+            for (int c = 0; c < C; c += HALF) __builtin_prefetch(ahead + s * STEP_BYTES + c * COLUMNS * STEP);
+        Lanes first[C], second[C];
+#pragma GCC unroll 4
+        for (int c = 0; c < C; ++c) {
+            if (WIDE) {
+                first[c] = load(w + 2 * c * COLUMNS * STEP);
+                second[c] = load(w + (2 * c + 1) * COLUMNS * STEP);
+            } else {
+                const Lanes bytes = load(w + c * COLUMNS * STEP);
+                first[c] = even(bytes), second[c] = odd(bytes);
+            }
         }
+        add_products<R, C>(a, x, stride, first);
+        add_products<R, C>(a, x + 1, stride, second);
     }
 }
 
-// R rows of half a panel; `x` is their activations. WIDE: the panel's weights are widened.
-template <int R, bool WIDE>
-OPTKIT_AVX2 void tile(const Linear& p, const Panel& panel, Pairs x, int64_t half, int64_t row) {
-    constexpr int64_t BYTES = WIDE ? 2 : 1;  // of a weight
-    const int8_t* w = panel.weight + BYTES * half * HALF * STEP;
-    alignas(32) float sums[R * HALF] = {};
+// R rows of the C registers from output channel `column` of the panel on; `x` is their activations and `ahead` how far
+// the bytes to ask for lie ahead.
+template <int R, int C, Weights KIND>
+OPTKIT_AVX2 void tile(const Linear& p, const Panel& panel, Pairs x, int64_t column, int64_t row, int64_t ahead) {
+    constexpr int64_t BYTES = KIND == Weights::widened ? 2 : 1, WIDTH = C * COLUMNS;
+    const int8_t* w = panel.weight + BYTES * column * STEP;
+    alignas(32) float sums[R * WIDTH] = {};
     for (int64_t g = 0; g < p.groups; ++g, w += BYTES * p.group_steps * STEP_BYTES, x.at += 2 * p.group_steps) {
-        const float* weight_scale = panel.weight_scale + g * PANEL + half * HALF;
-        Lanes a[R][2] = {};
-        accumulate<R, WIDE>(a, x.at, x.stride, w, p.group_steps);
-#pragma GCC unroll 2
-        for (int c = 0; c < 2; ++c) {
+        const float* weight_scale = panel.weight_scale + g * PANEL + column;
+        Lanes a[R][C] = {};
+        accumulate<R, C, KIND>(a, x.at, x.stride, w, p.group_steps, w + ahead);
+#pragma GCC unroll 4
+        for (int c = 0; c < C; ++c) {
             const __m256 scales = _mm256_loadu_ps(weight_scale + c * COLUMNS);
 #pragma GCC unroll 6
             for (int r = 0; r < R; ++r) {
-                float* sum = sums + r * HALF + c * COLUMNS;
+                float* sum = sums + r * WIDTH + c * COLUMNS;
                 const __m256 scale = _mm256_mul_ps(_mm256_set1_ps(p.scale[(row + r) * p.groups + g]), scales);
                 const __m256 total = _mm256_cvtepi32_ps((__m256i)a[r][c]);
                 _mm256_store_ps(sum, _mm256_fmadd_ps(total, scale, _mm256_load_ps(sum)));
             }
         }
     }
-    store<R, HALF>(sums, p, row, panel.first + half * HALF);
+    store<R, WIDTH>(sums, p, row, panel.first + column);
 }
 
-using Tile = void (*)(const Linear&, const Panel&, Pairs, int64_t, int64_t);
-constexpr Tile TILES[2][ROWS] = {{tile<1, false>, tile<2, false>, tile<3, false>, tile<4, false>},
-                                 {tile<1, true>, tile<2, true>, tile<3, true>, tile<4, true>}};
+using Tile = void (*)(const Linear&, const Panel&, Pairs, int64_t, int64_t, int64_t);
+template <Weights KIND>
+constexpr Tile HALVES[ROWS] = {tile<1, HALF, KIND>, tile<2, HALF, KIND>, tile<3, HALF, KIND>, tile<4, HALF, KIND>};
+constexpr Tile WHOLES[WHOLE_ROWS] = {tile<1, WHOLE, Weights::ahead>, tile<2, WHOLE, Weights::ahead>};
 
 // `rows` rows of one panel, of which the first is the layer's row `row`; `x` is their activations.
 OPTKIT_AVX2 void rows_of_panel(const Linear& p, Panel panel, Pairs x, int64_t row, int64_t rows) {
     thread_local GrowingMemory scratch;
-    const bool wide = rows >= MANY_ROWS;
-    if (wide) {
-        auto* weight = scratch.at_least<int8_t>(2 * p.steps * STEP_BYTES);
+    if (rows <= WHOLE_ROWS) return WHOLES[rows - 1](p, panel, x, 0, row, AHEAD_BYTES);
+    const Tile *tiles = HALVES<Weights::packed>, *first = HALVES<Weights::ahead>;
+    const int64_t bytes = p.steps * STEP_BYTES;
+    if (rows >= MANY_ROWS) {
+        auto* weight = scratch.at_least<int8_t>(2 * bytes);
         widen_panel(panel.weight, p.steps, weight);
         panel.weight = weight;
+        tiles = first = HALVES<Weights::widened>;
     }
-    for (int64_t left = divide_up(rows, ROWS); left > 0; --left) {  // tiles of nearly equal height
+    for (int64_t left = divide_up(rows, ROWS); left > 0; --left, first = tiles) {  // tiles of nearly equal height
         const int64_t now = divide_up(rows, left);
-        for (int64_t half = 0; half < 2 && panel.first + half * HALF < p.n; ++half)
-            TILES[wide][now - 1](p, panel, x, half, row);
+        for (int64_t column = 0; column < PANEL && panel.first + column < p.n; column += HALF * COLUMNS)
+            first[now - 1](p, panel, x, column, row, bytes);
         x.at += now * x.stride;
         row += now;
         rows -= now;
