@@ -33,7 +33,7 @@ constexpr int kMaxTileRows = 6;   // of the register tiles of attention_tile.h
 constexpr int kMaxRows = 192;     // rows of an item: enough to pay for transposing the keys
 constexpr int kSplitRows = 24;    // items of at most so many rows may be cut along the keys
 constexpr int kCutItems = 64;     // where there are more items they are parallel enough, and parts would cost memory
-constexpr int64_t kWorkAThread = 1'500'000;  // multiply-adds for which waking another thread pays: 30 us or so
+constexpr int64_t kWorkAThread = 400'000;  // multiply-adds for which another thread pays: 10 us or so
 constexpr int64_t kWritesAThread = 65'536;   // the same for floats written to the cache
 constexpr float kLog2e = 1.44269504089f;
 

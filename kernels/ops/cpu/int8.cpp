@@ -65,15 +65,15 @@ LinearRows linear_rows() {
     return linear_portable;
 }
 
-// Null where panels are computed one by one.
-LinearPanels linear_panels() {
+void linear_panels(const Linear& p, int64_t from, int64_t to, int64_t row, int64_t rows) {
 #if OPTKIT_X86
-    if (isa() == Isa::avx2) return linear_panels_avx2;
+    if (isa() == Isa::avx2) return linear_panels_avx2(p, from, to, row, rows);
 #endif
 #if OPTKIT_ARM
-    if (isa() == Isa::neon_i8mm) return linear_panels_i8mm;
+    if (isa() == Isa::neon_i8mm) return linear_panels_i8mm(p, from, to, row, rows);
 #endif
-    return nullptr;
+    const LinearRows rows_of_panel = linear_rows();
+    for (int64_t i = from; i < to; ++i) rows_of_panel(p, panel_of(p, i), row, rows);
 }
 
 Panel panel_of(const Linear& p, int64_t i) {
@@ -94,11 +94,8 @@ void linear_w8a8(const Linear& p, int64_t m, int64_t k, int threads) {
     if (m == 0 || p.n == 0) return;
     const int64_t all_panels = divide_up(p.n, PANEL);
     const Tasks tasks(m, all_panels, k, threads);
-    const LinearRows rows_of_panel = linear_rows();
-    const LinearPanels panels = linear_panels();
     tasks.run(m, all_panels, threads, [&](int64_t row, int64_t count, int64_t from, int64_t to) {
-        if (panels) return panels(p, from, to, row, count);
-        for (int64_t i = from; i < to; ++i) rows_of_panel(p, panel_of(p, i), row, count);
+        linear_panels(p, from, to, row, count);
     });
 }
 

@@ -48,8 +48,8 @@ void linear_i8mm(const Linear& p, const Panel& panel, int64_t row, int64_t rows)
 // The variant of the instruction set in use.
 LinearRows linear_rows();
 
-// The same for the panels [from, to) of an int8 weight, where activations are prepared once for all of them.
-using LinearPanels = void (*)(const Linear&, int64_t from, int64_t to, int64_t row, int64_t rows);
+// The same for the panels [from, to) of an int8 weight, with activations that are prepared once for all of them.
+void linear_panels(const Linear& p, int64_t from, int64_t to, int64_t row, int64_t rows);
 void linear_panels_avx2(const Linear& p, int64_t from, int64_t to, int64_t row, int64_t rows);
 void linear_panels_i8mm(const Linear& p, int64_t from, int64_t to, int64_t row, int64_t rows);
 

@@ -89,18 +89,15 @@ OPTKIT_AVX2 OPTKIT_INLINE void widen_panel(const int8_t* w, int64_t steps, int8_
     }
 }
 
-// What a tile knows of its weights: in memory as they are packed; the same, to be asked for ahead of time; or widened.
-enum class Weights { packed, ahead, widened };
-
-// One group of R rows; `x` is their activations from the group's first step on.
-template <int R, int C, Weights KIND>
+// One group of R rows; `x` is their activations from the group's first step on. WIDE: the weights are widened. AHEAD: each
+// step asks for its bytes from `ahead` on.
+template <int R, int C, bool WIDE, bool AHEAD>
 OPTKIT_AVX2 OPTKIT_INLINE void accumulate(Lanes (&a)[R][C], const int32_t* x, int64_t stride, const int8_t* w,
                                           int64_t steps, const int8_t* ahead) {
-    constexpr bool WIDE = KIND == Weights::widened;
-    for (int64_t s = 0; s < steps; ++s, x += 2, w += (WIDE ? 2 : 1) * STEP_BYTES) {
-        if (KIND == Weights::ahead)
+    for (int64_t s = 0; s < steps; ++s, x += 2, w += (WIDE ? 2 : 1) * STEP_BYTES, ahead += STEP_BYTES) {
+        if (AHEAD)
 #pragma GCC unroll 2
-            for (int c = 0; c < C; c += HALF) __builtin_prefetch(ahead + s * STEP_BYTES + c * COLUMNS * STEP);
+            for (int c = 0; c < C; c += HALF) __builtin_prefetch(ahead + c * COLUMNS * STEP);
         Lanes first[C], second[C];
 #pragma GCC unroll 4
         for (int c = 0; c < C; ++c) {
@@ -117,17 +114,18 @@ OPTKIT_AVX2 OPTKIT_INLINE void accumulate(Lanes (&a)[R][C], const int32_t* x, in
     }
 }
 
-// R rows of the C registers from output channel `column` of the panel on; `x` is their activations and `ahead` how far
-// the bytes to ask for lie ahead.
-template <int R, int C, Weights KIND>
-OPTKIT_AVX2 void tile(const Linear& p, const Panel& panel, Pairs x, int64_t column, int64_t row, int64_t ahead) {
-    constexpr int64_t BYTES = KIND == Weights::widened ? 2 : 1, WIDTH = C * COLUMNS;
+// R rows of the C registers from output channel `column` of the panel on; `x` is their activations.
+template <int R, int C, bool WIDE, bool AHEAD>
+OPTKIT_AVX2 void tile(const Linear& p, const Panel& panel, Pairs x, int64_t column, int64_t row, const int8_t* ahead) {
+    constexpr int64_t BYTES = WIDE ? 2 : 1, WIDTH = C * COLUMNS;
+    const int64_t group_bytes = p.group_steps * STEP_BYTES;
     const int8_t* w = panel.weight + BYTES * column * STEP;
     alignas(32) float sums[R * WIDTH] = {};
-    for (int64_t g = 0; g < p.groups; ++g, w += BYTES * p.group_steps * STEP_BYTES, x.at += 2 * p.group_steps) {
+    ahead += column * STEP;
+    for (int64_t g = 0; g < p.groups; ++g, w += BYTES * group_bytes, ahead += group_bytes, x.at += 2 * p.group_steps) {
         const float* weight_scale = panel.weight_scale + g * PANEL + column;
         Lanes a[R][C] = {};
-        accumulate<R, C, KIND>(a, x.at, x.stride, w, p.group_steps, w + ahead);
+        accumulate<R, C, WIDE, AHEAD>(a, x.at, x.stride, w, p.group_steps, ahead);
 #pragma GCC unroll 4
         for (int c = 0; c < C; ++c) {
             const __m256 scales = _mm256_loadu_ps(weight_scale + c * COLUMNS);
@@ -143,27 +141,29 @@ OPTKIT_AVX2 void tile(const Linear& p, const Panel& panel, Pairs x, int64_t colu
     store<R, WIDTH>(sums, p, row, panel.first + column);
 }
 
-using Tile = void (*)(const Linear&, const Panel&, Pairs, int64_t, int64_t, int64_t);
-template <Weights KIND>
-constexpr Tile HALVES[ROWS] = {tile<1, HALF, KIND>, tile<2, HALF, KIND>, tile<3, HALF, KIND>, tile<4, HALF, KIND>};
-constexpr Tile WHOLES[WHOLE_ROWS] = {tile<1, WHOLE, Weights::ahead>, tile<2, WHOLE, Weights::ahead>};
+using Tile = void (*)(const Linear&, const Panel&, Pairs, int64_t, int64_t, const int8_t*);
+template <bool WIDE, bool AHEAD>
+constexpr Tile HALVES[ROWS] = {tile<1, HALF, WIDE, AHEAD>, tile<2, HALF, WIDE, AHEAD>, tile<3, HALF, WIDE, AHEAD>,
+                               tile<4, HALF, WIDE, AHEAD>};
+constexpr Tile WHOLES[WHOLE_ROWS] = {tile<1, WHOLE, false, true>, tile<2, WHOLE, false, true>};
 
 // `rows` rows of one panel, of which the first is the layer's row `row`; `x` is their activations.
 OPTKIT_AVX2 void rows_of_panel(const Linear& p, Panel panel, Pairs x, int64_t row, int64_t rows) {
     thread_local GrowingMemory scratch;
-    if (rows <= WHOLE_ROWS) return WHOLES[rows - 1](p, panel, x, 0, row, AHEAD_BYTES);
-    const Tile *tiles = HALVES<Weights::packed>, *first = HALVES<Weights::ahead>;
-    const int64_t bytes = p.steps * STEP_BYTES;
-    if (rows >= MANY_ROWS) {
-        auto* weight = scratch.at_least<int8_t>(2 * bytes);
+    if (rows <= WHOLE_ROWS) return WHOLES[rows - 1](p, panel, x, 0, row, panel.weight + AHEAD_BYTES);
+    const bool wide = rows >= MANY_ROWS;
+    const Tile *tiles = wide ? HALVES<true, false> : HALVES<false, false>;
+    const Tile *first = wide ? HALVES<true, true> : HALVES<false, true>;
+    const int8_t* next = panel.weight + p.steps * STEP_BYTES;
+    if (wide) {
+        auto* weight = scratch.at_least<int8_t>(2 * p.steps * STEP_BYTES);
         widen_panel(panel.weight, p.steps, weight);
         panel.weight = weight;
-        tiles = first = HALVES<Weights::widened>;
     }
     for (int64_t left = divide_up(rows, ROWS); left > 0; --left, first = tiles) {  // tiles of nearly equal height
         const int64_t now = divide_up(rows, left);
         for (int64_t column = 0; column < PANEL && panel.first + column < p.n; column += HALF * COLUMNS)
-            first[now - 1](p, panel, x, column, row, bytes);
+            first[now - 1](p, panel, x, column, row, next);
         x.at += now * x.stride;
         row += now;
         rows -= now;

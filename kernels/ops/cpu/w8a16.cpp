@@ -11,25 +11,32 @@
 namespace optkit {
 namespace {
 
-constexpr int64_t ROWS = 64;  // of a task
+constexpr int64_t ROWS = 64, PANELS = 8;  // of a task
 
-// One panel for output rows [row, row + rows): the int8 layer into `pairs`, then the sums of pairs.
-void run_panel(const Linear& p, LinearRows variant, int64_t panel, int64_t row, int64_t rows) {
-    alignas(64) float pairs[2 * ROWS * PANEL];
-    const int64_t first = panel * PANEL, columns = std::min(PANEL, p.n - first);
-    Panel weights = panel_of(p, panel);
-    weights.first = 0;  // of `pairs`
+// The layer of the panels [from, to) alone: their output channels are counted from 0 and lie in `out`, without bias.
+Linear part_of(const Linear& p, int64_t from, int64_t to, float* out) {
     Linear part = p;
+    part.weight += from * p.steps * STEP_BYTES;
+    part.offset += from * p.groups * PANEL;
+    part.weight_scale += from * p.groups * PANEL;
+    part.bias = nullptr, part.out = out;
+    part.n = std::min(to * PANEL, p.n) - from * PANEL;
+    return part;
+}
+
+// Panels [from, to) for output rows [row, row + rows): the int8 layer into `pairs`, then the sums of pairs.
+void run_panels(const Linear& p, int64_t from, int64_t to, int64_t row, int64_t rows) {
+    thread_local GrowingMemory scratch;
+    auto* pairs = scratch.at_least<float>(2 * rows * PANELS * PANEL);
+    Linear part = part_of(p, from, to, pairs);
     part.q += 2 * row * p.q_stride;
     part.scale += 2 * row * p.groups;
-    part.bias = nullptr;
-    part.out = pairs;
-    part.n = columns;
-    variant(part, weights, 0, 2 * rows);
+    linear_panels(part, 0, to - from, 0, 2 * rows);
+    const int64_t first = from * PANEL;
     for (int64_t m = 0; m < rows; ++m) {
-        const float *high = pairs + 2 * m * columns, *low = high + columns;
+        const float *high = pairs + 2 * m * part.n, *low = high + part.n;
         float* out = p.out + (row + m) * p.n + first;
-        for (int64_t c = 0; c < columns; ++c) {
+        for (int64_t c = 0; c < part.n; ++c) {
             const float sum = high[c] + low[c];
             out[c] = p.bias ? sum + p.bias[first + c] : sum;
         }
@@ -53,13 +60,12 @@ void run(const WeightOnly& p, int64_t m, int64_t k, int threads) {
     layer.scale = scale;
     split_rows({p.x, p.x_stride, p.order, k, layer.q_stride, k / layer.groups, q, scale}, 0, m);
 
-    const LinearRows variant = linear_rows();
-    const int64_t panels = divide_up(layer.n, PANEL), blocks = divide_up(m, ROWS);
-    const int64_t chunk = std::max<int64_t>(1, panels / (4 * threads));  // neighbours: cores don't share pages
-    parallel_for(panels * blocks, chunk, threads, [&](int64_t first, int64_t last) {
+    const int64_t panels = divide_up(layer.n, PANEL), across = divide_up(panels, PANELS);
+    const int64_t chunk = std::max<int64_t>(1, across / (4 * threads));  // neighbours: cores don't share pages
+    parallel_for(across * divide_up(m, ROWS), chunk, threads, [&](int64_t first, int64_t last) {
         for (int64_t task = first; task < last; ++task) {
-            const int64_t row = task / panels * ROWS;
-            run_panel(layer, variant, task % panels, row, std::min(ROWS, m - row));
+            const int64_t row = task / across * ROWS, from = task % across * PANELS;
+            run_panels(layer, from, std::min(from + PANELS, panels), row, std::min(ROWS, m - row));
         }
     });
 }
