@@ -20,10 +20,9 @@ namespace optkit {
 namespace {
 
 constexpr int ROWS = 4;
-constexpr int HALF = 2, WHOLE = 4;     // registers across half a panel and a whole one
-constexpr int64_t WHOLE_ROWS = 2;      // up to here a tile takes a whole panel
-constexpr int64_t MANY_ROWS = 16;      // from here on widening a panel in memory is faster than in each tile
-constexpr int64_t AHEAD_BYTES = 1024;  // what a tile of a whole panel asks for lies so far ahead
+constexpr int HALF = 2, WHOLE = 4;  // registers across half a panel and a whole one
+constexpr int64_t WHOLE_ROWS = 2;   // up to here a tile takes a whole panel
+constexpr int64_t MANY_ROWS = 16;   // from here on widening a panel in memory is faster than in each tile
 
 // Activations of some rows, [rows][steps][2] pairs of int16, q - 128: of bytes 0 and 2, and of bytes 1 and 3 of a step.
 struct Pairs {

@@ -10,7 +10,8 @@
 namespace optkit {
 namespace {
 
-constexpr int64_t COLUMNS = 8;  // output channels of a register
+constexpr int64_t COLUMNS = 8;         // output channels of a register
+constexpr int64_t AHEAD_BYTES = 3072;  // so far ahead lies what a tile of few rows fetches: it waits for memory
 
 // Not __m256i, which is 64-bit lanes to gcc: it would copy accumulators.
 using Lanes = int32_t __attribute__((vector_size(32)));
