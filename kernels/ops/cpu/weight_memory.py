@@ -7,6 +7,7 @@ machine pays twice. Weights therefore share chunks, for which the system is aske
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import threading
@@ -49,10 +50,8 @@ def new_chunk(num_bytes: int) -> Tensor:
     """At least ``num_bytes`` of zeros, uint8, from the border of a large page on."""
     size = -(-num_bytes // LARGE_PAGE) * LARGE_PAGE
     memory = mmap.mmap(-1, size + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    try:
+    with contextlib.suppress(OSError):  # a system without them: pages of the usual size
         memory.madvise(mmap.MADV_HUGEPAGE)
-    except OSError:
-        pass  # a system without them: pages of the usual size
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     start = -whole.data_ptr() % LARGE_PAGE
     return whole[start : start + size]
