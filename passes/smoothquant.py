@@ -6,7 +6,8 @@ scale of a whole token. Dividing channel j of the activation by ``s_j`` and mult
 alpha)`` (SmoothQuant, arXiv 2211.10438). The division costs nothing at run time: the producer of the activation absorbs
 the factor, the RMSNorm weight before the attention and MLP projections, and the up projection before the down
 projection. ``max|x_j|`` comes from calibration text. With ``alpha: search`` the exponent is found for each activation
-(``smoothing``).
+(``smoothing``). The input of the modules in ``ignore`` stays as it is, for example of int4 layers: smoothing moves their
+weights off the grid of a checkpoint that was int4 before.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from optkit.graph.ir import Graph
 from optkit.passes.base import Config, Pass, PassContext, PassResult, Plan, Site, Skip, Stage
 from optkit.passes.quantization.calibrated import SharedInput, collect
 from optkit.passes.quantization.smoothing import search_smoothing, smoothing_scale
+from optkit.passes.quantization.targets import check_pattern, listed
 from optkit.passes.rewriting.folding import fold, readers, why_not_foldable
 from optkit.passes.rewriting.stack import site_name
 
@@ -38,7 +40,18 @@ class SmoothQuantConfig(Config):
     group_size: Literal[0, 32, 64, 96, 128, 192] = Field(
         0, description="for the search: channels to a scale of the int8 that follows, where it divides"
     )
+    ignore: list[str] = Field(
+        default_factory=list,
+        description="modules whose input is not smoothed: exact names, suffixes, or 're:' patterns",
+    )
     calibration: Calibration = Field(Calibration(samples=8), description="the text to calibrate on")
+
+    @field_validator("ignore")
+    @classmethod
+    def patterns_compile(cls, patterns: list[str]) -> list[str]:
+        for pattern in patterns:
+            check_pattern(pattern)
+        return patterns
 
     @field_validator("alpha")
     @classmethod
@@ -60,6 +73,8 @@ class SmoothQuant(Pass):
         for x, linears in readers(graph).items():
             name = site_name(graph, linears[0])
             reason = why_not_foldable(graph, x, linears)
+            if any(listed(self.config.ignore, graph, node, site_name(graph, node)) for node in linears):
+                reason = "on the ignore list"
             if reason:
                 plan.skips.append(Skip(name, reason))
             else:

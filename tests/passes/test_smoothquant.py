@@ -78,6 +78,20 @@ def test_a_bias_of_the_up_projection_is_scaled_too() -> None:
     assert not torch.equal(graph.weights[name].value, before.weights[name].value)
 
 
+@pytest.mark.parametrize("fusions", [(), ("fuse_qkv", "fuse_gate_up")])
+def test_readers_keep_their_input_when_they_are_on_the_ignore_list(fusions: tuple[str, ...]) -> None:
+    graph = captured("llama")
+    for name in fusions:
+        apply(graph, name)
+    before = checkpoint(graph)
+    plan = apply(graph, "smoothquant", ignore=["q_proj", "re:.*gate_proj"])
+    assert len(plan.sites) == 2  # the inputs of the down projections
+    assert "on the ignore list" in reasons(plan)
+    after = checkpoint(graph)
+    changed = {key.split(".")[-2] for key in before if not torch.equal(after[key], before[key])}
+    assert changed == {"up_proj", "down_proj"}
+
+
 # -- planted outliers ------------------------------------------------------------------------------------
 
 CHANNELS, FACTOR = (3, 17, 40), 60.0

@@ -248,10 +248,10 @@ struct Source {
     int64_t n, k, groups;
 };
 
-uint8_t code_at(const Source& w, int64_t channel, int64_t i) {
-    if (channel >= w.n) return 0;
-    const uint8_t two = w.codes[channel * (w.k / 2) + i / 2];
-    return i % 2 ? two >> 4 : two & 15;
+// Four codes of four bits, in the low half of `codes`, one to a byte.
+OPTKIT_INLINE uint32_t spread(uint32_t codes) {
+    codes = (codes | codes << 8) & 0x00ff00ff;
+    return (codes | codes << 4) & 0x0f0f0f0f;
 }
 
 // The 32 scales, minimums or zero points of a group.
@@ -266,11 +266,16 @@ void pack_record(const Source& w, RecordLayout layout, int64_t first, int64_t g,
     pack_row(w.scale, w, first, g, layout.row() / PANEL, packed);
     if (layout.minimum()) pack_row(w.low, w, first, g, layout.low_row() / PANEL, packed + layout.row());
     uint8_t* codes = packed + layout.codes();
-    for (int64_t pair = 0; pair < group / (2 * STEP); ++pair)
-        for (int64_t j = 0; j < STEP_BYTES; ++j) {
-            const int64_t channel = first + j / STEP, i = g * group + pair * 2 * STEP + j % STEP;
-            codes[pair * STEP_BYTES + j] = code_at(w, channel, i) | code_at(w, channel, i + STEP) << 4;
+    std::memset(codes, 0, group / (2 * STEP) * STEP_BYTES);
+    for (int64_t c = 0; c < std::min(PANEL, w.n - first); ++c) {
+        const uint8_t* row = w.codes + ((first + c) * w.k + g * group) / 2;
+        for (int64_t pair = 0; pair < group / (2 * STEP); ++pair) {
+            uint32_t eight;  // codes, those of the first step in the low half
+            std::memcpy(&eight, row + pair * STEP, sizeof eight);
+            const uint32_t both = spread(eight & 0xffff) | spread(eight >> 16) << 4;
+            std::memcpy(codes + pair * STEP_BYTES + c * STEP, &both, sizeof both);
         }
+    }
 }
 
 }  // namespace

@@ -125,23 +125,33 @@ void gather_w8_rows(const Linear& p, const int64_t* index, int64_t rows, int64_t
 
 namespace {
 
-// One panel of `weight` [n, k] from output channel `first` on: its steps and its offsets.
+// The sum of n numbers.
+OPTKIT_INLINE int32_t sum_of(const int8_t* x, int64_t n) {
+    int32_t sum = 0;
+    for (int64_t i = 0; i < n; ++i) sum += x[i];
+    return sum;
+}
+
+// Output channel `c` of a panel: `row` [k], and zeros to whole steps, in their places among the panel's steps.
+void pack_channel(const int8_t* row, int64_t c, int64_t k, int64_t groups, int8_t* packed, int32_t* offset) {
+    const int64_t whole = k / STEP, group = divide_up(k, STEP) * STEP / groups;
+    int8_t* to = packed + c * STEP;
+    for (int64_t s = 0; s < whole; ++s) std::memcpy(to + s * STEP_BYTES, row + s * STEP, STEP);
+    for (int64_t i = whole * STEP; i < divide_up(k, STEP) * STEP; ++i)
+        to[whole * STEP_BYTES + i % STEP] = i < k ? row[i] : 0;
+    for (int64_t g = 0; g < groups; ++g)
+        offset[g * PANEL + c] = -128 * sum_of(row + g * group, std::min(group, k - g * group));
+}
+
+// One panel of `weight` [n, k] from output channel `first` on: its steps and its offsets. Channels past `n` are zero.
 void pack_panel(const int8_t* weight, int64_t first, int64_t n, int64_t k, int64_t groups, int8_t* packed,
                 int32_t* offset) {
-    const int64_t steps = divide_up(k, STEP), group = steps * STEP / groups;
-    for (int64_t c = 0; c < PANEL; ++c) {
-        const int8_t* row = weight + (first + c) * k;
-        int32_t sum = 0;
-        for (int64_t i = 0; i < steps * STEP; ++i) {
-            const int8_t value = first + c < n && i < k ? row[i] : 0;
-            packed[i / STEP * STEP_BYTES + c * STEP + i % STEP] = value;
-            sum += value;
-            if ((i + 1) % group == 0) {
-                offset[i / group * PANEL + c] = -128 * sum;
-                sum = 0;
-            }
-        }
+    const int64_t channels = std::min(PANEL, n - first);
+    if (channels < PANEL) {
+        std::memset(packed, 0, divide_up(k, STEP) * STEP_BYTES);
+        std::memset(offset, 0, groups * PANEL * sizeof *offset);
     }
+    for (int64_t c = 0; c < channels; ++c) pack_channel(weight + (first + c) * k, c, k, groups, packed, offset);
 }
 
 }  // namespace
