@@ -11,7 +11,7 @@ are kept as variants by the number of tokens (``optkit.graph.variants``), over t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, isnan
 from typing import Any
@@ -29,9 +29,9 @@ from optkit.pipeline.candidates import model_entry
 from optkit.pipeline.judge import PassJudge
 from optkit.pipeline.measurement import predict
 from optkit.pipeline.records import PassRecord
-from optkit.pipeline.runner import PassRunner, keep_unmeasured, run_pass
+from optkit.pipeline.runner import PassRunner, keep_unmeasured, run_pass, without_rules
 from optkit.pipeline.state import State
-from optkit.recipe.schema import Recipe
+from optkit.recipe.schema import Accept, Recipe
 
 HOPELESS = 1.6  # times the best measured cost; predictions were never so wrong
 FEW_TOKENS, MOST_FEW = 4, 64  # decode steps of up to so many sequences run in the variant for few tokens
@@ -96,6 +96,13 @@ class CandidateJudge(PassJudge):
         return ""
 
 
+class JointJudge(CandidateJudge):
+    """A judge of all passes of a candidate together. No layers fall back to float: then each pass is judged alone."""
+
+    def fall_back(self, before: Graph, candidate: Graph, record: PassRecord, sites: Collection[str]) -> Graph:
+        return before
+
+
 def choose(runner: PassRunner, alternatives: Alternatives, before: State, *, after_inexact: bool) -> Choice:
     """Run the candidates of ``alternatives`` on ``before`` and choose."""
     recipe, target = runner.measurement.recipe, runner.measurement.target
@@ -157,7 +164,13 @@ def described(resolved: ResolvedPass) -> str:
 
 def run(runner: PassRunner, trial: Trial, before: State, *, after_inexact: bool) -> None:
     """Run the passes of ``trial`` on ``before``; the evidence goes into its record."""
-    trial.states = runner.run(trial.passes, before, after_inexact=after_inexact, judge=CandidateJudge)
+    states = None
+    if measured_together(trial.passes):
+        judge = JointJudge(runner.measurement, Accept(), "unless_worse", after_inexact)
+        states = runner.run_together(trial.passes, before, judge)
+    trial.states = states or runner.run(
+        trial.passes, before, after_inexact=after_inexact, judge=CandidateJudge
+    )
     records = [state.pass_record for state in trial.states]
     out = "; ".join(f"{r.name} {r.decision}: {r.reason}" for r in records if not r.in_effect)
     effective = [record for record in records if record.in_effect]
@@ -165,7 +178,7 @@ def run(runner: PassRunner, trial: Trial, before: State, *, after_inexact: bool)
         trial.record.decided(NOT_CHOSEN, out)
         return
     evidence = effective[-1]
-    if len(effective) > 1:
+    if sum(bool(record.measured) for record in effective) > 1:
         quality = evidence.quality
         evidence = compared(runner, before, trial.states, trial.record.name)
         evidence.quality = quality
@@ -173,6 +186,12 @@ def run(runner: PassRunner, trial: Trial, before: State, *, after_inexact: bool)
             evidence.judged(variants)
     trial.record.take_evidence(evidence)
     trial.record.reason = out
+
+
+def measured_together(passes: Sequence[ResolvedPass]) -> bool:
+    """True for several passes without rules or variants of their own: one measurement after the last has all evidence."""
+    variants = any(getattr(resolved.config, "max_tokens", None) for resolved in passes)
+    return len(passes) > 1 and not variants and all(map(without_rules, passes))
 
 
 def compared(runner: PassRunner, before: State, states: Sequence[State], name: str) -> PassRecord:

@@ -1,7 +1,8 @@
 """Runs passes: check, apply, verify, predict, measure, keep or roll back, record; finished steps come from the cache.
 
 Exact passes in a row are measured together: a fusion may slow down float layers and speed up the layers of a later
-quantizer, and a measurement for each would take most of a run's time. A pass that breaks the graph is a bug: the runner
+quantizer, and a measurement for each would take most of a run's time. So are the passes of a candidate, which is chosen
+as a whole. A pass that breaks the graph is a bug: the runner
 writes a reproducer and names the pass.
 """
 
@@ -94,14 +95,22 @@ class PassRunner:
         Several passes are measured together, after the last. Where all together miss a bound, each pass is measured
         alone, so that the records name the pass at fault.
         """
-        if len(group) > 1:
-            states = self.run_each(group, before, [None] * len(group))
-            purpose = f"{type(judges[-1]).__name__}, after inexact passes: {judges[-1].after_inexact}"
-            together = self.measured(before, states, judges[-1], purpose)
-            if together is None or together.in_effect:
-                return states if together is None else with_evidence(states, together)
-            self.progress(f"{together.name}: {together.reason}; measuring each pass alone")
-        return self.run_each(group, before, judges)
+        states = self.run_together(group, before, judges[-1]) if len(group) > 1 else None
+        return states or self.run_each(group, before, judges)
+
+    def run_together(
+        self, passes: Sequence[ResolvedPass], before: State, judge: PassJudge
+    ) -> list[State] | None:
+        """The state after each of ``passes``, judged after the last; None where all together miss a bound."""
+        states = self.run_each(passes, before, [None] * len(passes))
+        purpose = f"{type(judge).__name__}, after inexact passes: {judge.after_inexact}"
+        together = self.measured(before, states, judge, purpose)
+        if together is None:
+            return states
+        if together.in_effect:
+            return with_evidence(states, together)
+        self.progress(f"{together.name}: {together.reason}; measuring each pass alone")
+        return None
 
     def run_each(
         self, group: Sequence[ResolvedPass], state: State, judges: Sequence[PassJudge | None]
@@ -149,6 +158,7 @@ class PassRunner:
 
         def work() -> tuple[Graph, dict[str, Any]]:
             record = PassRecord.planned(name or ", ".join(names), {}, Plan())
+            record.exact = all(each.exact for each in records if each.in_effect)
             judge(before.graph, states[-1].graph, record)
             return states[-1].graph, record.to_dict()
 
@@ -191,7 +201,7 @@ def with_evidence(states: Sequence[State], together: PassRecord) -> list[State]:
     if others:
         last.reason += f"; together with {', '.join(record.name for record in others)}"
     for record in others:
-        record.decided("kept", f"exact, measured together with {last.name}")
+        record.decided("kept", f"{'exact, ' if record.exact else ''}measured together with {last.name}")
     return [replace(state, record=record.to_dict()) for state, record in zip(states, records, strict=True)]
 
 
@@ -209,5 +219,10 @@ def exact_runs(passes: Sequence[ResolvedPass]) -> list[list[ResolvedPass]]:
 
 def joins_others(resolved: ResolvedPass) -> bool:
     """True for a pass that is measured together with exact passes around."""
+    return resolved.pass_class.exact and without_rules(resolved)
+
+
+def without_rules(resolved: ResolvedPass) -> bool:
+    """True for a pass without ``accept`` or ``keep`` of its own, before ``compile``."""
     own = resolved.entry.accept != Accept() or resolved.entry.keep != "unless_worse"
-    return resolved.pass_class.exact and resolved.pass_class.stage < Stage.COMPILE and not own
+    return resolved.pass_class.stage < Stage.COMPILE and not own

@@ -161,7 +161,28 @@ objective: ttft
     assert passes == {"smoothquant": "kept", "int8": "kept"}
     (only,) = candidates.values()
     assert only.objective["ratio"] == pytest.approx(0.5, rel=0.01)
-    assert (set(), {"int8"}) in measured
+    assert measured == [(set(), {"int8"})] * 2  # all passes of the candidate at once, and the whole
+
+
+def test_passes_of_a_candidate_are_judged_alone_when_all_together_miss_a_bound(
+    source: Path, tmp_path: Path, seconds: Callable[[Seconds], list[tuple[set[str], set[str]]]]
+) -> None:
+    measured = seconds(lambda kinds, decode: 0.5 if kinds else 1.0)
+    told: list[str] = []
+    text = """
+passes:
+  layers:
+    one_of:
+    - smoothquant: {calibration: {samples: 1, length: 32}}
+      int8: {group_size: 32}
+objective: ttft
+accept: {max_kld: 1.0e-6}
+"""
+    record = run(source, tmp_path / "out", text, progress=lambda text, part=None: told.append(text))
+    assert decisions(record)["int8"] == "rolled back"
+    assert "mean KL divergence" in next(row for row in record.passes if row.name == "int8").reason
+    assert any("measuring each pass alone" in line for line in told)
+    assert (set(), set()) in measured  # smoothquant by itself
 
 
 def test_a_candidate_with_a_hopeless_prediction_is_skipped(
