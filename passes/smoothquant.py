@@ -6,8 +6,8 @@ scale of a whole token. Dividing channel j of the activation by ``s_j`` and mult
 alpha)`` (SmoothQuant, arXiv 2211.10438). The division costs nothing at run time: the producer of the activation absorbs
 the factor, the RMSNorm weight before the attention and MLP projections, and the up projection before the down
 projection. ``max|x_j|`` comes from calibration text. With ``alpha: search`` the exponent is found for each activation
-(``smoothing``). The input of the modules in ``ignore`` stays as it is, for example of int4 layers: smoothing moves their
-weights off the grid of a checkpoint that was int4 before.
+(``smoothing``). The input of the modules in ``ignore`` stays as it is, for example of int4 layers: smoothing moves
+their weights off the grid of a checkpoint that was int4 before.
 """
 
 from __future__ import annotations

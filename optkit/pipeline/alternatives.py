@@ -189,7 +189,7 @@ def run(runner: PassRunner, trial: Trial, before: State, *, after_inexact: bool)
 
 
 def measured_together(passes: Sequence[ResolvedPass]) -> bool:
-    """True for several passes without rules or variants of their own: one measurement after the last has all evidence."""
+    """True for several passes without rules or variants of their own: a measurement of all has the evidence."""
     variants = any(getattr(resolved.config, "max_tokens", None) for resolved in passes)
     return len(passes) > 1 and not variants and all(map(without_rules, passes))
 
