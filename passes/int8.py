@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 from torch import fx
 
 from optkit.checkpoint.insertion import quantized_sites, share_with_embedding
@@ -28,14 +28,14 @@ from optkit.graph.ir import Graph, module_name
 from optkit.passes.base import PassContext, PassResult, Plan, Skip
 from optkit.passes.quantization.formats import Int8Format
 from optkit.passes.quantization.linear import LinearQuantization, LinearQuantizationConfig, weight_stats
-from optkit.passes.quantization.targets import listed
+from optkit.passes.quantization.targets import Patterns, listed
 
 
 class Int8Config(LinearQuantizationConfig):
     group_size: Literal[0, 32, 64, 96, 128, 192] = Field(
         0, description="channels that share a scale; 0 is one scale a token and output channel"
     )
-    weight_only: list[str] = Field(
+    weight_only: Patterns = Field(
         default_factory=list,
         description="modules whose activations stay as they are (W8A16): names as in ignore",
     )
@@ -43,11 +43,6 @@ class Int8Config(LinearQuantizationConfig):
     embedding: bool = Field(
         False, description="read a tied embedding's rows from the head's weight, if the head is weight_only"
     )
-
-    @field_validator("weight_only")
-    @classmethod
-    def weight_only_compiles(cls, patterns: list[str]) -> list[str]:
-        return cls.patterns_compile(patterns)
 
 
 class Int8(LinearQuantization):

@@ -25,7 +25,7 @@ from optkit.graph.ir import Graph
 from optkit.passes.base import Config, Pass, PassContext, PassResult, Plan, Site, Skip, Stage
 from optkit.passes.quantization.calibrated import SharedInput, collect
 from optkit.passes.quantization.smoothing import search_smoothing, smoothing_scale
-from optkit.passes.quantization.targets import check_pattern, listed
+from optkit.passes.quantization.targets import Patterns, listed
 from optkit.passes.rewriting.folding import fold, readers, why_not_foldable
 from optkit.passes.rewriting.stack import site_name
 
@@ -40,18 +40,11 @@ class SmoothQuantConfig(Config):
     group_size: Literal[0, 32, 64, 96, 128, 192] = Field(
         0, description="for the search: channels to a scale of the int8 that follows, where it divides"
     )
-    ignore: list[str] = Field(
+    ignore: Patterns = Field(
         default_factory=list,
         description="modules whose input is not smoothed: exact names, suffixes, or 're:' patterns",
     )
     calibration: Calibration = Field(Calibration(samples=8), description="the text to calibrate on")
-
-    @field_validator("ignore")
-    @classmethod
-    def patterns_compile(cls, patterns: list[str]) -> list[str]:
-        for pattern in patterns:
-            check_pattern(pattern)
-        return patterns
 
     @field_validator("alpha")
     @classmethod

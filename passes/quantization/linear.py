@@ -12,7 +12,7 @@ from abc import abstractmethod
 from typing import Any
 
 import torch
-from pydantic import Field, field_validator
+from pydantic import Field
 from torch import Tensor, fx
 
 from optkit.graph import ops
@@ -23,7 +23,7 @@ from optkit.passes.quantization.formats import WeightFormat
 from optkit.passes.quantization.rewriter import QuantizedLinearRewriter, variant_name
 from optkit.passes.quantization.targets import (
     LINEAR,
-    check_pattern,
+    Patterns,
     check_targets,
     listed,
     matches_any,
@@ -35,12 +35,12 @@ VARIANTS_SHARE = 0.7  # of the memory, for layers in two variants; the rest is f
 
 
 class LinearQuantizationConfig(Config):
-    targets: list[str] = Field(
+    targets: Patterns = Field(
         default_factory=lambda: [LINEAR],
         min_length=1,
         description="layers to quantize: 'Linear' for all, names, suffixes, or 're:' patterns",
     )
-    ignore: list[str] = Field(
+    ignore: Patterns = Field(
         default_factory=list,
         description="modules to leave in float: exact names, suffixes, or 're:' patterns",
     )
@@ -51,13 +51,6 @@ class LinearQuantizationConfig(Config):
         le=1024,
         description="quantize for steps of up to so many tokens; others keep the layer as it is, for a later pass",
     )
-
-    @field_validator("targets", "ignore")
-    @classmethod
-    def patterns_compile(cls, patterns: list[str]) -> list[str]:
-        for pattern in patterns:
-            check_pattern(pattern)
-        return patterns
 
 
 class LinearQuantization(Pass):

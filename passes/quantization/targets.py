@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import Annotated
 
+from pydantic import AfterValidator
 from torch import fx
 
 from optkit.errors import UserError, nearest
@@ -37,13 +39,18 @@ def matches(pattern: str, name: str) -> bool:
     return name == pattern or name.endswith("." + pattern)
 
 
-def check_pattern(pattern: str) -> None:
-    """Raise ValueError for an invalid ``re:`` pattern."""
-    if pattern.startswith("re:"):
-        try:
-            re.compile(pattern[3:])
-        except re.error as error:
-            raise ValueError(f"'{pattern}' is not a regular expression: {error}") from error
+def compiling(patterns: list[str]) -> list[str]:
+    """``patterns`` themselves; raises ValueError for an invalid ``re:`` pattern."""
+    for pattern in patterns:
+        if pattern.startswith("re:"):
+            try:
+                re.compile(pattern[3:])
+            except re.error as error:
+                raise ValueError(f"'{pattern}' is not a regular expression: {error}") from error
+    return patterns
+
+
+Patterns = Annotated[list[str], AfterValidator(compiling)]  # of modules, an option of a pass
 
 
 def check_targets(targets: Sequence[str], graph: Graph, linears: Mapping[fx.Node, str]) -> None:
