@@ -27,6 +27,14 @@ struct Split {
     float* scale;  // [2 rows][columns / group]
 };
 
+// out[i] = high[i] + low[i], then the bias unless it is null: the results of the two rows of a row become its result.
+OPTKIT_INLINE void add_pair(const float* high, const float* low, const float* bias, float* out, int64_t n) {
+    if (bias)
+        for (int64_t i = 0; i < n; ++i) out[i] = high[i] + low[i] + bias[i];
+    else
+        for (int64_t i = 0; i < n; ++i) out[i] = high[i] + low[i];
+}
+
 // Splits `count` rows from `row` on.
 void split_rows(const Split& s, int64_t row, int64_t count);
 

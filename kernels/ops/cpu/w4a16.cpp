@@ -24,12 +24,8 @@ void each_row(int64_t rows, int threads, const Row& row) {
 
 void add_pairs(const float* pairs, const float* bias, float* out, int64_t rows, int64_t n, int threads) {
     each_row(rows, threads, [&](int64_t m) {
-        const float *high = pairs + 2 * m * n, *low = high + n;
-        float* to = out + m * n;
-        if (bias)
-            for (int64_t c = 0; c < n; ++c) to[c] = high[c] + low[c] + bias[c];
-        else
-            for (int64_t c = 0; c < n; ++c) to[c] = high[c] + low[c];
+        const float* high = pairs + 2 * m * n;
+        add_pair(high, high + n, bias, out + m * n, n);
     });
 }
 

@@ -34,12 +34,9 @@ void run_panels(const Linear& p, int64_t from, int64_t to, int64_t row, int64_t 
     linear_panels(part, 0, to - from, 0, 2 * rows);
     const int64_t first = from * PANEL;
     for (int64_t m = 0; m < rows; ++m) {
-        const float *high = pairs + 2 * m * part.n, *low = high + part.n;
-        float* out = p.out + (row + m) * p.n + first;
-        for (int64_t c = 0; c < part.n; ++c) {
-            const float sum = high[c] + low[c];
-            out[c] = p.bias ? sum + p.bias[first + c] : sum;
-        }
+        const float* high = pairs + 2 * m * part.n;
+        const float* bias = p.bias ? p.bias + first : nullptr;
+        add_pair(high, high + part.n, bias, p.out + (row + m) * p.n + first, part.n);
     }
 }
 
