@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from optkit.kernels.cpu import weight_memory
-from optkit.kernels.cpu.weight_memory import CHUNK, LARGE_PAGE, LINE, WeightMemory
+from optkit.kernels.cpu.program import ALIGN
+from optkit.kernels.cpu.weight_memory import CHUNK, LARGE_PAGE, WeightMemory
 
 pytestmark = pytest.mark.skipif(
     not weight_memory.has_large_pages(), reason="a system without large pages on demand, or AddressSanitizer"
@@ -23,7 +24,7 @@ def test_zeros_are_dense_and_do_not_overlap_when_a_chunk_is_shared() -> None:
     for index, (tensor, shape) in enumerate(zip(tensors, shapes, strict=True)):
         assert tensor.shape == shape
         assert tensor.is_contiguous()
-        assert tensor.data_ptr() % LINE == 0
+        assert tensor.data_ptr() % ALIGN == 0
         assert not tensor.any()
         tensor.fill_(index + 1)
     for index, tensor in enumerate(tensors):

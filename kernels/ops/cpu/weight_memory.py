@@ -12,13 +12,15 @@ import ctypes
 import mmap
 import threading
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
 
+from optkit.kernels.cpu.program import ALIGN
+
 LARGE_PAGE = 2 << 20  # bytes
 CHUNK = 8 * LARGE_PAGE
-LINE = 64  # bytes: a cache line, and the widest vector
 
 
 class WeightMemory:
@@ -37,10 +39,11 @@ class WeightMemory:
             if num_bytes > self.chunk.numel() - self.free:
                 self.chunk, self.free = new_chunk(max(CHUNK, num_bytes)), 0
             part = self.chunk[self.free : self.free + num_bytes]
-            self.free += -(-num_bytes // LINE) * LINE
+            self.free += -(-num_bytes // ALIGN) * ALIGN
         return part.view(dtype).view(*shape)
 
 
+@cache
 def has_large_pages() -> bool:
     """False without large pages on demand, and under AddressSanitizer, which sees no borders inside of a chunk."""
     return hasattr(mmap, "MADV_HUGEPAGE") and not hasattr(ctypes.CDLL(None), "__asan_init")
