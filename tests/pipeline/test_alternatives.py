@@ -23,6 +23,14 @@ from tests.support.small_runs import IDS, decisions, lower_dense, run, transform
 pytestmark = pytest.mark.usefixtures("quick")
 
 CANDIDATES = "passes: {{fuse_qkv: {{}}, layers: {{one_of: [{{int8: {{}}}}, {{w4a8: {{}}}}]}}}}\n{}"
+TWO_PASSES = """
+passes:
+  layers:
+    one_of:
+    - smoothquant: {calibration: {samples: 1, length: 32}}
+      int8: {group_size: 32}
+objective: ttft
+"""
 OUTPUTS = itertools.count(100)  # another workload for each test: nothing measured is in the cache
 Seconds = Callable[[set[str], bool], float]  # (kinds of quantized layers, decode) -> seconds
 
@@ -149,15 +157,7 @@ def test_several_passes_of_a_candidate_are_compared_as_a_whole(
     source: Path, tmp_path: Path, seconds: Callable[[Seconds], list[tuple[set[str], set[str]]]]
 ) -> None:
     measured = seconds(lambda kinds, decode: 0.5 if kinds else 1.0)
-    text = """
-passes:
-  layers:
-    one_of:
-    - smoothquant: {calibration: {samples: 1, length: 32}}
-      int8: {group_size: 32}
-objective: ttft
-"""
-    passes, candidates = records(source, tmp_path / "out", text)
+    passes, candidates = records(source, tmp_path / "out", TWO_PASSES)
     assert passes == {"smoothquant": "kept", "int8": "kept"}
     (only,) = candidates.values()
     assert only.objective["ratio"] == pytest.approx(0.5, rel=0.01)
@@ -169,15 +169,7 @@ def test_passes_of_a_candidate_are_judged_alone_when_all_together_miss_a_bound(
 ) -> None:
     measured = seconds(lambda kinds, decode: 0.5 if kinds else 1.0)
     told: list[str] = []
-    text = """
-passes:
-  layers:
-    one_of:
-    - smoothquant: {calibration: {samples: 1, length: 32}}
-      int8: {group_size: 32}
-objective: ttft
-accept: {max_kld: 1.0e-6}
-"""
+    text = f"{TWO_PASSES}accept: {{max_kld: 1.0e-6}}"
     record = run(source, tmp_path / "out", text, progress=lambda text, part=None: told.append(text))
     assert decisions(record)["int8"] == "rolled back"
     assert "mean KL divergence" in next(row for row in record.passes if row.name == "int8").reason
