@@ -22,6 +22,7 @@ IDENTITY_OPS = (aten.clone.default, aten.alias.default, aten.type_as.default, at
 LAYOUT_OPS = (
     aten.unsqueeze.default, aten.select.int, aten.expand.default, aten.transpose.int, aten._to_copy.default,
 )  # fmt: skip
+ATTENTION = (reference.attention, reference.paged_attention)
 GELU_TANH_SCALE = 0.7978845608028654  # sqrt(2 / pi)
 
 
@@ -412,11 +413,11 @@ def has_nodes(sizes: Any) -> bool:
 
 
 def merge_equal_nodes(graph: Graph) -> int:
-    """Common subexpressions: every op but attention is pure."""
+    """Common subexpressions: every op but attention is pure, and its pools change between calls."""
     seen: dict[Any, fx.Node] = {}
     count = 0
     for node in list(graph.fx.nodes):
-        if node.op == "placeholder" or node.op == "output" or node.target is reference.attention:
+        if node.op == "placeholder" or node.op == "output" or node.target in ATTENTION:
             continue
         key = repr((node.op, str(node.target), node.args, sorted(node.kwargs.items())))
         first = seen.setdefault(key, node)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from optkit.capture.canonicalize import canonicalize
 from optkit.capture.check import check_capture
-from optkit.capture.counters import refuse_counters
+from optkit.capture.complex_numbers import as_pairs
+from optkit.capture.counters import count_from_positions, refuse_counters
 from optkit.capture.flatten import Captured, flatten
 from optkit.errors import UnsupportedModel
 from optkit.graph.ir import Graph
@@ -34,10 +35,12 @@ def capture(model: Any, *, check: bool = True) -> Graph:
     refuse_unsupported(config)
     model.eval()
     exported = export(model)
+    as_pairs(exported.graph)
     graph = canonicalize(flatten(Captured(exported, model, config)))
+    counted = count_from_positions(graph)
     refuse_counters(graph)
     if check and next(model.parameters()).device.type != "meta":
-        check_capture(graph, model)
+        check_capture(graph, model, counted=counted)
     return graph
 
 

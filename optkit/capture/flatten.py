@@ -97,6 +97,7 @@ class Flattener:
         self.flat: set[fx.Node] = set()
         self.weights: dict[str, Weight] = {}
         self.kv_specs: list[KVSpec] = []
+        self.pools: dict[tuple[fx.Node, fx.Node], tuple[fx.Node, ...]] = {}  # of exported K and V
         self.inputs = {name: self.graph.placeholder(name) for name in BATCH_INPUTS}
         self.last_input = self.inputs["logits_index"]
 
@@ -313,29 +314,42 @@ class Flattener:
         return self.last_input
 
     def attention(self, node: fx.Node) -> None:
-        """Wire the KV pool and the batch metadata to the attention node of a layer."""
-        q, k, v, scale, window, softcap, layer = node.args
-        rows = [self.graph.call_function(aten.transpose.int, (self.new[x], 0, 1)) for x in (q, k, v)]
-        kv, k_dim, v_dim = (
-            int(k.meta["val"].shape[1]),
-            int(k.meta["val"].shape[3]),
-            int(v.meta["val"].shape[3]),
-        )
+        """Wire the KV pool and the batch metadata to the attention node of a layer.
+
+        A layer with K and V of an earlier layer reads the earlier layer's pools.
+        """
+        q, k, v, sinks, slopes, scale, window, softcap, chunk, layer = node.args
+        writes = (k, v) not in self.pools
+        if writes:
+            self.pools[k, v] = self.new_pools(k, v, layer)
+        numbers = [self.new[x] if isinstance(x, fx.Node) else x for x in (sinks, slopes)]
+        while numbers and numbers[-1] is None:
+            numbers.pop()
+        batch = ("slot_mapping",) * writes + ("query_start", "seq_lens", "block_tables")
+        args = (self.as_rows(q), *self.pools[k, v], *(self.inputs[n] for n in batch), *numbers)
+        options = {"scale": scale, "window": window, "softcap": softcap} | ({"chunk": chunk} if chunk else {})
+        op = reference.attention if writes else reference.paged_attention
+        out = self.graph.call_function(op, args, options)
+        out.meta["kernel"] = PLAIN
+        self.new[node] = out
+        self.flat.add(node)
+        self.note_shape(node, out)
+
+    def as_rows(self, heads: fx.Node) -> fx.Node:
+        """[T, H, D] of [H, T, D]."""
+        return self.graph.call_function(aten.transpose.int, (self.new[heads], 0, 1))
+
+    def new_pools(self, k: fx.Node, v: fx.Node, layer: int) -> tuple[fx.Node, ...]:
+        """K, V and the pools of ``layer``, of which each token's row is written once."""
         if any(spec.layer == layer for spec in self.kv_specs):
             raise UnsupportedModel(
                 f"two attentions have the layer number {layer}, and KV is cached by layer",
                 where=self.captured.config.model_type,
             )
-        self.kv_specs.append(KVSpec(layer, kv, k_dim, v_dim))
-        k_cache = self.new_input(f"k_cache_{layer}")
-        v_cache = self.new_input(f"v_cache_{layer}")
-        batch = [self.inputs[n] for n in ("slot_mapping", "query_start", "seq_lens", "block_tables")]
-        options = {"scale": scale, "window": window, "softcap": softcap}
-        out = self.graph.call_function(reference.attention, (*rows, k_cache, v_cache, *batch), options)
-        out.meta["kernel"] = PLAIN
-        self.new[node] = out
-        self.flat.add(node)
-        self.note_shape(node, out)
+        (_, kv, _, k_dim), v_dim = k.meta["val"].shape, v.meta["val"].shape[3]
+        self.kv_specs.append(KVSpec(layer, int(kv), int(k_dim), int(v_dim)))
+        caches = [self.new_input(f"{c}_cache_{layer}") for c in "kv"]
+        return self.as_rows(k), self.as_rows(v), *caches
 
 
 def is_flat_shape(node: fx.Node) -> bool:

@@ -89,14 +89,17 @@ def check_weights(graph: Graph) -> None:
 
 
 def check_attention(graph: Graph) -> None:
-    """Each layer has exactly one attention op, on the layer's own pools."""
-    pools = [
-        tuple(str(a.target) for name in POOLS if isinstance(a := ops.argument(n, name), fx.Node))
-        for n in graph.calls(reference.attention, reference.paged_attention)
-    ]
+    """Each layer's pools are written by exactly one op, before any other op reads them."""
     expected = sorted((f"k_cache_{s.layer}", f"v_cache_{s.layer}") for s in graph.meta.kv_specs)
-    if sorted(pools) != expected or len(set(expected)) != len(expected):
-        raise VerifyError(f"attention ops use the pools {sorted(pools)}, the layers have {expected}")
+    written: list[tuple[str, ...]] = []
+    for node in graph.calls(reference.attention, reference.rope_kv_write, reference.paged_attention):
+        pools = tuple(str(a.target) for name in POOLS if isinstance(a := ops.argument(node, name), fx.Node))
+        if node.target is not reference.paged_attention:
+            written.append(pools)
+        elif pools not in written:
+            raise VerifyError(f"{node.name} reads the pools {pools} before an op writes them")
+    if sorted(written) != expected or len(set(expected)) != len(expected):
+        raise VerifyError(f"attention ops use the pools {sorted(written)}, the layers have {expected}")
 
 
 def check_variants(graph: Graph) -> None:

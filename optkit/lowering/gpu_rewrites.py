@@ -123,7 +123,7 @@ def fuse_rope(graph: Graph) -> None:
             written = graph.fx.call_function(reference.rope_kv_write, arguments)
             new_q, new_k = items(graph, written, 2)
             batch = [ops.argument(node, name) for name in SEQUENCES]
-            scores = node.args[len(ops.op_of(node).tensors) :]
+            scores = node.args[ops.op_of(node).positions["sinks"] :]
             attended = graph.fx.call_function(
                 reference.paged_attention,
                 (new_q, new_k, v, k_cache, v_cache, *batch, *scores),

@@ -31,14 +31,17 @@ def attention(
     query_start: Tensor,
     seq_lens: Tensor,
     block_tables: Tensor,
-    scale: float,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+    scale: float = 1.0,
     window: int = 0,
     softcap: float = 0.0,
+    chunk: int = 0,
 ) -> Tensor:
-    """See ``reference.attention``. No soft-cap and no int8 pools."""
-    if softcap or k_cache.dtype is torch.int8:
+    """See ``reference.attention``. No soft-cap, sinks or slopes, and no int8 pools."""
+    if softcap or sinks is not None or slopes is not None or k_cache.dtype is torch.int8:
         raise ValueError(
-            "the sdpa kernel has no soft-cap and no int8 pools; select() passes it over for them"
+            "the sdpa kernel has no soft-cap, sinks or slopes, and no int8 pools; select() passes it over for them"
         )
     write_kv(k, v, k_cache, v_cache, slot_mapping)
     starts, lengths = query_start.tolist(), seq_lens.tolist()
@@ -51,7 +54,7 @@ def attention(
         else:
             blocks = block_tables[s]
             keys, values = read_kv(k_cache, blocks, length), read_kv(v_cache, blocks, length)
-        pieces.append(attend(q[rows], keys, values, scale, window))
+        pieces.append(attend(q[rows], keys, values, scale, window, chunk))
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
@@ -64,12 +67,12 @@ def read_kv(cache: Tensor, blocks: Tensor, length: int) -> Tensor:
     return cache.index_select(0, blocks[:used]).flatten(0, 1)[:length]
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, chunk: int) -> Tensor:
     """Flash attention of a sequence: q [Tq, H, D] are the last Tq of k's Tk positions; the result is [Tq, H, Dv]."""
     tq, tk = q.shape[0], k.shape[0]
-    windowed = 0 < window < tk
-    causal = tq == tk and not windowed
-    mask = None if causal or (tq == 1 and not windowed) else causal_mask(tq, tk, window, q.device)
+    limited = 0 < window < tk or 0 < chunk < tk
+    causal = tq == tk and not limited
+    mask = None if causal or (tq == 1 and not limited) else causal_mask(tq, tk, window, q.device, chunk)
     out = torch.nn.functional.scaled_dot_product_attention(
         q.transpose(0, 1)[None],
         k.transpose(0, 1)[None],
@@ -86,13 +89,19 @@ def plain(options: Mapping[str, Any]) -> bool:
     return not options.get("softcap") and options.get("kv_dtype", "float32") == "float32"
 
 
+def without_weights(weights: Mapping[int, Tensor]) -> bool:
+    """True for a site without sinks and slopes."""
+    return not weights
+
+
 KERNELS = (
     Kernel(
         "attention",
         "sdpa",
         attention,
         lambda target: target.kind == "cpu",
+        accepts=without_weights,
         handles=plain,
-        needs="a float32 KV cache, no soft-cap",
+        needs="a float32 KV cache; no soft-cap, sinks or slopes",
     ),
 )

@@ -51,8 +51,9 @@ KERNEL(void, linear_w8a16, const float* x, int64_t x_stride, const int32_t* orde
        const float* weight_scale, const float* bias, float* out, int64_t rows, int64_t n, int64_t k, int64_t groups)
 KERNEL(void, linear_w4a16, const float* x, int64_t x_stride, const int32_t* order, const uint8_t* weight,
        const float* bias, float* out, int64_t rows, int64_t n, int64_t k, int64_t groups, int half, int levels)
-KERNEL(void, attention, const float* q, const float* k, const float* v, void* k_cache, void* v_cache, float* out,
-       const int64_t* slot_mapping, const int32_t* query_start, const int32_t* seq_lens, const int32_t* block_tables,
-       int64_t tokens, int64_t sequences, int64_t table_width, int64_t block_size, int64_t q_token, int64_t q_head,
-       int64_t k_token, int64_t k_head, int64_t v_token, int64_t v_head, int heads, int kv_heads, int dim, int v_dim,
-       int64_t window, float scale, float softcap, int int8_cache)
+KERNEL(void, attention, const float* q, const float* k, const float* v, void* k_cache, void* v_cache,
+       const float* sinks, const float* slopes, float* out, const int64_t* slot_mapping, const int32_t* query_start,
+       const int32_t* seq_lens, const int32_t* block_tables, int64_t tokens, int64_t sequences, int64_t table_width,
+       int64_t block_size, int64_t q_token, int64_t q_head, int64_t k_token, int64_t k_head, int64_t v_token,
+       int64_t v_head, int heads, int kv_heads, int dim, int v_dim, int64_t window, int64_t chunk, float scale,
+       float softcap, int int8_cache, int latent)

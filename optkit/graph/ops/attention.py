@@ -15,8 +15,10 @@ from optkit.graph.ops.operands import (
     batch,
     either,
     expect,
+    optional,
     pool,
     value,
+    weight,
     whole,
 )
 from optkit.graph.ops.record import CPU, CUDA, PROGRAM, Op, Work
@@ -37,7 +39,14 @@ SEQUENCES = (
     batch("seq_lens", Kind.INT32, "S"),
     batch("block_tables", Kind.INT32, "S B"),
 )
-SCORES = (Number("scale", required=True), whole("window", 0, MAX_INT), Number("softcap", 0.0))
+SCORES = (
+    optional(weight("sinks", Kind.FLOAT32, "H", Role.TABLE)),
+    optional(weight("slopes", Kind.FLOAT32, "H", Role.TABLE)),
+    Number("scale", required=True),
+    whole("window", 0, MAX_INT),
+    Number("softcap", 0.0),
+    whole("chunk", 0, MAX_INT),
+)
 ONE_CALL = "on a CPU ``attention`` writes the cache and attends in one call"
 
 
@@ -131,8 +140,6 @@ OPS = (
         (Q, K, V, *POOLS, *SEQUENCES, *SCORES),
         shape=attention,
         work=Work.ATTENTION,
-        absent={CPU: ONE_CALL, PROGRAM: ONE_CALL},
         traceable=False,
-        only_lowered=True,
     ),
 )
