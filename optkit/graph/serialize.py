@@ -31,8 +31,7 @@ WeightLoader = Callable[[str, Origin | None, torch.dtype], Tensor]
 
 FORMAT = "optkit-graph"
 VERSION = 1
-KINDS: dict[str, type[StateSpec]] = {"kv": KVSpec, "recurrent": RecurrentSpec}
-KIND_NAMES = {kind: name for name, kind in KINDS.items()}
+KIND_NAMES = {KVSpec: "kv", RecurrentSpec: "recurrent"}
 
 
 def graph_to_json(graph: Graph) -> str:
@@ -204,10 +203,10 @@ def decode_meta(data: Mapping[str, Any]) -> GraphMeta:
 
 def decode_state(entry: Mapping[str, Any]) -> StateSpec:
     """A state, whose types were checked."""
-    kind = KINDS[entry["kind"]]
-    lists = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
-    del lists["kind"]
-    return kind(**lists)
+    fields: dict[str, Any] = {key: value for key, value in entry.items() if key != "kind"}
+    if entry["kind"] == "kv":
+        return KVSpec(**fields)
+    return RecurrentSpec(**fields | {"shape": tuple(fields["shape"])})
 
 
 def decode_weight(name: str, entry: Mapping[str, Any], load: WeightLoader) -> Weight:
