@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from optkit.graph.ir import Graph, Origin, Weight
+from optkit.graph.ops.attention import ATTENTION
 from optkit.kernels import reference
 
 aten = torch.ops.aten
@@ -22,7 +23,6 @@ IDENTITY_OPS = (aten.clone.default, aten.alias.default, aten.type_as.default, at
 LAYOUT_OPS = (
     aten.unsqueeze.default, aten.select.int, aten.expand.default, aten.transpose.int, aten._to_copy.default,
 )  # fmt: skip
-ATTENTION = (reference.attention, reference.paged_attention)
 GELU_TANH_SCALE = 0.7978845608028654  # sqrt(2 / pi)
 
 
@@ -133,8 +133,8 @@ def raise_layer_norm(graph: Graph) -> int:
 def raise_rms_norm(graph: Graph) -> int:
     """Raise ``x * rsqrt(mean(x^2) + eps)``, with a following weight (or ``1 + weight``, Gemma), to ``rms_norm``."""
     count = 0
-    for root in graph.calls(aten.rsqrt.default):
-        found = match_rms(root)
+    for root in graph.calls(aten.rsqrt.default, aten.pow.Tensor_Scalar):
+        found = match_rms(root) if root.args[1:] in ((), (-0.5,)) else None
         if found is None:
             continue
         x, eps, normed = found

@@ -2,8 +2,8 @@
 
 A graph may hold ``arange`` over the tokens of a call, in the sorting of tokens by experts for example. As a token's
 position (Llama 4's attention temperature) the count is wrong in every call but a prompt's first. The export runs a
-whole prompt, where count and position are equal, so a count that becomes a floating-point value is replaced by ``positions``.
-A model that does mean the count differs then in the check of the capture, which runs at late positions, too.
+whole prompt, where count and position are equal, so a count that becomes a floating-point value is replaced by
+``positions``. A model that does mean the count differs then in the check of the capture, which runs at late positions.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ resulting graph holds no shape arithmetic.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,9 +18,11 @@ from torch import Tensor, fx
 
 from optkit.capture.boundary import OUTSIDE_INTERFACE
 from optkit.errors import UnsupportedModel
-from optkit.graph.ir import BATCH_INPUTS, Graph, GraphMeta, KVSpec, Origin, Part, Weight
+from optkit.graph.ir import BATCH_INPUTS, Graph, GraphMeta, Origin, Part, Weight
 from optkit.graph.ops import op_name
 from optkit.graph.ops.aten import PLACEMENT
+from optkit.graph.ops.attention import ATTENTION, visible
+from optkit.graph.states import KVSpec, StateSpec, kv_of
 from optkit.kernels import PLAIN, reference
 
 aten = torch.ops.aten
@@ -96,7 +98,7 @@ class Flattener:
         self.new: dict[fx.Node, Any] = {}
         self.flat: set[fx.Node] = set()
         self.weights: dict[str, Weight] = {}
-        self.kv_specs: list[KVSpec] = []
+        self.states: list[StateSpec] = []
         self.pools: dict[tuple[fx.Node, fx.Node], tuple[fx.Node, ...]] = {}  # of exported K and V
         self.inputs = {name: self.graph.placeholder(name) for name in BATCH_INPUTS}
         self.last_input = self.inputs["logits_index"]
@@ -120,20 +122,27 @@ class Flattener:
         return self.finish()
 
     def finish(self) -> Graph:
-        if not self.kv_specs:
+        if not self.states:
             raise UnsupportedModel(OUTSIDE_INTERFACE, where=self.captured.config.model_type)
         config = self.captured.config
         meta = GraphMeta(
             model_type=config.model_type,
             vocab_size=int(config.vocab_size),
             max_model_len=int(getattr(config, "max_position_embeddings", 0) or 2048),
-            kv_specs=tuple(self.kv_specs),
+            states=tuple(self.with_window(spec) for spec in self.states),
             input_embedding=self.embedding_name,
             output_embedding=self.head_name,
         )
         graph = Graph(self.graph, self.weights, meta)
         graph.prune()
         return graph
+
+    def with_window(self, spec: StateSpec) -> StateSpec:
+        """``spec`` with the longest window of the layers that read its pools."""
+        readers = [n for n in self.graph.nodes if n.target in ATTENTION and n.all_input_nodes]
+        mine = [visible(n) for n in readers if spec.inputs[0] in (str(a.target) for a in n.all_input_nodes)]
+        window = max(mine) if mine and min(mine) else 0
+        return replace(spec, window=window) if isinstance(spec, KVSpec) else spec
 
     # -- inputs and weights ------------------------------------------------------------------------------
 
@@ -341,13 +350,13 @@ class Flattener:
 
     def new_pools(self, k: fx.Node, v: fx.Node, layer: int) -> tuple[fx.Node, ...]:
         """K, V and the pools of ``layer``, of which each token's row is written once."""
-        if any(spec.layer == layer for spec in self.kv_specs):
+        if any(spec.layer == layer for spec in kv_of(self.states)):
             raise UnsupportedModel(
                 f"two attentions have the layer number {layer}, and KV is cached by layer",
                 where=self.captured.config.model_type,
             )
         (_, kv, _, k_dim), v_dim = k.meta["val"].shape, v.meta["val"].shape[3]
-        self.kv_specs.append(KVSpec(layer, int(kv), int(k_dim), int(v_dim)))
+        self.states.append(KVSpec(layer, int(kv), int(k_dim), int(v_dim)))
         caches = [self.new_input(f"{c}_cache_{layer}") for c in "kv"]
         return self.as_rows(k), self.as_rows(v), *caches
 

@@ -129,6 +129,8 @@ def fuse_rope(graph: Graph) -> None:
                 (new_q, new_k, v, k_cache, v_cache, *batch, *scores),
                 node.kwargs,
             )
+        for reader in (user for user in k.users if user.target is reference.paged_attention):
+            reader.replace_input_with(k, new_k)  # a layer that shares K and V
         replace(graph, node, attended)
 
 

@@ -50,6 +50,15 @@ SPECIFIC: dict[str, dict[str, Any]] = {
         "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1,
     },
     "qwen3_moe": MOE,
+    "gpt_oss": {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 8,
+        "layer_types": [LOCAL, GLOBAL],
+    },
+    "gemma4_text": {
+        "num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": [LOCAL, GLOBAL] * 2, "sliding_window": 8,
+        "head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128,
+    },
 }  # fmt: skip
 
 

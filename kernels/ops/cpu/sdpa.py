@@ -39,11 +39,60 @@ def attention(
     chunk: int = 0,
 ) -> Tensor:
     """See ``reference.attention``. No soft-cap, sinks or slopes, and no int8 pools."""
+    refuse(k_cache, sinks, slopes, softcap)
+    write_kv(k, v, k_cache, v_cache, slot_mapping)
+    batch = query_start, seq_lens, block_tables
+    return attend_batch(q, k, v, k_cache, v_cache, *batch, scale, window, chunk)
+
+
+def paged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+    scale: float = 1.0,
+    window: int = 0,
+    softcap: float = 0.0,
+    chunk: int = 0,
+) -> Tensor:
+    """See ``reference.paged_attention``; without the same as ``attention``."""
+    refuse(k_cache, sinks, slopes, softcap)
+    batch = query_start, seq_lens, block_tables
+    return attend_batch(q, k, v, k_cache, v_cache, *batch, scale, window, chunk)
+
+
+def refuse(k_cache: Tensor, sinks: Tensor | None, slopes: Tensor | None, softcap: float) -> None:
+    """Refuse a call beyond PyTorch's kernel.
+
+    Raises:
+        ValueError: the call has a soft-cap, sinks, slopes or an int8 pool.
+    """
     if softcap or sinks is not None or slopes is not None or k_cache.dtype is torch.int8:
         raise ValueError(
             "the sdpa kernel has no soft-cap, sinks or slopes, and no int8 pools; select() passes it over for them"
         )
-    write_kv(k, v, k_cache, v_cache, slot_mapping)
+
+
+def attend_batch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    scale: float,
+    window: int,
+    chunk: int,
+) -> Tensor:
+    """Attention of one sequence after the other over pools that hold K and V."""
     starts, lengths = query_start.tolist(), seq_lens.tolist()
     pieces = []
     for s, length in enumerate(lengths):
@@ -94,14 +143,15 @@ def without_weights(weights: Mapping[int, Tensor]) -> bool:
     return not weights
 
 
-KERNELS = (
+KERNELS = tuple(
     Kernel(
-        "attention",
+        name,
         "sdpa",
-        attention,
+        function,
         lambda target: target.kind == "cpu",
         accepts=without_weights,
         handles=plain,
         needs="a float32 KV cache; no soft-cap, sinks or slopes",
-    ),
+    )
+    for name, function in (("attention", attention), ("paged_attention", paged_attention))
 )

@@ -83,7 +83,8 @@ def sequence_of(query_block, query_start, sequences, BLOCK_Q: tl.constexpr):
 def attend_tiles(
     total, weight, top, queries, positions, slopes, start, stop, length, scale,
     k_cache, v_cache, k_scales, v_scales, table, kv_head,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SLOPES: tl.constexpr, SOFTCAP: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SLOPES: tl.constexpr, SOFTCAP: tl.constexpr,
+    FORMAT: tl.constexpr, NATIVE: tl.constexpr,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr,
     K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
@@ -169,7 +170,8 @@ def attention_tiles(
     BLOCK_SIZE: tl.constexpr, K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr,
     K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SLOPES: tl.constexpr,
-    SINGLE: tl.constexpr, SKIP_SINGLE: tl.constexpr, SPLITS: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    SINGLE: tl.constexpr, SKIP_SINGLE: tl.constexpr, SPLITS: tl.constexpr,
+    M: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """M rows, a row being a query token and a head of the group of a KV head, over one of SPLITS parts of the keys.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from optkit.graph.ops.operands import (
     MAX_INT,
@@ -24,6 +24,7 @@ from optkit.graph.ops.operands import (
 from optkit.graph.ops.record import CPU, CUDA, PROGRAM, Op, Work
 from optkit.kernels import reference
 
+ATTENTION = (reference.attention, reference.paged_attention)
 ROW_MAJOR = torch.contiguous_format
 MAX_HEAD_CHANNELS = 1 << 22  # of all heads of a token: attention keeps so many floats for a thread
 
@@ -48,6 +49,11 @@ SCORES = (
     whole("chunk", 0, MAX_INT),
 )
 ONE_CALL = "on a CPU ``attention`` writes the cache and attends in one call"
+
+
+def visible(node: fx.Node) -> int:
+    """The largest number of tokens seen by a token of an attention op, by window and chunk; 0 for all."""
+    return min((length for name in ("window", "chunk") if (length := node.kwargs.get(name, 0))), default=0)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
