@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from optkit.capture.exported_graph import call
+
 aten = torch.ops.aten
 Pair = tuple[fx.Node, fx.Node]
 # Ops that move numbers without a look at them: the same for both parts. Complex values keep their dimensions.
@@ -44,13 +46,6 @@ def as_pairs(graph: fx.Graph) -> None:
 def is_complex(node: Any) -> bool:
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     return isinstance(value, Tensor) and value.is_complex()
-
-
-def call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
-    """A new call, with its value on fake tensors for shape and dtype."""
-    node = graph.call_function(target, args)
-    node.meta["val"] = target(*fx.map_arg(args, lambda a: a.meta["val"]))
-    return node
 
 
 def from_polar(graph: fx.Graph, node: fx.Node, pairs: dict[fx.Node, Pair]) -> Pair:

@@ -18,6 +18,7 @@ from optkit.capture.canonicalize import canonicalize
 from optkit.capture.check import check_capture
 from optkit.capture.complex_numbers import as_pairs
 from optkit.capture.counters import count_from_positions, refuse_counters
+from optkit.capture.exported_graph import join_filled
 from optkit.capture.flatten import Captured, flatten
 from optkit.errors import UnsupportedModel
 from optkit.graph.ir import Graph
@@ -36,6 +37,7 @@ def capture(model: Any, *, check: bool = True) -> Graph:
     model.eval()
     exported = export(model)
     as_pairs(exported.graph)
+    join_filled(exported.graph)
     graph = canonicalize(flatten(Captured(exported, model, config)))
     counted = count_from_positions(graph)
     refuse_counters(graph)
