@@ -211,7 +211,14 @@ class Engine:
         runner = self.runner
         plan = memory_plan(c.num_blocks, c.block_size, runner.kv_bytes, c.max_model_len, runner.kv_dtype)
         workspace = runner.workspace_bytes(c.max_num_batched_tokens, c.max_num_seqs)
-        plan = msgspec.structs.replace(plan, weight_bytes=runner.weight_bytes, workspace_bytes=workspace)
+        plan = msgspec.structs.replace(
+            plan,
+            weight_bytes=runner.weight_bytes,
+            workspace_bytes=workspace,
+            state_bytes=runner.state_bytes,
+            num_state_slots=c.num_state_slots,
+            num_checkpoints=c.num_checkpoints,
+        )
         return EngineInfo(
             config=c,
             memory_plan=plan,

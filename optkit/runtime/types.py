@@ -345,8 +345,9 @@ class StateCopy:
 
 @dataclass(frozen=True)
 class Batch:
-    """The work of a step, in the order of the flattened token batch. ``transfers`` and ``state_copies`` come first, each
-    in order.
+    """The work of a step, in the order of the flattened token batch.
+
+    ``transfers`` and ``state_copies`` come first, each in order.
     """
 
     items: tuple[ScheduledRequest, ...]

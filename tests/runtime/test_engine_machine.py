@@ -2,8 +2,8 @@
 
 Every kind of event in any order: add, step, abort, a step that clients leave, preempt, finish, a failing load, a reset
 of the prefix cache; on a pool too small for everyone, with prompts that begin alike, an offload store, digests that
-collide, guesses right and wrong, both policies, and a recurrent state with checkpoints. After each event all three books of the KV are checked against each
-other.
+collide, guesses right and wrong, both policies, and a recurrent state with checkpoints. After each event all books of
+the KV are checked against each other.
 """
 
 from __future__ import annotations
