@@ -10,6 +10,7 @@ import multiprocessing
 import resource
 from multiprocessing.connection import Connection
 
+from bench.coverage.sizes import NOT_TRIED
 from bench.coverage.trial import REFUSED, Outcome, trial
 
 SECONDS = 60
@@ -18,6 +19,8 @@ MEMORY = 6 << 30  # bytes of address space
 
 def outcome_of(name: str, seconds: float = SECONDS) -> Outcome:
     """The outcome of the trial of type ``name``."""
+    if name in NOT_TRIED:
+        return Outcome(REFUSED, f"not tried: {NOT_TRIED[name]}")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["bench.coverage.preload"])
     reader, writer = context.Pipe(duplex=False)

@@ -47,6 +47,10 @@ LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decod
 
 def small_value(name: str, value: Any, layers: int, fields: Mapping[str, Any]) -> Any:
     """The value of field ``name`` in a tiny model; ``KEEP`` for the value that the class derives or has already."""
+    if name == "head_dim" and "qk_rope_head_dim" in fields:
+        return SIZES["qk_rope_head_dim"]
+    if name in ("head_dim", "num_key_value_heads") and value is None:
+        return SIZES[name]
     if name in SWITCHES and isinstance(value, bool):
         return SWITCHES[name]
     if name in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
@@ -76,6 +80,8 @@ def by_layer(name: str, values: list[Any]) -> Any:
     """A list with a value a layer: every kind of the default, attention kinds in turn and MLP kinds in halves."""
     kinds = list(dict.fromkeys(map(str, values)))
     real = {str(value): value for value in values}
+    if len(kinds) == 1:
+        return KEEP
     if not all(isinstance(v, (str, bool)) or v in (0, 1) for v in values) or len(kinds) > LAYERS:
         return KEEP
     halves = name.startswith("mlp")
@@ -85,7 +91,11 @@ def by_layer(name: str, values: list[Any]) -> Any:
 def short_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
     """RoPE parameters for as many positions as a tiny model has."""
     return {
-        name: short_rope(value) if isinstance(value, dict) else min(value, 64) if name == "original_max_position_embeddings" else value
+        name: short_rope(value)
+        if isinstance(value, dict)
+        else min(value, 64)
+        if name == "original_max_position_embeddings"
+        else value
         for name, value in rope.items()
     }
 

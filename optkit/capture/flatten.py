@@ -199,7 +199,8 @@ class Flattener:
         flat_inputs = [a for a in node.all_input_nodes if a in self.flat]
         out_flat = is_flat_shape(node)
         if node.target in SIZE_OPS:
-            return (node.args[0], sizes_of(node, out_flat))
+            grows = node.target is aten.expand.default and node.args[0] not in self.flat and out_flat
+            return None if grows else (node.args[0], sizes_of(node, out_flat))
         if not flat_inputs and not out_flat:
             return node.args
         if node.target is aten.transpose.int or node.target in DIM_ARGUMENT:

@@ -20,7 +20,7 @@ _to_copy.default abs.default acos.default acosh.default add.Scalar add.Tensor ad
 asin.default asinh.default atan.default atan2.default atanh.default bitwise_and.Scalar bitwise_and.Tensor
 bitwise_left_shift.Tensor bitwise_left_shift.Tensor_Scalar bitwise_not.default bitwise_or.Scalar bitwise_or.Tensor
 bitwise_right_shift.Tensor bitwise_right_shift.Tensor_Scalar bitwise_xor.Scalar bitwise_xor.Tensor ceil.default clamp.Tensor
-clamp.default clamp_max.Tensor clamp_max.default clamp_min.Tensor clamp_min.default clone.default copysign.Scalar
+clamp.default clamp_max.Tensor clamp_max.default clamp_min.Tensor clamp_min.default clone.default copy.default copysign.Scalar
 copysign.Tensor cos.default cosh.default div.Scalar div.Scalar_mode div.Tensor div.Tensor_mode elu.default empty_like.default
 eq.Scalar eq.Tensor erf.default erfc.default exp.default exp2.default expm1.default fill.Scalar floor.default
 floor_divide.default fmod.Scalar fmod.Tensor frac.default full_like.default ge.Scalar ge.Tensor gelu.default gt.Scalar
@@ -55,8 +55,6 @@ SCALAR_OPS: dict[str, Callable[..., Any]] = {
     "getitem": operator.getitem,
     "int_mul": operator.mul,
     "int_add": operator.add,
-    "int_sub": operator.sub,
-    "int_div": operator.floordiv,
 }
 
 
@@ -64,3 +62,13 @@ def aten(name: str) -> Any:
     """The OpOverload of ``name``, written ``op.overload``."""
     op, overload = name.split(".")
     return getattr(getattr(torch.ops.aten, op), overload)
+
+
+def is_creator(target: Any) -> bool:
+    """True for an op that makes a tensor of numbers alone: its result lies on the device of keyword ``device``."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    arguments = target._schema.arguments
+    return any(a.name == "device" for a in arguments) and not any(
+        "Tensor" in str(a.real_type) for a in arguments
+    )
