@@ -1,7 +1,7 @@
 """``python -m bench.coverage [TYPE ...]``: try model types, save the outcomes, and write the table of docs/models.md.
 
-Without types all are tried, in less than half an hour on a core. With types, the outcomes of the others are kept. ``--table``
-tries nothing and writes the table again. Exit code 1: a graph computed other logits than its model.
+Without types all are tried, in less than half an hour on a core. With types, the outcomes of the others are kept.
+``--table`` tries nothing and writes the table again. Exit code 1: a graph computed other logits than its model.
 """
 
 from __future__ import annotations

@@ -71,7 +71,9 @@ def small_number(name: str, value: int, fields: Mapping[str, Any]) -> Any:
         return TOKENS[name]
     if name in ("num_key_value_heads", "num_kv_heads") and fields.get("kv_lora_rank"):
         return SIZES["num_attention_heads"]
-    if name not in SIZES or value in (0, 1) and name not in ("sliding_window", "num_experts", "num_kv_heads"):
+    if name not in SIZES or (
+        value in (0, 1) and name not in ("sliding_window", "num_experts", "num_kv_heads")
+    ):
         return KEEP
     return SIZES[name]
 

@@ -1,7 +1,7 @@
 """The sizes of tiny models: values by name of a configuration's field, and the fields of single types.
 
-A tiny model has four layers, so that layers of two kinds of attention and two kinds of MLP meet in every combination. Windows and
-chunks are shorter than the prompts of a trial. No two sizes that a model could confuse are equal.
+A tiny model has four layers, so that two kinds of attention and two kinds of MLP meet in every combination. Windows
+and chunks are shorter than the prompts of a trial.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ GROUPS: tuple[tuple[int, str], ...] = (
                 "max_target_positions context_length"),
     (64, "original_max_position_embeddings"),
     # windows and chunks
-    (WINDOW, "sliding_window sliding_window_size attention_chunk_size window_size local_attention attention_window_size "
-             "chunk_size mamba_chunk_size block_size keep_window_size"),
+    (WINDOW, "sliding_window sliding_window_size attention_chunk_size window_size local_attention "
+             "attention_window_size chunk_size mamba_chunk_size block_size keep_window_size"),
     (2, "max_window_layers global_attn_every_n_layers sliding_window_pattern _sliding_window_pattern "
         "no_rope_layer_interval layer_group_size"),
     # recurrences

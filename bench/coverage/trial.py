@@ -6,8 +6,8 @@ to ``TOLERANCE``:
 - a prompt of 61 tokens, longer than every window and chunk, in one call;
 - prompts of 61, 29, 7 and 41 tokens in ragged batches over paged KV, in uneven chunks, then token by token.
 
-Then an engine serves the four prompts in steps of 24 tokens, with too few KV blocks for all, and preempts a request every
-few steps, which is computed again. Each token must have the largest eager logit after the tokens before, up to
+Then an engine serves the four prompts in steps of 24 tokens, with too few KV blocks for all, and preempts a request
+every few steps, which is computed again. Each token must have the largest eager logit after the tokens before, up to
 ``TOLERANCE``.
 """
 
@@ -67,7 +67,7 @@ def trial(name: str) -> Outcome:
         outcome.reason = error.what
     except (Wrong, VerifyError) as error:
         outcome.state, outcome.reason = WRONG, one_line(error)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - transformers and torch raise any type
         outcome.reason = f"{type(error).__name__}: {one_line(error)}"
     outcome.seconds = time.perf_counter() - started
     return outcome

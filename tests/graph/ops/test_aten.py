@@ -29,8 +29,8 @@ def test_placement_holds_every_keyword_of_a_device_or_a_layout() -> None:
 
 
 # Types of arguments that a graph file can express and that name no file, pointer or generator.
-PLAIN = {"Tensor", "List[Tensor]", "Optional[Tensor]", "List[Optional[Tensor]]", "int", "float", "number", "bool", "str",
-         "List[int]", "Optional[int]", "Optional[float]", "Optional[number]", "Optional[bool]", "Optional[str]",
+PLAIN = {"Tensor", "List[Tensor]", "Optional[Tensor]", "List[Optional[Tensor]]", "int", "float", "number", "bool",
+         "str", "List[int]", "Optional[int]", "Optional[float]", "Optional[number]", "Optional[bool]", "Optional[str]",
          "Optional[List[int]]", "Optional[ScalarType]"}  # fmt: skip
 # The size of the result depends on values: a mask as an index, and the number of classes where none is given.
 BY_VALUES = {"index.Tensor", "one_hot.default"}
