@@ -86,7 +86,7 @@ def attempt(name: str, outcome: Outcome) -> None:
     executable, eager = lower(graph), Eager(tiny_model(name, "eager"))
     prompts = [ids(length, graph.meta.vocab_size) for length in LENGTHS]
     expected = [eager.logits(prompt) for prompt in prompts]
-    first = dense_inputs([LENGTHS[0]], prompts[0], executable.kv_specs)
+    first = dense_inputs([LENGTHS[0]], prompts[0], executable.states)
     compare("in one call", executable(first), expected[0])
     runtime = RuntimeLogits(executable, block_size=4, chunk=19, decode=5)
     for given, right in zip(runtime.logits([p.tolist() for p in prompts]), expected, strict=True):
@@ -131,7 +131,7 @@ def serve(executable: Executable, eager: Eager, prompts: list[Tensor]) -> None:
     config = SchedulerConfig(
         max_num_seqs=4, max_num_batched_tokens=24, max_model_len=128, block_size=8, num_blocks=14
     )
-    engine = PreemptingEngine(ModelRunner(executable, config.num_blocks, config.block_size), config)
+    engine = PreemptingEngine(ModelRunner(executable, config.num_blocks, config.block_size, num_slots=config.max_num_seqs), config)
     sampling = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
     answers = engine.generate([prompt.tolist() for prompt in prompts], sampling)
     if not engine.stats().num_preemptions:

@@ -1,8 +1,8 @@
 """The ops of a graph outside of the dialect: PyTorch's ops left by capture, and Python's.
 
-The list is closed, because a graph.json is data from outside. Each op of the list is functional and deterministic, takes
-tensors, numbers, booleans, text and dtypes alone, and has a result on the meta device, which is the shape rule. The list
-holds PyTorch's "core" and "pointwise" ops without those on images, spectra and gradients, and the idioms of
+The list is closed, because a graph.json is data from outside. Each op of the list is functional and deterministic,
+takes tensors, numbers, booleans, text and dtypes alone, and has a result on the meta device, which is the shape rule.
+The list holds PyTorch's "core" and "pointwise" ops without those on images, spectra and gradients, and the idioms of
 canonicalization. Capture decomposes other ops into these.
 """
 
