@@ -30,7 +30,8 @@ def modules(graph: Graph) -> Iterator[QuantizedLinear]:
                 found[name][key] = value
         for name, operands in found.items():
             shape = operands[SCALE].shape[0], channels(operands, node)
-            yield QuantizedLinear(name, shape, node.target, operands, node.kwargs)
+            options = {key: value for key, value in node.kwargs.items() if key != "num_experts"}
+            yield QuantizedLinear(name, shape, ops.linear_of(node.target), operands, options)
 
 
 def pieces(graph: Graph, argument: Any, key: str, found: Mapping[str, Any]) -> dict[str, Tensor]:

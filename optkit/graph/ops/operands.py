@@ -32,7 +32,7 @@ class Role(Enum):
     BIAS = "the bias"
     CACHE = "a KV pool"
     BATCH = "an input that describes the batch"
-    TABLE = "rotary angles, frequencies or expert offsets"
+    TABLE = "rotary angles, frequencies or experts of tokens"
 
 
 class Source(Enum):
