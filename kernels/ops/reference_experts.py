@@ -2,7 +2,8 @@
 
 A router gives every token J experts, ``experts`` [T, J] int64, in any order, with repetitions allowed. The weights of
 all E experts are the rows of a single weight: expert e has the rows from ``e * N`` to ``(e + 1) * N`` of weight
-[E * N, K], and the same rows of scales, zero points and bias. So a layer quantizes, splits and loads like a stack of linear layers.
+[E * N, K], and the same rows of scales, zero points and bias. So a layer quantizes, splits and loads like a stack of
+linear layers.
 Activations are [T, K], the same for all experts of a token, or [T, J, K], one for each; the result is [T, J, N].
 
 A row of the result is that of the linear op of the same name for the row's expert.

@@ -2,12 +2,12 @@
 
 transformers calls experts through a registry (``ALL_EXPERTS_FUNCTIONS``). optkit registers an entry of its own, used
 during the export: each projection goes into the opaque op ``optkit::expert_linear``, the sum over a token's experts
-into ``optkit::weighted_sum``, and gates, activations and routers are captured unchanged. A model whose experts do not go
-through the registry is captured as its code is written.
+into ``optkit::weighted_sum``, and gates, activations and routers are captured unchanged. A model whose experts do not
+go through the registry is captured as its code is written.
 
 transformers fuses experts on loading: the parameter ``experts.gate_up_proj`` [E, 2F, K] may be the checkpoint's
-``experts.0.gate_proj.weight``, ``experts.0.up_proj.weight``, and so on. ``checkpoint_origins`` finds the names by sending
-row numbers in place of weights through transformers' own reversal of the conversion.
+``experts.0.gate_proj.weight``, ``experts.0.up_proj.weight``, and so on. ``checkpoint_origins`` finds the names by
+sending row numbers in place of weights through transformers' own reversal of the conversion.
 """
 
 from __future__ import annotations

@@ -80,12 +80,19 @@ def test_linear_wna16_takes_the_group_of_a_channel_from_g_idx() -> None:
     torch.testing.assert_close(found.double(), x.double() @ weight.T, rtol=1e-5, atol=1e-3)
 
 
-def test_grouped_mm_multiplies_each_row_by_the_weight_of_its_expert() -> None:
-    x, weight = floats((7, 4), 0), floats((3, 4, 2), 1)
-    experts = [0, 0, 2, 2, 2, 2, 2]  # the second has no row
-    found = reference.grouped_mm(x, weight, torch.tensor([2, 2, 7], dtype=torch.int32))
-    expected = torch.stack([row @ weight[e] for row, e in zip(x, experts, strict=True)])
+@pytest.mark.parametrize("shape", [(7, 4), (7, 2, 4)], ids=["shared rows", "a row an expert"])
+def test_expert_linear_multiplies_each_row_by_the_weight_of_its_expert(shape: tuple[int, ...]) -> None:
+    x, weight, bias = floats(shape, 0), floats((3 * 2, 4), 1), floats((6,), 2)
+    experts = torch.tensor([[0, 2], [2, 0], [2, 2], [0, 0], [0, 2], [2, 0], [2, 2]])  # the second has no row
+    found = reference.expert_linear(x, weight, bias, experts, num_experts=3)
+    rows = x[:, None].expand(7, 2, 4) if x.ndim == 2 else x
+    expected = torch.einsum("tjk,tjnk->tjn", rows, weight.view(3, 2, 4)[experts]) + bias.view(3, 2)[experts]
     torch.testing.assert_close(found, expected)
+
+
+def test_expert_linear_refuses_an_expert_out_of_range() -> None:
+    with pytest.raises(IndexError, match="expert 3 of 3"):
+        reference.expert_linear(torch.ones(1, 4), torch.ones(6, 4), None, torch.tensor([[3]]), num_experts=3)
 
 
 @pytest.mark.parametrize("limit", [4, 5])
