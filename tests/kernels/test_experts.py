@@ -58,7 +58,9 @@ class Layer:
     def packed(self, op: Any, operands: dict[str, Tensor], options: dict[str, Any]) -> Callable[..., Tensor]:
         record = ops.record_of(op)
         assert record is not None
-        weights = {record.positions[o.name]: operands[o.stored] for o in record.stored if o.stored in operands}
+        weights = {
+            record.positions[o.name]: operands[o.stored] for o in record.stored if o.stored in operands
+        }
         kernel = kernels.select(record.name, TARGET, weights=weights, options=options)
         assert kernel is not None and kernel.name == "native" and kernel.pack is not None
         made = kernel.pack(weights, options)
@@ -126,7 +128,9 @@ def test_int8_experts_are_the_product_in_float64() -> None:
     for token, chosen in enumerate(experts.tolist()):
         for j, expert in enumerate(chosen):
             expected = weight[expert * N : (expert + 1) * N] @ rows[token]
-            torch.testing.assert_close(layer.native(x, experts)[token, j].double(), expected, atol=1e-4, rtol=1e-5)
+            torch.testing.assert_close(
+                layer.native(x, experts)[token, j].double(), expected, atol=1e-4, rtol=1e-5
+            )
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

@@ -31,7 +31,6 @@ from tests.support.graphs import (
 from tests.support.target import TARGET
 
 HEAD = "the output head stays in float (lm_head: false)"
-EXPERTS = "mixture-of-experts weights stay in float"
 LISTED = "on the ignore list"
 
 

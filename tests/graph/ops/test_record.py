@@ -253,7 +253,8 @@ def test_quantized_op_does_the_same_and_quantizes(op: Op, fmt: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(more, rest, strict=True))
 
 
-@pytest.mark.parametrize("op", [op for op in RECORDS.values() if op.dequantize and not op.linear], ids=lambda op: op.name
+@pytest.mark.parametrize(
+    "op", [op for op in RECORDS.values() if op.dequantize and not op.linear], ids=lambda op: op.name
 )
 def test_dequantized_weight_gives_the_product(op: Op) -> None:
     assert op.dequantize is not None

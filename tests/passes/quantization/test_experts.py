@@ -13,7 +13,15 @@ from optkit.kernels import reference
 from optkit.lowering.dense import dense_inputs
 from optkit.lowering.lower import lower
 from optkit.passes.quantization.experts import ROUTER, SOME_EXPERTS, routers
-from tests.support.graphs import apply, assert_kernels_agree, captured, checked, dense, random_ids, relative_error
+from tests.support.graphs import (
+    apply,
+    assert_kernels_agree,
+    captured,
+    checked,
+    dense,
+    random_ids,
+    relative_error,
+)
 from tests.support.target import TARGET
 
 MODELS = ("qwen3_moe", "mixtral", "qwen2_moe")
@@ -100,7 +108,9 @@ def test_a_decode_of_experts_is_a_program() -> None:
     graph = captured("qwen3_moe")
     apply(graph, "int8")
     executable = lower(graph, TARGET)
-    assert {k for n, k in executable.kernels.items() if n.startswith(("expert_w8a8", "weighted_sum"))} == {"native"}
+    assert {k for n, k in executable.kernels.items() if n.startswith(("expert_w8a8", "weighted_sum"))} == {
+        "native"
+    }
     programs = executable.variants[-1].programs
     calls = sum(program.num_calls for program in programs)
     assert programs and calls >= 2 * 8
