@@ -98,7 +98,8 @@ def expert_wna16(
 
 def weighted_sum(x: Tensor, weights: Tensor) -> Tensor:
     """The sum over j of ``x[:, j] * weights[:, j]``: x [T, J, N] and weights [T, J] give [T, N]."""
-    return (x * weights[..., None]).sum(dim=1)
+    exact = torch.promote_types(x.dtype, torch.float32)
+    return (x.to(exact) * weights.to(exact)[..., None]).sum(dim=1).to(x.dtype)
 
 
 def of_experts(

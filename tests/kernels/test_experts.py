@@ -147,7 +147,7 @@ def test_an_expert_out_of_range_is_refused(fmt: str, wrong: int) -> None:
 def test_activations_of_other_rows_are_refused() -> None:
     layer, experts = Layer(Int8Format(0)), ROUTINGS["random"]
     for x in (torch.randn(8, K), torch.randn(9, 3, K), torch.randn(9, 2, K // 2)):
-        with pytest.raises(ValueError, match="rows|packed"):
+        with pytest.raises(ValueError, match=r"rows|packed"):
             layer.native(x, experts)
     with pytest.raises(ValueError, match="int64"):
         layer.native(activations(experts, of_each=False), experts.int())

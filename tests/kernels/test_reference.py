@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from optkit.kernels import reference
+from optkit.kernels.packed_codes import pack_codes
 
 T, N, K, GROUP = 5, 6, 32, 8
 
@@ -65,7 +66,7 @@ def test_linear_wna16_is_the_product_with_the_dequantized_weight(bits: int) -> N
     x, codes = floats((T, K), 0), integers(0, 1 << bits, (N, K), 1).to(torch.uint8)
     weight_scale = floats((N, K // GROUP), 2)
     zero = integers(0, 1 << bits, (N, K // GROUP), 3).to(torch.uint8)
-    packed = reference.pack_codes(codes, bits)
+    packed = pack_codes(codes, bits)
     for point, value in ((zero, zero), (None, float(1 << (bits - 1)))):
         found = reference.linear_wna16(x, packed, weight_scale, point, None, bits=bits, group_size=GROUP)
         expected = x.double() @ by_element(codes, weight_scale, value).T
@@ -76,7 +77,7 @@ def test_linear_wna16_takes_the_group_of_a_channel_from_g_idx() -> None:
     x, codes, weight_scale = floats((T, K), 0), integers(0, 16, (N, K), 1).to(torch.uint8), floats((N, 4), 2)
     g_idx = integers(0, 4, (K,), 3).to(torch.int32)
     weight = (codes.double() - 8) * weight_scale.double()[:, g_idx.long()]
-    found = reference.linear_wna16(x, reference.pack_codes(codes, 4), weight_scale, None, g_idx, bits=4)
+    found = reference.linear_wna16(x, pack_codes(codes, 4), weight_scale, None, g_idx, bits=4)
     torch.testing.assert_close(found.double(), x.double() @ weight.T, rtol=1e-5, atol=1e-3)
 
 

@@ -16,7 +16,6 @@ from optkit.graph.ops.operands import (
     Choice,
     Kind,
     Role,
-    X,
     either,
     expect,
     optional,
@@ -130,7 +129,7 @@ OPS = (
     ),
     Op(
         reference.quantize_per_token,
-        (X, whole("group_size", 0, MAX_INT)),
+        (value("x", Kind.COMPUTE, "T ... K"), whole("group_size", 0, MAX_INT)),
         shape=quantize_per_token,
         work=Work.POINTWISE,
         row_wise=True,
