@@ -38,7 +38,13 @@ def quantization_config(graph: Graph) -> dict[str, Any] | None:
         "config_groups": {f"group_{i}": group for i, group in enumerate(groups)},
         "ignore": sorted(set(left)),
     }
-    return described | ({"dequantize": True} if any(map(packs_zero_points, groups)) else {})
+    in_float = any(map(packs_zero_points, groups)) or has_experts(graph)
+    return described | ({"dequantize": True} if in_float else {})
+
+
+def has_experts(graph: Graph) -> bool:
+    """True for quantized experts, which transformers fuses on loading: it can only do so with float weights."""
+    return any(ops.op_of(node).linear for node in graph.calls(*ops.QUANTIZED_LINEARS))
 
 
 def packs_zero_points(group: dict[str, Any]) -> bool:
