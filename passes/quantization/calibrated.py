@@ -51,7 +51,7 @@ class CalibratedConfig(SchemeConfig):
         default_factory=lambda: Calibration(), description="the text to calibrate on"
     )
     expert_tokens: int = Field(
-        128,
+        64,
         ge=1,
         description="calibration tokens that an expert must see; with fewer it is rounded to nearest",
     )
