@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Container
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -99,7 +99,7 @@ def register_operands(graph: Graph, weight_name: str, layer: QuantizedLinear) ->
         if value.ndim == 1:
             origin = Origin((Part(f"{layer.name}.{key}", len(value)),))
         elif len(parts) == 1:  # a transposed float weight counts its rows the other way
-            origin = Origin((Part(origin.parts[0].name, len(value)),), stacked=origin.stacked)
+            origin = replace(origin, parts=(Part(origin.parts[0].name, len(value)),))
         graph.weights[f"{layer.name}.{key}"] = Weight(value, origin)
 
 

@@ -6,7 +6,11 @@ from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import Any
 
-HEADER = ("experts of", "calibration tokens an expert: least, median, most", "rounded to nearest, too few tokens")
+HEADER = (
+    "experts of",
+    "calibration tokens an expert: least, median, most",
+    "rounded to nearest, too few tokens",
+)
 MOST_NAMED = 16
 
 
