@@ -56,7 +56,9 @@ def load_model(source: Source) -> Any:
         model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     except KeyError as error:
         raise UnsupportedModel(f"'{config.model_type}' is no causal language model", where=where) from error
-    tensors = {name: source[name] for name in source if module_of(name) not in source.layers or is_bias(name)}
+    floats = [name for name in source if module_of(name) not in source.layers or is_bias(name)]
+    tensors = {name: source[name] for name in floats if name not in source.float4}
+    tensors |= {name: torch.zeros(()).expand(source.float4.shape(name)) for name in source.float4}
     tensors |= stand_ins(model_class, config, source)
     with boundary.interface_needed(where):
         model, report = model_class.from_pretrained(
@@ -70,7 +72,23 @@ def load_model(source: Source) -> Any:
     missing = sorted(report["missing_keys"])
     if missing:
         raise UnsupportedModel(f"the checkpoint has no tensor for {missing[0]}", where=where)
+    fill(model, source)
     return model
+
+
+def fill(model: Any, source: Source) -> None:
+    """Copy the dequantized tensors of an MXFP4 checkpoint into the parameters of ``model``, one after another.
+
+    Raises:
+        UnsupportedModel: a tensor is none of the model's, or has another shape there.
+    """
+    parameters = dict(model.named_parameters())
+    for name in source.float4:
+        parameter = parameters.get(name)
+        if parameter is None or tuple(parameter.shape) != source.float4.shape(name):
+            what = f"the MXFP4 tensor {name} is not one of the model's, or has another shape"
+            raise UnsupportedModel(what, where=str(source.directory))
+        parameter.data.copy_(source.float4[name])
 
 
 def stand_ins(model_class: Any, config: Any, source: Source) -> dict[str, Tensor]:

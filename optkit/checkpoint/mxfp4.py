@@ -61,6 +61,11 @@ class Float4Tensors(Mapping[str, Tensor]):
             )
         return dequantize(blocks, scales)
 
+    def shape(self, name: str) -> tuple[int, int, int]:
+        """[E, K, N] of a tensor, from the headers."""
+        experts, n, groups, _ = self.source.tensors[f"{name}{BLOCKS}"].shape
+        return experts, groups * GROUP, n
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
 

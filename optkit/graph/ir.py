@@ -71,7 +71,7 @@ class Origin:
         return {part.name: piece.contiguous() for part, piece in zip(self.parts, pieces, strict=True)}
 
     def renamed(self, old: str, new: str) -> Origin:
-        """The origin of a companion tensor, transposed for stacked experts alone: ``.weight`` to ``.weight_scale``, say."""
+        """The origin of a companion tensor: ``.weight`` to ``.weight_scale``, say; stacked ones stay transposed."""
         parts = tuple(Part(p.name.removesuffix(old) + new, p.rows) for p in self.parts)
         return Origin(parts, self.transposed and self.stacked > 0, self.stacked)
 

@@ -1,4 +1,4 @@
-"""Calibration of experts in reports: the tokens of each layer's experts, and the experts that were rounded to nearest."""
+"""Calibration of experts in reports: the tokens of each layer's experts, and the experts rounded to nearest."""
 
 from __future__ import annotations
 
