@@ -9,7 +9,7 @@ gets a weight of its own, and the embedding stays float.
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -60,6 +60,7 @@ class LinearQuantization(Pass):
 
     stage = Stage.QUANTIZE
     exact = False
+    takes_experts: ClassVar[bool] = True
 
     @abstractmethod
     def format_for(self, graph: Graph, node: fx.Node, name: str) -> WeightFormat | str:
@@ -131,6 +132,8 @@ class LinearQuantization(Pass):
 
     def why_not_experts(self, fmt: WeightFormat, ctx: PassContext) -> str | None:
         """The reason against the experts of a layer in ``fmt``, or None."""
+        if not self.takes_experts:
+            return f"{self.name} leaves experts in float"
         if self.config.max_tokens is not None:
             return "experts have no second variant for steps of few tokens"
         op = ops.OF_EXPERTS.get(fmt.op)
