@@ -8,7 +8,8 @@ import torch
 from torch import fx
 
 aten = torch.ops.aten
-EMPTY = {aten.new_empty.default, aten.empty.memory_format, aten.empty_like.default}
+# Every element of a whole is written, so the first values don't matter; ``export`` makes zeros of unwritten memory.
+EMPTY = {aten.full.default, aten.new_empty.default, aten.empty.memory_format, aten.empty_like.default}
 
 
 def call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
