@@ -45,7 +45,6 @@ struct Problem : AttentionArgs {
     int depth_bytes;       // dim to whole vectors
     float to_exp2;         // what queries are multiplied by, so that weights are powers of 2 (or tanh's argument)
     int64_t k_row, v_row;  // bytes of one head of a token in the pools
-    int v_stored;          // channels of a value's row in its pool
     bool limited;          // not all earlier keys are seen
 };
 
@@ -139,7 +138,7 @@ void locate(const Problem& p, const Item& item, int64_t begin, int count, Scratc
         scratch.values[j] = value;
         if (!p.int8_cache) return;
         std::memcpy(scratch.k_scale + j, key + p.dim, sizeof(float));
-        std::memcpy(scratch.v_scale + j, value + p.v_stored, sizeof(float));
+        std::memcpy(scratch.v_scale + j, value + p.v_dim, sizeof(float));
     });
     for (int j = count; j % kLanes; ++j) scratch.k_scale[j] = scratch.v_scale[j] = 0.0f;
 }
@@ -160,7 +159,7 @@ OPTKIT_INLINE void prefetch(const Problem& p, const Item& item, int64_t begin) {
     const int count = static_cast<int>(left < kTile ? left : kTile);
     each_key(p, item, begin, count, [&](int, int64_t row) __attribute__((always_inline)) {
         prefetch_row(p.k_cache, row, p.k_row);
-        if (!p.latent) prefetch_row(p.v_cache, row, p.v_row);
+        prefetch_row(p.v_cache, row, p.v_row);
     });
 }
 
@@ -281,10 +280,8 @@ Problem problem_of(const AttentionArgs& args) {
     p.width = (args.v_dim + kLanes - 1) / kLanes * kLanes;
     p.depth_bytes = (args.dim + kLanes - 1) / kLanes * kLanes;
     p.to_exp2 = args.softcap > 0 ? args.scale / args.softcap : args.scale * kLog2e;
-    p.v_stored = args.latent ? args.dim : args.v_dim;
     p.k_row = args.int8_cache ? args.dim + sizeof(float) : args.dim * sizeof(float);
-    p.v_row = args.int8_cache ? p.v_stored + sizeof(float) : p.v_stored * sizeof(float);
-    if (args.latent) p.v_cache = p.k_cache;
+    p.v_row = args.int8_cache ? args.v_dim + sizeof(float) : args.v_dim * sizeof(float);
     return p;
 }
 
@@ -312,11 +309,11 @@ OPTKIT_API void optkit_attention(const float* q, const float* k, const float* v,
                                  int64_t tokens, int64_t sequences, int64_t table_width, int64_t block_size,
                                  int64_t q_token, int64_t q_head, int64_t k_token, int64_t k_head, int64_t v_token,
                                  int64_t v_head, int heads, int kv_heads, int dim, int v_dim, int64_t window,
-                                 int64_t chunk, float scale, float softcap, int int8_cache, int latent, int threads) {
+                                 int64_t chunk, float scale, float softcap, int int8_cache, int threads) {
     optkit::attention({q,            k,           v,          k_cache,         v_cache,     sinks,    slopes,
                        out,          slot_mapping, query_start, seq_lens,      block_tables, tokens,  sequences,
                        table_width,  block_size,  q_token,    q_head,          k_token,     k_head,   v_token,
                        v_head,       heads,       kv_heads,   dim,             v_dim,       window,   chunk,
-                       scale,        softcap,     int8_cache != 0, latent != 0},
+                       scale,        softcap,     int8_cache != 0},
                       threads);
 }

@@ -21,7 +21,6 @@ struct AttentionArgs {
     int64_t window, chunk;                              // 0: none
     float scale, softcap;                               // softcap 0: none
     bool int8_cache;                                    // rows of D int8 and their float32 scale: D + 4 bytes
-    bool latent;                                        // values are the first Dv channels of keys; no v, no v_cache
 };
 
 // Writes K and V of the new tokens to the cache and attends, with at most so many threads.
