@@ -59,7 +59,7 @@ def check_capture(graph: Graph, model: Any, tolerance: float = TOLERANCE, *, cou
         )
         for given, ids in zip(paged, prompts, strict=True):
             compare("in batches of chunks", given, eager_logits(model, ids, use_cache=True), *limit)
-        cache = {"past_key_values": LongCache(last)} if counted else {}
+        cache: dict[str, Any] = {"past_key_values": LongCache(last)} if counted else {}
         far = eager_logits(model, second, position_ids=positions(second, last)[None], **cache)
         compare(f"from position {last} on", whole(executable, second, last), far, *limit)
 

@@ -135,7 +135,7 @@ class Flattener:
         """``spec`` with the longest window of the layers that read its pools."""
         readers = [n for n in self.graph.nodes if n.target in ATTENTION and n.all_input_nodes]
         mine = [visible(n) for n in readers if spec.inputs[0] in (str(a.target) for a in n.all_input_nodes)]
-        window = max(mine) if mine and min(mine) else 0
+        window = 0 if 0 in mine else max(mine, default=0)
         return replace(spec, window=window) if isinstance(spec, KVSpec) else spec
 
     # -- inputs and weights ------------------------------------------------------------------------------
@@ -196,6 +196,12 @@ class Flattener:
             self.tensor_call(node)
 
     def tensor_call(self, node: fx.Node) -> None:
+        if op_name(node.target) is None and (value := self.constant(node)) is not None:
+            name = f"constants.{node.name}"
+            self.weights[name] = Weight(value, None)
+            self.new[node] = self.graph.create_node("get_attr", name, name=name.replace(".", "_"))
+            self.note_shape(node, self.new[node])
+            return
         if op_name(node.target) is None:
             raise UnsupportedModel(
                 f"it uses the op {node.target}, which is not on optkit's list",
@@ -206,6 +212,18 @@ class Flattener:
             self.wrapped(node)
         else:
             self.copy(node, node.target, args)
+
+    def constant(self, node: fx.Node) -> Tensor | None:
+        """The value of a node computed from constants of the model's code alone, else None."""
+        program = self.captured.program
+        if node.op == "placeholder":
+            name = program.graph_signature.inputs_to_lifted_tensor_constants.get(node.name)
+            return program.constants.get(name) if name else None
+        known = {a: self.constant(a) for a in node.all_input_nodes} if node.op == "call_function" else {}
+        if not known or any(value is None for value in known.values()):
+            return None
+        result = node.target(*fx.map_arg(node.args, known.get), **fx.map_arg(node.kwargs, known.get))
+        return result if isinstance(result, Tensor) else None
 
     def shifted_arguments(self, node: fx.Node) -> tuple[Any, ...] | None:
         """The arguments for flat inputs, or None when the node needs wrapping."""

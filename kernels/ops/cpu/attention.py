@@ -47,7 +47,7 @@ def attention(
 ) -> Tensor:
     """See ``reference.attention``. q, k and v may have any strides; float32 (else the reference runs)."""
     batch = query_start, seq_lens, block_tables
-    scores = sinks, slopes, scale, window, softcap, chunk
+    scores: tuple[Any, ...] = (sinks, slopes, scale, window, softcap, chunk)
     if not native_types(q, k_cache):
         return reference.attention(q, k, v, k_cache, v_cache, slot_mapping, *batch, *scores)
     native.require_vector(slot_mapping, q.shape[0], torch.int64, "slot_mapping")
@@ -72,7 +72,7 @@ def paged_attention(
 ) -> Tensor:
     """See ``reference.paged_attention``; k and v are read for their shapes alone."""
     batch = query_start, seq_lens, block_tables
-    scores = sinks, slopes, scale, window, softcap, chunk
+    scores: tuple[Any, ...] = (sinks, slopes, scale, window, softcap, chunk)
     if not native_types(q, k_cache):
         return reference.paged_attention(q, k, v, k_cache, v_cache, *batch, *scores)
     return run(q, k, v, k_cache, v_cache, None, *batch, *scores)
@@ -233,7 +233,7 @@ def emit_paged_attention(
     chunk: int = 0,
 ) -> Result:
     batch = query_start, seq_lens, block_tables
-    scores = sinks, slopes, scale, window, softcap, chunk
+    scores: tuple[Any, ...] = (sinks, slopes, scale, window, softcap, chunk)
     return emit_attention(b, q, k, v, k_cache, v_cache, None, *batch, *scores)
 
 
