@@ -67,6 +67,11 @@ SPECIFIC: dict[str, dict[str, Any]] = {
         "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 8,
         "layer_types": [LOCAL, GLOBAL],
     },
+    "gemma3n_text": {
+        "num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": [LOCAL, GLOBAL] * 2, "sliding_window": 8,
+        "head_dim": 16, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128, "laurel_rank": 8,
+        "intermediate_size": [96] * 4, "activation_sparsity_pattern": [0.5, 0.0, 0.5, 0.0], "altup_num_inputs": 4,
+    },
     "gemma4_text": {
         "num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": [LOCAL, GLOBAL] * 2, "sliding_window": 8,
         "head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
