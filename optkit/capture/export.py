@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optkit.capture import experts
 from optkit.capture.canonicalize import canonicalize
-from optkit.capture.check import check_capture
+from optkit.capture.check import changed, check_capture, settings
 from optkit.capture.counters import refuse_counters
 from optkit.capture.flatten import Captured, flatten
 from optkit.errors import UnsupportedModel
@@ -94,7 +95,9 @@ def export(model: Any) -> torch.export.ExportedProgram:
     tokens = torch.export.Dim("T", min=2, max=limit)
     shapes = ({1: tokens}, {1: tokens}, {0: torch.export.Dim("L", min=1, max=limit)})
     logging.getLogger("torch.export").setLevel(logging.ERROR)
-    with warnings.catch_warnings(), torch.no_grad():
+    experts.register()
+    through_boundary = changed([(c, name, experts.NAME) for c, name, _ in settings(model, experts.SETTING)])
+    with warnings.catch_warnings(), torch.no_grad(), through_boundary:
         warnings.simplefilter("ignore")
         try:
             program = torch.export.export(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from optkit.capture.boundary import OUTSIDE_INTERFACE
+from optkit.capture.experts import checkpoint_origins
 from optkit.errors import UnsupportedModel
 from optkit.graph.ir import BATCH_INPUTS, Graph, GraphMeta, Origin, Part, Weight
 from optkit.graph.ops import op_name
@@ -92,6 +93,7 @@ class Flattener:
         self.states: list[StateSpec] = []
         self.inputs = {name: self.graph.placeholder(name) for name in BATCH_INPUTS}
         self.last_input = self.inputs["logits_index"]
+        self.origins = checkpoint_origins(captured.model)
 
     def run(self) -> Graph:
         signature = self.captured.program.graph_signature
@@ -148,9 +150,8 @@ class Flattener:
         in_checkpoint = name in parameters
         if name not in self.weights:
             detached = value.detach()
-            origin = (
-                Origin((Part(name, detached.shape[0] if detached.ndim else 1),)) if in_checkpoint else None
-            )
+            named = self.origins.get(name) or Origin((Part(name, detached.shape[0] if detached.ndim else 1),))
+            origin = named if in_checkpoint else None
             self.weights[name] = Weight(detached, origin)
         node = self.graph.create_node("get_attr", name, name=name.replace(".", "_"))
         node.meta.update(shape=tuple(value.shape), dtype=value.dtype)
@@ -174,8 +175,10 @@ class Flattener:
             return
         if node.target is torch.ops.optkit.attention.default:
             self.attention(node)
-        elif str(node.target).startswith("transformers.grouped_mm"):
-            self.copy(node, reference.grouped_mm, node.args)
+        elif node.target is torch.ops.optkit.expert_linear.default:
+            self.expert_linear(node)
+        elif node.target is torch.ops.optkit.weighted_sum.default:
+            self.copy(node, reference.weighted_sum, node.args)
         elif node.target is operator.getitem:
             self.getitem(node)
         elif not isinstance(node.meta.get("val"), (Tensor, tuple, list)):
@@ -289,6 +292,29 @@ class Flattener:
             sizes = list(value.shape)[int(node in self.flat) :]
             new.meta["shape"] = tuple(s if isinstance(s, int) else None for s in sizes)
             new.meta["dtype"] = value.dtype
+
+    def expert_linear(self, node: fx.Node) -> None:
+        """Copy a projection of experts; its weight becomes the rows of all experts."""
+        x, weight, bias, experts, transposed = node.args
+        num_experts = int(weight.meta["val"].shape[0])
+        operands = [None if w is None else self.stacked_rows(self.new[w], transposed) for w in (weight, bias)]
+        self.copy(node, reference.expert_linear, (x, weight, bias, experts))
+        new = self.new[node]
+        new.args, new.kwargs = (new.args[0], *operands, new.args[3]), {"num_experts": num_experts}
+
+    def stacked_rows(self, node: fx.Node, transposed: bool) -> fx.Node:
+        """The weight [E * N, K] or bias [E * N] of experts, from a parameter [E, N, K], [E, K, N] or [E, N]."""
+        name = str(node.target)
+        new = f"{name.removesuffix('_bias')}.bias" if name.endswith("_bias") else f"{name}.weight"
+        if new not in self.weights:
+            value = self.weights.pop(name).value
+            transposed = transposed and value.ndim == 3
+            rows = (value.transpose(1, 2) if transposed else value).flatten(0, 1)
+            origin = self.origins.get(name)
+            if origin is None or transposed:
+                origin = Origin((Part(name, len(rows)),), transposed, stacked=len(value))
+            self.weights[new] = Weight(rows, origin)
+        return self.graph.create_node("get_attr", new, name=new.replace(".", "_"))
 
     def scalar(self, node: fx.Node) -> None:
         """Copy symbolic sizes and arithmetic on sizes; a flat tensor's dimension moves down by 1."""

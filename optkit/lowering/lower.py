@@ -21,13 +21,12 @@ from torch import Tensor, fx, nn
 from optkit import kernels
 from optkit.cancellation import check_cancelled
 from optkit.errors import UserError
-from optkit.graph import variants
+from optkit.graph import ops, variants
 from optkit.graph.ir import Graph, GraphMeta
 from optkit.graph.ops import op_name
 from optkit.graph.ops.aten import is_creator
 from optkit.graph.states import KVSpec
 from optkit.graph.variants import SharedWeights
-from optkit.kernels import reference
 from optkit.lowering import gpu_rewrites, precision
 from optkit.lowering.bind import bind, kernel_of, weight_arguments
 
@@ -245,7 +244,7 @@ def read_by_several(calls: Sequence[fx.Node]) -> set[str]:
 
 def check_experts(graph: Graph, picked: Container[fx.Node], target: Target) -> None:
     """Refuse experts without a kernel on a GPU: in every layer the reference waits for sizes on the host."""
-    if any(node not in picked for node in graph.calls(reference.grouped_mm)):
+    if any(node not in picked for node in graph.calls(*ops.OF_EXPERTS.values())):
         raise UserError(
             "mixture-of-experts layers have a kernel for bfloat16 on Hopper GPUs alone",
             where=target.name,
