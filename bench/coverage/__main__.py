@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def tried(name: str) -> dict[str, Any]:
     outcome = outcome_of(name)
     times = f"{outcome.capture_seconds:5.1f} {outcome.seconds:5.1f}"
     print(f"{name:28} {outcome.state:8} {times} {outcome.reason}", flush=True)
-    return outcome.as_dict()
+    return {**outcome.as_dict(), "time": datetime.now(UTC).isoformat(timespec="minutes")}
 
 
 def tested() -> set[str]:
