@@ -21,22 +21,14 @@ from optkit.capture.experts import checkpoint_origins
 from optkit.errors import UnsupportedModel
 from optkit.graph.ir import BATCH_INPUTS, Graph, GraphMeta, Origin, Part, Weight
 from optkit.graph.ops import op_name
-from optkit.graph.ops.aten import PLACEMENT
+from optkit.graph.ops.aten import PLACEMENT, POINTWISE, SCALAR_OPS
+from optkit.graph.ops.aten import aten as op_of_name
 from optkit.graph.states import KVSpec, StateSpec, kv_of
 from optkit.kernels import PLAIN, reference
 
 aten = torch.ops.aten
 
-ELEMENTWISE = {
-    aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.add.Scalar, aten.mul.Scalar,
-    aten.sub.Scalar, aten.div.Scalar, aten.rsub.Scalar, aten.neg.default, aten.pow.Tensor_Scalar,
-    aten.rsqrt.default, aten.sqrt.default, aten.exp.default, aten.log.default, aten.abs.default,
-    aten.cos.default, aten.sin.default, aten.tanh.default, aten.sigmoid.default, aten.silu.default,
-    aten.gelu.default, aten.relu.default, aten.softplus.default, aten.clamp.default, aten.maximum.default,
-    aten.minimum.default, aten.where.self, aten.reciprocal.default, aten._to_copy.default,
-    aten.type_as.default, aten.clone.default, aten.alias.default, aten.zeros_like.default, aten.ones_like.default,
-    aten.empty_like.default, aten.floor_divide.default,
-}  # fmt: skip
+ELEMENTWISE = {op_of_name(name) for name in POINTWISE}
 
 # Position of the dimension argument, and its default where the op has one.
 DIM_ARGUMENT: dict[Any, tuple[int, Any]] = {
@@ -211,7 +203,8 @@ class Flattener:
         flat_inputs = [a for a in node.all_input_nodes if a in self.flat]
         out_flat = is_flat_shape(node)
         if node.target in SIZE_OPS:
-            return (node.args[0], sizes_of(node, out_flat))
+            grows = node.target is aten.expand.default and node.args[0] not in self.flat and out_flat
+            return None if grows else (node.args[0], sizes_of(node, out_flat))
         if not flat_inputs and not out_flat:
             return node.args
         if node.target is aten.transpose.int or node.target in DIM_ARGUMENT:
@@ -328,7 +321,7 @@ class Flattener:
         args = list(node.args)
         if node.target is aten.sym_size.int:
             args[1] = args[1] - (args[0] in self.flat)
-        elif node.target not in (operator.mul, operator.add):
+        elif node.target not in SCALAR_OPS.values():
             raise UnsupportedModel(
                 f"it computes {node.target} on sizes", where=self.captured.config.model_type
             )

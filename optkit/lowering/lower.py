@@ -24,6 +24,7 @@ from optkit.errors import UserError
 from optkit.graph import ops, variants
 from optkit.graph.ir import Graph, GraphMeta
 from optkit.graph.ops import op_name
+from optkit.graph.ops.aten import is_creator
 from optkit.graph.states import KVSpec
 from optkit.graph.variants import SharedWeights
 from optkit.lowering import gpu_rewrites, precision
@@ -205,6 +206,7 @@ def lower_variant(
         rounding = dtype
         gpu_rewrites.rewrite(working, target)
         precision.narrow(working, dtype, device or target.device, shared)
+        place_created(working, device or target.device)
     calls = [node for node in working.fx.nodes if node.op == "call_function"]
     picked = {node: kernel for node in calls if (kernel := kernel_of(working, node, target))}
     if target is not None and torch.device(device or target.device).type == "cuda":
@@ -225,6 +227,13 @@ def lower_variant(
         chosen |= {node.name: "native" for node in native.ops}
         native.install()
     return LoweredVariant(limit, graph_module(working, nn.Module()), working.meta, chosen, special)
+
+
+def place_created(graph: Graph, device: torch.device | str) -> None:
+    """Make tensors of numbers alone, such as ``arange``, on ``device``, where their readers run."""
+    for node in graph.fx.nodes:
+        if is_creator(node.target):
+            node.kwargs = {**node.kwargs, "device": device}
 
 
 def read_by_several(calls: Sequence[fx.Node]) -> set[str]:
