@@ -131,7 +131,9 @@ def serve(executable: Executable, eager: Eager, prompts: list[Tensor]) -> None:
     config = SchedulerConfig(
         max_num_seqs=4, max_num_batched_tokens=24, max_model_len=128, block_size=8, num_blocks=14
     )
-    engine = PreemptingEngine(ModelRunner(executable, config.num_blocks, config.block_size, num_slots=config.max_num_seqs), config)
+    engine = PreemptingEngine(
+        ModelRunner(executable, config.num_blocks, config.block_size, num_slots=config.max_num_seqs), config
+    )
     sampling = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
     answers = engine.generate([prompt.tolist() for prompt in prompts], sampling)
     if not engine.stats().num_preemptions:
