@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optkit.capture import recurrent
 from optkit.capture.canonicalize import canonicalize
 from optkit.capture.check import check_capture
 from optkit.capture.counters import refuse_counters
@@ -90,9 +91,10 @@ def export(model: Any) -> torch.export.ExportedProgram:
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         try:
-            program = torch.export.export(
-                LogitsOf(model), (ids, positions, rows), dynamic_shapes=shapes, strict=False
-            )
+            with recurrent.replaced(model):
+                program = torch.export.export(
+                    LogitsOf(model), (ids, positions, rows), dynamic_shapes=shapes, strict=False
+                )
             return program.run_decompositions({})
         except UnsupportedModel as error:
             raise UnsupportedModel(error.what, where=model.config.model_type) from error

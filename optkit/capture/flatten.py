@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from optkit.capture import state_wiring
 from optkit.capture.boundary import OUTSIDE_INTERFACE
 from optkit.errors import UnsupportedModel
 from optkit.graph.ir import BATCH_INPUTS, Graph, GraphMeta, KVSpec, Origin, Part, Weight
@@ -181,6 +182,8 @@ class Flattener:
             return
         if node.target is torch.ops.optkit.attention.default:
             self.attention(node)
+        elif state_wiring.is_recurrent(node):
+            self.recurrent(node)
         elif str(node.target).startswith("transformers.grouped_mm"):
             self.copy(node, reference.grouped_mm, node.args)
         elif node.target is operator.getitem:
@@ -336,6 +339,24 @@ class Flattener:
         self.new[node] = out
         self.flat.add(node)
         self.note_shape(node, out)
+
+    def recurrent(self, node: fx.Node) -> None:
+        """Wire the pool of states and the batch metadata to a recurrent op of a layer."""
+        state = state_wiring.state_of(node, self.states)
+        self.states.append(state)
+        rows = [self.new[a] if isinstance(a, fx.Node) else a for a in state_wiring.operands(node)]
+        batch = [self.inputs[name] for name in ("query_start", "seq_lens")]
+        pools = [self.new_input(state.inputs[0]), *batch, self.state_slots()]
+        target = state_wiring.RECURRENT[node.target].op
+        self.new[node] = self.graph.call_function(target, (*rows, *pools), state_wiring.options(node))
+        self.flat.add(node)
+        self.note_shape(node, self.new[node])
+
+    def state_slots(self) -> fx.Node:
+        """The batch input of graphs with recurrent states, made for the first."""
+        if STATE_SLOTS not in self.inputs:
+            self.inputs[STATE_SLOTS] = self.new_input(STATE_SLOTS)
+        return self.inputs[STATE_SLOTS]
 
 
 def is_flat_shape(node: fx.Node) -> bool:

@@ -140,6 +140,11 @@ def pool(name: str) -> TensorOperand:
     return TensorOperand(name, Role.CACHE, Source.POOL, Kind.KV, shape)
 
 
+def state(name: str, shape: str) -> TensorOperand:
+    """A pool of recurrent states of the graph's inputs, [slots, *shape] float32."""
+    return TensorOperand(name, Role.CACHE, Source.POOL, Kind.FLOAT32, ("slots", *shape.split()))
+
+
 def optional(operand: TensorOperand) -> TensorOperand:
     return replace(operand, optional=True)
 
