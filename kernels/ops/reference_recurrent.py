@@ -169,7 +169,7 @@ def selective_scan(
     """The state-space layer of Mamba: [T, C] like x.
 
     For each channel a state h [N], and for each token ``h = exp(dt a) h + dt x b``, and the output ``c h + d x``. x and
-    dt [T, C], dt positive; a [C, N]; b and c [T, N]; d [C]. The pool is [slots, C, N].
+    dt [T, C], dt positive; a [N, C]; b and c [T, N]; d [C]. The pool is [slots, N, C].
     Source: Mamba (arXiv 2312.00752).
     """
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
@@ -180,8 +180,8 @@ def selective_scan(
     for rows, slot, is_first in runs(query_start, seq_lens, state_slots):
         state = first_state(ssm_state, slot, is_first)
         for t in range(rows.start, rows.stop):
-            state = state * (dt[t, :, None] * a).exp() + (dt[t] * x[t])[:, None] * b[t]
-            result = state @ c[t]
+            state = state * (dt[t] * a).exp() + (dt[t] * x[t]) * b[t, :, None]
+            result = c[t] @ state
             out[t] = (result if d is None else result + d.to(torch.float32) * x[t]).to(dtype)
         ssm_state[slot] = state
     return out

@@ -64,7 +64,7 @@ def ssd_scan(
 def selective_scan(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, layer: int
 ) -> Tensor:
-    """``reference.selective_scan`` of a whole sequence: x [1, T, C]."""
+    """``reference.selective_scan`` of a whole sequence: x [1, T, C], a [N, C]."""
     return whole(reference.selective_scan, (x, dt, a, b, c, d), x.new_zeros(1, *a.shape))
 
 
@@ -183,7 +183,7 @@ def scan(
     refuse_state(last_state=return_last_state or None)
     x, dt, B, C = (t.transpose(1, 2) for t in (hidden_states, dt, B, C))
     dt = time_steps(dt, delta_bias, delta_softplus)
-    out = selective_scan(x.float(), dt.float(), A, B.float(), C.float(), D, layer_number())
+    out = selective_scan(x.float(), dt.float(), A.T, B.float(), C.float(), D, layer_number())
     if z is not None:
         out = F.silu(z.transpose(1, 2)) * out
     return out.transpose(1, 2)
