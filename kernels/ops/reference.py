@@ -67,6 +67,7 @@ from optkit.kernels.reference_pointwise import (  # noqa: F401
 from optkit.kernels.reference_recurrent import (  # noqa: F401
     ACTIVATIONS,
     gated_delta_rule,
+    runs,
     selective_scan,
     short_conv,
     ssd_scan,

@@ -3,13 +3,13 @@
 A sequence's state has a fixed size, whatever the length. The state lies in a *pool* [slots, ...] float32, in the slot
 ``state_slots[s]`` of sequence s, and is updated in place. The rules of all ops here:
 
-- a sequence whose call holds its first token (``seq_lens[s]`` equals the tokens of the call) begins from zeros, whatever
-  the slot holds; any other sequence begins from the slot;
+- a sequence whose call holds its first token (``seq_lens[s]`` equals the tokens of the call) begins from zeros,
+  whatever the slot holds; any other sequence begins from the slot;
 - after the call the slot holds the state after the sequence's last token of the call;
 - a padding sequence (``seq_lens[s]`` 0) gives zeros and touches no slot.
 
-Tokens are taken one after another, so a prompt in chunks gives the same bits as the whole prompt. Arithmetic is float32;
-results have the dtype of the first argument.
+Tokens are taken one after another, so a prompt in chunks gives the same bits as the whole prompt. Arithmetic is
+float32; results have the dtype of the first argument.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def short_conv(
 ) -> Tensor:
     """A causal convolution over the tokens of each sequence, channel by channel: [T, C] like x.
 
-    ``out[t, c] = act(bias[c] + sum over j of weight[c, 0, j] * x[t - K + 1 + j, c])``, with zeros before a sequence's first
-    token; weight [C, K], ``activation`` is empty or ``silu``. The pool [slots, K - 1, C] holds a sequence's last K - 1
+    ``out[t, c] = act(bias[c] + sum over j of weight[c, 0, j] * x[t - K + 1 + j, c])``, with zeros before a sequence's
+    first token; weight [C, K], ``activation`` is empty or ``silu``. The pool [slots, K - 1, C] holds a sequence's last K - 1
     inputs, oldest first. Source: the causal depthwise convolution of Mamba (arXiv 2312.00752).
     """
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
@@ -62,7 +62,9 @@ def short_conv(
     for rows, slot, is_first in runs(query_start, seq_lens, state_slots):
         inputs = torch.cat((first_state(conv_state, slot, is_first), x[rows].to(torch.float32)))
         tokens = rows.stop - rows.start
-        total = torch.zeros_like(inputs[:tokens]) if bias is None else bias.to(torch.float32).expand(tokens, -1)
+        total = (
+            torch.zeros_like(inputs[:tokens]) if bias is None else bias.to(torch.float32).expand(tokens, -1)
+        )
         for j, tap in enumerate(taps):
             total = total + tap * inputs[j : j + tokens]
         out[rows] = (F.silu(total) if activation == "silu" else total).to(x.dtype)
@@ -121,10 +123,10 @@ def gated_delta_rule(
 def ssd_scan(
     x: Tensor,
     dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    d: Tensor | None,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
     ssm_state: Tensor,
     query_start: Tensor,
     seq_lens: Tensor,
@@ -132,24 +134,24 @@ def ssd_scan(
 ) -> Tensor:
     """The state-space layer of Mamba-2: [T, H, P] like x.
 
-    For each head a state S [N, P], and for each token ``S = exp(dt a) S + b (dt x)``, and the output ``c S + d x``. x
-    [T, H, P]; dt [T, H], positive; a and d [H]; b and c [T, J, N], each shared by H / J heads in a row. The pool is
+    For each head a state S [N, P], and for each token ``S = exp(dt A) S + B (dt x)``, and the output ``C S + D x``. x
+    [T, H, P]; dt [T, H], positive; A and D [H]; B and C [T, J, N], each shared by H / J heads in a row. The pool is
     [slots, H, N, P]. Source: Mamba-2 (arXiv 2405.21060).
     """
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
     if x.device.type == "meta":
         return out
     dtype = x.dtype
-    x, dt, a, b, c = (t.to(torch.float32) for t in (x, dt, a, b, c))
-    shared = x.shape[1] // b.shape[1]
-    b, c = b.repeat_interleave(shared, dim=1), c.repeat_interleave(shared, dim=1)
-    decay, given = (dt * a).exp()[..., None, None], x * dt[..., None]
+    x, dt, A, B, C = (t.to(torch.float32) for t in (x, dt, A, B, C))
+    shared = x.shape[1] // B.shape[1]
+    B, C = B.repeat_interleave(shared, dim=1), C.repeat_interleave(shared, dim=1)
+    decay, given = (dt * A).exp()[..., None, None], x * dt[..., None]
     for rows, slot, is_first in runs(query_start, seq_lens, state_slots):
         state = first_state(ssm_state, slot, is_first)
         for t in range(rows.start, rows.stop):
-            state = state * decay[t] + b[t, :, :, None] * given[t, :, None]
-            result = torch.einsum("hn,hnp->hp", c[t], state)
-            out[t] = (result if d is None else result + d.to(torch.float32)[:, None] * x[t]).to(dtype)
+            state = state * decay[t] + B[t, :, :, None] * given[t, :, None]
+            result = torch.einsum("hn,hnp->hp", C[t], state)
+            out[t] = (result if D is None else result + D.to(torch.float32)[:, None] * x[t]).to(dtype)
         ssm_state[slot] = state
     return out
 
@@ -157,10 +159,10 @@ def ssd_scan(
 def selective_scan(
     x: Tensor,
     dt: Tensor,
-    a: Tensor,
-    b: Tensor,
-    c: Tensor,
-    d: Tensor | None,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
     ssm_state: Tensor,
     query_start: Tensor,
     seq_lens: Tensor,
@@ -168,20 +170,20 @@ def selective_scan(
 ) -> Tensor:
     """The state-space layer of Mamba: [T, C] like x.
 
-    For each channel a state h [N], and for each token ``h = exp(dt a) h + dt x b``, and the output ``c h + d x``. x and
-    dt [T, C], dt positive; a [N, C]; b and c [T, N]; d [C]. The pool is [slots, N, C].
+    For each channel a state h [N], and for each token ``h = exp(dt A) h + dt x B``, and the output ``C h + D x``. x and
+    dt [T, C], dt positive; A [N, C]; B and C [T, N]; D [C]. The pool is [slots, N, C].
     Source: Mamba (arXiv 2312.00752).
     """
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
     if x.device.type == "meta":
         return out
     dtype = x.dtype
-    x, dt, a, b, c = (t.to(torch.float32) for t in (x, dt, a, b, c))
+    x, dt, A, B, C = (t.to(torch.float32) for t in (x, dt, A, B, C))
     for rows, slot, is_first in runs(query_start, seq_lens, state_slots):
         state = first_state(ssm_state, slot, is_first)
         for t in range(rows.start, rows.stop):
-            state = state * (dt[t] * a).exp() + (dt[t] * x[t]) * b[t, :, None]
-            result = c[t] @ state
-            out[t] = (result if d is None else result + d.to(torch.float32) * x[t]).to(dtype)
+            state = state * (dt[t] * A).exp() + (dt[t] * x[t]) * B[t, :, None]
+            result = C[t] @ state
+            out[t] = (result if D is None else result + D.to(torch.float32) * x[t]).to(dtype)
         ssm_state[slot] = state
     return out

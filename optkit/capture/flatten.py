@@ -85,8 +85,17 @@ def read_by_output(graph: fx.Graph) -> set[fx.Node]:
         node = left.pop()
         if node not in live:
             live.add(node)
-            left += node.all_input_nodes
+            left += [node.args[0]] if is_whole(node) else node.all_input_nodes
     return live
+
+
+def is_whole(node: fx.Node) -> bool:
+    """True for a slice of everything: ``x[:, -T:]`` of T tokens, as layers cut off what a cache put in front."""
+    return (
+        node.target is aten.slice.Tensor
+        and any(isinstance(a, fx.Node) for a in node.args[1:])
+        and node.meta["val"].shape == node.args[0].meta["val"].shape
+    )
 
 
 class Flattener:
@@ -181,7 +190,9 @@ class Flattener:
     def call(self, node: fx.Node) -> None:
         if node.target in DROPPED:
             return
-        if node.target is torch.ops.optkit.attention.default:
+        if is_whole(node):
+            self.same(node)
+        elif node.target is torch.ops.optkit.attention.default:
             self.attention(node)
         elif state_wiring.is_recurrent(node):
             self.recurrent(node)
@@ -299,6 +310,13 @@ class Flattener:
             sizes = list(value.shape)[int(node in self.flat) :]
             new.meta["shape"] = tuple(s if isinstance(s, int) else None for s in sizes)
             new.meta["dtype"] = value.dtype
+
+    def same(self, node: fx.Node) -> None:
+        """Let the readers of ``node`` read its input."""
+        source = node.args[0]
+        self.new[node] = self.new[source]
+        if source in self.flat:
+            self.flat.add(node)
 
     def scalar(self, node: fx.Node) -> None:
         """Copy symbolic sizes and arithmetic on sizes; a flat tensor's dimension moves down by 1."""

@@ -2,7 +2,7 @@
 
 transformers calls short convolutions, the gated delta rule and state-space scans through module functions, each under a
 name in its registry of kernels (``use_kernel_func_from_hub_with_fallback``). During the export the functions of
-``REPLACEMENTS`` take their place: tensors go into a single opaque op, token by token in rows, with the number of the
+``REPLACEMENTS`` take their place: tensors go into a single opaque op, a row a token, with the number of the
 layer, and the rest of the model is captured unchanged, without code for each architecture. Outside of the export the
 model has its own functions, so the check of the capture compares with these.
 
@@ -52,9 +52,7 @@ def gated_delta_rule(
 
 
 @torch.library.custom_op("optkit::ssd_scan", mutates_args=())
-def ssd_scan(
-    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, layer: int
-) -> Tensor:
+def ssd_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor | None, layer: int) -> Tensor:
     """``reference.ssd_scan`` of a whole sequence: x [1, T, H, P]."""
     pool = x.new_zeros(1, x.shape[2], b.shape[3], x.shape[3])
     return whole(reference.ssd_scan, (x, dt, a, b, c, d), pool)
@@ -68,7 +66,9 @@ def selective_scan(
     return whole(reference.selective_scan, (x, dt, a, b, c, d), x.new_zeros(1, *a.shape))
 
 
-def whole(op: Callable[..., Tensor], tensors: tuple[Tensor | None, ...], pool: Tensor, **options: Any) -> Tensor:
+def whole(
+    op: Callable[..., Tensor], tensors: tuple[Tensor | None, ...], pool: Tensor, **options: Any
+) -> Tensor:
     """The op on one sequence from its first token on; tensors with a row a token have a leading dimension of 1."""
     tokens = tensors[0].shape[1] if tensors[0] is not None else 0
     rows = [t[0] if t is not None and t.ndim > 2 and t.shape[:2] == (1, tokens) else t for t in tensors]
@@ -159,7 +159,9 @@ def chunk_scan(
     **kwargs: Any,
 ) -> Tensor:
     """The function ``mamba_chunk_scan_combined``: hidden_states [1, T, H, P]. The torch function ignores ``z``, too."""
-    refuse_state(initial_states=initial_states, final_states=return_final_states or None, seq_idx=seq_idx, z=z)
+    refuse_state(
+        initial_states=initial_states, final_states=return_final_states or None, seq_idx=seq_idx, z=z
+    )
     dt = time_steps(dt, dt_bias, dt_softplus)
     if tuple(dt_limit) != NO_LIMITS or not dt_softplus:
         dt = torch.clamp(dt, min=dt_limit[0], max=dt_limit[1])
@@ -208,7 +210,9 @@ REPLACEMENTS: dict[str, Callable[..., Any]] = {
 
 def registered_name(function: Any) -> str | None:
     """The name of a module function in transformers' registry of kernels, None for other functions."""
-    if isinstance(function, FunctionType) and {"func_name", "torch_function"} <= set(function.__code__.co_freevars):
+    if isinstance(function, FunctionType) and {"func_name", "torch_function"} <= set(
+        function.__code__.co_freevars
+    ):
         return str(closure_of(function)["func_name"])
     return None
 

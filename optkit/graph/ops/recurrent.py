@@ -21,12 +21,13 @@ from optkit.graph.ops.operands import (
     value,
     weight,
 )
-from optkit.graph.ops.record import Op, Work
+from optkit.graph.ops.record import CPU, CUDA, PROGRAM, Op, Work
 from optkit.kernels import reference
 
 MAX_TAPS = 64
 MAX_KEY_CHANNELS = 1024  # of a head: kernels keep so many rows of a state close to the processor
 
+UNWRITTEN = dict.fromkeys((CPU, CUDA, PROGRAM), "not written yet: the reference runs, token by token")
 SEQUENCES = (
     batch("query_start", Kind.INT32, "S+1"),
     batch("seq_lens", Kind.INT32, "S"),
@@ -41,12 +42,14 @@ def short_conv(x: Tensor, weight: Tensor, *rest: Any, **options: Any) -> Tensor:
 
 def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *rest: Any, **options: Any) -> Tensor:
     check_shared(v.shape[1], k.shape[1], k.shape[2])
-    expect(g.ndim == 2 or list(g.shape[2:]) == [k.shape[2]], "decay is of heads, or of the channels of the keys")
+    expect(
+        g.ndim == 2 or list(g.shape[2:]) == [k.shape[2]], "decay is of heads, or of the channels of the keys"
+    )
     return v.new_empty(v.shape, dtype=q.dtype)
 
 
-def ssd_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, *rest: Any) -> Tensor:
-    check_shared(x.shape[1], b.shape[1], b.shape[2])
+def ssd_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, *rest: Any) -> Tensor:
+    check_shared(x.shape[1], B.shape[1], B.shape[2])
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -69,7 +72,7 @@ OPS = (
         reference.short_conv,
         (
             value("x", Kind.COMPUTE, "T C"),
-            weight("weight", Kind.COMPUTE, "C 1 Q"),
+            weight("weight", Kind.COMPUTE, "C 1 P+1"),
             optional(weight("bias", Kind.COMPUTE, "C", Role.BIAS)),
             state("conv_state", "P C", Kind.FLOAT32),
             *SEQUENCES,
@@ -77,6 +80,7 @@ OPS = (
         ),
         shape=short_conv,
         work=Work.RECURRENT,
+        absent=UNWRITTEN,
         traceable=False,
         mutates=("conv_state",),
     ),
@@ -95,6 +99,7 @@ OPS = (
         ),
         shape=gated_delta_rule,
         work=Work.RECURRENT,
+        absent=UNWRITTEN,
         traceable=False,
         mutates=("recurrent_state",),
     ),
@@ -103,15 +108,16 @@ OPS = (
         (
             value("x", Kind.COMPUTE, "T H E"),
             value("dt", Kind.FLOAT32, "T H"),
-            per_channel("a", "H"),
-            value("b", Kind.COMPUTE, "T J D"),
-            value("c", Kind.COMPUTE, "T J D"),
-            optional(per_channel("d", "H")),
+            per_channel("A", "H"),
+            value("B", Kind.COMPUTE, "T J D"),
+            value("C", Kind.COMPUTE, "T J D"),
+            optional(per_channel("D", "H")),
             state("ssm_state", "H D E", Kind.FLOAT32),
             *SEQUENCES,
         ),
         shape=ssd_scan,
         work=Work.RECURRENT,
+        absent=UNWRITTEN,
         traceable=False,
         mutates=("ssm_state",),
     ),
@@ -120,15 +126,16 @@ OPS = (
         (
             value("x", Kind.COMPUTE, "T C"),
             value("dt", Kind.FLOAT32, "T C"),
-            per_channel("a", "D C"),
-            value("b", Kind.COMPUTE, "T D"),
-            value("c", Kind.COMPUTE, "T D"),
-            optional(per_channel("d", "C")),
+            per_channel("A", "D C"),
+            value("B", Kind.COMPUTE, "T D"),
+            value("C", Kind.COMPUTE, "T D"),
+            optional(per_channel("D", "C")),
             state("ssm_state", "D C", Kind.FLOAT32),
             *SEQUENCES,
         ),
         shape=selective_scan,
         work=Work.RECURRENT,
+        absent=UNWRITTEN,
         traceable=False,
         mutates=("ssm_state",),
     ),
