@@ -26,7 +26,11 @@ def capture_directory(directory: Path, *, weights: bool = True) -> Graph:
     """
     boundary.register()
     source = open_source(directory, weights=weights)
-    return capture_quantized(source) if source.layers else capture(load_model(directory, weights))
+    return (
+        capture_quantized(source)
+        if source.layers or source.float4
+        else capture(load_model(directory, weights))
+    )
 
 
 def load_model(directory: Path, weights: bool) -> Any:

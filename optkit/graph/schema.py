@@ -10,7 +10,7 @@ from optkit.graph.states import KV_DTYPES, STATE_DTYPES
 from optkit.untrusted_json import Name, Schema, Size
 
 MAX_LAYERS, MAX_HEADS, MAX_HEAD_DIM = 1024, 65536, 65536
-MAX_VOCABULARY, MAX_LENGTH = 1 << 21, 1 << 24
+MAX_VOCABULARY, MAX_LENGTH, MAX_EXPERTS = 1 << 21, 1 << 24, 1 << 16
 MAX_STATES, MAX_STATE_SIZE = 4 * MAX_LAYERS, 1 << 20
 
 Layer = Annotated[int, Field(ge=0, lt=MAX_LAYERS)]
@@ -94,6 +94,7 @@ class WeightEntry(Schema):
     parts: Parts | None = Field(default=None, alias="from")
     constant: Literal[True] | None = None
     transposed: bool = False
+    stacked: Annotated[int, Field(ge=0, le=MAX_EXPERTS)] = 0
 
 
 class NodeEntry(Schema):

@@ -31,8 +31,7 @@ WeightLoader = Callable[[str, Origin | None, torch.dtype], Tensor]
 
 FORMAT = "optkit-graph"
 VERSION = 1
-KINDS: dict[str, type[StateSpec]] = {"kv": KVSpec, "recurrent": RecurrentSpec}
-KIND_NAMES = {kind: name for name, kind in KINDS.items()}
+KIND_NAMES = {KVSpec: "kv", RecurrentSpec: "recurrent"}
 
 
 def graph_to_json(graph: Graph) -> str:
@@ -65,7 +64,8 @@ def encode_weight(weight: Weight) -> dict[str, Any]:
     if weight.origin is None:
         return entry | {"constant": True}
     entry["from"] = [[part.name, part.rows] for part in weight.origin.parts]
-    return entry | ({"transposed": True} if weight.origin.transposed else {})
+    entry |= {"transposed": True} if weight.origin.transposed else {}
+    return entry | ({"stacked": weight.origin.stacked} if weight.origin.stacked else {})
 
 
 def encode_node(node: fx.Node) -> dict[str, Any]:
@@ -204,17 +204,17 @@ def decode_meta(data: Mapping[str, Any]) -> GraphMeta:
 
 def decode_state(entry: Mapping[str, Any]) -> StateSpec:
     """A state, whose types were checked."""
-    kind = KINDS[entry["kind"]]
-    lists = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
-    del lists["kind"]
-    return kind(**lists)
+    fields: dict[str, Any] = {key: value for key, value in entry.items() if key != "kind"}
+    if entry["kind"] == "kv":
+        return KVSpec(**fields)
+    return RecurrentSpec(**fields | {"shape": tuple(fields["shape"])})
 
 
 def decode_weight(name: str, entry: Mapping[str, Any], load: WeightLoader) -> Weight:
     origin = None
     if not entry.get("constant"):
         parts = tuple(Part(part, rows) for part, rows in entry["from"])
-        origin = Origin(parts, entry.get("transposed", False))
+        origin = Origin(parts, entry.get("transposed", False), entry.get("stacked", 0))
     value = load(name, origin, decode_dtype(entry["dtype"]))
     if list(value.shape) != entry["shape"] or dtype_name(value.dtype) != entry["dtype"]:
         raise ValueError(

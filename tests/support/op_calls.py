@@ -18,11 +18,14 @@ SPECS = (SPEC, RecurrentSpec(0, "any", (1,)))
 BATCH = meta_inputs(Graph(fx.Graph(), {}, GraphMeta("", 8, 8, SPECS, "", "")), Point(5, 2, 33), 4)
 # Two groups of 32 channels, codes of 4 bits, and heads of 8 channels, all of which rotate.
 SIZES = {"T": 5, "L": 2, "M": 5, "V": 9, "K": 64, "N": 16, "F": 64, "G": 2, "A": 2, "W": 8, "H": 4, "J": 2, "D": 8,
-         "E": 8, "R": 8, "C": 6, "P": 3, "slots": 3}  # fmt: skip
+         "E": 8, "R": 8, "C": 5, "P": 3, "slots": 3}  # fmt: skip
 ANY_SIZES: dict[str, list[int]] = {
     "gated_delta_rule": []
-}  # of ``...``, where 5 does not agree with the operands
-OPTIONS: dict[str, dict[str, Any]] = {"linear_fp8": {"activations": "tensor"}}  # that agree with the operands
+}  # of "...", where 5 does not agree with the operands
+OPTIONS: dict[str, dict[str, Any]] = {  # that agree with the operands
+    "linear_fp8": {"activations": "tensor"},
+    "expert_wna16": {"group_size": 32},
+}
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

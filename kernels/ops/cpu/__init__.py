@@ -18,6 +18,7 @@ def modules() -> tuple[ModuleType, ...]:
     """The modules, imported on use."""
     from optkit.kernels.cpu import (
         attention,
+        experts,
         gates,
         gather,
         int4,
@@ -30,7 +31,7 @@ def modules() -> tuple[ModuleType, ...]:
         wna16,
     )
 
-    return int8, int4, wna16, onednn, attention, sdpa, norms, gates, rope, gather, recurrent
+    return int8, int4, wna16, experts, onednn, attention, sdpa, norms, gates, rope, gather, recurrent
 
 
 def kernels() -> tuple[Kernel, ...]:

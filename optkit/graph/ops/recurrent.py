@@ -21,13 +21,13 @@ from optkit.graph.ops.operands import (
     value,
     weight,
 )
-from optkit.graph.ops.record import CPU, CUDA, PROGRAM, Op, Work
+from optkit.graph.ops.record import CUDA, Op, Work
 from optkit.kernels import reference
 
 MAX_TAPS = 64
 MAX_KEY_CHANNELS = 1024  # of a head: kernels keep so many rows of a state close to the processor
 
-UNWRITTEN = dict.fromkeys((CPU, CUDA, PROGRAM), "not written yet: the reference runs, token by token")
+UNWRITTEN = {CUDA: "no GPU kernel is written: the reference runs, token by token"}
 SEQUENCES = (
     batch("query_start", Kind.INT32, "S+1"),
     batch("seq_lens", Kind.INT32, "S"),
