@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optkit.capture import experts
+from optkit.capture import experts, recurrent
 from optkit.capture.canonicalize import canonicalize
 from optkit.capture.check import changed, check_capture, settings
 from optkit.capture.counters import refuse_counters
@@ -95,9 +95,10 @@ def export(model: Any) -> torch.export.ExportedProgram:
     with warnings.catch_warnings(), torch.no_grad(), through_boundary:
         warnings.simplefilter("ignore")
         try:
-            program = torch.export.export(
-                LogitsOf(model), (ids, positions, rows), dynamic_shapes=shapes, strict=False
-            )
+            with recurrent.replaced(model):
+                program = torch.export.export(
+                    LogitsOf(model), (ids, positions, rows), dynamic_shapes=shapes, strict=False
+                )
             return program.run_decompositions(decompositions())
         except UnsupportedModel as error:
             raise UnsupportedModel(error.what, where=model.config.model_type) from error
