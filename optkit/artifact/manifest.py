@@ -51,6 +51,7 @@ class SourceEntry(Schema):
 
     name: Name
     digest: Name
+    notes: list[Annotated[str, Field(max_length=1000)]] = Field(default_factory=list)
 
 
 class Manifest(Schema):

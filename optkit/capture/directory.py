@@ -16,17 +16,21 @@ from optkit.errors import UnsupportedModel
 from optkit.graph.ir import Graph
 
 
-def capture_directory(directory: Path, *, weights: bool = True) -> Graph:
+def capture_directory(directory: Path, *, weights: bool = True, max_model_len: int | None = None) -> Graph:
     """Capture the model of a checked Hugging Face directory.
 
-    ``weights=False`` builds the model on the meta device, from the config alone: the same graph without tensors.
+    Args:
+        weights: False builds the model on the meta device, from the config alone: the same graph without tensors.
+        max_model_len: tokens of the longest served sequence, None for as many as the model has (``capture.rope``).
 
     Raises:
         UnsupportedModel: the model can't be captured; the message has the reason.
     """
     boundary.register()
     source = open_source(directory, weights=weights)
-    return capture_quantized(source) if source.layers else capture(load_model(directory, weights))
+    if source.layers:
+        return capture_quantized(source, max_model_len)
+    return capture(load_model(directory, weights), max_model_len=max_model_len)
 
 
 def load_model(directory: Path, weights: bool) -> Any:
@@ -43,5 +47,5 @@ def load_model(directory: Path, weights: bool) -> Any:
             config = AutoConfig.from_pretrained(directory, local_files_only=True)
             with torch.device("meta"):
                 return AutoModelForCausalLM.from_config(config, **options)
-    except ValueError as error:
+    except (ValueError, KeyError) as error:
         raise UnsupportedModel(first_line(error), where=str(directory)) from error

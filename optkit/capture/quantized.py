@@ -21,6 +21,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from optkit.capture import boundary
 from optkit.capture.check import check_capture
 from optkit.capture.export import capture
+from optkit.capture.rope import RopeChoice, choose_rope
 from optkit.checkpoint.insertion import insert, share_with_embedding
 from optkit.checkpoint.source import Source
 from optkit.errors import UnsupportedModel
@@ -113,7 +114,7 @@ def insert_layers(graph: Graph, source: Source) -> None:
             raise UnsupportedModel(what, where=graph.meta.model_type)
 
 
-def check_architecture(graph: Graph, model: Any, source: Source) -> None:
+def check_architecture(graph: Graph, model: Any, source: Source, rope: RopeChoice | None) -> None:
     """Compare the float graph with the model, both on dequantized weights, or on random weights for large models."""
     many = sum(4 * layer.shape[0] * layer.shape[1] for layer in source.layers.values()) > MAX_CHECKED_BYTES
     for seed, layer in enumerate(source.layers.values()):
@@ -122,7 +123,7 @@ def check_architecture(graph: Graph, model: Any, source: Source) -> None:
             weight.value = value = random_weight(layer.shape, seed) if many else layer.float_weight()
             stored = value.T if weight.origin.transposed else value
             model.get_parameter(f"{layer.name}.weight").data = stored
-    check_capture(graph, model)
+    check_capture(graph, model, rope=rope)
 
 
 def random_weight(shape: tuple[int, int], seed: int) -> Tensor:
@@ -140,10 +141,10 @@ def is_bias(name: str) -> bool:
     return name.endswith(".bias")
 
 
-def capture_quantized(source: Source) -> Graph:
-    """Capture a quantized checkpoint."""
+def capture_quantized(source: Source, max_model_len: int | None = None) -> Graph:
+    """Capture a quantized checkpoint; ``max_model_len`` as in ``capture``."""
     model = load_model(source)
-    graph = capture(model, check=False)
-    check_architecture(graph, model, source)
+    graph = capture(model, check=False, max_model_len=max_model_len)
+    check_architecture(graph, model, source, choose_rope(model.config, max_model_len))
     insert_layers(graph, source)
     return graph

@@ -116,6 +116,8 @@ def _dry_run(model: str, recipe: Recipe, as_json: bool) -> None:
     if as_json:
         console.print_json(plan)
         return
+    for note in plan["notes"]:
+        console.stdout.print(f"source: {note}")
     for entry in plan["passes"]:
         console.stdout.print(_plan_line(entry))
         for skip in entry["skips"]:

@@ -59,7 +59,7 @@ class Pipeline:
             cache.remove_workspaces()
         records = {label: choice.records for label, choice in choices.items()}
         places = {label: choice.place for label, choice in choices.items()}
-        return graph, replace(run, alternatives=records, places=places)
+        return graph, replace(run, alternatives=records, places=places, notes=graph.notes)
 
     def run_passes(self, resolved: Sequence[Resolved], cache: PassCache) -> tuple[Chain, dict[str, Choice]]:
         """The capture and every pass in order; and each choice between candidates, by label of the recipe."""
@@ -82,13 +82,16 @@ class Pipeline:
     def capture(self, cache: PassCache) -> State:
         """The captured model."""
         from optkit.capture import capture_directory
+        from optkit.capture.rope import depends_on_length
+
+        served = self.recipe.runtime.max_model_len if depends_on_length(cache.source.info.config) else None
 
         def work() -> tuple[Graph, dict[str, Any]]:
             self.progress("capturing the model with torch.export")
-            return capture_directory(self.source.directory), {}
+            return capture_directory(self.source.directory, max_model_len=served), {}
 
         waiting = partial(self.progress, WAITING)
-        return cache.resume(capture_step(self.source, self.target), None, work, waiting)
+        return cache.resume(capture_step(self.source, self.target, served), None, work, waiting)
 
 
 def parts(resolved: Sequence[Resolved]) -> Iterator[list[ResolvedPass] | Alternatives]:

@@ -25,9 +25,9 @@ from optkit.pipeline.sources import compiler_digest
 LIBRARIES = ("torch", "transformers")
 
 
-def capture_planned(directory: Path) -> Graph:
+def capture_planned(directory: Path, max_model_len: int | None = None) -> Graph:
     """``capture_directory`` without weights, from the cache after the first time."""
-    file = cache_dir("captures") / f"{key_of(directory)}.json"
+    file = cache_dir("captures") / f"{key_of(directory, max_model_len)}.json"
     quantized = open_source(
         directory, weights=False
     ).layers  # their graph follows from what lies in the files, too
@@ -35,14 +35,14 @@ def capture_planned(directory: Path) -> Graph:
     if graph is None:
         from optkit.capture import capture_directory  # seconds of imports
 
-        graph = capture_directory(directory, weights=False)
+        graph = capture_directory(directory, weights=False, max_model_len=max_model_len)
         if not quantized and all(weight.value.device.type == "meta" for weight in graph.weights.values()):
             replace_text(file, graph_to_json(graph))
     return graph
 
 
-def key_of(directory: Path) -> str:
-    parts = [compiler_digest(), *(version(name) for name in LIBRARIES)]
+def key_of(directory: Path, max_model_len: int | None) -> str:
+    parts = [compiler_digest(), *(version(name) for name in LIBRARIES), max_model_len]
     config = (directory / "config.json").read_bytes()
     return hashlib.sha256(json.dumps(parts).encode() + config).hexdigest()[:32]
 

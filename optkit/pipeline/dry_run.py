@@ -31,7 +31,7 @@ def dry_run(model: str, recipe: Recipe, progress: Callable[[str], None] = no_pro
     source = resolve(model, progress, weights=False)
     target = get_target(recipe.target)
     progress("capturing the model without weights")
-    graph = capture_planned(source.directory)
+    graph = capture_planned(source.directory, recipe.runtime.max_model_len)
     baseline = {label: after for label, (_, after) in predict(graph, graph, recipe, target).items()}
     passes, alternatives = list[dict[str, Any]](), dict[str, list[dict[str, Any]]]()
     for item in resolved:
@@ -52,4 +52,5 @@ def dry_run(model: str, recipe: Recipe, progress: Callable[[str], None] = no_pro
         "baseline": baseline,
         "passes": passes,
         "alternatives": alternatives,
+        "notes": graph.notes,
     }

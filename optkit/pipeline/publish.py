@@ -82,9 +82,10 @@ def manifest(
     source: ModelSource, recipe: Recipe, run: RunRecord, environment: dict[str, str]
 ) -> dict[str, Any]:
     """The manifest's content besides the file list, without reasons, which quote times."""
+    notes = {"notes": run.notes} if run.notes else {}
     return {
         "name": source.name,
-        "source": {"name": source.name, "digest": source.digest},
+        "source": {"name": source.name, "digest": source.digest, **notes},
         "recipe": recipe.to_data(),
         "passes": [{"name": r.name, "decision": r.decision, "restored": r.fallback} for r in run.passes],
         "environment": environment,
