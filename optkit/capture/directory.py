@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,28 +10,48 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from optkit.capture import boundary
+from optkit.capture.adapters import merge_adapters
 from optkit.capture.export import capture, first_line
 from optkit.capture.quantized import capture_quantized
+from optkit.checkpoint.adapter import Adapter
 from optkit.checkpoint.source import open_source
-from optkit.errors import UnsupportedModel
+from optkit.errors import UnsupportedModel, UserError
 from optkit.graph.ir import Graph
 
 
-def capture_directory(directory: Path, *, weights: bool = True, max_model_len: int | None = None) -> Graph:
+def capture_directory(
+    directory: Path,
+    *,
+    weights: bool = True,
+    max_model_len: int | None = None,
+    adapters: Sequence[Adapter] = (),
+) -> Graph:
     """Capture the model of a checked Hugging Face directory.
 
     Args:
         weights: False builds the model on the meta device, from the config alone: the same graph without tensors.
         max_model_len: tokens of the longest served sequence, None for as many as the model has (``capture.rope``).
+        adapters: merged into the model before the capture.
 
     Raises:
         UnsupportedModel: the model can't be captured; the message has the reason.
+        UserError: an adapter does not fit the model.
     """
     boundary.register()
     source = open_source(directory, weights=weights)
     if source.layers:
+        if adapters:
+            fix = "merge it into the model before the quantization"
+            raise UserError(
+                "an adapter can't be merged into a quantized model", where=str(directory), fix=fix
+            )
         return capture_quantized(source, max_model_len)
-    return capture(load_model(directory, weights), max_model_len=max_model_len)
+    model = load_model(directory, weights)
+    notes = merge_adapters(model, adapters)
+    graph = capture(model, max_model_len=max_model_len)
+    for note in notes:
+        graph.add_note(note)
+    return graph
 
 
 def load_model(directory: Path, weights: bool) -> Any:

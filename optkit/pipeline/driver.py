@@ -88,7 +88,9 @@ class Pipeline:
 
         def work() -> tuple[Graph, dict[str, Any]]:
             self.progress("capturing the model with torch.export")
-            return capture_directory(self.source.directory, max_model_len=served), {}
+            return capture_directory(
+                self.source.directory, max_model_len=served, adapters=self.source.adapters
+            ), {}
 
         waiting = partial(self.progress, WAITING)
         return cache.resume(capture_step(self.source, self.target, served), None, work, waiting)
@@ -112,11 +114,12 @@ def optimize(
     recipe: Recipe | str,
     out: Path,
     *,
+    adapters: Sequence[Path] = (),
     force: bool = False,
     progress: Progress = no_progress,
     final_tokens: int = FINAL_TOKENS,
 ) -> RunRecord:
-    """Optimize ``model`` by ``recipe`` into the artifact directory ``out``.
+    """Optimize ``model``, with ``adapters`` merged, by ``recipe`` into the artifact directory ``out``.
 
     Raises:
         UserError: model, recipe or output can't be used; nothing is written.
@@ -127,7 +130,7 @@ def optimize(
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
     resolve_passes(recipe)
     staging.check_output(out, force=force)
-    source = resolve(model, progress)
+    source = resolve(model, progress).with_adapters(adapters)
     validate_checkpoint(source.directory)
     target = present_target(recipe.target, where=f"recipe {recipe.name}")
     if target.name != recipe.target:

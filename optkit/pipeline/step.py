@@ -52,8 +52,8 @@ def capture_step(source: ModelSource, target: Target, served: int | None = None)
         served: the served length, of a model whose graph depends on the length; else None.
     """
     facts = {"source": source.digest, "target": asdict(target), "kernels": measured_on.kernels_here()}
-    facts |= {} if served is None else {"served": served}
-    return Step(digest_of({**facts, "versions": environment(), "compiler": compiler_digest()}))
+    length = {} if served is None else {"served": served}
+    return Step(digest_of({**facts, **length, "versions": environment(), "compiler": compiler_digest()}))
 
 
 def pass_step(
