@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from optkit.capture import boundary
 from optkit.capture.adapters import merge_adapters
 from optkit.capture.export import capture, first_line
-from optkit.capture.quantized import capture_quantized
+from optkit.capture.quantized import architecture_config, capture_quantized
 from optkit.checkpoint.adapter import Adapter
-from optkit.checkpoint.source import open_source
+from optkit.checkpoint.source import Source, open_source
 from optkit.errors import UnsupportedModel, UserError
 from optkit.graph.ir import Graph
 
@@ -46,8 +46,9 @@ def capture_directory(
                 "an adapter can't be merged into a quantized model", where=str(directory), fix=fix
             )
         return capture_quantized(source, max_model_len)
-    model = load_model(directory, weights)
-    notes = merge_adapters(model, adapters)
+    model = load_model(directory, weights) if source.text is None else load_text_part(source, weights)
+    notes = [source.text.note] if source.text else []
+    notes += merge_adapters(model, adapters)
     graph = capture(model, max_model_len=max_model_len)
     for note in notes:
         graph.add_note(note)
@@ -70,3 +71,28 @@ def load_model(directory: Path, weights: bool) -> Any:
                 return AutoModelForCausalLM.from_config(config, **options)
     except (ValueError, KeyError) as error:
         raise UnsupportedModel(first_line(error), where=str(directory)) from error
+
+
+def load_text_part(source: Source, weights: bool) -> Any:
+    """The decoder of a multimodal checkpoint with optkit's attention boundary, on the meta device without ``weights``.
+
+    Raises:
+        UnsupportedModel: transformers can't build the model, or a tensor is missing.
+    """
+    config = architecture_config(source)
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    options: dict[str, Any] = {"attn_implementation": boundary.NAME, "dtype": torch.float32}
+    where = str(source.directory)
+    try:
+        with boundary.interface_needed(where):
+            if not weights:
+                with torch.device("meta"):
+                    return model_class._from_config(config, **options)
+            model, report = model_class.from_pretrained(
+                None, config=config, state_dict=dict(source), output_loading_info=True, **options
+            )
+    except (ValueError, KeyError) as error:
+        raise UnsupportedModel(first_line(error), where=where) from error
+    if report["missing_keys"]:
+        raise UnsupportedModel(f"the checkpoint has no tensor for {min(report['missing_keys'])}", where=where)
+    return model

@@ -32,9 +32,16 @@ from optkit.kernels import reference
 MAX_CHECKED_BYTES = 4 << 30  # bytes of float weights up to which the check uses the checkpoint's own
 
 
+def architecture_config(source: Source) -> Any:
+    """The configuration of the architecture, of a multimodal checkpoint that of the text decoder."""
+    if source.text is None:
+        return AutoConfig.from_pretrained(source.directory, local_files_only=True)
+    return AutoConfig.for_model(**source.info.config)
+
+
 def float_config(source: Source) -> Any:
     """The config of the architecture, without quantization; a quantized head is not tied."""
-    config = AutoConfig.from_pretrained(source.directory, local_files_only=True)
+    config = architecture_config(source)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     if any(name.endswith("lm_head") for name in source.layers):
@@ -147,4 +154,6 @@ def capture_quantized(source: Source, max_model_len: int | None = None) -> Graph
     graph = capture(model, check=False, max_model_len=max_model_len)
     check_architecture(graph, model, source, choose_rope(model.config, max_model_len))
     insert_layers(graph, source)
+    if source.text is not None:
+        graph.add_note(source.text.note)
     return graph
