@@ -56,5 +56,5 @@ def dry_run(
         "baseline": baseline,
         "passes": passes,
         "alternatives": alternatives,
-        "notes": graph.notes,
+        "notes": [*source.notes, *graph.notes],
     }
