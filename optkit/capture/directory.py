@@ -39,7 +39,7 @@ def capture_directory(
     """
     boundary.register()
     source = open_source(directory, weights=weights)
-    if source.layers:
+    if source.layers or source.float4:
         if adapters:
             fix = "merge it into the model before the quantization"
             raise UserError(

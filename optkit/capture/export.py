@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from optkit.capture import experts
 from optkit.capture.canonicalize import canonicalize
-from optkit.capture.check import check_capture
+from optkit.capture.check import changed, check_capture, settings
 from optkit.capture.counters import refuse_counters
 from optkit.capture.flatten import Captured, flatten
 from optkit.capture.rope import choose_rope, fixed_rope
 from optkit.errors import UnsupportedModel
 from optkit.graph.ir import Graph
+from optkit.graph.ops import op_name
 
 SAMPLE_TOKENS = 24
 
@@ -76,7 +79,7 @@ class LogitsOf(torch.nn.Module):
 
 
 def export(model: Any) -> torch.export.ExportedProgram:
-    """Export with dynamic token and logits-row counts; functional aten IR, nothing decomposed further."""
+    """Export with dynamic token and logits-row counts; functional aten IR of the ops that a graph may have."""
     device = next(model.parameters()).device
     with device:
         ids = torch.arange(SAMPLE_TOKENS)[None] % 7 + 1
@@ -86,19 +89,33 @@ def export(model: Any) -> torch.export.ExportedProgram:
     tokens = torch.export.Dim("T", min=2, max=limit)
     shapes = ({1: tokens}, {1: tokens}, {0: torch.export.Dim("L", min=1, max=limit)})
     logging.getLogger("torch.export").setLevel(logging.ERROR)
-    with warnings.catch_warnings(), torch.no_grad():
+    experts.register()
+    through_boundary = changed([(c, name, experts.NAME) for c, name, _ in settings(model, experts.SETTING)])
+    with warnings.catch_warnings(), torch.no_grad(), through_boundary:
         warnings.simplefilter("ignore")
         try:
             program = torch.export.export(
                 LogitsOf(model), (ids, positions, rows), dynamic_shapes=shapes, strict=False
             )
-            return program.run_decompositions({})
+            return program.run_decompositions(decompositions())
         except UnsupportedModel as error:
             raise UnsupportedModel(error.what, where=model.config.model_type) from error
         except Exception as error:
             raise UnsupportedModel(
                 f"torch.export can't trace it: {first_line(error)}", where=model.config.model_type
             ) from error
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """PyTorch's decompositions of the ops that no graph has; the ops of ``optkit.graph.ops`` stay whole."""
+    table = torch.export.default_decompositions()
+    chosen = {target: rule for target, rule in table.items() if op_name(target) is None}
+    return chosen | {torch.ops.aten.new_empty.default: new_zeros}
+
+
+def new_zeros(like: Tensor, size: Any, *, dtype: torch.dtype | None = None, **placement: Any) -> Tensor:
+    """Zeros in place of memory that was never written, which no graph reads."""
+    return torch.ops.aten.full.default(size, 0, dtype=dtype or like.dtype, device=like.device)
 
 
 def first_line(error: BaseException) -> str:

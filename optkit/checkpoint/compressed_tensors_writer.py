@@ -33,6 +33,8 @@ PACKED_FILE = "packed.safetensors"
 
 def stored_format(module: QuantizedLinear) -> str | None:
     """The compressed-tensors format in which a module is written, or None: as a float weight."""
+    if module.stacked is not None:
+        return None
     if PACKED in module.operands:
         short = module.group_size and module.columns % module.group_size
         return None if MINIMUM in module.operands or G_IDX in module.operands or short else PACK
@@ -67,9 +69,9 @@ def model_tensors(graph: Graph, tensors: dict[str, Tensor]) -> dict[str, Tensor]
         if stored_format(module) is None:
             for name in module.tensors():
                 tensors.pop(name, None)
-            value = module.float_weight()
-            if weight not in tensors or not same(value, tensors[weight]):
-                tensors[weight] = smallest_exact(value)
+            for name, value in module.float_tensor().items():
+                if name not in tensors or not same(value, tensors[name]):
+                    tensors[name] = smallest_exact(value)
         elif PACKED in module.operands:
             tensors.pop(weight, None)
             tensors |= packed_tensors(module)

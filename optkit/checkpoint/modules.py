@@ -30,7 +30,9 @@ def modules(graph: Graph) -> Iterator[QuantizedLinear]:
                 found[name][key] = value
         for name, operands in found.items():
             shape = operands[SCALE].shape[0], channels(operands, node)
-            yield QuantizedLinear(name, shape, node.target, operands, node.kwargs)
+            options = {key: value for key, value in node.kwargs.items() if key != "num_experts"}
+            stacked = weight.origin if weight.origin.stacked else None
+            yield QuantizedLinear(name, shape, ops.linear_of(node.target), operands, options, stacked=stacked)
 
 
 def pieces(graph: Graph, argument: Any, key: str, found: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -40,6 +42,8 @@ def pieces(graph: Graph, argument: Any, key: str, found: Mapping[str, Any]) -> d
         return {}
     if key in SHARED:
         return dict.fromkeys(found, weight.value)
+    if weight.origin.stacked:
+        return {module_name(part.name): weight.value for part in weight.origin.parts}
     return {module_name(name): piece for name, piece in weight.origin.split(weight.value).items()}
 
 

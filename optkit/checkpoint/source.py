@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from optkit.checkpoint import awq, compressed, gptq
+from optkit.checkpoint import awq, compressed, gptq, mxfp4
 from optkit.checkpoint.quantized_linear import QuantizedLinear
 from optkit.checkpoint.reading import Checked
 from optkit.checkpoint.tensors import TensorFiles
@@ -30,6 +30,7 @@ class Source(Mapping[str, Tensor]):
     Attributes:
         info: the checkpoint on disk; of a multimodal checkpoint the text decoder.
         layers: the quantized layers, by module.
+        float4: the tensors stored in MXFP4, which are read as floats.
         text: the text decoder of a multimodal checkpoint; None for a text model.
     """
 
@@ -37,9 +38,13 @@ class Source(Mapping[str, Tensor]):
         self.directory, self.text = directory, text_part(directory, info)
         self.info = info if self.text is None else self.text.info
         self.files = TensorFiles(directory, self.info, self.text and self.text.stored)
+        self.float4 = float4_tensors(self.files)
         self.layers = {layer.name: layer for layer in quantized_layers(self.files)}
-        operands = {name: layer for layer in self.layers.values() for name in layer.names()}
-        stored = {name for layer in self.layers.values() for name in layer.stored}
+        operands: dict[str, QuantizedLinear | None] = {
+            name: layer for layer in self.layers.values() for name in layer.names()
+        }
+        operands |= dict.fromkeys(self.float4)
+        stored = {name for layer in self.layers.values() for name in layer.stored} | set(self.float4.stored)
         self._known: dict[str, QuantizedLinear | None] = dict.fromkeys(self.files.names() - stored) | operands
 
     def names(self) -> set[str]:
@@ -56,6 +61,8 @@ class Source(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         layer = self._known.get(name)
+        if name in self.float4:
+            return self.float4[name]
         if layer is None:
             return self.files[name]
         return layer.operands[name.rpartition(".")[2]]
@@ -73,7 +80,7 @@ def open_source(directory: Path, *, weights: bool = True) -> Source:
 def quantized_layers(files: TensorFiles) -> list[QuantizedLinear]:
     """The quantized layers of a checkpoint; empty for a float checkpoint."""
     config = quantization_settings(files.info, files.directory)
-    if config is None:
+    if config is None or config["quant_method"] == mxfp4.NAME:
         return []
     method = config["quant_method"]
     if not files.info.tensors:
@@ -89,6 +96,13 @@ def quantized_layers(files: TensorFiles) -> list[QuantizedLinear]:
     return layers
 
 
+def float4_tensors(files: TensorFiles) -> mxfp4.Float4Tensors:
+    """The tensors of a checkpoint in MXFP4; none for other checkpoints."""
+    config = quantization_settings(files.info, files.directory)
+    is_float4 = config is not None and config["quant_method"] == mxfp4.NAME
+    return mxfp4.Float4Tensors(Checked(files.directory, files.info.tensors if is_float4 else {}, files))
+
+
 def quantization_settings(info: CheckpointInfo, directory: Path) -> dict[str, Any] | None:
     """``quantization_config`` of a checkpoint, of a known method; None for a float checkpoint."""
     config, where = info.config.get("quantization_config"), str(directory / "config.json")
@@ -97,9 +111,8 @@ def quantization_settings(info: CheckpointInfo, directory: Path) -> dict[str, An
     if not isinstance(config, dict):
         raise UserError("'quantization_config' must be a table", where=where)
     method = config.get("quant_method")
-    if not isinstance(method, str) or method not in FORMATS:
-        fix = (
-            f"optkit reads {', '.join(FORMATS)}" if not isinstance(method, str) else nearest(method, FORMATS)
-        )
+    known = (*FORMATS, mxfp4.NAME)
+    if not isinstance(method, str) or method not in known:
+        fix = f"optkit reads {', '.join(known)}" if not isinstance(method, str) else nearest(method, known)
         raise UnsupportedModel(f"the checkpoint is quantized by {method!r:.40}", where=where, fix=fix)
     return config

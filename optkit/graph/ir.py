@@ -12,15 +12,15 @@ row after row, so a fusion copies nothing on disk, and the artifact keeps the na
 from __future__ import annotations
 
 import copy
-import mmap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from optkit.kernels.reference import KV_SCALE_BYTES, linear
+from optkit.graph.states import KVSpec, RecurrentSpec, StateSpec, kv_of, recurrent_of, state_inputs
+from optkit.kernels.reference import linear
 
 BATCH_INPUTS = (
     "input_ids",
@@ -45,28 +45,35 @@ class Part:
 class Origin:
     """The checkpoint tensors of a weight: stacked along dimension 0, then transposed if ``transposed``.
 
-    Conv1D checkpoints (GPT-2) store linear weights as [in, out] and are ``transposed``.
+    Conv1D checkpoints (GPT-2) store linear weights as [in, out] and are ``transposed``. A ``stacked`` number E above 0
+    says that the only tensor is [E, N, ...], of E experts, and the weight has the rows of all experts: [E * N, ...]. A
+    tensor of experts stored as [E, K, N] is also ``transposed``.
     """
 
     parts: tuple[Part, ...]
     transposed: bool = False
+    stacked: int = 0
 
     def build(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The weight made of ``tensors``, a checkpoint by name."""
         values = [tensors[part.name] for part in self.parts]
         value = values[0] if len(values) == 1 else torch.cat(values)
-        return value.T if self.transposed else value
+        value = value.transpose(-2, -1) if self.transposed else value
+        return value.flatten(0, 1) if self.stacked else value
 
     def split(self, value: Tensor) -> dict[str, Tensor]:
         """The checkpoint tensors of ``value`` by name: the inverse of ``build``."""
+        if self.stacked:
+            value = value.unflatten(0, (self.stacked, -1))
         if self.transposed:
-            value = value.T
+            value = value.transpose(-2, -1)
         pieces = value.split([part.rows for part in self.parts]) if len(self.parts) > 1 else (value,)
         return {part.name: piece.contiguous() for part, piece in zip(self.parts, pieces, strict=True)}
 
     def renamed(self, old: str, new: str) -> Origin:
-        """The origin of a companion tensor: ``.weight`` to ``.weight_scale``, say."""
-        return Origin(tuple(Part(p.name.removesuffix(old) + new, p.rows) for p in self.parts))
+        """The origin of a companion tensor: ``.weight`` to ``.weight_scale``, say; stacked ones stay transposed."""
+        parts = tuple(Part(p.name.removesuffix(old) + new, p.rows) for p in self.parts)
+        return Origin(parts, self.transposed and self.stacked > 0, self.stacked)
 
 
 @dataclass
@@ -77,62 +84,35 @@ class Weight:
     origin: Origin | None
 
 
-# The storage of a token's head in KV pools: the dtype, and the elements of a row besides the D values.
-KV_DTYPES = {
-    "float32": (torch.float32, 0),
-    "bfloat16": (torch.bfloat16, 0),  # as the graph's activations, where it computes in half precision
-    "float16": (torch.float16, 0),
-    "int8": (torch.int8, KV_SCALE_BYTES),
-    "fp8": (torch.uint8, KV_SCALE_BYTES),  # the bytes of E4M3
-}
-
-
-@dataclass(frozen=True)
-class KVSpec:
-    """The two KV pools of an attention layer: K [blocks, block_size, num_kv_heads, head_dim] and V, of v_head_dim.
-
-    ``dtype`` is a key of ``KV_DTYPES``. Rows of an int8 or fp8 pool are four bytes longer: their scale
-    (``reference.quantize_kv``).
-    """
-
-    layer: int
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    dtype: str = "float32"
-
-    def __post_init__(self) -> None:
-        if self.dtype not in KV_DTYPES:
-            raise ValueError(f"KV dtype {self.dtype!r:.80} is none of {', '.join(KV_DTYPES)}")
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of a token in both pools."""
-        dtype, extra = KV_DTYPES[self.dtype]
-        return self.num_kv_heads * (self.head_dim + self.v_head_dim + 2 * extra) * dtype.itemsize
-
-    def pools(
-        self, num_blocks: int, block_size: int, device: torch.device | str = "cpu"
-    ) -> tuple[Tensor, Tensor]:
-        """Zeroed K and V pools. On the CPU a page costs memory from the first write on."""
-        dtype, extra = KV_DTYPES[self.dtype]
-        shape = (num_blocks, block_size, self.num_kv_heads)
-        k, v = (
-            unwritten_zeros((*shape, dim + extra), dtype, device) for dim in (self.head_dim, self.v_head_dim)
-        )
-        return k, v
-
-
 @dataclass(frozen=True)
 class GraphMeta:
-    """Facts about the model for the runtime and the artifact."""
+    """Facts about the model for the runtime and the artifact. ``states`` are what its layers keep of a sequence."""
 
     model_type: str
     vocab_size: int
     max_model_len: int
-    kv_specs: tuple[KVSpec, ...]
+    states: tuple[StateSpec, ...]
     input_embedding: str  # weight name of the token embedding
     output_embedding: str  # module name of the head, even where its weight is tied
+
+    @property
+    def kv_specs(self) -> tuple[KVSpec, ...]:
+        """The states that are paged KV."""
+        return kv_of(self.states)
+
+    @property
+    def recurrent_specs(self) -> tuple[RecurrentSpec, ...]:
+        """The states of fixed size."""
+        return recurrent_of(self.states)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The inputs that a graph may have: the batch and the pools of states."""
+        return BATCH_INPUTS + state_inputs(self.states)
+
+    def with_kv_specs(self, specs: Iterable[KVSpec]) -> GraphMeta:
+        """The same facts with ``specs`` in place of all KV; recurrent states stay."""
+        return replace(self, states=(*specs, *self.recurrent_specs))
 
 
 @dataclass
@@ -241,14 +221,6 @@ class Graph:
         if self.is_meta:
             return sum(w.value.nbytes for w in self.weights.values())
         return sum(value.nbytes for value in storages.values())
-
-
-def unwritten_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Zeros like ``torch.zeros``, in pages filled with zeros by the kernel on first use."""
-    size = torch.Size(shape).numel() * dtype.itemsize
-    if torch.device(device).type != "cpu" or size == 0:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)
 
 
 def module_name(weight_name: str) -> str:

@@ -59,7 +59,9 @@ class Pipeline:
             cache.remove_workspaces()
         records = {label: choice.records for label, choice in choices.items()}
         places = {label: choice.place for label, choice in choices.items()}
-        return graph, replace(run, alternatives=records, places=places, notes=[*self.source.notes, *graph.notes])
+        return graph, replace(
+            run, alternatives=records, places=places, notes=[*self.source.notes, *graph.notes]
+        )
 
     def run_passes(self, resolved: Sequence[Resolved], cache: PassCache) -> tuple[Chain, dict[str, Choice]]:
         """The capture and every pass in order; and each choice between candidates, by label of the recipe."""

@@ -15,6 +15,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from optkit.pipeline import expert_coverage
 from optkit.pipeline.explain import explain, misses_sentence, objective_sentence, speed_sentences
 from optkit.pipeline.records import PassRecord, RunRecord
 
@@ -94,6 +95,8 @@ def pass_section(record: PassRecord, target: Mapping[str, Any]) -> list[str]:
         parts.append(html_table(("left alone because", "places", "first"), rows))
     if tried := record.stats.get("compiled"):
         parts.append(html_table(COMPILED_HEADER, map(compiled_row, tried)))
+    if experts := list(expert_coverage.rows(record.stats)):
+        parts.append(html_table(expert_coverage.HEADER, experts))
     return parts + evidence(record, target)
 
 

@@ -7,17 +7,21 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from optkit.graph.ir import Graph, GraphMeta, KVSpec
+from optkit.graph.ir import Graph, GraphMeta
 from optkit.graph.ops.operands import Number, Operand, TensorOperand
 from optkit.graph.ops.record import Op
 from optkit.graph.shapes import Point, meta_inputs
+from optkit.graph.states import KVSpec
 
 SPEC = KVSpec(0, 2, 8, 8)
 BATCH = meta_inputs(Graph(fx.Graph(), {}, GraphMeta("", 8, 8, (SPEC,), "", "")), Point(5, 2, 33), 4)
 # Two groups of 32 channels, codes of 4 bits, and heads of 8 channels, all of which rotate.
 SIZES = {"T": 5, "L": 2, "M": 5, "V": 9, "K": 64, "N": 16, "F": 64, "G": 2, "A": 2, "W": 8, "H": 4, "J": 2, "D": 8,
-         "E": 8, "R": 8}  # fmt: skip
-OPTIONS: dict[str, dict[str, Any]] = {"linear_fp8": {"activations": "tensor"}}  # that agree with the operands
+         "E": 8, "R": 8, "C": 5}  # fmt: skip
+OPTIONS: dict[str, dict[str, Any]] = {  # that agree with the operands
+    "linear_fp8": {"activations": "tensor"},
+    "expert_wna16": {"group_size": 32},
+}
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

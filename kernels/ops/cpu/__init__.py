@@ -16,9 +16,21 @@ if TYPE_CHECKING:
 
 def modules() -> tuple[ModuleType, ...]:
     """The modules, imported on use."""
-    from optkit.kernels.cpu import attention, gates, gather, int4, int8, norms, onednn, rope, sdpa, wna16
+    from optkit.kernels.cpu import (
+        attention,
+        experts,
+        gates,
+        gather,
+        int4,
+        int8,
+        norms,
+        onednn,
+        rope,
+        sdpa,
+        wna16,
+    )
 
-    return int8, int4, wna16, onednn, attention, sdpa, norms, gates, rope, gather
+    return int8, int4, wna16, experts, onednn, attention, sdpa, norms, gates, rope, gather
 
 
 def kernels() -> tuple[Kernel, ...]:
