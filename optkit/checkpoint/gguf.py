@@ -131,7 +131,6 @@ def tensors_of(file: Path, model: Any) -> Iterator[tuple[str, Any]]:
     import torch
     from gguf import GGUFReader
     from gguf.quants import dequantize
-    from transformers.integrations.gguf.utils import is_gguf_arch_supported
     from transformers.modeling_gguf_pytorch_utils import (
         TENSOR_PROCESSORS,
         TensorProcessor,
@@ -142,8 +141,7 @@ def tensors_of(file: Path, model: Any) -> Iterator[tuple[str, Any]]:
     reader = GGUFReader(file)
     architecture = read_field(reader, "general.architecture")[0]
     kind = TENSOR_PROCESSORS.get(architecture, TensorProcessor)
-    stacks = hasattr(kind, "_set_moe_expert_tensor") or hasattr(kind, "_split_moe_expert_tensor")
-    if stacks or is_gguf_arch_supported(architecture):
+    if not maps_one_to_one(architecture, kind):
         raise Stacked
     processor = kind(config=model.config.to_dict())
     names = get_gguf_hf_weights_map(model, processor)
@@ -155,6 +153,17 @@ def tensors_of(file: Path, model: Any) -> Iterator[tuple[str, Any]]:
         if done.name in names:
             value = torch.from_numpy(np.ascontiguousarray(done.weights))
             yield names[done.name], narrowed(value, NARROW.get(tensor.tensor_type.name))
+
+
+def maps_one_to_one(architecture: str, processor: Any) -> bool:
+    """True where each tensor of the file is a parameter of the model: no stacked experts, no hybrid layers."""
+    if hasattr(processor, "_set_moe_expert_tensor") or hasattr(processor, "_split_moe_expert_tensor"):
+        return False
+    try:
+        from transformers.integrations.gguf.utils import is_gguf_arch_supported
+    except ImportError:  # of releases before the loader of hybrid models
+        return True
+    return not is_gguf_arch_supported(architecture)
 
 
 def narrowed(value: Any, dtype: str | None) -> Any:
@@ -230,13 +239,14 @@ def write_whole(alone: Path, source: Mapping[str, Any], written: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, GgufConfig
 
-    model, report = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         alone,
         dtype=torch.float32,
         quantization_config=GgufConfig(dequantize=True),
         output_loading_info=True,
         **source,
     )
+    model, report = loaded
     if report["missing_keys"]:
         raise ValueError(f"it has no tensor for {min(report['missing_keys'])}")
     model.save_pretrained(written)

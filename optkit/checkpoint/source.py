@@ -37,7 +37,7 @@ class Source(Mapping[str, Tensor]):
     def __init__(self, directory: Path, info: CheckpointInfo) -> None:
         self.directory, self.text = directory, text_part(directory, info)
         self.info = info if self.text is None else self.text.info
-        self.files = TensorFiles(directory, self.info, self.text and self.text.stored)
+        self.files = TensorFiles(directory, self.info, self.text.stored if self.text else None)
         self.float4 = float4_tensors(self.files)
         self.layers = {layer.name: layer for layer in quantized_layers(self.files)}
         operands: dict[str, QuantizedLinear | None] = {

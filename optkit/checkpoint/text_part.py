@@ -78,14 +78,14 @@ def text_part(directory: Path, info: CheckpointInfo) -> TextPart | None:
     config, kind = plain_config(inner.to_dict())
     try:
         config_class = type(AutoConfig.for_model(kind))
-        architecture = MODEL_FOR_CAUSAL_LM_MAPPING[config_class].__name__
+        model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
     except (ValueError, KeyError) as error:
         what = f"transformers has no text model for the decoder of {whole.model_type} ({inner.model_type})"
         raise UnsupportedModel(what, where=where) from error
     stored = text_names(set(info.tensors))
     config |= {
         "model_type": kind,
-        "architectures": [architecture],
+        "architectures": [model_class.__name__],
         "tie_word_embeddings": is_tied(whole, stored),
     }
     for key in ("quantization_config", "eos_token_id", "bos_token_id", "pad_token_id"):
