@@ -91,6 +91,7 @@ def note_of(directory: Path) -> str:
 
 def block_types(file: Path) -> dict[str, int]:
     """The number of tensors of each block type."""
+    need_extra("formats", "reading GGUF")
     from gguf import GGUFReader
 
     return dict(Counter(tensor.tensor_type.name for tensor in GGUFReader(file).tensors))
@@ -127,6 +128,7 @@ def write_streamed(alone: Path, source: Mapping[str, Any], written: Path) -> Non
 
 def tensors_of(file: Path, model: Any) -> Iterator[tuple[str, Any]]:
     """Names in ``model`` and values of the tensors of ``file``, by the maps of transformers."""
+    need_extra("formats", "reading GGUF")
     import numpy as np
     import torch
     from gguf import GGUFReader
