@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from optkit.graph.ir import Graph, Origin, Weight
-from optkit.graph.ops import GATED
+from optkit.graph.ops import GATED, record_of
 from optkit.kernels import reference
 
 aten = torch.ops.aten
@@ -436,11 +436,12 @@ def has_nodes(sizes: Any) -> bool:
 
 
 def merge_equal_nodes(graph: Graph) -> int:
-    """Common subexpressions: every op but attention is pure."""
+    """Common subexpressions, but for ops that write a state."""
     seen: dict[Any, fx.Node] = {}
     count = 0
     for node in list(graph.fx.nodes):
-        if node.op == "placeholder" or node.op == "output" or node.target is reference.attention:
+        op = record_of(node.target)
+        if node.op in ("placeholder", "output") or (op is not None and op.mutates):
             continue
         key = repr((node.op, str(node.target), node.args, sorted(node.kwargs.items())))
         first = seen.setdefault(key, node)
@@ -451,7 +452,7 @@ def merge_equal_nodes(graph: Graph) -> int:
     return count
 
 
-def fold_constants(graph: Graph, largest: int = 1 << 16) -> int:
+def fold_constants(graph: Graph, largest: int = 1 << 18) -> int:
     """Evaluate small expressions of weights alone; the results are constants of the graph."""
     count = 0
     for node in list(graph.fx.nodes):

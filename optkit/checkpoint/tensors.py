@@ -25,10 +25,15 @@ MAX_SHARD_BYTES = 4 << 30
 
 
 class TensorFiles(Mapping[str, Tensor]):
-    """Lazy, memory-mapped access to the tensors of a checked checkpoint directory."""
+    """Lazy, memory-mapped access to the tensors of a checked checkpoint directory.
 
-    def __init__(self, directory: Path, info: CheckpointInfo) -> None:
-        self.directory, self.info = directory, info
+    ``stored`` has the name in the file of each tensor with another name there.
+    """
+
+    def __init__(
+        self, directory: Path, info: CheckpointInfo, stored: Mapping[str, str] | None = None
+    ) -> None:
+        self.directory, self.info, self.stored = directory, info, stored or {}
         self.files: dict[str, Any] = {}
 
     def names(self) -> set[str]:
@@ -49,7 +54,7 @@ class TensorFiles(Mapping[str, Tensor]):
         file = str(self.info.tensors[name].file)
         if file not in self.files:
             self.files[file] = safe_open(file, framework="pt")
-        return aligned(self.files[file].get_tensor(name))
+        return aligned(self.files[file].get_tensor(self.stored.get(name, name)))
 
 
 def load_tensors(file: Path) -> dict[str, Tensor]:

@@ -119,9 +119,9 @@ class GraphMeta:
 class Graph:
     """A model as a graph.
 
-    ``annotations`` holds execution choices without effect on the math (``compile``: regions), and the fields of the
-    source's config.json changed by passes (``config``: sizes of a pruned model). The key in ``graph.json`` is
-    ``plan``.
+    ``annotations`` holds execution choices without effect on the math (``compile``: regions), the fields of the
+    source's config.json changed by passes (``config``: sizes of a pruned model), and sentences for users on how the
+    source was read (``notes``). The key in ``graph.json`` is ``plan``.
     """
 
     fx: fx.Graph
@@ -143,6 +143,15 @@ class Graph:
             self.meta,
             copy.deepcopy(self.annotations),
         )
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences for users on how the source was read."""
+        return list(self.annotations.get("notes", ()))
+
+    def add_note(self, sentence: str) -> None:
+        """Append a sentence to ``notes``."""
+        self.annotations["notes"] = [*self.notes, sentence]
 
     def weight_of(self, node: Any) -> Weight | None:
         """The weight a node reads, or None when the node is no weight."""

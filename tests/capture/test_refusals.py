@@ -126,14 +126,6 @@ def test_no_attention_that_could_be_given_a_cache() -> None:
         capture(tiny_model("llama", attention=boundary.NAME, num_hidden_layers=0))
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_rope_that_changes_with_the_length(kind: str) -> None:
-    model = tiny_model("llama", **ONE)
-    model.config.rope_parameters = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
-    with pytest.raises(UnsupportedModel, match=f"RoPE type '{kind}'"):
-        capture(model)
-
-
 def test_an_encoder_beside_the_decoder() -> None:
     model = tiny_model("llama", **ONE)
     model.config.is_encoder_decoder = True
