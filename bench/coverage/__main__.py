@@ -1,7 +1,7 @@
 """``python -m bench.coverage [TYPE ...]``: try model types, save the outcomes, and write the table of docs/models.md.
 
-Without types all are tried, in less than half an hour on a core. With types, the outcomes of the others are kept.
-``--table`` tries nothing and writes the table again. Exit code 1: a graph computed other logits than its model.
+Without types every type is tried, in half an hour on a core. With types, the saved outcomes of other types stay.
+``--table`` tries no type and writes the table again. Exit code 1: a graph computed other logits than the model.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def tried(name: str) -> dict[str, Any]:
 
 
 def tested() -> set[str]:
-    """The types that the test suite captures."""
+    """The types captured by the test suite."""
     from tests.support.architectures import SPECIFIC
 
     return set(SPECIFIC)

@@ -1,6 +1,6 @@
-"""Trials in child processes, one at a time, each with limits of time and memory.
+"""Trials in child processes, in turn, with limits of time and memory.
 
-Children are forked from a server that imported torch and transformers once, so a trial pays no imports (7 s).
+Children are forked from a server with torch and transformers already imported, which saves 7 s a trial.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """The trial of a model type: capture a tiny model, and compare the graph with eager attention, densely and served.
 
-Logits of the graph must agree with those of a second model, with the same weights, in transformers' eager attention,
-to ``TOLERANCE``:
+Logits of the graph must agree to ``TOLERANCE`` with a second model, with the same weights, in transformers' eager
+attention:
 
 - a prompt of 61 tokens, longer than every window and chunk, in one call;
 - prompts of 61, 29, 7 and 41 tokens in ragged batches over paged KV, in uneven chunks, then token by token.
 
 Then an engine serves the four prompts in steps of 24 tokens, with too few KV blocks for all, and preempts a request
-every few steps, which is computed again. Each token must have the largest eager logit after the tokens before, up to
+every few steps. Each token must have the largest eager logit after the tokens before, up to
 ``TOLERANCE``.
 """
 
@@ -114,7 +114,7 @@ class Eager:
 
 
 class PreemptingEngine(Engine):
-    """An engine that preempts the last of several running requests in every third step."""
+    """An engine with a preemption of the last of several running requests in every third step."""
 
     num_steps = 0
 
@@ -129,7 +129,7 @@ def serve(executable: Executable, eager: Eager, prompts: list[Tensor]) -> None:
     """Compare greedy answers of an engine with the eager logits.
 
     Raises:
-        Wrong: a token is not the most likely one.
+        Wrong: a token is not the most likely token.
     """
     config = SchedulerConfig(
         max_num_seqs=4, max_num_batched_tokens=24, max_model_len=128, block_size=8, num_blocks=14
