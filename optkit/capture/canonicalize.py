@@ -178,7 +178,7 @@ def match_scale(graph: Graph, normed: fx.Node) -> tuple[Any, float, fx.Node]:
 
 def is_vector_weight(graph: Graph, node: Any) -> bool:
     weight = graph.weight_of(node)
-    return weight is not None and weight.value.ndim == 1
+    return weight is not None and weight.stored.ndim == 1
 
 
 def raise_gelu_tanh(graph: Graph) -> int:
@@ -265,7 +265,7 @@ def match_angles(graph: Graph, angles: Any) -> tuple[fx.Node, fx.Node] | None:
     positions, frequencies = sources
     if positions.name != "positions" or not is_vector_weight(graph, frequencies):
         return None
-    outer = (None, graph.weights[str(frequencies.target)].value.shape[0])
+    outer = (None, graph.weights[str(frequencies.target)].shape[0])
     return (positions, frequencies) if first.meta.get("shape") == outer else None
 
 
@@ -435,7 +435,7 @@ def fold_constants(graph: Graph, largest: int = 1 << 16) -> int:
         known = [graph.weight_of(i) for i in inputs]
         if node.op != "call_function" or not inputs or None in known or is_dialect_linear(node):
             continue
-        if sum(w.value.numel() for w in known if w) > largest:
+        if sum(w.shape.numel() for w in known if w) > largest:
             continue
         values = dict(zip(inputs, (w.value for w in known if w), strict=True))
         result = node.target(*fx.map_arg(node.args, values.get), **fx.map_arg(node.kwargs, values.get))

@@ -108,7 +108,7 @@ def insert_layers(graph: Graph, source: Source) -> None:
     left = {module_of(name) for name, weight in graph.weights.items() if weight.origin} & set(source.layers)
     used = {name for name in graph.weights if module_of(name) in left and name.endswith(".weight")}
     for name in sorted(used):
-        if graph.weights[name].value.dtype == torch.float32:
+        if graph.weights[name].dtype == torch.float32:
             what = f"the quantized weight {name} is not that of a plain linear layer"
             raise UnsupportedModel(what, where=graph.meta.model_type)
 

@@ -24,6 +24,7 @@ from optkit.errors import UserError
 from optkit.graph import variants
 from optkit.graph.ir import Graph, GraphMeta, KVSpec
 from optkit.graph.ops import op_name
+from optkit.graph.stored import StoredTensor
 from optkit.graph.variants import SharedWeights
 from optkit.kernels import reference
 from optkit.lowering import gpu_rewrites, precision
@@ -217,6 +218,7 @@ def lower_variant(
         bind(working, node, kernel, shared)
         if packed is not None:
             packed(num_bytes)
+    read_stored(working, shared)
     if rounding != torch.float32:
         precision.round_references(working, rounding)
     special = specialize(working.clone()) if specialize and rounding == torch.float32 else None
@@ -224,6 +226,13 @@ def lower_variant(
         chosen |= {node.name: "native" for node in native.ops}
         native.install()
     return LoweredVariant(limit, graph_module(working, nn.Module()), working.meta, chosen, special)
+
+
+def read_stored(graph: Graph, shared: SharedWeights) -> None:
+    """Read the weights on disk that no kernel has packed; variants share the result."""
+    for name, weight in graph.weights.items():
+        if isinstance(weight.stored, StoredTensor):
+            weight.value = shared.once(("read", name), [name], lambda weight=weight: weight.value)  # type: ignore[misc]
 
 
 def read_by_several(calls: Sequence[fx.Node]) -> set[str]:

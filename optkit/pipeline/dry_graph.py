@@ -36,7 +36,7 @@ def capture_planned(directory: Path) -> Graph:
         from optkit.capture import capture_directory  # seconds of imports
 
         graph = capture_directory(directory, weights=False)
-        if not quantized and all(weight.value.device.type == "meta" for weight in graph.weights.values()):
+        if not quantized and all(weight.is_meta for weight in graph.weights.values()):
             replace_text(file, graph_to_json(graph))
     return graph
 

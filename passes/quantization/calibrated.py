@@ -142,7 +142,7 @@ class CalibratedQuantization(LinearQuantization):
         rewriter, by_name = QuantizedLinearRewriter(after), {node.name: node for node in after.fx.nodes}
         for site in (site for group in groups for site in group.sites):
             fmt = self.site_format(graph, site)[1]
-            planned = fmt.meta_tensors(*graph.linear_weight(site.nodes[0]).shape)
+            planned = fmt.meta_tensors(*graph.linear_shape(site.nodes[0]))
             rewriter.replace(Site(site.name, (by_name[site.nodes[0].name],)), fmt, planned)
         after.prune()
         rates = measure_rates(layers, text, self.site_format(graph, groups[0].sites[0])[1].grid)
@@ -227,4 +227,4 @@ def by_activation(sites: Iterable[Site]) -> list[SharedInput]:
 
 def shapes(graph: Graph, group: SharedInput) -> list[Any]:
     """[N, K] of each layer of a group."""
-    return [tuple(graph.linear_weight(site.nodes[0]).shape) for site in group.sites]
+    return [graph.linear_shape(site.nodes[0]) for site in group.sites]
