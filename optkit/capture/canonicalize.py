@@ -106,9 +106,9 @@ def transpose_weight(graph: Graph, name: str) -> None:
     """Store a Conv1D weight as [out, in] and mark the origin as transposed."""
     weight = graph.weights[name]
     if weight.origin is not None and not weight.origin.transposed:
-        graph.weights[name] = Weight(
-            weight.value.T.contiguous(), Origin(weight.origin.parts, transposed=True)
-        )
+        value = weight.value.T  # zeros in the place of a weight on disk stay a single number
+        value = value if 0 in value.stride() else value.contiguous()
+        graph.weights[name] = Weight(value, Origin(weight.origin.parts, transposed=True))
 
 
 def raise_embedding(graph: Graph) -> int:

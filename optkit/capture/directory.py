@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from optkit.capture import boundary
 from optkit.capture.export import capture, first_line
 from optkit.capture.quantized import capture_quantized
+from optkit.capture.streamed import capture_streamed
 from optkit.checkpoint.source import open_source
 from optkit.errors import UnsupportedModel
 from optkit.graph.ir import Graph
@@ -26,7 +27,10 @@ def capture_directory(directory: Path, *, weights: bool = True) -> Graph:
     """
     boundary.register()
     source = open_source(directory, weights=weights)
-    return capture_quantized(source) if source.layers else capture(load_model(directory, weights))
+    if source.layers:
+        return capture_quantized(source)
+    streamed = capture_streamed(source) if weights else None
+    return streamed or capture(load_model(directory, weights))
 
 
 def load_model(directory: Path, weights: bool) -> Any:

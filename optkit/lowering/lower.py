@@ -29,6 +29,7 @@ from optkit.graph.variants import SharedWeights
 from optkit.kernels import reference
 from optkit.lowering import gpu_rewrites, precision
 from optkit.lowering.bind import bind, kernel_of, weight_arguments
+from optkit.lowering.streamed import StoredLinear, is_stored_op, keep_stored
 
 if TYPE_CHECKING:
     from optkit.kernels.cpu.program import Program
@@ -114,6 +115,12 @@ class Executable:
         return self.variants[-1].special
 
     @property
+    def is_streamed(self) -> bool:
+        """True where a step reads float weights from disk."""
+        nodes = [node for variant in self.variants for node in variant.module.graph.nodes]
+        return any(isinstance(node.target, StoredLinear) for node in nodes)
+
+    @property
     def variant_limits(self) -> tuple[int, ...]:
         """The largest number of tokens of each variant but the last; empty without variants."""
         return tuple(variant.limit for variant in self.variants if variant.limit is not None)
@@ -162,6 +169,8 @@ def lower(
     consume: bool = False,
     packed: Packed | None = None,
     specialize: Specialize | None = None,
+    streamed: bool = False,
+    shared: SharedWeights | None = None,
 ) -> Executable:
     """Make ``graph`` executable on ``target``; without a target every op runs the reference.
 
@@ -170,19 +179,27 @@ def lower(
     Python, for comparison; results are the same to the bit. ``consume=True`` uses ``graph`` up: each weight is freed
     after packing, and memory holds a single copy. ``packed`` is called after the packing of a node. ``specialize``
     makes a second function of the bound graph, on a CPU (``optkit.lowering.compiled.hook``). Each variant of the
-    graph's layers is lowered separately.
+    graph's layers is lowered separately. ``streamed`` leaves float weights on disk (``optkit.lowering.streamed``).
+    ``shared`` has the weights that other graphs of the caller read, too.
     """
     spans = variants.spans(graph)
     if not spans:
         working = graph if consume else graph.clone()
         return Executable(
-            [lower_variant(working, target, None, device, dtype, programs, specialize, packed=packed)]
+            [
+                lower_variant(
+                    working, target, None, device, dtype, programs, specialize, shared, packed, streamed
+                )
+            ]
         )
     parts = [variants.at(graph, tokens) for tokens in spans.values()]
-    shared = SharedWeights(parts)
+    shared = shared or SharedWeights()
+    shared.names |= SharedWeights(parts).names
     lowered = []
     for limit, part in zip([*variants.limits(graph), None], parts, strict=True):
-        lowered.append(lower_variant(part, target, limit, device, dtype, programs, None, shared, packed))
+        lowered.append(
+            lower_variant(part, target, limit, device, dtype, programs, None, shared, packed, streamed)
+        )
     if consume:
         graph.weights.clear()
     return Executable(lowered)
@@ -198,6 +215,7 @@ def lower_variant(
     specialize: Specialize | None,
     shared: SharedWeights | None = None,
     packed: Packed | None = None,
+    streamed: bool = False,
 ) -> LoweredVariant:
     """``working``, which is used up, as the function for steps of up to ``limit`` tokens; see ``lower``."""
     rounding = torch.float32
@@ -205,7 +223,9 @@ def lower_variant(
         rounding = dtype
         gpu_rewrites.rewrite(working, target)
         precision.narrow(working, dtype, device or target.device, shared)
-    calls = [node for node in working.fx.nodes if node.op == "call_function"]
+    else:
+        keep_stored(working, linears=streamed)
+    calls = [node for node in working.fx.nodes if node.op == "call_function" and not is_stored_op(node)]
     picked = {node: kernel for node in calls if (kernel := kernel_of(working, node, target))}
     if target is not None and torch.device(device or target.device).type == "cuda":
         check_experts(working, picked, target)

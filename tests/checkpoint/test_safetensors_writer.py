@@ -18,8 +18,15 @@ from optkit.machine.mapped_files import drop_mapped_pages, mapped_files
 def every_dtype() -> dict[str, Tensor]:
     numbers = torch.arange(24, dtype=torch.float32)
     given = {f"t{i}.{str(dtype)[6:]}": numbers.to(dtype) for i, dtype in enumerate(NAMES)}
-    given = {name: value for name, value in given.items() if "e8m0" not in name}  # no conversion back in torch
-    return given | {"b": torch.rand(2, 3), "a": torch.rand(3, 0), "é": torch.rand(5), "scalar": torch.tensor(2.0)}
+    given = {
+        name: value for name, value in given.items() if "e8m0" not in name
+    }  # no conversion back in torch
+    return given | {
+        "b": torch.rand(2, 3),
+        "a": torch.rand(3, 0),
+        "é": torch.rand(5),
+        "scalar": torch.tensor(2.0),
+    }
 
 
 @pytest.mark.parametrize("metadata", [None, {"format": "pt"}])

@@ -17,7 +17,9 @@ from optkit.graph.stored import Place, StoredPart, StoredTensor, stack_stored
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 
 
-def stored(rows: list[int], dtype: torch.dtype, transposed: bool = False) -> tuple[StoredTensor, torch.Tensor]:
+def stored(
+    rows: list[int], dtype: torch.dtype, transposed: bool = False
+) -> tuple[StoredTensor, torch.Tensor]:
     """A stored tensor of parts with ``rows`` rows, and the same in memory by ``Origin.build``."""
     values = {str(i): torch.randn(n, 3).to(dtype) for i, n in enumerate(rows)}
     parts = tuple(StoredPart.of(Place(None, name), lambda name=name: values[name]) for name in values)
