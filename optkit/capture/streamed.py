@@ -23,6 +23,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 from optkit.capture import boundary
 from optkit.capture.check import check_capture
 from optkit.capture.export import capture
+from optkit.capture.limits import MAX_LOADED_BYTES
 from optkit.checkpoint.source import Source
 from optkit.checkpoint.tensors import STORED_BYTES, float_bytes, stored
 from optkit.errors import UnsupportedModel
@@ -30,7 +31,6 @@ from optkit.graph.ir import Graph
 from optkit.graph.stored import Place
 from optkit.machine.mapped_files import PageRelease
 
-MAX_LOADED_BYTES = 4 << 30  # of float32 weights, up to which transformers loads the model
 APART = 7  # numbers between the first elements of two random weights of a width
 
 

@@ -28,10 +28,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from optkit.evaluation.limits import KEPT_ON_DISK
 from optkit.runtime.logits import RuntimeLogits as RuntimeLogits
 
 KEPT_BYTES = 1 << 30  # of the source model's logits, kept for later comparisons
-KEPT_ON_DISK = 8 << 30  # likewise, of a large model
 ROWS = 8  # logits rows scored at once: temporaries of [8, V] float32 stay in the cache
 
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from optkit.artifact.manifest import NATIVE
 from optkit.artifact.open import Artifact
 from optkit.errors import UserError
+from optkit.evaluation.limits import weight_limit
 from optkit.lowering.compiled.hook import lower_with_code
 from optkit.lowering.lower import Executable
 from optkit.runtime.logits import RuntimeLogits
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
 PROBE_TOKENS = 48  # of each of the two sequences
 TOLERANCE = {"cpu": 1e-5, "cuda": 0.02}  # of the largest logit; a GPU's libraries may choose other kernels
-MEMORY_SHARE = 6  # float weights in memory take up to this part of it, as in measurements
 TIMEOUT_SECONDS = 1800  # seconds, for large models on slow disks
 
 
@@ -49,7 +49,7 @@ def check_reopened(directory: Path, graph: Graph, target: Target, dtype: torch.d
     Raises:
         ArtifactDiffers: the artifact can't be opened, or the logits differ.
     """
-    streamed = target.kind == "cpu" and graph.num_bytes() > target.memory_bytes // MEMORY_SHARE
+    streamed = target.kind == "cpu" and graph.num_bytes() > weight_limit(target)
     lowered = lower_with_code(graph, target, native=directory / NATIVE, dtype=dtype, streamed=streamed)
     expected = probe_logits(lowered)
     del lowered

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from optkit.calibration.samples import calibration_windows
 from optkit.evaluation.kernel_times import KernelTimes
+from optkit.evaluation.limits import WINDOW_TOKENS, most_tokens, weight_limit
 from optkit.evaluation.quality import KeptLogits, RuntimeLogits, compare_many, evaluation_windows
 from optkit.evaluation.scaled_speed import fitting_terms, lower_terms
 from optkit.evaluation.speed import PairedTimes, measure_pair, measure_sums, workload_points
@@ -33,11 +34,6 @@ from optkit.pipeline import objective
 from optkit.pipeline.compile_hook import lower_with_code
 from optkit.pipeline.records import PassRecord
 from optkit.recipe.schema import Recipe
-
-WINDOW_TOKENS = 512  # of text that quality is measured on, at most
-MEMORY_SHARE = 6  # float weights in memory take up to this part of it
-QUALITY_FLOPS = 2e13  # of the source model in a measurement of quality: some minutes on two cores
-LEAST_WINDOWS = 2  # without a second window there is no error of the mean over windows
 
 
 @dataclass(frozen=True)
@@ -98,7 +94,7 @@ class Measurement:
     @property
     def weight_limit(self) -> int:
         """Bytes of weights in memory at once."""
-        return self.target.memory_bytes // MEMORY_SHARE
+        return weight_limit(self.target)
 
     def measure_short(
         self, before: Graph, after: Graph, enough: Callable[[PairedTimes], bool]
@@ -116,7 +112,7 @@ class Measurement:
 
         Quality is measured on ``tokens`` tokens of text, of each of ``variants`` (a step size by name).
         """
-        tokens = min(tokens, self.most_tokens)
+        tokens = min(tokens, most_tokens(self.reference.num_bytes() / 4))
         self.progress(f"{record.name}: measuring quality on {tokens} tokens")
         record.judged(self.quality(candidate, tokens, variants))
 
@@ -152,13 +148,6 @@ class Measurement:
             return runtime_logits(lowered, self.recipe.runtime.block_size)
 
         return KeptLogits(source, spill=self.spill)
-
-    @property
-    def most_tokens(self) -> int:
-        """Tokens of text for a measurement of quality of a model of this size, in windows of ``WINDOW_TOKENS``."""
-        parameters = self.reference.num_bytes() / 4
-        windows = int(QUALITY_FLOPS / (2 * parameters * WINDOW_TOKENS))
-        return max(LEAST_WINDOWS, windows) * WINDOW_TOKENS
 
     def window_length(self) -> int:
         """Tokens of a window of text: ``WINDOW_TOKENS``, or the context length if shorter."""
