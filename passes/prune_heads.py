@@ -91,7 +91,7 @@ class PruneHeads(Pass):
         after = {"num_attention_heads": kept * heads // groups, "num_key_value_heads": kept, "head_dim": size}
         graph.annotations["config"] = {**graph.annotations.get("config", {}), **after}
         specs = tuple(replace(spec, num_kv_heads=kept) for spec in graph.meta.kv_specs)
-        graph.meta = replace(graph.meta, kv_specs=specs)
+        graph.meta = graph.meta.with_kv_specs(specs)
         stats = {"heads_before": heads, "kv_heads_before": groups, **after}
         return PassResult(
             len(plan.sites), stats | {"weight_bytes_before": before, "weight_bytes_after": graph.num_bytes()}

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from optkit.graph.ir import KVSpec
+from optkit.graph.states import KVSpec
 from optkit.kernels import cpu, reference
 from optkit.kernels.cpu import attention, native, sdpa
 

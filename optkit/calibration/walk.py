@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, fx
 
 from optkit.graph import variants
-from optkit.graph.ir import Graph, KVSpec
+from optkit.graph.ir import Graph
+from optkit.graph.states import STATE_SLOTS, named_pools
 from optkit.kernels import PLAIN
 from optkit.lowering.dense import dense_inputs
 from optkit.lowering.lower import Executable, lower
@@ -181,10 +182,11 @@ class Segment:
         after = done | self.computed
         self.results = [n for n in order if needed(n, after, goal) and not pieces(n)]
         self.inputs = list(dict.fromkeys(i for n in order for i in n.all_input_nodes if i in done))
-        self.specs = graph.meta.kv_specs
+        self.states = graph.meta.states
         self.device = torch.device("cpu" if target is None else target.device)
         self.model = self.lowered(graph, order, target, tokens)
         self.pools: dict[str, Tensor] = {}
+        self.blocks = 0
 
     def lowered(
         self, graph: Graph, order: Sequence[fx.Node], target: Target | None, tokens: int
@@ -215,22 +217,18 @@ class Segment:
         inputs = dense_inputs([len(window)], window, ())
         if rows is not None:
             inputs["logits_index"] = rows
-        inputs = {name: value.to(self.device) for name, value in inputs.items()} | self.kv_pools(len(window))
+        inputs[STATE_SLOTS] = torch.zeros(1, dtype=torch.int32)
+        inputs = {name: value.to(self.device) for name, value in inputs.items()} | self.state_pools(
+            len(window)
+        )
         inputs |= {f"value_{node.name}": values[node] for node in self.inputs}
         return dict(zip(self.results, self.model(inputs), strict=True))
 
-    def kv_pools(self, length: int) -> dict[str, Tensor]:
-        """Pools of the layers in the part, with room for a window; each window writes before reading."""
+    def state_pools(self, length: int) -> dict[str, Tensor]:
+        """Pools of the layers in the part, with room for a window; each window begins anew."""
         blocks = -(-length // BLOCK_SIZE)
-        first = next(iter(self.pools.values()), None)
-        if first is None or len(first) < blocks:
-            self.pools = {}
-            for spec in self.specs:
-                if f"k_cache_{spec.layer}" in self.model.inputs:
-                    self.pools |= named_pools(spec, blocks, self.device)
+        if self.blocks < blocks:
+            states = [spec for spec in self.states if set(spec.inputs) & set(self.model.inputs)]
+            self.pools = named_pools(states, blocks, BLOCK_SIZE, 1, self.device)
+            self.blocks = blocks
         return self.pools
-
-
-def named_pools(spec: KVSpec, blocks: int, device: torch.device) -> dict[str, Tensor]:
-    k, v = spec.pools(blocks, BLOCK_SIZE, device)
-    return {f"k_cache_{spec.layer}": k, f"v_cache_{spec.layer}": v}

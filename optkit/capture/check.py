@@ -83,7 +83,7 @@ def positions(ids: Tensor, first: int) -> Tensor:
 
 def whole(executable: Executable, ids: Tensor, first: int = 0) -> Tensor:
     """Logits [T, V] of the graph, for a sequence with positions from ``first`` on."""
-    inputs = dense_inputs([len(ids)], ids, executable.kv_specs)
+    inputs = dense_inputs([len(ids)], ids, executable.states)
     return executable(inputs | {"positions": positions(ids, first)})
 
 

@@ -18,9 +18,10 @@ from torch import Tensor, fx
 
 from optkit.capture.boundary import OUTSIDE_INTERFACE
 from optkit.errors import UnsupportedModel
-from optkit.graph.ir import BATCH_INPUTS, Graph, GraphMeta, KVSpec, Origin, Part, Weight
+from optkit.graph.ir import BATCH_INPUTS, Graph, GraphMeta, Origin, Part, Weight
 from optkit.graph.ops import op_name
 from optkit.graph.ops.aten import PLACEMENT
+from optkit.graph.states import KVSpec, StateSpec, kv_of
 from optkit.kernels import PLAIN, reference
 
 aten = torch.ops.aten
@@ -96,7 +97,7 @@ class Flattener:
         self.new: dict[fx.Node, Any] = {}
         self.flat: set[fx.Node] = set()
         self.weights: dict[str, Weight] = {}
-        self.kv_specs: list[KVSpec] = []
+        self.states: list[StateSpec] = []
         self.inputs = {name: self.graph.placeholder(name) for name in BATCH_INPUTS}
         self.last_input = self.inputs["logits_index"]
 
@@ -119,14 +120,14 @@ class Flattener:
         return self.finish()
 
     def finish(self) -> Graph:
-        if not self.kv_specs:
+        if not self.states:
             raise UnsupportedModel(OUTSIDE_INTERFACE, where=self.captured.config.model_type)
         config = self.captured.config
         meta = GraphMeta(
             model_type=config.model_type,
             vocab_size=int(config.vocab_size),
             max_model_len=int(getattr(config, "max_position_embeddings", 0) or 2048),
-            kv_specs=tuple(self.kv_specs),
+            states=tuple(self.states),
             input_embedding=self.embedding_name,
             output_embedding=self.head_name,
         )
@@ -321,12 +322,12 @@ class Flattener:
             int(k.meta["val"].shape[3]),
             int(v.meta["val"].shape[3]),
         )
-        if any(spec.layer == layer for spec in self.kv_specs):
+        if any(spec.layer == layer for spec in kv_of(self.states)):
             raise UnsupportedModel(
                 f"two attentions have the layer number {layer}, and KV is cached by layer",
                 where=self.captured.config.model_type,
             )
-        self.kv_specs.append(KVSpec(layer, kv, k_dim, v_dim))
+        self.states.append(KVSpec(layer, kv, k_dim, v_dim))
         k_cache = self.new_input(f"k_cache_{layer}")
         v_cache = self.new_input(f"v_cache_{layer}")
         batch = [self.inputs[n] for n in ("slot_mapping", "query_start", "seq_lens", "block_tables")]

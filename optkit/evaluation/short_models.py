@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from optkit.graph import ops
-from optkit.graph.ir import Graph
+from optkit.graph.ir import BATCH_INPUTS, Graph
 from optkit.graph.shapes import signature
 from optkit.kernels import reference
 
@@ -137,7 +137,7 @@ class Shortened:
         kept = [node for index in self.order for node in self.parts.parts[index]]
         read = {argument for node in kept for argument in node.all_input_nodes}
         for node in source.fx.find_nodes(op="placeholder"):
-            if node in read or "_cache_" not in str(node.target):
+            if node in read or str(node.target) in BATCH_INPUTS:
                 self.copy(node)
         for before, index in zip([None, *self.order], self.order, strict=False):
             if before is not None:
@@ -147,8 +147,8 @@ class Shortened:
         self.fx.output(fx.map_arg(source.fx.output_node().args[0], self.operand))
         weights = {str(n.target): source.weights[str(n.target)] for n in self.fx.find_nodes(op="get_attr")}
         pools = {str(n.target) for n in self.fx.find_nodes(op="placeholder")}
-        specs = tuple(spec for spec in source.meta.kv_specs if f"k_cache_{spec.layer}" in pools)
-        return Graph(self.fx, weights, replace(source.meta, kv_specs=specs))
+        states = tuple(spec for spec in source.meta.states if pools & set(spec.inputs))
+        return Graph(self.fx, weights, replace(source.meta, states=states))
 
     def connect(self, before: int, index: int) -> None:
         """Let part ``index`` read the results of part ``before`` instead of those of its own predecessor."""

@@ -12,16 +12,16 @@ row after row, so a fusion copies nothing on disk, and the artifact keeps the na
 from __future__ import annotations
 
 import copy
-import mmap
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from optkit.graph.states import KVSpec, RecurrentSpec, StateSpec, kv_of, recurrent_of, state_inputs
 from optkit.graph.stored import StoredTensor
-from optkit.kernels.reference import KV_SCALE_BYTES, linear
+from optkit.kernels.reference import linear
 
 BATCH_INPUTS = (
     "input_ids",
@@ -134,62 +134,35 @@ class Weight:
         return pieces | self.origin.split(self.value)
 
 
-# The storage of a token's head in KV pools: the dtype, and the elements of a row besides the D values.
-KV_DTYPES = {
-    "float32": (torch.float32, 0),
-    "bfloat16": (torch.bfloat16, 0),  # as the graph's activations, where it computes in half precision
-    "float16": (torch.float16, 0),
-    "int8": (torch.int8, KV_SCALE_BYTES),
-    "fp8": (torch.uint8, KV_SCALE_BYTES),  # the bytes of E4M3
-}
-
-
-@dataclass(frozen=True)
-class KVSpec:
-    """The two KV pools of an attention layer: K [blocks, block_size, num_kv_heads, head_dim] and V, of v_head_dim.
-
-    ``dtype`` is a key of ``KV_DTYPES``. Rows of an int8 or fp8 pool are four bytes longer: their scale
-    (``reference.quantize_kv``).
-    """
-
-    layer: int
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    dtype: str = "float32"
-
-    def __post_init__(self) -> None:
-        if self.dtype not in KV_DTYPES:
-            raise ValueError(f"KV dtype {self.dtype!r:.80} is none of {', '.join(KV_DTYPES)}")
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of a token in both pools."""
-        dtype, extra = KV_DTYPES[self.dtype]
-        return self.num_kv_heads * (self.head_dim + self.v_head_dim + 2 * extra) * dtype.itemsize
-
-    def pools(
-        self, num_blocks: int, block_size: int, device: torch.device | str = "cpu"
-    ) -> tuple[Tensor, Tensor]:
-        """Zeroed K and V pools. On the CPU a page costs memory from the first write on."""
-        dtype, extra = KV_DTYPES[self.dtype]
-        shape = (num_blocks, block_size, self.num_kv_heads)
-        k, v = (
-            unwritten_zeros((*shape, dim + extra), dtype, device) for dim in (self.head_dim, self.v_head_dim)
-        )
-        return k, v
-
-
 @dataclass(frozen=True)
 class GraphMeta:
-    """Facts about the model for the runtime and the artifact."""
+    """Facts about the model for the runtime and the artifact. ``states`` are what its layers keep of a sequence."""
 
     model_type: str
     vocab_size: int
     max_model_len: int
-    kv_specs: tuple[KVSpec, ...]
+    states: tuple[StateSpec, ...]
     input_embedding: str  # weight name of the token embedding
     output_embedding: str  # module name of the head, even where its weight is tied
+
+    @property
+    def kv_specs(self) -> tuple[KVSpec, ...]:
+        """The states that are paged KV."""
+        return kv_of(self.states)
+
+    @property
+    def recurrent_specs(self) -> tuple[RecurrentSpec, ...]:
+        """The states of fixed size."""
+        return recurrent_of(self.states)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The inputs that a graph may have: the batch and the pools of states."""
+        return BATCH_INPUTS + state_inputs(self.states)
+
+    def with_kv_specs(self, specs: Iterable[KVSpec]) -> GraphMeta:
+        """The same facts with ``specs`` in place of all KV; recurrent states stay."""
+        return replace(self, states=(*specs, *self.recurrent_specs))
 
 
 @dataclass
@@ -299,14 +272,6 @@ class Graph:
         if self.is_meta:
             return sum(weight.nbytes for weight in self.weights.values())
         return sum({weight.memory: weight.nbytes for weight in self.weights.values()}.values())
-
-
-def unwritten_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """Zeros like ``torch.zeros``, in pages filled with zeros by the kernel on first use."""
-    size = torch.Size(shape).numel() * dtype.itemsize
-    if torch.device(device).type != "cpu" or size == 0:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)
 
 
 def module_name(weight_name: str) -> str:

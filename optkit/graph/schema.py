@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from optkit.graph.ir import KV_DTYPES
+from optkit.graph.states import KV_DTYPES, STATE_DTYPES
 from optkit.untrusted_json import Name, Schema, Size
 
 MAX_LAYERS, MAX_HEADS, MAX_HEAD_DIM = 1024, 65536, 65536
 MAX_VOCABULARY, MAX_LENGTH = 1 << 21, 1 << 24
+MAX_STATES, MAX_STATE_SIZE = 4 * MAX_LAYERS, 1 << 20
 
+Layer = Annotated[int, Field(ge=0, lt=MAX_LAYERS)]
 Heads = Annotated[int, Field(ge=1, le=MAX_HEADS)]
 HeadDim = Annotated[int, Field(ge=1, le=MAX_HEAD_DIM)]
 Rows = Annotated[int, Field(ge=0, le=1 << 48)]
@@ -22,22 +24,50 @@ Parts = Annotated[list[PartEntry], Field(min_length=1)]
 class KVEntry(Schema):
     """A ``KVSpec``."""
 
-    layer: Annotated[int, Field(ge=0, lt=MAX_LAYERS)]
+    layer: Layer
     num_kv_heads: Heads
     head_dim: HeadDim
     v_head_dim: HeadDim
     dtype: Literal[tuple(KV_DTYPES)] = "float32"  # type: ignore[valid-type]
+    window: Annotated[int, Field(ge=0, le=MAX_LENGTH)] = 0
+
+
+class KVState(KVEntry):
+    """A ``KVSpec`` in the list of states."""
+
+    kind: Literal["kv"]
+
+
+class RecurrentState(Schema):
+    """A ``RecurrentSpec``."""
+
+    kind: Literal["recurrent"]
+    layer: Layer
+    name: Name
+    shape: Annotated[list[Annotated[int, Field(ge=1, le=MAX_STATE_SIZE)]], Field(min_length=1, max_length=4)]
+    dtype: Literal[tuple(STATE_DTYPES)] = "float32"  # type: ignore[valid-type]
+
+
+StateEntry = Annotated[KVState | RecurrentState, Field(discriminator="kind")]
 
 
 class MetaEntry(Schema):
-    """A ``GraphMeta``."""
+    """A ``GraphMeta``; older files have ``kv_specs`` in place of ``states``."""
 
     model_type: Name
     vocab_size: Annotated[int, Field(ge=1, le=MAX_VOCABULARY)]
     max_model_len: Annotated[int, Field(ge=1, le=MAX_LENGTH)]
-    kv_specs: Annotated[list[KVEntry], Field(max_length=MAX_LAYERS)]
+    states: Annotated[list[StateEntry], Field(max_length=MAX_STATES)] | None = None
+    kv_specs: Annotated[list[KVEntry], Field(max_length=MAX_LAYERS)] | None = None
     input_embedding: Name
     output_embedding: Name
+
+    @model_validator(mode="after")
+    def one_list(self) -> MetaEntry:
+        """Refuse two lists or none."""
+        if (self.states is None) == (self.kv_specs is None):
+            raise ValueError("it must have states, or, in an older file, kv_specs")
+        return self
 
 
 class CompilePlan(Schema):

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, fx
 
 from optkit.errors import UserError
-from optkit.graph.ir import BATCH_INPUTS, Graph, GraphMeta, KVSpec, Origin, Part, Weight
+from optkit.graph.ir import Graph, GraphMeta, Origin, Part, Weight
 from optkit.graph.ops import OPS, op_name
 from optkit.graph.schema import GraphFile
+from optkit.graph.states import KVSpec, RecurrentSpec, StateSpec
 from optkit.graph.stored import StoredTensor
 from optkit.untrusted_json import check, parse_bounded
 
@@ -31,6 +32,7 @@ WeightLoader = Callable[[str, Origin | None, torch.dtype], Tensor | StoredTensor
 
 FORMAT = "optkit-graph"
 VERSION = 1
+KIND_NAMES = {KVSpec: "kv", RecurrentSpec: "recurrent"}
 
 
 def graph_to_json(graph: Graph) -> str:
@@ -40,7 +42,7 @@ def graph_to_json(graph: Graph) -> str:
     head = {
         "format": FORMAT,
         "version": VERSION,
-        "meta": dataclasses.asdict(graph.meta),
+        "meta": encode_meta(graph.meta),
         "plan": graph.annotations,
         "inputs": [str(n.target) for n in graph.fx.nodes if n.op == "placeholder"],
         "output": encode(output.args[0]),
@@ -51,6 +53,11 @@ def graph_to_json(graph: Graph) -> str:
         f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in weights.items()
     )
     return text + '\n },\n "nodes": [\n' + ",\n".join("  " + json.dumps(n) for n in nodes) + "\n ]\n}\n"
+
+
+def encode_meta(meta: GraphMeta) -> dict[str, Any]:
+    states = [{"kind": KIND_NAMES[type(spec)], **dataclasses.asdict(spec)} for spec in meta.states]
+    return dataclasses.asdict(meta) | {"states": states}
 
 
 def encode_weight(weight: Weight) -> dict[str, Any]:
@@ -137,7 +144,7 @@ class Reader:
         return Graph(self.fx, self.weights, meta, dict(self.data["plan"]))
 
     def inputs(self, meta: GraphMeta) -> None:
-        known = {*BATCH_INPUTS, *(f"{c}_cache_{spec.layer}" for spec in meta.kv_specs for c in "kv")}
+        known = set(meta.inputs)
         for name in self.data["inputs"]:
             if name not in known or name in self.nodes:
                 raise ValueError(f"input {name!r:.80}")
@@ -186,11 +193,21 @@ def identifier(name: Any) -> str:
 
 
 def decode_meta(data: Mapping[str, Any]) -> GraphMeta:
-    """The meta data, whose types were checked."""
-    specs = tuple(KVSpec(**spec) for spec in data["kv_specs"])
-    if len({spec.layer for spec in specs}) != len(specs):
-        raise ValueError("two KV specs are of one layer")
-    return GraphMeta(kv_specs=specs, **{key: value for key, value in data.items() if key != "kv_specs"})
+    """The meta data, whose types were checked. Older files list KV alone, as ``kv_specs``."""
+    facts = {key: value for key, value in data.items() if key not in ("states", "kv_specs")}
+    older = [{"kind": "kv", **spec} for spec in data.get("kv_specs", ())]
+    meta = GraphMeta(states=tuple(map(decode_state, data.get("states", older))), **facts)
+    if len(set(meta.inputs)) != len(meta.inputs):
+        raise ValueError("two states have one pool")
+    return meta
+
+
+def decode_state(entry: Mapping[str, Any]) -> StateSpec:
+    """A state, whose types were checked."""
+    fields: dict[str, Any] = {key: value for key, value in entry.items() if key != "kind"}
+    if entry["kind"] == "kv":
+        return KVSpec(**fields)
+    return RecurrentSpec(**fields | {"shape": tuple(fields["shape"])})
 
 
 def decode_weight(name: str, entry: Mapping[str, Any], load: WeightLoader) -> Weight:

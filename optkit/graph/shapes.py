@@ -17,6 +17,7 @@ from optkit.graph import ops
 from optkit.graph.ir import Graph
 from optkit.graph.operand_check import check_call
 from optkit.graph.ops.operands import expect
+from optkit.graph.states import STATE_SLOTS, named_pools
 
 SPLIT, MAX_PARTS = ops.aten("split.Tensor"), 4096
 MAX_ELEMENTS = 1 << 40
@@ -153,7 +154,7 @@ def meta_inputs(graph: Graph, point: Point, block_size: int) -> dict[str, Tensor
         "block_tables": torch.empty(point.sequences, blocks, **int32),
         "logits_index": torch.empty(point.sequences, **long),
     }
-    for spec in graph.meta.kv_specs:
-        k, v = spec.pools(blocks * point.sequences, block_size, "meta")
-        inputs |= {f"k_cache_{spec.layer}": k, f"v_cache_{spec.layer}": v}
-    return inputs
+    if graph.meta.recurrent_specs:
+        inputs[STATE_SLOTS] = torch.empty(point.sequences, **int32)
+    states = graph.meta.states
+    return inputs | named_pools(states, blocks * point.sequences, block_size, point.sequences + 1, "meta")

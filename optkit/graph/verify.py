@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 from torch import Tensor, fx
 
 from optkit.graph import ops, variants
-from optkit.graph.ir import BATCH_INPUTS, Graph
+from optkit.graph.ir import Graph
 from optkit.graph.operand_check import check_indexes, check_origins
 from optkit.graph.ops.aten import PLACEMENT
+from optkit.graph.ops.operands import Role
 from optkit.graph.shapes import Point, ShapeError, infer_shapes
+from optkit.graph.states import STATE_SLOTS
 from optkit.kernels import reference
 
 MAX_VARIANTS = 4
@@ -33,6 +37,7 @@ def verify(graph: Graph, *, lowered: bool = False) -> None:
     check_nodes(graph)
     check_weights(graph)
     check_attention(graph)
+    check_states(graph)
     check_operands(graph, lowered)
     check_variants(graph)
     for point, block_size in POINTS:
@@ -44,7 +49,7 @@ def verify(graph: Graph, *, lowered: bool = False) -> None:
 def check_nodes(graph: Graph) -> None:
     """Closed op list, no devices or layouts, inputs known, arguments defined before use, a single output."""
     seen: set[fx.Node] = set()
-    inputs = set(BATCH_INPUTS) | {f"{c}_cache_{s.layer}" for s in graph.meta.kv_specs for c in "kv"}
+    inputs = set(graph.meta.inputs)
     for node in graph.fx.nodes:
         for argument in node.all_input_nodes:
             if argument not in seen:
@@ -97,6 +102,25 @@ def check_attention(graph: Graph) -> None:
     expected = sorted((f"k_cache_{s.layer}", f"v_cache_{s.layer}") for s in graph.meta.kv_specs)
     if sorted(pools) != expected or len(set(expected)) != len(expected):
         raise VerifyError(f"attention ops use the pools {sorted(pools)}, the layers have {expected}")
+
+
+def check_states(graph: Graph) -> None:
+    """Each recurrent state belongs to exactly one op, which has it and the slots of the batch as operands.
+
+    A state that a second op advanced, or that no op keeps, would be another sequence than the tokens say.
+    """
+    uses: Counter[str] = Counter()
+    for node in graph.fx.nodes:
+        op = ops.record_of(node.target)
+        states = [o for o in op.tensors if o.role is Role.STATE] if op else []
+        given = [a for o in states if op and isinstance(a := op.argument(node, o.name), fx.Node)]
+        uses.update(str(argument.target) for argument in given)
+        slots = [a for a in node.all_input_nodes if a.op == "placeholder" and a.target == STATE_SLOTS]
+        if given and not slots:
+            raise VerifyError(f"{node.name} keeps a state, but does not get {STATE_SLOTS}")
+    for spec in graph.meta.recurrent_specs:
+        if uses[spec.inputs[0]] != 1:
+            raise VerifyError(f"the state {spec.inputs[0]} belongs to {uses[spec.inputs[0]]} ops, not to one")
 
 
 def check_variants(graph: Graph) -> None:

@@ -1,4 +1,4 @@
-"""Batch inputs for runs of a graph on whole sequences, with a KV pool of the exact size, for checks and calibration."""
+"""Batch inputs for runs of a graph on whole sequences, with pools of the exact size, for checks and calibration."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from optkit.graph.ir import KVSpec
+from optkit.graph.states import STATE_SLOTS, StateSpec, named_pools, recurrent_of
 
 
 def dense_inputs(
-    lengths: Sequence[int], ids: Tensor, specs: Sequence[KVSpec], block_size: int = 16
+    lengths: Sequence[int], ids: Tensor, states: Sequence[StateSpec], block_size: int = 16
 ) -> dict[str, Tensor]:
     """Batch inputs for sequences of ``lengths`` in a call, with logits for every row."""
     blocks = [-(-n // block_size) for n in lengths]
@@ -30,7 +30,6 @@ def dense_inputs(
         "block_tables": tables,
         "logits_index": torch.arange(len(ids)),
     }
-    for spec in specs:
-        k, v = spec.pools(sum(blocks), block_size)
-        inputs |= {f"k_cache_{spec.layer}": k, f"v_cache_{spec.layer}": v}
-    return inputs
+    if recurrent_of(states):
+        inputs[STATE_SLOTS] = torch.arange(len(lengths), dtype=torch.int32)
+    return inputs | named_pools(states, sum(blocks), block_size, len(lengths))

@@ -22,8 +22,9 @@ from optkit import kernels
 from optkit.cancellation import check_cancelled
 from optkit.errors import UserError
 from optkit.graph import variants
-from optkit.graph.ir import Graph, GraphMeta, KVSpec
+from optkit.graph.ir import Graph, GraphMeta
 from optkit.graph.ops import op_name
+from optkit.graph.states import KVSpec
 from optkit.graph.stored import StoredTensor
 from optkit.graph.variants import SharedWeights
 from optkit.kernels import reference
@@ -98,6 +99,7 @@ class Executable:
     def __init__(self, lowered: Sequence[LoweredVariant]) -> None:
         self.variants, meta = tuple(lowered), lowered[-1].meta
         self.inputs = tuple(dict.fromkeys(name for variant in lowered for name in variant.inputs))
+        self.states = meta.states
         self.kv_specs: list[KVSpec] = list(meta.kv_specs)
         self.vocab_size = meta.vocab_size
         self.max_model_len = meta.max_model_len

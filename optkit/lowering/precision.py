@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, fx
 
 from optkit.graph import ops
-from optkit.graph.ir import Graph, KVSpec, Weight
+from optkit.graph.ir import Graph, Weight
 from optkit.graph.shapes import MetaRun, Point
+from optkit.graph.states import KVSpec
 from optkit.graph.variants import SharedWeights
 from optkit.kernels import reference
 
@@ -50,7 +51,7 @@ def compute_dtype(name: str) -> torch.dtype:
 
 
 def follow(graph: Graph, dtype: torch.dtype, device: torch.device, shared: SharedWeights) -> None:
-    graph.meta = replace(graph.meta, kv_specs=tuple(narrow_spec(spec, dtype) for spec in graph.meta.kv_specs))
+    graph.meta = graph.meta.with_kv_specs(narrow_spec(spec, dtype) for spec in graph.meta.kv_specs)
     for node in graph.calls(reference.embedding):
         narrowed = narrow_weight(graph, ops.weight(node), node, dtype, device, shared)
         node.replace_input_with(ops.weight(node), narrowed)

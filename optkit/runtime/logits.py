@@ -14,13 +14,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from optkit.graph.states import STATE_SLOTS
 from optkit.runtime.kv.pools import allocate
+
+SEQUENCES = 2  # in a batch
 
 
 class Model(Protocol):
     """The used part of ``optkit.lowering.lower.Executable``."""
 
-    kv_specs: Any
+    states: Any
     vocab_size: int
     max_model_len: int
 
@@ -48,8 +51,8 @@ class RuntimeLogits:
         return self.model.max_model_len
 
     def logits(self, windows: Sequence[Sequence[int]]) -> Iterator[Tensor]:
-        for first in range(0, len(windows), 2):
-            outputs = self._run([torch.tensor(window) for window in windows[first : first + 2]])
+        for first in range(0, len(windows), SEQUENCES):
+            outputs = self._run([torch.tensor(window) for window in windows[first : first + SEQUENCES]])
             while outputs:  # the caller frees each window's logits before the next window
                 yield outputs.pop(0)
 
@@ -84,11 +87,8 @@ class RuntimeLogits:
 
     def _caches(self, blocks: int) -> dict[str, Tensor]:
         if self._pools[0] < blocks:
-            specs = self.model.kv_specs
-            keys, values = allocate(specs, blocks, self.block_size, self.device)
-            named = {f"k_cache_{spec.layer}": pool for spec, pool in zip(specs, keys, strict=True)}
-            named |= {f"v_cache_{spec.layer}": pool for spec, pool in zip(specs, values, strict=True)}
-            self._pools = (blocks, named)
+            states = self.model.states
+            self._pools = (blocks, allocate(states, blocks, self.block_size, SEQUENCES, self.device))
         return self._pools[1]
 
     def _inputs(
@@ -105,6 +105,7 @@ class RuntimeLogits:
             "seq_lens": torch.tensor([done[i] + n for i, n in take.items()], dtype=torch.int32),
             "block_tables": tables[list(take)].to(torch.int32),
             "logits_index": torch.arange(int(counts.sum())),
+            STATE_SLOTS: torch.tensor([SEQUENCES - 1 - i for i in take], dtype=torch.int32),
         }
 
     def _slots(self, table: Tensor, positions: Tensor) -> Tensor:

@@ -13,12 +13,16 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from optkit.runtime.kv.pools import KVSpec, allocate, block_bytes, dtype_label
+from optkit.graph.states import STATE_SLOTS, KVSpec, StateSpec, sequence_bytes
+from optkit.runtime.kv.pools import allocate, block_bytes, dtype_label
 from optkit.runtime.types import Batch
 
 
 class ServableModel(Protocol):
     """A lowered graph (``optkit.lowering.lower.Executable``)."""
+
+    @property
+    def states(self) -> Sequence[StateSpec]: ...
 
     @property
     def kv_specs(self) -> Sequence[KVSpec]: ...
@@ -38,7 +42,11 @@ class ServableModel(Protocol):
 
 
 class ModelRunner:
-    """Run batches on ``model`` with a KV pool of ``num_blocks`` blocks on the device of the model's weights."""
+    """Run batches on ``model`` with a KV pool of ``num_blocks`` blocks on the device of the model's weights.
+
+    Args:
+        num_slots: sequences whose recurrent state is kept; unused by models without.
+    """
 
     def __init__(
         self,
@@ -46,6 +54,7 @@ class ModelRunner:
         num_blocks: int,
         block_size: int,
         device: torch.device | str | None = None,
+        num_slots: int = 0,
     ) -> None:
         where: torch.device | str = getattr(model, "device", "cpu") if device is None else device
         self.model, self.device = model, torch.device(where)
@@ -53,22 +62,26 @@ class ModelRunner:
         self.kv_bytes = num_blocks * block_bytes(model.kv_specs, block_size)
         self.kv_dtype = dtype_label(model.kv_specs)
         self.weight_bytes, self.workspace_bytes = model.weight_bytes, model.workspace_bytes
-        k_caches, v_caches = allocate(model.kv_specs, num_blocks, block_size, self.device)
-        self.kv_pools: dict[str, torch.Tensor] = {}
-        for spec, k, v in zip(model.kv_specs, k_caches, v_caches, strict=True):
-            self.kv_pools |= {f"k_cache_{spec.layer}": k, f"v_cache_{spec.layer}": v}
+        self.num_slots = num_slots if sequence_bytes(model.states) else 0
+        self.state_bytes = self.num_slots * sequence_bytes(model.states)
+        pools = allocate(model.states, num_blocks, block_size, self.num_slots, self.device)
+        paged = {name for spec in model.kv_specs for name in spec.inputs}
+        self.kv_pools = {name: pool for name, pool in pools.items() if name in paged}
+        self.state_pools = {name: pool for name, pool in pools.items() if name not in paged}
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> torch.Tensor:
         """Logits [sum of num_logits, vocab_size] float32, in batch order."""
         arrays = batch_inputs(batch, self.block_size)
+        if self.num_slots:
+            arrays[STATE_SLOTS] = state_slots(batch, self.num_slots)
         count = len(arrays["logits_index"])
         if count == 0:  # kernels need not handle zero rows: compute one and drop it
             arrays["logits_index"] = np.array([batch.num_tokens - 1], dtype=np.int64)
         inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
         if self.device.type != "cpu":
             inputs = {name: tensor.to(self.device) for name, tensor in inputs.items()}
-        return self.model(inputs | self.kv_pools)[:count]
+        return self.model(inputs | self.kv_pools | self.state_pools)[:count]
 
     def read_block(self, block: int) -> np.ndarray:
         """The KV of ``block`` in all layers, as bytes [n] uint8 on the host."""
@@ -81,6 +94,18 @@ class ModelRunner:
         parts = torch.tensor(data, device=self.device).split([row.numel() for row in rows])
         for row, part in zip(rows, parts, strict=True):
             row.copy_(part.view_as(row))
+
+
+def state_slots(batch: Batch, num_slots: int) -> np.ndarray:
+    """The slot of each sequence: [S] int32. Native kernels take the numbers for addresses, so they are checked here.
+
+    Raises:
+        ValueError: a slot does not exist, or two sequences have one.
+    """
+    slots = [item.request.state_slot for item in batch.items]
+    if not (min(slots) >= 0 and max(slots) < num_slots and len(set(slots)) == len(slots)):
+        raise ValueError(f"state slots {slots!s:.200} are no {len(slots)} different ones of {num_slots}")
+    return np.array(slots, dtype=np.int32)
 
 
 def batch_inputs(batch: Batch, block_size: int) -> dict[str, np.ndarray]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 QUEUE_TIMEOUT = "the request waited too long for its turn"
 PENDING = -1  # stands in a request for a token that the device is still computing (optkit.runtime.overlap)
+NO_SLOT = -1
 ALL_TOKENS = 1 << 62  # more than any request has
 
 
@@ -227,6 +228,7 @@ class Request:
     Invariant: ``0 <= num_computed <= len(token_ids)``; new work is ``token_ids[num_computed:]``.
 
     Attributes:
+        state_slot: the slot of the recurrent state, for models that have one; ``NO_SLOT`` without.
         rank: place among all requests, fixed on arrival by the scheduling policy; the smallest goes first.
         digests: of the full blocks, as far as needed (``PrefixCache.digests``).
         nodes: the first blocks in the prefix cache.
@@ -240,6 +242,7 @@ class Request:
     token_ids: list[int]
     num_computed: int = 0
     block_table: list[int] = field(default_factory=list)
+    state_slot: int = NO_SLOT
     rank: tuple[float, int] = (0.0, 0)
     digests: list[bytes] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)

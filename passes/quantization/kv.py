@@ -13,7 +13,8 @@ from pydantic import Field
 from torch import fx
 
 from optkit.graph import ops
-from optkit.graph.ir import Graph, KVSpec
+from optkit.graph.ir import Graph
+from optkit.graph.states import KVSpec
 from optkit.kernels import PLAIN, reference, select
 from optkit.passes.base import Config, Pass, PassContext, PassResult, Plan, Site, Skip, Stage
 
@@ -67,7 +68,7 @@ class KVQuantization(Pass):
         chosen = {spec_of(graph, site.nodes[0]).layer for site in plan.sites}
         before = graph.meta.kv_specs
         after = tuple(replace(spec, dtype=self.dtype) if spec.layer in chosen else spec for spec in before)
-        graph.meta = replace(graph.meta, kv_specs=after)
+        graph.meta = graph.meta.with_kv_specs(after)
         stats = {
             "kv_bytes_per_token_before": sum(spec.token_bytes for spec in before),
             "kv_bytes_per_token_after": sum(spec.token_bytes for spec in after),

@@ -15,7 +15,8 @@ from optkit.capture import boundary
 from optkit.capture.export import export
 from optkit.capture.flatten import Captured, flatten, shift
 from optkit.errors import UnsupportedModel
-from optkit.graph.ir import Graph, KVSpec
+from optkit.graph.ir import Graph
+from optkit.graph.states import KVSpec
 from tests.support.graphs import dense, random_ids
 
 aten = torch.ops.aten

@@ -211,7 +211,7 @@ def test_runtime_logits_equal_the_module():
 class Recorder:
     """An executable that only checks the batch and returns the token and its position as logits."""
 
-    kv_specs = ()
+    states = ()
     vocab_size = 2
 
     def __init__(self):

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
-from optkit.graph.ir import KV_DTYPES
 from optkit.graph.ops import OPS
+from optkit.graph.states import KV_DTYPES
 from tests.fuzz.contents import Contents
 from tests.fuzz.values import FLOATS, INTS, Place, like, places
 
@@ -297,17 +297,17 @@ def other_output(dice: Random, contents: Contents) -> str | None:
 
 def other_kv_spec(dice: Random, contents: Contents) -> str | None:
     """A field of one layer's KV specification, or of all."""
-    specs = contents.graph["meta"]["kv_specs"]
+    specs = contents.graph["meta"]["states"]
     key = dice.choice(("num_kv_heads", "head_dim", "v_head_dim", "dtype", "layer"))
     value = dice.choice(list(KV_DTYPES)) if key == "dtype" else like(dice, specs[0][key])
     for spec in specs if dice.random() < 0.7 else [dice.choice(specs)]:
         spec[key] = value
-    return f"kv_specs: {key} is {value!r}"
+    return f"states: {key} is {value!r}"
 
 
 def other_meta(dice: Random, contents: Contents) -> str | None:
     meta = contents.graph["meta"]
-    key = dice.choice([key for key in meta if key != "kv_specs"])
+    key = dice.choice([key for key in meta if key != "states"])
     old, meta[key] = meta[key], like(dice, meta[key])
     return f"meta: {key} {old!r} is {meta[key]!r}"
 

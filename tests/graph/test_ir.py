@@ -6,17 +6,8 @@ import pytest
 import torch
 from torch import fx
 
-from optkit.graph.ir import (
-    KV_DTYPES,
-    Graph,
-    GraphMeta,
-    KVSpec,
-    Origin,
-    Part,
-    Weight,
-    module_name,
-    unwritten_zeros,
-)
+from optkit.graph.ir import Graph, GraphMeta, Origin, Part, Weight, module_name
+from optkit.graph.states import KV_DTYPES, KVSpec, unwritten_zeros
 from optkit.kernels import reference
 from tests.support.sample_artifact import small_graph
 

@@ -17,6 +17,7 @@ from optkit.errors import UserError
 from optkit.graph.ir import Graph, Origin, Part, Weight
 from optkit.graph.ops import OPS
 from optkit.graph.serialize import graph_from_json, graph_to_json
+from optkit.graph.states import RecurrentSpec
 from optkit.graph.verify import verify
 from optkit.lowering.lower import lower
 from tests.support.graphs import apply, captured, checkpoint, dense, random_ids
@@ -172,15 +173,27 @@ DAMAGE: dict[str, Callable[[Any], Any]] = {
     "meta is missing": lambda d: d.pop("meta"),
     "meta has another key": lambda d: d["meta"].update(code=1),
     "meta lacks a key": lambda d: d["meta"].pop("vocab_size"),
-    "a pool has another key": lambda d: d["meta"]["kv_specs"][0].update(code=1),
-    "a pool of unknown dtype": lambda d: d["meta"]["kv_specs"][0].update(dtype="int7"),
-    "a pool's dtype is a list": lambda d: d["meta"]["kv_specs"][0].update(dtype=["int8"]),
-    "pools are null": lambda d: d["meta"].update(kv_specs=None),
+    "a pool has another key": lambda d: d["meta"]["states"][0].update(code=1),
+    "a pool of unknown dtype": lambda d: d["meta"]["states"][0].update(dtype="int7"),
+    "a pool's dtype is a list": lambda d: d["meta"]["states"][0].update(dtype=["int8"]),
+    "pools are null": lambda d: d["meta"].update(states=None),
+    "two states of one pool": lambda d: d["meta"]["states"].append(dict(d["meta"]["states"][0])),
+    "a state of no kind": lambda d: d["meta"]["states"][0].pop("kind"),
+    "a state of another kind": lambda d: d["meta"]["states"][0].update(kind="code"),
+    "a recurrent state without a size": lambda d: d["meta"]["states"].append(RECURRENT | {"shape": []}),
+    "a recurrent state with a name that is code": lambda d: d["meta"]["states"].append(
+        RECURRENT | {"name": "a()"}
+    ),
+    "states and KV specs": lambda d: d["meta"].update(kv_specs=[]),
+    "neither states nor KV specs": lambda d: d["meta"].pop("states"),
     "plan is a list": lambda d: d.update(plan=[1]),
     "another format": lambda d: d.update(format="other"),
     "a later version": lambda d: d.update(version=2),
     "version is text": lambda d: d.update(version="1"),
 }
+
+
+RECURRENT = {"kind": "recurrent", "layer": 3, "name": "conv_state", "shape": [6, 3], "dtype": "float32"}
 
 
 @pytest.mark.parametrize("name", DAMAGE)
@@ -196,7 +209,7 @@ def test_what_is_not_damaged_is_read() -> None:
 
 def test_pools_keep_their_dtype() -> None:
     data = json.loads(small_text())
-    data["meta"]["kv_specs"][0]["dtype"] = "int8"
+    data["meta"]["states"][0]["dtype"] = "int8"
     graph = read_small(json.dumps(data))
     assert graph.meta.kv_specs[0].dtype == "int8"
     assert json.loads(graph_to_json(graph))["meta"] == data["meta"]
@@ -204,9 +217,26 @@ def test_pools_keep_their_dtype() -> None:
 
 def test_a_file_from_before_pools_had_a_dtype() -> None:
     data = json.loads(small_text())
-    for spec in data["meta"]["kv_specs"]:
+    for spec in data["meta"]["states"]:
         del spec["dtype"]
     assert {spec.dtype for spec in read_small(json.dumps(data)).meta.kv_specs} == {"float32"}
+
+
+def test_a_file_from_before_there_were_other_states_is_read() -> None:
+    data, older = json.loads(small_text()), json.loads(small_text())
+    specs = older["meta"].pop("states")
+    older["meta"]["kv_specs"] = [
+        {k: v for k, v in spec.items() if k not in ("kind", "window")} for spec in specs
+    ]
+    assert read_small(json.dumps(older)).meta == read_small(json.dumps(data)).meta
+
+
+def test_recurrent_states_are_read_as_they_were_written() -> None:
+    data = json.loads(small_text())
+    data["meta"]["states"].append(RECURRENT)
+    graph = read_small(json.dumps(data))
+    assert graph.meta.recurrent_specs == (RecurrentSpec(3, "conv_state", (6, 3)),)
+    assert json.loads(graph_to_json(graph))["meta"] == data["meta"]
 
 
 def test_a_later_version_says_what_to_do() -> None:

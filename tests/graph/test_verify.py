@@ -81,7 +81,7 @@ def test_an_unknown_input(graph: Graph) -> None:
 
 
 def test_a_pool_of_no_layer(graph: Graph) -> None:
-    graph.meta = replace(graph.meta, kv_specs=graph.meta.kv_specs[:1])
+    graph.meta = graph.meta.with_kv_specs(graph.meta.kv_specs[:1])
     with pytest.raises(VerifyError, match="unknown graph input k_cache_1"):
         verify(graph)
 

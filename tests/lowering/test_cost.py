@@ -58,9 +58,7 @@ def test_an_int8_cache_is_read_in_its_own_bytes() -> None:
     """D numbers and four bytes of scale for each token, head, K and V; the arithmetic is the same."""
     graph = captured("llama")
     (before, _) = costs(graph, reference.attention, DECODE)
-    graph.meta = replace(
-        graph.meta, kv_specs=tuple(replace(spec, dtype="int8") for spec in graph.meta.kv_specs)
-    )
+    graph.meta = graph.meta.with_kv_specs(replace(spec, dtype="int8") for spec in graph.meta.kv_specs)
     (after, _) = costs(graph, reference.attention, DECODE)
     assert after.kv_bytes == 3 * 100 * KV_HEADS * 2 * (HEAD_DIM + 4)
     assert after.flops == before.flops

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from optkit.artifact.manifest import MANIFEST, write_manifest
 from optkit.errors import UserError
-from optkit.graph.ir import KVSpec
+from optkit.graph.states import KVSpec
 from optkit.machine import target as targets
 from optkit.runtime.factory import open_engine
 from optkit.runtime.kv.pools import allocate

@@ -28,7 +28,7 @@ def test_windows_of_a_pair_run_in_ragged_chunks_and_end_in_single_steps() -> Non
     sizes = []
 
     class Model:
-        kv_specs, vocab_size, max_model_len = (), 7, 64
+        states, vocab_size, max_model_len = (), 7, 64
 
         def __call__(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
             sizes.append(inputs["query_start"].diff().tolist())

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from optkit.graph.states import KVSpec
 from optkit.runtime.engine import Engine
-from optkit.runtime.kv.pools import KVSpec
 from optkit.runtime.runner import ModelRunner, batch_inputs, chunk_inputs, decode_inputs
 from optkit.runtime.scheduling.scheduler import SchedulerConfig
 from optkit.runtime.types import Batch, EngineRequest, Request, SamplingParams, ScheduledRequest
@@ -92,7 +92,7 @@ class TinyAttention:
 
     def __init__(self) -> None:
         self.vocab_size = VOCAB
-        self.kv_specs = [KVSpec(0, 1, 8, 8), KVSpec(1, 1, 8, 4)]
+        self.states = self.kv_specs = [KVSpec(0, 1, 8, 8), KVSpec(1, 1, 8, 4)]
         g = torch.Generator().manual_seed(0)
         self.embedding = torch.randn(VOCAB, 8, generator=g)
         self.head = torch.randn(12, VOCAB, generator=g)

@@ -73,7 +73,7 @@ def random_ids(lengths: Sequence[int], vocabulary: int = 128) -> list[Tensor]:
 
 def dense(graph: Graph, ids: Tensor, target: Target | None = None) -> Tensor:
     """Logits [T, V] of a sequence; without a target by the reference kernels."""
-    return lower(graph, target)(dense_inputs([len(ids)], ids, graph.meta.kv_specs))
+    return lower(graph, target)(dense_inputs([len(ids)], ids, graph.meta.states))
 
 
 def graph_cost(graph: Graph, point: Point) -> Cost:

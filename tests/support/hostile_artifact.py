@@ -93,7 +93,7 @@ def smaller(key: str) -> Callable[[Any], None]:
     """A change: the KV specs get 1 for ``key``."""
 
     def change(data: Any) -> None:
-        for spec in data["meta"]["kv_specs"]:
+        for spec in data["meta"]["states"]:
             spec[key] = 1
 
     return change

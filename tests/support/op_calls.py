@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from optkit.graph.ir import Graph, GraphMeta, KVSpec
+from optkit.graph.ir import Graph, GraphMeta
 from optkit.graph.ops.operands import Number, Operand, TensorOperand
 from optkit.graph.ops.record import Op
 from optkit.graph.shapes import Point, meta_inputs
+from optkit.graph.states import KVSpec
 
 SPEC = KVSpec(0, 2, 8, 8)
 BATCH = meta_inputs(Graph(fx.Graph(), {}, GraphMeta("", 8, 8, (SPEC,), "", "")), Point(5, 2, 33), 4)

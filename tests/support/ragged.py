@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from optkit.graph.states import STATE_SLOTS, named_pools
 from optkit.lowering.lower import Executable
 
 BLOCK = 4
@@ -16,7 +17,7 @@ def ragged_logits(model: Executable, prompts: list[torch.Tensor]) -> list[torch.
     """
     blocks = -(-max(len(p) for p in prompts) // BLOCK)
     tables = torch.tensor([[i + j * len(prompts) for j in range(blocks)] for i in range(len(prompts))])
-    caches = kv_pools(model, blocks * len(prompts))
+    caches = state_pools(model, blocks * len(prompts), len(prompts))
     done = [0] * len(prompts)
     out: list[list[torch.Tensor]] = [[] for _ in prompts]
     step = 0
@@ -31,13 +32,11 @@ def ragged_logits(model: Executable, prompts: list[torch.Tensor]) -> list[torch.
     return [torch.cat(pieces) for pieces in out]
 
 
-def kv_pools(model: Executable, blocks: int) -> dict[str, torch.Tensor]:
+def state_pools(model: Executable, blocks: int, sequences: int) -> dict[str, torch.Tensor]:
     """Pools full of NaN: a read of an unwritten slot shows in the logits."""
-    pools = {}
-    for spec in model.kv_specs:
-        for cache, pool in zip("kv", spec.pools(blocks, BLOCK), strict=True):
-            # bytes of 0xff are NaN as a float32, and as the scale of an int8 row
-            pools[f"{cache}_cache_{spec.layer}"] = pool.view(torch.uint8).fill_(255).view(pool.dtype)
+    pools = named_pools(model.states, blocks, BLOCK, sequences)
+    for pool in pools.values():
+        pool.view(torch.uint8).fill_(255)  # NaN as a float32, and as the scale of an int8 row
     return pools
 
 
@@ -53,4 +52,5 @@ def batch_inputs(prompts, tables, done, take, active) -> dict[str, torch.Tensor]
         "seq_lens": torch.tensor([done[i] + take[i] for i in active], dtype=torch.int32),
         "block_tables": tables[active].to(torch.int32),
         "logits_index": torch.arange(int(counts.sum())),
+        STATE_SLOTS: torch.tensor([len(prompts) - 1 - i for i in active], dtype=torch.int32),
     }

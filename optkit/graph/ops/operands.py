@@ -13,7 +13,7 @@ from enum import Enum
 
 import torch
 
-from optkit.graph.ir import KV_DTYPES
+from optkit.graph.states import KV_DTYPES, STATE_DTYPES
 
 MAX_FLOAT32 = 3.4e38
 MAX_INT = 2**31 - 1
@@ -31,6 +31,7 @@ class Role(Enum):
     CHANNELS = "a tensor of the input channels, shared by layers that read one activation"
     BIAS = "the bias"
     CACHE = "a KV pool"
+    STATE = "a pool of recurrent states"
     BATCH = "an input that describes the batch"
     TABLE = "rotary angles, frequencies or expert offsets"
 
@@ -42,7 +43,7 @@ class Source(Enum):
     WEIGHT = "a weight"
     ANY = "a weight or a computed value"
     BATCH = "the batch input of its name"  # itself: kernels take its values for addresses
-    POOL = "a KV pool of the graph's inputs"
+    POOL = "a pool of the graph's inputs"
 
 
 class Kind(Enum):
@@ -57,6 +58,7 @@ class Kind(Enum):
     INT8 = ("int8", (torch.int8,), False)
     UINT8 = ("uint8", (torch.uint8,), False)
     KV = ("a KV dtype", tuple(dtype for dtype, _ in KV_DTYPES.values()), False)
+    STATE = ("float32, bfloat16 or float16", tuple(STATE_DTYPES.values()), False)
 
     def accepts(self, dtype: torch.dtype, *, half: bool) -> bool:
         """True for a ``dtype`` of the kind; with ``half`` bfloat16 and float16 are compute dtypes."""
@@ -138,6 +140,11 @@ def pool(name: str) -> TensorOperand:
     """A KV pool of the graph's inputs."""
     shape = ("blocks", "block_size", "J", f"row_of_{name}")
     return TensorOperand(name, Role.CACHE, Source.POOL, Kind.KV, shape)
+
+
+def state(name: str, shape: str, kind: Kind = Kind.STATE) -> TensorOperand:
+    """A pool of recurrent states [slots, *shape] of the graph's inputs, whose name begins with ``name``."""
+    return TensorOperand(name, Role.STATE, Source.POOL, kind, ("slots", *shape.split()))
 
 
 def optional(operand: TensorOperand) -> TensorOperand:

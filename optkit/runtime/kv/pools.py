@@ -13,11 +13,10 @@ from collections.abc import Sequence
 import torch
 
 from optkit.errors import UserError
-from optkit.graph.ir import KVSpec
+from optkit.graph.states import KVSpec, StateSpec, kv_of, named_pools, sequence_bytes
 from optkit.runtime.info import MemoryPlan
 
 __all__ = [
-    "KVSpec",
     "allocate",
     "block_bytes",
     "blocks_for_bytes",
@@ -27,21 +26,27 @@ __all__ = [
 
 
 def allocate(
-    specs: Sequence[KVSpec], num_blocks: int, block_size: int, device: torch.device | str = "cpu"
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Zeroed pools, a K and a V pool per spec. (On Linux the pages cost memory after the first write.)
+    states: Sequence[StateSpec],
+    num_blocks: int,
+    block_size: int,
+    num_slots: int = 0,
+    device: torch.device | str = "cpu",
+) -> dict[str, torch.Tensor]:
+    """Zeroed pools by graph input. (On Linux the pages cost memory after the first write.)
 
     Raises:
         UserError: the memory is too small, or the size is beyond any tensor's.
     """
     try:
-        pools = [spec.pools(num_blocks, block_size, device) for spec in specs]
+        return named_pools(states, num_blocks, block_size, num_slots, device)
     except (OSError, ValueError, OverflowError, MemoryError, RuntimeError) as error:  # of mmap, torch
-        size = num_blocks * block_bytes(specs, block_size)
+        size = num_blocks * block_bytes(kv_of(states), block_size)
+        slots = num_slots * sequence_bytes(states)
         raise UserError(
-            f"{size:,} bytes of KV cache can't be had", where="kv_cache_bytes", fix="lower --kv-cache-bytes"
+            f"{size:,} bytes of KV cache{f' and {slots:,} of recurrent states' * bool(slots)} can't be had",
+            where="kv_cache_bytes",
+            fix=f"lower --kv-cache-bytes{' or --max-num-seqs' * bool(slots)}",
         ) from error
-    return [k for k, _ in pools], [v for _, v in pools]
 
 
 def block_bytes(specs: Sequence[KVSpec], block_size: int) -> int:

@@ -71,5 +71,5 @@ def test_pinned_kernel_that_cannot_read_the_cache_is_the_reason(kernel: str, nam
 def test_spec_of_an_attention_is_that_of_its_layer() -> None:
     graph = captured("llama")
     assert [spec_of(graph, node).layer for node in graph.calls(reference.attention)] == [0, 1]
-    graph.meta = dataclasses.replace(graph.meta, kv_specs=graph.meta.kv_specs[::-1])
+    graph.meta = graph.meta.with_kv_specs(graph.meta.kv_specs[::-1])
     assert [spec_of(graph, node).layer for node in graph.calls(reference.attention)] == [0, 1]

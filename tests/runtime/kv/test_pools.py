@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import torch
 
-from optkit.runtime.kv.pools import KVSpec, allocate, block_bytes, blocks_for_bytes, dtype_label, memory_plan
+from optkit.graph.states import KVSpec, RecurrentSpec
+from optkit.runtime.kv.pools import allocate, block_bytes, blocks_for_bytes, dtype_label, memory_plan
 
 
 def test_pools_have_the_shapes_of_their_specs() -> None:
-    k, v = allocate([KVSpec(0, 2, 8, 4), KVSpec(1, 1, 6, 6)], 5, 16)
-    assert [tuple(t.shape) for t in k + v] == [(5, 16, 2, 8), (5, 16, 1, 6), (5, 16, 2, 4), (5, 16, 1, 6)]
-    assert {t.dtype for t in k + v} == {torch.float32}
+    pools = allocate([KVSpec(0, 2, 8, 4), RecurrentSpec(1, "conv_state", (6, 3), "bfloat16")], 5, 16, 3)
+    assert {name: tuple(t.shape) for name, t in pools.items()} == {
+        "k_cache_0": (5, 16, 2, 8),
+        "v_cache_0": (5, 16, 2, 4),
+        "conv_state_1": (3, 6, 3),
+    }
+    assert [t.dtype for t in pools.values()] == [torch.float32, torch.float32, torch.bfloat16]
 
 
 def test_a_row_of_an_int8_pool_has_room_for_its_scale() -> None:
-    k, v = allocate([KVSpec(0, 2, 8, 4), KVSpec(1, 1, 6, 6, "int8")], 5, 16)
-    assert [tuple(t.shape) for t in k + v] == [(5, 16, 2, 8), (5, 16, 1, 10), (5, 16, 2, 4), (5, 16, 1, 10)]
-    assert [t.dtype for t in k] == [t.dtype for t in v] == [torch.float32, torch.int8]
+    pools = list(allocate([KVSpec(0, 2, 8, 4), KVSpec(1, 1, 6, 6, "int8")], 5, 16).values())
+    assert [tuple(t.shape) for t in pools] == [(5, 16, 2, 8), (5, 16, 2, 4), (5, 16, 1, 10), (5, 16, 1, 10)]
+    assert [t.dtype for t in pools] == [torch.float32] * 2 + [torch.int8] * 2
 
 
 def test_int8_holds_almost_four_times_the_tokens() -> None:
@@ -29,8 +34,7 @@ def test_int8_holds_almost_four_times_the_tokens() -> None:
 
 def test_memory_arithmetic_agrees_with_the_allocation() -> None:
     specs = [KVSpec(0, 2, 8, 4), KVSpec(1, 1, 6, 6, "int8")]
-    k, v = allocate(specs, 5, 16)
-    total = sum(t.nbytes for t in k + v)
+    total = sum(t.nbytes for t in allocate(specs, 5, 16).values())
     assert 5 * block_bytes(specs, 16) == total
     assert blocks_for_bytes(specs, 16, total) == 5
     assert blocks_for_bytes(specs, 16, total - 1) == 4

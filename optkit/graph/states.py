@@ -1,0 +1,179 @@
+"""What a layer keeps of a sequence between calls: paged KV of attention, or a state of fixed size.
+
+Each kind names the graph inputs that hold it, its memory pools, and its bytes by formula:
+
+- ``KVSpec``: K and V of every token, in blocks (``token_bytes`` for each token). With a ``window`` only the blocks that
+  a later query can reach are needed.
+- ``RecurrentSpec``: a tensor of a fixed shape for each sequence (``sequence_bytes``, whatever the length), in a *slot*
+  of its pool. Convolutions keep their last inputs so, linear attention and state-space layers their recurrent state.
+
+A pool is an input of the graph, mutated in place. An op with a recurrent state gets ``state_slots`` [S] int32, the slot
+of each sequence, and follows three rules: a sequence whose call holds its first token (``seq_lens[s] ==
+query_start[s + 1] - query_start[s]``) begins from zeros, whatever the slot holds, so no slot needs clearing; after the
+call the slot holds the state after the sequence's last token of this call; a padding sequence (length 0) touches no
+slot.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from optkit.kernels.reference import KV_SCALE_BYTES
+
+STATE_SLOTS = "state_slots"
+
+# The storage of a token's head in KV pools: the dtype, and the elements of a row besides the D values.
+KV_DTYPES = {
+    "float32": (torch.float32, 0),
+    "bfloat16": (torch.bfloat16, 0),  # as the graph's activations, where it computes in half precision
+    "float16": (torch.float16, 0),
+    "int8": (torch.int8, KV_SCALE_BYTES),
+    "fp8": (torch.uint8, KV_SCALE_BYTES),  # the bytes of E4M3
+}
+STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class KVSpec:
+    """The two KV pools of an attention layer: K [blocks, block_size, num_kv_heads, head_dim] and V, of v_head_dim.
+
+    ``dtype`` is a key of ``KV_DTYPES``. Rows of an int8 or fp8 pool are four bytes longer: their scale
+    (``reference.quantize_kv``). A query reads the last ``window`` tokens up to its own; 0 is all tokens.
+    """
+
+    layer: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: str = "float32"
+    window: int = 0
+
+    def __post_init__(self) -> None:
+        if self.dtype not in KV_DTYPES:
+            raise ValueError(f"KV dtype {self.dtype!r:.80} is none of {', '.join(KV_DTYPES)}")
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The graph inputs of the pools."""
+        return f"k_cache_{self.layer}", f"v_cache_{self.layer}"
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token in both pools."""
+        dtype, extra = KV_DTYPES[self.dtype]
+        return self.num_kv_heads * (self.head_dim + self.v_head_dim + 2 * extra) * dtype.itemsize
+
+    def pools(
+        self, num_blocks: int, block_size: int, device: torch.device | str = "cpu"
+    ) -> tuple[Tensor, Tensor]:
+        """Zeroed K and V pools. On the CPU a page costs memory from the first write on."""
+        dtype, extra = KV_DTYPES[self.dtype]
+        shape = (num_blocks, block_size, self.num_kv_heads)
+        k, v = (
+            unwritten_zeros((*shape, dim + extra), dtype, device) for dim in (self.head_dim, self.v_head_dim)
+        )
+        return k, v
+
+
+@dataclass(frozen=True)
+class RecurrentSpec:
+    """A state of fixed size of each sequence in a layer: the pool ``NAME_LAYER`` [slots, *shape], such as
+    ``conv_state_3`` [slots, channels, kernel - 1].
+
+    ``dtype`` is a key of ``STATE_DTYPES``.
+    """
+
+    layer: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        if self.dtype not in STATE_DTYPES:
+            raise ValueError(f"state dtype {self.dtype!r:.80} is none of {', '.join(STATE_DTYPES)}")
+        if not (self.name.isascii() and self.name.isidentifier()):
+            raise ValueError(f"state name {self.name!r:.80} is no identifier")
+        if not self.shape or min(self.shape) < 1:
+            raise ValueError(f"a state of shape {list(self.shape)} holds nothing")
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The graph input of the pool."""
+        return (f"{self.name}_{self.layer}",)
+
+    @property
+    def sequence_bytes(self) -> int:
+        """Bytes of the state of a sequence."""
+        return prod(self.shape) * STATE_DTYPES[self.dtype].itemsize
+
+    def pool(self, num_slots: int, device: torch.device | str = "cpu") -> Tensor:
+        """A zeroed pool [num_slots, *shape]. On the CPU a page costs memory from the first write on."""
+        return unwritten_zeros((num_slots, *self.shape), STATE_DTYPES[self.dtype], device)
+
+
+StateSpec = KVSpec | RecurrentSpec
+
+
+def kv_of(states: Iterable[StateSpec]) -> tuple[KVSpec, ...]:
+    """The states that are paged KV."""
+    return tuple(state for state in states if isinstance(state, KVSpec))
+
+
+def recurrent_of(states: Iterable[StateSpec]) -> tuple[RecurrentSpec, ...]:
+    """The states of fixed size."""
+    return tuple(state for state in states if isinstance(state, RecurrentSpec))
+
+
+def state_inputs(states: Iterable[StateSpec]) -> tuple[str, ...]:
+    """The graph inputs of the pools of ``states``, and ``state_slots`` where a state needs a slot."""
+    states = tuple(states)
+    names = [name for state in states for name in state.inputs]
+    return (*names, STATE_SLOTS) if recurrent_of(states) else tuple(names)
+
+
+def token_bytes(states: Iterable[StateSpec]) -> int:
+    """Bytes of a token over all layers: KV."""
+    return sum(spec.token_bytes for spec in kv_of(states))
+
+
+def sequence_bytes(states: Iterable[StateSpec]) -> int:
+    """Bytes of a sequence of any length over all layers: recurrent states."""
+    return sum(spec.sequence_bytes for spec in recurrent_of(states))
+
+
+def state_bytes(states: Iterable[StateSpec], num_tokens: int) -> int:
+    """Bytes that the layers need for a sequence of ``num_tokens`` tokens: a windowed layer holds its window."""
+    states = tuple(states)
+    kv = sum(spec.token_bytes * min(num_tokens, spec.window or num_tokens) for spec in kv_of(states))
+    return kv + sequence_bytes(states)
+
+
+def named_pools(
+    states: Sequence[StateSpec],
+    num_blocks: int,
+    block_size: int,
+    num_slots: int,
+    device: torch.device | str = "cpu",
+) -> dict[str, Tensor]:
+    """Zeroed pools of ``states`` by graph input."""
+    pools: dict[str, Tensor] = {}
+    for spec in states:
+        if isinstance(spec, KVSpec):
+            pools |= zip(spec.inputs, spec.pools(num_blocks, block_size, device), strict=True)
+        else:
+            pools[spec.inputs[0]] = spec.pool(num_slots, device)
+    return pools
+
+
+def unwritten_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Zeros like ``torch.zeros``, in pages filled with zeros by the kernel on first use."""
+    size = torch.Size(shape).numel() * dtype.itemsize
+    if torch.device(device).type != "cpu" or size == 0:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype).view(shape)
