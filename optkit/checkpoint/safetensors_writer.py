@@ -69,7 +69,7 @@ def as_bytes(tensor: Tensor | StoredTensor) -> memoryview:
     """The bytes of a tensor on the CPU; those of a contiguous tensor are not copied."""
     value = tensor.read() if isinstance(tensor, StoredTensor) else tensor
     flat = value.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
+    return memoryview(flat.view(torch.uint8).numpy().data) if flat.numel() else memoryview(b"")
 
 
 class Spill:
@@ -89,7 +89,7 @@ class Spill:
         try:
             with file.open("xb") as stream:
                 stream.write(as_bytes(tensor))
-            storage = torch.UntypedStorage.from_file(str(file), shared=False, nbytes=tensor.nbytes)
+            mapped = torch.from_file(str(file), shared=False, size=tensor.numel(), dtype=tensor.dtype)
         finally:
             file.unlink(missing_ok=True)
-        return torch.tensor([], dtype=tensor.dtype).set_(storage).view(tensor.shape)
+        return mapped.view(tensor.shape)

@@ -70,14 +70,11 @@ def keep_stored(graph: Graph, *, linears: bool) -> None:
         weight = graph.weight_of(ops.weight(node))
         if weight is None or not isinstance(weight.stored, StoredTensor):
             continue
+        stored = weight.stored
         if node.target is reference.linear and linears:
-            node.target = StoredLinear(weight.stored)
             node.args = (node.args[0], *node.args[2:])
-        elif (
-            node.target is reference.embedding
-            and len(weight.stored.parts) == 1
-            and not weight.stored.transposed
-        ):
-            node.target = StoredEmbedding(weight.stored)
+            node.target = StoredLinear(stored)
+        elif node.target is reference.embedding and len(stored.parts) == 1 and not stored.transposed:
             node.args = (ops.argument(node, "ids"),)
+            node.target = StoredEmbedding(stored)
     graph.prune()

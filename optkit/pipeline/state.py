@@ -148,8 +148,11 @@ class Difference:
 
     def own(self, name: str, value: Tensor | StoredTensor) -> Place:
         """A place in the files of the new step; equal memory is stored once."""
-        in_memory = isinstance(value, Tensor)
-        address = (value.data_ptr(), value.shape, value.stride(), value.dtype) if in_memory else value.key
+        address: Any
+        if isinstance(value, StoredTensor):
+            address = value.key
+        else:
+            address = (value.data_ptr(), value.shape, value.stride(), value.dtype)
         if address not in self.addresses:
             self.addresses[address] = name
             self.new[name] = value
