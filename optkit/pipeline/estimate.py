@@ -93,10 +93,12 @@ def run_memory(parameters: int, largest: int, vocabulary: int, served: float, ta
     """Bytes of memory of a run at the peak: the capture, or a measurement."""
     floats = 4 * parameters
     capture = 1.2 * floats if floats <= MAX_LOADED_BYTES else 1.3 * 4 * largest
-    logits = 4 * vocabulary * WINDOW_TOKENS * WINDOWS_IN_MEMORY
     limit = weight_limit(target)
-    held = 2 * floats + served if 2 * floats <= limit else min(floats, limit) + served
-    return PROCESS_BYTES + max(capture, held + logits)
+    speed = min(2 * floats, limit) + served
+    quality = (
+        (2 * floats if floats <= limit else 0) + served + 4 * vocabulary * WINDOW_TOKENS * WINDOWS_IN_MEMORY
+    )
+    return PROCESS_BYTES + max(capture, speed, quality)
 
 
 def all_passes(resolved: Sequence[Resolved]) -> Iterator[ResolvedPass]:
