@@ -21,7 +21,7 @@ OVER     = awk -F== 'NR == FNR {its[$$1]} NR == FNR || !($$1 in its)' $(1) const
 SOURCES := $(shell find optkit passes kernels/ops recipes -name '*.py' -o -name '*.cpp' -o -name '*.yaml')
 RESULTS := bench/results
 
-.PHONY: help demo test test-oldest lint format bench peers soak chaos emulated arm sanitize clients wheel clean artifact-verified FORCE
+.PHONY: help demo test test-oldest lint format bench peers coverage soak chaos emulated arm sanitize clients wheel clean artifact-verified FORCE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -33,6 +33,7 @@ help:
 	@echo "make format   let ruff rewrite what 'make lint' would complain about"
 	@echo "make bench    the demo's comparison with enough requests to quote (ARGS='--input-len 1024')"
 	@echo "make peers    compare with llama.cpp and OpenVINO, installed into .peers (1 GB; ARGS='--isa avx2')"
+	@echo "make coverage try a tiny model of every causal LM type of transformers (half an hour; ARGS='qwen3 olmo3')"
 	@echo "make soak     the long tests (about an hour; ends after three)"
 	@echo "make chaos    a live server killed, flooded and left; 20,000 hostile artifacts (ends after three hours)"
 	@echo "make emulated tests of the native kernels on emulated AVX-VNNI, AVX-512 and AMX"
@@ -112,6 +113,10 @@ bench: artifact-verified
 # Each engine gets an environment of its own under .peers.
 peers: artifact-verified
 	$(BIN)/python -m bench.peers --artifact $(RECIPE)=$(ARTIFACT) --model $(MODEL) $(ARGS)
+
+# Saves bench/results/coverage.json and writes the table of docs/models.md.
+coverage: $(VENV)/.test
+	$(BIN)/python -m bench.coverage $(ARGS)
 
 # -- checking ----------------------------------------------------------------------------------------------
 

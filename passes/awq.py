@@ -3,7 +3,8 @@
 The searches are ``awq_search`` (arXiv 2306.00978), the calibration ``calibrated``. There are two walks. The first walk
 finds the scales. A scale is folded into the norm or the up projection before the layers, so the float model stays
 equivalent. The second walk clips and rounds. Layers without a place for scales (the attention's output projection) are
-only clipped. Query and key projections are not clipped, as in the paper's code: the products go into a softmax.
+only clipped, as are experts, whose activation the router reads too. Query and key projections are not clipped, as in
+the paper's code: the products go into a softmax.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from torch import Tensor, fx
 from optkit.calibration.walk import Walk
 from optkit.graph import ops
 from optkit.graph.ir import Graph, module_name
-from optkit.passes.base import PassContext
+from optkit.kernels import reference
+from optkit.passes.base import PassContext, Site
 from optkit.passes.quantization.awq_search import search_clip, search_scale
 from optkit.passes.quantization.calibrated import (
     CalibratedConfig,
@@ -27,6 +29,7 @@ from optkit.passes.quantization.calibrated import (
     walk_through,
 )
 from optkit.passes.quantization.cost import Rates, Shapes, Text
+from optkit.passes.quantization.formats import WeightFormat
 from optkit.passes.quantization.grid import QuantizedWeight, fit_groups, group_of, nearest_codes
 from optkit.passes.quantization.resume import FinishedGroups
 from optkit.passes.rewriting.folding import fold, readers, why_not_foldable
@@ -79,25 +82,25 @@ class AWQ(CalibratedQuantization):
             lambda text, part=None: ctx.progress(f"{self.name}: scale of {text}", part=part),
         )
 
-    def solve(self, graph: Graph, group: SharedInput, moments: Moments) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for index, site in enumerate(group.sites):
-            node, fmt = self.site_format(graph, site)
-            weight, grid = graph.linear_weight(node), fmt.grid
-            scale, minimum = fit_groups(weight, grid)
-            if self.config.clip:
-                rows = clipped_rows(graph, site.name, node)
-                tried = search_clip(weight[rows], grid, moments.hessian)
-                scale[rows], minimum[rows] = tried
-            levels = group_of(weight.shape[1], grid.group_size)
-            codes = nearest_codes(weight, scale[:, levels], minimum[:, levels], grid).to(torch.uint8)
-            packed = fmt.pack(QuantizedWeight(codes, scale, minimum))
-            found |= {f"{index}.{key}": tensor for key, tensor in packed.items()}
-        return found
+    def solve_weight(
+        self, graph: Graph, site: Site, weight: Tensor, fmt: WeightFormat, moments: Moments
+    ) -> dict[str, Tensor]:
+        (node,) = site.nodes
+        grid = fmt.grid
+        scale, minimum = fit_groups(weight, grid)
+        if self.config.clip:
+            of_experts = node.target is reference.expert_linear
+            rows = torch.arange(len(weight)) if of_experts else clipped_rows(graph, site.name, node)
+            scale[rows], minimum[rows] = search_clip(weight[rows], grid, moments.hessian)
+        levels = group_of(weight.shape[1], grid.group_size)
+        codes = nearest_codes(weight, scale[:, levels], minimum[:, levels], grid).to(torch.uint8)
+        return fmt.pack(QuantizedWeight(codes, scale, minimum))
 
 
 def can_scale(graph: Graph, group: SharedInput) -> bool:
     """True where the activation's producer takes a scale, and all readers are in the group."""
+    if group.experts is not None:
+        return False
     linears = [site.nodes[0] for site in group.sites]
     all_readers = set(readers(graph).get(group.x, [])) == set(linears)
     return all_readers and why_not_foldable(graph, group.x, linears) is None

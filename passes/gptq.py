@@ -15,16 +15,15 @@ from torch import Tensor
 
 from optkit.errors import UserError
 from optkit.graph.ir import Graph
-from optkit.passes.base import PassContext, Plan
+from optkit.passes.base import PassContext, Plan, Site
 from optkit.passes.quantization.awq_search import search_clip
 from optkit.passes.quantization.calibrated import (
     CalibratedConfig,
     CalibratedQuantization,
     Moments,
-    SharedInput,
 )
 from optkit.passes.quantization.cost import Rates, Shapes, Text
-from optkit.passes.quantization.formats import PackedFormat
+from optkit.passes.quantization.formats import PackedFormat, WeightFormat
 from optkit.passes.quantization.gptq_solver import ActOrder, gptq
 from optkit.passes.quantization.grid import Grid, QuantizedWeight
 from optkit.passes.quantization.targets import members
@@ -59,13 +58,10 @@ class GPTQ(CalibratedQuantization):
                 )
         return plan
 
-    def solve(self, graph: Graph, group: SharedInput, moments: Moments) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for index, site in enumerate(group.sites):
-            node, fmt = self.site_format(graph, site)
-            solution = self.solution(graph.linear_weight(node), fmt.grid, moments.hessian)
-            found |= {f"{index}.{key}": tensor for key, tensor in fmt.pack(solution).items()}
-        return found
+    def solve_weight(
+        self, graph: Graph, site: Site, weight: Tensor, fmt: WeightFormat, moments: Moments
+    ) -> dict[str, Tensor]:
+        return fmt.pack(self.solution(weight, fmt.grid, moments.hessian))
 
     def seconds(
         self, rates: Rates, layers: Sequence[Shapes], text: Text, walks: tuple[float, float]

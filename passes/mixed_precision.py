@@ -78,6 +78,7 @@ def parsed(scheme: str) -> WeightFormat:
 class MixedPrecision(GPTQ):
     name = "mixed_precision"
     Config = MixedPrecisionConfig  # type: ignore[assignment]
+    takes_experts = False  # their errors are not measured
 
     def __init__(self, config: Any = None) -> None:
         super().__init__(config)

@@ -56,7 +56,7 @@ class PruneFFN(Pass):
                     plan.skips.append(Skip(name, reason))
                 else:
                     plan.sites.append(Site(name, (down, x, *makers(x))))
-        for node in graph.calls(reference.grouped_mm):
+        for node in graph.calls(reference.expert_linear):
             plan.skips.append(Skip(f"experts {node.name}", "mixture-of-experts weights are not pruned"))
         self.all_or_none(graph, plan)
         return plan

@@ -65,15 +65,15 @@ def gelu_mul_packed(gate_up: Tensor, approximate: str = "none") -> Tensor:
 
 
 def quantize_per_token(x: Tensor, group_size: int = 0) -> tuple[Tensor, Tensor]:
-    """Symmetric dynamic int8 of x [T, K], a scale for each token and group: ``(q, scale)``.
+    """Symmetric dynamic int8 of x [T, K], or [T, J, K], a scale for each row and group: ``(q, scale)``.
 
     q [T, K] uint8, scale [T, G] float32 with G = K / group_size groups of consecutive channels, or 1 when
     ``group_size`` is 0. ``x ~ (q - 128) * scale`` and ``scale = absmax / 127`` of the group. q is stored unsigned
     with zero point 128 because x86 multiplies u8 by s8 (``vpdpbusd``); the value is plain symmetric int8. A group
     of zeros has scale 0.
     """
-    size = group_size or x.shape[1]
-    groups = x.to(torch.float32).reshape(x.shape[0], x.shape[1] // size, size)  # [T, G, g]
+    size = group_size or x.shape[-1]
+    groups = x.to(torch.float32).reshape(*x.shape[:-1], x.shape[-1] // size, size)  # [T, G, g]
     absmax = groups.abs().amax(dim=-1, keepdim=True)
     inverse = torch.where(absmax > 0, 127.0 / absmax, torch.zeros_like(absmax))
     q = torch.round(groups * inverse) + ACTIVATION_ZERO_POINT

@@ -134,7 +134,7 @@ def is_copied(origin: Origin, tensors: Mapping[str, Tensor], dtype: torch.dtype)
     """
     first = tensors[origin.parts[0].name]
     other = first.is_floating_point() and first.dtype != dtype
-    return len(origin.parts) > 1 or origin.transposed or other
+    return not origin.stacked and (len(origin.parts) > 1 or origin.transposed or other)
 
 
 def with_present_names(origin: Origin, tensors: Mapping[str, Tensor]) -> Origin:

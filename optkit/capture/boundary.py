@@ -32,6 +32,9 @@ KNOWN_KWARGS = {
     "cache_position",
     "is_causal",
     "cu_seq_lens_q",
+    "logits_to_keep",
+    "output_attentions",
+    "output_hidden_states",
 }
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from optkit.graph.ir import Graph, Origin, Weight
+from optkit.graph.ops import GATED, record_of
 from optkit.kernels import reference
 
 aten = torch.ops.aten
@@ -229,6 +230,29 @@ def raise_gated(graph: Graph) -> int:
     return count
 
 
+def pack_gates_of_experts(graph: Graph) -> int:
+    """A gated activation on the two halves of an expert's projection reads the projection itself."""
+    count = 0
+    for node in graph.calls(reference.silu_mul, reference.gelu_mul):
+        source = halves_of(node)
+        if source is not None and is_call(source, reference.expert_linear):
+            replace(node, emit(graph, node, GATED[node.target], source, *node.args[2:], **node.kwargs))
+            count += 1
+    return count
+
+
+def halves_of(node: fx.Node) -> fx.Node | None:
+    """x where the two arguments of ``node`` are the first and the second half of x in the last dimension."""
+    parts = node.args[:2]
+    if not all(is_call(part, operator.getitem) for part in parts) or [p.args[1] for p in parts] != [0, 1]:
+        return None
+    split = parts[0].args[0]
+    if parts[1].args[0] is not split or not is_call(split, aten.split.Tensor):
+        return None
+    width = split.args[0].meta.get("shape", (0,))[-1]
+    return split.args[0] if split.args[1] * 2 == width and is_last_dim(split.args[0], split.args[2]) else None
+
+
 def raise_rope_table(graph: Graph) -> int:
     """Cosines and sines of ``positions x inv_freq``; both halves equal, maybe scaled (YaRN)."""
     count = 0
@@ -412,11 +436,12 @@ def has_nodes(sizes: Any) -> bool:
 
 
 def merge_equal_nodes(graph: Graph) -> int:
-    """Common subexpressions: every op but attention is pure."""
+    """Common subexpressions, but for ops that write a state."""
     seen: dict[Any, fx.Node] = {}
     count = 0
     for node in list(graph.fx.nodes):
-        if node.op == "placeholder" or node.op == "output" or node.target is reference.attention:
+        op = record_of(node.target)
+        if node.op in ("placeholder", "output") or (op is not None and op.mutates):
             continue
         key = repr((node.op, str(node.target), node.args, sorted(node.kwargs.items())))
         first = seen.setdefault(key, node)
@@ -427,7 +452,7 @@ def merge_equal_nodes(graph: Graph) -> int:
     return count
 
 
-def fold_constants(graph: Graph, largest: int = 1 << 16) -> int:
+def fold_constants(graph: Graph, largest: int = 1 << 18) -> int:
     """Evaluate small expressions of weights alone; the results are constants of the graph."""
     count = 0
     for node in list(graph.fx.nodes):
@@ -448,7 +473,7 @@ def fold_constants(graph: Graph, largest: int = 1 << 16) -> int:
 
 
 def is_dialect_linear(node: fx.Node) -> bool:
-    return node.target in (reference.linear, reference.embedding)
+    return node.target in (reference.linear, reference.embedding, reference.expert_linear)
 
 
 REWRITES: tuple[Callable[[Graph], int], ...] = (
@@ -460,6 +485,7 @@ REWRITES: tuple[Callable[[Graph], int], ...] = (
     raise_rms_norm,
     raise_gelu_tanh,
     raise_gated,
+    pack_gates_of_experts,
     raise_rope_table,
     raise_rope,
     raise_select_rows,

@@ -14,7 +14,7 @@ from optkit.capture.canonicalize import aten
 from optkit.errors import UnsupportedModel
 from optkit.graph.ir import Graph
 
-ARANGES = (aten.arange.default, aten.arange.start)
+ARANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 INDEXED = {
     aten.index.Tensor,
     aten.index_select.default,

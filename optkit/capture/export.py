@@ -9,49 +9,51 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from optkit.capture import experts, recurrent
 from optkit.capture.canonicalize import canonicalize
-from optkit.capture.check import check_capture
+from optkit.capture.check import changed, check_capture, settings
 from optkit.capture.counters import refuse_counters
 from optkit.capture.flatten import Captured, flatten
+from optkit.capture.rope import choose_rope, fixed_rope
 from optkit.errors import UnsupportedModel
 from optkit.graph.ir import Graph
+from optkit.graph.ops import op_name
 
-DYNAMIC_ROPE = {"dynamic", "longrope"}
 SAMPLE_TOKENS = 24
 
 
-def capture(model: Any, *, check: bool = True) -> Graph:
+def capture(model: Any, *, check: bool = True, max_model_len: int | None = None) -> Graph:
     """Capture a causal LM whose attention implementation is optkit's boundary; ``check`` compares the logits.
 
     A model on the meta device has no logits: only masks and arguments of attention are checked.
+
+    Args:
+        max_model_len: tokens of the longest served sequence; decides RoPE frequencies that depend on the length.
     """
     config = model.config.get_text_config()
     refuse_unsupported(config)
+    rope = choose_rope(config, max_model_len)
     model.eval()
-    exported = export(model)
-    graph = canonicalize(flatten(Captured(exported, model, config)))
+    with fixed_rope(model, rope):
+        graph = canonicalize(flatten(Captured(export(model), model, config)))
+    if rope is not None:
+        graph.meta = replace(graph.meta, max_model_len=rope.max_model_len)
+        graph.add_note(rope.sentence)
     refuse_counters(graph)
     if check and next(model.parameters()).device.type != "meta":
-        check_capture(graph, model)
+        check_capture(graph, model, rope=rope)
     return graph
 
 
 def refuse_unsupported(config: Any) -> None:
     """Refuse configurations known to be unsupported, before the export."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    tables = [rope] + [value for value in rope.values() if isinstance(value, dict)]
-    kinds = {table.get("rope_type") for table in tables} & DYNAMIC_ROPE
-    if kinds:
-        raise UnsupportedModel(
-            f"RoPE type '{kinds.pop()}' changes its frequencies with the sequence length, "
-            "so tokens in the KV cache would need to be rotated again",
-            where=config.model_type,
-        )
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(
             "it is an encoder-decoder model, optkit serves decoders", where=config.model_type
@@ -77,7 +79,7 @@ class LogitsOf(torch.nn.Module):
 
 
 def export(model: Any) -> torch.export.ExportedProgram:
-    """Export with dynamic token and logits-row counts; functional aten IR, nothing decomposed further."""
+    """Export with dynamic token and logits-row counts; functional aten IR of the ops that a graph may have."""
     device = next(model.parameters()).device
     with device:
         ids = torch.arange(SAMPLE_TOKENS)[None] % 7 + 1
@@ -87,19 +89,34 @@ def export(model: Any) -> torch.export.ExportedProgram:
     tokens = torch.export.Dim("T", min=2, max=limit)
     shapes = ({1: tokens}, {1: tokens}, {0: torch.export.Dim("L", min=1, max=limit)})
     logging.getLogger("torch.export").setLevel(logging.ERROR)
-    with warnings.catch_warnings(), torch.no_grad():
+    experts.register()
+    through_boundary = changed([(c, name, experts.NAME) for c, name, _ in settings(model, experts.SETTING)])
+    with warnings.catch_warnings(), torch.no_grad(), through_boundary:
         warnings.simplefilter("ignore")
         try:
-            program = torch.export.export(
-                LogitsOf(model), (ids, positions, rows), dynamic_shapes=shapes, strict=False
-            )
-            return program.run_decompositions({})
+            with recurrent.replaced(model):
+                program = torch.export.export(
+                    LogitsOf(model), (ids, positions, rows), dynamic_shapes=shapes, strict=False
+                )
+            return program.run_decompositions(decompositions())
         except UnsupportedModel as error:
             raise UnsupportedModel(error.what, where=model.config.model_type) from error
         except Exception as error:
             raise UnsupportedModel(
                 f"torch.export can't trace it: {first_line(error)}", where=model.config.model_type
             ) from error
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """PyTorch's decompositions of the ops that no graph has; the ops of ``optkit.graph.ops`` stay whole."""
+    table = torch.export.default_decompositions()
+    chosen = {target: rule for target, rule in table.items() if op_name(target) is None}
+    return chosen | {torch.ops.aten.new_empty.default: new_zeros}
+
+
+def new_zeros(like: Tensor, size: Any, *, dtype: torch.dtype | None = None, **placement: Any) -> Tensor:
+    """Zeros in place of memory that was never written, which no graph reads."""
+    return torch.ops.aten.full.default(size, 0, dtype=dtype or like.dtype, device=like.device)
 
 
 def first_line(error: BaseException) -> str:

@@ -16,26 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from optkit.capture import state_wiring
 from optkit.capture.boundary import OUTSIDE_INTERFACE
+from optkit.capture.experts import checkpoint_origins
 from optkit.errors import UnsupportedModel
 from optkit.graph.ir import BATCH_INPUTS, Graph, GraphMeta, Origin, Part, Weight
 from optkit.graph.ops import op_name
-from optkit.graph.ops.aten import PLACEMENT
-from optkit.graph.states import KVSpec, StateSpec, kv_of
+from optkit.graph.ops.aten import PLACEMENT, POINTWISE, SCALAR_OPS
+from optkit.graph.ops.aten import aten as op_of_name
+from optkit.graph.states import STATE_SLOTS, KVSpec, StateSpec, kv_of
 from optkit.kernels import PLAIN, reference
 
 aten = torch.ops.aten
 
-ELEMENTWISE = {
-    aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.add.Scalar, aten.mul.Scalar,
-    aten.sub.Scalar, aten.div.Scalar, aten.rsub.Scalar, aten.neg.default, aten.pow.Tensor_Scalar,
-    aten.rsqrt.default, aten.sqrt.default, aten.exp.default, aten.log.default, aten.abs.default,
-    aten.cos.default, aten.sin.default, aten.tanh.default, aten.sigmoid.default, aten.silu.default,
-    aten.gelu.default, aten.relu.default, aten.softplus.default, aten.clamp.default, aten.maximum.default,
-    aten.minimum.default, aten.where.self, aten.reciprocal.default, aten._to_copy.default,
-    aten.type_as.default, aten.clone.default, aten.alias.default, aten.zeros_like.default, aten.ones_like.default,
-    aten.empty_like.default, aten.floor_divide.default,
-}  # fmt: skip
+ELEMENTWISE = {op_of_name(name) for name in POINTWISE}
 
 # Position of the dimension argument, and its default where the op has one.
 DIM_ARGUMENT: dict[Any, tuple[int, Any]] = {
@@ -84,8 +78,17 @@ def read_by_output(graph: fx.Graph) -> set[fx.Node]:
         node = left.pop()
         if node not in live:
             live.add(node)
-            left += node.all_input_nodes
+            left += [node.args[0]] if is_whole(node) else node.all_input_nodes
     return live
+
+
+def is_whole(node: fx.Node) -> bool:
+    """True for a slice of everything: ``x[:, -T:]`` of T tokens, as layers cut off what a cache put in front."""
+    return (
+        node.target is aten.slice.Tensor
+        and any(isinstance(a, fx.Node) for a in node.args[1:])
+        and node.meta["val"].shape == node.args[0].meta["val"].shape
+    )
 
 
 class Flattener:
@@ -100,6 +103,7 @@ class Flattener:
         self.states: list[StateSpec] = []
         self.inputs = {name: self.graph.placeholder(name) for name in BATCH_INPUTS}
         self.last_input = self.inputs["logits_index"]
+        self.origins = checkpoint_origins(captured.model)
 
     def run(self) -> Graph:
         signature = self.captured.program.graph_signature
@@ -156,9 +160,8 @@ class Flattener:
         in_checkpoint = name in parameters
         if name not in self.weights:
             detached = value.detach()
-            origin = (
-                Origin((Part(name, detached.shape[0] if detached.ndim else 1),)) if in_checkpoint else None
-            )
+            named = self.origins.get(name) or Origin((Part(name, detached.shape[0] if detached.ndim else 1),))
+            origin = named if in_checkpoint else None
             self.weights[name] = Weight(detached, origin)
         node = self.graph.create_node("get_attr", name, name=name.replace(".", "_"))
         node.meta.update(shape=tuple(value.shape), dtype=value.dtype)
@@ -180,10 +183,16 @@ class Flattener:
     def call(self, node: fx.Node) -> None:
         if node.target in DROPPED:
             return
-        if node.target is torch.ops.optkit.attention.default:
+        if is_whole(node):
+            self.same(node)
+        elif node.target is torch.ops.optkit.attention.default:
             self.attention(node)
-        elif str(node.target).startswith("transformers.grouped_mm"):
-            self.copy(node, reference.grouped_mm, node.args)
+        elif state_wiring.is_recurrent(node):
+            self.recurrent(node)
+        elif node.target is torch.ops.optkit.expert_linear.default:
+            self.expert_linear(node)
+        elif node.target is torch.ops.optkit.weighted_sum.default:
+            self.copy(node, reference.weighted_sum, node.args)
         elif node.target is operator.getitem:
             self.getitem(node)
         elif not isinstance(node.meta.get("val"), (Tensor, tuple, list)):
@@ -208,7 +217,8 @@ class Flattener:
         flat_inputs = [a for a in node.all_input_nodes if a in self.flat]
         out_flat = is_flat_shape(node)
         if node.target in SIZE_OPS:
-            return (node.args[0], sizes_of(node, out_flat))
+            grows = node.target is aten.expand.default and node.args[0] not in self.flat and out_flat
+            return None if grows else (node.args[0], sizes_of(node, out_flat))
         if not flat_inputs and not out_flat:
             return node.args
         if node.target is aten.transpose.int or node.target in DIM_ARGUMENT:
@@ -297,12 +307,42 @@ class Flattener:
             new.meta["shape"] = tuple(s if isinstance(s, int) else None for s in sizes)
             new.meta["dtype"] = value.dtype
 
+    def same(self, node: fx.Node) -> None:
+        """Let the readers of ``node`` read its input."""
+        source = node.args[0]
+        self.new[node] = self.new[source]
+        if source in self.flat:
+            self.flat.add(node)
+
+    def expert_linear(self, node: fx.Node) -> None:
+        """Copy a projection of experts; its weight becomes the rows of all experts."""
+        x, weight, bias, experts, transposed = node.args
+        num_experts = int(weight.meta["val"].shape[0])
+        operands = [None if w is None else self.stacked_rows(self.new[w], transposed) for w in (weight, bias)]
+        self.copy(node, reference.expert_linear, (x, weight, bias, experts))
+        new = self.new[node]
+        new.args, new.kwargs = (new.args[0], *operands, new.args[3]), {"num_experts": num_experts}
+
+    def stacked_rows(self, node: fx.Node, transposed: bool) -> fx.Node:
+        """The weight [E * N, K] or bias [E * N] of experts, from a parameter [E, N, K], [E, K, N] or [E, N]."""
+        name = str(node.target)
+        new = f"{name.removesuffix('_bias')}.bias" if name.endswith("_bias") else f"{name}.weight"
+        if new not in self.weights:
+            value = self.weights.pop(name).value
+            transposed = transposed and value.ndim == 3
+            rows = (value.transpose(1, 2) if transposed else value).flatten(0, 1)
+            origin = self.origins.get(name)
+            if origin is None or transposed:
+                origin = Origin((Part(name, len(rows)),), transposed, stacked=len(value))
+            self.weights[new] = Weight(rows, origin)
+        return self.graph.create_node("get_attr", new, name=new.replace(".", "_"))
+
     def scalar(self, node: fx.Node) -> None:
         """Copy symbolic sizes and arithmetic on sizes; a flat tensor's dimension moves down by 1."""
         args = list(node.args)
         if node.target is aten.sym_size.int:
             args[1] = args[1] - (args[0] in self.flat)
-        elif node.target not in (operator.mul, operator.add):
+        elif node.target not in SCALAR_OPS.values():
             raise UnsupportedModel(
                 f"it computes {node.target} on sizes", where=self.captured.config.model_type
             )
@@ -337,6 +377,24 @@ class Flattener:
         self.new[node] = out
         self.flat.add(node)
         self.note_shape(node, out)
+
+    def recurrent(self, node: fx.Node) -> None:
+        """Wire the pool of states and the batch metadata to a recurrent op of a layer."""
+        state = state_wiring.state_of(node, self.states)
+        self.states.append(state)
+        rows = [self.new[a] if isinstance(a, fx.Node) else a for a in state_wiring.operands(node)]
+        batch = [self.inputs[name] for name in ("query_start", "seq_lens")]
+        pools = [self.new_input(state.inputs[0]), *batch, self.state_slots()]
+        target = state_wiring.RECURRENT[node.target].op
+        self.new[node] = self.graph.call_function(target, (*rows, *pools), state_wiring.options(node))
+        self.flat.add(node)
+        self.note_shape(node, self.new[node])
+
+    def state_slots(self) -> fx.Node:
+        """The batch input of graphs with recurrent states, made for the first."""
+        if STATE_SLOTS not in self.inputs:
+            self.inputs[STATE_SLOTS] = self.new_input(STATE_SLOTS)
+        return self.inputs[STATE_SLOTS]
 
 
 def is_flat_shape(node: fx.Node) -> bool:

@@ -20,20 +20,30 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from optkit.capture import boundary
 from optkit.capture.check import check_capture
+from optkit.capture.experts import checkpoint_origins
 from optkit.capture.export import capture
+from optkit.capture.rope import RopeChoice, choose_rope
 from optkit.checkpoint.insertion import insert, share_with_embedding
+from optkit.checkpoint.quantized_linear import G_IDX, QuantizedLinear
 from optkit.checkpoint.source import Source
 from optkit.errors import UnsupportedModel
 from optkit.graph import ops
-from optkit.graph.ir import Graph
+from optkit.graph.ir import Graph, Weight
 from optkit.kernels import reference
 
 MAX_CHECKED_BYTES = 4 << 30  # bytes of float weights up to which the check uses the checkpoint's own
 
 
+def architecture_config(source: Source) -> Any:
+    """The configuration of the architecture, of a multimodal checkpoint that of the text decoder."""
+    if source.text is None:
+        return AutoConfig.from_pretrained(source.directory, local_files_only=True)
+    return AutoConfig.for_model(**source.info.config)
+
+
 def float_config(source: Source) -> Any:
     """The config of the architecture, without quantization; a quantized head is not tied."""
-    config = AutoConfig.from_pretrained(source.directory, local_files_only=True)
+    config = architecture_config(source)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     if any(name.endswith("lm_head") for name in source.layers):
@@ -54,7 +64,9 @@ def load_model(source: Source) -> Any:
         model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     except KeyError as error:
         raise UnsupportedModel(f"'{config.model_type}' is no causal language model", where=where) from error
-    tensors = {name: source[name] for name in source if module_of(name) not in source.layers or is_bias(name)}
+    floats = [name for name in source if module_of(name) not in source.layers or is_bias(name)]
+    tensors = {name: source[name] for name in floats if name not in source.float4}
+    tensors |= {name: torch.zeros(()).expand(source.float4.shape(name)) for name in source.float4}
     tensors |= stand_ins(model_class, config, source)
     with boundary.interface_needed(where):
         model, report = model_class.from_pretrained(
@@ -68,15 +80,42 @@ def load_model(source: Source) -> Any:
     missing = sorted(report["missing_keys"])
     if missing:
         raise UnsupportedModel(f"the checkpoint has no tensor for {missing[0]}", where=where)
+    fill(model, source)
     return model
 
 
+def fill(model: Any, source: Source) -> None:
+    """Copy the dequantized tensors of an MXFP4 checkpoint into the parameters of ``model``, one after another.
+
+    Raises:
+        UnsupportedModel: a tensor is none of the model's, or has another shape there.
+    """
+    parameters = dict(model.named_parameters())
+    for name in source.float4:
+        parameter = parameters.get(name)
+        if parameter is None or tuple(parameter.shape) != source.float4.shape(name):
+            what = f"the MXFP4 tensor {name} is not one of the model's, or has another shape"
+            raise UnsupportedModel(what, where=str(source.directory))
+        parameter.data.copy_(source.float4[name])
+
+
 def stand_ins(model_class: Any, config: Any, source: Source) -> dict[str, Tensor]:
-    """A zero of the float shape for each quantized weight."""
+    """A zero of the float shape for each quantized weight, experts under the name of the model's parameter."""
     with torch.device("meta"):
-        shapes = {name: p.shape for name, p in model_class(config).named_parameters(remove_duplicate=False)}
+        model = model_class(config)
+    shapes = {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}
+    fused = {
+        part.name: (name, (part.rows, shapes[name][-1]))
+        for name, origin in checkpoint_origins(model).items()
+        for part in origin.parts
+        if len(shapes[name]) == 3
+    }
     values = {}
     for layer in source.layers.values():
+        parameter, expert_shape = fused.get(f"{layer.name}.weight", ("", None))
+        if expert_shape == tuple(layer.shape):
+            values[parameter] = torch.zeros(()).expand(shapes[parameter])
+            continue
         shape = shapes.get(f"{layer.name}.weight")
         if shape is None:
             what = f"the quantized layer {layer.name} is no linear layer of a {config.model_type} model"
@@ -94,9 +133,9 @@ def insert_layers(graph: Graph, source: Source) -> None:
     Raises:
         UnsupportedModel: a quantized weight is used outside of a linear layer; a tied embedding may be int8.
     """
-    for node in graph.calls(reference.linear):
+    for node in graph.calls(reference.linear, reference.expert_linear):
         weight = graph.weight_of(ops.weight(node))
-        layer = source.layers.get(module_of(str(ops.weight(node).target))) if weight else None
+        layer = stored_layer(weight, source, str(ops.weight(node).target)) if weight else None
         if layer is None:
             continue
         if str(ops.weight(node).target) != graph.meta.input_embedding:
@@ -105,24 +144,56 @@ def insert_layers(graph: Graph, source: Source) -> None:
             head = insert(graph, node, replace(layer, name=graph.meta.output_embedding))
             share_with_embedding(graph, head)
     graph.prune()
-    left = {module_of(name) for name, weight in graph.weights.items() if weight.origin} & set(source.layers)
-    used = {name for name in graph.weights if module_of(name) in left and name.endswith(".weight")}
-    for name in sorted(used):
-        if graph.weights[name].dtype == torch.float32:
+    for name in sorted(graph.weights):
+        weight = graph.weights[name]
+        parts = weight.origin.parts if weight.origin else ()
+        quantized = any(
+            part.name.endswith(".weight") and module_of(part.name) in source.layers for part in parts
+        )
+        if quantized and weight.dtype == torch.float32:
             what = f"the quantized weight {name} is not that of a plain linear layer"
             raise UnsupportedModel(what, where=graph.meta.model_type)
 
 
-def check_architecture(graph: Graph, model: Any, source: Source) -> None:
+def stored_layer(weight: Weight, source: Source, name: str) -> QuantizedLinear | None:
+    """The quantized layer of the weight ``name`` in the checkpoint; None for a float weight.
+
+    Raises:
+        UnsupportedModel: only some experts of a layer are quantized, or in different ways.
+    """
+    origin = weight.origin
+    parts = [module_of(part.name) for part in origin.parts] if origin is not None else []
+    layers = [source.layers[part] for part in parts if part in source.layers]
+    if len(parts) < 2 or not layers:
+        return layers[0] if layers else source.layers.get(module_of(name))
+    first, site = layers[0], module_of(name)
+    schemes = {(each.op, str(each.options), each.activation_group, tuple(each.operands)) for each in layers}
+    if len(layers) < len(parts) or len(schemes) > 1:
+        what = f"the experts of {site} are quantized in different ways, and optkit keeps them in one weight"
+        raise UnsupportedModel(what, where=str(source.directory))
+    if first.op not in ops.OF_EXPERTS or G_IDX in first.operands:
+        what = (
+            f"the experts of {site} have weights of {first.op.__name__} or an order of channels of their own"
+        )
+        raise UnsupportedModel(what, where=str(source.directory))
+    operands = {key: torch.cat([each.operands[key] for each in layers]) for key in first.operands}
+    return replace(first, name=site, shape=(len(weight.value), first.columns), operands=operands)
+
+
+def check_architecture(graph: Graph, model: Any, source: Source, rope: RopeChoice | None) -> None:
     """Compare the float graph with the model, both on dequantized weights, or on random weights for large models."""
     many = sum(4 * layer.shape[0] * layer.shape[1] for layer in source.layers.values()) > MAX_CHECKED_BYTES
-    for seed, layer in enumerate(source.layers.values()):
-        weight = graph.weights.get(f"{layer.name}.weight")
-        if weight is not None and weight.origin is not None:
-            weight.value = value = random_weight(layer.shape, seed) if many else layer.float_weight()
-            stored = value.T if weight.origin.transposed else value
-            model.get_parameter(f"{layer.name}.weight").data = stored
-    check_capture(graph, model)
+    for seed, (name, weight) in enumerate(list(graph.weights.items())):
+        layer = stored_layer(weight, source, name) if name.endswith(".weight") else None
+        if layer is None or weight.origin is None:
+            continue
+        weight.value = value = random_weight(layer.shape, seed) if many else layer.float_weight()
+        fused = dict(model.named_parameters()).get(name.removesuffix(".weight"))
+        if fused is not None:
+            fused.data = value.view(fused.shape)
+        else:
+            model.get_parameter(name).data = value.T if weight.origin.transposed else value
+    check_capture(graph, model, rope=rope)
 
 
 def random_weight(shape: tuple[int, int], seed: int) -> Tensor:
@@ -140,10 +211,12 @@ def is_bias(name: str) -> bool:
     return name.endswith(".bias")
 
 
-def capture_quantized(source: Source) -> Graph:
-    """Capture a quantized checkpoint."""
+def capture_quantized(source: Source, max_model_len: int | None = None) -> Graph:
+    """Capture a quantized checkpoint; ``max_model_len`` as in ``capture``."""
     model = load_model(source)
-    graph = capture(model, check=False)
-    check_architecture(graph, model, source)
+    graph = capture(model, check=False, max_model_len=max_model_len)
+    check_architecture(graph, model, source, choose_rope(model.config, max_model_len))
     insert_layers(graph, source)
+    if source.text is not None:
+        graph.add_note(source.text.note)
     return graph

@@ -24,6 +24,7 @@ from optkit.capture import boundary
 from optkit.capture.check import check_capture
 from optkit.capture.export import capture
 from optkit.capture.limits import MAX_LOADED_BYTES
+from optkit.capture.rope import choose_rope
 from optkit.checkpoint.source import Source
 from optkit.checkpoint.tensors import STORED_BYTES, float_bytes, stored
 from optkit.errors import UnsupportedModel
@@ -34,13 +35,13 @@ from optkit.machine.mapped_files import PageRelease
 APART = 7  # numbers between the first elements of two random weights of a width
 
 
-def capture_streamed(source: Source) -> Graph | None:
+def capture_streamed(source: Source, max_model_len: int | None = None) -> Graph | None:
     """The graph of a large float checkpoint, with weights on disk; None for a model to be loaded by transformers.
 
     Raises:
         UnsupportedModel: the model can't be captured; the message has the reason.
     """
-    if source.layers or float_bytes(source.info) <= MAX_LOADED_BYTES:
+    if source.layers or source.float4 or source.text or float_bytes(source.info) <= MAX_LOADED_BYTES:
         return None
     config = AutoConfig.from_pretrained(source.directory, local_files_only=True)
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -50,9 +51,9 @@ def capture_streamed(source: Source) -> Graph | None:
     if not fits(shapes, source, tied=bool(getattr(config, "tie_word_embeddings", False))):
         return None
     model = skeleton(model_class, config, source, shapes)
-    graph = capture(model, check=False)
+    graph = capture(model, check=False, max_model_len=max_model_len)
     fill(graph, model)
-    check_capture(graph, model)
+    check_capture(graph, model, rope=choose_rope(model.config, max_model_len))
     return with_stored_weights(graph, source)
 
 

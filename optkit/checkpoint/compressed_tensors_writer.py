@@ -34,6 +34,8 @@ PACKED_FILE = "packed.safetensors"
 
 def stored_format(module: QuantizedLinear) -> str | None:
     """The compressed-tensors format in which a module is written, or None: as a float weight."""
+    if module.stacked is not None:
+        return None
     if PACKED in module.operands:
         short = module.group_size and module.columns % module.group_size
         return None if MINIMUM in module.operands or G_IDX in module.operands or short else PACK
@@ -70,9 +72,9 @@ def model_tensors(
         if stored_format(module) is None:
             for name in module.tensors():
                 tensors.pop(name, None)
-            value = module.float_weight()
-            if weight not in tensors or not same(value, values_of(tensors[weight])):
-                tensors[weight] = made_at_writing(module, smallest_exact(value).dtype)
+            for name, value in module.float_tensor().items():
+                if name not in tensors or not same(value, values_of(tensors[name])):
+                    tensors[name] = made_at_writing(module, name, value)
         elif PACKED in module.operands:
             tensors.pop(weight, None)
             tensors |= packed_tensors(module)
@@ -102,10 +104,11 @@ def packed_tensors(module: QuantizedLinear) -> dict[str, Tensor]:
     return tensors
 
 
-def made_at_writing(module: QuantizedLinear, dtype: torch.dtype) -> StoredTensor:
-    """The float weight of ``module`` in ``dtype``, computed when the tensor is written."""
+def made_at_writing(module: QuantizedLinear, name: str, value: Tensor) -> StoredTensor:
+    """The float weight ``value`` of ``module``, tensor ``name``, computed again when the tensor is written."""
+    dtype = smallest_exact(value).dtype
     part = StoredPart(
-        Place("float", module.name), module.shape, dtype, lambda: module.float_weight().to(dtype)
+        Place("float", name), tuple(value.shape), dtype, lambda: module.float_tensor()[name].to(dtype)
     )
     return StoredTensor((part,), dtype)
 

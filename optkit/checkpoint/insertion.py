@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Container
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -70,15 +70,16 @@ def quantized_sites(graph: Graph) -> dict[str, fx.Node]:
 
 
 def insert(graph: Graph, linear: fx.Node, layer: QuantizedLinear) -> fx.Node:
-    """Replace the node ``linear`` by the op of ``layer``; returns the op."""
-    x, weight_node, *bias = linear.args
+    """Replace the node ``linear``, a linear layer or one of experts, by the op of ``layer``; returns the op."""
+    x, weight_node, *rest = linear.args  # a bias, and the experts of tokens
+    op = ops.OF_EXPERTS[layer.op] if linear.target is reference.expert_linear else layer.op
     group = layer.activation_group
     inputs = (x,) if group is None else quantized_activation(graph, x, group)
     register_operands(graph, str(weight_node.target), layer)
-    names = [f"{layer.name}.{key}" if key in layer.operands else None for key in operand_names(layer.op)]
+    names = [f"{layer.name}.{key}" if key in layer.operands else None for key in operand_names(op)]
     weights = [None if name is None else graph.weight_node(name, linear) for name in names]
     with graph.fx.inserting_before(linear):
-        out = graph.fx.call_function(layer.op, (*inputs, *weights, *bias), dict(layer.options))
+        out = graph.fx.call_function(op, (*inputs, *weights, *rest), {**linear.kwargs, **layer.options})
     linear.replace_all_uses_with(out)
     graph.fx.erase_node(linear)
     return out
@@ -99,7 +100,7 @@ def register_operands(graph: Graph, weight_name: str, layer: QuantizedLinear) ->
         if value.ndim == 1:
             origin = Origin((Part(f"{layer.name}.{key}", len(value)),))
         elif len(parts) == 1:  # a transposed float weight counts its rows the other way
-            origin = Origin((Part(origin.parts[0].name, len(value)),))
+            origin = replace(origin, parts=(Part(origin.parts[0].name, len(value)),))
         graph.weights[f"{layer.name}.{key}"] = graph.new_weight(value, origin)
 
 
@@ -171,7 +172,10 @@ def float_layer(graph: Graph, node: fx.Node, weight_name: str, name: str | None 
         args = (weight, ops.argument(node, "ids"))
         return graph.fx.create_node("call_function", reference.embedding, args, name=name)
     args = (activation_of(node), weight, *bias_of(node))
-    return graph.fx.create_node("call_function", reference.linear, args, name=name)
+    if ops.op_of(node).linear is None:
+        return graph.fx.create_node("call_function", reference.linear, args, name=name)
+    options = {"num_experts": ops.argument(node, "num_experts")}
+    return graph.fx.create_node("call_function", reference.expert_linear, args, options, name=name)
 
 
 def choice_of(node: fx.Node) -> fx.Node | None:
@@ -188,5 +192,5 @@ def activation_of(node: fx.Node) -> fx.Node:
 
 
 def bias_of(node: fx.Node) -> tuple[Any, ...]:
-    """The bias argument of a quantized op, as in the replaced linear: a node, None, or absent."""
+    """The arguments of a quantized op from the bias on, as in the replaced linear."""
     return node.args[ops.op_of(node).positions["bias"] :]

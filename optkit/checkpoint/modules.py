@@ -35,7 +35,9 @@ def modules(graph: Graph) -> Iterator[QuantizedLinear]:
         for name, raw in found.items():
             operands = StoredOperands(raw)
             shape = operands[SCALE].shape[0], channels(operands, node)
-            yield QuantizedLinear(name, shape, node.target, operands, node.kwargs)
+            options = {key: value for key, value in node.kwargs.items() if key != "num_experts"}
+            stacked = weight.origin if weight.origin.stacked else None
+            yield QuantizedLinear(name, shape, ops.linear_of(node.target), operands, options, stacked=stacked)
 
 
 class StoredOperands(Mapping[str, Tensor]):
@@ -72,6 +74,8 @@ def pieces(
         return {}
     if key in SHARED:
         return dict.fromkeys(found, weight.stored)
+    if weight.origin.stacked:
+        return {module_name(part.name): weight.stored for part in weight.origin.parts}
     return {module_name(name): piece for name, piece in weight.pieces().items()}
 
 

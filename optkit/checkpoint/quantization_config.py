@@ -19,6 +19,7 @@ from optkit.graph import ops
 from optkit.graph.ir import Graph, module_name
 from optkit.kernels import reference
 
+EXPERTS = r"re:.*\.experts\.\d+\..*"
 # Formats in the order of their groups.
 ORDER = (INTS, FLOAT8, PACK)
 
@@ -38,7 +39,27 @@ def quantization_config(graph: Graph) -> dict[str, Any] | None:
         "config_groups": {f"group_{i}": group for i, group in enumerate(groups)},
         "ignore": sorted(set(left)),
     }
-    return described | ({"dequantize": True} if any(map(packs_zero_points, groups)) else {})
+    experts = expert_modules(graph)
+    name_experts(groups, experts)
+    in_float = any(map(packs_zero_points, groups)) or bool(experts)
+    return described | ({"dequantize": True} if in_float else {})
+
+
+def expert_modules(graph: Graph) -> set[str]:
+    """The modules of quantized experts, which transformers fuses on loading: it can only do so with float weights."""
+    nodes = [node for node in graph.calls(*ops.QUANTIZED_LINEARS) if ops.op_of(node).linear]
+    weights = [graph.weight_of(ops.weight(node)) for node in nodes]
+    return {module_name(part.name) for w in weights if w is not None and w.origin for part in w.origin.parts}
+
+
+def name_experts(groups: list[dict[str, Any]], experts: set[str]) -> None:
+    """Name the experts by a pattern, where all are of one group and the group does not stand for all linear layers.
+
+    transformers (5.23) finds the scheme of experts by a pattern with the word.
+    """
+    for group in groups[1:]:
+        if experts and experts <= set(group["targets"]):
+            group["targets"] = [*sorted(set(group["targets"]) - experts), EXPERTS]
 
 
 def packs_zero_points(group: dict[str, Any]) -> bool:
@@ -88,7 +109,7 @@ def scheme(module: QuantizedLinear) -> dict[str, Any]:
 def float_modules(graph: Graph) -> list[str]:
     """Modules with a float linear layer; fused layers are spelled out."""
     names = []
-    for node in graph.calls(reference.linear):
+    for node in graph.calls(reference.linear, reference.expert_linear):
         weight = graph.weight_of(ops.weight(node))
         if weight is None or weight.origin is None:
             continue

@@ -10,12 +10,13 @@ disk they are packed along N.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
 from optkit.graph import ops
+from optkit.graph.ir import Origin, Part
 from optkit.graph.ops.operands import Role
 
 PACKED, SCALE, ZERO_POINT, G_IDX = "weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx"
@@ -43,6 +44,7 @@ class QuantizedLinear:
         activation_group: channels of an activation with a common int8 scale, 0 for a whole token; None where the
             op takes float activations.
         stored: names of the checkpoint tensors behind the operands.
+        stacked: the layout of the checkpoint's float tensor, for the experts of a layer in one tensor.
     """
 
     name: str
@@ -52,6 +54,7 @@ class QuantizedLinear:
     options: Mapping[str, Any] = field(default_factory=dict)
     activation_group: int | None = None
     stored: tuple[str, ...] = ()
+    stacked: Origin | None = None
 
     @property
     def columns(self) -> int:
@@ -74,8 +77,17 @@ class QuantizedLinear:
         return [f"{self.name}.{operand}" for operand in self.operands]
 
     def tensors(self) -> dict[str, Tensor]:
-        """The operands by full name."""
-        return {f"{self.name}.{operand}": value for operand, value in self.operands.items()}
+        """The operands by full name, those of stacked experts in the layout of their tensor."""
+        found = {f"{self.name}.{operand}": value for operand, value in self.operands.items()}
+        if self.stacked is None:
+            return found
+        return {name: in_layout(self.stacked, name, value) for name, value in found.items()}
+
+    def float_tensor(self) -> dict[str, Tensor]:
+        """The float weight by its name in a checkpoint."""
+        if self.stacked is None:
+            return {f"{self.name}.weight": self.float_weight()}
+        return {self.name: in_layout(self.stacked, self.name, self.float_weight())}
 
     def float_weight(self) -> Tensor:
         """The float32 weight [N, K] of the codes."""
@@ -84,6 +96,11 @@ class QuantizedLinear:
             raise ValueError(f"{self.op.__name__} is no quantized linear layer")
         weights = [self.operands.get(name) for name in operand_names(self.op)]
         return dequantize(weights, self.options, self.columns)
+
+
+def in_layout(origin: Origin, name: str, value: Tensor) -> Tensor:
+    """``value`` [E * N, ...] in the layout of ``origin``, a tensor of stacked experts."""
+    return replace(origin, parts=(Part(name, len(value)),)).split(value)[name]
 
 
 class LazyOperands(Mapping[str, Tensor]):

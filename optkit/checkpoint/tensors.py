@@ -31,10 +31,15 @@ STORED_BYTES = 1 << 20  # of a weight; smaller ones are in memory
 
 
 class TensorFiles(Mapping[str, Tensor]):
-    """Lazy, memory-mapped access to the tensors of a checked checkpoint directory."""
+    """Lazy, memory-mapped access to the tensors of a checked checkpoint directory.
 
-    def __init__(self, directory: Path, info: CheckpointInfo) -> None:
-        self.directory, self.info = directory, info
+    ``stored`` has the name in the file of each tensor with another name there.
+    """
+
+    def __init__(
+        self, directory: Path, info: CheckpointInfo, stored: Mapping[str, str] | None = None
+    ) -> None:
+        self.directory, self.info, self.stored = directory, info, stored or {}
         self.files: dict[str, Any] = {}
 
     def names(self) -> set[str]:
@@ -55,7 +60,7 @@ class TensorFiles(Mapping[str, Tensor]):
         file = str(self.info.tensors[name].file)
         if file not in self.files:
             self.files[file] = safe_open(file, framework="pt")
-        return aligned(self.files[file].get_tensor(name))
+        return aligned(self.files[file].get_tensor(self.stored.get(name, name)))
 
 
 def load_tensors(file: Path) -> dict[str, Tensor]:
@@ -104,11 +109,17 @@ def stored(
     dtype: torch.dtype,
     release: Callable[[int], None] | None = None,
 ) -> Tensor | StoredTensor:
-    """A weight left on disk: its checkpoint tensors lie at ``place(name)``. A small one is read at once."""
-    places = [place(part.name) for part in origin.parts]
-    parts = tuple(StoredPart.of(p, partial(read, p)) for p in places)
+    """A weight left on disk: its checkpoint tensors lie at ``place(name)``.
+
+    A small one is read at once, and one whose rows are not those of its tensors (experts in one tensor).
+    """
+    places = {part.name: place(part.name) for part in origin.parts}
+    parts = tuple(StoredPart.of(p, partial(read, p)) for p in places.values())
     found = StoredTensor(parts, dtype, origin.transposed, release)
-    return found if found.nbytes >= STORED_BYTES else found.read().clone()
+    plain = all(given.shape[:1] == (part.rows,) for given, part in zip(parts, origin.parts, strict=False))
+    if origin.stacked or not plain or len(parts) != len(origin.parts) or found.nbytes < STORED_BYTES:
+        return build(origin, {name: read(p) for name, p in places.items()}, dtype).clone()
+    return found
 
 
 def build(origin: Origin, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Tensor:

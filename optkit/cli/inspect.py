@@ -174,6 +174,7 @@ def graph_lines(artifact: Artifact, tokens: int) -> Iterator[str]:
 
 def show_artifact(artifact: Artifact, run: RunRecord) -> None:
     """Print all tables and lines of ``optkit inspect``."""
+    from optkit.pipeline.expert_coverage import summary
     from optkit.pipeline.explain import misses_sentence
     from optkit.pipeline.report import (
         alternatives_table,
@@ -187,6 +188,8 @@ def show_artifact(artifact: Artifact, run: RunRecord) -> None:
     versions = ", ".join(f"{key} {value}" for key, value in manifest.get("environment", {}).items())
     show(f"{artifact.name} by {recipe.name}, for {recipe.target}")
     show(f"source  sha256 {manifest.get('source', {}).get('digest', 'unknown')}")
+    for note in run.notes:
+        show(f"source  {note}")
     show(f"digest  sha256 {manifest.get('digest', 'none: made by an older optkit')}, without measurements")
     show(f"made by {versions}")
     show_table(run_table(run))
@@ -198,6 +201,9 @@ def show_artifact(artifact: Artifact, run: RunRecord) -> None:
         show(f"variants {', '.join(names)} in a step: answers depend on the number of tokens in a step")
     for line in reasons(run):
         show(line)
+    for record in records_of(run):
+        if line := summary(record.stats):
+            show(f"{record.name}: {line}")
     if predictions := misses_sentence(records_of(run)):
         show(predictions)
     show_table(bounds_table(list(bounds(artifact, run))))

@@ -46,28 +46,35 @@ class Part:
 class Origin:
     """The checkpoint tensors of a weight: stacked along dimension 0, then transposed if ``transposed``.
 
-    Conv1D checkpoints (GPT-2) store linear weights as [in, out] and are ``transposed``.
+    Conv1D checkpoints (GPT-2) store linear weights as [in, out] and are ``transposed``. A ``stacked`` number E above 0
+    says that the only tensor is [E, N, ...], of E experts, and the weight has the rows of all experts: [E * N, ...]. A
+    tensor of experts stored as [E, K, N] is also ``transposed``.
     """
 
     parts: tuple[Part, ...]
     transposed: bool = False
+    stacked: int = 0
 
     def build(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The weight made of ``tensors``, a checkpoint by name."""
         values = [tensors[part.name] for part in self.parts]
         value = values[0] if len(values) == 1 else torch.cat(values)
-        return value.T if self.transposed else value
+        value = value.transpose(-2, -1) if self.transposed else value
+        return value.flatten(0, 1) if self.stacked else value
 
     def split(self, value: Tensor) -> dict[str, Tensor]:
         """The checkpoint tensors of ``value`` by name: the inverse of ``build``."""
+        if self.stacked:
+            value = value.unflatten(0, (self.stacked, -1))
         if self.transposed:
-            value = value.T
+            value = value.transpose(-2, -1)
         pieces = value.split([part.rows for part in self.parts]) if len(self.parts) > 1 else (value,)
         return {part.name: piece.contiguous() for part, piece in zip(self.parts, pieces, strict=True)}
 
     def renamed(self, old: str, new: str) -> Origin:
-        """The origin of a companion tensor: ``.weight`` to ``.weight_scale``, say."""
-        return Origin(tuple(Part(p.name.removesuffix(old) + new, p.rows) for p in self.parts))
+        """The origin of a companion tensor: ``.weight`` to ``.weight_scale``, say; stacked ones stay transposed."""
+        parts = tuple(Part(p.name.removesuffix(old) + new, p.rows) for p in self.parts)
+        return Origin(parts, self.transposed and self.stacked > 0, self.stacked)
 
 
 @dataclass
@@ -169,9 +176,10 @@ class GraphMeta:
 class Graph:
     """A model as a graph.
 
-    ``annotations`` holds execution choices without effect on the math (``compile``: regions), and the fields of the
-    source's config.json changed by passes (``config``: sizes of a pruned model). The key in ``graph.json`` is
-    ``plan``. ``spill`` moves the large results of passes from memory to disk; None leaves them in memory.
+    ``annotations`` holds execution choices without effect on the math (``compile``: regions), the fields of the
+    source's config.json changed by passes (``config``: sizes of a pruned model), and sentences for users on how the
+    source was read (``notes``). The key in ``graph.json`` is ``plan``. ``spill`` moves the large results of passes from
+    memory to disk; None leaves them in memory.
     """
 
     fx: fx.Graph
@@ -195,6 +203,15 @@ class Graph:
             copy.deepcopy(self.annotations),
             self.spill,
         )
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences for users on how the source was read."""
+        return list(self.annotations.get("notes", ()))
+
+    def add_note(self, sentence: str) -> None:
+        """Append a sentence to ``notes``."""
+        self.annotations["notes"] = [*self.notes, sentence]
 
     def weight_of(self, node: Any) -> Weight | None:
         """The weight a node reads, or None when the node is no weight."""

@@ -10,7 +10,7 @@ from optkit.graph.states import KV_DTYPES, STATE_DTYPES
 from optkit.untrusted_json import Name, Schema, Size
 
 MAX_LAYERS, MAX_HEADS, MAX_HEAD_DIM = 1024, 65536, 65536
-MAX_VOCABULARY, MAX_LENGTH = 1 << 21, 1 << 24
+MAX_VOCABULARY, MAX_LENGTH, MAX_EXPERTS = 1 << 21, 1 << 24, 1 << 16
 MAX_STATES, MAX_STATE_SIZE = 4 * MAX_LAYERS, 1 << 20
 
 Layer = Annotated[int, Field(ge=0, lt=MAX_LAYERS)]
@@ -84,6 +84,9 @@ class PlanEntry(Schema):
 
     compile: CompilePlan = Field(default_factory=lambda: CompilePlan(regions=[]))
     config: dict[str, Any] = Field(default_factory=dict)
+    notes: Annotated[list[Annotated[str, Field(max_length=1000)]], Field(max_length=100)] = Field(
+        default_factory=list
+    )
 
 
 class WeightEntry(Schema):
@@ -94,6 +97,7 @@ class WeightEntry(Schema):
     parts: Parts | None = Field(default=None, alias="from")
     constant: Literal[True] | None = None
     transposed: bool = False
+    stacked: Annotated[int, Field(ge=0, le=MAX_EXPERTS)] = 0
 
 
 class NodeEntry(Schema):

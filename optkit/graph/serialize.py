@@ -65,7 +65,8 @@ def encode_weight(weight: Weight) -> dict[str, Any]:
     if weight.origin is None:
         return entry | {"constant": True}
     entry["from"] = [[part.name, part.rows] for part in weight.origin.parts]
-    return entry | ({"transposed": True} if weight.origin.transposed else {})
+    entry |= {"transposed": True} if weight.origin.transposed else {}
+    return entry | ({"stacked": weight.origin.stacked} if weight.origin.stacked else {})
 
 
 def encode_node(node: fx.Node) -> dict[str, Any]:
@@ -214,7 +215,7 @@ def decode_weight(name: str, entry: Mapping[str, Any], load: WeightLoader) -> We
     origin = None
     if not entry.get("constant"):
         parts = tuple(Part(part, rows) for part, rows in entry["from"])
-        origin = Origin(parts, entry.get("transposed", False))
+        origin = Origin(parts, entry.get("transposed", False), entry.get("stacked", 0))
     value = load(name, origin, decode_dtype(entry["dtype"]))
     if list(value.shape) != entry["shape"] or dtype_name(value.dtype) != entry["dtype"]:
         raise ValueError(

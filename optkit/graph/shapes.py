@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from optkit.graph import ops
 from optkit.graph.ir import Graph
 from optkit.graph.operand_check import check_call
+from optkit.graph.ops.aten import is_creator
 from optkit.graph.ops.operands import expect
 from optkit.graph.states import STATE_SLOTS, named_pools
 
@@ -102,7 +103,8 @@ class MetaRun:
             check_call(op.name, args, kwargs, half=self.half)
         elif node.target is SPLIT:
             check_split(*args[:2], *args[2:3] or (kwargs.get("dim", 0),))
-        result = ops.shape_rule(node.target)(*args, **kwargs)
+        placed = {"device": "meta"} if is_creator(node.target) else {}
+        result = ops.shape_rule(node.target)(*args, **kwargs | placed)
         check_size(result)
         return result
 

@@ -68,6 +68,11 @@ class StoredTensor:
         return len(self.shape)
 
     @property
+    def device(self) -> torch.device:
+        """The device of the values."""
+        return torch.device("cpu")
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the values in memory."""
         return math.prod(self.shape) * self.dtype.itemsize

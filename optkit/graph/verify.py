@@ -88,7 +88,12 @@ def check_weights(graph: Graph) -> None:
         shape = tuple(stored.shape) or (1,)
         if stored.origin.transposed and len(shape) != 2:
             raise VerifyError(f"weight {name} is {list(shape)}, so it can't be transposed")
-        rows = shape[1 if stored.origin.transposed else 0]
+        stacked = stored.origin.stacked
+        if stacked and (len(stored.origin.parts) != 1 or shape[0] % stacked):
+            raise VerifyError(
+                f"weight {name} is {list(shape)}, so it can't be stacked from {stacked} experts"
+            )
+        rows = shape[1 if stored.origin.transposed and not stacked else 0]
         if sum(part.rows for part in stored.origin.parts) != rows:
             raise VerifyError(f"weight {name} has {rows} rows, its origin {stored.origin} does not")
 

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from optkit.graph import ops, variants
 from optkit.graph.ir import Graph
+from optkit.graph.ops.operands import Role
 from optkit.graph.ops.record import Work
 from optkit.graph.shapes import Point, infer_shapes
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from optkit.machine.target import Target
 
 CACHE_BYTES = 1 << 20  # activations below this stay in the last private cache level
+FLOPS_A_STATE = 6.0  # of a token, for each element of the state: decay, correction, update, output
 DISPATCH_SECONDS = {"cpu": 4e-6, "cuda": 2e-6}  # per op
 FREE_OPS = {"getitem", "aten.reshape.default", "aten.transpose.int", "aten.split.Tensor", "aten.slice.Tensor",
             "aten.split_with_sizes.default", "aten.unsqueeze.default", "aten.select.int"}  # fmt: skip
@@ -147,12 +149,22 @@ def weight_only_linear(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any
     return Cost(int8_ops=4.0 * out.numel() * k, weight_bytes=weights, activation_bytes=activations)
 
 
-def grouped_mm(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point: Point) -> Cost:
-    """A row meets a single expert; at most all experts are read."""
-    rows, k = values[ops.activation(node)].shape
-    experts = values[ops.weight(node)]
-    read = min(rows, experts.shape[0]) / experts.shape[0] * bytes_of(experts)
-    return Cost(flops=2.0 * rows * k * experts.shape[2], weight_bytes=read)
+def experts(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point: Point) -> Cost:
+    """Products of a row for each token and expert; of the weights, those of the expected number of distinct experts.
+
+    With each token's J of E experts drawn evenly, T tokens have ``E * (1 - (1 - J / E)^T)`` distinct experts.
+    """
+    op, out, x = ops.op_of(node), values[node], values[ops.activation(node)]
+    count, each = ops.argument(node, "num_experts"), out.shape[1]
+    read = 1.0 - (1.0 - min(1.0, each / count)) ** out.shape[0]
+    operands = [op.argument(node, operand.name) for operand in op.stored] or [ops.weight(node)]
+    weights = read * sum(bytes_of(values[operand]) for operand in operands if operand is not None)
+    flops = 2.0 * out.numel() * x.shape[-1]
+    if op.quantizes_input:
+        return Cost(int8_ops=flops, weight_bytes=weights)
+    if op.stored and x.dtype == torch.float32:
+        return Cost(int8_ops=2.0 * flops, weight_bytes=weights)  # two int8 rows each
+    return Cost(**products(flops, x), weight_bytes=weights)
 
 
 def attention(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point: Point) -> Cost:
@@ -172,12 +184,27 @@ def attention(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point:
     return Cost(**products(flops, q), kv_bytes=kv)
 
 
+def recurrent(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point: Point) -> Cost:
+    """Each token decays, advances and reads each element of its sequence's state; a call reads and writes the state."""
+    record = ops.op_of(node)
+    pool = next(record.argument(node, o.name) for o in record.tensors if o.role is Role.STATE)
+    state = values[pool][0]
+    weights, activations = traffic(graph, node, values)
+    return Cost(
+        flops=FLOPS_A_STATE * point.tokens * state.numel(),
+        weight_bytes=weights,
+        kv_bytes=2.0 * point.sequences * state.nbytes,
+        activation_bytes=activations,
+    )
+
+
 RULES = {
     Work.POINTWISE: pointwise,
     Work.GATHER: embedding,
     Work.LINEAR: linear,
     Work.LINEAR_8BIT: integer_linear,
     Work.LINEAR_WEIGHT_ONLY: weight_only_linear,
-    Work.EXPERTS: grouped_mm,
+    Work.EXPERTS: experts,
     Work.ATTENTION: attention,
+    Work.RECURRENT: recurrent,
 }

@@ -21,13 +21,13 @@ from torch import Tensor, fx, nn
 from optkit import kernels
 from optkit.cancellation import check_cancelled
 from optkit.errors import UserError
-from optkit.graph import variants
+from optkit.graph import ops, variants
 from optkit.graph.ir import Graph, GraphMeta
 from optkit.graph.ops import op_name
+from optkit.graph.ops.aten import is_creator
 from optkit.graph.states import KVSpec
 from optkit.graph.stored import StoredTensor
 from optkit.graph.variants import SharedWeights
-from optkit.kernels import reference
 from optkit.lowering import gpu_rewrites, precision
 from optkit.lowering.bind import bind, kernel_of, weight_arguments
 from optkit.lowering.streamed import StoredLinear, is_stored_op, keep_stored
@@ -225,6 +225,7 @@ def lower_variant(
         rounding = dtype
         gpu_rewrites.rewrite(working, target)
         precision.narrow(working, dtype, device or target.device, shared)
+        place_created(working, device or target.device)
     else:
         keep_stored(working, linears=streamed)
     calls = [node for node in working.fx.nodes if node.op == "call_function" and not is_stored_op(node)]
@@ -257,6 +258,13 @@ def read_stored(graph: Graph, shared: SharedWeights) -> None:
             weight.value = shared.once(("read", name), [name], lambda weight=weight: weight.value)  # type: ignore[misc]
 
 
+def place_created(graph: Graph, device: torch.device | str) -> None:
+    """Make tensors of numbers alone, such as ``arange``, on ``device``, where their readers run."""
+    for node in graph.fx.nodes:
+        if is_creator(node.target):
+            node.kwargs = {**node.kwargs, "device": device}
+
+
 def read_by_several(calls: Sequence[fx.Node]) -> set[str]:
     """Names of the weights that several of ``calls`` read, such as a head and an embedding."""
     count = Counter(str(n.target) for call in calls for n in call.all_input_nodes if n.op == "get_attr")
@@ -265,7 +273,7 @@ def read_by_several(calls: Sequence[fx.Node]) -> set[str]:
 
 def check_experts(graph: Graph, picked: Container[fx.Node], target: Target) -> None:
     """Refuse experts without a kernel on a GPU: in every layer the reference waits for sizes on the host."""
-    if any(node not in picked for node in graph.calls(reference.grouped_mm)):
+    if any(node not in picked for node in graph.calls(*ops.OF_EXPERTS.values())):
         raise UserError(
             "mixture-of-experts layers have a kernel for bfloat16 on Hopper GPUs alone",
             where=target.name,

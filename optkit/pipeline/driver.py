@@ -58,7 +58,9 @@ class Pipeline:
             cache.remove_workspaces()
         records = {label: choice.records for label, choice in choices.items()}
         places = {label: choice.place for label, choice in choices.items()}
-        return graph, replace(run, alternatives=records, places=places)
+        return graph, replace(
+            run, alternatives=records, places=places, notes=[*self.source.notes, *graph.notes]
+        )
 
     def run_passes(self, resolved: Sequence[Resolved], cache: PassCache) -> tuple[Chain, dict[str, Choice]]:
         """The capture and every pass in order; and each choice between candidates, by label of the recipe."""
@@ -82,13 +84,18 @@ class Pipeline:
     def capture(self, cache: PassCache) -> State:
         """The captured model."""
         from optkit.capture import capture_directory
+        from optkit.capture.rope import depends_on_length
+
+        served = self.recipe.runtime.max_model_len if depends_on_length(cache.source.info.config) else None
 
         def work() -> tuple[Graph, dict[str, Any]]:
             self.progress("capturing the model with torch.export")
-            return capture_directory(self.source.directory), {}
+            return capture_directory(
+                self.source.directory, max_model_len=served, adapters=self.source.adapters
+            ), {}
 
         waiting = partial(self.progress, WAITING)
-        return cache.resume(capture_step(self.source, self.target), None, work, waiting)
+        return cache.resume(capture_step(self.source, self.target, served), None, work, waiting)
 
 
 def parts(resolved: Sequence[Resolved]) -> Iterator[list[ResolvedPass] | Alternatives]:
@@ -109,11 +116,12 @@ def optimize(
     recipe: Recipe | str,
     out: Path,
     *,
+    adapters: Sequence[Path] = (),
     force: bool = False,
     progress: Progress = no_progress,
     final_tokens: int = FINAL_TOKENS,
 ) -> RunRecord:
-    """Optimize ``model`` by ``recipe`` into the artifact directory ``out``.
+    """Optimize ``model``, with ``adapters`` merged, by ``recipe`` into the artifact directory ``out``.
 
     Raises:
         UserError: model, recipe or output can't be used; nothing is written.
@@ -124,7 +132,7 @@ def optimize(
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
     resolved = resolve_passes(recipe)
     staging.check_output(out, force=force)
-    source = resolve(model, progress)
+    source = resolve(model, progress).with_adapters(adapters)
     info = validate_checkpoint(source.directory)
     target = present_target(recipe.target, where=f"recipe {recipe.name}")
     if target.kind == "cpu":

@@ -32,18 +32,21 @@ def estimated(directory: Path, resolved: Sequence[Resolved], target: Target) -> 
     return {**found.to_dict(), "line": found.line()}
 
 
-def dry_run(model: str, recipe: Recipe, progress: Callable[[str], None] = no_progress) -> dict[str, Any]:
-    """The plan of ``recipe`` on ``model``: per pass sites, skips and predicted seconds [before, after].
+def dry_run(
+    model: str, recipe: Recipe, progress: Callable[[str], None] = no_progress, adapters: Sequence[Path] = ()
+) -> dict[str, Any]:
+    """The plan of ``recipe`` on ``model`` with ``adapters`` merged.
 
+    The plan has for each pass sites, skips and predicted seconds [before, after].
     Of alternatives, the candidate with the least predicted cost counts.
     """
     from optkit.pipeline.dry_graph import capture_planned
 
     resolved = resolve_passes(recipe)
-    source = resolve(model, progress, weights=False)
+    source = resolve(model, progress, weights=False).with_adapters(adapters)
     target = get_target(recipe.target)
     progress("capturing the model without weights")
-    graph = capture_planned(source.directory)
+    graph = capture_planned(source.directory, recipe.runtime.max_model_len, source.adapters)
     baseline = {label: after for label, (_, after) in predict(graph, graph, recipe, target).items()}
     passes, alternatives = list[dict[str, Any]](), dict[str, list[dict[str, Any]]]()
     for item in resolved:
@@ -65,4 +68,5 @@ def dry_run(model: str, recipe: Recipe, progress: Callable[[str], None] = no_pro
         "estimate": estimated(source.directory, resolved, target),
         "passes": passes,
         "alternatives": alternatives,
+        "notes": [*source.notes, *graph.notes],
     }

@@ -82,9 +82,12 @@ def manifest(
     source: ModelSource, recipe: Recipe, run: RunRecord, environment: dict[str, str]
 ) -> dict[str, Any]:
     """The manifest's content besides the file list, without reasons, which quote times."""
+    adapters = [{"name": adapter.name, "digest": adapter.digest} for adapter in source.adapters]
+    optional = {"adapters": adapters, "notes": run.notes}
     return {
         "name": source.name,
-        "source": {"name": source.name, "digest": source.digest},
+        "source": {"name": source.name, "digest": source.digest}
+        | {key: value for key, value in optional.items() if value},
         "recipe": recipe.to_data(),
         "passes": [{"name": r.name, "decision": r.decision, "restored": r.fallback} for r in run.passes],
         "environment": environment,

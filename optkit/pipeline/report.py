@@ -15,6 +15,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from optkit.pipeline import expert_coverage
 from optkit.pipeline.explain import explain, misses_sentence, objective_sentence, speed_sentences
 from optkit.pipeline.records import PassRecord, RunRecord
 
@@ -50,6 +51,7 @@ def report_html(report: Mapping[str, Any]) -> str:
     body = [
         element("h1", title),
         element("p", f"Made for {target_line(target)}."),
+        *(element("p", f"Source: {note}.") for note in report.get("notes", ())),
         *whole_section(whole, target),
         element("h2", "Passes"),
         html_table(("pass", "decision", "reason", "sites", "weights"), map(overview_row, passes)),
@@ -93,6 +95,8 @@ def pass_section(record: PassRecord, target: Mapping[str, Any]) -> list[str]:
         parts.append(html_table(("left alone because", "places", "first"), rows))
     if tried := record.stats.get("compiled"):
         parts.append(html_table(COMPILED_HEADER, map(compiled_row, tried)))
+    if experts := list(expert_coverage.rows(record.stats)):
+        parts.append(html_table(expert_coverage.HEADER, experts))
     return parts + evidence(record, target)
 
 
@@ -298,8 +302,8 @@ def quality_cells(record: PassRecord) -> tuple[str, str]:
 
 
 def summary_lines(run: RunRecord, target: Mapping[str, Any] | None = None) -> list[str]:
-    """The result in a few sentences: the gain of the whole, and the reason for the decision on each pass."""
-    lines = []
+    """The result in a few sentences: the source, the gain of the whole, the reason for the decision on each pass."""
+    lines = [f"source: {note}" for note in run.notes]
     if run.whole is None:
         lines.append("no pass was kept: the artifact is the source model as it is")
     elif run.whole.measured:

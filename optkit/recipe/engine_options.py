@@ -196,6 +196,20 @@ class EngineOptions(SchedulingOptions, frozen=True, kw_only=True, forbid_unknown
         ]
         | None
     ) = None
+    state_checkpoints: (
+        Annotated[
+            int,
+            about(
+                "Of models with a recurrent state: states kept beside the cached KV, so that prompts which begin alike "
+                "skip the beginning. By default as many as fit a quarter of the KV cache's bytes, at least 4; 0 keeps "
+                "none.",
+                unit="states",
+                ge=0,
+                le=MAX_REQUESTS,
+            ),
+        ]
+        | None
+    ) = None
     speculative_model: (
         Annotated[
             str,

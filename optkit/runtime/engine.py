@@ -2,7 +2,8 @@
 
 ``step`` is the whole runtime. The code around ``step`` keeps a rule: a request can fail only by itself. If the model
 raises on a batch, each item is run alone, and an item fails if the model raises again. Running an item twice is
-harmless: both runs write the same KV into the same slots. The sampler catches rows with NaN. An exception out of
+harmless: both runs write the same KV into the same slots. A recurrent state may be ahead in some layers, so it is
+computed again from the first token before (``_rewind``). The sampler catches rows with NaN. An exception out of
 ``step`` is a fault of the device or a bug of optkit, and ends the engine process.
 
 A step is cancelled between two parts of the model when every client of the step has left. The scheduler records
@@ -38,8 +39,10 @@ from optkit.runtime.types import (
     EngineStats,
     Failure,
     FinishReason,
+    Request,
     Runner,
     SamplingParams,
+    ScheduledRequest,
     TokenOutput,
     Transfer,
 )
@@ -110,6 +113,8 @@ class Engine:
 
     def _transfer(self, batch: Batch) -> Batch:
         """Copy KV between pool and store; the batch without the requests whose KV could not be loaded."""
+        if batch.state_copies:
+            self.runner.copy_states(batch.state_copies)
         for transfer in batch.transfers:
             try:
                 self._copy(transfer)
@@ -156,7 +161,26 @@ class Engine:
             logger.exception("a batch of %d requests failed", len(batch.items))
             if len(batch.items) == 1:
                 return [MODEL_FAILED]
-            return [self._run(Batch((item,)))[0] for item in batch.items]
+            return [self._run_alone(item) for item in batch.items]
+
+    def _run_alone(self, item: ScheduledRequest) -> Result:
+        """Run an item of a batch that failed."""
+        if self.config.num_state_slots:
+            try:
+                self._rewind(item.request)
+            except torch.AcceleratorError:
+                raise
+            except Exception:
+                logger.exception("a recurrent state could not be computed again")
+                return MODEL_FAILED
+        return self._run(Batch((item,)))[0]
+
+    def _rewind(self, request: Request) -> None:
+        """Compute the recurrent state of ``request`` again, from the first token up to ``num_computed``."""
+        end, most = request.num_computed, self.config.max_num_batched_tokens
+        for start in range(0, end, most):
+            piece = replace(request, num_computed=start)
+            self.runner.execute(Batch((ScheduledRequest(piece, min(most, end - start)),)))
 
     @property
     def has_work(self) -> bool:
@@ -187,7 +211,14 @@ class Engine:
         runner = self.runner
         plan = memory_plan(c.num_blocks, c.block_size, runner.kv_bytes, c.max_model_len, runner.kv_dtype)
         workspace = runner.workspace_bytes(c.max_num_batched_tokens, c.max_num_seqs)
-        plan = msgspec.structs.replace(plan, weight_bytes=runner.weight_bytes, workspace_bytes=workspace)
+        plan = msgspec.structs.replace(
+            plan,
+            weight_bytes=runner.weight_bytes,
+            workspace_bytes=workspace,
+            state_bytes=runner.state_bytes,
+            num_state_slots=c.num_state_slots,
+            num_checkpoints=c.num_checkpoints,
+        )
         return EngineInfo(
             config=c,
             memory_plan=plan,

@@ -15,10 +15,11 @@ import msgspec
 
 from optkit.artifact.open import Artifact
 from optkit.errors import UserError
+from optkit.graph.states import recurrent_of, sequence_bytes
 from optkit.lowering.lower import Executable
 from optkit.machine.heap import trim_heap
 from optkit.machine.present import present_target
-from optkit.recipe.engine_options import EngineOptions, engine_options
+from optkit.recipe.engine_options import MAX_REQUESTS, EngineOptions, engine_options
 from optkit.runtime.engine import Engine, RequestFailed
 from optkit.runtime.kv.offload import HostBlockStore, open_store
 from optkit.runtime.kv.pools import block_bytes, blocks_for_bytes
@@ -36,6 +37,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = (33, 1)  # one prefill and the decode after it
+CHECKPOINT_SHARE, LEAST_CHECKPOINTS = (
+    4,
+    4,
+)  # a quarter of kv_cache_bytes, and the fewest states kept by default
+MOST_FREE_BLOCKS = 1 << 20  # of a model without KV
 PREFILL_TARGET_TOKENS = 256  # on a CPU, where matrix products reach full speed at 128 to 256 rows
 
 
@@ -120,7 +126,8 @@ def with_kv_bytes(
     limits = scheduler_config(model, msgspec.structs.replace(options, kv_cache_bytes=enough))
     draft_step = gpu.peak_bytes(lambda: guesses.run_largest(limits.max_num_seqs)) if guesses else 0
     left = kv_cache_bytes(model, limits, gpu, options.gpu_memory_utilization, draft_step)
-    return msgspec.structs.replace(options, kv_cache_bytes=left)
+    asked = limits.num_checkpoints if limits.num_state_slots else options.state_checkpoints
+    return msgspec.structs.replace(options, kv_cache_bytes=left, state_checkpoints=asked)
 
 
 def make_engine(
@@ -134,7 +141,8 @@ def make_engine(
 ) -> Engine:
     """The engine for the device of ``model``: ``gpu``, or the CPU where ``gpu`` is None."""
     if gpu is None:
-        runner = ModelRunner(model, config.num_blocks, config.block_size)
+        slots = config.num_state_slots + config.num_checkpoints
+        runner = ModelRunner(model, config.num_blocks, config.block_size, num_slots=slots)
         return Engine(runner, config, store, guesses, cost=cost)
     from optkit.runtime.cuda.sampling import sampler
     from optkit.runtime.cuda.start import gpu_engine
@@ -151,9 +159,12 @@ def scheduler_config(model: Executable, options: EngineOptions, target: str = ""
     Raises:
         UserError: the KV cache holds too little, or ``options`` ask for more than the model has.
     """
-    if not model.kv_specs:
-        raise UserError("the model has no attention layer, so there is nothing to serve", where="graph.json")
-    blocks = num_blocks(model, options)
+    if not model.states:
+        raise UserError(
+            "no layer keeps a state between tokens, so there is nothing to serve", where="graph.json"
+        )
+    checkpoints = num_checkpoints(model, options)
+    blocks = num_blocks(model, options, checkpoints)
     asked = options.max_model_len or model.max_model_len
     if asked > model.max_model_len:
         raise UserError(
@@ -166,19 +177,35 @@ def scheduler_config(model: Executable, options: EngineOptions, target: str = ""
             max_model_len=min(asked, blocks * options.block_size),
             num_blocks=blocks,
             prefill_target_tokens=PREFILL_TARGET_TOKENS if target == "cpu" else 0,
+            num_state_slots=options.max_num_seqs if recurrent_of(model.states) else 0,
+            num_checkpoints=checkpoints,
             variant_limits=model.variant_limits,
         )
     except ValueError as error:
         raise UserError(str(error), where="options of the runtime", fix="optkit serve --help") from error
 
 
-def num_blocks(model: Executable, options: EngineOptions) -> int:
-    """Blocks of the KV pool.
+def num_checkpoints(model: Executable, options: EngineOptions) -> int:
+    """Recurrent states to keep for the prefix cache: as asked for, else what fits a share of ``kv_cache_bytes``."""
+    size = sequence_bytes(model.states)
+    if not size or not options.enable_prefix_caching:
+        return 0
+    if options.state_checkpoints is not None:
+        return options.state_checkpoints
+    share = (options.kv_cache_bytes or 0) // (CHECKPOINT_SHARE if model.kv_specs else 1)
+    return min(MAX_REQUESTS, max(LEAST_CHECKPOINTS, share // size))
+
+
+def num_blocks(model: Executable, options: EngineOptions, checkpoints: int) -> int:
+    """Blocks of the KV pool. Without KV blocks cost nothing; there are enough for all requests and checkpoints.
 
     Raises:
         UserError: fewer than two.
     """
     size = options.kv_cache_bytes or 0
+    if not model.kv_specs:
+        longest = -(-model.max_model_len // options.block_size)
+        return max(longest + 1, min((options.max_num_seqs + checkpoints) * longest, MOST_FREE_BLOCKS))
     blocks = blocks_for_bytes(model.kv_specs, options.block_size, size)
     if blocks < 2:
         need = 2 * block_bytes(model.kv_specs, options.block_size)
@@ -200,6 +227,12 @@ def offloading(
             where="kv_offload_bytes",
             fix="leave out --kv-offload-bytes, or --no-enable-prefix-caching",
         )
+    if config.num_state_slots:
+        raise UserError(
+            "the store keeps KV alone, and KV without the recurrent state of the model can't be used",
+            where="kv_offload_bytes",
+            fix="leave out --kv-offload-bytes; --state-checkpoints keeps more states in memory",
+        )
     size = block_bytes(model.kv_specs, config.block_size)
     num_host_blocks, store = open_store(num_bytes, size, Path(directory) if directory else None)
     return msgspec.structs.replace(config, num_host_blocks=num_host_blocks), store
@@ -212,9 +245,22 @@ def speculator(
     method = options.speculative_model
     if method is None:
         return None
+    refuse_recurrent(model, "wrong guesses can't be taken out of the model's recurrent state again")
     lengths = Lengths(cost, options.num_speculative_tokens)
     source = NgramProposer() if method == "ngram" else draft_model(artifact, method, model.vocab_size)
     return Speculator(source, lengths)
+
+
+def refuse_recurrent(model: Executable, reason: str) -> None:
+    """Refuse speculation with a model with recurrent states.
+
+    Raises:
+        UserError: ``model`` has such a state.
+    """
+    if recurrent_of(model.states):
+        raise UserError(
+            reason, where="speculative_model", fix="leave out --speculative-model, or use another"
+        )
 
 
 def draft_model(artifact: Artifact, directory: str, vocab_size: int) -> DraftModel:
@@ -234,6 +280,7 @@ def draft_model(artifact: Artifact, directory: str, vocab_size: int) -> DraftMod
             fix="use ngram or another artifact",
         )
     model = draft.executable()
+    refuse_recurrent(model, "a draft model must not have a recurrent state, which can't take back guesses")
     options = engine_options(draft.recipe)
     if options.kv_cache_bytes is None:
         options = msgspec.structs.replace(options, kv_cache_bytes=draft.recipe.runtime.kv_cache_bytes)

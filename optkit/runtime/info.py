@@ -13,6 +13,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     Attributes:
         dtype: element type of the pool, in words (``optkit.runtime.kv.pools.dtype_label``).
         weight_bytes, workspace_bytes: of the weights and of the largest step; 0 if unknown.
+        state_bytes: of the recurrent states of ``num_state_slots`` requests and ``num_checkpoints`` checkpoints.
     """
 
     num_blocks: int
@@ -23,6 +24,9 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     dtype: str
     weight_bytes: int = 0
     workspace_bytes: int = 0
+    state_bytes: int = 0
+    num_state_slots: int = 0
+    num_checkpoints: int = 0
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -15,7 +15,7 @@ import torch
 
 from optkit.graph.states import STATE_SLOTS, KVSpec, StateSpec, sequence_bytes
 from optkit.runtime.kv.pools import allocate, block_bytes, dtype_label
-from optkit.runtime.types import Batch
+from optkit.runtime.types import Batch, StateCopy
 
 
 class ServableModel(Protocol):
@@ -45,7 +45,7 @@ class ModelRunner:
     """Run batches on ``model`` with a KV pool of ``num_blocks`` blocks on the device of the model's weights.
 
     Args:
-        num_slots: sequences whose recurrent state is kept; unused by models without.
+        num_slots: recurrent states that are kept, of sequences and checkpoints; unused by models without.
     """
 
     def __init__(
@@ -82,6 +82,12 @@ class ModelRunner:
         if self.device.type != "cpu":
             inputs = {name: tensor.to(self.device) for name, tensor in inputs.items()}
         return self.model(inputs | self.kv_pools | self.state_pools)[:count]
+
+    def copy_states(self, copies: Sequence[StateCopy]) -> None:
+        """Copy recurrent states from slot to slot, in order."""
+        for pool in self.state_pools.values():
+            for copy in copies:
+                pool[copy.to].copy_(pool[copy.source])
 
     def read_block(self, block: int) -> np.ndarray:
         """The KV of ``block`` in all layers, as bytes [n] uint8 on the host."""

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     import torch
 
@@ -164,8 +166,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     ``num_deferred`` waiting requests could not be computed even if there were room. ``step_sizes`` are the counts of
     ``optkit.runtime.scheduling.step_sizes`` and ``step_tokens`` the tokens of all steps. ``kv_blocks_cached`` belong
     to no request and keep their KV until the room is needed. ``prefix_cache_queries`` are prompt tokens that were
-    looked up, ``prefix_cache_hits`` the tokens found. On a GPU ``graph_captures`` and ``kernel_compilations`` stay
-    constant once the engine is warm, and ``eager_steps`` fit no bucket.
+    looked up, ``prefix_cache_hits`` the tokens found and taken over, ``prefix_cache_lost`` the tokens found that were
+    computed again for lack of a checkpoint of the recurrent state. On a GPU ``graph_captures`` and
+    ``kernel_compilations`` stay constant once the engine is warm, and ``eager_steps`` fit no bucket.
     """
 
     num_running: int = 0
@@ -176,6 +179,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     kv_blocks_offloaded: int = 0
     num_preemptions: int = 0
     num_deferred: int = 0
+    state_slots_used: int = 0
+    checkpoints_used: int = 0
+    prefix_cache_lost: int = 0
     step_sizes: tuple[int, ...] = ()
     step_tokens: int = 0
     prefix_cache_queries: int = 0
@@ -229,6 +235,9 @@ class Request:
 
     Attributes:
         state_slot: the slot of the recurrent state, for models that have one; ``NO_SLOT`` without.
+        borders: numbers of tokens after which a checkpoint of the recurrent state is taken, ascending.
+        rolling: the node with the request's latest checkpoint in the answer.
+        num_lost: tokens with cached KV, computed again for lack of a checkpoint.
         rank: place among all requests, fixed on arrival by the scheduling policy; the smallest goes first.
         digests: of the full blocks, as far as needed (``PrefixCache.digests``).
         nodes: the first blocks in the prefix cache.
@@ -243,6 +252,9 @@ class Request:
     num_computed: int = 0
     block_table: list[int] = field(default_factory=list)
     state_slot: int = NO_SLOT
+    borders: tuple[int, ...] = ()
+    rolling: Node | None = None
+    num_lost: int = 0
     rank: tuple[float, int] = (0.0, 0)
     digests: list[bytes] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
@@ -324,11 +336,23 @@ class Transfer:
 
 
 @dataclass(frozen=True)
+class StateCopy:
+    """Copy the recurrent states of all layers from slot ``source`` to slot ``to``."""
+
+    source: int
+    to: int
+
+
+@dataclass(frozen=True)
 class Batch:
-    """The work of a step, in the order of the flattened token batch. ``transfers`` come first, in order."""
+    """The work of a step, in the order of the flattened token batch.
+
+    ``transfers`` and ``state_copies`` come first, each in order.
+    """
 
     items: tuple[ScheduledRequest, ...]
     transfers: tuple[Transfer, ...] = ()
+    state_copies: tuple[StateCopy, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -342,6 +366,7 @@ class Runner(Protocol):
     block_size: int
     num_blocks: int
     kv_bytes: int  # memory of the KV pool
+    state_bytes: int  # memory of the recurrent states, with the checkpoints
     kv_dtype: str  # element type, in words
     weight_bytes: int
 
@@ -359,4 +384,8 @@ class Runner(Protocol):
 
     def write_block(self, block: int, data: np.ndarray) -> None:
         """Write the bytes of ``read_block`` into any block."""
+        ...
+
+    def copy_states(self, copies: Sequence[StateCopy]) -> None:
+        """Copy recurrent states from slot to slot, in order."""
         ...

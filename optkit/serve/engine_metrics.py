@@ -45,6 +45,8 @@ class EngineGauges(Collector):
                 stats.kv_blocks_cached,
             ),
             ("optkit:kv_offloaded_blocks", "KV blocks in the store.", stats.kv_blocks_offloaded),
+            ("optkit:state_slots_used", "Recurrent states of running requests.", stats.state_slots_used),
+            ("optkit:state_checkpoints", "Recurrent states kept for prompts.", stats.checkpoints_used),
         ):
             gauge = GaugeMetricFamily(name, text, labels=LABELS)
             gauge.add_metric(self._labels, value)
@@ -60,6 +62,11 @@ class EngineGauges(Collector):
             ("vllm:num_preemptions", "Preempted sequences.", stats.num_preemptions),
             ("vllm:prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_cache_queries),
             ("vllm:prefix_cache_hits", "Prompt tokens found.", stats.prefix_cache_hits),
+            (
+                "optkit:prefix_cache_lost_tokens",
+                "Prompt tokens found, but computed again for lack of a checkpoint of the recurrent state.",
+                stats.prefix_cache_lost,
+            ),
             ("vllm:spec_decode_num_drafts", "Drafts checked.", stats.spec_decode_drafts),
             ("vllm:spec_decode_num_draft_tokens", "Guessed tokens.", stats.spec_decode_draft_tokens),
             ("vllm:spec_decode_num_accepted_tokens", "Guesses that were right.", accepted),
@@ -108,9 +115,9 @@ class EngineGauges(Collector):
 
 
 class LoadedEngine(Collector):
-    """Facts of the loaded engine: ``optkit:engine_load_seconds`` and ``vllm:cache_config_info``.
+    """Facts of the loaded engine: load time, memory of recurrent states, and ``vllm:cache_config_info``.
 
-    The second has the layout of the KV cache as labels of a constant 1, under vLLM's names. ``num_gpu_blocks`` are the
+    The last has the layout of the KV cache as labels of a constant 1, under vLLM's names. ``num_gpu_blocks`` are the
     blocks of the pool on any device, as in vLLM's CPU backend, and ``num_cpu_blocks`` the blocks of the offload store.
     While an engine is being replaced, the facts of the last engine are shown.
     """
@@ -127,9 +134,17 @@ class LoadedEngine(Collector):
             )
             family.add_metric(list(labels.values()), 1)
             yield family
-            seconds = GaugeMetricFamily("optkit:engine_load_seconds", "Time of loading.", labels=LABELS)
-            seconds.add_metric(self._labels, self._last.load_seconds)
-            yield seconds
+            for name, text, value in (
+                ("optkit:engine_load_seconds", "Time of loading.", self._last.load_seconds),
+                (
+                    "optkit:state_memory_bytes",
+                    "Memory of recurrent states.",
+                    self._last.memory_plan.state_bytes,
+                ),
+            ):
+                gauge = GaugeMetricFamily(name, text, labels=LABELS)
+                gauge.add_metric(self._labels, value)
+                yield gauge
 
     def describe(self) -> Iterable[Metric]:
         return []

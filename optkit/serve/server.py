@@ -247,6 +247,9 @@ def describe_memory(info: EngineInfo) -> str:
     room = f"{plan.num_sequences} sequences of {plan.sequence_length} tokens at once"
     weights, workspace = plan.weight_bytes / 2**20, plan.workspace_bytes / 2**20
     kv_cache = f"KV cache {size:.0f} MiB of {plan.dtype}, {plan.num_tokens} tokens"
+    if plan.num_state_slots:
+        states = f"{plan.num_state_slots} recurrent states and {plan.num_checkpoints} checkpoints"
+        kv_cache += f", {states} in {plan.state_bytes / 2**20:.0f} MiB"
     model = f"weights {weights:.0f} MiB, workspace {workspace:.0f} MiB"
     return f"{model}, {kv_cache}: {room}; up to {info.config.max_num_seqs} run together"
 

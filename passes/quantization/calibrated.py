@@ -37,6 +37,7 @@ from optkit.passes.quantization.cost import (
     measure_rates,
     measured_text,
 )
+from optkit.passes.quantization.coverage import TOKENS, Coverage, RowsOfExperts
 from optkit.passes.quantization.formats import WeightFormat
 from optkit.passes.quantization.gptq_solver import add_products, mirrored
 from optkit.passes.quantization.linear import LinearQuantization, weight_stats
@@ -48,6 +49,11 @@ from optkit.passes.quantization.schemes import SchemeConfig
 class CalibratedConfig(SchemeConfig):
     calibration: Calibration = Field(
         default_factory=lambda: Calibration(), description="the text to calibrate on"
+    )
+    expert_tokens: int = Field(
+        64,
+        ge=1,
+        description="calibration tokens that an expert must see; with fewer it is rounded to nearest",
     )
 
 
@@ -65,6 +71,12 @@ class SharedInput:
     @property
     def name(self) -> str:
         return self.sites[0].name
+
+    @property
+    def experts(self) -> fx.Node | None:
+        """The experts of tokens, for a layer of experts."""
+        node = self.sites[0].nodes[0]
+        return ops.argument(node, "experts") if node.target is reference.expert_linear else None
 
 
 class Moments:
@@ -96,8 +108,42 @@ class CalibratedQuantization(LinearQuantization):
         return self.config.format_for(graph, node)
 
     @abstractmethod
-    def solve(self, graph: Graph, group: SharedInput, moments: Moments) -> dict[str, Tensor]:
+    def solve_weight(
+        self, graph: Graph, site: Site, weight: Tensor, fmt: WeightFormat, moments: Moments
+    ) -> dict[str, Tensor]:
+        """The operands of weight [N, K] of a site, or of one of its experts; the graph is not changed."""
+
+    def solve(self, graph: Graph, group: SharedInput, walk: Walk) -> dict[str, Tensor]:
         """The operands of the group's quantized layers, by ``index.operand``; the graph is not changed."""
+        if group.experts is not None:
+            return self.solve_experts(graph, group, walk)
+        moments, found = Moments(walk.values(group.x)), dict[str, Tensor]()
+        for index, site in enumerate(group.sites):
+            node, fmt = self.site_format(graph, site)
+            solved = self.solve_weight(graph, site, graph.linear_weight(node), fmt, moments)
+            found |= {f"{index}.{key}": tensor for key, tensor in solved.items()}
+        return found
+
+    def solve_experts(self, graph: Graph, group: SharedInput, walk: Walk) -> dict[str, Tensor]:
+        """The operands of a layer of experts, each solved from its own tokens, and the number of tokens of each.
+
+        An expert with fewer tokens than ``expert_tokens`` is rounded to nearest: a Hessian of few tokens has few
+        directions, and the solver would fit the noise in the others.
+        """
+        (site,) = group.sites
+        node, fmt = self.site_format(graph, site)
+        count = ops.argument(node, "num_experts")
+        weights = graph.linear_weight(node).unflatten(0, (count, -1))
+        rows = RowsOfExperts(walk, group.x, ops.argument(node, "experts"), count)
+        solved = []
+        for expert, weight in enumerate(weights):
+            if rows.tokens[expert] < self.config.expert_tokens:
+                solved.append(fmt.round(weight))
+            else:
+                moments = Moments(rows.of(expert))
+                solved.append(self.solve_weight(graph, site, weight, fmt, moments))
+        found = {f"0.{key}": torch.cat([each[key] for each in solved]) for key in solved[0]}
+        return found | {TOKENS: rows.tokens}
 
     def apply(self, graph: Graph, plan: Plan, ctx: PassContext) -> PassResult:
         if not plan.sites:
@@ -111,8 +157,11 @@ class CalibratedQuantization(LinearQuantization):
         start = time.monotonic()
         self.prepare(graph, groups, windows, ctx)
         rewriter = QuantizedLinearRewriter(graph, self.config.max_tokens)
+        coverage = Coverage(self.config.expert_tokens)
 
         def put_back(group: SharedInput, solution: Mapping[str, Tensor], walk: Walk) -> None:
+            if TOKENS in solution:
+                coverage.add(group.name, solution[TOKENS])
             for index, site in enumerate(group.sites):
                 fmt = self.site_format(graph, site)[1]
                 own = {
@@ -123,13 +172,15 @@ class CalibratedQuantization(LinearQuantization):
         walk_through(
             Walk(graph, windows, ctx.target),
             groups,
-            lambda group, walk: self.solve(graph, group, Moments(walk.values(group.x))),
+            lambda group, walk: self.solve(graph, group, walk),
             put_back,
             FinishedGroups(ctx.workspace, "codes"),
             lambda text, part=None: ctx.progress(f"{self.name}: {text}", part=part),
         )
         rewriter.finish()
-        stats = weight_stats(before, graph) | {"calibration_tokens": sum(map(len, windows))}
+        stats = (
+            weight_stats(before, graph) | {"calibration_tokens": sum(map(len, windows))} | coverage.stats()
+        )
         ctx.progress(f"{self.name}: calibrated, {measured_text(expected, time.monotonic() - start)}")
         return PassResult(len(plan.sites), stats)
 
@@ -219,12 +270,20 @@ def collect(
 
 def by_activation(sites: Iterable[Site]) -> list[SharedInput]:
     """Sites grouped by input activation, in execution order."""
-    found: dict[fx.Node, list[Site]] = {}
+    found: dict[tuple[fx.Node, bool], list[Site]] = {}
     for site in sites:
-        found.setdefault(ops.activation(site.nodes[0]), []).append(site)
+        (node,) = site.nodes
+        of_experts = node.target is reference.expert_linear  # which see their own tokens only
+        found.setdefault((ops.activation(node), of_experts), []).append(site)
     return [SharedInput(tuple(of_x)) for of_x in found.values()]
 
 
 def shapes(graph: Graph, group: SharedInput) -> list[Any]:
-    """[N, K] of each layer of a group."""
-    return [graph.linear_shape(site.nodes[0]) for site in group.sites]
+    """[N, K] of each layer of a group; of experts those of each expert."""
+    found: list[Any] = []
+    for site in group.sites:
+        (node,) = site.nodes
+        count = 1 if group.experts is None else ops.argument(node, "num_experts")
+        rows, k = graph.linear_shape(node)
+        found += [(rows // count, k)] * count
+    return found

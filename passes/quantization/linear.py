@@ -9,16 +9,18 @@ gets a weight of its own, and the embedding stays float.
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
 from torch import Tensor, fx
 
+from optkit import kernels
 from optkit.graph import ops
 from optkit.graph.ir import Graph
 from optkit.kernels import reference
 from optkit.passes.base import Config, Pass, PassContext, PassResult, Plan, Site, Skip, Stage
+from optkit.passes.quantization.experts import ROUTER, SOME_EXPERTS, routers, some_experts
 from optkit.passes.quantization.formats import WeightFormat
 from optkit.passes.quantization.rewriter import QuantizedLinearRewriter, variant_name
 from optkit.passes.quantization.targets import (
@@ -29,7 +31,7 @@ from optkit.passes.quantization.targets import (
     matches_any,
     members,
 )
-from optkit.passes.rewriting.stack import site_name
+from optkit.passes.rewriting.stack import FLOAT_LINEARS, site_name
 
 VARIANTS_SHARE = 0.7  # of the memory, for layers in two variants; the rest is for KV
 
@@ -58,6 +60,7 @@ class LinearQuantization(Pass):
 
     stage = Stage.QUANTIZE
     exact = False
+    takes_experts: ClassVar[bool] = True
 
     @abstractmethod
     def format_for(self, graph: Graph, node: fx.Node, name: str) -> WeightFormat | str:
@@ -69,17 +72,16 @@ class LinearQuantization(Pass):
 
     def check(self, graph: Graph, ctx: PassContext) -> Plan:
         plan = Plan()
-        linears = {node: site_name(graph, node) for node in graph.linears()}
+        linears = {node: site_name(graph, node) for node in graph.calls(*FLOAT_LINEARS)}
+        choosing = routers(graph)
         check_targets(self.config.targets, graph, linears)
         for node, name in linears.items():
-            reason = self.why_not(graph, node, name, ctx)
+            reason = ROUTER if node in choosing else self.why_not(graph, node, name, ctx)
             if reason:
                 plan.skips.append(Skip(name, reason))
             else:
                 limit = self.config.max_tokens
                 plan.sites.append(Site(variant_name(name, limit) if limit else name, (node,)))
-        for node in graph.calls(reference.grouped_mm):
-            plan.skips.append(Skip(f"experts {node.name}", "mixture-of-experts weights stay in float"))
         reason = self.too_large(graph, plan, ctx)
         return Plan(skips=plan.skips + [Skip(site.name, reason) for site in plan.sites]) if reason else plan
 
@@ -102,7 +104,9 @@ class LinearQuantization(Pass):
         if head and not self.config.lm_head and not listed(named, graph, node, name):
             return "the output head stays in float (lm_head: false)"
         if listed(self.config.ignore, graph, node, name):
-            return "on the ignore list"
+            return (
+                SOME_EXPERTS if some_experts(self.config.ignore, graph, node, name) else "on the ignore list"
+            )
         if LINEAR not in self.config.targets and not (head and self.config.lm_head):
             found = [matches_any(named, member) for member in members(graph, node, name)]
             if not any(found):
@@ -115,12 +119,27 @@ class LinearQuantization(Pass):
         fmt = self.format_for(graph, node, name)
         if isinstance(fmt, str):
             return fmt
-        if weight.origin.transposed:
+        if node.target is reference.expert_linear:
+            reason = self.why_not_experts(fmt, ctx)
+            if reason:
+                return reason
+        elif weight.origin.transposed:
             return (
                 f"its checkpoint stores the weight transposed, which the {fmt.label} format does not express"
             )
         n, k = weight.shape
         return fmt.lacks(n, k, ctx.target)
+
+    def why_not_experts(self, fmt: WeightFormat, ctx: PassContext) -> str | None:
+        """The reason against the experts of a layer in ``fmt``, or None."""
+        if not self.takes_experts:
+            return f"{self.name} leaves experts in float"
+        if self.config.max_tokens is not None:
+            return "experts have no second variant for steps of few tokens"
+        op = ops.OF_EXPERTS.get(fmt.op)
+        name = None if op is None else ops.op_name(op)
+        found = [k for k in kernels.table(ctx.target.kind) if k.op == name and k.supports(ctx.target)]
+        return None if found else f"no kernel for {fmt.label} weights of experts on {ctx.target.name}"
 
     def apply(self, graph: Graph, plan: Plan, ctx: PassContext) -> PassResult:
         rewriter, before = QuantizedLinearRewriter(graph, self.config.max_tokens), graph.num_bytes()

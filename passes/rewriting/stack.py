@@ -16,7 +16,8 @@ from optkit.graph.stored import stack_stored
 from optkit.kernels import reference
 
 aten = torch.ops.aten
-LINEARS = {reference.linear, *ops.QUANTIZED_LINEARS}  # float, and as the checkpoint or a pass quantized it
+FLOAT_LINEARS = (reference.linear, reference.expert_linear)
+LINEARS = {*FLOAT_LINEARS, *ops.QUANTIZED_LINEARS}  # float, and as the checkpoint or a pass quantized it
 
 
 def stack_linears(graph: Graph, linears: Sequence[fx.Node], name: str) -> fx.Node:
@@ -41,7 +42,7 @@ def stack_linears(graph: Graph, linears: Sequence[fx.Node], name: str) -> fx.Nod
 
 def layout(linear: fx.Node) -> tuple[int, tuple[str, ...]]:
     """The position of a linear's first weight argument, and the names of the weight arguments; a bias follows."""
-    if linear.target is reference.linear:
+    if linear.target in FLOAT_LINEARS:
         return 1, ("weight",)
     return ops.op_of(linear).first_weight, operand_names(linear.target)
 

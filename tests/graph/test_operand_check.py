@@ -14,6 +14,7 @@ from optkit.graph.ir import BATCH_INPUTS, Graph, GraphMeta, Weight
 from optkit.graph.operand_check import check_call, check_origins
 from optkit.graph.ops import OPS, RECORDS, shape_rule
 from optkit.graph.ops.operands import Choice, Number, Source, TensorOperand
+from optkit.graph.states import STATE_SLOTS
 from optkit.graph.verify import VerifyError, verify
 from tests.support.op_calls import BATCH, SPEC, meta, sound_call
 
@@ -27,7 +28,7 @@ ANGLES = (meta(5, 8), meta(5, 8))
 X, VECTOR, ROWS, GATES = meta(5, 64), meta(64), meta(5, 64), meta(5, 32)
 Q8, SCALE = meta(5, 64, dtype=U8), meta(5, 2)
 W8 = (meta(16, 64, dtype=I8), meta(16, 2), meta(16))
-CODES = meta(16, 8, dtype=I32)
+CODES, CHOSEN = meta(16, 8, dtype=I32), meta(5, 2, dtype=torch.int64)
 # Sound calls, written by hand: what the records are compared with.
 WRITTEN: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "embedding": ((meta(9, 64), IDS), {}),
@@ -43,7 +44,18 @@ WRITTEN: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "gelu_mul_packed": ((X,), {"approximate": "none"}),
     "select_rows": ((X, INDEX), {}),
     "by_tokens": ((X, ROWS, POSITIONS, 4), {}),
-    "grouped_mm": ((X, meta(3, 64, 16), meta(3, dtype=I32)), {}),
+    "expert_linear": ((X, meta(16, 64), meta(16), CHOSEN), {"num_experts": 4}),
+    "expert_w8a8": ((Q8, SCALE, *W8, CHOSEN), {"num_experts": 4}),
+    "expert_w8a16": ((meta(5, 2, 64), *W8, CHOSEN), {"num_experts": 4}),
+    "expert_w4a8": (
+        (Q8, SCALE, CODES, meta(16, 2), meta(16, 2), meta(16), CHOSEN),
+        {"num_experts": 4},
+    ),
+    "expert_wna16": (
+        (X, CODES, meta(16, 2), meta(16, 2, dtype=U8), meta(16), CHOSEN),
+        {"num_experts": 4, "bits": 4, "group_size": 32},
+    ),
+    "weighted_sum": ((meta(5, 2, 16), meta(5, 2)), {}),
     "quantize_per_token": ((X,), {"group_size": 32}),
     "quantize_fp8_per_token": ((X,), {}),
     "rms_norm_quantize": ((X, VECTOR, 1e-5), {"fmt": "fp8"}),
@@ -266,4 +278,4 @@ def test_the_verifier_names_node_and_operand() -> None:
 def test_batch_names_are_inputs() -> None:
     for op, i, operand in EACH:
         if operand.source is Source.BATCH:
-            assert RECORDS[op].inputs.get(operand.name, operand.name) in BATCH_INPUTS, (op, i)
+            assert RECORDS[op].inputs.get(operand.name, operand.name) in (*BATCH_INPUTS, STATE_SLOTS), (op, i)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from optkit.kernels import reference
+from optkit.kernels import reference, reference_linear
 from optkit.kernels.packed_codes import BITS, pack_codes, unpack_codes, words_of
 
 CASES = [(bits, columns) for bits in BITS for columns in (1, 7, 32, 36, 100)]
@@ -73,7 +73,7 @@ def test_a_large_layer_is_dequantized_in_parts(monkeypatch: pytest.MonkeyPatch) 
     codes, scale = random_codes(10, 64, 4), torch.rand(10, 2)
     arguments = (torch.randn(3, 64), pack_codes(codes, 4), scale, None, None, torch.randn(10))
     whole = reference.linear_wna16(*arguments, group_size=32)
-    monkeypatch.setattr(reference, "DEQUANTIZED_AT_ONCE", 3 * 64)
+    monkeypatch.setattr(reference_linear, "DEQUANTIZED_AT_ONCE", 3 * 64)
     torch.testing.assert_close(reference.linear_wna16(*arguments, group_size=32), whole)
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from optkit.kernels import reference
+from optkit.kernels.packed_codes import pack_codes
 
 T, N, K, GROUP = 5, 6, 32, 8
 
@@ -65,7 +66,7 @@ def test_linear_wna16_is_the_product_with_the_dequantized_weight(bits: int) -> N
     x, codes = floats((T, K), 0), integers(0, 1 << bits, (N, K), 1).to(torch.uint8)
     weight_scale = floats((N, K // GROUP), 2)
     zero = integers(0, 1 << bits, (N, K // GROUP), 3).to(torch.uint8)
-    packed = reference.pack_codes(codes, bits)
+    packed = pack_codes(codes, bits)
     for point, value in ((zero, zero), (None, float(1 << (bits - 1)))):
         found = reference.linear_wna16(x, packed, weight_scale, point, None, bits=bits, group_size=GROUP)
         expected = x.double() @ by_element(codes, weight_scale, value).T
@@ -76,16 +77,23 @@ def test_linear_wna16_takes_the_group_of_a_channel_from_g_idx() -> None:
     x, codes, weight_scale = floats((T, K), 0), integers(0, 16, (N, K), 1).to(torch.uint8), floats((N, 4), 2)
     g_idx = integers(0, 4, (K,), 3).to(torch.int32)
     weight = (codes.double() - 8) * weight_scale.double()[:, g_idx.long()]
-    found = reference.linear_wna16(x, reference.pack_codes(codes, 4), weight_scale, None, g_idx, bits=4)
+    found = reference.linear_wna16(x, pack_codes(codes, 4), weight_scale, None, g_idx, bits=4)
     torch.testing.assert_close(found.double(), x.double() @ weight.T, rtol=1e-5, atol=1e-3)
 
 
-def test_grouped_mm_multiplies_each_row_by_the_weight_of_its_expert() -> None:
-    x, weight = floats((7, 4), 0), floats((3, 4, 2), 1)
-    experts = [0, 0, 2, 2, 2, 2, 2]  # the second has no row
-    found = reference.grouped_mm(x, weight, torch.tensor([2, 2, 7], dtype=torch.int32))
-    expected = torch.stack([row @ weight[e] for row, e in zip(x, experts, strict=True)])
+@pytest.mark.parametrize("shape", [(7, 4), (7, 2, 4)], ids=["shared rows", "a row an expert"])
+def test_expert_linear_multiplies_each_row_by_the_weight_of_its_expert(shape: tuple[int, ...]) -> None:
+    x, weight, bias = floats(shape, 0), floats((3 * 2, 4), 1), floats((6,), 2)
+    experts = torch.tensor([[0, 2], [2, 0], [2, 2], [0, 0], [0, 2], [2, 0], [2, 2]])  # the second has no row
+    found = reference.expert_linear(x, weight, bias, experts, num_experts=3)
+    rows = x[:, None].expand(7, 2, 4) if x.ndim == 2 else x
+    expected = torch.einsum("tjk,tjnk->tjn", rows, weight.view(3, 2, 4)[experts]) + bias.view(3, 2)[experts]
     torch.testing.assert_close(found, expected)
+
+
+def test_expert_linear_refuses_an_expert_out_of_range() -> None:
+    with pytest.raises(IndexError, match="expert 3 of 3"):
+        reference.expert_linear(torch.ones(1, 4), torch.ones(6, 4), None, torch.tensor([[3]]), num_experts=3)
 
 
 @pytest.mark.parametrize("limit", [4, 5])

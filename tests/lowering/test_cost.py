@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from optkit.graph.ir import Graph
 from optkit.graph.shapes import Point, infer_shapes
@@ -87,13 +88,33 @@ def test_a_chunk_after_a_prefix() -> None:
 
 
 def test_experts() -> None:
-    """Two of four experts a token: both projections of both experts, all experts read at most once."""
-    first, second, *_ = costs(captured("mixtral"), reference.grouped_mm, PREFILL)
+    """Two of four experts a token: both projections of both experts, and the distinct experts of 32 tokens."""
+    first, second, *_ = costs(captured("mixtral"), reference.expert_linear, PREFILL)
     assert first.flops == 2 * (32 * 2) * HIDDEN * (2 * MLP)
     assert second.flops == 2 * (32 * 2) * MLP * HIDDEN
-    assert first.weight_bytes == 4 * HIDDEN * 2 * MLP * 4
-    (one, *_) = costs(captured("mixtral"), reference.grouped_mm, Point(1, 1, 9))
-    assert one.weight_bytes == first.weight_bytes / 2
+    weight = 4 * HIDDEN * 2 * MLP * 4
+    assert first.weight_bytes == pytest.approx(weight * (1 - 0.5**32))
+    (one, *_) = costs(captured("mixtral"), reference.expert_linear, Point(1, 1, 9))
+    assert one.weight_bytes == weight / 2
+
+
+def test_expected_experts_are_those_of_random_routings() -> None:
+    """The formula against the mean over drawn routings: 2 of 4 experts for 3 tokens."""
+    (cost, *_) = costs(captured("mixtral"), reference.expert_linear, Point(3, 3, 9))
+    generator = torch.Generator().manual_seed(0)
+    draws = torch.rand(4000, 3, 4, generator=generator).argsort(dim=2)[..., :2].flatten(1)
+    distinct = torch.nn.functional.one_hot(draws, 4).amax(1).sum(1).double().mean()
+    assert cost.weight_bytes / (4 * HIDDEN * 2 * MLP * 4) == pytest.approx(distinct.item() / 4, rel=0.02)
+
+
+def test_int8_experts_read_a_token_in_the_bytes_of_its_experts() -> None:
+    """J experts of N x K int8 weights and N x K / 32 scales of two bytes, of both projections."""
+    graph = captured("mixtral")
+    apply(graph, "int8", group_size=32)
+    first, second, *_ = costs(graph, reference.expert_w8a8, Point(1, 1, 9))
+    assert first.weight_bytes == 2 * (2 * MLP) * (HIDDEN + HIDDEN / 32 * 2)
+    assert second.weight_bytes == 2 * HIDDEN * (MLP + MLP / 32 * 2)
+    assert first.int8_ops == 2 * 2 * (2 * MLP) * HIDDEN and first.flops == 0
 
 
 def test_a_whole_graph_is_the_sum() -> None:

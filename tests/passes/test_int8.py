@@ -31,7 +31,6 @@ from tests.support.graphs import (
 from tests.support.target import TARGET
 
 HEAD = "the output head stays in float (lm_head: false)"
-EXPERTS = "mixture-of-experts weights stay in float"
 LISTED = "on the ignore list"
 
 
@@ -113,15 +112,6 @@ def test_conv1d_is_refused_with_the_reason() -> None:
     assert not plan.sites
     transposed = [skip for skip in plan.skips if "transposed" in skip.reason]
     assert len(transposed) == 8
-
-
-def test_experts_stay_in_float() -> None:
-    graph = captured("mixtral")
-    _, plan = checked(graph, "int8")
-    assert {skip.site for skip in plan.skips if skip.reason == EXPERTS} == {
-        f"experts {n.name}" for n in graph.calls(reference.grouped_mm)
-    }
-    assert "model.layers.0.self_attn.o_proj" in [site.name for site in plan.sites]
 
 
 def test_biases_are_kept() -> None:

@@ -2,8 +2,8 @@
 
 Every kind of event in any order: add, step, abort, a step that clients leave, preempt, finish, a failing load, a reset
 of the prefix cache; on a pool too small for everyone, with prompts that begin alike, an offload store, digests that
-collide, guesses right and wrong, and both policies. After each event all three books of the KV are checked against each
-other.
+collide, guesses right and wrong, both policies, and a recurrent state with checkpoints. After each event all books of
+the KV are checked against each other.
 """
 
 from __future__ import annotations
@@ -111,6 +111,8 @@ class EngineMachine(RuleBasedStateMachine):
         weak=st.booleans(),
         guessing=st.booleans(),
         chunk=st.integers(0, 8),
+        recurrent=st.booleans(),
+        checkpoints=st.integers(0, 6),
     )
     def start(
         self,
@@ -124,6 +126,8 @@ class EngineMachine(RuleBasedStateMachine):
         weak: bool,
         guessing: bool,
         chunk: int,
+        recurrent: bool,
+        checkpoints: int,
     ) -> None:
         self.config = SchedulerConfig(
             max_num_seqs=requests,
@@ -136,12 +140,15 @@ class EngineMachine(RuleBasedStateMachine):
             tpot_slo_ms=50.0,
             prefill_target_tokens=chunk,
             enable_prefix_caching=caching,
-            num_host_blocks=host_blocks * caching,
+            num_host_blocks=host_blocks * caching * (not recurrent),
+            num_state_slots=requests * recurrent,
+            num_checkpoints=checkpoints * recurrent,
         )
         self.clock, self.answers = Clock(), {}
-        self.runner = FakeRunner(num_blocks=blocks, block_size=size, vocab_size=VOCAB)
+        states = (requests + checkpoints) * recurrent
+        self.runner = FakeRunner(num_blocks=blocks, block_size=size, vocab_size=VOCAB, num_states=states)
         self.store = UnreliableBlocks(max(host_blocks, 1), 8 * size)
-        proposer = Guesser(self.answers) if guessing else None
+        proposer = Guesser(self.answers) if guessing and not recurrent else None
         self.engine = Engine(self.runner, self.config, self.store, proposer, self.clock)
         self.engine.scheduler.schedule = self._schedule
         self.engine.scheduler.kv.worth_saving = lambda: True
@@ -283,7 +290,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.step()
             self.engine.scheduler.check()
         assert not self.requests
-        assert self.engine.stats().kv_blocks_used == 0
+        assert self.engine.stats().kv_blocks_used == self.engine.stats().state_slots_used == 0
 
 
 QUICK = settings(max_examples=50, stateful_step_count=40, deadline=None)

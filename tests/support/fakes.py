@@ -7,6 +7,7 @@ import os
 import signal
 import time
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ from optkit.runtime.engine import Engine
 from optkit.runtime.kv.offload import MemoryBlocks
 from optkit.runtime.sampling import sampler
 from optkit.runtime.scheduling.scheduler import SchedulerConfig
-from optkit.runtime.types import Batch, ScheduledRequest
+from optkit.runtime.types import Batch, ScheduledRequest, StateCopy
 
 EMPTY = -1
+NO_STATE = 0xBAD
 
 
 class FakeRunner:
@@ -31,6 +33,9 @@ class FakeRunner:
 
     A token in a wrong slot, a block with two owners, a skipped chunk and a chunk at a wrong position change the
     output. So comparing with a solo run checks all KV bookkeeping.
+
+    With ``num_states`` the runner also keeps a recurrent state in that many slots, a hash of the tokens that were run
+    through the slot, and the output depends on it: a state from other tokens, or advanced twice, changes the output.
 
     Attributes:
         script: tokens to return in turn, in place of hashed logits.
@@ -42,7 +47,7 @@ class FakeRunner:
             file ``until`` exists, without a pause or, with ``parts``, in parts.
     """
 
-    kv_bytes, kv_dtype, weight_bytes = 0, "float32", 0
+    kv_bytes, kv_dtype, weight_bytes, state_bytes = 0, "float32", 0, 0
 
     def workspace_bytes(self, num_tokens: int, num_rows: int) -> int:
         return 0
@@ -61,12 +66,14 @@ class FakeRunner:
         slow_token: int | None = None,
         until: str = "",
         parts: bool = False,
+        num_states: int = 0,
     ) -> None:
         self.slow_token, self.until, self.parts = slow_token, Path(until), parts
         self.num_blocks, self.block_size, self.vocab_size = num_blocks, block_size, vocab_size
         self.step_delay, self.script = step_delay, script
         self.poison_token, self.nan_token, self.die_token = poison_token, nan_token, die_token
         self.slots = np.full(num_blocks * block_size, EMPTY, dtype=np.int64)
+        self.states = [NO_STATE] * num_states
         self.remember = remember
         self.batches: list[Batch] = []
 
@@ -75,13 +82,14 @@ class FakeRunner:
             time.sleep(self.step_delay)
         if self.remember:
             self.batches.append(batch)
+        starts = [self._advance(item) for item in batch.items]
         seen = [self._write_and_read(item) for item in batch.items]
         check_cancelled()
         if any(self.slow_token in item.request.token_ids for item in batch.items):
             self._compute_for_long()
         rows = [
-            self._logits(item, ids[: len(ids) - back], len(item.draft) - back)
-            for item, ids in zip(batch.items, seen, strict=True)
+            self._logits(item, ids[: len(ids) - back], len(item.draft) - back, start)
+            for item, ids, start in zip(batch.items, seen, starts, strict=True)
             for back in reversed(range(item.num_logits))
         ]
         return torch.stack(rows) if rows else torch.zeros(0, self.vocab_size)
@@ -111,8 +119,31 @@ class FakeRunner:
             os.kill(os.getpid(), signal.SIGSEGV)  # as native code that fails does
         return self.slots[slots]
 
-    def _logits(self, item: ScheduledRequest, ids: np.ndarray, num_ahead: int) -> torch.Tensor:
-        """Logits after the tokens ``ids``; the last ``num_ahead`` of the tokens are guesses."""
+    def copy_states(self, copies: Sequence[StateCopy]) -> None:
+        for copy in copies:
+            self.states[copy.to] = self.states[copy.source]
+
+    def _advance(self, item: ScheduledRequest) -> int | None:
+        """Run the new tokens of ``item`` through its state; the state before, or None without states."""
+        if not self.states:
+            return None
+        request = item.request
+        start = self.states[request.state_slot] if request.num_computed else 0
+        self.states[request.state_slot] = zlib.crc32(
+            np.array(item.new_tokens, dtype=np.int64).tobytes(), start
+        )
+        return start
+
+    def _logits(
+        self, item: ScheduledRequest, ids: np.ndarray, num_ahead: int, start: int | None = None
+    ) -> torch.Tensor:
+        """Logits after the tokens ``ids``; the last ``num_ahead`` of the tokens are guesses.
+
+        ``start`` is the recurrent state before the new tokens.
+        """
+        new = ids[item.request.num_computed :]
+        if start is not None and zlib.crc32(new.tobytes(), start) != zlib.crc32(ids.tobytes()):
+            ids = np.append(ids, start)  # the state is of other tokens
         if self.nan_token in item.request.token_ids:
             return torch.full((self.vocab_size,), float("nan"))
         logits = self.logits_after(ids)
@@ -154,7 +185,10 @@ def fake_engine(options: dict[str, Any] | None = None) -> Engine:
     }
     names = set(SchedulerConfig.__struct_fields__)
     config = SchedulerConfig(**limits | {name: options.pop(name) for name in names & options.keys()})
-    runner = FakeRunner(num_blocks=config.num_blocks, block_size=config.block_size, **options)
+    states = config.num_state_slots and config.num_state_slots + config.num_checkpoints
+    runner = FakeRunner(
+        num_blocks=config.num_blocks, block_size=config.block_size, num_states=states, **options
+    )
     slots = config.num_host_blocks
     engine = Engine(runner, config, store=MemoryBlocks(slots, runner.read_block(0).nbytes) if slots else None)
     if slots:

@@ -152,12 +152,14 @@ class FaultyRunner(FakeRunner):
             request, token_ids=[*request.token_ids[:-1], 0 if isinstance(token, Failure) else token]
         )
 
-    def _logits(self, item: ScheduledRequest, ids: np.ndarray, num_ahead: int) -> torch.Tensor:
+    def _logits(
+        self, item: ScheduledRequest, ids: np.ndarray, num_ahead: int, start: int | None = None
+    ) -> torch.Tensor:
         if self.faults.of(item.request) == "model":
             raise RuntimeError("injected: model")
         if self.faults.of(item.request) == "nan":
             return torch.full((self.vocab_size,), float("nan"))
-        return super()._logits(item, ids, num_ahead)
+        return super()._logits(item, ids, num_ahead, start)
 
 
 class Guesser:
@@ -225,6 +227,8 @@ class FaultyHistory(RuleBasedStateMachine):
         host_blocks=st.integers(0, 12),
         guessing=st.booleans(),
         timeout=st.sampled_from([None, 0.05, 0.5]),
+        recurrent=st.booleans(),
+        checkpoints=st.integers(0, 6),
     )
     def start(
         self,
@@ -237,7 +241,12 @@ class FaultyHistory(RuleBasedStateMachine):
         host_blocks: int,
         guessing: bool,
         timeout: float | None,
+        recurrent: bool,
+        checkpoints: int,
     ) -> None:
+        recurrent = (
+            recurrent and self.engine_class is Engine
+        )  # steps of OverlapEngine run ahead of checkpoints
         config = SchedulerConfig(
             max_num_seqs=requests,
             max_num_batched_tokens=budget,
@@ -249,7 +258,9 @@ class FaultyHistory(RuleBasedStateMachine):
             tpot_slo_ms=50.0,
             queue_timeout=timeout,
             enable_prefix_caching=caching,
-            num_host_blocks=host_blocks * caching,
+            num_host_blocks=host_blocks * caching * (not recurrent),
+            num_state_slots=requests * recurrent,
+            num_checkpoints=checkpoints * recurrent,
         )
         self.now, self.total, self.faults = 0.0, 0, Faults()
         self.wanted: dict[str, tuple[list[int], FinishReason]] = {}
@@ -257,8 +268,11 @@ class FaultyHistory(RuleBasedStateMachine):
         self.open: dict[str, EngineRequest] = {}
         self.tokens: dict[str, list[int]] = {}
         self.store = UnreliableBlocks(max(host_blocks, 1), 8 * size)
-        runner = FaultyRunner(self.faults, num_blocks=blocks, block_size=size, vocab_size=VOCAB)
-        proposer = Guesser(self.answers, self.faults) if guessing else None
+        states = (requests + checkpoints) * recurrent
+        runner = FaultyRunner(
+            self.faults, num_blocks=blocks, block_size=size, vocab_size=VOCAB, num_states=states
+        )
+        proposer = Guesser(self.answers, self.faults) if guessing and not recurrent else None
         self.engine = self.engine_class(runner, config, self.store, proposer, lambda: self.now)
         kv = self.engine.scheduler.kv
         kv.worth_saving = lambda: True
@@ -377,7 +391,7 @@ class FaultyHistory(RuleBasedStateMachine):
                 break
             self.step(1)
         assert not self.open and not self.engine.has_work
-        assert self.engine.stats().kv_blocks_used == 0
+        assert self.engine.stats().kv_blocks_used == self.engine.stats().state_slots_used == 0
 
 
 class EngineHistory(FaultyHistory):

@@ -16,9 +16,22 @@ if TYPE_CHECKING:
 
 def modules() -> tuple[ModuleType, ...]:
     """The modules, imported on use."""
-    from optkit.kernels.cpu import attention, gates, gather, int4, int8, norms, onednn, rope, sdpa, wna16
+    from optkit.kernels.cpu import (
+        attention,
+        experts,
+        gates,
+        gather,
+        int4,
+        int8,
+        norms,
+        onednn,
+        recurrent,
+        rope,
+        sdpa,
+        wna16,
+    )
 
-    return int8, int4, wna16, onednn, attention, sdpa, norms, gates, rope, gather
+    return int8, int4, wna16, experts, onednn, attention, sdpa, norms, gates, rope, gather, recurrent
 
 
 def kernels() -> tuple[Kernel, ...]:

@@ -44,6 +44,7 @@ def quantized_buffers(b: Builder, like: View, wanted: Quantization | None) -> tu
     """Buffers for q and scale of a result of the shape of ``like``, and the group; empty without ``wanted``."""
     if wanted is None:
         return None, None, 0
-    group = wanted.group_size or like.width
+    *each, columns = like.shape
+    group = wanted.group_size or columns
     q = b.buffer(like.rows, like.shape, torch.uint8)
-    return q, b.buffer(like.rows, (like.width // group,)), group
+    return q, b.buffer(like.rows, (*each, columns // group)), group

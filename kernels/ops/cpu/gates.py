@@ -5,6 +5,8 @@ Tensors of other types than float32 run the reference.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -95,19 +97,28 @@ def gelu_mul_packed(gate_up: Tensor, approximate: str = "none") -> Tensor:
 # -- in programs -----------------------------------------------------------------------------------------
 
 
-def emit_gated(b: Builder, gate: View, up: View, activation: int, quantized: Quantization | None) -> Result:
+def emit_gated(
+    b: Builder, gate: View, up: View, activation: int, quantized: Quantization | None, each: int = 1
+) -> Result:
+    """``each`` is the number of rows of a token."""
     out = b.buffer(gate.rows, gate.shape) if quantized is None or quantized.keep else None
     q, scale, group = quantized_buffers(b, gate, quantized)
     b.call(
-        "gated", gate=gate, up=up, out=out, rows=Size(gate.rows), width=gate.width, gate_stride=gate.row_stride,
-        up_stride=up.row_stride, activation=activation, q=q, scale=scale, group=group,
+        "gated", gate=gate, up=up, out=out, rows=Size(gate.rows, each), width=gate.width // each,
+        gate_stride=gate.row_stride // each, up_stride=up.row_stride // each, activation=activation, q=q,
+        scale=scale, group=group,
     )  # fmt: skip
     return out, q, scale
 
 
-def halves(gate_up: View) -> tuple[View, View]:
-    gate, up = gate_up.split([gate_up.width // 2] * 2)
-    return gate, up
+def emit_packed(b: Builder, gate_up: View, activation: int, quantized: Quantization | None) -> Result:
+    """The two halves of a row a token, or of each of several dense rows a token."""
+    *rows, width = gate_up.shape
+    each = gate_up.width // width
+    if each > 1 and gate_up.row_stride != gate_up.width:
+        raise NotImplementedError("rows of each expert must be dense")
+    gate = replace(gate_up, shape=(*rows, width // 2))
+    return emit_gated(b, gate, replace(gate, offset=gate.offset + width // 2), activation, quantized, each)
 
 
 def emit_silu_mul(b: Builder, gate: View, up: View, quantized: Quantization | None = None) -> Result:
@@ -115,7 +126,7 @@ def emit_silu_mul(b: Builder, gate: View, up: View, quantized: Quantization | No
 
 
 def emit_silu_mul_packed(b: Builder, gate_up: View, quantized: Quantization | None = None) -> Result:
-    return emit_gated(b, *halves(gate_up), SILU, quantized)
+    return emit_packed(b, gate_up, SILU, quantized)
 
 
 def emit_gelu_mul(
@@ -127,7 +138,7 @@ def emit_gelu_mul(
 def emit_gelu_mul_packed(
     b: Builder, gate_up: View, approximate: str = "none", quantized: Quantization | None = None
 ) -> Result:
-    return emit_gated(b, *halves(gate_up), GELUS[approximate], quantized)
+    return emit_packed(b, gate_up, GELUS[approximate], quantized)
 
 
 KERNELS = (

@@ -236,6 +236,17 @@ void linear_w4a8(const LinearW4A8& p, int64_t m, int64_t k, int threads) {
     });
 }
 
+void linear_w4a8_panels(const LinearW4A8& p, int64_t from, int64_t to, int64_t row, int64_t rows) {
+    thread_local GrowingMemory scratch;
+    const Functions f = functions();
+    if (!f.few_rows || rows > f.most_few) return by_unpacking(p, f, from, to, row, rows);
+    LinearW4A8 part = p;
+    part.q += row * p.q_stride, part.scale += row * p.scale_groups, part.out += row * p.n;
+    const Rows prepared = rows_in(scratch, rows, p.groups, p.groups * p.group_steps * STEP, true);
+    f.prepare(part, 0, rows, prepared);
+    in_registers(part, f.few_rows, view_of(part, 0, prepared), prepared.start, from, to, 0, rows);
+}
+
 namespace {
 
 // -- packing ---------------------------------------------------------------------------------------------

@@ -44,6 +44,9 @@ struct LinearW4A8 {
 // All of it: rows [0, m). `k` is 4 * groups * group_steps.
 void linear_w4a8(const LinearW4A8& p, int64_t m, int64_t k, int threads);
 
+// The panels [from, to) for rows [row, row + rows), on the calling thread.
+void linear_w4a8_panels(const LinearW4A8& p, int64_t from, int64_t to, int64_t row, int64_t rows);
+
 // A panel unpacked: what `Panel` points to, in a thread's scratch memory.
 struct Unpacked {
     int8_t* weight;

@@ -5,6 +5,7 @@ A row's result has the same bits in any batch, with any number of threads and on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -154,15 +155,15 @@ def packed_channels(weight: Tensor, weight_scale: Tensor) -> int:
 
 def quantize_per_token(x: Tensor, group_size: int = 0) -> tuple[Tensor, Tensor]:
     """See ``reference.quantize_per_token``; equal to the bit."""
-    rows, columns = x.shape
-    if x.stride(1) != 1 or x.dtype != torch.float32:
+    *each, columns = x.shape
+    if x.stride(-1) != 1 or x.dtype != torch.float32 or x.ndim > 2:
         x = x.to(torch.float32).contiguous()
-    group = group_size or columns
+    rows, group = math.prod(each), group_size or columns
     native.require(columns % group == 0, f"{columns} channels are no groups of {group}")
-    q = torch.empty((rows, columns), dtype=torch.uint8)
-    scale = torch.empty((rows, columns // group))
+    q = torch.empty((*each, columns), dtype=torch.uint8)
+    scale = torch.empty((*each, columns // group))
     native.library().optkit_quantize_per_token(
-        x.data_ptr(), x.stride(0), q.data_ptr(), scale.data_ptr(), rows, columns, group, native.threads()
+        x.data_ptr(), x.stride(-2), q.data_ptr(), scale.data_ptr(), rows, columns, group, native.threads()
     )
     return q, scale
 
@@ -238,9 +239,13 @@ def emit_embedding_w8(b: Builder, ids: View, weight: Tensor, weight_scale: Tenso
 
 def emit_quantize_per_token(b: Builder, x: View, group_size: int = 0) -> Result:
     q, scale, group = quantized_buffers(b, x, Quantization(group_size, keep=True))
+    columns = x.shape[-1]
+    each = x.width // columns
+    if each > 1 and x.row_stride != x.width:
+        raise NotImplementedError("rows of each expert must be dense")
     b.call(
-        "quantize_per_token", x=x, x_stride=x.row_stride, q=q, scale=scale, rows=Size(x.rows), columns=x.width,
-        group=group,
+        "quantize_per_token", x=x, x_stride=x.row_stride // each, q=q, scale=scale, rows=Size(x.rows, each),
+        columns=columns, group=group,
     )  # fmt: skip
     return q, scale
 

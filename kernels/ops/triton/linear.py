@@ -251,12 +251,12 @@ BYTES = f"8 bits, no act-order; {SMALL}"
 
 KERNELS = (
     Kernel(
+        "expert_linear",
         "grouped_mm",
-        "grouped_mm",
-        vendor.grouped_mm,
+        vendor.expert_linear,
         supports_fp8,
         None,
-        vendor.can_grouped_mm,
+        vendor.can_expert_linear,
         needs=EXPERTS,
     ),
     Kernel("linear", "triton", linear, supports),

@@ -1,7 +1,7 @@
 """Linear layers by NVIDIA's libraries, through PyTorch: hard to beat where arithmetic bounds.
 
 Float layers are ``F.linear`` itself. ``scaled_mm`` is E4M3 with a scale for each token and output channel, ``int_mm``
-int8. ``grouped_mm`` is the product of experts in bfloat16, with groups read on the device.
+int8. ``expert_linear`` is the product of experts in bfloat16, with groups made on the device.
 """
 
 from __future__ import annotations
@@ -56,12 +56,22 @@ def int_mm(
     return out
 
 
-def can_grouped_mm(weights: dict[int, Tensor]) -> bool:
+def can_expert_linear(weights: dict[int, Tensor]) -> bool:
     """CUTLASS's grouped products are bfloat16 of 16-byte rows."""
     weight = weights.get(1)
-    return weight is not None and weight.dtype == torch.bfloat16 and not any(s % 8 for s in weight.shape[1:])
+    return weight is not None and weight.dtype == torch.bfloat16 and not any(s % 8 for s in weight.shape)
 
 
-def grouped_mm(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """See ``reference.grouped_mm``. The reference reads group sizes on the host, which a CUDA graph cannot."""
-    return F.grouped_mm(x, weight, offs=offsets)
+def expert_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, experts: Tensor, *, num_experts: int
+) -> Tensor:
+    """See ``reference.expert_linear``. The reference reads experts on the host, which a CUDA graph cannot."""
+    tokens, each = experts.shape
+    by_expert, order = experts.flatten().sort()
+    ends = torch.searchsorted(by_expert, torch.arange(num_experts, device=x.device), right=True)
+    rows = x[order // each] if x.ndim == 2 else x.flatten(0, 1)[order]
+    matrices = weight.unflatten(0, (num_experts, -1)).transpose(1, 2)
+    out = x.new_empty(tokens * each, matrices.shape[2])
+    out[order] = F.grouped_mm(rows, matrices, offs=ends.to(torch.int32))
+    out = out.view(tokens, each, -1)
+    return out if bias is None else out + bias.unflatten(0, (num_experts, -1))[experts]

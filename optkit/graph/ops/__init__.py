@@ -13,12 +13,14 @@ from typing import Any
 
 from torch import fx
 
-from optkit.graph.ops import attention, fp8, gates, linear, norms, rows
+from optkit.graph.ops import attention, experts, fp8, gates, linear, norms, recurrent, rows
 from optkit.graph.ops.aten import ATEN_OPS, SCALAR_OPS, aten
 from optkit.graph.ops.record import Op
 
 RECORDS: dict[str, Op] = {
-    op.name: op for module in (rows, linear, fp8, norms, gates, attention) for op in module.OPS
+    op.name: op
+    for module in (rows, linear, experts, fp8, norms, gates, attention, recurrent)
+    for op in module.OPS
 }
 OPS: dict[str, Any] = (
     {name: op.reference for name, op in RECORDS.items()}
@@ -32,6 +34,8 @@ GATED: dict[Any, Any] = {op.reference: op.packed for op in RECORDS.values() if o
 QUANTIZED_LINEARS: dict[Any, Op] = {
     op.reference: op for op in RECORDS.values() if op.dequantize and not op.only_lowered
 }
+# The op on the experts' weights for each linear op, float or quantized.
+OF_EXPERTS: dict[Any, Any] = {op.linear: op.reference for op in RECORDS.values() if op.linear}
 
 
 def op_name(target: Any) -> str | None:
@@ -70,6 +74,12 @@ def having(fact: Callable[[Op], Any]) -> set[Any]:
 def argument(node: fx.Node, name: str) -> Any:
     """The argument of operand ``name`` in a call of a dialect op, else the default."""
     return op_of(node).argument(node, name)
+
+
+def linear_of(target: Any) -> Any:
+    """The linear op of ``target``: of an op on experts' weights the op on a single one, else ``target``."""
+    op = record_of(target)
+    return target if op is None or op.linear is None else op.linear
 
 
 def activation(node: fx.Node) -> Any:

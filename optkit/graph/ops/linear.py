@@ -34,11 +34,11 @@ GROUP_SCALE = weight("weight_scale", Kind.FLOAT, "N G", Role.WEIGHT_SCALE)
 
 
 def quantize_per_token(x: Tensor, group_size: int = 0) -> tuple[Tensor, Tensor]:
-    expect(x.ndim == 2, "what is quantized must be [T, K]")
-    size = group_size or x.shape[1]
-    expect(size > 0 and x.shape[1] % size == 0, f"{x.shape[1]} channels are no groups of {size}")
+    expect(x.ndim in (2, 3), "what is quantized must be [T, K] or [T, J, K]")
+    size = group_size or x.shape[-1]
+    expect(size > 0 and x.shape[-1] % size == 0, f"{x.shape[-1]} channels are no groups of {size}")
     q = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-    return q, torch.empty((x.shape[0], x.shape[1] // size), dtype=torch.float32, device=x.device)
+    return q, torch.empty((*x.shape[:-1], x.shape[-1] // size), dtype=torch.float32, device=x.device)
 
 
 def linear_w8a8(
@@ -128,21 +128,8 @@ OPS = (
         any_dtype=True,
     ),
     Op(
-        reference.grouped_mm,
-        (
-            value("x", Kind.COMPUTE, "M K"),
-            either("weight", Kind.COMPUTE, "E K N"),
-            value("offsets", Kind.INT32, "E", Role.TABLE),
-        ),
-        shape=reference.grouped_mm,
-        work=Work.EXPERTS,
-        absent=dict.fromkeys((CPU, PROGRAM), "torch's BLAS multiplies floats, one expert after another"),
-        any_dtype=True,
-        traceable=False,
-    ),
-    Op(
         reference.quantize_per_token,
-        (ROWS_X, whole("group_size", 0, MAX_INT)),
+        (value("x", Kind.COMPUTE, "T ... K"), whole("group_size", 0, MAX_INT)),
         shape=quantize_per_token,
         work=Work.POINTWISE,
         row_wise=True,

@@ -29,6 +29,7 @@ class Work(Enum):
     LINEAR_WEIGHT_ONLY = "products of float activations and quantized weights"
     EXPERTS = "products of rows with one of several weights"
     ATTENTION = "attention over the KV cache"
+    RECURRENT = "updates of a sequence's state, token by token"
 
 
 # The places that may lack an implementation, each with a reason in ``Op.absent``.
@@ -63,6 +64,7 @@ class Op:
         packed: the reference of the op with the same result from the halves of a stacked operand.
         dequantize: the float32 weight [N, columns] of a quantized layer, from the weight operands without the bias,
             the op's options and the number of input channels.
+        linear: the reference of the linear op of which the op is the one on experts' weights.
         inputs: the graph's input of a batch operand, where the operand has another name.
     """
 
@@ -81,6 +83,7 @@ class Op:
     quantized: Callable[..., Any] | None = None
     packed: Callable[..., Any] | None = None
     dequantize: Callable[[Sequence[Tensor | None], Mapping[str, Any], int], Tensor] | None = None
+    linear: Callable[..., Any] | None = None
     inputs: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -46,6 +46,7 @@ FIELDS: dict[str, tuple[type, tuple[str, ...], float]] = {
     "uniform": (np.float64, ("rows",), 0.0),
     "query_start": (np.int32, ("starts",), 0),
     "seq_lens": (np.int32, ("sequences",), 0),
+    "state_slots": (np.int32, ("sequences",), 0),
     "block_tables": (np.int32, ("sequences", "blocks"), 0),
     "temperature": (np.float32, ("rows",), 0.0),
     "top_p": (np.float32, ("rows",), 1.0),

@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from optkit.graph.ir import BATCH_INPUTS
+from optkit.graph.states import STATE_SLOTS
 from optkit.kernels import reference
 from optkit.kernels.whole_prompt import WholePrompt, whole_prompt
 from optkit.runtime.cuda.buckets import Buckets
 from optkit.runtime.cuda.device import Device, Event, Replay
 from optkit.runtime.cuda.layout import SAMPLING_INPUTS, Layout, StepShape, capacity
 from optkit.runtime.cuda.sampling import FAILED, Sampler, has_filters, sampling_inputs
-from optkit.runtime.runner import ModelRunner, ServableModel, batch_inputs
+from optkit.runtime.runner import ModelRunner, ServableModel, batch_inputs, state_slots
 from optkit.runtime.sampling.sampler import BAD_LOGITS
 from optkit.runtime.types import PENDING, Batch, Failure, ScheduledRequest
 
@@ -82,8 +83,9 @@ class GraphRunner(ModelRunner):
         device: Device,
         largest: StepShape,
         sample: Sampler = reference.sample,
+        num_slots: int = 0,
     ) -> None:
-        super().__init__(model, num_blocks, block_size, device.torch_device)
+        super().__init__(model, num_blocks, block_size, device.torch_device, num_slots)
         self.gpu, self.largest, self.sample = device, largest, sample
         self.max_model_len = model.max_model_len
         self.buckets = Buckets((), (), largest.sequences, largest.blocks)
@@ -192,6 +194,7 @@ class GraphRunner(ModelRunner):
         """Queue a step; returns the logits, and the number of valid rows."""
         arrays = batch_inputs(batch, self.block_size)
         arrays["input_ids"], arrays["source"] = self._sources(batch, arrays)
+        arrays[STATE_SLOTS] = state_slots(batch, self.num_slots) if self.num_slots else np.zeros(0)
         count = len(arrays["logits_index"])
         if count == 0:
             arrays["logits_index"] = np.array([batch.num_tokens - 1], dtype=np.int64)
@@ -225,10 +228,10 @@ class GraphRunner(ModelRunner):
         source = views["source"]
         known = views["input_ids"]
         before = self._sampled[source.clamp_min(0)].clamp_min(0)  # a failed row gives a token like any other
-        inputs = {name: views[name] for name in BATCH_INPUTS}
+        inputs = {name: views[name] for name in (*BATCH_INPUTS, STATE_SLOTS)}
         inputs["input_ids"] = torch.where(source >= 0, before, known)
         with whole_prompt(prompt):
-            logits = self.model(inputs | self.kv_pools)
+            logits = self.model(inputs | self.kv_pools | self.state_pools)
         tokens = self.sample(logits, *(views[name] for name in SAMPLING_INPUTS), filtered=filtered)
         self._sampled[: len(tokens)].copy_(tokens)
         return logits
@@ -248,14 +251,14 @@ class GraphRunner(ModelRunner):
 
 def nothing() -> dict[str, np.ndarray]:
     """The inputs of a step of no sequence: all padding."""
-    arrays = {name: np.zeros(0) for name in (*BATCH_INPUTS, *SAMPLING_INPUTS, "source")}
+    arrays = {name: np.zeros(0) for name in (*BATCH_INPUTS, *SAMPLING_INPUTS, STATE_SLOTS, "source")}
     return arrays | {"query_start": np.zeros(1), "block_tables": np.zeros((0, 0))}
 
 
 def full_step(shape: StepShape, block_size: int, max_model_len: int) -> dict[str, np.ndarray]:
     """The inputs of a step as large as ``shape``: tokens spread over sequences of full length.
 
-    The step writes no KV and reads all KV from the pool's first block.
+    The step writes no KV and reads all KV from the pool's first block. Recurrent states go through the first slot.
     """
     ends = np.linspace(0, shape.tokens, shape.sequences + 1).astype(np.int64)
     counts = np.diff(ends)

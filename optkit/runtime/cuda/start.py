@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from optkit.errors import UserError
+from optkit.graph.states import sequence_bytes
 from optkit.kernels import reference
 from optkit.runtime.cuda.buckets import Buckets, chunk_sizes, decode_sizes, likely_batches, most_graphs
 from optkit.runtime.cuda.device import Device
@@ -52,10 +53,11 @@ def kv_cache_bytes(
         UserError: not even two blocks are left.
     """
     free, total = device.free_memory()
-    trial = GraphRunner(model, 1, limits.block_size, device, largest_step(limits))
+    trial = GraphRunner(model, 1, limits.block_size, device, largest_step(limits), num_slots=1)
+    states = (limits.num_state_slots + limits.num_checkpoints) * sequence_bytes(model.states)
     step = device.peak_bytes(trial.run_largest)
     graphs = GRAPH_BYTES * most_graphs(limits.max_num_batched_tokens)
-    left = int(total * gpu_memory_utilization) - (total - free) - 2 * step - graphs - draft_step
+    left = int(total * gpu_memory_utilization) - (total - free) - 2 * step - graphs - draft_step - states
     need = 2 * block_bytes(model.kv_specs, limits.block_size)
     if left < need:
         raise UserError(
@@ -92,9 +94,14 @@ def gpu_engine(
     sample: Sampler = reference.sample,
     progress: Progress = quiet,
 ) -> Engine:
-    """A warm engine with all graphs captured. With a proposer the engine samples on the host, a step at a time."""
+    """A warm engine with all graphs captured.
+
+    With a proposer, or with recurrent states, whose checkpoints are copied between two steps, the engine samples on the
+    host, a step at a time.
+    """
     largest = largest_step(config)
-    runner = GraphRunner(model, config.num_blocks, config.block_size, device, largest, sample)
+    slots = config.num_state_slots + config.num_checkpoints
+    runner = GraphRunner(model, config.num_blocks, config.block_size, device, largest, sample, slots)
     progress("measuring decode steps")
     weights = histogram or likely_batches(config.max_num_seqs)
     sizes = decode_sizes(weights, lambda batch: runner.measure(StepShape(batch, batch, largest.blocks)))
@@ -102,5 +109,5 @@ def gpu_engine(
     progress(f"capturing {len(buckets.shapes())} graphs")
     runner.capture(buckets)
     runner.run_largest()  # compiles the kernels of eager steps
-    made = Engine if proposer is not None else OverlapEngine
+    made = Engine if proposer is not None or config.num_state_slots else OverlapEngine
     return made(runner, config, store, proposer, cost=cost)

@@ -1,7 +1,8 @@
 """KV manager: gives requests their blocks, and reuses computed KV.
 
-The manager keeps three tables in agreement: the blocks of the pool (``BlockManager``), the tree of their content
-(``PrefixCache``) and the host blocks of the offload store (``HostBlockTable``).
+The manager keeps four tables in agreement: the blocks of the pool (``BlockManager``), the tree of their content
+(``PrefixCache``), the host blocks of the offload store (``HostBlockTable``), and the slots and checkpoints of recurrent
+states (``StateSlots``).
 
 - **Admission** takes over the blocks of the longest cached prefix; blocks on the host are loaded. At least the last
   token is left to compute, since the logits are needed.
@@ -23,6 +24,7 @@ from collections.abc import Callable, Iterable
 from optkit.runtime.kv.blocks import BlockManager
 from optkit.runtime.kv.offload import HostBlockTable
 from optkit.runtime.kv.prefix_cache import Node, PrefixCache
+from optkit.runtime.kv.states import StateSlots
 from optkit.runtime.types import ALL_TOKENS, Request, Transfer
 
 
@@ -33,14 +35,24 @@ class KVManager:
         num_blocks, block_size: of the pool.
         cache: None shares nothing and keeps nothing.
         num_host_blocks: of the offload store; needs a ``cache``.
+        num_state_slots, num_checkpoints: of ``StateSlots``; no slots for a model without recurrent states.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, cache: PrefixCache | None, num_host_blocks: int = 0
+        self,
+        num_blocks: int,
+        block_size: int,
+        cache: PrefixCache | None,
+        num_host_blocks: int = 0,
+        num_state_slots: int = 0,
+        num_checkpoints: int = 0,
     ) -> None:
+        if num_host_blocks and num_state_slots:
+            raise ValueError("a host block has no room for a recurrent state")
         self.blocks = BlockManager(num_blocks, block_size, self._keep, self._evict)
         self.cache, self.block_size = cache, block_size
         self.host_blocks = HostBlockTable(num_host_blocks if cache is not None else 0)
+        self.states = StateSlots(num_state_slots, num_checkpoints if cache is not None else 0, block_size)
         self.worth_saving: Callable[[], bool] = lambda: True
         self.reset_counters()
         self._content: dict[int, Node] = {}  # block -> the node of its content
@@ -56,7 +68,10 @@ class KVManager:
         Args:
             spare: blocks to stay available afterwards.
         """
-        hits = self._match(request)
+        if self.states.is_full:
+            return False
+        found = self._found(request)
+        hits = self.states.usable(found)
         present = [node.block for node in hits if node.block is not None]
         need = self.blocks.blocks_for(len(request.token_ids)) - len(present)
         idle = sum(self.blocks.is_cached(block) for block in present)
@@ -66,6 +81,7 @@ class KVManager:
         request.num_computed = len(request.nodes) * self.block_size
         fits = self.blocks.extend(request.block_table, len(request.token_ids), expected_tokens)
         assert fits, "blocks that were counted are gone"
+        self.states.assign(request, len(found))
         return True
 
     def count(self, request: Request) -> None:
@@ -73,10 +89,11 @@ class KVManager:
         if self.cache is not None and request.received.reads_prefix_cache:
             self.num_queries += len(request.token_ids)
             self.num_hits += request.num_computed
+            self.states.count(request)
 
     def reset_counters(self) -> None:
         """Set the counters to 0: tokens looked up and found, blocks saved and loaded."""
-        self.num_queries = self.num_hits = self.num_saves = self.num_loads = 0
+        self.num_queries = self.num_hits = self.num_saves = self.num_loads = self.states.num_lost = 0
 
     def grow(self, request: Request, num_tokens: int, expected_tokens: int) -> bool:
         """Blocks for ``num_tokens`` tokens of ``request``; False, and nothing changed, if there are too few."""
@@ -107,9 +124,11 @@ class KVManager:
                 request.sealed = True
             else:
                 request.nodes.append(node)
+        self.states.save(request, limit)
 
     def release(self, request: Request) -> None:
-        """Free the blocks of ``request``; published blocks stay cached until the room is needed."""
+        """Free the blocks and the slot of ``request``; published blocks stay cached until the room is needed."""
+        self.states.release(request)
         self.blocks.free(request.block_table)
         request.nodes.clear()
         request.num_computed, request.num_shareable = 0, ALL_TOKENS
@@ -141,9 +160,10 @@ class KVManager:
             self._drop(node)
 
     def check(self, requests: Iterable[Request]) -> None:
-        """Raise AssertionError if the three tables disagree."""
+        """Raise AssertionError if the tables disagree."""
         requests = list(requests)
         self.blocks.check(request.block_table for request in requests)
+        self.states.check(requests)
         self.host_blocks.check()
         for block, node in self._content.items():
             assert node.block == block and self.cache is not None
@@ -154,7 +174,11 @@ class KVManager:
             assert len(request.nodes) * self.block_size <= request.num_computed
 
     def _match(self, request: Request) -> list[Node]:
-        """The nodes of the longest cached prefix of ``request``, short of all tokens."""
+        """The nodes of the longest cached prefix of ``request`` that it can take over, short of all tokens."""
+        return self.states.usable(self._found(request))
+
+    def _found(self, request: Request) -> list[Node]:
+        """The nodes of the longest prefix of ``request`` with cached KV, short of all tokens."""
         if self.cache is None or not request.received.reads_prefix_cache:
             return []
         salt, size = request.received.cache_salt, self.block_size
@@ -235,7 +259,8 @@ class KVManager:
             self._drop(node)
 
     def _drop(self, node: Node) -> None:
-        """Take ``node`` out of all three tables."""
+        """Take ``node`` out of all tables."""
+        self.states.drop(node)
         if self.cache is not None:
             self.cache.drop(node)
         if node.host_block is not None:

@@ -60,8 +60,8 @@ def blocks_for_bytes(specs: Sequence[KVSpec], block_size: int, num_bytes: int) -
 
 
 def dtype_label(specs: Sequence[KVSpec]) -> str:
-    """The element type of the pools, in words: "int8", or "float32 and int8" for mixed layers."""
-    return " and ".join(sorted({spec.dtype for spec in specs}))
+    """The element type of the pools, in words: "int8", "float32 and int8" for mixed layers, or "no type"."""
+    return " and ".join(sorted({spec.dtype for spec in specs})) or "no type"
 
 
 def memory_plan(

@@ -33,7 +33,8 @@ def sha256(data: bytes) -> bytes:
 class Node:
     """A full block of tokens after ``parent``'s, and the places of the KV. The parent of a first block is the salt.
 
-    Nodes are compared by identity: a node made again after a drop is another node.
+    ``checkpoint`` is the slot with the recurrent state after the last token, if there is one. Nodes are compared by
+    identity: a node made again after a drop is another node.
     """
 
     digest: bytes
@@ -41,6 +42,7 @@ class Node:
     tokens: tuple[int, ...]
     block: int | None = None
     host_block: int | None = None
+    checkpoint: int | None = None
 
 
 class PrefixCache:

@@ -19,6 +19,8 @@ class SchedulerConfig(SchedulingOptions, frozen=True, kw_only=True, forbid_unkno
         prefill_target_tokens: a step with so many prompt tokens takes no further prompt. About where the machine's
             matrix products reach full speed; 0 is ``max_num_batched_tokens``.
         num_host_blocks: blocks of the offload store; needs the prefix cache.
+        num_state_slots: slots of recurrent states, one for each running request; 0 for a model without.
+        num_checkpoints: states kept for the prefix cache; 0 makes every prompt of such a model start anew.
         variant_limits: the most tokens of each variant of the layers but the last; empty for a single variant.
     """
 
@@ -26,6 +28,8 @@ class SchedulerConfig(SchedulingOptions, frozen=True, kw_only=True, forbid_unkno
     num_blocks: int
     prefill_target_tokens: int = 0
     num_host_blocks: int = 0
+    num_state_slots: int = 0
+    num_checkpoints: int = 0
     variant_limits: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -45,6 +49,10 @@ class SchedulerConfig(SchedulingOptions, frozen=True, kw_only=True, forbid_unkno
             raise ValueError(
                 "num_host_blocks needs enable_prefix_caching: host blocks hold evicted KV of the prefix cache"
             )
+        if self.num_state_slots not in (0, self.max_num_seqs):
+            raise ValueError("num_state_slots must be max_num_seqs, a slot for each running request")
+        if self.num_state_slots and self.num_host_blocks:
+            raise ValueError("num_host_blocks must be 0 for a model with recurrent states")
         if self.enforce_ttft_slo and not self.ttft_slo_ms:
             raise ValueError("enforce_ttft_slo needs a ttft_slo_ms")
 

@@ -96,7 +96,14 @@ class Scheduler:
     ) -> None:
         self.config, self.clock, self.cost = config, clock, cost or CostModel()
         cache = PrefixCache(config.block_size) if config.enable_prefix_caching else None
-        self.kv = KVManager(config.num_blocks, config.block_size, cache, config.num_host_blocks)
+        self.kv = KVManager(
+            config.num_blocks,
+            config.block_size,
+            cache,
+            config.num_host_blocks,
+            config.num_state_slots,
+            config.num_checkpoints,
+        )
         self.policy = make_policy(config, self.cost)
         self.forecast = Forecast(config, self.policy, self.cost)
         self.proposer = proposer
@@ -150,7 +157,8 @@ class Scheduler:
         decodes = [ScheduledRequest(request, 1) for request in ready]
         prefills = self._prefills(decodes)
         left = self.config.max_num_batched_tokens - Batch((*decodes, *prefills)).num_tokens
-        batch = Batch((*self._with_drafts(ready, left), *prefills), self.kv.take_transfers())
+        items = (*self._with_drafts(ready, left), *prefills)
+        batch = Batch(items, self.kv.take_transfers(), self.kv.states.take_copies())
         self.step_sizes.add(batch.num_tokens)
         self._announce_begun()
         return batch
@@ -158,7 +166,8 @@ class Scheduler:
     def update(self, batch: Batch, results: Sequence[Result]) -> list[TokenOutput]:
         """Record a step. Each item has sampled tokens, None (a chunk with more to come) or a failure."""
         now = self.clock()
-        if batch.items and not batch.transfers and not any(isinstance(r, Failure) for r in results):
+        copied = batch.transfers or batch.state_copies
+        if batch.items and not copied and not any(isinstance(r, Failure) for r in results):
             self.cost.observe(step_work(batch.items), now - self._step_start)
         outputs: list[TokenOutput] = []
         for item, result in zip(batch.items, results, strict=True):
@@ -212,6 +221,9 @@ class Scheduler:
             step_tokens=self.step_sizes.total,
             prefix_cache_queries=kv.num_queries,
             prefix_cache_hits=kv.num_hits,
+            state_slots_used=kv.states.num_used,
+            checkpoints_used=kv.states.num_saved,
+            prefix_cache_lost=kv.states.num_lost,
             offload_saves=kv.num_saves,
             offload_loads=kv.num_loads,
             **self._speculation(),
@@ -343,6 +355,7 @@ class Scheduler:
             num_new = min(request.num_pending, limit)
             if not items:
                 num_new = min(num_new, self.policy.chunk_limit(busy, request.num_computed))
+            num_new = self.kv.states.cut(request, num_new)
             items.append(ScheduledRequest(request, num_new))
             left, target = left - num_new, target - num_new
         return items

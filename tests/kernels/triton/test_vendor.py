@@ -28,10 +28,13 @@ def test_int_mm_is_the_reference() -> None:
 
 def test_experts_run_by_the_vendor_where_it_can() -> None:
     """CUTLASS's product has a CPU version; the launch is the same."""
-    x, weight = random(10, 16, dtype=torch.bfloat16), random(3, 16, 24, dtype=torch.bfloat16)
-    ends = torch.tensor([4, 4, 10], dtype=torch.int32)
-    kernel = kernels.select("grouped_mm", H100, weights={1: weight})
+    weight, bias = random(3 * 24, 16, dtype=torch.bfloat16), random(72, dtype=torch.bfloat16)
+    experts = torch.tensor([[0, 2], [2, 0], [2, 2], [0, 0]])  # the second has no row
+    kernel = kernels.select("expert_linear", H100, weights={1: weight})
     assert kernel is not None
-    close(kernel.fn(x, weight, ends), reference.grouped_mm(x.double(), weight.double(), ends), 1e-2)
+    for shape in ((4, 16), (4, 2, 16)):
+        x = random(*shape, dtype=torch.bfloat16)
+        exact = reference.expert_linear(x.double(), weight.double(), bias.double(), experts, num_experts=3)
+        close(kernel.fn(x, weight, bias, experts, num_experts=3), exact, 1e-2)
     for target, refused in ((H100, weight.half()), (H100, weight[..., :4]), (A100, weight)):
-        assert kernels.select("grouped_mm", target, weights={1: refused}) is None
+        assert kernels.select("expert_linear", target, weights={1: refused}) is None

@@ -1,0 +1,1 @@
+"""Coverage of model types: a tiny model of each causal LM type of transformers, captured, compared and served."""

@@ -1,0 +1,123 @@
+"""Quantized experts on disk: the checkpoint's names, one module an expert, for transformers, vLLM and the runtime."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from optkit.artifact.open import Artifact
+from optkit.capture import capture_directory
+from optkit.checkpoint.locate import ModelSource
+from optkit.checkpoint.modules import modules
+from optkit.errors import UserError
+from optkit.graph.ir import Graph
+from optkit.pipeline.publish import write_artifact
+from optkit.pipeline.records import RunRecord
+from optkit.recipe.load import parse_recipe
+from tests.support.architectures import tiny_model
+from tests.support.graphs import apply, assert_origins_invert, dense, random_ids
+from tests.support.target import TARGET
+
+RECIPE = "schema_version: 1\nname: small\ntarget: cpu\npasses:\n  int8: {}\n"
+(IDS,) = random_ids([24])
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "int8": ("int8", {"group_size": 32}),
+    "w4a8": ("w4a8", {"symmetric": True}),
+    "w4a8 minimums": ("w4a8", {}),
+    "rtn": ("rtn", {"scheme": "W4A16_ASYM", "group_size": 32}),
+}
+
+
+@pytest.fixture(scope="module", params=["qwen3_moe", "mixtral"])
+def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models") / request.param
+    tiny_model(request.param, num_hidden_layers=1).save_pretrained(directory)
+    return directory
+
+
+def written(graph: Graph, source: Path, out: Path) -> Artifact:
+    run, model = RunRecord([], None), ModelSource("tiny", source, "0" * 64)
+    write_artifact(out, graph, model, parse_recipe(RECIPE), run, TARGET, {"optkit": "0"}, force=False)
+    return Artifact.open(out)
+
+
+def transformers_experts(directory: Path) -> dict[str, Tensor]:
+    """The weights [N, K] of experts as transformers loads them, by module of the checkpoint."""
+    from transformers import AutoModelForCausalLM
+    from transformers.core_model_loading import revert_weight_conversion
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
+    named = revert_weight_conversion(model, dict(model.named_parameters()))
+    return {
+        name.removesuffix(".weight"): value.detach() for name, value in named.items() if ".experts." in name
+    }
+
+
+def tensors_of(directory: Path) -> dict[str, Tensor]:
+    with safe_open(str(directory / "model.safetensors"), framework="pt") as stored:
+        return {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 - not a mapping
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_artifact_gives_the_same_graph_and_loads_in_transformers(
+    source: Path, tmp_path: Path, case: str
+) -> None:
+    pytest.importorskip("compressed_tensors")
+    graph = capture_directory(source)
+    name, options = CASES[case]
+    apply(graph, name, **options)
+    artifact = written(graph, source, tmp_path / "artifact")
+    again = artifact.graph()
+    expected = dense(graph, IDS)
+    assert torch.equal(dense(again, IDS), expected)
+    assert_origins_invert(again)
+    for before, after in zip(modules(graph), modules(again), strict=True):
+        assert before.name == after.name and torch.equal(before.float_weight(), after.float_weight())
+    weights = {module.name: module.float_weight() for module in modules(graph) if ".experts." in module.name}
+    given = transformers_experts(artifact.directory)
+    assert len(weights) == 12
+    for module, weight in weights.items():
+        torch.testing.assert_close(given[module], weight, atol=1e-3, rtol=1e-2)
+
+
+@pytest.mark.parametrize("case", ["int8", "rtn"])
+def test_a_checkpoint_with_quantized_experts_is_captured(source: Path, tmp_path: Path, case: str) -> None:
+    """The directory as any compressed-tensors checkpoint: one module an expert becomes one weight of all experts."""
+    graph = capture_directory(source)
+    name, options = CASES[case]
+    apply(graph, name, **options)
+    artifact = written(graph, source, tmp_path / "artifact")
+    shutil.rmtree(artifact.directory / "optkit")
+    captured = capture_directory(artifact.directory)
+    before, after = ({m.name: m for m in modules(each)} for each in (graph, captured))
+    assert before.keys() == after.keys()
+    for module, layer in before.items():
+        assert torch.equal(layer.float_weight(), after[module].float_weight()), module
+    if case == "rtn":  # both in float activations
+        torch.testing.assert_close(dense(captured, IDS), dense(graph, IDS), atol=1e-4, rtol=1e-4)
+
+
+def test_experts_quantized_in_part_are_refused(source: Path, tmp_path: Path) -> None:
+    graph = capture_directory(source)
+    apply(graph, "rtn", scheme="W4A16", group_size=32)
+    directory = written(graph, source, tmp_path / "artifact").directory
+    shutil.rmtree(directory / "optkit")
+    tensors = tensors_of(directory)
+    module = next(m for m in modules(graph) if ".experts.1." in m.name)
+    for name in [name for name in tensors if name.startswith(f"{module.name}.")]:
+        del tensors[name]
+    tensors[f"{module.name}.weight"] = module.float_weight()
+    save_file(tensors, directory / "model.safetensors")
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"]["ignore"].append(module.name)
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="experts"):
+        capture_directory(directory)
