@@ -145,12 +145,12 @@ def insert_layers(graph: Graph, source: Source) -> None:
             share_with_embedding(graph, head)
     graph.prune()
     for name in sorted(graph.weights):
-        stored = graph.weights[name]
-        parts = stored.origin.parts if stored.origin else ()
+        weight = graph.weights[name]
+        parts = weight.origin.parts if weight.origin else ()
         quantized = any(
             part.name.endswith(".weight") and module_of(part.name) in source.layers for part in parts
         )
-        if quantized and stored.value.dtype == torch.float32:
+        if quantized and weight.dtype == torch.float32:
             what = f"the quantized weight {name} is not that of a plain linear layer"
             raise UnsupportedModel(what, where=graph.meta.model_type)
 
