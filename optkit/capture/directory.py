@@ -13,6 +13,7 @@ from optkit.capture import boundary
 from optkit.capture.adapters import merge_adapters
 from optkit.capture.export import capture, first_line
 from optkit.capture.quantized import architecture_config, capture_quantized
+from optkit.capture.streamed import capture_streamed
 from optkit.checkpoint.adapter import Adapter
 from optkit.checkpoint.source import Source, open_source
 from optkit.errors import UnsupportedModel, UserError
@@ -46,6 +47,9 @@ def capture_directory(
                 "an adapter can't be merged into a quantized model", where=str(directory), fix=fix
             )
         return capture_quantized(source, max_model_len)
+    streamed = capture_streamed(source, max_model_len) if weights and not adapters else None
+    if streamed is not None:
+        return streamed
     model = load_model(directory, weights) if source.text is None else load_text_part(source, weights)
     notes = [source.text.note] if source.text else []
     notes += merge_adapters(model, adapters)

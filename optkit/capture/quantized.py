@@ -85,7 +85,7 @@ def load_model(source: Source) -> Any:
 
 
 def fill(model: Any, source: Source) -> None:
-    """Copy the dequantized tensors of an MXFP4 checkpoint into the parameters of ``model``, one after another.
+    """Put the dequantized tensors of an MXFP4 checkpoint into the parameters of ``model``, one after another.
 
     Raises:
         UnsupportedModel: a tensor is none of the model's, or has another shape there.
@@ -96,7 +96,7 @@ def fill(model: Any, source: Source) -> None:
         if parameter is None or tuple(parameter.shape) != source.float4.shape(name):
             what = f"the MXFP4 tensor {name} is not one of the model's, or has another shape"
             raise UnsupportedModel(what, where=str(source.directory))
-        parameter.data.copy_(source.float4[name])
+        parameter.data = source.float4[name].to(parameter.dtype)
 
 
 def stand_ins(model_class: Any, config: Any, source: Source) -> dict[str, Tensor]:
@@ -145,12 +145,12 @@ def insert_layers(graph: Graph, source: Source) -> None:
             share_with_embedding(graph, head)
     graph.prune()
     for name in sorted(graph.weights):
-        stored = graph.weights[name]
-        parts = stored.origin.parts if stored.origin else ()
+        weight = graph.weights[name]
+        parts = weight.origin.parts if weight.origin else ()
         quantized = any(
             part.name.endswith(".weight") and module_of(part.name) in source.layers for part in parts
         )
-        if quantized and stored.value.dtype == torch.float32:
+        if quantized and weight.dtype == torch.float32:
             what = f"the quantized weight {name} is not that of a plain linear layer"
             raise UnsupportedModel(what, where=graph.meta.model_type)
 

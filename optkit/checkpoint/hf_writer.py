@@ -21,6 +21,7 @@ from optkit.checkpoint.source import Source, open_source
 from optkit.checkpoint.tensors import changed_tensors, save_shards
 from optkit.checkpoint.validate import MAX_JSON_BYTES
 from optkit.graph.ir import Graph
+from optkit.graph.stored import StoredTensor
 from optkit.untrusted_json import parse_json, read_bounded
 
 # Files of the source that describe text, not weights; each is copied if it is there.
@@ -45,13 +46,15 @@ def write_model(graph: Graph, source: Path, directory: Path) -> None:
     changed = changed_tensors(graph, files)
     used = {part.name for w in graph.weights.values() if w.origin for part in w.origin.parts}
     operands = {name for layer in files.layers.values() for name in layer.names()}
-    kept = {name: files[name] for name in files.names() - set(changed) - (operands - used)}
+    kept: dict[str, Tensor | StoredTensor] = {
+        name: files[name] for name in files.names() - set(changed) - (operands - used)
+    }
     tensors = model_tensors(graph, kept | changed)
     write_directory(directory, tensors, model_config(graph, files), source)
 
 
 def write_directory(
-    directory: Path, tensors: Mapping[str, Tensor], config: dict[str, Any], texts: Path
+    directory: Path, tensors: Mapping[str, Tensor | StoredTensor], config: dict[str, Any], texts: Path
 ) -> None:
     """Write tensors, config and the text files of ``texts`` to ``directory``."""
     placed = save_shards(tensors, directory)

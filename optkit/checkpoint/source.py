@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
-from optkit.checkpoint import awq, compressed, gptq, mxfp4
+from optkit.checkpoint import awq, compressed, gptq, mxfp4, tensors
 from optkit.checkpoint.quantized_linear import QuantizedLinear
 from optkit.checkpoint.reading import Checked
-from optkit.checkpoint.tensors import TensorFiles
+from optkit.checkpoint.tensors import TensorFiles, float_bytes
 from optkit.checkpoint.text_part import text_part
 from optkit.checkpoint.validate import CheckpointInfo, validate_checkpoint
 from optkit.errors import UnsupportedModel, UserError, nearest
@@ -75,6 +75,11 @@ def open_source(directory: Path, *, weights: bool = True) -> Source:
         UserError: a checkpoint of an unknown format, or with quantized layers in contradiction to the config.
     """
     return Source(directory, validate_checkpoint(directory, weights=weights))
+
+
+def is_streamed(source: Source) -> bool:
+    """True for a large float checkpoint: its weights stay on disk and are read at each use."""
+    return not source.layers and not source.float4 and float_bytes(source.info) > tensors.STREAMED_BYTES
 
 
 def quantized_layers(files: TensorFiles) -> list[QuantizedLinear]:

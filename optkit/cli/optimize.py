@@ -61,6 +61,7 @@ def optimize(
 
     Each pass of the recipe is checked, applied, verified, predicted and measured through the runtime. A pass is kept
     only within the recipe's bounds. An interrupted run resumes: the cache keeps finished steps.
+    Before anything starts, an estimate of time, memory and disk is printed, and a run that cannot fit is refused.
 
     Example: optkit optimize smollm2-135m --recipe ttft-cpu -o artifact/
     """

@@ -41,7 +41,7 @@ def capture_planned(
         from optkit.capture import capture_directory  # seconds of imports
 
         graph = capture_directory(directory, weights=False, max_model_len=max_model_len, adapters=adapters)
-        if cached and all(weight.value.device.type == "meta" for weight in graph.weights.values()):
+        if cached and all(weight.is_meta for weight in graph.weights.values()):
             replace_text(file, graph_to_json(graph))
     return graph
 

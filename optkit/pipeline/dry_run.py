@@ -12,13 +12,24 @@ from pathlib import Path
 from typing import Any
 
 from optkit.checkpoint.locate import resolve
-from optkit.machine.target import get_target
+from optkit.checkpoint.validate import validate_checkpoint
+from optkit.machine.target import Target, get_target
 from optkit.passes.base import PassContext, no_progress
-from optkit.passes.resolve import Alternatives, ResolvedPass, resolve_passes
+from optkit.passes.resolve import Alternatives, Resolved, ResolvedPass, resolve_passes
 from optkit.pipeline.alternatives import predicted_trials
+from optkit.pipeline.estimate import FINAL_TOKENS, estimate
 from optkit.pipeline.measurement import predict
 from optkit.pipeline.runner import keep_unmeasured, run_pass
 from optkit.recipe.schema import Recipe
+
+
+def estimated(directory: Path, resolved: Sequence[Resolved], target: Target) -> dict[str, Any] | None:
+    """Seconds and bytes of a run, with a line of text; None without weights, and for GPUs."""
+    info = validate_checkpoint(directory, weights=False)
+    if not info.tensors or target.kind != "cpu":
+        return None
+    found = estimate(info, resolved, target, FINAL_TOKENS)
+    return {**found.to_dict(), "line": found.line()}
 
 
 def dry_run(
@@ -54,6 +65,7 @@ def dry_run(
         "recipe": recipe.name,
         "target": asdict(target),
         "baseline": baseline,
+        "estimate": estimated(source.directory, resolved, target),
         "passes": passes,
         "alternatives": alternatives,
         "notes": [*source.notes, *graph.notes],
