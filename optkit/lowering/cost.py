@@ -83,7 +83,7 @@ def as_lowered(graph: Graph, target: Target) -> Graph:
 
     planned = graph.clone()
     for weight in planned.weights.values():
-        weight.value = weight.value.to("meta")
+        weight.value = weight.on_meta()
     gpu_rewrites.rewrite(planned, target)
     precision.narrow(planned, torch.bfloat16, "meta")
     return planned
