@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from optkit.machine.target import Target
 
 BLOCK_SIZE = 16
+STREAMED_BYTES = 2 << 30  # of weights in a stretch; of a longer one the float weights stay on disk
 
 
 class Walk:
@@ -205,7 +206,8 @@ class Segment:
             name: replace(graph.weights[name]) for name in names
         }  # the graph's own stay where they are
         whole = variants.at(Graph(part, weights, graph.meta), tokens)
-        return lower(whole, target, dtype=torch.float32, programs=False, consume=True)
+        streamed = sum(weight.nbytes for weight in weights.values()) > STREAMED_BYTES
+        return lower(whole, target, dtype=torch.float32, programs=False, consume=True, streamed=streamed)
 
     @torch.inference_mode()
     def run(
