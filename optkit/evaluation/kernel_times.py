@@ -13,6 +13,7 @@ the native kernels: a class is measured once.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import math
@@ -163,7 +164,12 @@ class KernelTimes:
         ]
         for step in steps:
             step()
-        return [min(samples) for samples in zip(*(rounds(steps, cold) for _ in range(REPEATS)), strict=True)]
+        times = [min(samples) for samples in zip(*(rounds(steps, cold) for _ in range(REPEATS)), strict=True)]
+        if shared is not None:
+            steps.clear()
+            shared.made.clear()
+            gc.collect()  # modules of torch.fx are cycles, and would keep their weights
+        return times
 
 
 def is_stored(model: Graph) -> bool:
