@@ -1,4 +1,4 @@
-"""The table of docs/models.md: every causal LM type with its state, from the saved outcomes."""
+"""The table of docs/models.md: the state of every causal LM type, from the saved outcomes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def table(types: Mapping[str, Mapping[str, Any]], tested: Collection[str]) -> st
 
 
 def state_of(name: str, outcome: Mapping[str, Any], tested: Collection[str]) -> tuple[int, str]:
-    """The rank of a row and its text."""
+    """The rank and the text of a row."""
     match outcome["state"]:
         case state if state == RIGHT:
             return (0, TESTED) if name in tested else (1, EQUAL)

@@ -1,13 +1,13 @@
 """The trial of a model type: capture a tiny model, and compare the graph with eager attention, densely and served.
 
-Logits of the graph must agree with those of a second model, with the same weights, in transformers' eager attention,
-to ``TOLERANCE``:
+Logits of the graph must agree to ``TOLERANCE`` with a second model, with the same weights, in transformers' eager
+attention:
 
 - a prompt of 61 tokens, longer than every window and chunk, in one call;
 - prompts of 61, 29, 7 and 41 tokens in ragged batches over paged KV, in uneven chunks, then token by token.
 
 Then an engine serves the four prompts in steps of 24 tokens, with too few KV blocks for all, and preempts a request
-every few steps, which is computed again. Each token must have the largest eager logit after the tokens before, up to
+every few steps. Each token must have the largest eager logit after the tokens before, up to
 ``TOLERANCE``.
 """
 
@@ -40,7 +40,10 @@ RIGHT, WRONG, REFUSED = "right", "wrong", "refused"
 
 @dataclass
 class Outcome:
-    """The outcome for a type: ``state`` is right, wrong or refused, ``reason`` a line, empty where right."""
+    """The outcome for a type: ``state`` is right, wrong or refused, ``reason`` a line, empty where right.
+
+    Seconds are CPU time of one thread, the same on a busy machine.
+    """
 
     state: str
     reason: str = ""
@@ -59,7 +62,7 @@ class Wrong(Exception):
 def trial(name: str) -> Outcome:
     """Capture, compare and serve a tiny model of type ``name``."""
     torch.set_num_threads(1)
-    outcome, started = Outcome(REFUSED), time.perf_counter()
+    outcome, started = Outcome(REFUSED), time.process_time()
     try:
         attempt(name, outcome)
         outcome.state = RIGHT
@@ -69,7 +72,7 @@ def trial(name: str) -> Outcome:
         outcome.state, outcome.reason = WRONG, one_line(error)
     except Exception as error:  # noqa: BLE001 - transformers and torch raise any type
         outcome.reason = f"{type(error).__name__}: {one_line(error)}"
-    outcome.seconds = time.perf_counter() - started
+    outcome.seconds = time.process_time() - started
     return outcome
 
 
@@ -77,11 +80,11 @@ def attempt(name: str, outcome: Outcome) -> None:
     boundary.register()
     with boundary.interface_needed(name):
         model = tiny_model(name, boundary.NAME)
-    started = time.perf_counter()
+    started = time.process_time()
     try:
         graph = capture(model)
     finally:
-        outcome.capture_seconds = time.perf_counter() - started
+        outcome.capture_seconds = time.process_time() - started
     verify(graph)
     executable, eager = lower(graph), Eager(tiny_model(name, "eager"))
     prompts = [ids(length, graph.meta.vocab_size) for length in LENGTHS]
@@ -111,7 +114,7 @@ class Eager:
 
 
 class PreemptingEngine(Engine):
-    """An engine that preempts the last of several running requests in every third step."""
+    """An engine with a preemption of the last of several running requests in every third step."""
 
     num_steps = 0
 
@@ -126,7 +129,7 @@ def serve(executable: Executable, eager: Eager, prompts: list[Tensor]) -> None:
     """Compare greedy answers of an engine with the eager logits.
 
     Raises:
-        Wrong: a token is not the most likely one.
+        Wrong: a token is not the most likely token.
     """
     config = SchedulerConfig(
         max_num_seqs=4, max_num_batched_tokens=24, max_model_len=128, block_size=8, num_blocks=14

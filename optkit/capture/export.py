@@ -27,6 +27,11 @@ from optkit.graph.ir import Graph
 from optkit.graph.ops import op_name
 
 SAMPLE_TOKENS = 24
+CAUSES = {
+    "Constraints violated": "it computes calls of some lengths in another way than others",
+    "Could not guard on data-dependent": "it takes another way for other values of its tensors",
+    "Could not extract specialized integer": "it takes another way for other values of its tensors",
+}
 
 
 def capture(model: Any, *, check: bool = True, max_model_len: int | None = None) -> Graph:
@@ -103,7 +108,7 @@ def export(model: Any) -> torch.export.ExportedProgram:
             raise UnsupportedModel(error.what, where=model.config.model_type) from error
         except Exception as error:
             raise UnsupportedModel(
-                f"torch.export can't trace it: {first_line(error)}", where=model.config.model_type
+                f"torch.export can't trace it: {reason_of(error)}", where=model.config.model_type
             ) from error
 
 
@@ -117,6 +122,12 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 def new_zeros(like: Tensor, size: Any, *, dtype: torch.dtype | None = None, **placement: Any) -> Tensor:
     """Zeros in place of memory that was never written, which no graph reads."""
     return torch.ops.aten.full.default(size, 0, dtype=dtype or like.dtype, device=like.device)
+
+
+def reason_of(error: BaseException) -> str:
+    """The cause of a failed export; torch's own line names symbols of the trace and a debugging option."""
+    line = first_line(error)
+    return next((reason for start, reason in CAUSES.items() if line.startswith(start)), line)
 
 
 def first_line(error: BaseException) -> str:

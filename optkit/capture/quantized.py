@@ -85,7 +85,7 @@ def load_model(source: Source) -> Any:
 
 
 def fill(model: Any, source: Source) -> None:
-    """Copy the dequantized tensors of an MXFP4 checkpoint into the parameters of ``model``, one after another.
+    """Put the dequantized tensors of an MXFP4 checkpoint into the parameters of ``model``, one after another.
 
     Raises:
         UnsupportedModel: a tensor is none of the model's, or has another shape there.
@@ -96,7 +96,7 @@ def fill(model: Any, source: Source) -> None:
         if parameter is None or tuple(parameter.shape) != source.float4.shape(name):
             what = f"the MXFP4 tensor {name} is not one of the model's, or has another shape"
             raise UnsupportedModel(what, where=str(source.directory))
-        parameter.data.copy_(source.float4[name])
+        parameter.data = source.float4[name].to(parameter.dtype)
 
 
 def stand_ins(model_class: Any, config: Any, source: Source) -> dict[str, Tensor]:
