@@ -110,7 +110,7 @@ def clipped_rows(graph: Graph, name: str, node: fx.Node) -> Tensor:
     """Rows of the weight to clip [.] int64: all but the rows of query and key projections."""
     weight = graph.weight_of(ops.weight(node))
     parts = weight.origin.parts if weight is not None and weight.origin is not None else ()
-    rows = [part.rows for part in parts] or [graph.linear_weight(node).shape[0]]
+    rows = [part.rows for part in parts] or [graph.linear_shape(node)[0]]
     names = [module_name(part.name) for part in parts] or [name]
     keep = torch.cat(
         [

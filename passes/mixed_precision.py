@@ -94,7 +94,7 @@ class MixedPrecision(GPTQ):
 
     def choices(self, graph: Graph, node: fx.Node) -> list[WeightFormat | str]:
         """The format of each scheme for a linear, or the reason against the scheme."""
-        k = graph.linear_weight(node).shape[1] if graph.weight_of(ops.weight(node)) else 0
+        k = graph.linear_shape(node)[1] if graph.weight_of(ops.weight(node)) else 0
         return [
             fitting(parsed(s), s.partition(":")[0], k, self.config.uneven_groups) for s in self.config.schemes
         ]
@@ -125,7 +125,7 @@ class MixedPrecision(GPTQ):
         formats = {site.name: self.usable(graph, site, ctx) for group in groups for site in group.sites}
         losses = self.measure(graph, groups, formats, windows, ctx)
         sites = [site for group in groups for site in group.sites]
-        sizes = {site.name: graph.linear_weight(site.nodes[0]).shape for site in sites}
+        sizes = {site.name: graph.linear_shape(site.nodes[0]) for site in sites}
         choices = [
             [
                 Choice(loss, fmt.num_bytes(*sizes[site.name]), self.price(graph, site, fmt, ctx))
@@ -157,7 +157,7 @@ class MixedPrecision(GPTQ):
     def usable(self, graph: Graph, site: Site, ctx: PassContext) -> list[WeightFormat]:
         """The formats for a layer; the last scheme's format replaces formats that the target does not run."""
         (node,) = site.nodes
-        n, k = graph.linear_weight(node).shape
+        n, k = graph.linear_shape(node)
         found = self.choices(graph, node)
         last = found[-1]
         assert isinstance(last, WeightFormat)
@@ -165,7 +165,7 @@ class MixedPrecision(GPTQ):
 
     def price(self, graph: Graph, site: Site, fmt: WeightFormat, ctx: PassContext) -> float:
         """Bytes, or milliseconds of a decode step by the roofline."""
-        n, k = graph.linear_weight(site.nodes[0]).shape
+        n, k = graph.linear_shape(site.nodes[0])
         if self.config.price == "bytes":
             return fmt.num_bytes(n, k)
         clone, ours = alone(graph, site, fmt, fmt.meta_tensors(n, k))

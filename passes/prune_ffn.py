@@ -21,7 +21,7 @@ from torch import Tensor, fx
 from optkit.calibration.samples import Calibration
 from optkit.calibration.walk import Walk
 from optkit.graph import ops
-from optkit.graph.ir import Graph, Origin, Part, Weight
+from optkit.graph.ir import Graph, Origin, Part
 from optkit.kernels import reference
 from optkit.passes.base import Config, Pass, PassContext, PassResult, Plan, Site, Skip, Stage
 from optkit.passes.quantization.calibrated import SharedInput, collect
@@ -130,7 +130,7 @@ def makers(x: fx.Node) -> tuple[Any, ...]:
 
 def width(graph: Graph, site: Site) -> int:
     """The channels of a feed-forward part."""
-    return graph.linear_weight(site.nodes[0]).shape[1]
+    return graph.linear_shape(site.nodes[0])[1]
 
 
 def why_not(graph: Graph, down: fx.Node, x: fx.Node) -> str | None:
@@ -144,7 +144,7 @@ def why_not(graph: Graph, down: fx.Node, x: fx.Node) -> str | None:
         if (
             weight is None
             or weight.origin is None
-            or weight.value.dtype != torch.float32
+            or weight.dtype != torch.float32
             or len(ops.weight(linear).users) > 1
         ):
             return "a weight is not a float32 checkpoint tensor of its own"
@@ -154,7 +154,8 @@ def why_not(graph: Graph, down: fx.Node, x: fx.Node) -> str | None:
 def select_columns(graph: Graph, linear: fx.Node, index: Tensor) -> None:
     name = str(ops.weight(linear).target)
     weight = graph.weights[name]
-    graph.weights[name] = Weight(weight.value[:, index.to(weight.value.device)].contiguous(), weight.origin)
+    value = weight.value
+    graph.weights[name] = graph.new_weight(value[:, index.to(value.device)].contiguous(), weight.origin)
 
 
 def select_rows(graph: Graph, linear: fx.Node, index: Tensor, channels: int) -> None:
@@ -163,7 +164,8 @@ def select_rows(graph: Graph, linear: fx.Node, index: Tensor, channels: int) -> 
         weight = graph.weight_of(argument)
         if weight is None or weight.origin is None:
             continue
-        rows = torch.cat([index + start for start in range(0, len(weight.value), channels)])
+        rows = torch.cat([index + start for start in range(0, weight.shape[0], channels)])
         parts = tuple(Part(p.name, p.rows * len(index) // channels) for p in weight.origin.parts)
-        value = weight.value[rows.to(weight.value.device)].contiguous()
-        graph.weights[str(argument.target)] = Weight(value, Origin(parts, weight.origin.transposed))
+        value = weight.value
+        value = value[rows.to(value.device)].contiguous()
+        graph.weights[str(argument.target)] = graph.new_weight(value, Origin(parts, weight.origin.transposed))

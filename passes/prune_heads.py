@@ -26,7 +26,7 @@ from torch import Tensor, fx
 from optkit.calibration.samples import Calibration
 from optkit.calibration.walk import Walk
 from optkit.graph import ops
-from optkit.graph.ir import Graph, Origin, Part, Weight
+from optkit.graph.ir import Graph, Origin, Part
 from optkit.kernels import reference
 from optkit.passes.base import Config, Pass, PassContext, PassResult, Plan, Site, Skip, Stage
 from optkit.passes.prune_ffn import importance, select_columns
@@ -137,7 +137,7 @@ def remove(graph: Graph, layer: Heads, groups: Tensor) -> None:
     sizes = [heads * size, before * size, before * values]
     if len(layer.projections) == 3:
         for linear, index in zip(layer.projections, rows, strict=True):
-            select_stacked_rows(graph, linear, [index], [len(graph.linear_weight(linear))])
+            select_stacked_rows(graph, linear, [index], [graph.linear_shape(linear)[0]])
     else:
         (linear,) = layer.projections
         select_stacked_rows(graph, linear, rows, sizes)
@@ -165,5 +165,6 @@ def select_stacked_rows(graph: Graph, linear: fx.Node, index: Sequence[Tensor], 
         parts = weight.origin.parts
         counts = [len(piece) for piece in index] if len(parts) == len(index) else [len(rows)]
         new = tuple(Part(part.name, count) for part, count in zip(parts, counts, strict=True))
-        value = weight.value[rows.to(weight.value.device)].contiguous()
-        graph.weights[str(argument.target)] = Weight(value, Origin(new, weight.origin.transposed))
+        value = weight.value
+        value = value[rows.to(value.device)].contiguous()
+        graph.weights[str(argument.target)] = graph.new_weight(value, Origin(new, weight.origin.transposed))

@@ -89,7 +89,7 @@ def why_not_stream(graph: Graph, stream: ResidualStream) -> str | None:
             weight = graph.weight_of(operand)
             if operand is None or str(operand.target) == embedding:
                 continue
-            if weight is None or weight.origin is None or weight.value.dtype != torch.float32:
+            if weight is None or weight.origin is None or weight.dtype != torch.float32:
                 return f"a weight of {call.name} is not a float32 checkpoint tensor"
             if len(users(graph, operand)) > 1:
                 return f"something else uses a weight of {call.name}"
@@ -108,7 +108,7 @@ def rotate_stream(graph: Graph, seed: int) -> Rotation:
     """Rotate the residual stream of ``graph`` and return the rotation; a dry run only unties the head."""
     stream = residual_stream(graph)
     assert isinstance(stream, ResidualStream)
-    q = rotation(graph.weights[graph.meta.input_embedding].value.shape[1], seed)
+    q = rotation(graph.weights[graph.meta.input_embedding].shape[1], seed)
     for reader in stream.readers:
         if str(ops.weight(reader).target) == graph.meta.input_embedding:
             untie(graph, reader)
@@ -127,8 +127,8 @@ def rotate_stream(graph: Graph, seed: int) -> Rotation:
 def untie(graph: Graph, head: fx.Node) -> None:
     """Give a tied head a weight of the head's own, with the tensor of the embedding."""
     name = f"{graph.meta.output_embedding}.weight"
-    value = graph.linear_weight(head)
-    graph.weights[name] = Weight(value, Origin((Part(name, len(value)),)))
+    stored = graph.weights[str(ops.weight(head).target)].stored
+    graph.weights[name] = Weight(stored, Origin((Part(name, stored.shape[0]),)))
     head.args = (head.args[0], graph.weight_node(name, head), *head.args[2:])
 
 

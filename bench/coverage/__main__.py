@@ -1,7 +1,7 @@
 """``python -m bench.coverage [TYPE ...]``: try model types, save the outcomes, and write the table of docs/models.md.
 
-Without types all are tried, in less than half an hour on a core. With types, the outcomes of the others are kept.
-``--table`` tries nothing and writes the table again. Exit code 1: a graph computed other logits than its model.
+Without types every type is tried, in half an hour on a core. With types, the saved outcomes of other types stay.
+``--table`` tries no type and writes the table again. Exit code 1: a graph computed other logits than the model.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
             result["types"][name] = tried(name)
             save(args.save_result, {"environment": conditions, "types": result["types"]})
     if args.save_result == RESULT:
-        table.write(DOCUMENT, result["types"], tested())
+        table.write(DOCUMENT, table.table(result["types"], tested(), known))
     return int(any(outcome["state"] == WRONG for outcome in result["types"].values()))
 
 
@@ -47,11 +48,11 @@ def tried(name: str) -> dict[str, Any]:
     outcome = outcome_of(name)
     times = f"{outcome.capture_seconds:5.1f} {outcome.seconds:5.1f}"
     print(f"{name:28} {outcome.state:8} {times} {outcome.reason}", flush=True)
-    return outcome.as_dict()
+    return {**outcome.as_dict(), "time": datetime.now(UTC).isoformat(timespec="minutes")}
 
 
 def tested() -> set[str]:
-    """The types that the test suite captures."""
+    """The types captured by the test suite."""
     from tests.support.architectures import SPECIFIC
 
     return set(SPECIFIC)

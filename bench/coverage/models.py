@@ -1,4 +1,4 @@
-"""Tiny models of a model type: its default configuration with small sizes, and random weights."""
+"""Tiny models of a model type: the default configuration with small sizes, and random weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SEED = 0
 
 
 def model_types() -> list[str]:
-    """The types of the installed transformers that have a causal LM."""
+    """The types with a causal LM in the installed transformers."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -31,7 +31,7 @@ def tiny_config(name: str) -> Any:
 
 
 def shrunk(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a default configuration that differ in a tiny model, by name."""
+    """The fields of a default configuration with other values in a tiny model, by name."""
     layers = next((fields[n] for n in LAYER_COUNTS if isinstance(fields.get(n), int)), 0)
     return {
         name: small
@@ -46,7 +46,7 @@ LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "decod
 
 
 def small_value(name: str, value: Any, layers: int, fields: Mapping[str, Any]) -> Any:
-    """The value of field ``name`` in a tiny model; ``KEEP`` for the value that the class derives or has already."""
+    """The value of field ``name`` in a tiny model; ``KEEP`` for the default or derived value."""
     if name == "head_dim" and "qk_rope_head_dim" in fields:
         return SIZES["qk_rope_head_dim"]
     if name in ("head_dim", "num_key_value_heads") and value is None:

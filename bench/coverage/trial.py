@@ -1,13 +1,13 @@
 """The trial of a model type: capture a tiny model, and compare the graph with eager attention, densely and served.
 
-Logits of the graph must agree with those of a second model, with the same weights, in transformers' eager attention,
-to ``TOLERANCE``:
+Logits of the graph must agree to ``TOLERANCE`` with a second model, with the same weights, in transformers' eager
+attention:
 
 - a prompt of 61 tokens, longer than every window and chunk, in one call;
 - prompts of 61, 29, 7 and 41 tokens in ragged batches over paged KV, in uneven chunks, then token by token.
 
 Then an engine serves the four prompts in steps of 24 tokens, with too few KV blocks for all, and preempts a request
-every few steps, which is computed again. Each token must have the largest eager logit after the tokens before, up to
+every few steps. Each token must have the largest eager logit after the tokens before, up to
 ``TOLERANCE``.
 """
 
@@ -23,6 +23,7 @@ from torch import Tensor
 from bench.coverage.models import tiny_model
 from optkit.capture import boundary, capture
 from optkit.errors import UnsupportedModel, UserError
+from optkit.graph.states import recurrent_of
 from optkit.graph.verify import VerifyError, verify
 from optkit.lowering.dense import dense_inputs
 from optkit.lowering.lower import Executable, lower
@@ -35,12 +36,16 @@ from optkit.runtime.types import SamplingParams, TokenOutput
 TOLERANCE = 1e-4  # of the largest logit, of 1 where it is smaller
 LENGTHS = (61, 29, 7, 41)
 NEW_TOKENS = 12
+SEQUENCES = len(LENGTHS)
 RIGHT, WRONG, REFUSED = "right", "wrong", "refused"
 
 
 @dataclass
 class Outcome:
-    """The outcome for a type: ``state`` is right, wrong or refused, ``reason`` a line, empty where right."""
+    """The outcome for a type: ``state`` is right, wrong or refused, ``reason`` a line, empty where right.
+
+    Seconds are CPU time of one thread, the same on a busy machine.
+    """
 
     state: str
     reason: str = ""
@@ -59,7 +64,7 @@ class Wrong(Exception):
 def trial(name: str) -> Outcome:
     """Capture, compare and serve a tiny model of type ``name``."""
     torch.set_num_threads(1)
-    outcome, started = Outcome(REFUSED), time.perf_counter()
+    outcome, started = Outcome(REFUSED), time.process_time()
     try:
         attempt(name, outcome)
         outcome.state = RIGHT
@@ -69,7 +74,7 @@ def trial(name: str) -> Outcome:
         outcome.state, outcome.reason = WRONG, one_line(error)
     except Exception as error:  # noqa: BLE001 - transformers and torch raise any type
         outcome.reason = f"{type(error).__name__}: {one_line(error)}"
-    outcome.seconds = time.perf_counter() - started
+    outcome.seconds = time.process_time() - started
     return outcome
 
 
@@ -77,11 +82,11 @@ def attempt(name: str, outcome: Outcome) -> None:
     boundary.register()
     with boundary.interface_needed(name):
         model = tiny_model(name, boundary.NAME)
-    started = time.perf_counter()
+    started = time.process_time()
     try:
         graph = capture(model)
     finally:
-        outcome.capture_seconds = time.perf_counter() - started
+        outcome.capture_seconds = time.process_time() - started
     verify(graph)
     executable, eager = lower(graph), Eager(tiny_model(name, "eager"))
     prompts = [ids(length, graph.meta.vocab_size) for length in LENGTHS]
@@ -111,7 +116,7 @@ class Eager:
 
 
 class PreemptingEngine(Engine):
-    """An engine that preempts the last of several running requests in every third step."""
+    """An engine with a preemption of the last of several running requests in every third step."""
 
     num_steps = 0
 
@@ -126,12 +131,15 @@ def serve(executable: Executable, eager: Eager, prompts: list[Tensor]) -> None:
     """Compare greedy answers of an engine with the eager logits.
 
     Raises:
-        Wrong: a token is not the most likely one.
+        Wrong: a token is not the most likely token.
     """
+    slots = SEQUENCES if recurrent_of(executable.states) else 0
     config = SchedulerConfig(
-        max_num_seqs=4, max_num_batched_tokens=24, max_model_len=128, block_size=8, num_blocks=14
-    )
-    engine = PreemptingEngine(ModelRunner(executable, config.num_blocks, config.block_size, num_slots=config.max_num_seqs), config)
+        max_num_seqs=SEQUENCES, max_num_batched_tokens=24, max_model_len=128, block_size=8, num_blocks=14,
+        num_state_slots=slots, num_checkpoints=slots,
+    )  # fmt: skip
+    runner = ModelRunner(executable, config.num_blocks, config.block_size, num_slots=2 * slots)
+    engine = PreemptingEngine(runner, config)
     sampling = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
     answers = engine.generate([prompt.tolist() for prompt in prompts], sampling)
     if not engine.stats().num_preemptions:

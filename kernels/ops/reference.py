@@ -3,8 +3,9 @@
 A function defines the meaning of an op; a faster kernel is right when the results agree with the function of the same
 name here. Norms and gates are written in ``reference_pointwise``, linear layers on integer weights in
 ``reference_linear``, mixtures of experts in ``reference_experts``, float8 in ``reference_fp8``, RoPE, the KV cache and
-attention in ``reference_attention``. The functions run on any device. Under ``torch.device("meta")`` the functions
-compute shapes only, for the verifier and the cost model.
+attention in ``reference_attention``, convolutions and scans with a recurrent state in ``reference_recurrent``. The
+functions run on any device. Under ``torch.device("meta")`` the functions compute shapes only, for the verifier and the
+cost model.
 
 Layout rules: activations are token-major, ``[T, ...]`` for the T tokens of the flattened batch; a linear weight is
 ``[N, K]`` (out, in); attention takes ``[T, H, D]``; the KV pool of a layer is ``[blocks, block_size, Hkv, D]``
@@ -84,6 +85,14 @@ from optkit.kernels.reference_pointwise import (  # noqa: F401
     silu_mul,
     silu_mul_packed,
     silu_mul_quantize,
+)
+from optkit.kernels.reference_recurrent import (  # noqa: F401
+    ACTIVATIONS,
+    gated_delta_rule,
+    runs,
+    selective_scan,
+    short_conv,
+    ssd_scan,
 )
 from optkit.kernels.reference_sampling import sample  # noqa: F401
 

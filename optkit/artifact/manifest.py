@@ -46,11 +46,20 @@ class FileEntry(Schema):
     bytes: Size
 
 
+class AdapterEntry(Schema):
+    """An adapter merged into the source model."""
+
+    name: Name
+    digest: Name
+
+
 class SourceEntry(Schema):
     """The source model of an artifact."""
 
     name: Name
     digest: Name
+    adapters: list[AdapterEntry] = Field(default_factory=list)
+    notes: list[Annotated[str, Field(max_length=1000)]] = Field(default_factory=list)
 
 
 class Manifest(Schema):

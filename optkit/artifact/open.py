@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from optkit.graph.ir import Graph, Origin
+    from optkit.graph.stored import StoredTensor
     from optkit.lowering.lower import Executable
 
 MAX_GRAPH_BYTES, MAX_RECIPE_BYTES = 256 << 20, 1 << 20
@@ -70,8 +71,9 @@ class Artifact:
         """The optimized graph, with weights mapped from the artifact's files."""
         from optkit.checkpoint.compressed_tensors_writer import PACKED_FILE
         from optkit.checkpoint.source import open_source
-        from optkit.checkpoint.tensors import Overlay, build, load_tensors
+        from optkit.checkpoint.tensors import Overlay, build, load_tensors, stored
         from optkit.graph.serialize import graph_from_json
+        from optkit.graph.stored import Place
         from optkit.graph.verify import VerifyError, verify
         from optkit.machine.mapped_files import PageRelease
 
@@ -82,10 +84,15 @@ class Artifact:
         file = internal / "graph.json"
         release = PageRelease(self.directory)
 
-        def load(name: str, origin: Origin | None, dtype: torch.dtype) -> Tensor:
+        def load(name: str, origin: Origin | None, dtype: torch.dtype) -> Tensor | StoredTensor:
             if origin is None:
                 return constants[name]
-            value = build(with_present_names(origin, tensors), tensors, dtype)
+            present = with_present_names(origin, tensors)
+            if is_copied(present, tensors, dtype):
+                return stored(
+                    present, partial(Place, None), lambda place: tensors[place.name], dtype, release
+                )
+            value = build(present, tensors, dtype)
             release(value.nbytes)
             return value.clone() if value.nbytes <= COPIED_BYTES else value
 
@@ -118,6 +125,16 @@ class Artifact:
         executable = lower_with_code(graph, target, native=self.native, trust=trust_code, **options)
         drop_mapped_pages(self.directory)
         return executable
+
+
+def is_copied(origin: Origin, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> bool:
+    """True for a weight that a file does not hold as the graph has it: fused, transposed, or in another dtype.
+
+    Such a weight is read when it is packed, so memory holds one of them at a time.
+    """
+    first = tensors[origin.parts[0].name]
+    other = first.is_floating_point() and first.dtype != dtype
+    return not origin.stacked and (len(origin.parts) > 1 or origin.transposed or other)
 
 
 def with_present_names(origin: Origin, tensors: Mapping[str, Tensor]) -> Origin:

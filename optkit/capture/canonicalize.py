@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from optkit.graph.ir import Graph, Origin, Weight
-from optkit.graph.ops import GATED
+from optkit.graph.ops import GATED, record_of
 from optkit.graph.ops.attention import ATTENTION
 from optkit.kernels import reference
 
@@ -108,9 +108,9 @@ def transpose_weight(graph: Graph, name: str) -> None:
     """Store a Conv1D weight as [out, in] and mark the origin as transposed."""
     weight = graph.weights[name]
     if weight.origin is not None and not weight.origin.transposed:
-        graph.weights[name] = Weight(
-            weight.value.T.contiguous(), Origin(weight.origin.parts, transposed=True)
-        )
+        value = weight.value.T  # zeros in the place of a weight on disk stay a single number
+        value = value if 0 in value.stride() else value.contiguous()
+        graph.weights[name] = Weight(value, Origin(weight.origin.parts, transposed=True))
 
 
 def raise_embedding(graph: Graph) -> int:
@@ -180,7 +180,7 @@ def match_scale(graph: Graph, normed: fx.Node) -> tuple[Any, float, fx.Node]:
 
 def is_vector_weight(graph: Graph, node: Any) -> bool:
     weight = graph.weight_of(node)
-    return weight is not None and weight.value.ndim == 1
+    return weight is not None and weight.stored.ndim == 1
 
 
 def raise_gelu_tanh(graph: Graph) -> int:
@@ -290,7 +290,7 @@ def match_angles(graph: Graph, angles: Any) -> tuple[fx.Node, fx.Node] | None:
     positions, frequencies = sources
     if positions.name != "positions" or not is_vector_weight(graph, frequencies):
         return None
-    outer = (None, graph.weights[str(frequencies.target)].value.shape[0])
+    outer = (None, graph.weights[str(frequencies.target)].shape[0])
     return (positions, frequencies) if first.meta.get("shape") == outer else None
 
 
@@ -437,11 +437,13 @@ def has_nodes(sizes: Any) -> bool:
 
 
 def merge_equal_nodes(graph: Graph) -> int:
-    """Common subexpressions: every op but attention is pure, and its pools change between calls."""
+    """Common subexpressions, but for ops that read or write a state, since its pool changes between calls."""
     seen: dict[Any, fx.Node] = {}
     count = 0
     for node in list(graph.fx.nodes):
-        if node.op == "placeholder" or node.op == "output" or node.target in ATTENTION:
+        op = record_of(node.target)
+        stateful = node.target in ATTENTION or (op is not None and op.mutates)
+        if node.op in ("placeholder", "output") or stateful:
             continue
         key = repr((node.op, str(node.target), node.args, sorted(node.kwargs.items())))
         first = seen.setdefault(key, node)
@@ -452,7 +454,7 @@ def merge_equal_nodes(graph: Graph) -> int:
     return count
 
 
-def fold_constants(graph: Graph, largest: int = 1 << 16) -> int:
+def fold_constants(graph: Graph, largest: int = 1 << 18) -> int:
     """Evaluate small expressions of weights alone; the results are constants of the graph."""
     count = 0
     for node in list(graph.fx.nodes):
@@ -460,7 +462,7 @@ def fold_constants(graph: Graph, largest: int = 1 << 16) -> int:
         known = [graph.weight_of(i) for i in inputs]
         if node.op != "call_function" or not inputs or None in known or is_dialect_linear(node):
             continue
-        if sum(w.value.numel() for w in known if w) > largest:
+        if sum(w.shape.numel() for w in known if w) > largest:
             continue
         values = dict(zip(inputs, (w.value for w in known if w), strict=True))
         result = node.target(*fx.map_arg(node.args, values.get), **fx.map_arg(node.kwargs, values.get))

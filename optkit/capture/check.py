@@ -5,7 +5,8 @@ The two sides share the weights; all steps of the capture are on the side of the
 - a whole prompt, of another length than the export's and longer than every window and chunk;
 - two prompts in ragged batches over paged KV, in chunks and then token by token: a graph that mixes the tokens of a
   call (a shift, a sum, a top-k over the tokens) has other logits there than for a whole prompt;
-- a prompt at the last positions of the model: scales and angles that depend on the position.
+- a prompt at the last positions of the model: scales and angles that depend on the position. Frequencies that depend
+  on the length of the sequence are fixed in the other runs (``rope``), and chosen by transformers here.
 
 A long window or chunk is made short for the check, on both sides: in the attention nodes of the graph, and in the
 model's configuration, from which transformers makes the eager masks. A window of the graph that no configuration has is
@@ -26,6 +27,7 @@ from torch import Tensor
 from transformers import AttentionInterface, DynamicCache
 
 from optkit.capture import boundary
+from optkit.capture.rope import RopeChoice, fixed_rope
 from optkit.errors import UnsupportedModel
 from optkit.graph.ir import Graph
 from optkit.kernels import reference
@@ -39,7 +41,14 @@ SHORT = 7  # tokens of the shortest window or chunk that a longer one is made in
 SPANS = ("sliding_window", "attention_chunk_size")  # lengths of windows and chunks in configurations
 
 
-def check_capture(graph: Graph, model: Any, tolerance: float = TOLERANCE, *, counted: bool = False) -> None:
+def check_capture(
+    graph: Graph,
+    model: Any,
+    tolerance: float = TOLERANCE,
+    *,
+    rope: RopeChoice | None = None,
+    counted: bool = False,
+) -> None:
     """Compare ``graph`` with ``model`` in eager attention, as described at the head of the module.
 
     ``counted``: the model derives positions from the length of its cache.
@@ -52,13 +61,14 @@ def check_capture(graph: Graph, model: Any, tolerance: float = TOLERANCE, *, cou
     limit = tolerance, graph.meta.model_type
     first, second = prompts = [random_ids(graph, tokens) for tokens in TOKENS]
     last = graph.meta.max_model_len - len(second)
-    with eager(model), short_configuration(model, short):
+    with eager(model), short_configuration(model, short), fixed_rope(model, rope):
         compare("in a whole prompt", whole(executable, first), eager_logits(model, first), *limit)
         paged = RuntimeLogits(executable, block_size=4, chunk=15, decode=4).logits(
             [p.tolist() for p in prompts]
         )
         for given, ids in zip(paged, prompts, strict=True):
             compare("in batches of chunks", given, eager_logits(model, ids, use_cache=True), *limit)
+    with eager(model), short_configuration(model, short):
         cache: dict[str, Any] = {"past_key_values": LongCache(last)} if counted else {}
         far = eager_logits(model, second, position_ids=positions(second, last)[None], **cache)
         compare(f"from position {last} on", whole(executable, second, last), far, *limit)

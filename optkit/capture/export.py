@@ -10,56 +10,61 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from optkit.capture import experts
+from optkit.capture import experts, recurrent
 from optkit.capture.canonicalize import canonicalize
 from optkit.capture.check import changed, check_capture, settings
 from optkit.capture.complex_numbers import as_pairs
 from optkit.capture.counters import count_from_positions, refuse_counters
 from optkit.capture.exported_graph import join_filled
 from optkit.capture.flatten import Captured, flatten
+from optkit.capture.rope import choose_rope, fixed_rope
 from optkit.errors import UnsupportedModel
 from optkit.graph.ir import Graph
 from optkit.graph.ops import op_name
 
-DYNAMIC_ROPE = {"dynamic", "longrope"}
 SAMPLE_TOKENS = 24
+CAUSES = {
+    "Constraints violated": "it computes calls of some lengths in another way than others",
+    "Could not guard on data-dependent": "it takes another way for other values of its tensors",
+    "Could not extract specialized integer": "it takes another way for other values of its tensors",
+}
 
 
-def capture(model: Any, *, check: bool = True) -> Graph:
+def capture(model: Any, *, check: bool = True, max_model_len: int | None = None) -> Graph:
     """Capture a causal LM whose attention implementation is optkit's boundary; ``check`` compares the logits.
 
     A model on the meta device has no logits: only masks and arguments of attention are checked.
+
+    Args:
+        max_model_len: tokens of the longest served sequence; decides RoPE frequencies that depend on the length.
     """
     config = model.config.get_text_config()
     refuse_unsupported(config)
+    rope = choose_rope(config, max_model_len)
     model.eval()
-    exported = export(model)
-    as_pairs(exported.graph)
-    join_filled(exported.graph)
-    graph = canonicalize(flatten(Captured(exported, model, config)))
+    with fixed_rope(model, rope):
+        exported = export(model)
+        as_pairs(exported.graph)
+        join_filled(exported.graph)
+        graph = canonicalize(flatten(Captured(exported, model, config)))
+    if rope is not None:
+        graph.meta = replace(graph.meta, max_model_len=rope.max_model_len)
+        graph.add_note(rope.sentence)
     counted = count_from_positions(graph)
     refuse_counters(graph)
     if check and next(model.parameters()).device.type != "meta":
-        check_capture(graph, model, counted=counted)
+        check_capture(graph, model, rope=rope, counted=counted)
     return graph
 
 
 def refuse_unsupported(config: Any) -> None:
     """Refuse configurations known to be unsupported, before the export."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    tables = [rope] + [value for value in rope.values() if isinstance(value, dict)]
-    kinds = {table.get("rope_type") for table in tables} & DYNAMIC_ROPE
-    if kinds:
-        raise UnsupportedModel(
-            f"RoPE type '{kinds.pop()}' changes its frequencies with the sequence length, "
-            "so tokens in the KV cache would need to be rotated again",
-            where=config.model_type,
-        )
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(
             "it is an encoder-decoder model, optkit serves decoders", where=config.model_type
@@ -100,19 +105,20 @@ def export(model: Any) -> torch.export.ExportedProgram:
     with warnings.catch_warnings(), torch.no_grad(), through_boundary:
         warnings.simplefilter("ignore")
         try:
-            program = torch.export.export(
-                LogitsOf(model),
-                (ids, positions, rows),
-                dynamic_shapes=shapes,
-                strict=False,
-                prefer_deferred_runtime_asserts_over_guards=True,  # batched experts: T * min(K, K * T) == K * T
-            )
+            with recurrent.replaced(model):
+                program = torch.export.export(
+                    LogitsOf(model),
+                    (ids, positions, rows),
+                    dynamic_shapes=shapes,
+                    strict=False,
+                    prefer_deferred_runtime_asserts_over_guards=True,  # batched experts: T * min(K, K * T) == K * T
+                )
             return program.run_decompositions(decompositions())
         except UnsupportedModel as error:
             raise UnsupportedModel(error.what, where=model.config.model_type) from error
         except Exception as error:
             raise UnsupportedModel(
-                f"torch.export can't trace it: {first_line(error)}", where=model.config.model_type
+                f"torch.export can't trace it: {reason_of(error)}", where=model.config.model_type
             ) from error
 
 
@@ -126,6 +132,12 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 def new_zeros(like: Tensor, size: Any, *, dtype: torch.dtype | None = None, **placement: Any) -> Tensor:
     """Zeros in place of memory that was never written, which no graph reads."""
     return torch.ops.aten.full.default(size, 0, dtype=dtype or like.dtype, device=like.device)
+
+
+def reason_of(error: BaseException) -> str:
+    """The cause of a failed export; torch's own line names symbols of the trace and a debugging option."""
+    line = first_line(error)
+    return next((reason for start, reason in CAUSES.items() if line.startswith(start)), line)
 
 
 def first_line(error: BaseException) -> str:

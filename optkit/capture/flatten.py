@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from optkit.capture import state_wiring
 from optkit.capture.boundary import OUTSIDE_INTERFACE
 from optkit.capture.experts import checkpoint_origins
 from optkit.errors import UnsupportedModel
@@ -24,7 +25,7 @@ from optkit.graph.ops import op_name
 from optkit.graph.ops.aten import PLACEMENT, POINTWISE, SCALAR_OPS
 from optkit.graph.ops.aten import aten as op_of_name
 from optkit.graph.ops.attention import ATTENTION, visible
-from optkit.graph.states import KVSpec, StateSpec, kv_of
+from optkit.graph.states import STATE_SLOTS, KVSpec, StateSpec, kv_of
 from optkit.kernels import PLAIN, reference
 
 aten = torch.ops.aten
@@ -78,8 +79,17 @@ def read_by_output(graph: fx.Graph) -> set[fx.Node]:
         node = left.pop()
         if node not in live:
             live.add(node)
-            left += node.all_input_nodes
+            left += [node.args[0]] if is_whole(node) else node.all_input_nodes
     return live
+
+
+def is_whole(node: fx.Node) -> bool:
+    """True for a slice of everything: ``x[:, -T:]`` of T tokens, as layers cut off what a cache put in front."""
+    return (
+        node.target is aten.slice.Tensor
+        and any(isinstance(a, fx.Node) for a in node.args[1:])
+        and node.meta["val"].shape == node.args[0].meta["val"].shape
+    )
 
 
 class Flattener:
@@ -182,8 +192,12 @@ class Flattener:
     def call(self, node: fx.Node) -> None:
         if node.target in DROPPED:
             return
-        if node.target is torch.ops.optkit.attention.default:
+        if is_whole(node):
+            self.same(node)
+        elif node.target is torch.ops.optkit.attention.default:
             self.attention(node)
+        elif state_wiring.is_recurrent(node):
+            self.recurrent(node)
         elif node.target is torch.ops.optkit.expert_linear.default:
             self.expert_linear(node)
         elif node.target is torch.ops.optkit.weighted_sum.default:
@@ -320,6 +334,13 @@ class Flattener:
             new.meta["shape"] = tuple(s if isinstance(s, int) else None for s in sizes)
             new.meta["dtype"] = value.dtype
 
+    def same(self, node: fx.Node) -> None:
+        """Let the readers of ``node`` read its input."""
+        source = node.args[0]
+        self.new[node] = self.new[source]
+        if source in self.flat:
+            self.flat.add(node)
+
     def expert_linear(self, node: fx.Node) -> None:
         """Copy a projection of experts; its weight becomes the rows of all experts."""
         x, weight, bias, experts, transposed = node.args
@@ -396,6 +417,24 @@ class Flattener:
         self.states.append(KVSpec(layer, int(kv), int(k_dim), int(v_dim)))
         caches = [self.new_input(f"{c}_cache_{layer}") for c in "kv"]
         return self.as_rows(k), self.as_rows(v), *caches
+
+    def recurrent(self, node: fx.Node) -> None:
+        """Wire the pool of states and the batch metadata to a recurrent op of a layer."""
+        state = state_wiring.state_of(node, self.states)
+        self.states.append(state)
+        rows = [self.new[a] if isinstance(a, fx.Node) else a for a in state_wiring.operands(node)]
+        batch = [self.inputs[name] for name in ("query_start", "seq_lens")]
+        pools = [self.new_input(state.inputs[0]), *batch, self.state_slots()]
+        target = state_wiring.RECURRENT[node.target].op
+        self.new[node] = self.graph.call_function(target, (*rows, *pools), state_wiring.options(node))
+        self.flat.add(node)
+        self.note_shape(node, self.new[node])
+
+    def state_slots(self) -> fx.Node:
+        """The batch input of graphs with recurrent states, made for the first."""
+        if STATE_SLOTS not in self.inputs:
+            self.inputs[STATE_SLOTS] = self.new_input(STATE_SLOTS)
+        return self.inputs[STATE_SLOTS]
 
 
 def is_flat_shape(node: fx.Node) -> bool:

@@ -22,6 +22,7 @@ from optkit.capture import boundary
 from optkit.capture.check import check_capture
 from optkit.capture.experts import checkpoint_origins
 from optkit.capture.export import capture
+from optkit.capture.rope import RopeChoice, choose_rope
 from optkit.checkpoint.insertion import insert, share_with_embedding
 from optkit.checkpoint.quantized_linear import G_IDX, QuantizedLinear
 from optkit.checkpoint.source import Source
@@ -33,9 +34,16 @@ from optkit.kernels import reference
 MAX_CHECKED_BYTES = 4 << 30  # bytes of float weights up to which the check uses the checkpoint's own
 
 
+def architecture_config(source: Source) -> Any:
+    """The configuration of the architecture, of a multimodal checkpoint that of the text decoder."""
+    if source.text is None:
+        return AutoConfig.from_pretrained(source.directory, local_files_only=True)
+    return AutoConfig.for_model(**source.info.config)
+
+
 def float_config(source: Source) -> Any:
     """The config of the architecture, without quantization; a quantized head is not tied."""
-    config = AutoConfig.from_pretrained(source.directory, local_files_only=True)
+    config = architecture_config(source)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     if any(name.endswith("lm_head") for name in source.layers):
@@ -77,7 +85,7 @@ def load_model(source: Source) -> Any:
 
 
 def fill(model: Any, source: Source) -> None:
-    """Copy the dequantized tensors of an MXFP4 checkpoint into the parameters of ``model``, one after another.
+    """Put the dequantized tensors of an MXFP4 checkpoint into the parameters of ``model``, one after another.
 
     Raises:
         UnsupportedModel: a tensor is none of the model's, or has another shape there.
@@ -88,7 +96,7 @@ def fill(model: Any, source: Source) -> None:
         if parameter is None or tuple(parameter.shape) != source.float4.shape(name):
             what = f"the MXFP4 tensor {name} is not one of the model's, or has another shape"
             raise UnsupportedModel(what, where=str(source.directory))
-        parameter.data.copy_(source.float4[name])
+        parameter.data = source.float4[name].to(parameter.dtype)
 
 
 def stand_ins(model_class: Any, config: Any, source: Source) -> dict[str, Tensor]:
@@ -137,12 +145,12 @@ def insert_layers(graph: Graph, source: Source) -> None:
             share_with_embedding(graph, head)
     graph.prune()
     for name in sorted(graph.weights):
-        stored = graph.weights[name]
-        parts = stored.origin.parts if stored.origin else ()
+        weight = graph.weights[name]
+        parts = weight.origin.parts if weight.origin else ()
         quantized = any(
             part.name.endswith(".weight") and module_of(part.name) in source.layers for part in parts
         )
-        if quantized and stored.value.dtype == torch.float32:
+        if quantized and weight.dtype == torch.float32:
             what = f"the quantized weight {name} is not that of a plain linear layer"
             raise UnsupportedModel(what, where=graph.meta.model_type)
 
@@ -172,7 +180,7 @@ def stored_layer(weight: Weight, source: Source, name: str) -> QuantizedLinear |
     return replace(first, name=site, shape=(len(weight.value), first.columns), operands=operands)
 
 
-def check_architecture(graph: Graph, model: Any, source: Source) -> None:
+def check_architecture(graph: Graph, model: Any, source: Source, rope: RopeChoice | None) -> None:
     """Compare the float graph with the model, both on dequantized weights, or on random weights for large models."""
     many = sum(4 * layer.shape[0] * layer.shape[1] for layer in source.layers.values()) > MAX_CHECKED_BYTES
     for seed, (name, weight) in enumerate(list(graph.weights.items())):
@@ -185,7 +193,7 @@ def check_architecture(graph: Graph, model: Any, source: Source) -> None:
             fused.data = value.view(fused.shape)
         else:
             model.get_parameter(name).data = value.T if weight.origin.transposed else value
-    check_capture(graph, model)
+    check_capture(graph, model, rope=rope)
 
 
 def random_weight(shape: tuple[int, int], seed: int) -> Tensor:
@@ -203,10 +211,12 @@ def is_bias(name: str) -> bool:
     return name.endswith(".bias")
 
 
-def capture_quantized(source: Source) -> Graph:
-    """Capture a quantized checkpoint."""
+def capture_quantized(source: Source, max_model_len: int | None = None) -> Graph:
+    """Capture a quantized checkpoint; ``max_model_len`` as in ``capture``."""
     model = load_model(source)
-    graph = capture(model, check=False)
-    check_architecture(graph, model, source)
+    graph = capture(model, check=False, max_model_len=max_model_len)
+    check_architecture(graph, model, source, choose_rope(model.config, max_model_len))
     insert_layers(graph, source)
+    if source.text is not None:
+        graph.add_note(source.text.note)
     return graph

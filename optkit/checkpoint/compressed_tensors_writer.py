@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from optkit.checkpoint.compressed import FLOAT8, INTS, PACK
-from optkit.checkpoint.modules import modules, shared_by_fused
+from optkit.checkpoint.modules import modules, raw_tensors, shared_by_fused
 from optkit.checkpoint.quantized_linear import (
     G_IDX,
     INPUT_SCALE,
@@ -22,9 +22,10 @@ from optkit.checkpoint.quantized_linear import (
     ZERO_POINT,
     QuantizedLinear,
 )
-from optkit.checkpoint.tensors import same
+from optkit.checkpoint.tensors import same, values_of
 from optkit.graph import variants
 from optkit.graph.ir import Graph, module_name
+from optkit.graph.stored import Place, StoredPart, StoredTensor
 from optkit.kernels import reference
 from optkit.kernels.packed_codes import pack_codes
 
@@ -41,26 +42,28 @@ def stored_format(module: QuantizedLinear) -> str | None:
     return FLOAT8 if module.operands["weight"].dtype == torch.float8_e4m3fn else INTS
 
 
-def runtime_tensors(graph: Graph) -> dict[str, Tensor]:
+def runtime_tensors(graph: Graph) -> dict[str, Tensor | StoredTensor]:
     """The tensors of ``optkit/packed.safetensors``: codes of layers written as floats, shared operands of fused layers,
     and the variants of layers for steps of few tokens."""
     whole, graph = graph, variants.widest(graph)
     few = {
-        name: piece.clone()
+        name: piece
         for key, weight in whole.weights.items()
         if key not in graph.weights and weight.origin is not None
-        for name, piece in weight.origin.split(weight.value).items()
+        for name, piece in weight.pieces().items()
     }
     own = {
-        name: value.clone()
+        name: value
         for module in modules(graph)
         if stored_format(module) is None
-        for name, value in module.tensors().items()
+        for name, value in raw_tensors(module).items()
     }
-    return few | own | {name: value.clone() for name, value in shared_by_fused(graph).items()}
+    return few | own | shared_by_fused(graph)
 
 
-def model_tensors(graph: Graph, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def model_tensors(
+    graph: Graph, tensors: dict[str, Tensor | StoredTensor]
+) -> dict[str, Tensor | StoredTensor]:
     """``tensors``, of the source and the graph, with quantized layers in the layouts of compressed-tensors."""
     fused = shared_by_fused(graph)
     tensors = {name: value for name, value in tensors.items() if name not in fused}
@@ -70,8 +73,8 @@ def model_tensors(graph: Graph, tensors: dict[str, Tensor]) -> dict[str, Tensor]
             for name in module.tensors():
                 tensors.pop(name, None)
             for name, value in module.float_tensor().items():
-                if name not in tensors or not same(value, tensors[name]):
-                    tensors[name] = smallest_exact(value)
+                if name not in tensors or not same(value, values_of(tensors[name])):
+                    tensors[name] = made_at_writing(module, name, value)
         elif PACKED in module.operands:
             tensors.pop(weight, None)
             tensors |= packed_tensors(module)
@@ -99,6 +102,15 @@ def packed_tensors(module: QuantizedLinear) -> dict[str, Tensor]:
         packed = pack_codes(zero.T.contiguous(), module.bits).T.contiguous()
         tensors[f"{module.name}.{ZERO_POINT}"] = packed
     return tensors
+
+
+def made_at_writing(module: QuantizedLinear, name: str, value: Tensor) -> StoredTensor:
+    """The float weight ``value`` of ``module``, tensor ``name``, computed again when the tensor is written."""
+    dtype = smallest_exact(value).dtype
+    part = StoredPart(
+        Place("float", name), tuple(value.shape), dtype, lambda: module.float_tensor()[name].to(dtype)
+    )
+    return StoredTensor((part,), dtype)
 
 
 def smallest_exact(value: Tensor) -> Tensor:

@@ -19,7 +19,10 @@ from optkit.checkpoint.compressed_tensors_writer import model_tensors
 from optkit.checkpoint.quantization_config import quantization_config, quantized_modules
 from optkit.checkpoint.source import Source, open_source
 from optkit.checkpoint.tensors import changed_tensors, save_shards
+from optkit.checkpoint.validate import MAX_JSON_BYTES
 from optkit.graph.ir import Graph
+from optkit.graph.stored import StoredTensor
+from optkit.untrusted_json import parse_json, read_bounded
 
 # Files of the source that describe text, not weights; each is copied if it is there.
 TEXT_FILES = (
@@ -43,13 +46,15 @@ def write_model(graph: Graph, source: Path, directory: Path) -> None:
     changed = changed_tensors(graph, files)
     used = {part.name for w in graph.weights.values() if w.origin for part in w.origin.parts}
     operands = {name for layer in files.layers.values() for name in layer.names()}
-    kept = {name: files[name] for name in files.names() - set(changed) - (operands - used)}
+    kept: dict[str, Tensor | StoredTensor] = {
+        name: files[name] for name in files.names() - set(changed) - (operands - used)
+    }
     tensors = model_tensors(graph, kept | changed)
     write_directory(directory, tensors, model_config(graph, files), source)
 
 
 def write_directory(
-    directory: Path, tensors: Mapping[str, Tensor], config: dict[str, Any], texts: Path
+    directory: Path, tensors: Mapping[str, Tensor | StoredTensor], config: dict[str, Any], texts: Path
 ) -> None:
     """Write tensors, config and the text files of ``texts`` to ``directory``."""
     placed = save_shards(tensors, directory)
@@ -60,6 +65,16 @@ def write_directory(
     for name in TEXT_FILES:
         if (texts / name).is_file():
             shutil.copyfile(texts / name, directory / name)
+    template = texts / "chat_template.json"  # of a multimodal processor
+    if template.is_file() and not (texts / "chat_template.jinja").is_file():
+        write_template(template, directory / "chat_template.jinja")
+
+
+def write_template(file: Path, out: Path) -> None:
+    """Write the chat template in the JSON file of a processor to ``out``; nothing where the file has none."""
+    source = parse_json(read_bounded(file, MAX_JSON_BYTES), str(file)).get("chat_template")
+    if isinstance(source, str):
+        out.write_text(source, "utf-8")
 
 
 def model_config(graph: Graph, source: Source) -> dict[str, Any]:

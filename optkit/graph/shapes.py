@@ -81,7 +81,7 @@ class MetaRun:
         if node.op == "placeholder":
             return self.inputs[str(node.target)]
         if node.op == "get_attr":
-            return self.graph.weights[str(node.target)].value.to("meta")
+            return self.graph.weights[str(node.target)].on_meta()
         args = fx.map_arg(node.args, self.values.__getitem__)
         kwargs = fx.map_arg(node.kwargs, self.values.__getitem__)
         key = (node.target, signature(args), signature(kwargs))

@@ -16,7 +16,8 @@ from typing import Any
 from torch import fx
 
 from optkit.graph import ops
-from optkit.graph.ir import Graph
+from optkit.graph.ir import Graph, Weight
+from optkit.graph.stored import StoredTensor
 from optkit.kernels import reference
 
 
@@ -64,9 +65,14 @@ def contents(graph: Graph) -> list[Any]:
     lines: list[Any] = [graph.meta, graph.annotations]
     for node in numbers:
         read = fx.map_arg((node.args, node.kwargs), lambda n: numbers.get(n, str(n.target)))
-        places = [w.value.data_ptr() for n in node.all_input_nodes if (w := graph.weight_of(n))]
+        places = [data_address(w) for n in node.all_input_nodes if (w := graph.weight_of(n))]
         lines.append((node.target, str(read), places, node.meta.get("kernel")))
     return lines
+
+
+def data_address(weight: Weight) -> Any:
+    """The address of the values, or the key of a stored tensor."""
+    return weight.stored.key if isinstance(weight.stored, StoredTensor) else weight.stored.data_ptr()
 
 
 def limit_of(node: fx.Node) -> int:

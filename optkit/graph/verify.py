@@ -86,7 +86,7 @@ def check_weights(graph: Graph) -> None:
     for name, stored in graph.weights.items():
         if stored.origin is None:
             continue
-        shape = tuple(stored.value.shape) or (1,)
+        shape = tuple(stored.shape) or (1,)
         if stored.origin.transposed and len(shape) != 2:
             raise VerifyError(f"weight {name} is {list(shape)}, so it can't be transposed")
         stacked = stored.origin.stacked
@@ -148,7 +148,7 @@ def check_vocabulary(graph: Graph) -> None:
     """Each id below ``vocab_size`` has a row in every embedding of the batch's ids."""
     for node in graph.calls(reference.embedding, reference.embedding_w8):
         table = graph.weight_of(ops.weight(node))
-        rows, ids = (table.value.shape[:1] or (0,))[0] if table else 0, ops.argument(node, "ids")
+        rows, ids = (table.shape[:1] or (0,))[0] if table else 0, ops.argument(node, "ids")
         if table and ids.target == "input_ids" and rows < graph.meta.vocab_size:
             raise VerifyError(f"{node.name} has {rows} rows for a vocabulary of {graph.meta.vocab_size}")
 

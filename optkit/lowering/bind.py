@@ -26,7 +26,7 @@ def kernel_of(graph: Graph, node: fx.Node, target: Target | None) -> kernels.Ker
     if name is None:
         raise ValueError(f"{node.name}: {node.target} is not an op of the dialect")
     pinned = node.meta.get("kernel")
-    weights = weight_arguments(graph, node)
+    weights = weight_layouts(graph, node)
     try:
         return kernels.select(name, target, pinned=pinned, weights=weights, options=graph.site_options(node))
     except LookupError as error:
@@ -43,7 +43,7 @@ def bind(graph: Graph, node: fx.Node, kernel: kernels.Kernel, shared: SharedWeig
     names = [str(node.args[position].target) for position in weights]
     args = list(node.args)
     key = (pack, *names, str(options))
-    made = (shared or SharedWeights()).once(key, names, lambda: pack(weights, options))
+    made = (shared or SharedWeights()).once(key, names, lambda: pack(weight_values(graph, node), options))
     for key, value in made.items():
         name = f"packed.{node.name}.{key}"
         graph.weights[name] = Weight(value, None)
@@ -64,6 +64,24 @@ def drop_unread(graph: Graph, node: fx.Node) -> None:
         del graph.weights[str(node.target)]
 
 
-def weight_arguments(graph: Graph, node: fx.Node) -> dict[int, Tensor]:
-    """The weight tensors among a node's arguments, by position."""
-    return {i: graph.weights[str(a.target)].value for i, a in enumerate(node.args) if graph.weight_of(a)}
+def weight_arguments(graph: Graph, node: fx.Node) -> dict[int, Weight]:
+    """The weights among a node's arguments, by position."""
+    found = ((position, graph.weight_of(argument)) for position, argument in enumerate(node.args))
+    return {position: weight for position, weight in found if weight is not None}
+
+
+def weight_values(graph: Graph, node: fx.Node) -> dict[int, Tensor]:
+    """The tensors of ``weight_arguments``."""
+    return {position: weight.value for position, weight in weight_arguments(graph, node).items()}
+
+
+def weight_layouts(graph: Graph, node: fx.Node) -> dict[int, Tensor]:
+    """Shapes and dtypes of ``weight_arguments``. Values are there for vectors and for tensors in memory."""
+    return {
+        position: weight.value if len(weight.shape) < 2 else layout(weight)
+        for position, weight in weight_arguments(graph, node).items()
+    }
+
+
+def layout(weight: Weight) -> Tensor:
+    return weight.stored if isinstance(weight.stored, Tensor) else weight.on_meta()

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from optkit.graph import ops, variants
 from optkit.graph.ir import Graph
+from optkit.graph.ops.operands import Role
 from optkit.graph.ops.record import Work
 from optkit.graph.shapes import Point, infer_shapes
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from optkit.machine.target import Target
 
 CACHE_BYTES = 1 << 20  # activations below this stay in the last private cache level
+FLOPS_A_STATE = 6.0  # of a token, for each element of the state: decay, correction, update, output
 DISPATCH_SECONDS = {"cpu": 4e-6, "cuda": 2e-6}  # per op
 FREE_OPS = {"getitem", "aten.reshape.default", "aten.transpose.int", "aten.split.Tensor", "aten.slice.Tensor",
             "aten.split_with_sizes.default", "aten.unsqueeze.default", "aten.select.int"}  # fmt: skip
@@ -81,7 +83,7 @@ def as_lowered(graph: Graph, target: Target) -> Graph:
 
     planned = graph.clone()
     for weight in planned.weights.values():
-        weight.value = weight.value.to("meta")
+        weight.value = weight.on_meta()
     gpu_rewrites.rewrite(planned, target)
     precision.narrow(planned, torch.bfloat16, "meta")
     return planned
@@ -186,6 +188,20 @@ def attention(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point:
     return Cost(**products(flops, q), kv_bytes=kv)
 
 
+def recurrent(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point: Point) -> Cost:
+    """Each token decays, advances and reads each element of its sequence's state; a call reads and writes the state."""
+    record = ops.op_of(node)
+    pool = next(record.argument(node, o.name) for o in record.tensors if o.role is Role.STATE)
+    state = values[pool][0]
+    weights, activations = traffic(graph, node, values)
+    return Cost(
+        flops=FLOPS_A_STATE * point.tokens * state.numel(),
+        weight_bytes=weights,
+        kv_bytes=2.0 * point.sequences * state.nbytes,
+        activation_bytes=activations,
+    )
+
+
 RULES = {
     Work.POINTWISE: pointwise,
     Work.GATHER: embedding,
@@ -194,4 +210,5 @@ RULES = {
     Work.LINEAR_WEIGHT_ONLY: weight_only_linear,
     Work.EXPERTS: experts,
     Work.ATTENTION: attention,
+    Work.RECURRENT: recurrent,
 }

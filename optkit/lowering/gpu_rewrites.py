@@ -41,7 +41,7 @@ def quantize_apart(graph: Graph) -> None:
     """
     for node in graph.calls(reference.linear_fp8):
         x, weight, scale, input_scale, bias = (ops.argument(node, name) for name in FP8_OPERANDS)
-        rowwise = graph.weights[str(scale.target)].value.shape[1] == 1 and input_scale is None
+        rowwise = graph.weights[str(scale.target)].shape[1] == 1 and input_scale is None
         if not rowwise or ops.argument(node, "activations") != "token":
             continue
         with graph.fx.inserting_before(node):

@@ -25,10 +25,13 @@ from optkit.graph import ops, variants
 from optkit.graph.ir import Graph, GraphMeta
 from optkit.graph.ops import op_name
 from optkit.graph.ops.aten import is_creator
+from optkit.graph.ops.record import Work
 from optkit.graph.states import KVSpec
+from optkit.graph.stored import StoredTensor
 from optkit.graph.variants import SharedWeights
 from optkit.lowering import gpu_rewrites, precision
 from optkit.lowering.bind import bind, kernel_of, weight_arguments
+from optkit.lowering.streamed import StoredLinear, is_stored_op, keep_stored
 
 if TYPE_CHECKING:
     from optkit.kernels.cpu.program import Program
@@ -115,6 +118,12 @@ class Executable:
         return self.variants[-1].special
 
     @property
+    def is_streamed(self) -> bool:
+        """True where a step reads float weights from disk."""
+        nodes = [node for variant in self.variants for node in variant.module.graph.nodes]
+        return any(isinstance(node.target, StoredLinear) for node in nodes)
+
+    @property
     def variant_limits(self) -> tuple[int, ...]:
         """The largest number of tokens of each variant but the last; empty without variants."""
         return tuple(variant.limit for variant in self.variants if variant.limit is not None)
@@ -163,6 +172,8 @@ def lower(
     consume: bool = False,
     packed: Packed | None = None,
     specialize: Specialize | None = None,
+    streamed: bool = False,
+    shared: SharedWeights | None = None,
 ) -> Executable:
     """Make ``graph`` executable on ``target``; without a target every op runs the reference.
 
@@ -171,19 +182,27 @@ def lower(
     Python, for comparison; results are the same to the bit. ``consume=True`` uses ``graph`` up: each weight is freed
     after packing, and memory holds a single copy. ``packed`` is called after the packing of a node. ``specialize``
     makes a second function of the bound graph, on a CPU (``optkit.lowering.compiled.hook``). Each variant of the
-    graph's layers is lowered separately.
+    graph's layers is lowered separately. ``streamed`` leaves float weights on disk (``optkit.lowering.streamed``).
+    ``shared`` has the weights that other graphs of the caller read, too.
     """
     spans = variants.spans(graph)
     if not spans:
         working = graph if consume else graph.clone()
         return Executable(
-            [lower_variant(working, target, None, device, dtype, programs, specialize, packed=packed)]
+            [
+                lower_variant(
+                    working, target, None, device, dtype, programs, specialize, shared, packed, streamed
+                )
+            ]
         )
     parts = [variants.at(graph, tokens) for tokens in spans.values()]
-    shared = SharedWeights(parts)
+    shared = shared or SharedWeights()
+    shared.names |= SharedWeights(parts).names
     lowered = []
     for limit, part in zip([*variants.limits(graph), None], parts, strict=True):
-        lowered.append(lower_variant(part, target, limit, device, dtype, programs, None, shared, packed))
+        lowered.append(
+            lower_variant(part, target, limit, device, dtype, programs, None, shared, packed, streamed)
+        )
     if consume:
         graph.weights.clear()
     return Executable(lowered)
@@ -199,6 +218,7 @@ def lower_variant(
     specialize: Specialize | None,
     shared: SharedWeights | None = None,
     packed: Packed | None = None,
+    streamed: bool = False,
 ) -> LoweredVariant:
     """``working``, which is used up, as the function for steps of up to ``limit`` tokens; see ``lower``."""
     rounding = torch.float32
@@ -207,10 +227,13 @@ def lower_variant(
         gpu_rewrites.rewrite(working, target)
         precision.narrow(working, dtype, device or target.device, shared)
         place_created(working, device or target.device)
-    calls = [node for node in working.fx.nodes if node.op == "call_function"]
+    else:
+        keep_stored(working, linears=streamed)
+    calls = [node for node in working.fx.nodes if node.op == "call_function" and not is_stored_op(node)]
     picked = {node: kernel for node in calls if (kernel := kernel_of(working, node, target))}
     if target is not None and torch.device(device or target.device).type == "cuda":
         check_experts(working, picked, target)
+        check_recurrent(working, picked, target)
     chosen = {node.name: kernel.name for node, kernel in picked.items()}
     native = native_programs(working, picked) if programs and target and target.kind == "cpu" else None
     shared = shared or SharedWeights()
@@ -220,6 +243,7 @@ def lower_variant(
         bind(working, node, kernel, shared)
         if packed is not None:
             packed(num_bytes)
+    read_stored(working, shared)
     if rounding != torch.float32:
         precision.round_references(working, rounding)
     special = specialize(working.clone()) if specialize and rounding == torch.float32 else None
@@ -227,6 +251,13 @@ def lower_variant(
         chosen |= {node.name: "native" for node in native.ops}
         native.install()
     return LoweredVariant(limit, graph_module(working, nn.Module()), working.meta, chosen, special)
+
+
+def read_stored(graph: Graph, shared: SharedWeights) -> None:
+    """Read the weights on disk that no kernel has packed; variants share the result."""
+    for name, weight in graph.weights.items():
+        if isinstance(weight.stored, StoredTensor):
+            weight.value = shared.once(("read", name), [name], lambda weight=weight: weight.value)  # type: ignore[misc]
 
 
 def place_created(graph: Graph, device: torch.device | str) -> None:
@@ -249,6 +280,19 @@ def check_experts(graph: Graph, picked: Container[fx.Node], target: Target) -> N
             "mixture-of-experts layers have a kernel for bfloat16 on Hopper GPUs alone",
             where=target.name,
             fix="use an H100 or H200 with runtime.compute_dtype bfloat16, or a model without experts",
+        )
+
+
+def check_recurrent(graph: Graph, picked: Container[fx.Node], target: Target) -> None:
+    """Refuse states without a kernel on a GPU: the reference reads the batch on the host, token by token."""
+    calls = [
+        node for node in graph.fx.nodes if (op := ops.record_of(node.target)) and op.work is Work.RECURRENT
+    ]
+    if any(node not in picked for node in calls):
+        raise UserError(
+            "convolutions and scans with a recurrent state have no kernel for GPUs",
+            where=target.name,
+            fix="run the model on a CPU",
         )
 
 

@@ -10,7 +10,7 @@ An op without a kernel runs the reference in float32 and rounds once, at the end
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -61,13 +61,20 @@ def follow(graph: Graph, dtype: torch.dtype, device: torch.device, shared: Share
 
 def move(graph: Graph, device: torch.device, shared: SharedWeights) -> None:
     """Move all weights to ``device``; shared memory stays shared."""
-    moved: dict[tuple[int, int, torch.Size], Tensor] = {}
+    moved: dict[tuple[Hashable, int, torch.Size], Tensor] = {}
     for name, weight in graph.weights.items():
-        value = weight.value
-        if value.device.type != "meta":
-            key = (value.data_ptr(), value.nbytes, value.shape)
-            there = shared.once(("moved", name), [name], partial(value.to, device))
+        if not weight.is_meta:
+            key = (address(weight), weight.nbytes, weight.shape)
+            there = shared.once(("moved", name), [name], partial(moved_to, weight, device))
             weight.value = moved.setdefault(key, there)
+
+
+def address(weight: Weight) -> Hashable:
+    return weight.stored.data_ptr() if isinstance(weight.stored, Tensor) else weight.memory
+
+
+def moved_to(weight: Weight, device: torch.device) -> Tensor:
+    return weight.value.to(device)
 
 
 def narrow_spec(spec: KVSpec, dtype: torch.dtype) -> KVSpec:
@@ -88,7 +95,7 @@ def narrow_weight(
     name = f"{wide}.{str(dtype).removeprefix('torch.')}"
     if name not in graph.weights:
         old = graph.weights[wide]
-        place = old.value.device if old.value.device.type == "meta" else device
+        place = "meta" if old.is_meta else device
         value = shared.once(("narrowed", name), [wide], lambda: old.value.to(place).to(dtype), name)
         graph.weights[name] = Weight(value, old.origin)
     return graph.weight_node(name, before)

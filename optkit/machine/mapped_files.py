@@ -15,6 +15,7 @@ from pathlib import Path
 
 MADV_DONTNEED = 4  # <sys/mman.h>
 MAPS = Path("/proc/self/maps")
+DELETED = " (deleted)"  # of a file without a name, in the list of mappings
 RELEASE_BYTES = 16 << 20  # of weights read between two releases, each of which takes milliseconds
 
 
@@ -49,7 +50,7 @@ def mapped_files(directory: Path) -> Iterator[tuple[int, int]]:
     """Address ranges of the mapped tensor files below ``directory`` in the running process."""
     inside = f"{directory.resolve()}/"
     for line in MAPS.read_text().splitlines() if MAPS.is_file() else ():
-        fields = line.split(maxsplit=5)
+        fields = line.removesuffix(DELETED).split(maxsplit=5)
         if len(fields) == 6 and fields[5].startswith(inside) and fields[5].endswith(".safetensors"):
             start, end = fields[0].split("-")
             yield int(start, 16), int(end, 16)

@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from math import inf, isnan
 from typing import Any
 
-import torch
-
 from optkit.evaluation.speed import workload_points
 from optkit.graph.ir import Graph, Weight
 from optkit.machine.target import Target
@@ -235,10 +233,7 @@ def predicted_trials(
 def without_values(graph: Graph) -> Graph:
     """A clone of ``graph`` with shapes for weights."""
     clone = graph.clone()
-    clone.weights = {
-        name: Weight(torch.empty_like(weight.value, device="meta"), weight.origin)
-        for name, weight in clone.weights.items()
-    }
+    clone.weights = {name: Weight(weight.on_meta(), weight.origin) for name, weight in clone.weights.items()}
     return clone
 
 

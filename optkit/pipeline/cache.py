@@ -24,17 +24,20 @@ from typing import Any, Self
 from safetensors import safe_open
 from torch import Tensor
 
-from optkit.checkpoint.source import open_source
+from optkit.checkpoint.safetensors_writer import Spill
+from optkit.checkpoint.source import is_streamed, open_source
 from optkit.checkpoint.tensors import aligned
 from optkit.graph.ir import Graph
+from optkit.graph.stored import Place
 from optkit.machine.checksums import is_finished
 from optkit.machine.locks import Locks, hold, modified
+from optkit.machine.mapped_files import PageRelease
 from optkit.machine.paths import cache_dir
 from optkit.pipeline.state import (
     FILES,
     TENSORS,
     Difference,
-    Place,
+    Release,
     State,
     read_state,
     steps_needed,
@@ -61,6 +64,8 @@ class PassCache:
         self.verified: set[str] = set()  # keys of used states with whole files
         self.files: dict[str, Any] = {}  # open files of tensors, by key
         self.workspaces: dict[str, Path] = {}
+        self.release = release_pages(source, self.root) if is_streamed(self.source) else None
+        self.spill = Spill(self.root) if self.release is not None else None
 
     def __enter__(self) -> Self:
         return self
@@ -110,7 +115,9 @@ class PassCache:
             if not self.use(step.key):
                 return None
             self.touch(step.key)
-            return read_state(self.root / step.key, step, self.tensor, parent)
+            state = read_state(self.root / step.key, step, self.tensor, parent, self.release)
+        state.graph.spill = self.spill
+        return state
 
     def tensor(self, place: Place) -> Tensor:
         """The tensor at ``place``, mapped from disk."""
@@ -169,7 +176,7 @@ class PassCache:
     def save(self, step: Step, graph: Graph, record: Mapping[str, Any], parent: State | None) -> State:
         """Keep a finished step. A whole state from another run stays."""
         temporary = self.root / f"{WRITING}{step.key}"
-        difference = Difference(step.key, parent, self.source, self.tensor)
+        difference = Difference(step.key, parent, self.source, self.tensor, self.release)
         difference.add_graph(graph)
         with self.working_on(step.key):
             shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
@@ -234,6 +241,17 @@ class PassCache:
             shutil.rmtree(directory, ignore_errors=True)
         finally:
             self.locks.release(name)
+
+
+def release_pages(*directories: Path) -> Release:
+    """A function that releases mapped pages in ``directories`` as ``PageRelease`` does."""
+    releases = [PageRelease(directory) for directory in directories]
+
+    def release(num_bytes: int) -> None:
+        for one in releases:
+            one(num_bytes)
+
+    return release
 
 
 def surplus(entries: list[Path], keep: int) -> list[Path]:

@@ -81,7 +81,7 @@ def model_entry(graph: Graph, recipe: Recipe) -> dict[str, Any]:
     if parts.can_be_cut:
         short = parts.short(max(parts.classes.values(), key=len)[:LAYERS])
     plain = short.clone()
-    plain.weights = {name: Weight(weight.value, None) for name, weight in plain.weights.items()}
+    plain.weights = {name: Weight(weight.stored, None) for name, weight in plain.weights.items()}
     plain.annotations = {}
     return {"layers": len(parts.layers), "graph": json.loads(graph_to_json(plain))}
 

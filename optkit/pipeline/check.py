@@ -25,6 +25,7 @@ from torch import Tensor
 from optkit.artifact.manifest import NATIVE
 from optkit.artifact.open import Artifact
 from optkit.errors import UserError
+from optkit.evaluation.limits import weight_limit
 from optkit.lowering.compiled.hook import lower_with_code
 from optkit.lowering.lower import Executable
 from optkit.runtime.logits import RuntimeLogits
@@ -48,7 +49,10 @@ def check_reopened(directory: Path, graph: Graph, target: Target, dtype: torch.d
     Raises:
         ArtifactDiffers: the artifact can't be opened, or the logits differ.
     """
-    expected = probe_logits(lower_with_code(graph, target, native=directory / NATIVE, dtype=dtype))
+    streamed = target.kind == "cpu" and graph.num_bytes() > weight_limit(target)
+    lowered = lower_with_code(graph, target, native=directory / NATIVE, dtype=dtype, streamed=streamed)
+    expected = probe_logits(lowered)
+    del lowered
     given = reopened_logits(directory)
     if given.shape != expected.shape:
         raise differs(f"its logits are {list(given.shape)}, those measured {list(expected.shape)}")

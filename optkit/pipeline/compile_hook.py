@@ -7,6 +7,7 @@ docs/decisions/0009-compiled-code.md.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from optkit.graph.ir import Graph
 from optkit.lowering.compiled import hook
@@ -38,11 +39,13 @@ def ensure_code(graph: Graph, recipe: Recipe, target: Target, progress: Progress
         rebuild(graph.clone(), recipe, target, progress)
 
 
-def lower_with_code(graph: Graph, recipe: Recipe, target: Target, progress: Progress) -> Executable:
-    """``graph`` lowered for ``target``, with compiled layers."""
+def lower_with_code(
+    graph: Graph, recipe: Recipe, target: Target, progress: Progress, **options: Any
+) -> Executable:
+    """``graph`` lowered for ``target``, with compiled layers; ``options`` are those of ``lower``."""
     ensure_code(graph, recipe, target, progress)
     dtype = compute_dtype(recipe.runtime.compute_dtype)
-    return hook.lower_with_code(graph, target, dtype=dtype)
+    return hook.lower_with_code(graph, target, dtype=dtype, **options)
 
 
 def write_code(graph: Graph, target: Target, directory: Path) -> None:

@@ -25,6 +25,7 @@ from optkit.pipeline.apply import PassFailed
 from optkit.pipeline.cache import PassCache
 from optkit.pipeline.chain import Chain
 from optkit.pipeline.compile_hook import ensure_code
+from optkit.pipeline.estimate import FINAL_TOKENS, estimate, refuse_what_cannot_fit
 from optkit.pipeline.measurement import Measurement
 from optkit.pipeline.records import RunRecord
 from optkit.pipeline.runner import WAITING, PassRunner, has_inexact
@@ -35,8 +36,6 @@ from optkit.recipe.load import load_recipe
 from optkit.recipe.schema import Recipe
 
 __all__ = ["PassFailed", "Pipeline", "optimize"]
-
-FINAL_TOKENS = 20480  # of text that the quality of the whole is measured on
 
 
 @dataclass(frozen=True)
@@ -59,13 +58,16 @@ class Pipeline:
             cache.remove_workspaces()
         records = {label: choice.records for label, choice in choices.items()}
         places = {label: choice.place for label, choice in choices.items()}
-        return graph, replace(run, alternatives=records, places=places)
+        return graph, replace(
+            run, alternatives=records, places=places, notes=[*self.source.notes, *graph.notes]
+        )
 
     def run_passes(self, resolved: Sequence[Resolved], cache: PassCache) -> tuple[Chain, dict[str, Choice]]:
         """The capture and every pass in order; and each choice between candidates, by label of the recipe."""
         states, passes, after_inexact = [self.capture(cache)], list[ResolvedPass](), False
         directory, reference = self.source.directory, states[0].graph
-        runner = PassRunner(Measurement(directory, self.recipe, self.target, self.progress, reference), cache)
+        measurement = Measurement(directory, self.recipe, self.target, self.progress, reference, cache.spill)
+        runner = PassRunner(measurement, cache)
         choices: dict[str, Choice] = {}
         for part in parts(resolved):
             if isinstance(part, Alternatives):
@@ -82,13 +84,18 @@ class Pipeline:
     def capture(self, cache: PassCache) -> State:
         """The captured model."""
         from optkit.capture import capture_directory
+        from optkit.capture.rope import depends_on_length
+
+        served = self.recipe.runtime.max_model_len if depends_on_length(cache.source.info.config) else None
 
         def work() -> tuple[Graph, dict[str, Any]]:
             self.progress("capturing the model with torch.export")
-            return capture_directory(self.source.directory), {}
+            return capture_directory(
+                self.source.directory, max_model_len=served, adapters=self.source.adapters
+            ), {}
 
         waiting = partial(self.progress, WAITING)
-        return cache.resume(capture_step(self.source, self.target), None, work, waiting)
+        return cache.resume(capture_step(self.source, self.target, served), None, work, waiting)
 
 
 def parts(resolved: Sequence[Resolved]) -> Iterator[list[ResolvedPass] | Alternatives]:
@@ -109,11 +116,12 @@ def optimize(
     recipe: Recipe | str,
     out: Path,
     *,
+    adapters: Sequence[Path] = (),
     force: bool = False,
     progress: Progress = no_progress,
     final_tokens: int = FINAL_TOKENS,
 ) -> RunRecord:
-    """Optimize ``model`` by ``recipe`` into the artifact directory ``out``.
+    """Optimize ``model``, with ``adapters`` merged, by ``recipe`` into the artifact directory ``out``.
 
     Raises:
         UserError: model, recipe or output can't be used; nothing is written.
@@ -122,11 +130,15 @@ def optimize(
     from optkit.pipeline.publish import write_artifact
 
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
-    resolve_passes(recipe)
+    resolved = resolve_passes(recipe)
     staging.check_output(out, force=force)
-    source = resolve(model, progress)
-    validate_checkpoint(source.directory)
+    source = resolve(model, progress).with_adapters(adapters)
+    info = validate_checkpoint(source.directory)
     target = present_target(recipe.target, where=f"recipe {recipe.name}")
+    if target.kind == "cpu":
+        found = estimate(info, resolved, target, final_tokens)
+        progress(found.line())
+        refuse_what_cannot_fit(found, target, out)
     if target.name != recipe.target:
         progress(f"the recipe is for {recipe.target}, the plan for the GPU of this machine: {target.name}")
     graph, run = Pipeline(source, recipe, target, progress, final_tokens).run()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optkit.checkpoint.adapter import Adapter
 from optkit.checkpoint.source import open_source
 from optkit.errors import UserError
 from optkit.graph.ir import Graph
@@ -25,24 +27,27 @@ from optkit.pipeline.sources import compiler_digest
 LIBRARIES = ("torch", "transformers")
 
 
-def capture_planned(directory: Path) -> Graph:
-    """``capture_directory`` without weights, from the cache after the first time."""
-    file = cache_dir("captures") / f"{key_of(directory)}.json"
+def capture_planned(
+    directory: Path, max_model_len: int | None = None, adapters: Sequence[Adapter] = ()
+) -> Graph:
+    """``capture_directory`` without weights; without adapters from the cache after the first time."""
+    file = cache_dir("captures") / f"{key_of(directory, max_model_len)}.json"
     quantized = open_source(
         directory, weights=False
     ).layers  # their graph follows from what lies in the files, too
-    graph = None if quantized else read(file)
+    cached = not quantized and not adapters
+    graph = read(file) if cached else None
     if graph is None:
         from optkit.capture import capture_directory  # seconds of imports
 
-        graph = capture_directory(directory, weights=False)
-        if not quantized and all(weight.value.device.type == "meta" for weight in graph.weights.values()):
+        graph = capture_directory(directory, weights=False, max_model_len=max_model_len, adapters=adapters)
+        if cached and all(weight.is_meta for weight in graph.weights.values()):
             replace_text(file, graph_to_json(graph))
     return graph
 
 
-def key_of(directory: Path) -> str:
-    parts = [compiler_digest(), *(version(name) for name in LIBRARIES)]
+def key_of(directory: Path, max_model_len: int | None) -> str:
+    parts = [compiler_digest(), *(version(name) for name in LIBRARIES), max_model_len]
     config = (directory / "config.json").read_bytes()
     return hashlib.sha256(json.dumps(parts).encode() + config).hexdigest()[:32]
 

@@ -6,32 +6,47 @@ planned. Passes run on that graph in order, as they would in a run; only measure
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from optkit.checkpoint.locate import resolve
-from optkit.machine.target import get_target
+from optkit.checkpoint.validate import validate_checkpoint
+from optkit.machine.target import Target, get_target
 from optkit.passes.base import PassContext, no_progress
-from optkit.passes.resolve import Alternatives, ResolvedPass, resolve_passes
+from optkit.passes.resolve import Alternatives, Resolved, ResolvedPass, resolve_passes
 from optkit.pipeline.alternatives import predicted_trials
+from optkit.pipeline.estimate import FINAL_TOKENS, estimate
 from optkit.pipeline.measurement import predict
 from optkit.pipeline.runner import keep_unmeasured, run_pass
 from optkit.recipe.schema import Recipe
 
 
-def dry_run(model: str, recipe: Recipe, progress: Callable[[str], None] = no_progress) -> dict[str, Any]:
-    """The plan of ``recipe`` on ``model``: per pass sites, skips and predicted seconds [before, after].
+def estimated(directory: Path, resolved: Sequence[Resolved], target: Target) -> dict[str, Any] | None:
+    """Seconds and bytes of a run, with a line of text; None without weights, and for GPUs."""
+    info = validate_checkpoint(directory, weights=False)
+    if not info.tensors or target.kind != "cpu":
+        return None
+    found = estimate(info, resolved, target, FINAL_TOKENS)
+    return {**found.to_dict(), "line": found.line()}
 
+
+def dry_run(
+    model: str, recipe: Recipe, progress: Callable[[str], None] = no_progress, adapters: Sequence[Path] = ()
+) -> dict[str, Any]:
+    """The plan of ``recipe`` on ``model`` with ``adapters`` merged.
+
+    The plan has for each pass sites, skips and predicted seconds [before, after].
     Of alternatives, the candidate with the least predicted cost counts.
     """
     from optkit.pipeline.dry_graph import capture_planned
 
     resolved = resolve_passes(recipe)
-    source = resolve(model, progress, weights=False)
+    source = resolve(model, progress, weights=False).with_adapters(adapters)
     target = get_target(recipe.target)
     progress("capturing the model without weights")
-    graph = capture_planned(source.directory)
+    graph = capture_planned(source.directory, recipe.runtime.max_model_len, source.adapters)
     baseline = {label: after for label, (_, after) in predict(graph, graph, recipe, target).items()}
     passes, alternatives = list[dict[str, Any]](), dict[str, list[dict[str, Any]]]()
     for item in resolved:
@@ -50,6 +65,8 @@ def dry_run(model: str, recipe: Recipe, progress: Callable[[str], None] = no_pro
         "recipe": recipe.name,
         "target": asdict(target),
         "baseline": baseline,
+        "estimate": estimated(source.directory, resolved, target),
         "passes": passes,
         "alternatives": alternatives,
+        "notes": [*source.notes, *graph.notes],
     }

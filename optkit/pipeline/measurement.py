@@ -6,18 +6,22 @@ first: a pass that makes the recipe's objective worse needs no measurement of qu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import gc
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from optkit.calibration.samples import calibration_windows
 from optkit.evaluation.kernel_times import KernelTimes
+from optkit.evaluation.limits import WINDOW_TOKENS, most_tokens, weight_limit
 from optkit.evaluation.quality import KeptLogits, RuntimeLogits, compare_many, evaluation_windows
-from optkit.evaluation.speed import measure_pair, workload_points
+from optkit.evaluation.scaled_speed import fitting_terms, lower_terms
+from optkit.evaluation.speed import PairedTimes, measure_pair, measure_sums, workload_points
 from optkit.graph.ir import Graph
 from optkit.kernels import PLAIN
 from optkit.kernels.reference import attention
@@ -32,8 +36,6 @@ from optkit.pipeline.compile_hook import lower_with_code
 from optkit.pipeline.records import PassRecord
 from optkit.recipe.schema import Recipe
 
-WINDOW_TOKENS = 512  # of text that quality is measured on, at most
-
 
 @dataclass(frozen=True)
 class Measurement:
@@ -44,6 +46,7 @@ class Measurement:
     target: Target
     progress: Progress
     reference: Graph
+    spill: Callable[[Tensor], Tensor] | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -64,17 +67,52 @@ class Measurement:
     def measure_costs(self, record: PassRecord, before: Graph, after: Graph) -> Executable:
         """Write speed, size and objective of ``before`` and ``after`` into ``record``; return ``after`` lowered."""
         record.predicted = predict(before, after, self.recipe, self.target, beside=True)
-        lowered = self.lower(before), self.lower(after)
-        self.progress(f"{record.name}: measuring speed")
-        times = measure_pair(*lowered, self.recipe, partial(objective.enough, self.recipe))
+        enough = partial(objective.enough, self.recipe)
+        if self.fits(before, after):
+            lowered = self.lower(before), self.lower(after)
+            self.progress(f"{record.name}: measuring speed")
+            times = measure_pair(*lowered, self.recipe, enough)
+            record.kv_token_bytes = [sum(spec.token_bytes for spec in model.kv_specs) for model in lowered]
+            pairs = zip((before, after), lowered, strict=True)
+            record.weight_bytes = [self.weight_bytes(graph, model) for graph, model in pairs]
+            result = lowered[1]
+        else:
+            self.progress(f"{record.name}: measuring speed on some of the layers")
+            times = self.measure_short(before, after, enough)
+            record.weight_bytes = [graph.num_bytes() for graph in (before, after)]
+            specs = [graph.meta.kv_specs for graph in (before, after)]
+            record.kv_token_bytes = [sum(spec.token_bytes for spec in kept) for kept in specs]
+            result = self.lower(after)
         record.measured = times.summary()
-        record.weight_bytes = [
-            self.weight_bytes(graph, model) for graph, model in zip((before, after), lowered, strict=True)
-        ]
-        record.kv_token_bytes = [sum(spec.token_bytes for spec in model.kv_specs) for model in lowered]
         change = objective.change(self.recipe, times, record.weight_bytes, record.kv_token_bytes)
         record.objective = {"name": self.recipe.objective, **change.to_dict()}
-        return lowered[1]
+        return result
+
+    def fits(self, *graphs: Graph) -> bool:
+        """True where the memory for weights holds ``graphs`` at once; always on a GPU, whose memory lowering checks."""
+        return self.target.kind != "cpu" or sum(graph.num_bytes() for graph in graphs) <= self.weight_limit
+
+    @property
+    def weight_limit(self) -> int:
+        """Bytes of weights in memory at once."""
+        return weight_limit(self.target)
+
+    def measure_short(
+        self, before: Graph, after: Graph, enough: Callable[[PairedTimes], bool]
+    ) -> PairedTimes:
+        """Times of graphs too large for memory, from short models."""
+        point, block = workload_points(self.recipe)[0], self.recipe.runtime.block_size
+        terms = fitting_terms((before, after), point, block, self.weight_limit)
+        sums = [lower_terms(side, self.target) for side in terms]
+        times = measure_sums(sums[0], sums[1], self.recipe, enough)
+        sums.clear()
+        self.collect()
+        return times
+
+    def collect(self) -> None:
+        """Free the weights of earlier measurements of a large model: modules of torch.fx are cycles."""
+        if self.spill is not None:
+            gc.collect()
 
     def measure_quality(
         self, record: PassRecord, candidate: Executable, tokens: int, variants: Mapping[str, int]
@@ -83,12 +121,15 @@ class Measurement:
 
         Quality is measured on ``tokens`` tokens of text, of each of ``variants`` (a step size by name).
         """
+        tokens = min(tokens, most_tokens(self.reference.num_bytes() / 4))
         self.progress(f"{record.name}: measuring quality on {tokens} tokens")
         record.judged(self.quality(candidate, tokens, variants))
 
     def lower(self, graph: Graph) -> Executable:
-        """``graph`` lowered for the target, with compiled layers."""
-        return lower_with_code(graph, self.recipe, self.target, self.progress)
+        """``graph`` lowered for the target, with compiled layers; the float weights of a large graph stay on disk."""
+        self.collect()
+        streamed = not self.fits(graph)
+        return lower_with_code(graph, self.recipe, self.target, self.progress, streamed=streamed)
 
     def weight_bytes(self, graph: Graph, lowered: Executable) -> int:
         """Bytes of ``graph``'s weights; on a GPU of the lowered weights, since float32 is cast there."""
@@ -103,7 +144,7 @@ class Measurement:
         block_size = self.recipe.runtime.block_size
         models = {name: candidate.at(size) for name, size in variants.items()} or {"": candidate}
         windows = evaluation_windows(load_tokenizer(str(self.directory)), tokens, self.window_length())
-        candidates = {name: RuntimeLogits(model, block_size) for name, model in models.items()}
+        candidates = {name: runtime_logits(model, block_size) for name, model in models.items()}
         reports = compare_many(self.source_logits, candidates, windows)
         return {name: report.to_dict() for name, report in reports.items()}
 
@@ -112,10 +153,12 @@ class Measurement:
         """Logits of the source model, computed once a run."""
 
         def source() -> RuntimeLogits:
-            lowered = lower(self.plain_reference(), self.target, dtype=self.dtype)
-            return RuntimeLogits(lowered, self.recipe.runtime.block_size)
+            self.collect()
+            graph = self.plain_reference()
+            lowered = lower(graph, self.target, dtype=self.dtype, streamed=not self.fits(graph))
+            return runtime_logits(lowered, self.recipe.runtime.block_size)
 
-        return KeptLogits(source)
+        return KeptLogits(source, spill=self.spill)
 
     def window_length(self) -> int:
         """Tokens of a window of text: ``WINDOW_TOKENS``, or the context length if shorter."""
@@ -127,6 +170,13 @@ class Measurement:
         for node in graph.calls(attention):
             node.meta["kernel"] = PLAIN if self.target.kind == "cpu" else "reference"
         return graph
+
+
+def runtime_logits(model: Executable, block_size: int) -> RuntimeLogits:
+    """Logits as a server computes them; with weights on disk, a call for each pair of windows, not many."""
+    if model.is_streamed:
+        return RuntimeLogits(model, block_size, chunk=2 * WINDOW_TOKENS, decode=0)
+    return RuntimeLogits(model, block_size)
 
 
 def predict(

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from optkit.artifact import measured_on
 from optkit.artifact.manifest import INTERNAL, NATIVE, write_manifest
@@ -16,6 +15,7 @@ from optkit.artifact.staging import staging
 from optkit.checkpoint.compressed_tensors_writer import PACKED_FILE, runtime_tensors
 from optkit.checkpoint.hf_writer import write_model
 from optkit.checkpoint.locate import ModelSource
+from optkit.checkpoint.safetensors_writer import save_tensors
 from optkit.checkpoint.tensors import constants
 from optkit.graph import variants
 from optkit.graph.ir import Graph
@@ -53,10 +53,10 @@ def write_artifact(
         internal = directory / INTERNAL
         internal.mkdir()
         write_model(variants.widest(graph), source.directory, directory)
-        save_file(constants(graph), internal / "constants.safetensors")
+        save_tensors(constants(graph), internal / "constants.safetensors")
         packed = runtime_tensors(graph)
         if packed:
-            save_file(packed, internal / PACKED_FILE)
+            save_tensors(packed, internal / PACKED_FILE)
         write_code(graph, target, directory / NATIVE)
         report = {"model": source.name, "recipe": recipe.name, "target": asdict(target), **run.to_dict()}
         report["missed_predictions"] = misses(records_of(run))
@@ -82,9 +82,12 @@ def manifest(
     source: ModelSource, recipe: Recipe, run: RunRecord, environment: dict[str, str]
 ) -> dict[str, Any]:
     """The manifest's content besides the file list, without reasons, which quote times."""
+    adapters = [{"name": adapter.name, "digest": adapter.digest} for adapter in source.adapters]
+    optional = {"adapters": adapters, "notes": run.notes}
     return {
         "name": source.name,
-        "source": {"name": source.name, "digest": source.digest},
+        "source": {"name": source.name, "digest": source.digest}
+        | {key: value for key, value in optional.items() if value},
         "recipe": recipe.to_data(),
         "passes": [{"name": r.name, "decision": r.decision, "restored": r.fallback} for r in run.passes],
         "environment": environment,

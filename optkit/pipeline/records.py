@@ -110,13 +110,15 @@ class RunRecord:
     """All passes of a run, and the whole against the source model (None when nothing was kept).
 
     ``alternatives`` has the record of every candidate by the recipe's label, the chosen ones included; ``places`` the
-    content of candidates.json (``pipeline.candidates``), which is no part of the report.
+    content of candidates.json (``pipeline.candidates``), which is no part of the report; ``notes`` the sentences on how
+    the source was read (``Graph.notes``).
     """
 
     passes: list[PassRecord]
     whole: PassRecord | None
     alternatives: dict[str, list[PassRecord]] = field(default_factory=dict)
     places: dict[str, dict[str, Any]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -126,17 +128,19 @@ class RunRecord:
                 label: [record.to_dict() for record in records]
                 for label, records in self.alternatives.items()
             },
+            "notes": self.notes,
         }
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> RunRecord:
-        """The inverse of ``to_dict``; reports of earlier versions have no alternatives."""
+        """The inverse of ``to_dict``; reports of earlier versions have no alternatives and notes."""
         whole = PassRecord.from_dict(data["whole"]) if data["whole"] else None
         alternatives = {
             label: [PassRecord.from_dict(record) for record in records]
             for label, records in data.get("alternatives", {}).items()
         }
-        return RunRecord([PassRecord.from_dict(record) for record in data["passes"]], whole, alternatives)
+        passes = [PassRecord.from_dict(record) for record in data["passes"]]
+        return RunRecord(passes, whole, alternatives, notes=list(data.get("notes", ())))
 
 
 def grouped_skips(plan: Plan) -> list[dict[str, Any]]:

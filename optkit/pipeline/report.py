@@ -51,6 +51,7 @@ def report_html(report: Mapping[str, Any]) -> str:
     body = [
         element("h1", title),
         element("p", f"Made for {target_line(target)}."),
+        *(element("p", f"Source: {note}.") for note in report.get("notes", ())),
         *whole_section(whole, target),
         element("h2", "Passes"),
         html_table(("pass", "decision", "reason", "sites", "weights"), map(overview_row, passes)),
@@ -301,8 +302,8 @@ def quality_cells(record: PassRecord) -> tuple[str, str]:
 
 
 def summary_lines(run: RunRecord, target: Mapping[str, Any] | None = None) -> list[str]:
-    """The result in a few sentences: the gain of the whole, and the reason for the decision on each pass."""
-    lines = []
+    """The result in a few sentences: the source, the gain of the whole, the reason for the decision on each pass."""
+    lines = [f"source: {note}" for note in run.notes]
     if run.whole is None:
         lines.append("no pass was kept: the artifact is the source model as it is")
     elif run.whole.measured:

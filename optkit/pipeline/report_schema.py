@@ -130,3 +130,4 @@ class ReportFile(Shown):
     passes: list[RecordEntry]
     whole: RecordEntry | None
     alternatives: dict[str, list[RecordEntry]] = Field(default_factory=dict)
+    notes: list[str] = Field(default_factory=list)

@@ -10,31 +10,25 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from optkit.checkpoint.insertion import FLOAT_ORIGIN, FloatOrigin, float_origins
-from optkit.checkpoint.tensors import build, same
+from optkit.checkpoint.safetensors_writer import save_tensors
+from optkit.checkpoint.tensors import build, same, stored, values_of
 from optkit.graph.ir import Graph, Origin, Part, Weight
 from optkit.graph.serialize import decode_dtype, dtype_name, graph_from_json, graph_to_json
+from optkit.graph.stored import Place, StoredTensor
 from optkit.machine.checksums import list_finished
 from optkit.pipeline.records import PassRecord
 from optkit.pipeline.step import Step
 
 GRAPH, TENSORS, INDEX, RECORD = "graph.json", "tensors.safetensors", "index.json", "record.json"
 FILES = (GRAPH, TENSORS, INDEX, RECORD)
-
-
-@dataclass(frozen=True)
-class Place:
-    """The place of a tensor: the key of the storing step, None for the source, and the name there."""
-
-    step: str | None
-    name: str
 
 
 @dataclass(frozen=True)
@@ -61,6 +55,7 @@ class State:
 
 
 ReadTensor = Callable[[Place], Tensor]
+Release = Callable[[int], None]  # see ``StoredTensor``
 
 
 def tensor_names(name: str, origin: Origin | None) -> list[str]:
@@ -68,11 +63,11 @@ def tensor_names(name: str, origin: Origin | None) -> list[str]:
     return [f"constant:{name}"] if origin is None else [part.name for part in origin.parts]
 
 
-def tensors_of(name: str, weight: Weight) -> dict[str, Tensor]:
+def tensors_of(name: str, weight: Weight) -> dict[str, Tensor | StoredTensor]:
     """The stored tensors of weight ``name``."""
     if weight.origin is None:
         return {f"constant:{name}": weight.value.contiguous()}
-    return weight.origin.split(weight.value)
+    return weight.pieces()
 
 
 def float_name(site: str, name: str) -> str:
@@ -96,7 +91,8 @@ class Difference:
     parent: State | None
     source: Container[str]
     read: ReadTensor
-    new: dict[str, Tensor] = field(default_factory=dict)
+    release: Release | None = None
+    new: dict[str, Tensor | StoredTensor] = field(default_factory=dict)
     places: dict[str, Place] = field(default_factory=dict)
     addresses: dict[Any, str] = field(default_factory=dict)
 
@@ -116,13 +112,21 @@ class Difference:
     def add(self, weight: Weight, name: str, names: Mapping[str, str]) -> None:
         """Add a weight, called ``name`` in the graph, whose tensors are kept under ``names``."""
         before = self.parent.graph.weights.get(name) if self.parent else None
-        if before is not None and before.value is weight.value and before.origin == weight.origin:
+        if before is not None and weight.is_same(before) and before.origin == weight.origin:
             for tensor, kept in names.items():
                 self.put(kept, self.place_before(tensor))
             return
         for tensor, value in tensors_of(name, weight).items():
-            equal = (p for p in self.candidates(tensor) if same(value, self.read(p)))
-            self.put(names[tensor], next(equal, None) or self.own(names[tensor], value))
+            self.put(names[tensor], self.found(tensor, value) or self.own(names[tensor], value))
+
+    def found(self, name: str, value: Tensor | StoredTensor) -> Place | None:
+        """The place of ``value``, tensor ``name``, on disk: its own place if stored, or that of an equal tensor."""
+        if isinstance(value, StoredTensor) and len(value.parts) == 1:
+            return value.places[0]
+        values = values_of(value)
+        if self.release is not None:
+            self.release(values.nbytes)
+        return next((place for place in self.candidates(name) if same(values, self.read(place))), None)
 
     def put(self, name: str, place: Place) -> None:
         if place != Place(None, name):
@@ -142,9 +146,13 @@ class Difference:
             place for key, place in before.items() if key.startswith("float:") and key.endswith(f":{name}")
         )
 
-    def own(self, name: str, value: Tensor) -> Place:
+    def own(self, name: str, value: Tensor | StoredTensor) -> Place:
         """A place in the files of the new step; equal memory is stored once."""
-        address = (value.data_ptr(), value.shape, value.stride(), value.dtype)
+        address: Any
+        if isinstance(value, StoredTensor):
+            address = value.key
+        else:
+            address = (value.data_ptr(), value.shape, value.stride(), value.dtype)
         if address not in self.addresses:
             self.addresses[address] = name
             self.new[name] = value
@@ -156,7 +164,7 @@ def write_state(directory: Path, graph: Graph, record: Mapping[str, Any], differ
     floats = {node.name: encode_float(origin) for node, origin in float_origins(graph).items()}
     places = {name: [place.step, place.name] for name, place in difference.places.items()}
     (directory / GRAPH).write_text(graph_to_json(graph), "utf-8")
-    save_file(difference.new, directory / TENSORS)
+    save_tensors(difference.new, directory / TENSORS, release=difference.release)
     (directory / INDEX).write_text(json.dumps({"places": places, "floats": floats}), "utf-8")
     (directory / RECORD).write_text(json.dumps(record), "utf-8")
     list_finished(directory, *FILES)
@@ -173,20 +181,25 @@ def encode_float(origin: FloatOrigin) -> dict[str, Any]:
 # -- reading -----------------------------------------------------------------------------------------------
 
 
-def read_state(directory: Path, step: Step, read: ReadTensor, parent: State | None) -> State:
-    """The state of ``step``. Weights equal to weights of ``parent`` are the parent's tensors in memory."""
+def read_state(
+    directory: Path, step: Step, read: ReadTensor, parent: State | None, release: Release | None = None
+) -> State:
+    """The state of ``step``. Weights equal to weights of ``parent`` are the parent's tensors in memory.
+
+    With ``release`` weights stay on disk (``StoredTensor``).
+    """
     index = json.loads((directory / INDEX).read_text("utf-8"))
     places = {name: Place(*place) for name, place in index["places"].items()}
 
-    def load(name: str, origin: Origin | None, dtype: torch.dtype) -> Tensor:
+    def load(name: str, origin: Origin | None, dtype: torch.dtype) -> Tensor | StoredTensor:
         if parent is not None and is_shared(parent, places, name, origin, dtype):
-            return parent.graph.weights[name].value
-        return read_weight(name, origin, dtype, lambda tensor: read(place_of(places, tensor)))
+            return parent.graph.weights[name].stored
+        return read_weight(name, origin, dtype, partial(place_of, places), read, release)
 
     graph = graph_from_json((directory / GRAPH).read_text("utf-8"), load, where=str(directory / GRAPH))
     for node in graph.fx.nodes:
         if node.name in index["floats"]:
-            node.meta[FLOAT_ORIGIN] = decode_float(index["floats"][node.name], places, read)
+            node.meta[FLOAT_ORIGIN] = decode_float(index["floats"][node.name], places, read, release)
     return State(step, graph, json.loads((directory / RECORD).read_text("utf-8")), places)
 
 
@@ -200,31 +213,41 @@ def is_shared(
 ) -> bool:
     """True where all tensors of weight ``name`` have the places of the parent's weight."""
     before = parent.graph.weights.get(name)
-    if before is None or before.origin != origin or before.value.dtype != dtype:
+    if before is None or before.origin != origin or before.dtype != dtype:
         return False
     return all(place_of(places, n) == place_of(parent.places, n) for n in tensor_names(name, origin))
 
 
 def read_weight(
-    name: str, origin: Origin | None, dtype: torch.dtype, read: Callable[[str], Tensor]
-) -> Tensor:
-    """The value of weight ``name``, built from stored tensors."""
-    names = tensor_names(name, origin)
+    name: str,
+    origin: Origin | None,
+    dtype: torch.dtype,
+    place: Callable[[str], Place],
+    read: ReadTensor,
+    release: Release | None = None,
+) -> Tensor | StoredTensor:
+    """Weight ``name`` of stored tensors, tensor ``n`` at ``place(n)``; left on disk with ``release``."""
     if origin is None:
-        return read(names[0])
-    return build(origin, {tensor: read(tensor) for tensor in names}, dtype)
+        return read(place(tensor_names(name, origin)[0]))
+    if release is not None:
+        return stored(origin, place, read, dtype, release)
+    return build(origin, {tensor: read(place(tensor)) for tensor in tensor_names(name, origin)}, dtype)
 
 
-def decode_float(entry: Mapping[str, Any], places: Mapping[str, Place], read: ReadTensor) -> FloatOrigin:
+def decode_float(
+    entry: Mapping[str, Any], places: Mapping[str, Place], read: ReadTensor, release: Release | None = None
+) -> FloatOrigin:
     """A float layer with a weight read from disk on demand."""
     parts = entry["from"]
     origin = Origin(tuple(Part(*part) for part in parts), entry["transposed"]) if parts is not None else None
     name, site, dtype = entry["weight"], entry["site"], decode_dtype(entry["dtype"])
 
-    def value() -> Tensor:
-        return read_weight(name, origin, dtype, lambda n: read(place_of(places, float_name(site, n))))
+    def place(tensor: str) -> Place:
+        return place_of(places, float_name(site, tensor))
 
-    return FloatOrigin(site, name, origin, dtype, value)
+    return FloatOrigin(
+        site, name, origin, dtype, lambda: read_weight(name, origin, dtype, place, read, release)
+    )
 
 
 def steps_needed(directory: Path) -> set[str]:

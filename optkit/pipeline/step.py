@@ -45,10 +45,15 @@ class Step:
         return Step(digest_of({"parent": self.key, **decisive}), self)
 
 
-def capture_step(source: ModelSource, target: Target) -> Step:
-    """The first step of a run on ``source`` for ``target``."""
+def capture_step(source: ModelSource, target: Target, served: int | None = None) -> Step:
+    """The first step of a run on ``source`` for ``target``.
+
+    Args:
+        served: the served length, of a model whose graph depends on the length; else None.
+    """
     facts = {"source": source.digest, "target": asdict(target), "kernels": measured_on.kernels_here()}
-    return Step(digest_of({**facts, "versions": environment(), "compiler": compiler_digest()}))
+    length = {} if served is None else {"served": served}
+    return Step(digest_of({**facts, **length, "versions": environment(), "compiler": compiler_digest()}))
 
 
 def pass_step(

@@ -180,7 +180,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     num_preemptions: int = 0
     num_deferred: int = 0
     state_slots_used: int = 0
-    state_checkpoints: int = 0
+    checkpoints_used: int = 0
     prefix_cache_lost: int = 0
     step_sizes: tuple[int, ...] = ()
     step_tokens: int = 0

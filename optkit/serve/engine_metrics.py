@@ -46,7 +46,7 @@ class EngineGauges(Collector):
             ),
             ("optkit:kv_offloaded_blocks", "KV blocks in the store.", stats.kv_blocks_offloaded),
             ("optkit:state_slots_used", "Recurrent states of running requests.", stats.state_slots_used),
-            ("optkit:state_checkpoints", "Recurrent states kept for prompts.", stats.state_checkpoints),
+            ("optkit:state_checkpoints", "Recurrent states kept for prompts.", stats.checkpoints_used),
         ):
             gauge = GaugeMetricFamily(name, text, labels=LABELS)
             gauge.add_metric(self._labels, value)

@@ -193,7 +193,7 @@ class CalibratedQuantization(LinearQuantization):
         rewriter, by_name = QuantizedLinearRewriter(after), {node.name: node for node in after.fx.nodes}
         for site in (site for group in groups for site in group.sites):
             fmt = self.site_format(graph, site)[1]
-            planned = fmt.meta_tensors(*graph.linear_weight(site.nodes[0]).shape)
+            planned = fmt.meta_tensors(*graph.linear_shape(site.nodes[0]))
             rewriter.replace(Site(site.name, (by_name[site.nodes[0].name],)), fmt, planned)
         after.prune()
         rates = measure_rates(layers, text, self.site_format(graph, groups[0].sites[0])[1].grid)
@@ -284,6 +284,6 @@ def shapes(graph: Graph, group: SharedInput) -> list[Any]:
     for site in group.sites:
         (node,) = site.nodes
         count = 1 if group.experts is None else ops.argument(node, "num_experts")
-        rows, k = graph.linear_weight(node).shape
+        rows, k = graph.linear_shape(node)
         found += [(rows // count, k)] * count
     return found

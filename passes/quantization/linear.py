@@ -92,7 +92,7 @@ class LinearQuantization(Pass):
         needed = 0
         for site in plan.sites:
             node, fmt = self.site_format(graph, site)
-            n, k = graph.linear_weight(node).shape
+            n, k = graph.linear_shape(node)
             needed += fmt.num_bytes(n, k) + n * k
         if needed <= VARIANTS_SHARE * ctx.target.memory_bytes:
             return None
@@ -114,7 +114,7 @@ class LinearQuantization(Pass):
             if not all(found) and not matches_any(named, name):
                 return "only some of the layers fused into it are targets"
         weight = graph.weight_of(ops.weight(node))
-        if weight is None or weight.origin is None or weight.value.dtype != torch.float32:
+        if weight is None or weight.origin is None or weight.dtype != torch.float32:
             return "its weight is not a float32 checkpoint tensor"
         fmt = self.format_for(graph, node, name)
         if isinstance(fmt, str):
@@ -127,7 +127,7 @@ class LinearQuantization(Pass):
             return (
                 f"its checkpoint stores the weight transposed, which the {fmt.label} format does not express"
             )
-        n, k = weight.value.shape
+        n, k = weight.shape
         return fmt.lacks(n, k, ctx.target)
 
     def why_not_experts(self, fmt: WeightFormat, ctx: PassContext) -> str | None:

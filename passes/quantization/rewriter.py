@@ -27,7 +27,7 @@ class QuantizedLinearRewriter:
     def replace(self, site: Site, fmt: WeightFormat, operands: Mapping[str, Tensor]) -> fx.Node:
         """Put the op of ``fmt`` on ``operands`` in the place of the site's linear; returns the op."""
         (linear,) = site.nodes
-        shape = self.graph.linear_weight(linear).shape
+        shape = self.graph.linear_shape(linear)
         origin = FloatOrigin.of(self.graph, linear, site.name)
         out = insert(self.graph, linear, fmt.layer(site.name, (shape[0], shape[1]), operands))
         out.meta[FLOAT_ORIGIN] = origin

@@ -130,5 +130,5 @@ class SchemeConfig(LinearQuantizationConfig):
 
     def format_for(self, graph: Graph, node: fx.Node) -> WeightFormat | str:
         """The format of a linear, or the reason against any."""
-        k = graph.linear_weight(node).shape[1] if graph.weight_of(ops.weight(node)) else 0
+        k = graph.linear_shape(node)[1] if graph.weight_of(ops.weight(node)) else 0
         return fitting(self.format(), self.scheme, k, self.uneven_groups)

@@ -74,7 +74,7 @@ def heads_of(graph: Graph, attention: fx.Node) -> Heads | str:
         return "q, k and v are not three projections, or one for all"
     for linear in (out, *projections):
         weight = graph.weight_of(ops.weight(linear))
-        if weight is None or weight.origin is None or weight.value.dtype != torch.float32:
+        if weight is None or weight.origin is None or weight.dtype != torch.float32:
             return "a weight is not a float32 checkpoint tensor"
         if len(ops.weight(linear).users) > 1:
             return "something else uses one of its weights"

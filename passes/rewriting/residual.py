@@ -120,7 +120,7 @@ class Finder:
         if node.target not in SCALES:
             return False
         weight = self.graph.weight_of(node.args[1])
-        return isinstance(node.args[1], int | float) or (weight is not None and weight.value.numel() == 1)
+        return isinstance(node.args[1], int | float) or (weight is not None and weight.shape.numel() == 1)
 
     def write(self, sources: list[fx.Node]) -> None:
         """Find the producer of each of ``sources``, values added to the stream."""

@@ -12,6 +12,7 @@ from torch import fx
 from optkit.checkpoint.quantized_linear import SHARED, operand_names
 from optkit.graph import ops
 from optkit.graph.ir import Graph, Origin, Weight
+from optkit.graph.stored import stack_stored
 from optkit.kernels import reference
 
 aten = torch.ops.aten
@@ -54,7 +55,7 @@ def stack_weights(graph: Graph, names: Sequence[str], new: str) -> None:
     """Register the concatenation of weights ``names`` along dimension 0 as ``new``."""
     weights = [graph.weights[name] for name in names]
     parts = tuple(part for weight in weights for part in (weight.origin.parts if weight.origin else ()))
-    graph.weights[new] = Weight(torch.cat([weight.value for weight in weights]), Origin(parts))
+    graph.weights[new] = Weight(stack_stored([weight.stored for weight in weights]), Origin(parts))
 
 
 def can_stack(graph: Graph, linears: Sequence[fx.Node]) -> str | None:
@@ -82,11 +83,11 @@ def can_stack_operand(graph: Graph, nodes: Sequence[Any], operand: str) -> str |
     found = [w for w in weights if w is not None and w.origin is not None and not w.origin.transposed]
     if len(found) < len(nodes):
         return "a weight is not a plain checkpoint tensor"
-    values = [weight.value for weight in found]
-    if any(value.dtype != values[0].dtype or value.shape[1:] != values[0].shape[1:] for value in values):
+    head = found[0]
+    if any(weight.dtype != head.dtype or weight.shape[1:] != head.shape[1:] for weight in found):
         return f"the projections differ in the format of their {operand}"
-    planned = values[0].device.type == "meta"  # of a dry run: values are not known
-    if operand in SHARED and not planned and not all(torch.equal(value, values[0]) for value in values):
+    planned = head.is_meta  # of a dry run: values are not known
+    if operand in SHARED and not planned and not all(torch.equal(w.value, head.value) for w in found):
         return f"the projections differ in their {operand}, which belongs to the input"
     return None
 
@@ -103,7 +104,7 @@ def split_columns(graph: Graph, value: fx.Node, old: Sequence[fx.Node], sizes: S
 
 
 def out_features(graph: Graph, linear: fx.Node) -> int:
-    return graph.weights[weight_name(linear)].value.shape[0]
+    return graph.weights[weight_name(linear)].shape[0]
 
 
 def weight_name(linear: fx.Node) -> str:

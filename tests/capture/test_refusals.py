@@ -27,6 +27,15 @@ class DependsOnData(LlamaForCausalLM):
         return super().forward(input_ids, **options)
 
 
+class DependsOnLength(LlamaForCausalLM):
+    """Takes another way for long prompts, which no graph can."""
+
+    def forward(self, input_ids: Any, **options: Any) -> Any:
+        if input_ids.shape[1] > 30:
+            input_ids = input_ids + 1
+        return super().forward(input_ids, **options)
+
+
 class UnknownOp(LlamaForCausalLM):
     """Ends in an op that no graph has."""
 
@@ -38,7 +47,11 @@ class UnknownOp(LlamaForCausalLM):
 
 @pytest.mark.parametrize(
     ("model_class", "reason"),
-    [(DependsOnData, "torch.export can't trace it"), (UnknownOp, "the op aten.linalg_qr")],
+    [
+        (DependsOnData, "can't trace it: it takes another way for other values"),
+        (DependsOnLength, "can't trace it: it computes calls of some lengths in another way"),
+        (UnknownOp, "the op aten.linalg_qr"),
+    ],
 )
 def test_what_no_graph_can_say(model_class: Any, reason: str) -> None:
     boundary.register()
@@ -111,14 +124,6 @@ def test_no_attention_that_could_be_given_a_cache() -> None:
     boundary.register()
     with pytest.raises(UnsupportedModel, match="attention interface"):
         capture(tiny_model("llama", attention=boundary.NAME, num_hidden_layers=0))
-
-
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_rope_that_changes_with_the_length(kind: str) -> None:
-    model = tiny_model("llama", **ONE)
-    model.config.rope_parameters = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
-    with pytest.raises(UnsupportedModel, match=f"RoPE type '{kind}'"):
-        capture(model)
 
 
 def test_an_encoder_beside_the_decoder() -> None:

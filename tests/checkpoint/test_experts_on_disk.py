@@ -55,6 +55,7 @@ def transformers_experts(directory: Path) -> dict[str, Tensor]:
     from transformers.core_model_loading import revert_weight_conversion
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
+    model._weight_conversions = None  # those of the architecture, without the dequantization on loading
     named = revert_weight_conversion(model, dict(model.named_parameters()))
     return {
         name.removesuffix(".weight"): value.detach() for name, value in named.items() if ".experts." in name

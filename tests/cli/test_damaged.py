@@ -218,7 +218,7 @@ def test_a_message_is_one_printable_line(artifact: Path, capsys: Output) -> None
     assert line.isprintable()
 
 
-def test_a_model_without_attention_is_refused_by_load(artifact: Path) -> None:
+def test_a_model_without_states_is_refused_by_load(artifact: Path) -> None:
     Artifact.open(artifact).graph()
-    with pytest.raises(UserError, match="no attention layer"):
+    with pytest.raises(UserError, match="no layer keeps a state"):
         open_engine(str(artifact))

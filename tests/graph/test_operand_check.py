@@ -14,6 +14,7 @@ from optkit.graph.ir import BATCH_INPUTS, Graph, GraphMeta, Weight
 from optkit.graph.operand_check import check_call, check_origins
 from optkit.graph.ops import OPS, RECORDS, shape_rule
 from optkit.graph.ops.operands import Choice, Number, Source, TensorOperand
+from optkit.graph.states import STATE_SLOTS
 from optkit.graph.verify import VerifyError, verify
 from tests.support.op_calls import BATCH, SPEC, meta, sound_call
 
@@ -280,4 +281,4 @@ def test_the_verifier_names_node_and_operand() -> None:
 def test_batch_names_are_inputs() -> None:
     for op, i, operand in EACH:
         if operand.source is Source.BATCH:
-            assert RECORDS[op].inputs.get(operand.name, operand.name) in BATCH_INPUTS, (op, i)
+            assert RECORDS[op].inputs.get(operand.name, operand.name) in (*BATCH_INPUTS, STATE_SLOTS), (op, i)

@@ -61,6 +61,8 @@ class Layer:
         weights = {
             record.positions[o.name]: operands[o.stored] for o in record.stored if o.stored in operands
         }
+        if self.bias is not None:
+            weights[record.positions["bias"]] = self.bias
         kernel = kernels.select(record.name, TARGET, weights=weights, options=options)
         assert kernel is not None and kernel.name == "native" and kernel.pack is not None
         made = kernel.pack(weights, options)

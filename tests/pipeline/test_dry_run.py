@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,10 +33,10 @@ def captured_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("OPTKIT_CACHE", str(tmp_path / "cache"))
     from optkit import capture
 
-    def once(directory: Path, *, weights: bool) -> Graph:
+    def once(directory: Path, *, weights: bool, **options: Any) -> Graph:
         assert not weights
         if directory not in GRAPHS:
-            GRAPHS[directory] = real(directory, weights=False)
+            GRAPHS[directory] = real(directory, weights=False, **options)
         return GRAPHS[directory].clone()
 
     real = capture.capture_directory

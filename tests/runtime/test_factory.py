@@ -20,6 +20,7 @@ from optkit.runtime.engine import Engine
 from optkit.runtime.sampling.proposer import Speculator
 from optkit.runtime.types import SamplingParams
 from tests.support.graphs import captured
+from tests.support.recurrent_model import RecurrentModel
 
 RECIPE = load_recipe(
     "ttft-h100", ["target=cpu", "runtime.max_num_batched_tokens=32", "runtime.max_num_seqs=4"]
@@ -142,3 +143,36 @@ def test_the_largest_step_of_a_draft_model_leaves_nothing_behind(shelf: Shelf) -
     assert steps == [(1, 32), (4, 32), (32, 32)]
     assert draft.blocks.num_used == 0
     draft.blocks.check([])
+
+
+# -- recurrent states --------------------------------------------------------------------------------------
+
+
+def recurrent_config(hybrid: bool, **given: Any) -> Any:
+    return factory.scheduler_config(RecurrentModel(hybrid), engine_options(None, given))
+
+
+def test_recurrent_model_gets_a_slot_a_request_and_checkpoints_within_its_share() -> None:
+    size = 4 * (8 * 8 + 8 * 2)  # bytes of a state
+    config = recurrent_config(hybrid=True, kv_cache_bytes=1 << 16, max_num_seqs=3)
+    assert (config.num_state_slots, config.num_checkpoints) == (3, (1 << 14) // size)
+    assert recurrent_config(True, kv_cache_bytes=1 << 16, state_checkpoints=7).num_checkpoints == 7
+    assert recurrent_config(True, kv_cache_bytes=1 << 16, enable_prefix_caching=False).num_checkpoints == 0
+    assert recurrent_config(True, kv_cache_bytes=1 << 12).num_checkpoints == 4  # the fewest
+
+
+def test_model_without_attention_gets_blocks_for_all_its_requests() -> None:
+    config = recurrent_config(hybrid=False, max_num_seqs=3, state_checkpoints=2, block_size=32)
+    assert config.num_blocks == (3 + 2) * 3 and config.max_model_len == 96
+
+
+def test_offload_and_speculation_are_refused_when_the_model_is_recurrent() -> None:
+    model = RecurrentModel()
+    config = recurrent_config(hybrid=True)
+    with pytest.raises(UserError, match="KV without the recurrent state") as error:
+        factory.offloading(config, model, 1 << 20, None)
+    assert error.value.where == "kv_offload_bytes"
+    for method in ("ngram", "a draft model"):
+        options = engine_options(None, {"speculative_model": method})
+        with pytest.raises(UserError, match="wrong guesses can't be taken out"):
+            factory.speculator(None, model, None, options)

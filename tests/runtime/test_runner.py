@@ -9,10 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optkit.graph.states import KVSpec
+from optkit.lowering.dense import dense_inputs
 from optkit.runtime.engine import Engine
-from optkit.runtime.runner import ModelRunner, batch_inputs, chunk_inputs, decode_inputs
+from optkit.runtime.runner import ModelRunner, batch_inputs, chunk_inputs, decode_inputs, state_slots
 from optkit.runtime.scheduling.scheduler import SchedulerConfig
 from optkit.runtime.types import Batch, EngineRequest, Request, SamplingParams, ScheduledRequest
+from tests.support.recurrent_model import RecurrentModel
 
 VOCAB = 32
 
@@ -150,3 +152,47 @@ def test_a_chunk_without_logits_never_asks_the_model_for_zero_rows() -> None:
     engine = tiny_engine(16)
     engine.generate([list(range(20))], SamplingParams(max_tokens=2, temperature=0.0))
     assert engine.runner.model.rows == [1, 1, 1, 1]
+
+
+# -- recurrent states --------------------------------------------------------------------------------------
+
+
+def recurrent_engine(hybrid: bool, **limits: int) -> Engine:
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 96, "block_size": 4} | limits
+    config = SchedulerConfig(**sizes, num_blocks=96, num_state_slots=4, num_checkpoints=3)
+    return Engine(ModelRunner(RecurrentModel(hybrid), 96, 4, num_slots=7), config)
+
+
+def alone(model: RecurrentModel, prompt: list[int], max_tokens: int) -> list[int]:
+    """Greedy tokens, each from the whole text in one call from zeros."""
+    ids = list(prompt)
+    for _ in range(max_tokens):
+        inputs = dense_inputs([len(ids)], torch.tensor(ids), model.states, 4)
+        ids.append(int(model(inputs)[-1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("hybrid", [True, False], ids=["hybrid", "recurrent alone"])
+def test_recurrent_models_answer_as_alone_when_prompts_are_chunked_mixed_and_cached(hybrid: bool) -> None:
+    engine, model = recurrent_engine(hybrid), RecurrentModel(hybrid)
+    stem = [(7 * i) % 31 for i in range(41)]
+    prompts = [[*stem, i] for i in range(5)] + [[3], [4, 5, 6], stem[:9]]
+    wanted = [alone(model, prompt, 10) for prompt in prompts]
+    params = SamplingParams(max_tokens=10, temperature=0.0)
+    for _ in range(3):
+        assert engine.generate(prompts, params) == wanted
+        engine.scheduler.check()
+    assert engine.stats().prefix_cache_hits > 0
+
+
+def test_runner_refuses_slots_when_they_are_shared_or_missing() -> None:
+    def batch(*slots: int) -> Batch:
+        params = SamplingParams(max_tokens=1)
+        made = EngineRequest(request_id="", prompt_ids=(1,), sampling=params, arrival=0.0)
+        requests = [Request(made, [1], state_slot=slot) for slot in slots]
+        return Batch(tuple(ScheduledRequest(request, 1) for request in requests))
+
+    assert state_slots(batch(2, 0), 3).tolist() == [2, 0]
+    for wrong in ((-1,), (3,), (1, 1)):
+        with pytest.raises(ValueError, match="state slots"):
+            state_slots(batch(*wrong), 3)

@@ -79,12 +79,40 @@ SPECIFIC: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+# Types with a recurrent state, one a mechanism: both kinds of layers are there.
+MAMBA2 = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 16,
+}
+RECURRENT: dict[str, dict[str, Any]] = {
+    "lfm2": {
+        "num_hidden_layers": 3, "layer_types": ["conv", GLOBAL, "conv"], "conv_bias": True,
+        "block_auto_adjust_ff_dim": False,
+    },
+    "olmo_hybrid": {
+        "layer_types": ["linear_attention", GLOBAL], "linear_num_value_heads": 4, "linear_num_key_heads": 4,
+        "linear_key_head_dim": 16, "linear_value_head_dim": 8,
+    },
+    "bamba": {**MAMBA2, "attn_layer_indices": [1]},
+    "falcon_h1": {**MAMBA2, "mamba_d_ssm": 128, "head_dim": 16},
+    "jamba": {
+        "attn_layer_offset": 1, "attn_layer_period": 2, "expert_layer_offset": 1, "expert_layer_period": 2,
+        "num_experts": 4, "num_experts_per_tok": 2, "mamba_d_state": 8, "mamba_dt_rank": 4,
+    },
+    "mamba": {"state_size": 8, "time_step_rank": 4, "num_hidden_layers": 2},
+}  # fmt: skip
+
 
 def tiny_config(name: str, **overrides: Any) -> Any:
     """The configuration of a tiny ``name`` model."""
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(name, **{**COMMON, **SPECIFIC.get(name, {}), **overrides})
+    return AutoConfig.for_model(
+        name, **{**COMMON, **SPECIFIC.get(name, {}), **RECURRENT.get(name, {}), **overrides}
+    )
 
 
 def tiny_model(name: str, attention: str = "eager", **overrides: Any) -> Any:

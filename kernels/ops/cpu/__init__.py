@@ -25,12 +25,13 @@ def modules() -> tuple[ModuleType, ...]:
         int8,
         norms,
         onednn,
+        recurrent,
         rope,
         sdpa,
         wna16,
     )
 
-    return int8, int4, wna16, experts, onednn, attention, sdpa, norms, gates, rope, gather
+    return int8, int4, wna16, experts, onednn, attention, sdpa, norms, gates, rope, gather, recurrent
 
 
 def kernels() -> tuple[Kernel, ...]:

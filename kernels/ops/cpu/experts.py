@@ -85,7 +85,7 @@ def pack_int4(weights: dict[int, Tensor], options: Mapping[str, Any]) -> dict[in
 
 def pack_codes(weights: dict[int, Tensor], options: Mapping[str, Any]) -> dict[int, Tensor]:
     """Codes of up to 4 bits of ``expert_wna16``; see ``wna16.pack_w4``."""
-    codes, _, scale, zero, group = wna16.in_order(weights, options)
+    codes, _, scale, zero, group = wna16.in_order(operands(weights), options)
     if zero is None:
         codes += wna16.MIDDLE - (1 << (options["bits"] - 1))
     scale = int4.half_if_exact(scale)
@@ -98,7 +98,7 @@ def pack_codes(weights: dict[int, Tensor], options: Mapping[str, Any]) -> dict[i
 
 def pack_bytes(weights: dict[int, Tensor], options: Mapping[str, Any]) -> dict[int, Tensor]:
     """Symmetric codes of 8 bits of ``expert_wna16`` as int8 weights."""
-    codes, _, scale, _, _ = wna16.in_order(weights, options)
+    codes, _, scale, _, _ = wna16.in_order(operands(weights), options)
     signed = (codes ^ 128).view(torch.int8)
     return pack_int8({wna16.WEIGHT: signed, wna16.SCALE: scale.to(torch.float32)}, options)
 
@@ -293,6 +293,15 @@ def prepared(x: Tensor, experts: Tensor, n: int, count: int) -> tuple[Tensor, tu
     return torch.empty((tokens, each, n)), (tokens, each, rows_each, count, n, x.shape[-1])
 
 
+def operands(weights: dict[int, Tensor]) -> dict[int, Tensor]:
+    """Codes, scales and zero points of ``expert_wna16``, whose bias has the place of ``g_idx`` in ``linear_wna16``."""
+    return {i: weight for i, weight in weights.items() if i <= wna16.ZERO}
+
+
+def symmetric(weights: dict[int, Tensor]) -> bool:
+    return wna16.symmetric(operands(weights))
+
+
 def whole_steps(weights: dict[int, Tensor]) -> bool:
     """True for groups of whole steps."""
     return int8.whole_step_groups(weights)
@@ -420,7 +429,7 @@ KERNELS = (
         "expert_wna16", "native", expert_wna16, native.supports, pack_codes, None, wna16.whole_pairs, UP_TO_4_BITS
     ),
     Kernel(
-        "expert_wna16", "native", expert_wna16, native.supports, pack_bytes, wna16.symmetric, wna16.eight_bits,
+        "expert_wna16", "native", expert_wna16, native.supports, pack_bytes, symmetric, wna16.eight_bits,
         EIGHT_BITS,
     ),
     Kernel("weighted_sum", "native", weighted_sum, native.supports),

@@ -64,6 +64,21 @@ KERNEL(int, expert_w4a16, const float* x, int64_t x_stride, const uint8_t* weigh
        const int64_t* experts, float* out, int64_t tokens, int64_t each, int64_t rows_each, int64_t num_experts,
        int64_t n, int64_t k, int64_t groups, int half, int levels)
 KERNEL(void, weighted_sum, const float* x, const float* weights, float* out, int64_t rows, int64_t each, int64_t width)
+KERNEL(void, short_conv, const float* x, int64_t x_stride, const float* weight, const float* bias, float* pool,
+       const int32_t* query_start, const int32_t* seq_lens, const int32_t* state_slots, float* out, int64_t sequences,
+       int64_t channels, int64_t taps, int silu)
+KERNEL(void, gated_delta_rule, const float* q, int64_t q_stride, const float* k, int64_t k_stride, const float* v,
+       int64_t v_stride, const float* g, int64_t g_stride, const float* beta, int64_t beta_stride, float* pool,
+       const int32_t* query_start, const int32_t* seq_lens, const int32_t* state_slots, float* out, int64_t sequences,
+       int64_t heads, int64_t key_heads, int64_t dim, int64_t width, float scale, int normalize, int by_channel)
+KERNEL(void, ssd_scan, const float* x, int64_t x_stride, const float* dt, int64_t dt_stride, const float* a,
+       const float* b, int64_t b_stride, const float* c, int64_t c_stride, const float* d, float* pool,
+       const int32_t* query_start, const int32_t* seq_lens, const int32_t* state_slots, float* out, int64_t sequences,
+       int64_t heads, int64_t key_heads, int64_t dim, int64_t width)
+KERNEL(void, selective_scan, const float* x, int64_t x_stride, const float* dt, int64_t dt_stride, const float* a,
+       const float* b, int64_t b_stride, const float* c, int64_t c_stride, const float* d, float* pool,
+       const int32_t* query_start, const int32_t* seq_lens, const int32_t* state_slots, float* out, int64_t sequences,
+       int64_t channels, int64_t states)
 KERNEL(void, attention, const float* q, const float* k, const float* v, void* k_cache, void* v_cache,
        const float* sinks, const float* slopes, float* out, const int64_t* slot_mapping, const int32_t* query_start,
        const int32_t* seq_lens, const int32_t* block_tables, int64_t tokens, int64_t sequences, int64_t table_width,

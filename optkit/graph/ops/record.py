@@ -29,6 +29,7 @@ class Work(Enum):
     LINEAR_WEIGHT_ONLY = "products of float activations and quantized weights"
     EXPERTS = "products of rows with one of several weights"
     ATTENTION = "attention over the KV cache"
+    RECURRENT = "updates of a sequence's state, token by token"
 
 
 # The places that may lack an implementation, each with a reason in ``Op.absent``.

@@ -132,17 +132,15 @@ def argument(
     """The sizes of a region input, fixed or varying; the slots keep their true number in a padded step."""
     weight = graph.weight_of(node)
     if weight is not None:
-        size = tuple(weight.value.shape)
+        size, value = tuple(weight.shape), weight.value
         none = (0,) * len(size)
-        return Argument(
-            weight.value.dtype, weight.value.device, size, none, (False,) * len(size), weight.value
-        )
+        return Argument(value.dtype, value.device, size, none, (False,) * len(size), value)
     first, other, more = (batch[node] for batch in values)
     tokens = BATCHES[0][0].tokens
     per_token = tuple(b - a for a, b in zip(first.shape, more.shape, strict=True))
     base = tuple(a - p * tokens for a, p in zip(first.shape, per_token, strict=True))
     varies = tuple(is_slots or a != b for a, b in zip(first.shape, other.shape, strict=True))
-    device = next(iter(graph.weights.values())).value.device
+    device = next(iter(graph.weights.values())).stored.device
     return Argument(first.dtype, device, base, per_token, varies)
 
 

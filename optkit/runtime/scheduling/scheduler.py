@@ -222,7 +222,7 @@ class Scheduler:
             prefix_cache_queries=kv.num_queries,
             prefix_cache_hits=kv.num_hits,
             state_slots_used=kv.states.num_used,
-            state_checkpoints=kv.states.num_saved,
+            checkpoints_used=kv.states.num_saved,
             prefix_cache_lost=kv.states.num_lost,
             offload_saves=kv.num_saves,
             offload_loads=kv.num_loads,

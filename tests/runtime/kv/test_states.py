@@ -1,0 +1,138 @@
+"""Slots and checkpoints of recurrent states, in agreement with the prefix cache."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from optkit.runtime.engine import Engine
+from optkit.runtime.kv.manager import KVManager
+from optkit.runtime.kv.prefix_cache import PrefixCache
+from optkit.runtime.types import Batch, EngineRequest, SamplingParams
+from tests.support.fakes import fake_engine
+
+BLOCK = 4
+
+
+def recurrent_engine(**options: object) -> Engine:
+    """An engine with a recurrent state and 4 checkpoints, on a fake runner."""
+    defaults = {"num_state_slots": 8, "num_checkpoints": 4, "block_size": BLOCK, "max_num_seqs": 8}
+    return fake_engine(defaults | {"max_num_batched_tokens": 16} | options)
+
+
+def plain_engine() -> Engine:
+    return fake_engine({"enable_prefix_caching": False})
+
+
+def answer(engine: Engine, prompt: list[int], **sampling: object) -> list[int]:
+    params = SamplingParams(**{"max_tokens": 6, "temperature": 0.0} | sampling)
+    (tokens,) = engine.generate([prompt], params)
+    engine.scheduler.check()
+    return tokens
+
+
+def computed(engine: Engine, prompt: list[int], **sampling: object) -> int:
+    """Prompt tokens that ``engine`` computes; the answer must be that of an engine without states or cache."""
+    before = len(engine.runner.batches)
+    assert answer(engine, prompt, **sampling) == answer(plain_engine(), prompt, **sampling)
+    batches: list[Batch] = engine.runner.batches[before:]
+    steps = len(answer(plain_engine(), prompt, **sampling)) - 1  # a decode step each but for the first token
+    return sum(batch.num_tokens for batch in batches) - steps
+
+
+def test_prompt_continues_at_the_checkpoint_when_it_begins_alike() -> None:
+    engine = recurrent_engine()
+    stem = list(range(1, 23))  # 22 tokens: the checkpoint is after 20
+    assert computed(engine, stem) == 22
+    assert computed(engine, stem) == 2
+    assert computed(engine, [*stem, 60, 61]) == 4
+    assert engine.stats().prefix_cache_lost == 0
+
+
+def test_next_turn_continues_in_the_answer_when_it_repeats_the_answer() -> None:
+    engine = recurrent_engine()
+    prompt = list(range(1, 10))
+    said = answer(engine, prompt, max_tokens=12)  # 20 tokens with a state at the end
+    assert computed(engine, [*prompt, *said, 7]) == 2
+    assert engine.stats().checkpoints_used <= 4
+
+
+def test_lost_tokens_are_counted_and_the_branch_is_kept_for_the_third_prompt(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    engine, stem = recurrent_engine(), list(range(1, 13))
+    answer(engine, [*stem, *range(20, 32)])
+    assert computed(engine, [*stem, *range(40, 52)]) == 24  # KV of the stem, but no state at its end
+    assert engine.stats().prefix_cache_lost == 12
+    assert computed(engine, [*stem, *range(50, 62)]) == 12
+    assert engine.stats().prefix_cache_lost == 12
+    assert [r.levelname for r in caplog.records if "--state-checkpoints" in r.getMessage()] == ["INFO"]
+
+
+def test_oldest_checkpoint_goes_when_all_are_taken() -> None:
+    engine = recurrent_engine(num_checkpoints=2)
+    prompts = [[seed, *range(20, 29)] for seed in (1, 2, 3)]
+    for prompt in prompts:
+        answer(engine, prompt, max_tokens=1)
+    assert engine.stats().checkpoints_used == 2
+    assert computed(engine, prompts[2], max_tokens=1) == 2
+    assert computed(engine, prompts[0], max_tokens=1) == 10
+    assert engine.stats().prefix_cache_lost == 8
+
+
+def test_reset_drops_checkpoints_with_the_kv() -> None:
+    engine = recurrent_engine()
+    answer(engine, list(range(1, 20)))
+    engine.reset_prefix_cache()
+    assert engine.stats().checkpoints_used == 0
+    assert computed(engine, list(range(1, 20))) == 19
+
+
+def test_salted_prompts_share_no_state() -> None:
+    engine = recurrent_engine()
+    params = SamplingParams(max_tokens=1, temperature=0.0)
+    for name, salt in (("a", ""), ("b", "tenant")):
+        request = EngineRequest(
+            request_id=name, prompt_ids=tuple(range(1, 20)), sampling=params, arrival=0.0, cache_salt=salt
+        )
+        engine.add_request(request)
+        while engine.has_work:
+            engine.step()
+    assert engine.stats().prefix_cache_hits == 0 and engine.stats().checkpoints_used == 2
+
+
+def test_preempted_request_gives_back_its_slot_and_gets_the_same_tokens() -> None:
+    engine = recurrent_engine(
+        num_blocks=14, num_state_slots=6, max_num_seqs=6, block_size=2, max_model_len=26
+    )
+    prompts = [[i + 1, *range(i % 7)] for i in range(12)]
+    params = SamplingParams(max_tokens=18, temperature=0.0)
+    assert engine.generate(prompts, params) == [answer(plain_engine(), p, max_tokens=18) for p in prompts]
+    assert engine.stats().num_preemptions > 0 and engine.stats().state_slots_used == 0
+
+
+def test_neighbours_of_a_failing_request_keep_their_states() -> None:
+    engine = recurrent_engine(poison_token=63, max_num_batched_tokens=32)
+    params = SamplingParams(max_tokens=8, temperature=0.0)
+    for name, prompt in (("a", (1, 2, 3)), ("b", (4, 5, 6, 7, 8, 9))):
+        engine.add_request(EngineRequest(request_id=name, prompt_ids=prompt, sampling=params, arrival=0.0))
+    tokens: dict[str, list[int]] = {"a": [], "b": [], "bad": []}
+    errors = {}
+    for step in range(40):
+        if step == 3:
+            engine.add_request(
+                EngineRequest(request_id="bad", prompt_ids=(63,), sampling=params, arrival=0.0)
+            )
+        for out in engine.step():
+            tokens[out.request_id] += out.token_ids
+            errors |= {out.request_id: out.error} if out.error else {}
+    assert list(errors) == ["bad"]
+    assert tokens["a"] == answer(plain_engine(), [1, 2, 3], max_tokens=8)
+    assert tokens["b"] == answer(plain_engine(), [4, 5, 6, 7, 8, 9], max_tokens=8)
+
+
+def test_manager_is_refused_when_kv_would_travel_without_its_state() -> None:
+    with pytest.raises(ValueError, match="no room for a recurrent state"):
+        KVManager(4, 2, PrefixCache(2), num_host_blocks=2, num_state_slots=1)
