@@ -31,9 +31,7 @@ def join_filled(graph: fx.Graph) -> None:
         if parts is not None:
             with graph.inserting_before(node):
                 node.replace_all_uses_with(call(graph, aten.cat.default, parts, node.args[2]))
-    for node in reversed(list(graph.nodes)):
-        if node.target in {aten.slice_scatter.default, aten.copy.default, *EMPTY} and not node.users:
-            graph.erase_node(node)
+    graph.eliminate_dead_code()
 
 
 def is_filled_further(node: fx.Node) -> bool:
