@@ -13,8 +13,9 @@ from __future__ import annotations
 from torch import fx
 
 from optkit.graph.ir import Graph
+from optkit.graph.ops import op_of
 from optkit.kernels import PLAIN_KERNELS, Kernel, reference, select
-from optkit.lowering.bind import kernel_of
+from optkit.lowering.bind import kernel_of, weight_arguments
 from optkit.passes.base import Pass, PassContext, PassResult, Plan, Site, Skip, Stage
 
 
@@ -24,7 +25,7 @@ class FlashAttention(Pass):
 
     def check(self, graph: Graph, ctx: PassContext) -> Plan:
         plan = Plan()
-        for node in graph.calls(reference.attention):
+        for node in graph.calls(reference.attention, reference.paged_attention):
             best = best_kernel(graph, node, ctx)
             if best is not None and best.name == PLAIN_KERNELS.get(ctx.target.kind) == running(
                 graph, node, ctx
@@ -32,12 +33,11 @@ class FlashAttention(Pass):
                 plan.skips.append(Skip(node.name, f"it has the best kernel already ({best.name})"))
             elif best is not None:
                 plan.sites.append(Site(node.name, (node,)))
-            elif node.kwargs.get("softcap"):
-                plan.skips.append(
-                    Skip(node.name, f"no flash attention kernel with soft-cap for {ctx.target.name}")
-                )
             else:
-                plan.skips.append(Skip(node.name, f"no flash attention kernel for {ctx.target.name}"))
+                special = "".join(f" with {word}" for word in special_parts(node))
+                plan.skips.append(
+                    Skip(node.name, f"no flash attention kernel{special} for {ctx.target.name}")
+                )
         return plan
 
     def apply(self, graph: Graph, plan: Plan, ctx: PassContext) -> PassResult:
@@ -50,9 +50,17 @@ class FlashAttention(Pass):
         return PassResult(len(plan.sites), chosen)
 
 
+def special_parts(node: fx.Node) -> list[str]:
+    """The parts of a site's softmax that not all kernels have, in words."""
+    op = op_of(node)
+    names = {"softcap": "soft-cap", "sinks": "sinks", "slopes": "ALiBi"}
+    return [word for name, word in names.items() if op.argument(node, name)]
+
+
 def best_kernel(graph: Graph, node: fx.Node, ctx: PassContext) -> Kernel | None:
     """The best kernel for the target and the site's window, soft-cap and KV pools."""
-    return select("attention", ctx.target, options=graph.site_options(node))
+    options = graph.site_options(node)
+    return select(op_of(node).name, ctx.target, weights=weight_arguments(graph, node), options=options)
 
 
 def running(graph: Graph, node: fx.Node, ctx: PassContext) -> str:

@@ -53,6 +53,8 @@ class PruneHeads(Pass):
         plan, shapes = Plan(), set()
         for attention in graph.calls(reference.attention):
             found = heads_of(graph, attention)
+            if any(ops.argument(attention, name) is not None for name in ("sinks", "slopes")):
+                found = "it has sinks or slopes, a number for each head"
             if isinstance(found, str):
                 plan.skips.append(Skip(f"attention {attention.name}", found))
             else:

@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
             result["types"][name] = tried(name)
             save(args.save_result, {"environment": conditions, "types": result["types"]})
     if args.save_result == RESULT:
-        table.write(DOCUMENT, result["types"], tested())
+        table.write(DOCUMENT, table.table(result["types"], tested(), known))
     return int(any(outcome["state"] == WRONG for outcome in result["types"].values()))
 
 

@@ -88,6 +88,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "mellum": {"layer_types": ALTERNATE, "mlp_layer_types": DENSE_THEN_SPARSE, "rope_parameters": ROPES},
     "qwen2_moe": {"mlp_only_layers": [0]},
     "qwen3_moe": {"mlp_only_layers": [0]},
+    "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32},
+    "zamba2": {"attention_hidden_size": 128, "attention_head_dim": 32},
 }  # fmt: skip
 
 # Types that are no language model by themselves: not tried, with the reason.

@@ -23,6 +23,7 @@ from torch import Tensor
 from bench.coverage.models import tiny_model
 from optkit.capture import boundary, capture
 from optkit.errors import UnsupportedModel, UserError
+from optkit.graph.states import recurrent_of
 from optkit.graph.verify import VerifyError, verify
 from optkit.lowering.dense import dense_inputs
 from optkit.lowering.lower import Executable, lower
@@ -35,6 +36,7 @@ from optkit.runtime.types import SamplingParams, TokenOutput
 TOLERANCE = 1e-4  # of the largest logit, of 1 where it is smaller
 LENGTHS = (61, 29, 7, 41)
 NEW_TOKENS = 12
+SEQUENCES = len(LENGTHS)
 RIGHT, WRONG, REFUSED = "right", "wrong", "refused"
 
 
@@ -131,12 +133,13 @@ def serve(executable: Executable, eager: Eager, prompts: list[Tensor]) -> None:
     Raises:
         Wrong: a token is not the most likely token.
     """
+    slots = SEQUENCES if recurrent_of(executable.states) else 0
     config = SchedulerConfig(
-        max_num_seqs=4, max_num_batched_tokens=24, max_model_len=128, block_size=8, num_blocks=14
-    )
-    engine = PreemptingEngine(
-        ModelRunner(executable, config.num_blocks, config.block_size, num_slots=config.max_num_seqs), config
-    )
+        max_num_seqs=SEQUENCES, max_num_batched_tokens=24, max_model_len=128, block_size=8, num_blocks=14,
+        num_state_slots=slots, num_checkpoints=slots,
+    )  # fmt: skip
+    runner = ModelRunner(executable, config.num_blocks, config.block_size, num_slots=2 * slots)
+    engine = PreemptingEngine(runner, config)
     sampling = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
     answers = engine.generate([prompt.tolist() for prompt in prompts], sampling)
     if not engine.stats().num_preemptions:

@@ -50,10 +50,9 @@ def batch(
         torch.arange(sequences + 1, dtype=torch.int32) * new,
         torch.full((sequences,), context, dtype=torch.int32),
         tables,
-        DIM**-0.5,
     )
     q, k, v = q.unflatten(1, (HEADS, DIM)), k.unflatten(1, (KV_HEADS, DIM)), v.unflatten(1, (KV_HEADS, DIM))
-    return lambda kernel: lambda: kernel(q, k, v, *next(pools), *rest)
+    return lambda kernel: lambda: kernel(q, k, v, *next(pools), *rest, scale=DIM**-0.5)
 
 
 def filled_pools(spec: KVSpec, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -81,25 +81,32 @@ def attention(
     query_start: Tensor,
     seq_lens: Tensor,
     block_tables: Tensor,
-    scale: float,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+    scale: float = 1.0,
     window: int = 0,
     softcap: float = 0.0,
+    chunk: int = 0,
 ) -> Tensor:
     """Causal attention of a ragged batch over the paged KV cache, after a write of K and V to the cache.
 
     q [T, H, D], k [T, Hkv, D], v [T, Hkv, Dv]; the cache and batch tensors are described in docs/architecture.md.
-    Query head h reads KV head ``h // (H // Hkv)``. ``window`` > 0 limits a token to the last ``window`` positions
-    including its own; ``softcap`` > 0 squashes scores to ``softcap * tanh(s / softcap)``. The result is [T, H, Dv].
-    Mutates ``k_cache`` and ``v_cache``.
+    Query head h reads KV head ``h // (H // Hkv)``. The result is [T, H, Dv]. Mutates ``k_cache`` and ``v_cache``.
+
+    - ``window`` > 0 limits a token to the last ``window`` positions including its own; ``chunk`` > 0 to the positions
+      from the last multiple of ``chunk`` on.
+    - ``softcap`` > 0 squashes scores to ``softcap * tanh(s / softcap)``.
+    - ``slopes`` [H] float32 adds ``slope * (key position - query position)`` to a head's scores (ALiBi,
+      arXiv 2108.12409).
+    - ``sinks`` [H] float32 is one more score for each head, without a value: it takes its share of the softmax.
 
     int8 and uint8 pools hold rows of ``quantize_kv``. K and V of the call are attended in their quantized form, so
     the result does not depend on the cut of a prompt into calls.
     """
     if q.device.type != "meta":
         write_kv(k, v, k_cache, v_cache, slot_mapping)
-    return paged_attention(
-        q, k, v, k_cache, v_cache, query_start, seq_lens, block_tables, scale, window, softcap
-    )
+    batch = query_start, seq_lens, block_tables
+    return paged_attention(q, k, v, k_cache, v_cache, *batch, sinks, slopes, scale, window, softcap, chunk)
 
 
 def paged_attention(
@@ -111,14 +118,18 @@ def paged_attention(
     query_start: Tensor,
     seq_lens: Tensor,
     block_tables: Tensor,
-    scale: float,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+    scale: float = 1.0,
     window: int = 0,
     softcap: float = 0.0,
+    chunk: int = 0,
 ) -> Tensor:
     """``attention`` over a cache that holds K and V of the call already, as after ``rope_kv_write``.
 
     k and v are the stored rows: a kernel may read them in place of the cache for a sequence without other tokens. A
-    batch with as many tokens as sequences has one token for each.
+    batch with as many tokens as sequences has one token for each. Layers that share K and V have one ``attention``,
+    which writes, and then a ``paged_attention`` each.
     """
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
     if q.device.type == "meta":
@@ -130,7 +141,7 @@ def paged_attention(
         if length:
             keys = gather_kv(k_cache, block_tables[s], length)
             values = gather_kv(v_cache, block_tables[s], length)
-            out[rows] = attend(q[rows], keys, values, scale, window, softcap)
+            out[rows] = attend(q[rows], keys, values, scale, window, softcap, chunk, sinks, slopes)
     return out
 
 
@@ -214,8 +225,18 @@ def dequantize_kv(rows: Tensor) -> Tensor:
     return values.contiguous().view(KV_CODES[rows.dtype]).to(torch.float32) * scale[..., None]
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float) -> Tensor:
-    """Attention of the last Tq tokens of a sequence: q [Tq, H, D] over k, v [Tk, Hkv, ...]."""
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    chunk: int = 0,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+) -> Tensor:
+    """Attention of the last Tq tokens of a sequence: q [Tq, H, D] over k, v [Tk, Hkv, ...]; see ``attention``."""
     tq, heads, tk, kv_heads = q.shape[0], q.shape[1], k.shape[0], k.shape[1]
     dtype = torch.promote_types(q.dtype, k.dtype)
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
@@ -224,13 +245,26 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: 
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~causal_mask(tq, tk, window, q.device), float("-inf"))
-    return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), v)
+    if slopes is not None:
+        scores = scores + slopes.to(dtype)[:, None, None] * distances(tq, tk, q.device)
+    scores = scores.masked_fill(~causal_mask(tq, tk, window, q.device, chunk), float("-inf"))
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.to(dtype)[:, None, None].expand(-1, tq, 1)), dim=-1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1)[..., :tk], v)
 
 
-def causal_mask(tq: int, tk: int, window: int, device: torch.device) -> Tensor:
+def distances(tq: int, tk: int, device: torch.device) -> Tensor:
+    """[Tq, Tk] int64: the key's position less the query's; the queries are the last Tq of Tk positions."""
+    return torch.arange(tk, device=device)[None] - torch.arange(tk - tq, tk, device=device)[:, None]
+
+
+def causal_mask(tq: int, tk: int, window: int, device: torch.device, chunk: int = 0) -> Tensor:
     """[Tq, Tk] bool, True where the query may look: the queries are the last Tq of Tk positions."""
-    query = torch.arange(tk - tq, tk, device=device)[:, None]
-    key = torch.arange(tk, device=device)[None]
-    mask = key <= query
-    return mask & (query - key < window) if window > 0 else mask
+    distance = distances(tq, tk, device)
+    mask = distance <= 0
+    if window > 0:
+        mask = mask & (distance > -window)
+    if chunk > 0:
+        key = torch.arange(tk, device=device)
+        mask = mask & (key[None] // chunk == key[tk - tq :, None] // chunk)
+    return mask

@@ -53,7 +53,8 @@ def short_conv(
 
     ``out[t, c] = act(bias[c] + sum over j of weight[c, 0, j] * x[t - K + 1 + j, c])``, with zeros before a sequence's
     first token; weight [C, 1, K], as in ``nn.Conv1d``; ``activation`` is empty or ``silu``. The pool [slots, K - 1, C]
-    holds a sequence's last K - 1 inputs, oldest first. Source: the causal depthwise convolution of Mamba (arXiv 2312.00752).
+    holds a sequence's last K - 1 inputs, oldest first. Source: the causal depthwise convolution of Mamba (arXiv
+    2312.00752).
     """
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
     if x.device.type == "meta":

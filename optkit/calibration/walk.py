@@ -13,6 +13,7 @@ device, in float32, and copied to the host; weights and the passes' mathematics 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from optkit.machine.target import Target
 
 BLOCK_SIZE = 16
+COLLECTED_BYTES = 128 << 20  # of weights in a stretch
 STREAMED_BYTES = 2 << 30  # of weights in a stretch; of a longer one the float weights stay on disk
 
 
@@ -206,7 +208,10 @@ class Segment:
             name: replace(graph.weights[name]) for name in names
         }  # the graph's own stay where they are
         whole = variants.at(Graph(part, weights, graph.meta), tokens)
-        streamed = sum(weight.nbytes for weight in weights.values()) > STREAMED_BYTES
+        num_bytes = sum(weight.nbytes for weight in weights.values())
+        if num_bytes > COLLECTED_BYTES:
+            gc.collect()  # modules of torch.fx are cycles, and would keep the weights of earlier stretches
+        streamed = num_bytes > STREAMED_BYTES
         return lower(whole, target, dtype=torch.float32, programs=False, consume=True, streamed=streamed)
 
     @torch.inference_mode()

@@ -2,8 +2,8 @@
 
 transformers calls attention through a registry (``AttentionInterface``). optkit registers an entry of its own: q, k and
 v (after RoPE) go into a single opaque op, ``optkit::attention``, and the rest of the model is captured unchanged,
-without code for each architecture. The paged op makes its own mask, causal and within a window. So the entry for masks
-gives a description (``masks.Mask``) in place of a tensor; a layer with any other mask is refused.
+without code for each architecture. The paged op makes its own mask, causal and within a window or a chunk. So the entry
+for masks gives a description (``masks.Mask``) in place of a tensor; a layer with any other mask is refused.
 """
 
 from __future__ import annotations
@@ -40,15 +40,27 @@ KNOWN_KWARGS = {
 
 @torch.library.custom_op("optkit::attention", mutates_args=())
 def dense_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float, layer: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+    chunk: int,
+    layer: int,
 ) -> Tensor:
-    """Causal attention of a whole sequence: q [1, H, T, D], k and v [1, Hkv, T, D]; gives [1, T, H, Dv]."""
+    """Causal attention of a whole sequence: q [1, H, T, D], k and v [1, Hkv, T, D]; gives [1, T, H, Dv].
+
+    ``sinks`` and ``slopes`` [H], and the options, are those of ``reference.attention``.
+    """
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
-    return reference.attend(q, k, v, scale, window, softcap).contiguous()[None]
+    return reference.attend(q, k, v, scale, window, softcap, chunk, sinks, slopes).contiguous()[None]
 
 
 @dense_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float, layer: int) -> Tensor:
+def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
 
 
@@ -62,24 +74,23 @@ def attention_forward(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The function transformers calls.
+    """The function transformers calls; ``s_aux`` [H] are the heads' sinks.
 
     Raises:
         UnsupportedModel: the layer's mask, or an argument, is not among what the paged op computes.
     """
-    window = layer_window(attention_mask, sliding_window)
+    mask = layer_mask(attention_mask, sliding_window)
     refuse_unknown(module, kwargs)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    out = dense_attention(
-        query, key, value, float(scale), window, float(softcap or 0.0), int(module.layer_idx)
-    )
-    return out, None
+    numbers = float(scale), mask.window, float(softcap or 0.0), mask.chunk, int(module.layer_idx)
+    return dense_attention(query, key, value, s_aux, None, *numbers), None
 
 
-def layer_window(mask: Any, sliding_window: int | None) -> int:
-    """The window of a layer's mask, 0 for none; eager attention follows the mask alone, and so does the graph."""
+def layer_mask(mask: Any, sliding_window: int | None) -> Mask:
+    """The mask of a layer; eager attention follows the mask alone, and so does the graph."""
     if mask is None:
         raise UnsupportedModel("its attention takes no mask, so it is not causal")
     if not isinstance(mask, Mask):
@@ -92,7 +103,7 @@ def layer_window(mask: Any, sliding_window: int | None) -> int:
         raise UnsupportedModel(
             f"its attention takes a window of {sliding_window} tokens, its mask one of {mask.window or 'any number'}"
         )
-    return mask.window
+    return mask
 
 
 def refuse_unknown(module: Any, options: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from optkit.graph.ir import Graph, Origin, Weight
 from optkit.graph.ops import GATED, record_of
+from optkit.graph.ops.attention import ATTENTION
 from optkit.kernels import reference
 
 aten = torch.ops.aten
@@ -133,8 +134,8 @@ def raise_layer_norm(graph: Graph) -> int:
 def raise_rms_norm(graph: Graph) -> int:
     """Raise ``x * rsqrt(mean(x^2) + eps)``, with a following weight (or ``1 + weight``, Gemma), to ``rms_norm``."""
     count = 0
-    for root in graph.calls(aten.rsqrt.default):
-        found = match_rms(root)
+    for root in graph.calls(aten.rsqrt.default, aten.pow.Tensor_Scalar):
+        found = match_rms(root) if root.args[1:] in ((), (-0.5,)) else None
         if found is None:
             continue
         x, eps, normed = found
@@ -436,12 +437,13 @@ def has_nodes(sizes: Any) -> bool:
 
 
 def merge_equal_nodes(graph: Graph) -> int:
-    """Common subexpressions, but for ops that write a state."""
+    """Common subexpressions, but for ops that read or write a state, since its pool changes between calls."""
     seen: dict[Any, fx.Node] = {}
     count = 0
     for node in list(graph.fx.nodes):
         op = record_of(node.target)
-        if node.op in ("placeholder", "output") or (op is not None and op.mutates):
+        stateful = node.target in ATTENTION or (op is not None and op.mutates)
+        if node.op in ("placeholder", "output") or stateful:
             continue
         key = repr((node.op, str(node.target), node.args, sorted(node.kwargs.items())))
         first = seen.setdefault(key, node)

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
+from transformers import AttentionInterface, DynamicCache
 
 from optkit.capture import boundary
 from optkit.capture.rope import RopeChoice, fixed_rope
@@ -42,9 +42,16 @@ SPANS = ("sliding_window", "attention_chunk_size")  # lengths of windows and chu
 
 
 def check_capture(
-    graph: Graph, model: Any, tolerance: float = TOLERANCE, rope: RopeChoice | None = None
+    graph: Graph,
+    model: Any,
+    tolerance: float = TOLERANCE,
+    *,
+    rope: RopeChoice | None = None,
+    counted: bool = False,
 ) -> None:
     """Compare ``graph`` with ``model`` in eager attention, as described at the head of the module.
+
+    ``counted``: the model derives positions from the length of its cache.
 
     Raises:
         UnsupportedModel: the logits differ, or nothing can be compared, by a window or the model's attention.
@@ -62,7 +69,8 @@ def check_capture(
         for given, ids in zip(paged, prompts, strict=True):
             compare("in batches of chunks", given, eager_logits(model, ids, use_cache=True), *limit)
     with eager(model), short_configuration(model, short):
-        far = eager_logits(model, second, position_ids=positions(second, last)[None])
+        cache = {"past_key_values": LongCache(last)} if counted else {}
+        far = eager_logits(model, second, position_ids=positions(second, last)[None], **cache)
         compare(f"from position {last} on", whole(executable, second, last), far, *limit)
 
 
@@ -96,6 +104,23 @@ def eager_logits(model: Any, ids: Tensor, *, use_cache: bool = False, **options:
     """Logits [T, V] of the model, for a sequence."""
     with torch.no_grad():
         return model(input_ids=ids[None], use_cache=use_cache, **options).logits[0]
+
+
+class LongCache(DynamicCache):
+    """An empty cache that reports ``length`` tokens to layers, and none to masks."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.length = length
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.length
+
+    def get_query_offset(self, *args: Any, **kwargs: Any) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        return query_length, 0
 
 
 # -- the model in eager attention ------------------------------------------------------------------------
@@ -152,18 +177,19 @@ def short_spans(model: Any) -> dict[int, int]:
 
 
 def with_short_windows(graph: Graph, short: Mapping[int, int]) -> Graph:
-    """The graph with windows replaced by the lengths of ``short``.
+    """The graph with windows and chunks replaced by the lengths of ``short``.
 
     Raises:
-        UnsupportedModel: a window is none of the configuration's.
+        UnsupportedModel: a window or chunk is none of the configuration's.
     """
     graph = graph.clone()
-    for node in graph.calls(reference.attention):
-        window = node.kwargs["window"]
-        if window > SHORT and window not in short:
-            what = f"a layer has a window of {window} tokens, which its configuration does not name"
-            raise UnsupportedModel(what, where=graph.meta.model_type)
-        node.kwargs = {**node.kwargs, "window": short.get(window, window)}
+    for node in graph.calls(reference.attention, reference.paged_attention):
+        spans = {name: node.kwargs[name] for name in ("window", "chunk") if name in node.kwargs}
+        for name, length in spans.items():
+            if length > SHORT and length not in short:
+                what = f"a layer has a {name} of {length} tokens, which its configuration does not name"
+                raise UnsupportedModel(what, where=graph.meta.model_type)
+        node.kwargs = {**node.kwargs, **{name: short.get(length, length) for name, length in spans.items()}}
     return graph
 
 

@@ -1,12 +1,14 @@
-"""Counts of a call's tokens: fit for indices, not for values.
+"""Counts of a call's tokens: fit for indices; as values the tokens' positions take their place.
 
 A graph may hold ``arange`` over the tokens of a call, in the sorting of tokens by experts for example. As a token's
-position the count is wrong in every call but a prompt's first. The check of the capture sees an immediate change of
-logits. A scale with a change every few thousand tokens (Llama 4's attention temperature) would pass, so the use of a
-count as a value is refused.
+position (Llama 4's attention temperature) the count is wrong in every call but a prompt's first. The export runs a
+whole prompt, where count and position are equal, so a count that becomes a floating-point value is replaced by
+``positions``. A model that does mean the count differs then in the check of the capture, which runs at late positions.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from torch import fx
 
@@ -20,6 +22,32 @@ INDEXED = {
     aten.index_select.default,
     aten.gather.default,
 }  # their later arguments are indices
+
+
+def count_from_positions(graph: Graph) -> bool:
+    """Let values read ``positions`` [T] where the model counts the tokens of a prompt; True where any did."""
+    replaced = False
+    for node in graph.calls(*ARANGES):
+        sizes = node.all_input_nodes
+        if not (node.target is aten.arange.default and [is_token_count(size) for size in sizes] == [True]):
+            continue
+        for user in list(node.users):
+            if not is_index(node, user) and becomes(user, is_float):
+                user.replace_input_with(node, graph.input("positions"))
+                replaced = True
+    graph.prune()
+    return replaced
+
+
+def is_token_count(node: fx.Node) -> bool:
+    """True for the number of tokens of a call."""
+    source = node.args[0] if node.target is aten.sym_size.int else None
+    return isinstance(source, fx.Node) and source.target in ("input_ids", "positions")
+
+
+def becomes(node: fx.Node, wanted: Callable[[fx.Node], bool]) -> bool:
+    """True where ``node``, or what is computed from it other than by indexing, is ``wanted``."""
+    return wanted(node) or any(not is_index(node, user) and becomes(user, wanted) for user in node.users)
 
 
 def refuse_counters(graph: Graph) -> None:

@@ -19,7 +19,9 @@ from torch import Tensor
 from optkit.capture import experts, recurrent
 from optkit.capture.canonicalize import canonicalize
 from optkit.capture.check import changed, check_capture, settings
-from optkit.capture.counters import refuse_counters
+from optkit.capture.complex_numbers import as_pairs
+from optkit.capture.counters import count_from_positions, refuse_counters
+from optkit.capture.exported_graph import join_filled
 from optkit.capture.flatten import Captured, flatten
 from optkit.capture.rope import choose_rope, fixed_rope
 from optkit.errors import UnsupportedModel
@@ -47,13 +49,17 @@ def capture(model: Any, *, check: bool = True, max_model_len: int | None = None)
     rope = choose_rope(config, max_model_len)
     model.eval()
     with fixed_rope(model, rope):
-        graph = canonicalize(flatten(Captured(export(model), model, config)))
+        exported = export(model)
+        as_pairs(exported.graph)
+        join_filled(exported.graph)
+        graph = canonicalize(flatten(Captured(exported, model, config)))
     if rope is not None:
         graph.meta = replace(graph.meta, max_model_len=rope.max_model_len)
         graph.add_note(rope.sentence)
+    counted = count_from_positions(graph)
     refuse_counters(graph)
     if check and next(model.parameters()).device.type != "meta":
-        check_capture(graph, model, rope=rope)
+        check_capture(graph, model, rope=rope, counted=counted)
     return graph
 
 
@@ -101,7 +107,11 @@ def export(model: Any) -> torch.export.ExportedProgram:
         try:
             with recurrent.replaced(model):
                 program = torch.export.export(
-                    LogitsOf(model), (ids, positions, rows), dynamic_shapes=shapes, strict=False
+                    LogitsOf(model),
+                    (ids, positions, rows),
+                    dynamic_shapes=shapes,
+                    strict=False,
+                    prefer_deferred_runtime_asserts_over_guards=True,  # batched experts: T * min(K, K * T) == K * T
                 )
             return program.run_decompositions(decompositions())
         except UnsupportedModel as error:

@@ -10,7 +10,7 @@ resulting graph holds no shape arithmetic.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from optkit.graph.ir import BATCH_INPUTS, Graph, GraphMeta, Origin, Part, Weight
 from optkit.graph.ops import op_name
 from optkit.graph.ops.aten import PLACEMENT, POINTWISE, SCALAR_OPS
 from optkit.graph.ops.aten import aten as op_of_name
+from optkit.graph.ops.attention import ATTENTION, visible
 from optkit.graph.states import STATE_SLOTS, KVSpec, StateSpec, kv_of
 from optkit.kernels import PLAIN, reference
 
@@ -101,6 +102,7 @@ class Flattener:
         self.flat: set[fx.Node] = set()
         self.weights: dict[str, Weight] = {}
         self.states: list[StateSpec] = []
+        self.pools: dict[tuple[fx.Node, fx.Node], tuple[fx.Node, ...]] = {}  # of exported K and V
         self.inputs = {name: self.graph.placeholder(name) for name in BATCH_INPUTS}
         self.last_input = self.inputs["logits_index"]
         self.origins = checkpoint_origins(captured.model)
@@ -131,13 +133,20 @@ class Flattener:
             model_type=config.model_type,
             vocab_size=int(config.vocab_size),
             max_model_len=int(getattr(config, "max_position_embeddings", 0) or 2048),
-            states=tuple(self.states),
+            states=tuple(self.with_window(spec) for spec in self.states),
             input_embedding=self.embedding_name,
             output_embedding=self.head_name,
         )
         graph = Graph(self.graph, self.weights, meta)
         graph.prune()
         return graph
+
+    def with_window(self, spec: StateSpec) -> StateSpec:
+        """``spec`` with the longest window of the layers that read its pools."""
+        readers = [n for n in self.graph.nodes if n.target in ATTENTION and n.all_input_nodes]
+        mine = [visible(n) for n in readers if spec.inputs[0] in (str(a.target) for a in n.all_input_nodes)]
+        window = max(mine) if mine and min(mine) else 0
+        return replace(spec, window=window) if isinstance(spec, KVSpec) else spec
 
     # -- inputs and weights ------------------------------------------------------------------------------
 
@@ -354,29 +363,42 @@ class Flattener:
         return self.last_input
 
     def attention(self, node: fx.Node) -> None:
-        """Wire the KV pool and the batch metadata to the attention node of a layer."""
-        q, k, v, scale, window, softcap, layer = node.args
-        rows = [self.graph.call_function(aten.transpose.int, (self.new[x], 0, 1)) for x in (q, k, v)]
-        kv, k_dim, v_dim = (
-            int(k.meta["val"].shape[1]),
-            int(k.meta["val"].shape[3]),
-            int(v.meta["val"].shape[3]),
-        )
+        """Wire the KV pool and the batch metadata to the attention node of a layer.
+
+        A layer with K and V of an earlier layer reads the earlier layer's pools.
+        """
+        q, k, v, sinks, slopes, scale, window, softcap, chunk, layer = node.args
+        writes = (k, v) not in self.pools
+        if writes:
+            self.pools[k, v] = self.new_pools(k, v, layer)
+        numbers = [self.new[x] if isinstance(x, fx.Node) else x for x in (sinks, slopes)]
+        while numbers and numbers[-1] is None:
+            numbers.pop()
+        batch = ("slot_mapping",) * writes + ("query_start", "seq_lens", "block_tables")
+        args = (self.as_rows(q), *self.pools[k, v], *(self.inputs[n] for n in batch), *numbers)
+        options = {"scale": scale, "window": window, "softcap": softcap} | ({"chunk": chunk} if chunk else {})
+        op = reference.attention if writes else reference.paged_attention
+        out = self.graph.call_function(op, args, options)
+        out.meta["kernel"] = PLAIN
+        self.new[node] = out
+        self.flat.add(node)
+        self.note_shape(node, out)
+
+    def as_rows(self, heads: fx.Node) -> fx.Node:
+        """[T, H, D] of [H, T, D]."""
+        return self.graph.call_function(aten.transpose.int, (self.new[heads], 0, 1))
+
+    def new_pools(self, k: fx.Node, v: fx.Node, layer: int) -> tuple[fx.Node, ...]:
+        """K, V and the pools of ``layer``, of which each token's row is written once."""
         if any(spec.layer == layer for spec in kv_of(self.states)):
             raise UnsupportedModel(
                 f"two attentions have the layer number {layer}, and KV is cached by layer",
                 where=self.captured.config.model_type,
             )
-        self.states.append(KVSpec(layer, kv, k_dim, v_dim))
-        k_cache = self.new_input(f"k_cache_{layer}")
-        v_cache = self.new_input(f"v_cache_{layer}")
-        batch = [self.inputs[n] for n in ("slot_mapping", "query_start", "seq_lens", "block_tables")]
-        options = {"scale": scale, "window": window, "softcap": softcap}
-        out = self.graph.call_function(reference.attention, (*rows, k_cache, v_cache, *batch), options)
-        out.meta["kernel"] = PLAIN
-        self.new[node] = out
-        self.flat.add(node)
-        self.note_shape(node, out)
+        (_, kv, _, k_dim), v_dim = k.meta["val"].shape, v.meta["val"].shape[3]
+        self.states.append(KVSpec(layer, int(kv), int(k_dim), int(v_dim)))
+        caches = [self.new_input(f"{c}_cache_{layer}") for c in "kv"]
+        return self.as_rows(k), self.as_rows(v), *caches
 
     def recurrent(self, node: fx.Node) -> None:
         """Wire the pool of states and the batch metadata to a recurrent op of a layer."""

@@ -21,7 +21,6 @@ from optkit.errors import UnsupportedModel
 
 # Why a mask function of transformers is refused, by its name; others are refused by the name alone.
 REASONS = {
-    "chunked_overlay": "is chunked: a token sees the tokens of its own chunk only",
     "bidirectional_mask_function": "is not causal: a token sees later tokens",
     "sliding_window_bidirectional_overlay": "is not causal: a token sees later tokens",
     "blockwise_overlay": "lets the tokens of a block see each other, later ones too",
@@ -34,17 +33,22 @@ COMPUTED = "it computes with its attention mask outside transformers' attention 
 class Mask:
     """A mask: ``window`` > 0 is the number of last positions seen by a token, the own position included.
 
+    ``chunk`` > 0 is the size of chunks of positions, of which a token sees its own only.
+
     ``reason`` is empty, or names the part not computed by the attention op.
     """
 
     causal: bool = False
     window: int = 0
     reason: str = ""
+    chunk: int = 0
 
     def __and__(self, other: Mask) -> Mask:
         """The mask of what both masks allow."""
         windows = [mask.window for mask in (self, other) if mask.window]
-        return Mask(self.causal or other.causal, min(windows, default=0), self.reason or other.reason)
+        chunks = {mask.chunk for mask in (self, other) if mask.chunk}
+        reason = self.reason or other.reason or ("has chunks of two sizes" if len(chunks) > 1 else "")
+        return Mask(self.causal or other.causal, min(windows, default=0), reason, max(chunks, default=0))
 
     def __getattr__(self, name: str) -> Any:
         """Refuse a model with attention of the model's own, which reads the mask as a tensor."""
@@ -109,6 +113,9 @@ def intersection(variables: Mapping[str, Any]) -> Mask:
 READERS: dict[str, Callable[[Mapping[str, Any]], Mask]] = {
     "causal_mask_function": lambda variables: Mask(causal=True),
     "sliding_window_overlay": lambda variables: Mask(window=int(variables["sliding_window"])),
+    "chunked_overlay": lambda variables: Mask(
+        chunk=int(variables["chunk_size"])
+    ),  # and no padding on the left
     "and_masks": intersection,
     "packed_sequence_mask_function": lambda variables: Mask(),
     "remap_positions_for_packed_sequence": lambda variables: read(variables["mask_function"]),

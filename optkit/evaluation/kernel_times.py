@@ -13,6 +13,7 @@ the native kernels: a class is measured once.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import math
@@ -30,6 +31,8 @@ from optkit.evaluation.speed import step_function, timed
 from optkit.graph import variants
 from optkit.graph.ir import Graph
 from optkit.graph.shapes import Point, infer_shapes
+from optkit.graph.stored import StoredTensor
+from optkit.graph.variants import SharedWeights
 from optkit.lowering.compiled.hook import fused_nodes
 from optkit.lowering.lower import lower
 from optkit.machine.paths import cache_dir, replace_text
@@ -152,13 +155,26 @@ class KernelTimes:
 
     def measure(self, models: Sequence[Graph], point: Point, cold: bool) -> list[float]:
         """Seconds of a step of each of ``models``, in alternation."""
+        shared = SharedWeights(models) if any(map(is_stored, models)) else None
         steps = [
-            step_function(lower(with_values(model), self.target, consume=True), point, self.recipe)
+            step_function(
+                lower(with_values(model), self.target, consume=True, shared=shared), point, self.recipe
+            )
             for model in models
         ]
         for step in steps:
             step()
-        return [min(samples) for samples in zip(*(rounds(steps, cold) for _ in range(REPEATS)), strict=True)]
+        times = [min(samples) for samples in zip(*(rounds(steps, cold) for _ in range(REPEATS)), strict=True)]
+        if shared is not None:
+            steps.clear()
+            shared.made.clear()
+            gc.collect()  # modules of torch.fx are cycles, and would keep their weights
+        return times
+
+
+def is_stored(model: Graph) -> bool:
+    """True for a large model with weights on disk: copies of its weights would not fit twice."""
+    return any(isinstance(weight.stored, StoredTensor) for weight in model.weights.values())
 
 
 def rounds(steps: Sequence[Callable[[], None]], cold: bool) -> list[float]:

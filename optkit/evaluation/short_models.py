@@ -23,10 +23,8 @@ from torch import fx
 
 from optkit.graph import ops
 from optkit.graph.ir import BATCH_INPUTS, Graph
+from optkit.graph.ops.attention import ATTENTION
 from optkit.graph.shapes import signature
-from optkit.kernels import reference
-
-ATTENTION = (reference.attention, reference.paged_attention)
 
 
 @dataclass(frozen=True)

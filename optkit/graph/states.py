@@ -1,17 +1,19 @@
-"""What a layer keeps of a sequence between calls: paged KV of attention, or a state of fixed size.
+"""States of layers: paged KV of attention, and recurrent states of fixed size, which a sequence keeps between calls.
 
-Each kind names the graph inputs that hold it, its memory pools, and its bytes by formula:
+Each kind names the graph inputs of a layer's pools, and gives pools and bytes by formula:
 
-- ``KVSpec``: K and V of every token, in blocks (``token_bytes`` for each token). With a ``window`` only the blocks that
-  a later query can reach are needed.
-- ``RecurrentSpec``: a tensor of a fixed shape for each sequence (``sequence_bytes``, whatever the length), in a *slot*
-  of its pool. Convolutions keep their last inputs so, linear attention and state-space layers their recurrent state.
+- ``KVSpec``: K and V of every token, in blocks (``token_bytes`` for each token). With a ``window`` only the blocks
+  within reach of a later query are needed.
+- ``RecurrentSpec``: a tensor of a fixed shape for each sequence (``sequence_bytes`` at any length), in a *slot* of the
+  pool. Convolutions keep the last inputs, linear attention and state-space layers the recurrent state.
 
 A pool is an input of the graph, mutated in place. An op with a recurrent state gets ``state_slots`` [S] int32, the slot
-of each sequence, and follows three rules: a sequence whose call holds its first token (``seq_lens[s] ==
-query_start[s + 1] - query_start[s]``) begins from zeros, whatever the slot holds, so no slot needs clearing; after the
-call the slot holds the state after the sequence's last token of this call; a padding sequence (length 0) touches no
-slot.
+of each sequence, and follows three rules:
+
+- A sequence whose call holds the first token (``seq_lens[s] == query_start[s + 1] - query_start[s]``) begins from
+  zeros, whatever the slot holds, so no slot needs clearing.
+- After the call the slot has the state after the sequence's last token of the call.
+- A padding sequence (length 0) touches no slot.
 """
 
 from __future__ import annotations
@@ -83,8 +85,8 @@ class KVSpec:
 
 @dataclass(frozen=True)
 class RecurrentSpec:
-    """A state of fixed size of each sequence in a layer: the pool ``NAME_LAYER`` [slots, *shape], such as
-    ``conv_state_3`` [slots, channels, kernel - 1].
+    """A state of fixed size of each sequence in a layer: the pool [slots, *shape], whose graph input has the name and
+    the layer's number.
 
     ``dtype`` is a key of ``STATE_DTYPES``.
     """

@@ -11,6 +11,7 @@ from optkit.graph import ops, variants
 from optkit.graph.ir import Graph
 from optkit.graph.operand_check import check_indexes, check_origins
 from optkit.graph.ops.aten import PLACEMENT
+from optkit.graph.ops.attention import ATTENTION, visible
 from optkit.graph.ops.operands import Role
 from optkit.graph.shapes import Point, ShapeError, infer_shapes
 from optkit.graph.states import STATE_SLOTS
@@ -99,14 +100,20 @@ def check_weights(graph: Graph) -> None:
 
 
 def check_attention(graph: Graph) -> None:
-    """Each layer has exactly one attention op, on the layer's own pools."""
-    pools = [
-        tuple(str(a.target) for name in POOLS if isinstance(a := ops.argument(n, name), fx.Node))
-        for n in graph.calls(reference.attention, reference.paged_attention)
-    ]
+    """Each layer's pools are written by exactly one op, before any other op reads them."""
     expected = sorted((f"k_cache_{s.layer}", f"v_cache_{s.layer}") for s in graph.meta.kv_specs)
-    if sorted(pools) != expected or len(set(expected)) != len(expected):
-        raise VerifyError(f"attention ops use the pools {sorted(pools)}, the layers have {expected}")
+    windows = {spec.inputs: spec.window for spec in graph.meta.kv_specs}
+    written: list[tuple[str, ...]] = []
+    for node in graph.calls(reference.attention, reference.rope_kv_write, reference.paged_attention):
+        pools = tuple(str(a.target) for name in POOLS if isinstance(a := ops.argument(node, name), fx.Node))
+        if node.target is not reference.paged_attention:
+            written.append(pools)
+        elif pools not in written:
+            raise VerifyError(f"{node.name} reads the pools {pools} before an op writes them")
+        if node.target in ATTENTION and (kept := windows.get(pools)) and not 0 < visible(node) <= kept:
+            raise VerifyError(f"{node.name} reads more tokens than the {kept} that its pools keep")
+    if sorted(written) != expected or len(set(expected)) != len(expected):
+        raise VerifyError(f"attention ops use the pools {sorted(written)}, the layers have {expected}")
 
 
 def check_states(graph: Graph) -> None:

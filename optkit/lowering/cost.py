@@ -175,6 +175,10 @@ def attention(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point:
     new = point.tokens / point.sequences
     seen = point.context - (new - 1) / 2
     window = ops.argument(node, "window") or point.context
+    if chunk := ops.argument(node, "chunk"):
+        window = min(
+            window, chunk / 2 if point.context > chunk else chunk
+        )  # the mean over the places in a chunk
     pairs = point.tokens * min(seen, window)
     per_token = (
         k_pool.shape[2] * k_pool.shape[3] + v_pool.shape[2] * v_pool.shape[3]

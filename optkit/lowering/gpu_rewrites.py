@@ -123,12 +123,14 @@ def fuse_rope(graph: Graph) -> None:
             written = graph.fx.call_function(reference.rope_kv_write, arguments)
             new_q, new_k = items(graph, written, 2)
             batch = [ops.argument(node, name) for name in SEQUENCES]
-            scores = node.args[len(ops.op_of(node).tensors) :]
+            scores = node.args[ops.op_of(node).positions["sinks"] :]
             attended = graph.fx.call_function(
                 reference.paged_attention,
                 (new_q, new_k, v, k_cache, v_cache, *batch, *scores),
                 node.kwargs,
             )
+        for reader in (user for user in k.users if user.target is reference.paged_attention):
+            reader.replace_input_with(k, new_k)  # a layer that shares K and V
         replace(graph, node, attended)
 
 

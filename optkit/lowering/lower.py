@@ -25,6 +25,7 @@ from optkit.graph import ops, variants
 from optkit.graph.ir import Graph, GraphMeta
 from optkit.graph.ops import op_name
 from optkit.graph.ops.aten import is_creator
+from optkit.graph.ops.record import Work
 from optkit.graph.states import KVSpec
 from optkit.graph.stored import StoredTensor
 from optkit.graph.variants import SharedWeights
@@ -232,6 +233,7 @@ def lower_variant(
     picked = {node: kernel for node in calls if (kernel := kernel_of(working, node, target))}
     if target is not None and torch.device(device or target.device).type == "cuda":
         check_experts(working, picked, target)
+        check_recurrent(working, picked, target)
     chosen = {node.name: kernel.name for node, kernel in picked.items()}
     native = native_programs(working, picked) if programs and target and target.kind == "cpu" else None
     shared = shared or SharedWeights()
@@ -278,6 +280,19 @@ def check_experts(graph: Graph, picked: Container[fx.Node], target: Target) -> N
             "mixture-of-experts layers have a kernel for bfloat16 on Hopper GPUs alone",
             where=target.name,
             fix="use an H100 or H200 with runtime.compute_dtype bfloat16, or a model without experts",
+        )
+
+
+def check_recurrent(graph: Graph, picked: Container[fx.Node], target: Target) -> None:
+    """Refuse states without a kernel on a GPU: the reference reads the batch on the host, token by token."""
+    calls = [
+        node for node in graph.fx.nodes if (op := ops.record_of(node.target)) and op.work is Work.RECURRENT
+    ]
+    if any(node not in picked for node in calls):
+        raise UserError(
+            "convolutions and scans with a recurrent state have no kernel for GPUs",
+            where=target.name,
+            fix="run the model on a CPU",
         )
 
 

@@ -6,6 +6,7 @@ first: a pass that makes the recipe's objective worse needs no measurement of qu
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -103,7 +104,15 @@ class Measurement:
         point, block = workload_points(self.recipe)[0], self.recipe.runtime.block_size
         terms = fitting_terms((before, after), point, block, self.weight_limit)
         sums = [lower_terms(side, self.target) for side in terms]
-        return measure_sums(sums[0], sums[1], self.recipe, enough)
+        times = measure_sums(sums[0], sums[1], self.recipe, enough)
+        sums.clear()
+        self.collect()
+        return times
+
+    def collect(self) -> None:
+        """Free the weights of earlier measurements of a large model: modules of torch.fx are cycles."""
+        if self.spill is not None:
+            gc.collect()
 
     def measure_quality(
         self, record: PassRecord, candidate: Executable, tokens: int, variants: Mapping[str, int]
@@ -118,6 +127,7 @@ class Measurement:
 
     def lower(self, graph: Graph) -> Executable:
         """``graph`` lowered for the target, with compiled layers; the float weights of a large graph stay on disk."""
+        self.collect()
         streamed = not self.fits(graph)
         return lower_with_code(graph, self.recipe, self.target, self.progress, streamed=streamed)
 
@@ -143,6 +153,7 @@ class Measurement:
         """Logits of the source model, computed once a run."""
 
         def source() -> RuntimeLogits:
+            self.collect()
             graph = self.plain_reference()
             lowered = lower(graph, self.target, dtype=self.dtype, streamed=not self.fits(graph))
             return runtime_logits(lowered, self.recipe.runtime.block_size)

@@ -14,6 +14,7 @@ from torch import fx
 
 from optkit.graph import ops
 from optkit.graph.ir import Graph
+from optkit.graph.ops.attention import ATTENTION
 from optkit.graph.states import KVSpec
 from optkit.kernels import PLAIN, reference, select
 from optkit.passes.base import Config, Pass, PassContext, PassResult, Plan, Site, Skip, Stage
@@ -49,7 +50,8 @@ class KVQuantization(Pass):
             return "on the ignore list"
         if spec.dtype != "float32":
             return f"its KV cache is {spec.dtype} already"
-        return self.kernel_lacks(graph, node, ctx)
+        sharing = (n for n in graph.calls(*ATTENTION) if spec_of(graph, n) is spec)
+        return next((why for n in sharing if (why := self.kernel_lacks(graph, n, ctx))), None)
 
     def kernel_lacks(self, graph: Graph, node: fx.Node, ctx: PassContext) -> str | None:
         """The reason against pools of the dtype on the target, or None; a pinned kernel must support the dtype."""
@@ -57,7 +59,7 @@ class KVQuantization(Pass):
         options = {**graph.site_options(node), "kv_dtype": self.dtype}
         wanted = None if pinned in (PLAIN, "reference") else pinned
         try:
-            kernel = select("attention", ctx.target, pinned=wanted, options=options)
+            kernel = select(ops.op_of(node).name, ctx.target, pinned=wanted, options=options)
         except LookupError:
             return f"its kernel '{pinned}' reads no {self.dtype} KV cache"
         if kernel is None and not self.by_reference:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
+from transformers.models.gpt_oss import modeling_gpt_oss
 
 from optkit.capture import boundary
-from optkit.capture.boundary import attention_forward, interface_needed, layer_window, refuse_unknown
+from optkit.capture.boundary import attention_forward, interface_needed, layer_mask, refuse_unknown
 from optkit.capture.masks import Mask
 from optkit.errors import UnsupportedModel
 
@@ -47,7 +48,18 @@ def test_attention_is_that_of_transformers(window: int, softcap: float | None, s
 
 def test_traced_attention_has_the_shape_of_the_values() -> None:
     q, k, v = (torch.empty(1, heads, T, dim, device="meta") for heads, dim in ((4, D), (2, D), (2, 6)))
-    assert boundary.dense_attention(q, k, v, 1.0, 0, 0.0, 0).shape == (1, T, 4, 6)
+    assert boundary.dense_attention(q, k, v, None, None, 1.0, 0, 0.0, 0, 0).shape == (1, T, 4, 6)
+
+
+@pytest.mark.parametrize("window", [0, 4])
+def test_sinks_are_those_of_transformers(window: int) -> None:
+    q, k, v = torch.randn(1, 4, T, D) * 3, torch.randn(1, 2, T, D), torch.randn(1, 2, T, 6)
+    sinks = torch.randn(4) * 3
+    out, _ = attention_forward(layer(), q, k, v, Mask(causal=True, window=window), scaling=0.3, s_aux=sinks)
+    expected, _ = modeling_gpt_oss.eager_attention_forward(
+        layer(sinks=sinks), q, k, v, mask_tensor(window), scaling=0.3
+    )
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -62,12 +74,12 @@ def test_traced_attention_has_the_shape_of_the_values() -> None:
 )
 def test_other_masks_are_refused(mask: Any, sliding_window: int | None, reason: str) -> None:
     with pytest.raises(UnsupportedModel, match=reason):
-        layer_window(mask, sliding_window)
+        layer_mask(mask, sliding_window)
 
 
 @pytest.mark.parametrize("sliding_window", [None, 4])
 def test_window_is_that_of_the_mask(sliding_window: int | None) -> None:
-    assert layer_window(Mask(causal=True, window=4), sliding_window) == 4
+    assert layer_mask(Mask(causal=True, window=4), sliding_window).window == 4
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Counts of a call's tokens: allowed as indices, refused as values."""
+"""Counts of a call's tokens: allowed as indices, replaced by positions as values."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import fx
 
-from optkit.capture.counters import refuse_counters
+from optkit.capture.counters import count_from_positions, refuse_counters
 from optkit.errors import UnsupportedModel
 from optkit.graph.ir import Graph
+from optkit.kernels import reference
 from tests.support.graphs import captured
 
 aten = torch.ops.aten
@@ -49,7 +50,27 @@ def as_value_later(graph: fx.Graph, ids: fx.Node, count: fx.Node) -> fx.Node:
 
 
 def test_a_count_may_be_an_index() -> None:
-    refuse_counters(with_count(as_index))
+    graph = with_count(as_index)
+    assert not count_from_positions(graph)
+    refuse_counters(graph)
+
+
+def test_a_count_of_a_prompt_becomes_the_positions() -> None:
+    def as_scale(graph: fx.Graph, ids: fx.Node, count: fx.Node) -> fx.Node:
+        later = graph.call_function(aten.add.Tensor, (count, 1))
+        later.meta["dtype"] = torch.int64
+        scale = as_value(graph, ids, later)
+        norm = next(node for node in graph.nodes if node.target is reference.rms_norm)
+        with graph.inserting_after(norm):
+            scaled = graph.call_function(aten.mul.Tensor, (norm, scale))
+        norm.replace_all_uses_with(scaled, delete_user_cb=lambda user: user is not scaled)
+        return scale
+
+    graph = with_count(as_scale)
+    assert count_from_positions(graph)
+    refuse_counters(graph)
+    (read,) = (n.args[0] for n in graph.fx.nodes if n.target is aten.add.Tensor and n.args[1] == 1)
+    assert read.target == "positions" and not list(graph.calls(aten.arange.default))
 
 
 @pytest.mark.parametrize("use", [as_value, as_value_later])

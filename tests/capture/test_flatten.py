@@ -15,9 +15,11 @@ from optkit.capture import boundary
 from optkit.capture.export import export
 from optkit.capture.flatten import Captured, flatten, shift
 from optkit.errors import UnsupportedModel
+from optkit.graph import ops
 from optkit.graph.ir import Graph
 from optkit.graph.states import KVSpec
-from tests.support.graphs import dense, random_ids
+from optkit.kernels import reference
+from tests.support.graphs import captured, dense, random_ids
 
 aten = torch.ops.aten
 VOCABULARY, WIDTH = 32, 8
@@ -132,7 +134,7 @@ class Toy(nn.Module):
     def forward(self, input_ids: Tensor, position_ids: Tensor, logits_to_keep: Tensor, **options: Any) -> Any:
         x = self.mix(self.embed(input_ids), position_ids)
         heads = x.view(1, -1, 2, 4).transpose(1, 2)
-        x = x + boundary.dense_attention(heads, heads, heads, 0.5, 0, 0.0, 0).reshape(x.shape)
+        x = x + boundary.dense_attention(heads, heads, heads, None, None, 0.5, 0, 0.0, 0, 0).reshape(x.shape)
         return SimpleNamespace(logits=self.head(x[:, logits_to_keep]))
 
 
@@ -209,3 +211,24 @@ def test_shifted_dimension_is_the_same_dimension_of_the_tensor_without_the_first
 def test_first_dimension_has_no_place_without_it() -> None:
     assert shift(0, 3) is None and shift(-3, 3) is None
     assert shift([1, -1], 3) == [0, -1] and shift([0, 1], 3) is None
+
+
+def test_layers_that_share_keys_and_values_read_one_pool() -> None:
+    """Gemma 4: layers 2 and 3 attend to K and V of 0 and 1."""
+    graph = captured("gemma4_text")
+    writers, readers = (list(graph.calls(op)) for op in (reference.attention, reference.paged_attention))
+    pools = [[str(ops.argument(n, "k_cache")) for n in nodes] for nodes in (writers, readers)]
+    assert pools == [["k_cache_0", "k_cache_1"]] * 2
+    assert [ops.argument(n, "k") for n in writers] == [ops.argument(n, "k") for n in readers]
+    assert [(s.layer, s.num_kv_heads, s.head_dim, s.window) for s in graph.meta.kv_specs] == [
+        (0, 2, 16, 8),
+        (1, 1, 32, 0),
+    ]
+
+
+def test_sinks_are_weights_of_the_checkpoint() -> None:
+    graph = captured("gpt_oss")
+    for layer, node in enumerate(graph.calls(reference.attention)):
+        sinks = graph.weight_of(ops.argument(node, "sinks"))
+        assert sinks is not None and sinks.origin is not None
+        assert [part.name for part in sinks.origin.parts] == [f"model.layers.{layer}.self_attn.sinks"]

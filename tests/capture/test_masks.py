@@ -16,12 +16,6 @@ from optkit.kernels import reference
 from tests.support.architectures import tiny_config, tiny_model
 from tests.support.graphs import captured, dense
 
-CHUNKED = {
-    "num_local_experts": 2, "intermediate_size_mlp": 96, "head_dim": 16, "attention_chunk_size": 8,
-    "layer_types": ["chunked_attention", "full_attention"], "attn_temperature_tuning": False,
-    "interleave_moe_layer_step": 9,
-}  # fmt: skip
-
 
 def windows(graph: Any) -> list[int]:
     return [node.kwargs["window"] for node in graph.calls(reference.attention)]
@@ -45,10 +39,17 @@ def on_the_boundary(model_class: Any, name: str, **overrides: Any) -> Any:
     return model_class(config)
 
 
-def test_chunked_mask_is_refused_by_its_name() -> None:
-    boundary.register()
-    with pytest.raises(UnsupportedModel, match=r"llama4_text: its attention mask is chunked"):
-        capture(tiny_model("llama4_text", attention=boundary.NAME, **CHUNKED))
+class Chunked(LlamaForCausalLM):
+    """A class of its own, so that no export of another test is taken for it."""
+
+
+@pytest.mark.parametrize("size", [9, 8192])
+def test_chunks_are_those_of_the_mask(size: int, monkeypatch: Any) -> None:
+    """The check runs the model in eager attention with the same masks, a long chunk made short."""
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", masking_utils.create_chunked_causal_mask)
+    graph = capture(on_the_boundary(Chunked, "llama", attention_chunk_size=size))
+    assert [node.kwargs["chunk"] for node in graph.calls(reference.attention)] == [size]
+    assert [spec.window for spec in graph.meta.kv_specs] == [size]
 
 
 def bidirectional(config: Any, inputs_embeds: Any, attention_mask: Any, **options: Any) -> Any:
@@ -126,6 +127,9 @@ def test_read_combines_the_parts_of_a_mask_function() -> None:
     assert masks.read(causal) == masks.Mask(causal=True)
     assert masks.read(masking_utils.and_masks(window(9), window(5), causal)) == masks.Mask(True, 5)
     assert "not causal" in masks.read(window(5)).refusal
+    chunks = [masking_utils.chunked_overlay(size, torch.zeros(1)) for size in (8, 6)]
+    assert masks.read(masking_utils.and_masks(causal, chunks[0])) == masks.Mask(True, chunk=8)
+    assert "two sizes" in masks.read(masking_utils.and_masks(causal, *chunks)).refusal
     assert (
         "made by tests." in masks.read(masking_utils.and_masks(causal, lambda b, h, q, kv: q == kv)).refusal
     )

@@ -10,17 +10,19 @@ import torch
 from optkit.capture import recurrent
 from optkit.capture.check import check_capture
 from optkit.capture.flatten import Captured, flatten
-from optkit.errors import UnsupportedModel
-from optkit.graph.ops import RECORDS
+from optkit.errors import UnsupportedModel, UserError
+from optkit.graph.ops import RECORDS, record_of
 from optkit.graph.ops.record import Work
 from optkit.graph.states import RecurrentSpec
 from optkit.graph.verify import verify
 from optkit.kernels import reference_recurrent
-from optkit.lowering.lower import lower
+from optkit.kernels.cpu import native
+from optkit.lowering.lower import check_recurrent, lower
 from tests.capture.test_architectures import TOLERANCE, eager_logits
 from tests.support.architectures import RECURRENT, tiny_model
 from tests.support.graphs import captured
 from tests.support.ragged import ragged_logits
+from tests.support.target import TARGET
 
 hub_kernels = pytest.importorskip("transformers.integrations.hub_kernels")
 pytestmark = pytest.mark.skipif(
@@ -153,3 +155,29 @@ def test_a_second_state_of_a_layer_has_a_name_of_its_own():
 def test_a_computed_weight_of_a_convolution_is_refused():
     with pytest.raises(UnsupportedModel, match="weight of a convolution is computed"):
         wired(computed=True)
+
+
+# -- lowered ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not native.available(), reason="no native library")
+@pytest.mark.parametrize("name", ["lfm2", "olmo_hybrid", "bamba", "jamba"])
+def test_a_lowered_model_runs_native_kernels_with_the_same_bits_in_programs(name):
+    graph = captured(name)
+    generator = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(3, 128, (n,), generator=generator) for n in (23, 2, 38)]
+    inside, outside = lower(graph, TARGET), lower(graph, TARGET, programs=False)
+    recurrent_nodes = [
+        n.name for n in graph.fx.nodes if (op := record_of(n.target)) and op.work is Work.RECURRENT
+    ]
+    assert {inside.kernels[node] for node in recurrent_nodes} == {"native"}
+    ours, plain = ragged_logits(inside, prompts), ragged_logits(outside, prompts)
+    for given, same, expected in zip(ours, plain, ragged_logits(lower(graph), prompts), strict=True):
+        assert torch.equal(given, same)
+        torch.testing.assert_close(given, expected, atol=TOLERANCE, rtol=1e-4)
+
+
+def test_a_gpu_without_kernels_refuses_states():
+    graph = captured("lfm2")
+    with pytest.raises(UserError, match="no kernel for GPUs"):
+        check_recurrent(graph, {}, TARGET)

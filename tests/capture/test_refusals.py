@@ -90,7 +90,7 @@ def test_attention_outside_the_interface(name: str, weights: bool, tmp_path: Pat
 
 
 class CountsTokens(LlamaForCausalLM):
-    """Scales embeddings by the number of the token in the call, in steps of thousands: 1 in every prompt of a check."""
+    """Scales embeddings by the number of the token in the call, in steps of thousands: 1 in every short prompt."""
 
     def forward(self, input_ids: Any, **options: Any) -> Any:
         number = torch.arange(input_ids.shape[1])
@@ -110,11 +110,11 @@ class TwoInALayer(LlamaForCausalLM):
 
 @pytest.mark.parametrize(
     ("model_class", "layers", "reason"),
-    [(CountsTokens, 1, "counts the tokens of a call"), (TwoInALayer, 2, "the layer number 0")],
+    [(CountsTokens, 1, "logits differ.* from position 16367 on"), (TwoInALayer, 2, "the layer number 0")],
 )
 def test_what_holds_for_one_call_only(model_class: Any, layers: int, reason: str) -> None:
     boundary.register()
-    config = tiny_config("llama", num_hidden_layers=layers)
+    config = tiny_config("llama", num_hidden_layers=layers, max_position_embeddings=1 << 14)
     config._attn_implementation = boundary.NAME
     with pytest.raises(UnsupportedModel, match=reason):
         capture(model_class(config))

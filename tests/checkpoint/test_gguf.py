@@ -134,7 +134,7 @@ def test_int4_groups_of_32_keep_the_levels_of_the_blocks(kind: str, symmetric: b
     scale = stored.scale.float()[..., None]
     low = -8 * scale if stored.minimum is None else stored.minimum.float()[..., None]
     again = stored.codes.view(8, -1, 32) * scale + low
-    assert ((again - weight.view(8, -1, 32)).abs() <= scale / 64).all()
+    assert ((again - weight.view(8, -1, 32)).abs() <= scale.abs() / 64).all()
 
 
 def test_int8_groups_of_32_keep_the_levels_of_q8_0() -> None:
@@ -149,6 +149,6 @@ def test_int8_groups_of_32_keep_the_levels_of_q8_0() -> None:
         dequantize(quantize(values, GGMLQuantizationType.Q8_0), GGMLQuantizationType.Q8_0)
     )
     codes, scale = quantize_weight(weight, 32)
-    steps = scale.view(8, -1, 1)
+    steps = scale.float().view(8, -1, 1)
     again = codes.view(8, -1, 32) * steps
     assert ((again - weight.view(8, -1, 32)).abs() <= steps / 64).all()

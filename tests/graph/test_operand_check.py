@@ -77,9 +77,12 @@ WRITTEN: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
         (meta(5, 64, dtype=F8), meta(5, 1), meta(16, 64, dtype=F8), meta(16, 1), meta(16)),
         {},
     ),
-    "attention": ((*QKV, *POOLS, BATCH["slot_mapping"], *SEQUENCES), {"scale": 0.5, "window": 4}),
+    "attention": (
+        (*QKV, *POOLS, BATCH["slot_mapping"], *SEQUENCES, meta(4), meta(4)),
+        {"scale": 0.5, "window": 4, "chunk": 8},
+    ),
     "rope_kv_write": ((*QKV, *ANGLES, *POOLS, BATCH["slot_mapping"]), {}),
-    "paged_attention": ((*QKV, *POOLS, *SEQUENCES), {"scale": 0.5, "softcap": 30.0}),
+    "paged_attention": ((*QKV, *POOLS, *SEQUENCES, meta(4), meta(4)), {"scale": 0.5, "softcap": 30.0}),
 }
 CALLS = {name: WRITTEN.get(name) or sound_call(op) for name, op in RECORDS.items()}
 

@@ -112,3 +112,14 @@ def test_opening_an_artifact_leaves_the_compiler_alone(tmp_path: Path) -> None:
     code = "import sys; from optkit.artifact.open import Artifact; Artifact.open(sys.argv[1]).executable(); "
     code += "sys.exit('torch._dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code, str(directory)]).returncode == 0
+
+
+def test_values_of_numbers_alone_are_on_the_meta_device() -> None:
+    graph = captured("llama")
+    last = next(node for node in graph.fx.nodes if node.op == "output")
+    with graph.fx.inserting_before(last):
+        full = graph.fx.call_function(torch.ops.aten.full.default, ([3, 2], 1.5))
+        total = graph.fx.call_function(torch.ops.aten.sum.default, (full,))
+        last.args = (graph.fx.call_function(torch.ops.aten.add.Tensor, (last.args[0], total)),)
+    values = infer_shapes(graph, Point(5, 2, 5))
+    assert values[full].device.type == "meta" and values[full].shape == (3, 2)

@@ -227,10 +227,11 @@ def test_attention_gives_the_same_bits_when_emulated(
 ) -> None:
     """Prompts, chunks and decode steps together, over several tiles and splits, with a window and with a soft-cap."""
     case = Case((300, 70, 280, 1), (0, 69, 200, 0), 2, group, dim, 48, 16, int8=int8_cache)
-    for window, softcap in ((0, 0.0), (90, 20.0)):
+    for window, softcap, more in ((0, 0.0, False), (90, 20.0, False), (0, 0.0, True)):
+        options = {"window": window, "softcap": softcap, "chunk": 70 * more, "sinks": more, "slopes": more}
 
         def attended() -> tuple[Tensor, ...]:
-            world = World(Case(**vars(case) | {"window": window, "softcap": softcap}))  # noqa: B023
+            world = World(Case(**vars(case) | options))  # noqa: B023
             chunks = list(zip(range(4), case.prefixes, case.lengths, strict=True))
             for s, start, _ in chunks:
                 world.fill(s, start)

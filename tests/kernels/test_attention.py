@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from optkit import kernels
 from optkit.kernels import reference
 from optkit.kernels.cpu import native, sdpa
-from optkit.kernels.cpu.attention import attention
+from optkit.kernels.cpu.attention import attention, paged_attention
 from optkit.machine.target import DATASHEETS
 from tests.support.isas import usable_isas
 
@@ -37,6 +38,9 @@ class Case:
     window: int = 0
     softcap: float = 0.0
     int8: bool = False
+    chunk: int = 0
+    sinks: bool = False
+    slopes: bool = False
     seed: int = 0
 
 
@@ -57,6 +61,8 @@ class World:
             self.q.append(q.unflatten(1, (heads, case.dim)) * 2)
             self.k.append(k.unflatten(1, (kv, case.dim)))
             self.v.append(v.unflatten(1, (kv, case.v_dim)))
+        self.sinks = torch.randn(heads, generator=generator) * 3 if case.sinks else None
+        self.slopes = torch.rand(heads, generator=generator) if case.slopes else None
         blocks = [-(-length // case.block) for length in case.lengths]
         order = torch.randperm(sum(blocks) + 2, generator=generator)
         self.tables = torch.zeros(len(blocks), max(blocks) + 1, dtype=torch.int32)
@@ -104,10 +110,19 @@ class World:
             counts.cumsum(0).to(torch.int32),
             torch.tensor([b for _, _, b in chunks], dtype=torch.int32),
             self.tables[[s for s, _, _ in chunks]],
-            case.dim**-0.5,
-            case.window,
-            case.softcap,
+            **self.options,
         )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        case = self.case
+        scores = {
+            "scale": case.dim**-0.5,
+            "window": case.window,
+            "softcap": case.softcap,
+            "chunk": case.chunk,
+        }
+        return scores | {"sinks": self.sinks, "slopes": self.slopes}
 
 
 @st.composite
@@ -127,6 +142,9 @@ def cases(draw: st.DrawFn, longest: int = 150) -> Case:
         draw(st.sampled_from([1, 4, 16, 48])),
         draw(st.sampled_from([0, 0, 1, 5, 64, 100])),
         draw(st.sampled_from([0.0, 0.0, 2.0, 30.0])),
+        draw(st.booleans()),
+        draw(st.sampled_from([0, 0, 1, 7, 64, 90])),
+        draw(st.booleans()),
         draw(st.booleans()),
         draw(st.integers(0, 1000)),
     )
@@ -236,6 +254,74 @@ def test_int8_products_do_not_overflow(isa: str, sign: float) -> None:
     torch.testing.assert_close(out, expected, **tolerance(int8=True))
 
 
+def exact(w: World, s: int) -> torch.Tensor:
+    """Attention of a whole sequence by float64 loops over queries, without the spec."""
+    q, k, v, case = w.q[s].double(), w.k[s].double(), w.v[s].double(), w.case
+    out = torch.zeros(len(q), q.shape[1], v.shape[2], dtype=torch.float64)
+    for t in range(len(q)):
+        first = max(
+            t - case.window + 1 if case.window else 0, t // case.chunk * case.chunk if case.chunk else 0, 0
+        )
+        for h in range(q.shape[1]):
+            scores = k[first : t + 1, h // case.group] @ q[t, h] * case.dim**-0.5
+            if case.softcap:
+                scores = case.softcap * torch.tanh(scores / case.softcap)
+            if w.slopes is not None:
+                scores += w.slopes[h].double() * torch.arange(first - t, 1)
+            weights = scores.exp()
+            total = weights.sum() + (w.sinks[h].double().exp() if w.sinks is not None else 0)
+            out[t, h] = weights @ v[first : t + 1, h // case.group] / total
+    return out
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(
+    "options",
+    [{"chunk": 24}, {"chunk": 70, "window": 40}, {"sinks": True}, {"slopes": True},
+     {"chunk": 100, "sinks": True, "slopes": True, "softcap": 5.0}],
+    ids=str,
+)  # fmt: skip
+def test_options_of_the_softmax_are_those_of_float64(isa: str, options: dict[str, Any]) -> None:
+    native.set_isa(isa)
+    torch.set_num_threads(2)
+    case = Case((150,), (0,), kv_heads=2, group=3, dim=24, v_dim=40, block=16, **options)
+    world = World(case)
+    out = world.call(attention, [(0, 0, 150)])
+    torch.testing.assert_close(out.double(), exact(world, 0), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        World(case).call(reference.attention, [(0, 0, 150)]), out, rtol=1e-5, atol=1.5e-5
+    )
+
+
+@pytest.mark.parametrize("int8", [False, True])
+def test_reading_a_pool_gives_the_bits_of_the_writing_call(int8: bool) -> None:
+    """Two layers that share K and V: the second writes nothing, whatever its K and V."""
+    world = World(Case((70, 9), (30, 8), group=3, int8=int8, sinks=True))
+    chunks = [(0, 30, 70), (1, 8, 9)]
+    world.fill(0, 30)
+    world.fill(1, 8)
+    written = world.call(attention, chunks)
+    before = world.k_cache.clone(), world.v_cache.clone()
+    world.k, world.v = ([torch.full_like(x, 7.0) for x in rows] for rows in (world.k, world.v))
+
+    def without_slots(
+        q: Any, k: Any, v: Any, k_cache: Any, v_cache: Any, slots: Any, *rest: Any, **options: Any
+    ):
+        return paged_attention(q, k, v, k_cache, v_cache, *rest, **options)
+
+    assert torch.equal(world.call(without_slots, chunks), written)
+    assert torch.equal(world.k_cache.nan_to_num(3.0), before[0].nan_to_num(3.0))
+    assert torch.equal(world.v_cache.nan_to_num(3.0), before[1].nan_to_num(3.0))
+
+
+@pytest.mark.parametrize("name", ["sinks", "slopes"])
+@pytest.mark.parametrize("wrong", [torch.zeros(3), torch.zeros(4, dtype=torch.float64), torch.zeros(8)[::2]])
+def test_numbers_of_heads_are_checked(name: str, wrong: torch.Tensor) -> None:
+    world = World(Case((9,), (0,)))
+    with pytest.raises(ValueError, match=name):
+        world.call(lambda *args, **options: attention(*args, **{**options, name: wrong}), [(0, 0, 9)])
+
+
 @settings(max_examples=30, deadline=None)
 @given(cases())
 def test_int8_is_close_to_float(case: Case) -> None:
@@ -321,3 +407,4 @@ def test_soft_cap_goes_to_a_kernel_that_has_it() -> None:
         assert kernels.select("attention", target, options={"softcap": 30.0}) is None
         plain = kernels.select("attention", target, options={"softcap": 0.0})
         assert plain is not None and plain.name == "sdpa"
+        assert kernels.select("attention", target, weights={9: torch.zeros(4)}) is None

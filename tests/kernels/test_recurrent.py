@@ -141,7 +141,7 @@ def test_tensors_that_native_code_would_misread_are_refused(op):
         (starts, lengths, slots.long()),
         (starts.long(), lengths, slots),
     ):
-        with pytest.raises(ValueError, match="must be torch.int32"):
+        with pytest.raises(ValueError, match="must be torch"):
             kernel(call)(*call.tensors, pool, *given, **call.options)
     short = [t[:, :-1] if i == 1 and op != "short_conv" else t for i, t in enumerate(call.tensors)]
     if op != "short_conv":

@@ -38,7 +38,7 @@ pools = [torch.zeros(32, 16, 4, 64) for _ in "kv"]
 slots = torch.arange(tokens)
 slots[{twice}] = slots[0]
 ends, tables = torch.tensor([0, tokens], dtype=torch.int32), torch.arange(16, dtype=torch.int32)[None]
-attention.attention(q, k, v, *pools, slots, ends, ends[1:], tables, 0.125)
+attention.attention(q, k, v, *pools, slots, ends, ends[1:], tables, scale=0.125)
 """
 
 

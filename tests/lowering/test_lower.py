@@ -15,7 +15,7 @@ from optkit.errors import UserError
 from optkit.graph.ir import Graph
 from optkit.graph.serialize import graph_to_json
 from optkit.lowering.dense import dense_inputs
-from optkit.lowering.lower import OPS_A_PART, Executable, graph_module, insert_checks, lower
+from optkit.lowering.lower import OPS_A_PART, Executable, graph_module, insert_checks, lower, place_created
 from optkit.machine.target import DATASHEETS
 from tests.support.architectures import tiny_model
 from tests.support.graphs import apply, captured, random_ids
@@ -137,3 +137,13 @@ def test_one_packed_table_serves_head_and_embedding() -> None:
     model = lower(graph, TARGET, programs=False)
     addresses = [t.data_ptr() for t in model.module.buffers() if t.dtype == torch.uint8]
     assert addresses and len(set(addresses)) == 1
+
+
+def test_created_tensors_are_placed_where_their_readers_run() -> None:
+    graph = captured("qwen3_moe")
+    created = list(graph.calls(torch.ops.aten.full.default, torch.ops.aten.arange.default))
+    created.append(graph.fx.call_function(torch.ops.aten.arange.default, (4,)))
+    others = [node for node in graph.fx.nodes if node not in created]
+    place_created(graph, "meta")
+    assert all(node.kwargs["device"] == "meta" for node in created)
+    assert not any("device" in node.kwargs for node in others)

@@ -14,7 +14,7 @@ from optkit.machine.target import Target
 from optkit.passes.resolve import resolve_passes
 from optkit.pipeline import estimate as module
 from optkit.pipeline.estimate import Estimate, estimate, refuse_what_cannot_fit
-from optkit.recipe.load import load_recipe
+from optkit.recipe.load import load_recipe, parse_recipe
 
 GB = 10**9
 MACHINE = Target("cpu", "cpu", ("avx2",), 2, 24 * GB, 1e11, 4e11, 0.0, 0.0, 2e10, "measured")
@@ -38,7 +38,9 @@ def of(info: CheckpointInfo, recipe: str) -> Estimate:
 
 
 def test_estimate_of_bytes_follows_the_bits_of_the_recipe() -> None:
-    floats, eight, four = (of(LARGE, name) for name in ("baseline", "ttft-cpu", "edge-cpu"))
+    floats, eight = (of(LARGE, name) for name in ("baseline", "ttft-cpu"))
+    text = "schema_version: 1\nname: four\ntarget: cpu\npasses: {w4a8: {lm_head: true}}\n"
+    four = estimate(LARGE, resolve_passes(parse_recipe(text)), MACHINE, 20480)
     assert floats.served == 4 * floats.parameters
     assert 1.0 < eight.served / eight.parameters < 1.4
     assert four.served < eight.served < floats.served

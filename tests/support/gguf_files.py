@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-WIDTH, FEED_FORWARD, VOCABULARY, HEADS, KV_HEADS = 256, 512, 64, 4, 2
+# Heads of 128 channels: transformers reads no other size from a qwen3 file.
+WIDTH, FEED_FORWARD, VOCABULARY, HEADS, KV_HEADS = 256, 512, 64, 2, 1
 # Bytes of a block at which its float16 scales lie; all other bytes are codes, of any value.
 SCALES: dict[str, tuple[int, ...]] = {
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "IQ4_NL": (0,),

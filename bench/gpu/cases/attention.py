@@ -150,7 +150,7 @@ def exact(
 def by_triton(*inputs: Any) -> Tensor:
     from optkit.kernels.triton import attention
 
-    return attention.paged_attention(*inputs)
+    return attention.paged_attention(*inputs[:-1], scale=inputs[-1])
 
 
 def by_sdpa(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:

@@ -45,6 +45,7 @@ struct Problem : AttentionArgs {
     int depth_bytes;       // dim to whole vectors
     float to_exp2;         // what queries are multiplied by, so that weights are powers of 2 (or tanh's argument)
     int64_t k_row, v_row;  // bytes of one head of a token in the pools
+    bool limited;          // not all earlier keys are seen
 };
 
 struct Item {
@@ -101,8 +102,11 @@ void clear(const Problem& p, const Item& item, const Sums& sums) {
     for (int64_t row = 0; row < rows; ++row) sums.m[row] = -INFINITY;
 }
 
-int64_t first_key(const Problem& p, int64_t position) {
-    return p.window && position >= p.window ? position - p.window + 1 : 0;
+// The first key that the token at `position` sees.
+OPTKIT_INLINE int64_t first_key(const Problem& p, int64_t position) {
+    const int64_t first = p.window && position >= p.window ? position - p.window + 1 : 0;
+    const int64_t chunk = p.chunk ? position / p.chunk * p.chunk : 0;
+    return first > chunk ? first : chunk;
 }
 
 int64_t first_split(const Problem& p, const Item& item) { return first_key(p, item.position) / kSplit; }
@@ -248,16 +252,17 @@ void run_task(const Problem& p, Schedule& s, const Functions& f, const Task& tas
 }
 
 void run_alone(const Problem& p, Schedule& s, const Functions& f, float* parts) {
-    for (int64_t t = 0; t < p.tokens; ++t) f.write(p, t);
+    for (int64_t t = 0; p.slots && t < p.tokens; ++t) f.write(p, t);
     Scratch scratch = scratch_of_thread(p, s.max_rows);
     for (const Task& task : s.tasks) run_task(p, s, f, task, parts, scratch);
 }
 
 void run_together(const Problem& p, Schedule& s, const Functions& f, float* parts, int threads) {
     const bool write_alone = p.tokens * p.kv_heads * (p.dim + p.v_dim) < kWritesAThread;
-    parallel_for(p.tokens, even_chunk(p.tokens, threads), write_alone ? 1 : threads, [&](int64_t first, int64_t last) {
+    const auto write = [&](int64_t first, int64_t last) {
         for (int64_t t = first; t < last; ++t) f.write(p, t);
-    });
+    };
+    if (p.slots) parallel_for(p.tokens, even_chunk(p.tokens, threads), write_alone ? 1 : threads, write);
     parallel_for(static_cast<int64_t>(s.tasks.size()), 1, threads, [&](int64_t first, int64_t last) {
         Scratch scratch = scratch_of_thread(p, s.max_rows);
         for (int64_t i = first; i < last; ++i) run_task(p, s, f, s.tasks[i], parts, scratch);
@@ -268,6 +273,8 @@ Problem problem_of(const AttentionArgs& args) {
     Problem p;
     static_cast<AttentionArgs&>(p) = args;
     p.window = args.window > 0 ? args.window : 0;
+    p.chunk = args.chunk > 0 ? args.chunk : 0;
+    p.limited = p.window || p.chunk;
     p.group = args.heads / args.kv_heads;
     p.depth = args.int8_cache ? (args.dim + 3) / 4 * 4 : args.dim;
     p.width = (args.v_dim + kLanes - 1) / kLanes * kLanes;
@@ -297,16 +304,16 @@ void attention(const AttentionArgs& args, int threads) {
 
 // See reference.attention and AttentionArgs.
 OPTKIT_API void optkit_attention(const float* q, const float* k, const float* v, void* k_cache, void* v_cache,
-                                 float* out, const int64_t* slot_mapping, const int32_t* query_start,
-                                 const int32_t* seq_lens, const int32_t* block_tables, int64_t tokens, int64_t sequences,
-                                 int64_t table_width, int64_t block_size, int64_t q_token, int64_t q_head,
-                                 int64_t k_token, int64_t k_head, int64_t v_token, int64_t v_head, int heads,
-                                 int kv_heads, int dim, int v_dim, int64_t window, float scale, float softcap,
-                                 int int8_cache, int threads) {
-    optkit::attention({q,            k,           v,          k_cache,      v_cache,   out,
-                       slot_mapping, query_start, seq_lens,   block_tables, tokens,    sequences,
-                       table_width,  block_size,  q_token,    q_head,       k_token,   k_head,
-                       v_token,      v_head,      heads,      kv_heads,     dim,       v_dim,
-                       window,       scale,       softcap,    int8_cache != 0},
+                                 const float* sinks, const float* slopes, float* out, const int64_t* slot_mapping,
+                                 const int32_t* query_start, const int32_t* seq_lens, const int32_t* block_tables,
+                                 int64_t tokens, int64_t sequences, int64_t table_width, int64_t block_size,
+                                 int64_t q_token, int64_t q_head, int64_t k_token, int64_t k_head, int64_t v_token,
+                                 int64_t v_head, int heads, int kv_heads, int dim, int v_dim, int64_t window,
+                                 int64_t chunk, float scale, float softcap, int int8_cache, int threads) {
+    optkit::attention({q,            k,           v,          k_cache,         v_cache,     sinks,    slopes,
+                       out,          slot_mapping, query_start, seq_lens,      block_tables, tokens,  sequences,
+                       table_width,  block_size,  q_token,    q_head,          k_token,     k_head,   v_token,
+                       v_head,       heads,       kv_heads,   dim,             v_dim,       window,   chunk,
+                       scale,        softcap,     int8_cache != 0},
                       threads);
 }

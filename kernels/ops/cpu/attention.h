@@ -11,13 +11,14 @@ namespace optkit {
 struct AttentionArgs {
     const float *q, *k, *v;                             // [T, H, D], [T, Hkv, D], [T, Hkv, Dv]
     void *k_cache, *v_cache;                            // [blocks, block_size, Hkv, D or Dv] float32, or int8 rows
+    const float *sinks, *slopes;                        // [H] or null
     float* out;                                         // [T, H, Dv]
-    const int64_t* slots;                               // [T]
+    const int64_t* slots;                               // [T]; null: the cache holds K and V of the call already
     const int32_t *query_start, *seq_lens, *tables;     // [S + 1], [S], [S, table_width]
     int64_t tokens, sequences, table_width, block_size; // T, S
     int64_t q_token, q_head, k_token, k_head, v_token, v_head;
     int heads, kv_heads, dim, v_dim;                    // H, Hkv, D, Dv
-    int64_t window;                                     // 0: none
+    int64_t window, chunk;                              // 0: none
     float scale, softcap;                               // softcap 0: none
     bool int8_cache;                                    // rows of D int8 and their float32 scale: D + 4 bytes
 };

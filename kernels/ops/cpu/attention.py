@@ -1,5 +1,5 @@
-"""Paged attention by optkit's native kernel (attention.cpp): cache write, ragged batch, window and soft-cap in a
-call.
+"""Paged attention by optkit's native kernel (attention.cpp): cache write, ragged batch, window, chunks, soft-cap,
+sinks and slopes in a call.
 
 Nothing is gathered and no mask is built: the kernel follows the block tables. An output row has the same bits in any
 batch, with any cut of the prompt into chunks and any number of threads: tiles of 64 and splits of 256 keys lie at fixed
@@ -38,36 +38,76 @@ def attention(
     query_start: Tensor,
     seq_lens: Tensor,
     block_tables: Tensor,
-    scale: float,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+    scale: float = 1.0,
     window: int = 0,
     softcap: float = 0.0,
+    chunk: int = 0,
 ) -> Tensor:
     """See ``reference.attention``. q, k and v may have any strides; float32 (else the reference runs)."""
-    if q.dtype is not torch.float32 or k_cache.dtype not in (torch.float32, torch.int8):
-        return reference.attention(
-            q,
-            k,
-            v,
-            k_cache,
-            v_cache,
-            slot_mapping,
-            query_start,
-            seq_lens,
-            block_tables,
-            scale,
-            window,
-            softcap,
-        )
+    batch = query_start, seq_lens, block_tables
+    scores = sinks, slopes, scale, window, softcap, chunk
+    if not native_types(q, k_cache):
+        return reference.attention(q, k, v, k_cache, v_cache, slot_mapping, *batch, *scores)
+    native.require_vector(slot_mapping, q.shape[0], torch.int64, "slot_mapping")
+    return run(q, k, v, k_cache, v_cache, slot_mapping, *batch, *scores)
+
+
+def paged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+    scale: float = 1.0,
+    window: int = 0,
+    softcap: float = 0.0,
+    chunk: int = 0,
+) -> Tensor:
+    """See ``reference.paged_attention``; k and v are read for their shapes alone."""
+    batch = query_start, seq_lens, block_tables
+    scores = sinks, slopes, scale, window, softcap, chunk
+    if not native_types(q, k_cache):
+        return reference.paged_attention(q, k, v, k_cache, v_cache, *batch, *scores)
+    return run(q, k, v, k_cache, v_cache, None, *batch, *scores)
+
+
+def native_types(q: Tensor, k_cache: Tensor) -> bool:
+    return q.dtype is torch.float32 and k_cache.dtype in (torch.float32, torch.int8)
+
+
+def run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor | None,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    sinks: Tensor | None,
+    slopes: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+    chunk: int,
+) -> Tensor:
+    """Attention of checked tensors; without ``slot_mapping`` nothing is written."""
     tokens, heads, dim = q.shape
     kv_heads, v_dim = v.shape[1], v.shape[2]
-    q_token, q_head, q_step = q.stride()
-    k_token, k_head, k_step = k.stride()
-    v_token, v_head, v_step = v.stride()
-    if q_step != 1 or k_step != 1 or v_step != 1:
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        (q_token, q_head, _), (k_token, k_head, _), (v_token, v_head, _) = q.stride(), k.stride(), v.stride()
+    q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
     check(q, k, v, k_cache, v_cache)
-    check_batch(tokens, slot_mapping, query_start, seq_lens, block_tables)
+    check_batch(query_start, seq_lens, block_tables)
+    for numbers, name in ((sinks, "sinks"), (slopes, "slopes")):
+        if numbers is not None:
+            native.require_vector(numbers, heads, torch.float32, name)
     out = torch.empty((tokens, heads, v_dim))
     native.library().optkit_attention(
         q.data_ptr(),
@@ -75,8 +115,10 @@ def attention(
         v.data_ptr(),
         k_cache.data_ptr(),
         v_cache.data_ptr(),
+        address(sinks),
+        address(slopes),
         out.data_ptr(),
-        slot_mapping.data_ptr(),
+        address(slot_mapping),
         query_start.data_ptr(),
         seq_lens.data_ptr(),
         block_tables.data_ptr(),
@@ -84,23 +126,25 @@ def attention(
         seq_lens.shape[0],
         block_tables.shape[1],
         k_cache.shape[1],
-        q_token,
-        q_head,
-        k_token,
-        k_head,
-        v_token,
-        v_head,
+        *q.stride()[:2],
+        *k.stride()[:2],
+        *v.stride()[:2],
         heads,
         kv_heads,
         dim,
         v_dim,
         window,
+        chunk,
         scale,
         softcap,
         k_cache.dtype is torch.int8,
         native.threads(),
     )
     return out
+
+
+def address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
@@ -123,16 +167,13 @@ def check(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> 
     native.require(k_cache.is_contiguous() and v_cache.is_contiguous(), "the pools must be contiguous")
 
 
-def check_batch(
-    tokens: int, slot_mapping: Tensor, query_start: Tensor, seq_lens: Tensor, block_tables: Tensor
-) -> None:
-    """Refuse batch inputs of other sizes than ``tokens`` and the number of sequences.
+def check_batch(query_start: Tensor, seq_lens: Tensor, block_tables: Tensor) -> None:
+    """Refuse batch inputs of other sizes than the number of sequences.
 
     Raises:
         ValueError: an input has another dtype or shape, or is not dense.
     """
     sequences = seq_lens.shape[0]
-    native.require_vector(slot_mapping, tokens, torch.int64, "slot_mapping")
     native.require_vector(query_start, sequences + 1, torch.int32, "query_start")
     native.require_vector(seq_lens, sequences, torch.int32, "seq_lens")
     tables = block_tables.shape[0] == sequences and block_tables.dtype is torch.int32
@@ -150,35 +191,56 @@ def emit_attention(
     v: View,
     k_cache: View,
     v_cache: View,
-    slot_mapping: View,
+    slot_mapping: View | None,
     query_start: View,
     seq_lens: View,
     block_tables: View,
-    scale: float,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+    scale: float = 1.0,
     window: int = 0,
     softcap: float = 0.0,
+    chunk: int = 0,
 ) -> Result:
     (heads, dim), (kv_heads, v_dim) = q.shape, v.shape
     out = b.buffer(q.rows, (heads, v_dim))
     b.call(
-        "attention", q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache, out=out, slot_mapping=slot_mapping,
-        query_start=query_start, seq_lens=seq_lens, block_tables=block_tables, tokens=Size(q.rows),
-        sequences=Size(SEQUENCES), table_width=Size(TABLE_WIDTH), block_size=Size(BLOCK_SIZE), q_token=q.row_stride,
-        q_head=dim, k_token=k.row_stride, k_head=dim, v_token=v.row_stride, v_head=v_dim, heads=heads,
-        kv_heads=kv_heads, dim=dim, v_dim=v_dim, window=window, scale=float(scale), softcap=float(softcap),
-        int8_cache=k_cache.dtype is torch.int8,
+        "attention", q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache, sinks=sinks, slopes=slopes, out=out,
+        slot_mapping=slot_mapping, query_start=query_start, seq_lens=seq_lens, block_tables=block_tables,
+        tokens=Size(q.rows), sequences=Size(SEQUENCES), table_width=Size(TABLE_WIDTH), block_size=Size(BLOCK_SIZE),
+        q_token=q.row_stride, q_head=dim, k_token=k.row_stride, k_head=dim, v_token=v.row_stride, v_head=v_dim,
+        heads=heads, kv_heads=kv_heads, dim=dim, v_dim=v_dim, window=window, chunk=chunk, scale=float(scale),
+        softcap=float(softcap), int8_cache=k_cache.dtype is torch.int8,
     )  # fmt: skip
     return (out,)
 
 
-KERNELS = (
+def emit_paged_attention(
+    b: Builder,
+    q: View,
+    k: View,
+    v: View,
+    k_cache: View,
+    v_cache: View,
+    query_start: View,
+    seq_lens: View,
+    block_tables: View,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+    scale: float = 1.0,
+    window: int = 0,
+    softcap: float = 0.0,
+    chunk: int = 0,
+) -> Result:
+    batch = query_start, seq_lens, block_tables
+    scores = sinks, slopes, scale, window, softcap, chunk
+    return emit_attention(b, q, k, v, k_cache, v_cache, None, *batch, *scores)
+
+
+KERNELS = tuple(
     Kernel(
-        "attention",
-        "native",
-        attention,
-        native.supports,
-        handles=float_or_int8,
-        needs="a float32 or int8 KV cache",
-    ),
+        name, "native", function, native.supports, handles=float_or_int8, needs="a float32 or int8 KV cache"
+    )
+    for name, function in (("attention", attention), ("paged_attention", paged_attention))
 )
-EMITTERS = (Emitter("attention", emit_attention),)
+EMITTERS = (Emitter("attention", emit_attention), Emitter("paged_attention", emit_paged_attention))

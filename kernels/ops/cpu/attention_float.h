@@ -113,6 +113,7 @@ struct OnFloat {
         float rescale[kRows];
         score_block<R>(scratch.q + block.first_row * p.depth, scratch.k, p.depth, block.vecs, scratch.scores);
         if (p.softcap > 0) soft_cap(scratch.scores, R, block.vecs, p.softcap);
+        if (p.slopes) add_distances(p, block, scratch.scores);
         mask_block(p, block, scratch.scores);
         for (int r = 0; r < R; ++r) {
             const int row = block.first_row + r;

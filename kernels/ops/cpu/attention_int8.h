@@ -203,6 +203,7 @@ struct OnInt8 {
         score_int8_block<R>(q, k, words, scratch.q_scale + block.first_row,
                             scratch.q_sums + block.first_row, scratch.k_scale, block.vecs, scratch.scores);
         if (p.softcap > 0) soft_cap(scratch.scores, R, block.vecs, p.softcap);
+        if (p.slopes) add_distances(p, block, scratch.scores);
         mask_block(p, block, scratch.scores);
         float rescale[kLanes], step[kLanes];
         int32_t zero_sums[R];

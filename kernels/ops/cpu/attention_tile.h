@@ -13,8 +13,9 @@ constexpr int kTileVecs = kTile / kLanes;
 
 // What a block of rows needs to know about the tile at hand. Positions count from the tile's first key.
 struct Block {
-    int rows, first_row;
+    int rows, first_row, kv_head;
     int64_t first, last;  // positions of the first and the last row's token
+    int64_t begin;        // of the tile, in the sequence
     int vecs;             // vectors of keys to look at
     int start, stop;      // keys that any row may see
 };
@@ -26,6 +27,24 @@ OPTKIT_TARGET inline void soft_cap(float* scores, int rows, int vecs, float cap)
             float* s = scores + r * kTile + n * kLanes;
             S::store(s, S::mul(tanh(S::load(s)), S::all(to_exp2)));
         }
+}
+
+// The position of row r's token, from the tile's first key.
+OPTKIT_INLINE int64_t position_of(const Problem& p, const Block& block, int r) {
+    return block.first + (block.first_row + r) / p.group - block.first_row / p.group;
+}
+
+// Adds slope * (key - query), positions both, to the scores of each row (ALiBi, arXiv 2108.12409). Distances are exact.
+OPTKIT_TARGET inline void add_distances(const Problem& p, const Block& block, float* scores) {
+    for (int r = 0; r < block.rows; ++r) {
+        const float query = static_cast<float>(position_of(p, block, r));
+        const S::Vec slope = S::all(p.slopes[block.kv_head * p.group + (block.first_row + r) % p.group] * kLog2e);
+        for (int n = 0; n < block.vecs; ++n) {
+            float* s = scores + r * kTile + n * kLanes;
+            const S::Vec distance = S::add(S::load(kLaneIndex), S::all(static_cast<float>(n * kLanes) - query));
+            S::store(s, S::fma(slope, distance, S::load(s)));
+        }
+    }
 }
 
 // Scores of keys outside [lo, hi] become -inf.
@@ -41,11 +60,11 @@ OPTKIT_TARGET inline void mask_row(float* scores, int vecs, float lo, float hi) 
 
 // Rows whose limits differ within the tile: the diagonal of the causal mask, and the edge of the window.
 OPTKIT_TARGET inline void mask_block(const Problem& p, const Block& block, float* scores) {
-    const bool all_seen = block.first >= block.vecs * kLanes - 1 && (!p.window || block.last - p.window < 0);
-    if (all_seen) return;
+    const bool from_first = !p.limited || first_key(p, block.begin + block.last) <= block.begin;
+    if (from_first && block.first >= block.vecs * kLanes - 1) return;
     for (int r = 0; r < block.rows; ++r) {
-        const int64_t at = block.first + (block.first_row + r) / p.group - block.first_row / p.group;
-        const float lo = p.window ? static_cast<float>(at - p.window + 1) : 0.0f;
+        const int64_t at = position_of(p, block, r);
+        const float lo = p.limited ? static_cast<float>(first_key(p, block.begin + at) - block.begin) : 0.0f;
         mask_row(scores + r * kTile, block.vecs, lo, static_cast<float>(at));
     }
 }
@@ -98,10 +117,12 @@ OPTKIT_TARGET void attend_tile(const Problem& p, const Item& item, int64_t begin
         Block block;
         block.rows = rows - row < kRows ? rows - row : kRows;
         block.first_row = row;
+        block.kv_head = item.kv_head;
+        block.begin = begin;
         block.first = item.position + row / p.group - begin;
         block.last = item.position + (row + block.rows - 1) / p.group - begin;
         block.stop = static_cast<int>(block.last < count ? block.last + 1 : count);
-        const int64_t start = p.window ? block.first - p.window + 1 : 0;
+        const int64_t start = p.limited ? first_key(p, begin + block.first) - begin : 0;
         block.start = start > 0 ? static_cast<int>(start < kTile ? start : kTile) : 0;
         block.vecs = (block.stop + kLanes - 1) / kLanes;
         if (block.start < block.stop) attend_block<Kind>(p, block, scratch, sums);
@@ -137,13 +158,21 @@ OPTKIT_TARGET inline void merge(const Problem& p, const Item& item, const Sums& 
     }
 }
 
+// What the sums of a row with largest score `m` and sum of weights `l` are multiplied by, with the sink's share of the
+// weights; scores and sink are exponents of 2.
+OPTKIT_TARGET inline float share_beside(float sink, float m, float l) {
+    const float top = m < sink ? sink : m, keep = exp2_of(m - top);
+    return keep / (l * keep + exp2_of(sink - top));
+}
+
 // The output rows: sums divided by the sum of weights.
 OPTKIT_TARGET inline void finish(const Problem& p, const Item& item, const Sums& total) {
     for (int row = 0; row < item.count * p.group; ++row) {
         const int64_t token = item.token + row / p.group, head = item.kv_head * p.group + row % p.group;
         float* to = p.out + (token * p.kv_heads * p.group + head) * p.v_dim;
         const float* from = total.out + row * p.width;
-        const S::Vec by = S::all(1.0f / total.l[row]);
+        const float l = total.l[row];
+        const S::Vec by = S::all(p.sinks ? share_beside(p.sinks[head] * kLog2e, total.m[row], l) : 1.0f / l);
         int d = 0;
         for (; d + kLanes <= p.v_dim; d += kLanes) S::store(to + d, S::mul(S::load(from + d), by));
         if (d < p.v_dim) S::store_some(to + d, S::mul(S::load(from + d), by), p.v_dim - d);

@@ -3,7 +3,8 @@
 // All are sequential over the tokens of a sequence and independent over sequences, heads and channels, which threads
 // share. A chunked form, whose products are matrix products, would add in another order for each cut of a prompt; the
 // scan has the same bits in any batch, in any chunks and by any number of threads (recurrent_rows.h has the orders), and
-// on a CPU it is a small part of a layer: with heads of 128 by 128 about a tenth of the operations of its projections.
+// on a CPU it is a small part of a layer: with 32 heads of 128 by 128 and 2048 channels about a sixteenth of the
+// multiply-adds of the projections.
 #include "recurrent.h"
 
 #include <cmath>

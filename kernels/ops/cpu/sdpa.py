@@ -31,16 +31,68 @@ def attention(
     query_start: Tensor,
     seq_lens: Tensor,
     block_tables: Tensor,
-    scale: float,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+    scale: float = 1.0,
     window: int = 0,
     softcap: float = 0.0,
+    chunk: int = 0,
 ) -> Tensor:
-    """See ``reference.attention``. No soft-cap and no int8 pools."""
-    if softcap or k_cache.dtype is torch.int8:
-        raise ValueError(
-            "the sdpa kernel has no soft-cap and no int8 pools; select() passes it over for them"
-        )
+    """See ``reference.attention``. No soft-cap, sinks or slopes, and no int8 pools."""
+    refuse(k_cache, sinks, slopes, softcap)
     write_kv(k, v, k_cache, v_cache, slot_mapping)
+    batch = query_start, seq_lens, block_tables
+    return attend_batch(q, k, v, k_cache, v_cache, *batch, scale, window, chunk)
+
+
+def paged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+    scale: float = 1.0,
+    window: int = 0,
+    softcap: float = 0.0,
+    chunk: int = 0,
+) -> Tensor:
+    """See ``reference.paged_attention``; without the same as ``attention``."""
+    refuse(k_cache, sinks, slopes, softcap)
+    batch = query_start, seq_lens, block_tables
+    return attend_batch(q, k, v, k_cache, v_cache, *batch, scale, window, chunk)
+
+
+def refuse(k_cache: Tensor, sinks: Tensor | None, slopes: Tensor | None, softcap: float) -> None:
+    """Refuse a call beyond PyTorch's kernel.
+
+    Raises:
+        ValueError: the call has a soft-cap, sinks, slopes or an int8 pool.
+    """
+    if softcap or sinks is not None or slopes is not None or k_cache.dtype is torch.int8:
+        raise ValueError(
+            "the sdpa kernel has no soft-cap, sinks or slopes, and no int8 pools; select() passes it over for them"
+        )
+
+
+def attend_batch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    scale: float,
+    window: int,
+    chunk: int,
+) -> Tensor:
+    """Attention of one sequence after the other over pools that hold K and V."""
     starts, lengths = query_start.tolist(), seq_lens.tolist()
     pieces = []
     for s, length in enumerate(lengths):
@@ -51,7 +103,7 @@ def attention(
         else:
             blocks = block_tables[s]
             keys, values = read_kv(k_cache, blocks, length), read_kv(v_cache, blocks, length)
-        pieces.append(attend(q[rows], keys, values, scale, window))
+        pieces.append(attend(q[rows], keys, values, scale, window, chunk))
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
@@ -64,12 +116,12 @@ def read_kv(cache: Tensor, blocks: Tensor, length: int) -> Tensor:
     return cache.index_select(0, blocks[:used]).flatten(0, 1)[:length]
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, chunk: int) -> Tensor:
     """Flash attention of a sequence: q [Tq, H, D] are the last Tq of k's Tk positions; the result is [Tq, H, Dv]."""
     tq, tk = q.shape[0], k.shape[0]
-    windowed = 0 < window < tk
-    causal = tq == tk and not windowed
-    mask = None if causal or (tq == 1 and not windowed) else causal_mask(tq, tk, window, q.device)
+    limited = 0 < window < tk or 0 < chunk < tk
+    causal = tq == tk and not limited
+    mask = None if causal or (tq == 1 and not limited) else causal_mask(tq, tk, window, q.device, chunk)
     out = torch.nn.functional.scaled_dot_product_attention(
         q.transpose(0, 1)[None],
         k.transpose(0, 1)[None],
@@ -86,13 +138,20 @@ def plain(options: Mapping[str, Any]) -> bool:
     return not options.get("softcap") and options.get("kv_dtype", "float32") == "float32"
 
 
-KERNELS = (
+def without_weights(weights: Mapping[int, Tensor]) -> bool:
+    """True for a site without sinks and slopes."""
+    return not weights
+
+
+KERNELS = tuple(
     Kernel(
-        "attention",
+        name,
         "sdpa",
-        attention,
+        function,
         lambda target: target.kind == "cpu",
+        accepts=without_weights,
         handles=plain,
-        needs="a float32 KV cache, no soft-cap",
-    ),
+        needs="a float32 KV cache; no soft-cap, sinks or slopes",
+    )
+    for name, function in (("attention", attention), ("paged_attention", paged_attention))
 )

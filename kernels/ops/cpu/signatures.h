@@ -64,11 +64,6 @@ KERNEL(int, expert_w4a16, const float* x, int64_t x_stride, const uint8_t* weigh
        const int64_t* experts, float* out, int64_t tokens, int64_t each, int64_t rows_each, int64_t num_experts,
        int64_t n, int64_t k, int64_t groups, int half, int levels)
 KERNEL(void, weighted_sum, const float* x, const float* weights, float* out, int64_t rows, int64_t each, int64_t width)
-KERNEL(void, attention, const float* q, const float* k, const float* v, void* k_cache, void* v_cache, float* out,
-       const int64_t* slot_mapping, const int32_t* query_start, const int32_t* seq_lens, const int32_t* block_tables,
-       int64_t tokens, int64_t sequences, int64_t table_width, int64_t block_size, int64_t q_token, int64_t q_head,
-       int64_t k_token, int64_t k_head, int64_t v_token, int64_t v_head, int heads, int kv_heads, int dim, int v_dim,
-       int64_t window, float scale, float softcap, int int8_cache)
 KERNEL(void, short_conv, const float* x, int64_t x_stride, const float* weight, const float* bias, float* pool,
        const int32_t* query_start, const int32_t* seq_lens, const int32_t* state_slots, float* out, int64_t sequences,
        int64_t channels, int64_t taps, int silu)
@@ -84,3 +79,9 @@ KERNEL(void, selective_scan, const float* x, int64_t x_stride, const float* dt, 
        const float* b, int64_t b_stride, const float* c, int64_t c_stride, const float* d, float* pool,
        const int32_t* query_start, const int32_t* seq_lens, const int32_t* state_slots, float* out, int64_t sequences,
        int64_t channels, int64_t states)
+KERNEL(void, attention, const float* q, const float* k, const float* v, void* k_cache, void* v_cache,
+       const float* sinks, const float* slopes, float* out, const int64_t* slot_mapping, const int32_t* query_start,
+       const int32_t* seq_lens, const int32_t* block_tables, int64_t tokens, int64_t sequences, int64_t table_width,
+       int64_t block_size, int64_t q_token, int64_t q_head, int64_t k_token, int64_t k_head, int64_t v_token,
+       int64_t v_head, int heads, int kv_heads, int dim, int v_dim, int64_t window, int64_t chunk, float scale,
+       float softcap, int int8_cache)

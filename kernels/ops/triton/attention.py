@@ -77,15 +77,17 @@ def attention(
     query_start: Tensor,
     seq_lens: Tensor,
     block_tables: Tensor,
-    scale: float,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+    scale: float = 1.0,
     window: int = 0,
     softcap: float = 0.0,
+    chunk: int = 0,
 ) -> Tensor:
     """See ``reference.attention``."""
     write_kv(k, v, k_cache, v_cache, slot_mapping)
-    return paged_attention(
-        q, k, v, k_cache, v_cache, query_start, seq_lens, block_tables, scale, window, softcap
-    )
+    batch = query_start, seq_lens, block_tables
+    return paged_attention(q, k, v, k_cache, v_cache, *batch, sinks, slopes, scale, window, softcap, chunk)
 
 
 def paged_attention(
@@ -97,21 +99,26 @@ def paged_attention(
     query_start: Tensor,
     seq_lens: Tensor,
     block_tables: Tensor,
-    scale: float,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+    scale: float = 1.0,
     window: int = 0,
     softcap: float = 0.0,
+    chunk: int = 0,
 ) -> Tensor:
     """See ``reference.paged_attention``. q may have any strides; k and v are read for whole prompts (``sdpa``) only."""
     q = with_unit_stride(q)
-    if sdpa.takes(q, k, v, k_cache.dtype, window, softcap):
+    special = softcap or sinks is not None or slopes is not None
+    if not special and sdpa.takes(q, k, v, k_cache.dtype, min(window or chunk, chunk or window)):
         return sdpa.dense(q, k, v, scale)
     out = torch.empty((q.shape[0], q.shape[1], v.shape[2]), dtype=q.dtype, device=q.device)
     tokens, sequences = q.shape[0], seq_lens.shape[0]
     if not tokens or not sequences:
         return out
     call = Call(
-        q, k_cache, v_cache, out, query_start, seq_lens, block_tables, k.shape[1], scale, window, softcap
-    )
+        q, k_cache, v_cache, out, query_start, seq_lens, block_tables, sinks, slopes, k.shape[1], scale, window,
+        softcap, chunk,
+    )  # fmt: skip
     if tokens > sequences:
         call.prompts(skip_single=sequences > 1)
     if tokens == sequences or sequences > 1:
@@ -130,10 +137,13 @@ class Call:
     query_start: Tensor
     seq_lens: Tensor
     block_tables: Tensor
+    sinks: Tensor | None
+    slopes: Tensor | None
     kv_heads: int
     scale: float
     window: int
     softcap: float
+    chunk: int
 
     def prompts(self, skip_single: bool) -> None:
         """Sequences of any number of new tokens; with ``skip_single`` without sequences of one new token."""
@@ -156,7 +166,7 @@ class Call:
         splits = self.splits(sequences, config.tile[0])
         parts = self.parts(sequences, splits)
         attention_heads[(self.kv_heads, sequences, splits)](
-            self.q, *self.pools, self.out, *parts, *self.batch, self.exponent, *self.strides,
+            self.q, *self.pools, self.out, *parts, *self.batch, *self.heads, self.exponent, *self.strides,
             SPLITS=splits, TILE=config.tile[0], STAGES=config.stages, **self.constants, num_warps=config.warps,
         )  # fmt: skip
         self.merge(parts, splits, single=True)
@@ -166,7 +176,8 @@ class Call:
     ) -> None:
         parts = self.parts(rows, splits)
         attention_tiles[(self.kv_heads, blocks, splits)](
-            self.q, *self.pools, self.out, *parts, *self.batch, self.seq_lens.shape[0], self.exponent, *self.strides,
+            self.q, *self.pools, self.out, *parts, *self.batch, *self.heads, self.seq_lens.shape[0], self.exponent,
+            *self.strides,
             KV_HEADS=self.kv_heads, SINGLE=single, SKIP_SINGLE=skip_single, SPLITS=splits,
             M=config.tile[0], TILE=config.tile[1], PRECISION=self.precision, **self.constants,
             num_warps=config.warps, num_stages=config.stages,
@@ -177,9 +188,9 @@ class Call:
         if splits > 1:
             grid = (parts[1].shape[0], self.q.shape[1])
             merge_splits[grid](
-                *parts, self.out, self.query_start,
+                *parts, self.out, self.query_start, self.heads[0],
                 HEADS=self.q.shape[1], V_DIM=self.out.shape[2], SPLITS=splits, DV=self.constants["DV"],
-                SINGLE=single, num_warps=4,
+                SINGLE=single, SINKS=self.sinks is not None, num_warps=4,
             )  # fmt: skip
 
     def parts(self, rows: int, splits: int) -> Parts:
@@ -192,7 +203,8 @@ class Call:
     def splits(self, programs: int, tile: int) -> int:
         """Into how many parts the keys are cut for ``programs`` of each KV head: a power of two."""
         longest = self.block_tables.shape[1] * self.k_cache.shape[1]
-        longest = min(longest, self.window + tile) if self.window else longest
+        for limit in (self.window, self.chunk):
+            longest = min(longest, limit + tile) if limit else longest
         wanted = WAVES * multiprocessors(self.q.device) // (programs * self.kv_heads)
         most = min(wanted, longest // (tile * TILES_OF_A_SPLIT), MAX_SPLITS)
         return 1 << (max(1, most).bit_length() - 1)
@@ -232,6 +244,11 @@ class Call:
         return self.query_start, self.seq_lens, self.block_tables
 
     @property
+    def heads(self) -> tuple[Tensor, Tensor]:
+        """Sinks and slopes; any tensor in the place of none, which no kernel reads."""
+        return tuple(self.seq_lens if x is None else x for x in (self.sinks, self.slopes))  # type: ignore[return-value]
+
+    @property
     def strides(self) -> tuple[int, int, int]:
         return self.q.stride(0), self.q.stride(1), self.block_tables.stride(0)
 
@@ -260,7 +277,10 @@ class Call:
             "FORMAT": FORMATS.get(self.k_cache.dtype, FLOAT),
             "NATIVE": self.arch == "sm_90" and self.q.device.type != "cpu",
             "WINDOW": self.window,
+            "CHUNK": self.chunk,
             "SOFTCAP": self.softcap,
+            "SINKS": self.sinks is not None,
+            "SLOPES": self.slopes is not None,
         }
 
 

@@ -47,6 +47,25 @@ def capped(scores, scale, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def first_key(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """The first key seen by the token at ``position``."""
+    first = position * 0
+    if WINDOW:
+        first = tl.maximum(position - WINDOW + 1, 0)
+    if CHUNK:
+        first = tl.maximum(first, position // CHUNK * CHUNK)
+    return first
+
+
+@triton.jit
+def beside_sink(weight, top, sink):
+    """Factor and sum of weights of a row with a sink's share in the weights; scores and sink are exponents of 2."""
+    best = tl.maximum(top, sink)
+    keep = tl.exp2(top - best)
+    return keep, weight * keep + tl.exp2(sink - best)
+
+
+@triton.jit
 def sequence_of(query_block, query_start, sequences, BLOCK_Q: tl.constexpr):
     """The sequence of a block of queries: s has the blocks from ``query_start[s] // BLOCK_Q + s`` on."""
     low = 0
@@ -62,9 +81,10 @@ def sequence_of(query_block, query_start, sequences, BLOCK_Q: tl.constexpr):
 
 @triton.jit
 def attend_tiles(
-    total, weight, top, queries, positions, start, stop, length, scale,
+    total, weight, top, queries, positions, slopes, start, stop, length, scale,
     k_cache, v_cache, k_scales, v_scales, table, kv_head,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr,
+    MASKED: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SLOPES: tl.constexpr, SOFTCAP: tl.constexpr,
+    FORMAT: tl.constexpr, NATIVE: tl.constexpr,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr,
     K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
@@ -72,8 +92,10 @@ def attend_tiles(
     """The tiles of [start, stop) added to total [M, DV], weight [M] and top [M], the largest score so far.
 
     Without MASKED every row sees every key. ``scale`` turns scores into exponents of 2; with SOFTCAP, into scores.
+    ``slopes`` [M] are those of the rows, in exponents of 2, with SLOPES.
     """
     unit = 1.4426950408889634 if SOFTCAP > 0 else scale
+    factor = 1.0 if SLOPES else unit
     d = tl.arange(0, D)
     dv = tl.arange(0, DV)
     offset = tl.arange(0, TILE)
@@ -101,16 +123,18 @@ def attend_tiles(
             scores *= k_scale[None, :]
         if SOFTCAP > 0:
             scores = capped(scores, scale, SOFTCAP)
+        if SLOPES:
+            scores = scores * unit + slopes[:, None] * (key[None, :] - positions[:, None]).to(tl.float32)
         if MASKED:
             seen = key[None, :] <= positions[:, None]
-            if WINDOW:
-                seen = seen & (positions[:, None] - key[None, :] < WINDOW)
+            if WINDOW or CHUNK:
+                seen = seen & (key[None, :] >= first_key(positions, WINDOW, CHUNK)[:, None])
             scores = tl.where(seen, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1) * unit)
+        new_top = tl.maximum(top, tl.max(scores, 1) * factor)
         base = new_top
         if MASKED:  # a row that has seen nothing yet
             base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        p = tl.exp2(scores * unit - base[:, None])
+        p = tl.exp2(scores * factor - base[:, None])
         shrink = tl.exp2(top - base)
         weight = weight * shrink + tl.sum(p, 1)
         total = total * shrink[:, None]
@@ -141,12 +165,13 @@ def attend_tiles(
 @triton.jit(do_not_specialize=["sequences", "table_stride"], do_not_specialize_on_alignment=BATCH)
 def attention_tiles(
     q, k_cache, v_cache, k_scales, v_scales, out, parts, weights, tops, query_start, seq_lens, block_tables,
-    sequences, scale, q_token, q_head, table_stride,
+    sinks, slopes, sequences, scale, q_token, q_head, table_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr,
     K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINGLE: tl.constexpr, SKIP_SINGLE: tl.constexpr,
-    SPLITS: tl.constexpr, M: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SLOPES: tl.constexpr,
+    SINGLE: tl.constexpr, SKIP_SINGLE: tl.constexpr, SPLITS: tl.constexpr,
+    M: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """M rows, a row being a query token and a head of the group of a KV head, over one of SPLITS parts of the keys.
@@ -190,9 +215,9 @@ def attention_tiles(
     latest = tl.minimum(earliest + tokens_at_once, length) - 1
     begin = 0
     whole_from = 0
-    if WINDOW:
-        begin = tl.maximum(earliest - WINDOW + 1, 0) // TILE * TILE
-        whole_from = (tl.maximum(latest - WINDOW + 1, 0) + TILE - 1) // TILE * TILE
+    if WINDOW or CHUNK:
+        begin = first_key(earliest, WINDOW, CHUNK) // TILE * TILE
+        whole_from = (first_key(latest, WINDOW, CHUNK) + TILE - 1) // TILE * TILE
     end = latest + 1
     whole_to = tl.maximum(earliest + 1, 0) // TILE * TILE  # tiles in between are seen by all rows
     if SPLITS > 1:
@@ -204,31 +229,37 @@ def attention_tiles(
     weight = tl.zeros((M,), tl.float32)
     top = tl.full((M,), float("-inf"), tl.float32)
     table = block_tables + sequence * table_stride
-    if WINDOW:
+    slope = weight
+    if SLOPES:
+        slope = tl.load(slopes + head) * 1.4426950408889634
+    if WINDOW or CHUNK:
         left = tl.minimum(end, whole_from)
         total, weight, top = attend_tiles(
-            total, weight, top, queries, positions, begin, left, length, scale,
+            total, weight, top, queries, positions, slope, begin, left, length, scale,
             k_cache, v_cache, k_scales, v_scales, table, kv_head,
-            True, WINDOW, SOFTCAP, FORMAT, NATIVE, KV_HEADS, DIM, V_DIM, D, DV,
+            True, WINDOW, CHUNK, SLOPES, SOFTCAP, FORMAT, NATIVE, KV_HEADS, DIM, V_DIM, D, DV,
             BLOCK_SIZE, K_BLOCK, V_BLOCK, K_SCALES, V_SCALES, TILE, PRECISION,
         )  # fmt: skip
         begin = tl.maximum(begin, whole_from)
     total, weight, top = attend_tiles(
-        total, weight, top, queries, positions, begin, tl.minimum(end, whole_to), length, scale,
+        total, weight, top, queries, positions, slope, begin, tl.minimum(end, whole_to), length, scale,
         k_cache, v_cache, k_scales, v_scales, table, kv_head,
-        False, WINDOW, SOFTCAP, FORMAT, NATIVE, KV_HEADS, DIM, V_DIM, D, DV,
+        False, WINDOW, CHUNK, SLOPES, SOFTCAP, FORMAT, NATIVE, KV_HEADS, DIM, V_DIM, D, DV,
         BLOCK_SIZE, K_BLOCK, V_BLOCK, K_SCALES, V_SCALES, TILE, PRECISION,
     )  # fmt: skip
     total, weight, top = attend_tiles(
-        total, weight, top, queries, positions, tl.maximum(begin, whole_to), end, length, scale,
+        total, weight, top, queries, positions, slope, tl.maximum(begin, whole_to), end, length, scale,
         k_cache, v_cache, k_scales, v_scales, table, kv_head,
-        True, WINDOW, SOFTCAP, FORMAT, NATIVE, KV_HEADS, DIM, V_DIM, D, DV,
+        True, WINDOW, CHUNK, SLOPES, SOFTCAP, FORMAT, NATIVE, KV_HEADS, DIM, V_DIM, D, DV,
         BLOCK_SIZE, K_BLOCK, V_BLOCK, K_SCALES, V_SCALES, TILE, PRECISION,
     )  # fmt: skip
 
     dv = tl.arange(0, DV)
     inside = known[:, None] & (dv < V_DIM)[None, :]
     if SPLITS == 1:
+        if SINKS:
+            keep, weight = beside_sink(weight, top, tl.load(sinks + head) * 1.4426950408889634)
+            total = total * keep[:, None]
         total = total / tl.where(weight > 0, weight, 1.0)[:, None]
         o_at = ((token * HEADS + head) * V_DIM)[:, None] + dv[None, :]
         tl.store(out + o_at, total.to(out.dtype.element_ty), mask=inside)
@@ -243,11 +274,12 @@ def attention_tiles(
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=BATCH)
 def attention_heads(
     q, k_cache, v_cache, k_scales, v_scales, out, parts, weights, tops, query_start, seq_lens, block_tables,
-    scale, q_token, q_head, table_stride,
+    sinks, slopes, scale, q_token, q_head, table_stride,
     HEADS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, K_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr,
     K_SCALES: tl.constexpr, V_SCALES: tl.constexpr, FORMAT: tl.constexpr, NATIVE: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SLOPES: tl.constexpr,
+    SPLITS: tl.constexpr,
     TILE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """A query of a head with keys of its own: no tensor cores, which would waste all rows but one.
@@ -266,9 +298,8 @@ def attention_heads(
     dv = tl.arange(0, DV)
     token = start.to(tl.int64)
     query = tl.load(q + token * q_token + head * q_head + d, mask=d < DIM, other=0.0).to(tl.float32)
-    begin = 0
-    if WINDOW:
-        begin = tl.maximum(length - WINDOW, 0) // TILE * TILE
+    seen_from = first_key(tl.maximum(length - 1, 0), WINDOW, CHUNK)
+    begin = seen_from // TILE * TILE
     end = length
     if SPLITS > 1:
         share = (end - begin + SPLITS * TILE - 1) // (SPLITS * TILE) * TILE
@@ -298,9 +329,12 @@ def attention_heads(
         if SOFTCAP > 0:
             scores = capped(scores, scale, SOFTCAP)
         seen = exists
-        if WINDOW:
-            seen = seen & (key >= length - WINDOW)
-        scores = tl.where(seen, scores * unit, float("-inf"))
+        if WINDOW or CHUNK:
+            seen = seen & (key >= seen_from)
+        scores = scores * unit
+        if SLOPES:
+            scores += tl.load(slopes + head) * 1.4426950408889634 * (key - length + 1).to(tl.float32)
+        scores = tl.where(seen, scores, float("-inf"))
         new_top = tl.maximum(top, scores)
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
         p = tl.exp2(scores - base)
@@ -316,6 +350,9 @@ def attention_heads(
     weight_sum = tl.sum(weight * share_of, 0)
     result = tl.sum(total * share_of[:, None], 0)
     if SPLITS == 1:
+        if SINKS:
+            keep, weight_sum = beside_sink(weight_sum, best, tl.load(sinks + head) * 1.4426950408889634)
+            result *= keep
         result = result / tl.where(weight_sum > 0, weight_sum, 1.0)
         tl.store(out + (token * HEADS + head) * V_DIM + dv, result.to(out.dtype.element_ty), mask=dv < V_DIM)
     else:
@@ -327,8 +364,9 @@ def attention_heads(
 
 @triton.jit(do_not_specialize_on_alignment=["query_start"])
 def merge_splits(
-    parts, weights, tops, out, query_start,
+    parts, weights, tops, out, query_start, sinks,
     HEADS: tl.constexpr, V_DIM: tl.constexpr, SPLITS: tl.constexpr, DV: tl.constexpr, SINGLE: tl.constexpr,
+    SINKS: tl.constexpr,
 ):  # fmt: skip
     """Merge a head's SPLITS partial results into its output row. Grid: rows of ``parts``, heads."""
     row = tl.program_id(0).to(tl.int64)
@@ -342,8 +380,14 @@ def merge_splits(
     dv = tl.arange(0, DV)
     top = tl.load(tops + part)
     best = tl.max(top, 0)
+    sink = 0.0
+    if SINKS:
+        sink = tl.load(sinks + head) * 1.4426950408889634
+        best = tl.maximum(best, sink)
     share = tl.exp2(top - tl.where(best == float("-inf"), 0.0, best))
     weight = tl.sum(tl.load(weights + part) * share, 0)
+    if SINKS:
+        weight += tl.exp2(sink - best)
     values = tl.load(parts + part[:, None] * V_DIM + dv[None, :], mask=(dv < V_DIM)[None, :], other=0.0)
     result = tl.sum(values * share[:, None], 0) / tl.where(weight > 0, weight, 1.0)
     tl.store(out + (token * HEADS + head) * V_DIM + dv, result.to(out.dtype.element_ty), mask=dv < V_DIM)

@@ -29,10 +29,13 @@ BACKENDS = [
 MAX_HEAD_DIM = 256  # of a head, for the first two
 
 
-def takes(q: Tensor, k: Tensor, v: Tensor, pool: torch.dtype, window: int, softcap: float) -> bool:
-    """True where ``dense`` should attend q [T, H, D]: a whole prompt, a cache without rounding, a shorter time."""
+def takes(q: Tensor, k: Tensor, v: Tensor, pool: torch.dtype, window: int) -> bool:
+    """True where ``dense`` should attend q [T, H, D]: a whole prompt, a cache without rounding, a shorter time.
+
+    ``window`` is the number of tokens seen by a token at most, 0 for all.
+    """
     prompt = current_whole_prompt()
-    if prompt is None or softcap or pool != q.dtype:
+    if prompt is None or pool != q.dtype:
         return False
     tokens, heads, dim = q.shape
     fits = q.dtype in (torch.float16, torch.bfloat16) and max(dim, v.shape[2]) <= MAX_HEAD_DIM

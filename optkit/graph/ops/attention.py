@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from optkit.graph.ops.operands import (
     MAX_INT,
@@ -15,13 +15,16 @@ from optkit.graph.ops.operands import (
     batch,
     either,
     expect,
+    optional,
     pool,
     value,
+    weight,
     whole,
 )
 from optkit.graph.ops.record import CPU, CUDA, PROGRAM, Op, Work
 from optkit.kernels import reference
 
+ATTENTION = (reference.attention, reference.paged_attention)
 ROW_MAJOR = torch.contiguous_format
 MAX_HEAD_CHANNELS = 1 << 22  # of all heads of a token: attention keeps so many floats for a thread
 
@@ -37,8 +40,20 @@ SEQUENCES = (
     batch("seq_lens", Kind.INT32, "S"),
     batch("block_tables", Kind.INT32, "S B"),
 )
-SCORES = (Number("scale", required=True), whole("window", 0, MAX_INT), Number("softcap", 0.0))
+SCORES = (
+    optional(weight("sinks", Kind.FLOAT32, "H", Role.TABLE)),
+    optional(weight("slopes", Kind.FLOAT32, "H", Role.TABLE)),
+    Number("scale", required=True),
+    whole("window", 0, MAX_INT),
+    Number("softcap", 0.0),
+    whole("chunk", 0, MAX_INT),
+)
 ONE_CALL = "on a CPU ``attention`` writes the cache and attends in one call"
+
+
+def visible(node: fx.Node) -> int:
+    """The largest number of tokens seen by a token of an attention op, by window and chunk; 0 for all."""
+    return min((length for name in ("window", "chunk") if (length := node.kwargs.get(name, 0))), default=0)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -131,8 +146,6 @@ OPS = (
         (Q, K, V, *POOLS, *SEQUENCES, *SCORES),
         shape=attention,
         work=Work.ATTENTION,
-        absent={CPU: ONE_CALL, PROGRAM: ONE_CALL},
         traceable=False,
-        only_lowered=True,
     ),
 )

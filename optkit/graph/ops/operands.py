@@ -33,7 +33,7 @@ class Role(Enum):
     CACHE = "a KV pool"
     STATE = "a pool of recurrent states"
     BATCH = "an input that describes the batch"
-    TABLE = "rotary angles, frequencies or experts of tokens"
+    TABLE = "rotary angles, frequencies, experts of tokens, or numbers of the heads"
 
 
 class Source(Enum):

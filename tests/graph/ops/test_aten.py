@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from optkit.graph.ops.aten import ATEN_OPS, PLACEMENT, POINTWISE, SCALAR_OPS, aten
+from optkit.graph.ops.aten import ATEN_OPS, PLACEMENT, POINTWISE, SCALAR_OPS, aten, is_creator
 
 
 @pytest.mark.parametrize("name", ATEN_OPS)
@@ -82,6 +82,17 @@ def test_pointwise_op_keeps_places_apart(name: str) -> None:
     if name != "empty_like.default":
         torch.testing.assert_close(before, after[order], equal_nan=True)
     assert before.shape == after.shape == (4, 5)
+
+
+def test_creators_are_the_ops_on_numbers_alone() -> None:
+    creators = {name for name in ATEN_OPS if is_creator(aten(name))}
+    assert creators == {
+        "arange.default",
+        "arange.start",
+        "arange.start_step",
+        "full.default",
+        "scalar_tensor.default",
+    }
 
 
 def test_scalar_ops_compute_with_integers() -> None:

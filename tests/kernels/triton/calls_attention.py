@@ -33,7 +33,7 @@ def attend(
     return partial(
         attention.paged_attention, meta(tokens, heads, dim, dtype=dtype), kv, kv, *pools(kv_heads, dim, pool),
         meta(sequences + 1, dtype=torch.int32), meta(sequences, dtype=torch.int32),
-        meta(sequences, length // SIZE, dtype=torch.int32), dim**-0.5, window, softcap,
+        meta(sequences, length // SIZE, dtype=torch.int32), scale=dim**-0.5, window=window, softcap=softcap,
     )  # fmt: skip
 
 

@@ -28,6 +28,16 @@ SHAPES = {
     "window": Shape(new=(20, 1), old=(60, 90), window=25),
     "window below a tile": Shape(new=(16,), old=(60,), window=2),
     "window, decode": Shape(new=(1, 1), old=(140, 20), window=33, heads=1),
+    "chunk": Shape(new=(20, 1), old=(60, 90), chunk=25),
+    "chunk, decode": Shape(new=(1, 1, 1), old=(140, 66, 20), chunk=33, heads=1),
+    "chunk below a tile, in a window": Shape(new=(16, 70), old=(60, 0), chunk=5, window=3),
+    "sinks": Shape(new=(20, 1, 1), old=(60, 90, 0), heads=4, kv_heads=2, sinks=True),
+    "sinks, no groups": Shape(new=(1, 9), old=(140, 20), heads=2, kv_heads=2, sinks=True, window=33),
+    "slopes": Shape(new=(20, 1, 1), old=(60, 90, 0), heads=4, kv_heads=2, slopes=True),
+    "slopes, no groups": Shape(new=(1, 9), old=(140, 20), heads=2, kv_heads=2, slopes=True),
+    "slopes, sinks, soft-cap": Shape(
+        new=(20, 1), old=(50, 40), softcap=3.0, slopes=True, sinks=True, chunk=40
+    ),
     "soft-cap": Shape(new=(20, 1), old=(50, 40), softcap=3.0),
     "soft-cap, decode": Shape(new=(1,), old=(50,), softcap=3.0, heads=1),
     "heads of 80": Shape(new=(18,), old=(20,), dim=80, heads=1),
@@ -76,8 +86,10 @@ def test_padding_gives_zeros_and_touches_nothing(kv_heads: int) -> None:
         Shape(new=(1, 1), old=(700, 2), heads=4),
         Shape(new=(1,), old=(700,), heads=2, window=300),
         Shape(new=(3,), old=(700,), heads=2),
+        Shape(new=(1, 1), old=(700, 2), heads=4, sinks=True, slopes=True),
+        Shape(new=(1,), old=(700,), heads=1, sinks=True, slopes=True, chunk=600),
     ],
-    ids=["heads", "group", "window", "chunk"],
+    ids=["heads", "group", "window", "chunk", "sinks", "sinks of heads"],
 )
 def test_splits_are_merged(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
@@ -104,7 +116,7 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
         alone = attention.paged_attention(
             world.q[rows], world.k[rows], world.v[rows], world.k_cache, world.v_cache,
             torch.tensor([0, rows.stop - rows.start], dtype=torch.int32), world.seq_lens[s : s + 1],
-            world.tables[s : s + 1], world.scale,
+            world.tables[s : s + 1], scale=world.scale,
         )  # fmt: skip
         torch.testing.assert_close(alone, together[rows], rtol=1e-5, atol=1e-6)
 

@@ -25,6 +25,9 @@ class Shape:
     size: int = 16
     window: int = 0
     softcap: float = 0.0
+    chunk: int = 0
+    sinks: bool = False
+    slopes: bool = False
     dtype: torch.dtype = torch.float32
     pool: torch.dtype = torch.float32
     seed: int = 0
@@ -100,6 +103,8 @@ class World:
             planar_write(random(old, kv, v_dim), self.v_cache, at[:old])
             slots.append(at[old:] if length else torch.tensor([-1]))
         self.slots = torch.cat(slots)
+        self.sinks = torch.randn(shape.heads, generator=generator) * 2 if shape.sinks else None
+        self.slopes = torch.rand(shape.heads, generator=generator) if shape.slopes else None
         self.query_start = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
         self.seq_lens = torch.tensor(lengths, dtype=torch.int32)
 
@@ -107,8 +112,14 @@ class World:
         """The kernel on these tensors; it writes the new tokens to the pools."""
         return kernel(
             self.q, self.k, self.v, self.k_cache, self.v_cache, self.slots, self.query_start, self.seq_lens,
-            self.tables, self.scale, self.shape.window, self.shape.softcap,
+            self.tables, **self.options,
         )  # fmt: skip
+
+    @property
+    def options(self) -> dict[str, Any]:
+        shape = self.shape
+        scores = {"scale": self.scale, "window": shape.window, "softcap": shape.softcap, "chunk": shape.chunk}
+        return scores | {"sinks": self.sinks, "slopes": self.slopes}
 
     def expected(self) -> Tensor:
         """Attention over what the pools hold now, in float64."""
@@ -120,7 +131,7 @@ class World:
                 out.append(q.new_zeros(*q.shape[:2], self.v.shape[2]))
                 continue
             keys, values = (reference.gather_kv(c, self.tables[s], length) for c in (k_cache, v_cache))
-            out.append(reference.attend(q, keys, values, self.scale, self.shape.window, self.shape.softcap))
+            out.append(reference.attend(q, keys, values, **self.options))
         return torch.cat(out)
 
 

@@ -92,7 +92,7 @@ def test_reset_drops_checkpoints_with_the_kv() -> None:
 
 def test_salted_prompts_share_no_state() -> None:
     engine = recurrent_engine()
-    params = SamplingParams(max_tokens=2, temperature=0.0)
+    params = SamplingParams(max_tokens=1, temperature=0.0)
     for name, salt in (("a", ""), ("b", "tenant")):
         request = EngineRequest(
             request_id=name, prompt_ids=tuple(range(1, 20)), sampling=params, arrival=0.0, cache_salt=salt
