@@ -9,6 +9,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("kernels", "optkit/graph", "optkit/lowering")
 STEP = re.compile(r"^\d+\. `([\w./]+)`", re.MULTILINE)
 MAX_FILES = 8
+# The reference hands the spec on, and the op on the weights of experts names the linear op of which it is a variant.
+BESIDE = {"kernels/ops/reference.py", "kernels/ops/reference_experts.py", "optkit/graph/ops/experts.py"}
 
 
 def walk() -> tuple[str, list[str]]:
@@ -39,7 +41,7 @@ def test_no_other_source_file_names_the_op() -> None:
         if path.suffix in (".py", ".cpp", ".h")
     ]
     found = {str(path.relative_to(ROOT)) for path in sources if mentions(op, path)}
-    assert found == {file for file in files if not file.startswith("tests/")}
+    assert found - BESIDE == {file for file in files if not file.startswith("tests/")}
 
 
 def test_readme_of_kernels_names_every_step() -> None:

@@ -81,6 +81,9 @@ def load_model(source: Source) -> Any:
     if missing:
         raise UnsupportedModel(f"the checkpoint has no tensor for {missing[0]}", where=where)
     fill(model, source)
+    model._weight_conversions = (
+        None  # names come from the architecture's conversion, not from that of stand-ins
+    )
     return model
 
 
@@ -110,6 +113,7 @@ def stand_ins(model_class: Any, config: Any, source: Source) -> dict[str, Tensor
         for part in origin.parts
         if len(shapes[name]) == 3
     }
+    refuse_partial(model, source, {name for name, _ in fused.values()})
     values = {}
     for layer in source.layers.values():
         parameter, expert_shape = fused.get(f"{layer.name}.weight", ("", None))
@@ -125,6 +129,15 @@ def stand_ins(model_class: Any, config: Any, source: Source) -> dict[str, Tensor
             raise UnsupportedModel(what, where=str(source.directory))
         values[f"{layer.name}.weight"] = torch.zeros(()).expand(shape)
     return values
+
+
+def refuse_partial(model: Any, source: Source, parameters: set[str]) -> None:
+    """Refuse a layer of which only some experts are quantized: optkit keeps the experts of a layer in one weight."""
+    for name, origin in checkpoint_origins(model).items():
+        found = {module_of(part.name) in source.layers for part in origin.parts}
+        if name in parameters and len(found) > 1:
+            what = f"only some of the experts of {name} are quantized, and optkit keeps them in one weight"
+            raise UnsupportedModel(what, where=str(source.directory))
 
 
 def insert_layers(graph: Graph, source: Source) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 
 from optkit.checkpoint.modules import modules
 from optkit.graph import ops
-from optkit.graph.ir import Graph
+from optkit.graph.ir import Graph, Weight
 from optkit.graph.verify import verify
 from optkit.kernels import reference
 from optkit.lowering.dense import dense_inputs
@@ -172,7 +171,7 @@ def test_an_expert_without_calibration_tokens_is_named_and_rounded() -> None:
         name = f"model.layers.{layer}.mlp.gate.weight"
         value = before.weights[name].value.clone()
         value[0] = value[1:].mean(0)  # a score between the others'
-        before.weights[name] = replace(before.weights[name], value=value)
+        before.weights[name] = Weight(value, before.weights[name].origin)
     graph, stats = calibrated("gptq", before, calibration={"samples": 32}, expert_tokens=400)
     site = f"{LAYER}.experts.down_proj"
     tokens = stats["expert_tokens"][site]
