@@ -40,7 +40,6 @@ def test_saved_outcomes_are_of_known_types_and_none_is_wrong() -> None:
     types = json.loads(RESULT.read_text("utf-8"))["types"]
     assert set(types) <= set(model_types())
     assert [name for name, outcome in types.items() if outcome["state"] == WRONG] == []
-    assert all(types[name]["state"] == RIGHT for name in tested())
     assert all(
         outcome["reason"] and "\n" not in outcome["reason"]
         for outcome in types.values()
