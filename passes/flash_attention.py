@@ -15,7 +15,7 @@ from torch import fx
 from optkit.graph.ir import Graph
 from optkit.graph.ops import op_of
 from optkit.kernels import PLAIN_KERNELS, Kernel, reference, select
-from optkit.lowering.bind import kernel_of, weight_arguments
+from optkit.lowering.bind import kernel_of, weight_layouts
 from optkit.passes.base import Pass, PassContext, PassResult, Plan, Site, Skip, Stage
 
 
@@ -60,7 +60,7 @@ def special_parts(node: fx.Node) -> list[str]:
 def best_kernel(graph: Graph, node: fx.Node, ctx: PassContext) -> Kernel | None:
     """The best kernel for the target and the site's window, soft-cap and KV pools."""
     options = graph.site_options(node)
-    return select(op_of(node).name, ctx.target, weights=weight_arguments(graph, node), options=options)
+    return select(op_of(node).name, ctx.target, weights=weight_layouts(graph, node), options=options)
 
 
 def running(graph: Graph, node: fx.Node, ctx: PassContext) -> str:
