@@ -17,6 +17,7 @@ from optkit.graph.states import RecurrentSpec
 from optkit.graph.verify import verify
 from optkit.kernels import reference_recurrent
 from optkit.kernels.cpu import native
+from optkit.kernels.cpu.program import Program
 from optkit.lowering.lower import check_recurrent, lower
 from tests.capture.test_architectures import TOLERANCE, eager_logits
 from tests.support.architectures import RECURRENT, tiny_model
@@ -161,12 +162,13 @@ def test_a_computed_weight_of_a_convolution_is_refused():
 
 
 @pytest.mark.skipif(not native.available(), reason="no native library")
-@pytest.mark.parametrize("name", ["lfm2", "olmo_hybrid", "bamba", "jamba"])
+@pytest.mark.parametrize("name", ["lfm2", "olmo_hybrid", "bamba", "jamba", "mamba"])
 def test_a_lowered_model_runs_native_kernels_with_the_same_bits_in_programs(name):
     graph = captured(name)
     generator = torch.Generator().manual_seed(2)
     prompts = [torch.randint(3, 128, (n,), generator=generator) for n in (23, 2, 38)]
     inside, outside = lower(graph, TARGET), lower(graph, TARGET, programs=False)
+    assert any(isinstance(node.target, Program) for node in inside.module.graph.nodes)
     recurrent_nodes = [
         n.name for n in graph.fx.nodes if (op := record_of(n.target)) and op.work is Work.RECURRENT
     ]
