@@ -134,7 +134,8 @@ def test_a_pool_used_twice(graph: Graph) -> None:
 
 
 @pytest.mark.parametrize(
-    ("window", "reason"), [(0, "reads more tokens than the 5"), (6, "more tokens than the 5"), ([5], "window is")]
+    ("window", "reason"),
+    [(0, "reads more tokens than the 5"), (6, "more tokens than the 5"), ([5], "window is")],
 )
 def test_a_window_beyond_the_kept_tokens(graph: Graph, window: object, reason: str) -> None:
     graph.meta = graph.meta.with_kv_specs(replace(spec, window=5) for spec in graph.meta.kv_specs)
