@@ -54,10 +54,10 @@ def replace_parameter(model: Any, name: str, value: Tensor, adapter: Adapter) ->
     module, _, key = name.rpartition(".")
     owner = module_of(model, module, adapter)
     before = getattr(owner, key, None)
-    if not isinstance(before, Tensor):
+    if not isinstance(before, torch.nn.Parameter):
         raise missing(name, adapter)
     check_shape(name, list(value.shape), list(before.shape), adapter)
-    set_parameter(owner, key, value.to(torch.float32))
+    set_parameter(owner, key, finite(value.to(torch.float32), name, adapter))
 
 
 def merge_update(model: Any, name: str, update: Update, adapter: Adapter) -> None:
@@ -72,7 +72,7 @@ def merge_update(model: Any, name: str, update: Update, adapter: Adapter) -> Non
     stored_transposed = isinstance(owner, Conv1D) or embedding  # an embedding [V, K] is updated as [K, V]
     matrix = weight.detach().T if stored_transposed else weight.detach()
     check_shape(name, [update.b.shape[0], update.a.shape[1]], list(matrix.shape), adapter)
-    new = merged(matrix, update)
+    new = finite(merged(matrix, update), name, adapter)
     set_parameter(owner, "weight", new.T.contiguous() if stored_transposed else new)
 
 
@@ -89,6 +89,14 @@ def merged(weight: Tensor, update: Update) -> Tensor:
             value *= (update.magnitude[part].double() / value.norm(dim=1))[:, None]
         out[part] = value
     return out
+
+
+def finite(value: Tensor, name: str, adapter: Adapter) -> Tensor:
+    """``value``; refused where a number is beyond float32, or the row of a DoRA update is zero."""
+    if value.device.type != "meta" and not bool(value.isfinite().all()):
+        what = f"with the adapter, {name:.100} has numbers that float32 does not hold"
+        raise UserError(what, where=str(adapter.directory), fix=base_of(adapter))
+    return value
 
 
 def module_of(model: Any, name: str, adapter: Adapter) -> Any:

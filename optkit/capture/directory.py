@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
 from optkit.capture import boundary
 from optkit.capture.adapters import merge_adapters
-from optkit.capture.export import capture, first_line
+from optkit.capture.export import capture
+from optkit.capture.loading import build_model, read_config, refusals
 from optkit.capture.quantized import architecture_config, capture_quantized
 from optkit.capture.streamed import capture_streamed
 from optkit.checkpoint.adapter import Adapter
 from optkit.checkpoint.source import Source, open_source
-from optkit.errors import UnsupportedModel, UserError
+from optkit.errors import UserError
 from optkit.graph.ir import Graph
 
 
@@ -63,18 +64,16 @@ def load_model(directory: Path, weights: bool) -> Any:
     """The float model with optkit's attention boundary, on the meta device without ``weights``.
 
     Raises:
-        UnsupportedModel: transformers can't build the model.
+        UnsupportedModel: transformers can't build the model, or a tensor is missing.
     """
-    options: dict[str, Any] = {"attn_implementation": boundary.NAME, "dtype": torch.float32}
-    try:
-        with boundary.interface_needed(str(directory)):
-            if weights:
-                return AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, **options)
-            config = AutoConfig.from_pretrained(directory, local_files_only=True)
-            with torch.device("meta"):
-                return AutoModelForCausalLM.from_config(config, **options)
-    except (ValueError, KeyError) as error:
-        raise UnsupportedModel(first_line(error), where=str(directory)) from error
+    where = str(directory)
+    if weights:
+        return build_model(AutoModelForCausalLM, directory, where=where, local_files_only=True)
+    config = read_config(directory)
+    with refusals(where), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            config, attn_implementation=boundary.NAME, dtype=torch.float32
+        )
 
 
 def load_text_part(source: Source, weights: bool) -> Any:
@@ -83,20 +82,9 @@ def load_text_part(source: Source, weights: bool) -> Any:
     Raises:
         UnsupportedModel: transformers can't build the model, or a tensor is missing.
     """
-    config = architecture_config(source)
+    config, where = architecture_config(source), str(source.directory)
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    options: dict[str, Any] = {"attn_implementation": boundary.NAME, "dtype": torch.float32}
-    where = str(source.directory)
-    try:
-        with boundary.interface_needed(where):
-            if not weights:
-                with torch.device("meta"):
-                    return model_class._from_config(config, **options)
-            model, report = model_class.from_pretrained(
-                None, config=config, state_dict=dict(source), output_loading_info=True, **options
-            )
-    except (ValueError, KeyError) as error:
-        raise UnsupportedModel(first_line(error), where=where) from error
-    if report["missing_keys"]:
-        raise UnsupportedModel(f"the checkpoint has no tensor for {min(report['missing_keys'])}", where=where)
-    return model
+    if weights:
+        return build_model(model_class, None, where=where, config=config, state_dict=dict(source))
+    with refusals(where), torch.device("meta"):
+        return model_class._from_config(config, attn_implementation=boundary.NAME, dtype=torch.float32)

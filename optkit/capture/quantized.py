@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
-from optkit.capture import boundary
 from optkit.capture.experts import checkpoint_origins
 from optkit.capture.export import capture
+from optkit.capture.loading import build_model, read_config, refusals
 from optkit.checkpoint.insertion import insert, share_with_embedding
 from optkit.checkpoint.quantized_linear import G_IDX, QuantizedLinear
 from optkit.checkpoint.source import Source
@@ -36,8 +36,9 @@ MAX_CHECKED_BYTES = 4 << 30  # bytes of float weights up to which the check uses
 def architecture_config(source: Source) -> Any:
     """The configuration of the architecture, of a multimodal checkpoint that of the text decoder."""
     if source.text is None:
-        return AutoConfig.from_pretrained(source.directory, local_files_only=True)
-    return AutoConfig.for_model(**source.info.config)
+        return read_config(source.directory)
+    with refusals(str(source.directory)):
+        return AutoConfig.for_model(**source.info.config)
 
 
 def float_config(source: Source) -> Any:
@@ -67,18 +68,7 @@ def load_model(source: Source) -> Any:
     tensors = {name: source[name] for name in floats if name not in source.float4}
     tensors |= {name: torch.zeros(()).expand(source.float4.shape(name)) for name in source.float4}
     tensors |= stand_ins(model_class, config, source)
-    with boundary.interface_needed(where):
-        model, report = model_class.from_pretrained(
-            None,
-            config=config,
-            state_dict=tensors,
-            attn_implementation=boundary.NAME,
-            dtype=torch.float32,
-            output_loading_info=True,
-        )
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise UnsupportedModel(f"the checkpoint has no tensor for {missing[0]}", where=where)
+    model = build_model(model_class, None, where=where, config=config, state_dict=tensors)
     fill(model, source)
     model._weight_conversions = (
         None  # names come from the architecture's conversion, not from that of stand-ins

@@ -18,14 +18,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from optkit.capture import boundary
 from optkit.capture.export import capture
 from optkit.capture.limits import MAX_LOADED_BYTES
+from optkit.capture.loading import build_model, read_config, refusals
 from optkit.checkpoint.source import Source
 from optkit.checkpoint.tensors import STORED_BYTES, float_bytes, stored
-from optkit.errors import UnsupportedModel
 from optkit.graph.ir import Graph
 from optkit.graph.stored import Place
 from optkit.machine.mapped_files import PageRelease
@@ -41,11 +40,11 @@ def capture_streamed(source: Source, max_model_len: int | None = None) -> Graph 
     """
     if source.layers or source.float4 or source.text or float_bytes(source.info) <= MAX_LOADED_BYTES:
         return None
-    config = AutoConfig.from_pretrained(source.directory, local_files_only=True)
+    config = read_config(source.directory)
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_class is None:
         return None
-    shapes = parameter_shapes(model_class, config)
+    shapes = parameter_shapes(model_class, config, str(source.directory))
     if not fits(shapes, source, tied=bool(getattr(config, "tie_word_embeddings", False))):
         return None
     model = skeleton(model_class, config, source, shapes)
@@ -53,9 +52,9 @@ def capture_streamed(source: Source, max_model_len: int | None = None) -> Graph 
     return with_stored_weights(graph, source)
 
 
-def parameter_shapes(model_class: Any, config: Any) -> dict[str, torch.Size]:
+def parameter_shapes(model_class: Any, config: Any, where: str) -> dict[str, torch.Size]:
     """Shapes of the model's parameters by name."""
-    with torch.device("meta"):
+    with refusals(where), torch.device("meta"):
         return {name: p.shape for name, p in model_class(config).named_parameters()}
 
 
@@ -76,19 +75,7 @@ def skeleton(model_class: Any, config: Any, source: Source, shapes: Mapping[str,
     large = {name: shape for name, shape in shapes.items() if 4 * math.prod(shape) >= STORED_BYTES}
     tensors = {name: source[name] for name in source if name not in large}
     tensors |= {name: torch.zeros(()).expand(shape) for name, shape in large.items() if name in source}
-    with boundary.interface_needed(where):
-        model, report = model_class.from_pretrained(
-            None,
-            config=config,
-            state_dict=tensors,
-            attn_implementation=boundary.NAME,
-            dtype=torch.float32,
-            output_loading_info=True,
-        )
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise UnsupportedModel(f"the checkpoint has no tensor for {missing[0]}", where=where)
-    return model
+    return build_model(model_class, None, where=where, config=config, state_dict=tensors)
 
 
 # -- random weights ----------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from optkit.checkpoint.tensors import load_tensors
@@ -36,6 +37,7 @@ KNOWN = {
 }  # fmt: skip
 # Starts that change the base model when the adapter is loaded, so the file alone does not have the update.
 CHANGES_BASE = ("pissa", "olora", "loftq", "corda")
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LITERAL = re.compile(r"\^?(?:[\w-]|\\?\.)+\$?", re.ASCII)
 SUFFIXES = {
     "lora_A.weight": "a", "lora_B.weight": "b", "lora_embedding_A": "a", "lora_embedding_B": "b",
@@ -176,15 +178,21 @@ def split(
     """The updates by module, and the whole parameters by name.
 
     Raises:
-        UserError: a name of another form, a half of an update, or shapes that contradict each other.
+        UserError: no tensors, a name of another form, two tensors or half an update for a weight, or shapes that
+            contradict each other.
     """
+    if not tensors:
+        raise UserError("there is no tensor in it", where=where)
     parts: dict[str, dict[str, Tensor]] = {}
     saved: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         check_tensor(name, tensor, where)
         module, key = placed(name.removeprefix(PREFIX))
         if key is None and "lora_" not in name:
-            saved[module.replace(".base_layer.", ".").replace(".modules_to_save.", ".")] = tensor
+            parameter = module.replace(".base_layer.", ".").replace(".modules_to_save.", ".")
+            if parameter in saved:
+                raise UserError(f"{parameter!r:.100} is replaced by two tensors", where=where)
+            saved[parameter] = tensor
         elif key is None or key in parts.setdefault(module, {}):
             raise UserError(f"the tensor {name!r:.100} is of no kind that optkit merges", where=where)
         else:
@@ -203,8 +211,8 @@ def placed(name: str) -> tuple[str, str | None]:
 def check_tensor(name: str, tensor: Tensor, where: str) -> None:
     if not name.startswith(PREFIX):
         raise UserError(f"the tensor {name!r:.100} does not begin with {PREFIX}", where=where)
-    if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
-        raise UserError(f"the tensor {name!r:.100} holds values that are not finite numbers", where=where)
+    if tensor.dtype not in FLOATS or not bool(tensor.isfinite().all()):
+        raise UserError(f"the tensor {name!r:.100} holds no finite floats of 16 to 64 bits", where=where)
 
 
 def update_of(module: str, found: Mapping[str, Tensor], config: Mapping[str, Any], where: str) -> Update:

@@ -19,7 +19,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from optkit.errors import UserError
+from optkit.checkpoint.validate import BOUNDS
+from optkit.errors import UserError, refusal
 from optkit.extras import need_extra
 
 SHARD_BYTES = 1 << 30
@@ -27,16 +28,13 @@ NOTE_FILE = "optkit_source.json"
 # int8 and w4a8 with groups of 32 have the block's own levels.
 KEPT = {"Q8_0": "int8", "Q4_0": "w4a8 (symmetric)", "Q4_1": "w4a8", "Q4_K": "w4a8"}
 NARROW = {"F16": "float16", "BF16": "bfloat16"}
-READ_ERRORS = (
-    ImportError,
-    ValueError,
-    KeyError,
-    IndexError,
-    TypeError,
-    RuntimeError,
-    OSError,
-    NotImplementedError,
-)
+# Sizes of an architecture, and the keys of config.json with the same bounds.
+SIZES = {
+    "block_count": "num_hidden_layers", "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size",
+    "head_count": "num_attention_heads", "head_count_kv": "num_key_value_heads", "vocab_size": "vocab_size",
+    "key_length": "head_dim", "value_length": "head_dim", "context_length": "max_position_embeddings",
+    "expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size",
+}  # fmt: skip
 
 
 class Stacked(Exception):
@@ -47,7 +45,7 @@ def convert(file: Path, digest: str, temporary: Path, written: Path) -> None:
     """Write the Hugging Face form of ``file`` to ``written``, with an empty folder ``temporary`` for links.
 
     Raises:
-        UserError: an architecture or a block type that is not supported, or a file without all tensors.
+        UserError: a damaged file, an architecture or a block type that is not supported, or a missing tensor.
     """
     need_extra("formats", "reading GGUF")
     from transformers import AutoTokenizer
@@ -57,15 +55,19 @@ def convert(file: Path, digest: str, temporary: Path, written: Path) -> None:
     (alone / "model.gguf").symlink_to(file.resolve())
     source = {"gguf_file": "model.gguf", "local_files_only": True}
     try:
+        kinds = checked_blocks(file)
         tokenizer = AutoTokenizer.from_pretrained(alone, **source)
         try:
             write_streamed(alone, source, written)
         except Stacked:
             write_whole(alone, source, written)
-        kinds = block_types(file)
-    except READ_ERRORS as error:
+    except Exception as error:  # the readers raise what numpy, struct, torch and Rust raise on what they meet
+        if isinstance(error, (UserError, MemoryError)):
+            raise
+        refused = refusal(error)
         fix = "a GGUF of an architecture that transformers reads is needed"
-        raise UserError(f"cannot convert this GGUF: {error}", where=str(file), fix=fix) from error
+        what = f"cannot convert this GGUF: {' '.join(str(error).split())[:300] or type(error).__name__}"
+        raise refused or UserError(what, where=str(file), fix=fix) from error
     for argument in ("local_files_only", "is_local"):  # about this load, not about the tokenizer
         tokenizer.init_kwargs.pop(argument, None)
     tokenizer.save_pretrained(written)
@@ -89,12 +91,27 @@ def note_of(directory: Path) -> str:
     return "; ".join(parts)
 
 
-def block_types(file: Path) -> dict[str, int]:
-    """The number of tensors of each block type."""
+def checked_blocks(file: Path) -> dict[str, int]:
+    """The number of tensors of each block type, after a check of the sizes that the file states.
+
+    Raises:
+        ValueError: a size beyond any real model, which would take memory without end.
+    """
     need_extra("formats", "reading GGUF")
     from gguf import GGUFReader
 
-    return dict(Counter(tensor.tensor_type.name for tensor in GGUFReader(file).tensors))
+    reader = GGUFReader(file)
+    for name, field in reader.fields.items():
+        bound = BOUNDS[SIZES[key]] if (key := name.rpartition(".")[2]) in SIZES else None
+        for value in [] if bound is None else as_list(field.contents()):
+            if type(value) is not int or not 0 <= value <= bound:
+                raise ValueError(f"'{name:.80}' must be an integer from 0 to {bound}, got {value!r:.40}")
+    return dict(Counter(tensor.tensor_type.name for tensor in reader.tensors))
+
+
+def as_list(value: Any) -> list[Any]:
+    """``value``, a number or one for each layer, as a list."""
+    return value if isinstance(value, list) else [value]
 
 
 # -- tensor by tensor ------------------------------------------------------------------------------------

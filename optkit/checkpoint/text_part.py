@@ -70,12 +70,15 @@ def text_part(directory: Path, info: CheckpointInfo) -> TextPart | None:
     where = str(directory)
     try:
         whole = AutoConfig.from_pretrained(directory, local_files_only=True)
-    except (ValueError, KeyError) as error:
-        raise UnsupportedModel(str(error).strip().splitlines()[0][:200], where=where) from error
-    inner = whole.get_text_config(decoder=True)
-    if inner is whole:
-        return None
-    config, kind = plain_config(inner.to_dict())
+        inner = whole.get_text_config(decoder=True)
+        if inner is whole:
+            return None
+        config, kind = plain_config(inner.to_dict())
+    except Exception as error:  # transformers checks values in several ways, each with exceptions of its own
+        if isinstance(error, (MemoryError, OSError)):
+            raise
+        what = f"transformers can't read its config: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise UnsupportedModel(what, where=where) from error
     try:
         config_class = type(AutoConfig.for_model(kind))
         model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]

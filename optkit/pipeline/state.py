@@ -173,9 +173,9 @@ def write_state(directory: Path, graph: Graph, record: Mapping[str, Any], differ
 def encode_float(origin: FloatOrigin) -> dict[str, Any]:
     """A float layer as JSON, without the weight."""
     parts = [[part.name, part.rows] for part in origin.origin.parts] if origin.origin else None
-    transposed = origin.origin is not None and origin.origin.transposed
+    layout = origin.origin or Origin(())
     kept = {"site": origin.site, "weight": origin.weight_name, "dtype": dtype_name(origin.dtype)}
-    return kept | {"from": parts, "transposed": transposed}
+    return kept | {"from": parts, "transposed": layout.transposed, "stacked": layout.stacked}
 
 
 # -- reading -----------------------------------------------------------------------------------------------
@@ -239,7 +239,9 @@ def decode_float(
 ) -> FloatOrigin:
     """A float layer with a weight read from disk on demand."""
     parts = entry["from"]
-    origin = Origin(tuple(Part(*part) for part in parts), entry["transposed"]) if parts is not None else None
+    origin = None
+    if parts is not None:
+        origin = Origin(tuple(Part(*part) for part in parts), entry["transposed"], entry["stacked"])
     name, site, dtype = entry["weight"], entry["site"], decode_dtype(entry["dtype"])
 
     def place(tensor: str) -> Place:

@@ -138,6 +138,9 @@ def test_merge_adds_two_adapters_and_names_them(tmp_path: Path) -> None:
         ({Q: linear_update(32, 64)}, {}, r"is \[32, 64\], the model's is \[64, 64\]"),
         ({}, {"lm_head.weight": torch.zeros(130, 64)}, r"is \[130, 64\], the model's is \[128, 64\]"),
         ({}, {"nothing.weight": torch.zeros(4)}, "no linear layer"),
+        ({}, {"model.rotary_emb.inv_freq": torch.zeros(8)}, "no linear layer"),
+        ({Q: {k: v * 1e30 for k, v in linear_update(64, 64).items()}}, {}, "float32 does not hold"),
+        ({}, {"model.norm.weight": torch.full((64,), 1e300, dtype=torch.float64)}, "float32 does not hold"),
     ],
 )
 def test_merge_names_the_base_model_when_the_adapter_does_not_fit(

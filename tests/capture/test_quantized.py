@@ -63,7 +63,7 @@ def test_random_weight_takes_the_memory_of_a_row_and_a_column() -> None:
 def mxfp4_directory(path: Path) -> dict[str, Tensor]:
     """A tiny gpt_oss checkpoint with packed experts in ``path``; gives the tensors of the file."""
     config = tiny_config(
-        "gpt_oss", num_hidden_layers=1, num_local_experts=4, head_dim=16, intermediate_size=32
+        "gpt_oss", num_hidden_layers=1, layer_types=["full_attention"], head_dim=16, intermediate_size=32
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     tensors = {name: value.detach().clone() for name, value in model.state_dict().items()}

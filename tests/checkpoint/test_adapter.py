@@ -54,7 +54,11 @@ def test_read_adapter_refuses_a_configuration_it_does_not_model(
         ({"lora_A.weight": torch.zeros(4, 64), "lora_B.weight": torch.zeros(64, 3)}, "its rank is 4"),
         (
             {"lora_A.weight": torch.full((4, 64), torch.nan), "lora_B.weight": torch.zeros(64, 4)},
-            "not finite",
+            "no finite floats",
+        ),
+        (
+            {name: value.to(torch.float8_e4m3fn) for name, value in linear_update(64, 64).items()},
+            "no finite floats",
         ),
         ({"lora_C.weight": torch.zeros(4, 64)}, "of no kind that optkit merges"),
         (linear_update(64, 64) | {"lora_magnitude_vector": torch.ones(64)}, "lacks a tensor"),
@@ -62,6 +66,12 @@ def test_read_adapter_refuses_a_configuration_it_does_not_model(
 )
 def test_read_adapter_refuses_tensors_that_are_no_update(tmp_path: Path, update: Any, reason: str) -> None:
     assert reason in refusal(write_adapter(tmp_path, {Q: update}))
+
+
+def test_read_adapter_refuses_no_tensors_and_two_for_a_parameter(tmp_path: Path) -> None:
+    assert "there is no tensor" in refusal(write_adapter(tmp_path, {}))
+    heads = {name: torch.zeros(128, 64) for name in ("lm_head.weight", "lm_head.modules_to_save.weight")}
+    assert "replaced by two tensors" in refusal(write_adapter(tmp_path, {}, heads))
 
 
 def test_read_adapter_refuses_a_pickle_without_opening_it(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,9 @@ from safetensors.torch import load_file
 pytest.importorskip("gguf")
 
 from optkit.checkpoint import gguf
+from optkit.checkpoint.locate import resolve
 from optkit.checkpoint.validate import validate_checkpoint
+from optkit.errors import UserError
 from tests.support.gguf_files import SCALES, random_blocks, write_gguf
 
 SOURCE = {"gguf_file": "model.gguf", "local_files_only": True}
@@ -86,6 +89,41 @@ def test_streamed_file_without_a_tensor_is_refused(tmp_path: Path) -> None:
         gguf.write_streamed(tmp_path, SOURCE, tmp_path / "out")
     with pytest.raises(ValueError, match=r"no tensor for model\.layers\.0\.self_attn\.q_norm\.weight"):
         gguf.write_whole(tmp_path, SOURCE, tmp_path / "whole")
+
+
+def changed(data: bytes, key: str, offset: int, value: bytes) -> bytes:
+    """``data`` with ``value`` at ``offset`` bytes after the name ``key``."""
+    start = data.index(key.encode()) + len(key) + offset
+    return data[:start] + value + data[start + len(value) :]
+
+
+HUGE = (2**31 - 1).to_bytes(4, "little")
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda data: data[:24], "index"),
+        (lambda data: data[:-10], "size"),
+        (lambda data: changed(data, "qwen3.block_count", 4, HUGE), "'qwen3.block_count' must be an integer"),
+        (lambda data: changed(data, "qwen3.vocab_size", 4, HUGE), "'qwen3.vocab_size' must be an integer"),
+        (lambda data: changed(data, "blk.0.ffn_up.weight", 0, HUGE), "size"),  # the number of dimensions
+        (lambda data: changed(data, "blk.0.ffn_up.weight", 4, b"\xff" * 8), "multiple"),  # a dimension
+        (lambda data: changed(data, "blk.0.ffn_up.weight", 20, b"\xff\0\0\0"), "255"),  # the block type
+        (lambda data: changed(data, "blk.0.ffn_up.weight", 24, b"\xff" * 7 + b"\0"), "array"),  # the place
+    ],
+)
+def test_damaged_file_is_refused_in_one_line_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[bytes], bytes], reason: str
+) -> None:
+    monkeypatch.setenv("OPTKIT_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "model.gguf"
+    write_gguf(file, "qwen3", "Q8_0")
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(UserError, match="cannot convert this GGUF") as error:
+        resolve(str(file))
+    assert reason in str(error.value) and "\n" not in str(error.value)
+    assert not list((tmp_path / "cache" / "models").iterdir())
 
 
 def test_tensors_of_leaves_stacked_experts_to_transformers() -> None:

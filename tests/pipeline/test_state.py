@@ -97,6 +97,20 @@ def test_loaded_state_falls_back_to_the_float_layers(cache: PassCache, options: 
     assert torch.equal(dense(fall_back(other.graph, sites), few), expected)
 
 
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+def test_loaded_state_falls_back_to_the_float_experts(cache: PassCache, family: str) -> None:
+    """Experts in one tensor [E, K, N], and in a tensor each."""
+    first = after(cache, None, captured(family))
+    quantized = after(cache, first, passed(first, "w4a8", group_size=32))
+    other = PassCache(cache.source.directory).load(quantized.step)
+    assert other is not None
+    sites = quantized_sites(other.graph)
+    assert any(site.endswith("experts.down_proj") for site in sites)
+    ids = IDS % 128
+    assert not torch.equal(dense(other.graph, ids), dense(first.graph, ids))
+    assert torch.equal(dense(fall_back(other.graph, sites), ids), dense(first.graph, ids))
+
+
 def test_loaded_state_restores_a_shared_table_of_the_vocabulary(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

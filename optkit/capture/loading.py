@@ -1,0 +1,81 @@
+"""Models and configurations built by transformers from a checkpoint of a stranger; what it refuses is a line for users.
+
+transformers checks a configuration in several ways, each with exceptions of its own, and fills a parameter without a
+tensor with random numbers. Here any failure of it is an ``UnsupportedModel``, and so is a parameter without a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from optkit.capture import boundary
+from optkit.errors import UnsupportedModel, UserError, refusal
+
+
+@contextmanager
+def refusals(where: str) -> Iterator[None]:
+    """Around calls of transformers alone: its errors become ``UnsupportedModel``.
+
+    Errors of memory and of the operating system, such as a file without permission, stay as they are.
+    """
+    try:
+        with boundary.interface_needed(where):
+            yield
+    except (UserError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if refusal(error) is not None:
+            raise
+        raise UnsupportedModel(reason(error), where=where) from error
+
+
+def reason(error: Exception) -> str:
+    """The first line of an error, and for a failed check of a configuration the line below it, its cause."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    kept = lines[:2] if lines and lines[0].endswith(":") else lines[:1]
+    kept = [type(error).__name__, *kept] if isinstance(error, KeyError) or not kept else kept
+    return f"transformers can't build it: {' '.join(kept)[:200]}"
+
+
+def read_config(directory: Path) -> Any:
+    """The configuration in ``directory``.
+
+    Raises:
+        UnsupportedModel: transformers does not know the type, or a value is wrong.
+    """
+    with refusals(str(directory)):
+        return AutoConfig.from_pretrained(directory, local_files_only=True)
+
+
+def build_model(model_class: Any, checkpoint: Path | None, *, where: str, **options: Any) -> Any:
+    """The float32 model in optkit's attention boundary, with all parameters from the checkpoint.
+
+    Args:
+        model_class: has ``from_pretrained``.
+        checkpoint: a directory, or None where ``options`` has the tensors.
+
+    Raises:
+        UnsupportedModel: transformers can't build the model, or a tensor is missing or has another shape.
+    """
+    with refusals(where):
+        model, report = model_class.from_pretrained(
+            checkpoint,
+            attn_implementation=boundary.NAME,
+            dtype=torch.float32,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **options,
+        )
+    if report["mismatched_keys"]:
+        name, given, expected = min(report["mismatched_keys"])
+        what = f"{name} is {list(given)} in the checkpoint, and {list(expected)} by its config"
+        raise UnsupportedModel(what, where=where)
+    if report["missing_keys"]:
+        raise UnsupportedModel(f"the checkpoint has no tensor for {min(report['missing_keys'])}", where=where)
+    return model
