@@ -65,14 +65,17 @@ def load_model(directory: Path, weights: bool) -> Any:
     Raises:
         UnsupportedModel: transformers can't build the model.
     """
-    options: dict[str, Any] = {"attn_implementation": boundary.NAME, "dtype": torch.float32}
+
+    def build(attention: str) -> Any:
+        options: dict[str, Any] = {"attn_implementation": attention, "dtype": torch.float32}
+        if weights:
+            return AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, **options)
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, **options)
+
     try:
-        with boundary.interface_needed(str(directory)):
-            if weights:
-                return AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, **options)
-            config = AutoConfig.from_pretrained(directory, local_files_only=True)
-            with torch.device("meta"):
-                return AutoModelForCausalLM.from_config(config, **options)
+        return boundary.built(build)
     except (ValueError, KeyError) as error:
         raise UnsupportedModel(first_line(error), where=str(directory)) from error
 
@@ -85,16 +88,19 @@ def load_text_part(source: Source, weights: bool) -> Any:
     """
     config = architecture_config(source)
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    options: dict[str, Any] = {"attn_implementation": boundary.NAME, "dtype": torch.float32}
     where = str(source.directory)
-    try:
-        with boundary.interface_needed(where):
-            if not weights:
-                with torch.device("meta"):
-                    return model_class._from_config(config, **options)
-            model, report = model_class.from_pretrained(
+
+    def build(attention: str) -> Any:
+        options: dict[str, Any] = {"attn_implementation": attention, "dtype": torch.float32}
+        if weights:
+            return model_class.from_pretrained(
                 None, config=config, state_dict=dict(source), output_loading_info=True, **options
             )
+        with torch.device("meta"):
+            return model_class._from_config(config, **options), {"missing_keys": ()}
+
+    try:
+        model, report = boundary.built(build)
     except (ValueError, KeyError) as error:
         raise UnsupportedModel(first_line(error), where=where) from error
     if report["missing_keys"]:

@@ -68,15 +68,18 @@ def load_model(source: Source) -> Any:
     tensors = {name: source[name] for name in floats if name not in source.float4}
     tensors |= {name: torch.zeros(()).expand(source.float4.shape(name)) for name in source.float4}
     tensors |= stand_ins(model_class, config, source)
-    with boundary.interface_needed(where):
-        model, report = model_class.from_pretrained(
+
+    def build(attention: str) -> Any:
+        return model_class.from_pretrained(
             None,
             config=config,
             state_dict=tensors,
-            attn_implementation=boundary.NAME,
+            attn_implementation=attention,
             dtype=torch.float32,
             output_loading_info=True,
         )
+
+    model, report = boundary.built(build)
     missing = sorted(report["missing_keys"])
     if missing:
         raise UnsupportedModel(f"the checkpoint has no tensor for {missing[0]}", where=where)

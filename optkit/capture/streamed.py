@@ -80,15 +80,18 @@ def skeleton(model_class: Any, config: Any, source: Source, shapes: Mapping[str,
     large = {name: shape for name, shape in shapes.items() if 4 * math.prod(shape) >= STORED_BYTES}
     tensors = {name: source[name] for name in source if name not in large}
     tensors |= {name: torch.zeros(()).expand(shape) for name, shape in large.items() if name in source}
-    with boundary.interface_needed(where):
-        model, report = model_class.from_pretrained(
+
+    def build(attention: str) -> Any:
+        return model_class.from_pretrained(
             None,
             config=config,
             state_dict=tensors,
-            attn_implementation=boundary.NAME,
+            attn_implementation=attention,
             dtype=torch.float32,
             output_loading_info=True,
         )
+
+    model, report = boundary.built(build)
     missing = sorted(report["missing_keys"])
     if missing:
         raise UnsupportedModel(f"the checkpoint has no tensor for {missing[0]}", where=where)
