@@ -14,8 +14,8 @@ from torch import Tensor, fx
 from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 
 from optkit.capture import boundary  # noqa: F401  (it defines the opaque op)
-from optkit.capture.exported_graph import call
-from optkit.capture.scores import CONTRACTIONS, ScoreFunction, read_form
+from optkit.capture.exported_graph import call, simplify
+from optkit.capture.scores import CONTRACTIONS, Form, ScoreFunction, read_form
 
 aten = torch.ops.aten
 SOFTMAX = (aten.softmax.int, aten._softmax.default)
@@ -35,10 +35,14 @@ def raise_attention(program: torch.export.ExportedProgram, longest: int) -> None
         UnsupportedModel: scores between queries and keys are of a form that the attention op does not have.
     """
     found = [(node, out) for node in program.graph.nodes if (out := weighted_values(node)) is not None]
+    forms: dict[str, Form] = {}
     for layer, (softmax, out) in enumerate(found):
         function = ScoreFunction(program, softmax.args[0])
         q, keys = function.product.args
-        form = read_form(function, int(q.meta["val"].shape[-1]), longest)
+        key = function.key
+        if key not in forms:
+            forms[key] = read_form(function, int(q.meta["val"].shape[-1]), longest)
+        form = forms[key]
         with program.graph.inserting_before(out):
             k = transposed(program.graph, keys)
             heads = [as_heads(program.graph, x) for x in (q, k, out.args[1])]
@@ -49,7 +53,7 @@ def raise_attention(program: torch.export.ExportedProgram, longest: int) -> None
             if out.meta["val"].ndim == 3:
                 new = call(program.graph, aten.squeeze.dim, new, 0)
         out.replace_all_uses_with(new)
-    program.graph.eliminate_dead_code()
+    simplify(program.graph)
 
 
 def weighted_values(softmax: fx.Node) -> fx.Node | None:

@@ -35,7 +35,7 @@ ROUNDING = 1e-6  # of the largest bias or score, in float32
 
 @dataclass(frozen=True)
 class Form:
-    """The scores of the attention op: ``slopes`` [H] float32 are None without biases, ``window`` is 0 for all tokens."""
+    """The scores of the attention op: ``slopes`` [H] are None without biases, ``window`` is 0 for all tokens."""
 
     scale: float
     window: int
@@ -82,6 +82,23 @@ class ScoreFunction:
         return node.target is aten.sym_size.int and str(node.meta["val"]) == self.tokens
 
     @property
+    def key(self) -> str:
+        """The computation in words; functions with equal words are equal."""
+        number = {node: i for i, node in enumerate(self.cone)}
+        words: list[Any] = []
+        for node in self.cone:
+            if node is self.product:
+                words.append(("product", tuple(node.meta["val"].shape)))
+            elif self.is_count(node):
+                words.append("tokens")
+            elif node.op == "placeholder":
+                words.append(node.name)
+            else:
+                args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: f"%{number[n]}")
+                words.append((str(node.target), args, kwargs))
+        return repr(words)
+
+    @property
     def heads(self) -> int:
         return int(self.product.meta["val"].shape[-3])
 
@@ -117,7 +134,9 @@ class ScoreFunction:
     def buffer(self, node: fx.Node) -> Tensor:
         value = self.values.get(self.buffers.get(node.name, ""))
         if not isinstance(value, Tensor) or value.device.type == "meta":
-            raise UnsupportedModel("its attention mask is a tensor of the model, which was built without tensors")
+            raise UnsupportedModel(
+                "its attention mask is a tensor of the model, which was built without tensors"
+            )
         return value.detach().cpu()
 
 
@@ -135,9 +154,9 @@ def read_form(function: ScoreFunction, width: int, longest: int) -> Form:
         tokens = min(longest, math.isqrt(LARGEST // max(heads, len(rest) if slopes.any() else 1)))
         try:
             rest = function(torch.zeros(heads, tokens, tokens))
-        except RuntimeError:  # views with the number of heads
+        except RuntimeError as error:  # one head: the function has views with the number of heads
             if heads == function.heads:
-                raise
+                raise UnsupportedModel(f"its attention can't be computed for {tokens} tokens") from error
             continue
         break
     window = window_of(rest)
