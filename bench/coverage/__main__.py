@@ -53,9 +53,9 @@ def tried(name: str) -> dict[str, Any]:
 
 def tested() -> set[str]:
     """The types captured by the test suite."""
-    from tests.support.architectures import SPECIFIC
+    from tests.support.architectures import OWN_ATTENTION, SPECIFIC
 
-    return set(SPECIFIC)
+    return set(SPECIFIC) | set(OWN_ATTENTION)
 
 
 def saved(path: Path) -> dict[str, Any]:

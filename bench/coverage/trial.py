@@ -80,8 +80,7 @@ def trial(name: str) -> Outcome:
 
 def attempt(name: str, outcome: Outcome) -> None:
     boundary.register()
-    with boundary.interface_needed(name):
-        model = tiny_model(name, boundary.NAME)
+    model = boundary.built(lambda attention: tiny_model(name, attention))
     started = time.process_time()
     try:
         graph = capture(model)

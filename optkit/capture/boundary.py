@@ -4,13 +4,14 @@ transformers calls attention through a registry (``AttentionInterface``). optkit
 v (after RoPE) go into a single opaque op, ``optkit::attention``, and the rest of the model is captured unchanged,
 without code for each architecture. The paged op makes its own mask, causal and within a window or a chunk. So the entry
 for masks gives a description (``masks.Mask``) in place of a tensor; a layer with any other mask is refused.
+
+A model without a call of the registry is exported in eager attention, and ``own_attention`` finds the op in the graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from optkit.errors import UnsupportedModel
 from optkit.kernels import reference
 
 NAME = "optkit"
+Model = TypeVar("Model")
 OUTSIDE_INTERFACE = (
     "its attention doesn't go through transformers' attention interface, so the KV cache can't be wired"
 )
@@ -117,18 +119,17 @@ def refuse_unknown(module: Any, options: dict[str, Any]) -> None:
         raise UnsupportedModel("its attention is not causal")
 
 
-@contextmanager
-def interface_needed(where: str) -> Iterator[None]:
-    """Refuse a model with a table of attention classes instead of the attention interface.
+def built(build: Callable[[str], Model]) -> Model:
+    """The model that ``build`` makes with an attention implementation: optkit's boundary, or the model's eager one.
 
-    A model without either has no ``optkit::attention`` in the graph, and ``flatten`` refuses the graph.
+    A model with a table of attention classes of its own has no entry for the boundary.
     """
     try:
-        yield
+        return build(NAME)
     except KeyError as error:
         if error.args != (NAME,):
             raise
-        raise UnsupportedModel(OUTSIDE_INTERFACE, where=where) from error
+    return build("eager")
 
 
 def register() -> None:

@@ -71,8 +71,10 @@ def load_model(directory: Path, weights: bool) -> Any:
         return build_model(AutoModelForCausalLM, directory, where=where, local_files_only=True)
     config = read_config(directory)
     with refusals(where), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
-            config, attn_implementation=boundary.NAME, dtype=torch.float32
+        return boundary.built(
+            lambda attention: AutoModelForCausalLM.from_config(
+                config, attn_implementation=attention, dtype=torch.float32
+            )
         )
 
 
@@ -87,4 +89,8 @@ def load_text_part(source: Source, weights: bool) -> Any:
     if weights:
         return build_model(model_class, None, where=where, config=config, state_dict=dict(source))
     with refusals(where), torch.device("meta"):
-        return model_class._from_config(config, attn_implementation=boundary.NAME, dtype=torch.float32)
+        return boundary.built(
+            lambda attention: model_class._from_config(
+                config, attn_implementation=attention, dtype=torch.float32
+            )
+        )

@@ -18,17 +18,21 @@ from torch import Tensor
 
 from optkit.capture import experts, recurrent
 from optkit.capture.canonicalize import canonicalize
-from optkit.capture.check import changed, check_capture, settings
+from optkit.capture.check import changed, check_capture, eager, settings
 from optkit.capture.complex_numbers import as_pairs
 from optkit.capture.counters import count_from_positions, refuse_counters
 from optkit.capture.exported_graph import join_filled
-from optkit.capture.flatten import Captured, flatten
+from optkit.capture.flatten import Captured, flatten, longest_context
+from optkit.capture.masks import COMPUTED
+from optkit.capture.own_attention import raise_attention
 from optkit.capture.rope import choose_rope, fixed_rope
+from optkit.capture.state_wiring import RECURRENT
 from optkit.errors import UnsupportedModel
 from optkit.graph.ir import Graph
 from optkit.graph.ops import op_name
 
 SAMPLE_TOKENS = 24
+BOUNDARY_OPS = {torch.ops.optkit.attention.default, *RECURRENT}
 CAUSES = {
     "Constraints violated": "it computes calls of some lengths in another way than others",
     "Could not guard on data-dependent": "it takes another way for other values of its tensors",
@@ -56,7 +60,7 @@ def capture(
     rope = choose_rope(config, max_model_len)
     model.eval()
     with fixed_rope(model, rope):
-        exported = export(model)
+        exported, own_attention = with_attention(model)
         as_pairs(exported.graph)
         join_filled(exported.graph)
         graph = canonicalize(flatten(Captured(exported, model, config)))
@@ -69,7 +73,7 @@ def capture(
     if give_weights is not None:
         give_weights(graph)
     if check and next(model.parameters()).device.type != "meta":
-        check_capture(graph, model, rope=rope, counted=counted)
+        check_capture(graph, model, rope=rope, counted=counted, own_attention=own_attention)
     return graph
 
 
@@ -99,6 +103,28 @@ class LogitsOf(torch.nn.Module):
         return out.logits
 
 
+def with_attention(model: Any) -> tuple[torch.export.ExportedProgram, bool]:
+    """The exported model with ``optkit::attention`` in each layer; True where the model's own attention became the op.
+
+    Raises:
+        UnsupportedModel: the model can't be exported, or its attention is another than the op's.
+    """
+    try:
+        exported = export(model)
+        if any(node.target in BOUNDARY_OPS for node in exported.graph.nodes):
+            return exported, False
+    except UnsupportedModel as error:
+        if error.what != COMPUTED:
+            raise
+    with eager(model):
+        exported = export(model)
+    try:
+        raise_attention(exported, longest_context(model.config.get_text_config()))
+    except UnsupportedModel as error:
+        raise UnsupportedModel(error.what, where=model.config.model_type) from error
+    return exported, True
+
+
 def export(model: Any) -> torch.export.ExportedProgram:
     """Export with dynamic token and logits-row counts; functional aten IR of the ops that a graph may have."""
     device = next(model.parameters()).device
@@ -106,7 +132,7 @@ def export(model: Any) -> torch.export.ExportedProgram:
         ids = torch.arange(SAMPLE_TOKENS)[None] % 7 + 1
         positions = torch.arange(SAMPLE_TOKENS)[None]
         rows = torch.tensor([5, SAMPLE_TOKENS - 1, 7])
-    limit = max(int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 0), 64)
+    limit = max(longest_context(model.config.get_text_config()), 64)
     tokens = torch.export.Dim("T", min=2, max=limit)
     shapes = ({1: tokens}, {1: tokens}, {0: torch.export.Dim("L", min=1, max=limit)})
     logging.getLogger("torch.export").setLevel(logging.ERROR)

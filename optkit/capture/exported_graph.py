@@ -19,6 +19,35 @@ def call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
     return node
 
 
+def simplify(graph: fx.Graph) -> None:
+    """Write products with a transposed parameter as ``linear``, and permutations of two dimensions as ``transpose``."""
+    for node in list(graph.nodes):
+        with graph.inserting_before(node):
+            if (
+                node.target is aten.matmul.default
+                and (weight := transposed_parameter(node.args[1])) is not None
+            ):
+                node.replace_all_uses_with(call(graph, aten.linear.default, node.args[0], weight))
+            elif node.target is aten.permute.default and len(moved := moved_dims(node)) == 2:
+                node.replace_all_uses_with(call(graph, aten.transpose.int, node.args[0], *moved))
+    graph.eliminate_dead_code()
+
+
+def transposed_parameter(node: fx.Node) -> fx.Node | None:
+    """W where ``node`` is the transposed of a parameter W [N, K]."""
+    swaps = (node.target is aten.permute.default and moved_dims(node) == [0, 1]) or (
+        node.target is aten.transpose.int and {dim % 2 for dim in node.args[1:]} == {0, 1}
+    )
+    if not swaps or node.args[0].op != "placeholder" or node.meta["val"].ndim != 2:
+        return None
+    return node.args[0]
+
+
+def moved_dims(permuted: fx.Node) -> list[int]:
+    dims = [dim % len(permuted.args[1]) for dim in permuted.args[1]]
+    return [dim for dim, source in enumerate(dims) if dim != source]
+
+
 def join_filled(graph: fx.Graph) -> None:
     """Replace an empty tensor that is filled slice by slice by the ``cat`` of the slices, in place.
 

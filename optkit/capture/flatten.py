@@ -54,6 +54,7 @@ DIM_ARGUMENT: dict[Any, tuple[int, Any]] = {
 ADDS_DIMENSION = {aten.unsqueeze.default, aten.stack.default}
 SIZE_OPS = {aten.view.default, aten.reshape.default, aten.expand.default}
 ROW_OPS = {aten.linear.default, aten.layer_norm.default}  # act on the last dimension of their first argument
+CONTEXT = ("max_position_embeddings", "max_seq_len")  # names in configurations
 DROPPED = {aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten._assert_async.msg}
 
 
@@ -132,7 +133,7 @@ class Flattener:
         meta = GraphMeta(
             model_type=config.model_type,
             vocab_size=int(config.vocab_size),
-            max_model_len=int(getattr(config, "max_position_embeddings", 0) or 2048),
+            max_model_len=longest_context(config),
             states=tuple(self.with_window(spec) for spec in self.states),
             input_embedding=self.embedding_name,
             output_embedding=self.head_name,
@@ -435,6 +436,11 @@ class Flattener:
         if STATE_SLOTS not in self.inputs:
             self.inputs[STATE_SLOTS] = self.new_input(STATE_SLOTS)
         return self.inputs[STATE_SLOTS]
+
+
+def longest_context(config: Any) -> int:
+    """Tokens of the longest sequence, 2,048 where the configuration has no number."""
+    return next((int(n) for name in CONTEXT if (n := getattr(config, name, None))), 2048)
 
 
 def is_flat_shape(node: fx.Node) -> bool:

@@ -25,8 +25,7 @@ def refusals(where: str) -> Iterator[None]:
     Errors of memory and of the operating system, such as a file without permission, stay as they are.
     """
     try:
-        with boundary.interface_needed(where):
-            yield
+        yield
     except (UserError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -54,7 +53,7 @@ def read_config(directory: Path) -> Any:
 
 
 def build_model(model_class: Any, checkpoint: Path | None, *, where: str, **options: Any) -> Any:
-    """The float32 model in optkit's attention boundary, with all parameters from the checkpoint.
+    """The float32 model with all parameters from the checkpoint, in the attention of ``boundary.built``.
 
     Args:
         model_class: has ``from_pretrained``.
@@ -64,13 +63,15 @@ def build_model(model_class: Any, checkpoint: Path | None, *, where: str, **opti
         UnsupportedModel: transformers can't build the model, or a tensor is missing or has another shape.
     """
     with refusals(where):
-        model, report = model_class.from_pretrained(
-            checkpoint,
-            attn_implementation=boundary.NAME,
-            dtype=torch.float32,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-            **options,
+        model, report = boundary.built(
+            lambda attention: model_class.from_pretrained(
+                checkpoint,
+                attn_implementation=attention,
+                dtype=torch.float32,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                **options,
+            )
         )
     if report["mismatched_keys"]:
         name, given, expected = min(report["mismatched_keys"])

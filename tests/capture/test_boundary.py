@@ -13,7 +13,7 @@ from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 from transformers.models.gpt_oss import modeling_gpt_oss
 
 from optkit.capture import boundary
-from optkit.capture.boundary import attention_forward, interface_needed, layer_mask, refuse_unknown
+from optkit.capture.boundary import attention_forward, built, layer_mask, refuse_unknown
 from optkit.capture.masks import Mask
 from optkit.errors import UnsupportedModel
 
@@ -101,12 +101,11 @@ def test_known_and_absent_arguments_pass() -> None:
     refuse_unknown(layer(), {"use_cache": False, "position_ids": 1, "head_mask": None, "is_causal": True})
 
 
-def test_missing_entry_of_optkit_is_a_refusal_and_other_errors_are_left_alone() -> None:
-    with pytest.raises(UnsupportedModel, match="attention interface") as refusal, interface_needed("gptj"):
-        {}[boundary.NAME]
-    assert refusal.value.where == "gptj"
-    with pytest.raises(KeyError, match="eager"), interface_needed("gptj"):
-        {}["eager"]
+def test_built_falls_back_to_eager_where_a_table_of_classes_has_no_entry() -> None:
+    assert built(lambda attention: attention) == boundary.NAME
+    assert built(lambda attention: {"eager": 3}[attention]) == 3
+    with pytest.raises(KeyError, match="other"):
+        built(lambda attention: {}["other"])
 
 
 def test_register_makes_the_entry_known_to_transformers() -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
-from optkit.capture import boundary, capture, capture_directory
+from optkit.capture import boundary, capture
 from optkit.capture.check import check_capture
 from optkit.errors import UnsupportedModel
 from tests.support.architectures import tiny_config, tiny_model
@@ -60,33 +59,6 @@ def test_what_no_graph_can_say(model_class: Any, reason: str) -> None:
     with pytest.raises(UnsupportedModel, match=reason) as refusal:
         capture(model_class(config))
     assert refusal.value.where == "llama" and "\n" not in str(refusal.value)
-
-
-OWN_ATTENTION: dict[str, dict[str, Any]] = {
-    "gptj": {"n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 64, "rotary_dim": 8},
-    "codegen": {"n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 64, "rotary_dim": 8},
-    "gpt_neo": {
-        "hidden_size": 64,
-        "num_layers": 2,
-        "num_heads": 4,
-        "attention_types": [[["global", "local"], 1]],
-    },
-    "falcon": {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4},
-    "mpt": {"d_model": 64, "n_layers": 1, "n_heads": 4},
-    "bloom": {"hidden_size": 64, "n_layer": 1, "n_head": 4},
-}
-
-
-@pytest.mark.parametrize("weights", [True, False])
-@pytest.mark.parametrize("name", sorted(OWN_ATTENTION))
-def test_attention_outside_the_interface(name: str, weights: bool, tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(name, vocab_size=128, **OWN_ATTENTION[name])
-    )
-    model.save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModel, match="attention interface") as refusal:
-        capture_directory(tmp_path, weights=weights)
-    assert "\n" not in str(refusal.value)
 
 
 class CountsTokens(LlamaForCausalLM):

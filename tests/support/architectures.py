@@ -106,12 +106,26 @@ RECURRENT: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+# Types that compute attention themselves, outside of transformers' attention interface.
+GPTJ = GPT2 | {"rotary_dim": 8}
+OWN_ATTENTION: dict[str, dict[str, Any]] = {
+    "gptj": GPTJ,
+    "codegen": GPTJ,
+    "gpt_neo": {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 20},
+    "falcon": {"num_kv_heads": 1},
+    "mpt": {"hidden_size": 96, "num_attention_heads": 6, "max_seq_len": 256},
+    "bloom": {"n_layer": 2, "n_head": 4},
+    "gpt_neox_japanese": {},
+    "xglm": {"d_model": 64, "num_layers": 2, "attention_heads": 4, "ffn_dim": 96},
+}  # fmt: skip
+
+
 def tiny_config(name: str, **overrides: Any) -> Any:
     """The configuration of a tiny ``name`` model."""
     from transformers import AutoConfig
 
     return AutoConfig.for_model(
-        name, **{**COMMON, **SPECIFIC.get(name, {}), **RECURRENT.get(name, {}), **overrides}
+        name, **{**COMMON, **(SPECIFIC | RECURRENT | OWN_ATTENTION).get(name, {}), **overrides}
     )
 
 

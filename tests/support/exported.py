@@ -8,6 +8,8 @@ A test that changes the computation in another way must call ``torch.export`` di
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,8 +32,10 @@ class ExportOnce:
             self.programs[key] = self.export(model)
         program = self.programs[key]
         return SimpleNamespace(
-            graph=program.graph,
-            graph_signature=program.graph_signature,
+            graph=deepcopy(program.graph),
+            graph_signature=replace(
+                program.graph_signature, input_specs=list(program.graph_signature.input_specs)
+            ),
             state_dict={name: tensors[name] for name in program.state_dict},
             constants={name: tensors.get(name, value) for name, value in program.constants.items()},
         )
