@@ -36,12 +36,19 @@ CAUSES = {
 }
 
 
-def capture(model: Any, *, check: bool = True, max_model_len: int | None = None) -> Graph:
+def capture(
+    model: Any,
+    *,
+    check: bool = True,
+    max_model_len: int | None = None,
+    give_weights: Callable[[Graph], None] | None = None,
+) -> Graph:
     """Capture a causal LM whose attention implementation is optkit's boundary; ``check`` compares the logits.
 
     A model on the meta device has no logits: only masks and arguments of attention are checked.
 
     Args:
+        give_weights: gives the graph and ``model`` the same weights for the check, where the model has none yet.
         max_model_len: tokens of the longest served sequence; decides RoPE frequencies that depend on the length.
     """
     config = model.config.get_text_config()
@@ -53,11 +60,14 @@ def capture(model: Any, *, check: bool = True, max_model_len: int | None = None)
         as_pairs(exported.graph)
         join_filled(exported.graph)
         graph = canonicalize(flatten(Captured(exported, model, config)))
+    del exported  # its memory is not needed in the check
     if rope is not None:
         graph.meta = replace(graph.meta, max_model_len=rope.max_model_len)
         graph.add_note(rope.sentence)
     counted = count_from_positions(graph)
     refuse_counters(graph)
+    if give_weights is not None:
+        give_weights(graph)
     if check and next(model.parameters()).device.type != "meta":
         check_capture(graph, model, rope=rope, counted=counted)
     return graph

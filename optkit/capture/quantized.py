@@ -12,17 +12,16 @@ quantized weights: the same check of the graph, on other numbers.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
-from optkit.capture.check import check_capture
 from optkit.capture.experts import checkpoint_origins
 from optkit.capture.export import capture
 from optkit.capture.loading import build_model, read_config, refusals
-from optkit.capture.rope import RopeChoice, choose_rope
 from optkit.checkpoint.insertion import insert, share_with_embedding
 from optkit.checkpoint.quantized_linear import G_IDX, QuantizedLinear
 from optkit.checkpoint.source import Source
@@ -183,8 +182,8 @@ def stored_layer(weight: Weight, source: Source, name: str) -> QuantizedLinear |
     return replace(first, name=site, shape=(len(weight.value), first.columns), operands=operands)
 
 
-def check_architecture(graph: Graph, model: Any, source: Source, rope: RopeChoice | None) -> None:
-    """Compare the float graph with the model, both on dequantized weights, or on random weights for large models."""
+def dequantize(source: Source, model: Any, graph: Graph) -> None:
+    """Give the float graph and the model dequantized weights, or random weights if they are large."""
     many = sum(4 * layer.shape[0] * layer.shape[1] for layer in source.layers.values()) > MAX_CHECKED_BYTES
     for seed, (name, weight) in enumerate(list(graph.weights.items())):
         layer = stored_layer(weight, source, name) if name.endswith(".weight") else None
@@ -196,7 +195,6 @@ def check_architecture(graph: Graph, model: Any, source: Source, rope: RopeChoic
             fused.data = value.view(fused.shape)
         else:
             model.get_parameter(name).data = value.T if weight.origin.transposed else value
-    check_capture(graph, model, rope=rope)
 
 
 def random_weight(shape: tuple[int, int], seed: int) -> Tensor:
@@ -217,8 +215,7 @@ def is_bias(name: str) -> bool:
 def capture_quantized(source: Source, max_model_len: int | None = None) -> Graph:
     """Capture a quantized checkpoint; ``max_model_len`` as in ``capture``."""
     model = load_model(source)
-    graph = capture(model, check=False, max_model_len=max_model_len)
-    check_architecture(graph, model, source, choose_rope(model.config, max_model_len))
+    graph = capture(model, max_model_len=max_model_len, give_weights=partial(dequantize, source, model))
     insert_layers(graph, source)
     if source.text is not None:
         graph.add_note(source.text.note)

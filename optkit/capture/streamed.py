@@ -20,11 +20,9 @@ import torch
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from optkit.capture.check import check_capture
 from optkit.capture.export import capture
 from optkit.capture.limits import MAX_LOADED_BYTES
 from optkit.capture.loading import build_model, read_config, refusals
-from optkit.capture.rope import choose_rope
 from optkit.checkpoint.source import Source
 from optkit.checkpoint.tensors import STORED_BYTES, float_bytes, stored
 from optkit.graph.ir import Graph
@@ -50,9 +48,7 @@ def capture_streamed(source: Source, max_model_len: int | None = None) -> Graph 
     if not fits(shapes, source, tied=bool(getattr(config, "tie_word_embeddings", False))):
         return None
     model = skeleton(model_class, config, source, shapes)
-    graph = capture(model, check=False, max_model_len=max_model_len)
-    fill(graph, model)
-    check_capture(graph, model, rope=choose_rope(model.config, max_model_len))
+    graph = capture(model, max_model_len=max_model_len, give_weights=partial(fill, model))
     return with_stored_weights(graph, source)
 
 
@@ -85,7 +81,7 @@ def skeleton(model_class: Any, config: Any, source: Source, shapes: Mapping[str,
 # -- random weights ----------------------------------------------------------------------------------------
 
 
-def fill(graph: Graph, model: Any) -> None:
+def fill(model: Any, graph: Graph) -> None:
     """Give every large weight random numbers of its own, on both sides of the check."""
     large = [w for w in graph.weights.values() if w.origin is not None and 0 in w.value.stride()]
     shapes = [tuple(model.get_parameter(w.origin.parts[0].name).shape) for w in large if w.origin]

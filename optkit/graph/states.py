@@ -38,6 +38,9 @@ KV_DTYPES = {
     "int8": (torch.int8, KV_SCALE_BYTES),
     "fp8": (torch.uint8, KV_SCALE_BYTES),  # the bytes of E4M3
 }
+MAX_STATE_ELEMENTS = (
+    1 << 40
+)  # of a sequence in a layer: beyond any memory, and products of such sizes do not overflow
 STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -103,6 +106,8 @@ class RecurrentSpec:
             raise ValueError(f"state name {self.name!r:.80} is no identifier")
         if not self.shape or min(self.shape) < 1:
             raise ValueError(f"a state of shape {list(self.shape)} holds nothing")
+        if prod(self.shape) > MAX_STATE_ELEMENTS:
+            raise ValueError(f"a state of shape {list(self.shape)} is beyond any memory")
 
     @property
     def inputs(self) -> tuple[str, ...]:

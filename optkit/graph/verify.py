@@ -43,6 +43,7 @@ def verify(graph: Graph, *, lowered: bool = False) -> None:
     check_variants(graph)
     for point, block_size in POINTS:
         check_shapes(graph, point, block_size, lowered)
+    check_windows(graph)
     check_vocabulary(graph)
     check_values(graph)
 
@@ -102,18 +103,28 @@ def check_weights(graph: Graph) -> None:
 def check_attention(graph: Graph) -> None:
     """Each layer's pools are written by exactly one op, before any other op reads them."""
     expected = sorted((f"k_cache_{s.layer}", f"v_cache_{s.layer}") for s in graph.meta.kv_specs)
-    windows = {spec.inputs: spec.window for spec in graph.meta.kv_specs}
     written: list[tuple[str, ...]] = []
     for node in graph.calls(reference.attention, reference.rope_kv_write, reference.paged_attention):
-        pools = tuple(str(a.target) for name in POOLS if isinstance(a := ops.argument(node, name), fx.Node))
+        pools = pools_of(node)
         if node.target is not reference.paged_attention:
             written.append(pools)
         elif pools not in written:
             raise VerifyError(f"{node.name} reads the pools {pools} before an op writes them")
-        if node.target in ATTENTION and (kept := windows.get(pools)) and not 0 < visible(node) <= kept:
-            raise VerifyError(f"{node.name} reads more tokens than the {kept} that its pools keep")
     if sorted(written) != expected or len(set(expected)) != len(expected):
         raise VerifyError(f"attention ops use the pools {sorted(written)}, the layers have {expected}")
+
+
+def pools_of(node: fx.Node) -> tuple[str, ...]:
+    """The names of the KV pools of an attention op."""
+    return tuple(str(a.target) for name in POOLS if isinstance(a := ops.argument(node, name), fx.Node))
+
+
+def check_windows(graph: Graph) -> None:
+    """Attention reads no more tokens than its pools keep; numbers were checked with the shapes."""
+    windows = {spec.inputs: spec.window for spec in graph.meta.kv_specs}
+    for node in graph.calls(*ATTENTION):
+        if (kept := windows.get(pools_of(node))) and not 0 < visible(node) <= kept:
+            raise VerifyError(f"{node.name} reads more tokens than the {kept} that its pools keep")
 
 
 def check_states(graph: Graph) -> None:

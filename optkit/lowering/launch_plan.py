@@ -115,8 +115,6 @@ class Programs:
         Kernels must be bound: their weights packed.
         """
         arena, calls = Arena(), 0
-        if not self.graph.meta.kv_specs:  # without a pool the block size is unknown
-            return 0
         for _, nodes in sorted(self.stages.items()):
             if sum(node in self.ops for node in nodes) >= WORTH_IT:
                 try:
@@ -134,10 +132,10 @@ class Programs:
     def _replace(self, program: Any, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> None:
         """Replace the ``outputs`` of a stage by results of ``program``."""
         graph = self.graph.fx
-        pool = self.graph.input(f"k_cache_{self.graph.meta.kv_specs[0].layer}")
+        pools = [self.graph.input(spec.inputs[0]) for spec in self.graph.meta.kv_specs[:1]]
         batch = [self.graph.input(name) for name in BATCH]
         with graph.inserting_before(graph.output_node()):
-            call = graph.call_function(program, (*batch, pool, *inputs))
+            call = graph.call_function(program, (*batch, *(pools or [None]), *inputs))
             parts = [graph.call_function(operator.getitem, (call, i)) for i in range(len(outputs))]
         for node, part in zip(outputs, parts, strict=True):
             self.values[part] = self.values[node]

@@ -17,6 +17,8 @@ from optkit.graph.states import RecurrentSpec
 from optkit.graph.verify import verify
 from optkit.kernels import reference_recurrent
 from optkit.kernels.cpu import native
+from optkit.kernels.cpu.program import Program
+from optkit.lowering import launch_plan
 from optkit.lowering.lower import check_recurrent, lower
 from tests.capture.test_architectures import TOLERANCE, eager_logits
 from tests.support.architectures import RECURRENT, tiny_model
@@ -161,8 +163,9 @@ def test_a_computed_weight_of_a_convolution_is_refused():
 
 
 @pytest.mark.skipif(not native.available(), reason="no native library")
-@pytest.mark.parametrize("name", ["lfm2", "olmo_hybrid", "bamba", "jamba"])
-def test_a_lowered_model_runs_native_kernels_with_the_same_bits_in_programs(name):
+@pytest.mark.parametrize("name", ["lfm2", "olmo_hybrid", "bamba", "jamba", "mamba"])
+def test_a_lowered_model_runs_native_kernels_with_the_same_bits_in_programs(name, monkeypatch):
+    monkeypatch.setattr(launch_plan, "WORTH_IT", 1)  # float layers run in torch, and leave short stages
     graph = captured(name)
     generator = torch.Generator().manual_seed(2)
     prompts = [torch.randint(3, 128, (n,), generator=generator) for n in (23, 2, 38)]
@@ -170,11 +173,13 @@ def test_a_lowered_model_runs_native_kernels_with_the_same_bits_in_programs(name
     recurrent_nodes = [
         n.name for n in graph.fx.nodes if (op := record_of(n.target)) and op.work is Work.RECURRENT
     ]
+    calls = sum(n.target.num_calls for n in inside.module.graph.nodes if isinstance(n.target, Program))
+    assert calls > len(recurrent_nodes)
     assert {inside.kernels[node] for node in recurrent_nodes} == {"native"}
     ours, plain = ragged_logits(inside, prompts), ragged_logits(outside, prompts)
     for given, same, expected in zip(ours, plain, ragged_logits(lower(graph), prompts), strict=True):
         assert torch.equal(given, same)
-        torch.testing.assert_close(given, expected, atol=TOLERANCE, rtol=1e-4)
+        torch.testing.assert_close(given, expected, atol=2 * TOLERANCE, rtol=1e-4)
 
 
 def test_a_gpu_without_kernels_refuses_states():

@@ -78,14 +78,28 @@ def test_capture_streamed_refuses_a_graph_that_takes_one_weight_for_another(
 ) -> None:
     fill = streamed.fill
 
-    def swapped(graph: Graph, model: Any) -> None:
-        fill(graph, model)
+    def swapped(model: Any, graph: Graph) -> None:
+        fill(model, graph)
         k, v = (graph.weights[f"model.layers.0.self_attn.{name}_proj.weight"] for name in "kv")
         k.stored, v.stored = v.stored, k.stored
 
     monkeypatch.setattr(streamed, "fill", swapped)
     with pytest.raises(UnsupportedModel, match="logits differ"):
         capture_directory(save_model(tmp_path))
+
+
+def test_check_of_a_streamed_capture_knows_of_counts_when_weights_come_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    def check(graph: Graph, model: Any, **options: Any) -> None:
+        seen.append((options["counted"], model.lm_head.weight.std() > 0, 0 in model.lm_head.weight.stride()))
+
+    monkeypatch.setattr(export, "count_from_positions", lambda graph: True)
+    monkeypatch.setattr(export, "check_capture", check)
+    assert on_disk(capture_directory(save_model(tmp_path)))
+    assert seen == [(True, True, False)]
 
 
 def test_capture_leaves_a_model_to_transformers_when_its_parameters_are_no_tensors_of_the_file(

@@ -58,7 +58,9 @@ def test_with_kv_specs_keeps_recurrent_states() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"dtype": "int8"}, {"name": "a b"}, {"shape": ()}, {"shape": (3, 0)}], ids=str
+    "wrong",
+    [{"dtype": "int8"}, {"name": "a b"}, {"shape": ()}, {"shape": (3, 0)}, {"shape": (1 << 20,) * 3}],
+    ids=str,
 )
 def test_recurrent_spec_is_refused_when_a_field_is_wrong(wrong: dict) -> None:
     with pytest.raises(ValueError, match="state"):

@@ -133,6 +133,21 @@ def test_a_pool_used_twice(graph: Graph) -> None:
         verify(graph)
 
 
+@pytest.mark.parametrize(
+    ("window", "reason"),
+    [(0, "reads more tokens than the 5"), (6, "more tokens than the 5"), ([5], "window is")],
+)
+def test_a_window_beyond_the_kept_tokens(graph: Graph, window: object, reason: str) -> None:
+    graph.meta = graph.meta.with_kv_specs(replace(spec, window=5) for spec in graph.meta.kv_specs)
+    for each in graph.calls(reference.attention):
+        each.kwargs = {**each.kwargs, "window": 5}
+    verify(graph)
+    first = node(graph, "attention")
+    first.kwargs = {**first.kwargs, "window": window}
+    with pytest.raises(VerifyError, match=rf"attention.* {reason}"):
+        verify(graph)
+
+
 def test_pools_swapped_within_a_layer(graph: Graph) -> None:
     first = node(graph, "attention")
     args = list(first.args)

@@ -259,17 +259,18 @@ class Program:
         logits_index: Tensor,
         seq_lens: Tensor,
         block_tables: Tensor,
-        k_cache: Tensor,
+        k_cache: Tensor | None,
         *inputs: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Run all calls; gives the outputs.
+        """Run all calls; gives the outputs. ``k_cache`` is any KV pool, for the block size; None where there is none.
 
         Raises:
             IndexError: a token id or a row to select does not exist.
             ValueError: an input has another shape or type than the program was made for.
             StepCancelled: from the check of the step (``optkit.cancellation``).
         """
-        sizes = (len(input_ids), len(logits_index), len(seq_lens), block_tables.shape[1], k_cache.shape[1])
+        block_size = 0 if k_cache is None else k_cache.shape[1]
+        sizes = (len(input_ids), len(logits_index), len(seq_lens), block_tables.shape[1], block_size)
         self._sizes[:] = list(sizes)
         self._check(inputs, sizes)
         copies = self._place_inputs(inputs)

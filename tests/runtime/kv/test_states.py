@@ -8,8 +8,9 @@ import pytest
 
 from optkit.runtime.engine import Engine
 from optkit.runtime.kv.manager import KVManager
-from optkit.runtime.kv.prefix_cache import PrefixCache
-from optkit.runtime.types import Batch, EngineRequest, SamplingParams
+from optkit.runtime.kv.prefix_cache import Node, PrefixCache
+from optkit.runtime.kv.states import StateSlots
+from optkit.runtime.types import Batch, EngineRequest, Request, SamplingParams, StateCopy
 from tests.support.fakes import fake_engine
 
 BLOCK = 4
@@ -80,6 +81,31 @@ def test_oldest_checkpoint_goes_when_all_are_taken() -> None:
     assert computed(engine, prompts[2], max_tokens=1) == 2
     assert computed(engine, prompts[0], max_tokens=1) == 10
     assert engine.stats().prefix_cache_lost == 8
+
+
+def test_checkpoint_of_a_hit_stays_when_a_later_one_was_not_used() -> None:
+    engine = recurrent_engine(num_checkpoints=2)
+    prompts = [[seed, *range(20, 29)] for seed in (1, 2, 3)]
+    for prompt in (prompts[0], prompts[1], prompts[0], prompts[2]):
+        answer(engine, prompt, max_tokens=1)
+    assert computed(engine, prompts[0], max_tokens=1) == 2
+    assert computed(engine, prompts[1], max_tokens=1) == 10
+
+
+def test_no_checkpoint_is_taken_when_the_request_stands_inside_of_a_block() -> None:
+    """The state is ahead of the node then, although the node has lost its checkpoint."""
+    slots = StateSlots(1, 1, BLOCK)
+    params = SamplingParams(max_tokens=9)
+    received = EngineRequest(request_id="a", prompt_ids=(1, 2, 3, 4), sampling=params, arrival=0.0)
+    request = Request(received, [1, 2, 3, 4])
+    slots.assign(request, 0)
+    node = Node(b"", "", (1, 2, 3, 4), block=0)
+    request.nodes.append(node)
+    slots.save(request, BLOCK)
+    assert slots.take_copies() == (StateCopy(0, 1),) and node.checkpoint == 1
+    slots.drop(node)
+    slots.save(request, BLOCK + 1)
+    assert slots.take_copies() == () and node.checkpoint is None
 
 
 def test_reset_drops_checkpoints_with_the_kv() -> None:
