@@ -102,8 +102,9 @@ def checked_blocks(file: Path) -> dict[str, int]:
 
     reader = GGUFReader(file)
     for name, field in reader.fields.items():
-        bound = BOUNDS[SIZES[key]] if (key := name.rpartition(".")[2]) in SIZES else None
-        for value in [] if bound is None else as_list(field.contents()):
+        key = name.rpartition(".")[2]
+        bound = BOUNDS[SIZES[key]] if key in SIZES else 0
+        for value in as_list(field.contents()) if bound else ():
             if type(value) is not int or not 0 <= value <= bound:
                 raise ValueError(f"'{name:.80}' must be an integer from 0 to {bound}, got {value!r:.40}")
     return dict(Counter(tensor.tensor_type.name for tensor in reader.tensors))
