@@ -432,6 +432,26 @@ def fold_reshapes(graph: Graph) -> int:
     return count
 
 
+def linears_of_rows(graph: Graph) -> int:
+    """A linear layer of tokens with dimensions of 1, such as a latent of one head, becomes one of rows [T, K]."""
+    count = 0
+    for node in graph.calls(reference.linear):
+        source, *weights = node.args
+        shape, sizes = source.meta.get("shape") or (), node.meta.get("shape") or ()
+        if len(shape) < 3 or len(sizes) != len(shape) or sorted(map(str, {*shape[:-1]})) != ["1", "None"]:
+            continue
+        if shape.count(None) != 1:
+            continue
+        rows = emit(graph, node, aten.reshape.default, source, [-1, shape[-1]])
+        new = emit(graph, node, reference.linear, rows, *weights)
+        out = emit(graph, node, aten.reshape.default, new, [-1 if size is None else size for size in sizes])
+        for made, last in ((rows, shape[-1]), (new, sizes[-1])):
+            made.meta.update(shape=(None, last), dtype=node.meta.get("dtype"))
+        replace(node, out)
+        count += 1
+    return count
+
+
 def has_nodes(sizes: Any) -> bool:
     return any(isinstance(size, fx.Node) for size in sizes)
 
@@ -495,6 +515,7 @@ REWRITES: tuple[Callable[[Graph], int], ...] = (
 CLEANUPS: tuple[Callable[[Graph], int], ...] = (
     cancel_transposes,
     hoist_transposes,
+    linears_of_rows,
     fold_reshapes,
     merge_equal_nodes,
 )

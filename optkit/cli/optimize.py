@@ -133,6 +133,8 @@ def _dry_run(model: str, recipe: Recipe, adapters: list[Path], as_json: bool) ->
         return
     for note in plan["notes"]:
         console.stdout.print(f"source: {note}")
+    if plan.get("estimate"):
+        console.stdout.print(plan["estimate"]["line"])
     for entry in plan["passes"]:
         console.stdout.print(_plan_line(entry))
         for skip in entry["skips"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -47,6 +48,8 @@ def damaged(monkeypatch: pytest.MonkeyPatch, damage: Callable[[Graph], None]) ->
 def lose_window(graph: Graph) -> None:
     node = next(iter(graph.calls(reference.attention)))
     node.kwargs = {**node.kwargs, "window": 0}
+    specs = tuple(replace(spec, window=0) for spec in graph.meta.kv_specs)
+    graph.meta = graph.meta.with_kv_specs(specs)
 
 
 def test_trial_is_right_when_the_graph_computes_the_model(monkeypatch: pytest.MonkeyPatch) -> None:

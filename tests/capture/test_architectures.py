@@ -15,8 +15,8 @@ TOLERANCE = 1e-4
 # Pieces of the idioms of canonicalization. A graph with a piece left is correct and slow: logits do not show the piece.
 PIECES = (aten.linear.default, aten.embedding.default, aten.rsqrt.default, aten.mean.dim, aten.cos.default,
           aten.sin.default, aten.matmul.default, aten.silu.default)  # fmt: skip
-# Rotate neighbours, or from tables of half the width; cohere2 norms without a bias.
-OF_ITS_OWN = {"cohere2", "gpt_oss", "llama4_text", "deepseek_v2", "deepseek_v3"}
+# Rotate neighbours, or from tables of half the width; cohere2 norms without a bias; gemma3n_text mixes streams.
+OF_ITS_OWN = {"cohere2", "deepseek_v2", "deepseek_v3", "gemma3n_text", "gpt_oss", "llama4_text"}
 
 
 def eager_logits(model, ids: torch.Tensor) -> torch.Tensor:

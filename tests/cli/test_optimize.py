@@ -14,6 +14,8 @@ from tests.support.sample_artifact import sample_run
 
 Output = pytest.CaptureFixture[str]
 PLAN: dict[str, Any] = {
+    "notes": ["an adapter"],
+    "estimate": {"line": "about 5 minutes"},
     "target": {"name": "cpu", "source": "measured"},
     "baseline": {"prefill 128": 0.5},
     "passes": [
@@ -73,6 +75,7 @@ def test_optimize_prints_sites_skips_and_predictions_when_dry_run_is_given(
     assert run(["optimize", "some-model", "-r", "baseline", "--dry-run"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert calls == []
+    assert "source: an adapter" in shown and "about 5 minutes" in shown
     assert "int8: 2 sites" in shown
     assert "skips 2x: on the ignore list (first: lm_head)" in shown
     assert "+ int8" in shown and "500.00" in shown and "250.00" in shown  # milliseconds

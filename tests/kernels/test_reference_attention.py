@@ -56,7 +56,9 @@ def run(pool: Tensor, window: int = 0) -> tuple[Tensor, list[Tensor]]:
     starts = torch.tensor([0, *NEW]).cumsum(0).to(torch.int32)
     lengths = torch.tensor(LENGTHS, dtype=torch.int32)
     q, k, v, mapping = last
-    out = spec.attention(q, k, v, k_cache, v_cache, mapping, starts, lengths, tables, 0.3, window)
+    out = spec.attention(
+        q, k, v, k_cache, v_cache, mapping, starts, lengths, tables, scale=0.3, window=window
+    )
     expected = [dense(q[n:], k, v, 0.3, window) for q, k, v, n in zip(qs, ks, vs, old, strict=True)]
     return out, expected
 

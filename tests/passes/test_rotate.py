@@ -123,7 +123,7 @@ def test_transformers_gives_the_same_logits_in_float64_from_a_rotated_artifact(
         ("stablelm", {LAYER_NORM, COLUMNS}),
         ("phi3", {COLUMNS}),
         ("gemma2", {"rms_norm_1, which is no linear layer, is added to the residual stream"}),
-        ("mixtral", {"index_tensor, which is no linear layer, reads a norm of the residual stream"}),
+        ("mixtral", {"expert_linear, which is no linear layer, reads a norm of the residual stream"}),
     ],
 )
 def test_check_gives_the_reason_when_a_part_cannot_be_rotated(model: str, expected: set[str]) -> None:
@@ -165,7 +165,7 @@ def test_heads_false_turns_the_input_of_the_value_projection_alone() -> None:
 def test_apply_unties_the_head_when_weights_have_no_values() -> None:
     graph = captured("llama", tie_word_embeddings=True)
     graph.weights = {
-        name: replace(weight, value=weight.value.to("meta")) for name, weight in graph.weights.items()
+        name: replace(weight, stored=weight.value.to("meta")) for name, weight in graph.weights.items()
     }
     apply(graph, "rotate")
     verify(graph)

@@ -259,7 +259,7 @@ def test_an_interrupt_while_saving_a_state_leaves_none(
     from optkit.pipeline import state
 
     monkeypatch.setenv("OPTKIT_CACHE", str(tmp_path / "cache"))
-    interrupt(monkeypatch, state, "save_file")
+    interrupt(monkeypatch, state, "save_tensors")
     with pytest.raises(KeyboardInterrupt):
         run(source, tmp_path / "out", "passes: {}")
     assert list((tmp_path / "cache" / "states").iterdir()) == []
