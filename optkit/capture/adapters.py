@@ -3,8 +3,8 @@
 A weight becomes ``W + scale * B @ A``, summed in float64 and rounded once to float32. The merged model is the source
 model of the run: the check of the capture and all measurements of quality are against the model with the adapter.
 
-A parameter is replaced in its module alone. An output head that shares its weight with the embedding so gets a weight
-of its own where an adapter changes one of the two.
+A parameter is replaced in its module alone. An output head that is tied to the embedding gets a weight
+of the head alone where an adapter changes one of the two.
 """
 
 from __future__ import annotations

@@ -170,12 +170,18 @@ class Flattener:
         in_checkpoint = name in parameters
         if name not in self.weights:
             detached = value.detach()
-            named = self.origins.get(name) or Origin((Part(name, detached.shape[0] if detached.ndim else 1),))
-            origin = named if in_checkpoint else None
-            self.weights[name] = Weight(detached, origin)
+            self.weights[name] = Weight(detached, self.origin(name, detached) if in_checkpoint else None)
         node = self.graph.create_node("get_attr", name, name=name.replace(".", "_"))
         node.meta.update(shape=tuple(value.shape), dtype=value.dtype)
         return node
+
+    def origin(self, name: str, value: Tensor) -> Origin:
+        """The checkpoint tensors of parameter ``name``; experts [E, N, K] without ``expert_linear`` are one tensor."""
+        rows = value.shape[0] if value.ndim else 1
+        found = self.origins.get(name)
+        if found is not None and not found.stacked and sum(part.rows for part in found.parts) == rows:
+            return found
+        return Origin((Part(found.parts[0].name if found is not None and found.stacked else name, rows),))
 
     @property
     def embedding_name(self) -> str:

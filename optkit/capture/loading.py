@@ -1,7 +1,7 @@
-"""Models and configurations built by transformers from a checkpoint of a stranger; what it refuses is a line for users.
+"""Models and configurations built by transformers from a checkpoint of a stranger; a refusal is a line for users.
 
 transformers checks a configuration in several ways, each with exceptions of its own, and fills a parameter without a
-tensor with random numbers. Here any failure of it is an ``UnsupportedModel``, and so is a parameter without a tensor.
+tensor with random numbers. Here any such failure is an ``UnsupportedModel``, and so is a parameter without a tensor.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from optkit.errors import UnsupportedModel, UserError, refusal
 
 @contextmanager
 def refusals(where: str) -> Iterator[None]:
-    """Around calls of transformers alone: its errors become ``UnsupportedModel``.
+    """Around calls of transformers alone: errors become ``UnsupportedModel``.
 
-    Errors of memory and of the operating system, such as a file without permission, stay as they are.
+    Errors of memory and of the operating system, such as a file without permission, pass unchanged.
     """
     try:
         yield
@@ -35,7 +35,7 @@ def refusals(where: str) -> Iterator[None]:
 
 
 def reason(error: Exception) -> str:
-    """The first line of an error, and for a failed check of a configuration the line below it, its cause."""
+    """The first line of an error, and for a failed check of a configuration the next line, the cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     kept = lines[:2] if lines and lines[0].endswith(":") else lines[:1]
     kept = [type(error).__name__, *kept] if isinstance(error, KeyError) or not kept else kept

@@ -1,4 +1,4 @@
-"""Attention that a model computes itself, outside of transformers' attention interface, as ``optkit::attention``.
+"""Attention computed by a model's own code, outside of transformers' attention interface, as ``optkit::attention``.
 
 The exported graph of such a model has ``softmax(f(q @ k.T)) @ v``. Where ``f`` is what the attention op computes
 (``scores``), the operations between q, k, v and the result become the op of the boundary, with the number of
@@ -89,7 +89,7 @@ def transposed(graph: fx.Graph, keys: fx.Node) -> fx.Node:
 
 
 def as_heads(graph: fx.Graph, x: fx.Node) -> fx.Node:
-    """[1, H, T, D] of that or of [H, T, D]."""
+    """[1, H, T, D] of [1, H, T, D] or [H, T, D]."""
     if x.meta["val"].ndim == 4:
         return x
     source: Any = x

@@ -2,9 +2,9 @@
 
 transformers calls short convolutions, the gated delta rule and state-space scans through module functions, each under a
 name in its registry of kernels (``use_kernel_func_from_hub_with_fallback``). During the export the functions of
-``REPLACEMENTS`` take their place: tensors go into a single opaque op, a row a token, with the number of the
+``REPLACEMENTS`` are replaced: tensors go into a single opaque op, a row a token, with the number of the
 layer, and the rest of the model is captured unchanged, without code for each architecture. Outside of the export the
-model has its own functions, so the check of the capture compares with these.
+model has its own functions, so the check of the capture compares with the original functions.
 
 The parts of a function that act on each token alone stay ordinary ops: softplus and limits of time steps, gates,
 activations.
@@ -88,7 +88,7 @@ def layer_number() -> int:
     """The number of the layer that is being traced.
 
     Raises:
-        UnsupportedModel: the layer has no number, so its state would have no name.
+        UnsupportedModel: the layer has no number, so the state would have no name.
     """
     if not current_layers:
         raise UnsupportedModel("a layer with a recurrent state has no layer number")
@@ -192,7 +192,7 @@ def scan(
 
 
 def time_steps(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
-    """Time steps [1, T, ...] from their projection."""
+    """Time steps [1, T, ...] from the projection."""
     dt = dt if bias is None else dt + bias
     return F.softplus(dt) if softplus else dt
 

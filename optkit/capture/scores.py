@@ -1,4 +1,4 @@
-"""The form of attention scores, read from a model's own computation of them.
+"""The form of attention scores, read from a model's own computation.
 
 A model with attention of its own adds mask and biases to ``q @ k.T`` in its own way: sums, ``where``, ``masked_fill``,
 buffers. All of these are a function of the product ``P`` [H, T, T] and of positions. So the function is evaluated, on
@@ -6,7 +6,7 @@ products of known numbers, in place of a list of patterns. Scores of the form
 
     ``scale * P + slope[h] * (key position - query position) + any number for each query``
 
-where a token sees the earlier tokens and itself, all or those of a window, and a very small number elsewhere, are what
+where a token sees itself and the earlier tokens, all or those of a window, and a very small number elsewhere, are what
 the attention op computes. Scale and slopes are measured, the mask is compared at as many tokens as the model's
 context has, as far as the scores of a layer fit in ``LARGEST`` numbers. Any other function is refused.
 """
@@ -43,7 +43,7 @@ class Form:
 
 
 class ScoreFunction:
-    """Softmax's input ``scores`` as a function of the one product in it, in the graph of an exported ``program``.
+    """Softmax's input ``scores`` as a function of the only product inside, in the graph of an exported ``program``.
 
     Raises:
         UnsupportedModel: the scores are computed from more than a product and positions.
@@ -65,7 +65,7 @@ class ScoreFunction:
         self.product = products[0]
 
     def dependencies(self) -> list[fx.Node]:
-        """What the scores are computed from, in the graph's order, up to products."""
+        """The nodes behind the scores, in the graph's order, up to products."""
         found, left = set[fx.Node](), [self.scores]
         while left:
             node = left.pop()
@@ -78,7 +78,7 @@ class ScoreFunction:
         return [node for node in self.scores.graph.nodes if node in found]
 
     def is_count(self, node: fx.Node) -> bool:
-        """True for the number of tokens, whatever tensor it is read from."""
+        """True for the number of tokens, read from any tensor."""
         return node.target is aten.sym_size.int and str(node.meta["val"]) == self.tokens
 
     @property

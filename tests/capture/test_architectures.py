@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from optkit.graph.verify import verify
 from optkit.lowering.lower import lower
 from tests.support.architectures import SPECIFIC, tiny_model
 from tests.support.graphs import captured, dense
@@ -27,6 +28,7 @@ def eager_logits(model, ids: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("name", sorted(SPECIFIC))
 def test_logits_match_eager(name):
     graph, model = captured(name), tiny_model(name)
+    verify(graph)
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, 128, (37,), generator=generator)
     torch.testing.assert_close(dense(graph, ids), eager_logits(model, ids), atol=TOLERANCE, rtol=1e-4)
