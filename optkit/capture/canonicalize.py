@@ -437,10 +437,11 @@ def linears_of_rows(graph: Graph) -> int:
     count = 0
     for node in graph.calls(reference.linear):
         source, *weights = node.args
-        shape, sizes = source.meta.get("shape") or (), node.meta.get("shape") or ()
-        if len(shape) < 3 or len(sizes) != len(shape) or sorted(map(str, {*shape[:-1]})) != ["1", "None"]:
+        shape: tuple[int | None, ...] = source.meta.get("shape") or ()
+        sizes: tuple[int | None, ...] = node.meta.get("shape") or ()
+        if len(shape) < 3 or len(sizes) != len(shape):
             continue
-        if shape.count(None) != 1:
+        if shape.count(None) != 1 or {*shape[:-1]} != {1, None}:
             continue
         rows = emit(graph, node, aten.reshape.default, source, [-1, shape[-1]])
         new = emit(graph, node, reference.linear, rows, *weights)

@@ -38,7 +38,8 @@ def test_document_has_the_table_of_the_saved_outcomes() -> None:
 
 def test_saved_outcomes_are_of_known_types_and_none_is_wrong() -> None:
     types = json.loads(RESULT.read_text("utf-8"))["types"]
-    assert set(types) <= set(model_types())
+    assert set(types) == set(model_types())
+    assert all(types[name]["state"] == RIGHT for name in tested())
     assert [name for name, outcome in types.items() if outcome["state"] == WRONG] == []
     assert all(
         outcome["reason"] and "\n" not in outcome["reason"]
