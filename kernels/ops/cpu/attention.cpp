@@ -16,6 +16,7 @@
 // attention_int8.h. Every token is attended through the cache, those of this call too, so chunks don't show here either.
 #include "attention.h"
 
+#include <algorithm>
 #include <cmath>
 #include <vector>
 
@@ -61,9 +62,9 @@ struct Sums {
 // What one thread needs for an item; see attention_tile.h for the layouts.
 struct Scratch {
     float *q, *k, *v, *scores, *zeros;
-    float *q_scale, *k_scale, *v_scale;  // these three lines are for an int8 cache
+    float *q_scale, *k_scale, *v_scale, *v_log, *v_inverse;  // these three lines are for an int8 cache
     int32_t* q_sums;
-    uint8_t *weights, *halves;
+    uint8_t *weights, *numbers;
     Sums part, total;
     const char *keys[kTile], *values[kTile];
 };
@@ -77,9 +78,10 @@ Sums sums_at(const Problem& p, float* at, int64_t rows) {
 Scratch scratch_of_thread(const Problem& p, int64_t rows) {
     thread_local GrowingMemory buffer;
     const size_t depth = p.depth, width = p.width, sums = sums_size(p, rows);
-    const size_t zeros = depth > width ? depth : width;
+    const size_t zeros = std::max({depth, width, size_t(kTile)});
     const size_t sizes[] = {rows * depth, depth * kTile, width * kTile, kMaxTileRows * kTile, zeros, size_t(rows), kTile,
-                            kTile, size_t(rows), kMaxTileRows * 2 * kTile / 4, 2 * size_t(p.depth_bytes) / 4, sums, sums};
+                            kTile, kTile, kTile, size_t(rows), kMaxTileRows * 2 * kTile / 4, 2 * size_t(p.depth_bytes) / 4,
+                            sums, sums};
     constexpr int count = sizeof sizes / sizeof *sizes;
     size_t total = 0;
     for (size_t size : sizes) total += (size + kLanes - 1) / kLanes * kLanes;
@@ -90,9 +92,9 @@ Scratch scratch_of_thread(const Problem& p, int64_t rows) {
         at += (sizes[i] + kLanes - 1) / kLanes * kLanes;
     }
     std::memset(parts[4], 0, zeros * sizeof(float));
-    return {parts[0], parts[1], parts[2], parts[3], parts[4], parts[5], parts[6], parts[7],
-            reinterpret_cast<int32_t*>(parts[8]), reinterpret_cast<uint8_t*>(parts[9]),
-            reinterpret_cast<uint8_t*>(parts[10]), sums_at(p, parts[11], rows), sums_at(p, parts[12], rows), {}, {}};
+    return {parts[0], parts[1], parts[2], parts[3], parts[4], parts[5], parts[6], parts[7], parts[8], parts[9],
+            reinterpret_cast<int32_t*>(parts[10]), reinterpret_cast<uint8_t*>(parts[11]),
+            reinterpret_cast<uint8_t*>(parts[12]), sums_at(p, parts[13], rows), sums_at(p, parts[14], rows), {}, {}};
 }
 
 void clear(const Problem& p, const Item& item, const Sums& sums) {

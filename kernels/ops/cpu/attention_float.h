@@ -112,7 +112,7 @@ struct OnFloat {
     OPTKIT_TARGET static void attend(const Problem& p, const Block& block, Scratch& scratch, const Sums& sums) {
         float rescale[kRows];
         score_block<R>(scratch.q + block.first_row * p.depth, scratch.k, p.depth, block.vecs, scratch.scores);
-        if (p.softcap > 0) soft_cap(scratch.scores, R, block.vecs, p.softcap);
+        if (p.softcap > 0) soft_cap(scratch.scores, R, block.vecs, p.softcap, scratch.zeros);
         if (p.slopes) add_distances(p, block, scratch.scores);
         mask_block(p, block, scratch.scores);
         for (int r = 0; r < R; ++r) {

@@ -1,18 +1,52 @@
 // Attention over an int8 cache: the functions of attention_tile.h that depend on the cache. Included by its text.
 //
-// Products are of integers. A query is rounded to 16 bits of its largest number, a row's weights in a tile to 15 bits of
-// their largest (each weight times its value's scale): an error up to half a step, 1/65278 and 1/65534 of the largest,
-// against 1/254 for the keys and values themselves. Four numbers are two words (simd_int8.h), so a sum is taken twice, of first and of second halves, and
-// is exact; its bits depend neither on the instruction set nor on how rows are put together.
-//   Scratch.q       [rows / kRows][2][D / 4][kRows]  halves of four numbers of a query, the first ones first
-//   Scratch.q_scale [rows]                           what a query's step is worth, in exponents of 2
-//   Scratch.q_sums  [rows]                           what undoes the zero point of keys: times the sum of a query
-//   Scratch.k       [D / 4][64]                      words of four bytes of a key, with their zero point: a vector holds 16 keys
-//   Scratch.v       [64 / 4][Dv to 16]               words of one byte of four values, with theirs
-//   Scratch.weights [kRows][2][64 / 4]               halves of four weights
+// Products are of integers of one byte. A query is rounded in 127 steps of its largest number, a row's weights in a tile
+// (each weight times its value's scale) in 255 steps of their largest: errors up to 1/254 and 1/510 of the largest, beside
+// 1/254 for the keys and values themselves. Sums are exact; their bits depend neither on the instruction set nor on how
+// rows are put together.
+//
+// The scale of a value is part of the score, as its logarithm: the exponential gives the weight times the scale, whose
+// largest is known before any exponential is computed. The sum of the weights divides by the scale again.
+//   Scratch.q         [rows / kRows][parts][D / 4][kRows]  parts of four numbers of a query (simd_int8.h)
+//   Scratch.q_scale   [rows]                         what a query's step is worth, in exponents of 2
+//   Scratch.q_sums    [rows]                         what undoes the zero point of keys: times the sum of a query
+//   Scratch.k         [D / 4][64]                    words of four bytes of a key, with their zero point: a vector holds 16 keys
+//   Scratch.v         [64 / 4][Dv to 16]             words of one byte of four values, with theirs
+//   Scratch.v_log     [64]                           logarithms of the values' scales, to base 2
+//   Scratch.v_inverse [64]                           what a weight times its value's scale is multiplied by to give the weight
+//   Scratch.weights   [kRows][parts][64 / 4]         parts of four weights
 
-constexpr float kQuerySteps = 127.0f * 256.0f + 127.0f;  // either side of zero
-constexpr float kWeightSteps = 32767.0f;
+constexpr float kQuerySteps = 127.0f;  // either side of zero
+constexpr float kWeightSteps = 255.0f;
+constexpr float kLogWeightSteps = 7.99435344f;
+
+// The smallest scale of a value: below, sums of weights could overflow. The value counts as if its scale were this one,
+// an error below 1e-17.
+constexpr float kSmallestScale = 5.42101086e-20f;  // 2^-64
+
+// The logarithm of x > 0 to base 2, within 2e-6. Without fused multiply-adds, the same bits everywhere.
+OPTKIT_INLINE float log2_of(float x) {
+    const int32_t root = 0x3f3504f3;  // of 1/2: the mantissa goes from there to the root of 2
+    const int32_t bits = to_bits(x), exponent = (bits - root) >> 23;
+    const float m = from_bits(bits - exponent * (1 << 23)) - 1.0f;
+    float p = 1.761759785e-1f;
+    p = p * m - 2.709801878e-1f;
+    p = p * m + 2.950987552e-1f;
+    p = p * m - 3.591845575e-1f;
+    p = p * m + 4.806487336e-1f;
+    p = p * m - 7.213676975e-1f;
+    p = p * m + 1.442696307f;
+    return p * m + static_cast<float>(exponent);
+}
+
+// 2^x within 8e-5, for x up to 127; 0 below -126 (also for -inf), NaN for NaN: weights, of which eight bits are kept.
+OPTKIT_TARGET OPTKIT_INLINE S::Vec weight_of(S::Vec x) {
+    const S::Vec n = S::round(x), f = S::sub(x, n);
+    S::Vec p = S::fma(S::all(5.517163639e-2f), f, S::all(2.426111197e-1f));
+    p = S::fma(p, f, S::all(6.932609915e-1f));
+    p = S::fma(p, f, S::all(9.999280738e-1f));
+    return S::times_two_to_or_0(p, n);
+}
 
 template <class Word>
 OPTKIT_INLINE Word word_at(const void* p) {
@@ -21,11 +55,11 @@ OPTKIT_INLINE Word word_at(const void* p) {
     return word;
 }
 
-// acc[r][n] += the half of row r, at a + r * a_row + w * a_word, times column n of b, for all words w.
-template <Bytes bytes, int half, int R, int NV>
+// acc[r][n] += the part of row r, at a + r * a_row + w * a_word, times column n of b, for all words w.
+template <Bytes bytes, int part, int R, int NV>
 OPTKIT_TARGET OPTKIT_INLINE void add_dots(I::Ints (&acc)[R][NV], const uint8_t* a, int64_t a_row, int64_t a_word,
                                           const uint32_t* b, int64_t b_word, int words) {
-    using Kind = I::Dot<bytes, half>;
+    using Kind = I::Dot<bytes, part>;
     for (int w = 0; w < words; ++w, a += a_word, b += b_word) {
         typename Kind::Column column[NV];
 #pragma GCC unroll 8
@@ -39,44 +73,42 @@ OPTKIT_TARGET OPTKIT_INLINE void add_dots(I::Ints (&acc)[R][NV], const uint8_t* 
     }
 }
 
-// acc[r][n] = row r times column n: the sums of both halves, of which the second starts `halves` bytes after the first.
+// acc[r][n] = first[r] + row r times column n; a row's second part starts `parts` bytes after the first.
 template <Bytes bytes, int R, int NV>
-OPTKIT_TARGET OPTKIT_INLINE void multiply(I::Ints (&acc)[R][NV], const uint8_t* a, int64_t halves, int64_t a_row,
-                                          int64_t a_word, const uint32_t* b, int64_t b_word, int words) {
+OPTKIT_TARGET OPTKIT_INLINE void multiply(I::Ints (&acc)[R][NV], const int32_t* first, const uint8_t* a, int64_t parts,
+                                          int64_t a_row, int64_t a_word, const uint32_t* b, int64_t b_word, int words) {
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-        for (int n = 0; n < NV; ++n) acc[r][n] = I::all(0);
+        for (int n = 0; n < NV; ++n) acc[r][n] = I::all(first[r]);
     add_dots<bytes, 0>(acc, a, a_row, a_word, b, b_word, words);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-        for (int n = 0; n < NV; ++n) acc[r][n] = I::between_halves(acc[r][n]);
-    add_dots<bytes, 1>(acc, a + halves, a_row, a_word, b, b_word, words);
+    if constexpr (I::parts == 2) add_dots<bytes, 1>(acc, a + parts, a_row, a_word, b, b_word, words);
 }
 
-// scores[r][0..16 NV) = q[.][r] . k[.][0..16 NV), times both scales.
+// scores[r][0..16 NV) = q[.][r] . k[.][0..16 NV), times both scales, plus `v_log`.
 template <int R, int NV>
 OPTKIT_TARGET void score_int8_tile(const uint8_t* q, const uint32_t* k, int words, const float* q_scale,
-                                   const int32_t* q_sums, const float* k_scale, float* scores) {
+                                   const int32_t* q_sums, const float* k_scale, const float* v_log, float* scores) {
     constexpr int word = R * sizeof(uint32_t);
     I::Ints acc[R][NV];
-    multiply<Bytes::keys>(acc, q, words * word, sizeof(uint32_t), word, k, kTile, words);
+    multiply<Bytes::keys>(acc, q_sums, q, words * word, sizeof(uint32_t), word, k, kTile, words);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
         for (int n = 0; n < NV; ++n) {
             const S::Vec scale = S::mul(S::all(q_scale[r]), S::load(k_scale + n * kLanes));
-            S::store(scores + r * kTile + n * kLanes, S::mul(I::floats(I::add(acc[r][n], I::all(q_sums[r]))), scale));
+            S::store(scores + r * kTile + n * kLanes, S::fma(I::floats(acc[r][n]), scale, S::load(v_log + n * kLanes)));
         }
 }
 
 template <int R, int NV = S::tile_vecs>
 OPTKIT_TARGET void score_int8_block(const uint8_t* q, const uint32_t* k, int words, const float* q_scale,
-                                    const int32_t* q_sums, const float* k_scale, int vecs, float* scores) {
-    for (; vecs >= NV; vecs -= NV, k += NV * kLanes, k_scale += NV * kLanes, scores += NV * kLanes)
-        score_int8_tile<R, NV>(q, k, words, q_scale, q_sums, k_scale, scores);
-    if constexpr (NV > 1) score_int8_block<R, NV - 1>(q, k, words, q_scale, q_sums, k_scale, vecs, scores);
+                                    const int32_t* q_sums, const float* k_scale, const float* v_log, int vecs,
+                                    float* scores) {
+    constexpr int N = NV * kLanes;
+    for (; vecs >= NV; vecs -= NV, k += N, k_scale += N, v_log += N, scores += N)
+        score_int8_tile<R, NV>(q, k, words, q_scale, q_sums, k_scale, v_log, scores);
+    if constexpr (NV > 1) score_int8_block<R, NV - 1>(q, k, words, q_scale, q_sums, k_scale, v_log, vecs, scores);
 }
 
 // out[r][0..16 NV) = out[r] * rescale[r] + step[r] * sum over keys of weight[r][key] * v[key]. `sums` undoes the zero
@@ -85,15 +117,15 @@ template <int R, int NV>
 OPTKIT_TARGET void weigh_int8_tile(const uint8_t* weights, const float* rescale, const float* step, const int32_t* sums,
                                    const uint32_t* v, int64_t width, int start, int stop, float* out) {
     I::Ints acc[R][NV];
-    multiply<Bytes::values>(acc, weights + 4 * start, kTile, 2 * kTile, 4, v + start * width, width, stop - start);
+    multiply<Bytes::values>(acc, sums, weights + 4 * start, kTile, I::parts * kTile, 4, v + start * width, width,
+                            stop - start);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
         for (int n = 0; n < NV; ++n) {
             float* to = out + r * width + n * kLanes;
             const S::Vec earlier = S::mul(S::load(to), S::all(rescale[r]));
-            const I::Ints total = I::value_zero ? I::add(acc[r][n], I::all(sums[r])) : acc[r][n];
-            S::store(to, S::fma(I::floats(total), S::all(step[r]), earlier));
+            S::store(to, S::fma(I::floats(acc[r][n]), S::all(step[r]), earlier));
         }
 }
 
@@ -115,66 +147,56 @@ OPTKIT_TARGET inline int32_t without_zero(I::Ints sums, int32_t zero) {
     return static_cast<int32_t>(-static_cast<uint32_t>(zero) * total);
 }
 
-// Of a row: its largest score, the sum of its weights 2^(score - top), what a step of them, each times its value's scale,
-// is worth, and what undoes the zero point of values.
+// Of a row: its largest score, the sum of its weights in steps of 2^top / kWeightSteps, and what undoes the zero point of
+// values.
 struct RowWeights {
-    float top, sum, step;
+    float top, sum;
     int32_t zero_sum;
 };
 
-// The scores of R rows become weights in steps. Three passes over the rows: each step of a row waits for the one before,
-// and rows don't wait for each other. `scores` holds the scaled weights in between.
+// The scores of R rows become weights in steps. Two passes over the rows: each step of a row waits for the one before,
+// and rows don't wait for each other.
 template <int R>
-OPTKIT_TARGET void weigh_scores(float* scores, int vecs, const float* v_scale, uint8_t* weights, RowWeights (&rows)[R]) {
+OPTKIT_TARGET void weigh_scores(const float* scores, int vecs, const float* v_inverse, uint8_t* weights,
+                                RowWeights (&rows)[R]) {
+#pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
         const float* row = scores + r * kTile;
         S::Vec top = S::load(row);
         for (int n = 1; n < vecs; ++n) top = S::max(top, S::load(row + n * kLanes));
         rows[r].top = S::largest(top);
     }
-    float largest[R];
     for (int r = 0; r < R; ++r) {
-        float* row = scores + r * kTile;
-        const S::Vec shift = S::all(rows[r].top == -__builtin_inff() ? 0.0f : rows[r].top);
-        S::Vec sum = S::all(0.0f), most = sum;
+        const float* row = scores + r * kTile;
+        const S::Vec shift = S::all((rows[r].top == -__builtin_inff() ? 0.0f : rows[r].top) - kLogWeightSteps);
+        uint8_t* to = weights + I::parts * r * kTile;
+        S::Vec sum = S::all(0.0f);
+        I::Ints total = I::all(0);
         for (int n = 0; n < vecs; ++n) {
-            const S::Vec weight = exp2(S::sub(S::load(row + n * kLanes), shift));
-            const S::Vec scaled = S::mul(weight, S::load(v_scale + n * kLanes));
-            sum = S::add(sum, weight);
-            most = S::max(most, scaled);
-            S::store(row + n * kLanes, scaled);
+            const S::Vec weight = weight_of(S::sub(S::load(row + n * kLanes), shift));
+            sum = S::fma(weight, S::load(v_inverse + n * kLanes), sum);
+            const I::Ints steps = I::rounded(weight);
+            I::store_numbers(to + n * kLanes, to + kTile + n * kLanes, steps);
+            if (I::value_zero) total = I::add(total, steps);
         }
         rows[r].sum = S::sum(sum);
-        largest[r] = S::largest(most);
-    }
-    for (int r = 0; r < R; ++r) {
-        const float inverse = largest[r] > 0 ? kWeightSteps / largest[r] : 0.0f;
-        uint8_t* to = weights + 2 * r * kTile;
-        I::Ints sum = I::all(0);
-        for (int n = 0; n < vecs; ++n) {
-            const S::Vec scaled = S::load(scores + r * kTile + n * kLanes);
-            const I::Ints steps = I::rounded(S::mul(scaled, S::all(inverse)));
-            I::store_halves<false>(to + n * kLanes, to + kTile + n * kLanes, steps);
-            if (I::value_zero) sum = I::add(sum, steps);
-        }
-        rows[r].step = largest[r] / kWeightSteps;
-        rows[r].zero_sum = I::value_zero ? without_zero(sum, I::value_zero) : 0;
+        rows[r].zero_sum = I::value_zero ? without_zero(total, I::value_zero) : 0;
     }
 }
 
 struct OnInt8 {
     OPTKIT_TARGET static void pack_queries(const Problem& p, const Item& item, Scratch& scratch) {
         const int rows = item.count * p.group, words = p.depth / 4;
-        uint8_t *first = scratch.halves, *second = first + p.depth_bytes;
+        uint8_t *first = scratch.numbers, *second = first + p.depth_bytes;
         uint32_t* to = reinterpret_cast<uint32_t*>(scratch.q);
         for (int row = 0; row < rows; ++row) {
             const int block = row / kRows * kRows, in_block = rows - block < kRows ? rows - block : kRows;
-            const float step = halve(query_of(p, item, row), p, first, second, scratch.q_sums[row]);
+            const float step = round_query(query_of(p, item, row), p, first, second, scratch.q_sums[row]);
             scratch.q_scale[row] = step * p.to_exp2;
-            uint32_t* at = to + 2 * words * block + row - block;
+            uint32_t* at = to + I::parts * words * block + row - block;
             for (int w = 0; w < words; ++w) {
                 at[w * in_block] = word_at<uint32_t>(first + 4 * w);
-                at[(words + w) * in_block] = word_at<uint32_t>(second + 4 * w);
+                if (I::parts == 2) at[(words + w) * in_block] = word_at<uint32_t>(second + 4 * w);
             }
         }
     }
@@ -184,10 +206,15 @@ struct OnInt8 {
         for (int j = 0; j < count; j += kLanes) {
             for (int w = 0; I::key_zero && w < p.depth / 4; ++w) flip_signs(scratch.k + w * kTile + j);
             // A value that is no number becomes a score that is none: rows that may not see it don't.
-            const S::Vec value = S::load(scratch.v_scale + j), size = S::abs(value), limit = S::all(__builtin_inff());
+            const S::Vec scale = S::load(scratch.v_scale + j), limit = S::all(__builtin_inff());
             const S::Vec key = S::load(scratch.k_scale + j);
-            S::store(scratch.k_scale + j, S::where_less(size, limit, key, S::all(__builtin_nanf(""))));
-            S::store(scratch.v_scale + j, S::where_less(size, limit, value, S::all(0.0f)));
+            S::store(scratch.k_scale + j, S::where_less(S::abs(scale), limit, key, S::all(__builtin_nanf(""))));
+            for (int i = j; i < j + kLanes; ++i) {
+                const float size = scratch.v_scale[i];
+                const float counted = size >= kSmallestScale ? size : kSmallestScale;
+                scratch.v_log[i] = log2_of(counted);
+                scratch.v_inverse[i] = 1.0f / counted;
+            }
         }
         interleave_values(p, count, scratch);
         const int words = I::value_zero ? (count + 3) / 4 * p.width : 0;
@@ -197,12 +224,13 @@ struct OnInt8 {
     template <int R>
     OPTKIT_TARGET static void attend(const Problem& p, const Block& block, Scratch& scratch, const Sums& sums) {
         const int words = p.depth / 4;
-        const auto* q = reinterpret_cast<const uint8_t*>(scratch.q) + 8 * words * block.first_row;
+        const auto* q = reinterpret_cast<const uint8_t*>(scratch.q) + 4 * I::parts * words * block.first_row;
         const auto* k = reinterpret_cast<const uint32_t*>(scratch.k);
         const auto* v = reinterpret_cast<const uint32_t*>(scratch.v);
         score_int8_block<R>(q, k, words, scratch.q_scale + block.first_row,
-                            scratch.q_sums + block.first_row, scratch.k_scale, block.vecs, scratch.scores);
-        if (p.softcap > 0) soft_cap(scratch.scores, R, block.vecs, p.softcap);
+                            scratch.q_sums + block.first_row, scratch.k_scale, p.softcap > 0 ? scratch.zeros : scratch.v_log,
+                            block.vecs, scratch.scores);
+        if (p.softcap > 0) soft_cap(scratch.scores, R, block.vecs, p.softcap, scratch.v_log);
         if (p.slopes) add_distances(p, block, scratch.scores);
         mask_block(p, block, scratch.scores);
         float rescale[kLanes], step[kLanes];
@@ -216,14 +244,15 @@ struct OnInt8 {
     // Sixteen words of bytes, signed to unsigned or back.
     OPTKIT_TARGET OPTKIT_INLINE static void flip_signs(void* words) { I::store(words, I::flip_signs(I::load(words))); }
 
-    // Halves of x [D] in steps of its largest number, and what undoes the zero point of keys; gives what a step is worth.
-    OPTKIT_TARGET static float halve(const float* x, const Problem& p, uint8_t* first, uint8_t* second, int32_t& sum) {
+    // Parts of x [D] in steps of its largest number, and what undoes the zero point of keys; gives what a step is worth.
+    OPTKIT_TARGET static float round_query(const float* x, const Problem& p, uint8_t* first, uint8_t* second,
+                                           int32_t& sum) {
         const float most = largest(x, p.dim), inverse = most > 0 ? kQuerySteps / most : 0.0f;
         I::Ints sums = I::all(0);
         for (int d = 0; d < p.dim; d += kLanes) {
             const S::Vec numbers = d + kLanes <= p.dim ? S::load(x + d) : S::load_some(x + d, p.dim - d);
             const I::Ints steps = I::rounded(S::mul(numbers, S::all(inverse)));
-            I::store_halves<true>(first + d, second + d, steps);
+            I::store_numbers(first + d, second + d, steps);
             sums = I::add(sums, steps);
         }
         sum = without_zero(sums, I::key_zero);
@@ -258,7 +287,7 @@ struct OnInt8 {
                                            float* step, int32_t* zero_sums) {
         RowWeights rows[R];
         for (int r = 0; r < kLanes; ++r) rescale[r] = step[r] = 0.0f;
-        weigh_scores<R>(scratch.scores, block.vecs, scratch.v_scale, scratch.weights, rows);
+        weigh_scores<R>(scratch.scores, block.vecs, scratch.v_inverse, scratch.weights, rows);
         for (int r = 0; r < R; ++r) {
             const float old = m[r];
             m[r] = old < rows[r].top ? rows[r].top : old;
@@ -269,8 +298,8 @@ struct OnInt8 {
         S::store(rescale, exp2(S::load(rescale)));
         S::store(step, exp2(S::load(step)));
         for (int r = 0; r < R; ++r) {
+            step[r] *= 1.0f / kWeightSteps;
             l[r] = l[r] * rescale[r] + rows[r].sum * step[r];
-            step[r] *= rows[r].step;
             zero_sums[r] = rows[r].zero_sum;
         }
     }

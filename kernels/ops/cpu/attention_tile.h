@@ -20,12 +20,13 @@ struct Block {
     int start, stop;      // keys that any row may see
 };
 
-OPTKIT_TARGET inline void soft_cap(float* scores, int rows, int vecs, float cap) {
+// Caps scores, and adds `more` [64] to each row's.
+OPTKIT_TARGET inline void soft_cap(float* scores, int rows, int vecs, float cap, const float* more) {
     const float to_exp2 = cap * kLog2e;  // the exponential that follows has base 2
     for (int r = 0; r < rows; ++r)
         for (int n = 0; n < vecs; ++n) {
             float* s = scores + r * kTile + n * kLanes;
-            S::store(s, S::mul(tanh(S::load(s)), S::all(to_exp2)));
+            S::store(s, S::fma(tanh(S::load(s)), S::all(to_exp2), S::load(more + n * kLanes)));
         }
 }
 

@@ -47,10 +47,9 @@ struct Avx512 {
     OP Vec where_less(Vec a, Vec b, Vec yes, Vec no) {
         return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), no, yes);
     }
-    // a * 2^n for whole n that keep the result normal.
-    OP Vec times_two_to(Vec a, Vec n) {
-        const __m512i shifted = _mm512_slli_epi32(_mm512_cvtps_epi32(n), 23);
-        return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a), shifted));
+    // a * 2^n for whole n that keep the result normal, 0 for n below -125, NaN where n is.
+    OP Vec times_two_to_or_0(Vec a, Vec n) {
+        return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(n, _mm512_set1_ps(-125.0f), _CMP_NLT_UQ), a, n);
     }
     // Halves are folded onto each other, 16 to 8 to 4 to 2 to 1: the order of every sum over lanes.
     OP float sum(Vec a) {
@@ -129,7 +128,7 @@ struct Avx2 {
         return {_mm256_blendv_ps(no.lo, yes.lo, _mm256_cmp_ps(a.lo, b.lo, _CMP_LT_OQ)),
                 _mm256_blendv_ps(no.hi, yes.hi, _mm256_cmp_ps(a.hi, b.hi, _CMP_LT_OQ))};
     }
-    OP Vec times_two_to(Vec a, Vec n) { return {scaled(a.lo, n.lo), scaled(a.hi, n.hi)}; }
+    OP Vec times_two_to_or_0(Vec a, Vec n) { return {scaled(a.lo, n.lo), scaled(a.hi, n.hi)}; }
     OP float sum(Vec a) {
         const __m256 b = _mm256_add_ps(a.lo, a.hi);
         __m128 c = _mm_add_ps(_mm256_castps256_ps128(b), _mm256_extractf128_ps(b, 1));
@@ -152,7 +151,8 @@ struct Avx2 {
   private:
     OP __m256 scaled(__m256 a, __m256 n) {
         const __m256i shifted = _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23);
-        return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), shifted));
+        const __m256 product = _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), shifted));
+        return _mm256_and_ps(product, _mm256_cmp_ps(n, _mm256_set1_ps(-125.0f), _CMP_NLT_UQ));
     }
     OP __m256 pair(const char* const* rows, int i) {
         return _mm256_insertf128_ps(_mm256_castps128_ps256(quad(rows[i])), quad(rows[i + 4]), 1);
@@ -216,10 +216,10 @@ struct Portable {
         return no;
     }
     // The integer n is in the low bits of n + 1.5 * 2^23.
-    OP Vec times_two_to(Vec a, Vec n) {
-        n = add(n, all(12582912.0f));
-        for (int i = 0; i < 4; ++i) a.q[i] = (Quad)((Wrapping)a.q[i] + ((Wrapping)n.q[i] << 23));
-        return a;
+    OP Vec times_two_to_or_0(Vec a, Vec n) {
+        const Vec low = add(n, all(12582912.0f));
+        for (int i = 0; i < 4; ++i) a.q[i] = (Quad)((Wrapping)a.q[i] + ((Wrapping)low.q[i] << 23));
+        return where_less(n, all(-125.0f), all(0.0f), a);
     }
     OP float sum(Vec a) {
         const Quad b = (a.q[0] + a.q[2]) + (a.q[1] + a.q[3]);

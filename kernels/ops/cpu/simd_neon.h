@@ -74,8 +74,9 @@ struct Neon {
                  vbslq_f32(vcltq_f32(a.q[2], b.q[2]), yes.q[2], no.q[2]),
                  vbslq_f32(vcltq_f32(a.q[3], b.q[3]), yes.q[3], no.q[3])}};
     }
-    OP Vec times_two_to(Vec a, Vec n) {
-        return {{scaled(a.q[0], n.q[0]), scaled(a.q[1], n.q[1]), scaled(a.q[2], n.q[2]), scaled(a.q[3], n.q[3])}};
+    OP Vec times_two_to_or_0(Vec a, Vec n) {
+        a = {{scaled(a.q[0], n.q[0]), scaled(a.q[1], n.q[1]), scaled(a.q[2], n.q[2]), scaled(a.q[3], n.q[3])}};
+        return where_less(n, all(-125.0f), all(0.0f), a);
     }
     OP float sum(Vec a) {
         const Quad b = vaddq_f32(vaddq_f32(a.q[0], a.q[2]), vaddq_f32(a.q[1], a.q[3]));
@@ -119,8 +120,9 @@ struct Int8Neon {
         int32x4_t q[4];
     };
     static constexpr std::int32_t key_zero = 0, value_zero = 128;
+    static constexpr int parts = 1;
 
-    template <Bytes bytes, int half>
+    template <Bytes bytes, int part>
     struct Dot {
         using Column = Ints;
         using Row = int32x4_t;
@@ -156,9 +158,6 @@ struct Int8Neon {
         return {{vaddq_s32(a.q[0], b.q[0]), vaddq_s32(a.q[1], b.q[1]), vaddq_s32(a.q[2], b.q[2]),
                  vaddq_s32(a.q[3], b.q[3])}};
     }
-    OP Ints between_halves(Ints a) {
-        return {{vshlq_n_s32(a.q[0], 8), vshlq_n_s32(a.q[1], 8), vshlq_n_s32(a.q[2], 8), vshlq_n_s32(a.q[3], 8)}};
-    }
     OP Ints flip_signs(Ints a) {
         const int32x4_t signs = vdupq_n_s32(static_cast<std::int32_t>(0x80808080));
         return {{veorq_s32(a.q[0], signs), veorq_s32(a.q[1], signs), veorq_s32(a.q[2], signs),
@@ -170,17 +169,8 @@ struct Int8Neon {
     OP Ints rounded(Neon::Vec a) {
         return {{Neon::nearest(a.q[0]), Neon::nearest(a.q[1]), Neon::nearest(a.q[2]), Neon::nearest(a.q[3])}};
     }
-    // The bytes of signed numbers are signed: 256 high + low with low from -128 to 127.
-    template <bool is_signed>
-    OP void store_halves(void* first, void* second, Ints a) {
-        if (is_signed) {
-            const int32x4_t half = vdupq_n_s32(0x8080);
-#pragma GCC unroll 4
-            for (int i = 0; i < 4; ++i) a.q[i] = veorq_s32(vaddq_s32(a.q[i], half), half);
-        }
-        const int8x16_t front = pairs(a.q[0], a.q[1]), back = pairs(a.q[2], a.q[3]);
-        vst1q_s8(static_cast<std::int8_t*>(first), vuzp2q_s8(front, back));
-        vst1q_s8(static_cast<std::int8_t*>(second), vuzp1q_s8(front, back));
+    OP void store_numbers(void* first, void*, Ints a) {
+        vst1q_s8(static_cast<std::int8_t*>(first), vuzp1q_s8(pairs(a.q[0], a.q[1]), pairs(a.q[2], a.q[3])));
     }
     OP Ints interleave(const char* const* rows, int column) {
         const int8x16_t a = bytes(rows[0] + column), b = bytes(rows[1] + column);

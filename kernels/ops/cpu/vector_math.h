@@ -3,7 +3,7 @@
 // The same polynomials everywhere. Errors against float64, of the largest over the useful range: exp2 and exp 1 ulp near
 // 0 (exp grows with |x| by the rounding of x * log2 e), tanh and erf 2 ulp.
 
-// 2^x for x <= 127, 0 below -125 (also for -inf), NaN for NaN. f = x - round(x) is exact; the polynomial is 2^f
+// 2^x for x <= 127, 0 below -125.5 (also for -inf), NaN for NaN. f = x - round(x) is exact; the polynomial is 2^f
 // on [-1/2, 1/2] with relative error 2e-9, and exactly 1 at 0, so that rescaling by 2^0 changes no bits.
 OPTKIT_TARGET OPTKIT_INLINE S::Vec exp2(S::Vec x) {
     const S::Vec n = S::round(x), f = S::sub(x, n);
@@ -14,7 +14,7 @@ OPTKIT_TARGET OPTKIT_INLINE S::Vec exp2(S::Vec x) {
     p = S::fma(p, f, S::all(2.402264791e-1f));
     p = S::fma(p, f, S::all(6.931472028e-1f));
     p = S::fma(p, f, S::all(1.0f));
-    return S::where_less(x, S::all(-125.0f), S::all(0.0f), S::times_two_to(p, n));
+    return S::times_two_to_or_0(p, n);
 }
 
 // The same for one float.
