@@ -8,7 +8,6 @@ may run steps of some sizes (``Specialize``).
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -83,7 +82,7 @@ class LoweredVariant:
         return [*self.module.buffers(), *(t for program in self.programs for t in program.constants)]
 
     def workspace_bytes(self, sizes: tuple[int, int]) -> int:
-        return max((sum(map(operator.mul, sizes, p.bytes_per_row)) for p in self.programs), default=0)
+        return max((p.workspace_bytes(sizes) for p in self.programs), default=0)
 
     def run(self, inputs: Mapping[str, Tensor], tokens: int) -> Tensor:
         special = self.special

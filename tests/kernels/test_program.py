@@ -102,6 +102,7 @@ def test_program_reads_the_tensors_of_each_call_when_they_are_kept_new_or_stride
 
 def test_a_long_step_is_cancelled_between_two_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "CALLS_A_PART", 1)
+    monkeypatch.setattr(program, "LONGEST_RUN", 1)
     b, total = mlp()
     b.output(total)
     made, x, checks = b.build(), torch.randn(5, 64), list[int]()
@@ -131,6 +132,87 @@ def test_an_index_out_of_range_is_an_error_in_any_part(monkeypatch: pytest.Monke
     b.output(rows)
     with pytest.raises(IndexError, match="call 3"):
         run(b.build(), 2, torch.randn(2, 64), torch.tensor([0, 10]))
+
+
+def two_runs() -> Builder:
+    """A run of five calls, the rows of it that get logits, and a norm of these rows."""
+    b = Builder()
+    x, index = b.input(TOKENS, (64,), torch.float32), b.input(LOGITS, (), torch.int64)
+    hidden = x
+    for _ in range(2):
+        normed, _, _ = norms.emit_rms_norm(b, hidden, None, 1e-6)
+        assert normed is not None
+        (hidden,) = gather.emit_add(b, normed, hidden)
+        assert hidden is not None
+    gated, _, _ = gates.emit_silu_mul_packed(b, hidden)
+    assert gated is not None
+    (rows,) = gather.emit_select_rows(b, gated, index)
+    assert rows is not None
+    normed, _, _ = norms.emit_rms_norm(b, rows, None, 1e-6)
+    assert normed is not None
+    b.output(normed)
+    return b
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("tokens", [31, 64, 193, 400])
+def test_blocks_of_tokens_give_the_bits_of_whole_calls(
+    tokens: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_num_threads(threads)
+    x, index = torch.randn(tokens, 64), torch.tensor([tokens - 1, 0, tokens // 2])
+    built = two_runs().build()
+    assert [len(run) for run in built.runs] == [5, 1, 1]
+    (blocks,) = run(built, tokens, x, index, logits=3)
+    hidden = x
+    for _ in range(2):
+        hidden = reference.rms_norm(hidden, None, 1e-6) + hidden
+    torch.testing.assert_close(
+        blocks, reference.rms_norm(reference.silu_mul_packed(hidden)[index], None, 1e-6)
+    )
+    monkeypatch.setattr(program, "LEAST_BLOCK_TOKENS", 10**9)
+    (whole,) = run(built, tokens, x, index, logits=3)
+    assert torch.equal(blocks, whole)
+
+
+def test_buffers_of_one_run_take_the_memory_of_a_block() -> None:
+    torch.set_num_threads(2)
+    built = two_runs().build()
+    few, many = (built.workspace_bytes((tokens, 1, 1, 1, 16)) for tokens in (1000, 2000))
+    assert many - few == 1000 * built.bytes_per_row[TOKENS] and built.block_token_bytes >= 64 * 4
+
+
+@given(st.integers(1, 5000), st.integers(1, 64))
+def test_all_threads_get_equally_many_blocks(tokens: int, threads: int) -> None:
+    block = program.block_tokens(tokens, threads)
+    if block == 0:
+        assert tokens < threads * program.LEAST_BLOCK_TOKENS
+        return
+    blocks = -(-tokens // block)
+    assert block <= program.BLOCK_TOKENS
+    assert -(-blocks // threads) * block <= tokens / threads + block
+
+
+@given(st.lists(st.booleans(), max_size=60))
+def test_runs_are_all_calls_in_order(by_rows: list[bool]) -> None:
+    runs = program.runs_of(by_rows)
+    assert [call for each in runs for call in each] == list(range(len(by_rows)))
+    for each in runs:
+        assert len(each) == 1 or all(by_rows[call] for call in each) and len(each) <= program.LONGEST_RUN
+
+
+def test_an_index_out_of_range_in_a_block_is_an_error() -> None:
+    torch.set_num_threads(2)
+    b, total = mlp()
+    b.output(total)
+    ids = b.input(TOKENS, (), torch.int64)
+    (rows,) = gather.emit_embedding(b, torch.randn(10, 16), ids)
+    assert rows is not None
+    b.output(rows)
+    wrong = torch.zeros(150, dtype=torch.int64)
+    wrong[140] = 10
+    with pytest.raises(IndexError, match="call 3"):
+        run(b.build(), 150, torch.randn(150, 64), wrong)
 
 
 def test_an_index_out_of_range_is_an_error() -> None:

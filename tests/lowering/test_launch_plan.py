@@ -77,6 +77,7 @@ def test_a_step_is_cancelled_between_parts_of_the_model(
     as_programs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(program, "LONG_STEP", 0)
+    monkeypatch.setattr(program, "CALLS_A_PART", 1)
     graph = optimized("llama", group_size=32)
     executable, checks = lower(graph, TARGET, programs=as_programs), list[int]()
     whole = logits(executable, graph, [20, 10])

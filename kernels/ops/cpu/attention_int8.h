@@ -20,9 +20,9 @@ constexpr float kQuerySteps = 127.0f;  // either side of zero
 constexpr float kWeightSteps = 255.0f;
 constexpr float kLogWeightSteps = 7.99435344f;
 
-// The smallest scale of a value: below, sums of weights could overflow. The value counts as if its scale were this one,
-// an error below 1e-17.
-constexpr float kSmallestScale = 5.42101086e-20f;  // 2^-64
+// A value with a smaller scale counts as zeros, an error below 1e-17. Zeros have any scale; kScaleOfZeros is small beside
+// that of other values, whose weights take the steps, and far from underflow.
+constexpr float kSmallestScale = 0x1p-64f, kScaleOfZeros = 0x1p-24f;
 
 // The logarithm of x > 0 to base 2, within 2e-6. Without fused multiply-adds, the same bits everywhere.
 OPTKIT_INLINE float log2_of(float x) {
@@ -210,10 +210,11 @@ struct OnInt8 {
             const S::Vec key = S::load(scratch.k_scale + j);
             S::store(scratch.k_scale + j, S::where_less(S::abs(scale), limit, key, S::all(__builtin_nanf(""))));
             for (int i = j; i < j + kLanes; ++i) {
-                const float size = scratch.v_scale[i];
-                const float counted = size >= kSmallestScale ? size : kSmallestScale;
-                scratch.v_log[i] = log2_of(counted);
-                scratch.v_inverse[i] = 1.0f / counted;
+                const bool is_zero = !(scratch.v_scale[i] >= kSmallestScale);
+                if (is_zero) scratch.values[i] = reinterpret_cast<const char*>(scratch.zeros);
+                const float size = is_zero ? kScaleOfZeros : scratch.v_scale[i];
+                scratch.v_log[i] = log2_of(size);
+                scratch.v_inverse[i] = 1.0f / size;
             }
         }
         interleave_values(p, count, scratch);

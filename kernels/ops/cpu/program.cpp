@@ -4,11 +4,16 @@
 // and reads the resolved arguments in the order of the parameters.
 #include "program.h"
 
+#include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <type_traits>
 #include <utility>
 
 #include "dispatch.h"
+#include "panels.h"
+#include "scratch.h"
+#include "threads.h"
 
 namespace optkit {
 namespace {
@@ -77,13 +82,54 @@ constexpr std::size_t most_parameters() {
     return most;
 }
 
-int64_t resolve(const Argument& a, const int64_t* sizes, const int64_t* inputs, const int64_t* arenas) {
+constexpr int TOKENS = 0;  // among the sizes
+
+struct Program {
+    const Call* calls;
+    const Argument* arguments;
+    const int64_t *sizes, *inputs, *arenas;
+};
+
+// Tokens that calls are made for, and the memory of their block.
+struct Block {
+    int64_t first, count, memory;
+};
+
+int64_t resolve(const Program& p, const Argument& a, const Block& block) {
     switch (a.source) {
-        case Source::size: return sizes[a.index] * a.value;
-        case Source::input: return inputs[a.index] + a.offset;
-        case Source::arena: return arenas[a.index] + sizes[a.index] * a.value + a.offset;
+        case Source::size: return (a.index == TOKENS ? block.count : p.sizes[a.index]) * a.value;
+        case Source::input: return p.inputs[a.index] + a.offset + block.first * a.row_bytes;
+        case Source::arena:
+            return p.arenas[a.index] + p.sizes[a.index] * a.value + a.offset + block.first * a.row_bytes;
+        case Source::block: return block.memory + block.count * a.value + a.offset;
         default: return a.value;
     }
+}
+
+int run_call(const Program& p, const Call& call, const Block& block, int threads) {
+    int64_t values[most_parameters()];
+    const Row& row = KERNELS[call.op];
+    const std::size_t last = row.parameters - 1;
+    for (std::size_t i = 0; i < last; ++i) values[i] = resolve(p, p.arguments[call.first + i], block);
+    values[last] = threads;
+    return row.run(values);
+}
+
+// The calls of a run, for one block of `tokens` tokens after another, each with `token_bytes` of memory a token. Gives the
+// first call that met an index out of range, or the number of calls.
+int64_t run_blocks(const Program& p, const Call* calls, int64_t tokens, int64_t token_bytes, int threads) {
+    const int64_t count = calls->run, all = p.sizes[TOKENS];
+    std::atomic<int64_t> failed{count};
+    parallel_for(divide_up(all, tokens), 1, threads, [&](int64_t first, int64_t last) {
+        thread_local GrowingMemory scratch;
+        const auto memory = reinterpret_cast<int64_t>(scratch.at_least<char>(tokens * token_bytes));
+        for (; first < last; ++first) {
+            const Block block{first * tokens, std::min(tokens, all - first * tokens), memory};
+            for (int64_t i = 0; i < failed; ++i)
+                if (run_call(p, calls[i], block, 1)) failed = i;
+        }
+    });
+    return failed;
 }
 
 }  // namespace
@@ -95,19 +141,25 @@ OPTKIT_API const char* optkit_signature(int index) {
     return index >= 0 && index < COUNT ? optkit::SIGNATURES[index] : nullptr;
 }
 
-// Runs `count` calls. Gives 0, or 1 + the index of the call that met an index out of range; what follows was not run.
+// Runs `count` calls, which are whole runs. Gives 0, or 1 + the index of the call that met an index out of range; what
+// follows was not run. Runs of several calls take blocks of `block_tokens` tokens, with `token_bytes` of memory a token,
+// or all tokens at once with the memory at `block_memory` where `block_tokens` is 0.
 OPTKIT_API int64_t optkit_run_program(const void* calls, int64_t count, const void* arguments, const int64_t* sizes,
-                                      const int64_t* inputs, const int64_t* arenas, int threads) {
-    const auto* call = static_cast<const optkit::Call*>(calls);
-    const auto* given = static_cast<const optkit::Argument*>(arguments);
-    int64_t values[optkit::most_parameters()];
-    for (int64_t i = 0; i < count; ++i) {
-        const optkit::Row& row = optkit::KERNELS[call[i].op];
-        const std::size_t last = row.parameters - 1;
-        for (std::size_t a = 0; a < last; ++a)
-            values[a] = optkit::resolve(given[call[i].first + a], sizes, inputs, arenas);
-        values[last] = threads;
-        if (row.run(values)) return i + 1;
+                                      const int64_t* inputs, const int64_t* arenas, void* block_memory,
+                                      int64_t block_tokens, int64_t token_bytes, int threads) {
+    using namespace optkit;
+    const auto* call = static_cast<const Call*>(calls);
+    const Program p{call, static_cast<const Argument*>(arguments), sizes, inputs, arenas};
+    const Block all{0, sizes[TOKENS], reinterpret_cast<int64_t>(block_memory)};
+    for (int64_t i = 0; i < count;) {
+        if (block_tokens && call[i].run > 1) {
+            const int64_t failed = run_blocks(p, call + i, block_tokens, token_bytes, threads);
+            if (failed < call[i].run) return i + failed + 1;
+            i += call[i].run;
+        } else {
+            if (run_call(p, call[i], all, threads)) return i + 1;
+            ++i;
+        }
     }
     return 0;
 }

@@ -6,12 +6,17 @@ the program, an input tensor, or an output tensor. Buffers live in a common aren
 a plan holds for every batch size, and buffers without overlapping lives share a place. The arena grows to the largest
 batch so far and stays; a step allocates only the outputs.
 
+A *run* is a sequence of calls that compute each token from the same token of their inputs, such as all calls between
+two attentions. A prompt goes through a run in blocks of tokens, one block a thread at a time (program.h). Buffers that
+only one run uses are *local*: their memory is for one block.
+
 The kernels, the order of the arguments and the types behind pointers are listed in ``signatures.h``.
 """
 
 from __future__ import annotations
 
 import ctypes
+import operator
 import struct
 import weakref
 from collections.abc import Callable, Sequence
@@ -26,12 +31,23 @@ from optkit.kernels.cpu import native, signatures
 from optkit.kernels.cpu.signatures import Parameter
 
 ALIGN = 64  # bytes: a cache line, and the widest vector
-CONSTANT, SIZE, INPUT, ARENA = range(4)  # of program.h
+CONSTANT, SIZE, INPUT, ARENA, BLOCK = range(5)  # of program.h
 TOKENS, LOGITS, SEQUENCES, TABLE_WIDTH, BLOCK_SIZE = range(5)  # the sizes of a batch
 LONG_STEP = (
     2**32
 )  # tokens times bytes of weights: from here on a step is cancellable, some tens of milliseconds
-CALLS_A_PART = 8  # of a cancellable step: less than a layer
+CALLS_A_PART = 8  # of a cancellable step, at least; about a layer
+LONGEST_RUN = 16  # calls
+BLOCK_TOKENS, LEAST_BLOCK_TOKENS = 64, 32  # with fewer tokens a thread, threads share each call
+
+# Kernels that compute each row of a batch from the same row of their inputs, and do so as fast for some tens of rows as
+# for all. Experts are not among them: an expert wants all of its tokens at once.
+BY_ROWS = frozenset(
+    (
+        "rms_norm", "layer_norm", "gated", "rope", "rope_table", "add", "quantize_per_token", "linear_w8a8",
+        "linear_w4a8", "linear_w8a16", "linear_w4a16", "gather_rows", "gather_w8_rows",
+    )
+)  # fmt: skip
 
 
 def no_tensor() -> None:
@@ -48,6 +64,7 @@ class Buffer:
     born: int = -1  # the call that writes it first
     dies: int = -1  # the call that uses it last
     output: int | None = None  # its number among the outputs, which are tensors of their own
+    local: bool = False  # of a run
 
 
 @dataclass(frozen=True)
@@ -87,14 +104,14 @@ class Size:
 
 
 Argument = View | Tensor | Size | int | float | None
-ARGUMENT, CALL = struct.Struct("=iiqq"), struct.Struct("=ii")
+ARGUMENT, CALL = struct.Struct("=iiqqq"), struct.Struct("=iiii")
 
 
 class Builder:
     """Collects the calls of a program."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[int, list[Argument]]] = []
+        self.calls: list[tuple[str, list[Argument]]] = []
         self.buffers: list[Buffer] = []
         self.outputs: list[View] = []
         self.num_inputs = 0
@@ -133,7 +150,7 @@ class Builder:
                 buffer = argument.memory
                 buffer.born = len(self.calls) if buffer.born < 0 else buffer.born
                 buffer.dies = len(self.calls)
-        self.calls.append((cast(int, kernel.number), [arguments[each] for each in names]))
+        self.calls.append((name, [arguments[each] for each in names]))
 
     def output(self, view: View) -> int:
         """Make the buffer of ``view``, which must fill the buffer, an output tensor; the number of the output."""
@@ -146,8 +163,16 @@ class Builder:
         return buffer.output
 
     def build(self) -> Program:
-        kept = [b for b in self.buffers if b.output is None]
-        return Program(self, [place([b for b in kept if b.rows == rows]) for rows in (TOKENS, LOGITS)])
+        runs = runs_of([is_by_rows(name, arguments) for name, arguments in self.calls])
+        run_of = {call: number for number, run in enumerate(runs) for call in run}
+        kept = [b for b in self.buffers if b.output is None and b.born >= 0]
+        for buffer in kept:
+            first, last = run_of[buffer.born], run_of[buffer.dies]
+            buffer.local = buffer.rows == TOKENS and first == last and len(runs[first]) > 1
+            if not buffer.local:  # blocks of a run are not in step: what the run uses lives as long as the run
+                buffer.born, buffer.dies = runs[first].start, runs[last].stop - 1
+        groups = [[b for b in kept if b.rows == rows and not b.local] for rows in (TOKENS, LOGITS)]
+        return Program(self, runs, [place(group) for group in groups], place([b for b in kept if b.local]))
 
 
 def check_argument(kernel: str, parameter: Parameter, argument: Argument) -> None:
@@ -192,6 +217,40 @@ def place(buffers: Sequence[Buffer]) -> int:
     return max((b.place + b.row_bytes for b in placed), default=0)
 
 
+def block_tokens(tokens: int, threads: int) -> int:
+    """Tokens of a block, or 0 where all tokens go through each call together.
+
+    Blocks are of about the same size, and each thread gets equally many.
+    """
+    if tokens < threads * LEAST_BLOCK_TOKENS:
+        return 0
+    blocks = -(-tokens // (BLOCK_TOKENS * threads)) * threads
+    return -(-tokens // blocks)
+
+
+def runs_of(by_rows: Sequence[bool]) -> list[range]:
+    """All calls as runs of at most ``LONGEST_RUN`` calls by rows, and other calls alone."""
+    runs: list[range] = []
+    for call, can_join in enumerate(by_rows):
+        if runs and can_join and by_rows[call - 1] and len(runs[-1]) < LONGEST_RUN:
+            runs[-1] = range(runs[-1].start, call + 1)
+        else:
+            runs.append(range(call, call + 1))
+    return runs
+
+
+def is_by_rows(kernel: str, arguments: Sequence[Argument]) -> bool:
+    """Whether a call can be made for some tokens of the batch at a time."""
+    rows = {value.rows for value in arguments if isinstance(value, View)}
+    sizes = {value.index for value in arguments if isinstance(value, Size)}
+    return kernel in BY_ROWS and rows == sizes == {TOKENS}
+
+
+def row_bytes(value: Argument) -> int:
+    """Bytes from a row of the argument to the next one; 0 where the argument has no rows of the batch."""
+    return value.row_stride * value.dtype.itemsize if isinstance(value, View) else 0
+
+
 class Arena:
     """Working memory of an executable's programs, which run one after another."""
 
@@ -213,17 +272,22 @@ class Program:
 
     __name__, __module__ = "program", __name__  # torch.fx names nodes and generated code after their target
 
-    def __init__(self, builder: Builder, bytes_per_row: Sequence[int]) -> None:
-        self.bytes_per_row, self.arena = tuple(bytes_per_row), Arena()
+    def __init__(
+        self, builder: Builder, runs: Sequence[range], bytes_per_row: Sequence[int], block_token_bytes: int
+    ) -> None:
+        self.bytes_per_row, self.block_token_bytes, self.arena = tuple(bytes_per_row), block_token_bytes, Arena()
+        self.runs = runs
         self.num_inputs, self.num_calls = builder.num_inputs, len(builder.calls)
         self.checked = [(i, *known) for i, known in enumerate(builder.expected) if known is not None]
         self.outputs = [(view.rows, view.shape, view.dtype) for view in builder.outputs]
         self.constants: list[Tensor] = []  # tensors with addresses in the calls
         calls, arguments = bytearray(), bytearray()
-        for op, values in builder.calls:
-            calls += CALL.pack(op, len(arguments) // ARGUMENT.size)
+        lengths = {run.start: len(run) for run in runs}
+        for i, (name, values) in enumerate(builder.calls):
+            op = cast(int, signatures.kernel(name).number)
+            calls += CALL.pack(op, len(arguments) // ARGUMENT.size, lengths.get(i, 0), 0)
             for value in values:
-                arguments += ARGUMENT.pack(*self._encode(value))
+                arguments += ARGUMENT.pack(*self._encode(value), row_bytes(value))
         self._weight_bytes = sum(tensor.nbytes for tensor in self.constants)
         self._calls = ctypes.create_string_buffer(bytes(calls), len(calls))
         self._arguments = ctypes.create_string_buffer(bytes(arguments), len(arguments))
@@ -238,7 +302,8 @@ class Program:
             case View(memory=int(number)):
                 return INPUT, number, 0, value.offset * value.dtype.itemsize
             case View(memory=Buffer(output=None) as buffer):
-                return ARENA, value.rows, buffer.place, value.offset * value.dtype.itemsize
+                source = BLOCK if buffer.local else ARENA
+                return source, value.rows, buffer.place, value.offset * value.dtype.itemsize
             case View(memory=Buffer() as buffer):
                 return INPUT, self.num_inputs + (buffer.output or 0), 0, value.offset * value.dtype.itemsize
             case Size(index, times):
@@ -278,13 +343,21 @@ class Program:
         self._inputs[self.num_inputs :] = [t.data_ptr() for t in outputs]
         self._place_arenas(sizes)
         is_long = sizes[TOKENS] * self._weight_bytes >= LONG_STEP
-        part = CALLS_A_PART if is_long else max(self.num_calls, 1)
-        for first in range(0, self.num_calls, part):
-            if first:
-                check_cancelled()
-            self._run(first, min(part, self.num_calls - first))
+        first = 0
+        for run in self.runs:
+            if run.stop - first >= CALLS_A_PART and is_long or run.stop == self.num_calls:
+                if first:
+                    check_cancelled()
+                self._run(first, run.stop - first)
+                first = run.stop
         del copies  # alive until here, since the calls read them
         return tuple(outputs)
+
+    def workspace_bytes(self, sizes: Sequence[int]) -> int:
+        """Bytes of working memory for a batch of these ``sizes``."""
+        tokens = block_tokens(sizes[TOKENS], native.threads())
+        in_blocks = min(tokens * native.threads(), sizes[TOKENS]) if tokens else sizes[TOKENS]
+        return sum(map(operator.mul, sizes, self.bytes_per_row)) + in_blocks * self.block_token_bytes
 
     def _run(self, first: int, count: int) -> None:
         """Run ``count`` calls from the call ``first`` on."""
@@ -295,6 +368,7 @@ class Program:
             ctypes.addressof(self._sizes),
             ctypes.addressof(self._inputs),
             ctypes.addressof(self._arenas),
+            *self._block,
             native.threads(),
         )
         if failed:
@@ -327,8 +401,11 @@ class Program:
 
     def _place_arenas(self, sizes: Sequence[int]) -> None:
         """Lay buffers of tokens, then buffers of rows of logits, into the shared memory."""
+        tokens = block_tokens(sizes[TOKENS], native.threads())
+        local = 0 if tokens else sizes[TOKENS] * self.block_token_bytes
         needed = [sizes[rows] * size for rows, size in enumerate(self.bytes_per_row)]
-        start = self.arena.address(sum(needed))
+        start = self.arena.address(sum(needed) + local)
         for i, size in enumerate(needed):
             self._arenas[i] = start
             start += size
+        self._block = (start, tokens, self.block_token_bytes)
