@@ -91,14 +91,6 @@ EMULATED __m512i _mm512_set1_epi8(char x) {
     return z.si;
 }
 
-EMULATED __m512i _mm512_castps_si512(__m512 a) {
-    return of(a).si;
-}
-
-EMULATED __m512 _mm512_castsi512_ps(__m512i a) {
-    return of(a).ps;
-}
-
 EMULATED __m512 _mm512_castps128_ps512(__m128 a) {
     Lanes z{};
     std::memcpy(z.f, &a, sizeof a);
@@ -154,11 +146,19 @@ EMULATED __m512 _mm512_roundscale_ps(__m512 a, int imm) {
 }
 
 EMULATED __mmask16 _mm512_cmp_ps_mask(__m512 a, __m512 b, int predicate) {
-    need(predicate == _CMP_LT_OQ, "the predicate less than");
+    need(predicate == _CMP_LT_OQ || predicate == _CMP_NLT_UQ, "the predicates less than, and not less than");
     const Lanes x = of(a), y = of(b);
     unsigned mask = 0;
     for (int i = 0; i < 16; ++i) mask |= static_cast<unsigned>(x.f[i] < y.f[i]) << i;
-    return static_cast<__mmask16>(mask);
+    return static_cast<__mmask16>(predicate == _CMP_LT_OQ ? mask : ~mask);
+}
+
+// a * 2^floor(b).
+EMULATED __m512 _mm512_maskz_scalef_ps(__mmask16 mask, __m512 a, __m512 b) {
+    const Lanes x = of(a), y = of(b);
+    Lanes z;
+    for (int i = 0; i < 16; ++i) z.f[i] = mask >> i & 1 ? x.f[i] * std::exp2(std::floor(y.f[i])) : 0.0f;
+    return z.ps;
 }
 
 EMULATED __m512 _mm512_mask_blend_ps(__mmask16 mask, __m512 a, __m512 b) {
@@ -169,13 +169,6 @@ EMULATED __m512 _mm512_mask_blend_ps(__mmask16 mask, __m512 a, __m512 b) {
 }
 
 // -- integer arithmetic ----------------------------------------------------------------------------------
-
-EMULATED __m512i _mm512_add_epi32(__m512i a, __m512i b) {
-    Lanes z = of(a);
-    const Lanes y = of(b);
-    for (int i = 0; i < 16; ++i) z.u[i] += y.u[i];
-    return z.si;
-}
 
 EMULATED __m512i _mm512_sub_epi8(__m512i a, __m512i b) {
     Lanes z = of(a);
@@ -188,18 +181,6 @@ EMULATED __m512i _mm512_and_si512(__m512i a, __m512i b) {
     Lanes z = of(a);
     const Lanes y = of(b);
     for (int i = 0; i < 16; ++i) z.u[i] &= y.u[i];
-    return z.si;
-}
-
-EMULATED __m512i _mm512_slli_epi32(__m512i a, unsigned count) {
-    Lanes z = of(a);
-    for (uint32_t& lane : z.u) lane = count < 32 ? lane << count : 0;
-    return z.si;
-}
-
-EMULATED __m512i _mm512_srli_epi32(__m512i a, unsigned count) {
-    Lanes z = of(a);
-    for (uint32_t& lane : z.u) lane = count < 32 ? lane >> count : 0;
     return z.si;
 }
 
@@ -270,8 +251,6 @@ EMULATED __m512 _mm512_cvtph_ps(__m256i a) {
 #define _mm512_setzero_ps emulated::_mm512_setzero_ps
 #define _mm512_set1_epi32 emulated::_mm512_set1_epi32
 #define _mm512_set1_epi8 emulated::_mm512_set1_epi8
-#define _mm512_castps_si512 emulated::_mm512_castps_si512
-#define _mm512_castsi512_ps emulated::_mm512_castsi512_ps
 #define _mm512_castps128_ps512 emulated::_mm512_castps128_ps512
 #define _mm512_castps512_ps256 emulated::_mm512_castps512_ps256
 #define _mm512_castsi256_si512 emulated::_mm512_castsi256_si512
@@ -283,13 +262,11 @@ EMULATED __m512 _mm512_cvtph_ps(__m256i a) {
 #define _mm512_fmadd_ps emulated::_mm512_fmadd_ps
 #define _mm512_abs_ps emulated::_mm512_abs_ps
 #define _mm512_roundscale_ps emulated::_mm512_roundscale_ps
+#define _mm512_maskz_scalef_ps emulated::_mm512_maskz_scalef_ps
 #define _mm512_cmp_ps_mask emulated::_mm512_cmp_ps_mask
 #define _mm512_mask_blend_ps emulated::_mm512_mask_blend_ps
-#define _mm512_add_epi32 emulated::_mm512_add_epi32
 #define _mm512_sub_epi8 emulated::_mm512_sub_epi8
 #define _mm512_and_si512 emulated::_mm512_and_si512
-#define _mm512_slli_epi32 emulated::_mm512_slli_epi32
-#define _mm512_srli_epi32 emulated::_mm512_srli_epi32
 #define _mm512_srli_epi16 emulated::_mm512_srli_epi16
 #define _mm512_dpbusd_epi32 emulated::_mm512_dpbusd_epi32
 #define _mm512_cvtepi32_ps emulated::_mm512_cvtepi32_ps
