@@ -162,7 +162,7 @@ def rounded_queries(q: torch.Tensor) -> torch.Tensor:
 
 
 def weights_and_values(w: World, s: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Weights [H, T, T] over an int8 cache in float64, of rounded queries; int8 values and their scales, of each head."""
+    """Weights [H, T, T] of rounded queries over an int8 cache, in float64; int8 values and their scales a head."""
     case, heads = w.case, torch.arange(w.case.kv_heads).repeat_interleave(w.case.group)
     slots = w.slots(s, 0, case.lengths[s])
     k, v = (cache.flatten(0, 1)[slots].transpose(0, 1)[heads] for cache in (w.k_cache, w.v_cache))
@@ -186,12 +186,13 @@ def weights_and_values(w: World, s: int) -> tuple[torch.Tensor, torch.Tensor, to
 def exact_and_errors(w: World, s: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The attention [T, H, Dv] of a sequence over its int8 cache in float64, and how far each number may be off.
 
-    A weight times its value's scale is rounded in steps of the largest such product of the row's tile: half a step each.
+    A weight times its value's scale is rounded in steps of the largest such product of the row's tile: half a step.
     """
     weights, values, scale = weights_and_values(w, s)
     products = torch.where(weights > 0, weights * scale.unsqueeze(1), 0.0)
     exact, errors = products @ values, torch.zeros(())
-    for tile, sizes in zip(products.split(KEYS_A_TILE, -1), values.abs().split(KEYS_A_TILE, 1), strict=True):
+    tiles = zip(products.split(KEYS_A_TILE, -1), values.abs().split(KEYS_A_TILE, 1), strict=True)
+    for tile, sizes in tiles:
         half_step = tile.amax(-1, keepdim=True) / WEIGHT_STEPS * (0.5 + WEIGHT_STEPS * EXPONENTIAL / 2)
         errors = errors + half_step * ((tile > 0).double() @ sizes)
     errors = errors + EXPONENTIAL * (products @ values.abs())

@@ -198,7 +198,7 @@ def test_runs_are_all_calls_in_order(by_rows: list[bool]) -> None:
     runs = program.runs_of(by_rows)
     assert [call for each in runs for call in each] == list(range(len(by_rows)))
     for each in runs:
-        assert len(each) == 1 or all(by_rows[call] for call in each) and len(each) <= program.LONGEST_RUN
+        assert len(each) == 1 or (all(by_rows[call] for call in each) and len(each) <= program.LONGEST_RUN)
 
 
 def test_an_index_out_of_range_in_a_block_is_an_error() -> None:

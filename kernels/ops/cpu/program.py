@@ -169,7 +169,9 @@ class Builder:
         for buffer in kept:
             first, last = run_of[buffer.born], run_of[buffer.dies]
             buffer.local = buffer.rows == TOKENS and first == last and len(runs[first]) > 1
-            if not buffer.local:  # blocks of a run are not in step: what the run uses lives as long as the run
+            if (
+                not buffer.local
+            ):  # blocks of a run are not in step: what the run uses lives as long as the run
                 buffer.born, buffer.dies = runs[first].start, runs[last].stop - 1
         groups = [[b for b in kept if b.rows == rows and not b.local] for rows in (TOKENS, LOGITS)]
         return Program(self, runs, [place(group) for group in groups], place([b for b in kept if b.local]))
@@ -275,7 +277,11 @@ class Program:
     def __init__(
         self, builder: Builder, runs: Sequence[range], bytes_per_row: Sequence[int], block_token_bytes: int
     ) -> None:
-        self.bytes_per_row, self.block_token_bytes, self.arena = tuple(bytes_per_row), block_token_bytes, Arena()
+        self.bytes_per_row, self.block_token_bytes, self.arena = (
+            tuple(bytes_per_row),
+            block_token_bytes,
+            Arena(),
+        )
         self.runs = runs
         self.num_inputs, self.num_calls = builder.num_inputs, len(builder.calls)
         self.checked = [(i, *known) for i, known in enumerate(builder.expected) if known is not None]
@@ -345,7 +351,7 @@ class Program:
         is_long = sizes[TOKENS] * self._weight_bytes >= LONG_STEP
         first = 0
         for run in self.runs:
-            if run.stop - first >= CALLS_A_PART and is_long or run.stop == self.num_calls:
+            if (run.stop - first >= CALLS_A_PART and is_long) or run.stop == self.num_calls:
                 if first:
                     check_cancelled()
                 self._run(first, run.stop - first)
