@@ -150,7 +150,7 @@ def cases(draw: st.DrawFn, longest: int = 150) -> Case:
     )
 
 
-KEYS_A_TILE, QUERY_STEPS, WEIGHT_STEPS = 64, 127, 255  # of attention_int8.h
+KEYS_A_TILE, QUERY_STEPS, WEIGHT_STEPS = 64, 127 * 256 + 127, 255  # of attention_int8.h
 EXPONENTIAL = 8e-5  # the relative error of a weight before it is rounded
 
 

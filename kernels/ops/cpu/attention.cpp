@@ -64,7 +64,7 @@ struct Scratch {
     float *q, *k, *v, *scores, *zeros;
     float *q_scale, *k_scale, *v_scale, *v_log, *v_inverse;  // these three lines are for an int8 cache
     int32_t* q_sums;
-    uint8_t *weights, *numbers;
+    uint8_t *weights, *halves;
     Sums part, total;
     const char *keys[kTile], *values[kTile];
 };

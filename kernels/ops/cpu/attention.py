@@ -8,9 +8,9 @@ prefill, although dot products along D would suit a few rows better.
 
 AVX-512 and AVX2 give the same bits too; the portable variant, without fused multiply-add, differs by rounding.
 
-Over an int8 cache (``reference.quantize_kv``) products are products of integers. Queries are rounded in
-127 steps of their largest number and weights in 255: errors up to 1/254 and 1/510 of the largest, beside 1/254 for keys
-and values (decision 0045). The statements on bits hold for int8 too.
+Over an int8 cache (``reference.quantize_kv``) products are products of integers. Queries are rounded to
+16 bits and weights to 255 steps: errors up to 1/65278 and 1/510 of the largest, beside 1/254 for keys and values
+(decision 0045). The statements on bits hold for int8 too.
 """
 
 from __future__ import annotations

@@ -1,22 +1,22 @@
 // Attention over an int8 cache: the functions of attention_tile.h that depend on the cache. Included by its text.
 //
-// Products are of integers of one byte. A query is rounded in 127 steps of its largest number, a row's weights in a tile
-// (each weight times its value's scale) in 255 steps of their largest: errors up to 1/254 and 1/510 of the largest, beside
-// 1/254 for the keys and values themselves. Sums are exact; their bits depend neither on the instruction set nor on how
-// rows are put together.
+// Products are of integers. A query is rounded to 16 bits of its largest number, a row's weights in a tile (each weight
+// times its value's scale) in 255 steps of their largest: errors up to 1/65278 and 1/510 of the largest, beside 1/254 for
+// the keys and values themselves. Sums are exact; their bits depend neither on the instruction set nor on how rows are put
+// together.
 //
 // The scale of a value is part of the score, as its logarithm: the exponential gives the weight times the scale, whose
 // largest is known before any exponential is computed. The sum of the weights divides by the scale again.
-//   Scratch.q         [rows / kRows][parts][D / 4][kRows]  parts of four numbers of a query (simd_int8.h)
+//   Scratch.q         [rows / kRows][2][D / 4][kRows]  halves of four numbers of a query (simd_int8.h)
 //   Scratch.q_scale   [rows]                         what a query's step is worth, in exponents of 2
 //   Scratch.q_sums    [rows]                         what undoes the zero point of keys: times the sum of a query
 //   Scratch.k         [D / 4][64]                    words of four bytes of a key, with their zero point: a vector holds 16 keys
 //   Scratch.v         [64 / 4][Dv to 16]             words of one byte of four values, with theirs
 //   Scratch.v_log     [64]                           logarithms of the values' scales, to base 2
 //   Scratch.v_inverse [64]                           what a weight times its value's scale is multiplied by to give the weight
-//   Scratch.weights   [kRows][parts][64 / 4]         parts of four weights
+//   Scratch.weights   [kRows][words][64 / 4]         words of four weights
 
-constexpr float kQuerySteps = 127.0f;  // either side of zero
+constexpr float kQuerySteps = 127.0f * 256.0f + 127.0f;  // either side of zero
 constexpr float kWeightSteps = 255.0f;
 constexpr float kLogWeightSteps = 7.99435344f;
 
@@ -55,11 +55,11 @@ OPTKIT_INLINE Word word_at(const void* p) {
     return word;
 }
 
-// acc[r][n] += the part of row r, at a + r * a_row + w * a_word, times column n of b, for all words w.
-template <Bytes bytes, int part, int R, int NV>
+// acc[r][n] += the word of row r, at a + r * a_row + w * a_word, times column n of b, for all words w.
+template <Bytes bytes, int half, int R, int NV>
 OPTKIT_TARGET OPTKIT_INLINE void add_dots(I::Ints (&acc)[R][NV], const uint8_t* a, int64_t a_row, int64_t a_word,
                                           const uint32_t* b, int64_t b_word, int words) {
-    using Kind = I::Dot<bytes, part>;
+    using Kind = I::Dot<bytes, half>;
     for (int w = 0; w < words; ++w, a += a_word, b += b_word) {
         typename Kind::Column column[NV];
 #pragma GCC unroll 8
@@ -73,16 +73,21 @@ OPTKIT_TARGET OPTKIT_INLINE void add_dots(I::Ints (&acc)[R][NV], const uint8_t* 
     }
 }
 
-// acc[r][n] = first[r] + row r times column n; a row's second part starts `parts` bytes after the first.
+// acc[r][n] = start[r] + row r times column n; a row's second words start `second` bytes after the first ones.
 template <Bytes bytes, int R, int NV>
-OPTKIT_TARGET OPTKIT_INLINE void multiply(I::Ints (&acc)[R][NV], const int32_t* first, const uint8_t* a, int64_t parts,
+OPTKIT_TARGET OPTKIT_INLINE void multiply(I::Ints (&acc)[R][NV], const int32_t* start, const uint8_t* a, int64_t second,
                                           int64_t a_row, int64_t a_word, const uint32_t* b, int64_t b_word, int words) {
+    constexpr bool halves = bytes == Bytes::keys;
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-        for (int n = 0; n < NV; ++n) acc[r][n] = I::all(first[r]);
+        for (int n = 0; n < NV; ++n) acc[r][n] = I::all(halves ? 0 : start[r]);
     add_dots<bytes, 0>(acc, a, a_row, a_word, b, b_word, words);
-    if constexpr (I::parts == 2) add_dots<bytes, 1>(acc, a + parts, a_row, a_word, b, b_word, words);
+#pragma GCC unroll 8
+    for (int r = 0; halves && r < R; ++r)
+#pragma GCC unroll 8
+        for (int n = 0; n < NV; ++n) acc[r][n] = I::add(I::between_halves(acc[r][n]), I::all(start[r]));
+    if constexpr (halves || I::weight_words == 2) add_dots<bytes, 1>(acc, a + second, a_row, a_word, b, b_word, words);
 }
 
 // scores[r][0..16 NV) = q[.][r] . k[.][0..16 NV), times both scales, plus `v_log`.
@@ -117,7 +122,7 @@ template <int R, int NV>
 OPTKIT_TARGET void weigh_int8_tile(const uint8_t* weights, const float* rescale, const float* step, const int32_t* sums,
                                    const uint32_t* v, int64_t width, int start, int stop, float* out) {
     I::Ints acc[R][NV];
-    multiply<Bytes::values>(acc, sums, weights + 4 * start, kTile, I::parts * kTile, 4, v + start * width, width,
+    multiply<Bytes::values>(acc, sums, weights + 4 * start, kTile, I::weight_words * kTile, 4, v + start * width, width,
                             stop - start);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
@@ -169,14 +174,14 @@ OPTKIT_TARGET void weigh_scores(const float* scores, int vecs, const float* v_in
     for (int r = 0; r < R; ++r) {
         const float* row = scores + r * kTile;
         const S::Vec shift = S::all((rows[r].top == -__builtin_inff() ? 0.0f : rows[r].top) - kLogWeightSteps);
-        uint8_t* to = weights + I::parts * r * kTile;
+        uint8_t* to = weights + I::weight_words * r * kTile;
         S::Vec sum = S::all(0.0f);
         I::Ints total = I::all(0);
         for (int n = 0; n < vecs; ++n) {
             const S::Vec weight = weight_of(S::sub(S::load(row + n * kLanes), shift));
             sum = S::fma(weight, S::load(v_inverse + n * kLanes), sum);
             const I::Ints steps = I::rounded(weight);
-            I::store_numbers(to + n * kLanes, to + kTile + n * kLanes, steps);
+            I::store_weights(to + n * kLanes, to + kTile + n * kLanes, steps);
             if (I::value_zero) total = I::add(total, steps);
         }
         rows[r].sum = S::sum(sum);
@@ -187,16 +192,16 @@ OPTKIT_TARGET void weigh_scores(const float* scores, int vecs, const float* v_in
 struct OnInt8 {
     OPTKIT_TARGET static void pack_queries(const Problem& p, const Item& item, Scratch& scratch) {
         const int rows = item.count * p.group, words = p.depth / 4;
-        uint8_t *first = scratch.numbers, *second = first + p.depth_bytes;
+        uint8_t *first = scratch.halves, *second = first + p.depth_bytes;
         uint32_t* to = reinterpret_cast<uint32_t*>(scratch.q);
         for (int row = 0; row < rows; ++row) {
             const int block = row / kRows * kRows, in_block = rows - block < kRows ? rows - block : kRows;
             const float step = round_query(query_of(p, item, row), p, first, second, scratch.q_sums[row]);
             scratch.q_scale[row] = step * p.to_exp2;
-            uint32_t* at = to + I::parts * words * block + row - block;
+            uint32_t* at = to + 2 * words * block + row - block;
             for (int w = 0; w < words; ++w) {
                 at[w * in_block] = word_at<uint32_t>(first + 4 * w);
-                if (I::parts == 2) at[(words + w) * in_block] = word_at<uint32_t>(second + 4 * w);
+                at[(words + w) * in_block] = word_at<uint32_t>(second + 4 * w);
             }
         }
     }
@@ -225,7 +230,7 @@ struct OnInt8 {
     template <int R>
     OPTKIT_TARGET static void attend(const Problem& p, const Block& block, Scratch& scratch, const Sums& sums) {
         const int words = p.depth / 4;
-        const auto* q = reinterpret_cast<const uint8_t*>(scratch.q) + 4 * I::parts * words * block.first_row;
+        const auto* q = reinterpret_cast<const uint8_t*>(scratch.q) + 8 * words * block.first_row;
         const auto* k = reinterpret_cast<const uint32_t*>(scratch.k);
         const auto* v = reinterpret_cast<const uint32_t*>(scratch.v);
         score_int8_block<R>(q, k, words, scratch.q_scale + block.first_row,
@@ -245,7 +250,7 @@ struct OnInt8 {
     // Sixteen words of bytes, signed to unsigned or back.
     OPTKIT_TARGET OPTKIT_INLINE static void flip_signs(void* words) { I::store(words, I::flip_signs(I::load(words))); }
 
-    // Parts of x [D] in steps of its largest number, and what undoes the zero point of keys; gives what a step is worth.
+    // Halves of x [D] in steps of its largest number, and what undoes the zero point of keys; gives what a step is worth.
     OPTKIT_TARGET static float round_query(const float* x, const Problem& p, uint8_t* first, uint8_t* second,
                                            int32_t& sum) {
         const float most = largest(x, p.dim), inverse = most > 0 ? kQuerySteps / most : 0.0f;
@@ -253,7 +258,7 @@ struct OnInt8 {
         for (int d = 0; d < p.dim; d += kLanes) {
             const S::Vec numbers = d + kLanes <= p.dim ? S::load(x + d) : S::load_some(x + d, p.dim - d);
             const I::Ints steps = I::rounded(S::mul(numbers, S::all(inverse)));
-            I::store_numbers(first + d, second + d, steps);
+            I::store_query(first + d, second + d, steps);
             sums = I::add(sums, steps);
         }
         sum = without_zero(sums, I::key_zero);

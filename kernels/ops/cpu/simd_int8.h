@@ -1,10 +1,11 @@
-// Sixteen lanes of four bytes, their products with four numbers of eight bits, and sixteen int32, once for each
-// instruction set; beside simd.h.
+// Sixteen lanes of four bytes, their products with four numbers, and sixteen int32, once for each instruction set; beside
+// simd.h.
 //
-// Four numbers are `parts` words, as `store_numbers` makes them: one of bytes where an instruction multiplies bytes, else
-// two of 16-bit numbers, the first of numbers 0 and 2, the second of numbers 1 and 3. `Dot` adds the products of a row, one
-// part for all lanes, and a column of bytes to an accumulator. Columns are bytes of keys, with numbers from -127 to 127,
-// or of values, with numbers from 0 to 255. Bytes get the zero point that makes them signed or unsigned as the
+// Columns are bytes of keys, with signed numbers of 16 bits, or of values, with weights from 0 to 255. Four signed numbers
+// are two words, halves, as `store_query` makes them: where an instruction multiplies bytes their high and their low
+// bytes, else numbers 0 and 2, and numbers 1 and 3. Four weights are `weight_words` words of `store_weights`: one of bytes,
+// else the same two. `Dot` adds the products of a row, one word for all lanes, and a column of bytes to an accumulator,
+// modulo 2^32: `between_halves` comes after the first half of signed numbers. Bytes get the zero point that makes them signed or unsigned as the
 // instructions want them (`key_zero`, `value_zero`: 128 is unsigned), and callers undo it. Sums are exact, so all
 // variants give the same bits.
 #pragma once
@@ -35,9 +36,9 @@ struct Int8Avx512 {
     // Not __m512i, which is 64-bit lanes to GCC: it would copy an accumulator in every step.
     typedef std::int32_t Ints __attribute__((vector_size(64)));
     static constexpr std::int32_t key_zero = 128, value_zero = 0;
-    static constexpr int parts = 1;
+    static constexpr int weight_words = 1;
 
-    template <Bytes bytes, int part>
+    template <Bytes bytes, int half>
     struct Dot {
         using Column = __m512i;
         using Row = __m512i;
@@ -53,10 +54,17 @@ struct Int8Avx512 {
     OP void store(void* p, Ints a) { _mm512_storeu_si512(p, (__m512i)a); }
     OP Ints all(std::int32_t x) { return (Ints)_mm512_set1_epi32(x); }
     OP Ints add(Ints a, Ints b) { return a + b; }
+    OP Ints between_halves(Ints a) { return a << 8; }
     OP Ints flip_signs(Ints a) { return a ^ static_cast<std::int32_t>(0x80808080); }  // of all bytes
     OP __m512 floats(Ints a) { return _mm512_cvtepi32_ps((__m512i)a); }
     OP Ints rounded(__m512 a) { return (Ints)_mm512_cvtps_epi32(a); }
-    OP void store_numbers(void* first, void*, Ints a) {
+    // Both halves are signed: 256 high + low with low from -128 to 127.
+    OP void store_query(void* first, void* second, Ints a) {
+        const Ints bytes = (a + 0x8080) ^ 0x8080;
+        _mm_storeu_si128(static_cast<__m128i*>(first), _mm512_cvtepi32_epi8((__m512i)(bytes >> 8)));
+        _mm_storeu_si128(static_cast<__m128i*>(second), _mm512_cvtepi32_epi8((__m512i)bytes));
+    }
+    OP void store_weights(void* first, void*, Ints a) {
         _mm_storeu_si128(static_cast<__m128i*>(first), _mm512_cvtepi32_epi8((__m512i)a));
     }
     // Lane i: byte `column` + i of four rows.
@@ -92,15 +100,15 @@ struct Int8Avx2 {
         __m256i lo, hi;
     };
     static constexpr std::int32_t key_zero = 128, value_zero = 0;
-    static constexpr int parts = 2;
+    static constexpr int weight_words = 2;
     // AVX2 has no product of bytes that can't overflow: bytes become pairs of int16, like the numbers.
-    template <Bytes bytes, int part>
+    template <Bytes bytes, int half>
     struct Dot {
         using Column = Ints;
         using Row = __m256i;
         OP Column column(const void* p) {
             const Ints a = load(p);
-            return {widened<bytes == Bytes::keys, part>(a.lo), widened<bytes == Bytes::keys, part>(a.hi)};
+            return {widened<bytes == Bytes::keys, half>(a.lo), widened<bytes == Bytes::keys, half>(a.hi)};
         }
         OP Row row(std::uint32_t word) { return _mm256_set1_epi32(static_cast<int>(word)); }
         OP Ints add(Ints acc, Row row, Column column) {
@@ -126,13 +134,15 @@ struct Int8Avx2 {
     }
     OP Ints all(std::int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
     OP Ints add(Ints a, Ints b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
+    OP Ints between_halves(Ints a) { return a; }
     OP Ints flip_signs(Ints a) {
         const __m256i signs = _mm256_set1_epi8('\x80');
         return {_mm256_xor_si256(a.lo, signs), _mm256_xor_si256(a.hi, signs)};
     }
     OP Avx2::Vec floats(Ints a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
     OP Ints rounded(Avx2::Vec a) { return {_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi)}; }
-    OP void store_numbers(void* first, void* second, Ints a) {
+    OP void store_weights(void* first, void* second, Ints a) { store_query(first, second, a); }
+    OP void store_query(void* first, void* second, Ints a) {
         const __m256i order = _mm256_broadcastsi128_si256(
             _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
         const __m256i pairs = _mm256_shuffle_epi8(_mm256_packs_epi32(a.lo, a.hi), order);  // of lanes 0-3, 8-11; ...
@@ -150,11 +160,11 @@ struct Int8Avx2 {
     }
 
   private:
-    // Bytes 0 and 2 (part 0) or 1 and 3 of each lane.
-    template <bool is_unsigned, int part>
+    // Bytes 0 and 2 (half 0) or 1 and 3 of each lane.
+    template <bool is_unsigned, int half>
     OP __m256i widened(__m256i a) {
-        if (is_unsigned) return part ? _mm256_srli_epi16(a, 8) : _mm256_and_si256(a, _mm256_set1_epi16(0xff));
-        return _mm256_srai_epi16(part ? a : _mm256_slli_epi16(a, 8), 8);
+        if (is_unsigned) return half ? _mm256_srli_epi16(a, 8) : _mm256_and_si256(a, _mm256_set1_epi16(0xff));
+        return _mm256_srai_epi16(half ? a : _mm256_slli_epi16(a, 8), 8);
     }
 };
 #undef OP
@@ -168,8 +178,8 @@ struct Int8Portable {
         Quad q[4];
     };
     static constexpr std::int32_t key_zero = 128, value_zero = 0;
-    static constexpr int parts = 2;
-    template <Bytes bytes, int part>
+    static constexpr int weight_words = 2;
+    template <Bytes bytes, int half>
     struct Dot {
         struct Column {
             Ints byte[2];
@@ -182,7 +192,7 @@ struct Int8Portable {
             Column b;
             for (int c = 0; c < 2; ++c)
                 for (int i = 0; i < 4; ++i) {
-                    const Quad at_top = a.q[i] << (24 - 8 * (2 * c + part));
+                    const Quad at_top = a.q[i] << (24 - 8 * (2 * c + half));
                     b.byte[c].q[i] = bytes == Bytes::keys ? at_top >> 24 & 255 : at_top >> 24;
                 }
             return b;
@@ -212,6 +222,7 @@ struct Int8Portable {
         for (auto& q : a.q) q ^= static_cast<std::int32_t>(0x80808080);
         return a;
     }
+    OP Ints between_halves(Ints a) { return a; }
     OP Portable::Vec floats(Ints a) {
         Portable::Vec f;
         for (int i = 0; i < 4; ++i) f.q[i] = __builtin_convertvector(a.q[i], Portable::Quad);
@@ -227,7 +238,8 @@ struct Int8Portable {
             }
         return n;
     }
-    OP void store_numbers(void* first, void* second, Ints a) {
+    OP void store_weights(void* first, void* second, Ints a) { store_query(first, second, a); }
+    OP void store_query(void* first, void* second, Ints a) {
         std::int16_t pairs[2][kLanes / 2];
         for (int i = 0; i < kLanes; ++i) pairs[i % 2][i / 2] = static_cast<std::int16_t>(a.q[i / 4][i % 4]);
         std::memcpy(first, pairs[0], sizeof pairs[0]);

@@ -16,9 +16,9 @@ struct Int8AvxVnni {
         Lanes lo, hi;
     };
     static constexpr std::int32_t key_zero = 128, value_zero = 0;
-    static constexpr int parts = 1;
+    static constexpr int weight_words = 1;
 
-    template <Bytes bytes, int part>
+    template <Bytes bytes, int half>
     struct Dot {
         using Column = Ints;
         using Row = __m256i;
@@ -39,13 +39,20 @@ struct Int8AvxVnni {
     OP void store(void* p, Ints a) { Int8Avx2::store(p, {(__m256i)a.lo, (__m256i)a.hi}); }
     OP Ints all(std::int32_t x) { return of(Int8Avx2::all(x)); }
     OP Ints add(Ints a, Ints b) { return {a.lo + b.lo, a.hi + b.hi}; }
+    OP Ints between_halves(Ints a) { return {a.lo << 8, a.hi << 8}; }
     OP Ints flip_signs(Ints a) {
         const std::int32_t signs = static_cast<std::int32_t>(0x80808080);
         return {a.lo ^ signs, a.hi ^ signs};
     }
     OP Avx2::Vec floats(Ints a) { return {_mm256_cvtepi32_ps((__m256i)a.lo), _mm256_cvtepi32_ps((__m256i)a.hi)}; }
     OP Ints rounded(Avx2::Vec a) { return of(Int8Avx2::rounded(a)); }
-    OP void store_numbers(void* first, void*, Ints a) { _mm_storeu_si128(static_cast<__m128i*>(first), narrowed(a)); }
+    // As in Int8Avx512: both halves are signed.
+    OP void store_query(void* first, void* second, Ints a) {
+        const Ints bytes = {(a.lo + 0x8080) ^ 0x8080, (a.hi + 0x8080) ^ 0x8080};
+        _mm_storeu_si128(static_cast<__m128i*>(first), narrowed({bytes.lo >> 8, bytes.hi >> 8}));
+        _mm_storeu_si128(static_cast<__m128i*>(second), narrowed(bytes));
+    }
+    OP void store_weights(void* first, void*, Ints a) { _mm_storeu_si128(static_cast<__m128i*>(first), narrowed(a)); }
     OP Ints interleave(const char* const* rows, int column) { return of(Int8Avx2::interleave(rows, column)); }
     OP void interleave_64(const char* const* rows, int column, std::uint32_t* to) {
         Int8Avx2::interleave_64(rows, column, to);

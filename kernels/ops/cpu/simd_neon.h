@@ -120,9 +120,9 @@ struct Int8Neon {
         int32x4_t q[4];
     };
     static constexpr std::int32_t key_zero = 0, value_zero = 128;
-    static constexpr int parts = 1;
+    static constexpr int weight_words = 1;
 
-    template <Bytes bytes, int part>
+    template <Bytes bytes, int half>
     struct Dot {
         using Column = Ints;
         using Row = int32x4_t;
@@ -158,6 +158,9 @@ struct Int8Neon {
         return {{vaddq_s32(a.q[0], b.q[0]), vaddq_s32(a.q[1], b.q[1]), vaddq_s32(a.q[2], b.q[2]),
                  vaddq_s32(a.q[3], b.q[3])}};
     }
+    OP Ints between_halves(Ints a) {
+        return {{vshlq_n_s32(a.q[0], 8), vshlq_n_s32(a.q[1], 8), vshlq_n_s32(a.q[2], 8), vshlq_n_s32(a.q[3], 8)}};
+    }
     OP Ints flip_signs(Ints a) {
         const int32x4_t signs = vdupq_n_s32(static_cast<std::int32_t>(0x80808080));
         return {{veorq_s32(a.q[0], signs), veorq_s32(a.q[1], signs), veorq_s32(a.q[2], signs),
@@ -169,7 +172,16 @@ struct Int8Neon {
     OP Ints rounded(Neon::Vec a) {
         return {{Neon::nearest(a.q[0]), Neon::nearest(a.q[1]), Neon::nearest(a.q[2]), Neon::nearest(a.q[3])}};
     }
-    OP void store_numbers(void* first, void*, Ints a) {
+    // As in Int8Avx512: both halves are signed.
+    OP void store_query(void* first, void* second, Ints a) {
+        const int32x4_t half = vdupq_n_s32(0x8080);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) a.q[i] = veorq_s32(vaddq_s32(a.q[i], half), half);
+        const int8x16_t front = pairs(a.q[0], a.q[1]), back = pairs(a.q[2], a.q[3]);
+        vst1q_s8(static_cast<std::int8_t*>(first), vuzp2q_s8(front, back));
+        vst1q_s8(static_cast<std::int8_t*>(second), vuzp1q_s8(front, back));
+    }
+    OP void store_weights(void* first, void*, Ints a) {
         vst1q_s8(static_cast<std::int8_t*>(first), vuzp1q_s8(pairs(a.q[0], a.q[1]), pairs(a.q[2], a.q[3])));
     }
     OP Ints interleave(const char* const* rows, int column) {
