@@ -27,6 +27,7 @@ from optkit.kernels.reference_attention import (  # noqa: F401
     causal_mask,
     dequantize_kv,
     gather_kv,
+    heads_per_key,
     kv_parts,
     paged_attention,
     partial_rope,

@@ -27,7 +27,7 @@ from optkit.capture.masks import COMPUTED
 from optkit.capture.own_attention import raise_attention
 from optkit.capture.rope import choose_rope, fixed_rope
 from optkit.capture.state_wiring import RECURRENT
-from optkit.errors import UnsupportedModel
+from optkit.errors import UnsupportedModel, first_line
 from optkit.graph.ir import Graph
 from optkit.graph.ops import op_name
 
@@ -174,9 +174,3 @@ def reason_of(error: BaseException) -> str:
     """The cause of a failed export; torch's own line names symbols of the trace and a debugging option."""
     line = first_line(error)
     return next((reason for start, reason in CAUSES.items() if line.startswith(start)), line)
-
-
-def first_line(error: BaseException) -> str:
-    """The first non-empty line of an error's text, for a message of a line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:200] if lines else type(error).__name__

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig
 
 from optkit.capture import boundary
-from optkit.errors import UnsupportedModel, UserError, refusal
+from optkit.errors import UnsupportedModel, UserError, first_line, refusal
 
 
 @contextmanager
@@ -35,11 +35,9 @@ def refusals(where: str) -> Iterator[None]:
 
 
 def reason(error: Exception) -> str:
-    """The first line of an error, and for a failed check of a configuration the next line, the cause."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    kept = lines[:2] if lines and lines[0].endswith(":") else lines[:1]
-    kept = [type(error).__name__, *kept] if isinstance(error, KeyError) or not kept else kept
-    return f"transformers can't build it: {' '.join(kept)[:200]}"
+    """The refusal for an error of transformers; the text of a ``KeyError`` is a key alone."""
+    kind = "KeyError " if isinstance(error, KeyError) else ""
+    return f"transformers can't build it: {kind}{first_line(error)}"
 
 
 def read_config(directory: Path) -> Any:
