@@ -70,7 +70,11 @@ def short_conv(
         )
         for j, tap in enumerate(taps):
             total = total + tap * inputs[j : j + tokens]
-        out[rows] = (F.silu(total) if activation == "silu" else total).to(x.dtype)
+        if (
+            activation == "silu"
+        ):  # a row by itself: PyTorch rounds the last elements of a tensor in another way
+            total = torch.stack([F.silu(row) for row in total])
+        out[rows] = total.to(x.dtype)
         conv_state[slot] = inputs[tokens:]
     return out
 
