@@ -31,6 +31,7 @@ from optkit.errors import UnsupportedModel, first_line
 from optkit.graph.ir import Graph
 from optkit.graph.ops import op_name
 
+aten = torch.ops.aten
 SAMPLE_TOKENS = 24
 BOUNDARY_OPS = {torch.ops.optkit.attention.default, *RECURRENT}
 CAUSES = {
@@ -162,12 +163,29 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     """PyTorch's decompositions of the ops that no graph has; the ops of ``optkit.graph.ops`` stay whole."""
     table = torch.export.default_decompositions()
     chosen = {target: rule for target, rule in table.items() if op_name(target) is None}
-    return chosen | {torch.ops.aten.new_empty.default: new_zeros}
+    return chosen | ZEROS
+
+
+# Zeros in place of memory that was never written, which no graph reads.
+
+
+def zeros(size: Any, *, dtype: torch.dtype | None = None, device: Any = None, **layout: Any) -> Tensor:
+    return aten.full.default(size, 0, dtype=dtype or torch.get_default_dtype(), device=device)
 
 
 def new_zeros(like: Tensor, size: Any, *, dtype: torch.dtype | None = None, **placement: Any) -> Tensor:
-    """Zeros in place of memory that was never written, which no graph reads."""
-    return torch.ops.aten.full.default(size, 0, dtype=dtype or like.dtype, device=like.device)
+    return zeros(size, dtype=dtype or like.dtype, device=like.device)
+
+
+def zeros_like(like: Tensor, **options: Any) -> Tensor:
+    return new_zeros(like, like.shape, **options)
+
+
+ZEROS = {
+    aten.empty.memory_format: zeros,
+    aten.new_empty.default: new_zeros,
+    aten.empty_like.default: zeros_like,
+}
 
 
 def reason_of(error: BaseException) -> str:
