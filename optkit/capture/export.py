@@ -58,6 +58,7 @@ def capture(
     """
     config = model.config.get_text_config()
     refuse_unsupported(config)
+    experts.refuse_numbers(model, config)
     rope = choose_rope(config, max_model_len)
     model.eval()
     with fixed_rope(model, rope):
