@@ -113,6 +113,8 @@ class KVManager:
             num_tokens: tokens with KV for certain, if fewer than ``num_computed``.
         """
         limit = request.num_computed if num_tokens is None else num_tokens
+        if self.cache is not None and request.nodes and request.nodes[-1] not in self.cache:
+            request.sealed = True  # after a reset: nobody could reach the blocks and states behind
         while (
             self.cache is not None
             and not request.sealed
@@ -120,18 +122,19 @@ class KVManager:
             and len(request.nodes) < len(request.block_table)  # none after a preemption
         ):
             node = self._published(request, len(request.nodes))
-            if node is None:  # the digest belongs to another prompt: later blocks could not be found either
+            if node is None:  # later blocks could not be found either
                 request.sealed = True
             else:
                 request.nodes.append(node)
-        self.states.save(request, limit)
+        if not request.sealed:
+            self.states.save(request, limit)
 
     def release(self, request: Request) -> None:
         """Free the blocks and the slot of ``request``; published blocks stay cached until the room is needed."""
         self.states.release(request)
         self.blocks.free(request.block_table)
         request.nodes.clear()
-        request.num_computed, request.num_shareable = 0, ALL_TOKENS
+        request.num_computed, request.num_shareable, request.sealed = 0, ALL_TOKENS, False
 
     def distrust(self, request: Request) -> None:
         """Keep the KV of ``request`` from being reused, after a failure."""
@@ -139,7 +142,7 @@ class KVManager:
             self._drop(node)
 
     def reset(self) -> None:
-        """Drop all cached KV, of the pool and of the store. Running requests keep their blocks."""
+        """Drop all cached KV, of the pool and of the store. Running requests keep their blocks, and publish no more."""
         for node in self.cache.clear() if self.cache is not None else ():
             self._drop(node)
 
@@ -225,7 +228,10 @@ class KVManager:
         return True
 
     def _published(self, request: Request, index: int) -> Node | None:
+        """The node of block ``index``; None where another prompt has its digest, or the tree lacks a node before it."""
         assert self.cache is not None
+        if any(node not in self.cache for node in request.nodes):
+            return None
         salt, size, block = request.received.cache_salt, self.block_size, request.block_table[index]
         known = request.token_ids[: request.num_computed]  # later tokens may be pending
         digest = self.cache.digests(salt, known, request.digests)[index]
