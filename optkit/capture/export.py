@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optkit.capture import experts, recurrent
+from optkit.capture import boundary, experts, recurrent
 from optkit.capture.canonicalize import canonicalize
 from optkit.capture.check import changed, check_capture, eager, settings
 from optkit.capture.complex_numbers import as_pairs
@@ -111,13 +111,14 @@ def with_attention(model: Any) -> tuple[torch.export.ExportedProgram, bool]:
     Raises:
         UnsupportedModel: the model can't be exported, or its attention is another than the op's.
     """
-    try:
-        exported = export(model)
-        if any(node.target in BOUNDARY_OPS for node in exported.graph.nodes):
-            return exported, False
-    except UnsupportedModel as error:
-        if error.what != COMPUTED:
-            raise
+    if boundary.is_named(model) or recurrent.own_functions(model):
+        try:
+            exported = export(model)
+            if any(node.target in BOUNDARY_OPS for node in exported.graph.nodes):
+                return exported, False
+        except UnsupportedModel as error:
+            if error.what != COMPUTED:
+                raise
     with eager(model):
         exported = export(model)
     try:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -217,16 +217,20 @@ def registered_name(function: Any) -> str | None:
     return None
 
 
+def own_functions(model: nn.Module) -> list[tuple[ModuleType, str, Callable[..., Any]]]:
+    """The functions of ``REPLACEMENTS`` that the modules of ``model`` call: file, name there, function."""
+    return [
+        (file, name, function)
+        for file in {sys.modules[type(module).__module__] for module in model.modules()}
+        for name, function in vars(file).items()
+        if registered_name(function) in REPLACEMENTS
+    ]
+
+
 @contextmanager
 def replaced(model: nn.Module) -> Iterator[None]:
     """Inside, the modules of ``model`` call the functions of ``REPLACEMENTS``, and layers are numbered."""
-    modules = {sys.modules[type(module).__module__] for module in model.modules()}
-    own = [
-        (module, name, function)
-        for module in modules
-        for name, function in vars(module).items()
-        if registered_name(function) in REPLACEMENTS
-    ]
+    own = own_functions(model)
     hooks = [hook for module in model.modules() for hook in numbering(module)]
     try:
         for module, name, function in own:
