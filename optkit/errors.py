@@ -67,9 +67,9 @@ class UnsupportedModel(UserError):
 
 
 def first_line(error: BaseException, limit: int = 200) -> str:
-    """The first line of an error's text that is not empty, up to ``limit`` characters; its type where there is none.
+    """The first non-empty line of an error's text, up to ``limit`` characters; without a text the error's type.
 
-    A line that ends with a colon is followed by the next one, the cause.
+    A line that ends with a colon is followed by the next line, the cause.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     kept = lines[: 2 if lines and lines[0].endswith(":") else 1] or [type(error).__name__]
