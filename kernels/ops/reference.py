@@ -86,6 +86,7 @@ from optkit.kernels.reference_pointwise import (  # noqa: F401
     silu_mul,
     silu_mul_packed,
     silu_mul_quantize,
+    softplus,
 )
 from optkit.kernels.reference_recurrent import (  # noqa: F401
     ACTIVATIONS,
