@@ -20,6 +20,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
+from optkit.capture.layer_numbers import layer_number
 from optkit.capture.masks import Mask, requested_mask
 from optkit.errors import UnsupportedModel
 from optkit.kernels import reference
@@ -89,7 +90,9 @@ def attention_forward(
     mask = layer_mask(attention_mask, sliding_window)
     refuse_unknown(module, kwargs)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    numbers = float(scale), mask.window, float(softcap or 0.0), mask.chunk, int(module.layer_idx)
+    layer = int(module.layer_idx)
+    layer = layer_number("attention") if layer < 0 else layer
+    numbers = float(scale), mask.window, float(softcap or 0.0), mask.chunk, layer
     return dense_attention(query, key, value, s_aux, None, *numbers), None
 
 
