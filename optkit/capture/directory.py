@@ -67,7 +67,7 @@ def load_model(source: Source, weights: bool) -> Any:
         UnsupportedModel: transformers can't build the model, or a tensor is missing.
     """
     config, where = architecture_config(source), str(source.directory)
-    model_class = AutoModelForCausalLM if source.text is None else class_of(config, where)
+    model_class: Any = AutoModelForCausalLM if source.text is None else class_of(config, where)
     if weights:
         return build_model(model_class, source, config, None if source.text is None else dict(source))
     make = AutoModelForCausalLM.from_config if source.text is None else model_class._from_config
