@@ -113,16 +113,11 @@ class KVManager:
             num_tokens: tokens with KV for certain, if fewer than ``num_computed``.
         """
         limit = request.num_computed if num_tokens is None else num_tokens
-        if self.cache is not None and request.nodes and request.nodes[-1] not in self.cache:
-            request.sealed = True  # after a reset: nobody could reach the blocks and states behind
-        while (
-            self.cache is not None
-            and not request.sealed
-            and (len(request.nodes) + 1) * self.block_size <= min(limit, request.num_shareable)
-            and len(request.nodes) < len(request.block_table)  # none after a preemption
-        ):
+        if not self._is_reachable(request, whole=self._has_full_block(request, limit)):
+            request.sealed = True
+        while self._has_full_block(request, limit):
             node = self._published(request, len(request.nodes))
-            if node is None:  # later blocks could not be found either
+            if node is None:  # the digest belongs to another prompt: later blocks could not be found either
                 request.sealed = True
             else:
                 request.nodes.append(node)
@@ -227,11 +222,25 @@ class KVManager:
         self.num_loads += 1
         return True
 
+    def _has_full_block(self, request: Request, limit: int) -> bool:
+        """True where a block of ``request`` with ``limit`` computed tokens is full and not published."""
+        return (
+            self.cache is not None
+            and not request.sealed
+            and (len(request.nodes) + 1) * self.block_size <= min(limit, request.num_shareable)
+            and len(request.nodes) < len(request.block_table)  # none after a preemption
+        )
+
+    def _is_reachable(self, request: Request, whole: bool) -> bool:
+        """False where the tree lost the last node of ``request``, or with ``whole`` any: by a reset or a failure.
+
+        No other request could reach blocks and checkpoints behind a node that is gone.
+        """
+        nodes = request.nodes if whole else request.nodes[-1:]
+        return self.cache is not None and all(node in self.cache for node in nodes)
+
     def _published(self, request: Request, index: int) -> Node | None:
-        """The node of block ``index``; None where another prompt has its digest, or the tree lacks a node before it."""
         assert self.cache is not None
-        if any(node not in self.cache for node in request.nodes):
-            return None
         salt, size, block = request.received.cache_salt, self.block_size, request.block_table[index]
         known = request.token_ids[: request.num_computed]  # later tokens may be pending
         digest = self.cache.digests(salt, known, request.digests)[index]
