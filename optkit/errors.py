@@ -66,6 +66,16 @@ class UnsupportedModel(UserError):
     """A model that optkit refuses, with the reason."""
 
 
+def first_line(error: BaseException, limit: int = 200) -> str:
+    """The first non-empty line of an error's text, up to ``limit`` characters; without a text the error's type.
+
+    A line that ends with a colon is followed by the next line, the cause.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    kept = lines[: 2 if lines and lines[0].endswith(":") else 1] or [type(error).__name__]
+    return " ".join(kept)[:limit]
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """``did you mean 'x'?`` for the closest known word, else the list of all known words."""
     words = sorted(known)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from optkit.errors import UserError, nearest, printable, refusal
+from optkit.errors import UserError, first_line, nearest, printable, refusal
 
 
 @pytest.mark.parametrize(
@@ -57,3 +57,17 @@ def test_refusal_names_path_and_reason_when_the_operating_system_refuses(error: 
 )
 def test_refusal_is_none_when_the_error_may_be_a_bug(error: Exception) -> None:
     assert refusal(error) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("\n  a size of 3\nand more"), "a size of 3"),
+        (ValueError("rope:\n\n   no theta\n   no type"), "rope: no theta"),
+        (ValueError("rope:"), "rope:"),
+        (ValueError(" \n"), "ValueError"),
+        (ValueError("x" * 300), "x" * 200),
+    ],
+)
+def test_first_line_is_the_cause_in_one_line(error: Exception, line: str) -> None:
+    assert first_line(error) == line

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from bench.coverage.models import tiny_model
 from optkit.capture import boundary, capture
-from optkit.errors import UnsupportedModel, UserError
+from optkit.errors import UnsupportedModel, UserError, first_line
 from optkit.graph.states import recurrent_of
 from optkit.graph.verify import VerifyError, verify
 from optkit.lowering.dense import dense_inputs
@@ -71,9 +71,9 @@ def trial(name: str) -> Outcome:
     except (UnsupportedModel, UserError) as error:
         outcome.reason = error.what
     except (Wrong, VerifyError) as error:
-        outcome.state, outcome.reason = WRONG, one_line(error)
+        outcome.state, outcome.reason = WRONG, first_line(error, 300)
     except Exception as error:  # noqa: BLE001 - transformers and torch raise any type
-        outcome.reason = f"{type(error).__name__}: {one_line(error)}"
+        outcome.reason = f"{type(error).__name__}: {first_line(error, 300)}"
     outcome.seconds = time.process_time() - started
     return outcome
 
@@ -158,8 +158,3 @@ def compare(case: str, given: Tensor, right: Tensor) -> None:
 def ids(length: int, vocabulary: int) -> Tensor:
     generator = torch.Generator().manual_seed(length)
     return torch.randint(3, min(vocabulary, 128), (length,), generator=generator)
-
-
-def one_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:300] if lines else type(error).__name__

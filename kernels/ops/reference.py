@@ -27,6 +27,7 @@ from optkit.kernels.reference_attention import (  # noqa: F401
     causal_mask,
     dequantize_kv,
     gather_kv,
+    heads_per_key,
     kv_parts,
     paged_attention,
     partial_rope,
@@ -85,6 +86,7 @@ from optkit.kernels.reference_pointwise import (  # noqa: F401
     silu_mul,
     silu_mul_packed,
     silu_mul_quantize,
+    softplus,
 )
 from optkit.kernels.reference_recurrent import (  # noqa: F401
     ACTIVATIONS,

@@ -237,11 +237,10 @@ def attend(
     slopes: Tensor | None = None,
 ) -> Tensor:
     """Attention of the last Tq tokens of a sequence: q [Tq, H, D] over k, v [Tk, Hkv, ...]; see ``attention``."""
-    tq, heads, tk, kv_heads = q.shape[0], q.shape[1], k.shape[0], k.shape[1]
+    tq, tk, shared = q.shape[0], k.shape[0], heads_per_key(q.shape[1], k.shape[1])
     dtype = torch.promote_types(q.dtype, k.dtype)
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    k = k.repeat_interleave(heads // kv_heads, dim=1)
-    v = v.repeat_interleave(heads // kv_heads, dim=1)
+    k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
@@ -251,6 +250,17 @@ def attend(
     if sinks is not None:
         scores = torch.cat((scores, sinks.to(dtype)[:, None, None].expand(-1, tq, 1)), dim=-1)
     return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1)[..., :tk], v)
+
+
+def heads_per_key(heads: int, key_heads: int) -> int:
+    """The number of heads in a row that share a head of the keys.
+
+    Raises:
+        ValueError: ``heads`` is not a multiple of ``key_heads``.
+    """
+    if key_heads <= 0 or heads % key_heads:
+        raise ValueError(f"{heads} heads can't share {key_heads} heads of keys")
+    return heads // key_heads
 
 
 def distances(tq: int, tk: int, device: torch.device) -> Tensor:

@@ -42,6 +42,11 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
+def softplus(x: Tensor, bias: Tensor | None) -> Tensor:
+    """``log(1 + e^(x + bias))``, with bias [K] along the last dimension."""
+    return F.softplus(x if bias is None else x + bias)
+
+
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """SwiGLU's product, ``silu(gate) * up`` (arXiv 2002.05202)."""
     return F.silu(gate) * up

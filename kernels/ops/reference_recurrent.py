@@ -20,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from optkit.kernels.reference_attention import heads_per_key
+
 ACTIVATIONS = ("", "silu")
 L2_EPSILON = 1e-6
 
@@ -68,7 +70,11 @@ def short_conv(
         )
         for j, tap in enumerate(taps):
             total = total + tap * inputs[j : j + tokens]
-        out[rows] = (F.silu(total) if activation == "silu" else total).to(x.dtype)
+        if (
+            activation == "silu"
+        ):  # a row by itself: PyTorch rounds the last elements of a tensor in another way
+            total = torch.stack([F.silu(row) for row in total])
+        out[rows] = total.to(x.dtype)
         conv_state[slot] = inputs[tokens:]
     return out
 
@@ -107,7 +113,7 @@ def gated_delta_rule(
     q, k, v, g, beta = (x.to(torch.float32) for x in (q, k, v, g, beta))
     if l2norm:
         q, k = l2_normalized(q), l2_normalized(k)
-    shared = v.shape[1] // k.shape[1]
+    shared = heads_per_key(v.shape[1], k.shape[1])
     q, k = (q * scale).repeat_interleave(shared, dim=1), k.repeat_interleave(shared, dim=1)
     decay = g.exp()[..., None] if g.ndim == 3 else g.exp()[..., None, None]  # [T, H, D or 1, 1]
     for rows, slot, is_first in runs(query_start, seq_lens, state_slots):
@@ -144,7 +150,7 @@ def ssd_scan(
         return out
     dtype = x.dtype
     x, dt, A, B, C = (t.to(torch.float32) for t in (x, dt, A, B, C))
-    shared = x.shape[1] // B.shape[1]
+    shared = heads_per_key(x.shape[1], B.shape[1])
     B, C = B.repeat_interleave(shared, dim=1), C.repeat_interleave(shared, dim=1)
     decay, given = (dt * A).exp()[..., None, None], x * dt[..., None]
     for rows, slot, is_first in runs(query_start, seq_lens, state_slots):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from optkit.graph.ir import Graph, Origin
+    from optkit.graph.ir import Graph, GraphMeta, Origin
     from optkit.graph.stored import StoredTensor
     from optkit.lowering.lower import Executable
 
@@ -66,6 +66,13 @@ class Artifact:
     def recipe(self) -> Recipe:
         file = self.directory / INTERNAL / "recipe.yaml"
         return parse_recipe(read_text(file), label=str(file))
+
+    def meta(self) -> GraphMeta:
+        """The facts about the model in graph.json, without nodes and weights."""
+        from optkit.graph.serialize import meta_from_json
+
+        file = self.directory / INTERNAL / "graph.json"
+        return meta_from_json(read_bounded(file, MAX_GRAPH_BYTES), where=str(file))
 
     def graph(self) -> Graph:
         """The optimized graph, with weights mapped from the artifact's files."""

@@ -10,14 +10,17 @@ A model without a call of the registry is exported in eager attention, and ``own
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
+from optkit.capture.layer_numbers import layer_number
 from optkit.capture.masks import Mask, requested_mask
 from optkit.errors import UnsupportedModel
 from optkit.kernels import reference
@@ -87,7 +90,9 @@ def attention_forward(
     mask = layer_mask(attention_mask, sliding_window)
     refuse_unknown(module, kwargs)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    numbers = float(scale), mask.window, float(softcap or 0.0), mask.chunk, int(module.layer_idx)
+    layer = int(module.layer_idx)
+    layer = layer_number("attention") if layer < 0 else layer
+    numbers = float(scale), mask.window, float(softcap or 0.0), mask.chunk, layer
     return dense_attention(query, key, value, s_aux, None, *numbers), None
 
 
@@ -130,6 +135,18 @@ def built(build: Callable[[str], Model]) -> Model:
         if error.args != (NAME,):
             raise
     return build("eager")
+
+
+def is_named(model: nn.Module) -> bool:
+    """True where a file with code of ``model`` names the attention interface.
+
+    No other model can reach ``attention_forward``, so its export through the boundary would be in vain.
+    """
+    files = {base.__module__ for module in model.modules() for base in type(module).__mro__}
+    files -= {PreTrainedModel.__module__}  # of every model: the registry's own
+    return any(
+        value is ALL_ATTENTION_FUNCTIONS for file in files for value in vars(sys.modules[file]).values()
+    )
 
 
 def register() -> None:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from optkit.capture.nodes import emit, is_call, is_last_dim, operands, replace
+from optkit.capture.transposes import cancel_transposes, hoist_transposes, rows_of_columns
 from optkit.graph.ir import Graph, Origin, Weight
 from optkit.graph.ops import GATED, record_of
 from optkit.graph.ops.attention import ATTENTION
@@ -37,40 +39,6 @@ def canonicalize(graph: Graph) -> Graph:
     fold_constants(graph)
     graph.prune()
     return graph
-
-
-# -- small helpers ---------------------------------------------------------------------------------------
-
-
-def replace(old: fx.Node, new: Any) -> None:
-    """Make every reader of ``old`` read ``new``; a new node takes over the shape notes of ``old``."""
-    if isinstance(new, fx.Node) and "shape" not in new.meta:
-        new.meta.update({k: old.meta[k] for k in ("shape", "dtype") if k in old.meta})
-    old.replace_all_uses_with(new)
-
-
-def is_call(node: Any, *targets: Any) -> bool:
-    return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
-
-
-def operands(node: Any, target: Any, first: Callable[[Any], bool]) -> tuple[Any, Any] | None:
-    """The two arguments of a commutative call, in the order of ``first``: the argument with a true result in front."""
-    if not is_call(node, target) or len(node.args) < 2:
-        return None
-    a, b = node.args[0], node.args[1]
-    if first(a):
-        return a, b
-    return (b, a) if first(b) else None
-
-
-def emit(graph: Graph, before: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    with graph.fx.inserting_before(before):
-        return graph.fx.call_function(target, args, kwargs)
-
-
-def is_last_dim(node: fx.Node, dim: Any) -> bool:
-    dims = list(dim) if isinstance(dim, (list, tuple)) else [dim]
-    return len(dims) == 1 and (dims[0] == -1 or dims[0] == len(node.meta.get("shape", ())) - 1)
 
 
 # -- rewrites --------------------------------------------------------------------------------------------
@@ -231,6 +199,27 @@ def raise_gated(graph: Graph) -> int:
     return count
 
 
+def raise_softplus(graph: Graph) -> int:
+    """``log(1 + e^x)``, with a vector that is added before: the time steps of state-space layers."""
+    count = 0
+    for node in graph.calls(aten.softplus.default):
+        x, *shape = node.args
+        if shape not in ([], [1], [1, 20]) or not isinstance(x, fx.Node):  # beta and threshold
+            continue
+        given = shifted_by_vector(graph, x) if len(x.users) == 1 else None
+        replace(node, emit(graph, node, reference.softplus, *(given or (x, None))))
+        count += 1
+    return count
+
+
+def shifted_by_vector(graph: Graph, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """x and the weight of ``x + weight`` with a weight [K] and x [..., K]."""
+    pair = operands(node, aten.add.Tensor, partial(is_vector_weight, graph))
+    if pair is None or node.kwargs or not isinstance(pair[1], fx.Node):
+        return None
+    return (pair[1], pair[0]) if pair[1].meta.get("shape") == node.meta.get("shape") else None
+
+
 def pack_gates_of_experts(graph: Graph) -> int:
     """A gated activation on the two halves of an expert's projection reads the projection itself."""
     count = 0
@@ -367,52 +356,6 @@ def raise_select_rows(graph: Graph) -> int:
 # -- cleanups, repeated until nothing changes ------------------------------------------------------------
 
 
-def cancel_transposes(graph: Graph) -> int:
-    count = 0
-    for node in graph.calls(aten.transpose.int):
-        source = node.args[0]
-        if is_call(source, aten.transpose.int) and set(source.args[1:]) == set(node.args[1:]):
-            replace(node, source.args[0])
-            count += 1
-    return count
-
-
-def hoist_transposes(graph: Graph) -> int:
-    """``transpose(op(x))`` is ``op(transpose(x))`` for ops on the last dimension: meets RoPE's transposes."""
-    count = 0
-    for node in graph.calls(aten.transpose.int):
-        source = node.args[0]
-        if set(node.args[1:]) == {0, 1} and is_last_dim_op(source):
-
-            def turned(x: fx.Node, node: fx.Node = node) -> fx.Node:
-                new = emit(graph, node, aten.transpose.int, x, 0, 1)
-                note_transposed(x, new)
-                return new
-
-            inputs = {i for i in source.all_input_nodes if len(i.meta.get("shape", ())) == 3}
-            args = fx.map_arg(source.args, lambda a, s=inputs: turned(a) if a in s else a)
-            new = emit(graph, node, source.target, *args, **source.kwargs)
-            note_transposed(source, new)
-            replace(node, new)
-            count += 1
-    return count
-
-
-def is_last_dim_op(node: Any) -> bool:
-    if len(getattr(node, "meta", {}).get("shape", ())) != 3:
-        return False
-    if is_call(node, reference.rms_norm, reference.layer_norm):
-        return True
-    if is_call(node, aten.slice.Tensor, aten.cat.default) and len(node.args) > 1:
-        return is_last_dim(node, node.args[1])
-    return False
-
-
-def note_transposed(source: fx.Node, new: fx.Node) -> None:
-    a, b, *rest = source.meta["shape"]
-    new.meta.update(shape=(b, a, *rest), dtype=source.meta.get("dtype"))
-
-
 def fold_reshapes(graph: Graph) -> int:
     """Remove views without effect; merge a view of a view."""
     count = 0
@@ -508,6 +451,7 @@ REWRITES: tuple[Callable[[Graph], int], ...] = (
     raise_rms_norm,
     raise_gelu_tanh,
     raise_gated,
+    raise_softplus,
     pack_gates_of_experts,
     raise_rope_table,
     raise_rope,
@@ -516,6 +460,7 @@ REWRITES: tuple[Callable[[Graph], int], ...] = (
 CLEANUPS: tuple[Callable[[Graph], int], ...] = (
     cancel_transposes,
     hoist_transposes,
+    rows_of_columns,
     linears_of_rows,
     fold_reshapes,
     merge_equal_nodes,

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from optkit.capture import boundary
 from optkit.capture.adapters import merge_adapters
 from optkit.capture.export import capture
-from optkit.capture.loading import build_model, read_config, refusals
+from optkit.capture.loading import build_model, class_of, refusals
 from optkit.capture.quantized import architecture_config, capture_quantized
 from optkit.capture.streamed import capture_streamed
 from optkit.checkpoint.adapter import Adapter
@@ -51,7 +51,7 @@ def capture_directory(
     streamed = capture_streamed(source, max_model_len) if weights and not adapters else None
     if streamed is not None:
         return streamed
-    model = load_model(directory, weights) if source.text is None else load_text_part(source, weights)
+    model = load_model(source, weights)
     notes = [source.text.note] if source.text else []
     notes += merge_adapters(model, adapters)
     graph = capture(model, max_model_len=max_model_len)
@@ -60,37 +60,18 @@ def capture_directory(
     return graph
 
 
-def load_model(directory: Path, weights: bool) -> Any:
+def load_model(source: Source, weights: bool) -> Any:
     """The float model with optkit's attention boundary, on the meta device without ``weights``.
 
     Raises:
         UnsupportedModel: transformers can't build the model, or a tensor is missing.
     """
-    where = str(directory)
-    if weights:
-        return build_model(AutoModelForCausalLM, directory, where=where, local_files_only=True)
-    config = read_config(directory)
-    with refusals(where), torch.device("meta"):
-        return boundary.built(
-            lambda attention: AutoModelForCausalLM.from_config(
-                config, attn_implementation=attention, dtype=torch.float32
-            )
-        )
-
-
-def load_text_part(source: Source, weights: bool) -> Any:
-    """The decoder of a multimodal checkpoint with optkit's attention boundary, on the meta device without ``weights``.
-
-    Raises:
-        UnsupportedModel: transformers can't build the model, or a tensor is missing.
-    """
     config, where = architecture_config(source), str(source.directory)
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model_class: Any = AutoModelForCausalLM if source.text is None else class_of(config, where)
     if weights:
-        return build_model(model_class, None, where=where, config=config, state_dict=dict(source))
+        return build_model(model_class, source, config, None if source.text is None else dict(source))
+    make = AutoModelForCausalLM.from_config if source.text is None else model_class._from_config
     with refusals(where), torch.device("meta"):
         return boundary.built(
-            lambda attention: model_class._from_config(
-                config, attn_implementation=attention, dtype=torch.float32
-            )
+            lambda attention: make(config, attn_implementation=attention, dtype=torch.float32)
         )

@@ -21,11 +21,15 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from optkit.errors import UnsupportedModel
 from optkit.graph.ir import Origin, Part
 from optkit.kernels import reference
 
 NAME = "optkit"
 SETTING = "_experts_implementation"
+# Keys of transformers' configurations.
+NUMBERS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+NUMBERS_OF_A_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
 
 
 @torch.library.custom_op("optkit::expert_linear", mutates_args=())
@@ -72,6 +76,24 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
 def register() -> None:
     """Make the experts implementation "optkit" known to transformers (idempotent)."""
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+
+
+def refuse_numbers(model: Any, config: Any) -> None:
+    """Refuse a model with experts that sends a token to none, or to more than there are.
+
+    transformers computes the first case as a layer of zeros. A model without experts may have any numbers.
+    """
+    if not any(name.rpartition(".")[2] == "experts" for name, _ in model.named_modules()):
+        return
+    given = [(key, getattr(config, key, None)) for key in NUMBERS]
+    total, limit = next(((key, value) for key, value in given if isinstance(value, int)), ("experts", None))
+    for key in NUMBERS_OF_A_TOKEN:
+        value = getattr(config, key, None)
+        for chosen in value if isinstance(value, list) else [value]:  # a number for each layer
+            if isinstance(chosen, int) and not 1 <= chosen <= (limit or chosen):
+                most = total if limit is None else f"{total} ({limit})"
+                what = f"{key} is {chosen}, and must be from 1 to {most}"
+                raise UnsupportedModel(what, where=config.model_type, fix="correct it in config.json")
 
 
 # -- names in the checkpoint -----------------------------------------------------------------------------

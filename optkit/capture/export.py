@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optkit.capture import experts, recurrent
+from optkit.capture import boundary, experts, recurrent
 from optkit.capture.canonicalize import canonicalize
 from optkit.capture.check import changed, check_capture, eager, settings
 from optkit.capture.complex_numbers import as_pairs
@@ -27,10 +27,11 @@ from optkit.capture.masks import COMPUTED
 from optkit.capture.own_attention import raise_attention
 from optkit.capture.rope import choose_rope, fixed_rope
 from optkit.capture.state_wiring import RECURRENT
-from optkit.errors import UnsupportedModel
+from optkit.errors import UnsupportedModel, first_line
 from optkit.graph.ir import Graph
 from optkit.graph.ops import op_name
 
+aten = torch.ops.aten
 SAMPLE_TOKENS = 24
 BOUNDARY_OPS = {torch.ops.optkit.attention.default, *RECURRENT}
 CAUSES = {
@@ -57,6 +58,7 @@ def capture(
     """
     config = model.config.get_text_config()
     refuse_unsupported(config)
+    experts.refuse_numbers(model, config)
     rope = choose_rope(config, max_model_len)
     model.eval()
     with fixed_rope(model, rope):
@@ -109,13 +111,14 @@ def with_attention(model: Any) -> tuple[torch.export.ExportedProgram, bool]:
     Raises:
         UnsupportedModel: the model can't be exported, or its attention is another than the op's.
     """
-    try:
-        exported = export(model)
-        if any(node.target in BOUNDARY_OPS for node in exported.graph.nodes):
-            return exported, False
-    except UnsupportedModel as error:
-        if error.what != COMPUTED:
-            raise
+    if boundary.is_named(model) or recurrent.own_functions(model):
+        try:
+            exported = export(model)
+            if any(node.target in BOUNDARY_OPS for node in exported.graph.nodes):
+                return exported, False
+        except UnsupportedModel as error:
+            if error.what != COMPUTED:
+                raise
     with eager(model):
         exported = export(model)
     try:
@@ -162,21 +165,32 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     """PyTorch's decompositions of the ops that no graph has; the ops of ``optkit.graph.ops`` stay whole."""
     table = torch.export.default_decompositions()
     chosen = {target: rule for target, rule in table.items() if op_name(target) is None}
-    return chosen | {torch.ops.aten.new_empty.default: new_zeros}
+    return chosen | ZEROS
+
+
+# Zeros in place of memory that was never written, which no graph reads.
+
+
+def zeros(size: Any, *, dtype: torch.dtype | None = None, device: Any = None, **layout: Any) -> Tensor:
+    return aten.full.default(size, 0, dtype=dtype or torch.get_default_dtype(), device=device)
 
 
 def new_zeros(like: Tensor, size: Any, *, dtype: torch.dtype | None = None, **placement: Any) -> Tensor:
-    """Zeros in place of memory that was never written, which no graph reads."""
-    return torch.ops.aten.full.default(size, 0, dtype=dtype or like.dtype, device=like.device)
+    return zeros(size, dtype=dtype or like.dtype, device=like.device)
+
+
+def zeros_like(like: Tensor, **options: Any) -> Tensor:
+    return new_zeros(like, like.shape, **options)
+
+
+ZEROS = {
+    aten.empty.memory_format: zeros,
+    aten.new_empty.default: new_zeros,
+    aten.empty_like.default: zeros_like,
+}
 
 
 def reason_of(error: BaseException) -> str:
     """The cause of a failed export; torch's own line names symbols of the trace and a debugging option."""
     line = first_line(error)
     return next((reason for start, reason in CAUSES.items() if line.startswith(start)), line)
-
-
-def first_line(error: BaseException) -> str:
-    """The first non-empty line of an error's text, for a message of a line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:200] if lines else type(error).__name__

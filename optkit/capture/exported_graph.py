@@ -9,7 +9,7 @@ from torch import fx
 
 aten = torch.ops.aten
 # Every element of a whole is written, so the first values don't matter; ``export`` makes zeros of unwritten memory.
-EMPTY = {aten.full.default, aten.new_empty.default, aten.empty.memory_format, aten.empty_like.default}
+FULL = {aten.full.default, aten.full_like.default}
 
 
 def call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
@@ -84,4 +84,4 @@ def slices_of(last: fx.Node) -> list[fx.Node] | None:
     while covered in found:
         covered, value = found.pop(covered)
         parts.append(value)
-    return parts if node.target in EMPTY and covered == size and not found else None
+    return parts if node.target in FULL and covered == size and not found else None

@@ -6,16 +6,20 @@ tensor with random numbers. Here any such failure is an ``UnsupportedModel``, an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
+from torch import Tensor
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
 from optkit.capture import boundary
-from optkit.errors import UnsupportedModel, UserError, refusal
+from optkit.capture.experts import checkpoint_origins
+from optkit.checkpoint.source import Source
+from optkit.checkpoint.validate import INDEX, SINGLE
+from optkit.errors import UnsupportedModel, UserError, first_line, refusal
 
 
 @contextmanager
@@ -35,11 +39,9 @@ def refusals(where: str) -> Iterator[None]:
 
 
 def reason(error: Exception) -> str:
-    """The first line of an error, and for a failed check of a configuration the next line, the cause."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    kept = lines[:2] if lines and lines[0].endswith(":") else lines[:1]
-    kept = [type(error).__name__, *kept] if isinstance(error, KeyError) or not kept else kept
-    return f"transformers can't build it: {' '.join(kept)[:200]}"
+    """The refusal for an error of transformers; the text of a ``KeyError`` is a key alone."""
+    kind = "KeyError " if isinstance(error, KeyError) else ""
+    return f"transformers can't build it: {kind}{first_line(error)}"
 
 
 def read_config(directory: Path) -> Any:
@@ -52,31 +54,83 @@ def read_config(directory: Path) -> Any:
         return AutoConfig.from_pretrained(directory, local_files_only=True)
 
 
-def build_model(model_class: Any, checkpoint: Path | None, *, where: str, **options: Any) -> Any:
+def class_of(config: Any, where: str) -> Any:
+    """The class of the causal language model with ``config``.
+
+    Raises:
+        UnsupportedModel: there is none.
+    """
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model_class is None:
+        raise UnsupportedModel(f"'{config.model_type}' is no causal language model", where=where)
+    return model_class
+
+
+def build_model(
+    model_class: Any, source: Source, config: Any, tensors: Mapping[str, Tensor] | None = None
+) -> Any:
     """The float32 model with all parameters from the checkpoint, in the attention of ``boundary.built``.
 
     Args:
         model_class: has ``from_pretrained``.
-        checkpoint: a directory, or None where ``options`` has the tensors.
+        tensors: in place of the tensors in the directory of ``source``.
 
     Raises:
         UnsupportedModel: transformers can't build the model, or a tensor is missing or has another shape.
     """
-    with refusals(where):
-        model, report = boundary.built(
-            lambda attention: model_class.from_pretrained(
-                checkpoint,
-                attn_implementation=attention,
-                dtype=torch.float32,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-                **options,
+    where = str(source.directory)
+    try:
+        with refusals(where):
+            model, report = boundary.built(
+                lambda attention: model_class.from_pretrained(
+                    source.directory if tensors is None else None,
+                    config=config,
+                    state_dict=tensors,
+                    attn_implementation=attention,
+                    dtype=torch.float32,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,
+                    local_files_only=True,
+                )
             )
-        )
+    except UnsupportedModel:
+        refuse_missing(config, source)
+        raise
     if report["mismatched_keys"]:
+        refuse_missing(config, source)
         name, given, expected = min(report["mismatched_keys"])
         what = f"{name} is {list(given)} in the checkpoint, and {list(expected)} by its config"
         raise UnsupportedModel(what, where=where)
     if report["missing_keys"]:
         raise UnsupportedModel(f"the checkpoint has no tensor for {min(report['missing_keys'])}", where=where)
     return model
+
+
+def refuse_missing(config: Any, source: Source) -> None:
+    """Refuse a checkpoint that has some of the tensors of a parameter, such as a layer's experts, and lacks others.
+
+    transformers stacks the tensors that it finds; its own error has a shape at most, and no name.
+    """
+    missing: list[str] = []
+    with suppress(UnsupportedModel), refusals(str(source.directory)):
+        with torch.device("meta"):
+            model = class_of(config, str(source.directory))(config)
+        missing = missing_parts(model, source)
+    if missing:
+        index, single = source.directory / INDEX, source.directory / SINGLE
+        raise UnsupportedModel(
+            f"the tensor {missing[0]} is missing", where=str(index if index.is_file() else single)
+        )
+
+
+def missing_parts(model: Any, source: Source) -> list[str]:
+    """The tensors of ``model`` that ``source`` lacks, of parameters with another tensor in ``source``."""
+    missing = []
+    for origin in checkpoint_origins(model).values():
+        absent = [
+            part.name
+            for part in origin.parts
+            if part.name not in source and part.name.rpartition(".")[0] not in source.layers
+        ]
+        missing += absent if len(absent) < len(origin.parts) else []
+    return missing

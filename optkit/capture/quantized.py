@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+from transformers import AutoConfig
 
 from optkit.capture.experts import checkpoint_origins
 from optkit.capture.export import capture
-from optkit.capture.loading import build_model, read_config, refusals
+from optkit.capture.loading import build_model, class_of, read_config, refusals, refuse_missing
 from optkit.checkpoint.insertion import insert, share_with_embedding
 from optkit.checkpoint.quantized_linear import G_IDX, QuantizedLinear
 from optkit.checkpoint.source import Source
@@ -58,17 +58,12 @@ def load_model(source: Source) -> Any:
         UnsupportedModel: a layer is none of the model's, or has another shape there, or a tensor is missing.
     """
     config = float_config(source)
-    where = str(source.directory)
-    model_class: Any
-    try:
-        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    except KeyError as error:
-        raise UnsupportedModel(f"'{config.model_type}' is no causal language model", where=where) from error
+    model_class = class_of(config, str(source.directory))
     floats = [name for name in source if module_of(name) not in source.layers or is_bias(name)]
     tensors = {name: source[name] for name in floats if name not in source.float4}
     tensors |= {name: torch.zeros(()).expand(source.float4.shape(name)) for name in source.float4}
     tensors |= stand_ins(model_class, config, source)
-    model = build_model(model_class, None, where=where, config=config, state_dict=tensors)
+    model = build_model(model_class, source, config, tensors)
     fill(model, source)
     model._weight_conversions = (
         None  # names come from the architecture's conversion, not from that of stand-ins
@@ -125,6 +120,7 @@ def refuse_partial(model: Any, source: Source, parameters: set[str]) -> None:
     for name, origin in checkpoint_origins(model).items():
         found = {module_of(part.name) in source.layers for part in origin.parts}
         if name in parameters and len(found) > 1:
+            refuse_missing(model.config, source)
             what = f"only some of the experts of {name} are quantized, and optkit keeps them in one weight"
             raise UnsupportedModel(what, where=str(source.directory))
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -23,13 +23,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from optkit.capture.layer_numbers import layer_number, numbered
 from optkit.capture.masks import closure_of
 from optkit.errors import UnsupportedModel
 from optkit.kernels import reference
 
 SILU = ("silu", "swish")
 NO_LIMITS = (0.0, float("inf"))
-current_layers: list[int] = []  # the numbers of the layers that are being traced, the innermost last
+STATEFUL = "a layer with a recurrent state"
 
 
 # -- opaque ops ------------------------------------------------------------------------------------------
@@ -84,17 +85,6 @@ gated_delta_rule.register_fake(lambda q, k, v, *rest: v.new_empty(v.shape, dtype
 # -- the functions that transformers calls ---------------------------------------------------------------
 
 
-def layer_number() -> int:
-    """The number of the layer that is being traced.
-
-    Raises:
-        UnsupportedModel: the layer has no number, so the state would have no name.
-    """
-    if not current_layers:
-        raise UnsupportedModel("a layer with a recurrent state has no layer number")
-    return current_layers[-1]
-
-
 def refuse_state(**given: Any) -> None:
     """Refuse a state or packed sequences among the arguments: the op starts every sequence from zeros."""
     for name, value in given.items():
@@ -114,7 +104,7 @@ def causal_conv1d(
     refuse_state(seq_idx=seq_idx)
     fused = "silu" if activation in SILU else ""
     rows = hidden_states.to(weight.dtype).transpose(1, 2)
-    out = short_conv(rows, weight, bias, fused, layer_number()).transpose(1, 2)
+    out = short_conv(rows, weight, bias, fused, layer_number(STATEFUL)).transpose(1, 2)
     if activation is not None and not fused:
         out = ACT2FN[activation](out)
     return out.to(hidden_states.dtype)
@@ -136,7 +126,7 @@ def chunk_delta_rule(
     """The functions ``chunk_gated_delta_rule`` and ``chunk_kda``: query [1, T, J, D]."""
     refuse_state(initial_state=initial_state, final_state=output_final_state or None, cu_seqlens=cu_seqlens)
     scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
-    layer = layer_number()
+    layer = layer_number(STATEFUL)
     out = gated_delta_rule(query, key, value, g.float(), beta, scale, int(use_qk_l2norm_in_kernel), layer)
     return out, None
 
@@ -165,7 +155,7 @@ def chunk_scan(
     dt = time_steps(dt, dt_bias, dt_softplus)
     if tuple(dt_limit) != NO_LIMITS or not dt_softplus:
         dt = torch.clamp(dt, min=dt_limit[0], max=dt_limit[1])
-    return ssd_scan(hidden_states.float(), dt.float(), A, B.float(), C.float(), D, layer_number())
+    return ssd_scan(hidden_states.float(), dt.float(), A, B.float(), C.float(), D, layer_number(STATEFUL))
 
 
 def scan(
@@ -185,7 +175,7 @@ def scan(
     refuse_state(last_state=return_last_state or None)
     x, dt, B, C = (t.transpose(1, 2) for t in (hidden_states, dt, B, C))
     dt = time_steps(dt, delta_bias, delta_softplus)
-    out = selective_scan(x.float(), dt.float(), A.T, B.float(), C.float(), D, layer_number())
+    out = selective_scan(x.float(), dt.float(), A.T, B.float(), C.float(), D, layer_number(STATEFUL))
     if z is not None:
         out = F.silu(z.transpose(1, 2)) * out
     return out.transpose(1, 2)
@@ -217,39 +207,25 @@ def registered_name(function: Any) -> str | None:
     return None
 
 
+def own_functions(model: nn.Module) -> list[tuple[ModuleType, str, Callable[..., Any]]]:
+    """The functions of ``REPLACEMENTS`` that the modules of ``model`` call: file, name there, function."""
+    return [
+        (file, name, function)
+        for file in {sys.modules[type(module).__module__] for module in model.modules()}
+        for name, function in vars(file).items()
+        if registered_name(function) in REPLACEMENTS
+    ]
+
+
 @contextmanager
 def replaced(model: nn.Module) -> Iterator[None]:
     """Inside, the modules of ``model`` call the functions of ``REPLACEMENTS``, and layers are numbered."""
-    modules = {sys.modules[type(module).__module__] for module in model.modules()}
-    own = [
-        (module, name, function)
-        for module in modules
-        for name, function in vars(module).items()
-        if registered_name(function) in REPLACEMENTS
-    ]
-    hooks = [hook for module in model.modules() for hook in numbering(module)]
+    own = own_functions(model)
     try:
         for module, name, function in own:
             setattr(module, name, REPLACEMENTS[registered_name(function) or ""])
-        yield
+        with numbered(model):
+            yield
     finally:
         for module, name, function in own:
             setattr(module, name, function)
-        for hook in hooks:
-            hook.remove()
-        current_layers.clear()
-
-
-def numbering(module: nn.Module) -> list[Any]:
-    """Hooks that keep ``current_layers`` while ``module`` runs; none for a module without a layer number."""
-    layer = getattr(module, "layer_idx", None)
-    if type(layer) is not int:
-        return []
-
-    def enter(module: nn.Module, args: Any) -> None:
-        current_layers.append(layer)
-
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        current_layers.pop()
-
-    return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]

@@ -71,11 +71,10 @@ def skeleton(model_class: Any, config: Any, source: Source, shapes: Mapping[str,
     Raises:
         UnsupportedModel: transformers can't build the model, or a tensor is missing.
     """
-    where = str(source.directory)
     large = {name: shape for name, shape in shapes.items() if 4 * math.prod(shape) >= STORED_BYTES}
     tensors = {name: source[name] for name in source if name not in large}
     tensors |= {name: torch.zeros(()).expand(shape) for name, shape in large.items() if name in source}
-    return build_model(model_class, None, where=where, config=config, state_dict=tensors)
+    return build_model(model_class, source, config, tensors)
 
 
 # -- random weights ----------------------------------------------------------------------------------------

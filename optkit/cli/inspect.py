@@ -99,9 +99,54 @@ def facts(artifact: Artifact, run: RunRecord) -> dict[str, Any]:
     more = {
         "bounds": list(bounds(artifact, run)),
         "code": code_line(artifact),
+        "states": state_memory(artifact),
         JSON_NAMES["variants"]: variant_names(run),
     }
     return known | run.to_dict() | more
+
+
+def state_memory(artifact: Artifact) -> dict[str, Any]:
+    """Bytes that the layers keep of a token and of a sequence, and what the recipe's ``kv_cache_bytes`` holds of both.
+
+    A GPU holds what fits the memory that is left, so there the numbers are unknown.
+    """
+    from optkit.graph.states import sequence_bytes, token_bytes
+    from optkit.recipe.engine_options import engine_options
+    from optkit.runtime.factory import num_blocks, num_states
+
+    meta, options = artifact.meta(), engine_options(artifact.recipe)
+    known = {"token_bytes": token_bytes(meta.states), "sequence_bytes": sequence_bytes(meta.states)}
+    if options.kv_cache_bytes is None or not meta.states:
+        return known
+    slots, checkpoints = num_states(meta, options)
+    try:
+        blocks = num_blocks(meta, options, slots, checkpoints)
+    except UserError as error:  # optkit serve refuses it, too
+        return known | {"refusal": error.what}
+    tokens = {"kv_tokens": blocks * options.block_size} if meta.kv_specs else {}
+    recurrent = {"state_slots": slots, "state_checkpoints": checkpoints} if known["sequence_bytes"] else {}
+    return known | tokens | recurrent
+
+
+def state_lines(artifact: Artifact) -> Iterator[str]:
+    """Sentences on ``state_memory``; none for a model without states."""
+    found = state_memory(artifact)
+    kept = [
+        f"{found[key]:,} bytes of {what}"
+        for key, what in (("token_bytes", "KV a token"), ("sequence_bytes", "recurrent states a sequence"))
+        if found[key]
+    ]
+    if kept:
+        yield f"states  {', '.join(kept)}"
+    held = [f"{found['kv_tokens']:,} tokens of KV"] if found.get("kv_tokens") else []
+    if found.get("state_slots"):
+        held += [
+            f"the recurrent states of {found['state_slots']} requests and {found['state_checkpoints']} checkpoints"
+        ]
+    if "refusal" in found:
+        yield f"states  {found['refusal']}"
+    if held:
+        yield f"states  kv_cache_bytes of the recipe holds {', '.join(held)}"
 
 
 def variant_names(run: RunRecord) -> list[str]:
@@ -197,6 +242,8 @@ def show_artifact(artifact: Artifact, run: RunRecord) -> None:
         show_table(alternatives_table(label, records))
     show_table(compiled_table(compiled_variants(run)))
     show(code_line(artifact))
+    for line in state_lines(artifact):
+        show(line)
     if names := variant_names(run):
         show(f"variants {', '.join(names)} in a step: answers depend on the number of tokens in a step")
     for line in reasons(run):

@@ -13,7 +13,8 @@ import dataclasses
 import json
 import keyword
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -112,6 +113,24 @@ def graph_from_json(text: str | bytes, load: WeightLoader, where: str = "graph.j
     Raises:
         UserError: not a graph file of the current version, or the file names an unknown op, input or weight.
     """
+    data = checked_json(text, where)
+    with refusing_damage(where):
+        return Reader(data, load).graph()
+
+
+def meta_from_json(text: str | bytes, where: str = "graph.json") -> GraphMeta:
+    """The meta data of a graph file, without nodes and weights.
+
+    Raises:
+        UserError: not a graph file of the current version, or the meta data contradict themselves.
+    """
+    data = checked_json(text, where)
+    with refusing_damage(where):
+        return decode_meta(data["meta"])
+
+
+def checked_json(text: str | bytes, where: str) -> Mapping[str, Any]:
+    """The content of a graph file, with the types of ``schema.GraphFile``."""
     data = parse_bounded(text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text, where)
     if data.get("format") != FORMAT or data.get("version") != VERSION:
         raise UserError(
@@ -120,8 +139,14 @@ def graph_from_json(text: str | bytes, load: WeightLoader, where: str = "graph.j
             fix="optimize the model again with this version of optkit",
         )
     check(GraphFile, data, where)
+    return data
+
+
+@contextmanager
+def refusing_damage(where: str) -> Iterator[None]:
+    """Refuse a file whose content Python or torch can't make a graph of."""
     try:
-        return Reader(data, load).graph()
+        yield
     except DAMAGE as error:
         raise UserError(f"it is damaged ({type(error).__name__}: {error!s:.300})", where=where) from error
 

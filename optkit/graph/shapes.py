@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from optkit.errors import first_line
 from optkit.graph import ops
 from optkit.graph.ir import Graph
 from optkit.graph.operand_check import check_call
@@ -94,8 +95,7 @@ class MetaRun:
             return self.checked(node, args, kwargs)
         except Exception as error:  # on made-up arguments torch's own ops raise any type
             shapes = [tuple(a.shape) if isinstance(a, Tensor) else a for a in args]
-            reason = (str(error) or type(error).__name__).splitlines()[0]
-            raise ShapeError(f"{node.name}: {reason} (arguments {shapes!s:.200})") from error
+            raise ShapeError(f"{node.name}: {first_line(error)} (arguments {shapes!s:.200})") from error
 
     def checked(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         op = ops.record_of(node.target)

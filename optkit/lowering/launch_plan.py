@@ -29,6 +29,7 @@ from optkit.kernels.cpu.program import LOGITS, TOKENS, Arena, Builder, View
 # No two sizes are equal, so a first dimension identifies the kind of row.
 PROBE, PROBE_BLOCK = Point(tokens=11, sequences=3, context=37), 5
 ROWS = {PROBE.tokens: TOKENS, PROBE.sequences: LOGITS}
+PAIRS = {"aten.add.Tensor", "aten.mul.Tensor"}
 SPLITS = {"aten.split_with_sizes.default", "aten.split.Tensor"}
 RESHAPES = {"aten.reshape.default", "aten.view.default"}
 BATCH = ("input_ids", "logits_index", "seq_lens", "block_tables")  # the inputs with the sizes of a batch
@@ -60,7 +61,7 @@ class Programs:
             self.stage[node] = latest + latest % 2
 
     def _is_native(self, node: fx.Node) -> bool:
-        if ops.op_name(node.target) == "aten.add.Tensor" and not self._adds_rows(node):
+        if ops.op_name(node.target) in PAIRS and not self._pairs_rows(node):
             return False
         op = ops.record_of(node.target)
         packed = [op.argument(node, operand.name) for operand in op.stored] if op else []
@@ -82,10 +83,15 @@ class Programs:
         weights = [a for source, a in tensors if source in (Source.WEIGHT, Source.ANY)]
         return all(map(self._has_rows, rows)) and all(a.op == "get_attr" for a in weights)
 
-    def _adds_rows(self, node: fx.Node) -> bool:
-        values = [self.values[a] for a in node.args if isinstance(a, fx.Node) and a.op == "call_function"]
-        alike = len(values) == 2 and values[0].shape == values[1].shape and not node.kwargs
-        return alike and all(value.dtype is torch.float32 for value in values)
+    def _pairs_rows(self, node: fx.Node) -> bool:
+        """True for two float32 tensors of one shape, or one [rows, width] and a weight [width]."""
+        given = [a for a in node.args if isinstance(a, fx.Node) and a.op in ("call_function", "get_attr")]
+        values = [self.values[a] for a in given]
+        if len(values) != 2 or node.kwargs or any(value.dtype is not torch.float32 for value in values):
+            return False
+        rows = [value.shape for a, value in zip(given, values, strict=True) if a.op == "call_function"]
+        vectors = [value.shape for a, value in zip(given, values, strict=True) if a.op == "get_attr"]
+        return rows[:1] == rows[1:] if not vectors else len(rows) == 1 and rows[0][1:] == vectors[0]
 
     def _is_view(self, node: fx.Node, latest: int) -> bool:
         """A split, a reshape or a part of a result, of something native in the same stage."""

@@ -151,8 +151,9 @@ class EngineOptions(SchedulingOptions, frozen=True, kw_only=True, forbid_unknown
         Annotated[
             int,
             about(
-                "Memory of the KV cache, such as 512MiB. It bounds how many tokens live at once. When the cache is "
-                "full, the youngest request waits, and the KV it has lost by then is computed again.",
+                "Memory of the KV cache and of recurrent states, such as 512MiB. It bounds how many tokens live at "
+                "once. When the cache is full, the youngest request waits, and the KV it has lost by then is computed "
+                "again.",
                 LOADING,
                 unit="bytes",
                 recipe="runtime.kv_cache_bytes",

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from optkit.artifact.open import Artifact
 from optkit.errors import UserError
-from optkit.graph.states import recurrent_of, sequence_bytes
+from optkit.graph.states import KVSpec, StateSpec, recurrent_of, sequence_bytes
 from optkit.lowering.lower import Executable
 from optkit.machine.heap import trim_heap
 from optkit.machine.present import present_target
@@ -37,12 +38,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WARM_UP_TOKENS = (33, 1)  # one prefill and the decode after it
-CHECKPOINT_SHARE, LEAST_CHECKPOINTS = (
-    4,
-    4,
-)  # a quarter of kv_cache_bytes, and the fewest states kept by default
+SLOT_SHARE, CHECKPOINT_SHARE = 2, 4  # of a model with KV: half of kv_cache_bytes, and a quarter
+LEAST_CHECKPOINTS = 4  # states kept by default
 MOST_FREE_BLOCKS = 1 << 20  # of a model without KV
 PREFILL_TARGET_TOKENS = 256  # on a CPU, where matrix products reach full speed at 128 to 256 rows
+
+
+class HasStates(Protocol):
+    """The facts that decide on the memory of a model's states: of a lowered model, or of graph.json."""
+
+    @property
+    def states(self) -> Sequence[StateSpec]: ...
+
+    @property
+    def kv_specs(self) -> Sequence[KVSpec]: ...
+
+    @property
+    def max_model_len(self) -> int: ...
 
 
 def open_engine(artifact_dir: str, **given: Any) -> Engine:
@@ -121,13 +133,17 @@ def with_kv_bytes(
 
     if options.kv_cache_bytes is not None:
         return options
-    block = block_bytes(model.kv_specs, options.block_size)
+    block, state = block_bytes(model.kv_specs, options.block_size), sequence_bytes(model.states)
     enough = (model.max_model_len // options.block_size + 2) * block
+    if state:  # enough for every share
+        states = options.max_num_seqs + (options.state_checkpoints or LEAST_CHECKPOINTS)
+        enough = CHECKPOINT_SHARE * (enough + states * state)
     limits = scheduler_config(model, msgspec.structs.replace(options, kv_cache_bytes=enough))
     draft_step = gpu.peak_bytes(lambda: guesses.run_largest(limits.max_num_seqs)) if guesses else 0
     left = kv_cache_bytes(model, limits, gpu, options.gpu_memory_utilization, draft_step)
     asked = limits.num_checkpoints if limits.num_state_slots else options.state_checkpoints
-    return msgspec.structs.replace(options, kv_cache_bytes=left, state_checkpoints=asked)
+    kept = (limits.num_state_slots + limits.num_checkpoints) * state
+    return msgspec.structs.replace(options, kv_cache_bytes=left + kept, state_checkpoints=asked)
 
 
 def make_engine(
@@ -163,8 +179,14 @@ def scheduler_config(model: Executable, options: EngineOptions, target: str = ""
         raise UserError(
             "no layer keeps a state between tokens, so there is nothing to serve", where="graph.json"
         )
-    checkpoints = num_checkpoints(model, options)
-    blocks = num_blocks(model, options, checkpoints)
+    slots, checkpoints = num_states(model, options)
+    if slots < options.max_num_seqs:
+        logger.warning(
+            "%d of %d requests (max_num_seqs) run at once: %d recurrent states of %d bytes fit their share of "
+            "kv_cache_bytes",
+            *(slots, options.max_num_seqs, slots, sequence_bytes(model.states)),
+        )
+    blocks = num_blocks(model, options, slots, checkpoints)
     asked = options.max_model_len or model.max_model_len
     if asked > model.max_model_len:
         raise UserError(
@@ -173,11 +195,11 @@ def scheduler_config(model: Executable, options: EngineOptions, target: str = ""
         )
     try:
         return SchedulerConfig(
-            **options.scheduling(),
+            **options.scheduling() | {"max_num_seqs": slots},
             max_model_len=min(asked, blocks * options.block_size),
             num_blocks=blocks,
             prefill_target_tokens=PREFILL_TARGET_TOKENS if target == "cpu" else 0,
-            num_state_slots=options.max_num_seqs if recurrent_of(model.states) else 0,
+            num_state_slots=slots if recurrent_of(model.states) else 0,
             num_checkpoints=checkpoints,
             variant_limits=model.variant_limits,
         )
@@ -185,36 +207,43 @@ def scheduler_config(model: Executable, options: EngineOptions, target: str = ""
         raise UserError(str(error), where="options of the runtime", fix="optkit serve --help") from error
 
 
-def num_checkpoints(model: Executable, options: EngineOptions) -> int:
-    """Recurrent states to keep for the prefix cache: as asked for, else what fits a share of ``kv_cache_bytes``."""
-    size = sequence_bytes(model.states)
-    if not size or not options.enable_prefix_caching:
-        return 0
-    if options.state_checkpoints is not None:
-        return options.state_checkpoints
-    share = (options.kv_cache_bytes or 0) // (CHECKPOINT_SHARE if model.kv_specs else 1)
-    return min(MAX_REQUESTS, max(LEAST_CHECKPOINTS, share // size))
+def num_states(model: HasStates, options: EngineOptions) -> tuple[int, int]:
+    """Requests that run at once, and checkpoints for the prefix cache, with room in ``kv_cache_bytes`` for the states.
+
+    Of a model with KV the requests get half of the bytes, and the checkpoints what was asked for or a quarter. Without
+    KV the requests come first, and the checkpoints get the rest. A model without recurrent states runs all requests.
+    """
+    size, total = sequence_bytes(model.states), options.kv_cache_bytes or 0
+    if not size:
+        return options.max_num_seqs, 0
+    asked = options.state_checkpoints if options.enable_prefix_caching else 0
+    least = LEAST_CHECKPOINTS if asked is None else asked
+    share = total // SLOT_SHARE if model.kv_specs else total - least * size
+    slots = min(options.max_num_seqs, max(1, share // size))
+    rest = total // CHECKPOINT_SHARE if model.kv_specs else total - slots * size
+    return slots, min(MAX_REQUESTS, max(least, rest // size)) if asked is None else asked
 
 
-def num_blocks(model: Executable, options: EngineOptions, checkpoints: int) -> int:
+def num_blocks(model: HasStates, options: EngineOptions, slots: int, checkpoints: int) -> int:
     """Blocks of the KV pool. Without KV blocks cost nothing; there are enough for all requests and checkpoints.
 
     Raises:
-        UserError: fewer than two.
+        UserError: the recurrent states leave room for fewer than two.
     """
-    size = options.kv_cache_bytes or 0
-    if not model.kv_specs:
-        longest = -(-model.max_model_len // options.block_size)
-        return max(longest + 1, min((options.max_num_seqs + checkpoints) * longest, MOST_FREE_BLOCKS))
-    blocks = blocks_for_bytes(model.kv_specs, options.block_size, size)
-    if blocks < 2:
-        need = 2 * block_bytes(model.kv_specs, options.block_size)
+    size, states = options.kv_cache_bytes or 0, (slots + checkpoints) * sequence_bytes(model.states)
+    need = states + 2 * block_bytes(model.kv_specs, options.block_size)
+    if size < need:
+        held = [f"{slots} recurrent states", f"{checkpoints} checkpoints"] if states else []
+        held += ["two blocks"] if model.kv_specs else []
         raise UserError(
-            f"{size:,} bytes of KV cache do not hold two blocks ({need:,} bytes)",
+            f"{size:,} bytes of KV cache do not hold {' and '.join(held)} ({need:,} bytes)",
             where="kv_cache_bytes",
-            fix="raise --kv-cache-bytes",
+            fix=f"raise --kv-cache-bytes{' or lower --state-checkpoints' * bool(states)}",
         )
-    return blocks
+    if model.kv_specs:
+        return blocks_for_bytes(model.kv_specs, options.block_size, size - states)
+    longest = -(-model.max_model_len // options.block_size)
+    return max(longest + 1, min((slots + checkpoints) * longest, MOST_FREE_BLOCKS))
 
 
 def offloading(

@@ -160,7 +160,7 @@ def cache_labels(info: EngineInfo) -> dict[str, str]:
         "cache_dtype": plan.dtype,
         "enable_prefix_caching": config.enable_prefix_caching,
         "gpu_memory_utilization": info.gpu_memory_utilization,
-        "kv_cache_memory_bytes": plan.num_bytes,
+        "kv_cache_memory_bytes": plan.num_bytes + plan.state_bytes,
         "kv_cache_size_tokens": plan.num_tokens,
     }
     return {name: str(value) for name, value in found.items()}

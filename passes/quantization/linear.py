@@ -134,8 +134,6 @@ class LinearQuantization(Pass):
         """The reason against the experts of a layer in ``fmt``, or None."""
         if not self.takes_experts:
             return f"{self.name} leaves experts in float"
-        if self.config.max_tokens is not None:
-            return "experts have no second variant for steps of few tokens"
         op = ops.OF_EXPERTS.get(fmt.op)
         name = None if op is None else ops.op_name(op)
         found = [k for k in kernels.table(ctx.target.kind) if k.op == name and k.supports(ctx.target)]

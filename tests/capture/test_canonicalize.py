@@ -68,8 +68,9 @@ def traced(function: Callable[..., Tensor], *modules: nn.Module, **inputs: Tenso
         else:
             copies[node] = graph.node_copy(node, copies.__getitem__)
         value = node.meta["val"]
-        shape = tuple(None if size == TOKENS else size for size in value.shape)
-        copies[node].meta = {"shape": shape, "dtype": value.dtype}
+        if isinstance(value, Tensor):
+            shape = tuple(None if size == TOKENS else size for size in value.shape)
+            copies[node].meta = {"shape": shape, "dtype": value.dtype}
     weights = {n: Weight(value, Origin((Part(n, len(value)),))) for n, value in parameters.items()}
     return Graph(graph, weights, META)
 
@@ -306,3 +307,23 @@ def test_angles_that_are_no_outer_product_stay_as_they_are(monkeypatch):
         UnsupportedModel, match=r"logits differ.* in batches of chunks"
     ):  # another last position
         check_capture(graph, model)
+
+
+# -- softplus ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"beta": 2.0}, {"threshold": 4.0}])
+def test_softplus_of_another_shape_stays(options: dict[str, float]) -> None:
+    _, ops = raised(lambda x: nn.functional.softplus(x, **options), x=rows())
+    assert ops == ["aten.softplus.default"]
+
+
+def test_softplus_takes_no_vector_that_is_read_by_others() -> None:
+    def steps(linear: nn.Module, x: Tensor) -> Tensor:
+        shifted = x + linear.bias
+        return nn.functional.softplus(shifted) * shifted
+
+    graph, ops = raised(steps, nn.Linear(8, 8), x=rows())
+    assert sorted(ops) == ["aten.add.Tensor", "aten.mul.Tensor", "softplus"]
+    (node,) = graph.calls(reference.softplus)
+    assert node.args[1] is None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from optkit.capture.complex_numbers import as_pairs
+from optkit.capture.export import decompositions
 from optkit.capture.exported_graph import join_filled
 
 X = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
@@ -20,7 +21,7 @@ def exported(function: Callable[[Tensor], Tensor]) -> Any:
         def forward(self, x: Tensor) -> Tensor:
             return function(x)
 
-    return torch.export.export(Model(), (X,)).run_decompositions({})
+    return torch.export.export(Model(), (X,)).run_decompositions(decompositions())
 
 
 def targets(program: Any) -> set[str]:
@@ -40,6 +41,22 @@ def test_filled_tensor_is_the_cat_of_its_parts() -> None:
     assert "aten.cat.default" in targets(program) and not {"aten.slice_scatter.default"} & targets(program)
     program.graph.lint()
     assert torch.equal(program.module()(X), filled(X))
+
+
+def unwritten(x: Tensor) -> Tensor:
+    """A sum with three tensors of which one row each is written."""
+    made = torch.empty_like(x), x.new_empty(2, 3, 8), torch.empty(2, 3, 8)
+    for y in made:
+        y[:, 1] = x[:, 0]
+    return x + made[0] + made[1] + made[2]
+
+
+def test_memory_that_is_not_written_is_zero() -> None:
+    program = exported(unwritten)
+    assert not [name for name in targets(program) if "empty" in name]
+    right = X.clone()
+    right[:, 1] += 3 * X[:, 0]
+    torch.testing.assert_close(program.module()(X), right)
 
 
 def partly(x: Tensor) -> Tensor:

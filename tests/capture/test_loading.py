@@ -64,6 +64,40 @@ def test_capture_names_the_tensor_when_one_is_missing(llama: Any, tmp_path: Path
     assert f"no tensor for {KEY}" in refusal(tmp_path, config, kept)
 
 
+@pytest.fixture(scope="module")
+def qwen3_moe(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Config and tensors of a tiny model with 4 experts a layer, one tensor an expert."""
+    directory = tmp_path_factory.mktemp("qwen3_moe")
+    tiny_model("qwen3_moe").save_pretrained(directory)
+    config = json.loads((directory / "config.json").read_text())
+    return config, load_file(directory / "model.safetensors")
+
+
+EXPERT = "model.layers.1.mlp.experts.3."
+
+
+@pytest.mark.parametrize("projections", [["up_proj"], ["down_proj"], ["gate_proj", "up_proj", "down_proj"]])
+def test_capture_names_tensor_and_file_when_one_of_an_expert_is_missing(
+    qwen3_moe: Any, tmp_path: Path, projections: list[str]
+) -> None:
+    config, tensors = qwen3_moe
+    gone = [f"{EXPERT}{projection}.weight" for projection in projections]
+    assert set(gone) <= set(tensors)
+    line = refusal(tmp_path, config, {name: value for name, value in tensors.items() if name not in gone})
+    assert f"{tmp_path / 'model.safetensors'}: the tensor {EXPERT}" in line and "is missing" in line
+    assert any(name in line for name in gone)
+
+
+@pytest.mark.parametrize("weights", [True, False])
+@pytest.mark.parametrize("number", [0, 5])
+def test_capture_refuses_a_number_of_experts_that_a_token_can_not_have(
+    qwen3_moe: Any, tmp_path: Path, number: int, weights: bool
+) -> None:
+    config, tensors = qwen3_moe
+    line = refusal(tmp_path, config | {"num_experts_per_tok": number}, tensors, weights=weights)
+    assert f"num_experts_per_tok is {number}, and must be from 1 to num_experts (4)" in line
+
+
 def test_capture_names_both_shapes_when_they_contradict(llama: Any, tmp_path: Path) -> None:
     config, tensors = llama
     given = refusal(tmp_path, config, tensors | {UP: torch.zeros(95, 64)})

@@ -10,7 +10,7 @@ import torch
 from transformers.models.bloom import modeling_bloom
 from transformers.models.gptj import modeling_gptj
 
-from optkit.capture import boundary, capture
+from optkit.capture import boundary, capture, export
 from optkit.capture.directory import capture_directory
 from optkit.errors import UnsupportedModel
 from optkit.graph.ops.attention import ATTENTION
@@ -51,6 +51,21 @@ def test_graph_has_the_logits_of_eager_attention(name: str) -> None:
     given = [[graph.weights[str(a.target)].value.tolist() for a in n.args if is_weight(a)] for n in nodes]
     assert given == [[SLOPES[name]] if name in SLOPES else []] * 2
     assert not list(graph.calls(aten.matmul.default, aten.bmm.default, aten.softmax.int, aten.linear.default))
+
+
+@pytest.mark.parametrize("name", ["gptj", "mamba", "llama"])
+def test_model_is_exported_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No export through the boundary for a model that can't reach it."""
+    given: list[str] = []
+
+    def counted(model: Any) -> Any:
+        given.append(model.config._attn_implementation)
+        return made(model)
+
+    made = export.export
+    monkeypatch.setattr(export, "export", counted)
+    capture(on_the_boundary(name), check=False)
+    assert given == ["eager" if name == "gptj" else boundary.NAME]
 
 
 def is_weight(argument: Any) -> bool:

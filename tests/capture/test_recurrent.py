@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from optkit.capture import recurrent
+from optkit.capture import layer_numbers, recurrent
 from optkit.capture.check import check_capture
 from optkit.capture.flatten import Captured, flatten
 from optkit.errors import UnsupportedModel, UserError
@@ -22,7 +22,7 @@ from optkit.lowering import launch_plan
 from optkit.lowering.lower import check_recurrent, lower
 from tests.capture.test_architectures import TOLERANCE, eager_logits
 from tests.support.architectures import RECURRENT, tiny_model
-from tests.support.graphs import captured
+from tests.support.graphs import apply, captured
 from tests.support.ragged import ragged_logits
 from tests.support.target import TARGET
 
@@ -38,6 +38,7 @@ STATES = {
     "falcon_h1": ["conv_state_0", "ssm_state_0", "conv_state_1", "ssm_state_1"],
     "jamba": ["conv_state_0", "ssm_state_0"],
     "mamba": ["conv_state_0", "ssm_state_0", "conv_state_1", "ssm_state_1"],
+    "zamba2": [f"{name}_{layer}" for layer in range(4) for name in ("conv_state", "ssm_state")],
 }
 
 
@@ -50,6 +51,13 @@ def test_logits_match_eager_in_ragged_chunks_and_decodes(name):
     prompts = [torch.randint(3, 128, (n,), generator=generator) for n in (29, 2, 41)]
     for prompt, logits in zip(prompts, ragged_logits(lower(graph), prompts), strict=True):
         torch.testing.assert_close(logits, eager_logits(model, prompt), atol=TOLERANCE, rtol=1e-4)
+
+
+def test_an_attention_block_of_several_layers_has_a_cache_for_each():
+    graph = captured("zamba2")
+    assert [spec.layer for spec in graph.meta.kv_specs] == [0, 2, 3]
+    weights = [name for name in graph.weights if name.endswith("self_attn.o_proj.weight")]
+    assert len(weights) == 2
 
 
 @pytest.mark.parametrize("name", ["lfm2", "bamba"])
@@ -80,7 +88,7 @@ def test_functions_are_replaced_inside_and_restored_after_an_error():
     with pytest.raises(RuntimeError, match="inside"), recurrent.replaced(model):
         assert module.causal_conv1d_fn is recurrent.causal_conv1d
         raise RuntimeError("inside")
-    assert own == (module.causal_conv1d_fn, module.mamba2_chunk_scan) and not recurrent.current_layers
+    assert own == (module.causal_conv1d_fn, module.mamba2_chunk_scan) and not layer_numbers.current_layers
 
 
 def test_the_opaque_ops_compute_what_the_model_computes():
@@ -180,6 +188,19 @@ def test_a_lowered_model_runs_native_kernels_with_the_same_bits_in_programs(name
     for given, same, expected in zip(ours, plain, ragged_logits(lower(graph), prompts), strict=True):
         assert torch.equal(given, same)
         torch.testing.assert_close(given, expected, atol=2 * TOLERANCE, rtol=1e-4)
+
+
+@pytest.mark.skipif(not native.available(), reason="no native library")
+@pytest.mark.parametrize("name", ["mamba", "lfm2"])
+def test_quantized_layers_with_states_are_one_program(name):
+    graph = captured(name, **({"time_step_rank": 32, "state_size": 16} if name == "mamba" else {}))
+    for each in ("fuse_qkv", "fuse_gate_up", "fuse_add_rms_norm"):
+        apply(graph, each)
+    apply(graph, "int8", group_size=32, lm_head=True, weight_only=["lm_head"])
+    apply(graph, "flash_attention")
+    nodes = [n for n in lower(graph, TARGET).module.graph.nodes if n.op == "call_function"]
+    assert sum(isinstance(n.target, Program) for n in nodes) == 1
+    assert not [n.name for n in nodes if not isinstance(n.target, Program) and "getitem" not in n.name]
 
 
 def test_a_gpu_without_kernels_refuses_states():

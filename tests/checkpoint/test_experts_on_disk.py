@@ -19,6 +19,7 @@ from optkit.checkpoint.locate import ModelSource
 from optkit.checkpoint.modules import modules
 from optkit.errors import UserError
 from optkit.graph.ir import Graph
+from optkit.kernels import reference
 from optkit.pipeline.publish import write_artifact
 from optkit.pipeline.records import RunRecord
 from optkit.recipe.load import parse_recipe
@@ -89,6 +90,22 @@ def test_an_artifact_gives_the_same_graph_and_loads_in_transformers(
     assert len(weights) == 12
     for module, weight in weights.items():
         torch.testing.assert_close(given[module].float(), weight, atol=1e-3, rtol=1e-2)
+
+
+def test_an_artifact_keeps_both_variants_of_experts(source: Path, tmp_path: Path) -> None:
+    """int4 for steps of up to 4 tokens, int8 for larger ones."""
+    graph = capture_directory(source)
+    apply(graph, "w4a8", max_tokens=4)
+    apply(graph, "int8", group_size=32)
+    again = written(graph, source, tmp_path / "artifact").graph()
+    alone = capture_directory(source), capture_directory(source)
+    apply(alone[0], "w4a8")
+    apply(alone[1], "int8", group_size=32)
+    for tokens, same in ((4, alone[0]), (5, alone[1])):
+        expected = dense(same, IDS[:tokens], TARGET)
+        assert torch.equal(dense(graph, IDS[:tokens], TARGET), expected)
+        assert torch.equal(dense(again, IDS[:tokens], TARGET), expected)
+    assert list(again.calls(reference.expert_w4a8)) and list(again.calls(reference.expert_w8a8))
 
 
 @pytest.mark.parametrize("case", ["int8", "rtn"])

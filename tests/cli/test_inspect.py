@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from optkit.artifact.manifest import MANIFEST, write_manifest
+from optkit.artifact.open import Artifact
+from optkit.cli.inspect import state_lines, state_memory
 from optkit.cli.main import run
 from optkit.errors import printable
+from optkit.graph.ir import GraphMeta
+from optkit.graph.states import KVSpec, RecurrentSpec, StateSpec
 from optkit.kernels import triton
 from optkit.pipeline import choice_here
 from optkit.pipeline.choice_here import Forecast, PlaceChoice
 from optkit.pipeline.records import RunRecord
+from optkit.recipe.load import parse_recipe
 from tests.support.sample_artifact import fake_artifact, int8_record, real_artifact, sample_run
 
 Output = pytest.CaptureFixture[str]
@@ -173,3 +180,69 @@ def test_inspect_here_shows_the_predicted_choice(
     assert run(["inspect", str(made), "--here", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["choices"][0]["best"] == ["w4a8", "int8"] and data["sentence"] == "would choose w4a8"
+
+
+# -- memory of states --------------------------------------------------------------------------------------
+
+HYBRID = (
+    KVSpec(0, 2, 16, 16),
+    RecurrentSpec(1, "ssm_state", (4, 8, 16)),
+)  # 256 bytes a token, 2048 a sequence
+
+
+@pytest.mark.parametrize(
+    ("states", "size", "lines"),
+    [
+        (
+            HYBRID,
+            "1MiB",
+            [
+                "states  256 bytes of KV a token, 2,048 bytes of recurrent states a sequence",
+                # 8 requests in 16 KiB of at most 512, 128 checkpoints in 256 KiB, KV in 768 KiB - 16 KiB
+                "states  kv_cache_bytes of the recipe holds 3,008 tokens of KV, the recurrent states of 8 requests "
+                "and 128 checkpoints",
+            ],
+        ),
+        (
+            HYBRID[:1],
+            "1MiB",
+            [
+                "states  256 bytes of KV a token",
+                "states  kv_cache_bytes of the recipe holds 4,096 tokens of KV",
+            ],
+        ),
+        (
+            HYBRID[1:],
+            "64KiB",
+            [
+                "states  2,048 bytes of recurrent states a sequence",
+                "states  kv_cache_bytes of the recipe holds the recurrent states of 8 requests and 24 checkpoints",
+            ],
+        ),
+        (
+            HYBRID,
+            "8KiB",
+            [
+                "states  256 bytes of KV a token, 2,048 bytes of recurrent states a sequence",
+                "states  8,192 bytes of KV cache do not hold 2 recurrent states and 4 checkpoints and two blocks "
+                "(20,480 bytes)",
+            ],
+        ),
+        ((), "1MiB", []),
+    ],
+)
+def test_inspect_states_the_memory_of_a_token_and_a_sequence(
+    states: tuple[StateSpec, ...], size: str, lines: list[str]
+) -> None:
+    recipe = parse_recipe(
+        RECIPE.replace("cuda-h100", "cpu")
+        + f"runtime: {{kv_cache_bytes: {size}, max_num_seqs: 8, block_size: 16}}\n"
+    )
+    meta = GraphMeta("bamba", 8, 64, states, "embed.weight", "lm_head")
+    assert list(state_lines(cast(Artifact, SimpleNamespace(recipe=recipe, meta=lambda: meta)))) == lines
+
+
+def test_inspect_leaves_the_memory_of_states_to_the_start_on_a_gpu() -> None:
+    meta = GraphMeta("bamba", 8, 64, HYBRID, "embed.weight", "lm_head")
+    artifact = cast(Artifact, SimpleNamespace(recipe=parse_recipe(RECIPE), meta=lambda: meta))
+    assert state_memory(artifact) == {"token_bytes": 256, "sequence_bytes": 2048}

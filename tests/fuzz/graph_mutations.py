@@ -154,7 +154,6 @@ VIEWS: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("aten.cumsum.default", (0,)),
     ("aten.sort.default", ()),
     ("aten.zeros_like.default", ()),
-    ("aten.empty_like.default", ()),
     ("aten.repeat_interleave.self_int", (2,)),
     ("aten.repeat_interleave.self_int", (2, 0)),
 )
@@ -182,7 +181,7 @@ def elsewhere(dice: Random, contents: Contents) -> str | None:
     found = chosen(dice, contents.graph, lambda a: is_value(a) or is_weight(a))
     if found is None:
         return None
-    op = dice.choice(("aten._to_copy.default", "aten.zeros_like.default", "aten.empty_like.default"))
+    op = dice.choice(("aten._to_copy.default", "aten.zeros_like.default"))
     keyword, place = dice.choice(PLACES)
     return f"{insert_before(contents.graph, *found, op, **{keyword: place})} with {keyword} {place}"
 

@@ -59,7 +59,7 @@ def many_alone(*passes: tuple[str, Mapping[str, Any]], **options: Any) -> Graph:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("model", ["llama", "qwen2", "gemma2", "phi3"])
+@pytest.mark.parametrize("model", ["llama", "qwen2", "gemma2", "phi3", "qwen3_moe"])
 @pytest.mark.parametrize("passes", [(FEW,), (FEW, ("fp8", {})), (W4A8, ("int8", {}))])
 def test_a_step_has_the_variant_for_its_tokens(passes: Any, model: str, fused: bool) -> None:
     graph = graph_with(*passes, model=model, fused=fused)

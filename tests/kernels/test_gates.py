@@ -47,3 +47,24 @@ def test_activations_over_the_whole_range(isa: str, op: tuple[str, ...]) -> None
     finite = torch.isfinite(spec)
     error = (out.double() - spec).abs() / gate.abs().clamp(min=1)
     assert error[finite].max() < 3e-7
+
+
+@SETTINGS
+@given(ROWS, WIDTHS, st.booleans(), SEEDS, THREADS, ISAS)
+def test_softplus(t: int, f: int, biased: bool, seed: int, threads: int, isa: str) -> None:
+    x, bias = rows_of(t, f, seed, spread=6.0), rows_of(1, f, seed + 1)[0].contiguous() if biased else None
+    check("softplus", (x, bias), lambda r: (x[r : r + 1], bias), threads, isa, 1e-6)
+
+
+@pytest.mark.parametrize("isa", usable_isas())
+def test_softplus_over_the_whole_range(isa: str) -> None:
+    """Against float64, to float32's precision relative to the result, down to where e^x is 0 in float32."""
+    x = torch.cat([torch.linspace(-80, 80, 200_001), torch.tensor([-3e38, -1e4, -0.0, 0.0, 1e30])])
+    native.set_isa(isa)
+    out = KERNELS["softplus"](x[None], None)[0]
+    wide = x.double()
+    exact = wide.clamp(min=0) + torch.log1p(torch.exp(-wide.abs()))
+    assert ((out.double() - exact).abs() / exact.clamp(min=1e-30)).max() < 1e-5
+    small = x > -20  # beyond, e^x has the rounding of x * log2 e
+    assert ((out.double() - exact).abs() / exact)[small].max() < 2e-6
+    assert not out.isnan().any() and out.isfinite().all()

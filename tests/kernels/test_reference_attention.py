@@ -118,3 +118,14 @@ def test_a_token_of_slot_minus_one_is_not_stored() -> None:
 def test_a_padded_decode_with_a_longer_sequence_is_refused() -> None:
     with pytest.raises(ValueError, match="2 tokens of 2 sequences are a decode"):
         spec.check_decode(2, [0, 2, 2])
+
+
+@pytest.mark.parametrize(("heads", "key_heads", "shared"), [(8, 2, 4), (3, 3, 1), (4, 1, 4)])
+def test_heads_share_the_heads_of_keys_in_equal_numbers(heads: int, key_heads: int, shared: int) -> None:
+    assert spec.heads_per_key(heads, key_heads) == shared
+
+
+@pytest.mark.parametrize("key_heads", [3, 16, 0])
+def test_heads_are_refused_when_the_heads_of_keys_can_not_be_shared(key_heads: int) -> None:
+    with pytest.raises(ValueError, match=f"8 heads can't share {key_heads} heads of keys"):
+        spec.heads_per_key(8, key_heads)

@@ -46,6 +46,14 @@ def test_layer_norm_is_the_formula_in_float64() -> None:
     torch.testing.assert_close(spec.layer_norm(x, weight, bias, EPS).double(), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_softplus_is_the_logarithm_of_a_sum_in_float64() -> None:
+    x, bias = random(4, 10), random(10, seed=1)
+    shifted = (x.double() + bias.double()).tolist()
+    expected = torch.tensor([[math.log1p(math.exp(v)) for v in row] for row in shifted])
+    torch.testing.assert_close(spec.softplus(x, bias), expected)
+    assert torch.equal(spec.softplus(x, None), spec.softplus(x, torch.zeros(10)))
+
+
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 def test_gates_are_the_formulas_in_float64(approximate: str) -> None:
     gate, up = random(3, 6), random(3, 6, seed=1)

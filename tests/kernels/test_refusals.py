@@ -106,7 +106,7 @@ def test_attention_runs_on_what_fits() -> None:
 
 @pytest.mark.parametrize(("name", "wrong"), WRONG_ATTENTION)
 def test_attention_refuses_other_sizes_and_types(name: str, wrong: Tensor) -> None:
-    with pytest.raises(ValueError, match="a native kernel can't run"):
+    with pytest.raises(ValueError, match=r"a native kernel can't run|3 heads can't share 2"):
         attention.attention(**{**ATTENTION, name: wrong}, scale=0.5)
 
 

@@ -17,6 +17,7 @@ from optkit.recipe.load import load_recipe
 from optkit.runtime import factory
 from optkit.runtime.cuda.device import HostDevice
 from optkit.runtime.engine import Engine
+from optkit.runtime.runner import ModelRunner
 from optkit.runtime.sampling.proposer import Speculator
 from optkit.runtime.types import SamplingParams
 from tests.support.graphs import captured
@@ -152,13 +153,46 @@ def recurrent_config(hybrid: bool, **given: Any) -> Any:
     return factory.scheduler_config(RecurrentModel(hybrid), engine_options(None, given))
 
 
+STATE = 4 * (8 * 8 + 8 * 2)  # bytes of a sequence's states
+
+
 def test_recurrent_model_gets_a_slot_a_request_and_checkpoints_within_its_share() -> None:
-    size = 4 * (8 * 8 + 8 * 2)  # bytes of a state
     config = recurrent_config(hybrid=True, kv_cache_bytes=1 << 16, max_num_seqs=3)
-    assert (config.num_state_slots, config.num_checkpoints) == (3, (1 << 14) // size)
+    assert (config.num_state_slots, config.num_checkpoints) == (3, (1 << 14) // STATE)
     assert recurrent_config(True, kv_cache_bytes=1 << 16, state_checkpoints=7).num_checkpoints == 7
     assert recurrent_config(True, kv_cache_bytes=1 << 16, enable_prefix_caching=False).num_checkpoints == 0
-    assert recurrent_config(True, kv_cache_bytes=1 << 12).num_checkpoints == 4  # the fewest
+    few = {"kv_cache_bytes": 1 << 12, "max_num_seqs": 1, "block_size": 8}
+    assert recurrent_config(True, **few).num_checkpoints == 4  # the fewest
+
+
+@pytest.mark.parametrize("checkpoints", [None, 0, 7])
+@pytest.mark.parametrize("hybrid", [True, False])
+@pytest.mark.parametrize("total", [1 << 14, 1 << 16, 1 << 18])
+def test_blocks_slots_and_checkpoints_fit_the_bytes_of_the_cache(
+    hybrid: bool, checkpoints: int | None, total: int
+) -> None:
+    given = {"kv_cache_bytes": total, "state_checkpoints": checkpoints, "max_num_seqs": 64, "block_size": 8}
+    config = recurrent_config(hybrid, **given)
+    model = RecurrentModel(hybrid)
+    runner = ModelRunner(
+        model, config.num_blocks, 8, num_slots=config.num_state_slots + config.num_checkpoints
+    )
+    assert 0.9 * total * (hybrid or checkpoints is None) < runner.kv_bytes + runner.state_bytes <= total
+    assert config.num_state_slots == config.max_num_seqs
+
+
+def test_fewer_requests_run_when_the_cache_has_no_room_for_their_states(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    config = recurrent_config(True, kv_cache_bytes=1 << 14, max_num_seqs=64, block_size=8)
+    assert config.max_num_seqs == config.num_state_slots == (1 << 13) // STATE
+    assert "25 of 64 requests (max_num_seqs) run at once" in caplog.text
+
+
+def test_cache_without_room_for_states_and_blocks_is_refused() -> None:
+    with pytest.raises(UserError, match="3 recurrent states and 8 checkpoints and two blocks") as error:
+        recurrent_config(True, kv_cache_bytes=1 << 11, max_num_seqs=64, state_checkpoints=8)
+    assert error.value.where == "kv_cache_bytes"
 
 
 def test_model_without_attention_gets_blocks_for_all_its_requests() -> None:

@@ -169,6 +169,7 @@ def cache_config(engine: Any) -> dict[str, str]:
 
 def test_cache_config_has_vllm_s_labels() -> None:
     engine = SteppedEngine(num_blocks=96, block_size=8, num_host_blocks=0)
+    plan = engine.engine.info().memory_plan
     assert cache_config(engine) == {
         "engine": "0",
         "block_size": "8",
@@ -177,7 +178,7 @@ def test_cache_config_has_vllm_s_labels() -> None:
         "cache_dtype": "float32",
         "enable_prefix_caching": "True",
         "gpu_memory_utilization": "None",
-        "kv_cache_memory_bytes": str(engine.engine.info().memory_plan.num_bytes),
+        "kv_cache_memory_bytes": str(plan.num_bytes + plan.state_bytes),
         "kv_cache_size_tokens": str(96 * 8),
     }
 

@@ -103,6 +103,11 @@ RECURRENT: dict[str, dict[str, Any]] = {
         "num_experts": 4, "num_experts_per_tok": 2, "mamba_d_state": 8, "mamba_dt_rank": 4,
     },
     "mamba": {"state_size": 8, "time_step_rank": 4, "num_hidden_layers": 2},
+    "zamba2": {  # layers 0 and 3 call one attention block, each with adapters of its own
+        "num_hidden_layers": 4, "layers_block_type": ["hybrid", "linear_attention", "hybrid", "hybrid"],
+        "num_mem_blocks": 2, "num_key_value_heads": 4, "use_shared_attention_adapter": True, "adapter_rank": 8,
+        "use_mem_rope": True, "n_mamba_heads": 8, "mamba_d_state": 8, "mamba_ngroups": 2, "chunk_size": 16,
+    },
 }  # fmt: skip
 
 

@@ -160,7 +160,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> 
     native.require(
         k.shape == (tokens, kv_heads, dim) and v.shape[0] == tokens, "q, k and v differ in rows or heads"
     )
-    native.require(kv_heads > 0 and heads % kv_heads == 0, f"{heads} heads can't share {kv_heads}")
+    reference.heads_per_key(heads, kv_heads)
     native.require(v_cache.dtype is k_cache.dtype, "the pools are of two dtypes")
     native.require(k_cache.shape == (*block, kv_heads, dim + extra), "k_cache has other rows than k")
     native.require(v_cache.shape == (*block, kv_heads, v_dim + extra), "v_cache has other rows than v")

@@ -1,4 +1,4 @@
-"""Gated activations by optkit's native kernels (pointwise.cpp): one pass over memory.
+"""Gated activations and softplus by optkit's native kernels (pointwise.cpp): one pass over memory.
 
 Tensors of other types than float32 run the reference.
 """
@@ -14,7 +14,7 @@ from optkit.kernels import reference
 from optkit.kernels.cpu import native
 from optkit.kernels.cpu.emit import Emitter, Quantization, Result, quantized_buffers
 from optkit.kernels.cpu.program import Builder, Size, View
-from optkit.kernels.cpu.rows import ROW_MAJOR, all_float32, as_rows
+from optkit.kernels.cpu.rows import ROW_MAJOR, all_float32, are_rows_of, as_rows, pointer
 from optkit.kernels.kernel import Kernel
 
 SILU, GELU, GELU_TANH = 0, 1, 2  # of enum Activation in pointwise.h
@@ -62,6 +62,18 @@ def gated_packed(gate_up: Tensor, activation: int) -> Tensor:
         0,
         0,
         native.threads(),
+    )
+    return out
+
+
+def softplus(x: Tensor, bias: Tensor | None) -> Tensor:
+    """See ``reference.softplus``."""
+    if not all_float32(x, bias) or not are_rows_of(x, bias):
+        return reference.softplus(x, bias)
+    x, rows, width, stride = as_rows(x)
+    out = torch.empty_like(x, memory_format=ROW_MAJOR)
+    native.library().optkit_softplus(
+        x.data_ptr(), pointer(bias), out.data_ptr(), rows, width, stride, native.threads()
     )
     return out
 
@@ -121,6 +133,16 @@ def emit_packed(b: Builder, gate_up: View, activation: int, quantized: Quantizat
     return emit_gated(b, gate, replace(gate, offset=gate.offset + width // 2), activation, quantized, each)
 
 
+def emit_softplus(b: Builder, x: View, bias: Tensor | None) -> Result:
+    out = b.buffer(x.rows, x.shape)
+    if bias is not None and bias.shape != (x.width,):
+        raise NotImplementedError("a bias of a row's last dimension alone")
+    b.call(
+        "softplus", x=x, bias=bias, out=out, rows=Size(x.rows), width=x.width, x_stride=x.row_stride
+    )  # fmt: skip
+    return (out,)
+
+
 def emit_silu_mul(b: Builder, gate: View, up: View, quantized: Quantization | None = None) -> Result:
     return emit_gated(b, gate, up, SILU, quantized)
 
@@ -142,12 +164,14 @@ def emit_gelu_mul_packed(
 
 
 KERNELS = (
+    Kernel("softplus", "native", softplus, native.supports),
     Kernel("silu_mul", "native", silu_mul, native.supports),
     Kernel("gelu_mul", "native", gelu_mul, native.supports),
     Kernel("silu_mul_packed", "native", silu_mul_packed, native.supports),
     Kernel("gelu_mul_packed", "native", gelu_mul_packed, native.supports),
 )
 EMITTERS = (
+    Emitter("softplus", emit_softplus),
     Emitter("silu_mul", emit_silu_mul, fuses_quantization=True),
     Emitter("gelu_mul", emit_gelu_mul, fuses_quantization=True),
     Emitter("silu_mul_packed", emit_silu_mul_packed, fuses_quantization=True),

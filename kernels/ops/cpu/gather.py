@@ -1,4 +1,4 @@
-"""Embedding, selection of rows and addition as calls of programs (pointwise.cpp).
+"""Embedding, selection of rows, sums and products as calls of programs (pointwise.cpp).
 
 Outside of programs torch runs the ops.
 """
@@ -29,11 +29,23 @@ def gathered(
     return (out,)
 
 
-def emit_add(b: Builder, left: View, right: View) -> Result:
+def emit_add(b: Builder, left: View | Tensor, right: View | Tensor) -> Result:
+    return paired(b, "add", left, right)
+
+
+def emit_multiply(b: Builder, left: View | Tensor, right: View | Tensor) -> Result:
+    return paired(b, "multiply", left, right)
+
+
+def paired(b: Builder, name: str, left: View | Tensor, right: View | Tensor) -> Result:
+    """Sums or products of two views, or of a view and a vector as long as a row."""
+    if not isinstance(left, View):
+        left, right = right, left
+    assert isinstance(left, View)
     out = b.buffer(left.rows, left.shape)
     b.call(
-        "add", a=left, b=right, out=out, rows=Size(left.rows), width=left.width, a_stride=left.row_stride,
-        b_stride=right.row_stride,
+        name, a=left, b=right, out=out, rows=Size(left.rows), width=left.width, a_stride=left.row_stride,
+        b_stride=right.row_stride if isinstance(right, View) else 0,
     )  # fmt: skip
     return (out,)
 
@@ -43,4 +55,5 @@ EMITTERS = (
     Emitter("embedding", emit_embedding),
     Emitter("select_rows", emit_select_rows),
     Emitter("aten.add.Tensor", emit_add),
+    Emitter("aten.mul.Tensor", emit_multiply),
 )

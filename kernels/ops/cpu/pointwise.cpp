@@ -27,7 +27,9 @@ struct RowFunctions {
     void (*rms_norm)(const Norm&, int64_t);
     void (*layer_norm)(const Norm&, int64_t);
     void (*rope)(const Rope&, int64_t);
-    void (*add)(const Add&, int64_t);
+    void (*add)(const Pair&, int64_t);
+    void (*multiply)(const Pair&, int64_t);
+    void (*softplus)(const Softplus&, int64_t);
     void (*gated[3])(const Gated&, int64_t);
 };
 
@@ -78,8 +80,17 @@ void rope_table(const RopeTable& op, int64_t rows, int threads) {
     each_row(rope_table_row, op, rows, ANGLE * rows * op.half, threads);
 }
 
-void add(const Add& op, int64_t rows, int threads) {
+void add(const Pair& op, int64_t rows, int threads) {
     each_row(functions_in_use().add, op, rows, rows * op.width, threads);
+}
+
+void multiply(const Pair& op, int64_t rows, int threads) {
+    each_row(functions_in_use().multiply, op, rows, rows * op.width, threads);
+}
+
+void softplus(const Softplus& op, int64_t rows, int threads) {
+    constexpr int64_t EXP_AND_LOG = 8;  // as many additions
+    each_row(functions_in_use().softplus, op, rows, EXP_AND_LOG * rows * op.width, threads);
 }
 
 }  // namespace optkit
@@ -125,10 +136,22 @@ OPTKIT_API void optkit_rope_table(const int64_t* positions, const float* inv_fre
     optkit::rope_table({positions, inv_freq, cos, sin, half, scale}, rows, threads);
 }
 
-// a + b, both [rows, width] with strides; out contiguous.
+// a + b, both [rows, width] with strides, 0 for a vector [width]; out contiguous.
 OPTKIT_API void optkit_add(const float* a, const float* b, float* out, int64_t rows, int64_t width, int64_t a_stride,
                            int64_t b_stride, int threads) {
     optkit::add({a, b, out, width, a_stride, b_stride}, rows, threads);
+}
+
+// a * b, like optkit_add.
+OPTKIT_API void optkit_multiply(const float* a, const float* b, float* out, int64_t rows, int64_t width,
+                                int64_t a_stride, int64_t b_stride, int threads) {
+    optkit::multiply({a, b, out, width, a_stride, b_stride}, rows, threads);
+}
+
+// See reference.softplus. x [rows, width] with a stride; bias [width] or null; out contiguous.
+OPTKIT_API void optkit_softplus(const float* x, const float* bias, float* out, int64_t rows, int64_t width,
+                                int64_t x_stride, int threads) {
+    optkit::softplus({x, bias, out, width, x_stride}, rows, threads);
 }
 
 // Rows `index` [rows] of `table` [count, width]. Gives 1 where an index is out of range.

@@ -48,11 +48,18 @@ struct RopeTable {
     float scale;
 };
 
-// a + b, row by row.
-struct Add {
+// a + b or a * b, row by row; a stride of 0 repeats a vector.
+struct Pair {
     const float *a, *b;
     float* out;
     int64_t width, a_stride, b_stride;
+};
+
+// log(1 + e^(x + bias)). A null bias is none.
+struct Softplus {
+    const float *x, *bias;  // bias [width]
+    float* out;
+    int64_t width, x_stride;
 };
 
 void rms_norm(const Norm& op, int64_t rows, int threads);
@@ -60,6 +67,8 @@ void layer_norm(const Norm& op, int64_t rows, int threads);
 void gated(const Gated& op, int64_t rows, Activation activation, int threads);
 void rope(const Rope& op, int64_t rows, int threads);
 void rope_table(const RopeTable& op, int64_t rows, int threads);
-void add(const Add& op, int64_t rows, int threads);
+void add(const Pair& op, int64_t rows, int threads);
+void multiply(const Pair& op, int64_t rows, int threads);
+void softplus(const Softplus& op, int64_t rows, int threads);
 
 }  // namespace optkit

@@ -114,11 +114,25 @@ OPTKIT_TARGET void gated_row(const Gated& op, int64_t row) {
     quantize_output(op, row, out);
 }
 
-OPTKIT_TARGET inline void add_row(const Add& op, int64_t row) {
+template <bool product>
+OPTKIT_TARGET void pair_row(const Pair& op, int64_t row) {
     const int64_t n = op.width;
     const float *a = op.a + row * op.a_stride, *b = op.b + row * op.b_stride;
     float* out = op.out + row * n;
-    for (int64_t i = 0; i < n; i += kLanes) put(out + i, S::add(get(a + i, n - i), get(b + i, n - i)), n - i);
+    for (int64_t i = 0; i < n; i += kLanes) {
+        const S::Vec x = get(a + i, n - i), y = get(b + i, n - i);
+        put(out + i, product ? S::mul(x, y) : S::add(x, y), n - i);
+    }
+}
+
+OPTKIT_TARGET inline void softplus_row(const Softplus& op, int64_t row) {
+    const int64_t n = op.width;
+    const float* x = op.x + row * op.x_stride;
+    float* out = op.out + row * n;
+    for (int64_t i = 0; i < n; i += kLanes) {
+        const S::Vec v = get(x + i, n - i);
+        put(out + i, softplus(op.bias ? S::add(v, get(op.bias + i, n - i)) : v), n - i);
+    }
 }
 
 // x cos + (-x2, x1) sin for one token: all its heads.
@@ -138,6 +152,6 @@ OPTKIT_TARGET inline void rope_row(const Rope& op, int64_t row) {
 }
 
 OPTKIT_TARGET inline RowFunctions functions() {
-    return {rms_norm_row, layer_norm_row, rope_row, add_row,
+    return {rms_norm_row, layer_norm_row, rope_row, pair_row<false>, pair_row<true>, softplus_row,
             {gated_row<Activation::silu>, gated_row<Activation::gelu>, gated_row<Activation::gelu_tanh>}};
 }

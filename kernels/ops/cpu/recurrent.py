@@ -80,7 +80,7 @@ def gated_delta_rule(
     (tokens, heads, width), (key_heads, dim) = v.shape, k.shape[1:]
     by_channel = g.ndim == 3
     native.require(q.shape == k.shape == (tokens, key_heads, dim), "q and k differ")
-    native.require(key_heads > 0 and heads % key_heads == 0, f"{heads} heads can't share {key_heads}")
+    reference.heads_per_key(heads, key_heads)
     native.require(beta.shape == (tokens, heads), f"beta must be [T, {heads}]")
     native.require(
         g.shape == (tokens, heads, *((dim,) if by_channel else ())), "g has other rows than beta or k"
@@ -116,7 +116,7 @@ def ssd_scan(
     x, dt, B, C = (dense_rows(t) for t in (x, dt, B, C))
     (tokens, heads, width), (key_heads, dim) = x.shape, B.shape[1:]
     native.require(B.shape == C.shape == (tokens, key_heads, dim), "b and c differ")
-    native.require(key_heads > 0 and heads % key_heads == 0, f"{heads} heads can't share {key_heads}")
+    reference.heads_per_key(heads, key_heads)
     native.require(dt.shape == (tokens, heads), f"dt must be [T, {heads}]")
     native.require_vector(A, heads, torch.float32, "a")
     native.require_vector(D, heads, torch.float32, "d")

@@ -41,6 +41,9 @@ KERNEL(void, rope_table, const int64_t* positions, const float* inv_freq, float*
        int64_t half, float scale)
 KERNEL(void, add, const float* a, const float* b, float* out, int64_t rows, int64_t width, int64_t a_stride,
        int64_t b_stride)
+KERNEL(void, multiply, const float* a, const float* b, float* out, int64_t rows, int64_t width, int64_t a_stride,
+       int64_t b_stride)
+KERNEL(void, softplus, const float* x, const float* bias, float* out, int64_t rows, int64_t width, int64_t x_stride)
 KERNEL(void, quantize_per_token, const float* x, int64_t x_stride, uint8_t* q, float* scale, int64_t rows,
        int64_t columns, int64_t group)
 KERNEL(void, linear_w8a8, const uint8_t* q, int64_t q_stride, const float* scale, const uint8_t* weight,

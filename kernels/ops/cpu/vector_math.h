@@ -1,7 +1,7 @@
 // Elementary functions of 16 floats. Included once an instruction set; see simd.h for OPTKIT_TARGET and S.
 //
 // The same polynomials everywhere. Errors against float64, of the largest over the useful range: exp2 and exp 1 ulp near
-// 0 (exp grows with |x| by the rounding of x * log2 e), tanh and erf 2 ulp.
+// 0 (exp grows with |x| by the rounding of x * log2 e), tanh and erf 2 ulp, softplus 2 ulp.
 
 // 2^x for x <= 127, 0 below -125.5 (also for -inf), NaN for NaN. f = x - round(x) is exact; the polynomial is 2^f
 // on [-1/2, 1/2] with relative error 2e-9, and exactly 1 at 0, so that rescaling by 2^0 changes no bits.
@@ -44,6 +44,22 @@ OPTKIT_TARGET OPTKIT_INLINE S::Vec tanh(S::Vec x) {
     const S::Vec e = exp(S::mul(size, S::all(-2.0f)));
     const S::Vec large = S::div(S::sub(S::all(1.0f), e), S::add(S::all(1.0f), e));
     return S::where_less(size, S::all(0.625f), small, with_sign(large, x));
+}
+
+// log(1 + e^x) = max(x, 0) + log1p(e) with e = e^-|x| in [0, 1], and log1p(e) = 2 atanh(e / (2 + e)), by the series of
+// atanh up to 3^-17.
+OPTKIT_TARGET OPTKIT_INLINE S::Vec softplus(S::Vec x) {
+    const S::Vec e = exp(S::sub(S::all(0.0f), S::abs(x)));
+    const S::Vec s = S::div(e, S::add(S::all(2.0f), e)), z = S::mul(s, s);
+    S::Vec p = S::all(2.0f / 15.0f);
+    p = S::fma(p, z, S::all(2.0f / 13.0f));
+    p = S::fma(p, z, S::all(2.0f / 11.0f));
+    p = S::fma(p, z, S::all(2.0f / 9.0f));
+    p = S::fma(p, z, S::all(2.0f / 7.0f));
+    p = S::fma(p, z, S::all(2.0f / 5.0f));
+    p = S::fma(p, z, S::all(2.0f / 3.0f));
+    p = S::fma(p, z, S::all(2.0f));
+    return S::fma(p, s, S::where_less(x, S::all(0.0f), S::all(0.0f), x));
 }
 
 // erf: an odd polynomial below 475/512, else 1 - exp(polynomial of |x|).

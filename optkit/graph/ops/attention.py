@@ -86,7 +86,7 @@ def rope_kv_write(
 
 
 def check_heads(q: Tensor, k: Tensor) -> None:
-    expect(q.shape[1] % k.shape[1] == 0, f"{q.shape[1]} query heads can't share {k.shape[1]} KV heads")
+    reference.heads_per_key(q.shape[1], k.shape[1])
     expect(
         q.shape[1] * q.shape[2] <= MAX_HEAD_CHANNELS,
         f"heads of more than {MAX_HEAD_CHANNELS} channels in all",

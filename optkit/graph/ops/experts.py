@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -18,7 +21,9 @@ from optkit.graph.ops.operands import (
     MAX_INT,
     Choice,
     Kind,
+    Operand,
     Role,
+    TensorOperand,
     either,
     expect,
     optional,
@@ -119,53 +124,58 @@ def weighted_sum(x: Tensor, weights: Tensor) -> Tensor:
     return x.new_empty((x.shape[0], x.shape[2]))
 
 
-OPS = (
-    Op(
-        reference.expert_linear,
-        (
-            X,
-            either("weight", Kind.COMPUTE, "N K"),
-            optional(either("bias", Kind.COMPUTE, "N", Role.BIAS)),
-            EXPERTS,
-            NUM_EXPERTS,
-        ),
-        shape=expert_linear,
+def of_experts(
+    spec: Callable[..., Tensor],
+    shape: Callable[..., Tensor],
+    operands: tuple[TensorOperand, ...],
+    *options: Operand,
+    **facts: Any,
+) -> Op:
+    """The record of a linear layer with a weight for each expert: the last operands are the experts of each token."""
+    return Op(
+        spec,
+        (*operands, EXPERTS, NUM_EXPERTS, *options),
+        shape=shape,
         work=Work.EXPERTS,
+        traceable=False,
+        **facts,
+    )
+
+
+OPS = (
+    of_experts(
+        reference.expert_linear,
+        expert_linear,
+        (X, either("weight", Kind.COMPUTE, "N K"), optional(either("bias", Kind.COMPUTE, "N", Role.BIAS))),
         absent=dict.fromkeys((CPU, PROGRAM), "torch's BLAS multiplies floats, one expert after another"),
         any_dtype=True,
-        traceable=False,
         linear=reference.linear,
     ),
-    Op(
+    of_experts(
         reference.expert_w8a8,
+        expert_w8a8,
         (
             CODES,
             value("scale", Kind.FLOAT32, "T ... G", Role.ACTIVATION_SCALE),
             INT8_WEIGHT,
             GROUP_SCALE,
             BIAS,
-            EXPERTS,
-            NUM_EXPERTS,
         ),
-        shape=expert_w8a8,
-        work=Work.EXPERTS,
         absent=NOT_ON_GPU,
-        traceable=False,
         dequantize=dequantize_int8,
         linear=reference.linear_w8a8,
     ),
-    Op(
+    of_experts(
         reference.expert_w8a16,
-        (X, INT8_WEIGHT, GROUP_SCALE, BIAS, EXPERTS, NUM_EXPERTS),
-        shape=expert_w8a16,
-        work=Work.EXPERTS,
+        expert_w8a16,
+        (X, INT8_WEIGHT, GROUP_SCALE, BIAS),
         absent=NOT_ON_GPU,
-        traceable=False,
         dequantize=dequantize_int8,
         linear=reference.linear_w8a16,
     ),
-    Op(
+    of_experts(
         reference.expert_w4a8,
+        expert_w4a8,
         (
             CODES,
             value("scale", Kind.FLOAT32, "T ... A", Role.ACTIVATION_SCALE),
@@ -173,33 +183,24 @@ OPS = (
             GROUP_SCALE,
             optional(weight("weight_minimum", Kind.FLOAT, "N G", Role.ZERO)),
             BIAS,
-            EXPERTS,
-            NUM_EXPERTS,
         ),
-        shape=expert_w4a8,
-        work=Work.EXPERTS,
         absent=NOT_ON_GPU,
-        traceable=False,
         dequantize=dequantize_int4,
         linear=reference.linear_w4a8,
     ),
-    Op(
+    of_experts(
         reference.expert_wna16,
+        expert_wna16,
         (
             X,
             PACKED_WEIGHT,
             GROUP_SCALE,
             optional(weight("weight_zero_point", Kind.UINT8, "N G", Role.ZERO)),
             BIAS,
-            EXPERTS,
-            NUM_EXPERTS,
-            Choice("bits", BITS),
-            whole("group_size", 0, MAX_INT),
         ),
-        shape=expert_wna16,
-        work=Work.EXPERTS,
+        Choice("bits", BITS),
+        whole("group_size", 0, MAX_INT),
         absent=NOT_ON_GPU,
-        traceable=False,
         dequantize=dequantize_packed,
         linear=reference.linear_wna16,
     ),

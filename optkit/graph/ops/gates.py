@@ -1,4 +1,4 @@
-"""Records of gated activations: on two operands, on the halves of a stacked operand, and with a quantized result."""
+"""Records of activations: gated on two operands, on the halves of a stacked operand, quantized; and softplus."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from optkit.graph.ops.norms import FMT, GPU_ONLY, quantized
-from optkit.graph.ops.operands import Choice, Kind, expect, value
-from optkit.graph.ops.record import Op, Work
+from optkit.graph.ops.operands import Choice, Kind, Role, X, either, expect, optional, value
+from optkit.graph.ops.record import CUDA, Op, Work
 from optkit.kernels import reference
 
 GATE, UP = value("gate", Kind.COMPUTE, "..."), value("up", Kind.COMPUTE, "...")
@@ -29,7 +29,21 @@ def gated_quantize(gate_up: Tensor, fmt: str = "int8", approximate: str = "none"
     return quantized(gate_up, gated_packed(gate_up).shape[1], fmt)
 
 
+def softplus(x: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
 OPS = (
+    Op(
+        reference.softplus,
+        (X, optional(either("bias", Kind.COMPUTE, "K", Role.BIAS))),
+        shape=softplus,
+        work=Work.POINTWISE,
+        absent={CUDA: "torch's own sum and softplus"},
+        row_wise=True,
+        per_head=True,
+        compiled=True,
+    ),
     Op(
         reference.silu_mul,
         (GATE, UP),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from optkit.graph.ops.operands import (
     Choice,
     Kind,
     Number,
+    Operand,
     Role,
     TensorOperand,
     batch,
@@ -41,7 +43,7 @@ def short_conv(x: Tensor, weight: Tensor, *rest: Any, **options: Any) -> Tensor:
 
 
 def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *rest: Any, **options: Any) -> Tensor:
-    check_shared(v.shape[1], k.shape[1], k.shape[2])
+    check_keys(v.shape[1], *k.shape[1:])
     expect(
         g.ndim == 2 or list(g.shape[2:]) == [k.shape[2]], "decay is of heads, or of the channels of the keys"
     )
@@ -49,7 +51,7 @@ def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *rest: Any, **o
 
 
 def ssd_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, *rest: Any) -> Tensor:
-    check_shared(x.shape[1], B.shape[1], B.shape[2])
+    check_keys(x.shape[1], *B.shape[1:])
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -57,8 +59,8 @@ def selective_scan(x: Tensor, *rest: Any) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def check_shared(heads: int, key_heads: int, channels: int) -> None:
-    expect(heads % key_heads == 0, f"{heads} heads can't share {key_heads}")
+def check_keys(heads: int, key_heads: int, channels: int) -> None:
+    reference.heads_per_key(heads, key_heads)
     expect(channels <= MAX_KEY_CHANNELS, f"keys are of at most {MAX_KEY_CHANNELS} channels")
 
 
@@ -67,44 +69,54 @@ def per_channel(name: str, shape: str, role: Role = Role.TABLE) -> TensorOperand
     return either(name, Kind.FLOAT32, shape, role)
 
 
+def of_states(
+    spec: Callable[..., Tensor],
+    shape: Callable[..., Tensor],
+    tokens: tuple[TensorOperand, ...],
+    pool: TensorOperand,
+    *options: Operand,
+) -> Op:
+    """The record of an op on ``tokens`` that updates the states of the batch's sequences in ``pool``."""
+    return Op(
+        spec,
+        (*tokens, pool, *SEQUENCES, *options),
+        shape=shape,
+        work=Work.RECURRENT,
+        absent=UNWRITTEN,
+        traceable=False,
+        mutates=(pool.name,),
+    )
+
+
 OPS = (
-    Op(
+    of_states(
         reference.short_conv,
+        short_conv,
         (
             value("x", Kind.COMPUTE, "T C"),
             weight("weight", Kind.COMPUTE, "C 1 P+1"),
             optional(weight("bias", Kind.COMPUTE, "C", Role.BIAS)),
-            state("conv_state", "P C", Kind.FLOAT32),
-            *SEQUENCES,
-            Choice("activation", reference.ACTIVATIONS),
         ),
-        shape=short_conv,
-        work=Work.RECURRENT,
-        absent=UNWRITTEN,
-        traceable=False,
-        mutates=("conv_state",),
+        state("conv_state", "P C", Kind.FLOAT32),
+        Choice("activation", reference.ACTIVATIONS),
     ),
-    Op(
+    of_states(
         reference.gated_delta_rule,
+        gated_delta_rule,
         (
             value("q", Kind.COMPUTE, "T J D"),
             value("k", Kind.COMPUTE, "T J D"),
             value("v", Kind.COMPUTE, "T H E"),
             value("g", Kind.FLOAT32, "T H ..."),
             value("beta", Kind.COMPUTE, "T H"),
-            state("recurrent_state", "H D E", Kind.FLOAT32),
-            *SEQUENCES,
-            Number("scale", required=True),
-            Choice("l2norm", (0, 1)),
         ),
-        shape=gated_delta_rule,
-        work=Work.RECURRENT,
-        absent=UNWRITTEN,
-        traceable=False,
-        mutates=("recurrent_state",),
+        state("recurrent_state", "H D E", Kind.FLOAT32),
+        Number("scale", required=True),
+        Choice("l2norm", (0, 1)),
     ),
-    Op(
+    of_states(
         reference.ssd_scan,
+        ssd_scan,
         (
             value("x", Kind.COMPUTE, "T H E"),
             value("dt", Kind.FLOAT32, "T H"),
@@ -112,17 +124,12 @@ OPS = (
             value("B", Kind.COMPUTE, "T J D"),
             value("C", Kind.COMPUTE, "T J D"),
             optional(per_channel("D", "H")),
-            state("ssm_state", "H D E", Kind.FLOAT32),
-            *SEQUENCES,
         ),
-        shape=ssd_scan,
-        work=Work.RECURRENT,
-        absent=UNWRITTEN,
-        traceable=False,
-        mutates=("ssm_state",),
+        state("ssm_state", "H D E", Kind.FLOAT32),
     ),
-    Op(
+    of_states(
         reference.selective_scan,
+        selective_scan,
         (
             value("x", Kind.COMPUTE, "T C"),
             value("dt", Kind.FLOAT32, "T C"),
@@ -130,13 +137,7 @@ OPS = (
             value("B", Kind.COMPUTE, "T D"),
             value("C", Kind.COMPUTE, "T D"),
             optional(per_channel("D", "C")),
-            state("ssm_state", "D C", Kind.FLOAT32),
-            *SEQUENCES,
         ),
-        shape=selective_scan,
-        work=Work.RECURRENT,
-        absent=UNWRITTEN,
-        traceable=False,
-        mutates=("ssm_state",),
+        state("ssm_state", "D C", Kind.FLOAT32),
     ),
 )

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from optkit.errors import first_line
 from optkit.lowering.compiled.region import Argument, Code
 from optkit.machine.paths import cache_dir
 
@@ -52,9 +53,7 @@ def compile_region(
         except CompileError:
             raise
         except Exception as error:  # whatever a compiler stumbles over: the layer then runs uncompiled
-            raise CompileError(
-                f"{type(error).__name__}: {str(error).strip().splitlines()[0]:.200}"
-            ) from error
+            raise CompileError(f"{type(error).__name__}: {first_line(error)}") from error
         operators = library.with_suffix(OPERATORS)
         shutil.move(library, destination.with_suffix(LIBRARY))
         if operators.exists():

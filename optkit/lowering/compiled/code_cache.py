@@ -30,6 +30,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from optkit.errors import first_line
 from optkit.graph.ir import Graph
 from optkit.lowering.compiled.aot import LIBRARY, OPERATORS, load
 from optkit.lowering.compiled.plan import PLAN, CompiledCode, RegionSource, region_source
@@ -245,8 +246,7 @@ def loaded(tier: CodeTier, source: RegionSource) -> CompiledCode | None:
                     Path(directory, name).write_bytes(data)
                 code = load(Path(directory, entry.stem + LIBRARY), device)
             except (OSError, ValueError, RuntimeError) as error:
-                reason = str(error).strip().splitlines()[0]
-                log.warning("compiled code %s can't be loaded: %s", entry.stem, reason)
+                log.warning("compiled code %s can't be loaded: %s", entry.stem, first_line(error))
                 continue
             variants.append(Variant(entry.first, entry.last, code))
     return CompiledCode(source, tuple(variants)) if variants else None

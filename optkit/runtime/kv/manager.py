@@ -113,25 +113,23 @@ class KVManager:
             num_tokens: tokens with KV for certain, if fewer than ``num_computed``.
         """
         limit = request.num_computed if num_tokens is None else num_tokens
-        while (
-            self.cache is not None
-            and not request.sealed
-            and (len(request.nodes) + 1) * self.block_size <= min(limit, request.num_shareable)
-            and len(request.nodes) < len(request.block_table)  # none after a preemption
-        ):
+        if not self._is_reachable(request, whole=self._has_full_block(request, limit)):
+            request.sealed = True
+        while self._has_full_block(request, limit):
             node = self._published(request, len(request.nodes))
             if node is None:  # the digest belongs to another prompt: later blocks could not be found either
                 request.sealed = True
             else:
                 request.nodes.append(node)
-        self.states.save(request, limit)
+        if not request.sealed:
+            self.states.save(request, limit)
 
     def release(self, request: Request) -> None:
         """Free the blocks and the slot of ``request``; published blocks stay cached until the room is needed."""
         self.states.release(request)
         self.blocks.free(request.block_table)
         request.nodes.clear()
-        request.num_computed, request.num_shareable = 0, ALL_TOKENS
+        request.num_computed, request.num_shareable, request.sealed = 0, ALL_TOKENS, False
 
     def distrust(self, request: Request) -> None:
         """Keep the KV of ``request`` from being reused, after a failure."""
@@ -139,7 +137,7 @@ class KVManager:
             self._drop(node)
 
     def reset(self) -> None:
-        """Drop all cached KV, of the pool and of the store. Running requests keep their blocks."""
+        """Drop all cached KV, of the pool and of the store. Running requests keep their blocks, and publish no more."""
         for node in self.cache.clear() if self.cache is not None else ():
             self._drop(node)
 
@@ -223,6 +221,23 @@ class KVManager:
         self._transfers.append(Transfer(node.block, host_block, save=False))
         self.num_loads += 1
         return True
+
+    def _has_full_block(self, request: Request, limit: int) -> bool:
+        """True where a block of ``request`` with ``limit`` computed tokens is full and not published."""
+        return (
+            self.cache is not None
+            and not request.sealed
+            and (len(request.nodes) + 1) * self.block_size <= min(limit, request.num_shareable)
+            and len(request.nodes) < len(request.block_table)  # none after a preemption
+        )
+
+    def _is_reachable(self, request: Request, whole: bool) -> bool:
+        """False where the tree lost the last node of ``request``, or with ``whole`` any: by a reset or a failure.
+
+        No other request could reach blocks and checkpoints behind a node that is gone.
+        """
+        nodes = request.nodes if whole else request.nodes[-1:]
+        return self.cache is not None and all(node in self.cache for node in nodes)
 
     def _published(self, request: Request, index: int) -> Node | None:
         assert self.cache is not None

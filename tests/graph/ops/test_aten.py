@@ -43,6 +43,7 @@ def test_aten_op_is_a_function_of_plain_arguments(name: str) -> None:
     assert not {torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view} & set(op.tags)
     by_values = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(op.tags)
     assert not by_values or name in BY_VALUES
+    assert "empty" not in name, "memory that was never written holds what another request left there"
     arguments = [a for a in op._schema.arguments if a.name not in PLACEMENT]
     assert {str(argument.real_type) for argument in arguments} <= PLAIN
 
@@ -79,8 +80,7 @@ def test_pointwise_op_keeps_places_apart(name: str) -> None:
     }
     turned = [a[order] if isinstance(a, torch.Tensor) else a for a in args]
     before, after = op(*turned, **keywords), op(*args, **keywords)
-    if name != "empty_like.default":
-        torch.testing.assert_close(before, after[order], equal_nan=True)
+    torch.testing.assert_close(before, after[order], equal_nan=True)
     assert before.shape == after.shape == (4, 5)
 
 

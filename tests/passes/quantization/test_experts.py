@@ -155,6 +155,19 @@ def test_tokens_of_each_expert_are_counted(name: str) -> None:
     verify(graph)
 
 
+@pytest.mark.parametrize("name", ["gptq", "awq"])
+def test_calibrated_experts_may_be_those_of_few_tokens(name: str) -> None:
+    before, options = captured("qwen3_moe"), {"calibration": {"samples": 16}, "expert_tokens": 1}
+    both, alone = (calibrated(name, before, **options, **more)[0] for more in ({"max_tokens": 4}, {}))
+    assert {ops.argument(node, "few").target for node in both.calls(reference.by_tokens)} >= {
+        reference.expert_wna16
+    }
+    (ids,) = random_ids((5,))
+    torch.testing.assert_close(dense(both, ids[:4]), dense(alone, ids[:4]), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(dense(both, ids), dense(before, ids), atol=1e-4, rtol=1e-4)  # awq moves scales
+    assert relative_error(dense(both, ids[:4]), dense(before, ids[:4])) > 1e-2
+
+
 def test_gptq_of_experts_errs_less_than_rounding() -> None:
     before = captured("qwen3_moe")
     options = {"calibration": {"samples": 64}, "targets": ["re:.*experts.*"]}

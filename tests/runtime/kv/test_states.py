@@ -116,6 +116,40 @@ def test_reset_drops_checkpoints_with_the_kv() -> None:
     assert computed(engine, list(range(1, 20))) == 19
 
 
+def test_running_request_publishes_nothing_after_a_reset() -> None:
+    """No new prompt could reach its blocks and checkpoints, whose parents are gone."""
+    engine, prompt = recurrent_engine(), tuple(range(1, 10))
+    params = SamplingParams(max_tokens=30, temperature=0.0)
+    engine.add_request(EngineRequest(request_id="a", prompt_ids=prompt, sampling=params, arrival=0.0))
+    said: list[int] = []
+    for step in range(40):
+        if step == 6:
+            assert engine.stats().checkpoints_used > 0
+            engine.reset_prefix_cache()
+        for out in engine.step():
+            said += out.token_ids
+        if step >= 6:
+            assert engine.stats().checkpoints_used == 0 and len(engine.scheduler.kv.cache or ()) == 0
+    engine.scheduler.check()
+    assert said == answer(plain_engine(), list(prompt), max_tokens=30)
+    assert computed(engine, [*prompt, *said]) == 39
+
+
+def test_request_publishes_again_when_it_was_preempted_after_a_reset() -> None:
+    engine, prompt = recurrent_engine(), tuple(range(1, 10))
+    params = SamplingParams(max_tokens=30, temperature=0.0)
+    engine.add_request(EngineRequest(request_id="a", prompt_ids=prompt, sampling=params, arrival=0.0))
+    said: list[int] = []
+    for step in range(40):
+        if step == 6:
+            engine.reset_prefix_cache()
+        if step == 12:
+            engine.scheduler.preempt(engine.scheduler.running[0])
+        for out in engine.step():
+            said += out.token_ids
+    assert computed(engine, [*prompt, *said]) == 3  # of 39 tokens, with a checkpoint after 36
+
+
 def test_salted_prompts_share_no_state() -> None:
     engine = recurrent_engine()
     params = SamplingParams(max_tokens=1, temperature=0.0)
