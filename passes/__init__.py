@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from optkit.passes.base import Pass
 
 PASSES: dict[str, str] = {
+    "latent_kv": "optkit.passes.latent_kv:LatentKV",
     "fuse_qkv": "optkit.passes.fuse_qkv:FuseQKV",
     "fuse_gate_up": "optkit.passes.fuse_gate_up:FuseGateUp",
     "fuse_add_rms_norm": "optkit.passes.fuse_add_rms_norm:FuseAddRMSNorm",

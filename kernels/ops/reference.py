@@ -120,6 +120,20 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
+def head_linear(
+    x: Tensor, weight: Tensor, *, num_heads: int, first: int, last: int, transposed: int = 0
+) -> Tensor:
+    """The linear layer of each head: x [T, H, C] gives [T, H, N].
+
+    weight [H * R, K] has R rows a head, of which rows ``first`` to ``last - 1`` are the head's matrix ``w``. A head's
+    result is ``x @ w.T``, from C = K channels to N = last - first, or, with ``transposed``, ``x @ w``, from C = last -
+    first channels to N = K. Latent KV multiplies queries and results by parts of one weight so.
+    """
+    matrices = weight.unflatten(0, (num_heads, -1))[:, first:last]
+    right = matrices if transposed else matrices.transpose(1, 2)
+    return torch.bmm(x.transpose(0, 1), right).transpose(0, 1)
+
+
 def select_rows(x: Tensor, index: Tensor) -> Tensor:
     """Rows ``index`` [L] of x [T, ...]."""
     return x.index_select(0, index)

@@ -8,6 +8,10 @@ device. On the CPU a row is D values and the scale, contiguous. On a GPU (``is_p
 [block_size, Hkv, D], and then all scales, [block_size, Hkv]: rows of D + 4 bytes would break every load into pieces of
 four. A block has the same size in both layouts, and only attention looks into blocks.
 
+Latent KV (multi-head latent attention, arXiv 2405.04434) has no pool of V, ``v_cache`` is None: the value of a token is
+the first Dv channels of its key, in a quantized pool with the key's scale. The v of a call, which must be these
+channels of k, is read for its shape alone.
+
 Padding for captured CUDA graphs: a token of slot -1 is not stored, a sequence of length 0 attends to nothing and
 gives zeros. Results for tokens behind the last sequence are not specified.
 """
@@ -76,7 +80,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     slot_mapping: Tensor,
     query_start: Tensor,
     seq_lens: Tensor,
@@ -114,7 +118,7 @@ def paged_attention(
     k: Tensor,
     v: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     query_start: Tensor,
     seq_lens: Tensor,
     block_tables: Tensor,
@@ -140,7 +144,8 @@ def paged_attention(
         rows = slice(starts[s], starts[s + 1])
         if length:
             keys = gather_kv(k_cache, block_tables[s], length)
-            values = gather_kv(v_cache, block_tables[s], length)
+            latent = v_cache is None
+            values = keys[..., : v.shape[2]] if latent else gather_kv(v_cache, block_tables[s], length)
             out[rows] = attend(q[rows], keys, values, scale, window, softcap, chunk, sinks, slopes)
     return out
 
@@ -155,12 +160,14 @@ def check_decode(tokens: int, starts: Sequence[int]) -> None:
         raise ValueError(f"{tokens} tokens of {len(starts) - 1} sequences are a decode, and one has several")
 
 
-def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor | None, slot_mapping: Tensor) -> None:
     """Store K and V of the new tokens at their slots (``block * block_size + offset``); -1 stores nothing."""
     kept = slot_mapping >= 0
     if not bool(kept.all()):
         k, v, slot_mapping = k[: len(kept)][kept], v[: len(kept)][kept], slot_mapping[kept]
     for rows, cache in ((k, k_cache), (v, v_cache)):
+        if cache is None:
+            continue
         if is_planar(cache):
             block, offset = slot_mapping // cache.shape[1], slot_mapping % cache.shape[1]
             for plane, part in zip(kv_planes(cache), kv_parts(quantize_kv(rows, cache.dtype)), strict=True):

@@ -109,7 +109,7 @@ def scheme(module: QuantizedLinear) -> dict[str, Any]:
 def float_modules(graph: Graph) -> list[str]:
     """Modules with a float linear layer; fused layers are spelled out."""
     names = []
-    for node in graph.calls(reference.linear, reference.expert_linear):
+    for node in graph.calls(reference.linear, reference.expert_linear, reference.head_linear):
         weight = graph.weight_of(ops.weight(node))
         if weight is None or weight.origin is None:
             continue

@@ -252,10 +252,11 @@ class Graph:
         return Weight(value if self.spill is None else self.spill(value), origin)
 
     def site_options(self, node: fx.Node) -> dict[str, Any]:
-        """The options of a call for ``kernels.select``: the keywords, and the dtype of the KV pools."""
-        pools = {f"k_cache_{spec.layer}": spec.dtype for spec in self.meta.kv_specs}
+        """The options of a call for ``kernels.select``: the keywords, and dtype and form of the KV pools."""
+        pools = {spec.inputs[0]: spec for spec in self.meta.kv_specs}
         read = [pools[str(a.target)] for a in node.all_input_nodes if str(a.target) in pools]
-        return {**node.kwargs, **({"kv_dtype": read[0]} if read else {})}
+        kv: dict[str, Any] = {"kv_dtype": read[0].dtype} if read else {}
+        return {**node.kwargs, **kv, **({"latent": True} if read and read[0].latent else {})}
 
     def weight_node(self, name: str, before: fx.Node) -> fx.Node:
         """A new ``get_attr`` node for weight ``name`` in front of ``before``."""

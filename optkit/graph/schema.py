@@ -30,6 +30,7 @@ class KVEntry(Schema):
     v_head_dim: HeadDim
     dtype: Literal[tuple(KV_DTYPES)] = "float32"  # type: ignore[valid-type]
     window: Annotated[int, Field(ge=0, le=MAX_LENGTH)] = 0
+    latent: bool = False
 
 
 class KVState(KVEntry):

@@ -3,7 +3,7 @@
 Each kind names the graph inputs of a layer's pools, and gives pools and bytes by formula:
 
 - ``KVSpec``: K and V of every token, in blocks (``token_bytes`` for each token). With a ``window`` only the blocks
-  within reach of a later query are needed.
+  within reach of a later query are needed. ``latent`` KV has one pool for both.
 - ``RecurrentSpec``: a tensor of a fixed shape for each sequence (``sequence_bytes`` at any length), in a *slot* of the
   pool. Convolutions keep the last inputs, linear attention and state-space layers the recurrent state.
 
@@ -46,10 +46,13 @@ STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 
 @dataclass(frozen=True)
 class KVSpec:
-    """The two KV pools of an attention layer: K [blocks, block_size, num_kv_heads, head_dim] and V, of v_head_dim.
+    """The KV pools of an attention layer: K [blocks, block_size, num_kv_heads, head_dim] and V, of v_head_dim.
 
     ``dtype`` is a key of ``KV_DTYPES``. Rows of an int8 or fp8 pool are four bytes longer: their scale
     (``reference.quantize_kv``). A query reads the last ``window`` tokens up to its own; 0 is all tokens.
+
+    ``latent`` KV has no pool of V: the first v_head_dim channels of a key are the value (multi-head latent attention,
+    arXiv 2405.04434).
     """
 
     layer: int
@@ -58,32 +61,38 @@ class KVSpec:
     v_head_dim: int
     dtype: str = "float32"
     window: int = 0
+    latent: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in KV_DTYPES:
             raise ValueError(f"KV dtype {self.dtype!r:.80} is none of {', '.join(KV_DTYPES)}")
+        if self.latent and self.v_head_dim > self.head_dim:
+            raise ValueError(f"values of {self.v_head_dim} channels are no part of keys of {self.head_dim}")
 
     @property
     def inputs(self) -> tuple[str, ...]:
         """The graph inputs of the pools."""
-        return f"k_cache_{self.layer}", f"v_cache_{self.layer}"
+        names = f"k_cache_{self.layer}", f"v_cache_{self.layer}"
+        return names[: len(self.row_dims)]
+
+    @property
+    def row_dims(self) -> tuple[int, ...]:
+        """The channels of a head's row in each pool."""
+        return (self.head_dim,) if self.latent else (self.head_dim, self.v_head_dim)
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of a token in both pools."""
+        """Bytes of a token in all pools."""
         dtype, extra = KV_DTYPES[self.dtype]
-        return self.num_kv_heads * (self.head_dim + self.v_head_dim + 2 * extra) * dtype.itemsize
+        return self.num_kv_heads * sum(dim + extra for dim in self.row_dims) * dtype.itemsize
 
     def pools(
         self, num_blocks: int, block_size: int, device: torch.device | str = "cpu"
-    ) -> tuple[Tensor, Tensor]:
-        """Zeroed K and V pools. On the CPU a page costs memory from the first write on."""
+    ) -> tuple[Tensor, ...]:
+        """Zeroed pools, one a row of ``row_dims``. On the CPU a page costs memory from the first write on."""
         dtype, extra = KV_DTYPES[self.dtype]
         shape = (num_blocks, block_size, self.num_kv_heads)
-        k, v = (
-            unwritten_zeros((*shape, dim + extra), dtype, device) for dim in (self.head_dim, self.v_head_dim)
-        )
-        return k, v
+        return tuple(unwritten_zeros((*shape, dim + extra), dtype, device) for dim in self.row_dims)
 
 
 @dataclass(frozen=True)

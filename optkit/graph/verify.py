@@ -102,7 +102,7 @@ def check_weights(graph: Graph) -> None:
 
 def check_attention(graph: Graph) -> None:
     """Each layer's pools are written by exactly one op, before any other op reads them."""
-    expected = sorted((f"k_cache_{s.layer}", f"v_cache_{s.layer}") for s in graph.meta.kv_specs)
+    expected = sorted(spec.inputs for spec in graph.meta.kv_specs)
     written: list[tuple[str, ...]] = []
     for node in graph.calls(reference.attention, reference.rope_kv_write, reference.paged_attention):
         pools = pools_of(node)

@@ -167,11 +167,26 @@ def experts(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point: P
     return Cost(**products(flops, x), weight_bytes=weights)
 
 
+def heads(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point: Point) -> Cost:
+    """Of the weight, the rows that the op reads."""
+    out, x, weight = values[node], values[ops.activation(node)], values[ops.weight(node)]
+    count, first, last = (ops.argument(node, name) for name in ("num_heads", "first", "last"))
+    _, activations = traffic(graph, node, values)
+    return Cost(
+        **products(2.0 * out.numel() * x.shape[-1], x),
+        weight_bytes=bytes_of(weight) * count * (last - first) / weight.shape[0],
+        activation_bytes=activations,
+    )
+
+
 def attention(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point: Point) -> Cost:
     """Pairs of (query, visible key): in a chunk of n tokens with context c at the end a query sees c - (n - 1) / 2
     keys.
     """
-    q, v, k_pool, v_pool = (values[ops.argument(node, name)] for name in ("q", "v", "k_cache", "v_cache"))
+    q, v = (values[ops.argument(node, name)] for name in ("q", "v"))
+    pools = [
+        values[pool] for name in ("k_cache", "v_cache") if (pool := ops.argument(node, name)) is not None
+    ]
     new = point.tokens / point.sequences
     seen = point.context - (new - 1) / 2
     window = ops.argument(node, "window") or point.context
@@ -180,9 +195,7 @@ def attention(graph: Graph, node: fx.Node, values: Mapping[fx.Node, Any], point:
             window, chunk / 2 if point.context > chunk else chunk
         )  # the mean over the places in a chunk
     pairs = point.tokens * min(seen, window)
-    per_token = (
-        k_pool.shape[2] * k_pool.shape[3] + v_pool.shape[2] * v_pool.shape[3]
-    ) * k_pool.element_size()
+    per_token = sum(pool.shape[2] * pool.shape[3] * pool.element_size() for pool in pools)
     kv = point.sequences * min(point.context, window + new) * per_token
     flops = 2.0 * pairs * q.shape[1] * (q.shape[2] + v.shape[2])
     return Cost(**products(flops, q), kv_bytes=kv)
@@ -209,6 +222,7 @@ RULES = {
     Work.LINEAR_8BIT: integer_linear,
     Work.LINEAR_WEIGHT_ONLY: weight_only_linear,
     Work.EXPERTS: experts,
+    Work.HEADS: heads,
     Work.ATTENTION: attention,
     Work.RECURRENT: recurrent,
 }

@@ -115,7 +115,7 @@ def fuse_rope(graph: Graph) -> None:
             ops.argument(node, name) for name in ("q", "k", "v", "k_cache", "v_cache")
         )
         rotated = q.target is k.target is reference.rope and angles(q) == angles(k)
-        if not rotated or node.meta.get("kernel") == "reference":
+        if not rotated or v_cache is None or node.meta.get("kernel") == "reference":
             continue
         with graph.fx.inserting_before(node):
             slots = ops.argument(node, "slot_mapping")

@@ -24,6 +24,7 @@ from optkit.graph import ops, variants
 from optkit.graph.ir import Graph, GraphMeta
 from optkit.graph.ops import op_name
 from optkit.graph.ops.aten import is_creator
+from optkit.graph.ops.attention import ATTENTION
 from optkit.graph.ops.record import Work
 from optkit.graph.states import KVSpec
 from optkit.graph.stored import StoredTensor
@@ -231,6 +232,7 @@ def lower_variant(
     calls = [node for node in working.fx.nodes if node.op == "call_function" and not is_stored_op(node)]
     picked = {node: kernel for node in calls if (kernel := kernel_of(working, node, target))}
     if target is not None and torch.device(device or target.device).type == "cuda":
+        check_latent(working, picked, target)
         check_experts(working, picked, target)
         check_recurrent(working, picked, target)
     chosen = {node.name: kernel.name for node, kernel in picked.items()}
@@ -292,6 +294,18 @@ def check_recurrent(graph: Graph, picked: Container[fx.Node], target: Target) ->
             "convolutions and scans with a recurrent state have no kernel for GPUs",
             where=target.name,
             fix="run the model on a CPU",
+        )
+
+
+def check_latent(graph: Graph, picked: Container[fx.Node], target: Target) -> None:
+    """Refuse latent KV without a kernel on a GPU: the reference reads the batch on the host."""
+    latent = {spec.inputs[0] for spec in graph.meta.kv_specs if spec.latent}
+    calls = [n for n in graph.calls(*ATTENTION) if str(ops.argument(n, "k_cache").target) in latent]
+    if any(node not in picked for node in calls):
+        raise UserError(
+            "attention over latent KV has no kernel for GPUs",
+            where=target.name,
+            fix="optimize the model for the GPU without the pass latent_kv, or run it on a CPU",
         )
 
 

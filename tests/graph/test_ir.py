@@ -132,6 +132,8 @@ def test_site_options_have_the_dtype_of_the_pools_that_a_call_reads() -> None:
     graph = Graph(made, {}, GraphMeta("llama", 8, 64, (KVSpec(7, 1, 8, 8, "int8"),), "e", "h"))
     assert graph.site_options(reading) == {"scale": 0.5, "kv_dtype": "int8"}
     assert graph.site_options(other) == {}
+    graph.meta = graph.meta.with_kv_specs([KVSpec(7, 1, 8, 8, latent=True)])
+    assert graph.site_options(reading) == {"scale": 0.5, "kv_dtype": "float32", "latent": True}
 
 
 def test_weight_of_is_none_for_a_node_that_is_no_weight() -> None:

@@ -39,6 +39,20 @@ def test_state_bytes_agree_with_the_pools() -> None:
     )
 
 
+@pytest.mark.parametrize(("dtype", "row"), [("float32", 4 * 576), ("bfloat16", 2 * 576), ("int8", 576 + 4)])
+def test_latent_kv_has_one_pool_and_the_bytes_of_its_keys(dtype: str, row: int) -> None:
+    spec = KVSpec(3, 1, 576, 512, dtype, latent=True)
+    pools = named_pools((spec,), num_blocks=2, block_size=4, num_slots=0)
+    assert list(pools) == ["k_cache_3"] == list(spec.inputs)
+    assert spec.token_bytes == row and pools["k_cache_3"].nbytes == 8 * row
+    assert state_bytes((spec, spec), 100) == 200 * row
+
+
+def test_latent_kv_is_refused_when_values_are_longer_than_keys() -> None:
+    with pytest.raises(ValueError, match="values of 9 channels are no part of keys of 8"):
+        KVSpec(0, 1, 8, 9, latent=True)
+
+
 def test_state_bytes_of_a_windowed_layer_stop_at_the_window() -> None:
     row = 2 * (8 + 4) * 4
     assert state_bytes((KV, WINDOWED), 3) == 6 * row

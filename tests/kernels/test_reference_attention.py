@@ -69,6 +69,17 @@ def test_attention_over_scattered_blocks_is_dense_attention(window: int) -> None
     torch.testing.assert_close(out.double(), torch.cat(expected), rtol=1e-5, atol=1e-5)
 
 
+def test_values_are_parts_of_keys_when_there_is_no_pool_of_values() -> None:
+    length, slots = 6, torch.tensor([12, 13, 14, 15, 4, 5])
+    q, k = random(length, HEADS, DIM), random(length, 1, DIM, seed=1)
+    pool = torch.full((4, BLOCK, 1, DIM), float("nan"))
+    starts, lengths = (torch.tensor(x, dtype=torch.int32) for x in ([0, length], [length]))
+    tables = torch.tensor([[3, 1]], dtype=torch.int32)
+    out = spec.attention(q, k, k[..., :5], pool, None, slots, starts, lengths, tables, scale=0.3)
+    torch.testing.assert_close(out.double(), dense(q, k, k[..., :5], 0.3, 0), rtol=1e-5, atol=1e-5)
+    assert torch.equal(pool.flatten(0, 1)[slots], k)
+
+
 @pytest.mark.parametrize(("dtype", "most"), [(torch.int8, 0.02), (torch.uint8, 0.06)])
 def test_attention_over_a_quantized_cache_is_close_to_dense_attention(
     dtype: torch.dtype, most: float

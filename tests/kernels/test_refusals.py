@@ -110,6 +110,13 @@ def test_attention_refuses_other_sizes_and_types(name: str, wrong: Tensor) -> No
         attention.attention(**{**ATTENTION, name: wrong}, scale=0.5)
 
 
+def test_attention_to_latents_refuses_values_that_are_no_part_of_keys() -> None:
+    latent = {**ATTENTION, "v_cache": None}
+    assert attention.attention(**latent, scale=0.5).shape == (T, 4, 8)
+    with pytest.raises(ValueError, match="values of 9 channels are no part of keys of 8"):
+        attention.attention(**latent | {"v": torch.ones(T, 2, 9)}, scale=0.5)
+
+
 @pytest.mark.parametrize("groups", [[0, 2], [0, 0]])
 def test_groups_of_channels_that_scales_lack_are_no_native_layer(groups: list[int]) -> None:
     g_idx = torch.tensor(groups, dtype=torch.int32).repeat_interleave(K // 2)

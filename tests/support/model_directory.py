@@ -1,4 +1,4 @@
-"""A Hugging Face directory for whole runs: a tiny llama and a byte-level tokenizer."""
+"""A Hugging Face directory for whole runs: a tiny model, by default a llama, and a byte-level tokenizer."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tests.support.tiny_tokenizer import fast_tokenizer
 VOCABULARY = 320
 
 
-def save_model(directory: Path) -> Path:
+def save_model(directory: Path, name: str = "llama") -> Path:
     """Write the model and the tokenizer to ``directory``."""
-    tiny_model("llama", vocab_size=VOCABULARY, max_position_embeddings=1024).save_pretrained(directory)
+    tiny_model(name, vocab_size=VOCABULARY, max_position_embeddings=1024).save_pretrained(directory)
     (directory / "tokenizer.json").write_text(fast_tokenizer().to_str())
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
     (directory / "tokenizer_config.json").write_text(json.dumps(config))

@@ -21,6 +21,7 @@ def modules() -> tuple[ModuleType, ...]:
         experts,
         gates,
         gather,
+        heads,
         int4,
         int8,
         norms,
@@ -31,7 +32,7 @@ def modules() -> tuple[ModuleType, ...]:
         wna16,
     )
 
-    return int8, int4, wna16, experts, onednn, attention, sdpa, norms, gates, rope, gather, recurrent
+    return int8, int4, wna16, experts, onednn, attention, sdpa, norms, gates, rope, gather, heads, recurrent
 
 
 def kernels() -> tuple[Kernel, ...]:

@@ -32,7 +32,7 @@ constexpr int kTile = 64;
 constexpr int kSplit = 256;
 constexpr int kMaxTileRows = 6;   // of the register tiles of attention_tile.h
 constexpr int kMaxRows = 192;     // rows of an item: enough to pay for transposing the keys
-constexpr int kSplitRows = 24;    // items of at most so many rows may be cut along the keys
+constexpr int kSplitRows = 24;    // items of more rows are cut along the keys only where there are fewer than threads
 constexpr int kCutItems = 64;     // where there are more items they are parallel enough, and parts would cost memory
 constexpr int64_t kWorkAThread = 400'000;  // multiply-adds for which another thread pays: 10 us or so
 constexpr int64_t kWritesAThread = 65'536;   // the same for floats written to the cache
@@ -46,7 +46,9 @@ struct Problem : AttentionArgs {
     int depth_bytes;       // dim to whole vectors
     float to_exp2;         // what queries are multiplied by, so that weights are powers of 2 (or tanh's argument)
     int64_t k_row, v_row;  // bytes of one head of a token in the pools
+    int v_scale;           // where in a row of int8 values the scale is
     bool limited;          // not all earlier keys are seen
+    bool latent;           // values are parts of keys: v_cache is k_cache
 };
 
 struct Item {
@@ -140,7 +142,7 @@ void locate(const Problem& p, const Item& item, int64_t begin, int count, Scratc
         scratch.values[j] = value;
         if (!p.int8_cache) return;
         std::memcpy(scratch.k_scale + j, key + p.dim, sizeof(float));
-        std::memcpy(scratch.v_scale + j, value + p.v_dim, sizeof(float));
+        std::memcpy(scratch.v_scale + j, value + p.v_scale, sizeof(float));
     });
     for (int j = count; j % kLanes; ++j) scratch.k_scale[j] = scratch.v_scale[j] = 0.0f;
 }
@@ -161,7 +163,7 @@ OPTKIT_INLINE void prefetch(const Problem& p, const Item& item, int64_t begin) {
     const int count = static_cast<int>(left < kTile ? left : kTile);
     each_key(p, item, begin, count, [&](int, int64_t row) __attribute__((always_inline)) {
         prefetch_row(p.k_cache, row, p.k_row);
-        prefetch_row(p.v_cache, row, p.v_row);
+        if (!p.latent) prefetch_row(p.v_cache, row, p.v_row);
     });
 }
 
@@ -210,13 +212,13 @@ void add_items(const Problem& p, int sequence, int tokens, Schedule& schedule) {
     }
 }
 
-// Tasks of the items `first` and on, which are the KV heads of the same queries. Where they are cut along the keys the
-// heads take turns: a token's heads are neighbours in memory.
-void add_tasks(const Problem& p, int first, bool may_cut, Schedule& schedule) {
+// Tasks of the items `first` and on, which are the KV heads of the same queries. Items of at most `cut_rows` rows are
+// cut along the keys, and their heads take turns: a token's heads are neighbours in memory.
+void add_tasks(const Problem& p, int first, int64_t cut_rows, Schedule& schedule) {
     const Item& item = schedule.items[first];
     const int64_t rows = int64_t(item.count) * p.group, from = first_split(p, item), to = last_split(item);
     const int64_t keys = item.position + item.count - first_key(p, item.position);
-    const bool cut = may_cut && rows <= kSplitRows && from < to;
+    const bool cut = rows <= cut_rows && from < to;
     schedule.max_rows = rows > schedule.max_rows ? rows : schedule.max_rows;
     // 8: moving keys costs about as much as so many rows
     schedule.work += p.kv_heads * keys * (rows + 8) * (p.dim + p.v_dim);
@@ -240,7 +242,9 @@ Schedule& plan(const Problem& p, int threads) {
     const int tokens = tokens_an_item(p, threads);
     for (int s = 0; s < p.sequences; ++s) add_items(p, s, tokens, schedule);
     const int items = static_cast<int>(schedule.items.size());
-    for (int i = 0; i < items; i += p.kv_heads) add_tasks(p, i, items <= kCutItems, schedule);
+    // Latent KV has one KV head for all query heads: a single token of 128 heads is one item.
+    const int64_t cut_rows = items < threads ? INT64_MAX : items <= kCutItems ? kSplitRows : 0;
+    for (int i = 0; i < items; i += p.kv_heads) add_tasks(p, i, cut_rows, schedule);
     return schedule;
 }
 
@@ -260,7 +264,7 @@ void run_alone(const Problem& p, Schedule& s, const Functions& f, float* parts) 
 }
 
 void run_together(const Problem& p, Schedule& s, const Functions& f, float* parts, int threads) {
-    const bool write_alone = p.tokens * p.kv_heads * (p.dim + p.v_dim) < kWritesAThread;
+    const bool write_alone = p.tokens * p.kv_heads * (p.dim + (p.latent ? 0 : p.v_dim)) < kWritesAThread;
     const auto write = [&](int64_t first, int64_t last) {
         for (int64_t t = first; t < last; ++t) f.write(p, t);
     };
@@ -284,6 +288,13 @@ Problem problem_of(const AttentionArgs& args) {
     p.to_exp2 = args.softcap > 0 ? args.scale / args.softcap : args.scale * kLog2e;
     p.k_row = args.int8_cache ? args.dim + sizeof(float) : args.dim * sizeof(float);
     p.v_row = args.int8_cache ? args.v_dim + sizeof(float) : args.v_dim * sizeof(float);
+    p.v_scale = args.v_dim;
+    p.latent = !args.v_cache;
+    if (p.latent) {
+        p.v_cache = args.k_cache;
+        p.v_row = p.k_row;
+        p.v_scale = args.dim;
+    }
     return p;
 }
 

@@ -10,7 +10,8 @@ namespace optkit {
 // say, in floats, with the D of a head contiguous; everything else is contiguous.
 struct AttentionArgs {
     const float *q, *k, *v;                             // [T, H, D], [T, Hkv, D], [T, Hkv, Dv]
-    void *k_cache, *v_cache;                            // [blocks, block_size, Hkv, D or Dv] float32, or int8 rows
+    void *k_cache, *v_cache;                            // [blocks, block_size, Hkv, D or Dv] float32, or int8 rows;
+                                                        // v and v_cache null: values are the first Dv of keys in k_cache
     const float *sinks, *slopes;                        // [H] or null
     float* out;                                         // [T, H, Dv]
     const int64_t* slots;                               // [T]; null: the cache holds K and V of the call already

@@ -33,7 +33,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     slot_mapping: Tensor,
     query_start: Tensor,
     seq_lens: Tensor,
@@ -59,7 +59,7 @@ def paged_attention(
     k: Tensor,
     v: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     query_start: Tensor,
     seq_lens: Tensor,
     block_tables: Tensor,
@@ -87,7 +87,7 @@ def run(
     k: Tensor,
     v: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     slot_mapping: Tensor | None,
     query_start: Tensor,
     seq_lens: Tensor,
@@ -99,7 +99,10 @@ def run(
     softcap: float,
     chunk: int,
 ) -> Tensor:
-    """Attention of checked tensors; without ``slot_mapping`` nothing is written."""
+    """Attention of checked tensors; without ``slot_mapping`` nothing is written.
+
+    Without ``v_cache`` the kernel gets no address of v either: values are parts of the keys in ``k_cache``.
+    """
     tokens, heads, dim = q.shape
     kv_heads, v_dim = v.shape[1], v.shape[2]
     q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k, v))
@@ -112,9 +115,9 @@ def run(
     native.library().optkit_attention(
         q.data_ptr(),
         k.data_ptr(),
-        v.data_ptr(),
+        0 if v_cache is None else v.data_ptr(),
         k_cache.data_ptr(),
-        v_cache.data_ptr(),
+        address(v_cache),
         address(sinks),
         address(slopes),
         out.data_ptr(),
@@ -147,7 +150,7 @@ def address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def check(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+def check(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor | None) -> None:
     """Refuse rows of other sizes than the pools have.
 
     Raises:
@@ -161,10 +164,14 @@ def check(q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> 
         k.shape == (tokens, kv_heads, dim) and v.shape[0] == tokens, "q, k and v differ in rows or heads"
     )
     reference.heads_per_key(heads, kv_heads)
-    native.require(v_cache.dtype is k_cache.dtype, "the pools are of two dtypes")
     native.require(k_cache.shape == (*block, kv_heads, dim + extra), "k_cache has other rows than k")
+    native.require(k_cache.is_contiguous(), "the pools must be contiguous")
+    if v_cache is None:
+        native.require(v_dim <= dim, f"values of {v_dim} channels are no part of keys of {dim}")
+        return
+    native.require(v_cache.dtype is k_cache.dtype, "the pools are of two dtypes")
     native.require(v_cache.shape == (*block, kv_heads, v_dim + extra), "v_cache has other rows than v")
-    native.require(k_cache.is_contiguous() and v_cache.is_contiguous(), "the pools must be contiguous")
+    native.require(v_cache.is_contiguous(), "the pools must be contiguous")
 
 
 def check_batch(query_start: Tensor, seq_lens: Tensor, block_tables: Tensor) -> None:
@@ -190,7 +197,7 @@ def emit_attention(
     k: View,
     v: View,
     k_cache: View,
-    v_cache: View,
+    v_cache: View | None,
     slot_mapping: View | None,
     query_start: View,
     seq_lens: View,
@@ -204,8 +211,9 @@ def emit_attention(
 ) -> Result:
     (heads, dim), (kv_heads, v_dim) = q.shape, v.shape
     out = b.buffer(q.rows, (heads, v_dim))
+    values = None if v_cache is None else v
     b.call(
-        "attention", q=q, k=k, v=v, k_cache=k_cache, v_cache=v_cache, sinks=sinks, slopes=slopes, out=out,
+        "attention", q=q, k=k, v=values, k_cache=k_cache, v_cache=v_cache, sinks=sinks, slopes=slopes, out=out,
         slot_mapping=slot_mapping, query_start=query_start, seq_lens=seq_lens, block_tables=block_tables,
         tokens=Size(q.rows), sequences=Size(SEQUENCES), table_width=Size(TABLE_WIDTH), block_size=Size(BLOCK_SIZE),
         q_token=q.row_stride, q_head=dim, k_token=k.row_stride, k_head=dim, v_token=v.row_stride, v_head=v_dim,
@@ -221,7 +229,7 @@ def emit_paged_attention(
     k: View,
     v: View,
     k_cache: View,
-    v_cache: View,
+    v_cache: View | None,
     query_start: View,
     seq_lens: View,
     block_tables: View,

@@ -224,7 +224,7 @@ OPTKIT_TARGET inline void write_kv(const Problem& p, int64_t token) {
     char *k_cache = static_cast<char*>(p.k_cache), *v_cache = static_cast<char*>(p.v_cache);
     for (int h = 0; h < p.kv_heads; ++h) {
         write_row(p, p.k + token * p.k_token + h * p.k_head, p.dim, k_cache + (slot + h) * p.k_row);
-        write_row(p, p.v + token * p.v_token + h * p.v_head, p.v_dim, v_cache + (slot + h) * p.v_row);
+        if (!p.latent) write_row(p, p.v + token * p.v_token + h * p.v_head, p.v_dim, v_cache + (slot + h) * p.v_row);
     }
 }
 

@@ -26,7 +26,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     slot_mapping: Tensor,
     query_start: Tensor,
     seq_lens: Tensor,
@@ -50,7 +50,7 @@ def paged_attention(
     k: Tensor,
     v: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     query_start: Tensor,
     seq_lens: Tensor,
     block_tables: Tensor,
@@ -84,7 +84,7 @@ def attend_batch(
     k: Tensor,
     v: Tensor,
     k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor | None,
     query_start: Tensor,
     seq_lens: Tensor,
     block_tables: Tensor,
@@ -102,7 +102,8 @@ def attend_batch(
             keys, values = k[rows], v[rows]
         else:
             blocks = block_tables[s]
-            keys, values = read_kv(k_cache, blocks, length), read_kv(v_cache, blocks, length)
+            keys = read_kv(k_cache, blocks, length)
+            values = keys[..., : v.shape[2]] if v_cache is None else read_kv(v_cache, blocks, length)
         pieces.append(attend(q[rows], keys, values, scale, window, chunk))
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 

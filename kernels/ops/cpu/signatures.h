@@ -83,6 +83,8 @@ KERNEL(void, selective_scan, const float* x, int64_t x_stride, const float* dt, 
        const float* b, int64_t b_stride, const float* c, int64_t c_stride, const float* d, float* pool,
        const int32_t* query_start, const int32_t* seq_lens, const int32_t* state_slots, float* out, int64_t sequences,
        int64_t channels, int64_t states)
+KERNEL(void, head_linear, const float* x, int64_t x_token, const float* weight, float* out, int64_t tokens,
+       int64_t heads, int64_t k, int64_t n)
 KERNEL(void, attention, const float* q, const float* k, const float* v, void* k_cache, void* v_cache,
        const float* sinks, const float* slopes, float* out, const int64_t* slot_mapping, const int32_t* query_start,
        const int32_t* seq_lens, const int32_t* block_tables, int64_t tokens, int64_t sequences, int64_t table_width,

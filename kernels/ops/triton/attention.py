@@ -15,6 +15,7 @@ Configurations are picked by hand, for each architecture by the rows of a tile.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import Any
@@ -291,7 +292,12 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-KERNELS = (
-    Kernel("attention", "triton", attention, supports),
-    Kernel("paged_attention", "triton", paged_attention, supports),
+def with_values(options: Mapping[str, Any]) -> bool:
+    """True for a site with a pool of V."""
+    return not options.get("latent")
+
+
+KERNELS = tuple(
+    Kernel(name, "triton", function, supports, handles=with_values, needs="a pool of V, so no latent KV")
+    for name, function in (("attention", attention), ("paged_attention", paged_attention))
 )

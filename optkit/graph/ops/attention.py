@@ -34,6 +34,7 @@ Q, K, V = (
 )
 ANGLES = (value("cos", Kind.COMPUTE, "T R", Role.TABLE), value("sin", Kind.COMPUTE, "T R", Role.TABLE))
 POOLS = (pool("k_cache"), pool("v_cache"))
+POOLS_OR_LATENT = (POOLS[0], optional(POOLS[1]))
 SLOTS = batch("slot_mapping", Kind.INT64, "T")
 SEQUENCES = (
     batch("query_start", Kind.INT32, "S+1"),
@@ -64,11 +65,16 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any, **options: Any
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor | None, *rest: Any, **options: Any
 ) -> Tensor:
     check_heads(q, k)
     check_pool(k, k_cache, "k_cache")
-    check_pool(v, v_cache, "v_cache")
+    if v_cache is None:
+        expect(
+            v.shape[2] <= k.shape[2], f"values of {v.shape[2]} channels are no part of keys of {k.shape[2]}"
+        )
+    else:
+        check_pool(v, v_cache, "v_cache")
     return q.new_empty(q.shape[0], q.shape[1], v.shape[2])
 
 
@@ -125,7 +131,7 @@ OPS = (
     ),
     Op(
         reference.attention,
-        (Q, K, V, *POOLS, SLOTS, *SEQUENCES, *SCORES),
+        (Q, K, V, *POOLS_OR_LATENT, SLOTS, *SEQUENCES, *SCORES),
         shape=attention,
         work=Work.ATTENTION,
         traceable=False,
@@ -143,7 +149,7 @@ OPS = (
     ),
     Op(
         reference.paged_attention,
-        (Q, K, V, *POOLS, *SEQUENCES, *SCORES),
+        (Q, K, V, *POOLS_OR_LATENT, *SEQUENCES, *SCORES),
         shape=attention,
         work=Work.ATTENTION,
         traceable=False,

@@ -23,7 +23,7 @@ from optkit.graph.ops.operands import (
     weight,
     whole,
 )
-from optkit.graph.ops.record import CPU, PROGRAM, Op, Work
+from optkit.graph.ops.record import CPU, CUDA, PROGRAM, Op, Work
 from optkit.kernels import reference
 from optkit.kernels.packed_codes import BITS
 
@@ -31,6 +31,17 @@ CODES, SCALE = value("q", Kind.UINT8, "T K"), value("scale", Kind.FLOAT32, "T G"
 INT8_WEIGHT = weight("weight", Kind.INT8, "N K")
 PACKED_WEIGHT = weight("weight", Kind.INT32, "N W", stored="weight_packed")
 GROUP_SCALE = weight("weight_scale", Kind.FLOAT, "N G", Role.WEIGHT_SCALE)
+
+
+def head_linear(
+    x: Tensor, weight: Tensor, *, num_heads: int, first: int, last: int, transposed: int = 0
+) -> Tensor:
+    rows, k = weight.shape
+    expect(rows % num_heads == 0, f"{rows} rows are not those of {num_heads} heads")
+    expect(first < last <= rows // num_heads, f"a head has no rows {first} to {last} of {rows // num_heads}")
+    channels, results = (last - first, k) if transposed else (k, last - first)
+    expect(tuple(x.shape[1:]) == (num_heads, channels), f"activations must be [T, {num_heads}, {channels}]")
+    return x.new_empty(x.shape[0], num_heads, results)
 
 
 def quantize_per_token(x: Tensor, group_size: int = 0) -> tuple[Tensor, Tensor]:
@@ -124,6 +135,22 @@ OPS = (
         shape=reference.linear,
         work=Work.LINEAR,
         absent=dict.fromkeys((CPU, PROGRAM), "torch's BLAS multiplies floats"),
+        row_wise=True,
+        any_dtype=True,
+    ),
+    Op(
+        reference.head_linear,
+        (
+            value("x", Kind.COMPUTE, "T H P"),
+            either("weight", Kind.COMPUTE, "N K"),
+            whole("num_heads", 1, MAX_INT, required=True),
+            whole("first", 0, MAX_INT, required=True),
+            whole("last", 1, MAX_INT, required=True),
+            whole("transposed", 0, 1),
+        ),
+        shape=head_linear,
+        work=Work.HEADS,
+        absent={CUDA: "torch's BLAS multiplies floats"},
         row_wise=True,
         any_dtype=True,
     ),

@@ -28,6 +28,7 @@ class Work(Enum):
     LINEAR_8BIT = "products of two 8-bit numbers"
     LINEAR_WEIGHT_ONLY = "products of float activations and quantized weights"
     EXPERTS = "products of rows with one of several weights"
+    HEADS = "products of each head's channels with rows of a weight"
     ATTENTION = "attention over the KV cache"
     RECURRENT = "updates of a sequence's state, token by token"
 

@@ -168,11 +168,11 @@ def test_only_norms_give_the_same_result_when_the_activations_grow(op: Op) -> No
 
 
 def has_heads(op: Op) -> bool:
-    """True for ops with a single activation, of any number of leading sizes or three sizes."""
+    """True for ops with a single activation, of any number of leading sizes or three sizes, and no operand a head."""
     activations = [o for o in op.tensors if o.role is Role.ACTIVATION]
     shape = activations[0].shape
     shaped = shape[0] == "..." or (len(shape) == 3 and "..." not in shape)
-    return len(activations) == 1 and not op.only_lowered and shaped
+    return len(activations) == 1 and not op.only_lowered and shaped and "num_heads" not in op.positions
 
 
 def keeps_heads_apart(op: Op) -> bool:
