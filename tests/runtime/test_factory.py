@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from optkit.errors import UserError
+from optkit.graph.kv_layout import one_group
 from optkit.lowering.lower import lower
 from optkit.recipe.engine_options import engine_options
 from optkit.recipe.load import load_recipe
@@ -101,7 +102,7 @@ class Made(Exception):
 
 def test_kv_cache_gets_what_a_draft_model_leaves(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     model = lower(captured("llama"))
-    block = factory.block_bytes(model.kv_specs, RECIPE.runtime.block_size)
+    block = one_group(model.states).block_bytes(RECIPE.runtime.block_size)
     large, small = shelf.put("large"), shelf.put("small")
     drafted = blocks_on_a_gpu(shelf, monkeypatch, large, speculative_model=small)
     plain = blocks_on_a_gpu(shelf, monkeypatch, large)
