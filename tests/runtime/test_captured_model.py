@@ -13,10 +13,13 @@ from optkit.runtime.kv.blocks import FREE
 from optkit.runtime.kv.offload import MemoryBlocks
 from optkit.runtime.kv.windows import most_blocks
 from optkit.runtime.runner import ModelRunner
+from optkit.runtime.sampling.proposer import NgramProposer, Speculator
+from optkit.runtime.scheduling.cost_model import CostModel
 from optkit.runtime.scheduling.scheduler import SchedulerConfig
 from optkit.runtime.types import SamplingParams, TokenOutput
 from tests.support.architectures import GLOBAL, LOCAL, tiny_model
 from tests.support.graphs import apply, captured
+from tests.support.speculation import Eager
 from tests.support.target import TARGET
 
 NEW_TOKENS = 12
@@ -89,8 +92,13 @@ class Poisoned(Engine):
         return outputs
 
 
-def windowed_engine(model: Executable, num_blocks: int, kept: bool = False, **limits: int) -> Engine:
-    """An engine whose windows give their blocks back; with ``kept`` all layers keep all tokens."""
+def windowed_engine(
+    model: Executable, num_blocks: int, kept: bool = False, guesses: bool = False, **limits: int
+) -> Engine:
+    """An engine whose windows give their blocks back; with ``kept`` all layers keep all tokens.
+
+    With ``guesses`` each step checks five tokens, right and wrong, which hold blocks beyond the known ones.
+    """
     layout = None if kept else kv_layout(model.states)
     sizes = {"max_num_seqs": 5, "max_num_batched_tokens": 11, "max_model_len": 96, "block_size": 4}
     windows = (0,) if layout is None else layout.windows
@@ -99,7 +107,8 @@ def windowed_engine(model: Executable, num_blocks: int, kept: bool = False, **li
     store = (
         MemoryBlocks(config.num_host_blocks, runner.read_block(0).nbytes) if config.num_host_blocks else None
     )
-    engine = Poisoned(runner, config, store)
+    proposer = Speculator(NgramProposer(), Eager(CostModel(), 5)) if guesses else None
+    engine = Poisoned(runner, config, store, proposer)
     engine.scheduler.kv.worth_saving = lambda: True
     return engine
 
@@ -149,3 +158,15 @@ def test_native_kernels_give_the_tokens_of_full_kv(name: str, kv_dtype: str) -> 
     assert engine.generate(prompts, params) == kept
     stats = engine.stats()
     assert stats.num_preemptions > 0 and stats.prefix_cache_hits > 0 and stats.offload_loads > 0
+
+
+def test_wrong_guesses_are_taken_back_in_a_window() -> None:
+    graph = captured("gemma3_text", **WINDOWED["gemma3_text"])
+    apply(graph, "flash_attention")
+    model, prompts = lower(graph, TARGET), long_prompts(128)
+    params = SamplingParams(max_tokens=30, temperature=0.7, seed=3)
+    kept = windowed_engine(model, 200, kept=True).generate(prompts, params)
+    engine = windowed_engine(model, few_blocks(model, 84), guesses=True)
+    assert engine.generate(prompts, params) == kept
+    stats = engine.stats()
+    assert stats.spec_decode_draft_tokens > sum(stats.spec_decode_accepted_per_pos) > 0

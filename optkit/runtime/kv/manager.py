@@ -63,6 +63,8 @@ class KVManager:
     ) -> None:
         if num_host_blocks and num_state_slots:
             raise ValueError("a host block has no room for a recurrent state")
+        if any(windows) and num_state_slots:
+            raise ValueError("a recurrent state that is computed again needs the KV before each window")
         self.blocks = BlockManager(num_blocks, block_size, self._keep, self._evict)
         self.cache, self.block_size = cache, block_size
         self.host_blocks = HostBlockTable(num_host_blocks if cache is not None else 0)
@@ -70,6 +72,7 @@ class KVManager:
         self.windows = tuple(windows)
         self._widest = [widest(window, tokens_in_flight, block_size) for window in windows]
         self._windowed = [group for group, window in enumerate(windows) if window]
+        self._unlimited = [group for group, window in enumerate(windows) if not window]
         self.worth_saving: Callable[[], bool] = lambda: True
         self.reset_counters()
         self._content: dict[int, NodeKV] = {}  # block -> its content
@@ -241,21 +244,32 @@ class KVManager:
             return [], 0
         salt, size = request.received.cache_salt, self.block_size
         nodes: list[Node] = []
-        kept = [0] * len(self.windows)  # nodes at the end with KV, in each group
-        usable = found = 0
         digests = self.cache.digests(salt, request.token_ids, request.digests)
         for i in range((len(request.token_ids) - 1) // size):
             parent = nodes[-1] if nodes else salt
             node = self.cache.find(digests[i], parent, tuple(request.token_ids[i * size : (i + 1) * size]))
-            if node is None:
+            if node is None or not all(node.kv[group].is_kept for group in self._unlimited):
                 break
             nodes.append(node)
-            kept = [count + 1 if kv.is_kept else 0 for count, kv in zip(kept, node.kv, strict=True)]
-            needed = [i + 1 - first for first in self._first_blocks((i + 1) * size)]
-            if all(count >= need for count, need in zip(kept, needed, strict=True)):
-                found = i + 1
-                usable = found if self.states.resumes_at(node) else usable
+        found = self._last_window(nodes)
+        usable = next((n for n in range(found, 0, -1) if self.states.resumes_at(nodes[n - 1])), 0)
         return nodes[:usable], found
+
+    def _last_window(self, nodes: list[Node]) -> int:
+        """The length of the longest beginning of ``nodes`` at whose end each window has the KV of its nodes."""
+        length = len(nodes)
+        while length:
+            firsts = self._first_blocks(length * self.block_size)
+            lost = [
+                index
+                for group in self._windowed
+                for index in range(firsts[group], length)
+                if not nodes[index].kv[group].is_kept
+            ]
+            if not lost:
+                break
+            length = max(lost)  # the lost node is in the window of each longer one
+        return length
 
     def _first_blocks(self, position: int) -> list[int]:
         """For each group the first block that a query at ``position`` reads."""
