@@ -23,6 +23,7 @@ from torch import Tensor
 from bench.coverage.models import tiny_model
 from optkit.capture import boundary, capture
 from optkit.errors import UnsupportedModel, UserError, first_line
+from optkit.graph.kv_layout import kv_layout
 from optkit.graph.states import recurrent_of
 from optkit.graph.verify import VerifyError, verify
 from optkit.lowering.dense import dense_inputs
@@ -133,11 +134,12 @@ def serve(executable: Executable, eager: Eager, prompts: list[Tensor]) -> None:
         Wrong: a token is not the most likely token.
     """
     slots = SEQUENCES if recurrent_of(executable.states) else 0
+    layout = kv_layout(executable.states)
     config = SchedulerConfig(
-        max_num_seqs=SEQUENCES, max_num_batched_tokens=24, max_model_len=128, block_size=8, num_blocks=14,
-        num_state_slots=slots, num_checkpoints=slots,
+        max_num_seqs=SEQUENCES, max_num_batched_tokens=24, max_model_len=128, block_size=8,
+        num_blocks=14 * len(layout.groups), num_state_slots=slots, num_checkpoints=slots, kv_windows=layout.windows,
     )  # fmt: skip
-    runner = ModelRunner(executable, config.num_blocks, config.block_size, num_slots=2 * slots)
+    runner = ModelRunner(executable, config.num_blocks, config.block_size, num_slots=2 * slots, layout=layout)
     engine = PreemptingEngine(runner, config)
     sampling = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS)
     answers = engine.generate([prompt.tolist() for prompt in prompts], sampling)

@@ -247,4 +247,4 @@ def sequence(index: int, length: int, computed: int, blocks: int, vocabulary: in
         request_id=str(index), prompt_ids=tuple(tokens), sampling=SamplingParams(max_tokens=1), arrival=0.0
     )
     table = list(range(index * blocks, (index + 1) * blocks))
-    return Request(request, tokens, num_computed=computed, block_table=table)
+    return Request(request, tokens, num_computed=computed, block_tables=[table], first_blocks=[0])

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from optkit.errors import first_line
 from optkit.graph import ops
 from optkit.graph.ir import Graph
+from optkit.graph.kv_layout import kv_layout
 from optkit.graph.operand_check import check_call
 from optkit.graph.ops.aten import is_creator
 from optkit.graph.ops.operands import expect
@@ -159,4 +160,5 @@ def meta_inputs(graph: Graph, point: Point, block_size: int) -> dict[str, Tensor
     if graph.meta.recurrent_specs:
         inputs[STATE_SLOTS] = torch.empty(point.sequences, **int32)
     states = graph.meta.states
+    inputs |= {name: inputs[base] for name, base in kv_layout(states).further_inputs.items()}
     return inputs | named_pools(states, blocks * point.sequences, block_size, point.sequences + 1, "meta")

@@ -3,7 +3,8 @@
 Each kind names the graph inputs of a layer's pools, and gives pools and bytes by formula:
 
 - ``KVSpec``: K and V of every token, in blocks (``token_bytes`` for each token). With a ``window`` only the blocks
-  within reach of a later query are needed. ``latent`` KV has one pool for both.
+  within reach of a later query are needed (``optkit.graph.kv_layout`` has the tables of blocks). ``latent`` KV has
+  one pool for both.
 - ``RecurrentSpec``: a tensor of a fixed shape for each sequence (``sequence_bytes`` at any length), in a *slot* of the
   pool. Convolutions keep the last inputs, linear attention and state-space layers the recurrent state.
 

@@ -22,6 +22,7 @@ from optkit.cancellation import check_cancelled
 from optkit.errors import UserError
 from optkit.graph import ops, variants
 from optkit.graph.ir import Graph, GraphMeta
+from optkit.graph.kv_layout import kv_layout
 from optkit.graph.ops import op_name
 from optkit.graph.ops.aten import is_creator
 from optkit.graph.ops.attention import ATTENTION
@@ -29,7 +30,7 @@ from optkit.graph.ops.record import Work
 from optkit.graph.states import KVSpec
 from optkit.graph.stored import StoredTensor
 from optkit.graph.variants import SharedWeights
-from optkit.lowering import gpu_rewrites, precision
+from optkit.lowering import gpu_rewrites, kv_tables, precision
 from optkit.lowering.bind import bind, kernel_of, weight_arguments
 from optkit.lowering.streamed import StoredLinear, is_stored_op, keep_stored
 
@@ -102,6 +103,7 @@ class Executable:
         self.inputs = tuple(dict.fromkeys(name for variant in lowered for name in variant.inputs))
         self.states = meta.states
         self.kv_specs: list[KVSpec] = list(meta.kv_specs)
+        self.further_inputs = kv_layout(meta.states).further_inputs
         self.vocab_size = meta.vocab_size
         self.max_model_len = meta.max_model_len
         self.device = next((b.device for b in self.module.buffers()), torch.device("cpu"))
@@ -154,6 +156,8 @@ class Executable:
     @torch.inference_mode()
     def __call__(self, inputs: Mapping[str, Tensor]) -> Tensor:
         tokens = inputs["input_ids"].shape[0]
+        if self.further_inputs:
+            inputs = kv_tables.with_tables(inputs, self.further_inputs)
         return self.variant(tokens).run(inputs, tokens)
 
 
@@ -229,6 +233,7 @@ def lower_variant(
         place_created(working, device or target.device)
     else:
         keep_stored(working, linears=streamed)
+    kv_tables.connect(working)
     calls = [node for node in working.fx.nodes if node.op == "call_function" and not is_stored_op(node)]
     picked = {node: kernel for node in calls if (kernel := kernel_of(working, node, target))}
     if target is not None and torch.device(device or target.device).type == "cuda":

@@ -79,10 +79,13 @@ class Engine:
     ) -> None:
         if (runner.num_blocks, runner.block_size) != (config.num_blocks, config.block_size):
             raise ValueError("the runner's KV pool and the scheduler's config disagree")
+        if runner.kv_windows != config.kv_windows:
+            raise ValueError("the runner's groups of layers and the scheduler's config disagree")
         if config.num_host_blocks and store is None:
             raise ValueError("there are host blocks, but no store for them")
-        self.runner, self.config, self.store = runner, config, store
+        self.runner, self.store = runner, store
         self.scheduler = self.scheduler_class(config, clock, cost, proposer)
+        self.config = self.scheduler.config
         self.logprobs = LogprobRunner(runner)
         self.scheduler.kv.worth_saving = self._worth_saving
         self.memory_share: float | None = (
@@ -127,8 +130,9 @@ class Engine:
         return replace(batch, items=tuple(item for item in batch.items if id(item.request) in running))
 
     def _worth_saving(self) -> bool:
-        """True if saving and loading a block takes less time than computing the KV again."""
-        pays = 2 * self._copy_seconds < self.scheduler.cost.added_seconds(self.config.block_size)
+        """True if saving and loading the blocks of all groups takes less time than computing the KV again."""
+        copies = 2 * len(self.config.kv_windows)
+        pays = copies * self._copy_seconds < self.scheduler.cost.added_seconds(self.config.block_size)
         if not pays:
             self._copy_seconds *= COPY_DECAY
         return pays
@@ -209,7 +213,9 @@ class Engine:
         """The limits and the memory plan."""
         c = self.config
         runner = self.runner
-        plan = memory_plan(c.num_blocks, c.block_size, runner.kv_bytes, c.max_model_len, runner.kv_dtype)
+        plan = memory_plan(
+            c.num_blocks, c.block_size, runner.kv_bytes, c.max_model_len, runner.kv_dtype, c.kv_windows
+        )
         workspace = runner.workspace_bytes(c.max_num_batched_tokens, c.max_num_seqs)
         plan = msgspec.structs.replace(
             plan,

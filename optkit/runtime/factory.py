@@ -16,6 +16,7 @@ import msgspec
 
 from optkit.artifact.open import Artifact
 from optkit.errors import UserError
+from optkit.graph.kv_layout import KVLayout, kv_layout, layout_of, one_group
 from optkit.graph.states import KVSpec, StateSpec, recurrent_of, sequence_bytes
 from optkit.lowering.lower import Executable
 from optkit.machine.heap import trim_heap
@@ -23,7 +24,7 @@ from optkit.machine.present import present_target
 from optkit.recipe.engine_options import MAX_REQUESTS, EngineOptions, engine_options
 from optkit.runtime.engine import Engine, RequestFailed
 from optkit.runtime.kv.offload import HostBlockStore, open_store
-from optkit.runtime.kv.pools import block_bytes, blocks_for_bytes
+from optkit.runtime.kv.windows import most_tokens
 from optkit.runtime.runner import ModelRunner
 from optkit.runtime.sampling.draft_model import DraftModel
 from optkit.runtime.sampling.proposer import Lengths, NgramProposer, Speculator
@@ -90,6 +91,8 @@ def load_engine(artifact_dir: str, options: EngineOptions) -> Engine:
     if gpu is not None:  # after the draft model, whose memory is not free
         options = with_kv_bytes(model, options, gpu, guesses)
     config, store = scheduler_config(model, options, artifact.recipe.target), None
+    if reason := kv_layout(model.states).reason:
+        logger.info("layers with a window keep the KV of all tokens: %s", reason)
     if options.kv_offload_dir is not None and options.kv_offload_bytes is None:
         raise UserError(
             "a directory for offloaded KV needs a size", where="kv_offload_dir", fix="give --kv-offload-bytes"
@@ -133,8 +136,9 @@ def with_kv_bytes(
 
     if options.kv_cache_bytes is not None:
         return options
-    block, state = block_bytes(model.kv_specs, options.block_size), sequence_bytes(model.states)
-    enough = (model.max_model_len // options.block_size + 2) * block
+    layout, state = kv_layout(model.states), sequence_bytes(model.states)
+    blocks = (model.max_model_len // options.block_size + 2) * len(layout.groups)
+    enough = layout.num_bytes(blocks, options.block_size)
     if state:  # enough for every share
         states = options.max_num_seqs + (options.state_checkpoints or LEAST_CHECKPOINTS)
         enough = CHECKPOINT_SHARE * (enough + states * state)
@@ -158,7 +162,8 @@ def make_engine(
     """The engine for the device of ``model``: ``gpu``, or the CPU where ``gpu`` is None."""
     if gpu is None:
         slots = config.num_state_slots + config.num_checkpoints
-        runner = ModelRunner(model, config.num_blocks, config.block_size, num_slots=slots)
+        layout = layout_of(model.states, config.kv_windows)
+        runner = ModelRunner(model, config.num_blocks, config.block_size, num_slots=slots, layout=layout)
         return Engine(runner, config, store, guesses, cost=cost)
     from optkit.runtime.cuda.sampling import sampler
     from optkit.runtime.cuda.start import gpu_engine
@@ -166,11 +171,14 @@ def make_engine(
     return gpu_engine(model, config, gpu, store=store, proposer=guesses, cost=cost, sample=sampler(target))
 
 
-def scheduler_config(model: Executable, options: EngineOptions, target: str = "") -> SchedulerConfig:
+def scheduler_config(
+    model: Executable, options: EngineOptions, target: str = "", layout: KVLayout | None = None
+) -> SchedulerConfig:
     """The scheduler's limits: from the model and from ``options``.
 
     Args:
         target: of the recipe; on "cpu" a step takes no further prompt once matrix products run at full speed.
+        layout: the groups of layers with block tables of their own, by default those of ``kv_layout``.
 
     Raises:
         UserError: the KV cache holds too little, or ``options`` ask for more than the model has.
@@ -179,6 +187,7 @@ def scheduler_config(model: Executable, options: EngineOptions, target: str = ""
         raise UserError(
             "no layer keeps a state between tokens, so there is nothing to serve", where="graph.json"
         )
+    layout = layout or kv_layout(model.states)
     slots, checkpoints = num_states(model, options)
     if slots < options.max_num_seqs:
         logger.warning(
@@ -186,7 +195,8 @@ def scheduler_config(model: Executable, options: EngineOptions, target: str = ""
             "kv_cache_bytes",
             *(slots, options.max_num_seqs, slots, sequence_bytes(model.states)),
         )
-    blocks = num_blocks(model, options, slots, checkpoints)
+    blocks = num_blocks(model, options, slots, checkpoints, layout)
+    room = most_tokens(layout.windows, blocks, options.max_num_batched_tokens, options.block_size)
     asked = options.max_model_len or model.max_model_len
     if asked > model.max_model_len:
         raise UserError(
@@ -196,12 +206,13 @@ def scheduler_config(model: Executable, options: EngineOptions, target: str = ""
     try:
         return SchedulerConfig(
             **options.scheduling() | {"max_num_seqs": slots},
-            max_model_len=min(asked, blocks * options.block_size),
+            max_model_len=min(asked, room),
             num_blocks=blocks,
             prefill_target_tokens=PREFILL_TARGET_TOKENS if target == "cpu" else 0,
             num_state_slots=slots if recurrent_of(model.states) else 0,
             num_checkpoints=checkpoints,
             variant_limits=model.variant_limits,
+            kv_windows=layout.windows,
         )
     except ValueError as error:
         raise UserError(str(error), where="options of the runtime", fix="optkit serve --help") from error
@@ -224,24 +235,27 @@ def num_states(model: HasStates, options: EngineOptions) -> tuple[int, int]:
     return slots, min(MAX_REQUESTS, max(least, rest // size)) if asked is None else asked
 
 
-def num_blocks(model: HasStates, options: EngineOptions, slots: int, checkpoints: int) -> int:
+def num_blocks(
+    model: HasStates, options: EngineOptions, slots: int, checkpoints: int, layout: KVLayout
+) -> int:
     """Blocks of the KV pool. Without KV blocks cost nothing; there are enough for all requests and checkpoints.
 
     Raises:
-        UserError: the recurrent states leave room for fewer than two.
+        UserError: the recurrent states leave room for fewer than two for each group.
     """
     size, states = options.kv_cache_bytes or 0, (slots + checkpoints) * sequence_bytes(model.states)
-    need = states + 2 * block_bytes(model.kv_specs, options.block_size)
+    least = 2 * len(layout.groups) if model.kv_specs else 0
+    need = states + layout.num_bytes(least, options.block_size)
     if size < need:
         held = [f"{slots} recurrent states", f"{checkpoints} checkpoints"] if states else []
-        held += ["two blocks"] if model.kv_specs else []
+        held += [f"{'two' if least == 2 else least} blocks"] if model.kv_specs else []
         raise UserError(
             f"{size:,} bytes of KV cache do not hold {' and '.join(held)} ({need:,} bytes)",
             where="kv_cache_bytes",
             fix=f"raise --kv-cache-bytes{' or lower --state-checkpoints' * bool(states)}",
         )
     if model.kv_specs:
-        return blocks_for_bytes(model.kv_specs, options.block_size, size - states)
+        return layout.blocks_in(size - states, options.block_size)
     longest = -(-model.max_model_len // options.block_size)
     return max(longest + 1, min((slots + checkpoints) * longest, MOST_FREE_BLOCKS))
 
@@ -262,7 +276,7 @@ def offloading(
             where="kv_offload_bytes",
             fix="leave out --kv-offload-bytes; --state-checkpoints keeps more states in memory",
         )
-    size = block_bytes(model.kv_specs, config.block_size)
+    size = kv_layout(model.states).block_bytes(config.block_size)
     num_host_blocks, store = open_store(num_bytes, size, Path(directory) if directory else None)
     return msgspec.structs.replace(config, num_host_blocks=num_host_blocks), store
 
@@ -313,7 +327,7 @@ def draft_model(artifact: Artifact, directory: str, vocab_size: int) -> DraftMod
     options = engine_options(draft.recipe)
     if options.kv_cache_bytes is None:
         options = msgspec.structs.replace(options, kv_cache_bytes=draft.recipe.runtime.kv_cache_bytes)
-    config = scheduler_config(model, options, draft.recipe.target)
+    config = scheduler_config(model, options, draft.recipe.target, one_group(model.states))
     if model.vocab_size != vocab_size:
         logger.info(
             "the draft model has %d token ids, the model %d: guesses are among the ids of both",

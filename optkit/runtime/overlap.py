@@ -101,6 +101,7 @@ class PlannedStep:
 class OverlapScheduler(Scheduler):
     """A scheduler whose requests may end in a ``PENDING`` token."""
 
+    steps_in_flight = 2
     _last_completed = 0.0
 
     def advance(self, batch: Batch) -> PlannedStep:

@@ -13,8 +13,10 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from optkit.graph.states import STATE_SLOTS, KVSpec, StateSpec, sequence_bytes
-from optkit.runtime.kv.pools import allocate, block_bytes, dtype_label
+from optkit.graph.kv_layout import ONE_GROUP, KVGroup, KVLayout, one_group, table_inputs
+from optkit.graph.states import STATE_SLOTS, KVSpec, StateSpec, recurrent_of, sequence_bytes
+from optkit.runtime.kv.pools import allocate_buffers, allocate_states, dtype_label
+from optkit.runtime.kv.windows import first_block
 from optkit.runtime.types import Batch, StateCopy
 
 
@@ -46,6 +48,7 @@ class ModelRunner:
 
     Args:
         num_slots: recurrent states that are kept, of sequences and checkpoints; unused by models without.
+        layout: the groups of layers with block tables of their own; None is one group, which keeps all tokens.
     """
 
     def __init__(
@@ -55,24 +58,25 @@ class ModelRunner:
         block_size: int,
         device: torch.device | str | None = None,
         num_slots: int = 0,
+        layout: KVLayout | None = None,
     ) -> None:
         where: torch.device | str = getattr(model, "device", "cpu") if device is None else device
         self.model, self.device = model, torch.device(where)
         self.num_blocks, self.block_size, self.vocab_size = num_blocks, block_size, model.vocab_size
-        self.kv_bytes = num_blocks * block_bytes(model.kv_specs, block_size)
+        self.layout = layout or one_group(model.states)
+        self.kv_windows, self.kv_bytes = self.layout.windows, self.layout.num_bytes(num_blocks, block_size)
         self.kv_dtype = dtype_label(model.kv_specs)
         self.weight_bytes, self.workspace_bytes = model.weight_bytes, model.workspace_bytes
         self.num_slots = num_slots if sequence_bytes(model.states) else 0
         self.state_bytes = self.num_slots * sequence_bytes(model.states)
-        pools = allocate(model.states, num_blocks, block_size, self.num_slots, self.device)
-        paged = {name for spec in model.kv_specs for name in spec.inputs}
-        self.kv_pools = {name: pool for name, pool in pools.items() if name in paged}
-        self.state_pools = {name: pool for name, pool in pools.items() if name not in paged}
+        self._buffers = allocate_buffers(self.layout, num_blocks, block_size, self.device)
+        self.kv_pools = self.layout.pools(self._buffers, block_size)
+        self.state_pools = allocate_states(recurrent_of(model.states), self.num_slots, self.device)
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> torch.Tensor:
         """Logits [sum of num_logits, vocab_size] float32, in batch order."""
-        arrays = batch_inputs(batch, self.block_size)
+        arrays = self.batch_inputs(batch)
         if self.num_slots:
             arrays[STATE_SLOTS] = state_slots(batch, self.num_slots)
         count = len(arrays["logits_index"])
@@ -83,6 +87,10 @@ class ModelRunner:
             inputs = {name: tensor.to(self.device) for name, tensor in inputs.items()}
         return self.model(inputs | self.kv_pools | self.state_pools)[:count]
 
+    def batch_inputs(self, batch: Batch) -> dict[str, np.ndarray]:
+        """The flattened token batch, with the block tables of each group of layers."""
+        return batch_inputs(batch, self.block_size, self.layout.groups, self.num_blocks)
+
     def copy_states(self, copies: Sequence[StateCopy]) -> None:
         """Copy recurrent states from slot to slot, in order."""
         for pool in self.state_pools.values():
@@ -90,16 +98,19 @@ class ModelRunner:
                 pool[copy.to].copy_(pool[copy.source])
 
     def read_block(self, block: int) -> np.ndarray:
-        """The KV of ``block`` in all layers, as bytes [n] uint8 on the host."""
-        rows = [pool[block].view(torch.uint8).flatten() for pool in self.kv_pools.values()]
-        return torch.cat(rows).cpu().numpy()
+        """The KV of ``block`` in the layers of its group, as bytes [n] uint8 on the host."""
+        return torch.cat(self._bytes_of(block)).cpu().numpy()
 
     def write_block(self, block: int, data: np.ndarray) -> None:
         """Write the bytes of ``read_block`` into any block."""
-        rows = [pool[block].view(torch.uint8) for pool in self.kv_pools.values()]
+        rows = self._bytes_of(block)
         parts = torch.tensor(data, device=self.device).split([row.numel() for row in rows])
         for row, part in zip(rows, parts, strict=True):
-            row.copy_(part.view_as(row))
+            row.copy_(part)
+
+    def _bytes_of(self, block: int) -> list[torch.Tensor]:
+        """The bytes of ``block`` in each buffer, as views."""
+        return [buffer[block] for pair in self._buffers for buffer in pair]
 
 
 def state_slots(batch: Batch, num_slots: int) -> np.ndarray:
@@ -114,14 +125,22 @@ def state_slots(batch: Batch, num_slots: int) -> np.ndarray:
     return np.array(slots, dtype=np.int32)
 
 
-def batch_inputs(batch: Batch, block_size: int) -> dict[str, np.ndarray]:
-    """The flattened token batch of docs/architecture.md, without the KV pools."""
-    if all(item.num_new == 1 for item in batch.items):
-        return decode_inputs(batch, block_size)
-    return chunk_inputs(batch, block_size)
+def batch_inputs(
+    batch: Batch, block_size: int, groups: Sequence[KVGroup] = ONE_GROUP, null: int = 0
+) -> dict[str, np.ndarray]:
+    """The flattened token batch of docs/architecture.md, without the KV pools.
+
+    Args:
+        groups: the groups of layers with block tables of their own.
+        null: the null block, which stands in the place of blocks before the window.
+    """
+    make = decode_inputs if all(item.num_new == 1 for item in batch.items) else chunk_inputs
+    return make(batch, block_size, groups, null)
 
 
-def chunk_inputs(batch: Batch, block_size: int) -> dict[str, np.ndarray]:
+def chunk_inputs(
+    batch: Batch, block_size: int, groups: Sequence[KVGroup] = ONE_GROUP, null: int = 0
+) -> dict[str, np.ndarray]:
     """``batch_inputs`` of a batch with any number of tokens of each request."""
     items = batch.items
     starts = np.array([item.request.num_computed for item in items], dtype=np.int64)  # [S]
@@ -130,39 +149,41 @@ def chunk_inputs(batch: Batch, block_size: int) -> dict[str, np.ndarray]:
     np.cumsum(counts, out=query_start[1:])
     rows = np.repeat(np.arange(len(items)), counts)  # [T]
     positions = np.arange(query_start[-1]) + (starts - query_start[:-1])[rows]  # [T]
-    tables = block_tables(batch, block_size)
-    return {
+    inputs: dict[str, np.ndarray] = {
         "input_ids": new_tokens(batch),
         "positions": positions,
-        "slot_mapping": tables[rows, positions // block_size].astype(np.int64) * block_size
-        + positions % block_size,
         "query_start": query_start.astype(np.int32),
         "seq_lens": (starts + counts).astype(np.int32),
-        "block_tables": tables,
         "logits_index": last_rows(query_start[1:], np.array([item.num_logits for item in items])),
     }
+    for number, group in enumerate(groups):
+        tables = block_tables(batch, block_size, number, group, null)
+        slots = tables[rows, positions // block_size].astype(np.int64) * block_size + positions % block_size
+        inputs |= zip(table_inputs(number), (slots, tables), strict=True)
+    return inputs
 
 
-def decode_inputs(batch: Batch, block_size: int) -> dict[str, np.ndarray]:
+def decode_inputs(
+    batch: Batch, block_size: int, groups: Sequence[KVGroup] = ONE_GROUP, null: int = 0
+) -> dict[str, np.ndarray]:
     """``batch_inputs`` of a batch with one token of each request."""
     requests = [item.request for item in batch.items]
     positions = [request.num_computed for request in requests]
-    count = len(requests)
-    return {
+    inputs: dict[str, np.ndarray] = {
         "input_ids": np.array([r.token_ids[at] for r, at in zip(requests, positions, strict=True)], np.int64),
         "positions": np.array(positions, np.int64),
-        "slot_mapping": np.array(
-            [
-                r.block_table[at // block_size] * block_size + at % block_size
-                for r, at in zip(requests, positions, strict=True)
-            ],
-            np.int64,
-        ),
-        "query_start": np.arange(count + 1, dtype=np.int32),
+        "query_start": np.arange(len(requests) + 1, dtype=np.int32),
         "seq_lens": np.array([at + 1 for at in positions], np.int32),
-        "block_tables": block_tables(batch, block_size),
         "logits_index": np.array([i for i, item in enumerate(batch.items) if item.num_logits], np.int64),
     }
+    for number, group in enumerate(groups):
+        tables = block_tables(batch, block_size, number, group, null)
+        slots = [
+            r.block_tables[number][at // block_size] * group.fraction * block_size + at % block_size
+            for r, at in zip(requests, positions, strict=True)
+        ]
+        inputs |= zip(table_inputs(number), (np.array(slots, np.int64), tables), strict=True)
+    return inputs
 
 
 def last_rows(ends: np.ndarray, counts: np.ndarray) -> np.ndarray:
@@ -179,10 +200,15 @@ def new_tokens(batch: Batch) -> np.ndarray:
     return np.array(ids, dtype=np.int64)
 
 
-def block_tables(batch: Batch, block_size: int) -> np.ndarray:
-    """[S, B] int32, padded with 0; only blocks with tokens up to the step."""
+def block_tables(batch: Batch, block_size: int, number: int, group: KVGroup, null: int) -> np.ndarray:
+    """[S, B] int32, padded with 0; only blocks with tokens up to the step, and from the first that a token reads."""
     used = [-(-(item.request.num_computed + item.num_new) // block_size) for item in batch.items]
     tables = np.zeros((len(used), max(used)), dtype=np.int32)
     for row, (item, count) in enumerate(zip(batch.items, used, strict=True)):
-        tables[row, :count] = item.request.block_table[:count]
+        table = item.request.block_tables[number]
+        first = first_block(group.window, item.request.num_computed, block_size)
+        tables[row, :first] = null
+        tables[row, first:count] = table[first:count] if first else table[:count]
+    if group.fraction > 1:
+        tables *= group.fraction
     return tables

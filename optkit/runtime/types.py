@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 QUEUE_TIMEOUT = "the request waited too long for its turn"
 PENDING = -1  # stands in a request for a token that the device is still computing (optkit.runtime.overlap)
 NO_SLOT = -1
+NO_BLOCK = -1  # stands in a block table for a block that was given back
 ALL_TOKENS = 1 << 62  # more than any request has
 
 
@@ -234,6 +235,11 @@ class Request:
     Invariant: ``0 <= num_computed <= len(token_ids)``; new work is ``token_ids[num_computed:]``.
 
     Attributes:
+        block_tables: a block table for each group of layers (``optkit.graph.kv_layout``); empty without a place. The
+            blocks before a window are ``NO_BLOCK``.
+        first_blocks: for each block table the number of ``NO_BLOCK`` entries, which are the first.
+        num_reserved: blocks reserved for the rest of the prefill.
+        num_admitted: tokens known at the admission, whose KV is computed by the prefill.
         state_slot: the slot of the recurrent state, for models that have one; ``NO_SLOT`` without.
         borders: numbers of tokens after which a checkpoint of the recurrent state is taken, ascending.
         rolling: the node with the request's latest checkpoint in the answer.
@@ -250,7 +256,10 @@ class Request:
     received: EngineRequest
     token_ids: list[int]
     num_computed: int = 0
-    block_table: list[int] = field(default_factory=list)
+    block_tables: list[list[int]] = field(default_factory=list)
+    first_blocks: list[int] = field(default_factory=list)
+    num_reserved: int = 0
+    num_admitted: int = 0
     state_slot: int = NO_SLOT
     borders: tuple[int, ...] = ()
     rolling: Node | None = None
@@ -368,6 +377,9 @@ class Runner(Protocol):
     kv_bytes: int  # memory of the KV pool
     state_bytes: int  # memory of the recurrent states, with the checkpoints
     kv_dtype: str  # element type, in words
+    kv_windows: tuple[
+        int, ...
+    ]  # window of each group of layers with block tables of its own; 0 keeps all tokens
     weight_bytes: int
 
     def workspace_bytes(self, num_tokens: int, num_rows: int) -> int:

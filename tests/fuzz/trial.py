@@ -99,10 +99,10 @@ def failure(stage: str, error: BaseException) -> Outcome:
 
 def few_blocks() -> None:
     """Have KV pools so small from now on that the prompts fill them, and what is past their end is reached."""
-    from optkit.runtime import factory
+    from optkit.graph.kv_layout import KVLayout
 
-    fitting = factory.blocks_for_bytes
-    factory.blocks_for_bytes = lambda *given: min(BLOCKS, fitting(*given))
+    fitting = KVLayout.blocks_in
+    KVLayout.blocks_in = lambda *given: min(BLOCKS, fitting(*given))
 
 
 def on_the_heap() -> None:

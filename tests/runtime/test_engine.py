@@ -114,6 +114,6 @@ def test_the_fake_notices_a_wrong_block() -> None:
     engine.scheduler.update(batch, [(7,)])
     item = engine.scheduler.schedule().items[0]
     good = engine.runner.execute(Batch((item,)))
-    item.request.block_table.reverse()
+    item.request.block_tables[0].reverse()
     assert not right.equal(good)
     assert not engine.runner.execute(Batch((item,))).equal(good)

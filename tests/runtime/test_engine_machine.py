@@ -27,14 +27,24 @@ from hypothesis.stateful import (
 from optkit.runtime.engine import Engine
 from optkit.runtime.kv.offload import CorruptBlock, MemoryBlocks
 from optkit.runtime.kv.prefix_cache import PrefixCache, sha256
+from optkit.runtime.kv.windows import most_blocks
 from optkit.runtime.sampling.proposer import SpeculationStats
 from optkit.runtime.scheduling.scheduler import Scheduler, SchedulerConfig
-from optkit.runtime.types import Batch, EngineRefusal, EngineRequest, FinishReason, Request, SamplingParams
+from optkit.runtime.types import (
+    NO_BLOCK,
+    Batch,
+    EngineRefusal,
+    EngineRequest,
+    FinishReason,
+    Request,
+    SamplingParams,
+)
 from tests.runtime.test_engine import VOCAB, solo
 from tests.support.fakes import FakeRunner
 from tests.support.histories import EngineHistory
 
 MAX_LEN = 24
+WINDOWS = ((0,), (0,), (0, 3), (0, 5, 5, 1), (4,), (2, 7))  # of the groups of layers
 STEMS = tuple(tuple(range(start, start + 16)) for start in (1, 1, 9))  # two alike, one that overlaps
 
 
@@ -113,6 +123,7 @@ class EngineMachine(RuleBasedStateMachine):
         chunk=st.integers(0, 8),
         recurrent=st.booleans(),
         checkpoints=st.integers(0, 6),
+        windows=st.sampled_from(WINDOWS),
     )
     def start(
         self,
@@ -128,7 +139,10 @@ class EngineMachine(RuleBasedStateMachine):
         chunk: int,
         recurrent: bool,
         checkpoints: int,
+        windows: tuple[int, ...],
     ) -> None:
+        windows = (0,) if recurrent else windows
+        blocks *= len(windows)
         self.config = SchedulerConfig(
             max_num_seqs=requests,
             max_num_batched_tokens=budget,
@@ -143,17 +157,21 @@ class EngineMachine(RuleBasedStateMachine):
             num_host_blocks=host_blocks * caching * (not recurrent),
             num_state_slots=requests * recurrent,
             num_checkpoints=checkpoints * recurrent,
+            kv_windows=windows,
         )
         self.clock, self.answers = Clock(), {}
         states = (requests + checkpoints) * recurrent
-        self.runner = FakeRunner(num_blocks=blocks, block_size=size, vocab_size=VOCAB, num_states=states)
+        sizes = {"num_blocks": blocks, "block_size": size, "vocab_size": VOCAB}
+        self.runner = FakeRunner(**sizes, num_states=states, windows=windows)
         self.store = UnreliableBlocks(max(host_blocks, 1), 8 * size)
         proposer = Guesser(self.answers) if guessing and not recurrent else None
         self.engine = Engine(self.runner, self.config, self.store, proposer, self.clock)
         self.engine.scheduler.schedule = self._schedule
         self.engine.scheduler.kv.worth_saving = lambda: True
         if caching and weak:
-            self.engine.scheduler.kv.cache = cache = PrefixCache(size, lambda data: sha256(data)[:1])
+            self.engine.scheduler.kv.cache = cache = PrefixCache(
+                size, lambda data: sha256(data)[:1], len(windows)
+            )
             cache._seed = bytes(32)  # the same collisions when Hypothesis repeats a history
         self.requests: dict[str, EngineRequest] = {}
         self.tokens: dict[str, list[int]] = {}
@@ -187,8 +205,7 @@ class EngineMachine(RuleBasedStateMachine):
             cache_salt=salt,
             priority=priority,
         )
-        need = min(len(prompt) + sampling.max_tokens, MAX_LEN) - 1
-        if need > self.config.num_blocks * self.config.block_size:
+        if self.config.refusal(len(prompt), sampling.max_tokens):
             with pytest.raises(EngineRefusal):
                 self.engine.add_request(r)
             return
@@ -232,6 +249,7 @@ class EngineMachine(RuleBasedStateMachine):
         outputs = self.engine.step()
         self.clock.now += 0.01
         assert self.batch.items or not running + waiting or scheduler.num_preemptions > losses
+        self._windows_are_bounded()
         if self.batch.items and not self.store.broken:
             self._fair(self.batch, running, waiting)
         for out in outputs:
@@ -240,6 +258,19 @@ class EngineMachine(RuleBasedStateMachine):
                 del self.requests[out.request_id]
                 got = (self.tokens[out.request_id], out.finish_reason, out.error)
                 assert got == self.wanted[out.request_id]
+
+    def _windows_are_bounded(self) -> None:
+        """A request holds no block before the window of the next query, and no more than the formula says."""
+        config = self.config
+        for request in self.engine.scheduler.running:
+            most = most_blocks(config.kv_windows, MAX_LEN, config.tokens_in_flight, config.block_size)
+            assert (
+                sum(len(t) - f for t, f in zip(request.block_tables, request.first_blocks, strict=True))
+                <= most
+            )
+            for table, window in zip(request.block_tables, config.kv_windows, strict=True):
+                unread = max(0, request.num_computed - window + 1) // config.block_size if window else 0
+                assert set(table[:unread]) <= {NO_BLOCK}
 
     @precondition(lambda self: self.requests)
     @rule(stay=st.sets(st.integers(1, 40), max_size=2))

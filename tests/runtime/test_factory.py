@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from optkit.errors import UserError
+from optkit.graph.kv_layout import one_group
 from optkit.lowering.lower import lower
 from optkit.recipe.engine_options import engine_options
 from optkit.recipe.load import load_recipe
@@ -19,6 +20,7 @@ from optkit.runtime.cuda.device import HostDevice
 from optkit.runtime.engine import Engine
 from optkit.runtime.runner import ModelRunner
 from optkit.runtime.sampling.proposer import Speculator
+from optkit.runtime.scheduling.cost_model import CostModel
 from optkit.runtime.types import SamplingParams
 from tests.support.graphs import captured
 from tests.support.recurrent_model import RecurrentModel
@@ -102,7 +104,7 @@ class Made(Exception):
 
 def test_kv_cache_gets_what_a_draft_model_leaves(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     model = lower(captured("llama"))
-    block = factory.block_bytes(model.kv_specs, RECIPE.runtime.block_size)
+    block = one_group(model.states).block_bytes(RECIPE.runtime.block_size)
     large, small = shelf.put("large"), shelf.put("small")
     drafted = blocks_on_a_gpu(shelf, monkeypatch, large, speculative_model=small)
     plain = blocks_on_a_gpu(shelf, monkeypatch, large)
@@ -210,3 +212,30 @@ def test_offload_and_speculation_are_refused_when_the_model_is_recurrent() -> No
         options = engine_options(None, {"speculative_model": method})
         with pytest.raises(UserError, match="wrong guesses can't be taken out"):
             factory.speculator(None, model, None, options)
+
+
+def test_a_model_with_windows_is_served_in_groups_and_gives_the_same_tokens() -> None:
+    model = lower(captured("gemma3_text"))
+    given = {"kv_cache_bytes": 1 << 18, "max_model_len": 128, "max_num_batched_tokens": 32, "max_num_seqs": 4}
+    options = engine_options(RECIPE, given)
+    config = factory.scheduler_config(model, options)
+    assert config.kv_windows == (0, 8, 8)
+    engine = factory.make_engine(model, config, None, None, None, CostModel())
+    plain_config = factory.scheduler_config(model, options, layout=one_group(model.states))
+    plain = Engine(ModelRunner(model, plain_config.num_blocks, plain_config.block_size), plain_config)
+    asked = [[3 + (7 * i + n) % 120 for i in range(50)] for n in range(5)]
+    params = SamplingParams(max_tokens=20, temperature=0.0)
+    assert engine.generate(asked, params) == plain.generate(asked, params)
+    block = options.block_size * model.kv_specs[0].token_bytes
+    assert (1 << 18) - block < engine.runner.kv_bytes <= 1 << 18
+    found, before = (each.info().memory_plan for each in (engine, plain))
+    assert found.num_bytes == engine.runner.kv_bytes and found.num_sequences > before.num_sequences
+    assert found.num_tokens > before.num_tokens
+
+
+def test_a_pool_too_small_for_two_blocks_of_each_group_is_refused() -> None:
+    model = lower(captured("gemma3_text"))
+    block = RECIPE.runtime.block_size * model.kv_specs[0].token_bytes
+    options = engine_options(RECIPE, {"kv_cache_bytes": 7 * block - 1})
+    with pytest.raises(UserError, match=f"do not hold 6 blocks \\({7 * block:,} bytes"):
+        factory.scheduler_config(model, options)

@@ -24,7 +24,7 @@ def item(num_prompt: int, num_computed: int, num_new: int, table: list[int]) -> 
     request = EngineRequest(
         request_id=str(num_prompt), prompt_ids=ids, sampling=SamplingParams(max_tokens=1), arrival=0.0
     )
-    return ScheduledRequest(Request(request, list(ids), num_computed, table), num_new)
+    return ScheduledRequest(Request(request, list(ids), num_computed, [table], [0]), num_new)
 
 
 def test_the_flattened_token_batch() -> None:
@@ -58,7 +58,7 @@ def single_tokens(draw: st.DrawFn) -> Batch:
             request_id=str(index), prompt_ids=tuple(ids), sampling=SamplingParams(max_tokens=1), arrival=0.0
         )
         scored = draw(st.booleans())
-        items.append(ScheduledRequest(Request(received, ids, computed, table), 1, all_logits=scored))
+        items.append(ScheduledRequest(Request(received, ids, computed, [table], [0]), 1, all_logits=scored))
     return Batch(tuple(items))
 
 

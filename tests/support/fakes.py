@@ -34,6 +34,9 @@ class FakeRunner:
     A token in a wrong slot, a block with two owners, a skipped chunk and a chunk at a wrong position change the
     output. So comparing with a solo run checks all KV bookkeeping.
 
+    With several ``windows`` the runner keeps the tokens in a block of each group, with the number of the group. A token
+    that a query reads in a window and that is not there changes the output; to read a block given back is an error.
+
     With ``num_states`` the runner also keeps a recurrent state in that many slots, a hash of the tokens that were run
     through the slot, and the output depends on it: a state from other tokens, or advanced twice, changes the output.
 
@@ -67,7 +70,9 @@ class FakeRunner:
         until: str = "",
         parts: bool = False,
         num_states: int = 0,
+        windows: tuple[int, ...] = (0,),
     ) -> None:
+        self.kv_windows = windows
         self.slow_token, self.until, self.parts = slow_token, Path(until), parts
         self.num_blocks, self.block_size, self.vocab_size = num_blocks, block_size, vocab_size
         self.step_delay, self.script = step_delay, script
@@ -108,16 +113,29 @@ class FakeRunner:
         self.slots[block * self.block_size : (block + 1) * self.block_size] = data.view(np.int64)
 
     def _write_and_read(self, item: ScheduledRequest) -> np.ndarray:
-        request, end = item.request, item.request.num_computed + item.num_new
-        positions = np.arange(end)
-        table = np.array(request.block_table)
-        slots = table[positions // self.block_size] * self.block_size + positions % self.block_size
-        self.slots[slots[request.num_computed :]] = item.new_tokens
+        request, groups = item.request, len(self.kv_windows)
+        places = [self._slots(item, group) for group in range(groups)]
+        for group, slots in enumerate(places):
+            self.slots[slots[len(slots) - item.num_new :]] = np.array(item.new_tokens) * groups + group
         if self.poison_token in request.token_ids:
             raise RuntimeError("poisoned")
         if self.die_token in request.token_ids:
             os.kill(os.getpid(), signal.SIGSEGV)  # as native code that fails does
-        return self.slots[slots]
+        known = np.array([*request.token_ids[: request.num_computed], *item.new_tokens], dtype=np.int64)
+        ids = self.slots[places[0]] // groups if not self.kv_windows[0] else known
+        for group, slots in enumerate(places):
+            found, wanted = self.slots[slots], known[len(known) - len(slots) :] * groups + group
+            if self.kv_windows[group] and (found != wanted).any():
+                ids = np.append(ids, found)
+        return ids
+
+    def _slots(self, item: ScheduledRequest, group: int) -> np.ndarray:
+        """The slots of the tokens that the queries of ``item`` read in ``group``."""
+        start, window = item.request.num_computed, self.kv_windows[group]
+        positions = np.arange(max(0, start - window + 1) if window else 0, start + item.num_new)
+        blocks = np.array(item.request.block_tables[group])[positions // self.block_size]
+        assert (blocks >= 0).all(), "a block was given back too early"
+        return blocks * self.block_size + positions % self.block_size
 
     def copy_states(self, copies: Sequence[StateCopy]) -> None:
         for copy in copies:
@@ -186,9 +204,8 @@ def fake_engine(options: dict[str, Any] | None = None) -> Engine:
     names = set(SchedulerConfig.__struct_fields__)
     config = SchedulerConfig(**limits | {name: options.pop(name) for name in names & options.keys()})
     states = config.num_state_slots and config.num_state_slots + config.num_checkpoints
-    runner = FakeRunner(
-        num_blocks=config.num_blocks, block_size=config.block_size, num_states=states, **options
-    )
+    sizes = {"num_blocks": config.num_blocks, "block_size": config.block_size}
+    runner = FakeRunner(**sizes, num_states=states, windows=config.kv_windows, **options)
     slots = config.num_host_blocks
     engine = Engine(runner, config, store=MemoryBlocks(slots, runner.read_block(0).nbytes) if slots else None)
     if slots:

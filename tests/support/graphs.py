@@ -39,13 +39,15 @@ CONTEXT = PassContext(TARGET, calibration)
 
 def captured(name: str, **overrides: Any) -> Graph:
     """A new clone of a tiny model's graph."""
-    return source(name, tuple(sorted(overrides.items()))).clone()
+    hashable = ((key, tuple(v) if isinstance(v, list) else v) for key, v in sorted(overrides.items()))
+    return source(name, tuple(hashable)).clone()
 
 
 @functools.cache
 def source(name: str, overrides: tuple[tuple[str, Any], ...]) -> Graph:
     boundary.register()
-    return capture(tiny_model(name, attention=boundary.NAME, **dict(overrides)))
+    options = {key: list(v) if isinstance(v, tuple) else v for key, v in overrides}
+    return capture(tiny_model(name, attention=boundary.NAME, **options))
 
 
 def checked(graph: Graph, name: str, **options: Any) -> tuple[Any, Plan]:

@@ -229,6 +229,7 @@ class FaultyHistory(RuleBasedStateMachine):
         timeout=st.sampled_from([None, 0.05, 0.5]),
         recurrent=st.booleans(),
         checkpoints=st.integers(0, 6),
+        windows=st.sampled_from([(0,), (0,), (0, 3), (4,), (2, 7)]),
     )
     def start(
         self,
@@ -243,10 +244,13 @@ class FaultyHistory(RuleBasedStateMachine):
         timeout: float | None,
         recurrent: bool,
         checkpoints: int,
+        windows: tuple[int, ...],
     ) -> None:
         recurrent = (
             recurrent and self.engine_class is Engine
         )  # steps of OverlapEngine run ahead of checkpoints
+        windows = (0,) if recurrent else windows
+        blocks *= len(windows)
         config = SchedulerConfig(
             max_num_seqs=requests,
             max_num_batched_tokens=budget,
@@ -261,6 +265,7 @@ class FaultyHistory(RuleBasedStateMachine):
             num_host_blocks=host_blocks * caching * (not recurrent),
             num_state_slots=requests * recurrent,
             num_checkpoints=checkpoints * recurrent,
+            kv_windows=windows,
         )
         self.now, self.total, self.faults = 0.0, 0, Faults()
         self.wanted: dict[str, tuple[list[int], FinishReason]] = {}
@@ -269,9 +274,8 @@ class FaultyHistory(RuleBasedStateMachine):
         self.tokens: dict[str, list[int]] = {}
         self.store = UnreliableBlocks(max(host_blocks, 1), 8 * size)
         states = (requests + checkpoints) * recurrent
-        runner = FaultyRunner(
-            self.faults, num_blocks=blocks, block_size=size, vocab_size=VOCAB, num_states=states
-        )
+        sizes = {"num_blocks": blocks, "block_size": size, "vocab_size": VOCAB}
+        runner = FaultyRunner(self.faults, **sizes, num_states=states, windows=windows)
         proposer = Guesser(self.answers, self.faults) if guessing and not recurrent else None
         self.engine = self.engine_class(runner, config, self.store, proposer, lambda: self.now)
         kv = self.engine.scheduler.kv

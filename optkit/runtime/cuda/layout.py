@@ -58,10 +58,21 @@ SAMPLING_INPUTS = ("temperature", "top_k", "top_p", "min_p", "uniform")
 
 @dataclass(frozen=True)
 class Layout:
-    """The offsets of the inputs of a step of ``shape`` with ``rows`` rows of logits."""
+    """The offsets of the inputs of a step of ``shape`` with ``rows`` rows of logits.
+
+    ``further`` are pairs of inputs: the first has a field like that of the second, such as the block tables of a
+    further group of layers (``KVLayout.further_inputs``), and its value where it has none.
+    """
 
     shape: StepShape
     rows: int
+    further: tuple[tuple[str, str], ...] = ()
+
+    @cached_property
+    def fields(self) -> dict[str, tuple[type, tuple[str, ...], float]]:
+        """Type, dimensions and padding by name, numbers of 8 bytes first."""
+        fields = FIELDS | {name: FIELDS[base] for name, base in self.further}
+        return dict(sorted(fields.items(), key=lambda field: -np.dtype(field[1][0]).itemsize))
 
     @cached_property
     def dimensions(self) -> dict[str, tuple[int, ...]]:
@@ -73,12 +84,12 @@ class Layout:
             "blocks": s.blocks,
             "rows": self.rows,
         }
-        return {name: tuple(sizes[d] for d in dims) for name, (_, dims, _) in FIELDS.items()}
+        return {name: tuple(sizes[d] for d in dims) for name, (_, dims, _) in self.fields.items()}
 
     @cached_property
     def offsets(self) -> dict[str, int]:
         offsets, at = {}, 0
-        for name, (kind, _, _) in FIELDS.items():
+        for name, (kind, _, _) in self.fields.items():
             offsets[name] = at
             at += int(np.prod(self.dimensions[name])) * np.dtype(kind).itemsize
         return offsets | {"": at}
@@ -89,20 +100,21 @@ class Layout:
 
     def pack(self, arrays: Mapping[str, np.ndarray], buffer: np.ndarray) -> None:
         """Write ``arrays`` into ``buffer`` [>= num_bytes] uint8, and padding into the rest of each input."""
-        for name, (kind, _, padding) in FIELDS.items():
+        base = dict(self.further)
+        for name, (kind, _, padding) in self.fields.items():
             shape, start = self.dimensions[name], self.offsets[name]
             count = int(np.prod(shape))
             view: np.ndarray = (
                 buffer[start : start + count * np.dtype(kind).itemsize].view(kind).reshape(shape)
             )
-            given = arrays[name]
+            given = arrays[name if name in arrays else base[name]]
             view[...] = given[-1] if name == "query_start" else padding
             view[tuple(slice(0, n) for n in given.shape)] = given
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
         """The inputs in ``buffer`` [>= num_bytes] uint8 on the device, as tensors on the same memory."""
         views = {}
-        for name, (kind, _, _) in FIELDS.items():
+        for name, (kind, _, _) in self.fields.items():
             shape, start = self.dimensions[name], self.offsets[name]
             dtype = getattr(torch, np.dtype(kind).name)
             count = int(np.prod(shape)) * dtype.itemsize
@@ -110,6 +122,6 @@ class Layout:
         return views
 
 
-def capacity(shape: StepShape) -> int:
+def capacity(shape: StepShape, further: tuple[tuple[str, str], ...] = ()) -> int:
     """Bytes for the inputs of every step within ``shape``, with logits for at most each token."""
-    return Layout(shape, shape.tokens).num_bytes
+    return Layout(shape, shape.tokens, further).num_bytes

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from optkit.graph.ir import BATCH_INPUTS
+from optkit.graph.kv_layout import KVLayout
 from optkit.graph.states import STATE_SLOTS
 from optkit.kernels import reference
 from optkit.kernels.whole_prompt import WholePrompt, whole_prompt
@@ -26,7 +27,7 @@ from optkit.runtime.cuda.buckets import Buckets
 from optkit.runtime.cuda.device import Device, Event, Replay
 from optkit.runtime.cuda.layout import SAMPLING_INPUTS, Layout, StepShape, capacity
 from optkit.runtime.cuda.sampling import FAILED, Sampler, has_filters, sampling_inputs
-from optkit.runtime.runner import ModelRunner, ServableModel, batch_inputs, state_slots
+from optkit.runtime.runner import ModelRunner, ServableModel, state_slots
 from optkit.runtime.sampling.sampler import BAD_LOGITS
 from optkit.runtime.types import PENDING, Batch, Failure, ScheduledRequest
 
@@ -84,13 +85,15 @@ class GraphRunner(ModelRunner):
         largest: StepShape,
         sample: Sampler = reference.sample,
         num_slots: int = 0,
+        layout: KVLayout | None = None,
     ) -> None:
-        super().__init__(model, num_blocks, block_size, device.torch_device, num_slots)
+        super().__init__(model, num_blocks, block_size, device.torch_device, num_slots, layout)
+        self.further = tuple(self.layout.further_inputs.items())
         self.gpu, self.largest, self.sample = device, largest, sample
         self.max_model_len = model.max_model_len
         self.buckets = Buckets((), (), largest.sequences, largest.blocks)
         self._graphs: dict[GraphKey, CapturedStep] = {}
-        size = capacity(largest)
+        size = capacity(largest, self.further)
         self._staging = itertools.cycle([Staging(device.pinned(size)) for _ in range(STEPS_IN_FLIGHT)])
         self._eager_inputs = torch.zeros(size, dtype=torch.uint8, device=self.device)
         self._sampled = torch.zeros(largest.tokens, dtype=torch.int64, device=self.device)
@@ -126,7 +129,7 @@ class GraphRunner(ModelRunner):
     @torch.inference_mode()
     def run_largest(self) -> None:
         """Run the largest step eagerly, without writing KV. The runtime must spare the allocated memory."""
-        layout = Layout(self.largest, self.largest.sequences)
+        layout = Layout(self.largest, self.largest.sequences, self.further)
         packed = np.zeros(layout.num_bytes, dtype=np.uint8)
         layout.pack(full_step(self.largest, self.block_size, self.max_model_len), packed)
         self._eager_inputs[: layout.num_bytes].copy_(torch.from_numpy(packed))
@@ -141,7 +144,7 @@ class GraphRunner(ModelRunner):
 
     def _capture(self, shape: StepShape, filtered: bool, whole: bool = False) -> tuple[CapturedStep, bool]:
         """A graph, and True for a graph of whole prompts only."""
-        layout = Layout(shape, shape.sequences)
+        layout = Layout(shape, shape.sequences, self.further)
         inputs = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=self.device)
         empty = np.zeros(layout.num_bytes, dtype=np.uint8)
         layout.pack(nothing(), empty)  # the warm-up must not write KV
@@ -192,7 +195,7 @@ class GraphRunner(ModelRunner):
 
     def _run(self, batch: Batch, due: Sequence[ScheduledRequest]) -> tuple[Tensor, int]:
         """Queue a step; returns the logits, and the number of valid rows."""
-        arrays = batch_inputs(batch, self.block_size)
+        arrays = self.batch_inputs(batch)
         arrays["input_ids"], arrays["source"] = self._sources(batch, arrays)
         arrays[STATE_SLOTS] = state_slots(batch, self.num_slots) if self.num_slots else np.zeros(0)
         count = len(arrays["logits_index"])
@@ -204,7 +207,8 @@ class GraphRunner(ModelRunner):
         shape = self.buckets.fit(tokens, sequences, len(arrays["logits_index"]))
         if shape is None:
             self.num_eager += 1
-            layout = Layout(StepShape(tokens, sequences, blocks), len(arrays["logits_index"]))
+            shape = StepShape(tokens, sequences, blocks)
+            layout = Layout(shape, len(arrays["logits_index"]), self.further)
             self._send(layout, arrays, self._eager_inputs)
             prompt = WholePrompt() if whole else None
             return self._compute(layout.views(self._eager_inputs), has_filters(due), prompt), count
@@ -228,7 +232,8 @@ class GraphRunner(ModelRunner):
         source = views["source"]
         known = views["input_ids"]
         before = self._sampled[source.clamp_min(0)].clamp_min(0)  # a failed row gives a token like any other
-        inputs = {name: views[name] for name in (*BATCH_INPUTS, STATE_SLOTS)}
+        names = (*BATCH_INPUTS, STATE_SLOTS, *self.layout.further_inputs)
+        inputs = {name: views[name] for name in names}
         inputs["input_ids"] = torch.where(source >= 0, before, known)
         with whole_prompt(prompt):
             logits = self.model(inputs | self.kv_pools | self.state_pools)

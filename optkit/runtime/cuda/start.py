@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from optkit.errors import UserError
+from optkit.graph.kv_layout import layout_of
 from optkit.graph.states import sequence_bytes
 from optkit.kernels import reference
 from optkit.runtime.cuda.buckets import Buckets, chunk_sizes, decode_sizes, likely_batches, most_graphs
@@ -22,7 +23,7 @@ from optkit.runtime.cuda.runner import GraphRunner
 from optkit.runtime.cuda.sampling import Sampler
 from optkit.runtime.engine import Engine
 from optkit.runtime.kv.offload import HostBlockStore
-from optkit.runtime.kv.pools import block_bytes, blocks_for_bytes
+from optkit.runtime.kv.windows import most_tokens
 from optkit.runtime.overlap import OverlapEngine
 from optkit.runtime.runner import ServableModel
 from optkit.runtime.scheduling.cost_model import CostModel
@@ -53,15 +54,16 @@ def kv_cache_bytes(
         UserError: not even two blocks are left.
     """
     free, total = device.free_memory()
-    trial = GraphRunner(model, 1, limits.block_size, device, largest_step(limits), num_slots=1)
+    layout = layout_of(model.states, limits.kv_windows)
+    trial = GraphRunner(model, 1, limits.block_size, device, largest_step(limits), num_slots=1, layout=layout)
     states = (limits.num_state_slots + limits.num_checkpoints) * sequence_bytes(model.states)
     step = device.peak_bytes(trial.run_largest)
     graphs = GRAPH_BYTES * most_graphs(limits.max_num_batched_tokens)
     left = int(total * gpu_memory_utilization) - (total - free) - 2 * step - graphs - draft_step - states
-    need = 2 * block_bytes(model.kv_specs, limits.block_size)
+    need = layout.num_bytes(2 * len(layout.groups), limits.block_size)
     if left < need:
         raise UserError(
-            f"{max(left, 0):,} bytes of {total:,} are left for the KV cache, two blocks need {need:,}",
+            f"{max(left, 0):,} bytes of {total:,} are left for the KV cache, the fewest blocks need {need:,}",
             where=str(device.torch_device),
             fix="lower max_num_batched_tokens, raise gpu_memory_utilization, or quantize the model",
         )
@@ -70,10 +72,10 @@ def kv_cache_bytes(
 
 def sized(model: ServableModel, limits: SchedulerConfig, num_bytes: int) -> SchedulerConfig:
     """``limits`` with as many blocks as fit ``num_bytes``."""
-    blocks = blocks_for_bytes(model.kv_specs, limits.block_size, num_bytes)
-    return msgspec.structs.replace(
-        limits, num_blocks=blocks, max_model_len=min(limits.max_model_len, blocks * limits.block_size)
-    )
+    blocks = layout_of(model.states, limits.kv_windows).blocks_in(num_bytes, limits.block_size)
+    step = limits.max_num_batched_tokens
+    room = most_tokens(limits.kv_windows, blocks, step, limits.block_size)
+    return msgspec.structs.replace(limits, num_blocks=blocks, max_model_len=min(limits.max_model_len, room))
 
 
 def largest_step(limits: SchedulerConfig) -> StepShape:
@@ -101,7 +103,8 @@ def gpu_engine(
     """
     largest = largest_step(config)
     slots = config.num_state_slots + config.num_checkpoints
-    runner = GraphRunner(model, config.num_blocks, config.block_size, device, largest, sample, slots)
+    layout = layout_of(model.states, config.kv_windows)
+    runner = GraphRunner(model, config.num_blocks, config.block_size, device, largest, sample, slots, layout)
     progress("measuring decode steps")
     weights = histogram or likely_batches(config.max_num_seqs)
     sizes = decode_sizes(weights, lambda batch: runner.measure(StepShape(batch, batch, largest.blocks)))

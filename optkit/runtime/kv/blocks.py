@@ -2,7 +2,7 @@
 
 The KV pool of every attention layer is an array of ``num_blocks`` blocks of ``block_size`` tokens (paged attention,
 Kwon et al. 2023). A request owns a list of block numbers, its *block table*: token ``t`` lives in slot ``table[t //
-block_size] * block_size + t % block_size``. All layers use the same table.
+block_size] * block_size + t % block_size``. All layers of a group (``optkit.graph.kv_layout``) use the same table.
 
 A block is in one of four states::
 
@@ -18,6 +18,8 @@ is called before).
 Placement matters: for a contiguous, ascending table an attention kernel may read K and V as a *view* of the pool. So
 a new table is placed, if possible, where the tokens still to come have room, too: the blocks after the table are
 *held*. A held block may still be given to another request.
+
+``reserved`` blocks are promised to requests in prefill and not available to others.
 
 Plain ints, no torch. ``_state`` is a byte per block, so ``bytearray.find`` finds a run of free blocks.
 """
@@ -47,7 +49,7 @@ class BlockManager:
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         self._keep, self._on_evict = keep, on_evict
-        self.num_used = 0
+        self.num_used = self.reserved = 0
         self._state = bytearray(num_blocks)
         self._references = [0] * num_blocks
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
@@ -59,8 +61,8 @@ class BlockManager:
 
     @property
     def num_available(self) -> int:
-        """The number of available blocks: free, held or cached."""
-        return self.num_blocks - self.num_used
+        """The number of available blocks: free, held or cached, and not reserved."""
+        return self.num_blocks - self.num_used - self.reserved
 
     def blocks_for(self, num_tokens: int) -> int:
         """The number of blocks for ``num_tokens`` tokens."""

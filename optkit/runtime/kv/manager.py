@@ -11,7 +11,16 @@ states (``StateSlots``).
 - **Release** (finish, abort, preemption) leaves published blocks cached. A preempted request finds the same blocks
   again, so no "swapping" is needed.
 - **Eviction** of a cached block saves the KV to a host block, if there is a store and loading is cheaper than
-  computing (``worth_saving``); else the node is dropped.
+  computing (``worth_saving``); else the KV is lost.
+
+A request has a block table for each group of layers (``optkit.graph.kv_layout``). A group with a window holds the
+blocks that a query to come reads (``optkit.runtime.kv.windows``):
+
+- After each step the blocks before the window are given back, published ones to the cache.
+- A prefix can be taken over where groups without a window have the KV of all nodes, and each window the KV of the nodes
+  in the window.
+- Admission allocates blocks for all known tokens in groups without a window. In a window it *reserves* the most blocks
+  that the prefill holds at once, and each chunk takes its blocks from there. So a prefill never runs out of blocks.
 
 Pure bookkeeping: copies are listed in ``transfers``, in order, and the engine makes the copies before the model runs.
 The order suffices: a block is saved before writing, and loaded before reading.
@@ -19,13 +28,14 @@ The order suffices: a block is saved before writing, and loaded before reading.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from optkit.runtime.kv.blocks import BlockManager
 from optkit.runtime.kv.offload import HostBlockTable
-from optkit.runtime.kv.prefix_cache import Node, PrefixCache
+from optkit.runtime.kv.prefix_cache import Node, NodeKV, PrefixCache
 from optkit.runtime.kv.states import StateSlots
-from optkit.runtime.types import ALL_TOKENS, Request, Transfer
+from optkit.runtime.kv.windows import first_block, widest
+from optkit.runtime.types import ALL_TOKENS, NO_BLOCK, Request, Transfer
 
 
 class KVManager:
@@ -36,6 +46,8 @@ class KVManager:
         cache: None shares nothing and keeps nothing.
         num_host_blocks: of the offload store; needs a ``cache``.
         num_state_slots, num_checkpoints: of ``StateSlots``; no slots for a model without recurrent states.
+        windows: the window of each group of layers in tokens; 0 is none.
+        tokens_in_flight: the most tokens of a request in steps without results.
     """
 
     def __init__(
@@ -46,42 +58,57 @@ class KVManager:
         num_host_blocks: int = 0,
         num_state_slots: int = 0,
         num_checkpoints: int = 0,
+        windows: Sequence[int] = (0,),
+        tokens_in_flight: int = 1,
     ) -> None:
         if num_host_blocks and num_state_slots:
             raise ValueError("a host block has no room for a recurrent state")
+        if any(windows) and num_state_slots:
+            raise ValueError("a recurrent state that is computed again needs the KV before each window")
         self.blocks = BlockManager(num_blocks, block_size, self._keep, self._evict)
         self.cache, self.block_size = cache, block_size
         self.host_blocks = HostBlockTable(num_host_blocks if cache is not None else 0)
         self.states = StateSlots(num_state_slots, num_checkpoints if cache is not None else 0, block_size)
+        self.windows = tuple(windows)
+        self._widest = [widest(window, tokens_in_flight, block_size) for window in windows]
+        self._windowed = [group for group, window in enumerate(windows) if window]
+        self._unlimited = [group for group, window in enumerate(windows) if not window]
         self.worth_saving: Callable[[], bool] = lambda: True
         self.reset_counters()
-        self._content: dict[int, Node] = {}  # block -> the node of its content
+        self._content: dict[int, NodeKV] = {}  # block -> its content
         self._transfers: list[Transfer] = []
 
     def cached_tokens(self, request: Request) -> int:
         """Tokens of ``request``, which has no blocks, with cached KV, if admitted now."""
-        return len(self._match(request)) * self.block_size
+        return len(self._match(request)[0]) * self.block_size
 
     def admit(self, request: Request, expected_tokens: int, spare: int = 0) -> bool:
-        """Allocate blocks for all tokens of ``request``, with the cached KV; False, with nothing changed, without room.
+        """Give ``request`` blocks for all tokens, with the cached KV; False, with nothing changed, without room.
 
         Args:
-            spare: blocks to stay available afterwards.
+            spare: blocks of each group to stay available afterwards.
         """
         if self.states.is_full:
             return False
-        found = self._found(request)
-        hits = self.states.usable(found)
-        present = [node.block for node in hits if node.block is not None]
-        need = self.blocks.blocks_for(len(request.token_ids)) - len(present)
-        idle = sum(self.blocks.is_cached(block) for block in present)
-        if need + spare > self.blocks.num_available - idle:
+        hits, found = self._match(request)
+        if not self._has_room(request, hits, spare):
             return False
-        self._take_over(request, hits, present, expected_tokens)
-        request.num_computed = len(request.nodes) * self.block_size
-        fits = self.blocks.extend(request.block_table, len(request.token_ids), expected_tokens)
-        assert fits, "blocks that were counted are gone"
-        self.states.assign(request, len(found))
+        if not self._take_over(request, hits, expected_tokens):
+            hits = []
+            if not self._has_room(request, hits, spare):
+                return False
+            self._take_over(request, hits, expected_tokens)
+        request.nodes = hits
+        request.num_computed = len(hits) * self.block_size
+        request.num_admitted = len(request.token_ids)
+        for group, window in enumerate(self.windows):
+            if not window:
+                fits = self.blocks.extend(
+                    request.block_tables[group], len(request.token_ids), expected_tokens
+                )
+                assert fits, "blocks that were counted are gone"
+        self._reserve(request)
+        self.states.assign(request, found)
         return True
 
     def count(self, request: Request) -> None:
@@ -97,17 +124,37 @@ class KVManager:
 
     def grow(self, request: Request, num_tokens: int, expected_tokens: int) -> bool:
         """Blocks for ``num_tokens`` tokens of ``request``; False, and nothing changed, if there are too few."""
-        return self.blocks.extend(request.block_table, num_tokens, expected_tokens)
+        tables, blocks = request.block_tables, self.blocks.blocks_for(num_tokens)
+        need = sum(max(0, blocks - len(table)) for table in tables)
+        if need > self.blocks.num_available + request.num_reserved:
+            return False
+        if need:
+            self._set_reserved(request, 0)
+            for table, window in zip(tables, self.windows, strict=True):
+                self.blocks.extend(table, num_tokens, num_tokens if window else expected_tokens)
+            self._reserve(request)
+        return True
+
+    def cover(self, request: Request, num_tokens: int) -> bool:
+        """Take the blocks of the next chunk of a prefill, up to ``num_tokens`` tokens, out of the reserved ones.
+
+        Returns True: the blocks are there.
+        """
+        if self._windowed:
+            fits = self.grow(request, num_tokens, num_tokens)
+            assert fits, "reserved blocks are gone"
+        return True
 
     def trim(self, request: Request) -> None:
         """Give back the blocks beyond the tokens of ``request``, which were for guesses."""
         need = self.blocks.blocks_for(len(request.token_ids))
-        spare = request.block_table[need:]
-        del request.block_table[need:]
-        self.blocks.free(spare)
+        for table in request.block_tables:
+            spare = table[need:]
+            del table[need:]
+            self.blocks.free(spare)
 
     def publish(self, request: Request, num_tokens: int | None = None) -> None:
-        """Publish the full blocks of ``request`` in the prefix cache.
+        """Publish the full blocks of ``request`` in the prefix cache, and give back the blocks before the windows.
 
         Args:
             num_tokens: tokens with KV for certain, if fewer than ``num_computed``.
@@ -123,11 +170,13 @@ class KVManager:
                 request.nodes.append(node)
         if not request.sealed:
             self.states.save(request, limit)
+        if self._windowed and request.block_tables:
+            self._slide(request, limit)
 
     def release(self, request: Request) -> None:
         """Free the blocks and the slot of ``request``; published blocks stay cached until the room is needed."""
         self.states.release(request)
-        self.blocks.free(request.block_table)
+        self._free_tables(request)
         request.nodes.clear()
         request.num_computed, request.num_shareable, request.sealed = 0, ALL_TOKENS, False
 
@@ -149,76 +198,131 @@ class KVManager:
 
     def failed(self, transfer: Transfer) -> None:
         """Record a failed ``transfer``, whose KV is missing."""
-        node = (
+        kv = (
             self._content.get(transfer.block)
             if not transfer.save
             else self.host_blocks.owner(transfer.host_block)
         )
-        if node is not None:
-            self._drop(node)
+        if kv is not None:
+            self._drop(kv.node)
 
     def check(self, requests: Iterable[Request]) -> None:
         """Raise AssertionError if the tables disagree."""
         requests = list(requests)
-        self.blocks.check(request.block_table for request in requests)
+        tables = [
+            (table, first)
+            for request in requests
+            for table, first in zip(request.block_tables, request.first_blocks, strict=True)
+        ]
+        held = {block for table, first in tables for block in table[first:]}
+        self.blocks.check(table[first:] for table, first in tables)
         self.states.check(requests)
         self.host_blocks.check()
-        for block, node in self._content.items():
-            assert node.block == block and self.cache is not None
-            assert self.blocks.is_cached(block) == (
-                not any(block in request.block_table for request in requests)
-            )
+        for block, kv in self._content.items():
+            assert kv.block == block and self.cache is not None
+            assert self.blocks.is_cached(block) == (block not in held)
+        assert all(
+            set(table[:first]) <= {NO_BLOCK} and NO_BLOCK not in table[first:] for table, first in tables
+        )
+        assert self.blocks.reserved == sum(request.num_reserved for request in requests)
+        assert self.blocks.num_available >= 0
         for request in requests:
             assert len(request.nodes) * self.block_size <= request.num_computed
+            for first, window in zip(request.first_blocks, self.windows, strict=True):
+                assert first <= first_block(window, request.num_computed, self.block_size)
 
-    def _match(self, request: Request) -> list[Node]:
-        """The nodes of the longest cached prefix of ``request`` that it can take over, short of all tokens."""
-        return self.states.usable(self._found(request))
+    # -- taking over a cached prefix -------------------------------------------------------------------
 
-    def _found(self, request: Request) -> list[Node]:
-        """The nodes of the longest prefix of ``request`` with cached KV, short of all tokens."""
+    def _match(self, request: Request) -> tuple[list[Node], int]:
+        """The nodes of the longest cached prefix of ``request`` that it can take over, short of all tokens.
+
+        The number is that of blocks with cached KV, which is larger where a recurrent state is missing at the end.
+        """
         if self.cache is None or not request.received.reads_prefix_cache:
-            return []
+            return [], 0
         salt, size = request.received.cache_salt, self.block_size
         nodes: list[Node] = []
         digests = self.cache.digests(salt, request.token_ids, request.digests)
         for i in range((len(request.token_ids) - 1) // size):
             parent = nodes[-1] if nodes else salt
             node = self.cache.find(digests[i], parent, tuple(request.token_ids[i * size : (i + 1) * size]))
-            if node is None:
+            if node is None or not all(node.kv[group].is_kept for group in self._unlimited):
                 break
             nodes.append(node)
-        return nodes
+        found = self._last_window(nodes)
+        usable = next((n for n in range(found, 0, -1) if self.states.resumes_at(nodes[n - 1])), 0)
+        return nodes[:usable], found
 
-    def _take_over(
-        self, request: Request, hits: list[Node], present: list[int], expected_tokens: int
-    ) -> None:
-        """Make the blocks of ``hits`` the beginning of the table of ``request``; blocks on the host are loaded."""
+    def _last_window(self, nodes: list[Node]) -> int:
+        """The length of the longest beginning of ``nodes`` at whose end each window has the KV of its nodes."""
+        length = len(nodes)
+        while length:
+            firsts = self._first_blocks(length * self.block_size)
+            lost = [
+                index
+                for group in self._windowed
+                for index in range(firsts[group], length)
+                if not nodes[index].kv[group].is_kept
+            ]
+            if not lost:
+                break
+            length = max(lost)  # the lost node is in the window of each longer one
+        return length
+
+    def _first_blocks(self, position: int) -> list[int]:
+        """For each group the first block that a query at ``position`` reads."""
+        return [first_block(window, position, self.block_size) for window in self.windows]
+
+    def _wanted(self, hits: list[Node]) -> list[list[NodeKV]]:
+        """The KV that a request with the prefix ``hits`` needs, for each group."""
+        firsts = self._first_blocks(len(hits) * self.block_size)
+        return [[node.kv[group] for node in hits[first:]] for group, first in enumerate(firsts)]
+
+    def _has_room(self, request: Request, hits: list[Node], spare: int) -> bool:
+        """True where ``request`` fits with the prefix ``hits``, and leaves ``spare`` blocks of each group."""
+        firsts = self._first_blocks(len(hits) * self.block_size)
+        present = [[kv.block for kv in kvs if kv.block is not None] for kvs in self._wanted(hits)]
+        total = self.blocks.blocks_for(len(request.token_ids))
+        need = sum(
+            max(0, min(total - first, most) - len(blocks))
+            for first, most, blocks in zip(firsts, self._widest, present, strict=True)
+        )
+        idle = sum(self.blocks.is_cached(block) for blocks in present for block in blocks)
+        return need + idle + spare * len(self.windows) <= self.blocks.num_available
+
+    def _take_over(self, request: Request, hits: list[Node], expected_tokens: int) -> bool:
+        """Make the blocks of ``hits`` the beginning of the tables of ``request``; blocks on the host are loaded.
+
+        False, with empty tables, where the store is so small that making room for a load evicted the content.
+        """
+        wanted = self._wanted(hits)
+        present = [kv.block for kvs in wanted for kv in kvs if kv.block is not None]
         for block in present:
             self.blocks.share(block)  # first, so that the loads below do not evict them
-        for node in hits:
-            if node.host_block is not None:
-                self.host_blocks.touch(node)
+        for kv in (kv for kvs in wanted for kv in kvs if kv.host_block is not None):
+            self.host_blocks.touch(kv)
+        request.first_blocks = self._first_blocks(len(hits) * self.block_size)
+        request.block_tables = [[NO_BLOCK] * first for first in request.first_blocks]
         left = list(present)
-        for node in hits:
-            if node.block is not None:
-                left.remove(node.block)
-                request.block_table.append(node.block)
-            elif node.host_block is None or not self._load(request, node, node.host_block, expected_tokens):
-                break  # the store is so small that making room for the load evicted the content
-            request.nodes.append(node)
-        self.blocks.free(left)
+        for table, kvs in zip(request.block_tables, wanted, strict=True):
+            for kv in kvs:
+                if kv.block is not None:
+                    left.remove(kv.block)
+                    table.append(kv.block)
+                elif kv.host_block is None or not self._load(table, kv, kv.host_block, expected_tokens):
+                    self.blocks.free(left)
+                    self._free_tables(request)
+                    return False
+        return True
 
-    def _load(self, request: Request, node: Node, host_block: int, expected_tokens: int) -> bool:
+    def _load(self, table: list[int], kv: NodeKV, host_block: int, expected_tokens: int) -> bool:
         """Load ``host_block`` into a new block; False if the eviction for the new block replaced the content."""
-        self.blocks.extend(
-            request.block_table, (len(request.block_table) + 1) * self.block_size, expected_tokens
-        )
-        if node.host_block != host_block:
+        self.blocks.extend(table, (len(table) + 1) * self.block_size, expected_tokens)
+        if kv.host_block != host_block:
             return False
-        node.block = request.block_table[-1]
-        self._content[node.block] = node
-        self._transfers.append(Transfer(node.block, host_block, save=False))
+        kv.block = table[-1]
+        self._content[kv.block] = kv
+        self._transfers.append(Transfer(kv.block, host_block, save=False))
         self.num_loads += 1
         return True
 
@@ -228,7 +332,7 @@ class KVManager:
             self.cache is not None
             and not request.sealed
             and (len(request.nodes) + 1) * self.block_size <= min(limit, request.num_shareable)
-            and len(request.nodes) < len(request.block_table)  # none after a preemption
+            and bool(request.block_tables)  # none after a preemption
         )
 
     def _is_reachable(self, request: Request, whole: bool) -> bool:
@@ -239,9 +343,45 @@ class KVManager:
         nodes = request.nodes if whole else request.nodes[-1:]
         return self.cache is not None and all(node in self.cache for node in nodes)
 
+    # -- windows ---------------------------------------------------------------------------------------
+
+    def _slide(self, request: Request, num_tokens: int) -> None:
+        """Give back the blocks that no query from position ``num_tokens`` on reads."""
+        for group in self._windowed:
+            table, first = request.block_tables[group], request.first_blocks[group]
+            stop = first_block(self.windows[group], num_tokens, self.block_size)
+            if stop > first:
+                self.blocks.free(table[first:stop])
+                table[first:stop] = [NO_BLOCK] * (stop - first)
+                request.first_blocks[group] = stop
+        self._reserve(request)
+
+    def _reserve(self, request: Request) -> None:
+        """Reserve the blocks that the rest of the prefill takes at most, beside the blocks of ``request``."""
+        total, missing = self.blocks.blocks_for(request.num_admitted), 0
+        for group in self._windowed:
+            length, first = len(request.block_tables[group]), request.first_blocks[group]
+            if length < total:
+                missing += max(0, min(total - first, self._widest[group]) - (length - first))
+        if missing != request.num_reserved:
+            self._set_reserved(request, missing)
+
+    def _set_reserved(self, request: Request, count: int) -> None:
+        self.blocks.reserved += count - request.num_reserved
+        request.num_reserved = count
+
+    def _free_tables(self, request: Request) -> None:
+        """Free all blocks of ``request``, the reserved ones, too."""
+        self._set_reserved(request, 0)
+        for table, first in zip(request.block_tables, request.first_blocks, strict=True):
+            self.blocks.free(table[first:])
+        request.block_tables, request.first_blocks, request.num_admitted = [], [], 0
+
+    # -- the tree --------------------------------------------------------------------------------------
+
     def _published(self, request: Request, index: int) -> Node | None:
         assert self.cache is not None
-        salt, size, block = request.received.cache_salt, self.block_size, request.block_table[index]
+        salt, size = request.received.cache_salt, self.block_size
         known = request.token_ids[: request.num_computed]  # later tokens may be pending
         digest = self.cache.digests(salt, known, request.digests)[index]
         parent = request.nodes[-1] if request.nodes else salt
@@ -250,37 +390,49 @@ class KVManager:
         if node is None:
             if orphan := self.cache.orphan(digest):
                 self._drop(orphan)
-            node = self.cache.add(digest, parent, tokens, block)
-        elif node.block is None:
-            node.block = block
-        if node is not None and node.block == block:
-            self._content[block] = node
+            node = self.cache.add(digest, parent, tokens)
+        if node is not None:
+            for kv, table in zip(node.kv, request.block_tables, strict=True):
+                if kv.block is None and table[index] != NO_BLOCK:
+                    kv.block = table[index]
+                    self._content[kv.block] = kv
         return node
 
     def _keep(self, block: int) -> bool:
         return block in self._content
 
     def _evict(self, block: int) -> None:
-        node = self._content.pop(block)
-        node.block = None
-        if node.host_block is None and self.host_blocks.num_host_blocks and self.worth_saving():
-            loser = self.host_blocks.take(node)
-            if loser is not None and loser.block is None:
-                self._drop(loser)
-            assert node.host_block is not None
-            self._transfers.append(Transfer(block, node.host_block, save=True))
+        kv = self._content.pop(block)
+        kv.block = None
+        if kv.host_block is None and self.host_blocks.num_host_blocks and self.worth_saving():
+            loser = self.host_blocks.take(kv)
+            if loser is not None:
+                self._wither(loser.node)
+            assert kv.host_block is not None
+            self._transfers.append(Transfer(block, kv.host_block, save=True))
             self.num_saves += 1
-        if node.host_block is None:
+        self._wither(kv.node)
+
+    def _wither(self, node: Node) -> None:
+        """Take ``node`` out of the tree if no group has its KV and no node is behind it; then so its parents."""
+        while self.cache is not None and node in self.cache and not any(kv.is_kept for kv in node.kv):
+            self.states.drop(node)
+            if node.num_children:
+                return
             self._drop(node)
+            if not isinstance(node.parent, Node):
+                return
+            node = node.parent
 
     def _drop(self, node: Node) -> None:
         """Take ``node`` out of all tables."""
         self.states.drop(node)
         if self.cache is not None:
             self.cache.drop(node)
-        if node.host_block is not None:
-            self.host_blocks.release(node)
-        if node.block is not None:
-            block, node.block = node.block, None
-            del self._content[block]
-            self.blocks.forget(block)
+        for kv in node.kv:
+            if kv.host_block is not None:
+                self.host_blocks.release(kv)
+            if kv.block is not None:
+                block, kv.block = kv.block, None
+                del self._content[block]
+                self.blocks.forget(block)

@@ -20,49 +20,49 @@ from typing import Protocol
 import numpy as np
 
 from optkit.errors import UserError
-from optkit.runtime.kv.prefix_cache import Node
+from optkit.runtime.kv.prefix_cache import NodeKV
 
 
 class HostBlockTable:
-    """The node of each host block. When all are taken, the least recently used host block is given away."""
+    """The content of each host block. When all are taken, the least recently used host block is given away."""
 
     def __init__(self, num_host_blocks: int) -> None:
         self.num_host_blocks = num_host_blocks
-        self._nodes: OrderedDict[int, Node] = OrderedDict()  # oldest first
+        self._content: OrderedDict[int, NodeKV] = OrderedDict()  # oldest first
         self._free = list(range(num_host_blocks))
 
     def __len__(self) -> int:
-        return len(self._nodes)
+        return len(self._content)
 
-    def take(self, node: Node) -> Node | None:
-        """Give ``node`` a host block; returns the node that lost its host block, or None."""
+    def take(self, kv: NodeKV) -> NodeKV | None:
+        """Give ``kv`` a host block; returns the KV that lost its host block, or None."""
         loser = None
         if not self._free:
-            loser = next(iter(self._nodes.values()))
+            loser = next(iter(self._content.values()))
             self.release(loser)
-        node.host_block = self._free.pop()
-        self._nodes[node.host_block] = node
+        kv.host_block = self._free.pop()
+        self._content[kv.host_block] = kv
         return loser
 
-    def touch(self, node: Node) -> None:
-        """Mark the host block of ``node`` as the most recently used."""
-        assert node.host_block is not None
-        self._nodes.move_to_end(node.host_block)
+    def touch(self, kv: NodeKV) -> None:
+        """Mark the host block of ``kv`` as the most recently used."""
+        assert kv.host_block is not None
+        self._content.move_to_end(kv.host_block)
 
-    def release(self, node: Node) -> None:
-        """Forget the content of the node's host block."""
-        assert node.host_block is not None and self._nodes[node.host_block] is node
-        del self._nodes[node.host_block]
-        self._free.append(node.host_block)
-        node.host_block = None
+    def release(self, kv: NodeKV) -> None:
+        """Forget the content of the host block of ``kv``."""
+        assert kv.host_block is not None and self._content[kv.host_block] is kv
+        del self._content[kv.host_block]
+        self._free.append(kv.host_block)
+        kv.host_block = None
 
-    def owner(self, host_block: int) -> Node | None:
-        return self._nodes.get(host_block)
+    def owner(self, host_block: int) -> NodeKV | None:
+        return self._content.get(host_block)
 
     def check(self) -> None:
         """Raise AssertionError if a host block is lost or owned twice."""
-        assert sorted([*self._nodes, *self._free]) == list(range(self.num_host_blocks))
-        assert all(node.host_block == host_block for host_block, node in self._nodes.items())
+        assert sorted([*self._content, *self._free]) == list(range(self.num_host_blocks))
+        assert all(kv.host_block == host_block for host_block, kv in self._content.items())
 
 
 class HostBlockStore(Protocol):

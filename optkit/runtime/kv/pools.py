@@ -1,28 +1,42 @@
 """KV cache: the memory of the pools, and the number of blocks in a size.
 
 Each attention layer has two pools, K [blocks, block_size, Hkv, D] and V [blocks, block_size, Hkv, Dv], of the dtype
-of its spec (an int8 row is four bytes longer, for the scale). All layers share the block numbers, so a block of KV
-is a row in *every* pool. Pools are allocated once, at start: the largest cost after the weights is known before the
-first request, and nothing grows while serving.
+of its spec (an int8 row is four bytes longer, for the scale). All layers of a group share the block numbers, and groups
+share the memory (``optkit.graph.kv_layout``). Pools are allocated once, at start: the largest cost after the weights is
+known before the first request, and nothing grows while serving.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 
 from optkit.errors import UserError
-from optkit.graph.states import KVSpec, StateSpec, kv_of, named_pools, sequence_bytes
+from optkit.graph.kv_layout import KVLayout
+from optkit.graph.states import (
+    KVSpec,
+    RecurrentSpec,
+    StateSpec,
+    kv_of,
+    named_pools,
+    sequence_bytes,
+    token_bytes,
+)
 from optkit.runtime.info import MemoryPlan
+from optkit.runtime.kv.windows import held_blocks
 
 __all__ = [
     "allocate",
-    "block_bytes",
-    "blocks_for_bytes",
+    "allocate_buffers",
+    "allocate_states",
     "dtype_label",
     "memory_plan",
 ]
+
+T = TypeVar("T")
+Buffers = list[tuple[torch.Tensor, ...]]
 
 
 def allocate(
@@ -32,31 +46,50 @@ def allocate(
     num_slots: int = 0,
     device: torch.device | str = "cpu",
 ) -> dict[str, torch.Tensor]:
-    """Zeroed pools by graph input. (On Linux the pages cost memory after the first write.)
+    """Zeroed pools by graph input, each with memory of its own. (On Linux the pages cost memory after the first write.)
+
+    Raises:
+        UserError: the memory is too small, or the size is beyond any tensor's.
+    """
+    size = num_blocks * block_size * token_bytes(kv_of(states))
+    return within(
+        lambda: named_pools(states, num_blocks, block_size, num_slots, device),
+        size,
+        num_slots * sequence_bytes(states),
+    )
+
+
+def allocate_buffers(
+    layout: KVLayout, num_blocks: int, block_size: int, device: torch.device | str = "cpu"
+) -> Buffers:
+    """The buffers of a pool of ``num_blocks`` blocks. Raises as ``allocate``."""
+    size = layout.num_bytes(num_blocks, block_size)
+    return within(lambda: layout.buffers(num_blocks, block_size, device), size, 0)
+
+
+def allocate_states(
+    states: Sequence[RecurrentSpec], num_slots: int, device: torch.device | str = "cpu"
+) -> dict[str, torch.Tensor]:
+    """Zeroed pools of recurrent states by graph input. Raises as ``allocate``."""
+    return within(lambda: named_pools(states, 0, 1, num_slots, device), 0, num_slots * sequence_bytes(states))
+
+
+def within(make: Callable[[], T], kv_bytes: int, state_bytes: int) -> T:
+    """The result of ``make()``, which allocates so many bytes.
 
     Raises:
         UserError: the memory is too small, or the size is beyond any tensor's.
     """
     try:
-        return named_pools(states, num_blocks, block_size, num_slots, device)
+        return make()
     except (OSError, ValueError, OverflowError, MemoryError, RuntimeError) as error:  # of mmap, torch
-        size = num_blocks * block_bytes(kv_of(states), block_size)
-        slots = num_slots * sequence_bytes(states)
+        parts = [f"{kv_bytes:,} bytes of KV cache"] * bool(kv_bytes)
+        parts += [f"{state_bytes:,} bytes of recurrent states"] * bool(state_bytes)
         raise UserError(
-            f"{size:,} bytes of KV cache{f' and {slots:,} of recurrent states' * bool(slots)} can't be had",
+            f"{' and '.join(parts)} can't be had",
             where="kv_cache_bytes",
-            fix=f"lower --kv-cache-bytes{' or --max-num-seqs' * bool(slots)}",
+            fix=f"lower --kv-cache-bytes{' or --max-num-seqs' * bool(state_bytes)}",
         ) from error
-
-
-def block_bytes(specs: Sequence[KVSpec], block_size: int) -> int:
-    """Bytes of a block over all layers."""
-    return block_size * sum(spec.token_bytes for spec in specs)
-
-
-def blocks_for_bytes(specs: Sequence[KVSpec], block_size: int, num_bytes: int) -> int:
-    """The number of blocks in ``num_bytes``; 0 if no block fits."""
-    return num_bytes // block_bytes(specs, block_size)
 
 
 def dtype_label(specs: Sequence[KVSpec]) -> str:
@@ -65,14 +98,24 @@ def dtype_label(specs: Sequence[KVSpec]) -> str:
 
 
 def memory_plan(
-    num_blocks: int, block_size: int, num_bytes: int, sequence_length: int, dtype: str
+    num_blocks: int,
+    block_size: int,
+    num_bytes: int,
+    sequence_length: int,
+    dtype: str,
+    windows: Sequence[int] = (0,),
 ) -> MemoryPlan:
-    """The memory plan of a pool: requests of ``sequence_length`` tokens in ``num_blocks`` blocks at once."""
+    """The memory plan of a pool: requests of ``sequence_length`` tokens in ``num_blocks`` blocks at once.
+
+    With ``windows`` the tokens of the pool are those of such requests.
+    """
+    held = held_blocks(windows, sequence_length, block_size)
+    tokens = num_blocks * sequence_length // held if any(windows) else num_blocks * block_size
     return MemoryPlan(
         num_blocks=num_blocks,
-        num_tokens=num_blocks * block_size,
+        num_tokens=tokens,
         num_bytes=num_bytes,
         sequence_length=sequence_length,
-        num_sequences=num_blocks // -(-sequence_length // block_size),
+        num_sequences=num_blocks // held,
         dtype=dtype,
     )

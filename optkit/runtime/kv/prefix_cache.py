@@ -10,7 +10,9 @@ different salts (tenants) share neither KV nor the time saved. A digest is only 
 and the identity of the parent are compared, so two prompts with equal digests can cost each other a hit, but never
 get each other's KV (as in CVE-2025-25183).
 
-A node lives while its KV is in a ``block`` of the pool, in a ``host_block`` of the offload store, or in both. Nodes
+The KV of a node is in a block for each group of layers (``optkit.graph.kv_layout``), a ``NodeKV``: in a ``block`` of
+the pool, in a ``host_block`` of the offload store, in both, or lost. A node lives while a group has its KV, or while a
+node behind it lives: a prompt needs the whole path, and of layers with a window only the KV at the path's end. Nodes
 without a parent in the tree cannot be reached; such nodes age out of the pool like every unused node.
 """
 
@@ -20,7 +22,7 @@ import hashlib
 import os
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 Digest = Callable[[bytes], bytes]
 
@@ -30,19 +32,37 @@ def sha256(data: bytes) -> bytes:
 
 
 @dataclass(eq=False, slots=True)
+class NodeKV:
+    """The places of the KV of ``node`` in the layers of a group."""
+
+    node: Node
+    block: int | None = None
+    host_block: int | None = None
+
+    @property
+    def is_kept(self) -> bool:
+        """True where the KV is in the pool or in the offload store."""
+        return self.block is not None or self.host_block is not None
+
+
+@dataclass(eq=False, slots=True)
 class Node:
     """A full block of tokens after ``parent``'s, and the places of the KV. The parent of a first block is the salt.
 
-    ``checkpoint`` is the slot with the recurrent state after the last token, if there is one. Nodes are compared by
-    identity: a node made again after a drop is another node.
+    Attributes:
+        kv: the places of the KV, for each group of layers.
+        checkpoint: the slot with the recurrent state after the last token, if there is one.
+        num_children: nodes in the tree with this node as the parent.
+
+    Nodes are compared by identity: a node made again after a drop is another node.
     """
 
     digest: bytes
     parent: Node | str
     tokens: tuple[int, ...]
-    block: int | None = None
-    host_block: int | None = None
+    kv: tuple[NodeKV, ...] = field(default=(), repr=False)
     checkpoint: int | None = None
+    num_children: int = 0
 
 
 class PrefixCache:
@@ -51,10 +71,11 @@ class PrefixCache:
     Args:
         block_size: tokens of a node.
         digest: the hash; tests use a colliding hash.
+        num_groups: groups of layers, each with KV of its own.
     """
 
-    def __init__(self, block_size: int, digest: Digest = sha256) -> None:
-        self.block_size = block_size
+    def __init__(self, block_size: int, digest: Digest = sha256, num_groups: int = 1) -> None:
+        self.block_size, self.num_groups = block_size, num_groups
         self._digest, self._seed = digest, os.urandom(32)
         self._nodes: dict[bytes, Node] = {}
 
@@ -75,11 +96,14 @@ class PrefixCache:
         node = self._nodes.get(digest)
         return node if node and node.parent == parent and node.tokens == tokens else None
 
-    def add(self, digest: bytes, parent: Node | str, tokens: tuple[int, ...], block: int) -> Node | None:
+    def add(self, digest: bytes, parent: Node | str, tokens: tuple[int, ...]) -> Node | None:
         """A new node for a newly filled block; None if the digest belongs to another node."""
         if digest in self._nodes:
             return None
-        node = self._nodes[digest] = Node(digest, parent, tokens, block)
+        node = self._nodes[digest] = Node(digest, parent, tokens)
+        node.kv = tuple(NodeKV(node) for _ in range(self.num_groups))
+        if isinstance(parent, Node):
+            parent.num_children += 1
         return node
 
     def __contains__(self, node: Node) -> bool:
@@ -94,6 +118,8 @@ class PrefixCache:
         """Take ``node`` out of the tree; dropping twice is harmless."""
         if node in self:
             del self._nodes[node.digest]
+            if isinstance(node.parent, Node):
+                node.parent.num_children -= 1
 
     def clear(self) -> list[Node]:
         """Drop and return all nodes."""

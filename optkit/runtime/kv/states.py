@@ -63,12 +63,9 @@ class StateSlots:
         """True where a request that needs a slot would get none."""
         return bool(self.num_slots) and not self._free
 
-    def usable(self, nodes: list[Node]) -> list[Node]:
-        """The part of ``nodes``, a cached prefix, that a request can take over: all up to the last checkpoint."""
-        if not self.num_slots:
-            return nodes
-        last = next((i for i in reversed(range(len(nodes))) if nodes[i].checkpoint is not None), -1)
-        return nodes[: last + 1]
+    def resumes_at(self, node: Node) -> bool:
+        """True where a request can take over a cached prefix that ends at ``node``."""
+        return not self.num_slots or node.checkpoint is not None
 
     def assign(self, request: Request, found: int) -> None:
         """Give ``request``, admitted with ``request.nodes``, a slot with the state after them.

@@ -73,19 +73,19 @@ class DraftModel:
         length = min(self.max_num_batched_tokens // count, self.max_model_len, room)
         params = SamplingParams(max_tokens=1)
         request = EngineRequest(request_id="", prompt_ids=(0,) * length, sampling=params, arrival=0.0)
-        shadows = [Request(request, [0] * length) for _ in range(count)]
+        shadows = [new_shadow(request, [0] * length) for _ in range(count)]
         try:
             for shadow in shadows:
-                self.blocks.extend(shadow.block_table, length, length)
+                self.blocks.extend(shadow.block_tables[0], length, length)
             self._step(shadows)
         finally:
             for shadow in shadows:
-                self.blocks.free(shadow.block_table)
+                self.blocks.free(shadow.block_tables[0])
 
     def _follow(self, request: Request, count: int) -> bool:
         """Bring the shadow of ``request`` up to date, with room for ``count`` guesses; False without room."""
         name, length = request.request_id, len(request.token_ids) + count
-        shadow = self._shadows.setdefault(name, Request(request.received, []))
+        shadow = self._shadows.setdefault(name, new_shadow(request.received, []))
         same = shadow.num_computed
         while shadow.token_ids[:same] != request.token_ids[:same]:  # rejected guesses, a few at the end
             same -= 1
@@ -93,7 +93,7 @@ class DraftModel:
         shadow.num_computed = min(same, len(request.token_ids) - 1)
         shadow.token_ids = list(request.token_ids)
         fits = known and length <= self.max_model_len
-        if fits and self.blocks.extend(shadow.block_table, length, length):
+        if fits and self.blocks.extend(shadow.block_tables[0], length, length):
             return True
         self._drop(name)
         return False
@@ -134,4 +134,9 @@ class DraftModel:
     def _drop(self, name: str) -> None:
         shadow = self._shadows.pop(name, None)
         if shadow is not None:
-            self.blocks.free(shadow.block_table)
+            self.blocks.free(shadow.block_tables[0])
+
+
+def new_shadow(received: EngineRequest, token_ids: list[int]) -> Request:
+    """A shadow without KV, with one block table for all layers: layers with a window keep all tokens, too."""
+    return Request(received, token_ids, block_tables=[[]], first_blocks=[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import get_args
 
 from optkit.recipe.engine_options import SchedulingOptions, value_type
+from optkit.runtime.kv.windows import most_blocks, most_tokens
 
 POLICIES = get_args(value_type("scheduling_policy"))
 LIMITS = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "block_size", "num_blocks")
@@ -22,6 +23,8 @@ class SchedulerConfig(SchedulingOptions, frozen=True, kw_only=True, forbid_unkno
         num_state_slots: slots of recurrent states, one for each running request; 0 for a model without.
         num_checkpoints: states kept for the prefix cache; 0 makes every prompt of such a model start anew.
         variant_limits: the most tokens of each variant of the layers but the last; empty for a single variant.
+        kv_windows: the window of each group of layers (``optkit.graph.kv_layout``) in tokens; 0 keeps all tokens.
+        steps_in_flight: steps that are queued before their results are known, set by the engine.
     """
 
     max_model_len: int
@@ -31,6 +34,8 @@ class SchedulerConfig(SchedulingOptions, frozen=True, kw_only=True, forbid_unkno
     num_state_slots: int = 0
     num_checkpoints: int = 0
     variant_limits: tuple[int, ...] = ()
+    kv_windows: tuple[int, ...] = (0,)
+    steps_in_flight: int = 1
 
     def __post_init__(self) -> None:
         for name in LIMITS:
@@ -53,6 +58,8 @@ class SchedulerConfig(SchedulingOptions, frozen=True, kw_only=True, forbid_unkno
             raise ValueError("num_state_slots must be max_num_seqs, a slot for each running request")
         if self.num_state_slots and self.num_host_blocks:
             raise ValueError("num_host_blocks must be 0 for a model with recurrent states")
+        if self.num_state_slots and any(self.kv_windows):
+            raise ValueError("kv_windows must be (0,) for a model with recurrent states")
         if self.enforce_ttft_slo and not self.ttft_slo_ms:
             raise ValueError("enforce_ttft_slo needs a ttft_slo_ms")
 
@@ -65,6 +72,11 @@ class SchedulerConfig(SchedulingOptions, frozen=True, kw_only=True, forbid_unkno
     def prefill_target(self) -> int:
         """Prompt tokens after which a step takes no further prompt."""
         return self.prefill_target_tokens or self.max_num_batched_tokens
+
+    @property
+    def tokens_in_flight(self) -> int:
+        """The most tokens of a request in steps without results."""
+        return self.max_num_batched_tokens * self.steps_in_flight
 
     def final_length(self, num_prompt: int, max_tokens: int) -> int:
         """The most tokens of a request, prompt and answer."""
@@ -79,7 +91,8 @@ class SchedulerConfig(SchedulingOptions, frozen=True, kw_only=True, forbid_unkno
         if num_prompt >= self.max_model_len:
             return f"the prompt has {num_prompt} tokens; the context of {self.max_model_len} leaves no room to answer"
         need = self.final_length(num_prompt, max_tokens) - 1  # the last token is never computed
-        room = self.num_blocks * self.block_size
-        if need > room:
+        step = self.tokens_in_flight
+        if most_blocks(self.kv_windows, need, step, self.block_size) > self.num_blocks:
+            room = most_tokens(self.kv_windows, self.num_blocks, step, self.block_size)
             return f"the prompt and max_tokens need {need} tokens of KV cache; there are {room}"
         return None

@@ -46,7 +46,7 @@ class Forecast:
         prefill += sum(self.cost.prefill_seconds(tokens, request.num_computed) for request, tokens in before)
         chunk = min(self.policy.chunk_limit(decodes, 0), self.config.max_num_batched_tokens)
         num_steps = -(-(work + sum(tokens for _, tokens in before)) // chunk)
-        num_waiting = sum(not request.block_table for request, _ in before)
+        num_waiting = sum(not request.block_tables for request, _ in before)
         num_steps += self._steps_until_place(running, num_waiting)
         return prefill + num_steps * self.cost.seconds(decodes)
 

@@ -12,10 +12,10 @@ chunked prefill, Agrawal et al. 2023), in this order:
    tokens and for KV blocks, so prompts advance in each step as far as without guesses.
 
 Order: ``running`` and ``waiting`` are sorted by *rank*, which the policy (``fcfs`` or ``slo``) fixes on arrival.
-Admission allocates KV for all known tokens, so only decodes can run out of blocks. Then the *last* running request in
-rank is preempted: the blocks are freed and the request waits to be admitted again, with the tokens generated so far.
-KV still cached or offloaded by then is taken over, the rest is computed again. The first request in rank is never
-preempted and ``refusal`` turns away requests too large for the pool, so some request always advances.
+Admission allocates or reserves KV for all known tokens, so only decodes can run out of blocks. Then the *last* running
+request in rank is preempted: the blocks are freed and the request waits to be admitted again, with the tokens generated
+so far. KV still cached or offloaded by then is taken over, the rest is computed again. The first request in rank is
+never preempted and ``refusal`` turns away requests too large for the pool, so some request always advances.
 
 An exception in the work for a request (``_guarded``) ends only the request.
 """
@@ -28,6 +28,8 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
+
+import msgspec
 
 from optkit.runtime.kv.manager import KVManager
 from optkit.runtime.kv.prefix_cache import PrefixCache
@@ -87,6 +89,8 @@ class Scheduler:
         announce: called before a step with the ids of the requests beginning in the step.
     """
 
+    steps_in_flight = 1  # steps that are queued before their results are known
+
     def __init__(
         self,
         config: SchedulerConfig,
@@ -94,8 +98,10 @@ class Scheduler:
         cost: CostModel | None = None,
         proposer: Proposer | None = None,
     ) -> None:
+        config = msgspec.structs.replace(config, steps_in_flight=self.steps_in_flight)
         self.config, self.clock, self.cost = config, clock, cost or CostModel()
-        cache = PrefixCache(config.block_size) if config.enable_prefix_caching else None
+        groups = len(config.kv_windows)
+        cache = PrefixCache(config.block_size, num_groups=groups) if config.enable_prefix_caching else None
         self.kv = KVManager(
             config.num_blocks,
             config.block_size,
@@ -103,6 +109,8 @@ class Scheduler:
             config.num_host_blocks,
             config.num_state_slots,
             config.num_checkpoints,
+            config.kv_windows,
+            config.tokens_in_flight,
         )
         self.policy = make_policy(config, self.cost)
         self.forecast = Forecast(config, self.policy, self.cost)
@@ -186,8 +194,9 @@ class Scheduler:
         """Handle a failed save or load of KV: requests with the block start over."""
         self.kv.failed(transfer)
         if not transfer.save:
-            for request in [request for request in self.running if transfer.block in request.block_table]:
-                self.preempt(request)
+            for request in list(self.running):
+                if any(transfer.block in table for table in request.block_tables):
+                    self.preempt(request)
 
     def preempt(self, request: Request) -> None:
         """Free the blocks of a running request; the request waits, at the same rank, to be admitted again."""
@@ -249,8 +258,10 @@ class Scheduler:
             assert queue == sorted(queue, key=_rank)
         for request in everyone:
             assert 0 <= request.num_computed < len(request.token_ids) <= self.config.max_model_len
-            assert len(request.block_table) >= self.kv.blocks.blocks_for(request.num_computed)
-        assert not any(request.block_table for request in self.waiting)
+            need = self.kv.blocks.blocks_for(request.num_computed)
+            assert all(len(table) >= need for table in request.block_tables)
+        assert all(request.block_tables for request in self.running)
+        assert not any(request.block_tables for request in self.waiting)
         self.kv.check(self.running)
 
     def _announce_begun(self) -> None:
@@ -339,7 +350,7 @@ class Scheduler:
         full = False  # no waiting request can be admitted; running ones go on
         partial = [request for request in self.running if request.num_pending > 1]
         for request in heapq.merge(partial, self._admissible(), key=_rank):
-            if full and not request.block_table:
+            if full and not request.block_tables:
                 continue
             limit = min(left, target) if items else left
             if limit < 1:
@@ -349,13 +360,15 @@ class Scheduler:
                 continue
             if items and work > limit:
                 break
-            if not request.block_table and not self._guarded(request, self._admit, request):
+            if not request.block_tables and not self._guarded(request, self._admit, request):
                 full = full or request in self.waiting
                 continue
             num_new = min(request.num_pending, limit)
             if not items:
                 num_new = min(num_new, self.policy.chunk_limit(busy, request.num_computed))
             num_new = self.kv.states.cut(request, num_new)
+            if not self._guarded(request, self.kv.cover, request, request.num_computed + num_new):
+                continue
             items.append(ScheduledRequest(request, num_new))
             left, target = left - num_new, target - num_new
         return items
@@ -366,7 +379,7 @@ class Scheduler:
 
     def _work(self, request: Request) -> int:
         """Tokens of ``request`` left for a prefill from here on."""
-        return request.num_pending - (0 if request.block_table else self.kv.cached_tokens(request))
+        return request.num_pending - (0 if request.block_tables else self.kv.cached_tokens(request))
 
     def _admit(self, request: Request) -> bool:
         """Move ``request`` from ``waiting`` to ``running``, if there is room for the first in line."""

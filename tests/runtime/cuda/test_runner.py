@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,7 +11,9 @@ import msgspec
 import pytest
 from torch import Tensor
 
+from optkit.graph.kv_layout import kv_layout
 from optkit.kernels.whole_prompt import current_whole_prompt
+from optkit.lowering.lower import lower
 from optkit.runtime.cuda.buckets import Buckets, chunk_sizes
 from optkit.runtime.cuda.device import HostDevice, Replay
 from optkit.runtime.cuda.runner import GraphRunner
@@ -19,7 +22,8 @@ from optkit.runtime.engine import Engine
 from optkit.runtime.overlap import OverlapEngine
 from optkit.runtime.runner import ModelRunner
 from optkit.runtime.scheduling.scheduler import SchedulerConfig
-from optkit.runtime.types import SamplingParams
+from optkit.runtime.types import SamplingParams, TokenOutput
+from tests.support.graphs import captured
 from tests.support.host_device import CONFIG, GREEDY, model
 from tests.support.tiny_runtime import prompts
 
@@ -164,3 +168,32 @@ def test_whole_prompts_have_graphs_of_their_own() -> None:
     ahead = OverlapEngine(runner, config)
     assert ahead.generate(prompts(6), GREEDY) == plain.generate(prompts(6), GREEDY)
     assert relying.relied > 0 and relying.missed == 0 and runner.num_eager == 0
+
+
+def test_windows_give_blocks_back_when_steps_run_ahead() -> None:
+    """A queued step still reads the window of a step whose results are on their way."""
+    windowed = lower(captured("gemma3_text"))
+    layout = kv_layout(windowed.states)
+    assert layout.windows == (0, 8, 8)
+    limits = {"max_num_seqs": 3, "max_num_batched_tokens": 11, "block_size": 4, "max_model_len": 96}
+    plain = SchedulerConfig(**limits, num_blocks=96)
+    config = SchedulerConfig(**limits, num_blocks=72, kv_windows=layout.windows)
+    asked = [prompt[:60] for prompt in prompts(7, stems=2)]
+    params = [SamplingParams(max_tokens=25, temperature=i % 2, seed=i) for i in range(7)]
+    kept = Engine(ModelRunner(windowed, 96, 4), plain).generate(asked, params)
+    ahead = gpu_engine(windowed, config, Recorder())
+    assert isinstance(ahead, OverlapEngine) and ahead.config.tokens_in_flight == 22
+    assert ahead.generate(asked, params) == kept
+    step, scheduler, turn = ahead.step, ahead.scheduler, itertools.count(1)
+
+    def preempting() -> list[TokenOutput]:
+        if next(turn) % 9 == 0 and scheduler.running:
+            scheduler.preempt(scheduler.running[-1])
+        return step()
+
+    ahead.step = preempting
+    assert ahead.generate(asked, params) == kept
+    stats = ahead.stats()
+    assert stats.graph_replays > 0 and stats.prefix_cache_hits > 0 and stats.kv_blocks_used == 0
+    assert stats.num_preemptions > 0
+    ahead.scheduler.check()

@@ -20,7 +20,7 @@ from optkit.runtime.kv.offload import (
     MemoryBlocks,
     open_store,
 )
-from optkit.runtime.kv.prefix_cache import Node
+from optkit.runtime.kv.prefix_cache import Node, NodeKV
 from optkit.runtime.types import SamplingParams
 from tests.runtime.kv.test_prefix_cache import cached
 from tests.support import tiny_runtime
@@ -29,13 +29,13 @@ from tests.support.fakes import FakeRunner, fake_engine
 needs_native = pytest.mark.skipif(not native.available(), reason=str(native.missing_reason()))
 
 
-def node(name: int) -> Node:
-    return Node(bytes([name]), "", (name,))
+def node_kv(name: int) -> NodeKV:
+    return NodeKV(Node(bytes([name]), "", (name,)))
 
 
 def test_a_full_table_gives_away_the_slot_not_used_for_longest() -> None:
     table = HostBlockTable(2)
-    a, b, c = node(1), node(2), node(3)
+    a, b, c = node_kv(1), node_kv(2), node_kv(3)
     assert table.take(a) is None and table.take(b) is None
     table.touch(a)
     assert table.take(c) is b and b.host_block is None

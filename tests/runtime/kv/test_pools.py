@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from optkit.graph.kv_layout import one_group
 from optkit.graph.states import KVSpec, RecurrentSpec
-from optkit.runtime.kv.pools import allocate, block_bytes, blocks_for_bytes, dtype_label, memory_plan
+from optkit.runtime.kv.pools import allocate, dtype_label, memory_plan
 
 
 def test_pools_have_the_shapes_of_their_specs() -> None:
@@ -27,16 +28,18 @@ def test_a_row_of_an_int8_pool_has_room_for_its_scale() -> None:
 def test_int8_holds_almost_four_times_the_tokens() -> None:
     floats = [KVSpec(layer, 3, 64, 64) for layer in range(30)]
     int8 = [KVSpec(layer, 3, 64, 64, "int8") for layer in range(30)]
-    assert block_bytes(int8, 16) / block_bytes(floats, 16) == 68 / 256
-    assert blocks_for_bytes(int8, 16, 1 << 28) == int(blocks_for_bytes(floats, 16, 1 << 28) * 256 / 68)
+    small, large = one_group(int8), one_group(floats)
+    assert small.block_bytes(16) / large.block_bytes(16) == 68 / 256
+    assert small.blocks_in(1 << 28, 16) == int(large.blocks_in(1 << 28, 16) * 256 / 68)
     assert dtype_label(int8) == "int8" and dtype_label(int8 + floats) == "float32 and int8"
 
 
 def test_memory_arithmetic_agrees_with_the_allocation() -> None:
     specs = [KVSpec(0, 2, 8, 4), KVSpec(1, 1, 6, 6, "int8")]
     total = sum(t.nbytes for t in allocate(specs, 5, 16).values())
-    assert 5 * block_bytes(specs, 16) == total
-    assert blocks_for_bytes(specs, 16, total) == 5
-    assert blocks_for_bytes(specs, 16, total - 1) == 4
+    layout = one_group(specs)
+    assert 5 * layout.block_bytes(16) == layout.num_bytes(5, 16) == total
+    assert layout.blocks_in(total, 16) == 5
+    assert layout.blocks_in(total - 1, 16) == 4
     plan = memory_plan(5, 16, total, sequence_length=33, dtype="float32 and int8")
     assert (plan.num_tokens, plan.num_sequences, plan.num_bytes) == (80, 1, total)

@@ -63,13 +63,13 @@ def test_a_digest_depends_on_everything_before_it_on_the_salt_and_on_the_process
 def test_equal_digests_are_no_proof() -> None:
     """Same digest, same tokens: still another node after another parent, or under another salt."""
     cache = PrefixCache(2, lambda data: b"")
-    one = cache.add(b"", "", (1, 2), 0)
+    one = cache.add(b"", "", (1, 2))
     assert one is not None
     assert cache.find(b"", "", (1, 2)) is one
     assert cache.find(b"", "tenant", (1, 2)) is None
     assert cache.find(b"", "", (1, 3)) is None
     assert cache.find(b"", one, (1, 2)) is None
-    assert cache.add(b"", "", (5, 6), 1) is None, "a collision replaced what was there"
+    assert cache.add(b"", "", (5, 6)) is None, "a collision replaced what was there"
 
 
 # -- the engine -----------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ def test_no_checkpoint_is_taken_when_the_request_stands_inside_of_a_block() -> N
     received = EngineRequest(request_id="a", prompt_ids=(1, 2, 3, 4), sampling=params, arrival=0.0)
     request = Request(received, [1, 2, 3, 4])
     slots.assign(request, 0)
-    node = Node(b"", "", (1, 2, 3, 4), block=0)
+    node = Node(b"", "", (1, 2, 3, 4))
     request.nodes.append(node)
     slots.save(request, BLOCK)
     assert slots.take_copies() == (StateCopy(0, 1),) and node.checkpoint == 1

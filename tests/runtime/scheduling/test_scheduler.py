@@ -75,7 +75,7 @@ def test_the_youngest_is_preempted_and_recomputed_with_its_output() -> None:
     young = scheduler.waiting[0]
     generated = len(young.token_ids)
     assert young.request_id == "young", "the newcomer overtook it"
-    assert generated > 4 and young.num_computed == 0 and not young.block_table
+    assert generated > 4 and young.num_computed == 0 and not young.block_tables
     while young in scheduler.waiting:
         last = advance(scheduler)
     assert ("young", generated) in last
