@@ -44,8 +44,8 @@ BLOCK_TOKENS, LEAST_BLOCK_TOKENS = 64, 32  # with fewer tokens a thread, threads
 # for all. Experts are not among them: an expert wants all of its tokens at once.
 BY_ROWS = frozenset(
     (
-        "rms_norm", "layer_norm", "gated", "rope", "rope_table", "add", "quantize_per_token", "linear_w8a8",
-        "linear_w4a8", "linear_w8a16", "linear_w4a16", "gather_rows", "gather_w8_rows",
+        "rms_norm", "layer_norm", "gated", "rope", "rope_table", "add", "multiply", "softplus", "quantize_per_token",
+        "linear_w8a8", "linear_w4a8", "linear_w8a16", "linear_w4a16", "head_linear", "gather_rows", "gather_w8_rows",
     )
 )  # fmt: skip
 
