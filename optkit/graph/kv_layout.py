@@ -5,9 +5,9 @@ window need the same blocks and form *groups*; a sequence has a block table for 
 read alike has one group.
 
 All groups take their blocks from one pool. The pool is a list of *slots*, each with a K and a V buffer, or with one for
-latent KV. Block b is row b of every buffer. The owner of a block is a group of a sequence: in the first slot the row has
-the KV of the group's first layer, in the second slot of the second layer, and so on. So the layers of two groups lie in
-the same memory, at different rows::
+latent KV. Block b is row b of every buffer. The owner of a block is a group of a sequence: in the first slot the row
+has the KV of the group's first layer, in the second slot of the second layer, and so on. So the layers of two groups
+lie in the same memory, at different rows::
 
     block table of      slot 0     slot 1     slot 2
     full layers    b0:  layer 5    layer 11   layer 17

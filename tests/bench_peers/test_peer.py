@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -243,15 +244,15 @@ def test_optkit_and_transformers_are_started_by_optkit_bench(model, tmp_path):
 def test_an_environment_is_made_once_for_each_set_of_pins(model, monkeypatch):
     commands = []
     monkeypatch.setattr(peer, "run", lambda command, env=None: commands.append((list(command), env)) or "")
-    venv = peer.Venv("x", ("a==1",), remove=("b",), env={"FLAG": "1"})
+    venv = peer.Venv("x", ("a==1",), remove=("b",), env={"FLAG": "1"}, build_env={"JOBS": "2"})
     venv.folder.mkdir(parents=True)
     assert not venv.made()
     venv.make(lambda _line: None)
     assert venv.made()
     words = [command for command, _ in commands]
     assert words[0][1:3] == ["-m", "venv"] and words[1][-1] == "a==1" and words[2][-2:] == ["-y", "b"]
-    assert commands[1][1] == {"FLAG": "1"}
-    venv.make(lambda _line: None)
+    assert commands[1][1] == {"FLAG": "1", "JOBS": "2"}
+    replace(venv, build_env={"JOBS": "1"}).make(lambda _line: None)
     assert len(commands) == 3
     assert not peer.Venv("x", ("a==2",)).made()
 
