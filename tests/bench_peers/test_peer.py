@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -252,7 +251,7 @@ def test_an_environment_is_made_once_for_each_set_of_pins(model, monkeypatch):
     words = [command for command, _ in commands]
     assert words[0][1:3] == ["-m", "venv"] and words[1][-1] == "a==1" and words[2][-2:] == ["-y", "b"]
     assert commands[1][1] == {"FLAG": "1", "JOBS": "2"}
-    replace(venv, build_env={"JOBS": "1"}).make(lambda _line: None)
+    dataclasses.replace(venv, build_env={"JOBS": "1"}).make(lambda _line: None)
     assert len(commands) == 3
     assert not peer.Venv("x", ("a==2",)).made()
 
