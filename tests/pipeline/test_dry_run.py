@@ -59,6 +59,7 @@ def test_a_config_is_enough(config_only: Path, recipe: str) -> None:
     found = dry_run(str(config_only), load_recipe(recipe, SETTINGS))
     assert list(found["baseline"]) == POINTS and found["model"] == "tiny"
     sites = {record["name"]: len(record["sites"]) for record in found["passes"]}
+    assert sites.pop("latent_kv", 0) == 0  # the model has no latents
     assert all(sites.values()) and [file.name for file in config_only.iterdir()] == ["config.json"]
     previous = found["baseline"]
     for record in found["passes"]:
