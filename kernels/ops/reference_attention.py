@@ -144,8 +144,10 @@ def paged_attention(
         rows = slice(starts[s], starts[s + 1])
         if length:
             keys = gather_kv(k_cache, block_tables[s], length)
-            latent = v_cache is None
-            values = keys[..., : v.shape[2]] if latent else gather_kv(v_cache, block_tables[s], length)
+            if v_cache is None:
+                values = keys[..., : v.shape[2]]
+            else:
+                values = gather_kv(v_cache, block_tables[s], length)
             out[rows] = attend(q[rows], keys, values, scale, window, softcap, chunk, sinks, slopes)
     return out
 
