@@ -116,7 +116,7 @@ def emit_gated(
     out = b.buffer(gate.rows, gate.shape) if quantized is None or quantized.keep else None
     q, scale, group = quantized_buffers(b, gate, quantized)
     b.call(
-        "gated", gate=gate, up=up, out=out, rows=Size(gate.rows, each), width=gate.width // each,
+        "gated", by_rows=True, gate=gate, up=up, out=out, rows=Size(gate.rows, each), width=gate.width // each,
         gate_stride=gate.row_stride // each, up_stride=up.row_stride // each, activation=activation, q=q,
         scale=scale, group=group,
     )  # fmt: skip
@@ -138,7 +138,7 @@ def emit_softplus(b: Builder, x: View, bias: Tensor | None) -> Result:
     if bias is not None and bias.shape != (x.width,):
         raise NotImplementedError("a bias of a row's last dimension alone")
     b.call(
-        "softplus", x=x, bias=bias, out=out, rows=Size(x.rows), width=x.width, x_stride=x.row_stride
+        "softplus", by_rows=True, x=x, bias=bias, out=out, rows=Size(x.rows), width=x.width, x_stride=x.row_stride
     )  # fmt: skip
     return (out,)
 

@@ -25,7 +25,16 @@ def gathered(
 ) -> Result:
     """Rows ``index`` of ``table``, which has ``count``; each row has ``shape``."""
     out = b.buffer(rows, shape)
-    b.call("gather_rows", table=table, index=index, out=out, rows=Size(rows), count=count, width=out.width)
+    b.call(
+        "gather_rows",
+        by_rows=True,
+        table=table,
+        index=index,
+        out=out,
+        rows=Size(rows),
+        count=count,
+        width=out.width,
+    )
     return (out,)
 
 
@@ -44,7 +53,7 @@ def paired(b: Builder, name: str, left: View | Tensor, right: View | Tensor) -> 
     assert isinstance(left, View)
     out = b.buffer(left.rows, left.shape)
     b.call(
-        name, a=left, b=right, out=out, rows=Size(left.rows), width=left.width, a_stride=left.row_stride,
+        name, by_rows=True, a=left, b=right, out=out, rows=Size(left.rows), width=left.width, a_stride=left.row_stride,
         b_stride=right.row_stride if isinstance(right, View) else 0,
     )  # fmt: skip
     return (out,)

@@ -58,7 +58,8 @@ def emit_head_linear(
     heads, k, n = weight.shape
     out = b.buffer(x.rows, (heads, n))
     b.call(
-        "head_linear", x=x, x_token=x.row_stride, weight=weight, out=out, tokens=Size(x.rows), heads=heads, k=k, n=n
+        "head_linear", by_rows=True,
+        x=x, x_token=x.row_stride, weight=weight, out=out, tokens=Size(x.rows), heads=heads, k=k, n=n
     )  # fmt: skip
     return (out,)
 

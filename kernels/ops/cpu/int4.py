@@ -128,7 +128,8 @@ def emit_linear_w4a8(
     n, out = weight.shape[0], b.buffer(q.rows, (weight.shape[0],))
     levels = SYMMETRIC if weight_minimum is None else MINIMUM
     b.call(
-        "linear_w4a8", q=q, q_stride=q.row_stride, scale=scale, weight=weight, bias=bias, out=out, rows=Size(q.rows),
+        "linear_w4a8", by_rows=True,
+        q=q, q_stride=q.row_stride, scale=scale, weight=weight, bias=bias, out=out, rows=Size(q.rows),
         n=n, k=q.width, groups=weight_scale.shape[1], scale_groups=scale.width,
         half=weight_scale.dtype == torch.float16, levels=levels,
     )  # fmt: skip

@@ -209,7 +209,7 @@ def emit_linear_w8a8(
     b: Builder, q: View, scale: View, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None
 ) -> Result:
     layer = layer_arguments(b, q, weight, weight_scale, bias)
-    b.call("linear_w8a8", q=q, q_stride=q.row_stride, scale=scale, **layer)
+    b.call("linear_w8a8", by_rows=True, q=q, q_stride=q.row_stride, scale=scale, **layer)
     return (layer["out"],)
 
 
@@ -223,7 +223,7 @@ def emit_weight_only(
     b: Builder, x: View, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, order: Tensor | None
 ) -> Result:
     layer = layer_arguments(b, x, weight, weight_scale, bias)
-    b.call("linear_w8a16", x=x, x_stride=x.row_stride, order=order, **layer)
+    b.call("linear_w8a16", by_rows=True, x=x, x_stride=x.row_stride, order=order, **layer)
     return (layer["out"],)
 
 
@@ -231,7 +231,8 @@ def emit_embedding_w8(b: Builder, ids: View, weight: Tensor, weight_scale: Tenso
     width = packed_channels(weight, weight_scale)
     out = b.buffer(ids.rows, (width,))
     b.call(
-        "gather_w8_rows", weight=weight, weight_scale=weight_scale, index=ids, out=out, rows=Size(ids.rows),
+        "gather_w8_rows", by_rows=True,
+        weight=weight, weight_scale=weight_scale, index=ids, out=out, rows=Size(ids.rows),
         count=len(weight), width=width, groups=weight_scale.shape[1],
     )  # fmt: skip
     return (out,)
@@ -244,7 +245,8 @@ def emit_quantize_per_token(b: Builder, x: View, group_size: int = 0) -> Result:
     if each > 1 and x.row_stride != x.width:
         raise NotImplementedError("rows of each expert must be dense")
     b.call(
-        "quantize_per_token", x=x, x_stride=x.row_stride // each, q=q, scale=scale, rows=Size(x.rows, each),
+        "quantize_per_token", by_rows=True,
+        x=x, x_stride=x.row_stride // each, q=q, scale=scale, rows=Size(x.rows, each),
         columns=columns, group=group,
     )  # fmt: skip
     return q, scale

@@ -124,7 +124,7 @@ def emit_rms_norm(
 ) -> Result:
     given = row_arguments(b, x, quantized)
     b.call(
-        "rms_norm", **given, residual=None, residual_stride=0, total=None, weight=weight, eps=float(eps),
+        "rms_norm", by_rows=True, **given, residual=None, residual_stride=0, total=None, weight=weight, eps=float(eps),
         offset=float(offset),
     )  # fmt: skip
     return given["out"], given["q"], given["scale"]
@@ -143,7 +143,8 @@ def emit_add_rms_norm(
         raise NotImplementedError("a norm of heads with a residual")
     given, total = row_arguments(b, x, quantized), b.buffer(x.rows, x.shape)
     b.call(
-        "rms_norm", **given, residual=residual, residual_stride=residual.row_stride, total=total, weight=weight,
+        "rms_norm", by_rows=True,
+        **given, residual=residual, residual_stride=residual.row_stride, total=total, weight=weight,
         eps=float(eps), offset=float(offset),
     )  # fmt: skip
     return given["out"], total, given["q"], given["scale"]
@@ -158,7 +159,7 @@ def emit_layer_norm(
     quantized: Quantization | None = None,
 ) -> Result:
     given = row_arguments(b, x, quantized)
-    b.call("layer_norm", **given, weight=weight, bias=bias, eps=float(eps))
+    b.call("layer_norm", by_rows=True, **given, weight=weight, bias=bias, eps=float(eps))
     return given["out"], given["q"], given["scale"]
 
 

@@ -19,7 +19,7 @@ import ctypes
 import operator
 import struct
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -39,15 +39,6 @@ LONG_STEP = (
 CALLS_A_PART = 8  # of a cancellable step, at least; about a layer
 LONGEST_RUN = 16  # calls
 BLOCK_TOKENS, LEAST_BLOCK_TOKENS = 64, 32  # with fewer tokens a thread, threads share each call
-
-# Kernels that compute each row of a batch from the same row of their inputs, and do so as fast for some tens of rows as
-# for all. Experts are not among them: an expert wants all of its tokens at once.
-BY_ROWS = frozenset(
-    (
-        "rms_norm", "layer_norm", "gated", "rope", "rope_table", "add", "multiply", "softplus", "quantize_per_token",
-        "linear_w8a8", "linear_w4a8", "linear_w8a16", "linear_w4a16", "head_linear", "gather_rows", "gather_w8_rows",
-    )
-)  # fmt: skip
 
 
 def no_tensor() -> None:
@@ -112,6 +103,7 @@ class Builder:
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, list[Argument]]] = []
+        self.by_rows: list[bool] = []  # of each call
         self.buffers: list[Buffer] = []
         self.outputs: list[View] = []
         self.num_inputs = 0
@@ -132,8 +124,12 @@ class Builder:
         self.buffers.append(Buffer(rows, -(-size // ALIGN) * ALIGN))
         return View(self.buffers[-1], rows, tuple(shape), width, 0, dtype)
 
-    def call(self, name: str, **arguments: Argument) -> None:
+    def call(self, name: str, *, by_rows: bool = False, **arguments: Argument) -> None:
         """Add a call of kernel ``name``, each argument by the name of its parameter.
+
+        Args:
+            by_rows: the kernel computes each row from the same row of the inputs, and is as fast for some tens of rows
+                as for many. So a run may take the call, if all rows are the batch's tokens.
 
         Raises:
             ValueError: no such kernel, or an argument is missing or too many.
@@ -151,6 +147,7 @@ class Builder:
                 buffer.born = len(self.calls) if buffer.born < 0 else buffer.born
                 buffer.dies = len(self.calls)
         self.calls.append((name, [arguments[each] for each in names]))
+        self.by_rows.append(by_rows and is_of_tokens(arguments.values()))
 
     def output(self, view: View) -> int:
         """Make the buffer of ``view``, which must fill the buffer, an output tensor; the number of the output."""
@@ -163,7 +160,7 @@ class Builder:
         return buffer.output
 
     def build(self) -> Program:
-        runs = runs_of([is_by_rows(name, arguments) for name, arguments in self.calls])
+        runs = runs_of(self.by_rows)
         run_of = {call: number for number, run in enumerate(runs) for call in run}
         kept = [b for b in self.buffers if b.output is None and b.born >= 0]
         for buffer in kept:
@@ -241,11 +238,12 @@ def runs_of(by_rows: Sequence[bool]) -> list[range]:
     return runs
 
 
-def is_by_rows(kernel: str, arguments: Sequence[Argument]) -> bool:
-    """Whether a call can be made for some tokens of the batch at a time."""
+def is_of_tokens(arguments: Iterable[Argument]) -> bool:
+    """True where all rows and sizes among ``arguments`` are those of the batch's tokens."""
+    arguments = tuple(arguments)
     rows = {value.rows for value in arguments if isinstance(value, View)}
     sizes = {value.index for value in arguments if isinstance(value, Size)}
-    return kernel in BY_ROWS and rows == sizes == {TOKENS}
+    return rows == sizes == {TOKENS}
 
 
 def row_bytes(value: Argument) -> int:

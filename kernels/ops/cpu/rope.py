@@ -71,7 +71,8 @@ def rope_table(positions: Tensor, inv_freq: Tensor, scale: float = 1.0) -> tuple
 def emit_rope(b: Builder, x: View, cos: View, sin: View) -> Result:
     (heads, dim), out = x.shape, b.buffer(x.rows, x.shape)
     b.call(
-        "rope", x=x, cos=cos, sin=sin, out=out, rows=Size(x.rows), heads=heads, dim=dim, x_token=x.row_stride,
+        "rope", by_rows=True,
+        x=x, cos=cos, sin=sin, out=out, rows=Size(x.rows), heads=heads, dim=dim, x_token=x.row_stride,
         x_head=dim, cos_stride=cos.row_stride, sin_stride=sin.row_stride,
     )  # fmt: skip
     return (out,)
@@ -81,7 +82,8 @@ def emit_rope_table(b: Builder, positions: View, inv_freq: Tensor, scale: float 
     half = len(inv_freq)
     cos, sin = (b.buffer(positions.rows, (2 * half,)) for _ in range(2))
     b.call(
-        "rope_table", positions=positions, inv_freq=inv_freq, cos=cos, sin=sin, rows=Size(positions.rows), half=half,
+        "rope_table", by_rows=True,
+        positions=positions, inv_freq=inv_freq, cos=cos, sin=sin, rows=Size(positions.rows), half=half,
         scale=float(scale),
     )  # fmt: skip
     return cos, sin

@@ -177,7 +177,8 @@ def emit_linear_wna16(
     if x.width != groups * group:
         raise NotImplementedError(f"{x.width} input channels are no whole words of codes")
     b.call(
-        "linear_w4a16", x=x, x_stride=x.row_stride, order=g_idx, weight=weight, bias=bias, out=out, rows=Size(x.rows),
+        "linear_w4a16", by_rows=True,
+        x=x, x_stride=x.row_stride, order=g_idx, weight=weight, bias=bias, out=out, rows=Size(x.rows),
         n=n, k=x.width, groups=groups, half=weight_scale.dtype == torch.float16, levels=levels(weight_zero_point),
     )  # fmt: skip
     return (out,)
