@@ -234,9 +234,9 @@ class KVManager:
     # -- taking over a cached prefix -------------------------------------------------------------------
 
     def _match(self, request: Request) -> tuple[list[Node], int]:
-        """The nodes of the longest cached prefix of ``request`` that it can take over, short of all tokens.
+        """The nodes of the longest cached prefix to take over for ``request``, short of all tokens.
 
-        The number is that of blocks with cached KV, which is larger where a recurrent state is missing at the end.
+        The number counts the blocks with cached KV, more than nodes where a recurrent state is missing at the end.
         """
         if self.cache is None or not request.received.reads_prefix_cache:
             return [], 0
@@ -414,7 +414,7 @@ class KVManager:
         self._wither(kv.node)
 
     def _wither(self, node: Node) -> None:
-        """Take ``node`` out of the tree if no group has its KV and no node is behind it; then so its parents."""
+        """Take ``node`` out of the tree if no group has the KV and no node follows; then the parents likewise."""
         while self.cache is not None and node in self.cache and not any(kv.is_kept for kv in node.kv):
             self.states.drop(node)
             if node.num_children:

@@ -1,20 +1,20 @@
 """State slots: the recurrent states of running requests, and checkpoints of states for the prefix cache.
 
-The pool of a recurrent state has ``num_slots`` slots, one for each running request, and behind them ``num_checkpoints``
-slots with copies. A recurrent state has no rows for single tokens: it is the state after all tokens so far, and only a
+The pool of a recurrent state has ``num_slots`` slots, a slot for each running request, and further ``num_checkpoints``
+slots with copies. A recurrent state has no rows for single tokens, but stands for all tokens so far, and only a
 copy taken at the right token serves another request. So a checkpoint belongs to a ``Node`` of the prefix cache, as the
 state after the node's last token, and lives no longer than the node. A hit ends at a node with a checkpoint; the KV of
 nodes behind it is computed again (``num_lost`` counts the tokens).
 
-A checkpoint is taken where a request stands at the end of a block that it has published:
+A checkpoint is taken where a request stands at the end of a published block:
 
 - at the last full block of the prompt before the final token; the scheduler cuts a chunk to end there (``cut``);
 - where the prompt left the prompts before it: as many tokens as KV was found for, without a checkpoint. The next prompt
-  with the same beginning finds one;
+  with the same beginning finds a checkpoint;
 - in the answer, at each end of a block, in the place of the request's checkpoint before: the next turn begins there.
 
 When all are taken the least recently used checkpoint is given away. Plain bookkeeping: copies are listed, in order, and
-the runner makes them before the next step. The order suffices: nothing but a copy or a step writes to a slot.
+the runner makes the copies before the next step. The order suffices: nothing but a copy or a step writes to a slot.
 """
 
 from __future__ import annotations
