@@ -13,13 +13,11 @@ from optkit.runtime.kv.blocks import FREE
 from optkit.runtime.kv.offload import MemoryBlocks
 from optkit.runtime.kv.windows import most_blocks
 from optkit.runtime.runner import ModelRunner
-from optkit.runtime.sampling.proposer import NgramProposer, Speculator
-from optkit.runtime.scheduling.cost_model import CostModel
-from optkit.runtime.scheduling.scheduler import SchedulerConfig
-from optkit.runtime.types import SamplingParams, TokenOutput
+from optkit.runtime.scheduling.scheduler import Proposer, SchedulerConfig
+from optkit.runtime.types import Request, SamplingParams, TokenOutput
+from tests.runtime.test_engine_machine import Guesser
 from tests.support.architectures import GLOBAL, LOCAL, tiny_model
 from tests.support.graphs import apply, captured
-from tests.support.speculation import Eager
 from tests.support.target import TARGET
 
 NEW_TOKENS = 12
@@ -93,12 +91,9 @@ class Poisoned(Engine):
 
 
 def windowed_engine(
-    model: Executable, num_blocks: int, kept: bool = False, guesses: bool = False, **limits: int
+    model: Executable, num_blocks: int, kept: bool = False, proposer: Proposer | None = None, **limits: int
 ) -> Engine:
-    """An engine whose windows give their blocks back; with ``kept`` all layers keep all tokens.
-
-    With ``guesses`` each step checks five tokens, right and wrong, which hold blocks beyond the known ones.
-    """
+    """An engine whose windows give their blocks back; with ``kept`` all layers keep all tokens."""
     layout = None if kept else kv_layout(model.states)
     sizes = {"max_num_seqs": 5, "max_num_batched_tokens": 11, "max_model_len": 96, "block_size": 4}
     windows = (0,) if layout is None else layout.windows
@@ -107,7 +102,6 @@ def windowed_engine(
     store = (
         MemoryBlocks(config.num_host_blocks, runner.read_block(0).nbytes) if config.num_host_blocks else None
     )
-    proposer = Speculator(NgramProposer(), Eager(CostModel(), 5)) if guesses else None
     engine = Poisoned(runner, config, store, proposer)
     engine.scheduler.kv.worth_saving = lambda: True
     return engine
@@ -160,13 +154,22 @@ def test_native_kernels_give_the_tokens_of_full_kv(name: str, kv_dtype: str) -> 
     assert stats.num_preemptions > 0 and stats.prefix_cache_hits > 0 and stats.offload_loads > 0
 
 
+class HalfRight(Guesser):
+    """Some tokens of the right answer and a wrong one, so that each draft is taken back in part."""
+
+    def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None:
+        self.stats.count(num_drafted, num_accepted)
+
+
 def test_wrong_guesses_are_taken_back_in_a_window() -> None:
     graph = captured("gemma3_text", **WINDOWED["gemma3_text"])
     apply(graph, "flash_attention")
     model, prompts = lower(graph, TARGET), long_prompts(128)
     params = SamplingParams(max_tokens=30, temperature=0.7, seed=3)
     kept = windowed_engine(model, 200, kept=True).generate(prompts, params)
-    engine = windowed_engine(model, few_blocks(model, 84), guesses=True)
+    right = {f"generate-{number}": answer for number, answer in enumerate(kept)}
+    engine = windowed_engine(model, few_blocks(model, 84), proposer=HalfRight(right))
     assert engine.generate(prompts, params) == kept
     stats = engine.stats()
-    assert stats.spec_decode_draft_tokens > sum(stats.spec_decode_accepted_per_pos) > 0
+    assert stats.spec_decode_draft_tokens > sum(stats.spec_decode_accepted_per_pos) + 50
+    assert sum(stats.spec_decode_accepted_per_pos) > 50 and stats.num_preemptions > 0
