@@ -171,5 +171,5 @@ def test_wrong_guesses_are_taken_back_in_a_window() -> None:
     engine = windowed_engine(model, few_blocks(model, 84), proposer=HalfRight(right))
     assert engine.generate(prompts, params) == kept
     stats = engine.stats()
-    assert stats.spec_decode_draft_tokens > sum(stats.spec_decode_accepted_per_pos) + 50
+    assert stats.spec_decode_draft_tokens > sum(stats.spec_decode_accepted_per_pos) + 20
     assert sum(stats.spec_decode_accepted_per_pos) > 50 and stats.num_preemptions > 0

@@ -1,7 +1,7 @@
 """KV manager: gives requests their blocks, and reuses computed KV.
 
-The manager keeps these in agreement: the blocks of the pool (``BlockManager``) and the requests' tables of them
-(``BlockTables``), the tree of their content (``PrefixCache``), the host blocks of the offload store
+The manager keeps five parts in agreement: the blocks of the pool (``BlockManager``), the block tables of requests
+(``BlockTables``), the tree of the content of blocks (``PrefixCache``), the host blocks of the offload store
 (``HostBlockTable``), and the slots and checkpoints of recurrent states (``StateSlots``).
 
 - **Admission** takes over the blocks of the longest cached prefix; blocks on the host are loaded. At least the last
@@ -14,8 +14,8 @@ The manager keeps these in agreement: the blocks of the pool (``BlockManager``) 
   computing (``worth_saving``); else the KV is lost.
 
 A request has a block table for each group of layers, and a prefix can be taken over where groups without a window have
-the KV of all nodes, and each window the KV of the nodes in the window. Blocks before a window are given back after they
-were published, so later prompts find them.
+the KV of all nodes, and each window the KV of the nodes in the window. Blocks before a window are published first and
+then given back, so later prompts find the KV.
 
 Pure bookkeeping: copies are listed in ``transfers``, in order, and the engine makes the copies before the model runs.
 The order suffices: a block is saved before writing, and loaded before reading.
@@ -111,10 +111,7 @@ class KVManager:
         return self.tables.grow(request, num_tokens, expected_tokens)
 
     def cover(self, request: Request, num_tokens: int) -> bool:
-        """Take the blocks of the next chunk of a prefill, up to ``num_tokens`` tokens, out of the reserved ones.
-
-        Returns True: the blocks are there.
-        """
+        """Take reserved blocks for the next chunk of a prefill, up to ``num_tokens`` tokens. Always True."""
         if self.tables.windowed:
             fits = self.grow(request, num_tokens, num_tokens)
             assert fits, "reserved blocks are gone"
@@ -194,9 +191,8 @@ class KVManager:
     # -- taking over a cached prefix -------------------------------------------------------------------
 
     def _match(self, request: Request) -> tuple[list[Node], int]:
-        """The nodes of the longest cached prefix of ``request`` that it can take over, short of all tokens.
-
-        The number is that of blocks with cached KV, which is larger where a recurrent state is missing at the end.
+        """The nodes of the longest usable cached prefix of ``request``, short of all tokens, and the number of blocks
+        with cached KV, which is larger where a recurrent state is missing at the end.
         """
         if self.cache is None or not request.received.reads_prefix_cache:
             return [], 0
@@ -230,7 +226,7 @@ class KVManager:
         return length
 
     def _wanted(self, hits: list[Node]) -> list[list[NodeKV]]:
-        """The KV that a request with the prefix ``hits`` needs, for each group."""
+        """The KV needed by a request with the prefix ``hits``, for each group."""
         firsts = self.tables.first_blocks(len(hits) * self.block_size)
         return [[node.kv[group] for node in hits[first:]] for group, first in enumerate(firsts)]
 
@@ -314,7 +310,7 @@ class KVManager:
         self._wither(kv.node)
 
     def _wither(self, node: Node) -> None:
-        """Take ``node`` out of the tree if no group has its KV and no node is behind it; then so its parents."""
+        """Take ``node`` out of the tree if no group has its KV and no node is behind; then the parents alike."""
         while self.cache is not None and node in self.cache and not any(kv.is_kept for kv in node.kv):
             self.states.drop(node)
             if node.num_children:

@@ -12,7 +12,7 @@ get each other's KV (as in CVE-2025-25183).
 
 The KV of a node is in a block for each group of layers (``optkit.graph.kv_layout``), a ``NodeKV``: in a ``block`` of
 the pool, in a ``host_block`` of the offload store, in both, or lost. A node lives while a group has its KV, or while a
-node behind it lives: a prompt needs the whole path, and of layers with a window only the KV at the path's end. Nodes
+later node of the path lives: a prompt needs the whole path, and of layers with a window only the KV at the end. Nodes
 without a parent in the tree cannot be reached; such nodes age out of the pool like every unused node.
 """
 

@@ -1,10 +1,10 @@
-"""Block tables of requests: one for each group of layers (``optkit.graph.kv_layout``), over the blocks of one pool.
+"""Block tables of requests: a table for each group of layers (``optkit.graph.kv_layout``), over the blocks of a pool.
 
-A group with a window holds the blocks that a query to come reads (``optkit.runtime.kv.windows``):
+A group with a window holds the blocks read by later queries (``optkit.runtime.kv.windows``):
 
-- After each step the blocks before the window are given back (``slide``); ``NO_BLOCK`` stands in their place.
-- Admission allocates blocks for all known tokens in groups without a window. In a window it *reserves* the most blocks
-  that the prefill holds at once, and each chunk takes its blocks from there. So a prefill never runs out of blocks.
+- After each step the blocks before the window are given back (``slide``); ``NO_BLOCK`` stands in the place of each.
+- Admission allocates blocks for all known tokens in groups without a window. For a window admission *reserves* the most
+  blocks held at once by the prefill, and each chunk takes reserved blocks. So a prefill never runs out of blocks.
 """
 
 from __future__ import annotations
@@ -35,18 +35,16 @@ class BlockTables:
         self._widest = [widest(window, tokens_in_flight, blocks.block_size) for window in windows]
 
     def first_blocks(self, position: int) -> list[int]:
-        """For each group the first block that a query at ``position`` reads."""
+        """For each group the first block read by a query at ``position``."""
         return [first_block(window, position, self.blocks.block_size) for window in self.windows]
 
     def most_blocks(self, num_tokens: int, num_cached: int) -> list[int]:
-        """For each group the most blocks that a prefill of ``num_tokens`` tokens holds after a prefix of
-        ``num_cached``.
-        """
+        """The most blocks of each group in a prefill of ``num_tokens`` tokens after a prefix of ``num_cached``."""
         total, firsts = self.blocks.blocks_for(num_tokens), self.first_blocks(num_cached)
         return [min(total - first, most) for first, most in zip(firsts, self._widest, strict=True)]
 
     def open(self, request: Request, num_cached: int) -> None:
-        """Give ``request`` tables without blocks, that begin at the first block after a prefix of ``num_cached``."""
+        """Give ``request`` tables without blocks, from the first block read after a prefix of ``num_cached`` on."""
         request.first_blocks = self.first_blocks(num_cached)
         request.block_tables = [[NO_BLOCK] * first for first in request.first_blocks]
 
@@ -60,15 +58,17 @@ class BlockTables:
 
     def grow(self, request: Request, num_tokens: int, expected_tokens: int) -> bool:
         """Blocks for ``num_tokens`` tokens of ``request``; False, and nothing changed, if there are too few."""
-        blocks = self.blocks.blocks_for(num_tokens)
-        need = sum(max(0, blocks - len(table)) for table in request.block_tables)
+        blocks, need = self.blocks.blocks_for(num_tokens), 0
+        for table in request.block_tables:
+            need += max(0, blocks - len(table))
+        if not need:
+            return True
         if need > self.blocks.num_available + request.num_reserved:
             return False
-        if need:
-            self._set_reserved(request, 0)
-            for table, window in zip(request.block_tables, self.windows, strict=True):
-                self.blocks.extend(table, num_tokens, num_tokens if window else expected_tokens)
-            self._reserve(request)
+        self._set_reserved(request, 0)
+        for table, window in zip(request.block_tables, self.windows, strict=True):
+            self.blocks.extend(table, num_tokens, num_tokens if window else expected_tokens)
+        self._reserve(request)
         return True
 
     def trim(self, request: Request) -> None:
@@ -80,7 +80,7 @@ class BlockTables:
             self.blocks.free(spare)
 
     def slide(self, request: Request, num_tokens: int) -> None:
-        """Give back the blocks that no query from position ``num_tokens`` on reads."""
+        """Give back the blocks not read by queries from position ``num_tokens`` on."""
         for group in self.windowed if request.block_tables else ():  # none after a preemption
             table, first = request.block_tables[group], request.first_blocks[group]
             stop = first_block(self.windows[group], num_tokens, self.blocks.block_size)
@@ -91,7 +91,7 @@ class BlockTables:
         self._reserve(request)
 
     def free(self, request: Request) -> None:
-        """Free all blocks of ``request``, the reserved ones, too."""
+        """Free all blocks of ``request``, the reserved blocks, too."""
         self._set_reserved(request, 0)
         for table, first in zip(request.block_tables, request.first_blocks, strict=True):
             self.blocks.free(table[first:])
@@ -112,7 +112,7 @@ class BlockTables:
         return {block for table in tables for block in table}
 
     def _reserve(self, request: Request) -> None:
-        """Reserve the blocks that the rest of the prefill takes at most, beside the blocks of ``request``."""
+        """Reserve the most blocks taken by the rest of the prefill, beside the blocks of ``request``."""
         total, missing = self.blocks.blocks_for(request.num_admitted), 0
         for group in self.windowed if request.block_tables else ():
             length, first = len(request.block_tables[group]), request.first_blocks[group]
