@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -127,6 +127,7 @@ class KVLayout:
         return {name: base for group in pairs for name, base in group}
 
 
+@cache
 def table_inputs(group: int) -> tuple[str, ...]:
     """The graph inputs with slot mapping and block tables of the group with this number."""
     return tuple(f"{name}_{group}" if group else name for name in TABLE_INPUTS)

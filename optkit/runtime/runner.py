@@ -178,8 +178,9 @@ def decode_inputs(
     }
     for number, group in enumerate(groups):
         tables = block_tables(batch, block_size, number, group, null)
+        room = group.fraction * block_size
         slots = [
-            r.block_tables[number][at // block_size] * group.fraction * block_size + at % block_size
+            r.block_tables[number][at // block_size] * room + at % block_size
             for r, at in zip(requests, positions, strict=True)
         ]
         inputs |= zip(table_inputs(number), (np.array(slots, np.int64), tables), strict=True)
@@ -205,10 +206,11 @@ def block_tables(batch: Batch, block_size: int, number: int, group: KVGroup, nul
     used = [-(-(item.request.num_computed + item.num_new) // block_size) for item in batch.items]
     tables = np.zeros((len(used), max(used)), dtype=np.int32)
     for row, (item, count) in enumerate(zip(batch.items, used, strict=True)):
-        table = item.request.block_tables[number]
-        first = first_block(group.window, item.request.num_computed, block_size)
-        tables[row, :first] = null
-        tables[row, first:count] = table[first:count] if first else table[:count]
+        table, first = item.request.block_tables[number], 0
+        if group.window:
+            first = first_block(group.window, item.request.num_computed, block_size)
+            tables[row, :first] = null
+        tables[row, first:count] = table[first:count]
     if group.fraction > 1:
         tables *= group.fraction
     return tables

@@ -1,8 +1,8 @@
 """KV manager: gives requests their blocks, and reuses computed KV.
 
-The manager keeps four tables in agreement: the blocks of the pool (``BlockManager``), the tree of their content
-(``PrefixCache``), the host blocks of the offload store (``HostBlockTable``), and the slots and checkpoints of recurrent
-states (``StateSlots``).
+The manager keeps five parts in agreement: the blocks of the pool (``BlockManager``), the block tables of requests
+(``BlockTables``), the tree of the content of blocks (``PrefixCache``), the host blocks of the offload store
+(``HostBlockTable``), and the slots and checkpoints of recurrent states (``StateSlots``).
 
 - **Admission** takes over the blocks of the longest cached prefix; blocks on the host are loaded. At least the last
   token is left to compute, since the logits are needed.
@@ -13,14 +13,9 @@ states (``StateSlots``).
 - **Eviction** of a cached block saves the KV to a host block, if there is a store and loading is cheaper than
   computing (``worth_saving``); else the KV is lost.
 
-A request has a block table for each group of layers (``optkit.graph.kv_layout``). A group with a window holds the
-blocks that a query to come reads (``optkit.runtime.kv.windows``):
-
-- After each step the blocks before the window are given back, published ones to the cache.
-- A prefix can be taken over where groups without a window have the KV of all nodes, and each window the KV of the nodes
-  in the window.
-- Admission allocates blocks for all known tokens in groups without a window. In a window it *reserves* the most blocks
-  that the prefill holds at once, and each chunk takes its blocks from there. So a prefill never runs out of blocks.
+A request has a block table for each group of layers, and a prefix can be taken over where groups without a window have
+the KV of all nodes, and each window the KV of the nodes in the window. Blocks before a window are published first and
+then given back, so later prompts find the KV.
 
 Pure bookkeeping: copies are listed in ``transfers``, in order, and the engine makes the copies before the model runs.
 The order suffices: a block is saved before writing, and loaded before reading.
@@ -34,7 +29,7 @@ from optkit.runtime.kv.blocks import BlockManager
 from optkit.runtime.kv.offload import HostBlockTable
 from optkit.runtime.kv.prefix_cache import Node, NodeKV, PrefixCache
 from optkit.runtime.kv.states import StateSlots
-from optkit.runtime.kv.windows import first_block, widest
+from optkit.runtime.kv.tables import BlockTables
 from optkit.runtime.types import ALL_TOKENS, NO_BLOCK, Request, Transfer
 
 
@@ -46,8 +41,7 @@ class KVManager:
         cache: None shares nothing and keeps nothing.
         num_host_blocks: of the offload store; needs a ``cache``.
         num_state_slots, num_checkpoints: of ``StateSlots``; no slots for a model without recurrent states.
-        windows: the window of each group of layers in tokens; 0 is none.
-        tokens_in_flight: the most tokens of a request in steps without results.
+        windows, tokens_in_flight: of ``BlockTables``.
     """
 
     def __init__(
@@ -69,10 +63,7 @@ class KVManager:
         self.cache, self.block_size = cache, block_size
         self.host_blocks = HostBlockTable(num_host_blocks if cache is not None else 0)
         self.states = StateSlots(num_state_slots, num_checkpoints if cache is not None else 0, block_size)
-        self.windows = tuple(windows)
-        self._widest = [widest(window, tokens_in_flight, block_size) for window in windows]
-        self._windowed = [group for group, window in enumerate(windows) if window]
-        self._unlimited = [group for group, window in enumerate(windows) if not window]
+        self.tables = BlockTables(self.blocks, windows, tokens_in_flight)
         self.worth_saving: Callable[[], bool] = lambda: True
         self.reset_counters()
         self._content: dict[int, NodeKV] = {}  # block -> its content
@@ -100,14 +91,7 @@ class KVManager:
             self._take_over(request, hits, expected_tokens)
         request.nodes = hits
         request.num_computed = len(hits) * self.block_size
-        request.num_admitted = len(request.token_ids)
-        for group, window in enumerate(self.windows):
-            if not window:
-                fits = self.blocks.extend(
-                    request.block_tables[group], len(request.token_ids), expected_tokens
-                )
-                assert fits, "blocks that were counted are gone"
-        self._reserve(request)
+        self.tables.admit(request, expected_tokens)
         self.states.assign(request, found)
         return True
 
@@ -124,34 +108,18 @@ class KVManager:
 
     def grow(self, request: Request, num_tokens: int, expected_tokens: int) -> bool:
         """Blocks for ``num_tokens`` tokens of ``request``; False, and nothing changed, if there are too few."""
-        tables, blocks = request.block_tables, self.blocks.blocks_for(num_tokens)
-        need = sum(max(0, blocks - len(table)) for table in tables)
-        if need > self.blocks.num_available + request.num_reserved:
-            return False
-        if need:
-            self._set_reserved(request, 0)
-            for table, window in zip(tables, self.windows, strict=True):
-                self.blocks.extend(table, num_tokens, num_tokens if window else expected_tokens)
-            self._reserve(request)
-        return True
+        return self.tables.grow(request, num_tokens, expected_tokens)
 
     def cover(self, request: Request, num_tokens: int) -> bool:
-        """Take the blocks of the next chunk of a prefill, up to ``num_tokens`` tokens, out of the reserved ones.
-
-        Returns True: the blocks are there.
-        """
-        if self._windowed:
+        """Take reserved blocks for the next chunk of a prefill, up to ``num_tokens`` tokens. Always True."""
+        if self.tables.windowed:
             fits = self.grow(request, num_tokens, num_tokens)
             assert fits, "reserved blocks are gone"
         return True
 
     def trim(self, request: Request) -> None:
         """Give back the blocks beyond the tokens of ``request``, which were for guesses."""
-        need = self.blocks.blocks_for(len(request.token_ids))
-        for table in request.block_tables:
-            spare = table[need:]
-            del table[need:]
-            self.blocks.free(spare)
+        self.tables.trim(request)
 
     def publish(self, request: Request, num_tokens: int | None = None) -> None:
         """Publish the full blocks of ``request`` in the prefix cache, and give back the blocks before the windows.
@@ -170,13 +138,13 @@ class KVManager:
                 request.nodes.append(node)
         if not request.sealed:
             self.states.save(request, limit)
-        if self._windowed and request.block_tables:
-            self._slide(request, limit)
+        if self.tables.windowed:
+            self.tables.slide(request, limit)
 
     def release(self, request: Request) -> None:
         """Free the blocks and the slot of ``request``; published blocks stay cached until the room is needed."""
         self.states.release(request)
-        self._free_tables(request)
+        self.tables.free(request)
         request.nodes.clear()
         request.num_computed, request.num_shareable, request.sealed = 0, ALL_TOKENS, False
 
@@ -209,27 +177,14 @@ class KVManager:
     def check(self, requests: Iterable[Request]) -> None:
         """Raise AssertionError if the tables disagree."""
         requests = list(requests)
-        tables = [
-            (table, first)
-            for request in requests
-            for table, first in zip(request.block_tables, request.first_blocks, strict=True)
-        ]
-        held = {block for table, first in tables for block in table[first:]}
-        self.blocks.check(table[first:] for table, first in tables)
+        held = self.tables.check(requests)
         self.states.check(requests)
         self.host_blocks.check()
         for block, kv in self._content.items():
             assert kv.block == block and self.cache is not None
             assert self.blocks.is_cached(block) == (block not in held)
-        assert all(
-            set(table[:first]) <= {NO_BLOCK} and NO_BLOCK not in table[first:] for table, first in tables
-        )
-        assert self.blocks.reserved == sum(request.num_reserved for request in requests)
-        assert self.blocks.num_available >= 0
         for request in requests:
             assert len(request.nodes) * self.block_size <= request.num_computed
-            for first, window in zip(request.first_blocks, self.windows, strict=True):
-                assert first <= first_block(window, request.num_computed, self.block_size)
 
     # -- taking over a cached prefix -------------------------------------------------------------------
 
@@ -246,7 +201,7 @@ class KVManager:
         for i in range((len(request.token_ids) - 1) // size):
             parent = nodes[-1] if nodes else salt
             node = self.cache.find(digests[i], parent, tuple(request.token_ids[i * size : (i + 1) * size]))
-            if node is None or not all(node.kv[group].is_kept for group in self._unlimited):
+            if node is None or not all(node.kv[group].is_kept for group in self.tables.unlimited):
                 break
             nodes.append(node)
         found = self._last_window(nodes)
@@ -257,10 +212,10 @@ class KVManager:
         """The length of the longest beginning of ``nodes`` at whose end each window has the KV of its nodes."""
         length = len(nodes)
         while length:
-            firsts = self._first_blocks(length * self.block_size)
+            firsts = self.tables.first_blocks(length * self.block_size)
             lost = [
                 index
-                for group in self._windowed
+                for group in self.tables.windowed
                 for index in range(firsts[group], length)
                 if not nodes[index].kv[group].is_kept
             ]
@@ -269,26 +224,18 @@ class KVManager:
             length = max(lost)  # the lost node is in the window of each longer one
         return length
 
-    def _first_blocks(self, position: int) -> list[int]:
-        """For each group the first block that a query at ``position`` reads."""
-        return [first_block(window, position, self.block_size) for window in self.windows]
-
     def _wanted(self, hits: list[Node]) -> list[list[NodeKV]]:
-        """The KV that a request with the prefix ``hits`` needs, for each group."""
-        firsts = self._first_blocks(len(hits) * self.block_size)
+        """The KV needed by a request with the prefix ``hits``, for each group."""
+        firsts = self.tables.first_blocks(len(hits) * self.block_size)
         return [[node.kv[group] for node in hits[first:]] for group, first in enumerate(firsts)]
 
     def _has_room(self, request: Request, hits: list[Node], spare: int) -> bool:
         """True where ``request`` fits with the prefix ``hits``, and leaves ``spare`` blocks of each group."""
-        firsts = self._first_blocks(len(hits) * self.block_size)
         present = [[kv.block for kv in kvs if kv.block is not None] for kvs in self._wanted(hits)]
-        total = self.blocks.blocks_for(len(request.token_ids))
-        need = sum(
-            max(0, min(total - first, most) - len(blocks))
-            for first, most, blocks in zip(firsts, self._widest, present, strict=True)
-        )
+        most = self.tables.most_blocks(len(request.token_ids), len(hits) * self.block_size)
+        need = sum(max(0, count - len(blocks)) for count, blocks in zip(most, present, strict=True))
         idle = sum(self.blocks.is_cached(block) for blocks in present for block in blocks)
-        return need + idle + spare * len(self.windows) <= self.blocks.num_available
+        return need + idle + spare * len(most) <= self.blocks.num_available
 
     def _take_over(self, request: Request, hits: list[Node], expected_tokens: int) -> bool:
         """Make the blocks of ``hits`` the beginning of the tables of ``request``; blocks on the host are loaded.
@@ -301,8 +248,7 @@ class KVManager:
             self.blocks.share(block)  # first, so that the loads below do not evict them
         for kv in (kv for kvs in wanted for kv in kvs if kv.host_block is not None):
             self.host_blocks.touch(kv)
-        request.first_blocks = self._first_blocks(len(hits) * self.block_size)
-        request.block_tables = [[NO_BLOCK] * first for first in request.first_blocks]
+        self.tables.open(request, len(hits) * self.block_size)
         left = list(present)
         for table, kvs in zip(request.block_tables, wanted, strict=True):
             for kv in kvs:
@@ -311,7 +257,7 @@ class KVManager:
                     table.append(kv.block)
                 elif kv.host_block is None or not self._load(table, kv, kv.host_block, expected_tokens):
                     self.blocks.free(left)
-                    self._free_tables(request)
+                    self.tables.free(request)
                     return False
         return True
 
@@ -342,40 +288,6 @@ class KVManager:
         """
         nodes = request.nodes if whole else request.nodes[-1:]
         return self.cache is not None and all(node in self.cache for node in nodes)
-
-    # -- windows ---------------------------------------------------------------------------------------
-
-    def _slide(self, request: Request, num_tokens: int) -> None:
-        """Give back the blocks that no query from position ``num_tokens`` on reads."""
-        for group in self._windowed:
-            table, first = request.block_tables[group], request.first_blocks[group]
-            stop = first_block(self.windows[group], num_tokens, self.block_size)
-            if stop > first:
-                self.blocks.free(table[first:stop])
-                table[first:stop] = [NO_BLOCK] * (stop - first)
-                request.first_blocks[group] = stop
-        self._reserve(request)
-
-    def _reserve(self, request: Request) -> None:
-        """Reserve the blocks that the rest of the prefill takes at most, beside the blocks of ``request``."""
-        total, missing = self.blocks.blocks_for(request.num_admitted), 0
-        for group in self._windowed:
-            length, first = len(request.block_tables[group]), request.first_blocks[group]
-            if length < total:
-                missing += max(0, min(total - first, self._widest[group]) - (length - first))
-        if missing != request.num_reserved:
-            self._set_reserved(request, missing)
-
-    def _set_reserved(self, request: Request, count: int) -> None:
-        self.blocks.reserved += count - request.num_reserved
-        request.num_reserved = count
-
-    def _free_tables(self, request: Request) -> None:
-        """Free all blocks of ``request``, the reserved ones, too."""
-        self._set_reserved(request, 0)
-        for table, first in zip(request.block_tables, request.first_blocks, strict=True):
-            self.blocks.free(table[first:])
-        request.block_tables, request.first_blocks, request.num_admitted = [], [], 0
 
     # -- the tree --------------------------------------------------------------------------------------
 

@@ -158,19 +158,3 @@ def test_a_prefix_ends_before_a_window_that_lost_a_block() -> None:
     )  # blocks 5 and 6 are in the window, 7 is lost
     evict(kv, nodes[2].kv[0].block)
     assert kv.cached_tokens(sequence([*range(1, 20), 30])) == 4  # the full group reads every block
-
-
-def test_reserved_blocks_are_not_given_to_others() -> None:
-    """The first chunk takes few blocks; the rest of the prefill has its blocks all the same."""
-    kv = windowed_kv(num_blocks=20)
-    long = sequence(list(range(1, 20)))
-    assert kv.admit(long, 20)
-    assert [len(table) for table in long.block_tables] == [10, 0, 0]
-    assert long.num_reserved == kv.blocks.num_blocks - 10 - kv.blocks.num_available
-    other = sequence([50, 51, 52])
-    assert not kv.admit(other, 4)
-    run(kv, long)
-    assert long.num_reserved <= 2
-    kv.release(long)
-    assert kv.blocks.reserved == 0 and kv.admit(other, 4)
-    kv.check([other])

@@ -1,0 +1,126 @@
+"""Block tables of requests: a table for each group of layers (``optkit.graph.kv_layout``), over the blocks of a pool.
+
+A group with a window holds the blocks read by later queries (``optkit.runtime.kv.windows``):
+
+- After each step the blocks before the window are given back (``slide``); ``NO_BLOCK`` stands in the place of each.
+- Admission allocates blocks for all known tokens in groups without a window. For a window admission *reserves* the most
+  blocks held at once by the prefill, and each chunk takes reserved blocks. So a prefill never runs out of blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from optkit.runtime.kv.blocks import BlockManager
+from optkit.runtime.kv.windows import first_block, widest
+from optkit.runtime.types import NO_BLOCK, Request
+
+
+class BlockTables:
+    """The tables of all requests.
+
+    Args:
+        blocks: of the pool.
+        windows: the window of each group in tokens; 0 is none.
+        tokens_in_flight: the most tokens of a request in steps without results.
+
+    Attributes:
+        windowed, unlimited: the numbers of the groups with and without a window.
+    """
+
+    def __init__(self, blocks: BlockManager, windows: Sequence[int], tokens_in_flight: int) -> None:
+        self.blocks, self.windows = blocks, tuple(windows)
+        self.windowed = [group for group, window in enumerate(windows) if window]
+        self.unlimited = [group for group, window in enumerate(windows) if not window]
+        self._widest = [widest(window, tokens_in_flight, blocks.block_size) for window in windows]
+
+    def first_blocks(self, position: int) -> list[int]:
+        """For each group the first block read by a query at ``position``."""
+        return [first_block(window, position, self.blocks.block_size) for window in self.windows]
+
+    def most_blocks(self, num_tokens: int, num_cached: int) -> list[int]:
+        """The most blocks of each group in a prefill of ``num_tokens`` tokens after a prefix of ``num_cached``."""
+        total, firsts = self.blocks.blocks_for(num_tokens), self.first_blocks(num_cached)
+        return [min(total - first, most) for first, most in zip(firsts, self._widest, strict=True)]
+
+    def open(self, request: Request, num_cached: int) -> None:
+        """Give ``request`` tables without blocks, from the first block read after a prefix of ``num_cached`` on."""
+        request.first_blocks = self.first_blocks(num_cached)
+        request.block_tables = [[NO_BLOCK] * first for first in request.first_blocks]
+
+    def admit(self, request: Request, expected_tokens: int) -> None:
+        """Allocate and reserve the blocks of all tokens of ``request``, of which there are enough."""
+        request.num_admitted = len(request.token_ids)
+        for group in self.unlimited:
+            fits = self.blocks.extend(request.block_tables[group], request.num_admitted, expected_tokens)
+            assert fits, "blocks that were counted are gone"
+        self._reserve(request)
+
+    def grow(self, request: Request, num_tokens: int, expected_tokens: int) -> bool:
+        """Blocks for ``num_tokens`` tokens of ``request``; False, and nothing changed, if there are too few."""
+        blocks, need = self.blocks.blocks_for(num_tokens), 0
+        for table in request.block_tables:
+            need += max(0, blocks - len(table))
+        if not need:
+            return True
+        if need > self.blocks.num_available + request.num_reserved:
+            return False
+        self._set_reserved(request, 0)
+        for table, window in zip(request.block_tables, self.windows, strict=True):
+            self.blocks.extend(table, num_tokens, num_tokens if window else expected_tokens)
+        self._reserve(request)
+        return True
+
+    def trim(self, request: Request) -> None:
+        """Give back the blocks beyond the tokens of ``request``."""
+        need = self.blocks.blocks_for(len(request.token_ids))
+        for table in request.block_tables:
+            spare = table[need:]
+            del table[need:]
+            self.blocks.free(spare)
+
+    def slide(self, request: Request, num_tokens: int) -> None:
+        """Give back the blocks not read by queries from position ``num_tokens`` on."""
+        for group in self.windowed if request.block_tables else ():  # none after a preemption
+            table, first = request.block_tables[group], request.first_blocks[group]
+            stop = first_block(self.windows[group], num_tokens, self.blocks.block_size)
+            if stop > first:
+                self.blocks.free(table[first:stop])
+                table[first:stop] = [NO_BLOCK] * (stop - first)
+                request.first_blocks[group] = stop
+        self._reserve(request)
+
+    def free(self, request: Request) -> None:
+        """Free all blocks of ``request``, the reserved blocks, too."""
+        self._set_reserved(request, 0)
+        for table, first in zip(request.block_tables, request.first_blocks, strict=True):
+            self.blocks.free(table[first:])
+        request.block_tables, request.first_blocks, request.num_admitted = [], [], 0
+
+    def check(self, requests: Iterable[Request]) -> set[int]:
+        """The blocks in tables; raise AssertionError if a block is lost, owned twice, or was given back too early."""
+        tables = []
+        for request in requests:
+            earliest = self.first_blocks(request.num_computed)
+            each = zip(request.block_tables, request.first_blocks, earliest, strict=True)
+            for table, first, most in each:
+                assert first <= most and set(table[:first]) <= {NO_BLOCK} and NO_BLOCK not in table[first:]
+                tables.append(table[first:])
+        self.blocks.check(tables)
+        assert self.blocks.reserved == sum(request.num_reserved for request in requests)
+        assert self.blocks.num_available >= 0
+        return {block for table in tables for block in table}
+
+    def _reserve(self, request: Request) -> None:
+        """Reserve the most blocks taken by the rest of the prefill, beside the blocks of ``request``."""
+        total, missing = self.blocks.blocks_for(request.num_admitted), 0
+        for group in self.windowed if request.block_tables else ():
+            length, first = len(request.block_tables[group]), request.first_blocks[group]
+            if length < total:
+                missing += max(0, min(total - first, self._widest[group]) - (length - first))
+        if missing != request.num_reserved:
+            self._set_reserved(request, missing)
+
+    def _set_reserved(self, request: Request, count: int) -> None:
+        self.blocks.reserved += count - request.num_reserved
+        request.num_reserved = count
