@@ -121,15 +121,21 @@ def test_a_long_step_is_cancelled_between_two_calls(monkeypatch: pytest.MonkeyPa
     assert torch.equal(run(made, 5, x)[0], whole)
 
 
-def test_an_index_out_of_range_is_an_error_in_any_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program, "CALLS_A_PART", 1)
-    monkeypatch.setattr(program, "LONG_STEP", 0)
+def mlp_and_embedding() -> Builder:
+    """``mlp``, and as its last call the rows of a table of ten."""
     b, total = mlp()
     b.output(total)
     ids = b.input(TOKENS, (), torch.int64)
     (rows,) = gather.emit_embedding(b, torch.randn(10, 16), ids)
     assert rows is not None
     b.output(rows)
+    return b
+
+
+def test_an_index_out_of_range_is_an_error_in_any_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "CALLS_A_PART", 1)
+    monkeypatch.setattr(program, "LONG_STEP", 0)
+    b = mlp_and_embedding()
     with pytest.raises(IndexError, match="call 3"):
         run(b.build(), 2, torch.randn(2, 64), torch.tensor([0, 10]))
 
@@ -203,12 +209,7 @@ def test_runs_are_all_calls_in_order(by_rows: list[bool]) -> None:
 
 def test_an_index_out_of_range_in_a_block_is_an_error() -> None:
     torch.set_num_threads(2)
-    b, total = mlp()
-    b.output(total)
-    ids = b.input(TOKENS, (), torch.int64)
-    (rows,) = gather.emit_embedding(b, torch.randn(10, 16), ids)
-    assert rows is not None
-    b.output(rows)
+    b = mlp_and_embedding()
     wrong = torch.zeros(150, dtype=torch.int64)
     wrong[140] = 10
     with pytest.raises(IndexError, match="call 3"):

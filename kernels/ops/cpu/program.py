@@ -166,9 +166,8 @@ class Builder:
         for buffer in kept:
             first, last = run_of[buffer.born], run_of[buffer.dies]
             buffer.local = buffer.rows == TOKENS and first == last and len(runs[first]) > 1
-            if (
-                not buffer.local
-            ):  # blocks of a run are not in step: what the run uses lives as long as the run
+            if not buffer.local:
+                # Blocks of a run are not in step: what the run uses lives as long as the run.
                 buffer.born, buffer.dies = runs[first].start, runs[last].stop - 1
         groups = [[b for b in kept if b.rows == rows and not b.local] for rows in (TOKENS, LOGITS)]
         return Program(self, runs, [place(group) for group in groups], place([b for b in kept if b.local]))
