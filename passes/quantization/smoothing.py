@@ -62,7 +62,12 @@ def squared_rounding_errors(values: Tensor, scales: Tensor, group_size: int) -> 
     for rows in values.split(max(1, BLOCK_VALUES // values.shape[1])):
         for total, scale in zip(sums, scales, strict=True):
             groups = (rows * scale).unflatten(1, (-1, group_size or values.shape[1]))
-            step = groups.abs().amax(dim=2, keepdim=True).clamp_min_(torch.finfo(torch.float32).tiny).div_(LEVELS)
+            step = (
+                groups.abs()
+                .amax(dim=2, keepdim=True)
+                .clamp_min_(torch.finfo(torch.float32).tiny)
+                .div_(LEVELS)
+            )
             levels = groups.div_(step)
             total += levels.round().sub_(levels).mul_(step).square_().flatten(1).sum(dim=0)
     return sums
