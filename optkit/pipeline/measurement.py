@@ -156,7 +156,7 @@ class Measurement:
             self.collect()
             graph = self.plain_reference()
             lowered = lower(graph, self.target, dtype=self.dtype, streamed=not self.fits(graph))
-            return runtime_logits(lowered, self.recipe.runtime.block_size)
+            return plain_logits(lowered, self.recipe.runtime.block_size)
 
         return KeptLogits(source, spill=self.spill)
 
@@ -174,9 +174,13 @@ class Measurement:
 
 def runtime_logits(model: Executable, block_size: int) -> RuntimeLogits:
     """Logits as a server computes them; with weights on disk, a call for each pair of windows, not many."""
-    if model.is_streamed:
-        return RuntimeLogits(model, block_size, chunk=2 * WINDOW_TOKENS, decode=0)
-    return RuntimeLogits(model, block_size)
+    return plain_logits(model, block_size) if model.is_streamed else RuntimeLogits(model, block_size)
+
+
+def plain_logits(model: Executable, block_size: int) -> RuntimeLogits:
+    """Logits in few and large steps: no served kernel of the source model is tested."""
+    chunk = 2 * WINDOW_TOKENS if model.is_streamed else WINDOW_TOKENS // 2
+    return RuntimeLogits(model, block_size, chunk=chunk, decode=0)
 
 
 def predict(
