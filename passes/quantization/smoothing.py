@@ -37,9 +37,10 @@ def search_smoothing(x: Tensor, weights: Sequence[Tensor], group_size: int) -> T
     ``group_size`` channels of a token, and of a weight row, will share an int8 scale; 0: all.
     """
     weight = torch.cat([w.to(torch.float32) for w in weights])
+    largest = weight.abs().amax(dim=0, keepdim=True)
     scales = [torch.ones(x.shape[1])]
     for magnitude in (x.abs().amax(dim=0), x.square().mean(dim=0).sqrt()):
-        scales += [smoothing_scale(magnitude, [weight], point / (POINTS - 1)) for point in range(POINTS)]
+        scales += [smoothing_scale(magnitude, [largest], point / (POINTS - 1)) for point in range(POINTS)]
     tried = torch.stack(scales)
     return tried[int(smoothed_errors(x, weight, tried, group_size).argmin())]
 
