@@ -17,6 +17,7 @@ from optkit.checkpoint.hf_writer import write_model
 from optkit.checkpoint.locate import ModelSource
 from optkit.checkpoint.safetensors_writer import save_tensors
 from optkit.checkpoint.tensors import constants
+from optkit.evaluation.text import text_digest
 from optkit.graph import variants
 from optkit.graph.ir import Graph
 from optkit.graph.serialize import graph_to_json
@@ -60,6 +61,8 @@ def write_artifact(
         write_code(graph, target, directory / NATIVE)
         report = {"model": source.name, "recipe": recipe.name, "target": asdict(target), **run.to_dict()}
         report["missed_predictions"] = misses(records_of(run))
+        if digest := text_digest(recipe):
+            report["evaluation"] = {"text": recipe.evaluation.text, "sha256": digest}
         if target.kind == "cpu":
             report["machine"] = measured_on.this_machine()
         texts = {

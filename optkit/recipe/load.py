@@ -1,46 +1,118 @@
-"""Recipes from YAML: by name, by path or from text, with overrides."""
+"""Recipes from YAML: by name, by path or from text, with overrides, and with the recipes they extend."""
 
 from __future__ import annotations
 
 import importlib.resources
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
 from optkit.errors import UserError, nearest
-from optkit.recipe.errors import apply_override, explain
+from optkit.recipe.errors import apply_override, apply_value, explain
+from optkit.recipe.extend import EXTENDS, merged
 from optkit.recipe.renamed import rename_passes
 from optkit.recipe.schema import Recipe
-from optkit.recipe.strict_yaml import parse
+from optkit.recipe.strict_yaml import Document, parse
+
+MAX_BASES = 8  # recipes that a recipe extends, one after the other
+
+Overrides = Sequence[str] | Mapping[str, Any]
 
 
-def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
-    """A shipped recipe by name, or a YAML file by path, with ``key.path=value`` overrides.
+def load_recipe(name_or_path: str, overrides: Overrides = ()) -> Recipe:
+    """A recipe by name, or a YAML file by path, with ``key.path=value`` overrides.
 
     Raises:
         UserError: no such recipe, bad YAML, unknown key or bad value.
     """
-    label, text = read_recipe(name_or_path)
-    return parse_recipe(text, label, overrides)
+    label, text, file = read_recipe(name_or_path)
+    return parse_recipe(text, label, overrides, file)
 
 
-def parse_recipe(text: str, label: str = "recipe", overrides: Sequence[str] = ()) -> Recipe:
-    """A recipe from YAML text; ``label`` is what errors call the place it came from."""
-    document = parse(text, label)
-    if not isinstance(document.data, dict):
-        fix = "start from: optkit recipe new"
-        raise UserError("a recipe is a mapping of keys to values", where=label, fix=fix)
-    rename_passes(document)
-    for override in overrides:
-        apply_override(document, override)
+def parse_recipe(
+    text: str, label: str = "recipe", overrides: Overrides = (), file: Path | None = None
+) -> Recipe:
+    """A recipe from YAML text.
+
+    Args:
+        label: the name of the text's source in errors.
+        file: the file of the text, from which paths in ``extends`` start. None refuses ``extends``, as in an artifact,
+            whose recipe is complete.
+    """
+    return recipe_of(parse_document(text, label, file), overrides)
+
+
+def recipe_of(document: Document, overrides: Overrides = ()) -> Recipe:
+    """The recipe in ``document``, which is changed by ``overrides``.
+
+    Raises:
+        UserError: unknown key or bad value, in the document or an override.
+    """
+    if isinstance(overrides, Mapping):
+        for path, value in overrides.items():
+            apply_value(document, path, value, f"override {path}")
+    else:
+        for override in overrides:
+            apply_override(document, override)
     try:
         recipe = Recipe.model_validate(document.data)
     except ValidationError as error:
         raise explain(error, document) from error
     recipe._document = document
     return recipe
+
+
+def overridden(recipe: Recipe, overrides: Overrides) -> Recipe:
+    """``recipe`` with ``overrides``."""
+    return recipe_of(Document(recipe.name, recipe.to_data()), overrides) if overrides else recipe
+
+
+def parse_document(text: str, label: str, file: Path | None, extending: tuple[Path, ...] = ()) -> Document:
+    """The YAML document of a recipe, merged over the recipe it extends.
+
+    Args:
+        extending: files of the recipes that extend this one.
+    """
+    document = parse(text, label)
+    if not isinstance(document.data, dict):
+        fix = "start from: optkit recipe new"
+        raise UserError("a recipe is a mapping of keys to values", where=label, fix=fix)
+    rename_passes(document)
+    return extended(document, file, extending)
+
+
+def extended(document: Document, file: Path | None, extending: tuple[Path, ...] = ()) -> Document:
+    """``document`` merged over the recipe in its key ``extends``; ``document`` itself without the key.
+
+    Raises:
+        UserError: no such recipe, a recipe that extends itself, or too many.
+    """
+    if EXTENDS not in document.data:
+        return document
+    where, base = document.where((EXTENDS,)), document.data[EXTENDS]
+    if file is None:
+        raise UserError("'extends' needs a recipe in a file", where=where, fix="leave it out")
+    if not isinstance(base, str):
+        raise UserError(f"extends: the name or file of a recipe, got {base!r:.60}", where=where)
+    label, text, other = read_base(base, file.parent, where)
+    chain = (*extending, file.resolve())
+    if other.resolve() in chain:
+        raise UserError(f"the recipe extends itself by '{base}'", where=where)
+    if len(chain) > MAX_BASES:
+        raise UserError(f"more than {MAX_BASES} recipes extend each other", where=where)
+    return merged(parse_document(text, label, other, chain), document)
+
+
+def read_base(base: str, directory: Path, where: str) -> tuple[str, str, Path]:
+    """``read_recipe`` of a recipe that another extends: a path starts in ``directory``."""
+    name = base if base in shipped_names() else os.path.normpath(os.path.join(directory, base))
+    try:
+        return read_recipe(name)
+    except UserError as error:
+        raise UserError(f"extends: {error.what}: '{base}'", where=where, fix=error.fix) from error
 
 
 def list_recipes() -> list[Recipe]:
@@ -54,16 +126,16 @@ def shipped_names() -> list[str]:
     return sorted(n.removesuffix(".yaml") for n in names if n.endswith(".yaml") and not n.startswith("_"))
 
 
-def read_recipe(name_or_path: str) -> tuple[str, str]:
-    """Label and text of a recipe; a shipped name wins over a file of that name without ``./``."""
+def read_recipe(name_or_path: str) -> tuple[str, str, Path]:
+    """Label, text and file of a recipe; a shipped name wins over a file of that name without ``./``."""
     if name_or_path in shipped_names():
         file = importlib.resources.files("optkit.recipes") / f"{name_or_path}.yaml"
-        return f"{name_or_path}.yaml", file.read_text(encoding="utf-8")
+        return f"{name_or_path}.yaml", file.read_text(encoding="utf-8"), Path(str(file))
     path = Path(name_or_path)
     if not os.path.isfile(path):  # unlike Path.is_file, false for a name too long to be one
         fix = f"give a YAML file or a shipped recipe ({nearest(name_or_path, shipped_names())})"
         raise UserError("no such recipe", where=name_or_path, fix=fix)
     try:
-        return str(path), path.read_text(encoding="utf-8")
+        return str(path), path.read_text(encoding="utf-8"), path
     except (UnicodeDecodeError, OSError) as error:
         raise UserError(f"cannot be read as UTF-8 text: {error}", where=str(path)) from error

@@ -21,7 +21,7 @@ from optkit.graph.states import KVSpec, StateSpec, recurrent_of, sequence_bytes
 from optkit.lowering.lower import Executable
 from optkit.machine.heap import trim_heap
 from optkit.machine.present import present_target
-from optkit.recipe.engine_options import MAX_REQUESTS, EngineOptions, engine_options
+from optkit.recipe.engine_options import MAX_REQUESTS, NO_SPECULATION, EngineOptions, engine_options
 from optkit.runtime.engine import Engine, RequestFailed
 from optkit.runtime.kv.offload import HostBlockStore, open_store
 from optkit.runtime.kv.windows import most_tokens
@@ -93,11 +93,11 @@ def load_engine(artifact_dir: str, options: EngineOptions) -> Engine:
     config, store = scheduler_config(model, options, artifact.recipe.target), None
     if reason := kv_layout(model.states).reason:
         logger.info("layers with a window keep the KV of all tokens: %s", reason)
-    if options.kv_offload_dir is not None and options.kv_offload_bytes is None:
+    if options.kv_offload_dir is not None and not options.kv_offload_bytes:
         raise UserError(
             "a directory for offloaded KV needs a size", where="kv_offload_dir", fix="give --kv-offload-bytes"
         )
-    if options.kv_offload_bytes is not None:
+    if options.kv_offload_bytes:
         config, store = offloading(config, model, options.kv_offload_bytes, options.kv_offload_dir)
     engine = make_engine(model, config, gpu, store, guesses, cost, present_target(artifact.recipe.target))
     if takes_the_rest:
@@ -286,7 +286,7 @@ def speculator(
 ) -> Speculator | None:
     """The source of guesses in ``speculative_model``, ``ngram`` or another artifact; None without a source."""
     method = options.speculative_model
-    if method is None:
+    if method in (None, NO_SPECULATION):
         return None
     refuse_recurrent(model, "wrong guesses can't be taken out of the model's recurrent state again")
     lengths = Lengths(cost, options.num_speculative_tokens)

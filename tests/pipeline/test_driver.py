@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import shutil
@@ -15,6 +16,7 @@ import torch
 
 from optkit import passes
 from optkit.artifact.open import Artifact
+from optkit.checkpoint.modules import modules
 from optkit.errors import UserError
 from optkit.graph.ir import Graph
 from optkit.graph.serialize import graph_to_json
@@ -23,6 +25,7 @@ from optkit.passes.base import Pass, PassContext, PassResult, Plan, Site, Stage
 from optkit.pipeline import driver, measurement, runner, sources
 from optkit.pipeline.decision import Evidence
 from optkit.pipeline.driver import PassFailed
+from optkit.text import corpora
 from tests.support.graphs import dense, relative_error
 from tests.support.small_runs import IDS, TTFT_CPU, decisions, lower_dense, recipe, run, transformers_logits
 from tests.support.target import TARGET
@@ -382,3 +385,53 @@ def test_an_artifact_opens_by_a_relative_path(
     run(source, tmp_path / "here", "passes: {}")
     monkeypatch.chdir(tmp_path)
     assert Artifact.open(Path("here")).graph().meta.model_type == "llama"
+
+
+# -- a pass more than once, and an own text --------------------------------------------------------------------
+
+
+def test_a_pass_runs_as_often_as_it_is_listed_each_time_with_its_own_options(
+    source: Path, tmp_path: Path
+) -> None:
+    text = """
+passes:
+  rtn: {scheme: W8A16, group_size: 32, targets: ["re:.*self_attn.*"]}
+  rtn@mlp: {scheme: W4A16, group_size: 16, targets: ["re:.*mlp.*"], accept: {max_kld: 10.0}}
+accept: {max_kld: 10.0}
+"""
+    record = run(source, tmp_path / "out", text)
+    assert decisions(record) == {"rtn": "kept", "rtn@mlp": "kept"}
+    artifact = Artifact.open(tmp_path / "out")
+    assert [entry["name"] for entry in artifact.manifest["passes"]] == ["rtn", "rtn@mlp"]
+    found = {module.name.split(".")[-1]: module.bits for module in modules(artifact.graph())}
+    assert {found[name] for name in ("q_proj", "o_proj")} == {8}
+    assert {found[name] for name in ("up_proj", "down_proj")} == {4}
+    assert artifact.recipe == recipe(text)
+
+
+def test_quality_is_measured_on_the_author_s_text_and_another_text_measures_again(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPTKIT_CACHE", str(tmp_path / "cache"))
+    file, shipped = tmp_path / "own.txt", corpora.load_text("evaluation")
+    text = f"passes: {{int8: {{}}}}\nevaluation: {{text: {file}}}\naccept: {{max_kld: 10.0}}"
+    work, reports = counted(monkeypatch), []
+    for part in (shipped[:4000], shipped[:4000], shipped[2000:5999]):
+        file.write_text(part)
+        reports.append(run(source, tmp_path / f"out{len(reports)}", text).passes[0].quality)
+    assert work == ["capture", "int8", "int8"]
+    assert reports[0] == reports[1] != reports[2]
+    report = json.loads((tmp_path / "out2" / "optkit" / "report.json").read_text())
+    digest = hashlib.sha256(shipped[2000:5999].encode()).hexdigest()
+    assert report["evaluation"] == {"text": str(file), "sha256": digest}
+    assert digest in (tmp_path / "out2" / "optkit" / "report.html").read_text()
+
+
+def test_a_text_that_is_too_short_is_refused_before_anything_runs(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = counted(monkeypatch)
+    (tmp_path / "own.txt").write_text("short")
+    with pytest.raises(UserError, match="at least 1024 are needed"):
+        run(source, tmp_path / "out", f"passes: {{}}\nevaluation: {{text: {tmp_path / 'own.txt'}}}")
+    assert work == []

@@ -67,8 +67,7 @@ class EngineClient:
         artifact_dir: first argument of the factory.
         options: of the engine.
         factory: ``module:function`` called in the worker as ``function(artifact_dir, options) -> Engine``.
-        threads: compute threads of the worker; 0 is one per core.
-        launched: a waiting worker with the same factory and threads; else ``start`` launches a worker.
+        launched: a waiting worker with the same factory; else ``start`` launches a worker.
         silence_seconds: ``is_silent`` is True after so much time without a message. Time in which the API process did
             not run (SIGSTOP, a sleeping machine) does not count.
 
@@ -82,12 +81,11 @@ class EngineClient:
         options: EngineOptions | None = None,
         *,
         factory: str = DEFAULT_FACTORY,
-        threads: int = 0,
         launched: Launched | None = None,
         silence_seconds: float = 60.0,
     ) -> None:
         self.artifact_dir, self.options = artifact_dir, options or EngineOptions()
-        self.factory, self.threads, self.silence_seconds = factory, threads, silence_seconds
+        self.factory, self.silence_seconds = factory, silence_seconds
         self._launched = launched
         self.info: EngineInfo | None = None
         self._stats = EngineStats()
@@ -110,7 +108,7 @@ class EngineClient:
         """
         if self._process is not None:
             raise RuntimeError("an EngineClient starts once")
-        self._process, sock = (self._launched or launch(self.factory, self.threads)).take()
+        self._process, sock = (self._launched or launch(self.factory)).take()
         try:
             reader, self._writer = await asyncio.open_connection(sock=sock)
             self._post(ipc.Load(self.artifact_dir, self.options))

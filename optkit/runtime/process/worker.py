@@ -221,9 +221,9 @@ def load(args: argparse.Namespace, sock: socket.socket, frames: ipc.FrameReader)
     """The engine and its info. Imports come first, while the parent imports, too."""
     import torch
 
-    torch.set_num_threads(args.threads or cores())
     factory = resolve(args.factory)
     message = first_message(sock, frames)
+    torch.set_num_threads(message.options.threads or cores())
     start = time.monotonic()
     engine = factory(message.artifact_dir, message.options)
     gc.collect()
@@ -237,7 +237,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--fd", type=int, required=True, help="the inherited socket")
     parser.add_argument("--parent", type=int, required=True, help="process id of the parent")
     parser.add_argument("--factory", required=True, help="module:function that builds the engine")
-    parser.add_argument("--threads", type=int, default=0, help="compute threads; 0: one per core")
     return parser.parse_args(argv)
 
 

@@ -28,7 +28,7 @@ LONG = 3000  # tokens: with a step of 50 ms they outlast PATIENCE
 
 
 def client(factory: str = FACTORY, **options: Any) -> EngineClient:
-    return EngineClient(json.dumps(options), factory=factory, threads=1)
+    return EngineClient(json.dumps(options), factory=factory)
 
 
 async def collect(engine: EngineClient, r: EngineRequest) -> list[TokenOutput]:

@@ -1,0 +1,61 @@
+"""Progress of long calls, as events for a callback."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from optkit.passes.base import Progress, no_progress
+
+
+@dataclass(frozen=True)
+class ProgressEvent:
+    """A step of a long call; ``print`` works as a callback.
+
+    Attributes:
+        text: a line, ``stage: detail`` where there is a detail.
+        part: (done, total) within the stage, such as layers; None without parts.
+        kind: ``warning`` for a line that should not be missed.
+    """
+
+    text: str
+    part: tuple[int, int] | None = None
+    kind: Literal["progress", "warning"] = "progress"
+
+    @property
+    def stage(self) -> str:
+        """The text before the colon."""
+        return self.text.partition(": ")[0]
+
+    @property
+    def detail(self) -> str:
+        """The text after the colon; empty without a colon."""
+        return self.text.partition(": ")[2]
+
+    def __str__(self) -> str:
+        done = "" if self.part is None else f" ({self.part[0]} of {self.part[1]})"
+        return f"{'warning: ' if self.kind == 'warning' else ''}{self.text}{done}"
+
+
+ProgressCallback = Callable[[ProgressEvent], object]
+
+
+def lines_to(callback: ProgressCallback | None) -> Progress:
+    """The ``Progress`` of the pipeline that calls ``callback``; an exception in the callback ends the call."""
+    if callback is None:
+        return no_progress
+
+    def progress(text: str, /, *, part: tuple[int, int] | None = None) -> None:
+        callback(ProgressEvent(text, part))
+
+    return progress
+
+
+def warn(callback: ProgressCallback | None, text: str) -> None:
+    """Give a warning to ``callback``; without a callback to Python's ``warnings``."""
+    if callback is None:
+        warnings.warn(text, RuntimeWarning, stacklevel=4)
+    else:
+        callback(ProgressEvent(text, kind="warning"))
