@@ -8,7 +8,7 @@ channels with the largest activations first and keeps the order of the groups, s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 from torch import Tensor
@@ -53,7 +53,7 @@ class GPTQConfig(LayerOverrides, GPTQOptions):
 
 class GPTQ(CalibratedQuantization):
     name = "gptq"
-    Config: type[GPTQOptions] = GPTQConfig
+    Config: ClassVar[type[GPTQOptions]] = GPTQConfig
 
     def check(self, graph: Graph, ctx: PassContext) -> Plan:
         plan = super().check(graph, ctx)

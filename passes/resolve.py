@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple, get_args
@@ -15,10 +16,13 @@ from pydantic import BaseModel, ValidationError
 
 from optkit.errors import UserError, nearest
 from optkit.passes.base import Stage
+from optkit.plugins import PlugInError
 from optkit.recipe.errors import explain
 from optkit.recipe.extend import EXTENDS, LEFT_OUT
 from optkit.recipe.schema import LABEL, Keep, PassEntry, Recipe
 from optkit.recipe.strict_yaml import Document, KeyPath
+
+log = logging.getLogger(__name__)
 
 LABELLED = rf"{LABEL}[a-z0-9][a-z0-9_.-]{{0,63}}"
 PASS_KEY = re.compile(rf"[^{LABEL}]+({LABELLED})?", re.ASCII)
@@ -69,7 +73,7 @@ def resolve_alternatives(entry: PassEntry, document: Document) -> Alternatives:
     from optkit import passes  # type: ignore[attr-defined]
 
     where = document.where(("passes", entry.name))
-    if entry.pass_name in passes.names():
+    if passes.is_known(entry.pass_name):
         raise UserError(
             f"'{entry.pass_name}' is a pass", where=where, fix="give 'one_of' a label of your own"
         )
@@ -114,7 +118,7 @@ def resolve_entry(entry: PassEntry, document: Document, path: KeyPath) -> Resolv
     """Look up the pass in the table and validate ``entry.config``, at ``path``, with the pass's ``Config``."""
     from optkit import passes  # type: ignore[attr-defined]
 
-    if entry.pass_name not in passes.names():
+    if not passes.is_known(entry.pass_name):
         fix = nearest(entry.pass_name, passes.names())
         raise UserError(f"unknown pass '{entry.pass_name}'", where=document.where(path), fix=fix)
     if not PASS_KEY.fullmatch(entry.name):
@@ -142,13 +146,24 @@ def recipe_json_schema() -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
+def usable(name: str) -> Any:
+    """The class of pass ``name``; None for a plug-in that can't be used, with a line in the log."""
+    from optkit import passes  # type: ignore[attr-defined]
+
+    try:
+        return passes.load(name)
+    except PlugInError as error:
+        log.warning("%s", error)
+        return None
+
+
 def passes_schema(definitions: dict[str, Any]) -> dict[str, Any]:
     """Schema of the ``passes`` mapping; the passes' definitions are added to ``definitions``."""
     schema: dict[str, Any] = {"type": "object", "default": {}, "description": "The pipeline, in this order."}
     try:
         from optkit import passes  # type: ignore[attr-defined]
 
-        models = {name: passes.load(name).Config for name in passes.names()}
+        models = {name: found.Config for name in passes.names() if (found := usable(name))}
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("optkit"):
             raise

@@ -102,7 +102,16 @@ def test_input_is_never_validated_with_assert() -> None:
 
 # The order of the data flow. A package imports only packages that stand before it.
 PACKAGES = (
-    *("version", "errors", "cancellation", "callable_package", "extras", "json_names", "untrusted_json"),
+    *(
+        "version",
+        "errors",
+        "cancellation",
+        "callable_package",
+        "extras",
+        "json_names",
+        "plugins",
+        "untrusted_json",
+    ),
     *(
         "machine",
         "recipes",

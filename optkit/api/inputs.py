@@ -37,11 +37,11 @@ def known_options(kind: type[GenerationRequest]) -> set[str]:
     return kind.model_fields.keys() - TRANSPORT
 
 
-def listed(value: Any) -> Any:
+def as_json(value: Any) -> Any:
     """``value`` as JSON has it: tuples are lists, mappings have text as keys."""
     if isinstance(value, Mapping):
-        return {str(key): listed(item) for key, item in value.items()}
-    return [listed(item) for item in value] if isinstance(value, list | tuple) else value
+        return {str(key): as_json(item) for key, item in value.items()}
+    return [as_json(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def as_prompts(prompts: Any) -> tuple[list[str | list[int]], bool]:
@@ -63,13 +63,9 @@ def as_prompts(prompts: Any) -> tuple[list[str | list[int]], bool]:
 
 
 def is_messages(value: Any) -> bool:
-    """True for one conversation: a list of mappings."""
-    return (
-        isinstance(value, Sequence)
-        and not isinstance(value, str)
-        and bool(value)
-        and isinstance(value[0], Mapping)
-    )
+    """True for a conversation: a list of mappings."""
+    listed = isinstance(value, Sequence) and not isinstance(value, str) and bool(value)
+    return listed and all(isinstance(message, Mapping) for message in value)
 
 
 def as_conversations(messages: Any) -> tuple[list[Sequence[Mapping[str, Any]]], bool]:

@@ -20,10 +20,10 @@ from optkit.api.engine_thread import EngineThread
 from optkit.api.guard import guarded
 from optkit.api.inputs import (
     as_conversations,
+    as_json,
     as_prompts,
     is_messages,
     known_options,
-    listed,
     prompt_text,
     sizes,
 )
@@ -187,11 +187,10 @@ class LLM:
             UserError, EngineError: as ``generate``.
         """
         if is_messages(prompt):
-            request = self._chat_request(cast(Sequence[Mapping[str, Any]], prompt), logprobs, options)
-        else:
-            (listed,), _ = as_prompts(prompt)
-            request = self._request(CompletionRequest, options, prompt=[listed], logprobs=logprobs)
-        return self._pieces(request)
+            messages = cast(Sequence[Mapping[str, Any]], prompt)
+            return self._pieces(self._chat_request(messages, logprobs, options))
+        (one,), _ = as_prompts(prompt)
+        return self._pieces(self._request(CompletionRequest, options, prompt=[one], logprobs=logprobs))
 
     @guarded
     def logprobs(
@@ -224,7 +223,7 @@ class LLM:
                 raise UserError(
                     f"unknown option '{name}'", where=self.name, fix=nearest(name, known_options(kind))
                 )
-        fields = {name: listed(value) for name, value in options.items() if value is not None} | own
+        fields = {name: as_json(value) for name, value in options.items() if value is not None} | own
         with own_errors():
             request = checked_request(kind, {"return_token_ids": True} | fields)
             self._prompts.check_token_ids(request)
@@ -342,7 +341,7 @@ class LLM:
 
 
 class Engine:
-    """The engine of one call as ``AsyncEngine``: a failed request raises ``EngineError`` with the reason."""
+    """The engine of one call as ``TokenSource``: a failed request raises ``EngineError`` with the reason."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client

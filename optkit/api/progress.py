@@ -56,6 +56,6 @@ def lines_to(callback: ProgressCallback | None) -> Progress:
 def warn(callback: ProgressCallback | None, text: str) -> None:
     """Give a warning to ``callback``; without a callback to Python's ``warnings``."""
     if callback is None:
-        warnings.warn(text, RuntimeWarning, stacklevel=4)
+        warnings.warn(text, RuntimeWarning, stacklevel=5)  # the line with the public function
     else:
         callback(ProgressEvent(text, kind="warning"))

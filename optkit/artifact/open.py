@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from optkit.artifact.manifest import INTERNAL, NATIVE, problems, read_manifest
 from optkit.errors import UserError
+from optkit.plugins import MissingPlugIn
 from optkit.recipe.load import parse_recipe
 from optkit.recipe.schema import Recipe
 from optkit.untrusted_json import read_bounded
@@ -103,12 +104,23 @@ class Artifact:
             release(value.nbytes)
             return value.clone() if value.nbytes <= COPIED_BYTES else value
 
-        graph = graph_from_json(read_bounded(file, MAX_GRAPH_BYTES), load, where=str(file))
+        try:
+            graph = graph_from_json(read_bounded(file, MAX_GRAPH_BYTES), load, where=str(file))
+        except MissingPlugIn as error:
+            raise MissingPlugIn(error.name, error.what, str(file), self.remedy(error)) from error
         try:
             verify(graph)  # kernels take raw pointers: shapes are checked before anything runs
         except VerifyError as error:
             raise UserError(f"the graph is invalid: {error}", where=str(file)) from error
         return graph
+
+    def remedy(self, error: MissingPlugIn) -> str:
+        """The remedy for a missing plug-in, with the package that the manifest names."""
+        plugins = self.manifest.get("plugins")
+        found = plugins.get(error.name) if isinstance(plugins, Mapping) else None
+        if not isinstance(found, Mapping):
+            return str(error.fix)
+        return f"install the package {found.get('package')!s:.100}, of which {found.get('version')!s:.40} was used"
 
     def executable(self, *, trust_code: bool = False) -> Executable:
         """The graph lowered for the machine at hand. Weights packed by a kernel are freed: memory holds one copy.

@@ -27,7 +27,7 @@ from optkit.evaluation.text import text_digest
 from optkit.machine.target import Target
 from optkit.passes.resolve import ResolvedPass
 from optkit.pipeline.records import PassRecord
-from optkit.pipeline.sources import compiler_digest, plugin_digest
+from optkit.pipeline.sources import compiler_digest, ops_digests, plugin_digest
 from optkit.recipe.schema import Recipe
 from optkit.version import VERSION
 
@@ -104,12 +104,13 @@ def whole_step(
 def pass_facts(resolved: ResolvedPass) -> list[Any]:
     """A pass as JSON: name, options, bounds, calibration text, and the distribution and sources of a plug-in.
 
-    Sources of optkit are in the key of the capture.
+    The sources of a plug-in's pass are those of the class and of all registered ops. Sources of optkit are in the
+    key of the capture.
     """
     text = calibration_digests(resolved.config)
-    entry = passes.entry_point(resolved.entry.pass_name)
-    distribution = [entry.dist.name, entry.dist.version] if entry and entry.dist else None
-    plugin = [distribution, plugin_digest(resolved.pass_class)]
+    plug_in = passes.plug_in(resolved.entry.pass_name)
+    distribution = [plug_in.package, plug_in.version] if plug_in else None
+    plugin = [distribution, plugin_digest(resolved.pass_class), ops_digests() if plug_in else None]
     bounds = [resolved.entry.accept.model_dump(), resolved.entry.keep]
     return [resolved.entry.name, resolved.config.model_dump(), bounds, text, plugin]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.resources
+import importlib.util
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,12 +12,16 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from optkit import plugins
 from optkit.errors import UserError, nearest
+from optkit.plugins import PlugIn, PlugInError
 from optkit.recipe.errors import apply_override, apply_value, explain
 from optkit.recipe.extend import EXTENDS, merged
 from optkit.recipe.renamed import rename_passes
 from optkit.recipe.schema import Recipe
 from optkit.recipe.strict_yaml import Document, parse
+
+log = logging.getLogger(__name__)
 
 MAX_BASES = 8  # recipes that a recipe extends, one after the other
 
@@ -108,16 +114,52 @@ def extended(document: Document, file: Path | None, extending: tuple[Path, ...] 
 
 def read_base(base: str, directory: Path, where: str) -> tuple[str, str, Path]:
     """``read_recipe`` of a recipe that another extends: a path starts in ``directory``."""
-    name = base if base in shipped_names() else os.path.normpath(os.path.join(directory, base))
+    path = os.path.normpath(os.path.join(directory, base))
     try:
-        return read_recipe(name)
+        return read_recipe(path if base not in shipped_names() and os.path.isfile(path) else base)
     except UserError as error:
         raise UserError(f"extends: {error.what}: '{base}'", where=where, fix=error.fix) from error
 
 
 def list_recipes() -> list[Recipe]:
-    """Every shipped recipe, by name."""
-    return [load_recipe(name) for name in shipped_names()]
+    """Every recipe by name, shipped and of plug-ins; a plug-in's recipe with a mistake is a line in the log."""
+    found = [load_recipe(name) for name in shipped_names()]
+    for name, file in plugin_files().items():
+        try:
+            found.append(load_recipe(name))
+        except UserError as error:
+            log.warning("%s: %s", file, error)
+    return found
+
+
+def plugin_files() -> dict[str, Path]:
+    """The recipe files of plug-ins, by name; a plug-in that can't be used is a line in the log."""
+    found: dict[str, Path] = {}
+    for plugin in plugins.installed(plugins.RECIPES):
+        try:
+            found = recipes_of(plugin) | found
+        except PlugInError as error:
+            log.warning("%s", error)
+    return found
+
+
+def recipes_of(plugin: PlugIn) -> dict[str, Path]:
+    """The recipe files in the package of a plug-in, by name. Only parent packages are imported.
+
+    Raises:
+        PlugInError: the package is not there.
+    """
+    try:
+        spec = importlib.util.find_spec(plugin.module)
+    except (Exception, SystemExit) as error:
+        raise PlugInError(plugin, f"it can't be imported: {type(error).__name__}: {error}") from error
+    folders = [Path(folder) for folder in (spec.submodule_search_locations if spec else None) or ()]
+    if not folders:
+        raise PlugInError(plugin, f"there is no package {plugin.module} with recipes")
+    files = sorted(
+        file for folder in folders for file in folder.glob("*.yaml") if not file.name.startswith("_")
+    )
+    return {file.stem: file for file in files}
 
 
 def shipped_names() -> list[str]:
@@ -127,14 +169,21 @@ def shipped_names() -> list[str]:
 
 
 def read_recipe(name_or_path: str) -> tuple[str, str, Path]:
-    """Label, text and file of a recipe; a shipped name wins over a file of that name without ``./``."""
+    """Label, text and file of a recipe.
+
+    A shipped name wins over a file of that name without ``./``, and a file over the name of a plug-in's recipe.
+    """
     if name_or_path in shipped_names():
         file = importlib.resources.files("optkit.recipes") / f"{name_or_path}.yaml"
         return f"{name_or_path}.yaml", file.read_text(encoding="utf-8"), Path(str(file))
     path = Path(name_or_path)
     if not os.path.isfile(path):  # unlike Path.is_file, false for a name too long to be one
-        fix = f"give a YAML file or a shipped recipe ({nearest(name_or_path, shipped_names())})"
-        raise UserError("no such recipe", where=name_or_path, fix=fix)
+        others = plugin_files()
+        if name_or_path not in others:
+            names = [*shipped_names(), *others]
+            fix = f"give a YAML file or the name of a recipe ({nearest(name_or_path, names)})"
+            raise UserError("no such recipe", where=name_or_path, fix=fix)
+        path = others[name_or_path]
     try:
         return str(path), path.read_text(encoding="utf-8"), path
     except (UnicodeDecodeError, OSError) as error:

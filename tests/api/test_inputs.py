@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from optkit.api.inputs import TRANSPORT, as_conversations, as_prompts, known_options, listed, sizes
+from optkit.api.inputs import TRANSPORT, as_conversations, as_json, as_prompts, known_options, sizes
 from optkit.errors import UserError
 from optkit.serve.openai.protocol import ChatRequest, CompletionRequest
 
@@ -47,8 +47,8 @@ def test_as_conversations_refuses_anything_else(given: Any) -> None:
         as_conversations(given)
 
 
-def test_listed_has_the_types_of_json() -> None:
-    assert listed({1: (2, [3.0])}) == {"1": [2, [3.0]]}
+def test_as_json_has_the_types_of_json() -> None:
+    assert as_json({1: (2, [3.0])}) == {"1": [2, [3.0]]}
 
 
 def test_sizes_are_bytes_and_paths_text() -> None:

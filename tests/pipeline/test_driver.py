@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +25,7 @@ from optkit.pipeline.decision import Evidence
 from optkit.pipeline.driver import PassFailed
 from optkit.text import corpora
 from tests.support.graphs import dense, relative_error
+from tests.support.plugin_package import PASS, forget, install
 from tests.support.small_runs import IDS, TTFT_CPU, decisions, lower_dense, recipe, run, transformers_logits
 from tests.support.target import TARGET
 
@@ -163,34 +162,6 @@ def test_a_second_run_resumes(source: Path, tmp_path: Path, monkeypatch: pytest.
     assert work[3:] == ["int8"]
 
 
-PLUGIN = """
-from optkit.passes.base import Pass, PassResult, Plan, Site, Stage
-
-class Notes(Pass):
-    name = "notes"
-    stage = Stage.FUSE
-
-    def check(self, graph, ctx):
-        return Plan([Site("everything", ())])
-
-    def apply(self, graph, plan, ctx):
-        return PassResult(1, {"word": "WORD"})
-"""
-
-
-def install_plugin(directory: Path, word: str, version: str = "0.1") -> None:
-    """A distribution with one pass, as it lies in a folder of installed packages."""
-    for left in directory.glob("*"):
-        shutil.rmtree(left)
-    package, metadata = directory / "notes_plugin", directory / f"notes_plugin-{version}.dist-info"
-    package.mkdir(parents=True)
-    metadata.mkdir()
-    (package / "__init__.py").write_text("")
-    (package / "notes.py").write_text(PLUGIN.replace("WORD", word))
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: notes-plugin\nVersion: {version}\n")
-    (metadata / "entry_points.txt").write_text("[optkit.passes]\nnotes = notes_plugin.notes:Notes\n")
-
-
 def test_a_plugin_pass_runs_again_after_an_edit_of_its_code_or_a_new_version(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,10 +170,10 @@ def test_a_plugin_pass_runs_again_after_an_edit_of_its_code_or_a_new_version(
     work, found = counted(monkeypatch), []
     steps = [("first", "0.1"), ("first", "0.1"), ("second", "0.1"), ("second", "0.2")]
     for number, (word, version) in enumerate(steps):
-        install_plugin(tmp_path / "installed", word, version)
-        for name in ("notes_plugin.notes", "notes_plugin"):  # as in a new process
-            monkeypatch.delitem(sys.modules, name, raising=False)
-        importlib.invalidate_caches()
+        entries = {"optkit.passes": {"notes": "notes_plugin.notes:Notes"}}
+        files = {"notes_plugin/__init__.py": "", "notes_plugin/notes.py": PASS.replace("WORD", word)}
+        install(tmp_path / "installed", "notes-plugin", entries, files, version)
+        forget(monkeypatch, "notes_plugin.notes", "notes_plugin")
         sources.package_digest.cache_clear()
         sources.locations.cache_clear()
         record = run(source, tmp_path / str(number), "passes: {notes: {}}").passes[0]

@@ -22,7 +22,7 @@ from optkit.runtime.types import (
     TokenLogprob,
     TokenOutput,
 )
-from optkit.serve.engine_api import AsyncEngine
+from optkit.serve.engine_api import TokenSource
 from optkit.serve.http.errors import ApiError, internal_error
 from optkit.serve.openai.jobs import ChoiceJob
 from optkit.serve.quarantine import QUARANTINED
@@ -72,7 +72,7 @@ class Observer(Protocol):
 
 
 async def generate_text(
-    engine: AsyncEngine, tokenizer: Tokenizer, metrics: Observer, job: ChoiceJob
+    engine: TokenSource, tokenizer: Tokenizer, metrics: Observer, job: ChoiceJob
 ) -> AsyncGenerator[Delta, None]:
     """Deltas until a delta has a ``finish_reason``; outputs without new text are held until text follows, or the end.
 
