@@ -52,14 +52,14 @@ __all__ = [
     "recipe",
 ]
 
-MODULES = {
-    "optkit.api.bench": ("BenchReport",),
-    "optkit.api.llm": ("LLM", "load"),
-    "optkit.api.optimize": ("OptimizeResult", "optimize"),
-    "optkit.api.progress": ("ProgressEvent",),
-    "optkit.api.results": ("Choice", "Completion", "Completions", "ScoredText", "TextPiece", "TokenScore"),
-    "optkit.errors": ("EngineError", "OptkitError", "UnsupportedModel", "UserError"),
-    "optkit.recipe.schema": ("Recipe",),
+MODULES = {  # of public names, below this package
+    "api.bench": ("BenchReport",),
+    "api.llm": ("LLM", "load"),
+    "api.optimize": ("OptimizeResult", "optimize"),
+    "api.progress": ("ProgressEvent",),
+    "api.results": ("Choice", "Completion", "Completions", "ScoredText", "TextPiece", "TokenScore"),
+    "errors": ("EngineError", "OptkitError", "UnsupportedModel", "UserError"),
+    "recipe.schema": ("Recipe",),
 }
 PACKAGES = ("bench", "recipe")  # functions, too: optkit.callable_package
 
@@ -69,7 +69,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"optkit.{name}")
     for module, names in MODULES.items():
         if name in names:
-            return getattr(importlib.import_module(module), name)
+            return getattr(importlib.import_module(f"optkit.{module}"), name)
     raise AttributeError(f"module 'optkit' has no attribute '{name}'")
 
 

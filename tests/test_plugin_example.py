@@ -38,7 +38,6 @@ found = {"decisions": result.decisions, "told": told, "kl": result.kl_divergence
 if work["load"]:
     found["doctor"] = run(["doctor"])
     with result.load(threads=1) as llm:
-        found["kernels"] = "in_place"
         found["tokens"] = llm.generate([[5, 6, 7]], max_tokens=6, temperature=0, ignore_eos=True)[0].token_ids
 print("RESULT " + json.dumps(found))
 """

@@ -116,11 +116,10 @@ class Artifact:
 
     def remedy(self, error: MissingPlugIn) -> str:
         """The remedy for a missing plug-in, with the package that the manifest names."""
-        plugins = self.manifest.get("plugins")
-        found = plugins.get(error.name) if isinstance(plugins, Mapping) else None
-        if not isinstance(found, Mapping):
+        found = self.manifest.get("plugins", {}).get(error.name)
+        if found is None:
             return str(error.fix)
-        return f"install the package {found.get('package')!s:.100}, of which {found.get('version')!s:.40} was used"
+        return f"install the package {found['package']}, of which {found['version']} was used"
 
     def executable(self, *, trust_code: bool = False) -> Executable:
         """The graph lowered for the machine at hand. Weights packed by a kernel are freed: memory holds one copy.
