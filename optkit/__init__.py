@@ -3,7 +3,7 @@
 The Python API, described in docs/python.md:
 
 - ``optkit.optimize(model, recipe, out)`` compiles a model by a recipe into an artifact;
-- ``optkit.load(artifact)`` gives an ``LLM`` with ``generate``, ``chat``, ``stream`` and ``logprobs``;
+- ``optkit.load(artifact)`` gives an ``LLM`` with ``generate``, ``chat``, ``stream``, ``embed`` and ``logprobs``;
 - ``optkit.bench(artifact)`` measures latency and throughput over HTTP;
 - ``optkit.recipe(...)`` reads a recipe, or builds a recipe in Python;
 - ``optkit.OptkitError`` is the base of the errors above.
@@ -25,7 +25,15 @@ if TYPE_CHECKING:
     from optkit.api.optimize import OptimizeResult, optimize
     from optkit.api.progress import ProgressEvent
     from optkit.api.recipe import recipe
-    from optkit.api.results import Choice, Completion, Completions, ScoredText, TextPiece, TokenScore
+    from optkit.api.results import (
+        Choice,
+        Completion,
+        Completions,
+        Embeddings,
+        ScoredText,
+        TextPiece,
+        TokenScore,
+    )
     from optkit.errors import EngineError, OptkitError, UnsupportedModel, UserError
     from optkit.recipe.schema import Recipe
 
@@ -35,6 +43,7 @@ __all__ = [
     "Choice",
     "Completion",
     "Completions",
+    "Embeddings",
     "EngineError",
     "OptimizeResult",
     "OptkitError",
@@ -57,7 +66,9 @@ MODULES = {  # of public names, below this package
     "api.llm": ("LLM", "load"),
     "api.optimize": ("OptimizeResult", "optimize"),
     "api.progress": ("ProgressEvent",),
-    "api.results": ("Choice", "Completion", "Completions", "ScoredText", "TextPiece", "TokenScore"),
+    "api.results": (
+        *("Choice", "Completion", "Completions", "Embeddings", "ScoredText", "TextPiece", "TokenScore"),
+    ),
     "errors": ("EngineError", "OptkitError", "UnsupportedModel", "UserError"),
     "recipe.schema": ("Recipe",),
 }

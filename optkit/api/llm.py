@@ -1,4 +1,4 @@
-"""``optkit.load``: an artifact as an ``LLM`` with ``generate``, ``chat``, ``stream`` and ``logprobs``.
+"""``optkit.load``: an artifact as an ``LLM`` with ``generate``, ``chat``, ``stream``, ``embed`` and ``logprobs``.
 
 The path of a request is the server's, without HTTP: the checks of ``serve/openai/protocol``, the prompts of
 ``serve/openai/prompts``, the text of ``serve/openai/generation``, and an engine process. So the same options give the
@@ -7,48 +7,29 @@ same answer as ``optkit serve``, and every option of docs/http-api.md that chang
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import os
-import time
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast, overload
+
+import numpy as np
 
 from optkit.api.engine_thread import EngineThread
 from optkit.api.guard import guarded
-from optkit.api.inputs import (
-    as_conversations,
-    as_json,
-    as_prompts,
-    is_messages,
-    known_options,
-    prompt_text,
-    sizes,
-)
+from optkit.api.inputs import as_conversations, as_prompts, is_messages, sizes
 from optkit.api.progress import ProgressCallback, ProgressEvent
-from optkit.api.results import Choice, Completion, Completions, ScoredText, TextPiece, TokenScore, single
+from optkit.api.requests import Requests
+from optkit.api.results import Completion, Completions, Embeddings, ScoredText, TextPiece, normalized, single
 from optkit.errors import EngineError, UserError, nearest
 from optkit.recipe.engine_options import engine_options
 from optkit.runtime.info import EngineInfo
-from optkit.runtime.types import EngineRequest, FinishReason, FirstToken, TokenLogprob, TokenOutput
-from optkit.serve.http.errors import ApiError
-from optkit.serve.openai.generation import Delta, collect, generate_text, merge
-from optkit.serve.openai.jobs import ChoiceJob, Sender
+from optkit.runtime.pooling import POOLINGS, Pooling, grouped
+from optkit.runtime.process.ipc import Embedded
 from optkit.serve.openai.prompts import PromptReader
-from optkit.serve.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest, checked_request
-from optkit.text.chat_template import check_template
-from optkit.text.token_text import show
+from optkit.serve.openai.protocol import CompletionRequest
 from optkit.text.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from optkit.runtime.process.client import EngineClient
-
-Request = TypeVar("Request", bound=GenerationRequest)
 Messages = str | Sequence[Mapping[str, Any]]
-
-IN_FLIGHT = 4  # prompts handed to the engine for each sequence that it runs
 
 
 @guarded
@@ -91,8 +72,7 @@ class LLM:
     def __init__(self, name: str, tokenizer: Tokenizer, engine: EngineThread, info: EngineInfo) -> None:
         self.name, self.tokenizer, self.info = name, tokenizer, info
         self._engine, self._prompts = engine, PromptReader(tokenizer, info.config.max_model_len)
-        self._template_checked = False
-        self._ids = itertools.count()
+        self._requests = Requests(name, engine, self._prompts, info.config.max_num_seqs)
         self._finalizer = weakref.finalize(self, engine.close)
 
     # -- answers -------------------------------------------------------------------------------------------
@@ -141,9 +121,10 @@ class LLM:
         """
         listed, is_single = as_prompts(prompts)
         requests = [
-            self._request(CompletionRequest, options, prompt=[prompt], logprobs=logprobs) for prompt in listed
+            self._requests.request(CompletionRequest, options, prompt=[prompt], logprobs=logprobs)
+            for prompt in listed
         ]
-        return single(self._run_all(requests, progress), is_single)
+        return single(self._requests.run_all(requests, progress), is_single)
 
     @guarded
     def chat(
@@ -167,8 +148,8 @@ class LLM:
             EngineError: the engine process ended, or the model failed on a request.
         """
         listed, is_single = as_conversations(messages)
-        requests = [self._chat_request(conversation, logprobs, options) for conversation in listed]
-        return single(self._run_all(requests, progress), is_single)
+        requests = [self._requests.chat_request(conversation, logprobs, options) for conversation in listed]
+        return single(self._requests.run_all(requests, progress), is_single)
 
     def stream(
         self,
@@ -188,9 +169,11 @@ class LLM:
         """
         if is_messages(prompt):
             messages = cast(Sequence[Mapping[str, Any]], prompt)
-            return self._pieces(self._chat_request(messages, logprobs, options))
+            return self._requests.pieces(self._requests.chat_request(messages, logprobs, options))
         (one,), _ = as_prompts(prompt)
-        return self._pieces(self._request(CompletionRequest, options, prompt=[one], logprobs=logprobs))
+        return self._requests.pieces(
+            self._requests.request(CompletionRequest, options, prompt=[one], logprobs=logprobs)
+        )
 
     @guarded
     def logprobs(
@@ -207,107 +190,50 @@ class LLM:
         """
         listed, is_single = as_prompts(texts)
         requests = [
-            self._request(CompletionRequest, {}, prompt=[text], max_tokens=0, logprobs=top, echo=True)
+            self._requests.request(
+                CompletionRequest, {}, prompt=[text], max_tokens=0, logprobs=top, echo=True
+            )
             for text in listed
         ]
-        found = self._run_all(requests, None)
+        found = self._requests.run_all(requests, None)
         scored = [ScoredText(one.choices[0].text, one.choices[0].logprobs) for one in found]
         return scored[0] if is_single else scored
 
-    # -- requests ------------------------------------------------------------------------------------------
+    @guarded
+    def embed(
+        self,
+        texts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
+        *,
+        pooling: Pooling = "last",
+        normalize: bool = True,
+        progress: ProgressCallback | None = None,
+    ) -> Embeddings:
+        """A vector for each of ``texts``, from the hidden states in front of the model's output head.
 
-    def _request(self, kind: type[Request], options: Mapping[str, Any], **own: Any) -> Request:
-        """A checked request with ``options`` of the caller and fields of its own."""
-        for name in options:
-            if name not in known_options(kind):
-                raise UserError(
-                    f"unknown option '{name}'", where=self.name, fix=nearest(name, known_options(kind))
-                )
-        fields = {name: as_json(value) for name, value in options.items() if value is not None} | own
-        with own_errors():
-            request = checked_request(kind, {"return_token_ids": True} | fields)
-            self._prompts.check_token_ids(request)
-        return request
+        The first call prepares the model without its head, over the weights in memory.
 
-    def _chat_request(
-        self, messages: Sequence[Mapping[str, Any]], logprobs: int | None, options: Mapping[str, Any]
-    ) -> ChatRequest:
-        template = self.tokenizer.chat_template
-        if template is not None and not self._template_checked:
-            check_template(template)
-            self._template_checked = True
-        scores = {} if logprobs is None else {"logprobs": True, "top_logprobs": logprobs}
-        return self._request(ChatRequest, options, messages=[dict(message) for message in messages], **scores)
+        Args:
+            texts: a text, token ids, or a list of either; a single text gives one vector.
+            pooling: the state of the ``last`` token, the ``mean`` of all, or that of the first token (``cls``).
+            normalize: give each vector the length 1.
+            progress: called after each step.
 
-    def _run_all(
-        self, requests: Sequence[GenerationRequest], progress: ProgressCallback | None
-    ) -> list[Completion]:
-        with own_errors():
-            return self._engine.run(self._answer_all(requests, progress))
-
-    async def _answer_all(
-        self, requests: Sequence[GenerationRequest], progress: ProgressCallback | None
-    ) -> list[Completion]:
-        """The answers in order; one failure cancels all."""
-        room = asyncio.Semaphore(IN_FLIGHT * self.info.config.max_num_seqs)
-        done = itertools.count(1)
-
-        async def answer(request: GenerationRequest) -> Completion:
-            async with room:
-                found = await self._answer(request)
+        Raises:
+            UserError: a text that does not fit the context, or an artifact without an output head or for a GPU.
+            EngineError: the engine process ended, or the model failed.
+        """
+        if pooling not in POOLINGS:
+            raise UserError(f"unknown pooling '{pooling}'", fix=nearest(pooling, POOLINGS))
+        ids = [
+            self.tokenizer.encode(text) if isinstance(text, str) else text for text in as_prompts(texts)[0]
+        ]
+        found = []
+        for batch in grouped(ids, self.info.config.max_num_batched_tokens):
+            found.append(vectors(self._engine.run(self._engine.client.embed(batch, pooling))))
             if progress is not None:
-                progress(ProgressEvent("generating", (next(done), len(requests))))
-            return found
-
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(answer(request)) for request in requests]
-        except BaseExceptionGroup as failed:
-            raise failed.exceptions[0] from None
-        return [task.result() for task in tasks]
-
-    async def _answer(self, request: GenerationRequest) -> Completion:
-        jobs, deltas = await self._start(request)
-        answers = await collect(deltas, len(jobs), lambda delta: None)
-        choices = [self._choice(answer) for answer in answers]
-        ids, first = jobs[0].request.prompt_ids, answers[0].first
-        return Completion(
-            prompt_text(request) or self.tokenizer.decode(ids, skip_special_tokens=False),
-            ids,
-            tuple(choices),
-            first.cached_tokens if first else 0,
-            ttft(first) if first else 0.0,
-        )
-
-    async def _start(self, request: GenerationRequest) -> tuple[list[ChoiceJob], AsyncGenerator[Delta, None]]:
-        """The jobs of a request, and the deltas of all."""
-        engine = Engine(self._engine.client)
-        jobs = await self._prompts.jobs(request, Sender(f"llm-{next(self._ids)}", time.monotonic()))
-        return jobs, merge([generate_text(engine, self.tokenizer, Unobserved(), job) for job in jobs])
-
-    def _pieces(self, request: GenerationRequest) -> Iterator[TextPiece]:
-        async def deltas() -> AsyncIterator[Delta]:
-            _, found = await self._start(request)
-            async with aclosing(found):
-                async for delta in found:
-                    yield delta
-
-        with own_errors():
-            for delta in self._engine.iterate(deltas):
-                choice = self._choice(delta)
-                reason = choice.finish_reason or None
-                yield TextPiece(choice.text, choice.token_ids, delta.choice, reason, choice.logprobs)
-
-    def _choice(self, delta: Delta) -> Choice:
-        reason = delta.finish_reason.value if delta.finish_reason else ""
-        return Choice(delta.text, delta.token_ids, reason, tuple(map(self._score, delta.logprobs)))
-
-    def _score(self, entry: TokenLogprob) -> TokenScore:
-        top = tuple((token, self._shown(token), value) for token, value in entry.top)
-        return TokenScore(entry.token_id, self._shown(entry.token_id), entry.logprob, top)
-
-    def _shown(self, token: int) -> str:
-        return show(self.tokenizer.token_texts.of(token))
+                progress(ProgressEvent("embedding", (sum(map(len, found)), len(ids))))
+        rows = np.concatenate(found) if found else np.zeros((0, 0), np.float32)
+        return Embeddings(normalized(rows) if normalize else rows, tuple(map(len, ids)), pooling)
 
     # -- the end -------------------------------------------------------------------------------------------
 
@@ -340,50 +266,12 @@ class LLM:
         return fragment(self.name, [html_table(("", ""), rows)])
 
 
-class Engine:
-    """The engine of one call as ``TokenSource``: a failed request raises ``EngineError`` with the reason."""
+def vectors(answer: Embedded) -> np.ndarray:
+    """The vectors [prompts, size] float32 of an answer.
 
-    def __init__(self, client: EngineClient) -> None:
-        self._client = client
-
-    async def generate(self, request: EngineRequest) -> AsyncIterator[TokenOutput]:
-        outputs = cast(AsyncGenerator[TokenOutput, None], self._client.generate(request))
-        async with aclosing(outputs):
-            async for output in outputs:
-                if output.finish_reason is FinishReason.ERROR:
-                    raise EngineError(output.error or "the engine failed a request")
-                yield output
-
-
-class Unobserved:
-    """An observer without metrics (``generation.Observer``), of one choice and of all."""
-
-    def __init__(self) -> None:
-        self.num_tokens = self.num_preemptions = 0
-
-    def sequence(self, request: EngineRequest, n: int) -> Unobserved:
-        return self
-
-    def first_token(self, first: FirstToken) -> None: ...
-
-    def tokens(self, count: int) -> None:
-        self.num_tokens += count
-
-    def finish(self, reason: FinishReason) -> None: ...
-
-
-@contextmanager
-def own_errors() -> Iterator[None]:
-    """Raise the exceptions of optkit in place of errors for HTTP clients."""
-    try:
-        yield
-    except ApiError as error:
-        if error.status >= 500:
-            raise EngineError(error.message) from error
-        named = error.param is None or error.param in error.message
-        raise UserError(error.message, where=None if named else error.param) from error
-
-
-def ttft(first: FirstToken) -> float:
-    """Seconds from the call to the first token."""
-    return first.before_queue + first.queue + first.prefill + first.chunk_wait
+    Raises:
+        UserError, EngineError: the answer is an error.
+    """
+    if answer.error is not None:
+        raise (UserError if answer.is_user_error else EngineError)(answer.error)
+    return np.frombuffer(answer.vectors, np.float32).reshape(-1, answer.size)

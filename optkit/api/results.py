@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,46 @@ class ScoredText:
         ]
         title = f"{len(self.tokens)} tokens, {self.total:.3f} nats, perplexity {self.perplexity:.3f}"
         return fragment(title, [html_table(("token", "log probability"), rows)])
+
+
+@dataclass(frozen=True, eq=False)
+class Embeddings:
+    """Vectors of texts; ``numpy.asarray`` gives ``vectors``.
+
+    Attributes:
+        vectors: [texts, hidden size] float32.
+        num_tokens: of each text.
+        pooling: ``last``, ``mean`` or ``cls``.
+    """
+
+    vectors: np.ndarray
+    num_tokens: tuple[int, ...]
+    pooling: str
+
+    def __len__(self) -> int:
+        return len(self.vectors)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return self.vectors[index]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.vectors, dtype=dtype, copy=copy) if copy else np.asarray(self.vectors, dtype)
+
+    def similarity(self, other: Embeddings | None = None) -> np.ndarray:
+        """Cosines [texts, texts of ``other``] float32; without ``other`` of the texts with each other."""
+        first, second = (normalized(one.vectors) for one in (self, other or self))
+        return first @ second.T
+
+    def _repr_html_(self) -> str:
+        from optkit.api.html import fragment
+
+        return fragment(f"{len(self)} vectors of {self.vectors.shape[1]} numbers, {self.pooling} pooling", ())
+
+
+def normalized(vectors: np.ndarray) -> np.ndarray:
+    """``vectors`` [n, size] with length 1; a vector of zeros stays."""
+    lengths = np.linalg.norm(vectors.astype(np.float64), axis=1, keepdims=True)
+    return (vectors / np.where(lengths == 0, 1, lengths)).astype(np.float32)
 
 
 def single(found: Sequence[Completion], is_single: bool) -> Completion | Completions:

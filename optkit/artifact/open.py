@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from optkit.graph.ir import Graph, GraphMeta, Origin
     from optkit.graph.stored import StoredTensor
+    from optkit.graph.variants import SharedWeights
     from optkit.lowering.lower import Executable
 
 MAX_GRAPH_BYTES, MAX_RECIPE_BYTES = 256 << 20, 1 << 20
@@ -121,10 +122,20 @@ class Artifact:
             return str(error.fix)
         return f"install the package {found['package']}, of which {found['version']} was used"
 
-    def executable(self, *, trust_code: bool = False) -> Executable:
+    def executable(
+        self,
+        *,
+        trust_code: bool = False,
+        shared: SharedWeights | None = None,
+        change: Callable[[Graph], Graph] | None = None,
+    ) -> Executable:
         """The graph lowered for the machine at hand. Weights packed by a kernel are freed: memory holds one copy.
 
         Compiled layers run if made on this machine by this user, or if trusted; nothing is compiled.
+
+        Args:
+            shared: keeps the packed weights for another executable of the artifact, or has those of another.
+            change: makes the lowered graph of the artifact's graph.
         """
         from optkit.lowering.compiled.hook import lower_with_code
         from optkit.lowering.precision import compute_dtype
@@ -137,9 +148,13 @@ class Artifact:
             fix="use it on a machine with an NVIDIA GPU; or optimize the model by a CPU recipe such as ttft-cpu",
         )
         graph = self.graph()
+        if shared is not None:
+            shared.names |= graph.weights.keys()
+        if change is not None:
+            graph = change(graph)
         drop_mapped_pages(self.directory)
         dtype = compute_dtype(self.recipe.runtime.compute_dtype)
-        options = {"consume": True, "packed": PageRelease(self.directory), "dtype": dtype}
+        options = {"consume": True, "packed": PageRelease(self.directory), "dtype": dtype, "shared": shared}
         executable = lower_with_code(graph, target, native=self.native, trust=trust_code, **options)
         drop_mapped_pages(self.directory)
         return executable

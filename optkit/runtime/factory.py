@@ -18,10 +18,12 @@ from optkit.artifact.open import Artifact
 from optkit.errors import UserError
 from optkit.graph.kv_layout import KVLayout, kv_layout, layout_of, one_group
 from optkit.graph.states import KVSpec, StateSpec, recurrent_of, sequence_bytes
+from optkit.graph.variants import SharedWeights
 from optkit.lowering.lower import Executable
 from optkit.machine.heap import trim_heap
 from optkit.machine.present import present_target
 from optkit.recipe.engine_options import MAX_REQUESTS, NO_SPECULATION, EngineOptions, engine_options
+from optkit.runtime.embedding import Embedder, hidden_graph
 from optkit.runtime.engine import Engine, RequestFailed
 from optkit.runtime.kv.offload import HostBlockStore, open_store
 from optkit.runtime.kv.windows import most_tokens
@@ -81,7 +83,8 @@ def load_engine(artifact_dir: str, options: EngineOptions) -> Engine:
     """
     os.environ.setdefault("ONEDNN_CACHE_CONTEXT_UNSAFE", "1")  # weights never move: skip primitive rebuilds
     artifact = Artifact.open(artifact_dir, verify=False)
-    model = artifact.executable(trust_code=options.trust_artifact_code)
+    shared = SharedWeights() if artifact.recipe.target == "cpu" else None
+    model = artifact.executable(trust_code=options.trust_artifact_code, shared=shared)
     gpu = device_of(model)
     if model.device.type == "cpu":
         warn_about_kernels(artifact.directory)
@@ -102,9 +105,21 @@ def load_engine(artifact_dir: str, options: EngineOptions) -> Engine:
     engine = make_engine(model, config, gpu, store, guesses, cost, present_target(artifact.recipe.target))
     if takes_the_rest:
         engine.memory_share = options.gpu_memory_utilization
+    if shared is not None:
+        engine.make_embedder = lambda: embedder(artifact, shared, engine.config)
     warm_up(engine, artifact_dir)
     trim_heap()
     return engine
+
+
+def embedder(artifact: Artifact, shared: SharedWeights, config: SchedulerConfig) -> Embedder:
+    """The embedder of an artifact for a CPU, whose packed weights are in ``shared``.
+
+    Raises:
+        UserError: the graph has no output head.
+    """
+    model = artifact.executable(shared=shared, change=hidden_graph)
+    return Embedder(model, config.block_size, config.max_num_batched_tokens)
 
 
 def device_of(model: Executable) -> Device | None:

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -239,3 +240,41 @@ def test_load_refuses_what_is_no_artifact_and_leaves_no_process(model: Path, tmp
         with pytest.raises(optkit.UserError):
             optkit.load(place)
     assert psutil.Process().children(recursive=True) == before
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean", "cls"])
+def test_embed_gives_the_hidden_states_of_transformers(llm: optkit.LLM, reference: Any, pooling: Any) -> None:
+    texts = [*PROMPTS, "a" * 90]
+    expected = []
+    for text in texts:
+        with torch.no_grad():
+            states = reference(torch.tensor([encoded(text)]), output_hidden_states=True).hidden_states[-1][0]
+        expected.append({"last": states[-1], "mean": states.mean(0), "cls": states[0]}[pooling])
+    events: list[ProgressEvent] = []
+    found = llm.embed(texts, pooling=pooling, normalize=False, progress=events.append)
+    torch.testing.assert_close(torch.tensor(np.asarray(found)), torch.stack(expected), atol=1e-4, rtol=1e-4)
+    assert found.num_tokens == tuple(len(encoded(text)) for text in texts)
+    assert events[-1].part == (4, 4)
+    unit = llm.embed(texts, pooling=pooling)
+    assert np.allclose(np.linalg.norm(unit.vectors, axis=1), 1)
+    cosines = torch.nn.functional.cosine_similarity(torch.tensor(unit.vectors), torch.stack(expected))
+    assert cosines.min() > 0.9999
+    assert np.allclose(unit.similarity(), unit.vectors @ unit.vectors.T, atol=1e-6)
+    assert np.array_equal(llm.embed(encoded(PROMPTS[0]), pooling=pooling)[0], unit[0])
+
+
+def test_embed_runs_beside_a_stream_and_refuses_what_does_not_fit(llm: optkit.LLM) -> None:
+    whole = llm.generate(PROMPTS[0], max_tokens=60, **GREEDY).text
+    stream = llm.stream(PROMPTS[0], max_tokens=60, **GREEDY)
+    pieces = [next(stream).text]
+    llm.embed(PROMPTS)
+    assert "".join([*pieces, *map(str, stream)]) == whole
+    with pytest.raises(optkit.UserError, match="a text of 1025 tokens"):
+        llm.embed([[5] * 1025])
+    with pytest.raises(optkit.UserError, match="token 4000 is not in the vocabulary"):
+        llm.embed([[4000]])
+    with pytest.raises(optkit.UserError, match="a text of 0 tokens"):
+        llm.embed("")
+    with pytest.raises(optkit.UserError, match="unknown pooling 'max'"):
+        llm.embed("a", pooling="max")  # type: ignore[arg-type]
+    assert len(llm.embed([])) == 0

@@ -142,6 +142,8 @@ class Worker:
                 self._outputs += [output] if output else []
             case ipc.ResetPrefixCache():
                 self.engine.reset_prefix_cache()
+            case ipc.Embed() as asked:
+                self._post(self._embed(asked))
             case EngineRequest() as request:
                 try:
                     self.engine.add_request(request)
@@ -154,6 +156,17 @@ class Worker:
                     logger.exception("a request could not be added")
                     self.engine.abort(request.request_id)
                     self._outputs.append(failed_output(request.request_id, "it could not be added"))
+
+    def _embed(self, asked: ipc.Embed) -> ipc.Embedded:
+        """The vectors, or the reason against them; a failure of the model fails only the message."""
+        try:
+            found = self.engine.embed(asked.prompts, asked.pooling)
+        except (EngineRefusal, UserError) as refusal:
+            return ipc.Embedded(asked.request_id, error=str(refusal), is_user_error=True)
+        except Exception:
+            logger.exception("the model failed on texts to embed")
+            return ipc.Embedded(asked.request_id, error="the model failed on these texts")
+        return ipc.Embedded(asked.request_id, found.numpy().tobytes(), found.shape[1])
 
 
 def failed_output(request_id: str, error: str, retry_after: float | None = None) -> TokenOutput:
