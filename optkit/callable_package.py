@@ -1,7 +1,7 @@
-"""Packages that are functions, too: ``optkit.bench(...)`` and ``optkit.recipe(...)`` beside ``import optkit.bench``.
+"""Packages as functions: ``optkit.bench(...)`` and ``optkit.recipe(...)`` beside ``import optkit.bench``.
 
-The function of package ``optkit.NAME`` is ``NAME`` in the module of the same name in ``optkit.api``. A package becomes
-callable by a subclass of the module type, as the language reference describes under "Customizing module attribute
+The function has the last name of the package and lies in a module of ``optkit.api`` with the same name. A package
+becomes callable by a subclass of the module type, as the language reference describes under "Customizing module attribute
 access"; nothing is imported before the first call.
 """
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class CallablePackage(ModuleType):
-    """A package of optkit that is called like the function of its name."""
+    """A package of optkit, called like the function with the same name."""
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         return function_of(self.__name__)(*args, **options)
@@ -31,7 +31,7 @@ class CallablePackage(ModuleType):
 
 
 def function_of(package: str) -> Any:
-    """The function of package ``optkit.NAME``."""
+    """The function with the last name of ``package``."""
     name = package.rpartition(".")[2]
     return getattr(importlib.import_module(f"optkit.api.{name}"), name)
 

@@ -1,4 +1,4 @@
-"""Plug-ins: packages outside of optkit that bring passes, ops with kernels, and recipes, by entry points.
+"""Plug-ins: packages outside of optkit with passes, ops with kernels, and recipes, by entry points.
 
 ===================  =====================================================  ==========================
 group                value of an entry point                                read by
@@ -9,8 +9,8 @@ group                value of an entry point                                read
 ===================  =====================================================  ==========================
 
 An installed package is trusted code, as any package is. Nothing of a plug-in is imported before a recipe, a graph or
-``optkit doctor`` asks for the name. A plug-in that fails to import is an error with the names of plug-in and package
-where something needs it, and a line in the log where not. docs/plugins.md is the contract.
+``optkit doctor`` asks for the name. A failed import is an error with the names of plug-in and package where something
+needs the plug-in, and a line in the log elsewhere. docs/plugins.md is the contract.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class PlugIn:
 
 
 class PlugInError(UserError):
-    """A plug-in that can't be used; the error names plug-in and package."""
+    """An unusable plug-in; the error names plug-in and package."""
 
     def __init__(self, plugin: PlugIn, what: str) -> None:
         super().__init__(what, where=str(plugin), fix=f"correct or uninstall the package {plugin.package}")
 
 
 class MissingPlugIn(UserError):
-    """A name of a plug-in that is not installed.
+    """A name of a plug-in without an installed package.
 
     Attributes:
         name: of the plug-in.
@@ -78,7 +78,7 @@ def installed(group: str) -> list[PlugIn]:
 
 
 def find(group: str, name: str) -> PlugIn | None:
-    """The plug-in ``name`` of ``group``; None where none is installed.
+    """The plug-in ``name`` of ``group``; None without an installed package.
 
     Raises:
         PlugInError: two packages bring the name.

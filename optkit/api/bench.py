@@ -27,7 +27,7 @@ class BenchReport:
     Attributes:
         result: raw records, and the numbers computed from the records.
         slo_misses: a line for each bound of ``slo`` missed by the first side's p95; empty without ``slo``.
-        verdicts: the artifact against each baseline, by the objective of its recipe.
+        verdicts: the artifact against each baseline, by the objective of the artifact's recipe.
     """
 
     result: BenchResult
@@ -112,8 +112,8 @@ def bench(
         request_rate: requests a second, arriving at random (Poisson); by default clients without pauses.
         rounds: rounds; the sides take turns in each.
         num_warmups: unmeasured requests of each side before the first round.
-        slo: bounds on the p95 in milliseconds, ``{"ttft": 700}`` or ``"ttft:700,tpot:50"``; ``"recipe"`` takes those
-            of the artifact's recipe. A missed bound is in ``slo_misses``.
+        slo: bounds on the p95 in milliseconds, ``{"ttft": 700}`` or ``"ttft:700,tpot:50"``; ``"recipe"`` takes the
+            bounds of the artifact's recipe. A missed bound is in ``slo_misses``.
         goodput: bounds for the requests a second within all bounds; misses are no failure.
         definitions: formulas of the metrics: ``optkit``, ``vllm``, ``aiperf``, ``guidellm`` or ``llmperf``.
         tokenizer: model with the tokenizer for the prompts; by default the artifact, else ``baseline``.
@@ -121,7 +121,7 @@ def bench(
         progress: called with a ``ProgressEvent`` for each step.
 
     Raises:
-        UserError: arguments that contradict each other, or no server.
+        UserError: contradicting arguments, or no server.
     """
     need_extra("serve", "optkit bench")
     from optkit.bench.bounds import bounds_of

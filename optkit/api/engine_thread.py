@@ -1,9 +1,9 @@
 """An engine process behind blocking calls: an event loop in a thread, with the server's ``EngineClient``.
 
-A program that calls ``optkit.load`` may have an event loop of its own, as notebooks do, or none. So the client of the
-engine process lives on a loop in a thread, and callers wait for results. The thread starts the process: on Linux the
-kernel ends the process with the thread that started it. An interrupted call, by Ctrl-C or by a generator that is left
-early, cancels its coroutine, which aborts the requests in the engine.
+A program with a call of ``optkit.load`` may have an event loop, as notebooks do, or none. So the client of the engine
+process lives on a loop in a thread, and callers wait for results. The thread starts the process: on Linux the kernel
+ends a process together with the starting thread. Ctrl-C in a call, or leaving a generator early, cancels the coroutine
+and so aborts the requests in the engine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ END = object()  # in the queue of ``iterate``, after the last item
 
 
 class EngineThread:
-    """One engine process, launched at once and loaded by ``start``.
+    """An engine process, launched at once and loaded by ``start``.
 
     Args:
         factory: of the engine, as in ``EngineClient``.
@@ -48,7 +48,7 @@ class EngineThread:
         """The client of the loaded engine.
 
         Raises:
-            EngineError: the engine is closed, or its process has ended.
+            EngineError: the engine is closed, or the process has ended.
         """
         if self._closed or self._client is None:
             raise EngineError(CLOSED)
@@ -136,7 +136,7 @@ async def _client(artifact: str, options: EngineOptions, factory: str, launched:
 
 
 async def _cancel_all() -> None:
-    """End the calls that are still waiting."""
+    """End all waiting calls."""
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()

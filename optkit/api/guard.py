@@ -16,8 +16,8 @@ Result = TypeVar("Result")
 def guarded(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """``function`` with a ``UserError`` in place of a missing package's or the operating system's exception.
 
-    A full disk, a path without permission and a package that is not installed are mistakes that a user can fix. Other
-    exceptions are bugs and pass unchanged.
+    A user can fix a full disk, a path without permission and a missing package. Other exceptions are bugs and pass
+    unchanged.
     """
 
     @functools.wraps(function)

@@ -2,7 +2,7 @@
 
 The path of a request is the server's, without HTTP: the checks of ``serve/openai/protocol``, the prompts of
 ``serve/openai/prompts``, the text of ``serve/openai/generation``, and an engine process. So the same options give the
-same answer as ``optkit serve``, and every option of docs/http-api.md that changes an answer is a keyword here.
+same answer as ``optkit serve``, and every option of docs/http-api.md with an effect on answers is a keyword here.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def load(artifact: str | os.PathLike[str], *, verify: bool = True, **options: An
     """Load an artifact into an engine process.
 
     Args:
-        artifact: a directory that ``optkit.optimize`` wrote.
+        artifact: a directory written by ``optkit.optimize``.
         verify: check the hash of every file first, as ``optkit serve`` does.
         options: of the engine, by the names of the flags of ``optkit serve``: ``threads=4``,
-            ``kv_cache_bytes="512MiB"``. They win over the recipe's ``serving`` and ``runtime``.
+            ``kv_cache_bytes="512MiB"``. Options win over the recipe's ``serving`` and ``runtime``.
 
     Raises:
         UserError: no artifact, a damaged file, or a wrong option.
@@ -61,7 +61,7 @@ def load(artifact: str | os.PathLike[str], *, verify: bool = True, **options: An
 
 
 class LLM:
-    """A loaded model. Close it, or use it in a ``with`` statement, to end the engine process.
+    """A loaded model. ``close``, or the end of a ``with`` statement, ends the engine process.
 
     Attributes:
         name: of the model.
@@ -109,14 +109,14 @@ class LLM:
         """Continue ``prompts``: texts or lists of token ids; all run together.
 
         Args:
-            prompts: one prompt gives a ``Completion``, a list of prompts gives ``Completions`` in the same order.
+            prompts: a single prompt gives a ``Completion``, a list of prompts gives ``Completions`` in the same order.
             logprobs: likely tokens to report at each generated position; 0 is the generated token only.
             progress: called after each answered prompt.
             options: of the request, as in docs/http-api.md: ``max_tokens`` (16), ``temperature`` (1), ``top_p``,
                 ``top_k``, ``stop``, ``seed``, ``n``, ``min_tokens``, ``ignore_eos``, penalties, ``logit_bias``, ...
 
         Raises:
-            UserError: a wrong option, or a prompt that does not fit the context.
+            UserError: a wrong option, or a prompt too long for the context.
             EngineError: the engine process ended, or the model failed on a request.
         """
         listed, is_single = as_prompts(prompts)
@@ -144,7 +144,7 @@ class LLM:
             options: of the request, as in docs/http-api.md; ``max_tokens`` is the rest of the context by default.
 
         Raises:
-            UserError: a wrong option, a model without a chat template, or messages that do not fit the context.
+            UserError: a wrong option, a model without a chat template, or messages too long for the context.
             EngineError: the engine process ended, or the model failed on a request.
         """
         listed, is_single = as_conversations(messages)
@@ -158,7 +158,7 @@ class LLM:
         logprobs: int | None = None,
         **options: Any,
     ) -> Iterator[TextPiece]:
-        """The answer piece by piece, while it is generated; leaving the loop early ends the generation.
+        """The answer piece by piece, during generation; leaving the loop early ends the generation.
 
         Args:
             prompt: a text or token ids to continue, as in ``generate``; or messages, as in ``chat``.
@@ -182,7 +182,7 @@ class LLM:
         """The log probability of each token of ``texts``; nothing is generated.
 
         Args:
-            texts: one text (or list of token ids) gives a ``ScoredText``, a list gives a list.
+            texts: a single text (or list of token ids) gives a ``ScoredText``, a list gives a list.
             top: likely tokens to report at each position.
 
         Raises:
@@ -213,13 +213,13 @@ class LLM:
         The first call prepares the model without its head, over the weights in memory.
 
         Args:
-            texts: a text, token ids, or a list of either; a single text gives one vector.
+            texts: a text, token ids, or a list of either; a single text gives a single vector.
             pooling: the state of the ``last`` token, the ``mean`` of all, or that of the first token (``cls``).
             normalize: give each vector the length 1.
             progress: called after each step.
 
         Raises:
-            UserError: a text that does not fit the context, or an artifact without an output head or for a GPU.
+            UserError: a text too long for the context, or an artifact for a GPU or without an output head.
             EngineError: the engine process ended, or the model failed.
         """
         if pooling not in POOLINGS:

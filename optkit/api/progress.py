@@ -16,8 +16,8 @@ class ProgressEvent:
 
     Attributes:
         text: a line, ``stage: detail`` where there is a detail.
-        part: (done, total) within the stage, such as layers; None without parts.
-        kind: ``warning`` for a line that should not be missed.
+        part: (done, total) within the stage, as of layers; None without parts.
+        kind: ``warning`` for an important line.
     """
 
     text: str
@@ -43,7 +43,7 @@ ProgressCallback = Callable[[ProgressEvent], object]
 
 
 def lines_to(callback: ProgressCallback | None) -> Progress:
-    """The ``Progress`` of the pipeline that calls ``callback``; an exception in the callback ends the call."""
+    """The pipeline's ``Progress`` with calls of ``callback``; an exception in the callback ends the run."""
     if callback is None:
         return no_progress
 

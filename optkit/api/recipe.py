@@ -33,10 +33,10 @@ def recipe(
             ``extends: base`` does: sections and the options of passes are merged, and ``False`` in the place of a
             pass's options leaves the pass out.
         overrides: single values: ``{"runtime.max_num_seqs": 4}``.
-        sections: the keys of a recipe file, such as ``name``, ``passes``, ``workload`` and ``accept``.
+        sections: the keys of a recipe file: ``name``, ``passes``, ``workload``, ``accept`` and the rest.
 
     Raises:
-        UserError: no such recipe, an unknown key or pass, a bad value, or passes in the wrong order.
+        UserError: no recipe of the name, an unknown key or pass, a bad value, or passes in the wrong order.
     """
     from optkit.passes.resolve import resolve_passes
     from optkit.recipe.load import load_recipe, recipe_of

@@ -12,10 +12,10 @@ import numpy as np
 
 @dataclass(frozen=True)
 class TokenScore:
-    """A token with the natural logarithm of its probability, by the model's own distribution.
+    """A token with the natural logarithm of the probability, by the model's own distribution.
 
     Attributes:
-        text: of the token; bytes that are no whole character read ``bytes:\\xe2``.
+        text: of the token; bytes without a whole character read ``bytes:\\xe2``.
         logprob: None for the first token of a text, which nothing precedes.
         top: the likeliest tokens at the position, as (token id, text, logprob).
     """
@@ -28,7 +28,7 @@ class TokenScore:
 
 @dataclass(frozen=True)
 class Choice:
-    """One answer to a prompt.
+    """An answer to a prompt.
 
     Attributes:
         token_ids: generated tokens; a stop token is the last.
@@ -102,7 +102,7 @@ class Completions(list[Completion]):
 
 @dataclass(frozen=True)
 class TextPiece:
-    """A part of an answer while it is generated; ``str`` gives the text.
+    """A part of an answer during generation; ``str`` gives the text.
 
     Attributes:
         choice: index of the answer, for ``n`` above 1.
@@ -128,7 +128,7 @@ class ScoredText:
 
     @property
     def values(self) -> list[float]:
-        """The log probabilities, without that of the first token, which nothing precedes."""
+        """The log probabilities, without the first token, which nothing precedes."""
         return [token.logprob for token in self.tokens if token.logprob is not None]
 
     @property
@@ -138,7 +138,7 @@ class ScoredText:
 
     @property
     def mean(self) -> float:
-        """The mean log probability of a token, in nats; NaN for a text of one token."""
+        """The mean log probability of a token, in nats; NaN for a text of a single token."""
         return self.total / len(self.values) if self.values else math.nan
 
     @property

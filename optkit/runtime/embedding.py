@@ -1,8 +1,8 @@
 """Embeddings: the hidden states in front of a model's output head, pooled to a vector for each text.
 
-The graph of the artifact without its head is lowered a second time, at the first use, over the weights that the engine
-has packed already: memory holds one copy. Texts lie one after another in the flattened token batch of a step, without
-padding, in a small KV pool apart from that of the requests. A long text takes several steps. The model is causal: the
+The graph without the head is lowered at the first use, over the packed weights of the engine: memory holds a single
+copy. Texts lie one after another in the flattened token batch of a step, without
+padding, in a small KV pool apart from the pool of requests. A long text takes several steps. The model is causal: the
 state of the last token has seen the whole text, and the state of the first token only itself.
 """
 

@@ -54,6 +54,7 @@ EFFECTIVE = {
     ("EngineInfo", "gpu_memory_utilization"),
     ("Model", "max_model_len"),
     ("Runner", "block_size"),
+    ("Embedder", "block_size"),
 }
 
 
