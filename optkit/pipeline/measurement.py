@@ -22,6 +22,7 @@ from optkit.evaluation.limits import WINDOW_TOKENS, most_tokens, weight_limit
 from optkit.evaluation.quality import KeptLogits, RuntimeLogits, compare_many, evaluation_windows
 from optkit.evaluation.scaled_speed import fitting_terms, lower_terms
 from optkit.evaluation.speed import PairedTimes, measure_pair, measure_sums, workload_points
+from optkit.evaluation.text import CHARACTERS, own_text
 from optkit.graph.ir import Graph
 from optkit.kernels import PLAIN
 from optkit.kernels.reference import attention
@@ -143,7 +144,12 @@ class Measurement:
 
         block_size = self.recipe.runtime.block_size
         models = {name: candidate.at(size) for name, size in variants.items()} or {"": candidate}
-        windows = evaluation_windows(load_tokenizer(str(self.directory)), tokens, self.window_length())
+        tokenizer, text = load_tokenizer(str(self.directory)), own_text(self.recipe)
+        if text is None:
+            windows = evaluation_windows(tokenizer, tokens, self.window_length())
+        else:
+            read = text[: CHARACTERS * tokens]
+            windows = evaluation_windows(tokenizer, tokens, self.window_length(), read, or_fewer=True)
         candidates = {name: runtime_logits(model, block_size) for name, model in models.items()}
         reports = compare_many(self.source_logits, candidates, windows)
         return {name: report.to_dict() for name, report in reports.items()}

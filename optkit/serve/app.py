@@ -34,8 +34,9 @@ from optkit.json_names import JSON_NAMES
 from optkit.serve.engine_api import AsyncEngine, ServeSettings
 from optkit.serve.http.admission import Admission
 from optkit.serve.http.auth import AuthMiddleware
+from optkit.serve.http.body import read_body
+from optkit.serve.http.error_response import error_response
 from optkit.serve.http.errors import ApiError, internal_error
-from optkit.serve.http.json_body import read_body
 from optkit.serve.metrics import Metrics
 from optkit.serve.openai.prompts import PromptReader
 from optkit.serve.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest, parse_request
@@ -168,14 +169,15 @@ def _add_health(app: FastAPI, state: AppState) -> None:
 
 def _add_errors(app: FastAPI) -> None:
     async def api_error(_http: Request, error: Exception) -> Response:
-        return error.response() if isinstance(error, ApiError) else internal_error(error).response()
+        return error_response(error if isinstance(error, ApiError) else internal_error(error))
 
     async def http_error(http: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
         if status == 405 and isinstance(error, HTTPException):
             return _wrong_method(http, error)
         message = "no such path" if status == 404 else "bad request"
-        return ApiError(message, code="not_found" if status == 404 else None, status=status).response()
+        code = "not_found" if status == 404 else None
+        return error_response(ApiError(message, code=code, status=status))
 
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(HTTPException, http_error)
@@ -189,6 +191,6 @@ def _wrong_method(http: Request, error: HTTPException) -> Response:
     if http.method == "OPTIONS":
         return Response(status_code=204, headers={"Allow": allow})
     message = f"this method is not allowed here; the allowed ones are {allow}"
-    answer = ApiError(message, code="method_not_allowed", status=405).response()
+    answer = error_response(ApiError(message, code="method_not_allowed", status=405))
     answer.headers["Allow"] = allow
     return answer

@@ -18,12 +18,12 @@ from optkit.serve.server import ServeOptions
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The calls that ``optkit serve`` makes: threads and end of the engine process, artifact and options."""
+    """The calls that ``optkit serve`` makes: start and end of the engine process, artifact and options."""
     calls: list[Any] = []
 
     @contextmanager
-    def launched(threads: int) -> Iterator[str]:
-        calls.append(("launch", threads))
+    def launched() -> Iterator[str]:
+        calls.append("launch")
         try:
             yield "engine"
         finally:
@@ -43,7 +43,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_serve_without_flags_has_the_defaults_of_the_server(served: list[Any]) -> None:
     assert run(["serve", "somewhere"]) == 3
     assert served == [
-        ("logs", "text"), ("launch", 0), (Path("somewhere"), ServeOptions(), "engine"), "left",
+        ("logs", "text"), "launch", (Path("somewhere"), ServeOptions(), "engine"), "left",
     ]  # fmt: skip
 
 
@@ -64,7 +64,7 @@ def test_serve_passes_every_flag_on(served: list[Any], tmp_path: Path) -> None:
     }
     names = ["--served-model-name", "a", "--served-model-name", "b"]
     assert run(["serve", "here", *names, *(word for flag in flags.items() for word in flag)]) == 3
-    assert served[:2] == [("logs", "json"), ("launch", 3)]
+    assert served[:2] == [("logs", "json"), "launch"]
     assert served[2][1] == ServeOptions(
         host="0.0.0.0",
         port=0,
@@ -72,13 +72,12 @@ def test_serve_passes_every_flag_on(served: list[Any], tmp_path: Path) -> None:
         api_keys=("one", "two"),
         max_queue=5,
         request_timeout=1.5,
-        threads=3,
         shutdown_timeout=7,
         otlp_traces_endpoint="http://localhost:4318/v1/traces",
-        engine={"max_num_seqs": 4},
+        engine={"max_num_seqs": 4, "threads": 3},
     )
 
 
 def test_serve_with_an_unreadable_key_file_serves_nothing(served: list[Any], tmp_path: Path) -> None:
     assert run(["serve", "here", "--api-key-file", str(tmp_path / "none")]) == 2
-    assert served == [("logs", "text"), ("launch", 0), "left"]
+    assert served == [("logs", "text"), "launch", "left"]

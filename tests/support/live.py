@@ -103,7 +103,7 @@ def main() -> int:
     def make_client() -> EngineClient:
         silence = work["silence_seconds"]
         fake = json.dumps(work["engine"])
-        return EngineClient(fake, factory=FACTORY, threads=1, silence_seconds=silence)
+        return EngineClient(fake, factory=FACTORY, silence_seconds=silence)
 
     options = ServeOptions(port=0, **work["server"])
     with bind(options.host, options.port) as sock:

@@ -10,7 +10,6 @@ import logging
 import uuid
 
 import msgspec
-from starlette.responses import Response
 
 log = logging.getLogger("optkit.serve")
 
@@ -52,11 +51,11 @@ class ApiError(Exception):
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})
 
-    def response(self) -> Response:
-        headers = {}
-        if self.retry_after is not None:
-            headers = {"Retry-After": str(self.retry_after), "retry-after-ms": str(self.retry_after * 1000)}
-        return Response(self.body(), self.status, headers, "application/json")
+    def headers(self) -> dict[str, str]:
+        """The headers of the answer, in seconds for HTTP clients and in milliseconds for OpenAI's."""
+        if self.retry_after is None:
+            return {}
+        return {"Retry-After": str(self.retry_after), "retry-after-ms": str(self.retry_after * 1000)}
 
 
 def unsupported(param: str, message: str | None = None) -> ApiError:

@@ -11,19 +11,19 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import NamedTuple, cast
+from typing import NamedTuple, Protocol, cast
 
 from optkit.runtime.process.client import ENGINE_DIED, ENGINE_GONE, ENGINE_STOPPED
 from optkit.runtime.types import (
     QUEUE_TIMEOUT,
+    EngineRequest,
     FinishReason,
     FirstToken,
     TokenLogprob,
     TokenOutput,
 )
-from optkit.serve.engine_api import AsyncEngine
+from optkit.serve.engine_api import TokenSource
 from optkit.serve.http.errors import ApiError, internal_error
-from optkit.serve.metrics import ChoiceMetrics, Metrics
 from optkit.serve.openai.jobs import ChoiceJob
 from optkit.serve.quarantine import QUARANTINED
 from optkit.text.detokenizer import StopStrings
@@ -44,8 +44,35 @@ class Delta(NamedTuple):
     token_ids: tuple[int, ...] = ()  # generated since the last delta
 
 
+class ChoiceObserver(Protocol):
+    """Observes one choice (``optkit.serve.metrics.ChoiceMetrics``)."""
+
+    num_tokens: int
+    num_preemptions: int
+
+    def first_token(self, first: FirstToken) -> None:
+        """Record the parts of the time to first token."""
+        ...
+
+    def tokens(self, count: int) -> None:
+        """Count new tokens."""
+        ...
+
+    def finish(self, reason: FinishReason) -> None:
+        """Record the end of the choice."""
+        ...
+
+
+class Observer(Protocol):
+    """Observes generation (``optkit.serve.metrics.Metrics``)."""
+
+    def sequence(self, request: EngineRequest, n: int) -> ChoiceObserver:
+        """The observer of a choice; ``n`` as in ``ChoiceJob``."""
+        ...
+
+
 async def generate_text(
-    engine: AsyncEngine, tokenizer: Tokenizer, metrics: Metrics, job: ChoiceJob
+    engine: TokenSource, tokenizer: Tokenizer, metrics: Observer, job: ChoiceJob
 ) -> AsyncGenerator[Delta, None]:
     """Deltas until a delta has a ``finish_reason``; outputs without new text are held until text follows, or the end.
 
@@ -88,7 +115,7 @@ class ChoiceStream:
         if job.request.sampling.prompt_logprobs is not None:
             self._logprobs.append(TokenLogprob(job.request.prompt_ids[0], None))
 
-    def push(self, output: TokenOutput, observed: ChoiceMetrics) -> Delta | None:
+    def push(self, output: TokenOutput, observed: ChoiceObserver) -> Delta | None:
         """The delta of ``output``; None while there is nothing to show."""
         observed.num_preemptions = output.num_preemptions
         _raise_failure(output)
