@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
@@ -40,12 +40,31 @@ class EngineOverload(EngineRefusal):
         self.retry_after = retry_after
 
 
+class Constraint(msgspec.Struct, frozen=True):
+    """The texts that an answer may be; at each step only the tokens that continue one of the texts are allowed.
+
+    Attributes:
+        value: a JSON Schema as JSON text, a regular expression for the whole answer, a JSON list of strings, or a
+            grammar in llguidance's Lark dialect; unused for ``json_object``.
+        after: a trigger. Up to the end of its first occurrence the answer is free, and may end; afterwards the rest
+            is constrained. Empty for a constraint from the first token on.
+        whitespace: a regular expression of the whitespace between JSON tokens; empty for one space after ``:`` and
+            ``,`` and none elsewhere.
+    """
+
+    kind: Literal["json_object", "json_schema", "regex", "choice", "grammar"]
+    value: str = ""
+    after: str = ""
+    whitespace: str = ""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling parameters of a request (names and meanings as in the OpenAI and vLLM APIs).
 
     ``temperature=0`` is greedy. ``top_k=0`` and ``min_p=0`` are off. ``seed`` makes sampling reproducible.
     ``logprobs`` and ``prompt_logprobs`` are the number of likely tokens to report at each generated or prompt
-    position: 0 is the sampled token only, None nothing. An empty ``allowed_token_ids`` allows every token.
+    position: 0 is the sampled token only, None nothing. An empty ``allowed_token_ids`` allows every token. With a
+    ``constraint`` a stop token is allowed only where the constraint allows the answer to end.
     """
 
     max_tokens: int
@@ -63,6 +82,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     allowed_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    constraint: Constraint | None = None
 
     @property
     def named_tokens(self) -> tuple[int, ...]:
