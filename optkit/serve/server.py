@@ -37,7 +37,7 @@ from optkit.serve.http.address import bind, is_loopback, refuse_exposure
 from optkit.serve.http.auth import LOOPBACK
 from optkit.serve.http.connection import Connection
 from optkit.serve.shutdown import DrainingServer
-from optkit.text.chat_template import check_template
+from optkit.text.template_trial import check_template
 from optkit.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -1,0 +1,91 @@
+"""Constraints on answers with tools, as grammars in llguidance's Lark dialect.
+
+A required call leaves the model no choice but names and arguments: the grammar is the form of the model's own calls
+(``optkit.serve.tools.formats``), with the JSON Schema of each tool in its place, so the same parser reads constrained and
+free answers. Strict tools constrain free answers, too: text up to a call is free, the call is not.
+
+In JSON, one space stands behind ``:`` and ``,`` and none elsewhere, as in the calls of chat templates.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from optkit.runtime.types import Constraint
+from optkit.serve.tools.formats import ChatFormat
+from optkit.serve.tools.parser import FENCE, CallFormat
+from optkit.serve.tools.reasoning import CLOSE, OPEN, leaves_open
+from optkit.serve.tools.use import Tool, ToolUse
+
+MAX_CALLS = 32  # of a required answer; without a bound a weak model never ends
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+TEXT = "TEXT: /(.|\\n)*/"
+
+
+def constraint(chat: ChatFormat, use: ToolUse | None, prompt: str) -> Constraint | None:
+    """The constraint on an answer; None for a free one.
+
+    Args:
+        prompt: rendered text of the prompt.
+    """
+    if use is None or not use.is_constrained:
+        return None
+    is_open = chat.thinks and leaves_open(prompt)
+    rules = _required(chat.calls, use) if use.required else _free(chat.calls)
+    lines = ["%llguidance {}", *_start(chat.thinks, is_open), *rules, *_objects(chat.calls, use)]
+    return Constraint("grammar", "\n".join(lines) + "\n", after=CLOSE if is_open else "")
+
+
+def _start(thinks: bool, is_open: bool) -> list[str]:
+    """The rules of the whole text; with ``is_open`` of the text behind the reasoning."""
+    if not thinks:
+        return ["start: answer"]
+    if is_open:
+        return ["start: /\\n*/ answer"]
+    return ["start: (reasoning /\\n*/)? answer", f'reasoning[lazy]: "{OPEN}" /(.|\\n)*/ "{CLOSE}"']
+
+
+def _required(form: CallFormat, use: ToolUse) -> list[str]:
+    """The rules of an answer that is one or more calls."""
+    more = f' ("\\n" call){{0,{MAX_CALLS - 1}}}' if use.parallel else ""
+    return [f"answer: call{more}", f"call: {_quoted(form.open)} rest" if form.open else "call: object"]
+
+
+def _free(form: CallFormat) -> list[str]:
+    """The rules of an answer with text and calls."""
+    if form.open:
+        tag = f"text_and_tag[lazy]: TEXT {_quoted(form.open)}"
+        return ["answer: (text_and_tag rest)* tail", tag, "tail: TEXT", TEXT]
+    fence = f"({FENCE}[ \\t\\r\\n]*)?"
+    return [
+        'answer: FREE | object (/[,;]?\\n?/ object)*',
+        f"FREE: /(.|\\n)*/ & ~/[ \\t\\r\\n]*{fence}[{{\\[](.|\\n)*/",
+    ]
+
+
+def _objects(form: CallFormat, use: ToolUse) -> list[str]:
+    """The rules of a call's JSON object, and of what follows the opening tag."""
+    lines = [f"object: {' | '.join(f'object_{i}' for i in range(len(use.allowed)))}"]
+    if form.open:
+        lines.append(f'rest: "\\n" object "\\n" {_quoted(form.close)}')
+    for i, tool in enumerate(use.allowed):
+        head = _quoted(f'{{"name": {json.dumps(tool.name)}, "{form.arguments}": ')
+        lines += [f'object_{i}: {head} arguments_{i} "}}"', f"arguments_{i}: %json {_schema(tool, use)}"]
+    return lines
+
+
+def _schema(tool: Tool, use: ToolUse) -> str:
+    """The schema of the arguments, as JSON.
+
+    Keywords unknown to llguidance are refused in a strict tool and ignored in any other.
+    """
+    obeyed = tool.parameters if use.required or tool.strict else None
+    options = SPACING | ({} if tool.strict else {"lenient": True})
+    return json.dumps({**ANY_OBJECT, **(obeyed or {}), "x-guidance": options})
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text)
