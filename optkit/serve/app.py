@@ -42,7 +42,9 @@ from optkit.serve.openai.protocol import ChatRequest, CompletionRequest, Generat
 from optkit.serve.openai.response import AppState, GenerationResponse
 from optkit.serve.openai.schema import document
 from optkit.serve.shutdown import shutting_down
+from optkit.serve.tools.formats import ChatFormat, choose_format
 from optkit.serve.tracing import Tracing
+from optkit.text.template_traits import find_traits
 from optkit.text.tokenizer import Tokenizer
 from optkit.version import VERSION
 
@@ -53,12 +55,21 @@ Body = TypeVar("Body", bound=GenerationRequest)
 
 
 def create_app(
-    engine: AsyncEngine, tokenizer: Tokenizer, settings: ServeSettings, tracing: Tracing | None = None
+    engine: AsyncEngine,
+    tokenizer: Tokenizer,
+    settings: ServeSettings,
+    tracing: Tracing | None = None,
+    chat: ChatFormat | None = None,
 ) -> FastAPI:
     """The application in front of ``engine``.
 
     ``app.state.draining`` set to True makes the server not ready and refuses new work with 503.
+
+    Args:
+        chat: the forms of tools and reasoning; by default those of the chat template.
     """
+    if chat is None and tokenizer.chat_template is not None:
+        chat = choose_format(find_traits(tokenizer.chat_template))
     metrics = Metrics(
         settings.model_names[0],
         lambda: engine.stats,
@@ -66,7 +77,7 @@ def create_app(
         lambda: engine.info,
         lambda: engine.num_restarts,
     )
-    prompts = PromptReader(tokenizer, settings.limits.max_model_len)
+    prompts = PromptReader(tokenizer, settings.limits.max_model_len, chat)
     admission = Admission(
         settings.limits.max_num_seqs + settings.max_queue, metrics.rejections["max_queue"].inc
     )

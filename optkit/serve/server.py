@@ -37,6 +37,7 @@ from optkit.serve.http.address import bind, is_loopback, refuse_exposure
 from optkit.serve.http.auth import LOOPBACK
 from optkit.serve.http.connection import Connection
 from optkit.serve.shutdown import DrainingServer
+from optkit.serve.tools.formats import AUTO, ChatFormat, choose_format
 from optkit.text.template_trial import check_template
 from optkit.text.tokenizer import Tokenizer
 
@@ -68,6 +69,8 @@ class ServeOptions:
     threads: int = 0
     shutdown_timeout: int = 25
     otlp_traces_endpoint: str | None = None
+    tool_call_parser: str = AUTO
+    reasoning_parser: str = AUTO
     engine: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -152,10 +155,10 @@ class _Server:
         return 1 if self._engine_died else 0
 
     async def _load_and_serve(self) -> None:
-        tokenizer, info = await self._load()
+        tokenizer, chat, info = await self._load()
         endpoint = self._options.otlp_traces_endpoint
         spans = tracing.Tracing.to(endpoint) if endpoint else None
-        app = create_app(self._client, tokenizer, self._settings(info), spans)
+        app = create_app(self._client, tokenizer, self._settings(info), spans, chat)
         gc.freeze()  # loaded objects are never garbage
         config = uvicorn.Config(
             app,
@@ -177,22 +180,29 @@ class _Server:
             task.cancel()
         await asyncio.gather(choice, return_exceptions=True)  # ends its process
 
-    async def _load(self) -> tuple[Tokenizer, EngineInfo]:
+    async def _load(self) -> tuple[Tokenizer, ChatFormat | None, EngineInfo]:
         """The tokenizer loads while the engine process loads the weights."""
         engine = asyncio.create_task(self._client.start())
         try:
-            tokenizer = await asyncio.to_thread(self._load_tokenizer)
-            return tokenizer, await engine
+            tokenizer, chat = await asyncio.to_thread(self._load_tokenizer)
+            return tokenizer, chat, await engine
         finally:
             engine.cancel()
             await asyncio.gather(engine, return_exceptions=True)
 
-    def _load_tokenizer(self) -> Tokenizer:
-        tokenizer = Tokenizer.from_directory(self._artifact.directory)
+    def _load_tokenizer(self) -> tuple[Tokenizer, ChatFormat | None]:
+        tokenizer, chat = Tokenizer.from_directory(self._artifact.directory), None
         if tokenizer.chat_template is not None:
-            check_template(tokenizer.chat_template)
+            traits = check_template(tokenizer.chat_template)
+            chat = choose_format(traits, self._options.tool_call_parser, self._options.reasoning_parser)
+            log.info(
+                "tools: %s, %s; reasoning: %s",
+                chat.calls.name,
+                "by the chat template" if chat.native else "described in words",
+                "split off" if chat.thinks else "none",
+            )
         trim_heap()
-        return tokenizer
+        return tokenizer, chat
 
     def _settings(self, info: EngineInfo) -> ServeSettings:
         options = self._options

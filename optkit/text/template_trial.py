@@ -1,8 +1,8 @@
 """A chat template's first run, in a process with limits.
 
-A sandbox does not stop a program from looping or allocating. A Python thread cannot be killed, but a process can. So the
-server and the calibration let a child process compile and render the template, with limited CPU time and memory, and
-refuse a template that fails there. The child also finds the template's traits (``optkit.text.template_traits``).
+A sandbox does not stop a program from looping or allocating. A Python thread cannot be killed, but a process can. So
+the server and the calibration let a child process compile and render the template, with limited CPU time and memory,
+and refuse a template that fails there. The child also finds the template's traits (``optkit.text.template_traits``).
 """
 
 from __future__ import annotations

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from typing import NamedTuple, cast
+
+import msgspec
 
 from optkit.runtime.process.client import ENGINE_DIED, ENGINE_GONE, ENGINE_STOPPED
 from optkit.runtime.types import (
@@ -26,6 +28,8 @@ from optkit.serve.http.errors import ApiError, internal_error
 from optkit.serve.metrics import ChoiceMetrics, Metrics
 from optkit.serve.openai.jobs import ChoiceJob
 from optkit.serve.quarantine import QUARANTINED
+from optkit.serve.tools.message import MessageParser
+from optkit.serve.tools.parts import Part, joined, text_of
 from optkit.text.detokenizer import StopStrings
 from optkit.text.tokenizer import Tokenizer
 
@@ -42,6 +46,11 @@ class Delta(NamedTuple):
     logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens since the last delta, when asked for
     first: FirstToken | None = None  # in the first delta
     token_ids: tuple[int, ...] = ()  # generated since the last delta
+    parts: tuple[
+        Part, ...
+    ] = ()  # the text in parts, of a message with tools or reasoning; ``text`` is its content
+    num_calls: int = 0  # in the message so far
+    num_reasoning: int = 0  # generated tokens of the reasoning so far
 
 
 async def generate_text(
@@ -76,7 +85,7 @@ async def generate_text(
 
 
 class ChoiceStream:
-    """The state of a choice: detokenizer, stop strings, echo, and logprobs waiting for text."""
+    """The state of a choice: detokenizer, stop strings, message parser, echo, and logprobs waiting for text."""
 
     def __init__(self, tokenizer: Tokenizer, job: ChoiceJob) -> None:
         self._job, self._min_tokens = job, job.request.sampling.min_tokens
@@ -85,6 +94,7 @@ class ChoiceStream:
         self._echo, self._logprobs = job.echo or "", list[TokenLogprob]()
         self._first: FirstToken | None = None
         self._ids: list[int] = []
+        self._parser, self._num_reasoning = job.parser, 0
         if job.request.sampling.prompt_logprobs is not None:
             self._logprobs.append(TokenLogprob(job.request.prompt_ids[0], None))
 
@@ -106,8 +116,16 @@ class ChoiceStream:
         self._ids += new
         listed = len(new if self._job.list_stop_token else output.token_ids)
         self._logprobs += output.logprobs[:listed]
-        piece, finish = self._text(output, observed.num_tokens)
-        return self._delta(piece, observed.num_tokens, finish) if piece or finish else None
+        if self._parser is None:
+            piece, finish = self._text(output, observed.num_tokens)
+            return self._delta(piece, observed.num_tokens, finish) if piece or finish else None
+        parts, finish = self._message(self._parser, output, observed.num_tokens)
+        if not parts and not finish:
+            return None
+        delta = self._delta(text_of(parts, "content"), observed.num_tokens, finish)
+        return delta._replace(
+            parts=tuple(parts), num_calls=self._parser.num_calls, num_reasoning=self._num_reasoning
+        )
 
     def _delta(self, piece: str, num_tokens: int, finish: FinishReason | None) -> Delta:
         text, self._echo = self._echo + piece, ""
@@ -125,6 +143,37 @@ class ChoiceStream:
         if output.finish_reason is not None:
             piece += self._stops.flush()
         return piece, output.finish_reason
+
+    def _message(
+        self, parser: MessageParser, output: TokenOutput, num_tokens: int
+    ) -> tuple[list[Part], FinishReason | None]:
+        """The parts of ``output``; tokens of the reasoning are counted one by one."""
+        parts: list[Part] = []
+        piece, finish = "", None
+        for single, count in _singles(output, num_tokens) if parser.may_reason else [(output, num_tokens)]:
+            self._num_reasoning += parser.is_reasoning and len(single.generated_ids)
+            piece, finish = self._text(single, count)
+            parts += parser.push(piece)
+            if parser.is_done:
+                finish = FinishReason.STOP
+            if finish:
+                parts += parser.finish()
+                break
+        if self._job.hides_reasoning:
+            parts = [part for part in parts if part.kind != "reasoning"]
+        return joined(parts), finish
+
+
+def _singles(output: TokenOutput, num_tokens: int) -> Iterator[tuple[TokenOutput, int]]:
+    """The tokens of ``output`` as outputs of a token each, with the number of tokens up to there."""
+    before = num_tokens - len(output.generated_ids)
+    last = max(len(output.token_ids) - 1, 0)
+    for at, token in enumerate(output.token_ids[:last]):
+        yield (
+            msgspec.structs.replace(output, token_ids=(token,), stop_token=None, finish_reason=None),
+            before + at + 1,
+        )
+    yield msgspec.structs.replace(output, token_ids=output.token_ids[last:]), num_tokens
 
 
 def _raise_failure(output: TokenOutput) -> None:
@@ -195,6 +244,7 @@ async def collect(
             text="".join(delta.text for delta in found),
             logprobs=tuple(entry for delta in found for entry in delta.logprobs),
             token_ids=tuple(token for delta in found for token in delta.token_ids),
+            parts=tuple(joined(part for delta in found for part in delta.parts)),
             first=found[0].first,
         )
         for found in parts

@@ -11,16 +11,17 @@ import asyncio
 import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from optkit.serve.http.errors import ApiError, printable
-from optkit.serve.openai.jobs import ChoiceJob, Sender, choice_jobs
+from optkit.serve.openai.chat_prompt import render_chat
+from optkit.serve.openai.jobs import ChoiceJob, Prompt, Sender, choice_jobs
 from optkit.serve.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
-from optkit.text.chat_template import TemplateFailure
+from optkit.serve.tools.formats import ChatFormat
+from optkit.serve.tools.grammar import constraint
 from optkit.text.tokenizer import Tokenizer
 
 INLINE_CHARS = 4096  # about a millisecond of tokenization
-RESERVED = frozenset(["messages", "tools", "documents", "add_generation_prompt", "chat_template"])
 COMPLETION_TOKENS = 16  # OpenAI's default for completions
 
 Result = TypeVar("Result")
@@ -32,10 +33,11 @@ class PromptReader:
     Args:
         tokenizer: of the served model.
         max_model_len: tokens of prompt and answer together.
+        chat: the forms of tools and reasoning.
     """
 
-    def __init__(self, tokenizer: Tokenizer, max_model_len: int) -> None:
-        self.tokenizer, self.max_model_len = tokenizer, max_model_len
+    def __init__(self, tokenizer: Tokenizer, max_model_len: int, chat: ChatFormat | None = None) -> None:
+        self.tokenizer, self.max_model_len, self.chat = tokenizer, max_model_len, chat or ChatFormat()
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
 
     async def jobs(self, request: GenerationRequest, sender: Sender) -> list[ChoiceJob]:
@@ -51,35 +53,28 @@ class PromptReader:
         else:
             raise TypeError(type(request).__name__)
         jobs: list[ChoiceJob] = []
-        for ids, text in prompts:
-            limit = self._max_tokens(request, len(ids))
-            jobs += choice_jobs(request, sender, tuple(ids), text, len(jobs), limit, self.tokenizer.eos_ids)
+        for prompt in prompts:
+            limit = self._max_tokens(request, len(prompt.ids))
+            jobs += choice_jobs(request, sender, prompt, len(jobs), limit, self.tokenizer.eos_ids)
         return jobs
 
-    async def _chat(self, request: ChatRequest) -> tuple[list[int], str]:
-        size = sum(len(message.content) for message in request.messages)
-        text = await self._run(size, functools.partial(self.render, request))
+    async def _chat(self, request: ChatRequest) -> Prompt:
+        text = await self.render(request)
         ids = await self._encode(text, request, "messages", special=bool(request.add_special_tokens))
-        return self._truncated(text, ids, request)
+        use = request.tool_use
+        return self._truncated(text, ids, request)._replace(
+            new_parser=functools.partial(self.chat.parser, use, text, bool(request.continue_final_message)),
+            constraint=constraint(self.chat, use, text),
+        )
 
-    def render(self, request: ChatRequest) -> str:
+    async def render(self, request: ChatRequest) -> str:
         """The messages as a single text."""
-        template = self.tokenizer.chat_template
-        if template is None:
-            message = "this model has no chat template; use /v1/completions"
-            raise ApiError(message, param="messages", code="no_chat_template")
-        reserved = RESERVED | set(template.special_tokens)
-        for name in (request.chat_template_kwargs or {}).keys() & reserved:
-            raise ApiError(f"'{name}' cannot be set here", param="chat_template_kwargs", code="invalid_value")
-        messages = [message.for_template() for message in request.messages]
-        variables = template_variables(request)
-        render = template.render_open if request.continue_final_message else template.render
-        try:
-            return render(messages, **variables)
-        except TemplateFailure as failure:
-            raise ApiError(str(failure), param="messages", code="template_error") from failure
+        size = sum(len(message.content) for message in request.messages)
+        size += INLINE_CHARS if request.tools else 0  # schemas are long, and slow to write
+        render = functools.partial(render_chat, self.tokenizer.chat_template, self.chat, request)
+        return await self._run(size, render)
 
-    async def _prompt(self, prompt: str | list[int], request: CompletionRequest) -> tuple[list[int], str]:
+    async def _prompt(self, prompt: str | list[int], request: CompletionRequest) -> Prompt:
         if isinstance(prompt, str):
             special = request.add_special_tokens is not False
             ids = await self._encode(prompt, request, "prompt", special=special)
@@ -110,10 +105,8 @@ class PromptReader:
         if fewest > self.max_model_len:
             raise overflow(self.max_model_len, param, f"at least {fewest}")
 
-    def _truncated(
-        self, text: str | None, ids: list[int], request: GenerationRequest
-    ) -> tuple[list[int], str]:
-        """Ids and text of a prompt after ``truncate_prompt_tokens``; the text may be "" for a prompt without echo."""
+    def _truncated(self, text: str | None, ids: list[int], request: GenerationRequest) -> Prompt:
+        """The prompt after ``truncate_prompt_tokens``; the text may be "" for a prompt without echo."""
         keep = request.truncate_prompt_tokens
         if keep is not None:
             keep = self.max_model_len - max(request.requested_max_tokens or 1, 1) if keep == -1 else keep
@@ -124,7 +117,7 @@ class PromptReader:
                 text, ids = None, ids[:keep] if request.truncation_side == "right" else ids[-keep:]
         if text is None and request.echoes:
             text = self.tokenizer.decode(ids)
-        return ids, text or ""
+        return Prompt(tuple(ids), text or "")
 
     def _check_ids(self, param: str, ids: Sequence[int]) -> None:
         """Refuse the first of ``ids`` outside the vocabulary; ``param`` is the field with the ids."""
@@ -163,17 +156,6 @@ class PromptReader:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-def template_variables(request: ChatRequest) -> dict[str, Any]:
-    """The chat template's variables in ``request``, with vLLM's meaning of ``reasoning_effort``."""
-    variables: dict[str, Any] = dict(request.chat_template_kwargs or {})
-    if request.add_generation_prompt is not None:
-        variables["add_generation_prompt"] = request.add_generation_prompt
-    if request.reasoning_effort is not None:
-        variables["reasoning_effort"] = request.reasoning_effort
-        variables.setdefault("enable_thinking", request.reasoning_effort != "none")
-    return variables
 
 
 def overflow(limit: int, param: str, num_prompt: int | str, asked: int | None = None) -> ApiError:

@@ -3,7 +3,7 @@
 Three kinds of fields:
 
 - **supported**: typed and bounded below; a wrong value is 400 and names the field;
-- **unsupported meaning** (``unsupported``: tools, structured output, ...): 400 unless the value asks for nothing, or
+- **unsupported meaning** (``unsupported``: structured output, audio, ...): 400 unless the value asks for nothing, or
   accepted, if the field cannot change an answer here (``HARMLESS``);
 - **unknown**: accepted with a log line, because clients send private extras and must keep working.
 
@@ -19,7 +19,7 @@ import hashlib
 import logging
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from optkit.runtime.types import SamplingParams
 from optkit.serve.http.errors import ApiError, printable, unsupported
@@ -39,7 +39,9 @@ from optkit.serve.openai.fields import (
     Scalar,
     Stops,
 )
+from optkit.serve.openai.tool_fields import Calls, Identifier, ToolChoice, Tools, tool_use
 from optkit.serve.openai.unsupported import HARMLESS, INERT, refuse_unsupported
+from optkit.serve.tools.use import ToolUse
 
 log = logging.getLogger("optkit.serve")
 
@@ -153,16 +155,33 @@ def choice_seed(seed: int | None, choice: int) -> int | None:
 
 
 class Message(BaseModel):
-    """A turn; the template sees ``role``, ``content`` and, when given, ``name``."""
+    """A turn; the template sees ``role``, ``content`` and the further fields that are given."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content = ""
     name: Annotated[str, Field(max_length=256)] | None = None
+    reasoning_content: str | None = None
+    tool_calls: Calls | None = None
+    tool_call_id: Identifier | None = None
+
+    @model_validator(mode="after")
+    def _fits_the_role(self) -> Message:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("only a message of the assistant has 'tool_calls'")
+        if self.role == "tool" and not self.tool_call_id:
+            raise ValueError("a message of role 'tool' needs a 'tool_call_id'")
+        return self
 
     def for_template(self) -> dict[str, Any]:
-        return {"role": self.role, "content": self.content} | ({"name": self.name} if self.name else {})
+        message: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        for name in ("name", "reasoning_content", "tool_call_id"):
+            if value := getattr(self, name):
+                message[name] = value
+        return message
 
 
 class ChatRequest(GenerationRequest):
@@ -176,10 +195,19 @@ class ChatRequest(GenerationRequest):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
 
     @property
     def requested_max_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def tool_use(self) -> ToolUse | None:
+        """The tools of the answer; None when the answer may call none."""
+        return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -247,6 +275,7 @@ def _check_together(request: GenerationRequest) -> None:
 
 
 def _check_chat(request: ChatRequest) -> None:
+    use = request.tool_use  # checks the choice
     if request.top_logprobs and not request.logprobs:
         raise _invalid("top_logprobs", "'top_logprobs' needs 'logprobs': true")
     if request.continue_final_message:
@@ -255,6 +284,9 @@ def _check_chat(request: ChatRequest) -> None:
             raise _invalid("continue_final_message", message)
         if request.messages[-1].role != "assistant" or not request.messages[-1].content.strip():
             message = "'continue_final_message' needs a last message of the assistant with text"
+            raise _invalid("continue_final_message", message)
+        if use and use.required:
+            message = "'continue_final_message' and a required tool call exclude each other"
             raise _invalid("continue_final_message", message)
 
 

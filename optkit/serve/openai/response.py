@@ -34,6 +34,7 @@ from optkit.serve.openai.prompts import PromptReader
 from optkit.serve.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from optkit.serve.openai.stream import ChunkWriter, ResponseHead, ResponseParts, error_event, whole_response
 from optkit.serve.shutdown import FINAL_ERROR_TIMEOUT_SECONDS, RequestsInFlight, shutting_down
+from optkit.serve.tools.use import ToolUse
 from optkit.serve.tracing import SpanRecord, Tracing
 
 log = logging.getLogger("optkit.serve")
@@ -190,11 +191,15 @@ class GenerationResponse(Response):
                 formats=[self._logprob_format() for _ in jobs],
                 show_ids=bool(request.return_token_ids),
                 ttft_details=bool(request.ttft_details),
+                names_tool=use.named if (use := self._tool_use()) else False,
             )
             self._record.num_prompt = sum(map(len, parts.prompts))
             self._record.expect(len(jobs))
             deltas = merge([self._generate(job) for job in jobs])
             await (self._stream if request.stream else self._whole)(deltas, parts, wire)
+
+    def _tool_use(self) -> ToolUse | None:
+        return self._request.tool_use if isinstance(self._request, ChatRequest) else None
 
     def _logprob_format(self) -> LogprobFormat | None:
         if self._request.num_logprobs is None:

@@ -21,10 +21,11 @@ from typing import Any
 
 import msgspec
 
-from optkit.runtime.types import FirstToken
+from optkit.runtime.types import FinishReason, FirstToken
 from optkit.serve.http.errors import ApiError
 from optkit.serve.openai.generation import Delta
 from optkit.serve.openai.logprobs import LogprobFormat
+from optkit.serve.tools.parts import calls_of, text_of
 
 DONE = b"data: [DONE]\n\n"
 
@@ -76,12 +77,14 @@ class ResponseParts:
         formats: writer of the logprobs of each choice; None without logprobs.
         show_ids: the answer has ``prompt_token_ids`` and ``token_ids``, in the places of vLLM's.
         ttft_details: the final usage has the parts of the time to first token.
+        names_tool: the request names the tool to call; such an answer ends with "stop", as at OpenAI.
     """
 
     prompts: Sequence[Sequence[int]]
     formats: Sequence[LogprobFormat | None]
     show_ids: bool = False
     ttft_details: bool = False
+    names_tool: bool = False
 
     @property
     def n(self) -> int:
@@ -122,7 +125,7 @@ class ChunkWriter:
         """The event for a delta."""
         self._counts[delta.choice] = delta.num_tokens
         self._firsts[delta.choice] = self._firsts[delta.choice] or delta.first
-        finish = b"null" if delta.finish_reason is None else encode(delta.finish_reason.value)
+        finish = encode(finish_reason(delta, self._parts))
         in_choice, in_chunk = self._token_ids(delta) if self._parts.show_ids else (b"", b"")
         choice = b'{"index":%d,%b,"logprobs":%b,"finish_reason":%b%b}' % (
             delta.choice,
@@ -142,6 +145,8 @@ class ChunkWriter:
         return self._begin + b'],"usage":' + total + b"}\n\n" + DONE
 
     def _text(self, delta: Delta) -> bytes:
+        if delta.parts:
+            return b'"delta":' + encode(message_delta(delta, not self._started[delta.choice]))
         text = encode(delta.text)
         if not self._is_chat:
             return b'"text":' + text
@@ -171,6 +176,55 @@ class ChunkWriter:
         return b',"usage":' + encode(usage(*counts, [self._firsts[delta.choice]]))
 
 
+def finish_reason(delta: Delta, parts: ResponseParts) -> str | None:
+    """The reason in OpenAI's words."""
+    if delta.finish_reason is FinishReason.STOP and delta.num_calls and not parts.names_tool:
+        return "tool_calls"
+    return delta.finish_reason.value if delta.finish_reason else None
+
+
+def message_delta(delta: Delta, is_first: bool) -> dict[str, object]:
+    """The ``delta`` of a chunk of a message with tool calls or reasoning; an entry for each call in it."""
+    found: dict[str, object] = {"role": "assistant", "content": None} if is_first else {}
+    if delta.text:
+        found["content"] = delta.text
+    if reasoning := text_of(delta.parts, "reasoning"):
+        found["reasoning_content"] = reasoning
+    calls: dict[int, dict[str, Any]] = {}
+    for part in delta.parts:
+        if part.kind == "call" and part.name:
+            function = {"name": part.name, "arguments": part.text}
+            calls[part.call] = {
+                "index": part.call,
+                "id": part.call_id,
+                "type": "function",
+                "function": function,
+            }
+        elif part.kind == "call":
+            entry = calls.setdefault(part.call, {"index": part.call, "function": {"arguments": ""}})
+            entry["function"]["arguments"] += part.text
+    return found | ({"tool_calls": list(calls.values())} if calls else {})
+
+
+def whole_message(answer: Delta) -> dict[str, object]:
+    """The message of a chat answer; ``content`` is null beside calls or reasoning alone."""
+    calls, reasoning = calls_of(answer.parts), text_of(answer.parts, "reasoning")
+    content = answer.text if answer.text or not (calls or reasoning) else None
+    message: dict[str, object] = {"role": "assistant", "content": content, "refusal": None}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = [
+            {
+                "id": call.call_id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in calls
+        ]
+    return message
+
+
 def error_event(error: ApiError) -> bytes:
     """The error body as an event, and the end of the stream."""
     return b"data: " + error.body() + b"\n\n" + DONE
@@ -193,10 +247,10 @@ def whole_response(head: ResponseHead, parts: ResponseParts, answers: list[Delta
 
 
 def _choice(head: ResponseHead, parts: ResponseParts, answer: Delta) -> dict[str, object]:
-    reason = answer.finish_reason.value if answer.finish_reason else None
+    reason = finish_reason(answer, parts)
     content: dict[str, object] = {"text": answer.text}
     if head.is_chat:
-        content = {"message": {"role": "assistant", "content": answer.text, "refusal": None}}
+        content = {"message": whole_message(answer)}
     written = parts.formats[answer.choice]
     logprobs = written.write(answer.logprobs) if written else None
     choice = {"index": answer.choice, **content, "logprobs": logprobs, "finish_reason": reason}

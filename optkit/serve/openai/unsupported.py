@@ -17,6 +17,7 @@ INERT: dict[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
+    "parallel_tool_calls": (None, True, False),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
     "response_format": (None, {"type": "text"}),
@@ -68,7 +69,7 @@ INERT: dict[str, tuple[Any, ...]] = {
 
 HARMLESS = frozenset(
     [
-        *("parallel_tool_calls", "prediction"),  # about tool calls, which are refused; about speed
+        "prediction",  # about speed
         *("store", "metadata", "service_tier", "safety_identifier"),  # for the operator of the service
         *(
             "prompt_cache_key",
@@ -79,9 +80,6 @@ HARMLESS = frozenset(
         "stream_interval",  # tokens per event; here always 1
     ]
 )
-
-# The same of a message.
-NO_CALLS: dict[str, tuple[Any, ...]] = {"tool_calls": (None, []), "function_call": (None,)}
 
 
 def refuse_unsupported(data: dict[str, Any], supported: Container[str]) -> None:
@@ -101,9 +99,8 @@ def _is_one_of(value: Any, inert: tuple[Any, ...]) -> bool:
 
 
 def _refuse_in_message(message: dict[str, Any]) -> None:
-    calls = any(not _is_one_of(message.get(name), inert) for name, inert in NO_CALLS.items())
-    if calls or message.get("role") in ("tool", "function"):
-        raise unsupported("messages", "tool calls are not supported")
+    if message.get("role") == "function" or message.get("function_call") is not None:
+        raise unsupported("messages", "functions are not supported; use tools")
     parts = message.get("content")
     for part in parts if isinstance(parts, list) else ():
         if isinstance(part, dict) and part.get("type") not in ("text", None):

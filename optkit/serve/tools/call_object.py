@@ -3,9 +3,9 @@
     {"name": "get_weather", "arguments": {"city": "Oslo"}}
 
 ``arguments`` may be called ``parameters``, may come before the name, and may be a string with JSON inside. A call is
-announced as soon as the name is known and the arguments have begun; from then on the arguments are passed on as the
-model writes them, and malformed ones are passed on malformed: the caller sees the model's own text, and no call is lost.
-Before the announcement any deviation means that the object is no call.
+announced as soon as the name is known and the arguments have begun. From then on the arguments are passed on as the
+model writes them, malformed ones included: the caller sees the model's own text, and no call is lost. Before the
+announcement any deviation means that the object is no call.
 """
 
 from __future__ import annotations

@@ -25,7 +25,12 @@ LLAMA3_JSON = CallFormat("llama3_json", "", "", "parameters")
 JSON = CallFormat("json", "", "", "arguments")
 FORMATS = {form.name: form for form in (HERMES, LLAMA3_JSON, JSON)}
 AUTO = "auto"
-REASONING_PARSERS = {"think": True, "deepseek_r1": True, "qwen3": True, "none": False}  # vLLM's names among them
+REASONING_PARSERS = {
+    "think": True,
+    "deepseek_r1": True,
+    "qwen3": True,
+    "none": False,
+}  # vLLM's names among them
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Constraints on answers with tools, as grammars in llguidance's Lark dialect.
 
 A required call leaves the model no choice but names and arguments: the grammar is the form of the model's own calls
-(``optkit.serve.tools.formats``), with the JSON Schema of each tool in its place, so the same parser reads constrained and
-free answers. Strict tools constrain free answers, too: text up to a call is free, the call is not.
+(``optkit.serve.tools.formats``), with the JSON Schema of each tool in its place. So the same parser reads constrained
+and free answers. Strict tools constrain free answers, too: text up to a call is free, the call is not.
 
 In JSON, one space stands behind ``:`` and ``,`` and none elsewhere, as in the calls of chat templates.
 """
@@ -61,7 +61,7 @@ def _free(form: CallFormat) -> list[str]:
         return ["answer: (text_and_tag rest)* tail", tag, "tail: TEXT", TEXT]
     fence = f"({FENCE}[ \\t\\r\\n]*)?"
     return [
-        'answer: FREE | object (/[,;]?\\n?/ object)*',
+        "answer: FREE | object (/[,;]?\\n?/ object)*",
         f"FREE: /(.|\\n)*/ & ~/[ \\t\\r\\n]*{fence}[{{\\[](.|\\n)*/",
     ]
 

@@ -29,6 +29,11 @@ class MessageParser:
         return self._reasoning is not None and self._reasoning.is_reasoning
 
     @property
+    def may_reason(self) -> bool:
+        """True while reasoning may follow."""
+        return self._reasoning is not None and not self._reasoning.is_content
+
+    @property
     def is_done(self) -> bool:
         """True when the rest of the answer is of no interest."""
         return self._calls is not None and self._calls.is_done

@@ -1,11 +1,11 @@
 """Tool calls in the text of an answer that arrives in pieces.
 
-There is a single parser for streams and whole answers, which reads character by character, so the result does not depend
-on the borders of tokens or chunks. Two kinds of formats:
+A single parser serves streams and whole answers. The parser reads character by character, so the result does not
+depend on the borders of tokens or chunks. Two kinds of formats:
 
-- **tagged**: calls stand between tags, anywhere in the text, with content around; several calls may share a pair of tags;
-- **bare**: the answer begins with a call, perhaps in a Markdown fence; further calls follow behind commas, semicolons or
-  newlines. What does not begin that way is content, all of it.
+- **tagged**: calls stand between tags, anywhere in the text, with content around; a pair of tags may have several;
+- **bare**: the answer begins with a call, perhaps in a Markdown fence; further calls follow behind commas, semicolons
+  or newlines. An answer that begins otherwise is content, all of it.
 
 Whitespace next to a call belongs to the call. Text that looks like a call is held back until the name and the begin of
 the arguments are known (``optkit.serve.tools.call_object``); if it turns out to be no call, it is content, unchanged.

@@ -51,6 +51,11 @@ class ReasoningParser:
             self._state is _State.START and self._is_open
         )
 
+    @property
+    def is_content(self) -> bool:
+        """True once the rest of the text is content."""
+        return self._state is _State.CONTENT
+
     def push(self, text: str) -> list[Part]:
         """The parts that became final with ``text``."""
         parts: list[Part] = []

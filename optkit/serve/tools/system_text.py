@@ -15,7 +15,9 @@ from optkit.serve.tools.use import Tool, ToolUse
 
 Message = dict[str, Any]
 
-INTRODUCTION = "You can call these tools. Each line has a tool's name, description and the JSON Schema of its arguments."
+INTRODUCTION = (
+    "You can call these tools; each line has a name, a description and the JSON Schema of the arguments:"
+)
 HOW = "To call a tool, answer with the call and nothing else, in this form:"
 SEVERAL = "To call several tools, write one call after the other."
 OTHERWISE = "When no tool is needed, or the results are there, answer in plain text."
