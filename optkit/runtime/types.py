@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 QUEUE_TIMEOUT = "the request waited too long for its turn"
 PENDING = -1  # stands in a request for a token that the device is still computing (optkit.runtime.overlap)
+CONSTRAINT_FAILED = "the constraint is too complex or allows no further token"
 NO_SLOT = -1
 NO_BLOCK = -1  # stands in a block table for a block that was given back
 ALL_TOKENS = 1 << 62  # more than any request has
@@ -38,6 +39,10 @@ class EngineOverload(EngineRefusal):
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class ConstraintFailed(ValueError):
+    """A constraint that is wrong, unsupported or too complex; the message says why."""
 
 
 class Constraint(msgspec.Struct, frozen=True):
@@ -189,7 +194,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     to no request and keep their KV until the room is needed. ``prefix_cache_queries`` are prompt tokens that were
     looked up, ``prefix_cache_hits`` the tokens found and taken over, ``prefix_cache_lost`` the tokens found that were
     computed again for lack of a checkpoint of the recurrent state. On a GPU ``graph_captures`` and
-    ``kernel_compilations`` stay constant once the engine is warm, and ``eager_steps`` fit no bucket.
+    ``kernel_compilations`` stay constant once the engine is warm, and ``eager_steps`` fit no bucket. ``forced_tokens``
+    had no alternative in a constraint and were computed together with the token before.
     """
 
     num_running: int = 0
@@ -216,6 +222,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     graph_replays: int = 0
     eager_steps: int = 0
     kernel_compilations: int = 0
+    forced_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -223,6 +230,38 @@ class Failure:
     """The result of a step for a failed request; ``message`` goes to the client."""
 
     message: str
+
+
+class Matcher(Protocol):
+    """The state of a constraint along an answer. Every method takes the tokens of the answer so far.
+
+    The methods raise ``ConstraintFailed`` where the constraint can't be evaluated within its limits.
+    """
+
+    @property
+    def is_ready(self) -> bool:
+        """False while the grammar is being compiled; the request then waits."""
+        ...
+
+    def wait(self, timeout: float) -> None:
+        """Return when ready, or after ``timeout`` seconds."""
+        ...
+
+    def allowed(self, output: Sequence[int]) -> np.ndarray:
+        """The tokens that may follow, a bit each, [ceil(vocabulary / 32)] uint32; valid until the next call."""
+        ...
+
+    def forced(self, output: Sequence[int]) -> list[int]:
+        """The next tokens, as far as there is no choice."""
+        ...
+
+    def num_valid(self, output: Sequence[int], draft: Sequence[int]) -> int:
+        """The number of tokens at the beginning of ``draft`` that may follow."""
+        ...
+
+    def is_complete(self, output: Sequence[int]) -> bool:
+        """True when nothing may follow."""
+        ...
 
 
 @dataclass
@@ -271,6 +310,7 @@ class Request:
         num_shareable: first tokens whose KV may enter the prefix cache (``optkit.runtime.kv.shareable``).
         times: times until the first token.
         num_preemptions: number of preemptions.
+        matcher: the state of the constraint, for a request with a constraint.
     """
 
     received: EngineRequest
@@ -292,6 +332,7 @@ class Request:
     times: PrefillTimes = field(default_factory=PrefillTimes)
     num_preemptions: int = 0
     num_scored: int = 0  # prompt positions with reported logprobs; unchanged by a preemption
+    matcher: Matcher | None = None
 
     @property
     def request_id(self) -> str:
@@ -322,6 +363,11 @@ class Request:
     @property
     def output_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt :]
+
+    @property
+    def is_complete(self) -> bool:
+        """True when the constraint allows no further token."""
+        return self.matcher is not None and self.matcher.is_complete(self.output_ids)
 
 
 @dataclass(frozen=True)
