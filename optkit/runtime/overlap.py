@@ -268,7 +268,7 @@ def as_result(token: int | Failure) -> Result:
 def samples_on_device(item: ScheduledRequest) -> bool:
     """True if the item's next token depends only on the logits and on parameters of the device."""
     p: SamplingParams = item.request.sampling
-    steered = p.logit_bias or p.allowed_token_ids or p.min_tokens or p.constraint
+    steered = p.logit_bias or p.allowed_token_ids or p.min_tokens or p.constraint or p.bad_words
     penalized = p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
     scored = p.logprobs is not None or p.prompt_logprobs is not None
     return not (item.draft or steered or penalized or scored)

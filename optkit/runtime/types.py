@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
@@ -69,7 +70,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ``temperature=0`` is greedy. ``top_k=0`` and ``min_p=0`` are off. ``seed`` makes sampling reproducible.
     ``logprobs`` and ``prompt_logprobs`` are the number of likely tokens to report at each generated or prompt
     position: 0 is the sampled token only, None nothing. An empty ``allowed_token_ids`` allows every token. With a
-    ``constraint`` a stop token is allowed only where the constraint allows the answer to end.
+    ``constraint`` a stop token is allowed only where the constraint allows the answer to end. Each of ``bad_words``
+    is a sequence of tokens, whose last token is excluded after the rest.
     """
 
     max_tokens: int
@@ -88,11 +90,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     constraint: Constraint | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
     @property
     def named_tokens(self) -> tuple[int, ...]:
         """Every token id in the parameters."""
-        return self.stop_token_ids + self.allowed_token_ids + tuple(token for token, _ in self.logit_bias)
+        biased = tuple(token for token, _ in self.logit_bias)
+        return self.stop_token_ids + self.allowed_token_ids + biased + tuple(chain(*self.bad_words))
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):

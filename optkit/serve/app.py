@@ -7,6 +7,8 @@
 ``GET /health/live``           the event loop answers, the engine process lives or is being restarted
 ``GET /health/ready``          the engine process lives, and no shutdown is going on; also ``/health``, ``/ping``
 ``GET /metrics``               Prometheus text
+``POST /tokenize``             text or messages in, token ids out
+``POST /detokenize``           token ids in, text out
 ``POST /reset_prefix_cache``   drop the KV of finished requests
 ``GET /openapi.json``          requests and answers of the server, as OpenAPI 3.1
 ``GET /version``
@@ -27,20 +29,30 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from fastapi import FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from optkit.json_names import JSON_NAMES
 from optkit.serve.engine_api import AsyncEngine, ServeSettings
 from optkit.serve.http.admission import Admission
-from optkit.serve.http.auth import AuthMiddleware
+from optkit.serve.http.auth import AuthMiddleware, path_of
 from optkit.serve.http.errors import ApiError, internal_error
 from optkit.serve.http.json_body import read_body
 from optkit.serve.metrics import Metrics
+from optkit.serve.openai import tokenize as text_endpoints
+from optkit.serve.openai.defaults import SamplingDefaults
 from optkit.serve.openai.prompts import PromptReader
-from optkit.serve.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest, parse_request
+from optkit.serve.openai.protocol import (
+    OPENAI_DEFAULTS,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    parse_request,
+)
 from optkit.serve.openai.response import AppState, GenerationResponse
 from optkit.serve.openai.schema import document
+from optkit.serve.openai.stream import OpenAIEndpoint
 from optkit.serve.shutdown import shutting_down
 from optkit.serve.tools.formats import ChatFormat, choose_format
 from optkit.serve.tracing import Tracing
@@ -60,6 +72,7 @@ def create_app(
     settings: ServeSettings,
     tracing: Tracing | None = None,
     chat: ChatFormat | None = None,
+    defaults: SamplingDefaults = OPENAI_DEFAULTS,
 ) -> FastAPI:
     """The application in front of ``engine``.
 
@@ -67,6 +80,7 @@ def create_app(
 
     Args:
         chat: the forms of tools and reasoning; by default those of the chat template.
+        defaults: sampling parameters of requests that leave them out.
     """
     if chat is None and tokenizer.chat_template is not None:
         chat = choose_format(find_traits(tokenizer.chat_template))
@@ -77,18 +91,23 @@ def create_app(
         lambda: engine.info,
         lambda: engine.num_restarts,
     )
-    prompts = PromptReader(tokenizer, settings.limits.max_model_len, chat)
+    prompts = PromptReader(tokenizer, settings.limits.max_model_len, chat, defaults)
     admission = Admission(
         settings.limits.max_num_seqs + settings.max_queue, metrics.rejections["max_queue"].inc
     )
     state = AppState(engine, prompts, metrics, admission, settings, tracing)
-    app = FastAPI(title="optkit", version=VERSION, openapi_url=None, lifespan=_lifespan)
+    root = settings.root_path
+    app = FastAPI(title="optkit", version=VERSION, openapi_url=None, lifespan=_lifespan, root_path=root)
     app.state.parts, app.state.draining = state, False
     _add_errors(app)
     _add_generation(app, state)
+    _add_text(app, state)
     _add_models(app, settings)
-    _add_health(app, state)
+    _add_health(app, state, settings)
     app.add_middleware(AuthMiddleware, settings=settings)
+    if settings.allowed_origins:  # outside of the authentication: a browser asks first without the key
+        origins = list(settings.allowed_origins)
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     return app
 
 
@@ -112,7 +131,8 @@ def _add_generation(app: FastAPI, state: AppState) -> None:
         request = parse_request(kind, body)
         state.check(request)
         parent = {name: http.headers[name] for name in TRACE_HEADERS if name in http.headers}
-        return GenerationResponse(state, request, arrival, http.state.tenant, parent)
+        endpoint = OpenAIEndpoint(request)
+        return GenerationResponse(state, request, endpoint, arrival, http.state.tenant, parent)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(http: Request) -> Response:
@@ -121,6 +141,23 @@ def _add_generation(app: FastAPI, state: AppState) -> None:
     @app.post("/v1/completions")
     async def completions(http: Request) -> Response:
         return await reply(http, CompletionRequest)
+
+
+def _add_text(app: FastAPI, state: AppState) -> None:
+    async def body_of(http: Request) -> bytes:
+        return await read_body(http, state.settings.max_body_bytes, state.settings.body_timeout)
+
+    @app.post("/tokenize")
+    async def tokenize(http: Request) -> Response:
+        request = text_endpoints.parse_tokenize(await body_of(http))
+        state.check_model(request.model)
+        return JSONResponse(await text_endpoints.tokenize(state.prompts, request))
+
+    @app.post("/detokenize")
+    async def detokenize(http: Request) -> Response:
+        request = text_endpoints.parse_detokenize(await body_of(http))
+        state.check_model(request.model)
+        return JSONResponse(await text_endpoints.detokenize(state.prompts, request))
 
 
 def _add_models(app: FastAPI, settings: ServeSettings) -> None:
@@ -145,7 +182,7 @@ def _add_models(app: FastAPI, settings: ServeSettings) -> None:
         return JSONResponse(card(name))
 
 
-def _add_health(app: FastAPI, state: AppState) -> None:
+def _add_health(app: FastAPI, state: AppState, settings: ServeSettings) -> None:
     def status(good: bool, word: str) -> JSONResponse:
         return JSONResponse({"status": word if good else f"not {word}"}, 200 if good else 503)
 
@@ -166,7 +203,7 @@ def _add_health(app: FastAPI, state: AppState) -> None:
 
     @app.api_route("/openapi.json", methods=READ)
     async def openapi() -> JSONResponse:
-        return JSONResponse(document())
+        return JSONResponse(document(settings.root_path))
 
     @app.api_route("/version", methods=READ)
     async def version() -> JSONResponse:
@@ -178,15 +215,17 @@ def _add_health(app: FastAPI, state: AppState) -> None:
 
 
 def _add_errors(app: FastAPI) -> None:
-    async def api_error(_http: Request, error: Exception) -> Response:
-        return error.response() if isinstance(error, ApiError) else internal_error(error).response()
+    async def api_error(http: Request, error: Exception) -> Response:
+        known = error if isinstance(error, ApiError) else internal_error(error)
+        return known.response(path_of(http.scope))
 
     async def http_error(http: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
         if status == 405 and isinstance(error, HTTPException):
             return _wrong_method(http, error)
         message = "no such path" if status == 404 else "bad request"
-        return ApiError(message, code="not_found" if status == 404 else None, status=status).response()
+        code = "not_found" if status == 404 else None
+        return ApiError(message, code=code, status=status).response(path_of(http.scope))
 
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(HTTPException, http_error)

@@ -98,7 +98,7 @@ def main() -> int:
         logs.configure()
     supervisor.MAX_RESTARTS, supervisor.HUNG_TIMEOUT_SECONDS = work["max_restarts"], 1.0
     break_detokenizer(work["mute_token"])
-    artifact: Any = SimpleNamespace(directory=Path(work["directory"]), name="tiny")
+    artifact: Any = SimpleNamespace(directory=Path(work["directory"]), name="tiny", manifest={"digest": "d"})
 
     def make_client() -> EngineClient:
         silence = work["silence_seconds"]

@@ -2,7 +2,9 @@
 
 Each row has its own parameters, random numbers and errors. The order is vLLM's:
 
-    allowed tokens, bias, min_tokens -> penalties -> constraint -> temperature -> min_p -> top_k -> top_p -> draw
+    allowed tokens, bias, min_tokens, bad words -> penalties -> constraint -> temperature -> filters -> draw
+
+The filters are min_p, top_k, top_p.
 
 Rows that are plainly greedy, the common case in tests and batch jobs, share a vectorised max.
 
@@ -115,7 +117,7 @@ def is_plain_greedy(request: Request) -> bool:
 def is_steered(request: Request) -> bool:
     """True when ``steer`` changes the logits."""
     p = request.sampling
-    steers = has_penalties(p) or p.logit_bias or p.allowed_token_ids
+    steers = has_penalties(p) or p.logit_bias or p.allowed_token_ids or p.bad_words
     return bool(steers) or request.num_output < p.min_tokens
 
 
@@ -147,7 +149,7 @@ def sample_row(logits: Tensor, request: Request) -> int | Failure:
 
 
 def steer(logits: Tensor, request: Request) -> Tensor:
-    """Logits [V] after allowed tokens, bias, ``min_tokens`` and penalties; the argument is not changed."""
+    """Logits [V] after all but the constraint; the argument is not changed."""
     logits = restrict(logits, request)
     return penalize(logits, request) if has_penalties(request.sampling) else logits
 
@@ -162,7 +164,7 @@ def keep_allowed(logits: Tensor, request: Request) -> Tensor:
 
 
 def restrict(logits: Tensor, request: Request) -> Tensor:
-    """Logits [V] after ``allowed_token_ids``, ``logit_bias`` and ``min_tokens``; the argument is not changed."""
+    """Logits [V] after allowed tokens, bias, ``min_tokens`` and bad words; the argument is not changed."""
     p = request.sampling
     if p.allowed_token_ids:
         allowed = torch.tensor(p.allowed_token_ids, device=logits.device)
@@ -174,7 +176,18 @@ def restrict(logits: Tensor, request: Request) -> Tensor:
         logits = logits.index_add(0, tokens, bias.to(logits.dtype))
     if request.num_output < p.min_tokens and p.stop_token_ids:
         logits = logits.index_fill(0, torch.tensor(p.stop_token_ids, device=logits.device), -math.inf)
+    if last := ends_of_bad_words(p.bad_words, request.output_ids) if p.bad_words else []:
+        logits = logits.index_fill(0, torch.tensor(last, device=logits.device), -math.inf)
     return logits
+
+
+def ends_of_bad_words(words: Sequence[Sequence[int]], output: Sequence[int]) -> list[int]:
+    """The tokens that would complete one of ``words`` after ``output``."""
+    return [
+        last
+        for *before, last in words
+        if not before or (len(before) <= len(output) and list(output[-len(before) :]) == before)
+    ]
 
 
 def penalize(logits: Tensor, request: Request) -> Tensor:

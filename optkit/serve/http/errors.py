@@ -1,5 +1,7 @@
 """Errors in the shape OpenAI clients expect: a status and ``{"error": {message, type, param, code}}``.
 
+Anthropic's endpoint has Anthropic's shape.
+
 Messages are fixed strings, and numbers that the client sent or may know. The text of an internal exception never
 leaves the server: the log gets the text under a short id, and the client gets the id.
 """
@@ -20,6 +22,8 @@ TYPES = {
     404: "not_found_error",
     429: "rate_limit_error",
 }
+ANTHROPIC_TYPES = TYPES | {413: "request_too_large", 503: "overloaded_error"}
+MESSAGES_PATH = "/v1/messages"
 
 
 class ApiError(Exception):
@@ -47,16 +51,28 @@ class ApiError(Exception):
         self.status, self.retry_after = status, retry_after
 
     def body(self) -> bytes:
-        """The JSON error body."""
+        """The JSON error body, in OpenAI's shape."""
         kind = TYPES.get(self.status) or ("server_error" if self.status >= 500 else "invalid_request_error")
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})
 
-    def response(self) -> Response:
+    def anthropic_body(self) -> bytes:
+        """The JSON error body, in Anthropic's shape; the name of a wrong field stands in the message."""
+        kind = ANTHROPIC_TYPES.get(self.status) or (
+            "api_error" if self.status >= 500 else "invalid_request_error"
+        )
+        text = (
+            self.message if not self.param or self.param in self.message else f"{self.param}: {self.message}"
+        )
+        return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": text}})
+
+    def response(self, path: str = "") -> Response:
+        """The answer to a request for ``path``, which decides on the shape."""
+        body = self.anthropic_body() if path.startswith(MESSAGES_PATH) else self.body()
         headers = {}
         if self.retry_after is not None:
             headers = {"Retry-After": str(self.retry_after), "retry-after-ms": str(self.retry_after * 1000)}
-        return Response(self.body(), self.status, headers, "application/json")
+        return Response(body, self.status, headers, "application/json")
 
 
 def unsupported(param: str, message: str | None = None) -> ApiError:

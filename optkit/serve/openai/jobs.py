@@ -9,6 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from optkit.runtime.types import Constraint, EngineRequest
+from optkit.serve.openai.defaults import SamplingDefaults
 from optkit.serve.openai.protocol import ChatRequest, GenerationRequest
 from optkit.serve.tools.message import MessageParser
 
@@ -35,12 +36,14 @@ class Prompt(NamedTuple):
         text: for an answer that begins with the prompt.
         new_parser: makes the parser of an answer; None for answers that are plain text.
         constraint: on the answer.
+        bad_words: token ids of words that the answer must not have.
     """
 
     ids: tuple[int, ...]
     text: str = ""
     new_parser: Callable[[], MessageParser | None] = lambda: None
     constraint: Constraint | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ def choice_jobs(
     first: int,
     max_tokens: int,
     eos_ids: tuple[int, ...],
+    defaults: SamplingDefaults,
 ) -> Iterator[ChoiceJob]:
     """The jobs of a prompt, ``request.num_choices`` of them.
 
@@ -87,12 +91,15 @@ def choice_jobs(
         first: index of the first choice.
         max_tokens: tokens to generate; 0 scores the prompt only.
         eos_ids: end-of-sequence tokens of the model.
+        defaults: for fields that the request leaves out.
     """
     n, is_chat = request.num_choices, isinstance(request, ChatRequest)
     for j in range(n):
-        sampling = request.sampling(max(max_tokens, 1), eos_ids, j)
-        if prompt.constraint:
-            sampling = msgspec.structs.replace(sampling, constraint=prompt.constraint)
+        sampling = request.sampling(max(max_tokens, 1), eos_ids, j, defaults)
+        if prompt.constraint or prompt.bad_words:
+            sampling = msgspec.structs.replace(
+                sampling, constraint=prompt.constraint, bad_words=prompt.bad_words
+            )
         engine_request = EngineRequest(
             request_id=f"{sender.name}-{first + j}",
             prompt_ids=prompt.ids,

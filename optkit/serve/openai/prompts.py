@@ -15,8 +15,10 @@ from typing import TypeVar
 
 from optkit.serve.http.errors import ApiError, printable
 from optkit.serve.openai.chat_prompt import render_chat
+from optkit.serve.openai.defaults import SamplingDefaults
+from optkit.serve.openai.fill_in import gap_prompt
 from optkit.serve.openai.jobs import ChoiceJob, Prompt, Sender, choice_jobs
-from optkit.serve.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from optkit.serve.openai.protocol import OPENAI_DEFAULTS, ChatRequest, CompletionRequest, GenerationRequest
 from optkit.serve.tools.formats import ChatFormat
 from optkit.serve.tools.grammar import constraint
 from optkit.text.tokenizer import Tokenizer
@@ -34,10 +36,18 @@ class PromptReader:
         tokenizer: of the served model.
         max_model_len: tokens of prompt and answer together.
         chat: the forms of tools and reasoning.
+        defaults: for fields that requests leave out.
     """
 
-    def __init__(self, tokenizer: Tokenizer, max_model_len: int, chat: ChatFormat | None = None) -> None:
-        self.tokenizer, self.max_model_len, self.chat = tokenizer, max_model_len, chat or ChatFormat()
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        max_model_len: int,
+        chat: ChatFormat | None = None,
+        defaults: SamplingDefaults = OPENAI_DEFAULTS,
+    ) -> None:
+        self.tokenizer, self.max_model_len = tokenizer, max_model_len
+        self.chat, self.defaults = chat or ChatFormat(), defaults
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
 
     async def jobs(self, request: GenerationRequest, sender: Sender) -> list[ChoiceJob]:
@@ -53,9 +63,12 @@ class PromptReader:
         else:
             raise TypeError(type(request).__name__)
         jobs: list[ChoiceJob] = []
+        bad_words = tuple(ids for word in request.bad_words or () for ids in self.tokenizer.spellings(word))
         for prompt in prompts:
             limit = self._max_tokens(request, len(prompt.ids))
-            jobs += choice_jobs(request, sender, prompt, len(jobs), limit, self.tokenizer.eos_ids)
+            ready = prompt._replace(bad_words=bad_words)
+            eos_ids = self.tokenizer.eos_ids
+            jobs += choice_jobs(request, sender, ready, len(jobs), limit, eos_ids, self.defaults)
         return jobs
 
     async def _chat(self, request: ChatRequest) -> Prompt:
@@ -77,11 +90,14 @@ class PromptReader:
     async def _prompt(self, prompt: str | list[int], request: CompletionRequest) -> Prompt:
         if isinstance(prompt, str):
             special = request.add_special_tokens is not False
-            ids = await self._encode(prompt, request, "prompt", special=special)
+            text = gap_prompt(self.tokenizer, prompt, request.suffix) if request.suffix else prompt
+            ids = await self._encode(text, request, "prompt", special=special)
             return self._truncated(prompt, ids, request)
+        if request.suffix:
+            raise ApiError("'suffix' needs a prompt in text", param="suffix", code="invalid_value")
         if not prompt:
             raise ApiError("the prompt is empty", param="prompt", code="empty_prompt")
-        self._check_ids("prompt", prompt)
+        self.check_ids("prompt", prompt)
         return self._truncated(None, prompt, request)
 
     async def _encode(self, text: str, request: GenerationRequest, param: str, *, special: bool) -> list[int]:
@@ -89,11 +105,21 @@ class PromptReader:
             raise ApiError("the prompt is empty", param=param, code="empty_prompt")
         if len(text) > self.max_model_len and request.truncate_prompt_tokens is None:
             self._refuse_hopeless(text, param)  # a shorter text has too few characters to be too long
-        work = functools.partial(self.tokenizer.encode, text, add_special_tokens=special)
-        ids = await self._run(len(text), work)
+        ids = await self.token_ids(text, special)
         if not ids:
             raise ApiError("the prompt is empty", param=param, code="empty_prompt")
         return ids
+
+    async def token_ids(self, text: str, special: bool) -> list[int]:
+        """Token ids of any text, with or without the tokens that the tokenizer adds."""
+        return await self._run(
+            len(text), functools.partial(self.tokenizer.encode, text, add_special_tokens=special)
+        )
+
+    async def text_of(self, ids: Sequence[int]) -> str:
+        """Text of token ids of the vocabulary, special tokens included."""
+        decode = functools.partial(self.tokenizer.decode, ids, skip_special_tokens=False)
+        return await self._run(4 * len(ids), decode)
 
     async def _run(self, size: int, work: Callable[[], Result]) -> Result:
         if size <= INLINE_CHARS:
@@ -119,7 +145,7 @@ class PromptReader:
             text = self.tokenizer.decode(ids)
         return Prompt(tuple(ids), text or "")
 
-    def _check_ids(self, param: str, ids: Sequence[int]) -> None:
+    def check_ids(self, param: str, ids: Sequence[int]) -> None:
         """Refuse the first of ``ids`` outside the vocabulary; ``param`` is the field with the ids."""
         size = self.tokenizer.vocab_size
         if not ids or (min(ids) >= 0 and max(ids) < size):
@@ -139,6 +165,8 @@ class PromptReader:
         if room < max(asked or 1, 1):
             raise overflow(self.max_model_len, param, num_prompt, asked)
         default = room if isinstance(request, ChatRequest) else min(COMPLETION_TOKENS, room)
+        if self.defaults.max_new_tokens is not None:
+            default = min(self.defaults.max_new_tokens, room)
         limit = default if asked is None else asked
         if (request.min_tokens or 0) > limit:
             message = f"min_tokens is {request.min_tokens}, but at most {limit} tokens are generated"
@@ -148,7 +176,7 @@ class PromptReader:
     def check_token_ids(self, request: GenerationRequest) -> None:
         """Refuse fields with ids outside the vocabulary, or without a token to choose."""
         for name, ids in request.named_tokens.items():
-            self._check_ids(name, ids)
+            self.check_ids(name, ids)
         allowed = set(request.allowed_token_ids or ())
         if request.min_tokens and allowed and allowed <= set(request.stop_ids(self.tokenizer.eos_ids)):
             message = "min_tokens forbids every one of the allowed tokens"

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -24,12 +25,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from optkit.runtime.types import SamplingParams
 from optkit.serve.http.errors import ApiError, printable, unsupported
 from optkit.serve.http.json_body import parse_object
+from optkit.serve.openai.defaults import SamplingDefaults
 from optkit.serve.openai.fields import (
+    MAX_BAD_WORDS,
     MAX_BIASES,
     MAX_CHOICES,
     MAX_INT,
     MAX_LOGPROBS,
     MAX_MESSAGES,
+    MAX_SUFFIX_CHARS,
+    BadWord,
     Content,
     Count,
     LogitBias,
@@ -39,11 +44,13 @@ from optkit.serve.openai.fields import (
     Scalar,
     Stops,
 )
-from optkit.serve.openai.tool_fields import Calls, Identifier, ToolChoice, Tools, tool_use
+from optkit.serve.openai.tool_fields import Calls, Identifier, NamedTool, ToolChoice, Tools, tool_use
 from optkit.serve.openai.unsupported import HARMLESS, INERT, refuse_unsupported
 from optkit.serve.tools.use import ToolUse
 
 log = logging.getLogger("optkit.serve")
+
+OPENAI_DEFAULTS = SamplingDefaults()
 
 
 class StreamOptions(BaseModel):
@@ -61,13 +68,14 @@ class GenerationRequest(BaseModel):
     model: Annotated[str, Field(max_length=512)] | None = None
     max_tokens: Count | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    best_of: Count | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: Stops = []
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
     stop_token_ids: Annotated[list[Natural], Field(max_length=64)] | None = None
     include_stop_str_in_output: bool | None = None
     min_tokens: Natural | None = None
@@ -98,9 +106,19 @@ class GenerationRequest(BaseModel):
         return self.max_tokens
 
     @property
-    def num_choices(self) -> int:
+    def num_returned(self) -> int:
         """Answers to each prompt."""
         return self.n or 1
+
+    @property
+    def num_choices(self) -> int:
+        """Answers that are generated for each prompt."""
+        return self.best_of or self.num_returned
+
+    @property
+    def is_ranked(self) -> bool:
+        """True when only the best answers are returned."""
+        return self.num_choices > self.num_returned
 
     @property
     def num_logprobs(self) -> int | None:
@@ -125,25 +143,43 @@ class GenerationRequest(BaseModel):
         """The stop tokens of an answer."""
         return tuple(self.stop_token_ids or ()) + (() if self.ignore_eos else eos_ids)
 
-    def sampling(self, max_tokens: int, eos_ids: tuple[int, ...], choice: int = 0) -> SamplingParams:
-        """The sampling parameters of one of the ``n`` choices; end-of-sequence ids are stop ids."""
+    def sampling(
+        self,
+        max_tokens: int,
+        eos_ids: tuple[int, ...],
+        choice: int = 0,
+        defaults: SamplingDefaults = OPENAI_DEFAULTS,
+    ) -> SamplingParams:
+        """The sampling parameters of one of the choices; end-of-sequence ids are stop ids.
+
+        Args:
+            defaults: for fields that the request leaves out.
+        """
         return SamplingParams(
             max_tokens=max_tokens,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=max(self.top_k or 0, 0),
-            min_p=self.min_p or 0.0,
+            temperature=first_given(self.temperature, defaults.temperature, 1.0),
+            top_p=first_given(self.top_p, defaults.top_p, 1.0),
+            top_k=max(first_given(self.top_k, defaults.top_k, 0), 0),
+            min_p=first_given(self.min_p, defaults.min_p, 0.0),
             seed=choice_seed(self.seed, choice),
             min_tokens=self.min_tokens or 0,
             stop_token_ids=self.stop_ids(eos_ids),
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
-            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            repetition_penalty=first_given(self.repetition_penalty, defaults.repetition_penalty, 1.0),
             logit_bias=self.logit_bias or (),
             allowed_token_ids=tuple(self.allowed_token_ids or ()),
-            logprobs=self.num_logprobs,
+            logprobs=0 if self.num_logprobs is None and self.is_ranked else self.num_logprobs,
             prompt_logprobs=self.num_logprobs if self.echoes else None,
         )
+
+
+Number = TypeVar("Number", int, float)
+
+
+def first_given(*values: Number | None) -> Number:
+    """The first of ``values`` that is not None; the last one never is."""
+    return next(value for value in values if value is not None)
 
 
 def choice_seed(seed: int | None, choice: int) -> int | None:
@@ -210,6 +246,11 @@ class ChatRequest(GenerationRequest):
         return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     @property
+    def names_tool(self) -> bool:
+        """True when the request names the tool to call."""
+        return isinstance(self.tool_choice, NamedTool)
+
+    @property
     def num_logprobs(self) -> int | None:
         return self.top_logprobs or 0 if self.logprobs else None
 
@@ -221,6 +262,7 @@ class CompletionRequest(GenerationRequest):
     max_tokens: Natural | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
+    suffix: Annotated[str, Field(max_length=MAX_SUFFIX_CHARS)] | None = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -232,6 +274,7 @@ class CompletionRequest(GenerationRequest):
 
 
 Body = TypeVar("Body", bound=GenerationRequest)
+Model = TypeVar("Model", bound=BaseModel)
 
 
 def parse_request(kind: type[Body], body: bytes) -> Body:
@@ -242,14 +285,23 @@ def parse_request(kind: type[Body], body: bytes) -> Body:
     """
     data = parse_object(body)
     refuse_unsupported(data, kind.model_fields)
-    try:
-        request = kind.model_validate(data)
-    except ValidationError as error:
-        raise _explain(error) from None
+    request = checked(kind, data)
     _check_together(request)
     if unknown := sorted(set(request.model_extra or {}) - INERT.keys() - HARMLESS):
         log.info("ignoring unknown fields: %s", printable(", ".join(unknown)))
     return request
+
+
+def checked(kind: type[Model], data: Mapping[str, Any]) -> Model:
+    """``data`` as a ``kind``.
+
+    Raises:
+        ApiError: 400, with the wrong field.
+    """
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        raise _explain(error) from None
 
 
 def _check_together(request: GenerationRequest) -> None:
@@ -262,14 +314,17 @@ def _check_together(request: GenerationRequest) -> None:
         and not (request.stream_options or StreamOptions()).include_usage
     ):
         raise _invalid("ttft_details", "they are part of the usage: a stream needs 'include_usage': true")
-    if request.best_of not in (None, request.num_choices):
-        raise _invalid("best_of", "'best_of' must equal 'n': choices are not ranked")
+    if request.num_choices < request.num_returned:
+        raise _invalid("best_of", "'best_of' must be at least 'n'")
+    if request.is_ranked and request.stream:
+        raise _invalid("best_of", "a stream cannot rank its answers: 'best_of' must equal 'n'")
     if request.spaces_between_special_tokens is False and request.skip_special_tokens is False:
         message = "special tokens are written as the tokenizer writes them, with its spaces or without"
         raise unsupported("spaces_between_special_tokens", message)
     num_prompts = len(request.prompt) if isinstance(request, CompletionRequest) else 1
     if num_prompts * request.num_choices > MAX_CHOICES:
-        raise _invalid("n", f"at most {MAX_CHOICES} choices in one request: prompts times n")
+        field = "best_of" if request.is_ranked else "n"
+        raise _invalid(field, f"at most {MAX_CHOICES} choices in one request: prompts times n")
     if isinstance(request, ChatRequest):
         _check_chat(request)
 

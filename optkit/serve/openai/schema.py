@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic import BaseModel
+
 from optkit.json_names import JSON_NAMES
 from optkit.serve.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from optkit.serve.openai.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 from optkit.version import VERSION
 
 Schema = dict[str, Any]
@@ -30,11 +33,15 @@ ERRORS = {
     504: "Not answered within the server's request timeout.",
 }
 NUMBER, INTEGER, STRING = {"type": "number"}, {"type": "integer"}, {"type": "string"}
-REASON = {"enum": ["stop", "length", None]}
+REASON = {"enum": ["stop", "length", "tool_calls", None]}
 
 
-def document() -> Schema:
-    """The whole document, JSON-able."""
+def document(root_path: str = "") -> Schema:
+    """The whole document, JSON-able.
+
+    Args:
+        root_path: of the server behind a proxy.
+    """
     schemas: Schema = {"Error": _error(), "ChatAnswer": _answer("chat.completion", _chat_choice())}
     schemas["CompletionAnswer"] = _answer("text_completion", _completion_choice())
     paths = {
@@ -44,6 +51,8 @@ def document() -> Schema:
             "get": _get("The served names.", _object({"object": STRING, "data": {"type": "array"}}))
         },
         "/v1/models/{name}": {"get": _model()},
+        "/tokenize": {"post": _tokenize(schemas)},
+        "/detokenize": {"post": _text(DetokenizeRequest, _object({"prompt": STRING}), schemas)},
         "/reset_prefix_cache": {
             "post": {"summary": "Forget the KV of finished sequences.", **_answers({}, 401, 403)}
         },
@@ -58,6 +67,7 @@ def document() -> Schema:
     return {
         "openapi": "3.1.0",
         "info": {"title": "optkit", "version": VERSION},
+        **({"servers": [{"url": root_path}]} if root_path else {}),
         "paths": paths,
         "components": {
             "schemas": schemas,
@@ -68,9 +78,7 @@ def document() -> Schema:
 
 
 def _generation(kind: type[GenerationRequest], answer: str, schemas: Schema) -> Schema:
-    schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
-    schemas.update(schema.pop("$defs", {}))
-    schemas[kind.__name__] = schema
+    body = _body(kind, schemas)
     content = {
         "application/json": {"schema": _ref(answer)},
         "text/event-stream": {
@@ -81,10 +89,36 @@ def _generation(kind: type[GenerationRequest], answer: str, schemas: Schema) -> 
         "summary": (kind.__doc__ or "").splitlines()[0],
         "requestBody": {
             "required": True,
-            "content": {"application/json": {"schema": _ref(kind.__name__)}},
+            "content": {"application/json": {"schema": body}},
         },
         **_answers(content, *ERRORS),
     }
+
+
+def _text(kind: type[BaseModel], answer: Schema, schemas: Schema) -> Schema:
+    """An endpoint that generates nothing."""
+    return {
+        "summary": (kind.__doc__ or "").splitlines()[0],
+        "requestBody": {"required": True, "content": {"application/json": {"schema": _body(kind, schemas)}}},
+        **_answers({"application/json": {"schema": answer}}, *ERRORS),
+    }
+
+
+def _tokenize(schemas: Schema) -> Schema:
+    ids = {"type": "array", "items": INTEGER}
+    answer = _object({"count": INTEGER, "max_model_len": INTEGER, "tokens": ids})
+    found = _text(TokenizeRequest, answer, schemas)
+    both = [_body(TokenizeRequest, schemas), _body(TokenizeChatRequest, schemas)]
+    found["requestBody"]["content"]["application/json"]["schema"] = {"anyOf": both}
+    return found
+
+
+def _body(kind: type[BaseModel], schemas: Schema) -> Schema:
+    """A reference to the schema of ``kind``, which is added to ``schemas``."""
+    schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
+    schemas.update(schema.pop("$defs", {}))
+    schemas[kind.__name__] = schema
+    return _ref(kind.__name__)
 
 
 def _get(summary: str, schema: Schema, media: str = "application/json", unwell: bool = False) -> Schema:
@@ -121,7 +155,7 @@ def _answer(kind: str, choice: Schema) -> Schema:
 
 
 def _chat_choice() -> Schema:
-    message = _object({"role": {"const": "assistant"}, "content": STRING})
+    message = _object({"role": {"const": "assistant"}, "content": {"type": ["string", "null"]}})
     token = {"token": STRING, "logprob": NUMBER, "bytes": {"type": "array", "items": INTEGER}}
     entry = _object({**token, "top_logprobs": {"type": "array", "items": _object(token)}})
     logprobs = {"anyOf": [{"type": "null"}, _object({"content": {"type": "array", "items": entry}})]}

@@ -168,7 +168,6 @@ def tool_use(tools: Sequence[FunctionTool] | None, choice: Any, parallel: bool |
         allowed=allowed,
         required=named or mode == "required",
         parallel=parallel is not False and not named,
-        named=named,
     )
 
 

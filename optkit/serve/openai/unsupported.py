@@ -27,7 +27,6 @@ INERT: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": (None,),
     "documents": (None, []),
     "use_beam_search": (None, False),
-    "bad_words": (None, []),
     "prompt_logprobs": (None,),
     "structured_outputs": (None,),
     "guided_json": (None,),

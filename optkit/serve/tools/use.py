@@ -41,14 +41,12 @@ class ToolUse:
         allowed: the tools that may be called.
         required: the answer is at least one call, and nothing else.
         parallel: the answer may have several calls.
-        named: the request names the tool; clients then expect another ``finish_reason``.
     """
 
     shown: tuple[Tool, ...]
     allowed: tuple[Tool, ...]
     required: bool = False
     parallel: bool = True
-    named: bool = False
 
     @property
     def names(self) -> frozenset[str]:
