@@ -1,14 +1,10 @@
-"""The HTTP application: routes, without decisions about tokens.
+"""The HTTP application: its parts and its small routes. ``optkit.serve.routes`` has the routes with texts.
 
 =============================  =================================================================
-``POST /v1/chat/completions``  messages in, an answer out
-``POST /v1/completions``       prompts in, an answer each
 ``GET /v1/models``             the served names, with ``max_model_len`` and the limits of variants
 ``GET /health/live``           the event loop answers, the engine process lives or is being restarted
 ``GET /health/ready``          the engine process lives, and no shutdown is going on; also ``/health``, ``/ping``
 ``GET /metrics``               Prometheus text
-``POST /tokenize``             text or messages in, token ids out
-``POST /detokenize``           token ids in, text out
 ``POST /reset_prefix_cache``   drop the KV of finished requests
 ``GET /openapi.json``          requests and answers of the server, as OpenAPI 3.1
 ``GET /version``
@@ -26,7 +22,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
@@ -38,22 +33,13 @@ from optkit.serve.engine_api import AsyncEngine, ServeSettings
 from optkit.serve.http.admission import Admission
 from optkit.serve.http.auth import AuthMiddleware, path_of
 from optkit.serve.http.errors import ApiError, internal_error
-from optkit.serve.http.json_body import read_body
 from optkit.serve.metrics import Metrics
-from optkit.serve.openai import tokenize as text_endpoints
 from optkit.serve.openai.defaults import SamplingDefaults
 from optkit.serve.openai.prompts import PromptReader
-from optkit.serve.openai.protocol import (
-    OPENAI_DEFAULTS,
-    ChatRequest,
-    CompletionRequest,
-    GenerationRequest,
-    parse_request,
-)
-from optkit.serve.openai.response import AppState, GenerationResponse
-from optkit.serve.openai.schema import document
-from optkit.serve.openai.stream import OpenAIEndpoint
-from optkit.serve.shutdown import shutting_down
+from optkit.serve.openai.protocol import OPENAI_DEFAULTS
+from optkit.serve.openai.response import AppState
+from optkit.serve.openapi import document
+from optkit.serve.routes import add_routes
 from optkit.serve.tools.formats import ChatFormat, choose_format
 from optkit.serve.tracing import Tracing
 from optkit.text.template_traits import find_traits
@@ -61,9 +47,6 @@ from optkit.text.tokenizer import Tokenizer
 from optkit.version import VERSION
 
 READ = ["GET", "HEAD"]  # the server leaves the body of a HEAD out
-TRACE_HEADERS = ("traceparent", "tracestate")  # https://www.w3.org/TR/trace-context/
-
-Body = TypeVar("Body", bound=GenerationRequest)
 
 
 def create_app(
@@ -100,8 +83,7 @@ def create_app(
     app = FastAPI(title="optkit", version=VERSION, openapi_url=None, lifespan=_lifespan, root_path=root)
     app.state.parts, app.state.draining = state, False
     _add_errors(app)
-    _add_generation(app, state)
-    _add_text(app, state)
+    add_routes(app, state)
     _add_models(app, settings)
     _add_health(app, state, settings)
     app.add_middleware(AuthMiddleware, settings=settings)
@@ -118,46 +100,6 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     state.prompts.close()
     if state.tracing:
         await asyncio.to_thread(state.tracing.close)
-
-
-def _add_generation(app: FastAPI, state: AppState) -> None:
-    async def reply(http: Request, kind: type[Body]) -> Response:
-        arrival = time.monotonic()
-        if app.state.draining:
-            raise shutting_down()
-        state.admission.check()
-        settings = state.settings
-        body = await read_body(http, settings.max_body_bytes, settings.body_timeout)
-        request = parse_request(kind, body)
-        state.check(request)
-        parent = {name: http.headers[name] for name in TRACE_HEADERS if name in http.headers}
-        endpoint = OpenAIEndpoint(request)
-        return GenerationResponse(state, request, endpoint, arrival, http.state.tenant, parent)
-
-    @app.post("/v1/chat/completions")
-    async def chat_completions(http: Request) -> Response:
-        return await reply(http, ChatRequest)
-
-    @app.post("/v1/completions")
-    async def completions(http: Request) -> Response:
-        return await reply(http, CompletionRequest)
-
-
-def _add_text(app: FastAPI, state: AppState) -> None:
-    async def body_of(http: Request) -> bytes:
-        return await read_body(http, state.settings.max_body_bytes, state.settings.body_timeout)
-
-    @app.post("/tokenize")
-    async def tokenize(http: Request) -> Response:
-        request = text_endpoints.parse_tokenize(await body_of(http))
-        state.check_model(request.model)
-        return JSONResponse(await text_endpoints.tokenize(state.prompts, request))
-
-    @app.post("/detokenize")
-    async def detokenize(http: Request) -> Response:
-        request = text_endpoints.parse_detokenize(await body_of(http))
-        state.check_model(request.model)
-        return JSONResponse(await text_endpoints.detokenize(state.prompts, request))
 
 
 def _add_models(app: FastAPI, settings: ServeSettings) -> None:

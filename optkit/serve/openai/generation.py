@@ -50,7 +50,13 @@ class Delta(NamedTuple):
         Part, ...
     ] = ()  # the text in parts, of a message with tools or reasoning; ``text`` is its content
     num_calls: int = 0  # in the message so far
+    stop: str | None = None  # the stop string at the end of the text
     num_reasoning: int = 0  # generated tokens of the reasoning so far
+
+
+def parts_of(delta: Delta) -> tuple[Part, ...]:
+    """The text of ``delta`` in parts, plain text too."""
+    return delta.parts or ((Part("content", delta.text),) if delta.text else ())
 
 
 async def generate_text(
@@ -132,7 +138,8 @@ class ChoiceStream:
         logprobs, self._logprobs = tuple(self._logprobs), []
         first, self._first = self._first, None
         ids, self._ids = tuple(self._ids), []
-        return Delta(self._job.index, text, num_tokens, finish, logprobs, first, ids)
+        stop = self._stops.matched
+        return Delta(self._job.index, text, num_tokens, finish, logprobs, first, ids, stop=stop)
 
     def _text(self, output: TokenOutput, num_tokens: int) -> tuple[str, FinishReason | None]:
         piece = self._detokenizer.push(output.token_ids) if output.token_ids else ""

@@ -80,6 +80,10 @@ class PromptReader:
             constraint=constraint(self.chat, use, text),
         )
 
+    async def chat_ids(self, request: ChatRequest) -> list[int]:
+        """Token ids of the messages, however many."""
+        return await self.token_ids(await self.render(request), bool(request.add_special_tokens))
+
     async def render(self, request: ChatRequest) -> str:
         """The messages as a single text."""
         size = sum(len(message.content) for message in request.messages)

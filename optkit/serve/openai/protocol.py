@@ -285,10 +285,20 @@ def parse_request(kind: type[Body], body: bytes) -> Body:
     """
     data = parse_object(body)
     refuse_unsupported(data, kind.model_fields)
-    request = checked(kind, data)
-    _check_together(request)
+    request = request_from(kind, data)
     if unknown := sorted(set(request.model_extra or {}) - INERT.keys() - HARMLESS):
         log.info("ignoring unknown fields: %s", printable(", ".join(unknown)))
+    return request
+
+
+def request_from(kind: type[Body], data: Mapping[str, Any]) -> Body:
+    """``data`` as a request whose fields fit together.
+
+    Raises:
+        ApiError: 400, with the wrong field.
+    """
+    request = checked(kind, data)
+    _check_together(request)
     return request
 
 

@@ -64,12 +64,10 @@ def parse_detokenize(body: bytes) -> DetokenizeRequest:
 
 async def tokenize(prompts: PromptReader, request: TokenizeRequest | TokenizeChatRequest) -> dict[str, Any]:
     """The answer of ``/tokenize``; a text longer than the context is tokenized all the same."""
-    text, special = "", request.add_special_tokens
     if isinstance(request, TokenizeRequest):
-        text = request.prompt
+        ids = await prompts.token_ids(request.prompt, request.add_special_tokens)
     else:
-        text, special = await prompts.render(request), bool(special)
-    ids = await prompts.token_ids(text, bool(special))
+        ids = await prompts.chat_ids(request)
     strings = [prompts.tokenizer.token(token) for token in ids] if request.return_token_strs else None
     return {"count": len(ids), "max_model_len": prompts.max_model_len, "tokens": ids, "token_strs": strings}
 

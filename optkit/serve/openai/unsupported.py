@@ -84,7 +84,7 @@ HARMLESS = frozenset(
 def refuse_unsupported(data: dict[str, Any], supported: Container[str]) -> None:
     """Raise ApiError 400 for the first field of ``data`` outside ``supported`` whose value has an effect."""
     for name, inert in INERT.items():
-        if name in data and name not in supported and not _is_one_of(data[name], inert):
+        if name in data and name not in supported and not is_one_of(data[name], inert):
             raise unsupported(name)
     messages = data.get("messages")
     for message in messages if isinstance(messages, list) else ():
@@ -92,7 +92,7 @@ def refuse_unsupported(data: dict[str, Any], supported: Container[str]) -> None:
             _refuse_in_message(message)
 
 
-def _is_one_of(value: Any, inert: tuple[Any, ...]) -> bool:
+def is_one_of(value: Any, inert: tuple[Any, ...]) -> bool:
     """True when ``value`` is in ``inert``, type and all: to Python, 1 and True are the same."""
     return any(type(value) is type(known) and value == known for known in inert)
 
