@@ -31,6 +31,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from optkit.json_names import JSON_NAMES
+from optkit.serve.constraints.checker import ConstraintChecker
 from optkit.serve.engine_api import AsyncEngine, ServeSettings
 from optkit.serve.http.admission import Admission
 from optkit.serve.http.auth import AuthMiddleware
@@ -70,7 +71,8 @@ def create_app(
     admission = Admission(
         settings.limits.max_num_seqs + settings.max_queue, metrics.rejections["max_queue"].inc
     )
-    state = AppState(engine, prompts, metrics, admission, settings, tracing)
+    constraints = ConstraintChecker(tokenizer)
+    state = AppState(engine, prompts, metrics, admission, settings, constraints, tracing)
     app = FastAPI(title="optkit", version=VERSION, openapi_url=None, lifespan=_lifespan)
     app.state.parts, app.state.draining = state, False
     _add_errors(app)
@@ -86,6 +88,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     yield
     state: AppState = app.state.parts
     state.prompts.close()
+    await state.constraints.close()
     if state.tracing:
         await asyncio.to_thread(state.tracing.close)
 

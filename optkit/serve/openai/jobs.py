@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from optkit.runtime.types import EngineRequest
+from optkit.runtime.types import Constraint, EngineRequest
 from optkit.serve.openai.protocol import ChatRequest, GenerationRequest
 
 
@@ -58,6 +58,7 @@ def choice_jobs(
     first: int,
     max_tokens: int,
     eos_ids: tuple[int, ...],
+    constraint: Constraint | None = None,
 ) -> Iterator[ChoiceJob]:
     """The jobs of a prompt, ``request.num_choices`` of them.
 
@@ -66,13 +67,14 @@ def choice_jobs(
         first: index of the first choice.
         max_tokens: tokens to generate; 0 scores the prompt only.
         eos_ids: end-of-sequence tokens of the model.
+        constraint: on the text of each choice.
     """
     n = request.num_choices
     for j in range(n):
         engine_request = EngineRequest(
             request_id=f"{sender.name}-{first + j}",
             prompt_ids=ids,
-            sampling=request.sampling(max(max_tokens, 1), eos_ids, j),
+            sampling=request.sampling(max(max_tokens, 1), eos_ids, j, constraint),
             arrival=sender.arrival,
             priority=request.priority or 0,
             cache_salt=f"{sender.tenant}:{request.cache_salt or ''}",

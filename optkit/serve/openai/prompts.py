@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from optkit.runtime.types import Constraint
 from optkit.serve.http.errors import ApiError, printable
 from optkit.serve.openai.jobs import ChoiceJob, Sender, choice_jobs
 from optkit.serve.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
@@ -38,8 +39,10 @@ class PromptReader:
         self.tokenizer, self.max_model_len = tokenizer, max_model_len
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
 
-    async def jobs(self, request: GenerationRequest, sender: Sender) -> list[ChoiceJob]:
-        """The jobs of all choices of ``request``, prompt after prompt.
+    async def jobs(
+        self, request: GenerationRequest, sender: Sender, constraint: Constraint | None = None
+    ) -> list[ChoiceJob]:
+        """The jobs of all choices of ``request``, prompt after prompt, each with the checked ``constraint``.
 
         Raises:
             ApiError: 400, for a wrong prompt.
@@ -53,7 +56,9 @@ class PromptReader:
         jobs: list[ChoiceJob] = []
         for ids, text in prompts:
             limit = self._max_tokens(request, len(ids))
-            jobs += choice_jobs(request, sender, tuple(ids), text, len(jobs), limit, self.tokenizer.eos_ids)
+            jobs += choice_jobs(
+                request, sender, tuple(ids), text, len(jobs), limit, self.tokenizer.eos_ids, constraint
+            )
         return jobs
 
     async def _chat(self, request: ChatRequest) -> tuple[list[int], str]:

@@ -3,14 +3,14 @@
 Three kinds of fields:
 
 - **supported**: typed and bounded below; a wrong value is 400 and names the field;
-- **unsupported meaning** (``unsupported``: tools, structured output, ...): 400 unless the value asks for nothing, or
+- **unsupported meaning** (``unsupported``: tools, audio, ...): 400 unless the value asks for nothing, or
   accepted, if the field cannot change an answer here (``HARMLESS``);
 - **unknown**: accepted with a log line, because clients send private extras and must keep working.
 
 Beyond OpenAI, with vLLM's names and meanings: ``top_k, min_p, repetition_penalty, min_tokens, ignore_eos,
 stop_token_ids, allowed_token_ids, include_stop_str_in_output, skip_special_tokens, add_special_tokens,
 truncate_prompt_tokens, truncation_side, return_token_ids, return_tokens_as_token_ids, request_id,
-add_generation_prompt, continue_final_message``.
+add_generation_prompt, continue_final_message``, and structured output (``structured``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from optkit.runtime.types import SamplingParams
+from optkit.runtime.types import Constraint, SamplingParams
+from optkit.serve.constraints.checker import NamedConstraint
 from optkit.serve.http.errors import ApiError, printable, unsupported
 from optkit.serve.http.json_body import parse_object
 from optkit.serve.openai.fields import (
@@ -38,6 +39,14 @@ from optkit.serve.openai.fields import (
     Prompts,
     Scalar,
     Stops,
+)
+from optkit.serve.openai.structured import (
+    Choices,
+    Pattern,
+    ResponseFormat,
+    Schema,
+    StructuredOutputs,
+    constraint_of,
 )
 from optkit.serve.openai.unsupported import HARMLESS, INERT, refuse_unsupported
 
@@ -89,6 +98,22 @@ class GenerationRequest(BaseModel):
     return_tokens_as_token_ids: bool | None = None
     cache_salt: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")] | None = None
     ttft_details: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: Pattern | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Pattern | None = None
+    guided_whitespace_pattern: Pattern | None = None
+
+    @property
+    def constraint(self) -> NamedConstraint | None:
+        """The constraint on the text of the answer, not compiled yet.
+
+        Raises:
+            ApiError: 400, several constraints, or a wrong one.
+        """
+        return constraint_of(self)
 
     @property
     def requested_max_tokens(self) -> int | None:
@@ -123,7 +148,13 @@ class GenerationRequest(BaseModel):
         """The stop tokens of an answer."""
         return tuple(self.stop_token_ids or ()) + (() if self.ignore_eos else eos_ids)
 
-    def sampling(self, max_tokens: int, eos_ids: tuple[int, ...], choice: int = 0) -> SamplingParams:
+    def sampling(
+        self,
+        max_tokens: int,
+        eos_ids: tuple[int, ...],
+        choice: int = 0,
+        constraint: Constraint | None = None,
+    ) -> SamplingParams:
         """The sampling parameters of one of the ``n`` choices; end-of-sequence ids are stop ids."""
         return SamplingParams(
             max_tokens=max_tokens,
@@ -141,6 +172,7 @@ class GenerationRequest(BaseModel):
             allowed_token_ids=tuple(self.allowed_token_ids or ()),
             logprobs=self.num_logprobs,
             prompt_logprobs=self.num_logprobs if self.echoes else None,
+            constraint=constraint,
         )
 
 

@@ -23,6 +23,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from optkit.serve.constraints.checker import ConstraintChecker
 from optkit.serve.engine_api import AsyncEngine, ServeSettings
 from optkit.serve.http.admission import Admission
 from optkit.serve.http.errors import ApiError, internal_error
@@ -54,6 +55,7 @@ class AppState:
     metrics: Metrics
     admission: Admission
     settings: ServeSettings
+    constraints: ConstraintChecker
     tracing: Tracing | None = None
     requests: RequestsInFlight = field(default_factory=RequestsInFlight)
 
@@ -184,7 +186,8 @@ class GenerationResponse(Response):
         request, state = self._request, self._state
         count = len(request.prompt) if isinstance(request, CompletionRequest) else 1
         with state.admission.permits(count * request.num_choices):
-            jobs = await state.prompts.jobs(request, self._sender)
+            constraint = await state.constraints.checked(request.constraint)
+            jobs = await state.prompts.jobs(request, self._sender, constraint)
             parts = ResponseParts(
                 prompts=[job.request.prompt_ids for job in jobs if job.n],
                 formats=[self._logprob_format() for _ in jobs],
