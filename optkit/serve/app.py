@@ -29,6 +29,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from optkit.json_names import JSON_NAMES
+from optkit.serve.constraints.checker import ConstraintChecker
 from optkit.serve.engine_api import AsyncEngine, ServeSettings
 from optkit.serve.http.admission import Admission
 from optkit.serve.http.auth import AuthMiddleware, path_of
@@ -74,11 +75,12 @@ def create_app(
         lambda: engine.info,
         lambda: engine.num_restarts,
     )
-    prompts = PromptReader(tokenizer, settings.limits.max_model_len, chat, defaults)
+    constraints = ConstraintChecker(tokenizer)
+    prompts = PromptReader(tokenizer, settings.limits.max_model_len, constraints, chat, defaults)
     admission = Admission(
         settings.limits.max_num_seqs + settings.max_queue, metrics.rejections["max_queue"].inc
     )
-    state = AppState(engine, prompts, metrics, admission, settings, tracing)
+    state = AppState(engine, prompts, metrics, admission, settings, constraints, tracing)
     root = settings.root_path
     app = FastAPI(title="optkit", version=VERSION, openapi_url=None, lifespan=_lifespan, root_path=root)
     app.state.parts, app.state.draining = state, False
@@ -98,6 +100,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     yield
     state: AppState = app.state.parts
     state.prompts.close()
+    await state.constraints.close()
     if state.tracing:
         await asyncio.to_thread(state.tracing.close)
 

@@ -72,6 +72,10 @@ class Tokenizer:
         eos_ids = _eos_ids(directory, model_config, fast.token_to_id(special.get("eos_token", "")))
         return cls(fast, template, eos_ids, _vocab_size(model_config))
 
+    def to_json(self) -> str:
+        """The text of a ``tokenizer.json`` of this tokenizer."""
+        return self._fast.to_str()
+
     @cached_property
     def longest_token(self) -> int:
         """Upper bound of the bytes of a token: a text of N bytes has at least N / longest_token tokens."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from optkit.errors import UserError
 from optkit.extras import need_extra
 from optkit.runtime.structured.matcher import SequenceMatcher
-from optkit.runtime.types import Constraint, EngineRefusal, SamplingParams
+from optkit.runtime.types import Constraint, ConstraintFailed, EngineRefusal, SamplingParams
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -27,11 +27,19 @@ Compiled = tuple["LLMatcher", "LLTokenizer"]
 
 
 def vocabulary(tokenizer_json: Path, vocab_size: int) -> LLTokenizer:
-    """``grammar.vocabulary``, behind the check of the extra."""
+    """``grammar.vocabulary`` of a file, behind the check of the extra.
+
+    Raises:
+        ConstraintFailed: there is no such file, or llguidance can't read it.
+    """
     need_extra("structured", FEATURE)
     from optkit.runtime.structured import grammar
 
-    return grammar.vocabulary(tokenizer_json, vocab_size)
+    try:
+        text = tokenizer_json.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConstraintFailed(f"{tokenizer_json.name} can't be read: {error.strerror}") from error
+    return grammar.vocabulary(text, vocab_size)
 
 
 class Grammars:

@@ -9,10 +9,11 @@ mask, the number of lexer states bounds the memory of a sequence. The time of co
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
+import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from optkit.runtime.types import Constraint, ConstraintFailed
 
@@ -24,19 +25,19 @@ COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 ANY_TEXT = r"/(.|\n)*/"
 
 
-def vocabulary(tokenizer_json: Path, vocab_size: int) -> LLTokenizer:
+def vocabulary(tokenizer_json: str, vocab_size: int) -> LLTokenizer:
     """The tokens of a tokenizer as llguidance needs them; a quarter of a second for 49,152 tokens.
 
     Args:
-        tokenizer_json: file of the Hugging Face tokenizer.
+        tokenizer_json: the text of the Hugging Face tokenizer's file.
         vocab_size: width of the model's logits.
 
     Raises:
-        ConstraintFailed: the file is none that llguidance reads.
+        ConstraintFailed: the tokenizer is none that llguidance reads.
     """
     try:
-        return LLTokenizer(str(tokenizer_json), n_vocab=vocab_size)
-    except (ValueError, OSError) as error:
+        return LLTokenizer(tokenizer_json, n_vocab=vocab_size)
+    except ValueError as error:
         raise ConstraintFailed(f"this model's tokenizer has no grammars: {shortened(error)}") from error
 
 
@@ -64,6 +65,34 @@ def compiled(constraint: Constraint, tokens: LLTokenizer) -> LLMatcher:
     if matcher.is_error():
         raise ConstraintFailed(shortened(matcher.get_error()))
     return matcher
+
+
+def rehearse(matcher: LLMatcher) -> None:
+    """Take the first steps of an answer with ``matcher``: a mask, the forced tokens, another mask.
+
+    Raises:
+        ConstraintFailed: a step is beyond the limits.
+    """
+    matcher.compute_bitmask()
+    matcher.consume_tokens(matcher.compute_ff_tokens())
+    if not matcher.is_stopped():
+        matcher.compute_bitmask()
+    if matcher.is_error():
+        raise ConstraintFailed(f"its first tokens are too complex: {shortened(matcher.get_error())}")
+
+
+def in_lark(constraint: Constraint) -> Constraint:
+    """``constraint`` with a grammar of llama.cpp's form (GBNF) converted to Lark.
+
+    Raises:
+        ConstraintFailed: the grammar is of neither form.
+    """
+    if constraint.kind != "grammar":
+        return constraint
+    try:
+        return msgspec.structs.replace(constraint, value=any_to_lark(constraint.value))
+    except (GbnfToLarkError, RecursionError) as error:
+        raise ConstraintFailed(shortened(error)) from error
 
 
 def grammar_text(constraint: Constraint, tokens: LLTokenizer) -> str:
@@ -112,5 +141,6 @@ def _triggered(trigger: str, tokens: LLTokenizer) -> str:
 
 
 def shortened(error: object) -> str:
-    """The message of ``error`` on a single line, for the client."""
-    return " ".join(str(error).split())[:MAX_ERROR_CHARS]
+    """The message of ``error`` on a single line, without the indented pictures of the wrong place, for the client."""
+    lines = [line.strip() for line in str(error).splitlines() if line and not line.startswith(" ")]
+    return " ".join(lines)[:MAX_ERROR_CHARS]

@@ -82,7 +82,7 @@ class CountTokensRequest(BaseModel):
         if self.output_config:
             found |= {"reasoning_effort": self.output_config.effort}
             if self.output_config.format is not None:
-                found["response_format"] = self.output_config.format
+                found["response_format"] = _response_format(self.output_config.format)
         if self.messages[-1].role == "assistant":
             found["continue_final_message"] = True
         return found
@@ -117,6 +117,13 @@ class MessagesRequest(CountTokensRequest):
         names = ("max_tokens", "temperature", "top_p", "top_k", "stream")
         own = {name: getattr(self, name) for name in names}
         return super().chat_fields() | own | {"stop": self.stop_sequences}
+
+
+def _response_format(given: dict[str, Any]) -> dict[str, Any]:
+    """OpenAI's format of chat requests: with a name, and an object around the schema."""
+    if given.get("type") != "json_schema":
+        return given
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": given.get("schema")}}
 
 
 def parse_messages(body: bytes) -> ChatRequest:

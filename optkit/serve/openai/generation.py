@@ -17,6 +17,7 @@ import msgspec
 
 from optkit.runtime.process.client import ENGINE_DIED, ENGINE_GONE, ENGINE_STOPPED
 from optkit.runtime.types import (
+    CONSTRAINT_FAILED,
     QUEUE_TIMEOUT,
     FinishReason,
     FirstToken,
@@ -66,7 +67,7 @@ async def generate_text(
 
     Raises:
         ApiError: 500 the engine failed this request, 503 the engine died or the wait was too long, 429 the first token
-            would be late, 400 the request is blocked.
+            would be late, 400 the request is blocked, or its constraint is too complex.
     """
     request = job.request
     observed = metrics.sequence(request, job.n)
@@ -191,6 +192,8 @@ def _raise_failure(output: TokenOutput) -> None:
     if output.error == QUARANTINED:
         message = "this request ended the engine twice and is refused for some minutes"
         raise ApiError(message, code="request_quarantined")
+    if output.error == CONSTRAINT_FAILED:
+        raise ApiError(f"the answer can't go on: {CONSTRAINT_FAILED}", code="constraint_failed")
     if output.retry_after is not None:
         message = "the first token would come after the deadline; try again later"
         seconds = max(1, math.ceil(output.retry_after))

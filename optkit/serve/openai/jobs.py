@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import msgspec
-
 from optkit.runtime.types import Constraint, EngineRequest
 from optkit.serve.openai.defaults import SamplingDefaults
 from optkit.serve.openai.protocol import ChatRequest, GenerationRequest
@@ -95,11 +93,9 @@ def choice_jobs(
     """
     n, is_chat = request.num_choices, isinstance(request, ChatRequest)
     for j in range(n):
-        sampling = request.sampling(max(max_tokens, 1), eos_ids, j, defaults)
-        if prompt.constraint or prompt.bad_words:
-            sampling = msgspec.structs.replace(
-                sampling, constraint=prompt.constraint, bad_words=prompt.bad_words
-            )
+        sampling = request.sampling(
+            max(max_tokens, 1), eos_ids, j, defaults, prompt.constraint, prompt.bad_words
+        )
         engine_request = EngineRequest(
             request_id=f"{sender.name}-{first + j}",
             prompt_ids=prompt.ids,

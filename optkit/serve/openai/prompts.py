@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from optkit.serve.constraints.checker import ConstraintChecker
 from optkit.serve.http.errors import ApiError, printable
 from optkit.serve.openai.chat_prompt import render_chat
 from optkit.serve.openai.defaults import SamplingDefaults
@@ -20,7 +21,7 @@ from optkit.serve.openai.fill_in import gap_prompt
 from optkit.serve.openai.jobs import ChoiceJob, Prompt, Sender, choice_jobs
 from optkit.serve.openai.protocol import OPENAI_DEFAULTS, ChatRequest, CompletionRequest, GenerationRequest
 from optkit.serve.tools.formats import ChatFormat
-from optkit.serve.tools.grammar import constraint
+from optkit.serve.tools.grammar import message_constraint
 from optkit.text.tokenizer import Tokenizer
 
 INLINE_CHARS = 4096  # about a millisecond of tokenization
@@ -35,6 +36,7 @@ class PromptReader:
     Args:
         tokenizer: of the served model.
         max_model_len: tokens of prompt and answer together.
+        constraints: checks those of requests.
         chat: the forms of tools and reasoning.
         defaults: for fields that requests leave out.
     """
@@ -43,10 +45,11 @@ class PromptReader:
         self,
         tokenizer: Tokenizer,
         max_model_len: int,
+        constraints: ConstraintChecker,
         chat: ChatFormat | None = None,
         defaults: SamplingDefaults = OPENAI_DEFAULTS,
     ) -> None:
-        self.tokenizer, self.max_model_len = tokenizer, max_model_len
+        self.tokenizer, self.max_model_len, self.constraints = tokenizer, max_model_len, constraints
         self.chat, self.defaults = chat or ChatFormat(), defaults
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
 
@@ -54,12 +57,14 @@ class PromptReader:
         """The jobs of all choices of ``request``, prompt after prompt.
 
         Raises:
-            ApiError: 400, for a wrong prompt.
+            ApiError: 400, for a wrong prompt or constraint.
         """
         if isinstance(request, ChatRequest):
             prompts = [await self._chat(request)]
         elif isinstance(request, CompletionRequest):
+            held = await self.constraints.checked(request.constraint)
             prompts = [await self._prompt(prompt, request) for prompt in request.prompt]
+            prompts = [prompt._replace(constraint=held) for prompt in prompts]
         else:
             raise TypeError(type(request).__name__)
         jobs: list[ChoiceJob] = []
@@ -74,10 +79,11 @@ class PromptReader:
     async def _chat(self, request: ChatRequest) -> Prompt:
         text = await self.render(request)
         ids = await self._encode(text, request, "messages", special=bool(request.add_special_tokens))
-        use = request.tool_use
+        use, goes_on = request.tool_use, bool(request.continue_final_message)
+        held = message_constraint(self.chat, use, request.constraint, text, goes_on)
         return self._truncated(text, ids, request)._replace(
-            new_parser=functools.partial(self.chat.parser, use, text, bool(request.continue_final_message)),
-            constraint=constraint(self.chat, use, text),
+            new_parser=functools.partial(self.chat.parser, use, text, goes_on),
+            constraint=await self.constraints.checked(held),
         )
 
     async def chat_ids(self, request: ChatRequest) -> list[int]:

@@ -3,14 +3,14 @@
 Three kinds of fields:
 
 - **supported**: typed and bounded below; a wrong value is 400 and names the field;
-- **unsupported meaning** (``unsupported``: structured output, audio, ...): 400 unless the value asks for nothing, or
+- **unsupported meaning** (``unsupported``: audio, images, ...): 400 unless the value asks for nothing, or
   accepted, if the field cannot change an answer here (``HARMLESS``);
 - **unknown**: accepted with a log line, because clients send private extras and must keep working.
 
 Beyond OpenAI, with vLLM's names and meanings: ``top_k, min_p, repetition_penalty, min_tokens, ignore_eos,
 stop_token_ids, allowed_token_ids, include_stop_str_in_output, skip_special_tokens, add_special_tokens,
 truncate_prompt_tokens, truncation_side, return_token_ids, return_tokens_as_token_ids, request_id,
-add_generation_prompt, continue_final_message``.
+add_generation_prompt, continue_final_message``, and structured output (``structured``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from optkit.runtime.types import SamplingParams
+from optkit.runtime.types import Constraint, SamplingParams
+from optkit.serve.constraints.checker import NamedConstraint
 from optkit.serve.http.errors import ApiError, printable, unsupported
 from optkit.serve.http.json_body import parse_object
 from optkit.serve.openai.defaults import SamplingDefaults
@@ -43,6 +44,14 @@ from optkit.serve.openai.fields import (
     Prompts,
     Scalar,
     Stops,
+)
+from optkit.serve.openai.structured import (
+    Choices,
+    Pattern,
+    ResponseFormat,
+    Schema,
+    StructuredOutputs,
+    constraint_of,
 )
 from optkit.serve.openai.tool_fields import Calls, Identifier, NamedTool, ToolChoice, Tools, tool_use
 from optkit.serve.openai.unsupported import HARMLESS, INERT, refuse_unsupported
@@ -99,6 +108,22 @@ class GenerationRequest(BaseModel):
     return_tokens_as_token_ids: bool | None = None
     cache_salt: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")] | None = None
     ttft_details: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: Pattern | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Pattern | None = None
+    guided_whitespace_pattern: Pattern | None = None
+
+    @property
+    def constraint(self) -> NamedConstraint | None:
+        """The constraint on the text of the answer, not compiled yet.
+
+        Raises:
+            ApiError: 400, several constraints, or a wrong one.
+        """
+        return constraint_of(self)
 
     @property
     def requested_max_tokens(self) -> int | None:
@@ -149,11 +174,15 @@ class GenerationRequest(BaseModel):
         eos_ids: tuple[int, ...],
         choice: int = 0,
         defaults: SamplingDefaults = OPENAI_DEFAULTS,
+        constraint: Constraint | None = None,
+        bad_words: tuple[tuple[int, ...], ...] = (),
     ) -> SamplingParams:
         """The sampling parameters of one of the choices; end-of-sequence ids are stop ids.
 
         Args:
             defaults: for fields that the request leaves out.
+            constraint: on the text.
+            bad_words: token ids of words that the text must not have.
         """
         return SamplingParams(
             max_tokens=max_tokens,
@@ -171,6 +200,8 @@ class GenerationRequest(BaseModel):
             allowed_token_ids=tuple(self.allowed_token_ids or ()),
             logprobs=0 if self.num_logprobs is None and self.is_ranked else self.num_logprobs,
             prompt_logprobs=self.num_logprobs if self.echoes else None,
+            constraint=constraint,
+            bad_words=bad_words,
         )
 
 

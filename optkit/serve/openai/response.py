@@ -23,6 +23,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from optkit.serve.constraints.checker import ConstraintChecker
 from optkit.serve.engine_api import AsyncEngine, ServeSettings
 from optkit.serve.http.admission import Admission
 from optkit.serve.http.errors import ApiError, internal_error
@@ -54,6 +55,7 @@ class AppState:
     metrics: Metrics
     admission: Admission
     settings: ServeSettings
+    constraints: ConstraintChecker
     tracing: Tracing | None = None
     requests: RequestsInFlight = field(default_factory=RequestsInFlight)
 

@@ -9,10 +9,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
 
 from optkit.serve.http.errors import ApiError, printable
+from optkit.serve.openai.strict_schema import strict_violation
 from optkit.serve.tools.use import Tool, ToolUse
 
 MAX_TOOLS = 128
 MAX_CALLS = 128  # of a message
+
+EMPTY = {"properties": {}, "required": [], "additionalProperties": False}  # of a tool without arguments
 
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 Identifier = Annotated[str, Field(min_length=1, max_length=256)]
@@ -155,6 +158,10 @@ def tool_use(tools: Sequence[FunctionTool] | None, choice: Any, parallel: bool |
         if choice not in (None, "none", "auto"):
             raise _invalid("tool_choice", "'tool_choice' needs 'tools'")
         return None
+    for tool in shown:
+        if tool.strict and (violation := strict_violation({"type": "object", **(tool.parameters or EMPTY)})):
+            message = f"Invalid schema for function '{tool.name}': {printable(violation)}"
+            raise ApiError(message, param="tools", code="invalid_function_parameters")
     names = [tool.name for tool in shown]
     if len(set(names)) < len(names):
         raise _invalid("tools", "two tools have the same name")

@@ -193,9 +193,18 @@ class ResponsesRequest(BaseModel):
         found["tool_choice"] = choice.as_chat() if isinstance(choice, BaseModel) else choice
         if self.shows_logprobs:
             found |= {"logprobs": True, "top_logprobs": self.top_logprobs or 0}
+        if self.text and self.text.format:
+            found["response_format"] = _response_format(self.text.format)
         if self.reasoning:
             found["reasoning_effort"] = self.reasoning.effort
         return found
+
+
+def _response_format(given: dict[str, Any]) -> dict[str, Any]:
+    """OpenAI's format of chat requests, where the fields of a schema have an object of their own."""
+    if given.get("type") != "json_schema":
+        return given
+    return {"type": "json_schema", "json_schema": {name: given[name] for name in given if name != "type"}}
 
 
 def parse_responses(body: bytes) -> tuple[ResponsesRequest, ChatRequest]:
@@ -211,8 +220,6 @@ def parse_responses(body: bytes) -> tuple[ResponsesRequest, ChatRequest]:
                 name, f"'{name}' is not supported: the server stores nothing and shortens nothing"
             )
     request = checked(ResponsesRequest, data)
-    if request.text and request.text.format not in (None, {"type": "text"}):
-        raise unsupported("text")
     if unknown := sorted(set(request.model_extra or {}) - HARMLESS - REFUSED.keys()):
         log.info("ignoring unknown fields: %s", printable(", ".join(unknown)))
     try:

@@ -13,7 +13,11 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from optkit.runtime.types import Constraint
+from optkit.serve.constraints.checker import NamedConstraint
+from optkit.serve.http.errors import ApiError
 from optkit.serve.tools.formats import ChatFormat
 from optkit.serve.tools.parser import FENCE, CallFormat
 from optkit.serve.tools.reasoning import CLOSE, OPEN, leaves_open
@@ -25,18 +29,48 @@ SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 TEXT = "TEXT: /(.|\\n)*/"
 
 
-def constraint(chat: ChatFormat, use: ToolUse | None, prompt: str) -> Constraint | None:
+def message_constraint(
+    chat: ChatFormat, use: ToolUse | None, given: NamedConstraint | None, prompt: str, goes_on: bool = False
+) -> NamedConstraint | None:
     """The constraint on an answer; None for a free one.
 
     Args:
+        given: the request's own constraint on the content. A required call leaves no room for content.
         prompt: rendered text of the prompt.
+        goes_on: the answer continues a message of the prompt.
+
+    Raises:
+        ApiError: 400, ``given`` is of a kind that cannot stand beside calls.
     """
-    if use is None or not use.is_constrained:
-        return None
-    is_open = chat.thinks and leaves_open(prompt)
+    thinks = chat.thinks and not goes_on
+    is_open = thinks and leaves_open(prompt)
+    after = CLOSE if is_open else ""
+    if use is None or not (given or use.is_constrained):
+        return _behind(given, after)
     rules = _required(chat.calls, use) if use.required else _free(chat.calls)
-    lines = ["%llguidance {}", *_start(chat.thinks, is_open), *rules, *_objects(chat.calls, use)]
-    return Constraint("grammar", "\n".join(lines) + "\n", after=CLOSE if is_open else "")
+    if given and not use.required:
+        rules = _calls_or(given, chat.calls)
+    lines = ["%llguidance {}", *_start(thinks, is_open), *rules, *_objects(chat.calls, use)]
+    return NamedConstraint(Constraint("grammar", "\n".join(lines) + "\n", after=after), "tools")
+
+
+def _behind(given: NamedConstraint | None, after: str) -> NamedConstraint | None:
+    """A constraint on the content, which begins behind the reasoning."""
+    if given is None or not after:
+        return given
+    return given._replace(constraint=msgspec.structs.replace(given.constraint, after=after))
+
+
+def _calls_or(given: NamedConstraint, form: CallFormat) -> list[str]:
+    """The rules of an answer that is calls, or else JSON of a schema."""
+    constraint, param = given
+    if constraint.kind not in ("json_object", "json_schema"):
+        message = f"'{param}' and tools that may be called exclude each other; set 'tool_choice' to 'none'"
+        raise ApiError(message, param=param, code="invalid_value")
+    schema = json.loads(constraint.value) if constraint.value else dict(ANY_OBJECT)
+    style = {"whitespace_pattern": constraint.whitespace} if constraint.whitespace else SPACING
+    content = json.dumps({**schema, "x-guidance": style})
+    return ['answer: call ("\\n" call)* | content', f"content: %json {content}", _call(form)]
 
 
 def _start(thinks: bool, is_open: bool) -> list[str]:
@@ -51,7 +85,11 @@ def _start(thinks: bool, is_open: bool) -> list[str]:
 def _required(form: CallFormat, use: ToolUse) -> list[str]:
     """The rules of an answer that is one or more calls."""
     more = f' ("\\n" call){{0,{MAX_CALLS - 1}}}' if use.parallel else ""
-    return [f"answer: call{more}", f"call: {_quoted(form.open)} rest" if form.open else "call: object"]
+    return [f"answer: call{more}", _call(form)]
+
+
+def _call(form: CallFormat) -> str:
+    return f"call: {_quoted(form.open)} rest" if form.open else "call: object"
 
 
 def _free(form: CallFormat) -> list[str]:

@@ -86,6 +86,10 @@ def engine_request(path: str, body: dict[str, Any], template: str = QWEN) -> Any
             },
         ),
         (
+            {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+        ),
+        (
             {"messages": [*HELLO["messages"], {"role": "assistant", "content": "Well,"}]},
             {
                 "messages": [*HELLO["messages"], {"role": "assistant", "content": "Well,"}],
@@ -134,6 +138,7 @@ USER = {"role": "user"}
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"mcp_servers": [{"name": "x"}]}, "mcp_servers"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config"),
+        ({"output_config": {"format": {"type": "yaml"}}}, "output_config"),
         ({"max_tokens": 100_000}, "maximum context length"),
     ],
 )

@@ -30,6 +30,10 @@ CHAT_RESULT = {"role": "tool", "tool_call_id": "toolu_1", "content": "rain"}
         ({"input": [{**USER, "role": "developer"}]}, {"messages": [{**USER, "role": "system"}]}),
         ({"max_output_tokens": 7, "temperature": 0.1}, {"max_tokens": 7, "temperature": 0.1}),
         ({"tools": [TOOL]}, {"tools": [CHAT_TOOL]}),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}},
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+        ),
         ({"tools": [TOOL], "tool_choice": "required"}, {"tools": [CHAT_TOOL], "tool_choice": "required"}),
         (
             {"tools": [TOOL], "tool_choice": NAME},
@@ -102,7 +106,8 @@ def test_request_is_that_of_the_chat_endpoint(responses: dict[str, Any], chat: d
         ({"input": [{"role": "robot", "content": "x"}]}, "input"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input"),
         ({"include": ["file_search_call.results"]}, "include"),
-        ({"text": {"format": {"type": "json_object"}}}, "text"),
+        ({"text": {"format": {"type": "json_schema", "schema": SCHEMA}}}, "text"),
+        ({"text": {"format": {"type": "yaml"}}}, "text"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": 100_000}, "input"),
     ],

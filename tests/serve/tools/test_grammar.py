@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
+from typing import Any
 
 import pytest
 
 from optkit.runtime.types import Constraint
+from optkit.serve.constraints.checker import NamedConstraint
+from optkit.serve.http.errors import ApiError
 from optkit.serve.tools.formats import FORMATS, ChatFormat
-from optkit.serve.tools.grammar import constraint
+from optkit.serve.tools.grammar import message_constraint
 from optkit.serve.tools.system_text import call_text
 from optkit.serve.tools.use import Tool, ToolUse
 from tests.support.tiny_tokenizer import fast_tokenizer
@@ -32,6 +35,12 @@ CASES = [
     for form, thinks in itertools.product(FORMATS.values(), (False, True))
     for prompt in (("", "<think>\n") if thinks else ("",))
 ]
+
+
+def constraint(chat: ChatFormat, use: ToolUse | None, prompt: str, given: Any = None) -> Constraint | None:
+    named = message_constraint(chat, use, given, prompt)
+    assert named is None or named.param == "tools"
+    return named.constraint if named else None
 
 
 def use(required: bool, parallel: bool = True, tools: tuple[Tool, ...] = (STRICT, LOOSE)) -> ToolUse:
@@ -88,6 +97,37 @@ def test_strict_allows_text_and_valid_calls(chat: ChatFormat, prompt: str) -> No
 def test_free_tools_and_no_tools_are_not_constrained() -> None:
     assert constraint(ChatFormat(), use(required=False, tools=(LOOSE,)), "") is None
     assert constraint(ChatFormat(), None, "") is None
+
+
+@pytest.mark.parametrize(("chat", "prompt"), CASES)
+def test_response_format_holds_the_content_beside_calls(chat: ChatFormat, prompt: str) -> None:
+    given = NamedConstraint(Constraint("json_schema", json.dumps(SCHEMA)), "response_format")
+    held, before = constraint(chat, use(required=False), prompt, given), reasoning(chat, prompt)
+    for text in (GOOD, call_text(chat.calls, "f", GOOD), call_text(chat.calls, "g", '{"any": 1}')):
+        assert allows(held, before + text), text
+    for text in ("Hello", BAD, call_text(chat.calls, "f", BAD), ""):
+        assert not allows(held, before + text), text
+
+
+def test_required_call_leaves_no_room_for_a_response_format() -> None:
+    given = NamedConstraint(Constraint("regex", "a*"), "guided_regex")
+    held = constraint(ChatFormat(), use(required=True), "", given)
+    assert allows(held, call_text(FORMATS["json"], "f", GOOD)) and not allows(held, "aa")
+
+
+def test_other_constraints_exclude_tools() -> None:
+    given = NamedConstraint(Constraint("regex", "a*"), "guided_regex")
+    with pytest.raises(ApiError) as caught:
+        message_constraint(ChatFormat(), use(required=False), given, "")
+    assert caught.value.param == "guided_regex"
+
+
+def test_constraint_without_tools_begins_behind_open_reasoning() -> None:
+    given = NamedConstraint(Constraint("regex", "a*"), "guided_regex")
+    held = message_constraint(ChatFormat(thinks=True), None, given, "<think>")
+    assert held == NamedConstraint(Constraint("regex", "a*", after="</think>"), "guided_regex")
+    assert message_constraint(ChatFormat(thinks=True), None, given, "<think>", goes_on=True) == given
+    assert message_constraint(ChatFormat(), None, given, "") == given
 
 
 def test_unknown_keyword_is_refused_in_a_strict_tool_and_ignored_in_another() -> None:
