@@ -21,6 +21,7 @@ from tests.support.engine_process import FACTORY
 from tests.support.tiny_tokenizer import TEMPLATE, TEXT, fast_tokenizer
 
 PATIENCE = 60.0
+PATHS = ("chat_template", "ssl_certfile", "ssl_keyfile")  # options that are files
 END = fast_tokenizer().token_to_id("<|im_end|>")
 SCRIPT = [*fast_tokenizer().encode(TEXT).ids, END]
 
@@ -105,7 +106,8 @@ def main() -> int:
         fake = json.dumps(work["engine"])
         return EngineClient(fake, factory=FACTORY, threads=1, silence_seconds=silence)
 
-    options = ServeOptions(port=0, **work["server"])
+    paths = {name: Path(value) for name, value in work["server"].items() if name in PATHS}
+    options = ServeOptions(port=0, **work["server"] | paths)
     with bind(options.host, options.port) as sock:
         return serve(artifact, make_client, options, sock, _print_line)
 

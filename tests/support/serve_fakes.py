@@ -34,6 +34,7 @@ class FakeEngine:
         aborted: ids of requests with an abandoned generator.
         delay: seconds before each token.
         fail_after: number of tokens before the request fails.
+        tokens_per_output: more than one as with speculation.
         gate: if set, each request waits for the gate before the first token.
     """
 
@@ -45,6 +46,7 @@ class FakeEngine:
         self.sent_tokens = 0
         self.delay = 0.0
         self.fail_after: int | None = None
+        self.tokens_per_output = 1
         self.gate: asyncio.Event | None = None
         self.is_healthy, self.is_restarting, self.num_restarts = True, False, 0
         self.resets = 0
@@ -75,9 +77,10 @@ class FakeEngine:
         if self.fail_after is not None:
             good = [_output(request, [token]) for token in ids[: self.fail_after]]
             return [*good, _output(request, [], FinishReason.ERROR, "secret /path 0xdeadbeef")]
-        outputs = [_output(request, [token]) for token in ids[:limit]]
+        size, shown = self.tokens_per_output, ids[:limit]
+        outputs = [_output(request, shown[at : at + size]) for at in range(0, len(shown), size)]
         if len(ids) >= limit:
-            outputs[-1] = _output(request, [ids[limit - 1]], FinishReason.LENGTH)
+            outputs[-1] = _output(request, list(outputs[-1].token_ids), FinishReason.LENGTH)
             return outputs
         return [*outputs, _output(request, [], FinishReason.STOP, stop_token=EOS)]
 

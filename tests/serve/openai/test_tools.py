@@ -245,6 +245,39 @@ def test_reasoning_comes_apart(template: str, script: str) -> None:
     assert hidden["content"] == "Yes." and "reasoning_content" not in hidden
 
 
+@pytest.mark.parametrize("size", [1, 3, 100])
+@pytest.mark.parametrize(
+    ("template", "script", "counted"),
+    [
+        (QWEN3, "<think>\nHm.\n</think>\n\nYes.", "\nHm.\n</think>"),
+        (THINKS_ALWAYS, "Hm.\n</think>\n\nYes.", "Hm.\n</think>"),
+        (QWEN3, "Yes.", ""),
+        (CHATML, "<think>Hm.</think>", ""),
+    ],
+)
+def test_tokens_of_the_reasoning_are_counted(template: str, script: str, counted: str, size: int) -> None:
+    engine = FakeEngine(script)
+    engine.tokens_per_output = size
+    for fields in ({}, {"stream": True, "stream_options": {"include_usage": True}}):
+        text = post(tiny_app(engine, template), CHAT, {**HELLO, **fields}).text
+        body = json.loads(events(text)[-2]) if fields else json.loads(text)
+        usage = body["usage"]
+        assert usage["completion_tokens"] == len(tiny_tokenizer().encode(script)) + 1
+        assert usage["completion_tokens_details"] == {
+            "reasoning_tokens": len(tiny_tokenizer().encode(counted))
+        }
+
+
+@pytest.mark.parametrize("size", [1, 2, 7])
+def test_stop_strings_and_calls_are_found_in_outputs_of_several_tokens(size: int) -> None:
+    engine = FakeEngine(f"<think>Hm.</think>Look.\n{HERMES_CALL} STOP more")
+    engine.tokens_per_output = size
+    body = {**ASK, "stop": ["STOP"]}
+    [choice] = post(tiny_app(engine, QWEN3, max_model_len=4096), CHAT, body).json()["choices"]
+    assert (choice["message"]["content"], choice["message"]["reasoning_content"]) == ("Look.", "Hm.")
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "Oslo"}'
+
+
 def test_reasoning_of_an_earlier_turn_reaches_the_template() -> None:
     template = CHATML.replace(
         "{{ message['content'] }}", "{{ message.reasoning_content }}|{{ message['content'] }}"
