@@ -184,6 +184,6 @@ def _wrong_method(http: Request, error: HTTPException) -> Response:
     if http.method == "OPTIONS":
         return Response(status_code=204, headers={"Allow": allow})
     message = f"this method is not allowed here; the allowed ones are {allow}"
-    answer = ApiError(message, code="method_not_allowed", status=405).response()
+    answer = ApiError(message, code="method_not_allowed", status=405).response(path_of(http.scope))
     answer.headers["Allow"] = allow
     return answer

@@ -7,13 +7,14 @@ As in OpenAI's streams no event is sent before the first token.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from optkit.runtime.types import FinishReason, FirstToken
+from optkit.serve.anthropic.protocol import PARAMS
 from optkit.serve.http.errors import ApiError
 from optkit.serve.openai.answers import ResponseHead, ResponseParts, cached_tokens
 from optkit.serve.openai.generation import Delta, parts_of
@@ -33,6 +34,10 @@ class MessagesEndpoint:
 
     operation: str = "chat"
     prefix: str = "msg_"
+
+    @property
+    def params(self) -> Mapping[str, str]:
+        return PARAMS
 
     def writer(self, head: ResponseHead, parts: ResponseParts) -> MessageWriter:
         return MessageWriter(head, parts)

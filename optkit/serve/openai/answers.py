@@ -6,7 +6,7 @@ the same (``optkit.serve.openai.response``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -90,6 +90,7 @@ class Endpoint(Protocol):
     Attributes:
         operation: name in traces, of the semantic conventions for generative AI.
         prefix: begins the ids of answers.
+        params: the fields of generation requests with another name here, for errors.
     """
 
     @property
@@ -97,6 +98,9 @@ class Endpoint(Protocol):
 
     @property
     def prefix(self) -> str: ...
+
+    @property
+    def params(self) -> Mapping[str, str]: ...
 
     def writer(self, head: ResponseHead, parts: ResponseParts) -> AnswerWriter:
         """The writer of an answer."""

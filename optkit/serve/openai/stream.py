@@ -15,7 +15,7 @@ model object or a dict in between.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,10 @@ class OpenAIEndpoint:
     @property
     def is_chat(self) -> bool:
         return isinstance(self.request, ChatRequest)
+
+    @property
+    def params(self) -> Mapping[str, str]:
+        return {}
 
     @property
     def operation(self) -> str:

@@ -8,7 +8,7 @@ before the first token.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from optkit.serve.openai.answers import ResponseHead, ResponseParts, cached_toke
 from optkit.serve.openai.defaults import SamplingDefaults
 from optkit.serve.openai.generation import Delta, parts_of
 from optkit.serve.openai.protocol import first_given
-from optkit.serve.responses.protocol import ResponsesRequest
+from optkit.serve.responses.protocol import PARAMS, ResponsesRequest
 from optkit.serve.tools.parts import Part
 
 Item = dict[str, Any]
@@ -34,6 +34,10 @@ class ResponsesEndpoint:
     defaults: SamplingDefaults
     operation: str = "chat"
     prefix: str = "resp_"
+
+    @property
+    def params(self) -> Mapping[str, str]:
+        return PARAMS
 
     def writer(self, head: ResponseHead, parts: ResponseParts) -> ResponseWriter:
         return ResponseWriter(head, parts, self.request, self.defaults)
@@ -152,10 +156,10 @@ class ResponseWriter:
 
     # -- bodies --------------------------------------------------------------------------------------------------
 
-    def _event(self, name: str, **fields: Any) -> bytes:
-        body = {"type": name, "sequence_number": self._number, **fields}
+    def _event(self, event: str, **fields: Any) -> bytes:
+        body = {"type": event, "sequence_number": self._number, **fields}
         self._number += 1
-        return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(body))
+        return b"event: %b\ndata: %b\n\n" % (event.encode(), msgspec.json.encode(body))
 
     def _response(self, status: str) -> Item:
         """The response object so far."""

@@ -110,7 +110,7 @@ def test_failure_inside_a_stream_is_an_event() -> None:
 
 def test_wrong_request_is_the_client_s_own_error() -> None:
     with client() as api, pytest.raises(anthropic.BadRequestError):
-        api.messages.create(model="tiny", **{**HELLO, "max_tokens": 100_000})
+        api.messages.create(model="tiny", **{**HELLO, "max_tokens": 5000})
     with client() as api, pytest.raises(anthropic.NotFoundError):
         api.messages.create(model="claude", **HELLO)
 

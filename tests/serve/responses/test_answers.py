@@ -34,10 +34,12 @@ def create(script: str, template: str = QWEN, **fields: Any) -> Any:
 
 
 def stream(script: str, template: str = QWEN, **fields: Any) -> tuple[list[Any], Any]:
-    """The events, and the response that the client makes of them."""
+    """The events, and the response at their end; of a complete one the client's own."""
     options = {"input": "Hello", **fields}
     with client(script, template) as api, api.responses.stream(model="tiny", **options) as events:
-        return list(events), events.get_final_response()
+        found = list(events)
+        is_complete = found[-1].type == "response.completed"
+        return found, events.get_final_response() if is_complete else found[-1].response
 
 
 def output(value: Any) -> Any:
