@@ -14,7 +14,12 @@ from optkit.errors import UserError, refusal
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
-EXTRAS = ("serve", "formats", "otel")  # the extras for users; further extras are for development
+EXTRAS = (
+    "serve",
+    "formats",
+    "structured",
+    "otel",
+)  # the extras for users; further extras are for development
 
 
 def required(extra: str = "") -> list[Requirement]:

@@ -49,6 +49,8 @@ def optkit_command(artifact: Path, port: int) -> list[str]:
         HOST,
         "--port",
         str(port),
+        "--generation-config",
+        "none",
     ]
 
 

@@ -163,7 +163,8 @@ def text_of(record: dict[str, Any], render: Callable[[list[Any]], str] | None, w
 
 def chat_renderer(directory: Path) -> Callable[[list[Any]], str]:
     """Messages to text by the model's own template, which is tried in a sandboxed child first."""
-    from optkit.text.chat_template import TemplateFailure, check_template
+    from optkit.text.chat_template import TemplateFailure
+    from optkit.text.template_trial import check_template
     from optkit.text.tokenizer import Tokenizer
 
     template = Tokenizer.from_directory(directory).chat_template

@@ -13,12 +13,40 @@ from optkit.extras import need_extra
 from optkit.machine import logs
 from optkit.recipe.engine_options import ACCESS
 
+CHAT = "Chat, tools and sampling"  # a group in --help
+
 
 class LogFormat(enum.StrEnum):
     """Formats of log lines (``optkit.machine.logs``)."""
 
     text = "text"
     json = "json"
+
+
+class ToolCallParser(enum.StrEnum):
+    """Formats of tool calls (``optkit.serve.tools.formats``)."""
+
+    auto = "auto"
+    hermes = "hermes"
+    llama3_json = "llama3_json"
+    json = "json"
+
+
+class ReasoningParser(enum.StrEnum):
+    """Formats of reasoning; the names of vLLM's parsers mean the same format here."""
+
+    auto = "auto"
+    none = "none"
+    think = "think"
+    deepseek_r1 = "deepseek_r1"
+    qwen3 = "qwen3"
+
+
+class GenerationConfig(enum.StrEnum):
+    """Sources of sampling defaults."""
+
+    auto = "auto"
+    none = "none"
 
 
 @with_engine_flags
@@ -61,6 +89,63 @@ def serve(
             "request ends with an error. 0: no limit.",
         ),
     ] = 600.0,
+    allowed_origins: Annotated[
+        list[str] | None,
+        typer.Option(
+            rich_help_panel=ACCESS,
+            help="Origin of web pages that may read answers (CORS), such as https://chat.example; repeat the option "
+            "for more, * is every page.",
+        ),
+    ] = None,
+    root_path: Annotated[
+        str,
+        typer.Option(
+            rich_help_panel=ACCESS,
+            help="Path of the server behind a proxy, such as /llm; requests may come with it or without.",
+        ),
+    ] = "",
+    ssl_certfile: Annotated[
+        Path | None,
+        typer.Option(
+            rich_help_panel=ACCESS, help="Certificate chain (PEM): the server then speaks HTTPS alone."
+        ),
+    ] = None,
+    ssl_keyfile: Annotated[
+        Path | None,
+        typer.Option(
+            rich_help_panel=ACCESS, help="Private key of the certificate (PEM, without a passphrase)."
+        ),
+    ] = None,
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(
+            rich_help_panel=CHAT,
+            help="File with a Jinja chat template, in the place of the artifact's. Tried in a sandbox first.",
+        ),
+    ] = None,
+    tool_call_parser: Annotated[
+        ToolCallParser,
+        typer.Option(
+            rich_help_panel=CHAT,
+            help="Form of tool calls in the model's text. auto: that of the chat template; json where the template has "
+            "none, with the tools described in the system message.",
+        ),
+    ] = ToolCallParser.auto,
+    reasoning_parser: Annotated[
+        ReasoningParser,
+        typer.Option(
+            rich_help_panel=CHAT,
+            help="Splits <think>..</think> off the answer into reasoning_content. auto: where the chat template has "
+            "these tags; none: never; the rest: always, all the same.",
+        ),
+    ] = ReasoningParser.auto,
+    generation_config: Annotated[
+        GenerationConfig,
+        typer.Option(
+            rich_help_panel=CHAT,
+            help="Sampling defaults of requests. auto: those of the model's generation_config.json; none: OpenAI's.",
+        ),
+    ] = GenerationConfig.auto,
     log_format: Annotated[
         LogFormat, typer.Option(rich_help_panel=ACCESS, help="Log lines for people or for machines.")
     ] = LogFormat.text,
@@ -108,6 +193,14 @@ def serve(
             request_timeout=request_timeout,
             shutdown_timeout=shutdown_timeout,
             otlp_traces_endpoint=otlp_traces_endpoint,
+            tool_call_parser=tool_call_parser.value,
+            reasoning_parser=reasoning_parser.value,
+            chat_template=chat_template,
+            generation_config=generation_config.value,
+            allowed_origins=tuple(allowed_origins or ()),
+            root_path=root_path,
+            ssl_certfile=ssl_certfile,
+            ssl_keyfile=ssl_keyfile,
             engine=engine_options,
         )
         raise typer.Exit(run(artifact, options, launched=launched))

@@ -34,6 +34,7 @@ from optkit.runtime.sampling.sampler import sample
 from optkit.runtime.sampling.speculative import first_rows, verify
 from optkit.runtime.scheduling.cost_model import CostModel
 from optkit.runtime.scheduling.scheduler import Proposer, Result, Scheduler, SchedulerConfig
+from optkit.runtime.structured.compiler import Grammars
 from optkit.runtime.types import (
     Batch,
     EngineRefusal,
@@ -41,6 +42,7 @@ from optkit.runtime.types import (
     EngineStats,
     Failure,
     FinishReason,
+    Matcher,
     Request,
     Runner,
     SamplingParams,
@@ -53,6 +55,7 @@ logger = logging.getLogger(__name__)
 
 COPY_WEIGHT = 0.1  # of the latest copy in the mean of all
 COPY_DECAY = 0.99  # decay of the copy time per block not saved: one slow copy must not disable saving
+GRAMMAR_WAIT_SECONDS = 0.02
 MODEL_FAILED = Failure("the model failed on this request")
 
 
@@ -67,6 +70,7 @@ class Engine:
         departed: returns the ids of requests without a client, which ``abort`` will end after the step; called
             between parts of a step.
         make_embedder: makes the embedder at the first use; None where there is none, as on GPUs.
+        grammars: compiles the constraints of requests; None for an engine without a tokenizer, which refuses them.
     """
 
     scheduler_class: type[Scheduler] = Scheduler
@@ -87,6 +91,7 @@ class Engine:
         if config.num_host_blocks and store is None:
             raise ValueError("there are host blocks, but no store for them")
         self.runner, self.store = runner, store
+        self.grammars: Grammars | None = None
         self.scheduler = self.scheduler_class(config, clock, cost, proposer)
         self.config = self.scheduler.config
         self.logprobs = LogprobRunner(runner)
@@ -103,12 +108,21 @@ class Engine:
     def step(self) -> list[TokenOutput]:
         """Compute the next tokens of the running requests."""
         batch = self._transfer(self.scheduler.schedule())
+        if not batch.items:
+            self._wait_for_grammar()
         try:
             with cancellable(self._check_of(batch)):
                 results = self._run(batch) if batch.items else []
         except StepCancelled:
             batch, results = Batch(()), []
         return self.logprobs.attach(batch, self.scheduler.update(batch, results))
+
+    def _wait_for_grammar(self) -> None:
+        """Sleep while every request waits for its grammar to be compiled, ``GRAMMAR_WAIT_SECONDS`` at most."""
+        for request in self.scheduler.waiting:
+            if request.matcher is not None and not request.matcher.is_ready:
+                request.matcher.wait(GRAMMAR_WAIT_SECONDS)
+                return
 
     def _check_of(self, batch: Batch) -> Callable[[], None]:
         """A check that cancels the step of ``batch`` when every client has left."""
@@ -198,7 +212,7 @@ class Engine:
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request; ``EngineRefusal`` if it can never be served."""
         self._check_ids(request.prompt_ids + request.sampling.named_tokens)
-        self.scheduler.add(request)
+        self.scheduler.add(request, self._matcher(request.sampling))
 
     def _check_ids(self, ids: Sequence[int]) -> None:
         """Refuse token ids outside of the vocabulary, by which native code would index."""
@@ -206,6 +220,13 @@ class Engine:
         if ids and not (min(ids) >= 0 and max(ids) < size):
             wrong = next(token for token in ids if not 0 <= token < size)
             raise EngineRefusal(f"token {wrong} is not in the vocabulary of {size}")
+
+    def _matcher(self, sampling: SamplingParams) -> Matcher | None:
+        if sampling.constraint is None:
+            return None
+        if self.grammars is None:
+            raise EngineRefusal("this engine has no tokenizer to constrain an answer with")
+        return self.grammars.matcher(sampling.constraint, sampling)
 
     def abort(self, request_id: str) -> TokenOutput | None:
         """Drop a request and free the KV; None for an unknown request."""

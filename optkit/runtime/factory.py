@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -32,6 +33,7 @@ from optkit.runtime.sampling.draft_model import DraftModel
 from optkit.runtime.sampling.proposer import Lengths, NgramProposer, Speculator
 from optkit.runtime.scheduling.cost_model import CostModel
 from optkit.runtime.scheduling.scheduler import SchedulerConfig
+from optkit.runtime.structured.compiler import Grammars, vocabulary
 from optkit.runtime.types import EngineRefusal, SamplingParams
 
 if TYPE_CHECKING:
@@ -103,6 +105,8 @@ def load_engine(artifact_dir: str, options: EngineOptions) -> Engine:
     if options.kv_offload_bytes:
         config, store = offloading(config, model, options.kv_offload_bytes, options.kv_offload_dir)
     engine = make_engine(model, config, gpu, store, guesses, cost, present_target(artifact.recipe.target))
+    tokenizer = artifact.directory / "tokenizer.json"
+    engine.grammars = Grammars(partial(vocabulary, tokenizer, model.vocab_size))
     if takes_the_rest:
         engine.memory_share = options.gpu_memory_utilization
     if shared is not None:

@@ -11,8 +11,8 @@ The host learns too late of a stop token: step n + 1 of the request runs in vain
 step is harmless: it writes KV into the request's own block, behind the published tokens, and the next owner of the
 block writes later in the same stream. The end of a request by length is known in time.
 
-Requests in need of tokens or logits on the host (penalties, bias, logprobs, guesses) force a synchronous step, as in
-``Engine``, which delays every request in the batch.
+Requests in need of tokens or logits on the host (penalties, bias, constraints, logprobs, guesses) force a synchronous
+step, as in ``Engine``, which delays every request in the batch.
 
 A request can fail only by itself, as in ``Engine``. A batch without a launch runs synchronously. If the results of a
 queued step cannot be read, the step and the next queued step are retracted, and the batch runs synchronously. KV
@@ -185,7 +185,7 @@ class OverlapScheduler(Scheduler):
 
     def _admissible(self) -> list[Request]:
         """The waiting requests without a ``PENDING`` token: a preempted request is computed again from known tokens."""
-        return [request for request in self.waiting if not request.is_pending]
+        return [request for request in super()._admissible() if not request.is_pending]
 
 
 class OverlapEngine(Engine):
@@ -202,6 +202,8 @@ class OverlapEngine(Engine):
     def step(self) -> list[TokenOutput]:
         """Queue the next step, then complete the step before."""
         batch = self._transfer(self.scheduler.schedule())
+        if not batch.items and self._pending is None:
+            self._wait_for_grammar()
         before, self._pending = self._pending, self._launch(batch) if batch.items else None
         runs_now = bool(batch.items) and self._pending is None
         outputs = self._complete(*before) if before is not None else []
@@ -266,7 +268,7 @@ def as_result(token: int | Failure) -> Result:
 def samples_on_device(item: ScheduledRequest) -> bool:
     """True if the item's next token depends only on the logits and on parameters of the device."""
     p: SamplingParams = item.request.sampling
-    steered = p.logit_bias or p.allowed_token_ids or p.min_tokens
+    steered = p.logit_bias or p.allowed_token_ids or p.min_tokens or p.constraint or p.bad_words
     penalized = p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
     scored = p.logprobs is not None or p.prompt_logprobs is not None
     return not (item.draft or steered or penalized or scored)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from itertools import chain
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import msgspec
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 QUEUE_TIMEOUT = "the request waited too long for its turn"
 PENDING = -1  # stands in a request for a token that the device is still computing (optkit.runtime.overlap)
+CONSTRAINT_FAILED = "the constraint is too complex or allows no further token"
 NO_SLOT = -1
 NO_BLOCK = -1  # stands in a block table for a block that was given back
 ALL_TOKENS = 1 << 62  # more than any request has
@@ -40,12 +42,36 @@ class EngineOverload(EngineRefusal):
         self.retry_after = retry_after
 
 
+class ConstraintFailed(ValueError):
+    """A constraint that is wrong, unsupported or too complex; the message says why."""
+
+
+class Constraint(msgspec.Struct, frozen=True):
+    """The texts that an answer may be; at each step only the tokens that continue one of the texts are allowed.
+
+    Attributes:
+        value: a JSON Schema as JSON text, a regular expression for the whole answer, a JSON list of strings, or a
+            grammar in llguidance's Lark dialect; unused for ``json_object``.
+        after: a trigger. Up to the end of its first occurrence the answer is free, and may end; afterwards the rest
+            is constrained. Empty for a constraint from the first token on.
+        whitespace: a regular expression of the whitespace between JSON tokens; empty for one space after ``:`` and
+            ``,`` and none elsewhere.
+    """
+
+    kind: Literal["json_object", "json_schema", "regex", "choice", "grammar"]
+    value: str = ""
+    after: str = ""
+    whitespace: str = ""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling parameters of a request (names and meanings as in the OpenAI and vLLM APIs).
 
     ``temperature=0`` is greedy. ``top_k=0`` and ``min_p=0`` are off. ``seed`` makes sampling reproducible.
     ``logprobs`` and ``prompt_logprobs`` are the number of likely tokens to report at each generated or prompt
-    position: 0 is the sampled token only, None nothing. An empty ``allowed_token_ids`` allows every token.
+    position: 0 is the sampled token only, None nothing. An empty ``allowed_token_ids`` allows every token. With a
+    ``constraint`` a stop token is allowed only where the constraint allows the answer to end. Each of ``bad_words``
+    is a sequence of tokens, whose last token is excluded after the rest.
     """
 
     max_tokens: int
@@ -63,11 +89,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     allowed_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    constraint: Constraint | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
     @property
     def named_tokens(self) -> tuple[int, ...]:
         """Every token id in the parameters."""
-        return self.stop_token_ids + self.allowed_token_ids + tuple(token for token, _ in self.logit_bias)
+        biased = tuple(token for token, _ in self.logit_bias)
+        return self.stop_token_ids + self.allowed_token_ids + biased + tuple(chain(*self.bad_words))
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
@@ -169,7 +198,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     to no request and keep their KV until the room is needed. ``prefix_cache_queries`` are prompt tokens that were
     looked up, ``prefix_cache_hits`` the tokens found and taken over, ``prefix_cache_lost`` the tokens found that were
     computed again for lack of a checkpoint of the recurrent state. On a GPU ``graph_captures`` and
-    ``kernel_compilations`` stay constant once the engine is warm, and ``eager_steps`` fit no bucket.
+    ``kernel_compilations`` stay constant once the engine is warm, and ``eager_steps`` fit no bucket. ``forced_tokens``
+    had no alternative in a constraint and were computed together with the token before.
     """
 
     num_running: int = 0
@@ -196,6 +226,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     graph_replays: int = 0
     eager_steps: int = 0
     kernel_compilations: int = 0
+    forced_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -203,6 +234,38 @@ class Failure:
     """The result of a step for a failed request; ``message`` goes to the client."""
 
     message: str
+
+
+class Matcher(Protocol):
+    """The state of a constraint along an answer. Every method takes the tokens of the answer so far.
+
+    The methods raise ``ConstraintFailed`` where the constraint can't be evaluated within its limits.
+    """
+
+    @property
+    def is_ready(self) -> bool:
+        """False while the grammar is being compiled; the request then waits."""
+        ...
+
+    def wait(self, timeout: float) -> None:
+        """Return when ready, or after ``timeout`` seconds."""
+        ...
+
+    def allowed(self, output: Sequence[int]) -> np.ndarray:
+        """The tokens that may follow, a bit each, [ceil(vocabulary / 32)] uint32; valid until the next call."""
+        ...
+
+    def forced(self, output: Sequence[int]) -> list[int]:
+        """The next tokens, as far as there is no choice."""
+        ...
+
+    def num_valid(self, output: Sequence[int], draft: Sequence[int]) -> int:
+        """The number of tokens at the beginning of ``draft`` that may follow."""
+        ...
+
+    def is_complete(self, output: Sequence[int]) -> bool:
+        """True when nothing may follow."""
+        ...
 
 
 @dataclass
@@ -251,6 +314,7 @@ class Request:
         num_shareable: first tokens whose KV may enter the prefix cache (``optkit.runtime.kv.shareable``).
         times: times until the first token.
         num_preemptions: number of preemptions.
+        matcher: the state of the constraint, for a request with a constraint.
     """
 
     received: EngineRequest
@@ -272,6 +336,7 @@ class Request:
     times: PrefillTimes = field(default_factory=PrefillTimes)
     num_preemptions: int = 0
     num_scored: int = 0  # prompt positions with reported logprobs; unchanged by a preemption
+    matcher: Matcher | None = None
 
     @property
     def request_id(self) -> str:
@@ -302,6 +367,11 @@ class Request:
     @property
     def output_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt :]
+
+    @property
+    def is_complete(self) -> bool:
+        """True when the constraint allows no further token."""
+        return self.matcher is not None and self.matcher.is_complete(self.output_ids)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,6 @@
-"""The HTTP application: routes, without decisions about tokens.
+"""The HTTP application: its parts and its small routes. ``optkit.serve.routes`` has the routes with texts.
 
 =============================  =================================================================
-``POST /v1/chat/completions``  messages in, an answer out
-``POST /v1/completions``       prompts in, an answer each
 ``GET /v1/models``             the served names, with ``max_model_len`` and the limits of variants
 ``GET /health/live``           the event loop answers, the engine process lives or is being restarted
 ``GET /health/ready``          the engine process lives, and no shutdown is going on; also ``/health``, ``/ping``
@@ -24,42 +22,53 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TypeVar
 
 from fastapi import FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from optkit.json_names import JSON_NAMES
+from optkit.serve.constraints.checker import ConstraintChecker
 from optkit.serve.engine_api import AsyncEngine, ServeSettings
 from optkit.serve.http.admission import Admission
-from optkit.serve.http.auth import AuthMiddleware
-from optkit.serve.http.body import read_body
+from optkit.serve.http.auth import AuthMiddleware, path_of
 from optkit.serve.http.error_response import error_response
 from optkit.serve.http.errors import ApiError, internal_error
 from optkit.serve.metrics import Metrics
+from optkit.serve.openai.defaults import SamplingDefaults
 from optkit.serve.openai.prompts import PromptReader
-from optkit.serve.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest, parse_request
-from optkit.serve.openai.response import AppState, GenerationResponse
-from optkit.serve.openai.schema import document
-from optkit.serve.shutdown import shutting_down
+from optkit.serve.openai.protocol import OPENAI_DEFAULTS
+from optkit.serve.openai.response import AppState
+from optkit.serve.openapi import document
+from optkit.serve.routes import add_routes
+from optkit.serve.tools.formats import ChatFormat, choose_format
 from optkit.serve.tracing import Tracing
+from optkit.text.template_traits import find_traits
 from optkit.text.tokenizer import Tokenizer
 from optkit.version import VERSION
 
 READ = ["GET", "HEAD"]  # the server leaves the body of a HEAD out
-TRACE_HEADERS = ("traceparent", "tracestate")  # https://www.w3.org/TR/trace-context/
-
-Body = TypeVar("Body", bound=GenerationRequest)
 
 
 def create_app(
-    engine: AsyncEngine, tokenizer: Tokenizer, settings: ServeSettings, tracing: Tracing | None = None
+    engine: AsyncEngine,
+    tokenizer: Tokenizer,
+    settings: ServeSettings,
+    tracing: Tracing | None = None,
+    chat: ChatFormat | None = None,
+    defaults: SamplingDefaults = OPENAI_DEFAULTS,
 ) -> FastAPI:
     """The application in front of ``engine``.
 
     ``app.state.draining`` set to True makes the server not ready and refuses new work with 503.
+
+    Args:
+        chat: the forms of tools and reasoning; by default those of the chat template.
+        defaults: sampling parameters of requests that leave them out.
     """
+    if chat is None and tokenizer.chat_template is not None:
+        chat = choose_format(find_traits(tokenizer.chat_template))
     metrics = Metrics(
         settings.model_names[0],
         lambda: engine.stats,
@@ -67,18 +76,23 @@ def create_app(
         lambda: engine.info,
         lambda: engine.num_restarts,
     )
-    prompts = PromptReader(tokenizer, settings.limits.max_model_len)
+    constraints = ConstraintChecker(tokenizer)
+    prompts = PromptReader(tokenizer, settings.limits.max_model_len, constraints, chat, defaults)
     admission = Admission(
         settings.limits.max_num_seqs + settings.max_queue, metrics.rejections["max_queue"].inc
     )
-    state = AppState(engine, prompts, metrics, admission, settings, tracing)
-    app = FastAPI(title="optkit", version=VERSION, openapi_url=None, lifespan=_lifespan)
+    state = AppState(engine, prompts, metrics, admission, settings, constraints, tracing)
+    root = settings.root_path
+    app = FastAPI(title="optkit", version=VERSION, openapi_url=None, lifespan=_lifespan, root_path=root)
     app.state.parts, app.state.draining = state, False
     _add_errors(app)
-    _add_generation(app, state)
+    add_routes(app, state)
     _add_models(app, settings)
-    _add_health(app, state)
+    _add_health(app, state, settings)
     app.add_middleware(AuthMiddleware, settings=settings)
+    if settings.allowed_origins:  # outside of the authentication: a browser asks first without the key
+        origins = list(settings.allowed_origins)
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     return app
 
 
@@ -87,30 +101,9 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     yield
     state: AppState = app.state.parts
     state.prompts.close()
+    await state.constraints.close()
     if state.tracing:
         await asyncio.to_thread(state.tracing.close)
-
-
-def _add_generation(app: FastAPI, state: AppState) -> None:
-    async def reply(http: Request, kind: type[Body]) -> Response:
-        arrival = time.monotonic()
-        if app.state.draining:
-            raise shutting_down()
-        state.admission.check()
-        settings = state.settings
-        body = await read_body(http, settings.max_body_bytes, settings.body_timeout)
-        request = parse_request(kind, body)
-        state.check(request)
-        parent = {name: http.headers[name] for name in TRACE_HEADERS if name in http.headers}
-        return GenerationResponse(state, request, arrival, http.state.tenant, parent)
-
-    @app.post("/v1/chat/completions")
-    async def chat_completions(http: Request) -> Response:
-        return await reply(http, ChatRequest)
-
-    @app.post("/v1/completions")
-    async def completions(http: Request) -> Response:
-        return await reply(http, CompletionRequest)
 
 
 def _add_models(app: FastAPI, settings: ServeSettings) -> None:
@@ -135,7 +128,7 @@ def _add_models(app: FastAPI, settings: ServeSettings) -> None:
         return JSONResponse(card(name))
 
 
-def _add_health(app: FastAPI, state: AppState) -> None:
+def _add_health(app: FastAPI, state: AppState, settings: ServeSettings) -> None:
     def status(good: bool, word: str) -> JSONResponse:
         return JSONResponse({"status": word if good else f"not {word}"}, 200 if good else 503)
 
@@ -156,7 +149,7 @@ def _add_health(app: FastAPI, state: AppState) -> None:
 
     @app.api_route("/openapi.json", methods=READ)
     async def openapi() -> JSONResponse:
-        return JSONResponse(document())
+        return JSONResponse(document(settings.root_path))
 
     @app.api_route("/version", methods=READ)
     async def version() -> JSONResponse:
@@ -168,8 +161,9 @@ def _add_health(app: FastAPI, state: AppState) -> None:
 
 
 def _add_errors(app: FastAPI) -> None:
-    async def api_error(_http: Request, error: Exception) -> Response:
-        return error_response(error if isinstance(error, ApiError) else internal_error(error))
+    async def api_error(http: Request, error: Exception) -> Response:
+        known = error if isinstance(error, ApiError) else internal_error(error)
+        return error_response(known, path_of(http.scope))
 
     async def http_error(http: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
@@ -177,7 +171,7 @@ def _add_errors(app: FastAPI) -> None:
             return _wrong_method(http, error)
         message = "no such path" if status == 404 else "bad request"
         code = "not_found" if status == 404 else None
-        return error_response(ApiError(message, code=code, status=status))
+        return error_response(ApiError(message, code=code, status=status), path_of(http.scope))
 
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(HTTPException, http_error)
@@ -191,6 +185,7 @@ def _wrong_method(http: Request, error: HTTPException) -> Response:
     if http.method == "OPTIONS":
         return Response(status_code=204, headers={"Allow": allow})
     message = f"this method is not allowed here; the allowed ones are {allow}"
-    answer = error_response(ApiError(message, code="method_not_allowed", status=405))
+    refusal = ApiError(message, code="method_not_allowed", status=405)
+    answer = error_response(refusal, path_of(http.scope))
     answer.headers["Allow"] = allow
     return answer

@@ -55,6 +55,9 @@ class ServeSettings:
         max_queue: waiting requests beyond ``limits.max_num_seqs``; further ones are answered 429.
         api_keys: accepted bearer tokens; empty for an open (loopback) server.
         allowed_hosts: accepted ``Host`` names; None accepts any. Names stop DNS rebinding on loopback.
+        allowed_origins: origins of web pages that may read answers (CORS).
+        root_path: path of the server behind a proxy, such as "/llm".
+        fingerprint: changes with the model and the version of optkit.
         request_timeout: seconds from arrival to the last token; None: no limit.
         max_body_bytes, body_timeout: limits of a request's body; the second in seconds.
     """
@@ -67,3 +70,6 @@ class ServeSettings:
     max_body_bytes: int = 2 * 1024 * 1024
     body_timeout: float = 30.0
     request_timeout: float | None = None
+    fingerprint: str = ""
+    allowed_origins: tuple[str, ...] = ()
+    root_path: str = ""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import hashlib
 import logging
 import signal
 import socket
@@ -33,12 +34,16 @@ from optkit.serve import tracing
 from optkit.serve.app import create_app
 from optkit.serve.choice import log_choice
 from optkit.serve.engine_api import ServeSettings
-from optkit.serve.http.address import bind, is_loopback, refuse_exposure
+from optkit.serve.http.address import bind, check_root_path, is_loopback, refuse_exposure
 from optkit.serve.http.auth import LOOPBACK
 from optkit.serve.http.connection import Connection
+from optkit.serve.http.tls import check_tls
+from optkit.serve.openai.defaults import SamplingDefaults, read_defaults
 from optkit.serve.shutdown import DrainingServer
-from optkit.text.chat_template import check_template
+from optkit.serve.tools.formats import AUTO, ChatFormat, choose_format
+from optkit.text.template_trial import check_template
 from optkit.text.tokenizer import Tokenizer
+from optkit.version import VERSION
 
 if TYPE_CHECKING:
     from optkit.artifact.open import Artifact
@@ -56,6 +61,12 @@ class ServeOptions:
 
     Attributes:
         request_timeout: seconds; 0 is no limit.
+        tool_call_parser, reasoning_parser: see ``optkit.serve.tools.formats``.
+        chat_template: a file with the template, in the place of the artifact's.
+        generation_config: "auto" takes the sampling defaults of the artifact's ``generation_config.json``, "none" those
+            of OpenAI.
+        allowed_origins: origins of web pages that may read answers (CORS).
+        root_path: path of the server behind a proxy.
         engine: the given options of the engine, by name; ``engine_options`` adds the rest.
     """
 
@@ -67,6 +78,14 @@ class ServeOptions:
     request_timeout: float = 600.0
     shutdown_timeout: int = 25
     otlp_traces_endpoint: str | None = None
+    tool_call_parser: str = AUTO
+    reasoning_parser: str = AUTO
+    chat_template: Path | None = None
+    generation_config: str = AUTO
+    allowed_origins: tuple[str, ...] = ()
+    root_path: str = ""
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
     engine: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -88,6 +107,8 @@ def run(
     refuse_exposure(options.host, options.api_keys)
     if options.otlp_traces_endpoint:
         tracing.check(options.otlp_traces_endpoint)
+    check_tls(options.ssl_certfile, options.ssl_keyfile)
+    check_root_path(options.root_path)
     with bind(options.host, options.port) as sock:
         from optkit.artifact.open import Artifact
         from optkit.runtime.process.client import EngineClient
@@ -151,10 +172,11 @@ class _Server:
         return 1 if self._engine_died else 0
 
     async def _load_and_serve(self) -> None:
-        tokenizer, info = await self._load()
+        tokenizer, chat, info = await self._load()
         endpoint = self._options.otlp_traces_endpoint
         spans = tracing.Tracing.to(endpoint) if endpoint else None
-        app = create_app(self._client, tokenizer, self._settings(info), spans)
+        settings, defaults = self._settings(info), self._defaults()
+        app = create_app(self._client, tokenizer, settings, spans, chat, defaults)
         gc.freeze()  # loaded objects are never garbage
         config = uvicorn.Config(
             app,
@@ -165,6 +187,8 @@ class _Server:
             server_header=False,
             proxy_headers=False,
             ws="none",
+            ssl_certfile=self._options.ssl_certfile,
+            ssl_keyfile=self._options.ssl_keyfile,
         )
         requests = app.state.parts.requests
         self._uvicorn = DrainingServer(config, requests, self._options.shutdown_timeout)
@@ -176,22 +200,30 @@ class _Server:
             task.cancel()
         await asyncio.gather(choice, return_exceptions=True)  # ends its process
 
-    async def _load(self) -> tuple[Tokenizer, EngineInfo]:
+    async def _load(self) -> tuple[Tokenizer, ChatFormat | None, EngineInfo]:
         """The tokenizer loads while the engine process loads the weights."""
         engine = asyncio.create_task(self._client.start())
         try:
-            tokenizer = await asyncio.to_thread(self._load_tokenizer)
-            return tokenizer, await engine
+            tokenizer, chat = await asyncio.to_thread(self._load_tokenizer)
+            return tokenizer, chat, await engine
         finally:
             engine.cancel()
             await asyncio.gather(engine, return_exceptions=True)
 
-    def _load_tokenizer(self) -> Tokenizer:
-        tokenizer = Tokenizer.from_directory(self._artifact.directory)
+    def _load_tokenizer(self) -> tuple[Tokenizer, ChatFormat | None]:
+        file = self._options.chat_template
+        tokenizer, chat = Tokenizer.from_directory(self._artifact.directory, chat_template=file), None
         if tokenizer.chat_template is not None:
-            check_template(tokenizer.chat_template)
+            traits = check_template(tokenizer.chat_template)
+            chat = choose_format(traits, self._options.tool_call_parser, self._options.reasoning_parser)
+            log.info(
+                "tools: %s, %s; reasoning: %s",
+                chat.calls.name,
+                "by the chat template" if chat.native else "described in words",
+                "split off" if chat.thinks else "none",
+            )
         trim_heap()
-        return tokenizer
+        return tokenizer, chat
 
     def _settings(self, info: EngineInfo) -> ServeSettings:
         options = self._options
@@ -203,13 +235,30 @@ class _Server:
             api_keys=options.api_keys,
             request_timeout=options.request_timeout or None,
             allowed_hosts=None if guarded else LOOPBACK | {options.host},
+            fingerprint=fingerprint(str(self._artifact.manifest.get("digest", ""))),
+            allowed_origins=options.allowed_origins,
+            root_path=options.root_path,
         )
+
+    def _defaults(self) -> SamplingDefaults:
+        """The sampling defaults of the model."""
+        if self._options.generation_config != AUTO:
+            return SamplingDefaults()
+        found = read_defaults(self._artifact.directory)
+        if found.given:
+            words = ", ".join(f"{name} {value:g}" for name, value in found.given.items())
+            log.info("sampling defaults of generation_config.json: %s", words)
+        return found
 
     async def _announce_ready(self, info: EngineInfo) -> None:
         while not (self._uvicorn and self._uvicorn.started):
             await asyncio.sleep(0.005)
         host, port = self._sock.getsockname()[:2]
-        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        scheme, shown = (
+            "https" if self._options.ssl_certfile else "http",
+            f"[{host}]" if ":" in host else host,
+        )
+        url = f"{scheme}://{shown}:{port}{self._options.root_path}"
         self._announce(f"{self._artifact.name} ready at {url} ({describe_memory(info)})")
 
     async def _watch(self) -> None:
@@ -237,6 +286,11 @@ class _Server:
         if self._uvicorn:
             self._uvicorn.cut()
         self._client.kill()
+
+
+def fingerprint(digest: str) -> str:
+    """The ``system_fingerprint`` of answers, from the digest of the artifact."""
+    return f"fp_{hashlib.sha256(f'{VERSION}:{digest}'.encode()).hexdigest()[:12]}"
 
 
 def describe_memory(info: EngineInfo) -> str:

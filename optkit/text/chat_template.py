@@ -5,16 +5,13 @@ loader, and as globals only the names in use by published templates (``range``, 
 ``raise_exception``, ``strftime_now``). All else equals the environment of ``transformers.apply_chat_template``
 (trimmed blocks, loop controls, ``tojson``), so the same messages give the same text.
 
-A sandbox does not stop a program from looping or allocating. A Python thread cannot be killed, but a process can:
-``check_template`` compiles and renders the template once in a child process with limited CPU time and memory. The
-server refuses to start with a template that fails there. Templates in requests are never accepted.
+A sandbox does not stop a program from looping or allocating: ``optkit.text.template_trial`` tries every template in a
+process with limits. Templates in requests are never accepted.
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from datetime import datetime
 from functools import cached_property
@@ -30,9 +27,6 @@ from optkit.errors import UserError
 
 MAX_RENDERED_CHARS = 8 * 1024 * 1024
 MAX_POWER_BITS = 4096
-CHILD_CPU_SECONDS = 2
-CHILD_MEMORY_BYTES = 1024**3
-REFUSED, FAILED, BROKEN = 3, 4, 5  # exit codes of the child
 
 
 class TemplateFailure(Exception):
@@ -42,7 +36,7 @@ class TemplateFailure(Exception):
 class ChatTemplate:
     """A chat template, compiled at the first use.
 
-    Call ``check_template`` before: Jinja evaluates constant expressions while compiling.
+    Call ``template_trial.check_template`` before: Jinja evaluates constant expressions while compiling.
 
     Args:
         source: the Jinja text.
@@ -189,58 +183,3 @@ def _environment() -> _Environment:
     environment.globals.update(keep)
     environment.filters["tojson"] = _tojson
     return environment
-
-
-# -- the trial in a child process ---------------------------------------------------------------------------
-
-TRIAL = [{"role": "user", "content": "Hello"}]
-
-
-def check_template(template: ChatTemplate, timeout_s: float = 20.0) -> None:
-    """Compile and render ``template`` once in a child process with 2 s of CPU time and 1 GiB of memory.
-
-    A template that only refuses the trial messages passes: the server then answers requests with 400.
-
-    Raises:
-        UserError: the template does not compile, runs too long, takes too much memory or tries to leave the sandbox.
-    """
-    command = [sys.executable, "-m", "optkit.text.chat_template"]
-    work = json.dumps({"source": template.source, "special_tokens": template.special_tokens})
-    try:
-        done = subprocess.run(
-            command, input=work.encode(), capture_output=True, timeout=timeout_s, check=False
-        )
-    except subprocess.TimeoutExpired:
-        raise _refused("does not finish") from None
-    if done.returncode == REFUSED:
-        raise _refused("tries to leave its sandbox")
-    if done.returncode == BROKEN:
-        raise _refused("does not compile")
-    if done.returncode not in (0, FAILED):
-        raise _refused("takes too much time or memory")
-
-
-def _refused(what: str) -> UserError:
-    fix = "use a model whose template you trust, or remove chat_template.jinja and serve completions only"
-    return UserError(f"the chat template {what}", where="chat_template", fix=fix)
-
-
-def _trial() -> int:
-    """The work of the child: set the limits, then render the template on standard input. Returns the exit code."""
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_CPU, (CHILD_CPU_SECONDS, CHILD_CPU_SECONDS + 1))
-    resource.setrlimit(resource.RLIMIT_AS, (CHILD_MEMORY_BYTES, CHILD_MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    work = json.load(sys.stdin)
-    try:
-        ChatTemplate(work["source"], work["special_tokens"]).render(TRIAL)
-    except TemplateFailure as failure:
-        return REFUSED if isinstance(failure.__cause__, SecurityError) else FAILED
-    except UserError:
-        return BROKEN
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(_trial())

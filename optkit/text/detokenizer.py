@@ -89,7 +89,7 @@ class StopStrings:
             at, self.matched = min(found)
             self._held = ""
             return pending[: at + len(self.matched) * self._keep]
-        keep = max(_overlap(pending, stop) for stop in self._stops)
+        keep = max(overlap(pending, stop) for stop in self._stops)
         cut = len(pending) - keep
         self._held = pending[cut:]
         return pending[:cut]
@@ -100,7 +100,7 @@ class StopStrings:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest suffix of ``text`` that begins ``stop``."""
     for size in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:size]):

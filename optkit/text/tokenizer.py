@@ -54,8 +54,11 @@ class Tokenizer:
         self.vocab_size = vocab_size or fast.get_vocab_size(with_added_tokens=True)
 
     @classmethod
-    def from_directory(cls, directory: Path) -> Tokenizer:
+    def from_directory(cls, directory: Path, chat_template: Path | None = None) -> Tokenizer:
         """Read the tokenizer of a Hugging Face directory or an artifact.
+
+        Args:
+            chat_template: a file with the template, in the place of the model's.
 
         Raises:
             UserError: a file is missing or broken.
@@ -63,11 +66,15 @@ class Tokenizer:
         fast = _load_fast(directory / "tokenizer.json")
         config = _load_json(directory / "tokenizer_config.json")
         special = special_tokens(config)
-        source = _template_source(directory, config)
+        source = read_template(chat_template) if chat_template else _template_source(directory, config)
         template = ChatTemplate(source, special) if source is not None else None
         model_config = _load_json(directory / "config.json")
         eos_ids = _eos_ids(directory, model_config, fast.token_to_id(special.get("eos_token", "")))
         return cls(fast, template, eos_ids, _vocab_size(model_config))
+
+    def to_json(self) -> str:
+        """The text of a ``tokenizer.json`` of this tokenizer."""
+        return self._fast.to_str()
 
     @cached_property
     def longest_token(self) -> int:
@@ -86,6 +93,19 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ``token_ids``, by default without special tokens; a broken character shows as U+FFFD."""
         return self._fast.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by its name in the vocabulary."""
+        return self._fast.token_to_id(token)
+
+    def token(self, token_id: int) -> str:
+        """The name of a token in the vocabulary; "" for an id without a token."""
+        return self._fast.id_to_token(token_id) or ""
+
+    def spellings(self, word: str) -> list[tuple[int, ...]]:
+        """Token ids of ``word`` at the beginning of a text and after a space, as far as they differ."""
+        found = [self.encode(text, add_special_tokens=False) for text in (word, f" {word.lstrip()}")]
+        return [tuple(ids) for i, ids in enumerate(found) if ids and ids not in found[:i]]
 
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
         """A new incremental decoder."""
@@ -127,6 +147,21 @@ def special_tokens(config: dict[str, Any]) -> dict[str, str]:
         if isinstance(text, str):
             found[name] = text
     return found
+
+
+def read_template(file: Path) -> str:
+    """The text of a chat template.
+
+    Raises:
+        UserError: there is no such file, or no text in it.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError("the chat template cannot be read", where=str(file)) from error
+    if not text.strip():
+        raise UserError("the chat template is empty", where=str(file))
+    return text
 
 
 def _template_source(directory: Path, config: dict[str, Any]) -> str | None:

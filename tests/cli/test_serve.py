@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from optkit.cli.main import run
+from optkit.cli.serve import ReasoningParser, ToolCallParser
 from optkit.machine import logs
 from optkit.runtime.process import launch
 from optkit.serve import server
 from optkit.serve.server import ServeOptions
+from optkit.serve.tools.formats import AUTO, FORMATS, REASONING_PARSERS
 
 
 @pytest.fixture
@@ -61,8 +63,16 @@ def test_serve_passes_every_flag_on(served: list[Any], tmp_path: Path) -> None:
         "--otlp-traces-endpoint": "http://localhost:4318/v1/traces",
         "--shutdown-timeout": "7",
         "--max-num-seqs": "4",
+        "--tool-call-parser": "hermes",
+        "--reasoning-parser": "qwen3",
+        "--chat-template": "template.jinja",
+        "--generation-config": "none",
+        "--root-path": "/llm",
+        "--ssl-certfile": "own.pem",
+        "--ssl-keyfile": "own.key",
     }
     names = ["--served-model-name", "a", "--served-model-name", "b"]
+    names += ["--allowed-origins", "https://a", "--allowed-origins", "https://b"]
     assert run(["serve", "here", *names, *(word for flag in flags.items() for word in flag)]) == 3
     assert served[:2] == [("logs", "json"), "launch"]
     assert served[2][1] == ServeOptions(
@@ -74,8 +84,21 @@ def test_serve_passes_every_flag_on(served: list[Any], tmp_path: Path) -> None:
         request_timeout=1.5,
         shutdown_timeout=7,
         otlp_traces_endpoint="http://localhost:4318/v1/traces",
+        tool_call_parser="hermes",
+        reasoning_parser="qwen3",
+        chat_template=Path("template.jinja"),
+        generation_config="none",
+        allowed_origins=("https://a", "https://b"),
+        root_path="/llm",
+        ssl_certfile=Path("own.pem"),
+        ssl_keyfile=Path("own.key"),
         engine={"max_num_seqs": 4, "threads": 3},
     )
+
+
+def test_names_of_parsers_are_those_of_the_formats() -> None:
+    assert {choice.value for choice in ToolCallParser} == {AUTO, *FORMATS}
+    assert {choice.value for choice in ReasoningParser} == {AUTO, *REASONING_PARSERS}
 
 
 def test_serve_with_an_unreadable_key_file_serves_nothing(served: list[Any], tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import math
 import struct
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -63,6 +64,46 @@ def test_sample_is_the_spec_when_logits_are_peaked_or_flat(
         wanted += by_spec(logits, parameters, uniform)
     assert found == wanted
     assert len(set(found)) > 10
+
+
+def bit_mask(allowed: Tensor) -> np.ndarray:
+    """The bits of the boolean vector ``allowed`` [V] as [ceil(V / 32)] uint32."""
+    bits = np.packbits(allowed.numpy(), bitorder="little")
+    return np.pad(bits, (0, -len(bits) % 4)).view(np.uint32)
+
+
+@pytest.mark.parametrize("share", [0.001, 0.3, 0.95])
+@pytest.mark.parametrize("parameters", FILTERS, ids=str)
+def test_a_mask_of_tokens_is_the_spec_with_minus_infinity_for_the_others(
+    isa: str, parameters: tuple[float, int, float, float], share: float
+) -> None:
+    dice = torch.Generator().manual_seed(11)
+    found, wanted = [], []
+    for width in (*WIDTHS, 49152):
+        logits = 2.0 * torch.randn(3, width, generator=dice)
+        logits[0, 0] = 100.0  # a favourite, which is not allowed
+        allowed = torch.rand(3, width, generator=dice) < share
+        allowed[:, width - 1], allowed[0, 0] = True, width == 1
+        allowed[1, : width // 2], allowed[2, : width // 64 * 32] = False, True  # whole words of one kind
+        uniform = torch.rand(3, dtype=torch.float64, generator=dice).tolist()
+        masks = [bit_mask(row) for row in allowed]
+        rows = [
+            sampling.row(row, width, *parameters, u, mask)
+            for row, u, mask in zip(logits, uniform, masks, strict=True)
+        ]
+        tokens = sampling.choose(rows, width)
+        assert all(allowed[i, token] for i, token in enumerate(tokens))
+        found += tokens
+        wanted += by_spec(logits.masked_fill(~allowed, -math.inf), parameters, uniform)
+    assert found == wanted
+
+
+def test_a_row_without_an_allowed_number_fails_and_numbers_not_allowed_do_not_count(isa: str) -> None:
+    logits = torch.tensor([math.nan, 1.0, -math.inf, 3.0])
+    masks = ([0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0], [1, 1, 0, 0])
+    kept = [bit_mask(torch.tensor(mask, dtype=torch.bool)) for mask in masks]
+    rows = [sampling.row(logits, 4, 1.0, 0, 1.0, 0.0, 0.5, mask) for mask in kept]
+    assert sampling.choose(rows, 4) == [1, *[sampling.BAD_LOGITS] * 3]
 
 
 @pytest.mark.parametrize("parameters", FILTERS[1:], ids=str)
@@ -161,5 +202,8 @@ def test_row_refuses_what_native_code_would_misread() -> None:
     for wrong in (torch.zeros(8).double(), torch.zeros(16)[::2], torch.zeros(2, 4), torch.zeros(7)):
         with pytest.raises(ValueError, match="native kernel"):
             sampling.row(wrong, 8, 1.0, 0, 1.0, 0.0, 0.5)
+    for mask in (np.zeros(1, np.int32), np.zeros(2, np.uint32), np.zeros((1, 1), np.uint32)):
+        with pytest.raises(ValueError, match="a bit for each token"):
+            sampling.row(torch.zeros(8), 8, 1.0, 0, 1.0, 0.0, 0.5, mask)
     with pytest.raises(struct.error):
         sampling.row(torch.zeros(8), 8, 1.0, 2**40, 1.0, 0.0, 0.5)

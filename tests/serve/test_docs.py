@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from optkit.serve.openai.protocol import ChatRequest, CompletionRequest
-from optkit.serve.openai.schema import document
 from optkit.serve.openai.unsupported import HARMLESS, INERT
+from optkit.serve.openapi import document
 from tests.support.serve_fakes import post, tiny_app
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "http-api.md").read_text()

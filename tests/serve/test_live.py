@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from optkit.serve.server import fingerprint
 from tests.support.live import PATIENCE, SCRIPT, LiveServer
 from tests.support.tiny_tokenizer import TEXT
 
@@ -100,6 +104,31 @@ def test_metrics_have_the_ttft_bound_and_the_engine(server: LiveServer) -> None:
     assert (
         'block_size="4"' in layout and 'num_gpu_blocks="512"' in layout and 'cache_dtype="float32"' in layout
     )
+
+
+def test_template_from_a_file_replaces_the_model_s(tmp_path: Path) -> None:
+    file = tmp_path / "own.jinja"
+    file.write_text("{{ messages[0]['content'] }}!")
+    with LiveServer(server={"chat_template": str(file)}) as live:
+        ids = httpx.post(f"{live.url}/tokenize", json={"messages": HELLO}).json()["tokens"]
+        assert httpx.post(f"{live.url}/detokenize", json={"tokens": ids}).json() == {"prompt": "Hello!"}
+
+
+@pytest.mark.parametrize("source", ["", "{% for %}", "{{ ''.__class__.__mro__ }}"])
+def test_wrong_template_ends_the_start(source: str, tmp_path: Path) -> None:
+    file = tmp_path / "own.jinja"
+    file.write_text(source)
+    with LiveServer(wait=False, log=tmp_path / "log", server={"chat_template": str(file)}) as live:
+        assert live.process.wait(PATIENCE) != 0
+    assert "the chat template" in (tmp_path / "log").read_text()
+
+
+def test_fingerprint_is_that_of_the_model_in_chunks_and_answers(client: openai.OpenAI) -> None:
+    options: Any = {"model": "tiny", "messages": HELLO, "max_tokens": 2}
+    whole = client.chat.completions.create(**options).system_fingerprint
+    chunks = {chunk.system_fingerprint for chunk in client.chat.completions.create(**options, stream=True)}
+    assert whole == fingerprint("d") and chunks == {whole}
+    assert fingerprint("other") != whole and re.fullmatch(r"fp_[0-9a-f]{12}", whole)
 
 
 def test_foreign_host_name_is_refused(server: LiveServer) -> None:

@@ -11,8 +11,8 @@ import jsonschema
 import pytest
 
 from optkit.machine.logs import JsonFormatter, TextFormatter
-from optkit.serve.openai.schema import document
 from optkit.serve.openai.unsupported import INERT
+from optkit.serve.openapi import document
 from tests.support.serve_fakes import FakeEngine, SteppedEngine, call, client, events, post, tiny_app
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -21,6 +21,7 @@ from tests.support.engine_process import FACTORY
 from tests.support.tiny_tokenizer import TEMPLATE, TEXT, fast_tokenizer
 
 PATIENCE = 60.0
+PATHS = ("chat_template", "ssl_certfile", "ssl_keyfile")  # options that are files
 END = fast_tokenizer().token_to_id("<|im_end|>")
 SCRIPT = [*fast_tokenizer().encode(TEXT).ids, END]
 
@@ -98,14 +99,15 @@ def main() -> int:
         logs.configure()
     supervisor.MAX_RESTARTS, supervisor.HUNG_TIMEOUT_SECONDS = work["max_restarts"], 1.0
     break_detokenizer(work["mute_token"])
-    artifact: Any = SimpleNamespace(directory=Path(work["directory"]), name="tiny")
+    artifact: Any = SimpleNamespace(directory=Path(work["directory"]), name="tiny", manifest={"digest": "d"})
 
     def make_client() -> EngineClient:
         silence = work["silence_seconds"]
         fake = json.dumps(work["engine"])
         return EngineClient(fake, factory=FACTORY, silence_seconds=silence)
 
-    options = ServeOptions(port=0, **work["server"])
+    paths = {name: Path(value) for name, value in work["server"].items() if name in PATHS}
+    options = ServeOptions(port=0, **work["server"] | paths)
     with bind(options.host, options.port) as sock:
         return serve(artifact, make_client, options, sock, _print_line)
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
+import uvicorn
 from fastapi import FastAPI
 
 from optkit.runtime.info import EngineInfo
@@ -14,6 +18,8 @@ from optkit.runtime.scheduling.config import SchedulerConfig
 from optkit.runtime.types import EngineRequest, EngineStats, FinishReason, TokenOutput
 from optkit.serve.app import create_app
 from optkit.serve.engine_api import ServeSettings
+from optkit.serve.http.address import bind
+from optkit.text.chat_template import ChatTemplate
 from tests.support.fakes import fake_engine
 from tests.support.tiny_tokenizer import TEXT, fast_tokenizer, tiny_tokenizer
 
@@ -28,6 +34,7 @@ class FakeEngine:
         aborted: ids of requests with an abandoned generator.
         delay: seconds before each token.
         fail_after: number of tokens before the request fails.
+        tokens_per_output: more than one as with speculation.
         gate: if set, each request waits for the gate before the first token.
     """
 
@@ -39,6 +46,7 @@ class FakeEngine:
         self.sent_tokens = 0
         self.delay = 0.0
         self.fail_after: int | None = None
+        self.tokens_per_output = 1
         self.gate: asyncio.Event | None = None
         self.is_healthy, self.is_restarting, self.num_restarts = True, False, 0
         self.resets = 0
@@ -69,9 +77,10 @@ class FakeEngine:
         if self.fail_after is not None:
             good = [_output(request, [token]) for token in ids[: self.fail_after]]
             return [*good, _output(request, [], FinishReason.ERROR, "secret /path 0xdeadbeef")]
-        outputs = [_output(request, [token]) for token in ids[:limit]]
+        size, shown = self.tokens_per_output, ids[:limit]
+        outputs = [_output(request, shown[at : at + size]) for at in range(0, len(shown), size)]
         if len(ids) >= limit:
-            outputs[-1] = _output(request, [ids[limit - 1]], FinishReason.LENGTH)
+            outputs[-1] = _output(request, list(outputs[-1].token_ids), FinishReason.LENGTH)
             return outputs
         return [*outputs, _output(request, [], FinishReason.STOP, stop_token=EOS)]
 
@@ -143,9 +152,35 @@ def settings(**changes: Any) -> ServeSettings:
     return ServeSettings(**{"model_names": ("tiny", "alias"), "limits": SchedulerConfig(**limits)} | changes)
 
 
-def tiny_app(engine: FakeEngine | SteppedEngine | None = None, **changes: Any) -> FastAPI:
-    """The server's application on a fake engine."""
-    return create_app(engine or FakeEngine(), tiny_tokenizer(), settings(**changes))
+def tiny_app(
+    engine: FakeEngine | SteppedEngine | None = None, template: str | None = None, **changes: Any
+) -> FastAPI:
+    """The server's application on a fake engine; ``template`` replaces the chat template."""
+    tokenizer = tiny_tokenizer()
+    if template is not None:
+        tokenizer.chat_template = ChatTemplate(template, {"bos_token": ""})
+    return create_app(engine or FakeEngine(), tokenizer, settings(**changes))
+
+
+@contextmanager
+def served(app: FastAPI) -> Iterator[str]:
+    """Serve ``app`` from a thread; gives the URL. For clients with transports of their own."""
+    sock = bind("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
+    thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.005)
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(10)
+
+
+def prompt_of(request: EngineRequest) -> str:
+    """The prompt's text, special tokens included."""
+    return fast_tokenizer().decode(list(request.prompt_ids), skip_special_tokens=False)
 
 
 def client(app: FastAPI) -> httpx.AsyncClient:

@@ -1,6 +1,7 @@
 // Sampling: a token for each row of logits, one thread a row.
 //
-// A row takes three passes: the largest logit, the weights, the draw. Filters become a single threshold on the weights,
+// A row takes three passes: the largest logit, the weights, the draw. A row with a mask of tokens first becomes a copy in
+// which the others are -infinity, so their weights are 0. Filters become a single threshold on the weights,
 // found by radix selection: the bits of positive floats are ordered as the floats, and three levels of ten bits decide
 // the threshold from the top. Nearly always the tokens of at least LIKELY of the largest weight are enough, and the
 // selection reads only those.
@@ -20,10 +21,12 @@ namespace {
 constexpr int64_t SEARCHED = 1024;  // tokens, of which the largest logit is looked for one by one
 constexpr int64_t SUMMED = 256;     // tokens of a partial sum
 constexpr float LIKELY = 1.0f / 4096;
+constexpr float LEAST = 1e-45f;  // the smallest weight that can be drawn
 constexpr int RADIX = 1024;                  // buckets of a level of the selection
 constexpr uint32_t LEVELS[] = {20, 10, 0};  // bits below each digit; the weight 1.0 is 1016 << 20
 
 struct RowSampler {
+    void (*keep_allowed)(const float* x, const uint32_t* allowed, int64_t n, float* kept);
     bool (*find_top)(const float* x, int64_t n, float* top, int64_t* searched);
     void (*weigh)(const float* x, int64_t n, float top, float temperature, float* weights);
     double (*sum_from)(const float* weights, int64_t n, float cut);
@@ -77,8 +80,8 @@ float lowest_kept(const RowSampler& run, const SampledRow& row, const float* wei
     float cut = row.min_p > 0.0f ? row.min_p : 0.0f;
     if (row.top_k > 0 && row.top_k < n) {
         int64_t count = run.collect(weights, n, LIKELY, working);
-        if (count < row.top_k) count = run.collect(weights, n, 0.0f, working);
-        cut = std::max(cut, threshold<true>(working, count, row.top_k));
+        if (count < row.top_k) count = run.collect(weights, n, LEAST, working);
+        if (count > row.top_k) cut = std::max(cut, threshold<true>(working, count, row.top_k));
     }
     if (row.top_p < 1.0f) {
         const double goal = static_cast<double>(row.top_p) * run.sum_from(weights, n, cut);
@@ -91,13 +94,19 @@ float lowest_kept(const RowSampler& run, const SampledRow& row, const float* wei
 }
 
 int64_t choose(const RowSampler& run, const SampledRow& row, int64_t n) {
+    thread_local GrowingMemory masked, memory;
+    const float* logits = row.logits;
+    if (row.allowed != nullptr) {
+        float* kept = masked.at_least<float>(n);
+        run.keep_allowed(row.logits, row.allowed, n, kept);
+        logits = kept;
+    }
     float top = 0.0f;
     int64_t token = 0;
-    if (!run.find_top(row.logits, n, &top, &token)) return BAD_LOGITS;
-    if (row.temperature < GREEDY_BELOW) return std::find(row.logits + token, row.logits + n, top) - row.logits;
-    thread_local GrowingMemory memory;
+    if (!run.find_top(logits, n, &top, &token)) return BAD_LOGITS;
+    if (row.temperature < GREEDY_BELOW) return std::find(logits + token, logits + n, top) - logits;
     float* weights = memory.at_least<float>(2 * n);
-    run.weigh(row.logits, n, top, row.temperature, weights);
+    run.weigh(logits, n, top, row.temperature, weights);
     const float cut = lowest_kept(run, row, weights, n, weights + n);
     const double mass = run.sum_from(weights, n, cut);
     if (!(mass > 0.0 && mass < INFINITY)) return BAD_PARAMETERS;

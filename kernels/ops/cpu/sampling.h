@@ -5,8 +5,8 @@
 
 namespace optkit {
 
-// A row of logits and its parameters. A temperature below GREEDY_BELOW takes the first largest logit. The layout is
-// kernels/ops/cpu/sampling.py's too.
+// A row of logits and its parameters. A temperature below GREEDY_BELOW takes the first largest logit. With `allowed`,
+// bit i % 32 of word i / 32 says whether token i may be chosen. The layout is kernels/ops/cpu/sampling.py's too.
 struct SampledRow {
     float temperature;
     int32_t top_k;   // 0 or less: off
@@ -14,11 +14,12 @@ struct SampledRow {
     float min_p;     // 0: off
     double uniform;  // in [0, 1)
     const float* logits;
+    const uint32_t* allowed;  // or null: every token
 };
-static_assert(sizeof(SampledRow) == 32);
+static_assert(sizeof(SampledRow) == 40);
 
 constexpr float GREEDY_BELOW = 1e-5f;
-constexpr int64_t BAD_LOGITS = -1;      // a NaN, or no finite largest logit
+constexpr int64_t BAD_LOGITS = -1;      // a NaN, or no finite largest logit, of the allowed tokens
 constexpr int64_t BAD_PARAMETERS = -2;  // parameters that leave no distribution, such as a temperature of NaN
 
 // The token of each of `count` rows of `width` logits, or one of the above.

@@ -3,6 +3,16 @@
 // Weights are exp((logit - largest) / temperature), so the largest is 1 and no sum of probabilities is needed. Sums over
 // a row have one order for a given width: vectors within SUMMED tokens, then float64.
 
+// kept[i] = x[i] where bit i of `allowed` is set, else -infinity.
+OPTKIT_TARGET inline void keep_allowed(const float* x, const uint32_t* allowed, int64_t n, float* kept) {
+    int64_t first = 0;
+    for (; first + 32 <= n; first += 32) {
+        const uint32_t bits = allowed[first / 32];
+        for (int j = 0; j < 32; ++j) kept[first + j] = bits >> j & 1 ? x[first + j] : -INFINITY;
+    }
+    for (; first < n; ++first) kept[first] = allowed[first / 32] >> first % 32 & 1 ? x[first] : -INFINITY;
+}
+
 // The largest of x[0, n), and where the SEARCHED tokens with the first of it begin. False where a logit is NaN, or the
 // largest is no finite number.
 OPTKIT_TARGET inline bool find_top(const float* x, int64_t n, float* top, int64_t* searched) {
@@ -96,5 +106,5 @@ OPTKIT_TARGET inline int64_t passing(const float* weights, int64_t n, float cut,
 }
 
 OPTKIT_TARGET inline RowSampler functions() {
-    return {find_top, weigh, sum_from, collect, passing};
+    return {keep_allowed, find_top, weigh, sum_from, collect, passing};
 }

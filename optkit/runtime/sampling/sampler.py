@@ -2,7 +2,9 @@
 
 Each row has its own parameters, random numbers and errors. The order is vLLM's:
 
-    allowed tokens, bias, min_tokens -> penalties -> temperature -> min_p -> top_k -> top_p -> draw
+    allowed tokens, bias, min_tokens, bad words -> penalties -> constraint -> temperature -> filters -> draw
+
+The filters are min_p, top_k, top_p.
 
 Rows that are plainly greedy, the common case in tests and batch jobs, share a vectorised max.
 
@@ -13,6 +15,8 @@ the number: a cumulative sum over the vocabulary instead of a random tensor.
 On a CPU the native sampler (``optkit.kernels.cpu.sampling``) takes all rows in one call: 0.03 ms for a draw from 49,152
 logits, where torch takes 0.5. Without native kernels, and for logits on a GPU, torch draws row by row. The two differ
 by rounding, and where tokens tie at the edge of ``top_p``: torch keeps the first, the native sampler all.
+
+The tokens that a constraint allows are a mask of bits. The native sampler reads it; torch gets -infinity for the rest.
 
 A NaN or an exception in a row is the ``Failure`` of the row's request; the rest are not affected.
 """
@@ -32,7 +36,7 @@ from torch import Tensor
 
 from optkit.kernels.cpu import native, sampling
 from optkit.runtime.sampling.threads import one_thread
-from optkit.runtime.types import Failure, Request, SamplingParams
+from optkit.runtime.types import CONSTRAINT_FAILED, ConstraintFailed, Failure, Request, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +48,7 @@ TOP_P_GUESS = (
 )
 BAD_LOGITS = Failure("the model produced invalid numbers for this request")
 BAD_ROW = Failure("sampling failed for this request")
+OUTSIDE_CONSTRAINT = Failure(CONSTRAINT_FAILED)
 NATIVE_FAILURES: dict[int, int | Failure] = {
     sampling.BAD_LOGITS: BAD_LOGITS,
     sampling.BAD_PARAMETERS: BAD_ROW,
@@ -77,16 +82,18 @@ def sample_natively(logits: Tensor, requests: Sequence[Request]) -> list[int | F
     ]
 
 
-def native_row(logits: Tensor, request: Request) -> tuple[bytes, Tensor]:
-    """The row of ``logits`` [V] for the native sampler, and the tensor that the row points to."""
+def native_row(logits: Tensor, request: Request) -> tuple[bytes, Tensor, np.ndarray | None]:
+    """The row of ``logits`` [V] for the native sampler, with the arrays that the row points to."""
     p, width = request.sampling, len(logits)
+    allowed = request.matcher.allowed(request.output_ids) if request.matcher else None
     if is_steered(request):
         with one_thread():
             logits = steer(logits, request)
     if p.temperature < GREEDY_BELOW:
-        return sampling.row(logits, width, 0.0, 0, 1.0, 0.0, 0.0), logits
+        return sampling.row(logits, width, 0.0, 0, 1.0, 0.0, 0.0, allowed), logits, allowed
     u = uniform(p.seed, request.num_output)
-    return sampling.row(logits, width, p.temperature, p.top_k, p.top_p, p.min_p, u), logits
+    row = sampling.row(logits, width, p.temperature, p.top_k, p.top_p, p.min_p, u, allowed)
+    return row, logits, allowed
 
 
 def best_tokens(logits: Tensor) -> tuple[list[int], list[bool]]:
@@ -104,13 +111,13 @@ def best_tokens(logits: Tensor) -> tuple[list[int], list[bool]]:
 
 def is_plain_greedy(request: Request) -> bool:
     """True when the token is simply the argmax of the logits."""
-    return request.sampling.temperature < GREEDY_BELOW and not is_steered(request)
+    return request.sampling.temperature < GREEDY_BELOW and not is_steered(request) and not request.matcher
 
 
 def is_steered(request: Request) -> bool:
     """True when ``steer`` changes the logits."""
     p = request.sampling
-    steers = has_penalties(p) or p.logit_bias or p.allowed_token_ids
+    steers = has_penalties(p) or p.logit_bias or p.allowed_token_ids or p.bad_words
     return bool(steers) or request.num_output < p.min_tokens
 
 
@@ -122,6 +129,9 @@ def guarded(work: Callable[[Tensor, Request], T], row: Tensor, request: Request)
     """``work(row, request)`` behind the error boundary of a request."""
     try:
         return work(row, request)
+    except ConstraintFailed as error:
+        logger.warning("request %s: %s", request.request_id, error)
+        return OUTSIDE_CONSTRAINT
     except Exception:
         logger.exception("sampling failed for request %s", request.request_id)
         return BAD_ROW
@@ -130,7 +140,7 @@ def guarded(work: Callable[[Tensor, Request], T], row: Tensor, request: Request)
 def sample_row(logits: Tensor, request: Request) -> int | Failure:
     """A token from ``logits`` [V] by the request's own parameters, by torch."""
     p = request.sampling
-    logits = steer(logits, request)
+    logits = keep_allowed(steer(logits, request), request)
     if not torch.isfinite(logits.max()):
         return BAD_LOGITS
     if p.temperature < GREEDY_BELOW:
@@ -139,13 +149,22 @@ def sample_row(logits: Tensor, request: Request) -> int | Failure:
 
 
 def steer(logits: Tensor, request: Request) -> Tensor:
-    """Logits [V] after allowed tokens, bias, ``min_tokens`` and penalties; the argument is not changed."""
+    """Logits [V] after all but the constraint; the argument is not changed."""
     logits = restrict(logits, request)
     return penalize(logits, request) if has_penalties(request.sampling) else logits
 
 
+def keep_allowed(logits: Tensor, request: Request) -> Tensor:
+    """Logits [V] with -infinity for the tokens that the constraint excludes; the argument is not changed."""
+    if request.matcher is None:
+        return logits
+    bits = request.matcher.allowed(request.output_ids).view(np.uint8)
+    allowed = np.unpackbits(bits, count=len(logits), bitorder="little").astype(bool)
+    return logits.masked_fill(~torch.from_numpy(allowed).to(logits.device), -math.inf)
+
+
 def restrict(logits: Tensor, request: Request) -> Tensor:
-    """Logits [V] after ``allowed_token_ids``, ``logit_bias`` and ``min_tokens``; the argument is not changed."""
+    """Logits [V] after allowed tokens, bias, ``min_tokens`` and bad words; the argument is not changed."""
     p = request.sampling
     if p.allowed_token_ids:
         allowed = torch.tensor(p.allowed_token_ids, device=logits.device)
@@ -157,7 +176,18 @@ def restrict(logits: Tensor, request: Request) -> Tensor:
         logits = logits.index_add(0, tokens, bias.to(logits.dtype))
     if request.num_output < p.min_tokens and p.stop_token_ids:
         logits = logits.index_fill(0, torch.tensor(p.stop_token_ids, device=logits.device), -math.inf)
+    if last := ends_of_bad_words(p.bad_words, request.output_ids) if p.bad_words else []:
+        logits = logits.index_fill(0, torch.tensor(last, device=logits.device), -math.inf)
     return logits
+
+
+def ends_of_bad_words(words: Sequence[Sequence[int]], output: Sequence[int]) -> list[int]:
+    """The tokens that would complete one of ``words`` after ``output``."""
+    return [
+        last
+        for *before, last in words
+        if not before or (len(before) <= len(output) and list(output[-len(before) :]) == before)
+    ]
 
 
 def penalize(logits: Tensor, request: Request) -> Tensor:

@@ -54,6 +54,8 @@ def follow(item: ScheduledRequest, token: int, logits: Tensor) -> tuple[int, ...
             if tokens[-1] != guess or guess in request.sampling.stop_token_ids:
                 break
             request.token_ids.append(guess)  # the sampler reads the tokens before
+            if request.is_complete:
+                break
             (following,) = sample(logits[row : row + 1], [request])
             if isinstance(following, Failure):
                 break  # the same row comes first in the next step; the right tokens until here count

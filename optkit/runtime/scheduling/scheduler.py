@@ -8,7 +8,8 @@ chunked prefill, Agrawal et al. 2023), in this order:
 2. a chunk of the prompt first in line, as large as the policy allows; the prompt may be running or waiting;
 3. more prompts, while they fit as a whole and the step has fewer than ``prefill_target_tokens`` prompt tokens. From
    there on the model computes at full speed, and another prompt would only delay the earlier prompts;
-4. the rest to tokens guessed for the requests of 1 by a proposer (speculative decoding). Guesses come last, for
+4. the rest to drafts for the requests of 1: tokens that a constraint forces, else tokens guessed by a proposer
+   (speculative decoding). Guesses come last, for
    tokens and for KV blocks, so prompts advance in each step as far as without guesses.
 
 Order: ``running`` and ``waiting`` are sorted by *rank*, which the policy (``fcfs`` or ``slo``) fixes on arrival.
@@ -39,6 +40,7 @@ from optkit.runtime.scheduling.cost_model import CostModel, step_work
 from optkit.runtime.scheduling.forecast import Forecast
 from optkit.runtime.scheduling.policy import make_policy, seconds, ttft_deadline
 from optkit.runtime.scheduling.step_sizes import StepSizes
+from optkit.runtime.structured.drafts import ForcedTokens, within_constraint
 from optkit.runtime.types import (
     QUEUE_TIMEOUT,
     Batch,
@@ -48,6 +50,7 @@ from optkit.runtime.types import (
     EngineStats,
     Failure,
     FinishReason,
+    Matcher,
     Request,
     ScheduledRequest,
     TokenOutput,
@@ -115,6 +118,7 @@ class Scheduler:
         self.policy = make_policy(config, self.cost)
         self.forecast = Forecast(config, self.policy, self.cost)
         self.proposer = proposer
+        self.forced = ForcedTokens()
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self.num_preemptions = 0
@@ -130,8 +134,8 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self._requests)
 
-    def add(self, received: EngineRequest) -> None:
-        """Queue a request.
+    def add(self, received: EngineRequest, matcher: Matcher | None = None) -> None:
+        """Queue a request; with a ``matcher`` the request waits until the matcher is ready.
 
         Raises:
             EngineRefusal: the request can never be served.
@@ -142,7 +146,7 @@ class Scheduler:
             reason = f"a request with the id {received.request_id!r} is being served"
         if reason:
             raise EngineRefusal(reason)
-        request = Request(received, list(received.prompt_ids))
+        request = Request(received, list(received.prompt_ids), matcher=matcher)
         request.times.queued = self.clock()
         work = request.num_pending - self.kv.cached_tokens(request)
         request.rank = (self.policy.rank(received, work), self._num_added)
@@ -235,6 +239,7 @@ class Scheduler:
             prefix_cache_lost=kv.states.num_lost,
             offload_saves=kv.num_saves,
             offload_loads=kv.num_loads,
+            forced_tokens=self.forced.num_accepted,
             **self._speculation(),
         )
 
@@ -309,11 +314,23 @@ class Scheduler:
     def _drafts(self, requests: list[Request], left: int) -> list[tuple[int, ...]]:
         """Guesses of the tokens after each of ``requests``, at most ``left`` tokens in all."""
         none: list[tuple[int, ...]] = [()] * len(requests)
-        if self.proposer is None or not requests:
+        if not requests or (self.proposer is None and not self._forces(requests)):
             return none
         share = left // len(requests)
         limits = [max(0, min(share, self._draft_limit(request))) for request in requests]
-        return self._optional(self.proposer.propose, requests, limits) or none
+        forced = self.forced.drafts(requests, limits) if self._forces(requests) else none
+        if self.proposer is None:
+            return forced
+        limits = [0 if draft else limit for draft, limit in zip(forced, limits, strict=True)]
+        guesses = self._optional(self.proposer.propose, requests, limits) or none
+        return [
+            draft or within_constraint(request, guess)
+            for request, draft, guess in zip(requests, forced, guesses, strict=True)
+        ]
+
+    def _forces(self, requests: list[Request]) -> bool:
+        """True if constraints may force tokens. Models with recurrent states take no drafts."""
+        return not self.config.num_state_slots and any(request.matcher for request in requests)
 
     def _optional(self, work: Callable[..., T], *args: Any) -> T | None:
         """The result of ``work(*args)`` of the proposer; None for an exception, because an answer needs no guesses."""
@@ -375,7 +392,7 @@ class Scheduler:
 
     def _admissible(self) -> list[Request]:
         """The waiting requests ready for computation in the step, in order."""
-        return list(self.waiting)
+        return [r for r in self.waiting if r.matcher is None or r.matcher.is_ready]
 
     def _work(self, request: Request) -> int:
         """Tokens of ``request`` left for a prefill from here on."""
@@ -436,7 +453,7 @@ class Scheduler:
     def _append(self, item: ScheduledRequest, tokens: tuple[int, ...]) -> list[TokenOutput]:
         """Append ``tokens``: the right tokens of the draft, and the token sampled afterwards."""
         request, sampling = item.request, item.request.sampling
-        if item.draft and self.proposer:
+        if item.draft and not self.forced.observe(request, len(tokens) - 1) and self.proposer:
             self.proposer.observe(request, len(item.draft), len(tokens) - 1)
         outputs: list[TokenOutput] = []
         for token in tokens:
@@ -446,6 +463,8 @@ class Scheduler:
             if token in sampling.stop_token_ids:
                 return [*outputs, self._finish(request, FinishReason.STOP, stop_token=token)]
             request.token_ids.append(token)
+            if request.is_complete:
+                return [*outputs, self._finish(request, FinishReason.STOP, (token,))]
             if len(request.token_ids) == self._final_length(request):
                 return [*outputs, self._finish(request, FinishReason.LENGTH, (token,))]
             outputs.append(self._output(request, (token,)))

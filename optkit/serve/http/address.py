@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import os
+import re
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -65,6 +66,13 @@ def _checked_keys(keys: Sequence[str], where: str) -> tuple[str, ...]:
         if not key or not key.isascii() or not key.isprintable() or " " in key:
             raise UserError("an API key is one word of printable ASCII characters", where=where)
     return tuple(keys)
+
+
+def check_root_path(path: str) -> None:
+    """Raise UserError for a root path that is no path: "/llm" is right, "llm" and "/llm/" are wrong."""
+    if path and not re.fullmatch(r"(/[A-Za-z0-9._~-]+)+", path):
+        fix = "give the path of the server behind the proxy, like /llm"
+        raise UserError(f"'{path}' is not a path", where="--root-path", fix=fix)
 
 
 def bind(host: str, port: int) -> socket.socket:

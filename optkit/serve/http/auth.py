@@ -41,7 +41,7 @@ class AuthMiddleware:
             headers = self._check(scope)
             scope.setdefault("state", {})["tenant"] = self._tenant(scope, headers)
         except ApiError as refusal:
-            return await error_response(refusal)(scope, receive, send)
+            return await error_response(refusal, path_of(scope))(scope, receive, send)
         request_id = headers.get(b"x-request-id", b"")
         if REQUEST_ID.fullmatch(request_id):
             send = _echo(request_id, send)
@@ -63,14 +63,26 @@ class AuthMiddleware:
 
     def _tenant(self, scope: Scope, headers: dict[bytes, bytes]) -> str:
         """The tenant of a request: a one-way name of the key; "" without keys."""
-        if not self._tenants or scope["path"] in OPEN_PATHS:
+        if not self._tenants or path_of(scope) in OPEN_PATHS:
             return ""
-        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+        given = _key(headers)
         # every key is compared, so that the time does not reveal a close one
-        found = [name for key, name in self._tenants if hmac.compare_digest(given.strip(), key)]
-        if scheme.lower() != b"bearer" or not found:
+        found = [name for key, name in self._tenants if hmac.compare_digest(given, key)]
+        if not found:
             raise ApiError("a valid API key is required", code="invalid_api_key", status=401)
         return found[0]
+
+
+def path_of(scope: Scope) -> str:
+    """The path of a request, whether or not a proxy has cut off the root path."""
+    path, root = str(scope["path"]), str(scope.get("root_path", ""))
+    return path.removeprefix(root) if path.startswith(f"{root}/") else path
+
+
+def _key(headers: dict[bytes, bytes]) -> bytes:
+    """The key of a request: a bearer token as at OpenAI, or ``x-api-key`` as at Anthropic."""
+    scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+    return token.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"").strip()
 
 
 def _echo(request_id: bytes, send: Send) -> Send:

@@ -1,5 +1,7 @@
 """Errors in the shape OpenAI clients expect: a status and ``{"error": {message, type, param, code}}``.
 
+Anthropic's endpoint has Anthropic's shape.
+
 Messages are fixed strings, and numbers that the client sent or may know. The text of an internal exception never
 leaves the server: the log gets the text under a short id, and the client gets the id.
 """
@@ -19,6 +21,8 @@ TYPES = {
     404: "not_found_error",
     429: "rate_limit_error",
 }
+ANTHROPIC_TYPES = TYPES | {413: "request_too_large", 503: "overloaded_error"}
+MESSAGES_PATH = "/v1/messages"
 
 
 class ApiError(Exception):
@@ -46,10 +50,20 @@ class ApiError(Exception):
         self.status, self.retry_after = status, retry_after
 
     def body(self) -> bytes:
-        """The JSON error body."""
+        """The JSON error body, in OpenAI's shape."""
         kind = TYPES.get(self.status) or ("server_error" if self.status >= 500 else "invalid_request_error")
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return msgspec.json.encode({"error": error})
+
+    def anthropic_body(self) -> bytes:
+        """The JSON error body, in Anthropic's shape; the name of a wrong field stands in the message."""
+        kind = ANTHROPIC_TYPES.get(self.status) or (
+            "api_error" if self.status >= 500 else "invalid_request_error"
+        )
+        text = (
+            self.message if not self.param or self.param in self.message else f"{self.param}: {self.message}"
+        )
+        return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": text}})
 
     def headers(self) -> dict[str, str]:
         """The headers of the answer, in seconds for HTTP clients and in milliseconds for OpenAI's."""

@@ -14,7 +14,9 @@ from optkit.serve.http.errors import printable
 MAX_PROMPTS = 64
 MAX_CHOICES = 128  # of one request: prompts times n
 MAX_MESSAGES = 2048
-MAX_STOPS, MAX_STOP_CHARS = 4, 256
+MAX_STOPS, MAX_STOP_CHARS = 64, 256
+MAX_BAD_WORDS, MAX_BAD_WORD_CHARS = 256, 256
+MAX_SUFFIX_CHARS = 1 << 20
 MAX_LOGPROBS = 20
 MAX_BIASES = 1024
 MAX_INT = 2**31 - 1
@@ -22,6 +24,7 @@ MAX_INT = 2**31 - 1
 Count = Annotated[int, Field(ge=1, le=MAX_INT)]
 Natural = Annotated[int, Field(ge=0, le=MAX_INT)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 Scalar = Annotated[str, Field(max_length=256)] | int | float | bool | None
 
 

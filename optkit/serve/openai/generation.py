@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from typing import NamedTuple, Protocol, cast
 
+import msgspec
+
 from optkit.runtime.process.client import ENGINE_DIED, ENGINE_GONE, ENGINE_STOPPED
 from optkit.runtime.types import (
+    CONSTRAINT_FAILED,
     QUEUE_TIMEOUT,
     EngineRequest,
     FinishReason,
@@ -26,6 +29,8 @@ from optkit.serve.engine_api import TokenSource
 from optkit.serve.http.errors import ApiError, internal_error
 from optkit.serve.openai.jobs import ChoiceJob
 from optkit.serve.quarantine import QUARANTINED
+from optkit.serve.tools.message import MessageParser
+from optkit.serve.tools.parts import Part, joined, text_of
 from optkit.text.detokenizer import StopStrings
 from optkit.text.tokenizer import Tokenizer
 
@@ -42,6 +47,17 @@ class Delta(NamedTuple):
     logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens since the last delta, when asked for
     first: FirstToken | None = None  # in the first delta
     token_ids: tuple[int, ...] = ()  # generated since the last delta
+    parts: tuple[
+        Part, ...
+    ] = ()  # the text in parts, of a message with tools or reasoning; ``text`` is its content
+    num_calls: int = 0  # in the message so far
+    stop: str | None = None  # the stop string at the end of the text
+    num_reasoning: int = 0  # generated tokens of the reasoning so far
+
+
+def parts_of(delta: Delta) -> tuple[Part, ...]:
+    """The text of ``delta`` in parts, plain text too."""
+    return delta.parts or ((Part("content", delta.text),) if delta.text else ())
 
 
 class ChoiceObserver(Protocol):
@@ -78,7 +94,7 @@ async def generate_text(
 
     Raises:
         ApiError: 500 the engine failed this request, 503 the engine died or the wait was too long, 429 the first token
-            would be late, 400 the request is blocked.
+            would be late, 400 the request is blocked, or its constraint is too complex.
     """
     request = job.request
     observed = metrics.sequence(request, job.n)
@@ -103,7 +119,7 @@ async def generate_text(
 
 
 class ChoiceStream:
-    """The state of a choice: detokenizer, stop strings, echo, and logprobs waiting for text."""
+    """The state of a choice: detokenizer, stop strings, message parser, echo, and logprobs waiting for text."""
 
     def __init__(self, tokenizer: Tokenizer, job: ChoiceJob) -> None:
         self._job, self._min_tokens = job, job.request.sampling.min_tokens
@@ -112,6 +128,7 @@ class ChoiceStream:
         self._echo, self._logprobs = job.echo or "", list[TokenLogprob]()
         self._first: FirstToken | None = None
         self._ids: list[int] = []
+        self._parser, self._num_reasoning = job.parser, 0
         if job.request.sampling.prompt_logprobs is not None:
             self._logprobs.append(TokenLogprob(job.request.prompt_ids[0], None))
 
@@ -133,15 +150,24 @@ class ChoiceStream:
         self._ids += new
         listed = len(new if self._job.list_stop_token else output.token_ids)
         self._logprobs += output.logprobs[:listed]
-        piece, finish = self._text(output, observed.num_tokens)
-        return self._delta(piece, observed.num_tokens, finish) if piece or finish else None
+        if self._parser is None:
+            piece, finish = self._text(output, observed.num_tokens)
+            return self._delta(piece, observed.num_tokens, finish) if piece or finish else None
+        parts, finish = self._message(self._parser, output, observed.num_tokens)
+        if not parts and not finish:
+            return None
+        delta = self._delta(text_of(parts, "content"), observed.num_tokens, finish)
+        return delta._replace(
+            parts=tuple(parts), num_calls=self._parser.num_calls, num_reasoning=self._num_reasoning
+        )
 
     def _delta(self, piece: str, num_tokens: int, finish: FinishReason | None) -> Delta:
         text, self._echo = self._echo + piece, ""
         logprobs, self._logprobs = tuple(self._logprobs), []
         first, self._first = self._first, None
         ids, self._ids = tuple(self._ids), []
-        return Delta(self._job.index, text, num_tokens, finish, logprobs, first, ids)
+        stop = self._stops.matched
+        return Delta(self._job.index, text, num_tokens, finish, logprobs, first, ids, stop=stop)
 
     def _text(self, output: TokenOutput, num_tokens: int) -> tuple[str, FinishReason | None]:
         piece = self._detokenizer.push(output.token_ids) if output.token_ids else ""
@@ -153,6 +179,37 @@ class ChoiceStream:
             piece += self._stops.flush()
         return piece, output.finish_reason
 
+    def _message(
+        self, parser: MessageParser, output: TokenOutput, num_tokens: int
+    ) -> tuple[list[Part], FinishReason | None]:
+        """The parts of ``output``; tokens of the reasoning are counted one by one."""
+        parts: list[Part] = []
+        piece, finish = "", None
+        for single, count in _singles(output, num_tokens) if parser.may_reason else [(output, num_tokens)]:
+            self._num_reasoning += parser.is_reasoning and len(single.generated_ids)
+            piece, finish = self._text(single, count)
+            parts += parser.push(piece)
+            if parser.is_done:
+                finish = FinishReason.STOP
+            if finish:
+                parts += parser.finish()
+                break
+        if self._job.hides_reasoning:
+            parts = [part for part in parts if part.kind != "reasoning"]
+        return joined(parts), finish
+
+
+def _singles(output: TokenOutput, num_tokens: int) -> Iterator[tuple[TokenOutput, int]]:
+    """The tokens of ``output`` as outputs of a token each, with the number of tokens up to there."""
+    before = num_tokens - len(output.generated_ids)
+    last = max(len(output.token_ids) - 1, 0)
+    for at, token in enumerate(output.token_ids[:last]):
+        yield (
+            msgspec.structs.replace(output, token_ids=(token,), stop_token=None, finish_reason=None),
+            before + at + 1,
+        )
+    yield msgspec.structs.replace(output, token_ids=output.token_ids[last:]), num_tokens
+
 
 def _raise_failure(output: TokenOutput) -> None:
     if output.error in (ENGINE_DIED, ENGINE_GONE, ENGINE_STOPPED):
@@ -162,6 +219,8 @@ def _raise_failure(output: TokenOutput) -> None:
     if output.error == QUARANTINED:
         message = "this request ended the engine twice and is refused for some minutes"
         raise ApiError(message, code="request_quarantined")
+    if output.error == CONSTRAINT_FAILED:
+        raise ApiError(f"the answer can't go on: {CONSTRAINT_FAILED}", code="constraint_failed")
     if output.retry_after is not None:
         message = "the first token would come after the deadline; try again later"
         seconds = max(1, math.ceil(output.retry_after))
@@ -222,6 +281,7 @@ async def collect(
             text="".join(delta.text for delta in found),
             logprobs=tuple(entry for delta in found for entry in delta.logprobs),
             token_ids=tuple(token for delta in found for token in delta.token_ids),
+            parts=tuple(joined(part for delta in found for part in delta.parts)),
             first=found[0].first,
         )
         for found in parts

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from optkit.runtime.types import EngineRequest
+from optkit.runtime.types import Constraint, EngineRequest
+from optkit.serve.openai.defaults import SamplingDefaults
 from optkit.serve.openai.protocol import ChatRequest, GenerationRequest
+from optkit.serve.tools.message import MessageParser
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,23 @@ class Sender:
     tenant: str = ""
 
 
+class Prompt(NamedTuple):
+    """A prompt, ready for the engine.
+
+    Attributes:
+        text: for an answer that begins with the prompt.
+        new_parser: makes the parser of an answer; None for answers that are plain text.
+        constraint: on the answer.
+        bad_words: token ids of words that the answer must not have.
+    """
+
+    ids: tuple[int, ...]
+    text: str = ""
+    new_parser: Callable[[], MessageParser | None] = lambda: None
+    constraint: Constraint | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+
 @dataclass(frozen=True)
 class ChoiceJob:
     """A choice to generate: the engine's request, and the rules for its text.
@@ -37,6 +57,8 @@ class ChoiceJob:
         prompt_only: the request wants no token; the engine generates at least one, which is dropped.
         list_stop_token: a stop token has an entry in the logprobs, though not in the text.
         n: choices of the prompt, in the first choice, which counts the prompt in the metrics; else 0.
+        parser: finds tool calls and reasoning in the text; None for plain text.
+        hides_reasoning: the reasoning is left out of the answer.
     """
 
     index: int
@@ -48,31 +70,36 @@ class ChoiceJob:
     prompt_only: bool = False
     list_stop_token: bool = False
     n: int = 1
+    parser: MessageParser | None = None
+    hides_reasoning: bool = False
 
 
 def choice_jobs(
     request: GenerationRequest,
     sender: Sender,
-    ids: tuple[int, ...],
-    text: str,
+    prompt: Prompt,
     first: int,
     max_tokens: int,
     eos_ids: tuple[int, ...],
+    defaults: SamplingDefaults,
 ) -> Iterator[ChoiceJob]:
     """The jobs of a prompt, ``request.num_choices`` of them.
 
     Args:
-        ids, text: of the prompt.
         first: index of the first choice.
         max_tokens: tokens to generate; 0 scores the prompt only.
         eos_ids: end-of-sequence tokens of the model.
+        defaults: for fields that the request leaves out.
     """
-    n = request.num_choices
+    n, is_chat = request.num_choices, isinstance(request, ChatRequest)
     for j in range(n):
+        sampling = request.sampling(
+            max(max_tokens, 1), eos_ids, j, defaults, prompt.constraint, prompt.bad_words
+        )
         engine_request = EngineRequest(
             request_id=f"{sender.name}-{first + j}",
-            prompt_ids=ids,
-            sampling=request.sampling(max(max_tokens, 1), eos_ids, j),
+            prompt_ids=prompt.ids,
+            sampling=sampling,
             arrival=sender.arrival,
             priority=request.priority or 0,
             cache_salt=f"{sender.tenant}:{request.cache_salt or ''}",
@@ -83,8 +110,10 @@ def choice_jobs(
             stops=request.stop,
             keep_stop=bool(request.include_stop_str_in_output),
             skip_special=request.skip_special_tokens is not False,
-            echo=text if request.echoes else None,
+            echo=prompt.text if request.echoes else None,
             prompt_only=max_tokens == 0,
-            list_stop_token=not isinstance(request, ChatRequest) or bool(request.return_token_ids),
+            list_stop_token=not is_chat or bool(request.return_token_ids),
             n=n if j == 0 else 0,
+            parser=prompt.new_parser(),
+            hides_reasoning=isinstance(request, ChatRequest) and request.include_reasoning is False,
         )

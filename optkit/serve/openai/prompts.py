@@ -11,16 +11,20 @@ import asyncio
 import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from optkit.serve.constraints.checker import ConstraintChecker
 from optkit.serve.http.errors import ApiError, printable
-from optkit.serve.openai.jobs import ChoiceJob, Sender, choice_jobs
-from optkit.serve.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
-from optkit.text.chat_template import TemplateFailure
+from optkit.serve.openai.chat_prompt import render_chat
+from optkit.serve.openai.defaults import SamplingDefaults
+from optkit.serve.openai.fill_in import gap_prompt
+from optkit.serve.openai.jobs import ChoiceJob, Prompt, Sender, choice_jobs
+from optkit.serve.openai.protocol import OPENAI_DEFAULTS, ChatRequest, CompletionRequest, GenerationRequest
+from optkit.serve.tools.formats import ChatFormat
+from optkit.serve.tools.grammar import message_constraint
 from optkit.text.tokenizer import Tokenizer
 
 INLINE_CHARS = 4096  # about a millisecond of tokenization
-RESERVED = frozenset(["messages", "tools", "documents", "add_generation_prompt", "chat_template"])
 COMPLETION_TOKENS = 16  # OpenAI's default for completions
 
 Result = TypeVar("Result")
@@ -32,61 +36,78 @@ class PromptReader:
     Args:
         tokenizer: of the served model.
         max_model_len: tokens of prompt and answer together.
+        constraints: checks those of requests.
+        chat: the forms of tools and reasoning.
+        defaults: for fields that requests leave out.
     """
 
-    def __init__(self, tokenizer: Tokenizer, max_model_len: int) -> None:
-        self.tokenizer, self.max_model_len = tokenizer, max_model_len
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        max_model_len: int,
+        constraints: ConstraintChecker,
+        chat: ChatFormat | None = None,
+        defaults: SamplingDefaults = OPENAI_DEFAULTS,
+    ) -> None:
+        self.tokenizer, self.max_model_len, self.constraints = tokenizer, max_model_len, constraints
+        self.chat, self.defaults = chat or ChatFormat(), defaults
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenize")
 
     async def jobs(self, request: GenerationRequest, sender: Sender) -> list[ChoiceJob]:
         """The jobs of all choices of ``request``, prompt after prompt.
 
         Raises:
-            ApiError: 400, for a wrong prompt.
+            ApiError: 400, for a wrong prompt or constraint.
         """
         if isinstance(request, ChatRequest):
             prompts = [await self._chat(request)]
         elif isinstance(request, CompletionRequest):
+            held = await self.constraints.checked(request.constraint)
             prompts = [await self._prompt(prompt, request) for prompt in request.prompt]
+            prompts = [prompt._replace(constraint=held) for prompt in prompts]
         else:
             raise TypeError(type(request).__name__)
         jobs: list[ChoiceJob] = []
-        for ids, text in prompts:
-            limit = self._max_tokens(request, len(ids))
-            jobs += choice_jobs(request, sender, tuple(ids), text, len(jobs), limit, self.tokenizer.eos_ids)
+        bad_words = tuple(ids for word in request.bad_words or () for ids in self.tokenizer.spellings(word))
+        for prompt in prompts:
+            limit = self._max_tokens(request, len(prompt.ids))
+            ready = prompt._replace(bad_words=bad_words)
+            eos_ids = self.tokenizer.eos_ids
+            jobs += choice_jobs(request, sender, ready, len(jobs), limit, eos_ids, self.defaults)
         return jobs
 
-    async def _chat(self, request: ChatRequest) -> tuple[list[int], str]:
-        size = sum(len(message.content) for message in request.messages)
-        text = await self._run(size, functools.partial(self.render, request))
+    async def _chat(self, request: ChatRequest) -> Prompt:
+        text = await self.render(request)
         ids = await self._encode(text, request, "messages", special=bool(request.add_special_tokens))
-        return self._truncated(text, ids, request)
+        use, goes_on = request.tool_use, bool(request.continue_final_message)
+        held = message_constraint(self.chat, use, request.constraint, text, goes_on)
+        return self._truncated(text, ids, request)._replace(
+            new_parser=functools.partial(self.chat.parser, use, text, goes_on),
+            constraint=await self.constraints.checked(held),
+        )
 
-    def render(self, request: ChatRequest) -> str:
+    async def chat_ids(self, request: ChatRequest) -> list[int]:
+        """Token ids of the messages, however many."""
+        return await self.token_ids(await self.render(request), bool(request.add_special_tokens))
+
+    async def render(self, request: ChatRequest) -> str:
         """The messages as a single text."""
-        template = self.tokenizer.chat_template
-        if template is None:
-            message = "this model has no chat template; use /v1/completions"
-            raise ApiError(message, param="messages", code="no_chat_template")
-        reserved = RESERVED | set(template.special_tokens)
-        for name in (request.chat_template_kwargs or {}).keys() & reserved:
-            raise ApiError(f"'{name}' cannot be set here", param="chat_template_kwargs", code="invalid_value")
-        messages = [message.for_template() for message in request.messages]
-        variables = template_variables(request)
-        render = template.render_open if request.continue_final_message else template.render
-        try:
-            return render(messages, **variables)
-        except TemplateFailure as failure:
-            raise ApiError(str(failure), param="messages", code="template_error") from failure
+        size = sum(len(message.content) for message in request.messages)
+        size += INLINE_CHARS if request.tools else 0  # schemas are long, and slow to write
+        render = functools.partial(render_chat, self.tokenizer.chat_template, self.chat, request)
+        return await self._run(size, render)
 
-    async def _prompt(self, prompt: str | list[int], request: CompletionRequest) -> tuple[list[int], str]:
+    async def _prompt(self, prompt: str | list[int], request: CompletionRequest) -> Prompt:
         if isinstance(prompt, str):
             special = request.add_special_tokens is not False
-            ids = await self._encode(prompt, request, "prompt", special=special)
+            text = gap_prompt(self.tokenizer, prompt, request.suffix) if request.suffix else prompt
+            ids = await self._encode(text, request, "prompt", special=special)
             return self._truncated(prompt, ids, request)
+        if request.suffix:
+            raise ApiError("'suffix' needs a prompt in text", param="suffix", code="invalid_value")
         if not prompt:
             raise ApiError("the prompt is empty", param="prompt", code="empty_prompt")
-        self._check_ids("prompt", prompt)
+        self.check_ids("prompt", prompt)
         return self._truncated(None, prompt, request)
 
     async def _encode(self, text: str, request: GenerationRequest, param: str, *, special: bool) -> list[int]:
@@ -94,11 +115,21 @@ class PromptReader:
             raise ApiError("the prompt is empty", param=param, code="empty_prompt")
         if len(text) > self.max_model_len and request.truncate_prompt_tokens is None:
             self._refuse_hopeless(text, param)  # a shorter text has too few characters to be too long
-        work = functools.partial(self.tokenizer.encode, text, add_special_tokens=special)
-        ids = await self._run(len(text), work)
+        ids = await self.token_ids(text, special)
         if not ids:
             raise ApiError("the prompt is empty", param=param, code="empty_prompt")
         return ids
+
+    async def token_ids(self, text: str, special: bool) -> list[int]:
+        """Token ids of any text, with or without the tokens that the tokenizer adds."""
+        return await self._run(
+            len(text), functools.partial(self.tokenizer.encode, text, add_special_tokens=special)
+        )
+
+    async def text_of(self, ids: Sequence[int]) -> str:
+        """Text of token ids of the vocabulary, special tokens included."""
+        decode = functools.partial(self.tokenizer.decode, ids, skip_special_tokens=False)
+        return await self._run(4 * len(ids), decode)
 
     async def _run(self, size: int, work: Callable[[], Result]) -> Result:
         if size <= INLINE_CHARS:
@@ -110,10 +141,8 @@ class PromptReader:
         if fewest > self.max_model_len:
             raise overflow(self.max_model_len, param, f"at least {fewest}")
 
-    def _truncated(
-        self, text: str | None, ids: list[int], request: GenerationRequest
-    ) -> tuple[list[int], str]:
-        """Ids and text of a prompt after ``truncate_prompt_tokens``; the text may be "" for a prompt without echo."""
+    def _truncated(self, text: str | None, ids: list[int], request: GenerationRequest) -> Prompt:
+        """The prompt after ``truncate_prompt_tokens``; the text may be "" for a prompt without echo."""
         keep = request.truncate_prompt_tokens
         if keep is not None:
             keep = self.max_model_len - max(request.requested_max_tokens or 1, 1) if keep == -1 else keep
@@ -124,9 +153,9 @@ class PromptReader:
                 text, ids = None, ids[:keep] if request.truncation_side == "right" else ids[-keep:]
         if text is None and request.echoes:
             text = self.tokenizer.decode(ids)
-        return ids, text or ""
+        return Prompt(tuple(ids), text or "")
 
-    def _check_ids(self, param: str, ids: Sequence[int]) -> None:
+    def check_ids(self, param: str, ids: Sequence[int]) -> None:
         """Refuse the first of ``ids`` outside the vocabulary; ``param`` is the field with the ids."""
         size = self.tokenizer.vocab_size
         if not ids or (min(ids) >= 0 and max(ids) < size):
@@ -146,6 +175,8 @@ class PromptReader:
         if room < max(asked or 1, 1):
             raise overflow(self.max_model_len, param, num_prompt, asked)
         default = room if isinstance(request, ChatRequest) else min(COMPLETION_TOKENS, room)
+        if self.defaults.max_new_tokens is not None:
+            default = min(self.defaults.max_new_tokens, room)
         limit = default if asked is None else asked
         if (request.min_tokens or 0) > limit:
             message = f"min_tokens is {request.min_tokens}, but at most {limit} tokens are generated"
@@ -155,7 +186,7 @@ class PromptReader:
     def check_token_ids(self, request: GenerationRequest) -> None:
         """Refuse fields with ids outside the vocabulary, or without a token to choose."""
         for name, ids in request.named_tokens.items():
-            self._check_ids(name, ids)
+            self.check_ids(name, ids)
         allowed = set(request.allowed_token_ids or ())
         if request.min_tokens and allowed and allowed <= set(request.stop_ids(self.tokenizer.eos_ids)):
             message = "min_tokens forbids every one of the allowed tokens"
@@ -163,17 +194,6 @@ class PromptReader:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-def template_variables(request: ChatRequest) -> dict[str, Any]:
-    """The chat template's variables in ``request``, with vLLM's meaning of ``reasoning_effort``."""
-    variables: dict[str, Any] = dict(request.chat_template_kwargs or {})
-    if request.add_generation_prompt is not None:
-        variables["add_generation_prompt"] = request.add_generation_prompt
-    if request.reasoning_effort is not None:
-        variables["reasoning_effort"] = request.reasoning_effort
-        variables.setdefault("enable_thinking", request.reasoning_effort != "none")
-    return variables
 
 
 def overflow(limit: int, param: str, num_prompt: int | str, asked: int | None = None) -> ApiError:

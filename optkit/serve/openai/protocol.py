@@ -3,33 +3,39 @@
 Three kinds of fields:
 
 - **supported**: typed and bounded below; a wrong value is 400 and names the field;
-- **unsupported meaning** (``unsupported``: tools, structured output, ...): 400 unless the value asks for nothing, or
+- **unsupported meaning** (``unsupported``: audio, images, ...): 400 unless the value asks for nothing, or
   accepted, if the field cannot change an answer here (``HARMLESS``);
 - **unknown**: accepted with a log line, because clients send private extras and must keep working.
 
 Beyond OpenAI, with vLLM's names and meanings: ``top_k, min_p, repetition_penalty, min_tokens, ignore_eos,
 stop_token_ids, allowed_token_ids, include_stop_str_in_output, skip_special_tokens, add_special_tokens,
 truncate_prompt_tokens, truncation_side, return_token_ids, return_tokens_as_token_ids, request_id,
-add_generation_prompt, continue_final_message``.
+add_generation_prompt, continue_final_message``, and structured output (``structured``).
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from optkit.runtime.types import SamplingParams
+from optkit.runtime.types import Constraint, SamplingParams
+from optkit.serve.constraints.checker import NamedConstraint
 from optkit.serve.http.errors import ApiError, printable, unsupported
 from optkit.serve.http.json_body import parse_object
+from optkit.serve.openai.defaults import SamplingDefaults
 from optkit.serve.openai.fields import (
+    MAX_BAD_WORDS,
     MAX_BIASES,
     MAX_CHOICES,
     MAX_INT,
     MAX_LOGPROBS,
     MAX_MESSAGES,
+    MAX_SUFFIX_CHARS,
+    BadWord,
     Content,
     Count,
     LogitBias,
@@ -39,9 +45,21 @@ from optkit.serve.openai.fields import (
     Scalar,
     Stops,
 )
+from optkit.serve.openai.structured import (
+    Choices,
+    Pattern,
+    ResponseFormat,
+    Schema,
+    StructuredOutputs,
+    constraint_of,
+)
+from optkit.serve.openai.tool_fields import Calls, Identifier, NamedTool, ToolChoice, Tools, tool_use
 from optkit.serve.openai.unsupported import HARMLESS, INERT, refuse_unsupported
+from optkit.serve.tools.use import ToolUse
 
 log = logging.getLogger("optkit.serve")
+
+OPENAI_DEFAULTS = SamplingDefaults()
 
 
 class StreamOptions(BaseModel):
@@ -59,13 +77,14 @@ class GenerationRequest(BaseModel):
     model: Annotated[str, Field(max_length=512)] | None = None
     max_tokens: Count | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    best_of: Count | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=MAX_INT)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: Stops = []
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
     stop_token_ids: Annotated[list[Natural], Field(max_length=64)] | None = None
     include_stop_str_in_output: bool | None = None
     min_tokens: Natural | None = None
@@ -89,6 +108,22 @@ class GenerationRequest(BaseModel):
     return_tokens_as_token_ids: bool | None = None
     cache_salt: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")] | None = None
     ttft_details: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: Pattern | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Pattern | None = None
+    guided_whitespace_pattern: Pattern | None = None
+
+    @property
+    def constraint(self) -> NamedConstraint | None:
+        """The constraint on the text of the answer, not compiled yet.
+
+        Raises:
+            ApiError: 400, several constraints, or a wrong one.
+        """
+        return constraint_of(self)
 
     @property
     def requested_max_tokens(self) -> int | None:
@@ -96,9 +131,19 @@ class GenerationRequest(BaseModel):
         return self.max_tokens
 
     @property
-    def num_choices(self) -> int:
+    def num_returned(self) -> int:
         """Answers to each prompt."""
         return self.n or 1
+
+    @property
+    def num_choices(self) -> int:
+        """Answers that are generated for each prompt."""
+        return self.best_of or self.num_returned
+
+    @property
+    def is_ranked(self) -> bool:
+        """True when only the best answers are returned."""
+        return self.num_choices > self.num_returned
 
     @property
     def num_logprobs(self) -> int | None:
@@ -123,25 +168,49 @@ class GenerationRequest(BaseModel):
         """The stop tokens of an answer."""
         return tuple(self.stop_token_ids or ()) + (() if self.ignore_eos else eos_ids)
 
-    def sampling(self, max_tokens: int, eos_ids: tuple[int, ...], choice: int = 0) -> SamplingParams:
-        """The sampling parameters of one of the ``n`` choices; end-of-sequence ids are stop ids."""
+    def sampling(
+        self,
+        max_tokens: int,
+        eos_ids: tuple[int, ...],
+        choice: int = 0,
+        defaults: SamplingDefaults = OPENAI_DEFAULTS,
+        constraint: Constraint | None = None,
+        bad_words: tuple[tuple[int, ...], ...] = (),
+    ) -> SamplingParams:
+        """The sampling parameters of one of the choices; end-of-sequence ids are stop ids.
+
+        Args:
+            defaults: for fields that the request leaves out.
+            constraint: on the text.
+            bad_words: token ids of words that the text must not have.
+        """
         return SamplingParams(
             max_tokens=max_tokens,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=max(self.top_k or 0, 0),
-            min_p=self.min_p or 0.0,
+            temperature=first_given(self.temperature, defaults.temperature, 1.0),
+            top_p=first_given(self.top_p, defaults.top_p, 1.0),
+            top_k=max(first_given(self.top_k, defaults.top_k, 0), 0),
+            min_p=first_given(self.min_p, defaults.min_p, 0.0),
             seed=choice_seed(self.seed, choice),
             min_tokens=self.min_tokens or 0,
             stop_token_ids=self.stop_ids(eos_ids),
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
-            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            repetition_penalty=first_given(self.repetition_penalty, defaults.repetition_penalty, 1.0),
             logit_bias=self.logit_bias or (),
             allowed_token_ids=tuple(self.allowed_token_ids or ()),
-            logprobs=self.num_logprobs,
+            logprobs=0 if self.num_logprobs is None and self.is_ranked else self.num_logprobs,
             prompt_logprobs=self.num_logprobs if self.echoes else None,
+            constraint=constraint,
+            bad_words=bad_words,
         )
+
+
+Number = TypeVar("Number", int, float)
+
+
+def first_given(*values: Number | None) -> Number:
+    """The first of ``values`` that is not None; the last one never is."""
+    return next(value for value in values if value is not None)
 
 
 def choice_seed(seed: int | None, choice: int) -> int | None:
@@ -153,16 +222,33 @@ def choice_seed(seed: int | None, choice: int) -> int | None:
 
 
 class Message(BaseModel):
-    """A turn; the template sees ``role``, ``content`` and, when given, ``name``."""
+    """A turn; the template sees ``role``, ``content`` and the further fields that are given."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content = ""
     name: Annotated[str, Field(max_length=256)] | None = None
+    reasoning_content: str | None = None
+    tool_calls: Calls | None = None
+    tool_call_id: Identifier | None = None
+
+    @model_validator(mode="after")
+    def _fits_the_role(self) -> Message:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("only a message of the assistant has 'tool_calls'")
+        if self.role == "tool" and not self.tool_call_id:
+            raise ValueError("a message of role 'tool' needs a 'tool_call_id'")
+        return self
 
     def for_template(self) -> dict[str, Any]:
-        return {"role": self.role, "content": self.content} | ({"name": self.name} if self.name else {})
+        message: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        for name in ("name", "reasoning_content", "tool_call_id"):
+            if value := getattr(self, name):
+                message[name] = value
+        return message
 
 
 class ChatRequest(GenerationRequest):
@@ -176,10 +262,24 @@ class ChatRequest(GenerationRequest):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
 
     @property
     def requested_max_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def tool_use(self) -> ToolUse | None:
+        """The tools of the answer; None when the answer may call none."""
+        return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+
+    @property
+    def names_tool(self) -> bool:
+        """True when the request names the tool to call."""
+        return isinstance(self.tool_choice, NamedTool)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -193,6 +293,7 @@ class CompletionRequest(GenerationRequest):
     max_tokens: Natural | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
+    suffix: Annotated[str, Field(max_length=MAX_SUFFIX_CHARS)] | None = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -204,6 +305,7 @@ class CompletionRequest(GenerationRequest):
 
 
 Body = TypeVar("Body", bound=GenerationRequest)
+Model = TypeVar("Model", bound=BaseModel)
 
 
 def parse_request(kind: type[Body], body: bytes) -> Body:
@@ -222,14 +324,33 @@ def checked_request(kind: type[Body], data: dict[str, Any]) -> Body:
         ApiError: 400; for a wrong field, with the name.
     """
     refuse_unsupported(data, kind.model_fields)
-    try:
-        request = kind.model_validate(data)
-    except ValidationError as error:
-        raise _explain(error) from None
-    _check_together(request)
+    request = request_from(kind, data)
     if unknown := sorted(set(request.model_extra or {}) - INERT.keys() - HARMLESS):
         log.info("ignoring unknown fields: %s", printable(", ".join(unknown)))
     return request
+
+
+def request_from(kind: type[Body], data: Mapping[str, Any]) -> Body:
+    """``data`` as a request whose fields fit together.
+
+    Raises:
+        ApiError: 400, with the wrong field.
+    """
+    request = checked(kind, data)
+    _check_together(request)
+    return request
+
+
+def checked(kind: type[Model], data: Mapping[str, Any]) -> Model:
+    """``data`` as a ``kind``.
+
+    Raises:
+        ApiError: 400, with the wrong field.
+    """
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        raise _explain(error) from None
 
 
 def _check_together(request: GenerationRequest) -> None:
@@ -242,19 +363,23 @@ def _check_together(request: GenerationRequest) -> None:
         and not (request.stream_options or StreamOptions()).include_usage
     ):
         raise _invalid("ttft_details", "they are part of the usage: a stream needs 'include_usage': true")
-    if request.best_of not in (None, request.num_choices):
-        raise _invalid("best_of", "'best_of' must equal 'n': choices are not ranked")
+    if request.num_choices < request.num_returned:
+        raise _invalid("best_of", "'best_of' must be at least 'n'")
+    if request.is_ranked and request.stream:
+        raise _invalid("best_of", "a stream cannot rank its answers: 'best_of' must equal 'n'")
     if request.spaces_between_special_tokens is False and request.skip_special_tokens is False:
         message = "special tokens are written as the tokenizer writes them, with its spaces or without"
         raise unsupported("spaces_between_special_tokens", message)
     num_prompts = len(request.prompt) if isinstance(request, CompletionRequest) else 1
     if num_prompts * request.num_choices > MAX_CHOICES:
-        raise _invalid("n", f"at most {MAX_CHOICES} choices in one request: prompts times n")
+        field = "best_of" if request.is_ranked else "n"
+        raise _invalid(field, f"at most {MAX_CHOICES} choices in one request: prompts times n")
     if isinstance(request, ChatRequest):
         _check_chat(request)
 
 
 def _check_chat(request: ChatRequest) -> None:
+    use = request.tool_use  # checks the choice
     if request.top_logprobs and not request.logprobs:
         raise _invalid("top_logprobs", "'top_logprobs' needs 'logprobs': true")
     if request.continue_final_message:
@@ -263,6 +388,9 @@ def _check_chat(request: ChatRequest) -> None:
             raise _invalid("continue_final_message", message)
         if request.messages[-1].role != "assistant" or not request.messages[-1].content.strip():
             message = "'continue_final_message' needs a last message of the assistant with text"
+            raise _invalid("continue_final_message", message)
+        if use and use.required:
+            message = "'continue_final_message' and a required tool call exclude each other"
             raise _invalid("continue_final_message", message)
 
 

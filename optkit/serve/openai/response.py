@@ -23,16 +23,17 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from optkit.serve.constraints.checker import ConstraintChecker
 from optkit.serve.engine_api import AsyncEngine, ServeSettings
 from optkit.serve.http.admission import Admission
 from optkit.serve.http.errors import ApiError, internal_error
 from optkit.serve.metrics import Metrics
+from optkit.serve.openai.answers import AnswerWriter, Endpoint, ResponseHead, ResponseParts
 from optkit.serve.openai.generation import TTFT_UNREACHABLE, Delta, collect, generate_text, merge
 from optkit.serve.openai.jobs import ChoiceJob, Sender
 from optkit.serve.openai.logprobs import ChatLogprobs, CompletionLogprobs, LogprobFormat
 from optkit.serve.openai.prompts import PromptReader
 from optkit.serve.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
-from optkit.serve.openai.stream import ChunkWriter, ResponseHead, ResponseParts, error_event, whole_response
 from optkit.serve.shutdown import FINAL_ERROR_TIMEOUT_SECONDS, RequestsInFlight, shutting_down
 from optkit.serve.tracing import SpanRecord, Tracing
 
@@ -54,6 +55,7 @@ class AppState:
     metrics: Metrics
     admission: Admission
     settings: ServeSettings
+    constraints: ConstraintChecker
     tracing: Tracing | None = None
     requests: RequestsInFlight = field(default_factory=RequestsInFlight)
 
@@ -63,9 +65,7 @@ class AppState:
         Raises:
             ApiError: 400, 404 unknown model, 503 the engine is gone.
         """
-        if request.model is not None and request.model not in self.settings.model_names:
-            message = "this model is not served here; GET /v1/models lists what is"
-            raise ApiError(message, param="model", code="model_not_found", status=404)
+        self.check_model(request.model)
         if request.priority and self.settings.limits.scheduling_policy == "fcfs":
             message = "priorities need a server with --scheduling-policy slo"
             raise ApiError(message, param="priority", code="unsupported_parameter")
@@ -75,11 +75,18 @@ class AppState:
                 "the engine is not available", code="engine_unavailable", status=503, retry_after=5
             )
 
+    def check_model(self, name: str | None) -> None:
+        """Raise the 404 of a model that is not served."""
+        if name is not None and name not in self.settings.model_names:
+            message = "this model is not served here; GET /v1/models lists what is"
+            raise ApiError(message, param="model", code="model_not_found", status=404)
+
 
 class GenerationResponse(Response):
     """Answers ``request``, which arrived at ``arrival`` (``time.monotonic()``).
 
     Args:
+        endpoint: writes the answer.
         tenant: name of the request's API key; requests of different tenants share no cached KV.
         parent: the headers with the trace of the request.
     """
@@ -88,19 +95,19 @@ class GenerationResponse(Response):
         self,
         state: AppState,
         request: GenerationRequest,
+        endpoint: Endpoint,
         arrival: float,
         tenant: str = "",
         parent: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
-        self._state, self._request = state, request
-        self._is_chat = isinstance(request, ChatRequest)
+        self._state, self._request, self._endpoint = state, request, endpoint
         self._sender = Sender(uuid.uuid4().hex, arrival, tenant)
-        name = ("chatcmpl-" if self._is_chat else "cmpl-") + (request.request_id or self._sender.name)
+        name = endpoint.prefix + (request.request_id or self._sender.name)
         model = state.settings.model_names[0] if request.model is None else request.model
-        self._head = ResponseHead(name, int(time.time()), model, self._is_chat)
+        self._head = ResponseHead(name, int(time.time()), model, state.settings.fingerprint)
         self._record = SpanRecord(
-            operation="chat" if self._is_chat else "text_completion",
+            operation=endpoint.operation,
             reply_id=name,
             model=model,
             arrival=arrival,
@@ -125,7 +132,7 @@ class GenerationResponse(Response):
 
     async def _answer(self, send: Send) -> None:
         """Answer the request, or report the failure, and log a line."""
-        wire, outcome = SSEWriter(send), "ok"
+        wire, outcome = Wire(send), "ok"
         try:
             async with self._state.requests.limit(self._deadline()):
                 await self._generate_and_send(wire)
@@ -154,6 +161,7 @@ class GenerationResponse(Response):
     def _failure(self, error: Exception) -> ApiError:
         """``error`` as an error for the client."""
         if isinstance(error, ApiError):
+            error.param = self._endpoint.params.get(error.param or "", error.param)
             return error
         if isinstance(error, TimeoutError) and self._state.requests.is_cut:
             return shutting_down()
@@ -180,7 +188,7 @@ class GenerationResponse(Response):
             event |= {name: round(value, 4) for name, value in msgspec.structs.asdict(done.first).items()}
         log.info("request", extra={"event": event})
 
-    async def _generate_and_send(self, wire: SSEWriter) -> None:
+    async def _generate_and_send(self, wire: Wire) -> None:
         request, state = self._request, self._state
         count = len(request.prompt) if isinstance(request, CompletionRequest) else 1
         with state.admission.permits(count * request.num_choices):
@@ -190,17 +198,25 @@ class GenerationResponse(Response):
                 formats=[self._logprob_format() for _ in jobs],
                 show_ids=bool(request.return_token_ids),
                 ttft_details=bool(request.ttft_details),
+                names_tool=isinstance(request, ChatRequest) and request.names_tool,
+                num_returned=request.num_returned if request.is_ranked else 0,
             )
+            wire.writer = self._endpoint.writer(self._head, parts)
             self._record.num_prompt = sum(map(len, parts.prompts))
             self._record.expect(len(jobs))
             deltas = merge([self._generate(job) for job in jobs])
-            await (self._stream if request.stream else self._whole)(deltas, parts, wire)
+            if request.stream:
+                await self._stream(deltas, wire, wire.writer)
+            else:
+                answers = await collect(deltas, len(jobs), self._observe)
+                await wire.whole(wire.writer.whole(answers))
 
     def _logprob_format(self) -> LogprobFormat | None:
         if self._request.num_logprobs is None:
             return None
         texts, as_ids = self._state.prompts.tokenizer.token_texts, self._request.return_tokens_as_token_ids
-        return (ChatLogprobs if self._is_chat else CompletionLogprobs)(texts, bool(as_ids))
+        kind = ChatLogprobs if isinstance(self._request, ChatRequest) else CompletionLogprobs
+        return kind(texts, bool(as_ids))
 
     def _generate(self, job: ChoiceJob) -> AsyncGenerator[Delta, None]:
         state = self._state
@@ -211,19 +227,7 @@ class GenerationResponse(Response):
         reason = delta.finish_reason.value if delta.finish_reason else ""
         self._record.observe(delta.choice, delta.num_tokens, reason, delta.first)
 
-    async def _whole(
-        self, deltas: AsyncGenerator[Delta, None], parts: ResponseParts, wire: SSEWriter
-    ) -> None:
-        answers = await collect(deltas, len(parts.formats), self._observe)
-        await wire.whole(whole_response(self._head, parts, answers))
-
-    async def _stream(
-        self, deltas: AsyncGenerator[Delta, None], parts: ResponseParts, wire: SSEWriter
-    ) -> None:
-        options = self._request.stream_options
-        usage = options is not None and options.include_usage
-        continuous = options is not None and options.continuous_usage_stats
-        writer = ChunkWriter(self._head, parts, usage, continuous)
+    async def _stream(self, deltas: AsyncGenerator[Delta, None], wire: Wire, writer: AnswerWriter) -> None:
         async with aclosing(deltas):
             async for delta in deltas:
                 self._observe(delta)
@@ -231,11 +235,16 @@ class GenerationResponse(Response):
         await wire.event(writer.last(), more=False)
 
 
-class SSEWriter:
-    """Writes one JSON body, or server-sent events, the first of them with the response head."""
+class Wire:
+    """Sends one JSON body, or server-sent events, the first of them with the response head.
+
+    Attributes:
+        writer: of the answer, once there is a prompt.
+    """
 
     def __init__(self, send: Send) -> None:
         self._send, self.started, self._streams = send, False, False
+        self.writer: AnswerWriter | None = None
 
     async def event(self, event: bytes, more: bool = True) -> None:
         if not self.started:
@@ -251,10 +260,10 @@ class SSEWriter:
 
     async def fail(self, error: ApiError) -> None:
         """End a stream with ``error``; a client that does not read delays the end by a second at most."""
-        if self._streams:
+        if self._streams and self.writer:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(FINAL_ERROR_TIMEOUT_SECONDS):
-                    await self.event(error_event(error), more=False)
+                    await self.event(self.writer.failed(error), more=False)
 
 
 async def _disconnect(receive: Receive) -> None:

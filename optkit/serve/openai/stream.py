@@ -1,4 +1,4 @@
-"""Server-sent events as OpenAI clients read them.
+"""Answers of the chat and completion endpoints: server-sent events as OpenAI clients read them, or a whole body.
 
 Rules, which make a client's TTFT and inter-token latency true:
 
@@ -15,7 +15,7 @@ model object or a dict in between.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,11 @@ import msgspec
 
 from optkit.runtime.types import FirstToken
 from optkit.serve.http.errors import ApiError
+from optkit.serve.openai.answers import ResponseHead, ResponseParts, usage
+from optkit.serve.openai.best_of import best
+from optkit.serve.openai.chat_message import finish_reason, message_delta, whole_message
 from optkit.serve.openai.generation import Delta
-from optkit.serve.openai.logprobs import LogprobFormat
+from optkit.serve.openai.protocol import ChatRequest, GenerationRequest
 
 DONE = b"data: [DONE]\n\n"
 
@@ -32,103 +35,80 @@ encode = msgspec.json.encode
 
 
 @dataclass(frozen=True)
-class ResponseHead:
-    """The values that all chunks of an answer share."""
+class OpenAIEndpoint:
+    """The words of ``/v1/chat/completions`` or ``/v1/completions``."""
 
-    reply_id: str
-    created: int
-    model: str
-    is_chat: bool
-
-
-def usage(
-    num_prompt: int,
-    num_completion: int,
-    firsts: Sequence[FirstToken | None] = (),
-    n: int = 1,
-    ttft_details: bool = False,
-) -> dict[str, Any]:
-    """OpenAI's ``usage`` object.
-
-    Args:
-        firsts: the engine's ``FirstToken`` of each choice; ``n`` choices share a prompt.
-        ttft_details: add the parts of each choice's time to first token, in seconds.
-    """
-    body: dict[str, Any] = {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_completion,
-        "total_tokens": num_prompt + num_completion,
-    }
-    cached = [first.cached_tokens for first in firsts[::n] if first]
-    if cached:
-        body["prompt_tokens_details"] = {"cached_tokens": sum(cached)}
-    if ttft_details:
-        body["ttft_details"] = firsts
-    return body
-
-
-@dataclass(frozen=True)
-class ResponseParts:
-    """The parts of an answer beside the text.
-
-    Attributes:
-        prompts: the token ids of each prompt; the choices of a prompt follow each other.
-        formats: writer of the logprobs of each choice; None without logprobs.
-        show_ids: the answer has ``prompt_token_ids`` and ``token_ids``, in the places of vLLM's.
-        ttft_details: the final usage has the parts of the time to first token.
-    """
-
-    prompts: Sequence[Sequence[int]]
-    formats: Sequence[LogprobFormat | None]
-    show_ids: bool = False
-    ttft_details: bool = False
+    request: GenerationRequest
 
     @property
-    def n(self) -> int:
-        """Choices of each prompt."""
-        return len(self.formats) // len(self.prompts)
+    def is_chat(self) -> bool:
+        return isinstance(self.request, ChatRequest)
 
-    def prompt_of(self, choice: int) -> Sequence[int]:
-        return self.prompts[choice // self.n]
+    @property
+    def params(self) -> Mapping[str, str]:
+        return {}
 
-    def total_usage(self, num_completion: int, firsts: Sequence[FirstToken | None]) -> dict[str, Any]:
-        """The usage of the whole answer; ``firsts`` as in ``usage``."""
-        return usage(sum(map(len, self.prompts)), num_completion, firsts, self.n, self.ttft_details)
+    @property
+    def operation(self) -> str:
+        return "chat" if self.is_chat else "text_completion"
+
+    @property
+    def prefix(self) -> str:
+        return "chatcmpl-" if self.is_chat else "cmpl-"
+
+    def writer(self, head: ResponseHead, parts: ResponseParts) -> ChunkWriter:
+        options = self.request.stream_options
+        shows, continuous = (
+            (options.include_usage, options.continuous_usage_stats) if options else (False, False)
+        )
+        return ChunkWriter(head, parts, self.is_chat, shows, continuous)
 
 
 class ChunkWriter:
-    """Writes the events of an answer.
+    """Writes an answer.
 
     Args:
         head: id, model, kind.
         parts: the parts beside the text.
+        is_chat: a message, or else a text.
         include_usage: send the final usage chunk.
         continuous: also send the running usage in every chunk.
     """
 
     def __init__(
-        self, head: ResponseHead, parts: ResponseParts, include_usage: bool = False, continuous: bool = False
+        self,
+        head: ResponseHead,
+        parts: ResponseParts,
+        is_chat: bool,
+        include_usage: bool = False,
+        continuous: bool = False,
     ) -> None:
-        kind = "chat.completion.chunk" if head.is_chat else "text_completion"
-        shared = {"id": head.reply_id, "object": kind, "created": head.created, "model": head.model}
+        self._kind = "chat.completion" if is_chat else "text_completion"
+        self._head, self._parts, self._is_chat = head, parts, is_chat
+        shared = self._shared(f"{self._kind}.chunk" if is_chat else self._kind)
         self._begin = b"data: " + encode(shared)[:-1] + b',"choices":['
-        self._is_chat, self._parts = head.is_chat, parts
         self._include_usage, self._continuous = include_usage, include_usage and continuous
         count = len(parts.formats)
         self._counts, self._started = [0] * count, [False] * count
+        self._reasoning = [0] * count
         self._firsts: list[FirstToken | None] = [None] * count
+
+    def _shared(self, kind: str) -> dict[str, Any]:
+        head = self._head
+        shared = {"id": head.reply_id, "object": kind, "created": head.created, "model": head.model}
+        return shared | ({"system_fingerprint": head.fingerprint} if head.fingerprint else {})
 
     def chunk(self, delta: Delta) -> bytes:
         """The event for a delta."""
         self._counts[delta.choice] = delta.num_tokens
+        self._reasoning[delta.choice] = delta.num_reasoning
         self._firsts[delta.choice] = self._firsts[delta.choice] or delta.first
-        finish = b"null" if delta.finish_reason is None else encode(delta.finish_reason.value)
         in_choice, in_chunk = self._token_ids(delta) if self._parts.show_ids else (b"", b"")
         choice = b'{"index":%d,%b,"logprobs":%b,"finish_reason":%b%b}' % (
             delta.choice,
             self._text(delta),
             self._logprobs(delta),
-            finish,
+            encode(finish_reason(delta, self._parts.names_tool)),
             in_choice,
         )
         self._started[delta.choice] = True
@@ -138,10 +118,34 @@ class ChunkWriter:
         """The usage event, if asked for, and the end of the stream."""
         if not self._include_usage:
             return DONE
-        total = encode(self._parts.total_usage(sum(self._counts), self._firsts))
+        total = encode(self._usage(self._counts, self._firsts, self._reasoning))
         return self._begin + b'],"usage":' + total + b"}\n\n" + DONE
 
+    def failed(self, error: ApiError) -> bytes:
+        """The error body as an event, and the end of the stream."""
+        return b"data: " + error.body() + b"\n\n" + DONE
+
+    def whole(self, answers: list[Delta]) -> bytes:
+        """The JSON body of an answer without streaming."""
+        counts, firsts = [a.num_tokens for a in answers], [a.first for a in answers]
+        total = self._usage(counts, firsts, [a.num_reasoning for a in answers])
+        if self._parts.num_returned:
+            answers = best(answers, self._parts.n, self._parts.num_returned)
+        choices = [self._choice(answer) for answer in answers]
+        body = {**self._shared(self._kind), "choices": choices, "usage": total}
+        if self._parts.show_ids and self._is_chat:
+            body["prompt_token_ids"] = self._parts.prompt_of(0)
+        return encode(body)
+
+    def _usage(
+        self, counts: Sequence[int], firsts: Sequence[FirstToken | None], reasoning: Sequence[int]
+    ) -> dict[str, Any]:
+        parts, num_reasoning = self._parts, sum(reasoning) if self._is_chat else None
+        return usage(parts.num_prompt, sum(counts), firsts, parts.n, parts.ttft_details, num_reasoning)
+
     def _text(self, delta: Delta) -> bytes:
+        if delta.parts:
+            return b'"delta":' + encode(message_delta(delta, not self._started[delta.choice]))
         text = encode(delta.text)
         if not self._is_chat:
             return b'"text":' + text
@@ -170,37 +174,16 @@ class ChunkWriter:
         counts = len(self._parts.prompt_of(delta.choice)), delta.num_tokens
         return b',"usage":' + encode(usage(*counts, [self._firsts[delta.choice]]))
 
-
-def error_event(error: ApiError) -> bytes:
-    """The error body as an event, and the end of the stream."""
-    return b"data: " + error.body() + b"\n\n" + DONE
-
-
-def whole_response(head: ResponseHead, parts: ResponseParts, answers: list[Delta]) -> bytes:
-    """The JSON body of an answer without streaming."""
-    firsts = [answer.first for answer in answers]
-    body: dict[str, object] = {
-        "id": head.reply_id,
-        "object": "chat.completion" if head.is_chat else "text_completion",
-        "created": head.created,
-        "model": head.model,
-        "choices": [_choice(head, parts, answer) for answer in answers],
-        "usage": parts.total_usage(sum(answer.num_tokens for answer in answers), firsts),
-    }
-    if parts.show_ids and head.is_chat:
-        body["prompt_token_ids"] = parts.prompt_of(0)
-    return encode(body)
-
-
-def _choice(head: ResponseHead, parts: ResponseParts, answer: Delta) -> dict[str, object]:
-    reason = answer.finish_reason.value if answer.finish_reason else None
-    content: dict[str, object] = {"text": answer.text}
-    if head.is_chat:
-        content = {"message": {"role": "assistant", "content": answer.text, "refusal": None}}
-    written = parts.formats[answer.choice]
-    logprobs = written.write(answer.logprobs) if written else None
-    choice = {"index": answer.choice, **content, "logprobs": logprobs, "finish_reason": reason}
-    if parts.show_ids:
-        choice["token_ids"] = answer.token_ids
-        choice |= {} if head.is_chat else {"prompt_token_ids": parts.prompt_of(answer.choice)}
-    return choice
+    def _choice(self, answer: Delta) -> dict[str, object]:
+        content: dict[str, object] = {"text": answer.text}
+        if self._is_chat:
+            content = {"message": whole_message(answer)}
+        written = self._parts.formats[answer.choice]
+        logprobs = written.write(answer.logprobs) if written else None
+        reason = finish_reason(answer, self._parts.names_tool)
+        choice = {"index": answer.choice, **content, "logprobs": logprobs, "finish_reason": reason}
+        if self._parts.show_ids:
+            choice["token_ids"] = answer.token_ids
+            prompt = self._parts.prompt_of(answer.choice)
+            choice |= {} if self._is_chat else {"prompt_token_ids": prompt}
+        return choice

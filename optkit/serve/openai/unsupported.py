@@ -17,24 +17,17 @@ INERT: dict[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
+    "parallel_tool_calls": (None, True, False),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
     "modalities": (None, ["text"]),
     "audio": (None,),
     "chat_template": (None,),
     "prompt_embeds": (None,),
     "documents": (None, []),
     "use_beam_search": (None, False),
-    "bad_words": (None, []),
     "prompt_logprobs": (None,),
-    "structured_outputs": (None,),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "guided_decoding_backend": (None,),
-    "guided_whitespace_pattern": (None,),
+    "guided_decoding_backend": (None, "auto", "guidance"),
     "structural_tag": (None,),
     "json_schema": (None,),
     "regex": (None,),
@@ -68,7 +61,7 @@ INERT: dict[str, tuple[Any, ...]] = {
 
 HARMLESS = frozenset(
     [
-        *("parallel_tool_calls", "prediction"),  # about tool calls, which are refused; about speed
+        "prediction",  # about speed
         *("store", "metadata", "service_tier", "safety_identifier"),  # for the operator of the service
         *(
             "prompt_cache_key",
@@ -80,14 +73,11 @@ HARMLESS = frozenset(
     ]
 )
 
-# The same of a message.
-NO_CALLS: dict[str, tuple[Any, ...]] = {"tool_calls": (None, []), "function_call": (None,)}
-
 
 def refuse_unsupported(data: dict[str, Any], supported: Container[str]) -> None:
     """Raise ApiError 400 for the first field of ``data`` outside ``supported`` whose value has an effect."""
     for name, inert in INERT.items():
-        if name in data and name not in supported and not _is_one_of(data[name], inert):
+        if name in data and name not in supported and not is_one_of(data[name], inert):
             raise unsupported(name)
     messages = data.get("messages")
     for message in messages if isinstance(messages, list) else ():
@@ -95,15 +85,14 @@ def refuse_unsupported(data: dict[str, Any], supported: Container[str]) -> None:
             _refuse_in_message(message)
 
 
-def _is_one_of(value: Any, inert: tuple[Any, ...]) -> bool:
+def is_one_of(value: Any, inert: tuple[Any, ...]) -> bool:
     """True when ``value`` is in ``inert``, type and all: to Python, 1 and True are the same."""
     return any(type(value) is type(known) and value == known for known in inert)
 
 
 def _refuse_in_message(message: dict[str, Any]) -> None:
-    calls = any(not _is_one_of(message.get(name), inert) for name, inert in NO_CALLS.items())
-    if calls or message.get("role") in ("tool", "function"):
-        raise unsupported("messages", "tool calls are not supported")
+    if message.get("role") == "function" or message.get("function_call") is not None:
+        raise unsupported("messages", "functions are not supported; use tools")
     parts = message.get("content")
     for part in parts if isinstance(parts, list) else ():
         if isinstance(part, dict) and part.get("type") not in ("text", None):

@@ -44,6 +44,23 @@ def ranked() -> list[tuple[int, float]]:
     return [(int(t), float(probs[t])) for t in probs.argsort(descending=True)]
 
 
+def test_last_token_of_a_bad_word_is_excluded_after_the_others() -> None:
+    logits = random_logits()
+    best, second, third = (token for token, _ in ranked()[:3])
+    words = ((best,), (7, 8, second))
+    for output, wanted in (
+        ([], second),
+        ([7], second),
+        ([7, 8], third),
+        ([8, 7, 8], third),
+        ([7, 8, 9], second),
+    ):
+        assert sample(logits, [sequence(output=output, temperature=0.0, bad_words=words)]) == [wanted]
+    assert sample(logits, [sequence([7, 8], [], temperature=0.0, bad_words=words)]) == [
+        second
+    ]  # not the prompt
+
+
 def test_greedy_rows_take_the_argmax() -> None:
     logits = random_logits(5)
     assert sample(logits, [sequence(temperature=0.0) for _ in range(5)]) == logits.argmax(1).tolist()

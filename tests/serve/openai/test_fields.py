@@ -7,7 +7,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from optkit.serve.openai.schema import document
+from optkit.serve.openapi import document
 from tests.support.serve_fakes import FakeEngine, post, tiny_app
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -39,6 +39,14 @@ def test_end_of_sequence_is_a_stop_id_unless_ignored() -> None:
         assert engine.requests[0].sampling.stop_token_ids == want
 
 
+def test_bad_words_are_spelled_at_the_beginning_and_after_a_space() -> None:
+    engine = FakeEngine()
+    post(tiny_app(engine), CHAT, {**HELLO, "bad_words": ["cat", "7"]})
+    spelled = [tuple(tiny_tokenizer().encode(text)) for text in ("cat", " cat", "7", " 7")]
+    assert engine.requests[0].sampling.bad_words == tuple(spelled)
+    assert {token for ids in spelled for token in ids} <= set(engine.requests[0].sampling.named_tokens)
+
+
 def test_sampling_fields_reach_the_engine() -> None:
     engine = FakeEngine()
     fields = {"temperature": 0, "top_p": 0.5, "top_k": 9, "min_p": 0.1, "seed": -3, "min_tokens": 2}

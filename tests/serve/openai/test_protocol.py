@@ -29,7 +29,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"seed": 2**63}, "seed"),
     ({"presence_penalty": 3}, "presence_penalty"),
     ({"repetition_penalty": 0}, "repetition_penalty"),
-    ({"stop": ["a"] * 5}, "stop"),
+    ({"stop": ["a"] * 65}, "stop"),
     ({"stop": "a" * 257}, "stop"),
     ({"stop": ""}, "stop"),
     ({"stop": [1]}, "stop"),
@@ -55,7 +55,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"n": 0}, "n"),
     ({"n": 129}, "n"),
     ({"n": 2**63}, "n"),
-    ({"best_of": 2}, "best_of"),
+    ({"best_of": 2, "stream": True}, "best_of"),
     ({"n": 2, "best_of": 1}, "best_of"),
     ({"logprobs": 2}, "logprobs"),
     ({"top_logprobs": 3}, "top_logprobs"),
@@ -76,7 +76,9 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"allowed_token_ids": [302]}, "allowed_token_ids"),
     ({"allowed_token_ids": [7], "stop_token_ids": [7, 8], "min_tokens": 1}, "allowed_token_ids"),
     ({"repetition_penalty": 1e-300}, "repetition_penalty"),
-    ({"bad_words": ["x"]}, "bad_words"),
+    ({"bad_words": "x"}, "bad_words"),
+    ({"bad_words": [""]}, "bad_words"),
+    ({"bad_words": ["x"] * 257}, "bad_words"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ({"truncate_prompt_tokens": 513}, "truncate_prompt_tokens"),
     ({"truncate_prompt_tokens": -1, "max_tokens": 600}, "truncate_prompt_tokens"),
@@ -139,7 +141,7 @@ def test_bad_prompt_is_400(prompt: Any) -> None:
 
 
 def test_limits_themselves_are_accepted() -> None:
-    at_limit = {"stop": ["a" * 256] * 4, "max_tokens": 400, "seed": -(2**63), "min_tokens": 400, "top_k": -1}
+    at_limit = {"stop": ["a" * 256] * 64, "max_tokens": 400, "seed": -(2**63), "min_tokens": 400, "top_k": -1}
     inert = {"n": 1, "logprobs": False, "tools": [], "response_format": {"type": "text"}, "logit_bias": None}
     assert post(tiny_app(), CHAT, {**HELLO, **at_limit, **inert, "user": "me"}).status_code == 200
     nulls = dict.fromkeys(("stop", "max_tokens", "temperature", "top_p", "seed", "n", "stream"))

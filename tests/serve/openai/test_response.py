@@ -26,6 +26,7 @@ def test_chat() -> None:
         "prompt_tokens": prompt,
         "completion_tokens": COUNTED,
         "total_tokens": prompt + COUNTED,
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
 
 

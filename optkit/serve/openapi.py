@@ -1,16 +1,21 @@
 """The OpenAPI 3.1 document of the server, at ``GET /openapi.json``.
 
-The schemas of the request bodies come from the checking models (``protocol``), so the document has the same fields.
-Some checks have no schema: the vocabulary, the context length, fields excluding each other. Requests against such a
-check are 400 although the schema allows the body. Fields of ``unsupported`` are left out.
+The schemas of the request bodies come from the checking models, so the document has the same fields. Some checks have
+no schema: the vocabulary, the context length, fields excluding each other. Requests against such a check are 400
+although the schema allows the body. Fields without support are left out.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from pydantic import BaseModel
+
 from optkit.json_names import JSON_NAMES
-from optkit.serve.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from optkit.serve.anthropic.protocol import CountTokensRequest, MessagesRequest
+from optkit.serve.openai.protocol import ChatRequest, CompletionRequest
+from optkit.serve.openai.tokenize import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
+from optkit.serve.responses.protocol import ResponsesRequest
 from optkit.version import VERSION
 
 Schema = dict[str, Any]
@@ -30,20 +35,37 @@ ERRORS = {
     504: "Not answered within the server's request timeout.",
 }
 NUMBER, INTEGER, STRING = {"type": "number"}, {"type": "integer"}, {"type": "string"}
-REASON = {"enum": ["stop", "length", None]}
+REASON = {"enum": ["stop", "length", "tool_calls", None]}
 
 
-def document() -> Schema:
-    """The whole document, JSON-able."""
-    schemas: Schema = {"Error": _error(), "ChatAnswer": _answer("chat.completion", _chat_choice())}
-    schemas["CompletionAnswer"] = _answer("text_completion", _completion_choice())
+def document(root_path: str = "") -> Schema:
+    """The whole document, JSON-able.
+
+    Args:
+        root_path: of the server behind a proxy.
+    """
+    schemas: Schema = {"Error": _error(), "AnthropicError": _anthropic_error()}
+    schemas |= {"ChatAnswer": _answer("chat.completion", _chat_choice())}
+    schemas |= {"CompletionAnswer": _answer("text_completion", _completion_choice())}
+    schemas |= {"Response": _response(), "Message": _message()}
+    count = _object({"input_tokens": INTEGER})
+    ids = _object({"count": INTEGER, "max_model_len": INTEGER, "tokens": {"type": "array", "items": INTEGER}})
+
+    def post(answer: Schema, *kinds: type[BaseModel], streams: bool = False, error: str = "Error") -> Schema:
+        return {"post": _post(schemas, answer, kinds, streams, error)}
+
     paths = {
-        "/v1/chat/completions": {"post": _generation(ChatRequest, "ChatAnswer", schemas)},
-        "/v1/completions": {"post": _generation(CompletionRequest, "CompletionAnswer", schemas)},
+        "/v1/chat/completions": post(_ref("ChatAnswer"), ChatRequest, streams=True),
+        "/v1/completions": post(_ref("CompletionAnswer"), CompletionRequest, streams=True),
+        "/v1/responses": post(_ref("Response"), ResponsesRequest, streams=True),
+        "/v1/messages": post(_ref("Message"), MessagesRequest, streams=True, error="AnthropicError"),
+        "/v1/messages/count_tokens": post(count, CountTokensRequest, error="AnthropicError"),
         "/v1/models": {
             "get": _get("The served names.", _object({"object": STRING, "data": {"type": "array"}}))
         },
         "/v1/models/{name}": {"get": _model()},
+        "/tokenize": post(ids, TokenizeRequest, TokenizeChatRequest),
+        "/detokenize": post(_object({"prompt": STRING}), DetokenizeRequest),
         "/reset_prefix_cache": {
             "post": {"summary": "Forget the KV of finished sequences.", **_answers({}, 401, 403)}
         },
@@ -58,6 +80,7 @@ def document() -> Schema:
     return {
         "openapi": "3.1.0",
         "info": {"title": "optkit", "version": VERSION},
+        **({"servers": [{"url": root_path}]} if root_path else {}),
         "paths": paths,
         "components": {
             "schemas": schemas,
@@ -67,24 +90,30 @@ def document() -> Schema:
     }
 
 
-def _generation(kind: type[GenerationRequest], answer: str, schemas: Schema) -> Schema:
+def _post(
+    schemas: Schema, answer: Schema, kinds: tuple[type[BaseModel], ...], streams: bool, error: str
+) -> Schema:
+    """An endpoint with a body of one of ``kinds``."""
+    bodies = [_body(kind, schemas) for kind in kinds]
+    body = bodies[0] if len(bodies) == 1 else {"anyOf": bodies}
+    content: Schema = {"application/json": {"schema": answer}}
+    if streams:
+        content["text/event-stream"] = {
+            "schema": _object({"data": STRING})
+        }  # of each event, in JSON, or [DONE]
+    return {
+        "summary": (kinds[0].__doc__ or "").splitlines()[0],
+        "requestBody": {"required": True, "content": {"application/json": {"schema": body}}},
+        **_answers(content, *ERRORS, error=error),
+    }
+
+
+def _body(kind: type[BaseModel], schemas: Schema) -> Schema:
+    """A reference to the schema of ``kind``, which is added to ``schemas``."""
     schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
     schemas.update(schema.pop("$defs", {}))
     schemas[kind.__name__] = schema
-    content = {
-        "application/json": {"schema": _ref(answer)},
-        "text/event-stream": {
-            "schema": _object({"data": STRING})
-        },  # of each event: a chunk in JSON, or [DONE]
-    }
-    return {
-        "summary": (kind.__doc__ or "").splitlines()[0],
-        "requestBody": {
-            "required": True,
-            "content": {"application/json": {"schema": _ref(kind.__name__)}},
-        },
-        **_answers(content, *ERRORS),
-    }
+    return _ref(kind.__name__)
 
 
 def _get(summary: str, schema: Schema, media: str = "application/json", unwell: bool = False) -> Schema:
@@ -106,10 +135,10 @@ def _model() -> Schema:
     }
 
 
-def _answers(content: Schema, *errors: int) -> Schema:
+def _answers(content: Schema, *errors: int, error: str = "Error") -> Schema:
     responses: Schema = {"200": {"description": "Done.", **({"content": content} if content else {})}}
     for status in errors:
-        body = {"application/json": {"schema": _ref("Error")}}
+        body = {"application/json": {"schema": _ref(error)}}
         responses[str(status)] = {"description": ERRORS[status], "content": body}
     return {"responses": responses}
 
@@ -121,7 +150,7 @@ def _answer(kind: str, choice: Schema) -> Schema:
 
 
 def _chat_choice() -> Schema:
-    message = _object({"role": {"const": "assistant"}, "content": STRING})
+    message = _object({"role": {"const": "assistant"}, "content": {"type": ["string", "null"]}})
     token = {"token": STRING, "logprob": NUMBER, "bytes": {"type": "array", "items": INTEGER}}
     entry = _object({**token, "top_logprobs": {"type": "array", "items": _object(token)}})
     logprobs = {"anyOf": [{"type": "null"}, _object({"content": {"type": "array", "items": entry}})]}
@@ -142,6 +171,26 @@ def _completion_choice() -> Schema:
 def _error() -> Schema:
     text = {"type": ["string", "null"]}
     return _object({"error": _object({"message": STRING, "type": STRING, "param": text, "code": text})})
+
+
+def _anthropic_error() -> Schema:
+    return _object({"type": {"const": "error"}, "error": _object({"type": STRING, "message": STRING})})
+
+
+def _response() -> Schema:
+    usage = _object({"input_tokens": INTEGER, "output_tokens": INTEGER, "total_tokens": INTEGER})
+    fields = {"id": STRING, "object": {"const": "response"}, "created_at": INTEGER, "model": STRING}
+    status = {"enum": ["completed", "incomplete", "failed", "in_progress"]}
+    output = {"type": "array", "items": _object({"type": STRING, "id": STRING})}
+    return _object({**fields, "status": status, "output": output, "usage": usage})
+
+
+def _message() -> Schema:
+    usage = _object({"input_tokens": INTEGER, "output_tokens": INTEGER})
+    fields = {"id": STRING, "type": {"const": "message"}, "role": {"const": "assistant"}, "model": STRING}
+    content = {"type": "array", "items": _object({"type": STRING})}
+    reason = {"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use"]}
+    return _object({**fields, "content": content, "stop_reason": reason, "usage": usage})
 
 
 def _object(fields: Schema) -> Schema:

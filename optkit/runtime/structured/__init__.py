@@ -1,0 +1,1 @@
+"""Structured output: constraints on the text of an answer, by llguidance (the extra ``structured``)."""

@@ -1,0 +1,1 @@
+"""Anthropic's Messages endpoint: its requests as chat requests, and its answers."""

@@ -1,0 +1,60 @@
+"""OpenAI's rules on the schema of a ``strict`` response format or tool.
+
+The rules make an answer of the schema unambiguous: the root is an object, every object has
+``additionalProperties: false`` and lists all properties as required. An optional property is a union with null.
+OpenAI's quotas (5,000 properties, ten levels) are not checked: grammars have bounds of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+NESTED = ("properties", "$defs", "definitions", "patternProperties")  # objects of schemas
+LISTED = ("anyOf", "allOf", "oneOf", "prefixItems")
+SINGLE = ("items", "additionalProperties")
+
+
+def strict_violation(schema: dict[str, Any]) -> str | None:
+    """The first rule that ``schema`` breaks, in OpenAI's words; None for a good schema."""
+    if schema.get("type") != "object":
+        return f"schema must be a JSON Schema of 'type: \"object\"', got 'type: {schema.get('type')!r}'."
+    for path, part in _parts(schema, ()):
+        if not _is_object(part):
+            continue
+        context = f"In context={path}, "
+        if part.get("additionalProperties") is not False:
+            return f"{context}'additionalProperties' is required to be supplied and to be false."
+        required = part.get("required")
+        names = part.get("properties", {})
+        missing = [name for name in names if not isinstance(required, list) or name not in required]
+        if missing:
+            return (
+                f"{context}'required' is required to be supplied and to be an array including every key in "
+                f"properties. Missing '{missing[0]}'."
+            )
+    return None
+
+
+def _is_object(part: dict[str, Any]) -> bool:
+    kind = part.get("type")
+    return kind == "object" or (isinstance(kind, list) and "object" in kind) or "properties" in part
+
+
+def _parts(schema: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+    """Every schema in ``schema``, with its path. The depth of a request's body bounds the recursion."""
+    if not isinstance(schema, dict):
+        return
+    yield path, schema
+    for key in NESTED:
+        inside = schema.get(key)
+        if isinstance(inside, dict):
+            for name, part in inside.items():
+                yield from _parts(part, (*path, key, name))
+    for key in LISTED:
+        inside = schema.get(key)
+        if isinstance(inside, list):
+            for index, part in enumerate(inside):
+                yield from _parts(part, (*path, key, str(index)))
+    for key in SINGLE:
+        yield from _parts(schema.get(key), (*path, key))
