@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         ScoredText,
         TextPiece,
         TokenScore,
+        ToolCall,
     )
     from optkit.errors import EngineError, OptkitError, UnsupportedModel, UserError
     from optkit.recipe.schema import Recipe
@@ -52,6 +53,7 @@ __all__ = [
     "ScoredText",
     "TextPiece",
     "TokenScore",
+    "ToolCall",
     "UnsupportedModel",
     "UserError",
     "__version__",
@@ -67,7 +69,16 @@ MODULES = {  # of public names, below this package
     "api.optimize": ("OptimizeResult", "optimize"),
     "api.progress": ("ProgressEvent",),
     "api.results": (
-        *("Choice", "Completion", "Completions", "Embeddings", "ScoredText", "TextPiece", "TokenScore"),
+        *(
+            "Choice",
+            "Completion",
+            "Completions",
+            "Embeddings",
+            "ScoredText",
+            "TextPiece",
+            "TokenScore",
+            "ToolCall",
+        ),
     ),
     "errors": ("EngineError", "OptkitError", "UnsupportedModel", "UserError"),
     "recipe.schema": ("Recipe",),

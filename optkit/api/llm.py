@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, cast, overload
 
 import numpy as np
@@ -25,6 +26,7 @@ from optkit.recipe.engine_options import engine_options
 from optkit.runtime.info import EngineInfo
 from optkit.runtime.pooling import POOLINGS, Pooling, grouped
 from optkit.runtime.process.ipc import Embedded
+from optkit.serve.constraints.checker import ConstraintChecker
 from optkit.serve.openai.prompts import PromptReader
 from optkit.serve.openai.protocol import CompletionRequest
 from optkit.text.tokenizer import Tokenizer
@@ -71,9 +73,10 @@ class LLM:
 
     def __init__(self, name: str, tokenizer: Tokenizer, engine: EngineThread, info: EngineInfo) -> None:
         self.name, self.tokenizer, self.info = name, tokenizer, info
-        self._engine, self._prompts = engine, PromptReader(tokenizer, info.config.max_model_len)
+        self._engine, constraints = engine, ConstraintChecker(tokenizer)
+        self._prompts = PromptReader(tokenizer, info.config.max_model_len, constraints)
         self._requests = Requests(name, engine, self._prompts, info.config.max_num_seqs)
-        self._finalizer = weakref.finalize(self, engine.close)
+        self._finalizer = weakref.finalize(self, end, engine, constraints)
 
     # -- answers -------------------------------------------------------------------------------------------
 
@@ -264,6 +267,13 @@ class LLM:
             ("loaded in", f"{self.info.load_seconds:.1f} s"),
         ]
         return fragment(self.name, [html_table(("", ""), rows)])
+
+
+def end(engine: EngineThread, constraints: ConstraintChecker) -> None:
+    """End the process that checks constraints, and that of the engine."""
+    with suppress(EngineError):  # closed before
+        engine.run(constraints.close())
+    engine.close()
 
 
 def vectors(answer: Embedded) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -12,15 +13,18 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from optkit.api.engine_thread import EngineThread
 from optkit.api.inputs import as_json, known_options, prompt_text
 from optkit.api.progress import ProgressCallback, ProgressEvent
-from optkit.api.results import Choice, Completion, TextPiece, TokenScore
+from optkit.api.results import Choice, Completion, TextPiece, TokenScore, ToolCall
 from optkit.errors import EngineError, UserError, nearest
 from optkit.runtime.types import EngineRequest, FinishReason, FirstToken, TokenLogprob, TokenOutput
 from optkit.serve.http.errors import ApiError
+from optkit.serve.openai.chat_message import TOOL_CALLS
 from optkit.serve.openai.generation import Delta, collect, generate_text, merge
 from optkit.serve.openai.jobs import ChoiceJob, Sender
 from optkit.serve.openai.prompts import PromptReader
 from optkit.serve.openai.protocol import ChatRequest, GenerationRequest, checked_request
-from optkit.text.chat_template import check_template
+from optkit.serve.tools.formats import choose_format
+from optkit.serve.tools.parts import Part, calls_of, text_of
+from optkit.text.template_trial import check_template
 from optkit.text.token_text import show
 
 if TYPE_CHECKING:
@@ -62,7 +66,7 @@ class Requests:
     ) -> ChatRequest:
         template = self._prompts.tokenizer.chat_template
         if template is not None and not self._template_checked:
-            check_template(template)
+            self._prompts.chat = choose_format(check_template(template))
             self._template_checked = True
         scores = {} if logprobs is None else {"logprobs": True, "top_logprobs": logprobs}
         return self.request(ChatRequest, options, messages=[dict(message) for message in messages], **scores)
@@ -97,7 +101,7 @@ class Requests:
     async def _answer(self, request: GenerationRequest) -> Completion:
         jobs, deltas = await self._start(request)
         answers = await collect(deltas, len(jobs), lambda delta: None)
-        choices = [self._choice(answer) for answer in answers]
+        choices = [self._choice(answer, answer.parts) for answer in answers]
         ids, first = jobs[0].request.prompt_ids, answers[0].first
         return Completion(
             prompt_text(request) or self._prompts.tokenizer.decode(ids, skip_special_tokens=False),
@@ -120,15 +124,33 @@ class Requests:
                 async for delta in found:
                     yield delta
 
+        parts: dict[int, list[Part]] = defaultdict(list)  # of calls, by choice
         with own_errors():
             for delta in self._engine.iterate(deltas):
-                choice = self._choice(delta)
-                reason = choice.finish_reason or None
-                yield TextPiece(choice.text, choice.token_ids, delta.choice, reason, choice.logprobs)
+                parts[delta.choice] += [part for part in delta.parts if part.kind == "call"]
+                whole = self._choice(delta, parts[delta.choice] if delta.finish_reason else ())
+                yield TextPiece(
+                    whole.text,
+                    whole.token_ids,
+                    delta.choice,
+                    whole.finish_reason or None,
+                    whole.logprobs,
+                    whole.reasoning,
+                    whole.tool_calls,
+                )
 
-    def _choice(self, delta: Delta) -> Choice:
+    def _choice(self, delta: Delta, calls: Sequence[Part]) -> Choice:
+        """``delta`` as an answer; ``calls`` are the parts of all calls, of an answer that has ended."""
+        made = tuple(ToolCall(*call) for call in calls_of(calls))
         reason = delta.finish_reason.value if delta.finish_reason else ""
-        return Choice(delta.text, delta.token_ids, reason, tuple(map(self._score, delta.logprobs)))
+        return Choice(
+            delta.text,
+            delta.token_ids,
+            TOOL_CALLS if made and delta.finish_reason is FinishReason.STOP else reason,
+            tuple(map(self._score, delta.logprobs)),
+            text_of(delta.parts, "reasoning"),
+            made,
+        )
 
     def _score(self, entry: TokenLogprob) -> TokenScore:
         top = tuple((token, self._shown(token), value) for token, value in entry.top)

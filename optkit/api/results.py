@@ -27,19 +27,33 @@ class TokenScore:
 
 
 @dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool in an answer; ``arguments`` are JSON text as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
 class Choice:
     """An answer to a prompt.
 
     Attributes:
+        text: of the answer, without the reasoning and the calls of a chat answer.
         token_ids: generated tokens; a stop token is the last.
-        finish_reason: ``stop`` or ``length``.
+        finish_reason: ``stop``, ``length`` or ``tool_calls``.
         logprobs: of ``token_ids`` where asked for, else empty.
+        reasoning: of a chat answer, if the model's template marks reasoning.
+        tool_calls: of a chat answer to a request with ``tools``.
     """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str
     logprobs: tuple[TokenScore, ...] = ()
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -70,8 +84,18 @@ class Completion:
 
     @property
     def finish_reason(self) -> str:
-        """The end of the first choice: ``stop`` or ``length``."""
+        """The end of the first choice: ``stop``, ``length`` or ``tool_calls``."""
         return self.choices[0].finish_reason
+
+    @property
+    def reasoning(self) -> str:
+        """The reasoning of the first choice."""
+        return self.choices[0].reasoning
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The calls of tools in the first choice."""
+        return self.choices[0].tool_calls
 
     @property
     def logprobs(self) -> tuple[TokenScore, ...]:
@@ -107,6 +131,7 @@ class TextPiece:
     Attributes:
         choice: index of the answer, for ``n`` above 1.
         finish_reason: in the last piece of an answer, else None.
+        tool_calls: all calls of the answer, in the last piece.
     """
 
     text: str
@@ -114,6 +139,8 @@ class TextPiece:
     choice: int = 0
     finish_reason: str | None = None
     logprobs: tuple[TokenScore, ...] = ()
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
 
     def __str__(self) -> str:
         return self.text

@@ -131,7 +131,7 @@ class CustomTool(BaseModel):
 
     def as_chat(self) -> Entry:
         function = {"name": self.name, "parameters": self.input_schema}
-        optional = {"description": self.description, "strict": self.strict}
+        optional: dict[str, Any] = {"description": self.description, "strict": self.strict}
         function |= {name: value for name, value in optional.items() if value is not None}
         return {"type": "function", "function": function}
 

@@ -50,7 +50,9 @@ def parse_tokenize(body: bytes) -> TokenizeRequest | TokenizeChatRequest:
     data = parse_object(body)
     if "messages" in data and "prompt" in data:
         raise ApiError("give 'prompt' or 'messages', not both", param="messages", code="invalid_value")
-    return checked(TokenizeChatRequest if "messages" in data else TokenizeRequest, data)
+    if "messages" in data:
+        return checked(TokenizeChatRequest, data)
+    return checked(TokenizeRequest, data)
 
 
 def parse_detokenize(body: bytes) -> DetokenizeRequest:
