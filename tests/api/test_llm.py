@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import threading
 import time
 from pathlib import Path
@@ -278,3 +280,44 @@ def test_embed_runs_beside_a_stream_and_refuses_what_does_not_fit(llm: optkit.LL
     with pytest.raises(optkit.UserError, match="unknown pooling 'max'"):
         llm.embed("a", pooling="max")  # type: ignore[arg-type]
     assert len(llm.embed([])) == 0
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "paint",
+        "parameters": {
+            "type": "object",
+            "properties": {"colour": {"enum": ["red", "blue"]}},
+            "required": ["colour"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+def test_an_answer_keeps_to_a_constraint(llm: optkit.LLM) -> None:
+    pytest.importorskip("llguidance")
+    answer = llm.generate(
+        "the", max_tokens=20, temperature=1.0, seed=3, structured_outputs={"regex": "(ab|ba){3}"}
+    )
+    assert re.fullmatch("(ab|ba){3}", answer.text) and answer.finish_reason == "stop"
+
+
+def test_a_required_call_is_read_from_the_answer_whole_and_in_pieces(llm: optkit.LLM) -> None:
+    pytest.importorskip("llguidance")
+    options: dict[str, Any] = {
+        "tools": [TOOL],
+        "tool_choice": "required",
+        "max_tokens": 120,
+        "temperature": 0,
+    }
+    answer = llm.chat("paint it", parallel_tool_calls=False, **options)
+    assert isinstance(answer, optkit.Completion)
+    (call,) = answer.tool_calls
+    assert call.name == "paint" and json.loads(call.arguments)["colour"] in ("red", "blue")
+    assert (answer.text, answer.finish_reason) == ("", "tool_calls")
+    messages = [{"role": "user", "content": "paint it"}]
+    *pieces, last = llm.stream(messages, parallel_tool_calls=False, **options)
+    assert [(c.name, c.arguments) for c in last.tool_calls] == [(call.name, call.arguments)]
+    assert not any(piece.tool_calls or piece.text for piece in pieces)
