@@ -1,8 +1,8 @@
 """Packages as functions: ``optkit.bench(...)`` and ``optkit.recipe(...)`` beside ``import optkit.bench``.
 
 The function has the last name of the package and lies in a module of ``optkit.api`` with the same name. A package
-becomes callable by a subclass of the module type, as the language reference describes under "Customizing module attribute
-access"; nothing is imported before the first call.
+becomes callable by a subclass of the module type, as the language reference describes under "Customizing module
+attribute access"; nothing is imported before the first call.
 """
 
 from __future__ import annotations
