@@ -198,6 +198,14 @@ def _options_schema(name: str, model: type[BaseModel], definitions: dict[str, An
     options = model.model_json_schema(ref_template=f"#/$defs/{name}.{{model}}")
     for key, value in options.pop("$defs", {}).items():
         definitions[f"{name}.{key}"] = value
-    options.setdefault("properties", {})["accept"] = {"$ref": "#/$defs/Accept"}
-    options["properties"]["keep"] = {"enum": list(get_args(Keep)), "default": "unless_worse"}
+    properties = options.setdefault("properties", {})
+    if names := getattr(model, "overridable", ()):
+        of_layer = {name: properties[name] for name in names}
+        properties["overrides"]["additionalProperties"] = {
+            "type": "object",
+            "properties": of_layer,
+            "additionalProperties": False,
+        }
+    properties["accept"] = {"$ref": "#/$defs/Accept"}
+    properties["keep"] = {"enum": list(get_args(Keep)), "default": "unless_worse"}
     return {"anyOf": [options, {"type": "null"}]}

@@ -29,7 +29,7 @@ def display(value):
     if value is None:
         return
     show = getattr(value, "_repr_html_", None)
-    print("DISPLAY", (show() if show else repr(value)).replace("\\n", " "))
+    print("\\nDISPLAY", (show() if show else repr(value)).replace("\\n", " "))
 """
 
 

@@ -31,7 +31,7 @@ from optkit.serve.openai.prompts import PromptReader
 from optkit.serve.openai.protocol import CompletionRequest
 from optkit.text.tokenizer import Tokenizer
 
-Messages = str | Sequence[Mapping[str, Any]]
+Prompts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
 
 
 @guarded
@@ -81,9 +81,9 @@ class LLM:
     # -- answers -------------------------------------------------------------------------------------------
 
     @overload
-    def generate(
+    def generate(  # type: ignore[overload-overlap]
         self,
-        prompts: str,
+        prompts: str | Sequence[int],
         *,
         logprobs: int | None = None,
         progress: ProgressCallback | None = None,
@@ -93,17 +93,17 @@ class LLM:
     @overload
     def generate(
         self,
-        prompts: Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
+        prompts: Sequence[str] | Sequence[Sequence[int]],
         *,
         logprobs: int | None = None,
         progress: ProgressCallback | None = None,
         **options: Any,
-    ) -> Completions | Completion: ...
+    ) -> Completions: ...
 
     @guarded
     def generate(
         self,
-        prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
+        prompts: Prompts,
         *,
         logprobs: int | None = None,
         progress: ProgressCallback | None = None,
@@ -129,10 +129,30 @@ class LLM:
         ]
         return single(self._requests.run_all(requests, progress), is_single)
 
+    @overload
+    def chat(
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        *,
+        logprobs: int | None = None,
+        progress: ProgressCallback | None = None,
+        **options: Any,
+    ) -> Completion: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Sequence[Mapping[str, Any]]],
+        *,
+        logprobs: int | None = None,
+        progress: ProgressCallback | None = None,
+        **options: Any,
+    ) -> Completions: ...
+
     @guarded
     def chat(
         self,
-        messages: Messages | Sequence[Sequence[Mapping[str, Any]]],
+        messages: str | Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         *,
         logprobs: int | None = None,
         progress: ProgressCallback | None = None,
@@ -154,6 +174,7 @@ class LLM:
         requests = [self._requests.chat_request(conversation, logprobs, options) for conversation in listed]
         return single(self._requests.run_all(requests, progress), is_single)
 
+    @guarded
     def stream(
         self,
         prompt: str | Sequence[int] | Sequence[Mapping[str, Any]],
@@ -173,15 +194,22 @@ class LLM:
         if is_messages(prompt):
             messages = cast(Sequence[Mapping[str, Any]], prompt)
             return self._requests.pieces(self._requests.chat_request(messages, logprobs, options))
-        (one,), _ = as_prompts(prompt)
-        return self._requests.pieces(
-            self._requests.request(CompletionRequest, options, prompt=[one], logprobs=logprobs)
-        )
+        listed, is_single = as_prompts(prompt)
+        if not is_single:
+            raise UserError("a stream is of a single prompt", where="prompt", fix="use generate for several")
+        request = self._requests.request(CompletionRequest, options, prompt=listed, logprobs=logprobs)
+        return self._requests.pieces(request)
+
+    @overload
+    def logprobs(self, texts: str | Sequence[int], *, top: int = 0) -> ScoredText: ...  # type: ignore[overload-overlap]
+
+    @overload
+    def logprobs(
+        self, texts: Sequence[str] | Sequence[Sequence[int]], *, top: int = 0
+    ) -> list[ScoredText]: ...
 
     @guarded
-    def logprobs(
-        self, texts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]], *, top: int = 0
-    ) -> ScoredText | list[ScoredText]:
+    def logprobs(self, texts: Prompts, *, top: int = 0) -> ScoredText | list[ScoredText]:
         """The log probability of each token of ``texts``; nothing is generated.
 
         Args:
@@ -205,7 +233,7 @@ class LLM:
     @guarded
     def embed(
         self,
-        texts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
+        texts: Prompts,
         *,
         pooling: Pooling = "last",
         normalize: bool = True,

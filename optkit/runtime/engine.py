@@ -28,7 +28,7 @@ from optkit.runtime.info import EngineInfo
 from optkit.runtime.kv.offload import CorruptBlock, HostBlockStore
 from optkit.runtime.kv.pools import memory_plan
 from optkit.runtime.kv.shareable import note_step
-from optkit.runtime.pooling import Pooling
+from optkit.runtime.pooling import MAX_TEXTS, Pooling
 from optkit.runtime.sampling.logprobs import LogprobRunner
 from optkit.runtime.sampling.sampler import sample
 from optkit.runtime.sampling.speculative import first_rows, verify
@@ -243,6 +243,8 @@ class Engine:
             EngineRefusal: a prompt that the model can't take.
             UserError: the model gives no hidden states.
         """
+        if not 0 < len(prompts) <= MAX_TEXTS:
+            raise EngineRefusal(f"{len(prompts)} texts, of 1 to {MAX_TEXTS} in a message")
         for prompt in prompts:
             self._check_ids(prompt)
             if not 0 < len(prompt) <= self.config.max_model_len:

@@ -6,16 +6,17 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, TypeVar, get_args
 
 Pooling = Literal["last", "mean", "cls"]
+MAX_TEXTS = 256  # of a message, whose vectors fit a frame
 POOLINGS: tuple[str, ...] = get_args(Pooling)
 
 Text = TypeVar("Text", bound=Sequence[int])
 
 
 def grouped(texts: Sequence[Text], max_tokens: int) -> Iterator[list[Text]]:
-    """``texts`` in order, as many together as have at most ``max_tokens`` tokens; a longer text is alone."""
+    """``texts`` in order, up to ``MAX_TEXTS`` together, of at most ``max_tokens`` tokens; a longer text is alone."""
     group: list[Text] = []
     for text in texts:
-        if group and sum(map(len, group)) + len(text) > max_tokens:
+        if group and (len(group) == MAX_TEXTS or sum(map(len, group)) + len(text) > max_tokens):
             yield group
             group = []
         group.append(text)

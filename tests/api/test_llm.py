@@ -164,6 +164,11 @@ def test_a_prompt_is_a_text_or_token_ids(llm: optkit.LLM, prompts: Any) -> None:
         llm.chat(7)  # type: ignore[arg-type]
 
 
+def test_a_stream_is_of_a_single_prompt(llm: optkit.LLM) -> None:
+    with pytest.raises(optkit.UserError, match="a stream is of a single prompt"):
+        llm.stream(["a", "b"])  # type: ignore[arg-type]
+
+
 def test_no_prompts_give_no_answers_and_wrong_ones_are_named(llm: optkit.LLM) -> None:
     assert llm.generate([]) == [] and llm.logprobs([]) == []
     with pytest.raises(optkit.UserError, match="the prompt is empty"):
@@ -262,7 +267,7 @@ def test_embed_gives_the_hidden_states_of_transformers(llm: optkit.LLM, referenc
     cosines = torch.nn.functional.cosine_similarity(torch.tensor(unit.vectors), torch.stack(expected))
     assert cosines.min() > 0.9999
     assert np.allclose(unit.similarity(), unit.vectors @ unit.vectors.T, atol=1e-6)
-    assert np.array_equal(llm.embed(encoded(PROMPTS[0]), pooling=pooling)[0], unit[0])
+    assert np.allclose(llm.embed(encoded(PROMPTS[0]), pooling=pooling)[0], unit[0], atol=1e-6)
 
 
 def test_embed_runs_beside_a_stream_and_refuses_what_does_not_fit(llm: optkit.LLM) -> None:
