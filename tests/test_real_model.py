@@ -15,6 +15,8 @@ import jsonschema
 import pytest
 import torch
 
+from bench.structured.schemas import SCHEMAS
+from bench.structured.validity import generate
 from optkit.checkpoint.locate import resolve
 from optkit.pipeline.driver import optimize
 from optkit.runtime.engine import Engine
@@ -191,3 +193,14 @@ def test_in_small_chunks_with_scarce_memory(
     engine = open_engine(str(artifact), **options)
     assert engine.generate(prompts[:8], greedy(NEW_TOKENS)) == expected[:8]
     assert engine.stats().num_preemptions > 0
+
+
+def test_constrained_answers_at_a_high_temperature_are_valid(
+    engine: Engine, artifact: Path, layers: tuple[int, ...]
+) -> None:
+    """An answer to each of sixty schemas; 1,000 answers of the whole model."""
+    tokenizer = Tokenizer.from_directory(artifact)
+    count, max_tokens = (60, 96) if layers == SIX_LAYERS else (1000, 256)
+    tally = generate(engine, tokenizer, SCHEMAS, count, max_tokens)
+    assert tally.wrong == []
+    assert tally.valid + tally.cut == count and tally.valid > 0.7 * count

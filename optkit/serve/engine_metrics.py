@@ -68,6 +68,11 @@ class EngineGauges(Collector):
                 stats.prefix_cache_lost,
             ),
             ("vllm:spec_decode_num_drafts", "Drafts checked.", stats.spec_decode_drafts),
+            (
+                "optkit:forced_tokens",
+                "Tokens without an alternative in a constraint, computed with the token before.",
+                stats.forced_tokens,
+            ),
             ("vllm:spec_decode_num_draft_tokens", "Guessed tokens.", stats.spec_decode_draft_tokens),
             ("vllm:spec_decode_num_accepted_tokens", "Guesses that were right.", accepted),
             ("optkit:kv_offload_saved_blocks", "KV blocks saved to the store.", stats.offload_saves),

@@ -9,10 +9,19 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from optkit.runtime.engine import MODEL_FAILED
+from optkit.runtime.engine import MODEL_FAILED, Engine
 from optkit.runtime.overlap import OverlapEngine
 from optkit.runtime.scheduling.scheduler import SchedulerConfig
-from optkit.runtime.types import QUEUE_TIMEOUT, EngineRequest, FinishReason, SamplingParams, TokenOutput
+from optkit.runtime.structured.compiler import Grammars
+from optkit.runtime.types import (
+    QUEUE_TIMEOUT,
+    Constraint,
+    EngineRequest,
+    FinishReason,
+    SamplingParams,
+    TokenOutput,
+)
+from tests.support.constrained import SIZE, decode, run, sampling, vocabulary
 from tests.support.histories import AheadHistory, Faults, FaultyRunner, reference
 
 LIMITS = {
@@ -165,3 +174,28 @@ def test_every_request_ends_once_in_random_histories_with_faults(quiet: None) ->
 @pytest.mark.soak
 def test_every_request_ends_once_in_thousands_of_histories(quiet: None) -> None:
     run_state_machine_as_test(AheadHistory, settings=LONG)
+
+
+def test_a_constrained_request_is_sampled_a_step_at_a_time_and_its_neighbours_are_the_same() -> None:
+    """The mask of a token depends on the token before, which a queued step does not know."""
+    params = {"free": sampling(None, max_tokens=12), "digits": sampling(Constraint("regex", "[0-9]{8}"))}
+    requests = [
+        EngineRequest(request_id=name, prompt_ids=(1, 2, 3), sampling=p, arrival=0.0)
+        for name, p in params.items()
+    ]
+
+    def engine(kind: type[Engine]) -> Engine:
+        config = SchedulerConfig(**LIMITS | {"max_model_len": 64})
+        runner = FaultyRunner(Faults(), num_blocks=32, block_size=4, vocab_size=SIZE)
+        made = kind(runner, config)
+        made.grammars = Grammars(vocabulary)
+        return made
+
+    def tokens(kind: type[Engine], chosen: list[EngineRequest]) -> dict[str, list[int]]:
+        found = run(engine(kind), chosen)
+        return {name: [t for o in outputs for t in o.token_ids] for name, outputs in found.items()}
+
+    ahead = tokens(OverlapEngine, requests)
+    assert decode(ahead["digits"]).isdecimal() and len(decode(ahead["digits"])) == 8
+    assert ahead == tokens(Engine, requests)
+    assert ahead["free"] == tokens(OverlapEngine, requests[:1])["free"]

@@ -10,7 +10,7 @@ from llguidance._tokenizer import TokenizerWrapper
 
 from optkit.runtime.engine import Engine
 from optkit.runtime.structured.compiler import Grammars
-from optkit.runtime.types import Constraint, SamplingParams
+from optkit.runtime.types import Constraint, EngineRequest, SamplingParams, TokenOutput
 from tests.support.fakes import fake_engine
 
 WORDS = [
@@ -36,25 +36,26 @@ SIZE = len(TOKENS)
 
 
 class _Ascii:
-    """ASCII characters and ``WORDS``, encoded from the left by the longest token."""
+    """The first ``size`` of ``TOKENS``, encoded from the left by the longest."""
 
-    eos_token_id, bos_token_id, tokens = END, None, TOKENS
+    eos_token_id, bos_token_id = END, None
     special_token_ids = (END,)
 
+    def __init__(self, size: int) -> None:
+        self.tokens = TOKENS[:size]
+
     def __call__(self, text: bytes | str) -> list[int]:
-        return encode(text.decode() if isinstance(text, bytes) else text)
+        return encode(text.decode() if isinstance(text, bytes) else text, len(self.tokens))
 
 
-def encode(text: str) -> list[int]:
+def encode(text: str, size: int = SIZE) -> list[int]:
     """The tokens of ``text``, the longest first."""
     ids: list[int] = []
     rest = text.encode()
     while rest:
-        best = max(
-            (i for i, token in enumerate(TOKENS) if rest.startswith(token)), key=lambda i: len(TOKENS[i])
-        )
-        ids.append(best)
-        rest = rest[len(TOKENS[best]) :]
+        fitting = (i for i in range(size) if rest.startswith(TOKENS[i]))
+        ids.append(max(fitting, key=lambda i: len(TOKENS[i])))
+        rest = rest[len(TOKENS[ids[-1]]) :]
     return ids
 
 
@@ -63,8 +64,8 @@ def decode(ids: Iterable[int]) -> str:
 
 
 @functools.cache
-def vocabulary() -> LLTokenizer:
-    return LLTokenizer(TokenizerWrapper(_Ascii()), n_vocab=SIZE)
+def vocabulary(size: int = SIZE) -> LLTokenizer:
+    return LLTokenizer(TokenizerWrapper(_Ascii(size)), n_vocab=size)
 
 
 def constrained_engine(**options: object) -> Engine:
@@ -76,11 +77,21 @@ def constrained_engine(**options: object) -> Engine:
 
 def sampling(constraint: Constraint | None, **fields: object) -> SamplingParams:
     """Sampling parameters that end at ``END``."""
-    defaults: dict[str, object] = {"max_tokens": 60, "temperature": 1.0, "seed": 1}
-    return SamplingParams(constraint=constraint, stop_token_ids=(END,), **defaults | fields)  # type: ignore[arg-type]
+    defaults: dict[str, object] = {"max_tokens": 60, "temperature": 1.0, "seed": 1, "stop_token_ids": (END,)}
+    return SamplingParams(constraint=constraint, **defaults | fields)  # type: ignore[arg-type]
 
 
-def texts(
-    engine: Engine, prompts: Sequence[list[int]], params: SamplingParams | list[SamplingParams]
-) -> list[str]:
+def texts(engine: Engine, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[str]:
+    """The answers as text."""
     return [decode(ids) for ids in engine.generate(prompts, params)]
+
+
+def run(engine: Engine, requests: Sequence[EngineRequest]) -> dict[str, list[TokenOutput]]:
+    """The outputs of ``requests``, by name, until all have ended."""
+    outputs: dict[str, list[TokenOutput]] = {request.request_id: [] for request in requests}
+    for request in requests:
+        engine.add_request(request)
+    while engine.has_work:
+        for output in engine.step():
+            outputs[output.request_id].append(output)
+    return outputs

@@ -15,6 +15,7 @@ import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
+from optkit.runtime.structured.schemas import unenforceable
 from optkit.runtime.types import Constraint, ConstraintFailed
 
 MAX_ERROR_CHARS = 300
@@ -59,7 +60,7 @@ def compiled(constraint: Constraint, tokens: LLTokenizer) -> LLMatcher:
     """
     try:
         grammar = grammar_text(constraint, tokens)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConstraintFailed(shortened(error)) from error
     matcher = LLMatcher(tokens, grammar, log_level=0, limits=limits())
     if matcher.is_error():
@@ -99,7 +100,8 @@ def grammar_text(constraint: Constraint, tokens: LLTokenizer) -> str:
     """``constraint`` as the JSON text of llguidance's grammars.
 
     Raises:
-        ValueError: the value of the constraint is not JSON where it has to be.
+        ValueError: the value of the constraint is not JSON where it has to be, or has what can't be enforced.
+        RecursionError: the JSON is nested too deep.
     """
     body = _without_trigger(constraint)
     if not constraint.after:
@@ -114,12 +116,14 @@ def _without_trigger(constraint: Constraint) -> dict[str, Any]:
         case "json_object":
             return _json_grammar('{"type": "object"}', constraint.whitespace)
         case "json_schema":
+            if reason := unenforceable(json.loads(constraint.value)):
+                raise ValueError(reason)
             return _json_grammar(constraint.value, constraint.whitespace)
         case "regex":
             return json.loads(LLMatcher.grammar_from_regex(constraint.value))["grammars"][0]
         case "choice":
             texts = json.loads(constraint.value)
-            return {"lark_grammar": "start: " + " | ".join(map(json.dumps, texts))}
+            return {"lark_grammar": "start: " + " | ".join(map(_quoted, texts))}
         case "grammar":
             return {"lark_grammar": constraint.value}
 
@@ -136,8 +140,13 @@ def _triggered(trigger: str, tokens: LLTokenizer) -> str:
     if len(ids) == 1 and tokens.is_special_token(ids[0]):  # no part of a text
         head = f"head: TEXT <[{ids[0]}]>"
     else:
-        head = f"head[lazy]: TEXT {json.dumps(trigger)}"
+        head = f"head[lazy]: TEXT {_quoted(trigger)}"
     return f"start: TEXT | head body\n{head}\nTEXT: {ANY_TEXT}\nbody: @body\n"
+
+
+def _quoted(text: str) -> str:
+    """A string of Lark, which has the escapes of JSON."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def shortened(error: object) -> str:

@@ -59,8 +59,9 @@ class SequenceMatcher:
         if state.is_error():
             raise ConstraintFailed(TOO_COMPLEX)
         _, tokens = self._compiled.result()
-        self._allow(tokens.eos_tokens, False)
-        self._allow(self._stop_ids, state.is_accepting())
+        self._set(tokens.eos_tokens, False)  # llguidance's guess at the ends
+        if state.is_accepting():
+            self._set(self._stop_ids, True)
         return self._bits
 
     def forced(self, output: Sequence[int]) -> list[int]:
@@ -76,7 +77,7 @@ class SequenceMatcher:
         state = self._follow(output)
         return state.is_stopped() and state.is_accepting()
 
-    def _allow(self, tokens: Sequence[int], allow: bool) -> None:
+    def _set(self, tokens: Sequence[int], allow: bool) -> None:
         for token in tokens:
             word, bit = token // 32, np.uint32(1 << token % 32)
             if word < len(self._bits):

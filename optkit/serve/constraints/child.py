@@ -8,6 +8,7 @@ standard input, writes a ``Verdict`` for each to standard output, and ends with 
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import resource
 import select
@@ -91,6 +92,7 @@ def _compile_and_exit(constraint: Constraint, tokens: LLTokenizer, sending: int)
         if sys.platform == "linux":
             used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES,) * 2)
+        faulthandler.disable()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what native code says when it dies
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
         verdict = verdict_on(constraint, tokens)

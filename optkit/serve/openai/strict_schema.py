@@ -7,26 +7,22 @@ OpenAI's quotas (5,000 properties, ten levels) are not checked: grammars have bo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-NESTED = ("properties", "$defs", "definitions", "patternProperties")  # objects of schemas
-LISTED = ("anyOf", "allOf", "oneOf", "prefixItems")
-SINGLE = ("items", "additionalProperties")
+from optkit.runtime.structured.schemas import subschemas
 
 
 def strict_violation(schema: dict[str, Any]) -> str | None:
     """The first rule that ``schema`` breaks, in OpenAI's words; None for a good schema."""
     if schema.get("type") != "object":
         return f"schema must be a JSON Schema of 'type: \"object\"', got 'type: {schema.get('type')!r}'."
-    for path, part in _parts(schema, ()):
+    for path, part in subschemas(schema):
         if not _is_object(part):
             continue
         context = f"In context={path}, "
         if part.get("additionalProperties") is not False:
             return f"{context}'additionalProperties' is required to be supplied and to be false."
-        required = part.get("required")
-        names = part.get("properties", {})
+        required, names = part.get("required"), part.get("properties", {})
         missing = [name for name in names if not isinstance(required, list) or name not in required]
         if missing:
             return (
@@ -39,22 +35,3 @@ def strict_violation(schema: dict[str, Any]) -> str | None:
 def _is_object(part: dict[str, Any]) -> bool:
     kind = part.get("type")
     return kind == "object" or (isinstance(kind, list) and "object" in kind) or "properties" in part
-
-
-def _parts(schema: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
-    """Every schema in ``schema``, with its path. The depth of a request's body bounds the recursion."""
-    if not isinstance(schema, dict):
-        return
-    yield path, schema
-    for key in NESTED:
-        inside = schema.get(key)
-        if isinstance(inside, dict):
-            for name, part in inside.items():
-                yield from _parts(part, (*path, key, name))
-    for key in LISTED:
-        inside = schema.get(key)
-        if isinstance(inside, list):
-            for index, part in enumerate(inside):
-                yield from _parts(part, (*path, key, str(index)))
-    for key in SINGLE:
-        yield from _parts(schema.get(key), (*path, key))

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optkit.runtime.sampling import sampler
-from optkit.runtime.sampling.sampler import BAD_LOGITS, BAD_ROW, distribution, penalize, sample, wide_nucleus
-from optkit.runtime.types import EngineRequest, Request, SamplingParams
+from optkit.runtime.sampling.sampler import (
+    BAD_LOGITS,
+    BAD_ROW,
+    OUTSIDE_CONSTRAINT,
+    distribution,
+    penalize,
+    sample,
+    wide_nucleus,
+)
+from optkit.runtime.types import ConstraintFailed, EngineRequest, Request, SamplingParams
 
 VOCAB = 50
 
@@ -235,3 +244,54 @@ def test_wide_nucleus_is_the_nucleus(weights: list[int], top_p: float) -> None:
     kept = wide_nucleus(probs, top_p)
     assert set(kept.nonzero().flatten().tolist()) == {i for i in wanted if weights[i]}
     assert all(kept[i] == probs[i] for i in wanted)
+
+
+class Allows:
+    """A ``Matcher`` of fixed tokens."""
+
+    is_ready = True
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.bits = np.zeros(-(-VOCAB // 32), dtype=np.uint32)
+        for token in tokens:
+            self.bits[token // 32] |= np.uint32(1 << token % 32)
+
+    def allowed(self, output: list[int]) -> np.ndarray:
+        return self.bits
+
+
+class Fails(Allows):
+    def allowed(self, output: list[int]) -> np.ndarray:
+        raise ConstraintFailed("too complex")
+
+
+def constrained(tokens: list[int], **params: object) -> Request:
+    made = sequence(**params)
+    made.matcher = Allows(tokens)  # type: ignore[assignment]
+    return made
+
+
+@pytest.mark.parametrize(
+    "params", [{}, {"top_k": 5}, {"top_p": 0.5}, {"repetition_penalty": 1.3, "logit_bias": ((3, 9.0),)}]
+)
+def test_a_constraint_is_a_mask_before_temperature_and_filters(params: dict[str, object]) -> None:
+    logits, tokens = random_logits(200), [3, 31, 32, 49]
+    logits[:, 7] = 50.0
+    found = sample(logits, [constrained(tokens, seed=i, **params) for i in range(200)])
+    assert set(found) <= set(tokens) and (len(set(found)) == 4 or "top_p" in params or "logit_bias" in params)
+    greedy = sample(logits, [constrained(tokens, temperature=0.0) for _ in range(200)])
+    assert greedy == [tokens[int(row[tokens].argmax())] for row in logits]
+    masked = torch.full_like(logits, -torch.inf).index_copy_(1, torch.tensor(tokens), logits[:, tokens])
+    if not params:
+        assert found == sample(masked, [sequence(seed=i) for i in range(200)])
+
+
+def test_rows_beside_a_constrained_one_keep_their_tokens_and_a_failed_constraint_is_its_own() -> None:
+    logits = random_logits(3)
+    failing = constrained([1])
+    failing.matcher = Fails([1])  # type: ignore[assignment]
+    free = [sequence(seed=5), sequence(temperature=0.0)]
+    alone = sample(logits[[0, 2]], free)
+    assert sample(logits, [free[0], failing, free[1]]) == [alone[0], OUTSIDE_CONSTRAINT, alone[1]]
+    assert sample(logits, [free[0], constrained([2]), free[1]]) == [alone[0], 2, alone[1]]
+    assert sample(logits[:1], [constrained([])]) == [BAD_LOGITS]

@@ -1,0 +1,88 @@
+"""Structured output on the serving engine, without HTTP.
+
+    python -m bench.structured artifact/                       # everything, with the bounds
+    python -m bench.structured artifact/ --only validity       # 1,000 answers at temperature 1.2 over 60 schemas
+
+Sides alternate, so a slow phase of the machine slows both. Prints a table. ``--save-result`` writes a JSON with every
+single measurement, the command and the environment. Exit code 1: a bound is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.structured import speed, validity
+from optkit.artifact.open import Artifact
+from optkit.bench.environment import environment
+from optkit.runtime.factory import open_engine
+from optkit.text.tokenizer import Tokenizer
+
+PARTS = ("validity", "compiling", "decoding", "forcing")
+MOST = {
+    "invalid": 0,
+    "mask p50, us": 60,
+    "mask p99, us": 1000,
+    "compile p95, ms": 10,
+    "hostile max, ms": 100,
+    "1 client: TPOT ratio": 1.03,
+    "8 clients: TPOT ratio": 1.06,
+    "7 free and 1: TPOT ratio": 1.01,
+}
+LEAST = {"forced: gain": 1.3}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.structured",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("artifact")
+    parser.add_argument("--only", choices=PARTS, action="append", help="a part; may be repeated")
+    parser.add_argument("--answers", type=int, default=1000, help="of the part validity")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--save-result", type=Path)
+    args = parser.parse_args(argv)
+    result = measure(args.artifact, args.only or PARTS, args.answers, args.rounds)
+    missed = missed_bounds(result)
+    for name, value in result.items():
+        if isinstance(value, int | float):
+            print(f"{name:28} {value:10.3f}{'   MISSED' * (name in missed)}")
+    for problem in result.get("wrong", []):
+        print("invalid:", *problem)
+    if args.save_result:
+        content = {"kind": "structured", "environment": environment(), "missed": missed, **result}
+        args.save_result.write_text(json.dumps(content) + "\n")
+    return 1 if missed else 0
+
+
+def measure(artifact: str, parts: Sequence[str], answers: int, rounds: int) -> dict[str, Any]:
+    """The results of ``parts``, by name."""
+    tokenizer = Tokenizer.from_directory(Artifact.open(artifact).directory)
+    result: dict[str, Any] = {}
+    if "compiling" in parts:
+        result |= speed.compiling(tokenizer)
+    if set(parts) - {"compiling"}:
+        engine = open_engine(artifact, max_num_seqs=16)
+        if "decoding" in parts:
+            result |= speed.decoding(engine, tokenizer, rounds)
+        if "forcing" in parts:
+            result |= speed.forcing(engine, tokenizer, rounds)
+        if "validity" in parts:
+            result |= validity.run(engine, tokenizer, answers)
+    return result
+
+
+def missed_bounds(result: dict[str, Any]) -> list[str]:
+    """The names of the results beyond their bounds."""
+    over = [name for name, bound in MOST.items() if name in result and result[name] > bound]
+    return over + [name for name, bound in LEAST.items() if name in result and result[name] < bound]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""The process that compiles: verdicts, and hostile constraints that end within their bounds."""
+
+from __future__ import annotations
+
+import io
+import json
+import resource
+import sys
+import time
+from typing import Any
+
+import msgspec
+import pytest
+
+from optkit.runtime.types import Constraint
+from optkit.serve.constraints import child
+from optkit.serve.constraints.messages import HEADER, Tokens, Verdict, frame
+from tests.support.constrained import vocabulary
+from tests.support.tiny_tokenizer import fast_tokenizer
+
+
+def schema(value: Any) -> Constraint:
+    return Constraint("json_schema", json.dumps(value))
+
+
+def test_a_good_constraint_comes_back_and_a_grammar_in_lark() -> None:
+    good = schema({"type": "object", "properties": {"a": {"type": "integer"}}})
+    assert child.in_fork(good, vocabulary()) == Verdict(constraint=good)
+    gbnf = child.in_fork(Constraint("grammar", 'root ::= "a" | "b"'), vocabulary())
+    assert gbnf.constraint is not None and "start:" in gbnf.constraint.value
+
+
+def test_a_wrong_constraint_comes_back_with_the_reason() -> None:
+    verdict = child.in_fork(schema({"type": "array", "uniqueItems": True}), vocabulary())
+    assert verdict.constraint is None and "uniqueItems" in str(verdict.error)
+
+
+def chain(depth: int) -> dict[str, Any]:
+    """A chain of references that doubles at each link."""
+    links = {
+        f"a{i}": {"allOf": [{"anyOf": [{"properties": {f"{x}{i}": {"type": "string"}}} for x in "pq"]},
+                            {"$ref": f"#/$defs/a{i + 1}"}]}
+        for i in range(depth)
+    }  # fmt: skip
+    return {"$ref": "#/$defs/a0", "$defs": links | {f"a{depth}": {"type": "object"}}}
+
+
+HOSTILE = {
+    "wide": schema({"type": "object", "properties": {f"key{i}": {"type": "string"} for i in range(4000)}}),
+    "multiples": schema({"type": "integer", "multipleOf": 1000003}),
+    "doubling": schema(chain(30)),
+    "nested lists": schema({"enum": [[[[[i]]]] for i in range(15000)]}),
+    "repetition": schema({"type": "string", "pattern": "((a{1,200}){1,200}){1,200}" * 50}),
+    "alternatives": Constraint("regex", "|".join(f".*{i}.*" for i in range(4000))),
+    "nesting": Constraint("regex", "(" * 5000 + ")" * 5000),
+    "text": Constraint("json_schema", "[" * 100_000),
+    "grammar": Constraint("grammar", "start: " + " ".join(f"a{i}" for i in range(3000)) + "\n"
+                          + "\n".join(f"a{i}: a{(i * 7 + 1) % 3000} | \"x{i}\"" for i in range(3000))),
+    "gbnf": Constraint("grammar", "root ::= " + "(" * 20_000),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("constraint", HOSTILE.values(), ids=HOSTILE.keys())
+def test_a_hostile_constraint_costs_a_bounded_time(constraint: Constraint) -> None:
+    """Processor time of the fork and all; a busy machine does not count."""
+    vocabulary()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    child.in_fork(constraint, vocabulary())
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert used < child.CPU_SECONDS + 0.05
+
+
+@pytest.mark.parametrize("name", ["wide", "multiples"])
+def test_the_client_learns_that_it_took_too_long(name: str) -> None:
+    assert child.in_fork(HOSTILE[name], vocabulary()).error == child.TOO_SLOW
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory of a process is limited on Linux")
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "MEMORY_BYTES", 2**20)
+    monkeypatch.setattr(child, "CPU_SECONDS", 5.0)
+    assert child.in_fork(HOSTILE["wide"], vocabulary()).error == child.TOO_LARGE
+
+
+def test_a_fork_that_does_nothing_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "WALL_SECONDS", 0.2)
+    monkeypatch.setattr(child, "verdict_on", lambda constraint, tokens: time.sleep(60))
+    start = time.monotonic()
+    assert child.in_fork(HOSTILE["wide"], vocabulary()).error == child.TOO_SLOW
+    assert time.monotonic() - start < 5
+
+
+def test_main_answers_until_the_pipe_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pipe:
+        def __init__(self, data: bytes = b"") -> None:
+            self.buffer = io.BytesIO(data)
+
+    asked = [Tokens(fast_tokenizer().to_str(), 302), Constraint("regex", "a+"), Constraint("regex", "(")]
+    sink = Pipe()
+    monkeypatch.setattr(sys, "stdin", Pipe(b"".join(map(frame, asked))))
+    monkeypatch.setattr(sys, "stdout", sink)
+    monkeypatch.setattr(child.signal, "signal", lambda *_: None)
+    assert child.main() == 0
+    data, verdicts = sink.buffer.getvalue(), []
+    while data:
+        (length,) = HEADER.unpack(data[: HEADER.size])
+        verdicts.append(msgspec.msgpack.decode(data[HEADER.size : HEADER.size + length], type=Verdict))
+        data = data[HEADER.size + length :]
+    assert verdicts[0] == Verdict(constraint=Constraint("regex", "a+"))
+    assert "unclosed" in str(verdicts[1].error) and len(verdicts) == 2
+
+
+def test_a_tokenizer_without_grammars_is_the_answer_to_every_constraint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Pipe:
+        def __init__(self, data: bytes = b"") -> None:
+            self.buffer = io.BytesIO(data)
+
+    sink = Pipe()
+    monkeypatch.setattr(sys, "stdin", Pipe(frame(Tokens("{}", 302)) + frame(Constraint("regex", "a"))))
+    monkeypatch.setattr(sys, "stdout", sink)
+    monkeypatch.setattr(child.signal, "signal", lambda *_: None)
+    assert child.main() == 0
+    assert b"tokenizer" in sink.buffer.getvalue()
