@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import pytest
 import torch
 
@@ -19,8 +22,10 @@ from optkit.pipeline.driver import optimize
 from optkit.runtime.engine import Engine
 from optkit.runtime.factory import open_engine
 from optkit.runtime.types import SamplingParams
+from optkit.serve.app import create_app
 from optkit.text.corpora import load_text
 from optkit.text.tokenizer import Tokenizer
+from tests.support.serve_fakes import SteppedEngine, post, settings
 
 pytestmark = [
     pytest.mark.real_model,
@@ -126,6 +131,48 @@ def test_one_by_one(engine: Engine, prompts: list[list[int]], expected: list[lis
     assert {len(prompt) for prompt in some} == set(LENGTHS)
     answers = [engine.generate([prompt], greedy(FEWER))[0] for prompt in some]
     assert answers == [answer[:FEWER] for answer in expected[::4]]
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 20},
+        "days": {"type": "integer", "minimum": 1, "maximum": 7},
+        "unit": {"enum": ["celsius", "kelvin"]},
+    },
+    "required": ["city", "days", "unit"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "get_time", "parameters": SCHEMA}},
+]
+NAMED = {"type": "function", "function": {"name": "get_time"}}
+
+
+@pytest.mark.parametrize("count", [4, pytest.param(100, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    ("choice", "names"), [("required", {"get_weather", "get_time"}), (NAMED, {"get_time"})]
+)
+def test_required_tool_calls_are_valid_at_high_temperature(
+    artifact: Path, engine: Engine, choice: Any, names: set[str], count: int
+) -> None:
+    """Judged by jsonschema, a library of its own."""
+    app = create_app(SteppedEngine(engine), Tokenizer.from_directory(artifact), settings(max_model_len=512))
+    body = {"tools": TOOLS, "tool_choice": choice, "temperature": 1.2, "max_tokens": 250}
+    finished = 0
+    for seed in range(count):
+        asked = [{"role": "user", "content": f"What about place {seed}?"}]
+        answer = post(app, "/v1/chat/completions", {**body, "messages": asked, "seed": seed})
+        [choice_of_answer] = answer.json()["choices"]
+        if choice_of_answer["finish_reason"] == "length":
+            continue
+        finished += 1
+        assert choice_of_answer["message"]["content"] is None
+        for call in choice_of_answer["message"]["tool_calls"]:
+            assert call["function"]["name"] in names
+            jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
+    assert finished >= count / 2
 
 
 def test_all_at_once(engine: Engine, prompts: list[list[int]], expected: list[list[int]]) -> None:

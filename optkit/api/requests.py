@@ -20,8 +20,9 @@ from optkit.serve.http.errors import ApiError
 from optkit.serve.openai.chat_message import TOOL_CALLS
 from optkit.serve.openai.generation import Delta, collect, generate_text, merge
 from optkit.serve.openai.jobs import ChoiceJob, Sender
+from optkit.serve.openai.parsing import checked_request
 from optkit.serve.openai.prompts import PromptReader
-from optkit.serve.openai.protocol import ChatRequest, GenerationRequest, checked_request
+from optkit.serve.openai.protocol import ChatRequest, GenerationRequest
 from optkit.serve.tools.formats import choose_format
 from optkit.serve.tools.parts import Part, calls_of, text_of
 from optkit.text.template_trial import check_template

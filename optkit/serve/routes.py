@@ -26,7 +26,8 @@ from optkit.serve.anthropic.protocol import parse_count, parse_messages
 from optkit.serve.http.body import read_body
 from optkit.serve.openai import tokenize as tokens
 from optkit.serve.openai.answers import Endpoint
-from optkit.serve.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest, parse_request
+from optkit.serve.openai.parsing import parse_request
+from optkit.serve.openai.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from optkit.serve.openai.response import AppState, GenerationResponse
 from optkit.serve.openai.stream import OpenAIEndpoint
 from optkit.serve.responses.answers import ResponsesEndpoint

@@ -20,7 +20,7 @@ from optkit.runtime.scheduling.scheduler import Scheduler
 from optkit.runtime.types import EngineRequest, Request, ScheduledRequest, TokenOutput
 from optkit.serve import quarantine
 from optkit.serve.http import body
-from optkit.serve.openai import generation, jobs, prompts, protocol, stream
+from optkit.serve.openai import generation, jobs, parsing, prompts, stream
 from optkit.serve.openai.generation import Delta
 from optkit.serve.openai.jobs import ChoiceJob
 from optkit.serve.openai.protocol import GenerationRequest
@@ -34,7 +34,7 @@ Hop = tuple[Any, Any, Any]  # a type, the function that takes it (or the class t
 
 DOWN: tuple[Hop, ...] = (
     (HttpRequest, body.read_body, bytes),
-    (bytes, protocol.parse_request, GenerationRequest),
+    (bytes, parsing.parse_request, GenerationRequest),
     (GenerationRequest, prompts.PromptReader.jobs, ChoiceJob),
     (ChoiceJob, ChoiceJob, EngineRequest),
     (EngineRequest, Request, Request),
@@ -163,7 +163,7 @@ def test_a_request_is_parsed_checked_and_tokenized_once(monkeypatch: pytest.Monk
 
         monkeypatch.setattr(owner, name, wrapper)
 
-    counted(protocol, "parse_object")
+    counted(parsing, "parse_object")
     counted(Tokenizer, "encode")
     counted(prompts.PromptReader, "check_token_ids")
     counted(quarantine, "fingerprint")

@@ -13,6 +13,7 @@ import httpx
 import uvicorn
 from fastapi import FastAPI
 
+from optkit.runtime.engine import Engine
 from optkit.runtime.info import EngineInfo
 from optkit.runtime.scheduling.config import SchedulerConfig
 from optkit.runtime.types import EngineRequest, EngineStats, FinishReason, TokenOutput
@@ -93,11 +94,11 @@ class LateEngine(FakeEngine):
 
 
 class SteppedEngine:
-    """The real engine on a fake model, stepped on the event loop of the waiting reader."""
+    """The real engine, by default on a fake model, stepped on the event loop of the waiting reader."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, engine: Engine | None = None, **options: Any) -> None:
         defaults = {"vocab_size": 302, "num_blocks": 512, "max_model_len": 512, "max_num_batched_tokens": 64}
-        self.engine = fake_engine(options=defaults | options)
+        self.engine = engine or fake_engine(options=defaults | options)
         self.is_healthy, self.is_restarting, self.num_restarts = True, False, 0
         self._streams: dict[str, list[TokenOutput]] = {}
 

@@ -24,7 +24,8 @@ from optkit.serve.anthropic.fields import (
 from optkit.serve.http.errors import ApiError, printable, unsupported
 from optkit.serve.http.json_body import parse_object
 from optkit.serve.openai.fields import MAX_INT, MAX_MESSAGES, Count
-from optkit.serve.openai.protocol import ChatRequest, checked, request_from
+from optkit.serve.openai.parsing import checked, request_from
+from optkit.serve.openai.protocol import ChatRequest
 
 log = logging.getLogger("optkit.serve")
 

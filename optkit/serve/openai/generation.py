@@ -38,21 +38,29 @@ TTFT_UNREACHABLE = "ttft_slo_unreachable"
 
 
 class Delta(NamedTuple):
-    """The text and tokens that engine outputs add to a choice of the answer."""
+    """The text and tokens that engine outputs add to a choice of the answer.
+
+    Attributes:
+        num_tokens: generated for the choice so far, a stop token among them.
+        logprobs: of the tokens since the last delta, when asked for.
+        first: in the first delta.
+        token_ids: generated since the last delta.
+        parts: the text in parts, of a message with tools or reasoning; ``text`` is the content alone.
+        num_calls, num_reasoning: tool calls, and tokens of the reasoning, so far.
+        stop: the stop string at the end of the text.
+    """
 
     choice: int
     text: str
-    num_tokens: int  # generated for the choice so far, a stop token among them
+    num_tokens: int
     finish_reason: FinishReason | None
-    logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens since the last delta, when asked for
-    first: FirstToken | None = None  # in the first delta
-    token_ids: tuple[int, ...] = ()  # generated since the last delta
-    parts: tuple[
-        Part, ...
-    ] = ()  # the text in parts, of a message with tools or reasoning; ``text`` is its content
-    num_calls: int = 0  # in the message so far
-    stop: str | None = None  # the stop string at the end of the text
-    num_reasoning: int = 0  # generated tokens of the reasoning so far
+    logprobs: tuple[TokenLogprob, ...] = ()
+    first: FirstToken | None = None
+    token_ids: tuple[int, ...] = ()
+    parts: tuple[Part, ...] = ()
+    num_calls: int = 0
+    num_reasoning: int = 0
+    stop: str | None = None
 
 
 def parts_of(delta: Delta) -> tuple[Part, ...]:

@@ -9,8 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from optkit.serve.http.errors import ApiError
 from optkit.serve.http.json_body import parse_object
 from optkit.serve.openai.fields import Natural
+from optkit.serve.openai.parsing import checked
 from optkit.serve.openai.prompts import PromptReader
-from optkit.serve.openai.protocol import ChatRequest, checked
+from optkit.serve.openai.protocol import ChatRequest
 
 MAX_TOKENS = 1 << 20
 

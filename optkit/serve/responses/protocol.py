@@ -14,7 +14,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 from optkit.serve.http.errors import ApiError, printable, unsupported
 from optkit.serve.http.json_body import parse_object
 from optkit.serve.openai.fields import MAX_LOGPROBS, MAX_MESSAGES, Count
-from optkit.serve.openai.protocol import ChatRequest, checked, request_from
+from optkit.serve.openai.parsing import checked, request_from
+from optkit.serve.openai.protocol import ChatRequest
 from optkit.serve.openai.tool_fields import MAX_TOOLS, ArgumentsSchema, ToolName
 from optkit.serve.openai.unsupported import is_one_of
 from optkit.serve.responses.items import messages_of

@@ -16,7 +16,8 @@ import pytest
 from optkit.runtime.structured import grammar
 from optkit.runtime.types import Constraint
 from optkit.serve.http.errors import ApiError
-from optkit.serve.openai.protocol import ChatRequest, CompletionRequest, parse_request
+from optkit.serve.openai.parsing import parse_request
+from optkit.serve.openai.protocol import ChatRequest, CompletionRequest
 from tests.support.live import PATIENCE, LiveServer
 from tests.support.serve_fakes import SteppedEngine, client, events, tiny_app
 
