@@ -118,7 +118,6 @@ def decoding(engine: Engine, tokenizer: Tokenizer, rounds: int) -> dict[str, Any
 def forcing(engine: Engine, tokenizer: Tokenizer, rounds: int) -> dict[str, Any]:
     """Tokens a second of a record of six keys, with forced tokens as drafts and without."""
     prompt = tokenizer.encode("Describe a person as JSON.\n")
-    forces = engine.scheduler._forces
     times: list[tuple[float, float]] = []
     tokens = 0
     for seed in range(rounds + 1):
@@ -129,16 +128,16 @@ def forcing(engine: Engine, tokenizer: Tokenizer, rounds: int) -> dict[str, Any]
             stop_token_ids=tokenizer.eos_ids,
             constraint=constraint(PERSON),
         )
-        engine.scheduler._forces = forces  # type: ignore[method-assign]
+        engine.scheduler.drafts.forces = True
         quick, fast = _timed(engine, prompt, params)
-        engine.scheduler._forces = lambda requests: False  # type: ignore[method-assign]
+        engine.scheduler.drafts.forces = False
         same, slow = _timed(engine, prompt, params)
         if quick != same:
             raise AssertionError("forced tokens changed an answer")
         if seed:  # the first is the warm-up
             times.append((fast, slow))
             tokens += len(quick)
-    engine.scheduler._forces = forces  # type: ignore[method-assign]
+    engine.scheduler.drafts.forces = True
     with_drafts, without = (sum(column) for column in zip(*times, strict=True))
     return {
         "forced: tokens/s": tokens / with_drafts,

@@ -24,7 +24,7 @@ SECONDS = 3600
 )
 def test_no_request_is_too_strange(phases: str, examples: int, at_least: int, tmp_path: Path) -> None:
     with LiveServer() as live:
-        pids = [child.pid for child in live.children()]
+        (engine,) = live.children()
         url = f"{live.url}/openapi.json"
         options = ["--checks", CHECKS, "--mode", "all", "--phases", phases, "--max-examples", str(examples)]
         quiet = ["--suppress-health-check", "all", "--no-color", "--continue-on-failure"]
@@ -36,4 +36,4 @@ def test_no_request_is_too_strange(phases: str, examples: int, at_least: int, tm
         assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-1000:]
         generated = re.search(r"(\d+) generated", done.stdout)
         assert generated and int(generated[1]) >= at_least, done.stdout[-1500:]
-        assert [child.pid for child in live.children()] == pids
+        assert engine in live.children()  # perhaps beside the process that compiles grammars

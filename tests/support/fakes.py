@@ -9,7 +9,7 @@ import time
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,7 +22,12 @@ from optkit.runtime.engine import Engine
 from optkit.runtime.kv.offload import MemoryBlocks
 from optkit.runtime.sampling import sampler
 from optkit.runtime.scheduling.scheduler import SchedulerConfig
+from optkit.runtime.structured.compiler import Grammars
 from optkit.runtime.types import Batch, ScheduledRequest, StateCopy
+from tests.support.tiny_tokenizer import fast_tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 EMPTY = -1
 NO_STATE = 0xBAD
@@ -208,11 +213,19 @@ def fake_engine(options: dict[str, Any] | None = None) -> Engine:
     runner = FakeRunner(**sizes, num_states=states, windows=config.kv_windows, **options)
     slots = config.num_host_blocks
     engine = Engine(runner, config, store=MemoryBlocks(slots, runner.read_block(0).nbytes) if slots else None)
+    engine.grammars = Grammars(lambda: tiny_vocabulary(runner.vocab_size))
     if slots:
         engine.scheduler.kv.worth_saving = lambda: True  # a fake computes faster than anything can be copied
     for token, place in faults.items():
         inject(engine, int(token), place)
     return engine
+
+
+def tiny_vocabulary(size: int) -> LLTokenizer:
+    """The tokens of ``tests.support.tiny_tokenizer``."""
+    from optkit.runtime.structured import grammar
+
+    return grammar.vocabulary(fast_tokenizer().to_str(), size)
 
 
 def inject(engine: Engine, token: int, place: str) -> None:

@@ -28,19 +28,18 @@ import heapq
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from optkit.runtime.kv.manager import KVManager
 from optkit.runtime.kv.prefix_cache import PrefixCache
-from optkit.runtime.sampling.proposer import SpeculationStats
 from optkit.runtime.scheduling.config import SchedulerConfig
 from optkit.runtime.scheduling.cost_model import CostModel, step_work
+from optkit.runtime.scheduling.drafts import Drafts, Proposer
 from optkit.runtime.scheduling.forecast import Forecast
 from optkit.runtime.scheduling.policy import make_policy, seconds, ttft_deadline
 from optkit.runtime.scheduling.step_sizes import StepSizes
-from optkit.runtime.structured.drafts import ForcedTokens, within_constraint
 from optkit.runtime.types import (
     QUEUE_TIMEOUT,
     Batch,
@@ -57,27 +56,13 @@ from optkit.runtime.types import (
     Transfer,
 )
 
-__all__ = ["Result", "Scheduler", "SchedulerConfig"]
+__all__ = ["Proposer", "Result", "Scheduler", "SchedulerConfig"]
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 SCHEDULER_FAILED = Failure("the scheduler failed")
 Result = tuple[int, ...] | Failure | None  # sampled tokens, why there are none, or a chunk with more to come
-
-
-class Proposer(Protocol):
-    """Guesses the next tokens of a request (``optkit.runtime.sampling.proposer``)."""
-
-    stats: SpeculationStats
-
-    def propose(self, requests: Sequence[Request], limits: Sequence[int]) -> list[tuple[int, ...]]:
-        """For each request at most ``limits[i]`` tokens, or none."""
-        ...
-
-    def observe(self, request: Request, num_drafted: int, num_accepted: int) -> None: ...
-
-    def finished(self, request: Request) -> None: ...
 
 
 class Scheduler:
@@ -117,8 +102,7 @@ class Scheduler:
         )
         self.policy = make_policy(config, self.cost)
         self.forecast = Forecast(config, self.policy, self.cost)
-        self.proposer = proposer
-        self.forced = ForcedTokens()
+        self.drafts = Drafts(proposer, forces=not config.num_state_slots)  # a state can't take a draft back
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self.num_preemptions = 0
@@ -133,6 +117,15 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self._requests)
+
+    @property
+    def proposer(self) -> Proposer | None:
+        """The source of guesses."""
+        return self.drafts.proposer
+
+    @proposer.setter
+    def proposer(self, proposer: Proposer | None) -> None:
+        self.drafts.proposer = proposer
 
     def add(self, received: EngineRequest, matcher: Matcher | None = None) -> None:
         """Queue a request; with a ``matcher`` the request waits until the matcher is ready.
@@ -239,19 +232,8 @@ class Scheduler:
             prefix_cache_lost=kv.states.num_lost,
             offload_saves=kv.num_saves,
             offload_loads=kv.num_loads,
-            forced_tokens=self.forced.num_accepted,
-            **self._speculation(),
+            **self.drafts.counters(),
         )
-
-    def _speculation(self) -> dict[str, Any]:
-        if self.proposer is None:
-            return {}
-        stats = self.proposer.stats
-        return {
-            "spec_decode_drafts": stats.num_drafts,
-            "spec_decode_draft_tokens": stats.num_draft_tokens,
-            "spec_decode_accepted_per_pos": tuple(stats.accepted_per_pos),
-        }
 
     def check(self) -> None:
         """Raise AssertionError if an invariant is broken."""
@@ -303,7 +285,7 @@ class Scheduler:
         return request.num_pending == 1
 
     def _with_drafts(self, ready: list[Request], left: int) -> list[ScheduledRequest]:
-        """The decodes of ``ready``, with guesses of at most ``left`` tokens as far as there are blocks."""
+        """The decodes of ``ready``, with drafts of at most ``left`` tokens as far as there are blocks."""
         items = []
         for request, draft in zip(ready, self._drafts(ready, left), strict=True):
             fits = bool(draft) and self._guarded(request, self._allocate, request, len(draft))
@@ -312,33 +294,12 @@ class Scheduler:
         return items
 
     def _drafts(self, requests: list[Request], left: int) -> list[tuple[int, ...]]:
-        """Guesses of the tokens after each of ``requests``, at most ``left`` tokens in all."""
-        none: list[tuple[int, ...]] = [()] * len(requests)
-        if not requests or (self.proposer is None and not self._forces(requests)):
-            return none
+        """Drafts of the tokens after each of ``requests``, at most ``left`` tokens in all."""
+        if not requests:
+            return []
         share = left // len(requests)
         limits = [max(0, min(share, self._draft_limit(request))) for request in requests]
-        forced = self.forced.drafts(requests, limits) if self._forces(requests) else none
-        if self.proposer is None:
-            return forced
-        limits = [0 if draft else limit for draft, limit in zip(forced, limits, strict=True)]
-        guesses = self._optional(self.proposer.propose, requests, limits) or none
-        return [
-            draft or within_constraint(request, guess)
-            for request, draft, guess in zip(requests, forced, guesses, strict=True)
-        ]
-
-    def _forces(self, requests: list[Request]) -> bool:
-        """True if constraints may force tokens. Models with recurrent states take no drafts."""
-        return not self.config.num_state_slots and any(request.matcher for request in requests)
-
-    def _optional(self, work: Callable[..., T], *args: Any) -> T | None:
-        """The result of ``work(*args)`` of the proposer; None for an exception, because an answer needs no guesses."""
-        try:
-            return work(*args)
-        except Exception:
-            logger.exception("the proposer failed")
-            return None
+        return self.drafts.propose(requests, limits)
 
     def _draft_limit(self, request: Request) -> int:
         """The last token of a request needs no KV, and the sampled token always comes on top of the draft."""
@@ -453,8 +414,8 @@ class Scheduler:
     def _append(self, item: ScheduledRequest, tokens: tuple[int, ...]) -> list[TokenOutput]:
         """Append ``tokens``: the right tokens of the draft, and the token sampled afterwards."""
         request, sampling = item.request, item.request.sampling
-        if item.draft and not self.forced.observe(request, len(tokens) - 1) and self.proposer:
-            self.proposer.observe(request, len(item.draft), len(tokens) - 1)
+        if item.draft:
+            self.drafts.observe(request, len(item.draft), len(tokens) - 1)
         outputs: list[TokenOutput] = []
         for token in tokens:
             request.num_computed = len(
@@ -488,8 +449,7 @@ class Scheduler:
         del self._requests[request.request_id]
         (self.running if request in self.running else self.waiting).remove(request)
         self.kv.release(request)
-        if self.proposer:
-            self._optional(self.proposer.finished, request)
+        self.drafts.finished(request)
         return self._output(request, token_ids, reason, error, stop_token)
 
     def _output(

@@ -123,7 +123,7 @@ def _without_trigger(constraint: Constraint) -> dict[str, Any]:
             return json.loads(LLMatcher.grammar_from_regex(constraint.value))["grammars"][0]
         case "choice":
             texts = json.loads(constraint.value)
-            return {"lark_grammar": "start: " + " | ".join(map(json.dumps, texts))}
+            return {"lark_grammar": "start: " + " | ".join(map(_quoted, texts))}
         case "grammar":
             return {"lark_grammar": constraint.value}
 
@@ -140,8 +140,13 @@ def _triggered(trigger: str, tokens: LLTokenizer) -> str:
     if len(ids) == 1 and tokens.is_special_token(ids[0]):  # no part of a text
         head = f"head: TEXT <[{ids[0]}]>"
     else:
-        head = f"head[lazy]: TEXT {json.dumps(trigger)}"
+        head = f"head[lazy]: TEXT {_quoted(trigger)}"
     return f"start: TEXT | head body\n{head}\nTEXT: {ANY_TEXT}\nbody: @body\n"
+
+
+def _quoted(text: str) -> str:
+    """A string of Lark, which has the escapes of JSON."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def shortened(error: object) -> str:

@@ -85,7 +85,9 @@ def test_a_grammar_that_does_not_compile_ends_its_request_alone() -> None:
 
 def test_requests_are_refused_without_the_extra_or_a_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(EngineRefusal, match="tokenizer"):
-        fake_engine(options={"vocab_size": SIZE}).add_request(request("r", DIGITS))
+        bare = fake_engine(options={"vocab_size": SIZE})
+        bare.grammars = None
+        bare.add_request(request("r", DIGITS))
     installed = extras.installed_version
     monkeypatch.setattr(
         extras, "installed_version", lambda name: None if name == "llguidance" else installed(name)

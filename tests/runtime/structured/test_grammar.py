@@ -115,6 +115,17 @@ def test_a_special_token_can_be_the_trigger() -> None:
     )
 
 
+@pytest.mark.parametrize("text", ["🙂 schön", "日本\n", 'a"\\b\t/', "\u2028\x7f"])
+def test_any_text_can_be_a_choice_or_a_trigger(text: str) -> None:
+    tokens = grammar.vocabulary(fast_tokenizer().to_str(), 302)
+    for constraint, whole in (
+        (Constraint("choice", json.dumps(["x", text])), text),
+        (Constraint("choice", '["1"]', after=text), f"so {text}1"),
+    ):
+        state, ids = grammar.compiled(constraint, tokens), tokens.tokenize_str(whole)
+        assert state.try_consume_tokens(ids) == len(ids) and state.is_accepting()
+
+
 def test_a_tokenizer_that_is_none_is_an_error() -> None:
     with pytest.raises(ConstraintFailed, match="tokenizer"):
         grammar.vocabulary("{}", 100)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+import time
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
 import httpx
+import openai
+import pydantic
 import pytest
 
 from optkit.runtime.structured import grammar
-from optkit.runtime.structured.compiler import Grammars
 from optkit.runtime.types import Constraint
 from optkit.serve.http.errors import ApiError
 from optkit.serve.openai.protocol import ChatRequest, CompletionRequest, parse_request
+from tests.support.live import PATIENCE, LiveServer
 from tests.support.serve_fakes import SteppedEngine, client, events, tiny_app
-from tests.support.tiny_tokenizer import fast_tokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SCHEMA: dict[str, Any] = {
@@ -120,17 +123,11 @@ def test_a_wrong_field_is_400_and_named(fields: dict[str, object], param: str, w
     assert (caught.value.status, caught.value.param) == (400, param) and words in caught.value.message
 
 
-def stepped() -> SteppedEngine:
-    engine = SteppedEngine()
-    engine.engine.grammars = Grammars(lambda: grammar.vocabulary(fast_tokenizer().to_str(), 302))
-    return engine
-
-
 def ask(*requests: tuple[str, dict[str, Any]]) -> list[httpx.Response]:
     """The answers to ``requests``, on one event loop."""
 
     async def go() -> list[httpx.Response]:
-        app = tiny_app(stepped())
+        app = tiny_app(SteppedEngine())
         try:
             async with client(app) as http:
                 return [await http.post(path, json=body) for path, body in requests]
@@ -195,3 +192,70 @@ def test_a_constraint_that_becomes_too_complex_is_an_error_of_the_answer(
     monkeypatch.setattr(grammar, "STEP_LEXER_FUEL", 50)  # of the engine; the process that checks has its own
     (answer,) = ask(chat(guided_regex="(.*[a-f].{50}){9}"))
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "constraint_failed")
+
+
+class Answer(pydantic.BaseModel):
+    """As a client of OpenAI writes it."""
+
+    kind: Literal["cat", "dog"]
+    sizes: list[bool]
+    code: Annotated[str, pydantic.Field(pattern="^[a-c]{2}$")] | None
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LiveServer]:
+    with LiveServer(script=None, step_delay=0.002) as live:
+        yield live
+
+
+@pytest.fixture
+def api(server: LiveServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as made:
+        yield made
+
+
+HELLO: Any = [{"role": "user", "content": "Hello"}]
+
+
+def test_the_openai_client_parses_answers_into_classes(api: openai.OpenAI) -> None:
+    answer = api.chat.completions.parse(model="tiny", messages=HELLO, response_format=Answer, seed=1)
+    assert isinstance(answer.choices[0].message.parsed, Answer)
+    with api.chat.completions.stream(model="tiny", messages=HELLO, response_format=Answer, seed=1) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_completion()
+    assert final.choices[0].message.parsed == answer.choices[0].message.parsed
+    assert "content.delta" in kinds and kinds[-1] in ("content.done", "chunk")
+
+
+def test_an_unsupported_schema_is_an_error_of_the_client(api: openai.OpenAI) -> None:
+    class Odd(pydantic.BaseModel):
+        names: set[str]  # uniqueItems
+
+    with pytest.raises(openai.BadRequestError, match="uniqueItems") as caught:
+        api.chat.completions.parse(model="tiny", messages=HELLO, response_format=Odd)
+    assert caught.value.param == "response_format"
+
+
+def test_constrained_answers_go_on_after_the_engine_died(api: openai.OpenAI, server: LiveServer) -> None:
+    """The stream ends with an error; the new engine compiles the grammar again and gives the same answer."""
+
+    def ask_for(pattern: str, **fields: Any) -> Any:
+        extra = {"guided_regex": pattern}
+        return api.chat.completions.create(model="tiny", messages=HELLO, extra_body=extra, seed=5, **fields)
+
+    before = ask_for("[a-f]{30}").choices[0].message.content
+    stream = ask_for("[a-f]{400}", stream=True)
+    next(iter(stream))
+    (engine,) = [child for child in server.children() if "worker" in " ".join(child.cmdline())]
+    engine.kill()
+    with pytest.raises(openai.APIError, match="engine"):
+        list(stream)
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            after = ask_for("[a-f]{30}").choices[0].message.content
+            break
+        except openai.APIStatusError as error:
+            assert error.status_code == 503 and time.monotonic() < deadline
+            time.sleep(0.1)
+    assert after == before and len(after) == 30

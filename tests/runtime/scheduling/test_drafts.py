@@ -6,15 +6,17 @@ import json
 
 import jsonschema
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from optkit.runtime.engine import Engine
 from optkit.runtime.runner import ModelRunner
 from optkit.runtime.sampling.proposer import NgramProposer, Speculator
 from optkit.runtime.scheduling.config import SchedulerConfig
 from optkit.runtime.scheduling.cost_model import CostModel
+from optkit.runtime.scheduling.drafts import MAX_FORCED
 from optkit.runtime.structured import grammar
 from optkit.runtime.structured.compiler import Grammars
-from optkit.runtime.structured.drafts import MAX_FORCED
 from optkit.runtime.types import Constraint, EngineRequest, FinishReason, SamplingParams
 from tests.support import tiny_runtime
 from tests.support.constrained import END, constrained_engine, decode, run, sampling, texts, vocabulary
@@ -53,7 +55,7 @@ def mixed(max_tokens: int = 60) -> list[SamplingParams]:
 
 def unforced(engine: Engine) -> Engine:
     """``engine`` without forced tokens."""
-    engine.scheduler._forces = lambda requests: False  # type: ignore[method-assign]
+    engine.scheduler.drafts.forces = False
     return engine
 
 
@@ -183,6 +185,48 @@ def test_a_batch_that_fails_is_run_again_with_the_same_answers() -> None:
     assert outputs.pop("bad")[-1].finish_reason is FinishReason.ERROR
     found = ["".join(decode(o.token_ids) for o in of_one) for of_one in outputs.values()]
     assert found == texts(constrained_engine(), PROMPTS[:6], params)
+
+
+@settings(max_examples=30)
+@given(
+    num_blocks=st.integers(26, 60),
+    budget=st.integers(9, 64),
+    max_num_seqs=st.integers(1, 8),
+    arrivals=st.lists(st.integers(0, 12), min_size=len(PROMPTS), max_size=len(PROMPTS)),
+    aborts=st.dictionaries(st.integers(0, len(PROMPTS) - 1), st.integers(0, 40), max_size=4),
+    guesses=st.booleans(),
+)
+def test_no_history_changes_an_answer(
+    num_blocks: int,
+    budget: int,
+    max_num_seqs: int,
+    arrivals: list[int],
+    aborts: dict[int, int],
+    guesses: bool,
+) -> None:
+    """Requests that come and go, in little memory, in chunks, with guesses: who stays gets the same answer."""
+    engine = constrained_engine(
+        num_blocks=num_blocks, max_num_batched_tokens=budget, max_num_seqs=max_num_seqs, max_model_len=100
+    )
+    if guesses:
+        engine.scheduler.proposer = Speculator(NgramProposer(), Eager(CostModel(), 4))
+    found = {str(i): "" for i in range(len(PROMPTS))}
+    pending = sorted(range(len(PROMPTS)), key=lambda i: arrivals[i])
+    params, step = mixed(), 0
+    while pending or engine.has_work:
+        while pending and arrivals[pending[0]] <= step:
+            i = pending.pop(0)
+            engine.add_request(request(str(i), params[i], tuple(PROMPTS[i])))
+        for i, when in aborts.items():
+            if when == step:
+                engine.abort(str(i))
+        for output in engine.step():
+            found[output.request_id] += decode(output.token_ids)
+        engine.scheduler.check()
+        step += 1
+    for i, text in enumerate(PLAIN):
+        assert found[str(i)] == text if i not in aborts else text.startswith(found[str(i)])
+    assert engine.stats().kv_blocks_used == 0
 
 
 @needs_native
