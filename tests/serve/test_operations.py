@@ -17,6 +17,7 @@ from tests.support.serve_fakes import FakeEngine, SteppedEngine, call, client, e
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = {"messages": [{"role": "user", "content": "the secret prompt"}]}
+FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
 def ask_as(app: Any, key: str, **fields: Any) -> None:
@@ -101,6 +102,21 @@ def test_the_document_lists_every_route() -> None:
         (CHAT, HELLO | {"logprobs": True, "top_logprobs": 2, "n": 2, "logit_bias": {"5": 1}, "stop": "x"}),
         (COMPLETIONS, {"prompt": ["a", "b"], "logprobs": 2, "echo": True, "max_tokens": 0}),
         (CHAT, HELLO | {"max_tokens": 100_000}),
+        (CHAT, HELLO | {"tools": [FUNCTION], "tool_choice": {"type": "function", "function": {"name": "f"}}}),
+        (
+            "/v1/responses",
+            {"input": "Hello", "tools": [{"type": "function", "name": "f"}], "max_output_tokens": 5},
+        ),
+        ("/v1/responses", {"input": "Hello", "max_output_tokens": 100_000}),
+        (
+            "/v1/messages",
+            HELLO | {"max_tokens": 5, "system": "x", "tools": [{"name": "f", "input_schema": {}}]},
+        ),
+        ("/v1/messages", HELLO | {"max_tokens": 100_000}),
+        ("/v1/messages/count_tokens", HELLO),
+        ("/tokenize", HELLO),
+        ("/tokenize", {"prompt": "Hello"}),
+        ("/detokenize", {"tokens": [1, 2]}),
     ],
 )
 def test_requests_and_answers_are_as_documented(path: str, body: dict[str, Any]) -> None:
@@ -119,10 +135,11 @@ def test_the_request_schema_refuses_what_the_server_refuses() -> None:
         with pytest.raises(jsonschema.ValidationError):
             check(api, schema, HELLO | bad)
     chat_only = {"top_logprobs", "add_generation_prompt", "continue_final_message"}
-    chat_only |= {"chat_template_kwargs", "reasoning_effort"}
+    chat_only |= {"chat_template_kwargs", "reasoning_effort", "include_reasoning"}
+    chat_only |= {"tools", "tool_choice", "parallel_tool_calls"}
     described = api["components"]["schemas"]
     assert set(described["ChatRequest"]["properties"]) & set(INERT) == chat_only
-    assert set(described["CompletionRequest"]["properties"]) & set(INERT) == {"echo"}
+    assert set(described["CompletionRequest"]["properties"]) & set(INERT) == {"echo", "suffix"}
 
 
 def check(api: dict[str, Any], schema: dict[str, Any], value: Any) -> None:

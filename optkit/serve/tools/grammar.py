@@ -110,9 +110,18 @@ def _objects(form: CallFormat, use: ToolUse) -> list[str]:
     if form.open:
         lines.append(f'rest: "\\n" object "\\n" {_quoted(form.close)}')
     for i, tool in enumerate(use.allowed):
-        head = _quoted(f'{{"name": {json.dumps(tool.name)}, "{form.arguments}": ')
+        head = " ".join(map(_quoted, _head(form, tool)))
         lines += [f'object_{i}: {head} arguments_{i} "}}"', f"arguments_{i}: %json {_schema(tool, use)}"]
     return lines
+
+
+def _head(form: CallFormat, tool: Tool) -> list[str]:
+    """The text before the arguments, cut where llguidance cuts JSON.
+
+    The lexer takes the longest match and never goes back: with a longer piece, the beginning of another JSON object
+    would be taken for the beginning of a call.
+    """
+    return ["{", '"name"', ": ", json.dumps(tool.name), ", ", json.dumps(form.arguments), ": "]
 
 
 def _schema(tool: Tool, use: ToolUse) -> str:

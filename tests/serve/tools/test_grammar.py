@@ -107,6 +107,16 @@ def test_response_format_holds_the_content_beside_calls(chat: ChatFormat, prompt
         assert allows(held, before + text), text
     for text in ("Hello", BAD, call_text(chat.calls, "f", BAD), ""):
         assert not allows(held, before + text), text
+    named = {"type": "object", "properties": {"name": {"type": "string"}}, "additionalProperties": True}
+    alike = NamedConstraint(Constraint("json_schema", json.dumps(named)), "response_format")
+    held = constraint(chat, use(required=False), prompt, alike)
+    for text in (
+        '{"name": "fog"}',
+        '{"name": "f", "arguments": 7}',
+        '{"nam": 1}',
+        call_text(chat.calls, "f", GOOD),
+    ):
+        assert allows(held, before + text), text
 
 
 def test_required_call_leaves_no_room_for_a_response_format() -> None:
