@@ -13,7 +13,7 @@ import logging
 import re
 import sys
 from collections import OrderedDict
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import msgspec
 
@@ -112,15 +112,14 @@ class ConstraintChecker:
             self._send(self._process, Tokens(self._tokenizer.to_json(), self._tokenizer.vocab_size))
         process = self._process
         self._send(process, constraint)
-        assert process.stdin and process.stdout
-        await process.stdin.drain()
-        (length,) = HEADER.unpack(await process.stdout.readexactly(HEADER.size))
-        return msgspec.msgpack.decode(await process.stdout.readexactly(length), type=Verdict)
+        answers = cast(asyncio.StreamReader, process.stdout)
+        await cast(asyncio.StreamWriter, process.stdin).drain()
+        (length,) = HEADER.unpack(await answers.readexactly(HEADER.size))
+        return msgspec.msgpack.decode(await answers.readexactly(length), type=Verdict)
 
     @staticmethod
     def _send(process: asyncio.subprocess.Process, message: Tokens | Constraint) -> None:
-        assert process.stdin
-        process.stdin.write(frame(message))
+        cast(asyncio.StreamWriter, process.stdin).write(frame(message))
 
 
 def _wrong(named: NamedConstraint, reason: str) -> ApiError:
