@@ -105,6 +105,7 @@ def _compile_and_exit(constraint: Constraint, tokens: LLTokenizer, sending: int)
 
 def verdict_on(constraint: Constraint, tokens: LLTokenizer) -> Verdict:
     """Compile ``constraint``, and take the first steps of an answer."""
+    need_extra("structured", FEATURE)
     from optkit.runtime.structured import grammar
 
     try:
